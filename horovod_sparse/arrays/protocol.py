@@ -1,0 +1,85 @@
+"""What a sparsifier may ask of the memory it works on.
+
+What has n elements stays where it is (host or accelerator); what has k elements (indices, values)
+is a NumPy array on the host, where Horovod's Ethernet transport needs it anyway. So one protocol is
+enough, and a sparsifier never learns which framework holds the gradient.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Accumulator", "FoldReport", "Indices", "Values"]
+
+Indices = NDArray[np.int32]
+Values = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class FoldReport:
+    """What one fused pass learned about the gradient and the accumulator.
+
+    Attributes:
+        num_nonfinite: gradient elements that were NaN or Inf (or whose sum with the residual
+            overflowed) and were taken as 0.
+        first_nonfinite: position of the first of them in the bucket, -1 if there is none.
+        square_norm: sum of squares of the accumulator after the pass.
+    """
+
+    num_nonfinite: int = 0
+    first_nonfinite: int = -1
+    square_norm: float = 0.0
+
+
+class Accumulator(Protocol):
+    """Residual plus gradient of one bucket, in the residual's memory.
+
+    All indices are int32 positions within the bucket, ascending and unique where a method returns
+    them. Changes to the values after `fold` are journaled, so that `abandon` can take them back.
+    """
+
+    @property
+    def num_elements(self) -> int:
+        """n, the number of elements."""
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """float64 for float64 gradients, float32 for all others (half types accumulate in float32)."""
+
+    @property
+    def report(self) -> FoldReport:
+        """Of the last fold."""
+
+    def fold(self, gradient: Any, *, decay: float = 1.0) -> FoldReport:
+        """Values = decay * values + gradient; gradient = 0; block maxima. The one pass over n elements."""
+
+    def largest(self, num_selected: int, start: int = 0, stop: int | None = None) -> Indices:
+        """Exactly the `num_selected` largest magnitudes in [start, stop); ties go to the lowest index."""
+
+    def kth_magnitude(self, k: int, start: int = 0, stop: int | None = None) -> float:
+        """Exact k-th largest magnitude (k from 1) in [start, stop)."""
+
+    def at_least(self, threshold: float, start: int = 0, stop: int | None = None) -> Indices:
+        """All positions in [start, stop) whose magnitude is >= threshold and not 0."""
+
+    def take(self, indices: Indices) -> Values:
+        """The values there, as a fresh array."""
+
+    def clear(self, indices: Indices) -> None:
+        """Sets the values there to 0 (and whatever a feedback keeps beside them)."""
+
+    def add(self, indices: Indices, values: Values) -> None:
+        """Adds to the values there (what a rank gives back to its residual). Indices are unique."""
+
+    def abandon(self) -> None:
+        """Takes back every `clear` and `add` since the last fold, bit for bit."""
+
+    def values(self) -> Values:
+        """All n values as a host array, a view where that is possible (checkpoints, tests)."""
+
+    def assign(self, values: Values) -> None:
+        """Replaces all n values (loading a checkpoint)."""

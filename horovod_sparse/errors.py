@@ -1,0 +1,107 @@
+"""Every error a user can meet, by name; each message says which argument to change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+__all__ = [
+    "ArgumentError",
+    "CollectiveMismatchError",
+    "HorovodMissingError",
+    "HorovodSparseError",
+    "MessageError",
+    "NonFiniteGradientError",
+    "StateMismatchError",
+    "UnsupportedError",
+]
+
+
+class HorovodSparseError(Exception):
+    """The base of all errors of this package."""
+
+
+class ArgumentError(HorovodSparseError, ValueError):
+    """An argument is outside what is allowed.
+
+    Args:
+        argument: name of the argument, as the user wrote it.
+        given: the value that was given.
+        allowed: what would have been accepted, in words.
+
+    Example:
+        >>> raise ArgumentError("density", 2.0, "a number in (0, 1]")
+        Traceback (most recent call last):
+        horovod_sparse.errors.ArgumentError: density=2.0 is not allowed: give a number in (0, 1]
+    """
+
+    def __init__(self, argument: str, given: object, allowed: str) -> None:
+        self.argument, self.given, self.allowed = argument, given, allowed
+        super().__init__(argument, given, allowed)
+
+    def __str__(self) -> str:
+        return f"{self.argument}={self.given!r} is not allowed: give {self.allowed}"
+
+
+class UnknownNameError(ArgumentError):
+    """A misspelt name: of an argument, an algorithm, or a rule.
+
+    Args:
+        kind: what the name should have named ("argument of topk", "sparsifier").
+        given: the name that was given.
+        known: the names that exist.
+
+    Example:
+        >>> str(UnknownNameError("sparsifier", "topq", ["topk", "micro"]))
+        "unknown sparsifier 'topq': the known ones are micro, topk"
+    """
+
+    def __init__(self, kind: str, given: str, known: Iterable[str]) -> None:
+        self.kind, self.known = kind, sorted(known)
+        HorovodSparseError.__init__(self, kind, given, self.known)
+        self.argument, self.given, self.allowed = kind, given, ", ".join(self.known)
+
+    def __str__(self) -> str:
+        return f"unknown {self.kind} {self.given!r}: the known ones are {self.allowed}"
+
+
+class UnsupportedError(HorovodSparseError):
+    """A combination that cannot work (Adasum, join), with what to use instead."""
+
+
+class HorovodMissingError(HorovodSparseError, ImportError):
+    """Horovod, or its binding for this framework, is not installed."""
+
+
+class NonFiniteGradientError(HorovodSparseError, ArithmeticError):
+    """A gradient holds NaN or Inf on some rank; raised on every rank.
+
+    The step was given up on all ranks alike: nothing was applied, the residual keeps every
+    finite value, and the next step may go on.
+
+    Args:
+        bucket: name of the bucket.
+        where: for each affected rank, the parameter (or "element i") where the first one stands.
+    """
+
+    def __init__(self, bucket: str, where: dict[int, str]) -> None:
+        self.bucket, self.where = bucket, where
+        super().__init__(bucket, where)
+
+    def __str__(self) -> str:
+        places = "; ".join(f"rank {rank}: {place}" for rank, place in sorted(self.where.items()))
+        return (
+            f"the gradient of {self.bucket} is not finite ({places}). No rank applied this step; "
+            "lower the learning rate, clip the gradient, or look at that parameter's loss"
+        )
+
+
+class CollectiveMismatchError(HorovodSparseError, RuntimeError):
+    """Ranks asked for different collectives in the same round; a cluster would hang here."""
+
+
+class MessageError(HorovodSparseError, RuntimeError):
+    """A message from another rank cannot be what this rank expects."""
+
+
+class StateMismatchError(HorovodSparseError, RuntimeError):
+    """Saved state does not fit: another algorithm, model, or number of ranks."""

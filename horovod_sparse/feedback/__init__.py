@@ -1,0 +1,19 @@
+"""Error feedback and momentum correction around a sparsifier, and the bucket that holds it all."""
+
+from horovod_sparse.feedback.base import FEEDBACKS, ErrorFeedback, Feedback, NoFeedback
+from horovod_sparse.feedback.bucket import Bucket, BucketStep, Member
+from horovod_sparse.feedback.recipe import Recipe, parse_recipe, recipe, recipe_signature
+
+__all__ = [
+    "FEEDBACKS",
+    "Bucket",
+    "BucketStep",
+    "ErrorFeedback",
+    "Feedback",
+    "Member",
+    "NoFeedback",
+    "Recipe",
+    "parse_recipe",
+    "recipe",
+    "recipe_signature",
+]

@@ -1,0 +1,153 @@
+"""A bucket at work on one rank: memory, sparsifier, feedback, and what happened in a step."""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from horovod_sparse.arrays.protocol import Accumulator
+from horovod_sparse.collectives import Request, Synchronization, num_bytes_sent
+from horovod_sparse.errors import NonFiniteGradientError
+from horovod_sparse.feedback.recipe import Recipe
+from horovod_sparse.sparsifiers import BucketInfo, SparseSum
+
+__all__ = ["Bucket", "BucketStep", "Member"]
+
+
+@dataclass(frozen=True)
+class Member:
+    """A parameter's place in a bucket: elements [start, stop)."""
+
+    name: str
+    start: int
+    stop: int
+
+
+@dataclass
+class BucketStep:
+    """What a bucket did in one step, for telemetry.
+
+    Attributes:
+        bucket: name.
+        num_elements: n.
+        num_target: k, what was asked for.
+        num_selected: elements this rank selected.
+        num_received: elements that came back, duplicates of different ranks counted each.
+        bytes_sent: payload bytes this rank put into collectives.
+        bytes_by_round: the same, round by round.
+        residual_norm: L2 norm of what this rank holds back.
+        global_error: mean of all ranks' residual norms (ExDyna, Eq. 1) before clearing, NaN where the
+            messages did not carry it.
+        fold_seconds: of the fused pass.
+        select_seconds: of everything else done on this rank between collectives.
+        facts: the algorithm's own (threshold, imbalance, density_error, ...).
+    """
+
+    bucket: str
+    num_elements: int
+    num_target: int = 0
+    num_selected: int = 0
+    num_received: int = 0
+    bytes_sent: int = 0
+    bytes_by_round: list[int] = field(default_factory=list)
+    residual_norm: float = 0.0
+    global_error: float = math.nan
+    fold_seconds: float = 0.0
+    select_seconds: float = 0.0
+    facts: dict[str, float] = field(default_factory=dict)
+
+
+class Bucket:
+    """Parameters that are synchronized together, and everything this rank keeps for them.
+
+    Args:
+        info: the facts of the bucket.
+        recipe: what to do with it.
+        accumulator: its memory.
+        members: the parameters in it, for error messages and checkpoints; one named like the bucket
+            if left out.
+    """
+
+    def __init__(
+        self, info: BucketInfo, recipe: Recipe, accumulator: Accumulator, members: Sequence[Member] = ()
+    ) -> None:
+        self.info, self.recipe, self.accumulator = info, recipe, accumulator
+        self.members = tuple(members) or (Member(info.name, 0, info.num_elements),)
+        self.state = recipe.sparsifier.init(info)
+        self.learning_rate: float | None = None
+        self.last = BucketStep(info.name, info.num_elements)
+        self._before: tuple[Any, float | None] | None = None
+
+    def step(self, gradient: Any, learning_rate: float | None = None) -> Synchronization[SparseSum]:
+        """One synchronization: folds the gradient in, then the sparsifier's coroutine.
+
+        Args:
+            gradient: [n]; zeros afterwards.
+            learning_rate: of this step, where the front end knows it.
+
+        Returns:
+            The sum over ranks (not divided).
+
+        Raises:
+            NonFiniteGradientError: on every rank, if any rank's gradient is not finite; this bucket
+                is then as before the step, except that what was finite has been added to the residual.
+        """
+        report = BucketStep(self.info.name, self.info.num_elements)
+        started = time.perf_counter()
+        self._before = (copy.deepcopy(self.state), self.learning_rate)
+        report.num_target = self.recipe.sparsifier.num_selected(self.info, self.state)
+        fold = self.recipe.feedback.fold(self.accumulator, gradient, (self.learning_rate, learning_rate))
+        if learning_rate is not None:
+            self.learning_rate = learning_rate
+        report.fold_seconds = time.perf_counter() - started
+
+        sum_ = yield from self._recorded(report)
+        report.num_selected = int(sum_.counts[self.info.rank])
+        report.num_received = sum_.indices.size
+        report.facts.update(sum_.facts)
+        if sum_.norms is not None:
+            report.global_error = float(np.mean(sum_.norms))
+        report.residual_norm = math.sqrt(fold.square_norm)
+        self.last = report
+        if sum_.first_nonfinite:
+            self.abandon()
+            places = {rank: self.member_at(position) for rank, position in sum_.first_nonfinite.items()}
+            raise NonFiniteGradientError(self.info.name, places)
+        return sum_
+
+    def _recorded(self, report: BucketStep) -> Synchronization[SparseSum]:
+        """The sparsifier's coroutine, its bytes counted and its time between collectives taken."""
+        coroutine = self.recipe.sparsifier.synchronize(self.accumulator, self.state, self.info)
+        result: Any = None
+        while True:
+            resumed = time.perf_counter()
+            try:
+                request: Request = coroutine.send(result)
+            except StopIteration as stop:
+                finished: SparseSum = stop.value
+                return finished
+            finally:
+                report.select_seconds += time.perf_counter() - resumed
+            report.bytes_by_round.append(num_bytes_sent(request, self.info.rank))
+            report.bytes_sent += report.bytes_by_round[-1]
+            result = yield request
+
+    def abandon(self) -> None:
+        """Takes the last step back, after its collectives: the selection returns to the residual."""
+        if self._before is not None:
+            self.accumulator.abandon()
+            self.state, self.learning_rate = self._before
+            self._before = None
+
+    def member_at(self, position: int) -> str:
+        """Name of the parameter that holds an element of the bucket."""
+        for member in self.members:
+            if member.start <= position < member.stop:
+                return member.name
+        return f"element {position}"

@@ -1,0 +1,89 @@
+"""A bucket on P simulated ranks: gradients in, synchronized gradients out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from horovod_sparse.arrays import HostAccumulator
+from horovod_sparse.feedback import Bucket, Recipe
+from horovod_sparse.simulation.lockstep import run_lockstep
+from horovod_sparse.simulation.recorder import Recorder
+from horovod_sparse.sparsifiers import BucketInfo, SparseSum
+
+__all__ = ["SimulatedCluster"]
+
+
+class SimulatedCluster:
+    """One bucket of n elements on P ranks of one process.
+
+    Args:
+        recipe: what every rank does.
+        num_elements: n.
+        size: P.
+        dtype: of the gradients.
+        recorder: counts rounds and bytes; a fresh one if left out.
+        name: of the bucket.
+
+    Example:
+        >>> from horovod_sparse.feedback import recipe
+        >>> cluster = SimulatedCluster(recipe("topk", density=0.5), num_elements=2, size=2)
+        >>> cluster.step([np.array([3.0, 1.0], np.float32), np.array([1.0, 2.0], np.float32)])
+        array([3., 2.], dtype=float32)
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        num_elements: int,
+        size: int,
+        dtype: str = "float32",
+        recorder: Recorder | None = None,
+        name: str = "bucket",
+    ) -> None:
+        self.recorder = recorder if recorder is not None else Recorder()
+        self.buckets = []
+        for rank in range(size):
+            info = BucketInfo(name, num_elements, rank, size, dtype)
+            memory = HostAccumulator(
+                num_elements,
+                info.value_dtype,
+                density=recipe.sparsifier.density,
+                companions=recipe.feedback.num_companions,
+            )
+            self.buckets.append(Bucket(info, recipe, memory))
+
+    def synchronize(
+        self, gradients: Sequence[Any], learning_rate: float | None = None, *, keep_errors: bool = False
+    ) -> list[SparseSum]:
+        """One step on all ranks.
+
+        Args:
+            gradients: one array [n] per rank; zeros afterwards.
+            learning_rate: of this step.
+            keep_errors: see `run_lockstep`.
+
+        Returns:
+            The sparse sums of all ranks.
+        """
+        steps = [
+            bucket.step(gradient, learning_rate)
+            for bucket, gradient in zip(self.buckets, gradients, strict=True)
+        ]
+        return run_lockstep(steps, self.recorder, keep_errors=keep_errors)
+
+    def step(self, gradients: Sequence[Any], learning_rate: float | None = None) -> np.ndarray:
+        """One step on all ranks; the synchronized gradient (a sum) of rank 0, dense."""
+        return self.dense(self.synchronize(gradients, learning_rate)[0])
+
+    def dense(self, sum_: SparseSum) -> np.ndarray:
+        """A sparse sum as an array of n elements."""
+        out = np.zeros(self.buckets[0].info.num_elements, self.buckets[0].info.value_dtype)
+        np.add.at(out, sum_.indices, sum_.values)
+        return out
+
+    def residuals(self) -> list[np.ndarray]:
+        """What every rank holds back, [n] each, as copies."""
+        return [bucket.accumulator.values().copy() for bucket in self.buckets]

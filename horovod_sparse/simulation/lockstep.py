@@ -1,0 +1,139 @@
+"""P ranks in one process, in lock-step: for laws and scale, never the proof that something runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from horovod_sparse.collectives import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Broadcast,
+    Exchange,
+    Request,
+    Synchronization,
+)
+from horovod_sparse.errors import CollectiveMismatchError
+from horovod_sparse.simulation.recorder import Recorder
+
+__all__ = ["run_lockstep"]
+
+Result = TypeVar("Result")
+
+
+def run_lockstep(
+    coroutines: Sequence[Synchronization[Result]],
+    recorder: Recorder | None = None,
+    *,
+    keep_errors: bool = False,
+) -> list[Result]:
+    """Runs the coroutines of all ranks together, round by round.
+
+    Args:
+        coroutines: one per rank, in rank order.
+        recorder: counts rounds and bytes, if given.
+        keep_errors: put an exception that a coroutine raises into its place in the result instead of
+            raising the first one after all are done.
+
+    Returns:
+        What each rank's coroutine returned.
+
+    Raises:
+        CollectiveMismatchError: if ranks disagree about the round: on a cluster that would hang.
+
+    Example:
+        >>> def rank(value):
+        ...     total = yield AllReduce(np.array([value]))
+        ...     return float(total[0])
+        >>> run_lockstep([rank(1.0), rank(2.0)])
+        [3.0, 3.0]
+    """
+    size = len(coroutines)
+    finished: list[Any] = [None] * size
+    answers: list[Any] = [None] * size
+    errors: dict[int, Exception] = {}
+    for round_number in range(1_000_000):
+        requests: dict[int, Request] = {}
+        for rank, coroutine in enumerate(coroutines):
+            try:
+                requests[rank] = coroutine.send(answers[rank])
+            except StopIteration as stop:
+                finished[rank] = stop.value
+            except Exception as error:
+                errors[rank] = error
+        if not requests:
+            break
+        _check(round_number, requests, size)
+        ordered = [requests[rank] for rank in range(size)]
+        answers = answer(ordered)
+        if recorder is not None:
+            recorder.record(ordered)
+    if errors and not keep_errors:
+        raise errors[min(errors)]
+    for rank, error in errors.items():
+        finished[rank] = error
+    return finished
+
+
+def _check(round_number: int, requests: dict[int, Request], size: int) -> None:
+    """All ranks still running, all asking for the same thing."""
+    missing = [rank for rank in range(size) if rank not in requests]
+    if missing:
+        raise CollectiveMismatchError(
+            f"round {round_number}: ranks {missing} are done while ranks {sorted(requests)[:8]} ask for "
+            f"{type(next(iter(requests.values()))).__name__}"
+        )
+    kinds: dict[str, list[int]] = {}
+    for rank, request in requests.items():
+        kinds.setdefault(_signature(request, size), []).append(rank)
+    if len(kinds) > 1:
+        asked = "; ".join(f"ranks {ranks[:8]}: {kind}" for kind, ranks in kinds.items())
+        raise CollectiveMismatchError(f"round {round_number}: ranks ask for different collectives ({asked})")
+
+
+def _signature(request: Request, size: int) -> str:
+    """What has to be equal on all ranks."""
+    name = type(request).__name__
+    if isinstance(request, AllReduce):
+        return f"{name} of {request.buffer.size} {request.buffer.dtype}"
+    if isinstance(request, Broadcast):
+        return f"{name} of {request.buffer.size} {request.buffer.dtype} from {request.root}"
+    if isinstance(request, AllToAll) and len(request.buffers) != size:
+        return f"{name} with {len(request.buffers)} messages"
+    return name
+
+
+def answer(requests: Sequence[Request]) -> list[Any]:
+    """What each rank gets back for one round. All requests are of one kind."""
+    first, size = requests[0], len(requests)
+    if isinstance(first, AllGather):
+        gathered = np.concatenate([request.buffer for request in requests])  # type: ignore[union-attr]
+        gathered.flags.writeable = False
+        return [gathered] * size
+    if isinstance(first, AllReduce):
+        total = first.buffer.copy()
+        for request in requests[1:]:
+            total += request.buffer  # type: ignore[union-attr]
+        return [total.copy() for _ in requests]
+    if isinstance(first, Broadcast):
+        return [requests[first.root].buffer.copy() for _ in requests]  # type: ignore[union-attr]
+    if isinstance(first, AllToAll):
+        return [[request.buffers[rank].copy() for request in requests] for rank in range(size)]  # type: ignore[union-attr]
+    return _answer_exchanges(requests)  # type: ignore[arg-type]
+
+
+def _answer_exchanges(requests: Sequence[Exchange]) -> list[dict[int, Any]]:
+    """Delivers messages between pairs; a message that nobody awaits, or the other way round, is a bug."""
+    inbox: list[dict[int, Any]] = [{} for _ in requests]
+    for sender, request in enumerate(requests):
+        for receiver, buffer in request.sends.items():
+            inbox[receiver][sender] = buffer.copy()
+    for rank, request in enumerate(requests):
+        if set(inbox[rank]) != set(request.sources):
+            raise CollectiveMismatchError(
+                f"rank {rank} awaits messages from {sorted(request.sources)}, but {sorted(inbox[rank])} send to it"
+            )
+    return inbox

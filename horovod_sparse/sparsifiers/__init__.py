@@ -1,0 +1,25 @@
+"""One file per algorithm. To add one: write its file, export it here, add a test row and a docs entry."""
+
+from horovod_sparse.sparsifiers.base import BucketInfo, SparseSum, Sparsifier, SparsifierState, Traffic
+from horovod_sparse.sparsifiers.exdyna import ExDyna
+from horovod_sparse.sparsifiers.micro import MiCRO
+from horovod_sparse.sparsifiers.randomk import RandomK
+from horovod_sparse.sparsifiers.topk import TopK
+
+__all__ = [
+    "ALGORITHMS",
+    "BucketInfo",
+    "ExDyna",
+    "MiCRO",
+    "RandomK",
+    "SparseSum",
+    "Sparsifier",
+    "SparsifierState",
+    "TopK",
+    "Traffic",
+]
+
+#: Every algorithm by the name that `Compression` and the command lines know it under.
+ALGORITHMS: dict[str, type[Sparsifier]] = {
+    algorithm.name: algorithm for algorithm in (TopK, MiCRO, ExDyna, RandomK)
+}

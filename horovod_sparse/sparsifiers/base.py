@@ -1,0 +1,233 @@
+"""What every sparsifier is: a description, a state, and one coroutine."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+
+from horovod_sparse.arrays.protocol import Accumulator, Indices, Values
+from horovod_sparse.collectives import AllGather, Request, Synchronization
+from horovod_sparse.errors import ArgumentError
+from horovod_sparse.wire import Message, pack, unpack
+
+__all__ = [
+    "BucketInfo",
+    "SparseSum",
+    "Sparsifier",
+    "SparsifierState",
+    "Traffic",
+    "accumulator_dtype",
+    "check_number",
+]
+
+
+def accumulator_dtype(gradient_dtype: str) -> np.dtype[Any]:
+    """The dtype residuals have: float64 for float64, float32 for float32 and the half types.
+
+    Example:
+        >>> accumulator_dtype("bfloat16")
+        dtype('float32')
+    """
+    return np.dtype(np.float64 if gradient_dtype == "float64" else np.float32)
+
+
+@dataclass(frozen=True)
+class BucketInfo:
+    """The facts of a bucket on a rank.
+
+    Attributes:
+        name: stable over ranks and steps.
+        num_elements: n.
+        rank: of this process within its process set.
+        size: P, the number of ranks in the process set.
+        dtype: of the gradient: "float32", "float64", "float16" or "bfloat16".
+    """
+
+    name: str
+    num_elements: int
+    rank: int = 0
+    size: int = 1
+    dtype: str = "float32"
+
+    @property
+    def value_dtype(self) -> np.dtype[Any]:
+        """Of accumulators and of values in messages."""
+        return accumulator_dtype(self.dtype)
+
+
+@dataclass
+class SparsifierState:
+    """Everything a checkpoint needs to go on; algorithms with more of it derive from this.
+
+    Attributes:
+        step: synchronizations done.
+    """
+
+    step: int = 0
+
+
+@dataclass
+class SparseSum:
+    """What a synchronization ends in, the same on every rank.
+
+    Attributes:
+        indices: int32; an index may stand more than once (its values add up).
+        values: the sum over ranks, float32 or float64.
+        counts: int [P], elements selected by each rank.
+        first_nonfinite: rank -> position of its first NaN or Inf, for ranks that have one.
+        norms: float [P], every rank's accumulator norm, where the messages carried it.
+        facts: the algorithm's own telemetry (threshold, imbalance, ...).
+    """
+
+    indices: Indices
+    values: Values
+    counts: np.ndarray
+    first_nonfinite: dict[int, int] = field(default_factory=dict)
+    norms: np.ndarray | None = None
+    facts: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, messages: Sequence[Message]) -> SparseSum:
+        """The sum of messages that carry indices and values, one behind the other."""
+        return cls(
+            indices=np.concatenate([message.indices for message in messages]),
+            values=np.concatenate([message.values for message in messages if message.values is not None]),
+            **headers(messages),
+        )
+
+
+def headers(messages: Sequence[Message]) -> dict[str, Any]:
+    """What the headers of all ranks' messages tell: counts, health, norms, as SparseSum fields."""
+    return {
+        "counts": np.array([message.indices.size for message in messages]),
+        "first_nonfinite": {
+            rank: message.first_nonfinite
+            for rank, message in enumerate(messages)
+            if message.first_nonfinite >= 0
+        },
+        "norms": np.array([message.norm for message in messages]),
+    }
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one round costs, as the algorithm declares it; checked against what is counted.
+
+    Attributes:
+        kind: type of the request.
+        bytes_sent: payload that this rank puts in.
+    """
+
+    kind: type[Request]
+    bytes_sent: int
+
+
+def check_number(
+    argument: str, value: object, allowed: str, *, low: float, high: float, include_low: bool = False
+) -> None:
+    """Refuses a number outside (low, high] (or [low, high]), naming the argument.
+
+    Raises:
+        ArgumentError: if it is not a number, or outside.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+        raise ArgumentError(argument, value, allowed)
+    if not (low <= value <= high if include_low else low < value <= high):
+        raise ArgumentError(argument, value, allowed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sparsifier(abc.ABC):
+    """One algorithm, described: a frozen, picklable value that exists before `hvd.init()`.
+
+    A subclass gives `synchronize`, a coroutine that turns a rank's accumulator into the global sparse
+    sum by yielding collectives. It holds no state: that is in the object made by `init`.
+
+    Args:
+        density: kept fraction in (0, 1]. Whether of each rank's accumulator or of the union of all
+            ranks is said by `density_scope`.
+        quantum: message lengths are rounded up to this many elements.
+    """
+
+    name: ClassVar[str]
+    #: "per rank": each rank selects density * n, the union may be P times that. "global": the union is.
+    density_scope: ClassVar[Literal["per rank", "global"]] = "per rank"
+
+    density: float = 0.001
+    quantum: int = 1
+
+    def __post_init__(self) -> None:
+        check_number("density", self.density, "a kept fraction in (0, 1]", low=0.0, high=1.0)
+        if not isinstance(self.quantum, int) or self.quantum < 1:
+            raise ArgumentError("quantum", self.quantum, "a whole number of elements, 1 or more")
+
+    def num_selected(self, info: BucketInfo, state: SparsifierState) -> int:
+        """K = max(1, round(density * n)), at most n: what the user asked for in this step."""
+        return min(info.num_elements, max(1, round(self.density * info.num_elements)))
+
+    def init(self, info: BucketInfo) -> SparsifierState:
+        """The state before the first step."""
+        return SparsifierState()
+
+    @abc.abstractmethod
+    def synchronize(
+        self, accumulator: Accumulator, state: Any, info: BucketInfo
+    ) -> Synchronization[SparseSum]:
+        """One bucket, one step: selects, yields collectives, clears what was sent, returns the sum.
+
+        Args:
+            accumulator: residual + gradient of this rank; what stays in it is the next residual.
+            state: made by `init`, changed in place.
+            info: the facts of the bucket.
+        """
+
+    @abc.abstractmethod
+    def rounds(self, size: int) -> tuple[type[Request], ...]:
+        """The kinds of request that `synchronize` yields, in order, fixed for a number of ranks.
+
+        A graph driver unrolls them when it traces.
+        """
+
+    @abc.abstractmethod
+    def traffic(self, info: BucketInfo, counts: np.ndarray) -> tuple[Traffic, ...]:
+        """Declared cost of a step for this rank, given the number of elements each rank selected."""
+
+    def describe(self) -> str:
+        """The description as `Compression.parse` reads it; arguments at their default are left out.
+
+        Example:
+            >>> from horovod_sparse.sparsifiers import TopK
+            >>> TopK(density=0.01).describe()
+            'topk:density=0.01'
+        """
+        changed = [
+            f"{item.name}={getattr(self, item.name)}"
+            for item in dataclasses.fields(self)
+            if item.name == "density" or getattr(self, item.name) != item.default
+        ]
+        return f"{self.name}:{','.join(changed)}"
+
+
+def exchange_selections(
+    accumulator: Accumulator, indices: Indices, values: Values | None, info: BucketInfo, quantum: int
+) -> Synchronization[Sequence[Message]]:
+    """The round most algorithms have: every rank's selection to every rank, in one allgather.
+
+    Args:
+        accumulator: gives the health and norm for the header.
+        indices: int32 [count], this rank's selection.
+        values: [count], or None to send indices only.
+        info: the facts of the bucket.
+        quantum: elements that the message is rounded up to.
+
+    Returns:
+        The messages of all ranks, in rank order.
+    """
+    gathered = yield AllGather(pack(indices, values, accumulator.report, quantum=quantum))
+    dtype = None if values is None else info.value_dtype
+    return unpack(gathered, info.size, dtype, info.num_elements)

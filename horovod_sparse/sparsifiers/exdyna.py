@@ -1,0 +1,93 @@
+"""ExDyna: exclusive partitions whose bounds move until every rank selects about the same number."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import numpy as np
+
+from horovod_sparse.errors import ArgumentError, UnknownNameError
+from horovod_sparse.sparsifiers.base import BucketInfo, check_number
+from horovod_sparse.sparsifiers.exclusive import ExclusiveState, ExclusiveThreshold, Window
+from horovod_sparse.sparsifiers.partitions import Partitions, move_one_block, move_proportionally, partition
+
+__all__ = ["ExDyna", "ExDynaState"]
+
+
+@dataclass
+class ExDynaState(ExclusiveState):
+    """State of ExDyna, the same on all ranks.
+
+    Attributes:
+        step: synchronizations done.
+        threshold: of the threshold rule.
+        partitions: where the parts lie now.
+    """
+
+    partitions: Partitions = field(default_factory=lambda: Partitions(1, np.ones(1, np.int64)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExDyna(ExclusiveThreshold):
+    """Rank i selects |acc| >= threshold in partition (t + i) mod P; bounds follow the counts.
+
+    Two rounds, as MiCRO. Where magnitudes differ along the bucket, equal parts make some ranks select
+    several times more than others; ExDyna moves whole blocks between neighbouring parts. The counts of
+    all ranks are known from the gathered indices, so this costs no message.
+
+    Args:
+        density: k / n of the union, in (0, 1].
+        threshold: "sketch" or "paper", or a rule; see MiCRO.
+        rebalance: "proportional" (default: bounds move half the way to equal counts), "paper" (one block
+            per pair of neighbours and step), or "none".
+        num_blocks: n_b for large buckets.
+        alpha: imbalance that the paper's rule tolerates.
+        blocks_per_move: blk_move of the paper's rule.
+        quantum: see `Sparsifier`.
+
+    Source: ExDyna (2024), Algorithms 1-5; constants from its public program. Departures: the sketch
+    rule, the proportional move, and n_b chosen from n and P for small buckets.
+
+    Example:
+        >>> ExDyna(density=0.001).describe()
+        'exdyna:density=0.001'
+    """
+
+    name: ClassVar[str] = "exdyna"
+
+    rebalance: str = "proportional"
+    num_blocks: int = 1024
+    alpha: float = 1.05
+    blocks_per_move: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rebalance not in ("proportional", "paper", "none"):
+            raise UnknownNameError("rebalance rule", self.rebalance, ("proportional", "paper", "none"))
+        check_number(
+            "alpha", self.alpha, "a number of 1 or more", low=1.0, high=float("inf"), include_low=True
+        )
+        for argument in ("num_blocks", "blocks_per_move"):
+            value = getattr(self, argument)
+            if not isinstance(value, int) or value < 1:
+                raise ArgumentError(argument, value, "a whole number, 1 or more")
+
+    def init(self, info: BucketInfo) -> ExDynaState:
+        """Equal parts, no threshold yet."""
+        return ExDynaState(partitions=partition(info.num_elements, info.size, self.num_blocks))
+
+    def window(self, state: ExDynaState, info: BucketInfo) -> Window:
+        """Partition (t + i) mod P."""
+        return state.partitions.window((state.step + info.rank) % info.size, info.num_elements)
+
+    def observe(self, state: ExDynaState, info: BucketInfo, counts: np.ndarray) -> None:
+        """Moves blocks; rank i's count belongs to the partition that it searched, (t + i) mod P."""
+        by_part = np.empty_like(counts)
+        by_part[(state.step + np.arange(info.size)) % info.size] = counts
+        if self.rebalance == "paper":
+            move_one_block(
+                state.partitions, by_part, info.num_elements, alpha=self.alpha, num_moved=self.blocks_per_move
+            )
+        elif self.rebalance == "proportional":
+            move_proportionally(state.partitions, by_part)

@@ -1,0 +1,131 @@
+"""ExDyna's partitions: how a bucket is cut into blocks, and how blocks move between ranks' parts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from horovod_sparse.sparsifiers.exclusive import Window
+
+__all__ = ["Partitions", "move_one_block", "move_proportionally", "partition"]
+
+
+@dataclass
+class Partitions:
+    """Contiguous parts of a bucket, in whole blocks.
+
+    Attributes:
+        block_length: elements of a block (sz_blk).
+        num_blocks: int64 [P], blocks of every part (blk_part). What is left over beyond all blocks
+            belongs to the last part.
+    """
+
+    block_length: int
+    num_blocks: np.ndarray
+
+    def window(self, part: int, num_elements: int) -> Window:
+        """(start, stop) of a part, in elements."""
+        first = int(self.num_blocks[:part].sum())
+        stop = (first + int(self.num_blocks[part])) * self.block_length
+        return first * self.block_length, num_elements if part == self.num_blocks.size - 1 else stop
+
+
+def partition(num_elements: int, size: int, num_blocks: int = 1024) -> Partitions:
+    """Cuts a bucket into blocks and gives every rank nearly the same number of them.
+
+    Args:
+        num_elements: n.
+        size: P.
+        num_blocks: n_b where the bucket is large enough. At least 4 P blocks are made, so that blocks
+            can move, and blocks shrink below 32 elements only when there are too few elements for that.
+
+    Returns:
+        The partitions; remainder blocks go to the first parts, one each.
+
+    Source: ExDyna, Algorithm 2. Departure: n_b is chosen from n and P; the printed form makes
+    empty blocks below 32 * n_b elements.
+
+    Example:
+        >>> partition(100_000, 3)
+        Partitions(block_length=96, num_blocks=array([342, 341, 341]))
+        >>> partition(10, 4)
+        Partitions(block_length=1, num_blocks=array([3, 3, 2, 2]))
+    """
+    wanted = max(num_blocks, 4 * size)
+    if num_elements < 32 * wanted:
+        wanted = max(min(num_elements, 4 * size), num_elements // 32)
+    wanted = max(wanted, 1)
+    block_length = num_elements // wanted
+    if block_length >= 32:
+        block_length -= block_length % 32
+    quotient, remainder = divmod(wanted, size)
+    parts = np.full(size, quotient, np.int64)
+    parts[:remainder] += 1
+    return Partitions(max(block_length, 1), parts)
+
+
+def move_one_block(
+    partitions: Partitions, counts: np.ndarray, num_elements: int, *, alpha: float = 1.05, num_moved: int = 1
+) -> None:
+    """Moves a block between neighbours where one selected too much and the other too little.
+
+    Args:
+        partitions: changed in place.
+        counts: int [P], elements selected in every part (not: by every rank).
+        num_elements: n.
+        alpha: a part is too full above alpha times the mean and too empty below 1 / alpha of it.
+        num_moved: blocks that move at once (blk_move).
+
+    Source: ExDyna, Algorithm 3, lines 7-28, with min_blk = n_b / (4 P). Departure: when nothing was
+    selected at all nothing moves (the printed form divides by zero).
+    """
+    blocks, k = partitions.num_blocks, counts.astype(np.float64)
+    mean = float(k.sum()) / blocks.size
+    if mean == 0.0:
+        return
+    min_blocks = int(blocks.sum()) // (4 * blocks.size)
+    moved_elements = num_moved * partitions.block_length * float(k.sum()) / num_elements
+    for i in range(blocks.size - 1):
+        left, right = k[i] / mean, k[i + 1] / mean
+        if left > alpha and right < 1.0 / alpha:
+            source, target = i, i + 1
+        elif left < 1.0 / alpha and right > alpha:
+            source, target = i + 1, i
+        else:
+            continue
+        if blocks[source] - num_moved < min_blocks:
+            continue
+        blocks[source] -= num_moved
+        blocks[target] += num_moved
+        k[source] -= moved_elements
+        k[target] += moved_elements
+
+
+def move_proportionally(partitions: Partitions, counts: np.ndarray, *, step: float = 0.5) -> None:
+    """Moves every boundary part of the way to where the counts would be equal.
+
+    Args:
+        partitions: changed in place.
+        counts: int [P], elements selected in every part.
+        step: fraction of the way, in (0, 1].
+
+    Ours, beside the paper's rule: selected elements are taken as evenly spread within a part, which
+    gives the cumulative count as a function of the block; boundaries move towards its quantiles.
+    Every part keeps at least n_b / (4 P) blocks, as in the paper.
+    """
+    blocks = partitions.num_blocks
+    size, total = blocks.size, int(blocks.sum())
+    if size == 1 or counts.sum() == 0:
+        return
+    bounds = np.concatenate([[0], np.cumsum(blocks)]).astype(np.float64)
+    # a little for every block keeps the cumulative count strictly rising where nothing was selected
+    weights = counts + counts.sum() * 1e-3 * blocks / total
+    cumulative = np.concatenate([[0.0], np.cumsum(weights)])
+    ideal = np.interp(np.arange(1, size) * cumulative[-1] / size, cumulative, bounds)
+    inner = np.rint(bounds[1:-1] + step * (ideal - bounds[1:-1])).astype(np.int64)
+    least = total // (4 * size)
+    for i in range(size - 1):  # from the left: room for this part; from the right: room for those behind
+        low = (inner[i - 1] if i else 0) + least
+        inner[i] = min(max(inner[i], low), total - least * (size - 1 - i))
+    blocks[:] = np.diff(np.concatenate([[0], inner, [total]]))

@@ -1,0 +1,95 @@
+"""Random-k: k positions drawn at random, by all ranks alike or by each rank for itself."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from horovod_sparse.arrays.protocol import Accumulator, Indices
+from horovod_sparse.collectives import AllGather, AllReduce, Request, Synchronization
+from horovod_sparse.sparsifiers.base import (
+    BucketInfo,
+    SparseSum,
+    Sparsifier,
+    SparsifierState,
+    Traffic,
+    exchange_selections,
+    headers,
+)
+from horovod_sparse.wire import message_words
+
+__all__ = ["RandomK"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomK(Sparsifier):
+    """k uniformly random positions, their values summed over ranks.
+
+    With `shared` positions (default) all ranks draw the same ones, so no index is ever sent: one
+    allreduce of k values, and the union is exactly k. With own positions: one allgather of indices
+    and values, as top-k.
+
+    Args:
+        density: k / n, in (0, 1].
+        shared: whether all ranks draw the same positions.
+        seed: of the generator, which is this sparsifier's own: drawing never touches the global seeds
+            of NumPy or of a framework. Positions depend on seed, bucket name and step alone, so a
+            resumed run draws what an uninterrupted one would have.
+        quantum: see `Sparsifier`.
+
+    Source: Stich et al. 2018 (random-k with memory).
+
+    Example:
+        >>> RandomK(density=0.25, seed=1).positions(BucketInfo("w", 8), step=0).size
+        2
+    """
+
+    name: ClassVar[str] = "randomk"
+
+    shared: bool = True
+    seed: int = 0
+
+    def positions(self, info: BucketInfo, step: int) -> Indices:
+        """The positions of a step, ascending and unique."""
+        entropy = [self.seed, zlib.crc32(info.name.encode()), step, 0 if self.shared else 1 + info.rank]
+        generator = np.random.Generator(np.random.Philox(np.random.SeedSequence(entropy)))
+        k = self.num_selected(info, SparsifierState(step))
+        drawn = generator.choice(info.num_elements, k, replace=False, shuffle=False)
+        return np.sort(drawn).astype(np.int32)
+
+    def synchronize(
+        self, accumulator: Accumulator, state: SparsifierState, info: BucketInfo
+    ) -> Synchronization[SparseSum]:
+        """One allreduce, or one allgather; see `Sparsifier.synchronize`."""
+        indices = self.positions(info, state.step)
+        values = accumulator.take(indices)
+        accumulator.clear(indices)
+        state.step += 1
+        if not self.shared:
+            return SparseSum.of(
+                (yield from exchange_selections(accumulator, indices, values, info, self.quantum))
+            )
+        # one element more counts the ranks whose gradient is not finite; only then who it is gets asked
+        sick = accumulator.report.first_nonfinite >= 0
+        summed = yield AllReduce(np.append(values, np.asarray(sick, values.dtype)))
+        sum_ = SparseSum(indices, summed[:-1], counts=np.full(info.size, indices.size))
+        if summed[-1] != 0:
+            nothing = np.empty(0, np.int32)
+            sum_.first_nonfinite = headers(
+                (yield from exchange_selections(accumulator, nothing, None, info, quantum=1))
+            )["first_nonfinite"]
+        return sum_
+
+    def rounds(self, size: int) -> tuple[type[Request], ...]:
+        """One allreduce (shared) or one allgather."""
+        return (AllReduce,) if self.shared else (AllGather,)
+
+    def traffic(self, info: BucketInfo, counts: np.ndarray) -> tuple[Traffic, ...]:
+        """K values and one word for health (shared), or k indices and k values."""
+        k, itemsize = int(counts[info.rank]), info.value_dtype.itemsize
+        if self.shared:
+            return (Traffic(AllReduce, (k + 1) * itemsize),)
+        return (Traffic(AllGather, 4 * message_words(k, itemsize // 4, self.quantum)),)

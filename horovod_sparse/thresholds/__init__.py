@@ -1,0 +1,39 @@
+"""How a threshold is found and steered."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from horovod_sparse.arrays.protocol import Accumulator
+from horovod_sparse.errors import UnknownNameError
+from horovod_sparse.thresholds.scaling import ThresholdScaling, ThresholdState
+from horovod_sparse.thresholds.sketch import Sketch
+
+__all__ = ["RULES", "Sketch", "ThresholdRule", "ThresholdScaling", "ThresholdState", "threshold_rule"]
+
+
+class ThresholdRule(Protocol):
+    """Finds a threshold for a step, and learns from the count that it led to."""
+
+    def find(self, accumulator: Accumulator, num_selected: int, state: ThresholdState) -> float:
+        """This step's threshold."""
+
+    def steer(self, count: int, num_selected: int, state: ThresholdState) -> None:
+        """Learns from the union count of this step."""
+
+
+RULES: dict[str, type] = {"sketch": Sketch, "paper": ThresholdScaling}
+
+
+def threshold_rule(rule: str | ThresholdRule) -> ThresholdRule:
+    """A rule by its name, or the rule itself.
+
+    Example:
+        >>> threshold_rule("sketch")
+        Sketch(exponent=0.7, limit=16.0)
+    """
+    if isinstance(rule, str):
+        if rule not in RULES:
+            raise UnknownNameError("threshold rule", rule, RULES)
+        return RULES[rule]()
+    return rule

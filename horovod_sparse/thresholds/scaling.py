@@ -1,0 +1,67 @@
+"""A threshold steered by feedback on the count, as MiCRO and ExDyna print it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from horovod_sparse.arrays.protocol import Accumulator
+
+__all__ = ["ThresholdScaling", "ThresholdState"]
+
+
+@dataclass
+class ThresholdState:
+    """What a threshold rule carries from step to step.
+
+    Attributes:
+        threshold: the last threshold used (magnitude, in units of the accumulator), 0 before the first.
+        correction: c of the sketch rule; the searched order is c * k.
+    """
+
+    threshold: float = 0.0
+    correction: float = 1.0
+
+
+@dataclass(frozen=True)
+class ThresholdScaling:
+    """`paper`: the next threshold is this one times 1 + gamma, 1 + gamma / 4, or 1 - gamma.
+
+    The factor is chosen by count / k: above beta, within (1 / beta, beta], below. From a bad start
+    this takes hundreds of steps, and inside its band the threshold only ever grows; kept for
+    comparison with the papers. The first threshold, which the papers leave open, is
+    1 / (2 * sqrt(k)), as in their public programs.
+
+    Args:
+        beta: width of the band around count = k.
+        gamma: step of the scaling.
+
+    Source: ExDyna, Algorithm 5 (the same constants in MiCRO's public program).
+    """
+
+    beta: float = 1.1
+    gamma: float = 0.005
+
+    def find(self, accumulator: Accumulator, num_selected: int, state: ThresholdState) -> float:
+        """This step's threshold."""
+        if state.threshold == 0.0:
+            state.threshold = 1.0 / (2.0 * math.sqrt(num_selected))
+        return 0.0 if num_selected >= accumulator.num_elements else state.threshold
+
+    def steer(self, count: int, num_selected: int, state: ThresholdState) -> None:
+        """Scales the threshold by what the union count says.
+
+        Example:
+            >>> state = ThresholdState(threshold=1.0)
+            >>> ThresholdScaling().steer(200, 100, state); round(state.threshold, 6)
+            1.005
+            >>> ThresholdScaling().steer(100, 100, state); round(state.threshold, 6)
+            1.006256
+        """
+        exam = count / num_selected
+        if exam > self.beta:
+            state.threshold *= 1.0 + self.gamma
+        elif exam > 1.0 / self.beta:
+            state.threshold *= 1.0 + self.gamma / 4.0
+        else:
+            state.threshold *= 1.0 - self.gamma

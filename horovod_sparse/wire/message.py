@@ -1,0 +1,169 @@
+"""One selection as one int32 buffer, so that a round is one collective, and fuses with others.
+
+Layout, in 32-bit words::
+
+    0  length     words of the whole message, header and padding included
+    1  count      number of selected elements
+    2  nonfinite  1 + position of the first NaN or Inf in this rank's gradient, 0 if there is none
+    3  norm       float32 bits of the accumulator's L2 norm (for the global error, ExDyna Eq. 1)
+    4  indices    count words, ascending
+    .  values     count words (float32) or 2 * count words (float64), or none
+    .  padding    zeros up to a multiple of the quantum
+
+The length in front makes concatenated messages separable, so an allgather of unequal lengths needs
+no second exchange of sizes. The two words for health and norm save a collective of their own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from horovod_sparse.arrays.protocol import FoldReport, Indices, Values
+from horovod_sparse.errors import MessageError
+
+__all__ = ["HEADER_WORDS", "Message", "message_words", "pack", "unpack", "unpack_one"]
+
+HEADER_WORDS = 4
+
+
+@dataclass(frozen=True)
+class Message:
+    """What one rank sent.
+
+    Attributes:
+        indices: int32 [count], ascending positions within the bucket.
+        values: float [count], or None where only indices were sent.
+        first_nonfinite: position of the sender's first NaN or Inf, -1 if there is none.
+        norm: L2 norm of the sender's accumulator, rounded to float32.
+    """
+
+    indices: Indices
+    values: Values | None
+    first_nonfinite: int
+    norm: float
+
+
+def message_words(count: int, words_per_value: int, quantum: int = 1) -> int:
+    """Length of a message in 32-bit words.
+
+    Args:
+        count: selected elements.
+        words_per_value: 0 (indices only), 1 (float32) or 2 (float64).
+        quantum: elements that the payload is rounded up to.
+
+    Example:
+        >>> message_words(3, 1), message_words(3, 1, quantum=1024)
+        (10, 2052)
+    """
+    padded = -(-count // quantum) * quantum
+    return HEADER_WORDS + padded * (1 + words_per_value)
+
+
+def pack(
+    indices: Indices, values: Values | None, report: FoldReport, *, quantum: int = 1
+) -> NDArray[np.int32]:
+    """Puts a selection into one fresh buffer.
+
+    Args:
+        indices: int32 [count].
+        values: float32 or float64 [count], or None to send indices only.
+        report: of the fold that made the accumulator; travels in the header.
+        quantum: elements that the payload is rounded up to. A length that repeats from step to
+            step stays in Horovod's response cache; a changed one costs an extra negotiation.
+
+    Returns:
+        int32 [message_words(...)].
+
+    Example:
+        >>> message = pack(np.array([2, 5], np.int32), np.array([1.0, -2.0], np.float32), FoldReport())
+        >>> unpack_one(message, np.float32).values
+        array([ 1., -2.], dtype=float32)
+    """
+    count = indices.size
+    words_per_value = 0 if values is None else values.itemsize // 4
+    length = message_words(count, words_per_value, quantum)
+    buffer = np.empty(length, np.int32)
+    buffer[0] = length
+    buffer[1] = count
+    buffer[2] = report.first_nonfinite + 1
+    norm = min(math.sqrt(report.square_norm), float(np.finfo(np.float32).max))
+    buffer[3:4].view(np.float32)[0] = norm
+    end = HEADER_WORDS + count
+    buffer[HEADER_WORDS:end] = indices
+    if values is not None:
+        buffer[end : end + count * words_per_value] = np.ascontiguousarray(values).view(np.int32)
+        end += count * words_per_value
+    buffer[end:] = 0
+    return buffer
+
+
+def unpack_one(
+    buffer: NDArray[np.int32], dtype: np.dtype | type | None, num_elements: int | None = None
+) -> Message:
+    """Reads the message at the start of a buffer.
+
+    Args:
+        buffer: int32, starting with a message.
+        dtype: of the values, or None where only indices were sent.
+        num_elements: n of the bucket, to refuse indices outside of it.
+
+    Returns:
+        The message; its arrays are views into the buffer.
+
+    Raises:
+        MessageError: if lengths or indices are impossible.
+    """
+    words_per_value = 0 if dtype is None else np.dtype(dtype).itemsize // 4
+    length, count = (int(buffer[0]), int(buffer[1])) if buffer.size >= HEADER_WORDS else (0, -1)
+    if count < 0 or not HEADER_WORDS + count * (1 + words_per_value) <= length <= buffer.size:
+        raise MessageError(
+            f"a message of {buffer.size} words claims {length} words and {count} elements; "
+            "all ranks must use the same version, sparsifier and dtype"
+        )
+    indices = buffer[HEADER_WORDS : HEADER_WORDS + count]
+    if (
+        count
+        and num_elements is not None
+        and not 0 <= int(indices.min()) <= int(indices.max()) < num_elements
+    ):
+        raise MessageError(
+            f"a message holds indices outside [0, {num_elements}); do all ranks have the same model?"
+        )
+    values = None
+    if dtype is not None:
+        start = HEADER_WORDS + count
+        words = buffer[start : start + count * words_per_value]
+        # a float64 view needs 8-byte alignment in numba; an odd start is copied
+        values = (words if words.ctypes.data % np.dtype(dtype).itemsize == 0 else words.copy()).view(dtype)
+    return Message(indices, values, int(buffer[2]) - 1, float(buffer[3:4].view(np.float32)[0]))
+
+
+def unpack(
+    buffer: NDArray[np.int32], size: int, dtype: np.dtype | type | None, num_elements: int | None = None
+) -> Sequence[Message]:
+    """Splits an allgathered buffer into the messages of all ranks.
+
+    Args:
+        buffer: int32, `size` messages one behind the other.
+        size: number of ranks.
+        dtype: of the values, or None where only indices were sent.
+        num_elements: n of the bucket, to refuse indices outside of it.
+
+    Returns:
+        `size` messages in rank order.
+
+    Raises:
+        MessageError: if the buffer does not hold exactly `size` messages.
+    """
+    messages, start = [], 0
+    for _ in range(size):
+        messages.append(unpack_one(buffer[start:], dtype, num_elements))
+        start += int(buffer[start])
+    if start != buffer.size:
+        raise MessageError(f"{buffer.size} words arrived, {start} belong to the messages of {size} ranks")
+    return messages
