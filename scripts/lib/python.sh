@@ -1,5 +1,6 @@
 # shellcheck shell=bash
 # Choosing a Python and making .venv. Sourced by scripts/setup, after system.sh.
+# shellcheck disable=SC2154  # the variables of the scripts that source this
 
 # python_version COMMAND: "3.11", or nothing when it does not run.
 python_version() {

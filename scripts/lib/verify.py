@@ -49,7 +49,8 @@ def main() -> int:
     print(f"Python      {platform.python_version()}")
     print(f"PyTorch     {torch.__version__}{f', CUDA {cuda}' if cuda else ', CPU build'}")
     print(f"TensorFlow  {installed('tensorflow-cpu', 'tensorflow', 'keras', 'tf-keras') or 'left out'}")
-    print(f"Horovod     {version('horovod')}; launched by {' or '.join(controllers)}; collectives by {', '.join(operations)}")
+    abilities = f"launched by {' or '.join(controllers)}; collectives by {', '.join(operations)}"
+    print(f"Horovod     {version('horovod')}; {abilities}")
     print(f"Numbers     {installed('numpy', 'numba', 'scipy', 'mpi4py')}")
     print(f"horovod_mpi={int(hvd.mpi_built())}")
     return 0
