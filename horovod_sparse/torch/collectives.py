@@ -1,0 +1,165 @@
+"""Carrying out the requests of a sparsifier with Horovod's asynchronous calls, on NumPy's own memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from horovod_sparse.collectives import AllGather, AllReduce, AllToAll, Broadcast, Exchange, Request
+from horovod_sparse.errors import ArgumentError, CollectiveMismatchError
+from horovod_sparse.torch._horovod import hvd
+
+__all__ = ["Handle", "start"]
+
+
+class Handle(Protocol):
+    """A collective under way."""
+
+    def done(self) -> bool:
+        """Whether `result` returns at once."""
+
+    def result(self) -> Any:
+        """What comes back for the request; waits for it. May be asked once.
+
+        Raises:
+            HorovodInternalError: if the collective failed on some rank.
+        """
+
+
+class _HorovodHandle:
+    """One of Horovod's handles, and how its tensors become the answer to the request."""
+
+    def __init__(self, handle: int, tensor: torch.Tensor, answer: Callable[[Any], Any]) -> None:
+        self._handle, self._answer = handle, answer
+        self._tensor = tensor  # Horovod reads its memory until the collective is done
+
+    def done(self) -> bool:
+        return bool(hvd.poll(self._handle))
+
+    def result(self) -> Any:
+        return self._answer(hvd.synchronize(self._handle))
+
+
+class _LocalHandle:
+    """The answer of a process set of one rank."""
+
+    def __init__(self, answer: Any) -> None:
+        self._answer = answer
+
+    def done(self) -> bool:
+        return True
+
+    def result(self) -> Any:
+        return self._answer
+
+
+def start(request: Request, name: str, process_set: Any = hvd.global_process_set) -> Handle:
+    """Starts a collective and returns without waiting.
+
+    Every rank of the process set starts the same kind of request under the same name; the order in
+    which different names are started is free.
+
+    Args:
+        request: what to communicate. Its buffers are read in place until the handle is done.
+        name: of the collective, the same on all ranks; no other collective in flight has it.
+        process_set: who takes part. Ranks in requests (root, sources, receivers) count within it.
+
+    Returns:
+        A handle to ask whether it is done and for what came back.
+
+    Raises:
+        ArgumentError: if the process set is not known to Horovod.
+        HorovodInternalError: if Horovod does not run any more.
+
+    Example:
+        >>> import horovod.torch as hvd; hvd.init()
+        >>> handle = start(AllReduce(np.array([1.0, 2.0])), "example")
+        >>> handle.result()
+        array([1., 2.])
+    """
+    if process_set.size() is None:
+        raise ArgumentError(
+            "process_set", process_set, "one that hvd.init() or hvd.add_process_set() has set up"
+        )
+    if process_set.size() == 1:
+        return _LocalHandle(_answer_alone(request))
+    if isinstance(request, AllGather):
+        tensor = _tensor(request.buffer)
+        handle = hvd.allgather_async(tensor, name=name, process_set=process_set)
+        return _HorovodHandle(handle, tensor, _array)
+    if isinstance(request, AllReduce):
+        tensor = _tensor(request.buffer)
+        handle = hvd.allreduce_async(tensor, op=hvd.Sum, name=name, process_set=process_set)
+        return _HorovodHandle(handle, tensor, _array)
+    if isinstance(request, Broadcast):
+        tensor = _tensor(request.buffer)
+        root = process_set.ranks[request.root]  # Horovod counts roots in the world, not in the set
+        handle = hvd.broadcast_async(tensor, root, name=name, process_set=process_set)
+        return _HorovodHandle(handle, tensor, _array)
+    if isinstance(request, AllToAll):
+        return _start_alltoall(list(request.buffers), name, process_set, list)
+    return _start_exchange(request, name, process_set)
+
+
+def _start_exchange(request: Exchange, name: str, process_set: Any) -> Handle:
+    """Messages between pairs as an all-to-all in which most messages are empty: Horovod has no send."""
+    rank, nothing = process_set.rank(), np.empty(0, np.int32)
+    buffers = [request.sends.get(peer, nothing) for peer in range(process_set.size())]
+
+    def inbox(messages: list[np.ndarray]) -> dict[int, np.ndarray]:
+        strangers = [peer for peer, message in enumerate(messages) if message.size and peer not in sources]
+        if strangers:
+            raise CollectiveMismatchError(
+                f"{name}: rank {rank} awaits messages from {sorted(sources)}, but {strangers} sent to it too"
+            )
+        return {peer: messages[peer] for peer in request.sources}
+
+    sources = set(request.sources)
+    return _start_alltoall(buffers, name, process_set, inbox)
+
+
+def _start_alltoall(
+    buffers: list[np.ndarray], name: str, process_set: Any, answer: Callable[[list[np.ndarray]], Any]
+) -> Handle:
+    tensor = _tensor(np.concatenate(buffers))
+    splits = torch.tensor([buffer.size for buffer in buffers], dtype=torch.int32)
+    handle = hvd.alltoall_async(tensor, splits=splits, name=name, process_set=process_set)
+
+    def split(output: tuple[torch.Tensor, torch.Tensor]) -> Any:
+        received, lengths = output
+        return answer(np.split(_array(received), np.cumsum(_array(lengths))[:-1]))
+
+    return _HorovodHandle(handle, tensor, split)
+
+
+def _answer_alone(request: Request) -> Any:
+    """What a single rank gets back, without Horovod."""
+    if isinstance(request, Exchange):
+        return {peer: request.sends[peer].copy() for peer in request.sources}
+    if isinstance(request, AllToAll):
+        return [buffer.copy() for buffer in request.buffers]
+    return request.buffer.copy()
+
+
+class _AsWritable:
+    """Presents an array's memory as writable: PyTorch warns about memory that is not, even to read it."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array  # keeps the memory alive
+        interface = dict(array.__array_interface__)
+        interface["data"] = (interface["data"][0], False)
+        self.__array_interface__ = interface
+
+
+def _tensor(array: np.ndarray) -> torch.Tensor:
+    """The same memory as a tensor (a copy only where it is not contiguous). Horovod only reads it."""
+    array = np.ascontiguousarray(array)
+    return torch.from_numpy(array if array.flags.writeable else np.asarray(_AsWritable(array)))
+
+
+def _array(tensor: torch.Tensor) -> np.ndarray:
+    array: np.ndarray = tensor.numpy()
+    return array

@@ -1,0 +1,239 @@
+"""Runs the coroutines of many buckets at once, over Horovod's asynchronous collectives."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from horovod_sparse.collectives import Synchronization
+from horovod_sparse.errors import UnsupportedError
+from horovod_sparse.torch._horovod import hvd
+from horovod_sparse.torch.collectives import Handle, start
+
+__all__ = ["Driver", "Task"]
+
+#: How long `wait` polls without a pause before it sleeps between polls, and for how long then.
+_SPIN_SECONDS, _SLEEP_SECONDS = 50e-6, 20e-6
+#: How long collectives in flight get to end after one of them has failed.
+_DRAIN_SECONDS = 1.0
+
+
+@dataclass(eq=False)
+class Task:
+    """A coroutine under way.
+
+    Attributes:
+        name: stable over ranks and steps; round r communicates as ``{name}.{r}``.
+        done: whether it has ended, in a result or in an error.
+        result: what the coroutine returned.
+        error: what it raised, kept here so that other tasks go on.
+        num_rounds: collectives started so far.
+        started: when, in seconds of `time.perf_counter`.
+        finished: when it ended, NaN before.
+        waited_seconds: time this process sat in `Driver.wait` for this task and had nothing else to
+            do: the part of its communication that computation did not hide. Tasks waited for together
+            each count the same seconds; `Driver.idle_seconds` counts them once.
+    """
+
+    name: str
+    done: bool = False
+    result: Any = None
+    error: BaseException | None = None
+    num_rounds: int = 0
+    started: float = field(default_factory=time.perf_counter)
+    finished: float = float("nan")
+    waited_seconds: float = 0.0
+
+    def value(self) -> Any:
+        """The result; raises the coroutine's error if it has one."""
+        if self.error is not None:
+            raise self.error
+        return self.result
+
+
+class Driver:
+    """Starts coroutines, parks them while their collectives are under way, and resumes them.
+
+    Nothing blocks except `wait`, and `wait` resumes every parked coroutine that can go on, not only
+    those it is waiting for. So ranks may start tasks in different orders and wait for them in
+    different orders, with any number of rounds, and none waits for a collective that another rank
+    would start only after being waited for in turn.
+
+    A driver belongs to the thread that uses it.
+
+    Args:
+        process_set: the ranks that take part.
+
+    Example:
+        >>> import horovod.torch as hvd, numpy as np; hvd.init()
+        >>> from horovod_sparse.collectives import AllReduce
+        >>> def double():
+        ...     total = yield AllReduce(np.ones(1))
+        ...     return 2.0 * float(total[0])
+        >>> driver = Driver()
+        >>> task = driver.start("double", double())
+        >>> driver.wait([task])
+        >>> task.value() == 2.0 * hvd.size()
+        True
+    """
+
+    def __init__(self, process_set: Any = hvd.global_process_set) -> None:
+        self.process_set = process_set
+        #: seconds that `wait` had nothing to do, ever
+        self.idle_seconds = 0.0
+        self._parked: dict[str, tuple[Task, Synchronization[Any], Handle]] = {}
+        self._failure: BaseException | None = None
+
+    @property
+    def num_parked(self) -> int:
+        """Tasks whose collective is under way."""
+        return len(self._parked)
+
+    def start(self, name: str, coroutine: Synchronization[Any]) -> Task:
+        """Runs a coroutine to its first request and starts that; does not wait.
+
+        Args:
+            name: of the task, the same on all ranks.
+            coroutine: yields requests.
+
+        Raises:
+            UnsupportedError: if a task of this name is under way.
+        """
+        if name in self._parked:
+            coroutine.close()
+            raise UnsupportedError(
+                f"{name} is synchronized while its last synchronization is still under way: wait for it "
+                "first (optimizer.synchronize() or step()), and let no two optimizers share a compressor"
+            )
+        task = Task(name)
+        self._resume(task, coroutine, None)
+        return task
+
+    def advance(self) -> None:
+        """Resumes every parked task whose collective is done, as long as there is one. Never waits.
+
+        A failure of Horovod met here is raised by the next `wait`, outside of the backward pass.
+        """
+        self._advance()
+
+    def wait(self, tasks: Iterable[Task] | None = None) -> None:
+        """Waits until tasks are done, and resumes every parked one meanwhile.
+
+        What a coroutine raises stays in its task: see `Task.value`.
+
+        Args:
+            tasks: to wait for; all if left out.
+
+        Raises:
+            HorovodInternalError: if Horovod failed. No task is under way any more; those that were
+                have this error too.
+        """
+        awaited = None if tasks is None else list(tasks)
+        self._advance()
+        idle_since = time.perf_counter()
+        while True:
+            self._raise_failure()
+            pending = [task for task in (self._tasks() if awaited is None else awaited) if not task.done]
+            if not pending:
+                return
+            paused = time.perf_counter()
+            if paused - idle_since > _SPIN_SECONDS:
+                time.sleep(_SLEEP_SECONDS)
+            resumed = time.perf_counter()
+            moved = self._advance()
+            now = time.perf_counter()
+            idle = (resumed if moved else now) - paused  # polling in vain is idleness, resuming is work
+            self.idle_seconds += idle
+            for task in pending:
+                task.waited_seconds += idle
+            if moved:
+                idle_since = now
+
+    def clear(self) -> None:
+        """Gives up every task under way, without waiting for other ranks (after a failure, or a reset).
+
+        Their coroutines are closed, and their error is the failure, or says that they were given up.
+        """
+        error = self._failure or UnsupportedError("the synchronization was given up before its end")
+        for task, coroutine, _ in list(self._parked.values()):
+            coroutine.close()
+            self._finish(task, error=error)
+
+    def _tasks(self) -> list[Task]:
+        return [task for task, _, _ in self._parked.values()]
+
+    def _advance(self) -> bool:
+        """Whether `advance` found anything to do."""
+        moved, again = False, True
+        while again and self._failure is None:
+            again = False
+            for task, coroutine, handle in list(self._parked.values()):
+                # a failure, met while resuming another task, has ended this one too
+                if not task.done and self._is_done(handle):
+                    self._take(task, coroutine, handle)
+                    moved = again = True
+        return moved
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            self.clear()
+            failure, self._failure = self._failure, None
+            raise failure
+
+    def _is_done(self, handle: Handle) -> bool:
+        try:
+            return handle.done()
+        except ValueError as error:  # Horovod was shut down meanwhile, and its handles are gone
+            self._fail(hvd.HorovodInternalError(str(error)))
+            return False
+
+    def _take(self, task: Task, coroutine: Synchronization[Any], handle: Handle) -> None:
+        """Takes a collective's result and goes on with the coroutine."""
+        try:
+            answer = handle.result()
+        except hvd.HorovodInternalError as error:
+            self._fail(error)
+        except Exception as error:  # the messages do not fit the request
+            coroutine.close()
+            self._finish(task, error=error)
+        else:
+            self._resume(task, coroutine, answer)
+
+    def _resume(self, task: Task, coroutine: Synchronization[Any], answer: Any) -> None:
+        """Runs a coroutine to its next request and starts that."""
+        try:
+            request = coroutine.send(answer)
+            handle = start(request, f"{task.name}.{task.num_rounds}", self.process_set)
+        except StopIteration as stop:
+            self._finish(task, result=stop.value)
+        except BaseException as error:
+            coroutine.close()
+            self._finish(task, error=error)
+            if isinstance(error, hvd.HorovodInternalError):
+                self._fail(error)
+            elif not isinstance(error, Exception):
+                raise  # the user's interrupt
+        else:
+            task.num_rounds += 1
+            self._parked[task.name] = (task, coroutine, handle)
+
+    def _finish(self, task: Task, *, result: Any = None, error: BaseException | None = None) -> None:
+        self._parked.pop(task.name, None)
+        task.result, task.error = result, error
+        task.finished, task.done = time.perf_counter(), True
+
+    def _fail(self, error: BaseException) -> None:
+        """Horovod failed: lets go of all that is in flight, so that names are free for a new start."""
+        self._failure = error
+        deadline = time.perf_counter() + _DRAIN_SECONDS
+        for _, _, handle in list(self._parked.values()):
+            try:
+                while not handle.done() and time.perf_counter() < deadline:
+                    time.sleep(_SLEEP_SECONDS)
+                if handle.done():
+                    handle.result()
+            except Exception:  # one failure is reported; the others follow from it
+                continue
+        self.clear()
