@@ -1,0 +1,146 @@
+"""Block geometry and the types that go together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from horovod_sparse.errors import ArgumentError, MessageError
+
+__all__ = ["Layout", "bits_dtype", "bits_of", "block_size", "float_of", "native_bits"]
+
+Array = NDArray[Any]
+
+
+def block_size(density: float) -> int:
+    """Elements per block for a density.
+
+    Args:
+        density: kept fraction, in (0, 1].
+
+    Returns:
+        64 where blocks are opened rarely, 32 where more than every fourth would be.
+    """
+    return 64 if density <= 0.004 else 32
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the blocks of an accumulator lie: contiguous, the last one may be shorter.
+
+    Args:
+        num_elements: n.
+        block: elements per block, a multiple of 32.
+
+    Example:
+        >>> Layout(100, 64).num_blocks
+        2
+    """
+
+    num_elements: int
+    block: int = 64
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.num_elements < 2**31:
+            raise ArgumentError("num_elements", self.num_elements, "fewer than 2**31 elements per bucket")
+        if self.block <= 0 or self.block % 32:
+            raise ArgumentError("block", self.block, "a multiple of 32")
+
+    @property
+    def num_blocks(self) -> int:
+        """How many blocks there are."""
+        return -(-self.num_elements // self.block)
+
+    def window(self, start: int, stop: int | None) -> tuple[int, int]:
+        """Checks a window.
+
+        Args:
+            start: first position.
+            stop: position after the last, None for n.
+
+        Returns:
+            start and stop as plain integers.
+
+        Raises:
+            ArgumentError: it does not lie within [0, n].
+        """
+        end = self.num_elements if stop is None else int(stop)
+        begin = int(start)
+        if not 0 <= begin <= end <= self.num_elements:
+            raise ArgumentError("start, stop", (start, stop), f"a window within [0, {self.num_elements}]")
+        return begin, end
+
+    def whole_blocks(self, start: int, stop: int) -> tuple[int, int]:
+        """The range of blocks that lie in a window completely (empty: first == last)."""
+        first = -(-start // self.block)
+        last = self.num_blocks if stop >= self.num_elements else stop // self.block
+        return first, max(first, last)
+
+
+def bits_dtype(dtype: Any) -> np.dtype[Any]:
+    """The unsigned type that holds the magnitude bits of a float32 or float64."""
+    return np.dtype(np.uint64 if np.dtype(dtype) == np.float64 else np.uint32)
+
+
+def bits_of(threshold: float, dtype: Any) -> Any:
+    """Magnitude bits of the smallest value of a type that is >= threshold and not 0.
+
+    Args:
+        threshold: magnitude; below 0 counts as 0.
+        dtype: float32 or float64.
+
+    Returns:
+        A scalar of the unsigned type.
+
+    Raises:
+        ArgumentError: the threshold is NaN.
+    """
+    if threshold != threshold:
+        raise ArgumentError("threshold", threshold, "a number")
+    dtype = np.dtype(dtype)
+    with np.errstate(over="ignore"):
+        nearest = dtype.type(max(threshold, 0.0))
+    if float(nearest) < threshold:
+        nearest = np.nextafter(nearest, dtype.type(np.inf))
+    bits = bits_dtype(dtype)
+    return max(nearest.view(bits.type), bits.type(1))
+
+
+def float_of(bits: Any, dtype: Any) -> float:
+    """The magnitude that the bits stand for."""
+    return float(bits_dtype(dtype).type(bits).view(np.dtype(dtype).type))
+
+
+def native_bits(array: Array) -> Array:
+    """A one-dimensional view in a type the kernels know.
+
+    Args:
+        array: contiguous float32, float64, float16, bfloat16 (ml_dtypes) or uint16 (bits of bfloat16).
+
+    Returns:
+        The same memory: float32 and float64 as they are, float16 as int16, bfloat16 as uint16.
+
+    Raises:
+        ArgumentError: another type.
+    """
+    flat = array.reshape(-1)
+    if array.dtype in (np.float32, np.float64, np.uint16):
+        return flat
+    if array.dtype == np.float16:
+        return flat.view(np.int16)
+    if array.dtype.name == "bfloat16":
+        return flat.view(np.uint16)
+    known = "float32, float64, float16 or bfloat16 (its bits as uint16)"
+    raise ArgumentError("dtype", array.dtype.name, known)
+
+
+def check_indices(indices: Any, position: int, num_elements: int) -> None:
+    """Raises MessageError if a kernel found an index outside (position >= 0)."""
+    if position >= 0:
+        raise MessageError(
+            f"index {int(indices[position])} (position {position}) is outside a bucket of {num_elements} "
+            "elements: the ranks do not hold the same plan, or a message was damaged"
+        )
