@@ -64,3 +64,14 @@ need_build_tools() {
         "As root: apt-get install ${missing[*]} libc6-dev" \
         "then run scripts/setup again."
 }
+
+# warn_host_name: Horovod's Gloo ends with a segmentation fault, and not a word
+# why, on a machine that cannot resolve its own name (a bare chroot, say).
+warn_host_name() {
+    local name
+    name="$(uname -n)"
+    if ! getent hosts "$name" >/dev/null || ! getent hosts localhost >/dev/null; then
+        say "    careful: this machine does not know the name localhost or its own, $name, and Horovod's" \
+            $'\n    Gloo crashes without. As root: echo "127.0.0.1 localhost '"$name"'" >> /etc/hosts'
+    fi
+}
