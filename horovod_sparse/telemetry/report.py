@@ -1,0 +1,155 @@
+"""One step of one rank, over all buckets."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from horovod_sparse.feedback import BucketStep
+
+__all__ = ["BucketReport", "StepReport"]
+
+
+@dataclass(frozen=True)
+class BucketReport:
+    """What a bucket did in a step, and what only the front end knows of it.
+
+    Attributes:
+        step: as the bucket itself tells it.
+        num_union: different elements that came back: the union of all ranks' selections.
+        dense_bytes: of its gradient: what an allreduce would have sent instead.
+        norms: float [P], L2 norm of every rank's accumulator; None where the messages do not carry it.
+        wait_seconds: between the bucket's start and its end that this rank sat waiting for it.
+        apply_seconds: of scattering the sum into the gradient.
+    """
+
+    step: BucketStep
+    num_union: int
+    dense_bytes: int
+    norms: np.ndarray | None = None
+    wait_seconds: float = 0.0
+    apply_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One step of one rank: totals over its buckets.
+
+    Counts are numbers of elements; densities are fractions of all elements that the optimizer
+    synchronizes (parameters that stay dense count with density 1).
+
+    Attributes:
+        step: number of the step, from 1; in a mean, the number of steps.
+        num_elements: n.
+        num_target: what was asked for.
+        num_selected: what this rank selected.
+        num_union: what all ranks together selected.
+        bytes_sent: payload bytes this rank put into collectives, each counted once.
+        dense_bytes: payload bytes of an allreduce of all gradients.
+        residual_norm: L2 norm of this rank's accumulator after the fold, before sent elements leave it.
+        global_error: mean of that norm over all ranks (ExDyna, Eq. 1); NaN if a bucket's messages do
+            not carry norms.
+        fold_seconds: of the pass over all elements.
+        select_seconds: of selection, packing and unpacking.
+        wait_seconds: that this rank had nothing to do but wait for collectives.
+        apply_seconds: of scattering sums into gradients.
+        buckets: the parts, in bucket order; empty in a mean.
+    """
+
+    step: float
+    num_elements: float
+    num_target: float
+    num_selected: float
+    num_union: float
+    bytes_sent: float
+    dense_bytes: float
+    residual_norm: float
+    global_error: float
+    fold_seconds: float
+    select_seconds: float
+    wait_seconds: float
+    apply_seconds: float
+    buckets: tuple[BucketReport, ...] = ()
+
+    @classmethod
+    def of(cls, step: int, buckets: Sequence[BucketReport], wait_seconds: float) -> StepReport:
+        """The totals over buckets.
+
+        Args:
+            step: its number.
+            buckets: in bucket order.
+            wait_seconds: of the step; buckets that are waited for together each count the same seconds,
+                so theirs do not add up to it.
+        """
+        steps = [bucket.step for bucket in buckets]
+        norms = [bucket.norms for bucket in buckets]
+        known = [item for item in norms if item is not None]
+        per_rank = np.sqrt(np.sum(np.square(known), axis=0)) if known and len(known) == len(norms) else None
+        return cls(
+            step=step,
+            num_elements=sum(item.num_elements for item in steps),
+            num_target=sum(item.num_target for item in steps),
+            num_selected=sum(item.num_selected for item in steps),
+            num_union=sum(bucket.num_union for bucket in buckets),
+            bytes_sent=sum(item.bytes_sent for item in steps),
+            dense_bytes=sum(bucket.dense_bytes for bucket in buckets),
+            residual_norm=math.sqrt(sum(item.residual_norm**2 for item in steps)),
+            global_error=math.nan if per_rank is None else float(np.mean(per_rank)),
+            fold_seconds=sum(item.fold_seconds for item in steps),
+            select_seconds=sum(item.select_seconds for item in steps),
+            wait_seconds=wait_seconds,
+            apply_seconds=sum(bucket.apply_seconds for bucket in buckets),
+            buckets=tuple(buckets),
+        )
+
+    @property
+    def density_target(self) -> float:
+        """Density that was asked for, warm-up and rounding up to one element per bucket included."""
+        return self.num_target / self.num_elements if self.num_elements else 0.0
+
+    @property
+    def density_selected(self) -> float:
+        """Density that this rank selected."""
+        return self.num_selected / self.num_elements if self.num_elements else 0.0
+
+    @property
+    def density_union(self) -> float:
+        """Density of the union of all ranks' selections: of the synchronized gradient."""
+        return self.num_union / self.num_elements if self.num_elements else 0.0
+
+    @property
+    def saving(self) -> float:
+        """How many times fewer payload bytes than an allreduce."""
+        return self.dense_bytes / self.bytes_sent if self.bytes_sent else math.inf
+
+    def summary(self) -> str:
+        """One line for a log.
+
+        Example:
+            >>> bucket = BucketStep("b", 1000, num_target=10, num_selected=10, bytes_sent=96)
+            >>> print(StepReport.of(1, [BucketReport(bucket, 18, 4000)], wait_seconds=0.002).summary())
+            density 0.01 asked, 0.01 sent, 0.018 in union; 96 B of 4.0 kB sent (41.7x less); residual 0; \
+fold 0.0, select 0.0, wait 2.0, apply 0.0 ms
+        """
+        milliseconds = ", ".join(
+            f"{name} {1e3 * getattr(self, f'{name}_seconds'):.1f}"
+            for name in ("fold", "select", "wait", "apply")
+        )
+        return (
+            f"density {self.density_target:.3g} asked, {self.density_selected:.3g} sent, "
+            f"{self.density_union:.3g} in union; "
+            f"{_bytes(self.bytes_sent)} of {_bytes(self.dense_bytes)} sent "
+            f"({self.saving:.1f}x less); residual {self.residual_norm:.3g}; {milliseconds} ms"
+        )
+
+
+def _bytes(count: float) -> str:
+    """Bytes in decimal units, two digits and more."""
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} GB"

@@ -1,0 +1,71 @@
+"""Totals of a step and means over steps."""
+
+import math
+
+import numpy as np
+import pytest
+
+from horovod_sparse.feedback import BucketStep
+from horovod_sparse.telemetry import BucketReport, StepReport, Telemetry
+
+
+def bucket(name, num_elements, selected, union, norms, **more):
+    step = BucketStep(
+        name, num_elements, num_target=10, num_selected=selected, bytes_sent=8 * selected, **more
+    )
+    return BucketReport(step, union, 4 * num_elements, norms, wait_seconds=0.5, apply_seconds=0.25)
+
+
+def test_totals_over_buckets():
+    report = StepReport.of(
+        3,
+        [
+            bucket("a", 600, 12, 20, np.array([3.0, 1.0]), residual_norm=3.0, fold_seconds=1.0),
+            bucket("b", 400, 8, 10, np.array([4.0, 2.0]), residual_norm=4.0, select_seconds=2.0),
+        ],
+        wait_seconds=0.5,
+    )
+    assert report.step == 3
+    assert (report.density_target, report.density_selected, report.density_union) == (0.02, 0.02, 0.03)
+    assert (report.bytes_sent, report.dense_bytes, report.saving) == (160, 4000, 25.0)
+    assert report.residual_norm == 5.0
+    # every rank's norm over the whole model first, then the mean over ranks
+    assert report.global_error == pytest.approx((5.0 + math.sqrt(5.0)) / 2)
+    assert (report.fold_seconds, report.select_seconds) == (1.0, 2.0)
+    assert (report.wait_seconds, report.apply_seconds) == (0.5, 0.5)
+    assert [item.step.bucket for item in report.buckets] == ["a", "b"]
+
+
+def test_an_unknown_norm_makes_the_global_error_unknown():
+    report = StepReport.of(1, [bucket("a", 10, 1, 1, np.ones(2)), bucket("b", 10, 1, 1, None)], 0.0)
+    assert math.isnan(report.global_error)
+
+
+def test_means_follow_the_steps_and_can_start_anew():
+    telemetry = Telemetry()
+    assert telemetry.mean is None
+    for number, selected in enumerate((10, 20, 60), start=1):
+        telemetry.add(StepReport.of(number, [bucket("a", 1000, selected, 2 * selected, None)], 0.1 * number))
+    mean = telemetry.mean
+    assert (mean.step, mean.num_selected, mean.density_union) == (3, 30, 0.06)
+    assert mean.wait_seconds == pytest.approx(0.2)
+    assert telemetry.last.num_selected == 60
+    assert "mean of 3 steps" in telemetry.summary()
+    assert mean.summary() in telemetry.summary()
+    telemetry.reset()
+    assert telemetry.mean is None
+    assert telemetry.last.num_selected == 60
+    telemetry.add(telemetry.last)
+    assert telemetry.mean.num_selected == 60
+
+
+def test_nothing_at_all_does_not_divide_by_zero():
+    report = StepReport.of(1, [], 0.0)
+    assert (report.density_target, report.density_selected, report.density_union) == (0.0, 0.0, 0.0)
+    assert report.saving == math.inf
+    assert "0 B of 0 B" in report.summary()
+
+
+def test_units_of_the_summary():
+    report = StepReport.of(1, [bucket("a", 25_000_000, 25_000, 50_000, None)], 0.0)
+    assert "200.0 kB of 100.0 MB sent (500.0x less)" in report.summary()
