@@ -48,7 +48,9 @@ def main() -> int:
     cuda = torch.version.cuda
     print(f"Python      {platform.python_version()}")
     print(f"PyTorch     {torch.__version__}{f', CUDA {cuda}' if cuda else ', CPU build'}")
-    print(f"TensorFlow  {installed('tensorflow-cpu', 'tensorflow', 'keras', 'tf-keras') or 'left out'}")
+    tensorflow = installed("tensorflow-cpu", "tensorflow")
+    keras = installed("keras", "tf-keras")
+    print(f"TensorFlow  {f'{tensorflow}, {keras}' if tensorflow else 'left out'}")
     abilities = f"launched by {' or '.join(controllers)}; collectives by {', '.join(operations)}"
     print(f"Horovod     {version('horovod')}; {abilities}")
     print(f"Numbers     {installed('numpy', 'numba', 'scipy', 'mpi4py')}")

@@ -1,0 +1,171 @@
+"""Making a cluster, taking it away, and reading its counters.
+
+No interface ever exists in the machine's own namespace: the switch is a bridge in a namespace of
+its own, and every cable (a pair of veth) is made there, with its other end inside the host.
+"""
+
+import json
+import os
+import signal
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from cluster_lib.errors import ClusterError
+from cluster_lib.record import INTERFACE, NAMESPACES, STATE, Cluster, load, locked
+from cluster_lib.system import run
+
+LOCK = STATE / "lock"
+# Marks what a run started, and nothing that the user started with `enter`.
+RUN_MARK = "HOROVOD_SPARSE_CLUSTER_RUN"
+
+
+def make(cluster: Cluster) -> bool:
+    """Build the cluster; True if the remains of a killed `up` had to be removed first.
+
+    Raises:
+        ClusterError: the name is taken, or a namespace of that name is somebody else's.
+    """
+    with locked(LOCK):
+        found = load(cluster.name)
+        if found is not None and found[1]:
+            raise ClusterError(
+                f"there is a cluster {cluster.name!r} already, with {found[0].num_hosts} hosts"
+                f" at {found[0].rate.text}",
+                f"Remove it with scripts/cluster down --name {cluster.name}, or take another --name.",
+            )
+        if found is not None:
+            _remove(found[0])
+        foreign = [namespace for namespace in cluster.namespaces if (NAMESPACES / namespace).exists()]
+        if foreign:
+            raise ClusterError(
+                f"there is a network namespace {foreign[0]} that scripts/cluster did not make",
+                "Take another --name.",
+            )
+        cluster.save(complete=False)
+        try:
+            _build(cluster)
+        except BaseException:
+            _remove(cluster)
+            raise
+        cluster.save(complete=True)
+        return found is not None
+
+
+def _build(cluster: Cluster) -> None:
+    switch = cluster.switch
+    run("ip", "netns", "add", switch)
+    run("ip", "-n", switch, "link", "add", "bridge", "type", "bridge", "forward_delay", "0")
+    # Without an own IPv6 address a link is silent: the counters see the ranks' traffic only.
+    run("ip", "-n", switch, "link", "set", "bridge", "addrgenmode", "none", "up")
+    for index in range(cluster.num_hosts):
+        host, port = cluster.namespace(index), f"port{index}"
+        run("ip", "netns", "add", host)
+        run("ip", "-n", host, "link", "set", "lo", "up")
+        run(
+            *("ip", "-n", switch, "link", "add", port, "type", "veth"),
+            *("peer", "name", INTERFACE, "netns", host),
+        )
+        run("ip", "-n", switch, "link", "set", port, "master", "bridge", "addrgenmode", "none")
+        run("ip", "-n", host, "link", "set", INTERFACE, "addrgenmode", "none")
+        run("ip", "-n", host, "address", "add", f"{cluster.address(index)}/24", "dev", INTERFACE)
+        if cluster.rate.bits_per_second is not None:
+            # One limits what the host sends, the other what it receives.
+            run("tc", "-n", host, "qdisc", "add", "dev", INTERFACE, "root", *cluster.rate.tbf)
+            run("tc", "-n", switch, "qdisc", "add", "dev", port, "root", *cluster.rate.tbf)
+        run("ip", "-n", host, "link", "set", INTERFACE, "up")
+        run("ip", "-n", switch, "link", "set", port, "up")
+
+
+def remove(name: str) -> bool:
+    """Take a cluster away, whatever state it is in; False if there was none."""
+    with locked(LOCK):
+        found = load(name)
+        if found is not None:
+            _remove(found[0])
+        return found is not None
+
+
+def _remove(cluster: Cluster) -> None:
+    # A namespace lives as long as a process in it does.
+    end_processes(cluster)
+    for namespace in cluster.namespaces:
+        if (NAMESPACES / namespace).exists():
+            # With it go its interfaces, and with those the other ends of their cables.
+            run("ip", "netns", "delete", namespace)
+    cluster.forget()
+
+
+def processes(cluster: Cluster, of_run: bool = False) -> list[int]:
+    """The processes on the hosts; with of_run those alone that a run has started."""
+    found: list[int] = []
+    for namespace in cluster.namespaces:
+        if (NAMESPACES / namespace).exists():
+            found += map(int, run("ip", "netns", "pids", namespace, may_fail=True).split())
+    return [pid for pid in found if not of_run or _is_of_run(pid)]
+
+
+def _is_of_run(pid: int) -> bool:
+    try:
+        return f"\0{RUN_MARK}=".encode() in b"\0" + Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return False
+
+
+def end_processes(cluster: Cluster, of_run: bool = False, patience_s: float = 2.0) -> int:
+    """End the processes on the hosts: kindly, and after `patience_s` by force. How many there were."""
+    first = processes(cluster, of_run)
+    kind, started = True, time.monotonic()
+    remaining = first
+    while remaining:
+        elapsed_s = time.monotonic() - started
+        if elapsed_s > patience_s + 10:
+            raise ClusterError(f"processes {remaining} on cluster {cluster.name!r} cannot be ended")
+        if kind or elapsed_s > patience_s:
+            for pid in remaining:
+                try:
+                    os.kill(pid, signal.SIGTERM if kind else signal.SIGKILL)
+                except ProcessLookupError:
+                    pass
+            kind = False
+        time.sleep(0.02)
+        remaining = processes(cluster, of_run)
+    return len(first)
+
+
+@dataclass(frozen=True)
+class Counters:
+    """What went over a host's interface since `up`, seen from the host."""
+
+    host: str
+    namespace: str
+    address: str
+    interface: str
+    tx_bytes: int
+    rx_bytes: int
+    tx_packets: int
+    rx_packets: int
+    dropped: int
+
+    as_dict = asdict
+
+
+def counters(cluster: Cluster) -> list[Counters]:
+    """The counters of all hosts, read at one moment at the switch's ports."""
+    links = json.loads(run("ip", "-n", cluster.switch, "-s", "-j", "link", "show", "type", "veth"))
+    ports = {link["ifname"]: link["stats64"] for link in links}
+    queues = json.loads(run("tc", "-n", cluster.switch, "-s", "-j", "qdisc", "show"))
+    drops = {queue["dev"]: queue["drops"] for queue in queues if queue["kind"] == "tbf"}
+    result = []
+    for index in range(cluster.num_hosts):
+        port = f"port{index}"
+        # What the port receives is what the host sends.
+        sent, received = ports[port]["rx"], ports[port]["tx"]
+        result.append(
+            Counters(
+                *(cluster.host(index), cluster.namespace(index), cluster.address(index), INTERFACE),
+                *(sent["bytes"], received["bytes"], sent["packets"], received["packets"]),
+                drops.get(port, 0),
+            )
+        )
+    return result

@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# One rank of a run:   one_rank.sh first|all LOG_FOLDER COMMAND...
+# first: rank 0 speaks to the terminal, the others to LOG_FOLDER/rank-N.log.
+# all: every rank speaks to both, each line with its rank in front.
+# A rank that fails leaves LOG_FOLDER/rank-N.failed with the time and its exit code.
+set -uo pipefail
+show="$1" folder="$2"
+shift 2
+# Horovod's launcher sets the first, Open MPI the second.
+rank="${HOROVOD_RANK:-${OMPI_COMM_WORLD_RANK:-0}}"
+log="$folder/rank-$rank.log"
+status=0
+if [[ "$show" == all ]]; then
+    "$@" > >(tee "$log" | sed -u "s/^/[$rank] /") 2>&1 </dev/null || status=$?
+    wait
+elif [[ "$rank" == 0 ]]; then
+    "$@" </dev/null || status=$?
+else
+    "$@" >"$log" 2>&1 </dev/null || status=$?
+fi
+if [[ "$status" != 0 ]]; then
+    printf '%s %s %s\n' "$(date +%s.%N)" "$rank" "$status" >"$folder/rank-$rank.failed"
+fi
+exit "$status"

@@ -1,0 +1,57 @@
+"""How fast a host may send and receive, and how a token bucket is told so."""
+
+import re
+from dataclasses import dataclass
+
+from cluster_lib.errors import ClusterError
+
+_UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+_LOWEST, _HIGHEST = 10**6, 100 * 10**9
+
+
+@dataclass(frozen=True)
+class Rate:
+    """A rate as it was asked for, and in bits per second; None is no limit."""
+
+    text: str
+    bits_per_second: int | None
+
+    @classmethod
+    def parse(cls, text: str) -> "Rate":
+        """Read `1gbit`, `2.5gbit`, `100mbit` or `unlimited`."""
+        if text == "unlimited":
+            return cls(text, None)
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", text)
+        bits = round(float(match[1]) * _UNITS[match[2]]) if match else 0
+        if not _LOWEST <= bits <= _HIGHEST:
+            raise ClusterError(
+                f"--rate {text!r} is not a rate",
+                "Allowed: a number with kbit, mbit or gbit from 1mbit to 100gbit, such as 1gbit or 2.5gbit,",
+                "or unlimited.",
+            )
+        return cls(text, bits)
+
+    @property
+    def burst_bytes(self) -> int:
+        """What may pass at once: one millisecond of the rate, but ten full frames at least.
+
+        At 1 Gbit/s this is more than the 64 KiB that the kernel hands over in one piece; a bucket
+        smaller than such a piece makes the kernel cut it into frames, which costs CPU time, and a
+        much larger one lets short messages through as if there were no limit.
+        """
+        assert self.bits_per_second is not None
+        return max(self.bits_per_second // 8 // 1000, 10 * 1514)
+
+    @property
+    def queue_bytes(self) -> int:
+        """What may wait at a port: 30 ms of the rate, but 256 KiB at least, like a switch's buffer."""
+        assert self.bits_per_second is not None
+        return max(self.bits_per_second // 8 * 30 // 1000, 256 * 1024)
+
+    @property
+    def tbf(self) -> list[str]:
+        """The arguments of tc that limit an interface to this rate."""
+        return [
+            *("tbf", "rate", f"{self.bits_per_second}bit"),
+            *("burst", str(self.burst_bytes), "limit", str(self.queue_bytes)),
+        ]
