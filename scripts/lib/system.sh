@@ -71,7 +71,7 @@ warn_host_name() {
     local name
     name="$(uname -n)"
     if ! getent hosts "$name" >/dev/null || ! getent hosts localhost >/dev/null; then
-        say "    careful: this machine does not know the name localhost or its own, $name, and Horovod's" \
-            $'\n    Gloo crashes without. As root: echo "127.0.0.1 localhost '"$name"'" >> /etc/hosts'
+        say "    careful: this machine cannot resolve localhost or its own name, $name, and then"
+        say "    Horovod's Gloo crashes. As root: echo '127.0.0.1 localhost $name' >> /etc/hosts"
     fi
 }
