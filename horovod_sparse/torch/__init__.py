@@ -1,1 +1,14 @@
-"""PyTorch front end."""
+"""PyTorch front end: `import horovod_sparse.torch as hvd` in place of `import horovod.torch as hvd`.
+
+Every public name of `horovod.torch` is here; `Compression` has the sparsifiers beside Horovod's own.
+"""
+
+# first: it says how to get Horovod where the next line would only say that there is none
+from horovod_sparse.torch import _horovod as _horovod
+
+# isort: split
+from horovod.torch import *  # noqa: F403
+
+# isort: split
+from horovod_sparse.torch.compression import Compression as Compression
+from horovod_sparse.torch.compression import SparseCompressor as SparseCompressor

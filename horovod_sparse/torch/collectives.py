@@ -18,6 +18,9 @@ __all__ = ["Handle", "start"]
 class Handle(Protocol):
     """A collective under way."""
 
+    def is_known(self) -> bool:
+        """Whether Horovod still knows it: not after it was shut down, and perhaps started again."""
+
     def done(self) -> bool:
         """Whether `result` returns at once."""
 
@@ -36,6 +39,11 @@ class _HorovodHandle:
         self._handle, self._answer = handle, answer
         self._tensor = tensor  # Horovod reads its memory until the collective is done
 
+    def is_known(self) -> bool:
+        # after hvd.shutdown() numbers are given out anew, so the number alone says nothing
+        entry = hvd.mpi_ops._handle_map.get(self._handle)
+        return entry is not None and entry[0] is self._tensor and bool(hvd.is_initialized())
+
     def done(self) -> bool:
         return bool(hvd.poll(self._handle))
 
@@ -48,6 +56,9 @@ class _LocalHandle:
 
     def __init__(self, answer: Any) -> None:
         self._answer = answer
+
+    def is_known(self) -> bool:
+        return True
 
     def done(self) -> bool:
         return True

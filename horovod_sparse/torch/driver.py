@@ -14,7 +14,10 @@ from horovod_sparse.torch.collectives import Handle, start
 
 __all__ = ["Driver", "Task"]
 
-#: How long `wait` polls without a pause before it sleeps between polls, and for how long then.
+#: How long `wait` polls without a pause before it sleeps between polls, and for how long then. Measured
+#: with 2 ranks on 2 busy cores, two rounds per task, cycle 1 ms: 2.2 ms for 1 task and for 30 tasks, with
+#: a fifth of a core; polling without sleep 30 to 90 ms, since it takes the core from Horovod's thread;
+#: hvd.synchronize, which yields but does not sleep, 2.1 ms (MPI) and 10 ms (Gloo), with most of a core.
 _SPIN_SECONDS, _SLEEP_SECONDS = 50e-6, 20e-6
 #: How long collectives in flight get to end after one of them has failed.
 _DRAIN_SECONDS = 1.0
@@ -102,6 +105,8 @@ class Driver:
             UnsupportedError: if a task of this name is under way.
         """
         if name in self._parked:
+            self._advance()  # what was started before a restart of Horovod is not under way any more
+        if name in self._parked:
             coroutine.close()
             raise UnsupportedError(
                 f"{name} is synchronized while its last synchronization is still under way: wait for it "
@@ -170,10 +175,16 @@ class Driver:
         while again and self._failure is None:
             again = False
             for task, coroutine, handle in list(self._parked.values()):
-                # a failure, met while resuming another task, has ended this one too
-                if not task.done and self._is_done(handle):
+                if task.done:  # a failure, met while resuming another task, has ended this one too
+                    continue
+                if not handle.is_known():
+                    coroutine.close()
+                    self._finish(task, error=hvd.HorovodInternalError("Horovod was shut down meanwhile"))
+                elif handle.done():
                     self._take(task, coroutine, handle)
-                    moved = again = True
+                else:
+                    continue
+                moved = again = True
         return moved
 
     def _raise_failure(self) -> None:
@@ -181,13 +192,6 @@ class Driver:
             self.clear()
             failure, self._failure = self._failure, None
             raise failure
-
-    def _is_done(self, handle: Handle) -> bool:
-        try:
-            return handle.done()
-        except ValueError as error:  # Horovod was shut down meanwhile, and its handles are gone
-            self._fail(hvd.HorovodInternalError(str(error)))
-            return False
 
     def _take(self, task: Task, coroutine: Synchronization[Any], handle: Handle) -> None:
         """Takes a collective's result and goes on with the coroutine."""
@@ -230,9 +234,9 @@ class Driver:
         deadline = time.perf_counter() + _DRAIN_SECONDS
         for _, _, handle in list(self._parked.values()):
             try:
-                while not handle.done() and time.perf_counter() < deadline:
+                while handle.is_known() and not handle.done() and time.perf_counter() < deadline:
                     time.sleep(_SLEEP_SECONDS)
-                if handle.done():
+                if handle.is_known() and handle.done():
                     handle.result()
             except Exception:  # one failure is reported; the others follow from it
                 continue

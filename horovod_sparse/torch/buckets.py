@@ -1,0 +1,133 @@
+"""One bucket per parameter, made when its first gradient arrives: what the drop-in compressor keeps."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from horovod_sparse.errors import StateMismatchError, UnsupportedError
+from horovod_sparse.feedback import Bucket, Recipe
+from horovod_sparse.feedback.state import from_plain, to_plain
+from horovod_sparse.sparsifiers import BucketInfo
+from horovod_sparse.torch.tensors import dtype_name, make_accumulator
+
+__all__ = ["ParameterBuckets"]
+
+
+@dataclass
+class _Entry:
+    bucket: Bucket
+    parameter: weakref.ref[torch.Tensor]
+
+
+class ParameterBuckets:
+    """Buckets by parameter name.
+
+    Args:
+        recipe: what to do with every one of them.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+        self._entries: dict[str, _Entry] = {}
+        self._saved: dict[str, Mapping[str, Any]] = {}  # loaded before the bucket exists
+
+    def get(self, name: str, parameter: torch.Tensor, gradient: torch.Tensor, rank: int, size: int) -> Bucket:
+        """The parameter's bucket.
+
+        After a change of rank or size (Horovod was started again) the residual is kept, and the
+        sparsifier starts afresh: its state may be laid out for the old number of ranks.
+
+        Raises:
+            UnsupportedError: if the name already belongs to another parameter.
+        """
+        info = BucketInfo(name, gradient.numel(), rank, size, str(dtype_name(gradient)))
+        entry = self._entries.get(name)
+        if entry is not None:
+            owner = entry.parameter()
+            if owner is not None and owner is not parameter:
+                raise UnsupportedError(
+                    f"two parameters are called {name}: give every optimizer a compressor of its own, "
+                    "and every parameter of it another name (named_parameters)"
+                )
+            if owner is parameter and entry.bucket.info == info:
+                return entry.bucket
+        bucket = Bucket(info, self._recipe, make_accumulator(info, self._recipe, gradient.device))
+        if entry is not None and entry.parameter() is parameter and _fits(entry.bucket.info, info):
+            bucket.accumulator = entry.bucket.accumulator
+            bucket.learning_rate = entry.bucket.learning_rate
+        if name in self._saved:
+            _load(bucket, self._saved.pop(name))
+        self._entries[name] = _Entry(bucket, weakref.ref(parameter))
+        return bucket
+
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        """Residual, learning rate and the sparsifier's state by parameter name: tensors and plain values."""
+        saved = {name: dict(state) for name, state in self._saved.items()}
+        return saved | {name: _save(entry.bucket) for name, entry in self._entries.items()}
+
+    def load_state_dict(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
+        """Takes over what `state_dict` gave.
+
+        Args:
+            saved: by parameter name. What belongs to parameters that have no bucket yet waits for them.
+
+        Raises:
+            StateMismatchError: if something does not fit; nothing has been taken over then.
+        """
+        for name, state in saved.items():
+            if name in self._entries:
+                _check(self._entries[name].bucket, state)
+        for name, entry in self._entries.items():
+            if name in saved:
+                _load(entry.bucket, saved[name])
+        self._saved = {name: state for name, state in saved.items() if name not in self._entries}
+
+
+def _fits(old: BucketInfo, new: BucketInfo) -> bool:
+    return (old.num_elements, old.dtype) == (new.num_elements, new.dtype)
+
+
+def _tensor(array: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(np.array(array))
+
+
+def _save(bucket: Bucket) -> dict[str, Any]:
+    return {
+        "residual": _tensor(bucket.accumulator.values()),
+        "companions": [_tensor(array) for array in getattr(bucket.accumulator, "companions", ())],
+        "learning_rate": bucket.learning_rate,
+        "size": bucket.info.size,
+        "sparsifier": to_plain(bucket.state, _tensor),
+    }
+
+
+def _check(bucket: Bucket, saved: Mapping[str, Any]) -> Any:
+    """The saved state of the sparsifier, if everything fits the bucket."""
+    info = bucket.info
+    companions = getattr(bucket.accumulator, "companions", ())
+    if int(saved["size"]) != info.size:
+        raise StateMismatchError(
+            f"the saved state of {info.name} is one of {saved['size']} ranks, now there are {info.size}: "
+            "load it into as many ranks, or start with an empty residual"
+        )
+    if saved["residual"].numel() != info.num_elements or len(saved["companions"]) != len(companions):
+        raise StateMismatchError(
+            f"the saved state of {info.name} has {saved['residual'].numel()} elements and "
+            f"{len(saved['companions'])} arrays beside the residual, the parameter has {info.num_elements} "
+            f"and {len(companions)}: it belongs to another model or to another feedback"
+        )
+    return from_plain(bucket.recipe.sparsifier.init(info), saved["sparsifier"])
+
+
+def _load(bucket: Bucket, saved: Mapping[str, Any]) -> None:
+    bucket.state = _check(bucket, saved)
+    bucket.accumulator.assign(saved["residual"].numpy())
+    for array, tensor in zip(getattr(bucket.accumulator, "companions", ()), saved["companions"], strict=True):
+        array[...] = tensor.numpy()
+    bucket.learning_rate = saved["learning_rate"]

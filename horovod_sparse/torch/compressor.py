@@ -1,0 +1,311 @@
+"""A sparsifier behind Horovod's `compression=` argument."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+import weakref
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from horovod_sparse.arrays import apply_sum
+from horovod_sparse.errors import (
+    ArgumentError,
+    NonFiniteGradientError,
+    StateMismatchError,
+    UnsupportedError,
+)
+from horovod_sparse.feedback import FEEDBACKS, Bucket, Recipe
+from horovod_sparse.sparsifiers import SparseSum
+from horovod_sparse.telemetry import BucketReport, StepReport, Telemetry
+from horovod_sparse.torch._horovod import hvd
+from horovod_sparse.torch.buckets import ParameterBuckets
+from horovod_sparse.torch.driver import Driver, Task
+from horovod_sparse.torch.parameters import NamedParameters
+from horovod_sparse.torch.stock import StockOptimizer, calling_optimizer, refuse_adasum
+from horovod_sparse.torch.tensors import dtype_name, host_view
+
+__all__ = ["SparseCompressor"]
+
+
+@dataclass(eq=False)
+class _Pending:
+    """What `decompress` needs to finish what `compress` has started: Horovod's ctx."""
+
+    name: str
+    bucket: Bucket
+    gradient: torch.Tensor
+    task: Task
+    stock: StockOptimizer | None
+
+
+class SparseCompressor(hvd.compression.Compressor):
+    """A recipe, and what it remembers of every parameter. Made by `Compression.topk(...)` and the like.
+
+    In ``horovod_sparse.torch.DistributedOptimizer(optimizer, compression=...)`` only `recipe` is used.
+
+    In stock ``horovod.torch.DistributedOptimizer(optimizer, named_parameters=..., compression=...)``
+    it really sends sparse data, though that optimizer knows nothing of it: `compress` folds the gradient
+    into the parameter's residual (the gradient is 0 from then on), starts the sparsifier's collectives
+    under the parameter's name, and hands Horovod one number, 1, to allreduce. `decompress` waits, writes
+    the sparse sum into the gradient, and scales it with what has become of that number, divided by the
+    number of ranks: so Average, Sum and gradient_predivide_factor act as on a dense gradient. Density
+    applies to every parameter for itself. Gradients without elements or of an integer type stay dense.
+    With one rank stock Horovod never calls a compressor: gradients stay as they are.
+
+    One compressor belongs to one optimizer. It may be pickled before `hvd.init()`: the recipe travels,
+    residuals and parameters do not.
+
+    Args:
+        recipe: sparsifier and feedback.
+        named_parameters: names of the parameters, for messages and checkpoints. Not needed in Horovod's
+            `DistributedOptimizer`, whose own names are used; needed where something else calls `compress`.
+        process_set: the ranks that take part; those of the stock optimizer, or all, if left out.
+
+    Attributes:
+        telemetry: what happened in the last step, and on average.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+        process_set: Any = None,
+    ) -> None:
+        self.recipe = recipe
+        self.process_set = process_set
+        self.parameters = None if named_parameters is None else NamedParameters(named_parameters)
+        self.telemetry = Telemetry()
+        self._buckets = ParameterBuckets(recipe)
+        self._stock: weakref.WeakKeyDictionary[Any, StockOptimizer] = weakref.WeakKeyDictionary()
+        self._driver: Driver | None = None
+        self._pending: dict[str, _Pending] = {}
+        self._reports: list[BucketReport] = []
+        self._idle_before = 0.0
+
+    def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Starts a gradient's synchronization; does not wait.
+
+        Args:
+            tensor: the `.grad` of a parameter. Zeros afterwards.
+
+        Returns:
+            One float64 for Horovod to allreduce, and what `decompress` needs. A gradient that stays
+            dense comes back as it is, with None.
+
+        Raises:
+            UnsupportedError: for Adasum, for a tensor that is no parameter's gradient, and for a
+                parameter whose last synchronization has not ended.
+        """
+        if dtype_name(tensor) is None or tensor.numel() == 0 or tensor.is_sparse:
+            return tensor, None
+        optimizer = calling_optimizer()
+        refuse_adasum(optimizer, tensor)
+        stock = self._known(optimizer)
+        owner = self._owner(tensor, stock)
+        if owner is None:
+            return tensor, None
+        name, parameter = owner
+        driver = self._driver_for(stock)
+        self._forget(name, driver)
+        size = driver.process_set.size()
+        bucket = self._buckets.get(name, parameter, tensor, driver.process_set.rank(), size)
+        rate = stock.learning_rate(parameter) if stock is not None else None
+        if not self._pending:
+            self._reports, self._idle_before = [], driver.idle_seconds
+        driver.advance()  # backward is still going on: as good a moment as any for rounds that are due
+        task = driver.start(f"sparse.{name}", bucket.step(host_view(tensor), rate))
+        self._pending[name] = _Pending(name, bucket, tensor, task, stock)
+        return torch.ones(1, dtype=torch.float64), self._pending[name]
+
+    def decompress(self, tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+        """Waits for a gradient's synchronization, and gives the dense gradient.
+
+        All gradients under way are waited for, so that either all of a step are applied, or none.
+
+        Args:
+            tensor: what Horovod has made of what `compress` gave it.
+            ctx: from `compress`; with None the tensor comes back as it is.
+
+        Returns:
+            The synchronized gradient, in the memory of the gradient that `compress` got, where that is
+            contiguous.
+
+        Raises:
+            NonFiniteGradientError: on every rank, if a gradient was NaN or Inf on some rank. Nothing of
+                this step is applied, gradients are 0, and the next backward pass may begin.
+            HorovodInternalError: if Horovod failed.
+        """
+        if not isinstance(ctx, _Pending):
+            return tensor
+        driver = self._driver
+        if driver is None or self._pending.get(ctx.name) is not ctx:
+            raise UnsupportedError(f"the synchronization of {ctx.name} was given up, or is done already")
+        if not all(pending.task.done for pending in self._pending.values()):
+            try:
+                driver.wait()
+            except BaseException:
+                self.reset()
+                raise
+        if any(pending.task.error is not None for pending in self._pending.values()):
+            self._give_up()
+        sum_ = ctx.task.value()
+        started = time.perf_counter()
+        gradient, union = _apply(ctx.gradient, sum_, float(tensor.item()) / ctx.bucket.info.size)
+        del self._pending[ctx.name]
+        self._report(ctx, sum_, union, time.perf_counter() - started)
+        if not self._pending:
+            steps = self.telemetry.last.step + 1 if self.telemetry.last else 1
+            self.telemetry.add(
+                StepReport.of(int(steps), self._reports, driver.idle_seconds - self._idle_before)
+            )
+        return gradient
+
+    def reset(self) -> None:
+        """Gives up what is under way (Horovod failed, or starts again); residuals stay complete.
+
+        Needs no call in elastic training: it happens where Horovod's failure is met.
+        """
+        if self._driver is not None:
+            self._driver.clear()
+        for pending in self._pending.values():
+            pending.bucket.abandon()
+        self._pending.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint of this rank needs: residuals differ from rank to rank, so save one per rank.
+
+        Returns:
+            Tensors, numbers and strings in nested dicts, by parameter name.
+
+        Raises:
+            UnsupportedError: in the middle of a step.
+        """
+        if self._pending:
+            raise UnsupportedError("a compressor is saved between steps: call optimizer.step() first")
+        return {"algorithm": self.recipe.sparsifier.name, "parameters": self._buckets.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from what `state_dict` gave on this rank, at the same number of ranks.
+
+        Raises:
+            StateMismatchError: if it belongs to another algorithm, model or number of ranks. For
+                parameters whose first gradient is still to come that is found out then.
+        """
+        if state["algorithm"] != self.recipe.sparsifier.name:
+            raise StateMismatchError(
+                f"the saved state is one of {state['algorithm']}, this compressor is {self!r}"
+            )
+        unknown = set(state["parameters"]) - set(self.parameters.names) if self.parameters else set()
+        if unknown:
+            raise StateMismatchError(f"the saved state has parameters that are not here: {sorted(unknown)}")
+        self.reset()
+        self._buckets.load_state_dict(state["parameters"])
+
+    def __repr__(self) -> str:
+        sparsifier, feedback = self.recipe.sparsifier, self.recipe.feedback
+        own = {item.name: item.default for item in dataclasses.fields(sparsifier)}
+        arguments = {name: getattr(sparsifier, name) for name in own}
+        shown = [
+            f"{name}={value!r}"
+            for name, value in arguments.items()
+            if name == "density" or value != own[name]
+        ]
+        names = [name for name, make in FEEDBACKS.items() if make() == feedback]
+        if names != ["error"]:
+            shown.append(f"feedback={(names[0] if names else feedback)!r}")
+        return f"Compression.{sparsifier.name}({', '.join(shown)})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (SparseCompressor, (self.recipe,))
+
+    def _known(self, optimizer: Any | None) -> StockOptimizer | None:
+        if optimizer is None:
+            return None
+        if optimizer not in self._stock:
+            self._stock[optimizer] = StockOptimizer(optimizer)
+        return self._stock[optimizer]
+
+    def _owner(self, gradient: torch.Tensor, stock: StockOptimizer | None) -> tuple[str, torch.Tensor] | None:
+        """Name and parameter; None for a copy (sparse_as_dense), which stays dense."""
+        parameters = self.parameters or (stock.parameters if stock is not None else None)
+        if parameters is None:
+            raise UnsupportedError(
+                "compress() was called by something else than horovod.torch.DistributedOptimizer, so names "
+                "of parameters are not known: pass named_parameters=model.named_parameters() to the "
+                "compressor"
+            )
+        owner = parameters.owner(gradient)
+        if owner is None and not any(
+            parameter.grad is not None and parameter.grad.is_sparse for parameter in parameters.tensors
+        ):
+            raise UnsupportedError(
+                f"a tensor of shape {tuple(gradient.shape)} is no gradient of a parameter that this "
+                f"compressor knows ({', '.join(parameters.names[:4])}, ...): a sparsifier keeps a residual "
+                "for every parameter, so it compresses nothing else. If you pass named_parameters to the "
+                "compressor, name them all"
+            )
+        return owner
+
+    def _driver_for(self, stock: StockOptimizer | None) -> Driver:
+        theirs = stock.process_set if stock is not None else None
+        process_set = self.process_set or theirs or hvd.global_process_set
+        if theirs is not None and theirs is not process_set:
+            raise ArgumentError(
+                "process_set", self.process_set, f"the same as to DistributedOptimizer, {theirs}, or none"
+            )
+        if self._driver is None or self._driver.process_set is not process_set:
+            if self._pending:
+                raise UnsupportedError("one compressor serves one optimizer; this one got two process sets")
+            self._driver = Driver(process_set)
+        return self._driver
+
+    def _forget(self, name: str, driver: Driver) -> None:
+        """Takes back a step that its optimizer has given up between `compress` and `decompress`."""
+        if name in self._pending:
+            driver.advance()
+            if self._pending[name].task.done:
+                self._pending.pop(name).bucket.abandon()
+
+    def _give_up(self) -> None:
+        """No rank applies this step: every rank sees the same errors, since all tasks have ended."""
+        given_up = sorted(self._pending.values(), key=lambda pending: pending.name)
+        for pending in given_up:
+            pending.bucket.abandon()
+            pending.gradient.zero_()
+        self._pending.clear()
+        errors = [pending.task.error for pending in given_up if pending.task.error is not None]
+        for stock in {pending.stock for pending in given_up if pending.stock is not None}:
+            stock.forget_step()
+        # an error of another kind stands on this rank alone, and is the one to look at
+        raise min(errors, key=lambda error: isinstance(error, NonFiniteGradientError))
+
+    def _report(self, ctx: _Pending, sum_: SparseSum, union: int, apply_seconds: float) -> None:
+        self._reports.append(
+            BucketReport(
+                step=ctx.bucket.last,
+                num_union=union,
+                dense_bytes=ctx.gradient.numel() * ctx.gradient.element_size(),
+                norms=sum_.norms,
+                wait_seconds=ctx.task.waited_seconds,
+                apply_seconds=apply_seconds,
+            )
+        )
+
+
+def _apply(gradient: torch.Tensor, sum_: SparseSum, scale: float) -> tuple[torch.Tensor, int]:
+    """Writes the scaled sum into the gradient, zero since it was folded; O(k).
+
+    Returns:
+        The gradient (a fresh tensor if it was not contiguous), and the size of the union.
+    """
+    if not gradient.is_contiguous():
+        gradient = torch.zeros(gradient.shape, dtype=gradient.dtype)
+    values: np.ndarray = sum_.values
+    if scale != 1.0:
+        values = values * values.dtype.type(scale)
+    return gradient, apply_sum(host_view(gradient), sum_.indices, values)

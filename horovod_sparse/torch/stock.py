@@ -1,0 +1,120 @@
+"""What `compression=` has to know of Horovod's own `DistributedOptimizer`, and of its insides.
+
+Horovod calls ``compression.compress(gradient)`` and tells it no name. Unnamed collectives are out of
+the question: ranks count them in the order in which hooks happen to fire. The optimizer that calls
+knows all that is needed; so when the user has not passed `named_parameters` to the compressor, the
+calling frames are searched for it. Everything here reads attributes that Horovod 0.28.1 has, in one
+file, and answers None where they are missing.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from types import FrameType
+from typing import Any
+
+import torch
+
+from horovod_sparse.errors import UnsupportedError
+from horovod_sparse.torch._horovod import hvd
+from horovod_sparse.torch.parameters import NamedParameters
+
+__all__ = ["StockOptimizer", "calling_optimizer", "refuse_adasum"]
+
+#: the methods of the stock optimizer that call `compress`, directly or from a list comprehension
+_CALLERS = {"_allreduce_grad_async", "_grouped_allreduce_grad_async"}
+
+
+def calling_optimizer(depth: int = 2, limit: int = 2) -> Any | None:
+    """The stock optimizer whose method is calling, if one is.
+
+    Args:
+        depth: frames between this one and the first that is looked at.
+        limit: how many are looked at: `compress` is called by the method itself, or by a list
+            comprehension in it, which has a frame of its own before Python 3.12.
+    """
+    frame: FrameType | None = sys._getframe(depth)
+    for _ in range(limit):
+        if frame is None:
+            return None
+        if frame.f_code.co_name in _CALLERS:
+            optimizer = frame.f_locals.get("self")
+            if isinstance(getattr(optimizer, "_parameter_names", None), dict):
+                return optimizer
+        frame = frame.f_back
+    return None
+
+
+class StockOptimizer:
+    """A stock `DistributedOptimizer`, as far as a compressor needs to know it; does not keep it alive.
+
+    Args:
+        optimizer: as `calling_optimizer` found it.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        #: without `named_parameters` the optimizer has made names from positions in `param_groups`,
+        #: which are the same on all ranks
+        self.parameters = NamedParameters(
+            (name, parameter) for parameter, name in optimizer._parameter_names.items()
+        )
+        self._group = {
+            id(parameter): i
+            for i, group in enumerate(optimizer.param_groups)
+            for parameter in group["params"]
+        }
+
+    @property
+    def process_set(self) -> Any:
+        """The ranks that it synchronizes with; None if it does not say."""
+        return getattr(self._optimizer(), "process_set", None)
+
+    def learning_rate(self, parameter: torch.Tensor) -> float | None:
+        """The learning rate of the parameter's group, where there is one."""
+        optimizer = self._optimizer()
+        if optimizer is None or id(parameter) not in self._group:
+            return None
+        rate = optimizer.param_groups[self._group[id(parameter)]].get("lr")
+        return None if rate is None else float(rate)
+
+    def forget_step(self) -> None:
+        """Makes it ready for a new backward pass after a step was given up; gradients become 0.
+
+        What it still has under way is waited for: all ranks give up the same step, after having
+        submitted all of it.
+        """
+        optimizer = self._optimizer()
+        if optimizer is None:
+            return
+        for handle, _ in optimizer._handles.values():
+            if callable(handle):
+                handle()
+            elif handle is not None:
+                hvd.synchronize(handle)
+        optimizer._handles.clear()
+        for parameter in optimizer._allreduce_delay:
+            optimizer._allreduce_delay[parameter] = optimizer.backward_passes_per_step
+        for group in optimizer._group_counts:
+            optimizer._group_counts[group] = 0
+        optimizer._synchronized = False
+        for parameter in self.parameters.tensors:
+            if parameter.grad is not None:
+                parameter.grad.zero_()
+
+
+def refuse_adasum(optimizer: Any | None, tensor: torch.Tensor) -> None:
+    """Refuses what Adasum passes: not gradients, but what a step has done to the parameters.
+
+    Raises:
+        UnsupportedError: if this is Adasum.
+    """
+    is_adasum = optimizer is not None and (
+        hasattr(optimizer, "_starting_models") or getattr(optimizer, "op", None) == hvd.Adasum
+    )
+    if is_adasum or isinstance(tensor, torch.nn.Parameter):
+        raise UnsupportedError(
+            "op=Adasum cannot be combined with a sparsifier: it combines whole parameter updates, and a "
+            "residual has no place in that. Use op=Average or op=Sum, or compression=Compression.none"
+        )
