@@ -63,6 +63,7 @@ class HostAccumulator:
         # Changes up to here are in the maxima; those after only keep them upper bounds.
         self._refreshed = 0
         self._report = FoldReport()
+        self._square_norm = 0.0
 
     @property
     def num_elements(self) -> int:
@@ -78,6 +79,11 @@ class HostAccumulator:
     def report(self) -> FoldReport:
         """Of the last fold."""
         return self._report
+
+    @property
+    def square_norm(self) -> float:
+        """Sum of squares of the values as they are now; see `Accumulator.square_norm`."""
+        return self._square_norm
 
     @property
     def companions(self) -> tuple[Array, ...]:
@@ -137,7 +143,9 @@ class HostAccumulator:
                 report[1] = before[1]
             elif report[1] >= 0:
                 report[1] += start
-        self._report = FoldReport(int(report[0]), int(report[1]), float(report[2]))
+        carried = float(kept) ** 2 * self._square_norm
+        self._square_norm = float(report[2])
+        self._report = FoldReport(int(report[0]), int(report[1]), self._square_norm, carried)
         return self._report
 
     def _pieces(self, gradient: Any) -> Any:
@@ -192,9 +200,11 @@ class HostAccumulator:
     def clear(self, indices: Indices) -> None:
         """Sets the values there, and the companions', to 0."""
         where = checked(indices, self.num_elements)
-        self._remember(where)
+        old = self._remember(where)
         for array in (self._values, *self._companions):
             host_scatter.clear_at(array, where)
+        # all of them: 0 exactly, not the rounding of the fold's sum
+        self._square_norm = 0.0 if where.size == self.num_elements else self._norm_without(old)
 
     def add(self, indices: Indices, values: Values) -> None:
         """Adds to the values there. Indices are unique."""
@@ -202,12 +212,16 @@ class HostAccumulator:
         new = np.ascontiguousarray(values, self.dtype).reshape(-1)
         if new.size != where.size:
             raise ArgumentError("values", new.size, f"one for each of the {where.size} indices")
-        self._remember(where)
+        old = self._remember(where)
         host_scatter.add_at(self._values, where, new)
+        self._square_norm = self._norm_without(old) + _squares(self.take(where))
         if self._maxima is not None:
             host_fold.raise_maxima(self._values, self._maxima, self._layout.block, where)
 
-    def _remember(self, indices: Indices) -> None:
+    def _norm_without(self, old: Values) -> float:
+        return max(0.0, self._square_norm - _squares(old))
+
+    def _remember(self, indices: Indices) -> Values:
         taken = []
         for array in (self._values, *self._companions):
             old = np.empty(indices.size, self.dtype)
@@ -215,6 +229,7 @@ class HostAccumulator:
             taken.append(old)
         # A copy: the caller may reuse its array, and the journal must not change with it.
         self._journal.append(_Change(indices.copy(), taken[0], tuple(taken[1:])))
+        return taken[0]
 
     def abandon(self) -> None:
         """Takes back every `clear` and `add` since the last fold, bit for bit."""
@@ -225,6 +240,8 @@ class HostAccumulator:
         if self._maxima is not None:
             for change in self._journal:
                 host_fold.refresh_maxima(self._values, self._maxima, self._layout.block, change.indices)
+        if self._journal:
+            self._square_norm = self._report.square_norm
         self._journal.clear()
         self._refreshed = 0
 
@@ -247,9 +264,15 @@ class HostAccumulator:
         if new.size != self.num_elements:
             raise ArgumentError("values", new.shape, f"an array of {self.num_elements} elements")
         self._values[...] = new.reshape(-1)
+        self._square_norm = float(np.dot(self._values, self._values))
         self._maxima = None
         self._journal.clear()
         self._refreshed = 0
+
+
+def _squares(values: Values) -> float:
+    wide = values.astype(np.float64)
+    return float(np.dot(wide, wide))
 
 
 def _accumulating(dtype: Any) -> type[np.floating[Any]]:

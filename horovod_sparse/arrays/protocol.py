@@ -28,11 +28,14 @@ class FoldReport:
             overflowed) and were taken as 0.
         first_nonfinite: position of the first of them in the bucket, -1 if there is none.
         square_norm: sum of squares of the accumulator after the pass.
+        carried_square_norm: sum of squares of what the residual brought into it, decay included: what
+            the last step left behind.
     """
 
     num_nonfinite: int = 0
     first_nonfinite: int = -1
     square_norm: float = 0.0
+    carried_square_norm: float = 0.0
 
 
 class Accumulator(Protocol):
@@ -53,6 +56,14 @@ class Accumulator(Protocol):
     @property
     def report(self) -> FoldReport:
         """Of the last fold."""
+
+    @property
+    def square_norm(self) -> float:
+        """Sum of squares of the values as they are now, in O(1).
+
+        That of the last fold, less what was cleared since: it keeps the rounding of the fold's sum,
+        about 1e-6 of that.
+        """
 
     def fold(self, gradient: Any, *, decay: float = 1.0) -> FoldReport:
         """Values = decay * values + gradient; gradient = 0; block maxima. The one pass over n elements."""

@@ -41,9 +41,11 @@ class BucketStep:
         num_received: elements that came back, duplicates of different ranks counted each.
         bytes_sent: payload bytes this rank put into collectives.
         bytes_by_round: the same, round by round.
-        residual_norm: L2 norm of what this rank holds back.
-        global_error: mean of all ranks' residual norms (ExDyna, Eq. 1) before clearing, NaN where the
-            messages did not carry it.
+        residual_norm: L2 norm of what this rank holds back after this step: ||e_{i,t+1}|| in ExDyna's
+            Algorithm 1. Without error feedback, of what is lost.
+        global_error: ExDyna, Eq. (1), ``||e_t|| = mean over ranks of ||e_{i,t}||``: of what the ranks
+            held back when this step began (0 in the first; the norms after it travel with the next
+            step's messages). NaN where the messages do not carry norms.
         fold_seconds: of the fused pass.
         select_seconds: of everything else done on this rank between collectives.
         facts: the algorithm's own (threshold, imbalance, density_error, ...).
@@ -82,7 +84,7 @@ class Bucket:
         self.state = recipe.sparsifier.init(info)
         self.learning_rate: float | None = None
         self.last = BucketStep(info.name, info.num_elements)
-        self._before: tuple[Any, float | None] | None = None
+        self._before: Any = None
 
     def step(self, gradient: Any, learning_rate: float | None = None) -> Synchronization[SparseSum]:
         """One synchronization: folds the gradient in, then the sparsifier's coroutine.
@@ -100,9 +102,9 @@ class Bucket:
         """
         report = BucketStep(self.info.name, self.info.num_elements)
         started = time.perf_counter()
-        self._before = (copy.deepcopy(self.state), self.learning_rate)
+        self._before = copy.deepcopy(self.state)
         report.num_target = self.recipe.sparsifier.num_selected(self.info, self.state)
-        fold = self.recipe.feedback.fold(self.accumulator, gradient, (self.learning_rate, learning_rate))
+        self.recipe.feedback.fold(self.accumulator, gradient, (self.learning_rate, learning_rate))
         if learning_rate is not None:
             self.learning_rate = learning_rate
         report.fold_seconds = time.perf_counter() - started
@@ -113,10 +115,11 @@ class Bucket:
         report.facts.update(sum_.facts)
         if sum_.norms is not None:
             report.global_error = float(np.mean(sum_.norms))
-        report.residual_norm = math.sqrt(fold.square_norm)
-        self.last = report
         if sum_.first_nonfinite:
             self.abandon()
+        report.residual_norm = math.sqrt(self.accumulator.square_norm)
+        self.last = report
+        if sum_.first_nonfinite:
             places = {rank: self.member_at(position) for rank, position in sum_.first_nonfinite.items()}
             raise NonFiniteGradientError(self.info.name, places)
         return sum_
@@ -139,11 +142,13 @@ class Bucket:
             result = yield request
 
     def abandon(self) -> None:
-        """Takes the last step back, after its collectives: the selection returns to the residual."""
+        """Takes the last step back, after its collectives: the selection returns to the residual.
+
+        The gradient stays folded in, and so does the learning rate that the residual was scaled to.
+        """
         if self._before is not None:
             self.accumulator.abandon()
-            self.state, self.learning_rate = self._before
-            self._before = None
+            self.state, self._before = self._before, None
 
     def member_at(self, position: int) -> str:
         """Name of the parameter that holds an element of the bucket."""

@@ -80,7 +80,8 @@ class SparseSum:
         values: the sum over ranks, float32 or float64.
         counts: int [P], elements selected by each rank.
         first_nonfinite: rank -> position of its first NaN or Inf, for ranks that have one.
-        norms: float [P], every rank's accumulator norm, where the messages carried it.
+        norms: float [P], L2 norm of the residual that every rank began the step with, where the
+            messages carried it.
         facts: the algorithm's own telemetry (threshold, imbalance, ...).
     """
 

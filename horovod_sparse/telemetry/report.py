@@ -21,7 +21,8 @@ class BucketReport:
         step: as the bucket itself tells it.
         num_union: different elements that came back: the union of all ranks' selections.
         dense_bytes: of its gradient: what an allreduce would have sent instead.
-        norms: float [P], L2 norm of every rank's accumulator; None where the messages do not carry it.
+        norms: float [P], L2 norm of the residual that every rank began the step with; None where the
+            messages do not carry it.
         wait_seconds: between the bucket's start and its end that this rank sat waiting for it.
         apply_seconds: of scattering the sum into the gradient.
     """
@@ -49,9 +50,9 @@ class StepReport:
         num_union: what all ranks together selected.
         bytes_sent: payload bytes this rank put into collectives, each counted once.
         dense_bytes: payload bytes of an allreduce of all gradients.
-        residual_norm: L2 norm of this rank's accumulator after the fold, before sent elements leave it.
-        global_error: mean of that norm over all ranks (ExDyna, Eq. 1); NaN if a bucket's messages do
-            not carry norms.
+        residual_norm: L2 norm of what this rank holds back after the step.
+        global_error: mean over all ranks of what they held back when the step began (ExDyna, Eq. 1); NaN
+            if a bucket's messages do not carry norms.
         fold_seconds: of the pass over all elements.
         select_seconds: of selection, packing and unpacking.
         wait_seconds: that this rank had nothing to do but wait for collectives.

@@ -5,13 +5,14 @@ Layout, in 32-bit words::
     0  length     words of the whole message, header and padding included
     1  count      number of selected elements
     2  nonfinite  1 + position of the first NaN or Inf in this rank's gradient, 0 if there is none
-    3  norm       float32 bits of the accumulator's L2 norm (for the global error, ExDyna Eq. 1)
+    3  norm       float32 bits of the L2 norm of the residual that this rank began the step with
     4  indices    count words, ascending
     .  values     count words (float32) or 2 * count words (float64), or none
     .  padding    zeros up to a multiple of the quantum
 
 The length in front makes concatenated messages separable, so an allgather of unequal lengths needs
-no second exchange of sizes. The two words for health and norm save a collective of their own.
+no second exchange of sizes. The two words for health and norm save a collective of their own; the
+mean of the norms is the global error of ExDyna, Eq. (1).
 """
 
 from __future__ import annotations
@@ -24,11 +25,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from horovod_sparse.arrays.protocol import FoldReport, Indices, Values
-from horovod_sparse.errors import MessageError
+from horovod_sparse.errors import ArgumentError, MessageError
+from horovod_sparse.wire.format import HEADER_WORDS, WireFormat
 
 __all__ = ["HEADER_WORDS", "Message", "message_words", "pack", "unpack", "unpack_one"]
-
-HEADER_WORDS = 4
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Message:
         indices: int32 [count], ascending positions within the bucket.
         values: float [count], or None where only indices were sent.
         first_nonfinite: position of the sender's first NaN or Inf, -1 if there is none.
-        norm: L2 norm of the sender's accumulator, rounded to float32.
+        norm: L2 norm of the sender's residual before it added this step's gradient, rounded to float32.
     """
 
     indices: Indices
@@ -65,7 +65,13 @@ def message_words(count: int, words_per_value: int, quantum: int = 1) -> int:
 
 
 def pack(
-    indices: Indices, values: Values | None, report: FoldReport, *, quantum: int = 1
+    indices: Indices,
+    values: Values | None,
+    report: FoldReport,
+    *,
+    quantum: int = 1,
+    format: WireFormat | None = None,
+    num_elements: int | None = None,
 ) -> NDArray[np.int32]:
     """Puts a selection into one fresh buffer.
 
@@ -75,29 +81,43 @@ def pack(
         report: of the fold that made the accumulator; travels in the header.
         quantum: elements that the payload is rounded up to. A length that repeats from step to
             step stays in Horovod's response cache; a changed one costs an extra negotiation.
+        format: how to write it, its quantum included; by default plainly.
+        num_elements: n of the bucket, which a format that is not plain needs.
 
     Returns:
-        int32 [message_words(...)].
+        int32, as long as `WireFormat.message_words` says.
+
+    Raises:
+        ArgumentError: the format needs ascending indices, or n, or the arrays do not fit each other.
 
     Example:
         >>> message = pack(np.array([2, 5], np.int32), np.array([1.0, -2.0], np.float32), FoldReport())
         >>> unpack_one(message, np.float32).values
         array([ 1., -2.], dtype=float32)
     """
-    count = indices.size
-    words_per_value = 0 if values is None else values.itemsize // 4
-    length = message_words(count, words_per_value, quantum)
+    format = format or WireFormat(quantum=quantum)
+    dtype, count = None if values is None else values.dtype, indices.size
+    if values is not None and values.shape != indices.shape:
+        raise ArgumentError("values", f"shape {values.shape}", f"as many values as indices, {indices.shape}")
+    plain = format.is_plain(dtype)
+    if num_elements is None and not plain:
+        raise ArgumentError("num_elements", None, f"n of the bucket, which {format} needs")
+    n = num_elements or 0
+    codec = format.value_codec(dtype)
+    length = format.message_words(count, n, dtype)
+
     buffer = np.empty(length, np.int32)
-    buffer[0] = length
-    buffer[1] = count
-    buffer[2] = report.first_nonfinite + 1
+    buffer[:3] = length if plain else -length, count, report.first_nonfinite + 1
     norm = min(math.sqrt(report.square_norm), float(np.finfo(np.float32).max))
     buffer[3:4].view(np.float32)[0] = norm
-    end = HEADER_WORDS + count
-    buffer[HEADER_WORDS:end] = indices
-    if values is not None:
-        buffer[end : end + count * words_per_value] = np.ascontiguousarray(values).view(np.int32)
-        end += count * words_per_value
+    if not plain:
+        buffer[HEADER_WORDS] = format.tag(n, dtype)
+    words, end = buffer.view(np.uint32), format.header_words(dtype)
+    start, end = end, end + format.index_codec.num_words(count, n)
+    format.index_codec.encode(indices, n, words[start:end])
+    if values is not None and codec is not None:
+        start, end = end, end + codec.num_words(count)
+        codec.encode(np.ascontiguousarray(values), words[start:end])
     buffer[end:] = 0
     return buffer
 
