@@ -21,8 +21,9 @@ class FoldableAccumulator(Protocol):
 class Feedback(Protocol):
     """Turns a gradient and the residual into the accumulator, in one pass."""
 
-    #: arrays of n elements that it needs beside the residual
-    num_companions: int
+    @property
+    def num_companions(self) -> int:
+        """Arrays of n elements that it needs beside the residual."""
 
     def fold(
         self, accumulator: Any, gradient: Any, learning_rates: tuple[float | None, float | None]

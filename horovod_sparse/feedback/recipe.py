@@ -63,8 +63,7 @@ def recipe(name: str, **arguments: Any) -> Recipe:
         0.01
         >>> recipe("topk", densty=0.01)
         Traceback (most recent call last):
-        horovod_sparse.errors.UnknownNameError: unknown argument of topk 'densty': the known ones are density, \
-feedback, quantum
+        horovod_sparse.errors.UnknownNameError: unknown argument of topk 'densty': the known ones are ...
     """
     signature = recipe_signature(name)
     for argument in arguments:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from horovod_sparse.arrays import HostAccumulator
+from horovod_sparse.arrays import Accumulator, HostAccumulator
 from horovod_sparse.feedback import Bucket, Recipe
 from horovod_sparse.simulation.lockstep import run_lockstep
 from horovod_sparse.simulation.recorder import Recorder
@@ -26,6 +26,7 @@ class SimulatedCluster:
         dtype: of the gradients.
         recorder: counts rounds and bytes; a fresh one if left out.
         name: of the bucket.
+        accumulator: makes the memory of a rank, called as `HostAccumulator` is.
 
     Example:
         >>> from horovod_sparse.feedback import recipe
@@ -42,12 +43,13 @@ class SimulatedCluster:
         dtype: str = "float32",
         recorder: Recorder | None = None,
         name: str = "bucket",
+        accumulator: Callable[..., Accumulator] = HostAccumulator,
     ) -> None:
         self.recorder = recorder if recorder is not None else Recorder()
         self.buckets = []
         for rank in range(size):
             info = BucketInfo(name, num_elements, rank, size, dtype)
-            memory = HostAccumulator(
+            memory = accumulator(
                 num_elements,
                 info.value_dtype,
                 density=recipe.sparsifier.density,

@@ -66,26 +66,27 @@ def run_lockstep(
                 errors[rank] = error
         if not requests:
             break
-        _check(round_number, requests, size)
+        _check(round_number, requests, errors, size)
         ordered = [requests[rank] for rank in range(size)]
         answers = answer(ordered)
         if recorder is not None:
             recorder.record(ordered)
     if errors and not keep_errors:
         raise errors[min(errors)]
-    for rank, error in errors.items():
-        finished[rank] = error
+    for rank, raised in errors.items():
+        finished[rank] = raised
     return finished
 
 
-def _check(round_number: int, requests: dict[int, Request], size: int) -> None:
+def _check(round_number: int, requests: dict[int, Request], errors: dict[int, Exception], size: int) -> None:
     """All ranks still running, all asking for the same thing."""
     missing = [rank for rank in range(size) if rank not in requests]
     if missing:
+        failed = f" (rank {min(errors)} raised {errors[min(errors)]!r})" if errors else ""
         raise CollectiveMismatchError(
-            f"round {round_number}: ranks {missing} are done while ranks {sorted(requests)[:8]} ask for "
-            f"{type(next(iter(requests.values()))).__name__}"
-        )
+            f"round {round_number}: ranks {missing[:8]} are done{failed} while ranks {sorted(requests)[:8]} "
+            f"ask for {type(next(iter(requests.values()))).__name__}"
+        ) from (errors[min(errors)] if errors else None)
     kinds: dict[str, list[int]] = {}
     for rank, request in requests.items():
         kinds.setdefault(_signature(request, size), []).append(rank)
@@ -134,6 +135,7 @@ def _answer_exchanges(requests: Sequence[Exchange]) -> list[dict[int, Any]]:
     for rank, request in enumerate(requests):
         if set(inbox[rank]) != set(request.sources):
             raise CollectiveMismatchError(
-                f"rank {rank} awaits messages from {sorted(request.sources)}, but {sorted(inbox[rank])} send to it"
+                f"rank {rank} awaits messages from {sorted(request.sources)}, "
+                f"but {sorted(inbox[rank])} send to it"
             )
     return inbox

@@ -64,12 +64,12 @@ def _costs(requests: Sequence[Request]) -> list[CollectiveCost]:
             for receiver, buffer in enumerate(request.buffers):  # type: ignore[union-attr]
                 received[receiver] += buffer.nbytes if receiver != sender else 0
         return [CollectiveCost(size - 1, num_bytes) for num_bytes in received]
+    exchanges = [request for request in requests if isinstance(request, Exchange)]
     received = [0] * size
-    for sender, request in enumerate(requests):
-        assert isinstance(request, Exchange)
-        for receiver, buffer in request.sends.items():
+    for sender, exchange in enumerate(exchanges):
+        for receiver, buffer in exchange.sends.items():
             received[receiver] += buffer.nbytes if receiver != sender else 0
     return [
-        CollectiveCost(max(len(request.sources), len(request.sends)), received[rank])
-        for rank, request in enumerate(requests)
-    ]  # type: ignore[union-attr]
+        CollectiveCost(max(len(exchange.sources), len(exchange.sends)), received[rank])
+        for rank, exchange in enumerate(exchanges)
+    ]

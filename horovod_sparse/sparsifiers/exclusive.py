@@ -74,7 +74,10 @@ class ExclusiveThreshold(Sparsifier):
         num_selected = self.num_selected(info, state)
         threshold = rule.find(accumulator, num_selected, state.threshold)
         start, stop = self.window(state, info)
-        selection = accumulator.at_least(threshold, start, stop)
+        if num_selected < info.num_elements:
+            selection = accumulator.at_least(threshold, start, stop)
+        else:  # everything, zeros too: where this rank holds 0 others may not
+            selection = np.arange(start, stop, dtype=np.int32)
         messages = yield from exchange_selections(accumulator, selection, None, info, self.quantum)
 
         union = np.concatenate([message.indices for message in messages])
