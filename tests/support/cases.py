@@ -1,0 +1,110 @@
+"""The table: one row per variant of a sparsifier. A new row meets every law in every test."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from horovod_sparse.feedback import NoFeedback, Recipe, recipe
+
+__all__ = ["CASES", "Case", "CountBand", "case_id"]
+
+
+@dataclass(frozen=True)
+class CountBand:
+    """How far the union count of a threshold rule may be from k.
+
+    Attributes:
+        first: the count of the first step is within this factor of k, either way.
+        settled: mean of |count / k - 1| from step 5 on.
+        from_target: the band is promised from this k on.
+    """
+
+    first: float
+    settled: float
+    from_target: int
+
+
+@dataclass(frozen=True)
+class Case:
+    """A variant and what it promises.
+
+    Attributes:
+        recipe: sparsifier and feedback.
+        exact_count: every rank selects exactly k, whatever the gradient.
+        exclusive: no index is selected by two ranks.
+        same_indices: all ranks select the same indices, so that the union has k elements too.
+        count_band: for threshold rules that promise one.
+        loses_mass: without error feedback: the declared exception to law 1.
+        carries_norms: messages tell every rank's residual norm, so the global error is known.
+    """
+
+    recipe: Recipe
+    exact_count: bool = False
+    exclusive: bool = False
+    same_indices: bool = False
+    count_band: CountBand | None = None
+    loses_mass: bool = False
+    carries_norms: bool = True
+
+    def at(self, density: float) -> Recipe:
+        """The recipe at another density."""
+        sparsifier = dataclasses.replace(self.recipe.sparsifier, density=density)
+        return dataclasses.replace(self.recipe, sparsifier=sparsifier)
+
+    def target(self, num_elements: int) -> int:
+        """k, by its definition."""
+        return min(num_elements, max(1, round(self.recipe.sparsifier.density * num_elements)))
+
+    def union(self, counts: np.ndarray) -> int:
+        """Elements of the union that a step's counts promise (where it is promised at all)."""
+        return int(counts[0] if self.same_indices else counts.sum())
+
+
+def case_id(case: Case) -> str:
+    """A row's name in test reports: its recipe without the density."""
+    sparsifier, changed = case.recipe.sparsifier, []
+    for item in dataclasses.fields(sparsifier):
+        value = getattr(sparsifier, item.name)
+        if item.name != "density" and value != item.default:
+            changed.append(f"{item.name}={value}")
+    if isinstance(case.recipe.feedback, NoFeedback):
+        changed.append("feedback=none")
+    return "-".join([sparsifier.name, *changed])
+
+
+# 7 % of the elements: small buckets then still have something to choose from.
+_DENSITY = 0.07
+_SKETCH_BAND = CountBand(first=1.1, settled=0.03, from_target=10_000)
+
+
+def _case(name: str, *, promises: dict[str, Any], **arguments: Any) -> Case:
+    return Case(recipe(name, density=_DENSITY, **arguments), **promises)
+
+
+_EXACT = {"exact_count": True}
+_SHARED = {"exact_count": True, "same_indices": True, "carries_norms": False}
+_SKETCH = {"exclusive": True, "count_band": _SKETCH_BAND}
+_PAPER = {"exclusive": True}
+
+CASES: tuple[Case, ...] = (
+    _case("topk", promises=_EXACT),
+    _case("topk", quantum=1024, promises=_EXACT),
+    _case("topk", feedback="none", promises=_EXACT | {"loses_mass": True}),
+    _case("micro", promises=_SKETCH),
+    _case("micro", threshold="paper", promises=_PAPER),
+    _case("micro", quantum=1024, promises=_SKETCH),
+    _case("exdyna", promises=_SKETCH),
+    _case("exdyna", rebalance="paper", promises=_SKETCH),
+    _case("exdyna", rebalance="none", promises=_SKETCH),
+    _case("exdyna", threshold="paper", promises=_PAPER),
+    _case("exdyna", threshold="paper", rebalance="paper", promises=_PAPER),
+    _case("exdyna", threshold="paper", rebalance="none", promises=_PAPER),
+    _case("exdyna", quantum=1024, promises=_SKETCH),
+    _case("randomk", promises=_SHARED),
+    _case("randomk", shared=False, promises=_EXACT),
+    _case("randomk", shared=False, quantum=1024, promises=_EXACT),
+)

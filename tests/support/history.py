@@ -1,0 +1,121 @@
+"""Several steps of one case on simulated ranks, and everything that the laws look at."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from horovod_sparse.arrays import HostAccumulator
+from horovod_sparse.errors import NonFiniteGradientError
+from horovod_sparse.feedback import Recipe
+from horovod_sparse.simulation import Recorder, SimulatedCluster
+from horovod_sparse.sparsifiers import SparseSum
+from support.gradients import as_gradient, gaussian, wide
+
+__all__ = ["History", "Scenario", "random_gradients", "run"]
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """How many ranks, how many elements, of which dtype."""
+
+    size: int
+    num_elements: int
+    dtype: str = "float32"
+    num_steps: int = 4
+
+    def __str__(self) -> str:
+        return f"P{self.size}-n{self.num_elements}-{self.dtype}"
+
+
+@dataclass
+class Step:
+    """What came out of one step: a sum per rank, or the error that each raised; residuals; traffic."""
+
+    results: list[SparseSum | Exception]
+    residuals: list[np.ndarray]
+    recorder: Recorder
+
+    @property
+    def sums(self) -> list[SparseSum]:
+        """The sums of all ranks, where the step was not abandoned."""
+        for result in self.results:
+            if isinstance(result, Exception):
+                raise result
+        return self.results  # type: ignore[return-value]
+
+    @property
+    def abandoned(self) -> bool:
+        return any(isinstance(result, Exception) for result in self.results)
+
+
+@dataclass
+class History:
+    """A run.
+
+    Attributes:
+        recipe: what every rank did.
+        scenario: sizes.
+        gradients: float64 [steps, P, n], exactly what the ranks were given.
+        steps: what came out.
+        cluster: as it is after the last step.
+    """
+
+    recipe: Recipe
+    scenario: Scenario
+    gradients: np.ndarray
+    cluster: SimulatedCluster
+    steps: list[Step] = field(default_factory=list)
+
+    def dense(self, step: int, rank: int = 0) -> np.ndarray:
+        """The synchronized gradient (a sum) of one step on one rank, as float64."""
+        out = np.zeros(self.scenario.num_elements)
+        sum_ = self.steps[step].sums[rank]
+        np.add.at(out, sum_.indices, sum_.values.astype(np.float64))
+        return out
+
+
+def random_gradients(
+    scenario: Scenario, draw: Callable[[np.random.Generator, Any], np.ndarray] = gaussian, seed: int = 0
+) -> np.ndarray:
+    """float64 [steps, P, n]."""
+    generator = np.random.default_rng([seed, scenario.size, scenario.num_elements])
+    return draw(generator, (scenario.num_steps, scenario.size, scenario.num_elements))
+
+
+def run(
+    recipe: Recipe,
+    scenario: Scenario,
+    gradients: np.ndarray,
+    memory: Callable[..., Any] = HostAccumulator,
+    cluster: SimulatedCluster | None = None,
+) -> History:
+    """Runs the steps.
+
+    Args:
+        recipe: what every rank does.
+        scenario: sizes.
+        gradients: [steps, P, n], of any float type; rounded to the scenario's dtype.
+        memory: makes the accumulators.
+        cluster: to go on with, instead of a fresh one.
+    """
+    if cluster is None:
+        cluster = SimulatedCluster(
+            recipe, scenario.num_elements, scenario.size, scenario.dtype, accumulator=memory
+        )
+    given = [[as_gradient(values, scenario.dtype) for values in step] for step in gradients]
+    exact = np.array([[wide(gradient) for gradient in step] for step in given])
+    history = History(recipe, scenario, exact.reshape(gradients.shape), cluster)
+    for step in given:
+        cluster.recorder = Recorder()
+        results = cluster.synchronize(step, keep_errors=True)
+        for result in results:
+            if isinstance(result, Exception) and not isinstance(result, NonFiniteGradientError):
+                raise result
+        assert all(not gradient.any() for gradient in step), "a fold leaves zeros in the gradient"
+        history.steps.append(Step(copy.deepcopy(results), cluster.residuals(), cluster.recorder))
+    return history

@@ -1,0 +1,140 @@
+"""The laws that hold for every run, as checks on a `History`; simulated or gathered from real ranks."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from support.cases import Case
+from support.history import History
+
+__all__ = [
+    "check_all",
+    "counts_as_promised",
+    "exclusive_means_exclusive",
+    "nothing_is_lost",
+    "replicas_agree",
+    "sums_are_right",
+    "traffic_as_declared",
+]
+
+
+def rounding(history: History, num_steps: int) -> np.ndarray:
+    """Largest error per element that the arithmetic of `num_steps` steps can make, float64 [n].
+
+    Every step each rank rounds one addition (gradient to residual) and the ranks' values are added up
+    with P - 1 more, each by at most half an ulp of a number below A = sum over steps and ranks of |g|:
+    together P * steps additions. Twice that leaves room for the errors' own rounding.
+    """
+    dtype = history.cluster.buckets[0].info.value_dtype
+    magnitude = np.abs(np.nan_to_num(history.gradients[:num_steps], nan=0, posinf=0, neginf=0)).sum((0, 1))
+    # below the normal numbers an ulp no longer shrinks: half of the smallest denormal per addition
+    smallest = float(np.finfo(dtype).smallest_subnormal)
+    additions = history.scenario.size * num_steps
+    return additions * (float(np.finfo(dtype).eps) * magnitude + smallest)
+
+
+def nothing_is_lost(history: History, *, exactly: bool = False) -> None:
+    """Law 1: after every step, what was applied + the sum of residuals = the sum of all gradients.
+
+    (Both sides times P, against the law's wording.) What is not finite counts as 0, and an abandoned
+    step applies nothing.
+    """
+    wanted = np.zeros(history.scenario.num_elements)
+    applied = np.zeros(history.scenario.num_elements)
+    for number, step in enumerate(history.steps):
+        wanted += np.where(np.isfinite(history.gradients[number]), history.gradients[number], 0.0).sum(0)
+        if not step.abandoned:
+            applied += history.dense(number)
+        held = np.sum(step.residuals, axis=0, dtype=np.float64)
+        error = np.abs(applied + held - wanted)
+        allowed = np.zeros_like(error) if exactly else rounding(history, number + 1)
+        assert (error <= allowed).all(), f"step {number}: {error.max()} lost at element {error.argmax()}"
+
+
+def nothing_is_lost_within_a_step(history: History) -> None:
+    """What law 1 leaves where nothing is carried on: each step sends or drops its own gradient, once."""
+    for number, step in enumerate(history.steps):
+        wanted = history.gradients[number].sum(0)
+        held = np.sum(step.residuals, axis=0, dtype=np.float64)
+        assert (np.abs(history.dense(number) + held - wanted) <= rounding(history, number + 1)).all()
+
+
+def replicas_agree(history: History) -> None:
+    """Law 2: all ranks hold the same sum, bit for bit."""
+    for step in history.steps:
+        if step.abandoned:
+            assert all(isinstance(result, Exception) for result in step.results)
+            continue
+        first = step.sums[0]
+        for other in step.sums[1:]:
+            assert other.indices.tobytes() == first.indices.tobytes()
+            assert other.values.tobytes() == first.values.tobytes()
+            assert other.counts.tolist() == first.counts.tolist()
+        state = history.cluster.buckets[0].state
+        assert all(bucket.state.step == state.step for bucket in history.cluster.buckets)
+
+
+def sums_are_right(history: History) -> None:
+    """Indices within the bucket, as many as values, finite; counts that say who sent how many."""
+    info = history.cluster.buckets[0].info
+    for step in history.steps:
+        for sum_ in [] if step.abandoned else step.sums:
+            assert sum_.indices.dtype == np.int32
+            assert sum_.values.dtype == info.value_dtype
+            assert sum_.indices.shape == sum_.values.shape
+            assert ((sum_.indices >= 0) & (sum_.indices < info.num_elements)).all()
+            assert np.isfinite(sum_.values).all()
+            assert sum_.counts.shape == (info.size,)
+
+
+def exclusive_means_exclusive(history: History) -> None:
+    """Law 4: no index twice, and the union has as many elements as the counts say."""
+    for step in history.steps:
+        for sum_ in [] if step.abandoned else step.sums:
+            assert np.unique(sum_.indices).size == sum_.indices.size == sum_.counts.sum()
+
+
+def counts_as_promised(history: History, case: Case) -> None:
+    """Law 5, where counts are exact: every rank selects k, every time."""
+    target = case.target(history.scenario.num_elements)
+    for step in history.steps:
+        for rank, sum_ in enumerate([] if step.abandoned else step.sums):
+            assert sum_.counts.tolist() == [target] * history.scenario.size
+            assert sum_.indices.size == case.union(sum_.counts)
+            if case.same_indices:
+                assert np.unique(sum_.indices).size == sum_.indices.size
+            assert history.cluster.buckets[rank].last.num_selected == target
+
+
+def traffic_as_declared(history: History) -> None:
+    """Law 7: kinds, rounds and bytes of every step and rank are what the algorithm declares."""
+    sparsifier, size = history.recipe.sparsifier, history.scenario.size
+    for step in history.steps:
+        if step.abandoned:
+            continue
+        assert tuple(step.recorder.kinds) == sparsifier.rounds(size)
+        for rank, bucket in enumerate(history.cluster.buckets):
+            declared = sparsifier.traffic(bucket.info, step.sums[rank].counts)
+            assert tuple(round_.kind for round_ in declared) == tuple(step.recorder.kinds)
+            sent = [by_rank[rank] for by_rank in step.recorder.bytes_sent]
+            assert [round_.bytes_sent for round_ in declared] == sent
+    if not history.steps[-1].abandoned:  # telemetry speaks of the last step only
+        for rank, bucket in enumerate(history.cluster.buckets):
+            sent = [by_rank[rank] for by_rank in history.steps[-1].recorder.bytes_sent]
+            assert bucket.last.bytes_by_round == sent
+            assert bucket.last.bytes_sent == sum(sent)
+
+
+def check_all(history: History, case: Case, *, exactly: bool = False) -> None:
+    """Every law that can be read off a run (1, 2, 4, 5, 7)."""
+    sums_are_right(history)
+    if case.loses_mass:
+        nothing_is_lost_within_a_step(history)
+    else:
+        nothing_is_lost(history, exactly=exactly)
+    replicas_agree(history)
+    if case.exclusive:
+        exclusive_means_exclusive(history)
+    if case.exact_count:
+        counts_as_promised(history, case)
+    traffic_as_declared(history)

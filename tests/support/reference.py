@@ -1,0 +1,101 @@
+"""A plain, slow `Accumulator`: what the fast ones are compared with, bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from horovod_sparse.arrays.protocol import FoldReport, Indices, Values
+
+__all__ = ["ReferenceAccumulator"]
+
+
+def widen(gradient: np.ndarray, dtype: np.dtype[Any]) -> Values:
+    """A gradient in the accumulator's dtype; uint16 holds the bits of bfloat16, int16 those of float16."""
+    if gradient.dtype == np.uint16:
+        return (gradient.astype(np.uint32) << 16).view(np.float32).astype(dtype)
+    if gradient.dtype == np.int16:
+        return gradient.view(np.float16).astype(dtype)
+    return gradient.astype(dtype)
+
+
+class ReferenceAccumulator:
+    """Residual plus gradient of a bucket, each method in the most obvious way.
+
+    Takes the same arguments as `HostAccumulator`; those that only concern speed are ignored.
+    """
+
+    def __init__(
+        self, num_elements: int, dtype: np.dtype[Any], *, density: float = 0.001, companions: int = 0
+    ) -> None:
+        self._values = np.zeros(num_elements, dtype)
+        self._folded = self._values.copy()
+        self._report = FoldReport()
+
+    @property
+    def num_elements(self) -> int:
+        return self._values.size
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self._values.dtype
+
+    @property
+    def report(self) -> FoldReport:
+        return self._report
+
+    @property
+    def square_norm(self) -> float:
+        return float(np.sum(np.square(self._values, dtype=np.float64)))
+
+    def fold(self, gradient: np.ndarray, *, decay: float = 1.0, keep_residual: bool = True) -> FoldReport:
+        old = self._values
+        with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+            kept = self.dtype.type(decay if keep_residual else 0.0) * old
+            new = kept + widen(gradient, self.dtype)
+        carried = (decay if keep_residual else 0.0) ** 2 * self.square_norm
+        bad = ~np.isfinite(new)
+        self._values = np.where(bad, np.where(np.isfinite(kept), kept, old), new)
+        gradient[:] = 0
+        self._folded = self._values.copy()
+        self._report = FoldReport(
+            num_nonfinite=int(bad.sum()),
+            first_nonfinite=int(np.argmax(bad)) if bad.any() else -1,
+            square_norm=self.square_norm,
+            carried_square_norm=carried,
+        )
+        return self._report
+
+    def _window(self, start: int, stop: int | None) -> np.ndarray:
+        return np.abs(self._values[start:stop])
+
+    def largest(self, num_selected: int, start: int = 0, stop: int | None = None) -> Indices:
+        order = np.argsort(-self._window(start, stop), kind="stable")
+        return np.sort(order[:num_selected] + start).astype(np.int32)
+
+    def kth_magnitude(self, k: int, start: int = 0, stop: int | None = None) -> float:
+        return float(np.sort(self._window(start, stop))[-k])
+
+    def at_least(self, threshold: float, start: int = 0, stop: int | None = None) -> Indices:
+        magnitudes = self._window(start, stop).astype(np.float64)  # exact: no threshold is rounded to float32
+        return (np.flatnonzero((magnitudes >= threshold) & (magnitudes > 0)) + start).astype(np.int32)
+
+    def take(self, indices: Indices) -> Values:
+        return self._values[indices]
+
+    def clear(self, indices: Indices) -> None:
+        self._values[indices] = 0
+
+    def add(self, indices: Indices, values: Values) -> None:
+        self._values[indices] += values
+
+    def abandon(self) -> None:
+        self._values = self._folded.copy()
+
+    def values(self) -> Values:
+        return self._values
+
+    def assign(self, values: Values) -> None:
+        self._values[:] = values
+        self._folded = self._values.copy()

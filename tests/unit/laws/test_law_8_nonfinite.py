@@ -1,0 +1,131 @@
+"""Law 8, NaN and Inf: every rank raises, says where, loses nothing finite, and can go on."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+
+from horovod_sparse.arrays import HostAccumulator
+from horovod_sparse.errors import NonFiniteGradientError
+from horovod_sparse.feedback import Member
+from horovod_sparse.simulation import SimulatedCluster
+from support import laws
+from support.cases import CASES, Case, case_id
+from support.gradients import DTYPES
+from support.history import Scenario, random_gradients, run
+from support.reference import ReferenceAccumulator
+
+rows = pytest.mark.parametrize("case", CASES, ids=case_id)
+
+_SCENARIO = Scenario(3, 120, num_steps=6)
+_MEMBERS = (Member("conv.weight", 0, 40), Member("conv.bias", 40, 50), Member("head.weight", 50, 120))
+_SICK_STEP = 3
+
+
+def cluster_of(case: Case, scenario: Scenario, memory: type = HostAccumulator) -> SimulatedCluster:
+    cluster = SimulatedCluster(
+        case.recipe, scenario.num_elements, scenario.size, scenario.dtype, accumulator=memory
+    )
+    for bucket in cluster.buckets:
+        bucket.members = _MEMBERS
+    return cluster
+
+
+@rows
+@pytest.mark.parametrize("memory", [HostAccumulator, ReferenceAccumulator])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("sick", "value"),
+    [({1: [45, 7]}, np.nan), ({0: [0], 2: [119, 60]}, np.inf), ({0: [3], 1: [3], 2: [55]}, -np.inf)],
+    ids=["one rank", "two ranks", "all ranks"],
+)
+def test_every_rank_says_where(
+    case: Case, memory: type, dtype: str, sick: dict[int, list[int]], value: float
+) -> None:
+    scenario = Scenario(3, 120, dtype, num_steps=6)
+    gradients = random_gradients(scenario)
+    for rank, positions in sick.items():
+        gradients[_SICK_STEP, rank, positions] = value
+    history = run(case.recipe, scenario, gradients, cluster=cluster_of(case, scenario, memory))
+
+    wanted = {
+        rank: next(m.name for m in _MEMBERS if m.start <= min(positions) < m.stop)
+        for rank, positions in sick.items()
+    }
+    for result in history.steps[_SICK_STEP].results:
+        assert isinstance(result, NonFiniteGradientError)
+        assert result.where == wanted
+        for rank, name in wanted.items():
+            assert f"rank {rank}: {name}" in str(result)
+        assert str(pickle.loads(pickle.dumps(result))) == str(result)
+    assert [step.abandoned for step in history.steps] == [number == _SICK_STEP for number in range(6)]
+    for step in history.steps:
+        assert np.isfinite(step.residuals).all()
+    if not case.loses_mass:  # finite values of the sick step arrive later, with everything else
+        laws.nothing_is_lost(history)
+    laws.replicas_agree(history)
+    laws.traffic_as_declared(history)
+
+
+@rows
+def test_the_residual_takes_every_finite_value(case: Case) -> None:
+    """After an abandoned step each rank holds its residual + gradient, bit for bit: nothing was sent."""
+    gradients = random_gradients(_SCENARIO)
+    gradients[_SICK_STEP, 1, 7] = np.nan
+    history = run(case.recipe, _SCENARIO, gradients)
+    for rank in range(_SCENARIO.size):
+        before = history.steps[_SICK_STEP - 1].residuals[rank]
+        if case.loses_mass:
+            before = np.zeros_like(before)
+        finite = np.nan_to_num(history.gradients[_SICK_STEP, rank], nan=0.0).astype(np.float32)
+        np.testing.assert_array_equal(history.steps[_SICK_STEP].residuals[rank], before + finite)
+
+
+@rows
+def test_the_state_is_as_before_the_step(case: Case) -> None:
+    """An abandoned step teaches nothing: no threshold moves, no step is counted, no block moves."""
+    gradients = random_gradients(_SCENARIO)
+    cluster = run(case.recipe, _SCENARIO, gradients[:3]).cluster
+    before = [copy.deepcopy(bucket.state) for bucket in cluster.buckets]
+    gradients[3, 2, 99] = np.inf
+    run(case.recipe, _SCENARIO, gradients[3:4], cluster=cluster)
+    for bucket, state in zip(cluster.buckets, before, strict=True):
+        assert repr(bucket.state) == repr(state)
+
+
+@rows
+def test_a_step_can_be_abandoned_after_it_went_well(case: Case) -> None:
+    """The front end may drop a step that another bucket made worthless."""
+    gradients = random_gradients(_SCENARIO)
+    history = run(case.recipe, _SCENARIO, gradients[:3])
+    before = [bucket.state.step for bucket in history.cluster.buckets]
+    for bucket in history.cluster.buckets:
+        bucket.abandon()
+    for rank, residual in enumerate(history.cluster.residuals()):
+        carried = history.steps[1].residuals[rank] * (not case.loses_mass)
+        np.testing.assert_array_equal(residual, carried + gradients[2, rank].astype(np.float32))
+    assert [bucket.state.step for bucket in history.cluster.buckets] == [step - 1 for step in before]
+    for bucket in history.cluster.buckets:
+        bucket.abandon()  # a second time changes nothing
+    assert [bucket.state.step for bucket in history.cluster.buckets] == [step - 1 for step in before]
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if not case.loses_mass], ids=case_id)
+def test_learning_rate_of_an_abandoned_step_counts_once(case: Case) -> None:
+    """The residual is rescaled when the learning rate changes: once, also if that step is abandoned."""
+    cluster = SimulatedCluster(case.recipe, 64, 2)
+    first = np.arange(1, 65, dtype=np.float32) / 64
+    cluster.synchronize([first.copy(), first.copy()], 0.5)
+    held = cluster.residuals()
+    assert np.any(held)
+    sick = np.zeros(64, np.float32)
+    sick[5] = np.nan
+    cluster.synchronize([sick, np.zeros(64, np.float32)], 0.25, keep_errors=True)
+    for before, after in zip(held, cluster.residuals(), strict=True):
+        np.testing.assert_array_equal(after, 2.0 * before)
+    results = cluster.synchronize(list(np.zeros((2, 64), np.float32)), 0.25)
+    total = cluster.dense(results[0]) + np.sum(cluster.residuals(), axis=0)
+    np.testing.assert_array_equal(total, 2.0 * np.sum(held, axis=0))
