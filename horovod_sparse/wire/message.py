@@ -10,6 +10,17 @@ Layout, in 32-bit words::
     .  values     count words (float32) or 2 * count words (float64), or none
     .  padding    zeros up to a multiple of the quantum
 
+That is a plain message. In any other format (`WireFormat`) the length is negative, and one more word
+comes before the indices::
+
+    0  length     minus the words of the whole message
+    4  tag        which codecs wrote the payload, and the low 24 bits of n
+    5  indices    as their codec writes them
+    .  values     as their codec writes them, or none
+    .  padding    zeros up to the length of a multiple of the quantum
+
+So a rank that expects another format, or another bucket, raises instead of decoding rubbish.
+
 The length in front makes concatenated messages separable, so an allgather of unequal lengths needs
 no second exchange of sizes. The two words for health and norm save a collective of their own; the
 mean of the norms is the global error of ExDyna, Eq. (1).
@@ -27,6 +38,7 @@ from numpy.typing import NDArray
 from horovod_sparse.arrays.protocol import FoldReport, Indices, Values
 from horovod_sparse.errors import ArgumentError, MessageError
 from horovod_sparse.wire.format import HEADER_WORDS, WireFormat
+from horovod_sparse.wire.gathered import Gathered, unpack_sum
 
 __all__ = ["HEADER_WORDS", "Message", "message_words", "pack", "unpack", "unpack_one"]
 
@@ -108,7 +120,7 @@ def pack(
 
     buffer = np.empty(length, np.int32)
     buffer[:3] = length if plain else -length, count, report.first_nonfinite + 1
-    norm = min(math.sqrt(report.square_norm), float(np.finfo(np.float32).max))
+    norm = min(math.sqrt(report.carried_square_norm), float(np.finfo(np.float32).max))
     buffer[3:4].view(np.float32)[0] = norm
     if not plain:
         buffer[HEADER_WORDS] = format.tag(n, dtype)
@@ -164,7 +176,12 @@ def unpack_one(
 
 
 def unpack(
-    buffer: NDArray[np.int32], size: int, dtype: np.dtype | type | None, num_elements: int | None = None
+    buffer: NDArray[np.int32],
+    size: int,
+    dtype: np.dtype | type | None,
+    num_elements: int | None = None,
+    *,
+    format: WireFormat | None = None,
 ) -> Sequence[Message]:
     """Splits an allgathered buffer into the messages of all ranks.
 
@@ -172,7 +189,8 @@ def unpack(
         buffer: int32, `size` messages one behind the other.
         size: number of ranks.
         dtype: of the values, or None where only indices were sent.
-        num_elements: n of the bucket, to refuse indices outside of it.
+        num_elements: n of the bucket, to refuse indices outside of it; a format needs it.
+        format: how the messages are written; by default plainly, in any quantum.
 
     Returns:
         `size` messages in rank order.
@@ -180,6 +198,10 @@ def unpack(
     Raises:
         MessageError: if the buffer does not hold exactly `size` messages.
     """
+    if format is not None:
+        if num_elements is None:
+            raise ArgumentError("num_elements", None, f"n of the bucket, which {format} needs")
+        return _split(unpack_sum(buffer, size, format, num_elements, dtype))
     messages, start = [], 0
     for _ in range(size):
         messages.append(unpack_one(buffer[start:], dtype, num_elements))
@@ -187,3 +209,16 @@ def unpack(
     if start != buffer.size:
         raise MessageError(f"{buffer.size} words arrived, {start} belong to the messages of {size} ranks")
     return messages
+
+
+def _split(gathered: Gathered) -> Sequence[Message]:
+    ends = np.cumsum(gathered.counts)
+    return [
+        Message(
+            gathered.indices[end - count : end],
+            None if gathered.values is None else gathered.values[end - count : end],
+            gathered.first_nonfinite.get(rank, -1),
+            float(norm),
+        )
+        for rank, (end, count, norm) in enumerate(zip(ends, gathered.counts, gathered.norms, strict=True))
+    ]

@@ -1,0 +1,132 @@
+"""All ranks' messages at once, decoded straight into the arrays of their sum."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from horovod_sparse.arrays.protocol import Indices, Values
+from horovod_sparse.errors import MessageError
+from horovod_sparse.wire.format import HEADER_WORDS, WireFormat
+
+__all__ = ["Gathered", "unpack_sum"]
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """What an allgather of messages brought.
+
+    Attributes:
+        indices: int32, the selections of all ranks one behind the other, in rank order.
+        values: float32 or float64, as long; None where only indices were sent.
+        counts: int64 [P], elements selected by each rank.
+        first_nonfinite: rank -> position of its first NaN or Inf, for ranks that have one.
+        norms: float64 [P], of every rank, as `Message.norm` says.
+    """
+
+    indices: Indices
+    values: Values | None
+    counts: NDArray[np.int64]
+    first_nonfinite: dict[int, int]
+    norms: NDArray[np.float64]
+
+
+def unpack_sum(
+    buffer: NDArray[np.int32], size: int, format: WireFormat, num_elements: int, dtype: Any
+) -> Gathered:
+    """Decodes an allgathered buffer into one array of indices and one of values.
+
+    Every index and every value is written once, to where the sum needs it.
+
+    Args:
+        buffer: int32, `size` messages one behind the other, packed with the same arguments.
+        size: P, number of ranks.
+        format: how the messages are written.
+        num_elements: n of the bucket.
+        dtype: of the accumulator, or None where only indices were sent.
+
+    Returns:
+        The selections of all ranks, and what the headers tell.
+
+    Raises:
+        MessageError: the buffer is not `size` messages of this format and bucket. Nothing outside of
+            the buffer is read, whatever stands in it.
+
+    Example:
+        >>> from horovod_sparse.arrays.protocol import FoldReport
+        >>> from horovod_sparse.wire import pack
+        >>> gaps = WireFormat(indices="gaps")
+        >>> one = pack(np.array([2, 5], np.int32), None, FoldReport(), format=gaps, num_elements=9)
+        >>> unpack_sum(np.concatenate([one, one]), 2, gaps, 9, None).indices
+        array([2, 5, 2, 5], dtype=int32)
+    """
+    if buffer.dtype != np.int32 or buffer.ndim != 1:
+        raise MessageError(f"a gathered buffer is a row of int32, not {buffer.dtype} {buffer.shape}")
+    buffer = np.ascontiguousarray(buffer)
+    starts, counts, nonfinite = _scan(buffer, size, format, num_elements, dtype)
+    words = buffer.view(np.uint32)
+    total = sum(counts)
+    indices = np.empty(total, np.int32)
+    codec = format.value_codec(dtype)
+    values = None if codec is None else np.empty(total, np.dtype(dtype))
+
+    header, begin = format.header_words(dtype), 0
+    for rank, (start, count) in enumerate(zip(starts, counts, strict=True)):
+        here = slice(begin, begin + count)
+        middle = start + header + format.index_codec.num_words(count, num_elements)
+        if not format.index_codec.decode(words[start + header : middle], num_elements, indices[here]):
+            raise MessageError(
+                f"the message of rank {rank} does not hold {count} "
+                f"{'ascending ' if format.ascending else ''}indices within [0, {num_elements}): "
+                "it was damaged, or the ranks do not have the same model"
+            )
+        if codec is not None and values is not None:
+            codec.decode(words[middle : middle + codec.num_words(count)], values[here])
+        begin += count
+    return Gathered(
+        indices=indices,
+        values=values,
+        counts=np.array(counts, np.int64),
+        first_nonfinite={rank: mark - 1 for rank, mark in enumerate(nonfinite) if mark},
+        norms=buffer.view(np.float32)[np.array(starts, np.int64) + 3].astype(np.float64),
+    )
+
+
+def _scan(
+    buffer: NDArray[np.int32], size: int, format: WireFormat, num_elements: int, dtype: Any
+) -> tuple[list[int], list[int], list[int]]:
+    """Walks over the headers: where each message starts, its count, its mark for health."""
+    plain = format.is_plain(dtype)
+    header = format.header_words(dtype)
+    tag = 0 if plain else format.tag(num_elements, dtype)
+    starts, counts, nonfinite, start = [], [], [], 0
+    for rank in range(size):
+        if start + header > buffer.size:
+            raise MessageError(f"{buffer.size} words arrived, which end before the message of rank {rank}")
+        length, count, mark = buffer[start : start + 3].tolist()
+        if (length > 0) != plain or (not plain and int(buffer[start + HEADER_WORDS]) != tag):
+            raise MessageError(
+                f"the message of rank {rank} is not a {format} of a bucket of {num_elements} elements; "
+                "all ranks must use the same version, sparsifier, wire format, dtype and model"
+            )
+        length = abs(length)
+        if (
+            count < 0
+            or not 0 <= mark <= num_elements
+            or length > buffer.size - start
+            or length != format.message_words(count, num_elements, dtype)
+        ):
+            raise MessageError(
+                f"the message of rank {rank} claims {length} words and {count} elements, which is not "
+                f"how a {format} of a bucket of {num_elements} elements looks"
+            )
+        starts.append(start)
+        counts.append(count)
+        nonfinite.append(mark)
+        start += length
+    if start != buffer.size:
+        raise MessageError(f"{buffer.size} words arrived, {start} belong to the messages of {size} ranks")
+    return starts, counts, nonfinite
