@@ -92,6 +92,8 @@ def encode_gaps(indices, low_bits, low_words, words):  # type: ignore[no-untyped
             pending >>= full << 5
             at += full
             filled &= 31
+        if filled:  # what the last index began a word with
+            words[at] = np.uint32(pending)
     pending, at = 0, 0
     for i in range(indices.size):
         position = (np.int64(indices[i]) >> low_bits) + i
