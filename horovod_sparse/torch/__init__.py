@@ -12,3 +12,4 @@ from horovod.torch import *  # noqa: F403
 # isort: split
 from horovod_sparse.torch.compression import Compression as Compression
 from horovod_sparse.torch.compression import SparseCompressor as SparseCompressor
+from horovod_sparse.torch.optimizer import DistributedOptimizer as DistributedOptimizer

@@ -1,0 +1,126 @@
+"""One flat buffer for the gradients of a bucket; every parameter's gradient is a view into it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from horovod_sparse.arrays import apply_sum, clear_at
+from horovod_sparse.torch.layout import view_into
+from horovod_sparse.torch.tensors import host_view
+
+__all__ = ["FlatGradient"]
+
+_log = logging.getLogger("horovod_sparse")
+
+_NOWHERE = np.empty(0, np.int32)
+#: places per parameter that are looked at to notice a change that PyTorch did not count
+_NUM_PROBES = 16
+#: scattered elements above this share of the buffer are cleared faster by clearing all of it
+_SPARSE_SHARE = 1 / 8
+
+
+class FlatGradient:
+    """The gradients of a bucket in one buffer, so that a bucket is folded in one pass.
+
+    ``parameter.grad`` is a view into the buffer, to which autograd adds in place. Whoever replaces it
+    (the first backward, ``model.zero_grad()``, user code) costs one copy: `gather` takes the gradient
+    over and puts the view back.
+
+    After a step the buffer holds zeros and the scattered sum. `clear` then writes only to the
+    scattered places, as long as nobody else has written to the buffer: the version counter that
+    PyTorch keeps for autograd tells. Writing through ``grad.data`` goes past that counter; 16 places
+    of every parameter are looked at to notice it, which finds whatever touches all of a gradient
+    (weight decay added in place), not a change of a few elements.
+
+    Args:
+        parameters: of one dtype and device, in bucket order.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self.parameters = tuple(parameters)
+        lengths = [parameter.numel() for parameter in self.parameters]
+        stops = np.cumsum(lengths)
+        #: [start, stop) of every parameter
+        self.places = [(int(stop - length), int(stop)) for length, stop in zip(lengths, stops, strict=True)]
+        self.num_elements = int(stops[-1])
+        first = self.parameters[0]
+        self.flat = torch.zeros(self.num_elements, dtype=first.dtype, device=first.device)
+        #: the same memory, for what reads and writes it as NumPy
+        self.array = host_view(self.flat)
+        self.views = [
+            view_into(self.flat, start, parameter)
+            for parameter, (start, _) in zip(self.parameters, self.places, strict=True)
+        ]
+        self._probes = np.concatenate(
+            [
+                np.linspace(start, stop - 1, min(_NUM_PROBES, stop - start)).astype(np.int64)
+                for start, stop in self.places
+            ]
+        )
+        self._uncounted = False
+        self._mark(_NOWHERE)
+
+    def _mark(self, scattered: np.ndarray) -> None:
+        """The buffer holds zeros, and values only at these places."""
+        self._scattered: np.ndarray = scattered
+        self._version = self.flat._version
+
+    def gather(self) -> None:
+        """Takes over gradients that lie elsewhere; a parameter without a gradient gets zeros."""
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            gradient = parameter.grad
+            if gradient is view:
+                continue
+            if gradient is None:
+                view.zero_()
+            elif gradient.is_sparse:
+                view.zero_().add_(gradient)
+            else:
+                view.copy_(gradient)
+            parameter.grad = view
+
+    def gather_existing(self) -> None:
+        """As `gather`, but a parameter without a gradient keeps none."""
+        missing = [parameter for parameter in self.parameters if parameter.grad is None]
+        self.gather()
+        for parameter in missing:
+            parameter.grad = None
+
+    def scatter(self, indices: np.ndarray, values: np.ndarray) -> int:
+        """Adds a sum to the buffer, which holds zeros.
+
+        Returns:
+            How many different elements it has.
+        """
+        num_union = apply_sum(self.array, indices, values)
+        self._mark(indices)
+        return num_union
+
+    def clear(self) -> None:
+        """Zeros everywhere, written only where needed."""
+        if (
+            self._uncounted
+            or self.flat._version != self._version
+            or self._scattered.size > _SPARSE_SHARE * self.num_elements
+        ):
+            self.flat.zero_()
+        elif self._scattered.size:
+            clear_at(self.array, self._scattered)
+            if self.array[self._probes].any():
+                self._uncounted = True
+                self.flat.zero_()
+                _log.info(
+                    "a gradient was changed through .data: zero_grad() clears whole buffers from now on"
+                )
+        self._mark(_NOWHERE)
+
+    def reset(self) -> None:
+        """Zeros everywhere, and views as gradients, whatever was there before."""
+        self.flat.zero_()
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            parameter.grad = view
+        self._mark(_NOWHERE)

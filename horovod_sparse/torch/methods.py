@@ -1,0 +1,170 @@
+"""The methods of our `DistributedOptimizer` that differ from those of Horovod's."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from horovod.torch.optimizer import _DistributedOptimizer as _Stock
+
+from horovod_sparse.merging import Plan
+from horovod_sparse.telemetry import Telemetry
+from horovod_sparse.torch import planning, state
+from horovod_sparse.torch._horovod import hvd
+from horovod_sparse.torch.compressor import SparseCompressor
+from horovod_sparse.torch.synchronizer import GradientSynchronizer
+
+__all__ = ["Methods"]
+
+_IN_FLIGHT = (
+    "optimizer.{method}() was called after loss.backward() but before optimizer.step() or "
+    "optimizer.synchronize(). This is prohibited as it can cause a race condition."
+)
+
+
+class Methods(torch.optim.Optimizer):
+    """What differs from Horovod's optimizer; copied, like its methods, into a class made for each optimizer.
+
+    ``super(self.__class__, self)`` is the user's optimizer class, as in Horovod: the class is made by
+    `DistributedOptimizer` and never derived from.
+    """
+
+    _synchronizer: GradientSynchronizer | None
+    _kept_entry: Mapping[str, Any] | None
+
+    def _register_hooks(self) -> None:
+        """Called by Horovod's `__init__` where gradients are to be synchronized; `_attach` does it."""
+        self._is_distributed = True
+
+    def _attach(self: Any, compression: SparseCompressor, names: list[tuple[str, Any]], asked: Any) -> None:
+        """Buckets and hooks, once Horovod's `__init__` has checked its arguments."""
+        self._synchronizer, self._kept_entry = None, None
+        if not getattr(self, "_is_distributed", False):
+            return
+        facts = planning.facts_of(names, self.param_groups)
+        plan = planning.make_plan(facts, groups=self._groups, **asked)
+        plan = planning.agree(plan, [fact for fact, _ in facts.values()], self.process_set)
+        self._requires_update = {parameter for _, parameter in facts.values()}
+        self._synchronizer = GradientSynchronizer(
+            self,
+            facts,
+            compression.recipe,
+            plan,
+            process_set=self.process_set,
+            average=self.op == hvd.Average,
+            sparse_as_dense=self.sparse_as_dense,
+        )
+
+    @property
+    def telemetry(self) -> Telemetry:
+        """What happened in the last step, and means. Empty where nothing is synchronized (one rank)."""
+        return Telemetry() if self._synchronizer is None else self._synchronizer.telemetry
+
+    @property
+    def plan(self) -> Plan | None:
+        """Which parameters form which bucket; None where nothing is synchronized."""
+        return None if self._synchronizer is None else self._synchronizer.plan
+
+    def replan(self, plan: Plan) -> None:
+        """Changes the buckets; every rank gives the same plan, between two steps. Residuals are kept."""
+        if self._synchronizer is not None:
+            if self._synchronizer.under_way:
+                raise AssertionError(_IN_FLIGHT.format(method="replan"))
+            self._synchronizer.replan(plan)
+
+    def synchronize(self) -> None:
+        """Waits until all gradients are synchronized; see `GradientSynchronizer.synchronize`."""
+        if self._synchronizer is not None:
+            self._synchronizer.synchronize()
+        self._synchronized = True
+
+    def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
+        """Synchronizes and lets the optimizer step.
+
+        A closure's gradients are synchronized after each of its calls, before the optimizer uses them,
+        unless it called `synchronize` itself, or the step runs within `skip_synchronize`.
+        """
+        if closure is not None:
+            inner = closure if not self._should_synchronize else self._synchronized_after(closure)
+            self._synchronized = False
+            return super(self.__class__, self).step(inner)
+        if self._should_synchronize:
+            if self._synchronized:
+                warnings.warn(
+                    "optimizer.step() called without optimizer.skip_synchronize() context after "
+                    "optimizer.synchronize(): the synchronized gradients are synchronized once more. Use the "
+                    "context, as with Horovod's own optimizer.",
+                    stacklevel=2,
+                )
+            self.synchronize()
+        self._synchronized = False
+        return super(self.__class__, self).step()
+
+    # PyTorch wraps step() of every optimizer class with its step hooks. The user's class has them already:
+    # with this mark they run once, after synchronization.
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def _synchronized_after(self: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def evaluate() -> Any:
+            self._synchronized = False
+            loss = closure()
+            if not self._synchronized:
+                self.synchronize()
+            self._synchronized = False
+            return loss
+
+        return evaluate
+
+    def zero_grad(self: Any, set_to_none: bool = True) -> None:
+        """Sets gradients to zero.
+
+        Gradients of buckets stay what they are, views into their bucket's buffer, and become zeros with
+        either value of `set_to_none`: so the next backward adds into the bucket directly. Other
+        gradients become None or zeros as PyTorch does it. (``model.zero_grad()`` works too; it sets
+        gradients to None, which costs a copy of each in the next step.)
+        """
+        synchronizer = self._synchronizer
+        if synchronizer is None:
+            super(self.__class__, self).zero_grad(set_to_none)
+            return
+        if synchronizer.under_way:
+            raise AssertionError(_IN_FLIGHT.format(method="zero_grad"))
+        synchronizer.zero_grad()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                gradient = parameter.grad
+                if gradient is None or synchronizer.owns(parameter):
+                    continue
+                parameter.grad = None if set_to_none else torch.zeros_like(gradient)
+
+    def state_dict(self: Any) -> dict[str, Any]:
+        """The optimizer's own state, and this rank's residuals in the entry 'horovod_sparse'.
+
+        Residuals differ from rank to rank: to resume exactly, let every rank save a file of its own.
+        Optimizers of PyTorch and of Horovod load it too and pass over the entry.
+        """
+        saved: dict[str, Any] = super(self.__class__, self).state_dict()
+        if self._synchronizer is not None:
+            saved[state.ENTRY] = state.save(self._synchronizer)
+        elif self._kept_entry is not None:
+            saved[state.ENTRY] = self._kept_entry
+        return saved
+
+    def load_state_dict(self: Any, state_dict: Mapping[str, Any]) -> None:
+        """Loads what `state_dict` gave; `horovod_sparse.torch.state` says what other ranks or plans mean.
+
+        A step that is under way is ended and given up. With one rank, where nothing is synchronized,
+        residuals are kept aside and saved again.
+
+        Raises:
+            StateMismatchError: if parameters, shapes or the algorithm differ.
+        """
+        entry = state_dict.get(state.ENTRY)
+        if self._synchronizer is None:
+            self._kept_entry = entry
+        else:
+            self._synchronizer.finish_pending()
+            state.load(self._synchronizer, entry)
+        _Stock.load_state_dict(self, state_dict)

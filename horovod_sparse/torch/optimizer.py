@@ -1,0 +1,165 @@
+"""`DistributedOptimizer`: Horovod's, with sparse synchronization where a sparsifier is given."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from horovod.torch.optimizer import _DistributedOptimizer as _Stock
+
+from horovod_sparse.errors import ArgumentError, UnsupportedError
+from horovod_sparse.merging import Plan
+from horovod_sparse.torch._horovod import hvd
+from horovod_sparse.torch.compression import Compression, SparseCompressor
+from horovod_sparse.torch.methods import Methods
+
+__all__ = ["DistributedOptimizer"]
+
+#: Horovod's methods, and ours in place of some of them. __module__ stays Horovod's:
+#: hvd.broadcast_optimizer_state knows distributed optimizers by it, and would step any other.
+_METHODS = {**vars(_Stock), **{name: item for name, item in vars(Methods).items() if name[:2] != "__"}}
+
+
+def DistributedOptimizer(
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+    compression: Any = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: Any = hvd.Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | list[list[torch.Tensor]] | None = None,
+    sparse_as_dense: bool = False,
+    process_set: Any = hvd.global_process_set,
+    *,
+    bucket_bytes: int | None = None,
+    plan: Plan | None = None,
+) -> Any:
+    """Wraps an optimizer so that gradients are synchronized over ranks, sparsely.
+
+    Arguments, order and meaning are those of ``horovod.torch.DistributedOptimizer``; so are
+    `synchronize`, `skip_synchronize`, `set_backward_passes_per_step` and the assertions. Gradients
+    are synchronized in buckets while backward goes on. With a `compression` that is no sparsifier,
+    Horovod's own optimizer is returned.
+
+    Departures, where a sparsifier is given:
+
+    * gradients are views into their bucket's buffer, and `zero_grad` keeps them; see there;
+    * a closure's gradients are synchronized before the optimizer uses them (Horovod synchronizes
+      before the closure runs, which leaves its gradients local);
+    * step hooks run once per step, after synchronization, and `defaults` are those of `optimizer`;
+    * the sum over ranks is taken in float32 or float64, so `gradient_predivide_factor` has nothing to
+      protect: it is accepted, and changes nothing but rounding;
+    * sparse (COO) gradients: with ``sparse_as_dense=True`` they are sparsified as any other and stay
+      dense afterwards; otherwise they are refused;
+    * `hvd.join()` is an error on the ranks that still train: every rank needs as many batches;
+    * a NaN or Inf on any rank raises `NonFiniteGradientError` on every rank, and nothing is applied.
+
+    With one rank gradients stay as they are, as in Horovod.
+
+    Args:
+        optimizer: of PyTorch; its parameter groups are taken over.
+        named_parameters: names, as from ``model.named_parameters()``; in checkpoints, errors and plans.
+        compression: a sparsifier (``Compression.exdyna(density=0.001)``), text for `Compression.parse`,
+            or one of Horovod's compressors.
+        backward_passes_per_step: passes whose gradients are accumulated before they are synchronized.
+        op: Average or Sum.
+        gradient_predivide_factor: see above; with Average only.
+        num_groups: old name of an integer `groups`.
+        groups: number of buckets, or lists of parameters that form one each.
+        sparse_as_dense: see above.
+        process_set: the ranks that take part.
+        bucket_bytes: of gradient in a bucket; 32 MiB if left out.
+        plan: which parameters form which bucket, in place of `groups` and `bucket_bytes`.
+
+    Returns:
+        An optimizer of a class derived from that of `optimizer`, with `telemetry`, `plan` and `replan`
+        besides.
+
+    Raises:
+        ArgumentError: for arguments that exclude each other, or are not allowed.
+        UnsupportedError: for op=Adasum, SparseAdam, or parameters whose
+            dtype or device cannot be synchronized.
+        ValueError: as Horovod raises it, for wrong `named_parameters` or `groups`.
+
+    Example:
+        >>> import horovod_sparse.torch as hvd; hvd.init()
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = hvd.DistributedOptimizer(
+        ...     torch.optim.SGD(model.parameters(), lr=0.1),
+        ...     named_parameters=model.named_parameters(),
+        ...     compression=hvd.Compression.topk(density=0.5),
+        ... )
+        >>> loss = model(torch.ones(1, 2)).sum()
+        >>> loss.backward()
+        >>> _ = optimizer.step()
+    """
+    if isinstance(compression, str):
+        compression = Compression.parse(compression)
+    if not isinstance(compression, SparseCompressor):
+        if bucket_bytes is not None or plan is not None:
+            name = "plan" if bucket_bytes is None else "bucket_bytes"
+            raise ArgumentError("compression", compression, f"a sparsifier, or leave {name} out")
+        return hvd.DistributedOptimizer(
+            optimizer,
+            named_parameters,
+            compression,
+            backward_passes_per_step,
+            op,
+            gradient_predivide_factor,
+            num_groups,
+            groups,
+            sparse_as_dense,
+            process_set,
+        )
+    if num_groups != 0:
+        warnings.warn("num_groups has been replaced by groups", DeprecationWarning, stacklevel=2)
+        groups = num_groups if groups is None else groups
+    _check(optimizer, compression, op, gradient_predivide_factor, backward_passes_per_step, process_set)
+    names = None if named_parameters is None else list(named_parameters)
+    cls = type(type(optimizer).__name__, (type(optimizer),), dict(_METHODS))
+    wrapped = cls(
+        optimizer.param_groups,
+        names,
+        compression,
+        backward_passes_per_step,
+        op,
+        gradient_predivide_factor,
+        groups,
+        sparse_as_dense,
+        process_set,
+    )
+    wrapped.defaults = dict(optimizer.defaults)
+    if names is None:
+        names = [(name, parameter) for parameter, name in wrapped._parameter_names.items()]
+        order = {id(p): i for i, p in enumerate(p for group in wrapped.param_groups for p in group["params"])}
+        names.sort(key=lambda pair: order[id(pair[1])])
+    wrapped._attach(compression, names, {"plan": plan, "bucket_bytes": bucket_bytes})
+    return wrapped
+
+
+def _check(
+    optimizer: Any, compression: SparseCompressor, op: Any, predivide: float, passes: int, process_set: Any
+) -> None:
+    """Horovod's own checks, and what a sparsifier cannot do."""
+    if op == hvd.Adasum:
+        raise UnsupportedError(
+            "op=Adasum cannot be combined with a sparsifier: it combines whole parameter updates, and a "
+            "residual has no place in that. Use op=Average or op=Sum, or compression=Compression.none"
+        )
+    if op not in (hvd.Average, hvd.Sum):
+        raise ArgumentError("op", op, "Average or Sum")
+    if predivide != 1.0 and op != hvd.Average:
+        raise ValueError("gradient_predivide_factor not supported with op != Average")
+    if passes <= 0:
+        raise ValueError("backward_passes_per_step must be > 0")
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise UnsupportedError(
+            "SparseAdam needs gradients in sparse (COO) form, synchronized ones are dense: use Adam, or "
+            "compression=Compression.none"
+        )
+    theirs = compression.process_set
+    if theirs is not None and theirs is not process_set:
+        raise ArgumentError("process_set", process_set, f"the same as to the compressor, {theirs}")

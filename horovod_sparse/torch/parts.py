@@ -1,0 +1,183 @@
+"""What is synchronized as one: a bucket, or a parameter that stays dense. Both as a task of the driver."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from horovod_sparse.collectives import AllReduce, Synchronization
+from horovod_sparse.errors import NonFiniteGradientError
+from horovod_sparse.feedback import Bucket, BucketStep, Member, Recipe
+from horovod_sparse.sparsifiers import BucketInfo
+from horovod_sparse.telemetry import BucketReport
+from horovod_sparse.torch.driver import Driver, Task
+from horovod_sparse.torch.flat_gradient import FlatGradient
+from horovod_sparse.torch.tensors import dtype_name, make_accumulator
+
+__all__ = ["DenseParameter", "Part", "SparseBucket"]
+
+
+class Part(Protocol):
+    """Parameters that are synchronized together.
+
+    Attributes:
+        names: of the parameters.
+        gradient: their memory.
+        num_missing: parameters whose gradient is not complete yet in this step.
+        task: under way, None before `start`.
+    """
+
+    names: tuple[str, ...]
+    gradient: FlatGradient
+    num_missing: int
+    task: Task | None
+
+    def start(self, driver: Driver) -> None:
+        """Takes the gradients and starts their synchronization."""
+
+    def apply(self, scale: float) -> BucketReport:
+        """Puts scale times the sum over ranks where the gradients are. The task is done."""
+
+    def abandon(self) -> None:
+        """Takes the step back, as far as it came."""
+
+
+class SparseBucket:
+    """A bucket of parameters, sparsified.
+
+    Args:
+        name: stable over ranks and steps.
+        names: of the parameters.
+        parameters: of one dtype, device and parameter group, in bucket order.
+        recipe: what to do with them.
+        learning_rate: tells the present one of their parameter group.
+        place: (rank, size) within the process set.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        names: Sequence[str],
+        parameters: Sequence[torch.Tensor],
+        recipe: Recipe,
+        learning_rate: Callable[[], float | None],
+        place: tuple[int, int],
+    ) -> None:
+        self.name, self.learning_rate = name, learning_rate
+        self.names: tuple[str, ...] = tuple(names)
+        self.gradient = FlatGradient(parameters)
+        dtype = dtype_name(parameters[0]) or "unknown"  # others are refused before
+        info = BucketInfo(name, self.gradient.num_elements, *place, dtype)
+        memory = make_accumulator(info, recipe, parameters[0].device)
+        members = [Member(item, *span) for item, span in zip(self.names, self.gradient.places, strict=True)]
+        self.bucket = Bucket(info, recipe, memory, members)
+        self.num_missing = len(self.names)
+        self.task: Task | None = None
+
+    def start(self, driver: Driver) -> None:
+        """See `Part.start`."""
+        self.gradient.gather()
+        self.task = driver.start(self.name, self.bucket.step(self.gradient.array, self.learning_rate()))
+
+    def apply(self, scale: float) -> BucketReport:
+        """See `Part.apply`."""
+        task = _finished(self.task)
+        started = time.perf_counter()
+        sum_ = task.value()
+        values = sum_.values if scale == 1.0 else sum_.values * sum_.values.dtype.type(scale)
+        num_union = self.gradient.scatter(sum_.indices, values)
+        return BucketReport(
+            step=self.bucket.last,
+            num_union=num_union,
+            dense_bytes=self.gradient.array.nbytes,
+            norms=sum_.norms,
+            wait_seconds=task.waited_seconds,
+            apply_seconds=time.perf_counter() - started,
+        )
+
+    def abandon(self) -> None:
+        """See `Part.abandon`."""
+        self.bucket.abandon()
+
+    def held(self) -> tuple[np.ndarray, ...]:
+        """The residual, and what the feedback keeps beside it: views, [n] each."""
+        accumulator = self.bucket.accumulator
+        return (accumulator.values(), *getattr(accumulator, "companions", ()))
+
+    def restart(self, learning_rate: float | None = None) -> None:
+        """Zeros in residual and companions, and the sparsifier's state as before the first step."""
+        nothing = np.zeros(self.gradient.num_elements, self.bucket.info.value_dtype)
+        self.assign([nothing] * len(self.held()))
+        self.bucket.state = self.bucket.recipe.sparsifier.init(self.bucket.info)
+        self.bucket.learning_rate = learning_rate
+
+    def assign(self, held: Sequence[np.ndarray]) -> None:
+        """Replaces what `held` gives."""
+        self.bucket.accumulator.assign(held[0])
+        for array, values in zip(self.held()[1:], held[1:], strict=True):
+            array[...] = values
+
+
+class DenseParameter:
+    """A parameter that a plan leaves dense: an allreduce of all its elements.
+
+    Half types are summed in float32. The ranks' health travels behind the elements, so that a NaN is
+    met with the same error as in a bucket.
+
+    Args:
+        name: of the parameter, stable over ranks and steps.
+        parameter: the parameter.
+        place: (rank, size) within the process set.
+    """
+
+    def __init__(self, name: str, parameter: torch.Tensor, place: tuple[int, int]) -> None:
+        self.names: tuple[str, ...] = (name,)
+        self.gradient = FlatGradient([parameter])
+        self.rank, self.size = place
+        #: what error feedback still held for the parameter when it became dense; joins the next gradient
+        self.carried: np.ndarray | None = None
+        self.num_missing = 1
+        self.task: Task | None = None
+
+    def start(self, driver: Driver) -> None:
+        """See `Part.start`."""
+        self.gradient.gather()
+        self.task = driver.start(f"dense.{self.names[0]}", self._step())
+
+    def _step(self) -> Synchronization[np.ndarray]:
+        flat = self.gradient.flat
+        wide = flat.to(torch.promote_types(flat.dtype, torch.float32))
+        buffer = np.zeros(wide.numel() + self.size, wide.numpy().dtype)
+        own = buffer[: wide.numel()]
+        np.add(wide.numpy(), 0 if self.carried is None else self.carried, out=own)
+        buffer[own.size + self.rank] = not np.isfinite(own).all()
+        total: np.ndarray = yield AllReduce(buffer)
+        if unhealthy := np.flatnonzero(total[own.size :]).tolist():
+            raise NonFiniteGradientError(self.names[0], dict.fromkeys(unhealthy, self.names[0]))
+        return total[: own.size]
+
+    def apply(self, scale: float) -> BucketReport:
+        """See `Part.apply`."""
+        task = _finished(self.task)
+        started = time.perf_counter()
+        total = task.value()
+        self.gradient.flat.copy_(torch.from_numpy(total * total.dtype.type(scale)))
+        self.carried = None
+        count = self.gradient.num_elements
+        sent = (count + self.size) * total.itemsize
+        step = BucketStep(self.names[0], count, count, count, count, sent, [sent])
+        waited, took = task.waited_seconds, time.perf_counter() - started
+        return BucketReport(step, count, self.gradient.array.nbytes, np.zeros(self.size), waited, took)
+
+    def abandon(self) -> None:
+        """See `Part.abandon`; a dense gradient of an abandoned step is dropped, as Horovod would."""
+
+
+def _finished(task: Task | None) -> Task:
+    if task is None or not task.done:
+        raise RuntimeError("the synchronization is not done: this is a bug, please report it")
+    return task

@@ -1,0 +1,248 @@
+"""Gradients of one optimizer: from backward's hooks to the synchronized sum."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from horovod_sparse.errors import UnsupportedError
+from horovod_sparse.feedback import Recipe
+from horovod_sparse.merging import ParameterFacts, Plan
+from horovod_sparse.telemetry import StepReport, Telemetry
+from horovod_sparse.torch._horovod import hvd
+from horovod_sparse.torch.driver import Driver
+from horovod_sparse.torch.parts import DenseParameter, Part, SparseBucket
+
+__all__ = ["GradientSynchronizer"]
+
+
+class GradientSynchronizer:
+    """Starts every bucket when its last gradient is there, and puts the sums where gradients are.
+
+    Nothing waits but `synchronize`. Hooks do O(1) Python work each; all work on elements is the fused
+    pass of a bucket, and work on its k selected elements.
+
+    Args:
+        optimizer: tells learning rates, passes per step, and how many passes each parameter still
+            waits for (`_allreduce_delay`, which Horovod's own methods set back too).
+        facts: as made by `planning.facts_of`.
+        recipe: what to do with a bucket.
+        plan: which parameters form which bucket.
+        process_set: the ranks that take part.
+        average: whether sums are divided by the number of ranks.
+        sparse_as_dense: whether gradients in COO form are taken.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        facts: Mapping[str, tuple[ParameterFacts, torch.Tensor]],
+        recipe: Recipe,
+        plan: Plan,
+        *,
+        process_set: Any,
+        average: bool,
+        sparse_as_dense: bool,
+    ) -> None:
+        self.optimizer, self.facts, self.recipe = optimizer, dict(facts), recipe
+        self.process_set, self.average, self.sparse_as_dense = process_set, average, sparse_as_dense
+        self.driver = Driver(process_set)
+        self.telemetry = Telemetry()
+        #: synchronizations done, those that were given up not counted
+        self.step = 0
+        #: whether a gradient has arrived since the last synchronization
+        self.under_way = False
+        self.parts: list[Part] = []
+        self.plan = plan
+        self._part_of: dict[torch.Tensor, Part] = {}
+        self.build(plan)
+        for _, parameter in self.facts.values():
+            parameter.register_post_accumulate_grad_hook(self._on_gradient)
+
+    @property
+    def rank(self) -> int:
+        """Of this process, within the process set."""
+        return int(self.process_set.rank())
+
+    @property
+    def size(self) -> int:
+        """Ranks in the process set."""
+        return int(self.process_set.size())
+
+    @property
+    def sparse(self) -> list[SparseBucket]:
+        """The parts that are sparsified, in the plan's order."""
+        return [part for part in self.parts if isinstance(part, SparseBucket)]
+
+    def build(self, plan: Plan) -> None:
+        """Fresh buckets for a plan. Gradients stay what they are."""
+        place = (self.rank, self.size)
+        parts: list[Part] = []
+        for number, names in enumerate(plan.buckets):
+            parameters = [self.facts[name][1] for name in names]
+            group = self.facts[names[0]][0].group
+            name = f"bucket{number}.{names[0]}"
+            parts.append(
+                SparseBucket(name, names, parameters, self.recipe, partial(self._learning_rate, group), place)
+            )
+        parts += [DenseParameter(name, self.facts[name][1], place) for name in plan.dense]
+        for part in parts:
+            part.gradient.gather_existing()
+        self.plan, self.parts = plan, parts
+        self._part_of = {parameter: part for part in parts for parameter in part.gradient.parameters}
+
+    def _learning_rate(self, group: int) -> float | None:
+        # by number: load_state_dict makes new dicts of the groups
+        rate = self.optimizer.param_groups[group].get("lr")
+        return None if rate is None else float(rate)
+
+    def _on_gradient(self, parameter: torch.Tensor) -> None:
+        """After every accumulation into a parameter's gradient. Never waits."""
+        delays, gradient = self.optimizer._allreduce_delay, parameter.grad
+        if delays[parameter] <= 0:
+            raise AssertionError(
+                "Gradients were computed more than backward_passes_per_step times before call to step(). "
+                "Increase backward_passes_per_step to accumulate gradients locally."
+            )
+        if gradient is None or gradient.requires_grad:
+            raise AssertionError(
+                "a gradient that has a gradient itself (create_graph=True) is not synchronized"
+            )
+        if gradient.is_sparse and not self.sparse_as_dense:
+            raise UnsupportedError(
+                f"{self.optimizer._parameter_names[parameter]} has a gradient in sparse (COO) form: pass "
+                "sparse_as_dense=True to sparsify it like any other, or make its layer with sparse=False"
+            )
+        self.under_way = True
+        delays[parameter] -= 1
+        if delays[parameter] == 0:
+            part = self._part_of[parameter]
+            part.num_missing -= 1
+            if part.num_missing == 0:
+                part.start(self.driver)
+        self.driver.advance()
+
+    def synchronize(self) -> None:
+        """Waits for all buckets, and scatters their sums into the gradients.
+
+        Raises:
+            NonFiniteGradientError: on every rank alike, if a gradient is not finite on some rank. The
+                whole step is given up: gradients are zeros, what was finite stays in the residuals,
+                and training may go on.
+            UnsupportedError: if a rank has called ``hvd.join()`` meanwhile.
+            HorovodInternalError: if Horovod failed.
+        """
+        idle_before = self.driver.idle_seconds
+        for part in self.parts:
+            if part.task is None:
+                part.start(self.driver)
+        tasks = [part.task for part in self.parts if part.task is not None]
+        try:
+            self.driver.wait(tasks)
+            for task in tasks:
+                task.value()
+        except BaseException as error:
+            self.give_up()
+            raise _explained(error) from error
+        scale = 1.0 / self.size if self.average else 1.0
+        reports = [part.apply(scale) for part in self.parts]
+        self._make_ready()
+        self.step += 1
+        self.telemetry.add(StepReport.of(self.step, reports, self.driver.idle_seconds - idle_before))
+
+    def give_up(self) -> None:
+        """Takes the step back as far as it came: gradients are zeros, selections return to residuals."""
+        self.driver.clear()
+        for part in self.parts:
+            if part.task is not None:
+                part.abandon()
+            part.gradient.reset()
+        self._make_ready()
+
+    def finish_pending(self) -> None:
+        """Ends a step that is under way, and gives it up: every rank has to do so."""
+        if not self.under_way:
+            return
+        for part in self.parts:
+            if part.task is None:
+                part.start(self.driver)
+        try:
+            self.driver.wait()
+        finally:
+            self.give_up()
+
+    def _make_ready(self) -> None:
+        for part in self.parts:
+            part.task, part.num_missing = None, len(part.names)
+        delays, passes = self.optimizer._allreduce_delay, self.optimizer.backward_passes_per_step
+        for parameter in delays:
+            delays[parameter] = passes
+        self.under_way = False
+
+    def zero_grad(self) -> None:
+        """Zeros in all gradients, which stay views; see `FlatGradient.clear`."""
+        for part in self.parts:
+            part.gradient.clear()
+
+    def owns(self, parameter: torch.Tensor) -> bool:
+        """Whether the parameter's gradient is one of the views."""
+        part = self._part_of.get(parameter)
+        return part is not None and any(parameter.grad is view for view in part.gradient.views)
+
+    def held(self) -> list[dict[str, np.ndarray]]:
+        """Residuals, then each companion of the feedback: copies by parameter, in its memory's order."""
+        arrays: list[dict[str, np.ndarray]] = [{} for _ in range(1 + self.recipe.feedback.num_companions)]
+        for part in self.parts:
+            if isinstance(part, DenseParameter) and part.carried is not None:
+                arrays[0][part.names[0]] = part.carried.copy()
+            elif isinstance(part, SparseBucket):
+                for by_name, values in zip(arrays, part.held(), strict=True):
+                    for name, (start, stop) in zip(part.names, part.gradient.places, strict=True):
+                        by_name[name] = np.array(values[start:stop])
+        return arrays
+
+    def assign(
+        self, held: Sequence[Mapping[str, np.ndarray]], learning_rates: Mapping[str, float | None]
+    ) -> None:
+        """Puts residuals and companions into the buckets, whose sparsifiers start anew.
+
+        A parameter that stays dense takes its residual into its next gradient: nothing is lost.
+
+        Args:
+            held: as made by `held`; a parameter that is not named gets zeros.
+            learning_rates: of the last step, by parameter.
+        """
+        for part in self.parts:
+            if isinstance(part, DenseParameter):
+                part.carried = held[0].get(part.names[0]) if held else None
+            elif isinstance(part, SparseBucket):
+                part.restart(learning_rates.get(part.names[0]))
+                arrays = [np.array(values) for values in part.held()]
+                for by_name, values in zip(held, arrays, strict=False):
+                    for name, (start, stop) in zip(part.names, part.gradient.places, strict=True):
+                        if name in by_name:
+                            values[start:stop] = by_name[name]
+                part.assign(arrays)
+
+    def replan(self, plan: Plan) -> None:
+        """Another plan, the residuals kept; the state of the sparsifiers starts anew."""
+        plan.check([fact for fact, _ in self.facts.values()])
+        held = self.held()
+        rates = {name: part.bucket.learning_rate for part in self.sparse for name in part.names}
+        self.build(plan)
+        self.assign(held, rates)
+
+
+def _explained(error: BaseException) -> BaseException:
+    """A failure of Horovod's that has a cause the user can change."""
+    if isinstance(error, hvd.HorovodInternalError) and "join" in str(error).lower():
+        return UnsupportedError(
+            "a rank has called hvd.join(): Horovod can fill in for a joined rank in an allreduce only, and "
+            "sparse synchronization needs every rank's message. Give every rank the same number of batches "
+            f"(drop_last=True, or a padding sampler) ({error})"
+        )
+    return error
