@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from horovod_sparse import kernels
 from horovod_sparse.arrays.protocol import FoldReport, Indices, Values
 from horovod_sparse.errors import ArgumentError
-from horovod_sparse.kernels import host_fold, host_scatter
+from horovod_sparse.kernels import host_fold, host_fold_momentum, host_maxima, host_scatter
 from horovod_sparse.kernels.host_apply import checked
 from horovod_sparse.kernels.layout import Layout, bits_dtype, native_bits
 
@@ -38,6 +38,8 @@ class HostAccumulator:
         density: kept fraction that selections will have, in (0, 1]; it decides the block size.
         companions: how many arrays of n elements are kept beside the values and cleared with them
             (the velocity of momentum correction is the first).
+        memory: the residual's own memory, shape (n,), of the accumulator's type; its values stay, and
+            nobody else may write to it from now on. None: new, zeros.
 
     Raises:
         ArgumentError: an argument is outside what is allowed.
@@ -51,19 +53,35 @@ class HostAccumulator:
     """
 
     def __init__(
-        self, num_elements: int, dtype: Any = "float32", *, density: float = 0.001, companions: int = 0
+        self,
+        num_elements: int,
+        dtype: Any = "float32",
+        *,
+        density: float = 0.001,
+        companions: int = 0,
+        memory: Array | None = None,
     ) -> None:
         if not 0.0 < density <= 1.0:
             raise ArgumentError("density", density, "a number in (0, 1]")
         self._layout = Layout(int(num_elements), kernels.block_size(density))
-        self._values = np.zeros(num_elements, _accumulating(dtype))
+        kind = _accumulating(dtype)
+        if memory is not None and (
+            memory.dtype != kind or memory.shape != (num_elements,) or not memory.flags.carray
+        ):
+            raise ArgumentError(
+                "memory", (memory.dtype.name, memory.shape), f"contiguous {kind.__name__}[{num_elements}]"
+            )
+        # numpy asks for huge pages, which matters to what touches single elements far apart.
+        self._values = np.zeros(num_elements, kind) if memory is None else memory
         self._companions = tuple(np.zeros_like(self._values) for _ in range(companions))
         self._maxima: Array | None = None
         self._journal: list[_Change] = []
         # Changes up to here are in the maxima; those after only keep them upper bounds.
         self._refreshed = 0
         self._report = FoldReport()
-        self._square_norm = 0.0
+        self._square_norm = (
+            float(host_fold.squares_of(memory, 0, num_elements)) if memory is not None else 0.0
+        )
 
     @property
     def num_elements(self) -> int:
@@ -118,6 +136,10 @@ class HostAccumulator:
         """
         if momentum is not None and not self._companions:
             raise ArgumentError("momentum", momentum, "None, or make the accumulator with companions=1")
+        if momentum is not None and not 0.0 <= momentum <= 1.0:
+            raise ArgumentError("momentum", momentum, "a number in [0, 1]")
+        if not np.isfinite(decay):
+            raise ArgumentError("decay", decay, "a finite number")
         kind = self.dtype.type
         kept = kind(decay if keep_residual else 0.0)
         report = np.array([0.0, -1.0, 0.0])
@@ -138,7 +160,8 @@ class HostAccumulator:
             if velocity is None:
                 host_fold.fold_plain(values, piece, maxima, block, kept, report)
             else:
-                host_fold.fold_momentum(values, velocity[start:stop], piece, maxima, block, factors, report)
+                speeds = velocity[start:stop]
+                host_fold_momentum.fold_momentum(values, speeds, piece, maxima, block, factors, report)
             if before[0] > 0:
                 report[1] = before[1]
             elif report[1] >= 0:
@@ -168,13 +191,13 @@ class HostAccumulator:
         """Upper bounds of the block maxima."""
         if self._maxima is None:
             self._maxima = np.empty(self._layout.num_blocks, bits_dtype(self.dtype))
-            host_fold.scan_maxima(self._values, self._maxima, self._layout.block)
+            host_maxima.scan_maxima(self._values, self._maxima, self._layout.block)
         return self._maxima
 
     def _exact_maxima(self) -> Array:
         maxima = self._bounds()
         for change in self._journal[self._refreshed :]:
-            host_fold.refresh_maxima(self._values, maxima, self._layout.block, change.indices)
+            host_maxima.refresh_maxima(self._values, maxima, self._layout.block, change.indices)
         self._refreshed = len(self._journal)
         return maxima
 
@@ -216,7 +239,7 @@ class HostAccumulator:
         host_scatter.add_at(self._values, where, new)
         self._square_norm = self._norm_without(old) + _squares(self.take(where))
         if self._maxima is not None:
-            host_fold.raise_maxima(self._values, self._maxima, self._layout.block, where)
+            host_maxima.raise_maxima(self._values, self._maxima, self._layout.block, where)
 
     def _norm_without(self, old: Values) -> float:
         return max(0.0, self._square_norm - _squares(old))
@@ -239,7 +262,7 @@ class HostAccumulator:
                 host_scatter.put_at(array, change.indices, old)
         if self._maxima is not None:
             for change in self._journal:
-                host_fold.refresh_maxima(self._values, self._maxima, self._layout.block, change.indices)
+                host_maxima.refresh_maxima(self._values, self._maxima, self._layout.block, change.indices)
         if self._journal:
             self._square_norm = self._report.square_norm
         self._journal.clear()
@@ -264,7 +287,7 @@ class HostAccumulator:
         if new.size != self.num_elements:
             raise ArgumentError("values", new.shape, f"an array of {self.num_elements} elements")
         self._values[...] = new.reshape(-1)
-        self._square_norm = float(np.dot(self._values, self._values))
+        self._square_norm = float(host_fold.squares_of(self._values, 0, self.num_elements))
         self._maxima = None
         self._journal.clear()
         self._refreshed = 0

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numba
@@ -28,8 +29,7 @@ def kernel(function: Callable[..., Any]) -> Any:
     Two things are added to numba's disk cache. Ranks that start together take turns: the first
     compiles, the others read its result (numba alone lets all compile, and two processes that save
     *different* specializations of one function at the same moment can exchange their code). And the
-    cache is stale as soon as any kernel file changes, not only the file of this function, since
-    kernels inline one another.
+    cache is stale as soon as a kernel file changes that this one uses, not only its own file.
 
     Args:
         function: what numba can compile in nopython mode.
@@ -42,7 +42,7 @@ def kernel(function: Callable[..., Any]) -> Any:
     folder = getattr(getattr(dispatcher, "_cache", None), "cache_path", None)
     cache_file: Any = getattr(getattr(dispatcher, "_cache", None), "_cache_file", None)
     if hasattr(cache_file, "_source_stamp"):
-        cache_file._source_stamp = _stamp()
+        cache_file._source_stamp = _stamp(function)
 
     def compile_in_turn(signature: Any) -> Any:
         with _turn(folder):
@@ -52,9 +52,24 @@ def kernel(function: Callable[..., Any]) -> Any:
     return dispatcher
 
 
-def _stamp() -> tuple[tuple[str, int, int], ...]:
-    files = sorted(Path(__file__).parent.glob("*.py"))
-    return tuple((file.name, (stat := file.stat()).st_size, stat.st_mtime_ns) for file in files)
+def _stamp(function: Callable[..., Any]) -> tuple[tuple[str, int, int], ...]:
+    """Name, size and time of the kernel files a function is made from, its own and what it calls."""
+    files: dict[str, tuple[int, int]] = {}
+    _visit(function.__globals__, files)
+    return tuple((name, *facts) for name, facts in sorted(files.items()))
+
+
+def _visit(scope: dict[str, Any], files: dict[str, tuple[int, int]]) -> None:
+    name = scope["__name__"]
+    if name in files:
+        return
+    stat = os.stat(scope["__file__"])
+    files[name] = stat.st_size, stat.st_mtime_ns
+    package = __name__.rpartition(".")[0] + "."
+    for value in list(scope.values()):
+        used = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+        if isinstance(used, str) and used.startswith(package) and used in sys.modules:
+            _visit(vars(sys.modules[used]), files)
 
 
 @contextlib.contextmanager

@@ -8,8 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from horovod_sparse.errors import ArgumentError
-from horovod_sparse.kernels.host_kth import kth_of, kth_of_values
+from horovod_sparse.kernels.host_kth import between, kth_of, kth_of_values, sample
 from horovod_sparse.kernels.host_select import collect, select_exactly
+from horovod_sparse.kernels.lanes import LANES
 from horovod_sparse.kernels.layout import Layout, bits_dtype, bits_of, float_of
 
 __all__ = ["at_least", "kth_magnitude", "largest"]
@@ -17,9 +18,9 @@ __all__ = ["at_least", "kth_magnitude", "largest"]
 Array = NDArray[Any]
 Indices = NDArray[np.int32]
 
-# Up to this share of a window the k largest are found among candidates kept in a buffer of about
-# 12 k bytes; above it the buffer would be large, and reading the window a few times is as fast.
-_BUFFER_SHARE = 0.0125
+# Up to so many elements per block the block maxima bound the k-th largest well, and the k largest are
+# found among candidates in a buffer of 12 k bytes. Above, a sample bounds it better.
+_BUFFER_SHARE = 0.5
 
 
 def _num_bits(values: Array) -> int:
@@ -44,13 +45,30 @@ def _candidates(
 
 
 def _smallest(values: Array, maxima: Array, layout: Layout, k: int, start: int, stop: int) -> tuple[Any, int]:
-    """Bits of the k-th largest of the window and how many are larger, without a buffer."""
-    smallest, larger = kth_of_values(values, maxima, k, _num_bits(values), start, stop)
-    return maxima.dtype.type(smallest), int(larger)
+    """Bits of the k-th largest of the window and how many are larger, with a small buffer.
+
+    A sample tells between which two magnitudes the k-th lies, one pass collects what lies there and
+    counts what is above. Should the sample have been wrong, the digits are counted instead.
+    """
+    size, bits, num_bits = stop - start, maxima.dtype.type, _num_bits(values)
+    sampled = np.empty(min(size // 8 + 1, 65536), maxima.dtype)
+    sample(values, start, stop, sampled)
+    rank = k / size * sampled.size
+    doubt = 4.0 * np.sqrt(rank * (1.0 - rank / sampled.size)) + 4.0
+    below, above = int(np.ceil(rank + doubt)), int(rank - doubt)
+    low = kth_of(sampled, below, num_bits)[0] if below <= sampled.size else 0
+    high = kth_of(sampled, above, num_bits)[0] if above >= 1 else np.iinfo(bits).max
+    buffer = np.empty(min(size, max(size // 32, 8192)) + LANES, maxima.dtype)
+    larger, count = between(values, bits(low), bits(high), start, stop, buffer)
+    if count >= 0 and larger < k <= larger + count:
+        smallest, more = kth_of(buffer[:count], k - larger, num_bits)
+        return bits(smallest), larger + more
+    smallest, larger = kth_of_values(values, maxima, k, num_bits, start, stop)
+    return bits(smallest), larger
 
 
-def _fits_buffer(k: int, start: int, stop: int) -> bool:
-    return k <= max(4096, _BUFFER_SHARE * (stop - start))
+def _fits_buffer(layout: Layout, k: int, start: int, stop: int) -> bool:
+    return k <= max(2048, _BUFFER_SHARE * (stop - start) / layout.block)
 
 
 def largest(
@@ -76,16 +94,16 @@ def largest(
         return np.arange(start, stop, dtype=np.int32)
     if k == 0:
         return np.empty(0, np.int32)
-    if _fits_buffer(k, start, stop):
+    if _fits_buffer(layout, k, start, stop):
         indices, _ = _candidates(values, maxima, layout, k, start, stop)
         if indices.size == k:
             return indices.copy()
         smallest, larger = maxima.dtype.type(0), indices.size
     else:
         smallest, larger = _smallest(values, maxima, layout, k, start, stop)
-    out = np.empty(k, np.int32)
-    select_exactly(values, maxima, layout.block, smallest, k - larger, start, stop, out)
-    return out
+    out = np.empty(k + LANES, np.int32)
+    select_exactly(values, maxima, layout.block, smallest, k - larger, start, stop, k, out)
+    return out[:k]
 
 
 def kth_magnitude(
@@ -103,7 +121,7 @@ def kth_magnitude(
     start, stop = layout.window(start, stop)
     if not 1 <= k <= stop - start:
         raise ArgumentError("k", k, f"a rank from 1 to {stop - start}, the elements of the window")
-    if _fits_buffer(k, start, stop):
+    if _fits_buffer(layout, k, start, stop):
         _, keys = _candidates(values, maxima, layout, k, start, stop)
         return float_of(keys.min(), values.dtype) if keys.size == k else 0.0
     return float_of(_smallest(values, maxima, layout, k, start, stop)[0], values.dtype)

@@ -7,12 +7,15 @@ import numpy as np
 from horovod_sparse.kernels import lanes as v
 from horovod_sparse.kernels.compile import kernel
 from horovod_sparse.kernels.host_kth import kth_of
+from horovod_sparse.kernels.packing import append, append_keys, append_positions, count_bits
 from horovod_sparse.kernels.scalars import magnitude, successor
 
 __all__ = ["collect", "select_exactly"]
 
 # Blocks whose maxima are looked at in one go: what passes is prefetched before it is opened.
 _GROUP = 512
+# If more than one block in so many passes, opening only those is no faster than reading everything.
+_CROWDED = 6
 
 
 @kernel
@@ -22,13 +25,7 @@ def _open(values, start, stop, threshold, indices, keys, count):  # type: ignore
     i = start
     while i + v.LANES <= stop:
         sizes = v.magnitudes(v.load(values, i))
-        mask = v.mask_at_least(sizes, thresholds)
-        while mask != 0:
-            j = i + v.first_bit(mask)
-            mask = v.without_first_bit(mask)
-            indices[count] = j
-            keys[count] = magnitude(values[j])
-            count += 1
+        count = append(sizes, v.mask_at_least(sizes, thresholds), i, indices, keys, count)
         i += v.LANES
     while i < stop:
         key = magnitude(values[i])
@@ -44,43 +41,61 @@ def _open(values, start, stop, threshold, indices, keys, count):  # type: ignore
 def _list_blocks(values, maxima, block, threshold, first, last, passing):  # type: ignore[no-untyped-def]
     """Lists the blocks of [first, last) that pass, and asks for their memory."""
     count = 0
-    per_line = 64 // values.itemsize
     thresholds = v.splat(threshold)
     j = first
+    while j + v.LANES <= last:
+        count = append_positions(v.mask_at_least(v.load(maxima, j), thresholds), j, passing, count)
+        j += v.LANES
     while j < last:
-        if j + v.LANES <= last:
-            mask = v.mask_at_least(v.load(maxima, j), thresholds)
-            while mask != 0:
-                hit = j + v.first_bit(mask)
-                mask = v.without_first_bit(mask)
-                passing[count] = hit
-                count += 1
-                for line in range(hit * block, min(hit * block + block, values.size), per_line):
-                    v.prefetch(values, line)
-            j += v.LANES
-        else:
-            if maxima[j] >= threshold:
-                passing[count] = j
-                count += 1
-            j += 1
+        if maxima[j] >= threshold:
+            passing[count] = j
+            count += 1
+        j += 1
     return count
+
+
+@kernel
+def _prefetch_blocks(values, block, passing, size):  # type: ignore[no-untyped-def]
+    """Asks for the memory of the listed blocks, all at once, before the first is opened."""
+    per_line = 64 // values.itemsize
+    for p in range(size):
+        start = passing[p] * block
+        for line in range(start, min(start + block, values.size), per_line):
+            v.prefetch(values, line)
+
+
+@kernel
+def _drop_last_ties(indices, keys, count, smallest, surplus):  # type: ignore[no-untyped-def]
+    """Takes the last `surplus` keys equal to the smallest out of the buffers."""
+    first = count
+    while surplus > 0:
+        first -= 1
+        surplus -= keys[first] == smallest
+    kept = first
+    for i in range(first, count):
+        if keys[i] != smallest:
+            indices[kept], keys[kept] = indices[i], keys[i]
+            kept += 1
 
 
 @kernel
 def _keep_largest(indices, keys, count, k, num_bits):  # type: ignore[no-untyped-def]
     """Keeps exactly the k largest of count candidates, ties by position; returns the smallest key."""
-    smallest, larger = kth_of(keys[:count], k, num_bits)
-    ties = k - larger
-    kept = 0
-    for i in range(count):
-        key = keys[i]
-        if key >= smallest:
-            tie = key == smallest
-            if not tie or ties > 0:
-                ties -= tie
-                indices[kept] = indices[i]
-                keys[kept] = key
-                kept += 1
+    smallest, _ = kth_of(keys[:count], k, num_bits)
+    limits = v.splat(smallest)
+    kept, i = 0, 0
+    while i + v.LANES <= count:  # in place: what is overwritten was read before
+        sizes, where = v.load(keys, i), v.load(indices, i)
+        mask = v.mask_at_least(sizes, limits)
+        append_keys(where, mask, indices, kept)
+        kept = append_keys(sizes, mask, keys, kept)
+        i += v.LANES
+    while i < count:
+        if keys[i] >= smallest:
+            indices[kept], keys[kept] = indices[i], keys[i]
+            kept += 1
+        i += 1
+    _drop_last_ties(indices, keys, kept, smallest, kept - k)
     return smallest
 
 
@@ -110,7 +125,7 @@ def collect(values, maxima, block, threshold, start, stop, k, num_bits, indices,
     capacity = indices.size
     first = (start + block - 1) // block
     last = maxima.size if stop >= n else stop // block
-    passing = np.empty(_GROUP, np.int32)
+    passing = np.empty(_GROUP + v.LANES, np.int32)
     count = 0
     # Pieces: what stands before the first whole block, the blocks, what stands after the last.
     head = min(first * block, stop)
@@ -121,17 +136,21 @@ def collect(values, maxima, block, threshold, start, stop, k, num_bits, indices,
     while group < last:
         group_stop = min(group + _GROUP, last)
         size = _list_blocks(values, maxima, block, threshold, group, group_stop, passing)
+        # Memory is read fastest in one go: where many blocks pass, all are opened.
+        all_blocks = size * _CROWDED > group_stop - group
+        if all_blocks:
+            size = group_stop - group
+        else:
+            _prefetch_blocks(values, block, passing, size)
         for p in range(size):
-            j = passing[p]
-            if maxima[j] < threshold:
+            j = group + p if all_blocks else passing[p]
+            if not all_blocks and maxima[j] < threshold:
                 continue
             if count + block > capacity:
                 if k == 0:
                     return count, j * block
                 threshold = successor(_keep_largest(indices, keys, count, k, num_bits))
                 count = k
-                if maxima[j] < threshold:
-                    continue
             count = _open(values, j * block, min(j * block + block, n), threshold, indices, keys, count)
         group = group_stop
     tail = max(head, last * block)
@@ -149,39 +168,43 @@ def collect(values, maxima, block, threshold, start, stop, k, num_bits, indices,
 
 
 @kernel
-def select_exactly(values, maxima, block, smallest, ties, start, stop, indices):  # type: ignore[no-untyped-def]
+def select_exactly(values, maxima, block, smallest, ties, start, stop, k, indices):  # type: ignore[no-untyped-def]
     """Elements of [start, stop) above `smallest` and the first `ties` equal to it, ascending.
 
     Args:
         values, maxima, block, start, stop: as in `collect`.
         smallest: magnitude bits of the k-th largest of the window; 0 takes zeros as well.
         ties: how many of those equal to it belong to the k.
-        indices: int32, shape (k,), filled completely.
+        k: how many there are.
+        indices: int32, shape (k + LANES,) at least, filled up to k.
     """
     count = 0
+    capacity = indices.size
     thresholds = v.splat(smallest)
     i = start
-    while i < stop and count < indices.size:
+    while i < stop and count < k:
         j = i // block
         if maxima[j] < smallest:
             i = (j + 1) * block
             continue
         piece_stop = min((j + 1) * block, stop)
         while i < piece_stop:
-            if i + v.LANES <= piece_stop:
-                mask = v.mask_at_least(v.magnitudes(v.load(values, i)), thresholds)
-                while mask != 0 and count < indices.size:
-                    hit = i + v.first_bit(mask)
-                    mask = v.without_first_bit(mask)
-                    tie = magnitude(values[hit]) == smallest
-                    if not tie or ties > 0:
-                        ties -= tie
-                        indices[count] = hit
-                        count += 1
+            if i + v.LANES <= piece_stop and count + v.LANES <= capacity:
+                sizes = v.magnitudes(v.load(values, i))
+                mask = v.mask_at_least(sizes, thresholds)
+                equal = mask & v.mask_at_least(thresholds, sizes)
+                if equal != 0:
+                    here = count_bits(equal)
+                    while here > ties:
+                        mask = v.without_last_bit(mask, equal)
+                        equal = v.without_last_bit(equal, equal)
+                        here -= 1
+                    ties -= here
+                count = append_positions(mask, i, indices, count)
                 i += v.LANES
             else:
                 key = magnitude(values[i])
-                if key >= smallest and count < indices.size:
+                if key >= smallest and count < k:
                     tie = key == smallest
                     if not tie or ties > 0:
                         ties -= tie

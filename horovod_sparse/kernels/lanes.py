@@ -18,9 +18,11 @@ from numba.extending import intrinsic, models, register_model
 
 __all__ = [
     "LANES",
+    "Lanes",
     "add",
     "and_bits",
     "first_bit",
+    "lane_of",
     "larger",
     "load",
     "magnitudes",
@@ -33,6 +35,7 @@ __all__ = [
     "top_of",
     "widen_half",
     "without_first_bit",
+    "without_last_bit",
     "zeros_like",
 ]
 
@@ -227,6 +230,16 @@ def mask_at_least(typingctx: Any, lanes: Any, threshold: Any) -> Any:
 
 
 @intrinsic
+def lane_of(typingctx: Any, lanes: Any, lane: Any) -> Any:
+    """One lane."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.extract_element(args[0], args[1])
+
+    return lanes.element(lanes, types.int64), codegen
+
+
+@intrinsic
 def first_bit(typingctx: Any, mask: Any) -> Any:
     """Position of the lowest bit set in a uint64 that is not 0."""
 
@@ -244,6 +257,19 @@ def without_first_bit(typingctx: Any, mask: Any) -> Any:
         return builder.and_(args[0], builder.sub(args[0], ir.Constant(ir.IntType(64), 1)))
 
     return types.uint64(types.uint64), codegen
+
+
+@intrinsic
+def without_last_bit(typingctx: Any, mask: Any, marks: Any) -> Any:
+    """The mask without its bit at the place of the highest bit set in marks (which is not 0)."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        word = ir.IntType(64)
+        behind = builder.ctlz(args[1], ir.Constant(ir.IntType(1), 1))
+        highest = builder.lshr(ir.Constant(word, 1 << 63), behind)
+        return builder.and_(args[0], builder.not_(highest))
+
+    return types.uint64(types.uint64, types.uint64), codegen
 
 
 @intrinsic

@@ -1,0 +1,156 @@
+"""Appending the lanes that pass, without a branch that depends on the data.
+
+About one lane in a hundred passes, at places nobody can predict: a loop over the hits stumbles at
+every one of them. AVX-512 packs the hits of a vector in one instruction; elsewhere the loop remains.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import llvmlite.binding as llvm
+import numba
+from llvmlite import ir
+from numba.core import types
+from numba.extending import intrinsic
+
+from horovod_sparse.kernels import lanes as v
+from horovod_sparse.kernels.compile import kernel
+
+__all__ = ["PACKS", "append", "append_keys", "append_positions", "count_bits"]
+
+
+def _packs() -> bool:
+    """Whether compiled code may use AVX-512: the machine has it, and numba was not told otherwise."""
+    if numba.config.CPU_NAME or numba.config.CPU_FEATURES:
+        return False
+    try:
+        return bool(llvm.get_host_cpu_features().get("avx512f", False))
+    except RuntimeError:  # a machine whose features LLVM cannot tell
+        return False
+
+
+PACKS = _packs()
+
+
+@intrinsic
+def count_bits(typingctx: Any, mask: Any) -> Any:
+    """How many bits of a uint64 are set."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.ctpop(args[0])
+
+    return types.int64(types.uint64), codegen
+
+
+@intrinsic
+def _pack_at(typingctx: Any, array: Any, index: Any, lanes: Any, mask: Any) -> Any:
+    """Writes the lanes whose mask bit is set side by side from index on, and garbage after them."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        data = context.make_array(array)(context, builder, args[0]).data
+        width = 512 // lanes.element.bitwidth
+        part_type = ir.VectorType(args[2].type.element, width)
+        bit_type = ir.VectorType(ir.IntType(1), width)
+        name = f"llvm.x86.avx512.mask.compress.v{width}i{lanes.element.bitwidth}"
+        kind = ir.FunctionType(part_type, [part_type, part_type, bit_type])
+        function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+        place = args[1]
+        for first in range(0, v.LANES, width):
+            chosen = ir.Constant(
+                ir.VectorType(ir.IntType(32), width),
+                [ir.Constant(ir.IntType(32), first + lane) for lane in range(width)],
+            )
+            part = builder.shuffle_vector(args[2], ir.Constant(args[2].type, ir.Undefined), chosen)
+            shifted = builder.lshr(args[3], ir.Constant(ir.IntType(64), first))
+            some = builder.trunc(shifted, ir.IntType(width))
+            packed = builder.call(
+                function, [part, ir.Constant(part_type, None), builder.bitcast(some, bit_type)]
+            )
+            pointer = builder.bitcast(builder.gep(data, [place]), part_type.as_pointer())
+            builder.store(packed, pointer, align=lanes.element.bitwidth // 8)
+            place = builder.add(place, builder.zext(builder.ctpop(some), ir.IntType(64)))
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, lanes, types.uint64), codegen
+
+
+@intrinsic
+def _positions(typingctx: Any, start: Any) -> Any:
+    """start, start + 1, ... as int32 lanes."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        word = ir.IntType(32)
+        vector = ir.VectorType(word, v.LANES)
+        base = builder.insert_element(
+            ir.Constant(vector, ir.Undefined), builder.trunc(args[0], word), ir.Constant(word, 0)
+        )
+        base = builder.shuffle_vector(base, base, ir.Constant(vector, None))
+        steps = ir.Constant(vector, [ir.Constant(word, lane) for lane in range(v.LANES)])
+        return builder.add(base, steps)
+
+    return v.Lanes(types.int32)(types.int64), codegen
+
+
+if PACKS:
+
+    @kernel
+    def append_positions(mask, start, indices, count):  # type: ignore[no-untyped-def]
+        """Appends start + lane for every bit of the mask; there must be room for all lanes."""
+        _pack_at(indices, count, _positions(start), mask)
+        return count + count_bits(mask)
+
+    @kernel
+    def append(sizes, mask, start, indices, keys, count):  # type: ignore[no-untyped-def]
+        """Appends position and key of every lane in the mask; there must be room for all lanes.
+
+        Args:
+            sizes: unsigned lanes.
+            mask: one bit per lane.
+            start: position of lane 0.
+            indices, keys: int32 and unsigned, the buffers.
+            count: how many they hold.
+
+        Returns:
+            How many they hold then.
+        """
+        _pack_at(indices, count, _positions(start), mask)
+        _pack_at(keys, count, sizes, mask)
+        return count + count_bits(mask)
+
+    @kernel
+    def append_keys(sizes, mask, keys, count):  # type: ignore[no-untyped-def]
+        """Appends the key of every lane in the mask; there must be room for all lanes."""
+        _pack_at(keys, count, sizes, mask)
+        return count + count_bits(mask)
+
+else:
+
+    @kernel
+    def append_keys(sizes, mask, keys, count):  # type: ignore[no-untyped-def]
+        """Appends the key of every lane in the mask; there must be room for all lanes."""
+        while mask != 0:
+            keys[count] = v.lane_of(sizes, v.first_bit(mask))
+            mask = v.without_first_bit(mask)
+            count += 1
+        return count
+
+    @kernel
+    def append_positions(mask, start, indices, count):  # type: ignore[no-untyped-def]
+        """Appends start + lane for every bit of the mask; there must be room for all lanes."""
+        while mask != 0:
+            indices[count] = start + v.first_bit(mask)
+            mask = v.without_first_bit(mask)
+            count += 1
+        return count
+
+    @kernel
+    def append(sizes, mask, start, indices, keys, count):  # type: ignore[no-untyped-def]
+        """Appends position and key of every lane in the mask; there must be room for all lanes."""
+        while mask != 0:
+            lane = v.first_bit(mask)
+            indices[count] = start + lane
+            keys[count] = v.lane_of(sizes, lane)
+            mask = v.without_first_bit(mask)
+            count += 1
+        return count
