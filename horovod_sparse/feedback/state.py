@@ -94,7 +94,8 @@ def _from_plain(fresh: Any, plain: Any, path: str) -> Any:
             **{name: _from_plain(getattr(fresh, name), plain[name], f"{path}.{name}") for name in names}
         )
     if isinstance(fresh, np.ndarray):
-        saved = np.array(plain, dtype=fresh.dtype)
+        as_numpy = getattr(plain, "numpy", None)  # PyTorch's and TensorFlow's tensors say it so
+        saved = np.array(as_numpy() if callable(as_numpy) else plain, dtype=fresh.dtype)
         if saved.shape != fresh.shape:
             raise StateMismatchError(
                 f"{path} has shape {fresh.shape}, the saved state has {saved.shape}: it belongs to another "

@@ -1,0 +1,184 @@
+"""What goes wrong does so on every rank, says what to do, and training can go on."""
+
+from __future__ import annotations
+
+import horovod.torch as hvd
+import numpy as np
+import pytest
+import torch
+
+from horovod_sparse.errors import NonFiniteGradientError, StateMismatchError, UnsupportedError
+from horovod_sparse.torch import Compression
+from support.linear import LinearModel, dyadic, same_on_all_ranks
+
+SHAPES = {"first": (40, 3), "second": (50,), "third": (9, 2)}
+ALGORITHMS = ["topk", "micro", "exdyna", "randomk", "randomk:shared=False"]
+
+
+def make(text: str = "topk", shapes=SHAPES, density: float = 0.1, **arguments):
+    model = LinearModel(shapes)
+    compressor = Compression.parse(f"{text}{',' if ':' in text else ':'}density={density}")
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.5),
+        named_parameters=model.named_parameters(),
+        compression=compressor,
+        **arguments,
+    )
+    return model, optimizer, compressor
+
+
+def train(model, optimizer, steps, rank) -> None:
+    for step in steps:
+        model.backward({name: dyadic(SHAPES[name], rank, step, name) for name in SHAPES})
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("grouped", [False, True], ids=["alone", "grouped"])
+@pytest.mark.parametrize("text", ALGORITHMS)
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_is_not_finite_raises_on_every_rank(bad, text, grouped, rank, size):
+    model, optimizer, compressor = make(text, op=hvd.Sum, **({"groups": 2} if grouped else {}))
+    train(model, optimizer, range(2), rank)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    held = {name: state["residual"].clone() for name, state in compressor.state_dict()["parameters"].items()}
+    gradients = {name: dyadic(SHAPES[name], rank, 2, name) for name in SHAPES}
+    finite = {name: gradient.copy() for name, gradient in gradients.items()}
+    if rank == size - 1:
+        gradients["second"][17] = bad
+        finite["second"][17] = 0.0
+    # every rank in another order: each must find the same error, whichever gradient it asks for first
+    order = sorted(SHAPES, reverse=bool(rank % 2))
+    model.backward(gradients, order)
+    with pytest.raises(NonFiniteGradientError, match=f"rank {size - 1}: second") as caught:
+        optimizer.step()
+    assert caught.value.where == {size - 1: "second"}
+    state = compressor.state_dict()["parameters"]
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name]), "nothing was applied"
+        assert not parameter.grad.any()
+        # nothing is lost: what was selected is back, and the finite part of the gradient was added
+        expected = held[name] + torch.from_numpy(finite[name].reshape(-1)).float()
+        assert torch.equal(state[name]["residual"], expected), name
+    optimizer.zero_grad()
+    train(model, optimizer, range(3, 6), rank)
+    assert same_on_all_ranks(*model.parameters())
+    assert not any(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+
+
+def test_resume_is_invisible(rank, size):
+    """Saved and loaded into new objects, training goes on as if it had not stopped."""
+    straight, optimizer, _ = make("exdyna")
+    train(straight, optimizer, range(6), rank)
+    first, optimizer, compressor = make("exdyna")
+    train(first, optimizer, range(3), rank)
+    weights = {name: tensor.clone() for name, tensor in first.state_dict().items()}
+    saved = compressor.state_dict()
+    train(first, optimizer, range(3, 5), rank)  # what was saved shares nothing with what goes on
+    second, optimizer, compressor = make("exdyna")
+    second.load_state_dict(weights)
+    compressor.load_state_dict(saved)
+    train(second, optimizer, range(3, 6), rank)
+    for name, parameter in straight.named_parameters():
+        assert torch.equal(parameter, dict(second.named_parameters())[name]), name
+
+
+def test_a_state_of_another_number_of_ranks_is_refused(rank, size):
+    model, optimizer, compressor = make("micro")
+    train(model, optimizer, range(2), rank)
+    saved = compressor.state_dict()
+    for state in saved["parameters"].values():
+        state["size"] = size + 1
+    with pytest.raises(StateMismatchError, match=f"{size + 1} ranks"):
+        compressor.load_state_dict(saved)
+    _, optimizer, compressor = make("micro")
+    compressor.load_state_dict(saved)  # no bucket yet: found out at the first gradient
+    other = LinearModel(SHAPES)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(other.parameters(), lr=0.5), other.named_parameters(), compression=compressor
+    )
+    with pytest.raises(StateMismatchError, match=f"{size + 1} ranks"):
+        other.backward({name: np.ones(SHAPES[name]) for name in SHAPES})
+    optimizer._handles.clear()
+
+
+def test_adasum_is_refused(rank, size):
+    if size & (size - 1):
+        pytest.skip("Adasum itself wants a power of two")
+    model, _optimizer, _ = make(op=hvd.Adasum)  # kept alive: its hooks live as long as it does
+    with pytest.raises(UnsupportedError, match="Adasum"):
+        model.backward({name: np.ones(SHAPES[name]) for name in SHAPES})
+
+
+def test_something_that_is_no_gradient_is_refused(rank, size):
+    compressor = Compression.topk(density=0.1)
+    with pytest.raises(UnsupportedError, match="named_parameters"):
+        hvd.allreduce(torch.ones(8), name="x", compression=compressor)
+    model = LinearModel(SHAPES)
+    compressor = Compression.topk(density=0.1, named_parameters=model.named_parameters())
+    with pytest.raises(UnsupportedError, match="no gradient of a parameter"):
+        hvd.allreduce(torch.ones(8), name="x", compression=compressor)
+    # what has no elements or no fractions is not sparsified
+    total = hvd.allreduce(torch.full((3,), 2), name="x", op=hvd.Sum, compression=compressor)
+    assert total.tolist() == [2 * size] * 3
+
+
+def test_one_compressor_for_two_optimizers_is_refused(rank, size):
+    first, second = LinearModel(SHAPES), LinearModel(SHAPES)
+    shared = Compression.topk(density=0.1)
+    for model in (first, second):
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.5),
+            named_parameters=model.named_parameters(),
+            compression=shared,
+        )
+        if model is first:
+            train(model, optimizer, range(1), rank)
+            continue
+        with pytest.raises(UnsupportedError, match="two parameters are called"):
+            train(model, optimizer, range(1), rank)
+
+
+def test_a_failure_of_horovod_leaves_residuals_whole_and_names_free(rank, size):
+    """Ranks that disagree about an allreduce get Horovod's error, as elastic training expects it."""
+    model, optimizer, compressor = make("randomk", shapes={"first": (40 + 10 * rank, 3)}, density=0.5)
+    gradient = dyadic((40 + 10 * rank, 3), rank)
+    model.backward({"first": gradient})
+    with pytest.raises(hvd.HorovodInternalError):
+        optimizer.step()
+    assert compressor._driver.num_parked == 0
+    residual = compressor.state_dict()["parameters"]["first"]["residual"]
+    assert torch.equal(residual, torch.from_numpy(gradient.reshape(-1)).float())
+    hvd.barrier()
+    model, optimizer, _ = make("randomk")  # the same name, in the same way, works again
+    train(model, optimizer, range(2), rank)
+    assert same_on_all_ranks(*model.parameters())
+
+
+def test_training_learns(rank, size):
+    """A small classifier on separable data: the loss falls as with dense gradients."""
+    losses = {}
+    for compression in (Compression.none, Compression.exdyna(density=0.05)):
+        torch.manual_seed(1)
+        model = torch.nn.Sequential(torch.nn.Linear(20, 64), torch.nn.ReLU(), torch.nn.Linear(64, 4))
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.2),
+            named_parameters=model.named_parameters(),
+            compression=compression,
+        )
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        generator = torch.Generator().manual_seed(rank)
+        teacher = torch.randn(20, 4, generator=torch.Generator().manual_seed(99))
+        history = []
+        for _ in range(150):
+            inputs = torch.randn(32, 20, generator=generator)
+            loss = torch.nn.functional.cross_entropy(model(inputs), (inputs @ teacher).argmax(1))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            history.append(float(loss.detach()))
+        losses[compression] = history
+        assert same_on_all_ranks(*model.parameters())
+    dense, sparse = losses.values()
+    assert np.mean(sparse[-20:]) < 0.6 * np.mean(sparse[:5])
+    assert np.mean(sparse[-20:]) < 1.5 * np.mean(dense[-20:])

@@ -1,0 +1,159 @@
+"""Ranks that fire hooks in different orders, use different parameters, or form process sets."""
+
+from __future__ import annotations
+
+import random
+
+import horovod.torch as hvd
+import numpy as np
+import pytest
+import torch
+
+from horovod_sparse.torch import Compression
+from support.linear import LinearModel, dyadic, same_on_all_ranks
+
+SHAPES = {f"layer{i}": (20 + 7 * i, 3) for i in range(12)}
+ALGORITHMS = ["topk", "micro", "exdyna", "randomk:shared=False"]
+
+
+def make(text: str, shapes=SHAPES, density: float = 0.05, **arguments):
+    model = LinearModel(shapes)
+    compressor = Compression.parse(f"{text}{',' if ':' in text else ':'}density={density}")
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9),
+        named_parameters=model.named_parameters(),
+        compression=compressor,
+        **arguments,
+    )
+    return model, optimizer, compressor
+
+
+@pytest.mark.parametrize("text", ALGORITHMS)
+def test_replicas_agree_when_every_rank_shuffles_its_hooks(text, rank):
+    model, optimizer, _ = make(text)
+    shuffle = random.Random(1000 + rank)
+    for step in range(60):
+        order = list(SHAPES)
+        shuffle.shuffle(order)
+        model.backward({name: dyadic(SHAPES[name], rank, step, name) for name in SHAPES}, order)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert same_on_all_ranks(*model.parameters())
+    assert all((parameter != 1).any() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("text", ["topk", "exdyna"])
+def test_a_rank_may_leave_parameters_out(text, rank, size):
+    """Rank r has no gradient for every third parameter; what the others send arrives there, too."""
+    model, optimizer, _ = make(text, density=1.0, op=hvd.Sum)
+    for step in range(5):
+        used = {r: [name for i, name in enumerate(SHAPES) if (i + r + step) % 3] for r in range(size)}
+        model.backward({name: dyadic(SHAPES[name], rank, step, name) for name in used[rank]})
+        optimizer.synchronize()
+        for name, parameter in model.named_parameters():
+            total = sum(
+                (dyadic(SHAPES[name], r, step, name) for r in range(size) if name in used[r]),
+                start=np.zeros(SHAPES[name]),
+            )
+            np.testing.assert_array_equal(parameter.grad.numpy(), total.astype(np.float32))
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        optimizer.zero_grad()
+    assert same_on_all_ranks(*model.parameters())
+
+
+@pytest.mark.parametrize("text", ["topk", "micro", "randomk"])
+def test_process_sets_synchronize_among_themselves(text, rank, size, process_set):
+    """Ranks 0 and 1 train together, the others each for itself; and all together, as a set."""
+    pair = process_set([0, 1])
+    alone = {r: process_set([r]) for r in range(2, size)}
+    mine = pair if rank < 2 else alone[rank]
+    members = [0, 1] if rank < 2 else [rank]
+    # a set of one rank: stock Horovod synchronizes there, too, as long as the world has more of them
+    model, optimizer, _ = make(text, density=1.0, op=hvd.Sum, process_set=mine)
+    for step in range(3):
+        model.backward({name: dyadic(SHAPES[name], rank, step, name) for name in SHAPES})
+        optimizer.synchronize()
+        for name, parameter in model.named_parameters():
+            total = sum(dyadic(SHAPES[name], r, step, name) for r in members)
+            np.testing.assert_array_equal(parameter.grad.numpy(), total.astype(np.float32))
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_a_process_set_of_its_own_must_be_the_optimizers(rank, size, process_set):
+    from horovod_sparse.errors import ArgumentError
+
+    other = hvd.ProcessSet(list(range(size)))  # another object, unknown to Horovod
+    model = LinearModel({"a": (4,)})
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.5),
+        named_parameters=model.named_parameters(),
+        compression=Compression.topk(density=0.5, process_set=other),
+    )
+    with pytest.raises(ArgumentError, match="process_set"):
+        model.backward({"a": np.ones(4)})
+    optimizer._handles.clear()
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["named", "unnamed"])
+def test_one_changed_line_is_enough(named, rank, size):
+    """Neither the optimizer nor the compressor is told names; hooks are shuffled all the same."""
+    model = LinearModel(SHAPES)
+    compressor = Compression.exdyna(
+        density=0.05, named_parameters=model.named_parameters() if named else None
+    )
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5), compression=compressor)
+    shuffle = random.Random(rank)
+    for step in range(10):
+        order = list(SHAPES)
+        shuffle.shuffle(order)
+        model.backward({name: dyadic(SHAPES[name], rank, step, name) for name in SHAPES}, order)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert same_on_all_ranks(*model.parameters())
+    names = set(compressor.state_dict()["parameters"])
+    assert names == (set(SHAPES) if named else {f"allreduce.noname.0.{i}" for i in range(len(SHAPES))})
+
+
+def test_two_optimizers_with_a_compressor_each(rank, size):
+    """As in a GAN: two models, whose backward passes overlap; the names differ, as stock Horovod wants."""
+    pairs = []
+    for player in ("generator", "critic"):
+        model = LinearModel({f"{player}_{name}": shape for name, shape in SHAPES.items()})
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.5),
+            named_parameters=model.named_parameters(),
+            compression=Compression.micro(density=0.05),
+        )
+        pairs.append((model, optimizer))
+    for step in range(5):
+        for model, _ in pairs if rank % 2 else reversed(pairs):
+            model.backward(
+                {name: dyadic(tensor.shape, rank, step, name) for name, tensor in model.named_parameters()}
+            )
+        for _, optimizer in pairs:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert same_on_all_ranks(*pairs[0][0].parameters(), *pairs[1][0].parameters())
+
+
+def test_a_layer_of_embeddings_stays_dense(rank, size):
+    """sparse_as_dense: Horovod makes a dense copy, which is nobody's gradient; it is sent as it is."""
+    torch.manual_seed(0)
+    embedding = torch.nn.Embedding(30, 4, sparse=True)
+    head = torch.nn.Linear(4, 1)
+    named = [("embedding.weight", embedding.weight), *((f"head.{n}", p) for n, p in head.named_parameters())]
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([parameter for _, parameter in named], lr=0.1),
+        named_parameters=named,
+        compression=Compression.topk(density=0.5),
+        sparse_as_dense=True,
+    )
+    for step in range(3):
+        optimizer.zero_grad()
+        head(embedding(torch.tensor([rank, 5 + step]))).sum().backward()
+        optimizer.step()
+    assert same_on_all_ranks(*(parameter for _, parameter in named))
+    assert embedding.weight.grad.is_sparse

@@ -1,0 +1,61 @@
+"""Models whose gradients a test chooses to the last bit, and hooks in an order it chooses."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+__all__ = ["LinearModel", "dyadic", "same_on_all_ranks"]
+
+
+def dyadic(shape: Sequence[int], *key: object) -> np.ndarray:
+    """float64 values that depend on the key alone: multiples of 1/256, at most 4 in magnitude.
+
+    Sums of a few thousand of them are exact in float32, so every order of addition gives the same bits.
+    Magnitudes are spread, so that a selection means something.
+    """
+    generator = np.random.default_rng(zlib.crc32(repr(key).encode()))
+    spread = generator.standard_normal(tuple(shape)) * generator.choice([0.05, 0.2, 1.0], tuple(shape))
+    return np.asarray(np.clip(np.rint(spread * 256), -1024, 1024) / 256)
+
+
+class LinearModel(torch.nn.Module):
+    """Parameters p with the loss sum(p * g): the gradient of p is g itself.
+
+    Args:
+        shapes: of the parameters, by name.
+        dtype: of all of them, or by name.
+    """
+
+    def __init__(
+        self,
+        shapes: Mapping[str, Sequence[int]],
+        dtype: torch.dtype | Mapping[str, torch.dtype] = torch.float32,
+    ) -> None:
+        super().__init__()
+        for name, shape in shapes.items():
+            kind = dtype[name] if isinstance(dtype, Mapping) else dtype
+            self.register_parameter(name, torch.nn.Parameter(torch.ones(tuple(shape), dtype=kind)))
+
+    def backward(self, gradients: Mapping[str, np.ndarray], order: Sequence[str] | None = None) -> None:
+        """Accumulates the gradients; hooks fire in the given order (that of the dict if left out)."""
+        parameters = dict(self.named_parameters())
+        loss = torch.zeros((), dtype=torch.float64)
+        # what entered the loss last is visited first
+        for name in reversed(list(order or gradients)):
+            parameter = parameters[name]
+            given = torch.from_numpy(np.asarray(gradients[name], np.float64)).to(parameter.dtype)
+            loss = loss + (parameter * given).sum().to(torch.float64)
+        loss.backward()
+
+
+def same_on_all_ranks(*tensors: torch.Tensor) -> bool:
+    """Whether the tensors have the same bits on all ranks; asked by all of them together."""
+    import horovod.torch as hvd
+
+    sums = [zlib.crc32(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()) for tensor in tensors]
+    everyone = hvd.allgather_object(sums)
+    return all(item == everyone[0] for item in everyone)
