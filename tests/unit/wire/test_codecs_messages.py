@@ -1,0 +1,222 @@
+"""Messages in every format: P of them one behind the other, and what is not one of them."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from horovod_sparse.arrays.protocol import FoldReport
+from horovod_sparse.errors import ArgumentError, MessageError
+from horovod_sparse.wire import WireFormat, message_words, pack, unpack, unpack_one, unpack_sum
+
+quick = settings(max_examples=40, deadline=None, derandomize=True, database=None)
+VALUES = ["exact", "float64", "float32", "float16", "bfloat16", "int8"]
+INDICES = ["int32", "block16", "gaps"]
+FORMATS = [WireFormat(values, indices) for values, indices in itertools.product(VALUES, INDICES)]
+NAMES = [f"{item.values}-{item.indices}" for item in FORMATS]
+EVERY_FORMAT = pytest.mark.parametrize("format", FORMATS, ids=NAMES)
+DTYPES = [None, np.float32, np.float64]
+
+
+def selection(rng, n, count, dtype):
+    indices = np.sort(rng.choice(n, count, replace=False)).astype(np.int32)
+    values = (
+        None if dtype is None else (rng.standard_normal(count) * 10.0 ** rng.integers(-6, 4)).astype(dtype)
+    )
+    return indices, values
+
+
+def packed(format, n, dtype, counts, seed=0):
+    """(messages, selections), with health and norm that tell the ranks apart."""
+    rng = np.random.default_rng(seed)
+    selections = [selection(rng, n, count, dtype) for count in counts]
+    messages = []
+    for rank, (indices, values) in enumerate(selections):
+        report = FoldReport(first_nonfinite=min(rank, n) - 1, carried_square_norm=float(rank) ** 2)
+        messages.append(pack(indices, values, report, format=format, num_elements=n))
+    return messages, selections
+
+
+@EVERY_FORMAT
+@quick
+@given(
+    n=st.sampled_from([1, 9, 1000, 65_537, 300_000]),
+    counts=st.lists(st.integers(0, 300), min_size=1, max_size=9),
+    quantum=st.sampled_from([1, 7, 64, 1000]),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_what_was_packed_comes_out(format, n, counts, quantum, dtype):
+    format = WireFormat(format.values, format.indices, quantum)
+    counts = [min(count, n) for count in counts]
+    messages, selections = packed(format, n, dtype, counts)
+    for message, count in zip(messages, counts, strict=True):
+        assert message.dtype == np.int32
+        assert message.nbytes == format.message_bytes(count, n, dtype)
+        padded = -(-count // quantum) * quantum
+        assert message.size == format.message_words(padded, n, dtype)
+
+    gathered = unpack_sum(np.concatenate(messages), len(counts), format, n, dtype)
+    np.testing.assert_array_equal(gathered.indices, np.concatenate([indices for indices, _ in selections]))
+    assert gathered.indices.dtype == np.int32
+    if dtype is None:
+        assert gathered.values is None
+    else:
+        rounded = np.concatenate([format.round(values) for _, values in selections])
+        assert gathered.values.dtype == dtype
+        assert gathered.values.tobytes() == rounded.tobytes()
+    assert gathered.counts.tolist() == counts
+    assert gathered.first_nonfinite == {rank: min(rank, n) - 1 for rank in range(1, len(counts))}
+    assert gathered.norms.tolist() == [float(rank) for rank in range(len(counts))]
+
+    split = unpack(np.concatenate(messages), len(counts), dtype, n, format=format)
+    assert [message.first_nonfinite for message in split] == [min(rank, n) - 1 for rank in range(len(counts))]
+    assert [message.norm for message in split] == gathered.norms.tolist()
+    for message, (indices, values) in zip(split, selections, strict=True):
+        np.testing.assert_array_equal(message.indices, indices)
+        if values is not None:
+            np.testing.assert_array_equal(message.values, format.round(values))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("quantum", [1, 5])
+def test_the_default_is_the_plain_message(dtype, quantum):
+    rng = np.random.default_rng(0)
+    indices, values = selection(rng, 100, 7, dtype)
+    plain = pack(indices, values, FoldReport(), quantum=quantum)
+    same = pack(indices, values, FoldReport(), format=WireFormat(quantum=quantum), num_elements=100)
+    np.testing.assert_array_equal(plain, same)
+    words_per_value = 0 if dtype is None else np.dtype(dtype).itemsize // 4
+    assert plain.size == message_words(7, words_per_value, quantum) == plain[0]
+    np.testing.assert_array_equal(unpack_one(plain, dtype, 100).indices, indices)
+
+
+def test_a_message_by_hand():
+    # float16 and gaps, n = 16: minus the length, count, health 0, norm 2.0, tag, then the two words of
+    # 5, 6 and 13 (see test_codecs_indices), then 1.0 = 0x3C00 and -2.0 = 0xC000 in a word, 0.5 = 0x3800.
+    # The tag: 1 + 3 for float16 + 8 * 2 for gaps = 20, and n = 16 above the lowest byte.
+    message = pack(
+        np.array([5, 6, 13], np.int32),
+        np.array([1.0, -2.0, 0.5], np.float32),
+        FoldReport(carried_square_norm=4.0),
+        format=WireFormat("float16", "gaps"),
+        num_elements=16,
+    )
+    assert message.view(np.uint32).tolist() == [
+        2**32 - 9, 3, 0, 0x40000000, 16 << 8 | 20, 0b011001, 0b100110, 0xC0003C00, 0x3800,
+    ]  # fmt: skip
+
+
+def test_bytes_per_element_meet_the_target():
+    n, k = 25_600_000, 25_600
+    assert WireFormat().message_bytes(k, n, np.float32) / k == pytest.approx(8.0, abs=0.001)
+    assert WireFormat("float16", "gaps").message_bytes(k, n, np.float32) / k <= 3.5
+    assert WireFormat("int8", "gaps").message_bytes(k, n, np.float32) / k <= 2.6
+
+
+@EVERY_FORMAT
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_another_format_is_refused(format, dtype):
+    """Every pair of formats that write different things, in both directions."""
+    n = 5000
+    [message], _ = packed(format, n, dtype, [40])
+
+    def written(item):
+        codec = item.value_codec(dtype)
+        return item.indices, None if codec is None else codec.code
+
+    for other in FORMATS:
+        if written(other) == written(format):
+            assert unpack_sum(message, 1, other, n, dtype).counts.tolist() == [40]
+        else:
+            with pytest.raises(MessageError):
+                unpack_sum(message, 1, other, n, dtype)
+    if not format.is_plain(dtype):
+        with pytest.raises(MessageError):
+            unpack_one(message, dtype, n)
+
+
+@pytest.mark.parametrize("format", [item for item in FORMATS if item.ascending or item.values == "int8"])
+def test_another_bucket_is_refused(format):
+    [message], _ = packed(format, 5000, np.float32, [40])
+    for n in (4999, 5001, 40, 10**9):
+        with pytest.raises(MessageError):
+            unpack_sum(message, 1, format, n, np.float32)
+
+
+@EVERY_FORMAT
+@quick
+@given(data=st.data())
+def test_a_damaged_header_is_refused(format, data):
+    n, dtype = 4000, np.float32
+    messages, _ = packed(format, n, dtype, [30, 0, 500])
+    rank = data.draw(st.integers(0, 2))
+    field = data.draw(st.sampled_from([0, 1] + ([] if format.is_plain(dtype) else [4])))
+    extremes = [0, 1, -1, 2**31 - 1, -(2**31)]
+    wrong = data.draw(st.sampled_from(extremes) | st.integers(-(2**31), 2**31 - 1) | st.integers(-600, 600))
+    buffer = np.concatenate(messages)
+    at = sum(message.size for message in messages[:rank]) + field
+    if wrong == buffer[at]:
+        return
+    buffer[at] = wrong
+    with pytest.raises(MessageError):
+        unpack_sum(buffer, 3, format, n, dtype)
+
+
+@EVERY_FORMAT
+def test_a_health_mark_outside_the_bucket_is_refused(format):
+    [message], _ = packed(format, 400, np.float32, [30])
+    for mark in (-1, 401):
+        message[2] = mark
+        with pytest.raises(MessageError, match="claims"):
+            unpack_sum(message, 1, format, 400, np.float32)
+
+
+@EVERY_FORMAT
+def test_every_truncation_and_extension_is_refused(format):
+    n, dtype = 400, np.float64
+    messages, _ = packed(format, n, dtype, [9, 0, 3])
+    buffer = np.concatenate(messages)
+    for end in range(buffer.size):
+        with pytest.raises(MessageError):
+            unpack_sum(buffer[:end], 3, format, n, dtype)
+    with pytest.raises(MessageError, match="belong to"):
+        unpack_sum(np.append(buffer, np.int32(0)), 3, format, n, dtype)
+    for size in (2, 4):
+        with pytest.raises(MessageError):
+            unpack_sum(buffer, size, format, n, dtype)
+
+
+@EVERY_FORMAT
+@quick
+@given(words=st.lists(st.integers(-(2**31), 2**31 - 1), max_size=40), size=st.integers(1, 3))
+def test_rubbish_is_refused(format, words, size):
+    """Whatever it is: a named error or a valid selection, nothing else."""
+    try:
+        gathered = unpack_sum(np.array(words, np.int32), size, format, 100, np.float32)
+    except MessageError:
+        return
+    assert gathered.indices.size == 0 or 0 <= gathered.indices.min() <= gathered.indices.max() < 100
+
+
+def test_a_buffer_of_another_kind_is_refused():
+    for buffer in (np.zeros(9, np.float32), np.zeros((3, 3), np.int32)):
+        with pytest.raises(MessageError, match="row of int32"):
+            unpack_sum(buffer, 1, WireFormat(), 9, np.float32)
+
+
+def test_what_cannot_be_packed():
+    indices, values, report = np.array([5, 2], np.int32), np.ones(2, np.float32), FoldReport()
+    with pytest.raises(ArgumentError, match="ascending"):
+        pack(indices, values, report, format=WireFormat(indices="gaps"), num_elements=9)
+    with pytest.raises(ArgumentError, match="num_elements"):
+        pack(indices, values, report, format=WireFormat(values="int8"))
+    with pytest.raises(ArgumentError, match="num_elements"):
+        unpack(np.zeros(9, np.int32), 1, np.float32, format=WireFormat())
+    with pytest.raises(ArgumentError, match="as many values as indices"):
+        pack(indices, np.ones(3, np.float32), report)
+    with pytest.raises(ArgumentError, match="float32 or float64"):
+        pack(indices, np.ones(2, np.float16), report)
+    unsorted = pack(indices, values, report, format=WireFormat(values="int8"), num_elements=9)
+    assert unpack_sum(unsorted, 1, WireFormat(values="int8"), 9, np.float32).indices.tolist() == [5, 2]

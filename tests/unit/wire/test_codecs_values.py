@@ -1,0 +1,192 @@
+"""Value codecs: nearest, finite, the same at both ends, with what is lost known exactly."""
+
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from horovod_sparse.errors import ArgumentError, UnknownNameError
+from horovod_sparse.wire import WireFormat
+from horovod_sparse.wire.value_codecs import VALUE_CODECS
+
+quick = settings(max_examples=150, deadline=None, derandomize=True, database=None)
+LOSSY = ["float32", "float16", "bfloat16", "int8"]
+DTYPES = ["float32", "float64"]
+FLOAT32 = np.finfo(np.float32)
+SPECIAL = [0.0, 1.0, 1e-45, 1e-40, 2.9e-8, 2.0**-25, 3 * 2.0**-25, 6e-8, 6.1e-5, 65504.0, 65519.99, 65520.0]
+SPECIAL += [1e30, float(FLOAT32.max), float(FLOAT32.tiny)]
+SPECIAL += [-value for value in SPECIAL]
+
+
+def arrays(dtype, **limits):
+    width = np.dtype(dtype).itemsize * 8
+    special = [value for value in SPECIAL if abs(value) <= limits.get("max_value", math.inf)]
+    numbers = st.floats(width=width, allow_nan=False, allow_infinity=False, **limits)
+    return hnp.arrays(dtype, st.integers(0, 200), elements=numbers | st.sampled_from(special))
+
+
+@pytest.mark.parametrize("name", sorted(VALUE_CODECS))
+@pytest.mark.parametrize("dtype", DTYPES)
+@quick
+@given(data=st.data())
+def test_what_is_decoded_is_finite_and_as_promised(name, dtype, data):
+    values = data.draw(arrays(dtype))
+    rounded = WireFormat(name).round(values)
+    assert rounded.dtype == values.dtype
+    assert np.isfinite(rounded).all()
+    codec = VALUE_CODECS[name]
+    words = np.full(codec.num_words(values.size) + 1, 0xDEADBEEF, np.uint32)
+    codec.encode(values, words[1:])  # at an odd word: eight bytes are not aligned there
+    out = np.empty_like(values)
+    codec.decode(words[1:], out)
+    assert words[0] == 0xDEADBEEF
+    assert out.tobytes() == rounded.tobytes()
+
+
+@pytest.mark.parametrize("name", ["exact", "float64", "float32", None])
+@quick
+@given(values=arrays("float32"))
+def test_exact_ways_return_the_argument(name, values):
+    assert WireFormat(name).round(values) is values
+
+
+@pytest.mark.parametrize("name", LOSSY)
+@pytest.mark.parametrize("dtype", DTYPES)
+@quick
+@given(data=st.data())
+def test_rounding_twice_changes_nothing(name, dtype, data):
+    once = WireFormat(name).round(data.draw(arrays(dtype)))
+    assert WireFormat(name).round(once).tobytes() == once.tobytes()
+
+
+@pytest.mark.parametrize("name", LOSSY)
+@quick
+@given(data=st.data())
+def test_nothing_is_lost(name, data):
+    """rounded + (values - rounded) is values, exactly: the residual gets all of the difference."""
+    values = data.draw(arrays("float32", min_value=-65504, max_value=65504))
+    rounded = WireFormat(name).round(values)
+    back = values - rounded
+    for value, sent, kept in zip(values.tolist(), rounded.tolist(), back.tolist(), strict=True):
+        assert Fraction(sent) + Fraction(kept) == Fraction(value)
+
+
+@quick
+@given(values=arrays("float32"))
+def test_float16_is_what_numpy_says(values):
+    expected = np.clip(values, -65504, 65504).astype(np.float16).astype(np.float32)
+    assert WireFormat("float16").round(values).tobytes() == expected.tobytes()
+
+
+def test_float16_of_every_float32_near_every_float16():
+    """All 63 488 finite ones: themselves, halfway to the next, and one float32 to each side of that."""
+    bits = np.arange(0x10000, dtype=np.uint16).view(np.float16)
+    finite = np.sort(bits[np.isfinite(bits)].astype(np.float32))
+    halfway = (finite[:-1] + finite[1:]) / 2
+    near = [finite, halfway, np.nextafter(halfway, np.inf), np.nextafter(halfway, -np.inf)]
+    values = np.concatenate(near).astype(np.float32)
+    expected = values.astype(np.float16).astype(np.float32)
+    assert WireFormat("float16").round(values).tobytes() == expected.tobytes()
+
+
+def nearest_bfloat16(value):
+    """By the definition: 8 significant bits, exponents like float32, at most the largest."""
+    exponent = max(math.frexp(value)[1] - 8, -133)
+    step = Fraction(2) ** exponent
+    largest = (2 - Fraction(2) ** -7) * Fraction(2) ** 127
+    size = min(round(abs(Fraction(value)) / step) * step, largest)
+    return math.copysign(float(size), value)
+
+
+@quick
+@given(values=arrays("float32"))
+def test_bfloat16_is_nearest(values):
+    expected = np.array([nearest_bfloat16(value) for value in values.tolist()], np.float32)
+    assert WireFormat("bfloat16").round(values).tobytes() == expected.tobytes()
+
+
+@quick
+@given(values=arrays("float32", min_value=-(2.0**100), max_value=2.0**100))
+def test_int8_is_within_half_a_step_of_each_block(values):
+    rounded = WireFormat("int8").round(values)
+    for begin in range(0, values.size, 64):
+        block = values[begin : begin + 64].astype(np.float64)
+        step = np.abs(block).max() / 127 * (1 + 2.0**-16)  # 17 significant bits
+        error = np.abs(block - rounded[begin : begin + 64]).max()
+        assert error <= step / 2 or np.abs(block).max() < 127 * 2.0**-126
+
+
+def test_int8_by_hand():
+    # the largest is 127 / 4, so the scale is 1 / 4; 2.5 and 3.5 steps go to the even neighbours 2 and 4
+    values = np.array([31.75, -31.75, 0.625, 0.875, -0.625, 0.1], np.float32)
+    words = np.zeros(VALUE_CODECS["int8"].num_words(6), np.uint32)
+    VALUE_CODECS["int8"].encode(values, words)
+    assert words.size == 1 + 2
+    assert words[:1].view(np.float32)[0] == 0.25
+    assert words[1:].view(np.int8).tolist() == [127, -127, 2, 4, -2, 0, 0, 0]
+    assert WireFormat("int8").round(values).tolist() == [31.75, -31.75, 0.5, 1.0, -0.5, 0.0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_int8_blocks_do_not_mix(dtype):
+    """Zeros, tiny, ordinary and huge values in blocks of their own."""
+    scales = np.repeat([0.0, 1e-44, 1e-35, 1.0, 2.0**127], 64).astype(dtype)
+    values = scales * np.tile(np.linspace(-1, 1, 64), 5).astype(dtype)
+    rounded = WireFormat("int8").round(values)
+    assert (rounded[:128] == 0).all()  # zeros, and a scale that would be subnormal
+    assert (np.abs(rounded - values)[128:] <= scales[128:] / 250).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("name", "largest"),
+    [
+        ("float16", 65504.0),
+        ("bfloat16", (2 - 2.0**-7) * 2.0**127),
+        ("int8", None),
+        ("float32", float(FLOAT32.max)),
+    ],
+)
+def test_huge_values_saturate(name, largest, dtype):
+    huge = float(np.finfo(dtype).max)
+    rounded = WireFormat(name).round(np.array([huge, -huge, 1.0], dtype))
+    assert rounded[0] == -rounded[1]
+    if largest is not None:
+        assert rounded[0] == min(largest, huge)
+        assert rounded[2] == 1.0
+    else:
+        assert float(FLOAT32.max) * 0.999 < rounded[0] <= float(FLOAT32.max)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["float16", "bfloat16", "int8"])
+def test_what_is_not_finite_never_leaves(name, dtype):
+    """The fold takes such elements out; should one come here, the message stays finite."""
+    rounded = WireFormat(name).round(np.array([np.nan, np.inf, -np.inf, -np.nan, 2.0], dtype))
+    assert np.isfinite(rounded).all()
+    assert rounded[0] == rounded[3] == 0
+    assert rounded[1] == -rounded[2] > 1e4
+
+
+@pytest.mark.parametrize("name", sorted(VALUE_CODECS))
+@quick
+@given(count=st.integers(0, 2**31), step=st.integers(1, 1000))
+def test_lengths_never_fall(name, count, step):
+    assert VALUE_CODECS[name].num_words(count) <= VALUE_CODECS[name].num_words(count + step)
+
+
+def test_names_are_checked():
+    with pytest.raises(UnknownNameError, match=r"values 'fp16'.*bfloat16.*exact.*float16"):
+        WireFormat("fp16")
+    with pytest.raises(UnknownNameError, match=r"indices 'rice'.*block16, gaps, int32"):
+        WireFormat(indices="rice")
+    for quantum in (0, -1, 1.5, True):
+        with pytest.raises(ArgumentError, match="quantum"):
+            WireFormat(quantum=quantum)
+    with pytest.raises(ArgumentError, match=r"float16.*float32 or float64"):
+        WireFormat("int8").round(np.zeros(3, np.float16))
+    assert WireFormat(None) == WireFormat()
