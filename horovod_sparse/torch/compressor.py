@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from horovod_sparse.arrays import apply_sum
@@ -305,7 +304,13 @@ def _apply(gradient: torch.Tensor, sum_: SparseSum, scale: float) -> tuple[torch
     """
     if not gradient.is_contiguous():
         gradient = torch.zeros(gradient.shape, dtype=gradient.dtype)
-    values: np.ndarray = sum_.values
+    dense, values = host_view(gradient), sum_.values
+    if dense.dtype != values.dtype:  # a half type: summed and scaled in float32, rounded once
+        return gradient, apply_sum(dense, sum_.indices, values * values.dtype.type(scale))
+    union = apply_sum(dense, sum_.indices, values)
     if scale != 1.0:
-        values = values * values.dtype.type(scale)
-    return gradient, apply_sum(host_view(gradient), sum_.indices, values)
+        # after the sum, as Horovod does it, so that equal sums stay equal and what cancels is 0; an index
+        # that stands twice is written twice with the same value
+        flat = dense.reshape(-1)
+        flat[sum_.indices] = flat[sum_.indices] * values.dtype.type(scale)
+    return gradient, union
