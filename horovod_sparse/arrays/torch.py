@@ -1,0 +1,249 @@
+"""The accumulator in a tensor's memory, on any device PyTorch knows."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from horovod_sparse.arrays.protocol import FoldReport, Indices, Values
+from horovod_sparse.arrays.torch_apply import apply_sum, clear_at
+from horovod_sparse.arrays.torch_gradient import accumulating, checked_gradient
+from horovod_sparse.arrays.torch_journal import Journal
+from horovod_sparse.arrays.torch_report import PendingReport
+from horovod_sparse.arrays.torch_selection import Selection
+from horovod_sparse.arrays.transfer import PendingCopy, to_device, to_host
+from horovod_sparse.errors import ArgumentError
+from horovod_sparse.kernels.host_apply import checked
+from horovod_sparse.kernels.layout import Layout
+from horovod_sparse.kernels.torch_backend import TensorKernels, kernels_for
+from horovod_sparse.kernels.torch_bits import device_block_size
+
+__all__ = ["TorchAccumulator", "apply_sum", "clear_at"]
+
+
+class TorchAccumulator:
+    """Residual plus gradient of one bucket, in a tensor; implements `Accumulator`.
+
+    What has n elements never leaves the device; indices and values that a sparsifier sees are NumPy
+    arrays on the host. Selections, sums and residuals are those of `HostAccumulator`, bit for bit.
+
+    Args:
+        num_elements: n.
+        dtype: of the gradients, as a name or a dtype; the accumulator is float64 for float64, else float32.
+        density: kept fraction that selections will have, in (0, 1]; it decides the block size.
+        companions: how many tensors of n elements are kept beside the values and cleared with them
+            (the velocity of momentum correction is the first).
+        device: where the memory is.
+        memory: the residual's own memory, shape (n,), contiguous, of the accumulator's type; its values
+            stay, and nobody else may write to it from now on. None: new, zeros, on `device`.
+        kernels: another implementation than the device's (measurements, tests).
+
+    Raises:
+        ArgumentError: an argument is outside what is allowed.
+
+    Example:
+        >>> accumulator = TorchAccumulator(4, density=0.5, device="cpu")
+        >>> accumulator.fold(torch.tensor([1.0, -3.0, 0.0, 2.0])).square_norm
+        14.0
+        >>> accumulator.largest(2)
+        array([1, 3], dtype=int32)
+    """
+
+    def __init__(
+        self,
+        num_elements: int,
+        dtype: Any = "float32",
+        *,
+        density: float = 0.001,
+        companions: int = 0,
+        device: torch.device | str = "cuda",
+        memory: Tensor | None = None,
+        kernels: TensorKernels | None = None,
+    ) -> None:
+        if not 0.0 < density <= 1.0:
+            raise ArgumentError("density", density, "a number in (0, 1]")
+        self._layout = Layout(int(num_elements), device_block_size(density))
+        kind = accumulating(dtype)
+        if memory is not None and (
+            memory.dtype != kind or memory.shape != (num_elements,) or not memory.is_contiguous()
+        ):
+            raise ArgumentError(
+                "memory", (memory.dtype, tuple(memory.shape)), f"contiguous {kind}[{num_elements}]"
+            )
+        self._values = (
+            torch.zeros(num_elements, dtype=kind, device=device) if memory is None else memory.detach()
+        )
+        self._kernels = kernels_for(self._values.device) if kernels is None else kernels
+        self._companions = tuple(torch.zeros_like(self._values) for _ in range(companions))
+        self._journal = Journal(self._kernels, self._values, self._companions)
+        self._selection = Selection(
+            self._kernels, self._values, self._layout, self._journal, round(density * num_elements)
+        )
+        # On the device, where kernels read them in the accumulator's precision: a launch argument has less.
+        self._factors: tuple[tuple[float, ...], Tensor] = ((), torch.empty(0))
+        self._report: FoldReport = FoldReport()
+
+    @property
+    def num_elements(self) -> int:
+        """n, the number of elements."""
+        return self._layout.num_elements
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """float64 or float32."""
+        return np.dtype(np.float64 if self._values.dtype == torch.float64 else np.float32)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the memory is."""
+        return self._values.device
+
+    @property
+    def report(self) -> FoldReport:
+        """Of the last fold; reading its numbers may wait for the device."""
+        return self._report
+
+    @property
+    def square_norm(self) -> float:
+        """Sum of squares of the values as they are now; see `Accumulator.square_norm`."""
+        return float(to_host(self._journal.square_norm)[0])
+
+    @property
+    def companions(self) -> tuple[Tensor, ...]:
+        """Tensors of n elements that are cleared and restored with the values."""
+        return self._companions
+
+    def fold(
+        self,
+        gradient: Tensor,
+        *,
+        decay: float = 1.0,
+        momentum: float | None = None,
+        nesterov: bool = False,
+        keep_residual: bool = True,
+    ) -> FoldReport:
+        """values = decay * values + gradient; gradient = 0; block maxima. The one pass over n elements.
+
+        Args:
+            gradient: n elements in any shape and strides, on the accumulator's device; float32, float16,
+                bfloat16, or float64 if the accumulator is. Set to 0.
+            decay: factor of the old values.
+            momentum: if given, the first companion becomes momentum * companion + gradient, and that is
+                added instead of the gradient.
+            nesterov: with momentum, add gradient + momentum * companion.
+            keep_residual: False forgets the old values (no error feedback).
+
+        Returns:
+            What the pass learned; reading its numbers may wait for the device.
+
+        Raises:
+            ArgumentError: shape, type or device do not fit, or momentum without a companion.
+        """
+        if momentum is not None and not self._companions:
+            raise ArgumentError("momentum", momentum, "None, or make the accumulator with companions=1")
+        if momentum is not None and not 0.0 <= momentum <= 1.0:
+            raise ArgumentError("momentum", momentum, "a number in [0, 1]")
+        if not np.isfinite(decay):
+            raise ArgumentError("decay", decay, "a finite number")
+        gradient = checked_gradient(gradient, self._values)
+        flat = gradient.reshape(-1)  # a view where strides allow it
+        speed = momentum or 0.0
+        kept = decay if keep_residual else 0.0
+        factors = self._factors_of(kept, speed, *((1.0, speed) if nesterov else (0.0, 1.0)))
+        velocity = self._companions[0] if momentum is not None else None
+        with _on(self.device):
+            report = self._kernels.fold(
+                self._values,
+                flat,
+                self._selection.new_maxima(),
+                self._layout,
+                factors,
+                self._journal.square_norm,
+                velocity,
+                plain=kept == 1.0,
+            )
+            if flat.data_ptr() != gradient.data_ptr():
+                gradient.zero_()
+            self._journal.restart(report[2:3])
+            self._report = PendingReport(PendingCopy(report))
+        return self._report
+
+    def _factors_of(self, *factors: float) -> Tensor:
+        if self._factors[0] != factors:
+            self._factors = factors, to_device(np.array(factors, self.dtype), self.device)
+        return self._factors[1]
+
+    def largest(self, num_selected: int, start: int = 0, stop: int | None = None) -> Indices:
+        """Exactly the `num_selected` largest magnitudes in [start, stop); ties go to the lowest index."""
+        with _on(self.device):
+            return self._selection.largest(num_selected, start, stop)
+
+    def kth_magnitude(self, k: int, start: int = 0, stop: int | None = None) -> float:
+        """Exact k-th largest magnitude (k from 1) in [start, stop)."""
+        with _on(self.device):
+            return self._selection.kth_magnitude(k, start, stop)
+
+    def at_least(self, threshold: float, start: int = 0, stop: int | None = None) -> Indices:
+        """All positions in [start, stop) whose magnitude is >= threshold and not 0."""
+        with _on(self.device):
+            return self._selection.at_least(threshold, start, stop)
+
+    def take(self, indices: Indices) -> Values:
+        """The values there, as a fresh array."""
+        with _on(self.device):
+            return to_host(self._values.index_select(0, self._places(indices)))
+
+    def clear(self, indices: Indices) -> None:
+        """Sets the values there, and the companions', to 0."""
+        with _on(self.device):
+            self._journal.clear(self._places(indices))
+
+    def add(self, indices: Indices, values: Values) -> None:
+        """Adds to the values there. Indices are unique."""
+        with _on(self.device):
+            where = self._places(indices)
+            new = np.ascontiguousarray(values, self.dtype).reshape(-1)
+            if new.size != where.numel():
+                raise ArgumentError("values", new.size, f"one for each of the {where.numel()} indices")
+            self._journal.add(where, to_device(new, self.device))
+            if self._selection.maxima is not None:
+                self._kernels.raise_maxima(self._values, self._selection.maxima, self._layout, where)
+
+    def _places(self, indices: Indices) -> Tensor:
+        return to_device(checked(indices, self.num_elements), self.device)
+
+    def abandon(self) -> None:
+        """Takes back every `clear` and `add` since the last fold, bit for bit."""
+        with _on(self.device):
+            self._journal.abandon(self._selection.maxima, self._layout)
+
+    def values(self) -> Values:
+        """All n values, to be read only: a view on the CPU, else a copy (use `assign` to change them)."""
+        view = self._values.detach().cpu().numpy().view()
+        view.flags.writeable = False
+        return view
+
+    def assign(self, values: Any) -> None:
+        """Replaces all n values (loading a checkpoint).
+
+        Args:
+            values: n elements of any float type, in any shape; an array, or a tensor on any device.
+
+        Raises:
+            ArgumentError: another number of elements.
+        """
+        new = values if isinstance(values, torch.Tensor) else torch.from_numpy(np.array(values))
+        if new.numel() != self.num_elements:
+            raise ArgumentError("values", tuple(new.shape), f"an array of {self.num_elements} elements")
+        self._values.copy_(new.detach().reshape(-1))
+        self._selection.maxima = None
+        self._journal.restart()
+
+
+def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Launches go to the current device, wherever the tensors are."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

@@ -1,0 +1,47 @@
+"""Which gradients an accumulator takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from horovod_sparse.errors import ArgumentError
+
+__all__ = ["accumulating", "checked_gradient"]
+
+_NARROW = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def accumulating(dtype: Any) -> torch.dtype:
+    """The type in which gradients of a type accumulate: float64 for float64, else float32.
+
+    Args:
+        dtype: a name, a NumPy or a PyTorch dtype.
+
+    Raises:
+        ArgumentError: no type of gradients.
+
+    Example:
+        >>> accumulating("bfloat16"), accumulating(torch.float64)
+        (torch.float32, torch.float64)
+    """
+    name = str(getattr(dtype, "name", getattr(dtype, "__name__", dtype))).removeprefix("torch.")
+    if name not in ("float16", "bfloat16", "float32", "float64"):
+        raise ArgumentError("dtype", dtype, "float32, float64, float16 or bfloat16")
+    return torch.float64 if name == "float64" else torch.float32
+
+
+def checked_gradient(gradient: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """A gradient that fits the accumulator's values, without its history.
+
+    Raises:
+        ArgumentError: number of elements, device or type do not fit.
+    """
+    if gradient.numel() != values.numel():
+        raise ArgumentError("gradient", tuple(gradient.shape), f"a tensor of {values.numel()} elements")
+    if gradient.device != values.device:
+        raise ArgumentError("gradient", gradient.device, f"a tensor on {values.device}")
+    if gradient.dtype not in ((torch.float64,) if values.dtype == torch.float64 else _NARROW):
+        raise ArgumentError("gradient", gradient.dtype, f"a type that accumulates in {values.dtype}")
+    return gradient.detach()

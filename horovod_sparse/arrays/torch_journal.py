@@ -1,0 +1,91 @@
+"""Changes of an accumulator's tensors since the last fold, and how they are taken back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from horovod_sparse.kernels.layout import Layout
+from horovod_sparse.kernels.torch_backend import TensorKernels
+
+__all__ = ["Journal", "sum_of_squares"]
+
+
+def sum_of_squares(values: Tensor) -> Tensor:
+    """Sum of squares: float64, shape (1,), on the device."""
+    return torch.linalg.vector_norm(values, dtype=torch.float64).square().view(1)
+
+
+@dataclass(frozen=True)
+class _Change:
+    """What stood at some places before they were changed."""
+
+    indices: Tensor
+    values: Tensor
+    companions: tuple[Tensor, ...]
+
+
+class Journal:
+    """Makes changes that can be taken back, and keeps the sum of squares along.
+
+    Args:
+        kernels: what carries them out.
+        values: n elements.
+        companions: like values, cleared with them.
+    """
+
+    def __init__(self, kernels: TensorKernels, values: Tensor, companions: tuple[Tensor, ...]) -> None:
+        self._kernels, self._values, self._companions = kernels, values, companions
+        self._changes: list[_Change] = []
+        # Changes up to here are in the block maxima; those after only keep them upper bounds.
+        self._refreshed = 0
+        self._start_norm = self.square_norm = sum_of_squares(values)
+
+    def restart(self, square_norm: Tensor | None = None) -> None:
+        """Forgets all changes: the values are new, and so is their sum of squares (computed if left out)."""
+        self._changes.clear()
+        self._refreshed = 0
+        self._start_norm = self.square_norm = (
+            sum_of_squares(self._values) if square_norm is None else square_norm
+        )
+
+    def _without(self, old: Tensor) -> Tensor:
+        return (self.square_norm - sum_of_squares(old)).clamp_(min=0.0)
+
+    def clear(self, indices: Tensor) -> None:
+        """Sets values and companions to 0 there."""
+        old = self._kernels.clear(self._values, indices)
+        companions = tuple(self._kernels.clear(companion, indices) for companion in self._companions)
+        self._changes.append(_Change(indices, old, companions))
+        if indices.numel() == self._values.numel():
+            # All of them: 0 exactly, not the rounding of the fold's sum.
+            self.square_norm = torch.zeros_like(self.square_norm)
+        else:
+            self.square_norm = self._without(old)
+
+    def add(self, indices: Tensor, new: Tensor) -> None:
+        """Adds to the values there; indices are unique."""
+        old = self._kernels.add(self._values, indices, new)
+        companions = tuple(companion[indices.long()] for companion in self._companions)
+        self._changes.append(_Change(indices, old, companions))
+        self.square_norm = self._without(old) + sum_of_squares(old + new)
+
+    def refresh(self, maxima: Tensor, layout: Layout) -> None:
+        """Makes upper bounds of the block maxima exact again."""
+        for change in self._changes[self._refreshed :]:
+            self._kernels.refresh_maxima(self._values, maxima, layout, change.indices)
+        self._refreshed = len(self._changes)
+
+    def abandon(self, maxima: Tensor | None, layout: Layout) -> None:
+        """Takes every change back, bit for bit; block maxima become exact."""
+        for change in reversed(self._changes):
+            self._kernels.put(self._values, change.indices, change.values)
+            for companion, old in zip(self._companions, change.companions, strict=True):
+                self._kernels.put(companion, change.indices, old)
+        if maxima is not None:
+            for change in self._changes:
+                self._kernels.refresh_maxima(self._values, maxima, layout, change.indices)
+        if self._changes:
+            self.restart(self._start_norm)

@@ -1,0 +1,56 @@
+"""What crosses between the host and a device: k elements at a time, through page-locked memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+__all__ = ["PendingCopy", "to_device", "to_host"]
+
+
+def to_device(array: NDArray[Any], device: torch.device) -> torch.Tensor:
+    """A tensor with the array's content; the array may be changed at once.
+
+    A copy to a GPU from ordinary memory would first wait for everything that the GPU has to do. From
+    page-locked memory, which PyTorch keeps for reuse, it only takes its place in the queue.
+    """
+    if device.type != "cuda":
+        return torch.tensor(array, device=device)
+    array = np.ascontiguousarray(array)
+    staged = torch.empty(array.shape, dtype=torch.from_numpy(array[:0]).dtype, pin_memory=True)
+    np.copyto(staged.numpy(), array)
+    return staged.to(device, non_blocking=True)
+
+
+class PendingCopy:
+    """Tensors on their way to the host; asking for them waits for the device once.
+
+    Args:
+        tensors: what is copied. They may be changed by later work on the device.
+    """
+
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        if tensors[0].device.type != "cuda":
+            self._copies = [tensor.cpu().clone() for tensor in tensors]
+            return
+        self._copies = []
+        for tensor in tensors:
+            copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._copies.append(copy.copy_(tensor, non_blocking=True))
+        self._event = torch.cuda.Event()
+        self._event.record(torch.cuda.current_stream(tensors[0].device))
+
+    def arrays(self) -> list[NDArray[Any]]:
+        """The copies, of which the caller may do what it likes."""
+        if self._event is not None:
+            self._event.synchronize()
+        return [copy.numpy() for copy in self._copies]
+
+
+def to_host(tensor: torch.Tensor) -> NDArray[Any]:
+    """A fresh array with the tensor's content; waits for the device."""
+    return PendingCopy(tensor).arrays()[0]

@@ -1,0 +1,97 @@
+"""Which implementation of the primitives serves a device."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+
+from horovod_sparse.kernels import torch_plain
+from horovod_sparse.kernels.layout import Layout
+
+__all__ = ["TensorKernels", "kernels_for"]
+
+_log = logging.getLogger("horovod_sparse")
+
+_OLDEST_TRITON = (3, 0)
+
+
+class TensorKernels(Protocol):
+    """The primitives on tensors: what `torch_plain` says they do, whoever does it."""
+
+    def fold(
+        self,
+        values: Tensor,
+        gradient: Tensor,
+        maxima: Tensor,
+        layout: Layout,
+        factors: Tensor,
+        square_norm: Tensor,
+        velocity: Tensor | None = None,
+        plain: bool = False,
+    ) -> Tensor:
+        """See `torch_plain.fold`."""
+
+    def scan_maxima(self, values: Tensor, maxima: Tensor, layout: Layout) -> None:
+        """See `torch_plain.scan_maxima`."""
+
+    def refresh_maxima(self, values: Tensor, maxima: Tensor, layout: Layout, indices: Tensor) -> None:
+        """See `torch_plain.refresh_maxima`."""
+
+    def raise_maxima(self, values: Tensor, maxima: Tensor, layout: Layout, indices: Tensor) -> None:
+        """See `torch_plain.raise_maxima`."""
+
+    def at_least(
+        self, values: Tensor, maxima: Tensor, layout: Layout, bits: int, start: int, stop: int, capacity: int
+    ) -> tuple[Tensor, Tensor]:
+        """See `torch_plain_select.at_least`."""
+
+    def kth(
+        self, values: Tensor, maxima: Tensor, layout: Layout, k: int, start: int, stop: int, dense: bool
+    ) -> Tensor:
+        """See `torch_plain_select.kth`."""
+
+    def largest(
+        self, values: Tensor, maxima: Tensor, layout: Layout, k: int, start: int, stop: int, dense: bool
+    ) -> tuple[Tensor, Tensor]:
+        """See `torch_plain_select.largest`."""
+
+    def clear(self, values: Tensor, indices: Tensor) -> Tensor:
+        """See `torch_plain.clear`."""
+
+    def put(self, values: Tensor, indices: Tensor, new: Tensor) -> None:
+        """See `torch_plain.put`."""
+
+    def add(self, values: Tensor, indices: Tensor, new: Tensor) -> Tensor:
+        """See `torch_plain.add`."""
+
+    def add_sum(self, dense: Tensor, indices: Tensor, new: Tensor, unique: bool) -> Tensor:
+        """See `torch_plain.add_sum`."""
+
+    def hash_write(self, indices: Tensor, multiplier: int, offset: int, prime: int, num_slots: int) -> Tensor:
+        """See `torch_plain.hash_write`."""
+
+
+def kernels_for(device: torch.device) -> TensorKernels:
+    """The fastest implementation for a device: Triton for CUDA where it is installed, else plain PyTorch."""
+    return _triton() if device.type == "cuda" else cast(TensorKernels, torch_plain)
+
+
+@functools.cache
+def _triton() -> TensorKernels:
+    try:
+        import triton
+
+        version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+        if version < _OLDEST_TRITON:
+            raise ImportError(f"Triton {triton.__version__} is older than 3.0")
+        from horovod_sparse.kernels import triton_backend
+    except ImportError as error:
+        _log.warning(
+            "sparsifiers on CUDA use plain PyTorch, several times slower than their Triton kernels: %s", error
+        )
+        return cast(TensorKernels, torch_plain)
+    return cast(TensorKernels, triton_backend)

@@ -1,0 +1,199 @@
+"""Every primitive in plain PyTorch, on any device: the reference of the Triton kernels, and their stand-in.
+
+All tensors of a call are on one device. `values` is float32 or float64 of shape (n,), `maxima` holds
+magnitude bits (int32 or int64) of blocks of `layout.block` elements, `indices` are int32.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from horovod_sparse.kernels.layout import Layout
+from horovod_sparse.kernels.torch_bits import infinity_bits, int_type, magnitudes
+from horovod_sparse.kernels.torch_plain_select import at_least, kth, largest
+
+__all__ = [
+    "add",
+    "add_sum",
+    "at_least",
+    "clear",
+    "fold",
+    "hash_write",
+    "kth",
+    "largest",
+    "put",
+    "raise_maxima",
+    "refresh_maxima",
+    "scan_maxima",
+]
+
+# Elements that are worked on together, which bounds the memory for intermediates; blocks divide it.
+_TILE = 1 << 22
+
+
+def _finite(values: Tensor) -> Tensor:
+    return magnitudes(values) < infinity_bits(values.dtype)
+
+
+def fold(
+    values: Tensor,
+    gradient: Tensor,
+    maxima: Tensor,
+    layout: Layout,
+    factors: Tensor,
+    square_norm: Tensor,
+    velocity: Tensor | None = None,
+    plain: bool = False,
+) -> Tensor:
+    """values = decay * values + step; gradient = 0; block maxima.
+
+    ``step = gradient``, or with a velocity ``velocity = momentum * velocity + gradient;
+    step = factors[2] * gradient + factors[3] * velocity``.
+
+    Args:
+        values: changed.
+        gradient: shape (n,), float32, float16 or bfloat16, or float64 if values are; set to 0.
+        maxima: shape (layout.num_blocks,), overwritten.
+        layout: of the blocks.
+        factors: of the type of values, shape (4,): decay, momentum, and those of the step.
+        square_norm: float64, shape (1,): sum of squares of values before.
+        velocity: like values, changed.
+        plain: says that decay is 1, so that nothing need be multiplied.
+
+    Returns:
+        float64, shape (4,): how many elements were not finite and counted as 0, the position of the first
+        (n or more if there is none), sum of squares of the new values, and that of decay * the old.
+    """
+    n, block = layout.num_elements, layout.block
+    count = torch.zeros((), dtype=torch.int64, device=values.device)
+    first = torch.full((), n, dtype=torch.int64, device=values.device)
+    square = torch.zeros((), dtype=torch.float64, device=values.device)
+    decay, momentum, from_gradient, from_velocity = factors.unbind()
+    for start in range(0, n, _TILE):
+        stop = min(start + _TILE, n)
+        old, step = values[start:stop], gradient[start:stop].to(values.dtype)
+        kept = old if plain else old * decay
+        wrong = torch.zeros_like(old, dtype=torch.bool)
+        if velocity is not None:
+            wrong = ~_finite(step)
+            step = torch.where(wrong, old * 0, step)
+            coasting = momentum * velocity[start:stop]
+            speed = coasting + step
+            fine = _finite(speed)
+            wrong |= ~fine
+            speed = torch.where(fine, speed, coasting)
+            velocity[start:stop] = speed
+            step = from_gradient * step + from_velocity * speed
+        new = kept + step
+        fine = _finite(new)
+        wrong |= ~fine
+        new = torch.where(fine, new, torch.where(_finite(kept), kept, old))
+        square += (new * new).sum(dtype=torch.float64)
+        count += wrong.sum()
+        # argmax of booleans finds the first one that is true; without one it says 0.
+        here = start + wrong.to(torch.uint8).argmax()
+        first = torch.minimum(first, torch.where(wrong.any(), here, n))
+        values[start:stop] = new
+        maxima[start // block : -(-stop // block)] = _block_maxima(new, block)
+    gradient.zero_()
+    carried = decay.double() ** 2 * square_norm[0]
+    return torch.stack([count.double(), first.double(), square, carried])
+
+
+def _block_maxima(values: Tensor, block: int) -> Tensor:
+    keys = magnitudes(values)
+    missing = -keys.numel() % block
+    return torch.nn.functional.pad(keys, (0, missing)).view(-1, block).amax(1)
+
+
+def scan_maxima(values: Tensor, maxima: Tensor, layout: Layout) -> None:
+    """Maxima of all blocks, without a gradient (after an assignment)."""
+    block = layout.block
+    for start in range(0, layout.num_elements, _TILE):
+        stop = min(start + _TILE, layout.num_elements)
+        maxima[start // block : -(-stop // block)] = _block_maxima(values[start:stop], block)
+
+
+def refresh_maxima(values: Tensor, maxima: Tensor, layout: Layout, indices: Tensor) -> None:
+    """Maxima of the blocks that hold the given elements."""
+    blocks = torch.unique(indices // layout.block)
+    where = blocks[:, None].long() * layout.block + torch.arange(layout.block, device=values.device)
+    # The last block may end early; its last element again changes no maximum.
+    maxima[blocks.long()] = magnitudes(values[where.clamp_(max=layout.num_elements - 1)]).amax(1)
+
+
+def raise_maxima(values: Tensor, maxima: Tensor, layout: Layout, indices: Tensor) -> None:
+    """Makes the maxima upper bounds again after the given elements grew."""
+    where = indices.long()
+    maxima.scatter_reduce_(0, where // layout.block, magnitudes(values[where]), "amax")
+
+
+def clear(values: Tensor, indices: Tensor) -> Tensor:
+    """values[indices] = 0; returns what stood there."""
+    where = indices.long()
+    old = values[where]
+    values[where] = 0
+    return old
+
+
+def put(values: Tensor, indices: Tensor, new: Tensor) -> None:
+    """values[indices] = new; indices are unique."""
+    values[indices.long()] = new
+
+
+def add(values: Tensor, indices: Tensor, new: Tensor) -> Tensor:
+    """values[indices] += new; returns what stood there. Indices are unique."""
+    where = indices.long()
+    old = values[where]
+    values[where] = old + new
+    return old
+
+
+def add_sum(dense: Tensor, indices: Tensor, new: Tensor, unique: bool) -> Tensor:
+    """Adds runs of equal indices to a dense tensor, each run in order.
+
+    Args:
+        dense: float32, float64, float16 or bfloat16, shape (n,), changed.
+        indices: equal ones stand together.
+        new: float64 if dense is, else float32, in the same order.
+        unique: no index stands twice.
+
+    Returns:
+        int32, shape (1,): how many different elements held +0.0. A float32 or float64 sum that comes out
+        as +0.0 is stored as -0.0; half types are rounded once, after the sum.
+    """
+    where = indices.long()
+    heads = torch.ones_like(where, dtype=torch.bool)
+    heads[1:] = where[1:] != where[:-1]
+    starts = heads.nonzero().view(-1)
+    slots = where[starts]
+    total = dense[slots].to(new.dtype)
+    raw = dense[slots].view(torch.int16 if dense.itemsize == 2 else int_type(dense.dtype))
+    touches = (raw == 0).sum(dtype=torch.int32).view(1)
+    lengths = torch.diff(starts, append=starts.new_tensor([where.numel()]))
+    longest = 1 if unique or not where.numel() else int(lengths.max())
+    for turn in range(longest):
+        here = lengths > turn
+        total[here] += new[starts[here] + turn]
+    if dense.itemsize > 2:
+        total = torch.where(total.view(int_type(total.dtype)) == 0, -total, total)
+    dense[slots] = total.to(dense.dtype)
+    return touches
+
+
+def hash_write(indices: Tensor, multiplier: int, offset: int, prime: int, num_slots: int) -> Tensor:
+    """Writes every index into slot ``(multiplier * index + offset) mod prime mod num_slots``.
+
+    Args:
+        indices: int32, not negative.
+        multiplier, offset: of the hash, in [0, prime).
+        prime: at most 2**31, so that nothing overflows 64 bits.
+        num_slots: m.
+
+    Returns:
+        int32, shape (m,): the highest index of each slot, -1 where none fell.
+    """
+    slots = torch.full((num_slots,), -1, dtype=torch.int32, device=indices.device)
+    where = (indices.long() * multiplier + offset) % prime % num_slots
+    return slots.scatter_reduce_(0, where, indices, "amax")

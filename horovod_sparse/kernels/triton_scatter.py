@@ -1,0 +1,131 @@
+"""What touches k elements only, on a GPU: clear, put, add, the sum's scatter, DRAGONN's hash."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from horovod_sparse.kernels.triton_bits import programs
+
+__all__ = ["add", "add_sum", "clear", "hash_write", "put"]
+
+# Elements per program: every one is a memory transaction of its own, so many small programs.
+_LANES = 256
+
+
+@triton.jit(do_not_specialize=["k"])
+def _put_kernel(  # type: ignore[no-untyped-def]
+    values, indices, new, k, ADD: tl.constexpr, CLEAR: tl.constexpr, LANES: tl.constexpr
+):
+    """values[indices] = new, or what stands there + new, or 0."""
+    lanes = tl.program_id(0) * LANES + tl.arange(0, LANES)
+    mask = lanes < k
+    where = tl.load(indices + lanes, mask=mask, other=0)
+    if CLEAR:
+        after = tl.zeros([LANES], values.dtype.element_ty)
+    else:
+        after = tl.load(new + lanes, mask=mask, other=0.0)
+    if ADD:
+        after = tl.load(values + where, mask=mask, other=0.0) + after
+    tl.store(values + where, after, mask=mask)
+
+
+def clear(values: Tensor, indices: Tensor) -> Tensor:
+    """See `torch_plain.clear`."""
+    # Read in a launch of its own: a lane must not see what another one has cleared already.
+    old = values.index_select(0, indices)
+    k = indices.numel()
+    _put_kernel[(programs(k, _LANES),)](values, indices, values, k, ADD=False, CLEAR=True, LANES=_LANES)
+    return old
+
+
+def put(values: Tensor, indices: Tensor, new: Tensor) -> None:
+    """See `torch_plain.put`."""
+    k = indices.numel()
+    _put_kernel[(programs(k, _LANES),)](values, indices, new, k, ADD=False, CLEAR=False, LANES=_LANES)
+
+
+def add(values: Tensor, indices: Tensor, new: Tensor) -> Tensor:
+    """See `torch_plain.add`."""
+    old = values.index_select(0, indices)
+    k = indices.numel()
+    _put_kernel[(programs(k, _LANES),)](values, indices, new, k, ADD=True, CLEAR=False, LANES=_LANES)
+    return old
+
+
+@triton.jit
+def _raw(values):  # type: ignore[no-untyped-def]
+    """The bits, as a signed integer of the same width."""
+    if values.dtype.primitive_bitwidth == 16:
+        bits = values.to(tl.int16, bitcast=True)
+    elif values.dtype.primitive_bitwidth == 64:
+        bits = values.to(tl.int64, bitcast=True)
+    else:
+        bits = values.to(tl.int32, bitcast=True)
+    return bits
+
+
+@triton.jit(do_not_specialize=["k"])
+def _add_sum_kernel(  # type: ignore[no-untyped-def]
+    dense, indices, new, touches, k, HALF: tl.constexpr, UNIQUE: tl.constexpr, LANES: tl.constexpr
+):
+    """The lane at the head of a run of equal indices adds the run, one after the other."""
+    lanes = tl.program_id(0) * LANES + tl.arange(0, LANES)
+    mask = lanes < k
+    where = tl.load(indices + lanes, mask=mask, other=-1)
+    if not UNIQUE:
+        mask = mask & (where != tl.load(indices + lanes - 1, mask=mask & (lanes > 0), other=-1))
+    before = tl.load(dense + where, mask=mask, other=0.0)
+    untouched = _raw(before) == 0
+    total = before.to(new.dtype.element_ty) + tl.load(new + lanes, mask=mask, other=0.0)
+    if not UNIQUE:
+        at = lanes + 1
+        more = mask & (at < k)
+        more = more & (tl.load(indices + at, mask=more, other=-1) == where)
+        while tl.max(more.to(tl.int32), axis=0) > 0:
+            total = tl.where(more, total + tl.load(new + at, mask=more, other=0.0), total)
+            at += 1
+            more = more & (at < k)
+            more = more & (tl.load(indices + at, mask=more, other=-1) == where)
+    if HALF:
+        tl.store(dense + where, total.to(dense.dtype.element_ty), mask=mask)
+    else:
+        # +0.0 means untouched; -0.0 is the same number. By its bits: a constant -0.0 loses its sign here.
+        raw = _raw(total)
+        sign = tl.full([LANES], 1, raw.dtype) << (raw.dtype.primitive_bitwidth - 1)
+        total = tl.where(raw == 0, sign, raw).to(total.dtype, bitcast=True)
+        tl.store(dense + where, total, mask=mask)
+    tl.atomic_add(touches, tl.sum((mask & untouched).to(tl.int32), axis=0))
+
+
+def add_sum(dense: Tensor, indices: Tensor, new: Tensor, unique: bool) -> Tensor:
+    """See `torch_plain.add_sum`."""
+    k = indices.numel()
+    touches = torch.zeros(1, dtype=torch.int32, device=dense.device)
+    _add_sum_kernel[(programs(k, _LANES),)](
+        dense, indices, new, touches, k, HALF=dense.itemsize == 2, UNIQUE=unique, LANES=_LANES
+    )
+    return touches
+
+
+@triton.jit(do_not_specialize=["multiplier", "offset", "prime", "num_slots", "k"])
+def _hash_kernel(  # type: ignore[no-untyped-def]
+    indices, slots, multiplier, offset, prime, num_slots, k, LANES: tl.constexpr
+):
+    lanes = tl.program_id(0) * LANES + tl.arange(0, LANES)
+    mask = lanes < k
+    index = tl.load(indices + lanes, mask=mask, other=0)
+    slot = (index.to(tl.int64) * multiplier + offset) % prime % num_slots
+    tl.atomic_max(slots + slot, index, mask=mask)
+
+
+def hash_write(indices: Tensor, multiplier: int, offset: int, prime: int, num_slots: int) -> Tensor:
+    """See `torch_plain.hash_write`."""
+    slots = torch.full((num_slots,), -1, dtype=torch.int32, device=indices.device)
+    k = indices.numel()
+    _hash_kernel[(programs(k, _LANES),)](
+        indices, slots, multiplier, offset, prime, num_slots, k, LANES=_LANES
+    )
+    return slots
