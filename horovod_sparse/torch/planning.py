@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -92,10 +93,13 @@ def agree(plan: Plan, parameters: Sequence[ParameterFacts], process_set: Any) ->
     One collective, at construction only. Ranks may list their parameters in different orders; a
     parameter that another rank does not have, or has in another size, would hang the first step.
 
+    In elastic training a worker that joins makes its optimizer while the others synchronize their
+    state, so there is no collective and no check; every worker computes the same plan.
+
     Raises:
         StateMismatchError: on every rank, if the models differ.
     """
-    if process_set.size() == 1:
+    if process_set.size() == 1 or os.environ.get("HOROVOD_ELASTIC") == "1":
         return plan
     # device names may differ where every rank has one of its own
     own = {item.name: (item.num_elements, item.dtype, item.group) for item in parameters}

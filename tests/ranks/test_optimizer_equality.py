@@ -200,5 +200,5 @@ def test_a_plan_with_dense_parameters(rank, size):
         mean = sum(gradients(r, step)[name] for r in range(size) for step in range(3)) / size
         if name in held:
             sums[name] += stock.allreduce(held[name].double(), name=f"held.{name}")
-        torch.testing.assert_close(sums[name], torch.from_numpy(mean), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(sums[name], torch.tensor(mean), rtol=1e-5, atol=1e-6)
     assert optimizer.telemetry.last.num_union >= SHAPES["first"][0] * 30 // 10

@@ -1,0 +1,372 @@
+"""What users of Horovod's DistributedOptimizer rely on, with a sparsifier."""
+
+from __future__ import annotations
+
+import copy
+
+import horovod.torch as stock
+import numpy as np
+import pytest
+import torch
+
+import horovod_sparse.torch as hvd
+from horovod_sparse.feedback import recipe
+from horovod_sparse.merging import Plan
+from horovod_sparse.simulation import SimulatedCluster
+from support.linear import LinearModel, dyadic, same_on_all_ranks
+from support.optimizers import gradients_of, in_bucket_order, make, train_step
+
+SHAPES = {"first": (40, 30), "bias": (7,), "scalar": (), "second": (3, 5, 11)}
+
+
+def gradients(rank: int, step: int) -> dict[str, np.ndarray]:
+    return {name: dyadic(shape, rank, step, name) for name, shape in SHAPES.items()}
+
+
+def weights(model: torch.nn.Module) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def all_equal(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(some, others, strict=True))
+
+
+def clear_nothing(model, optimizer):
+    for parameter in model.parameters():
+        parameter.grad.zero_()
+
+
+CLEAR = {
+    "optimizer": lambda model, optimizer: optimizer.zero_grad(),
+    "optimizer, not to None": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
+    "model": lambda model, optimizer: model.zero_grad(),
+    "model, not to None": lambda model, optimizer: model.zero_grad(set_to_none=False),
+    "by hand": clear_nothing,
+}
+MODIFY = {
+    "as it is": lambda model: None,
+    "clipped": lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5),
+    "weight decay in place": lambda model: [p.grad.add_(p.detach(), alpha=0.01) for p in model.parameters()],
+    "past the version counter": lambda model: [p.grad.data.add_(p.data) for p in model.parameters()],
+}
+
+
+def test_every_way_to_clear_gradients_gives_the_same_training(rank):
+    for modify in MODIFY.values():
+        results = []
+        for clear in CLEAR.values():
+            model = LinearModel(SHAPES)
+            optimizer = make(model, "exdyna:density=0.05", bucket_bytes=700)
+            for step in range(4):
+                model.backward(gradients(rank, step))
+                optimizer.synchronize()
+                modify(model)
+                with optimizer.skip_synchronize():
+                    optimizer.step()
+                clear(model, optimizer)
+                assert not any(p.grad is not None and p.grad.count_nonzero() for p in model.parameters())
+            results.append(weights(model))
+            assert same_on_all_ranks(*results[-1])
+        assert all(all_equal(results[0], other) for other in results[1:])
+
+
+def test_gradients_that_are_not_cleared_accumulate_as_with_horovod(rank):
+    results = []
+    for compression in (None, "topk:density=1.0"):
+        model = LinearModel(SHAPES)
+        if compression:
+            optimizer = make(model, compression, op=stock.Sum)
+        else:
+            base = torch.optim.SGD(model.parameters(), lr=0.5)
+            optimizer = stock.DistributedOptimizer(base, model.named_parameters(), op=stock.Sum)
+        for step in range(3):
+            model.backward(gradients(rank, step))
+            optimizer.step()
+        results.append(weights(model))
+    assert all_equal(*results)
+
+
+def test_closures_see_synchronized_gradients(rank):
+    results = []
+    for how in ("plain", "closure", "closure that synchronizes"):
+        model = LinearModel(SHAPES)
+        optimizer = make(model, "topk:density=0.05", bucket_bytes=700)
+        for step in range(3):
+
+            def closure(model=model, optimizer=optimizer, step=step, how=how):
+                optimizer.zero_grad()
+                model.backward(gradients(rank, step))
+                if how == "closure that synchronizes":
+                    optimizer.synchronize()
+                return float(step)
+
+            if how == "plain":
+                closure()
+                optimizer.step()
+            else:
+                assert optimizer.step(closure) == float(step)
+        results.append(weights(model))
+    assert same_on_all_ranks(*results[0])
+    assert all_equal(results[0], results[1])
+    assert all_equal(results[0], results[2])
+
+
+def test_lbfgs_works_with_its_closure(rank):
+    """It evaluates the closure many times per step: every time with synchronized gradients."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(6, 1)
+    data = torch.randn(16, 6, generator=torch.Generator().manual_seed(rank))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.LBFGS(model.parameters(), max_iter=4),
+        named_parameters=model.named_parameters(),
+        compression=hvd.Compression.topk(density=1.0),
+    )
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (model(data) - data.sum(1, keepdim=True)).square().mean()
+        loss.backward()
+        return stock.allreduce(loss.detach(), name="loss")
+
+    first = float(optimizer.step(closure))
+    last = first
+    for _ in range(3):
+        last = float(optimizer.step(closure))
+    assert same_on_all_ranks(*weights(model))
+    assert last < 0.01 * first
+
+
+def test_parameter_groups_have_buckets_and_learning_rates_of_their_own(rank, size):
+    """Halving one group's rate doubles its residual, and leaves the others alone."""
+    groups = [("first", "bias"), ("second", "scalar")]
+    rates = [(0.5, 0.5), (0.25, 0.5), (0.25, 0.125)]
+    model = LinearModel(SHAPES)
+    base = torch.optim.SGD([{"params": [getattr(model, n) for n in names]} for names in groups], lr=0.5)
+    optimizer = hvd.DistributedOptimizer(
+        base, named_parameters=model.named_parameters(), compression="topk:density=0.1", op=stock.Sum
+    )
+    assert optimizer.plan.buckets == (("second", "scalar"), ("bias", "first"))
+    clusters = {
+        names: SimulatedCluster(
+            recipe("topk", density=0.1), sum(getattr(model, n).numel() for n in names), size
+        )
+        for names in optimizer.plan.buckets
+    }
+    for step, both in enumerate(rates):
+        for group, rate in zip(optimizer.param_groups, both, strict=True):
+            group["lr"] = rate
+        found = train_step(model, optimizer, gradients(rank, step))
+        for names, rate in zip(reversed(optimizer.plan.buckets), both, strict=True):
+            inputs = [in_bucket_order(gradients(r, step), names) for r in range(size)]
+            expected = clusters[names].step(inputs, rate)
+            np.testing.assert_array_equal(np.concatenate([found[n].reshape(-1) for n in names]), expected)
+
+
+def test_skip_synchronize_and_warning(rank):
+    model = LinearModel(SHAPES)
+    optimizer = make(model, "topk:density=0.1")
+    model.backward(gradients(rank, 0))
+    optimizer.synchronize()
+    before = gradients_of(model)
+    with optimizer.skip_synchronize():
+        optimizer.step()
+    assert all(torch.equal(before[name], p.grad) for name, p in model.named_parameters())
+    model.backward(gradients(rank, 1))
+    optimizer.synchronize()
+    with pytest.warns(UserWarning, match="skip_synchronize"):
+        optimizer.step()
+
+
+def test_zero_grad_and_replan_in_the_middle_of_a_step_are_refused(rank):
+    model = LinearModel(SHAPES)
+    optimizer = make(model, "topk:density=0.1", bucket_bytes=700)
+    model.backward({"second": gradients(rank, 0)["second"]})
+    with pytest.raises(AssertionError, match="zero_grad"):
+        optimizer.zero_grad()
+    with pytest.raises(AssertionError, match="replan"):
+        optimizer.replan(optimizer.plan)
+    with pytest.raises(AssertionError, match="backward_passes_per_step"):
+        model.backward({"second": gradients(rank, 0)["second"]})
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.set_backward_passes_per_step(2)
+    model.backward(gradients(rank, 1))
+    assert optimizer.telemetry.last.step == 1
+    model.backward(gradients(rank, 1))
+    optimizer.step()
+    assert optimizer.telemetry.last.step == 2
+
+
+def test_replan_keeps_residuals_and_gradients(rank, size):
+    """With everything selected afterwards, what was held back comes out complete."""
+    model = LinearModel(SHAPES)
+    optimizer = make(model, "topk:density=0.02", bucket_bytes=700, op=stock.Sum)
+    applied = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    for step in range(4):
+        if step == 2:
+            model.backward(gradients(rank, 9))
+            optimizer.step()  # not cleared: what stands in the gradients joins the next step
+            for name, parameter in model.named_parameters():
+                applied[name] += parameter.grad
+            held = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+            optimizer.replan(one_sorted_bucket(optimizer))
+            assert all(torch.equal(held[name], p.grad) for name, p in model.named_parameters())
+            optimizer.zero_grad()
+        found = train_step(model, optimizer, gradients(rank, step))
+        for name in SHAPES:
+            applied[name] += found[name]
+    held = optimizer.state_dict()["horovod_sparse"]["residuals"]
+    for name in SHAPES:
+        total = sum(gradients(r, step)[name] for r in range(size) for step in (0, 1, 2, 3, 9))
+        missing = stock.allreduce(held[name], op=stock.Sum, name=f"held.{name}").reshape(SHAPES[name])
+        np.testing.assert_array_equal((applied[name] + missing).numpy(), np.asarray(total, np.float32))
+
+
+def one_sorted_bucket(optimizer):
+    """All parameters in one bucket, in another order."""
+    return Plan((tuple(sorted(optimizer.plan.names())),))
+
+
+def test_broadcast_optimizer_state_and_adam(rank):
+    torch.manual_seed(rank)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.Adam(model.parameters(), lr=0.01 * (rank + 1)),
+        named_parameters=model.named_parameters(),
+        compression=hvd.Compression.exdyna(density=0.1),
+    )
+    stock.broadcast_parameters(model.state_dict(), root_rank=0)
+    if rank == 0:  # a step there must not be a collective one
+        assert optimizer.__module__ == "horovod.torch.optimizer"
+    stock.broadcast_optimizer_state(optimizer, root_rank=0)
+    assert optimizer.param_groups[0]["lr"] == 0.01
+    generator = torch.Generator().manual_seed(rank)
+    losses = []
+    for _ in range(60):
+        optimizer.zero_grad()
+        data = torch.randn(32, 8, generator=generator)
+        loss = (model(data) - data.sum(1, keepdim=True)).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert same_on_all_ranks(*weights(model))
+    assert np.mean(losses[-5:]) < 0.5 * np.mean(losses[:5])
+    stock.broadcast_optimizer_state(optimizer, root_rank=0)
+
+
+def test_channels_last_parameters(rank):
+    results = []
+    data = torch.from_numpy(dyadic((2, 3, 8, 8), "data", rank)).float()
+    for layout in (torch.contiguous_format, torch.channels_last):
+        torch.manual_seed(1)
+        model = torch.nn.Conv2d(3, 4, 3)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_((parameter * 8).round() / 8)
+        model = model.to(memory_format=layout)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.125),
+            named_parameters=model.named_parameters(),
+            compression=hvd.Compression.topk(density=1.0),
+        )
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(data).sum().backward()
+            optimizer.step()
+        assert model.weight.grad.stride() == model.weight.stride()
+        assert model.weight.grad.is_contiguous(memory_format=layout)
+        saved = optimizer.state_dict()["horovod_sparse"]["residuals"]["weight"]
+        assert saved.is_contiguous()
+        results.append([parameter.detach().contiguous() for parameter in model.parameters()])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other)
+    assert same_on_all_ranks(*results[1])
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+def test_embeddings(sparse, rank):
+    """A COO gradient with sparse_as_dense gives what a dense one gives."""
+    torch.manual_seed(3)
+    model = torch.nn.Embedding(20, 4, sparse=sparse)
+    reference = copy.deepcopy(model)
+    optimizer = make(model, "topk:density=1.0", sparse_as_dense=True)
+    dense = stock.DistributedOptimizer(
+        torch.optim.SGD(reference.parameters(), lr=0.5),
+        reference.named_parameters(),
+        sparse_as_dense=not sparse,
+    )
+    reference.sparse = False
+    for step in range(4):
+        words = torch.tensor([rank, 3 + step, 3 + step])
+        for one, its in ((model, optimizer), (reference, dense)):
+            (one(words) * 2.0).sum().backward()
+            its.step()
+            if step == 2:
+                one.zero_grad()
+            else:
+                its.zero_grad()
+    torch.testing.assert_close(model.weight, reference.weight)
+    assert same_on_all_ranks(model.weight)
+
+
+def test_without_a_sparsifier_it_is_horovods_own(rank):
+    for compression in (hvd.Compression.none, hvd.Compression.fp16, "none"):
+        model = LinearModel(SHAPES)
+        optimizer = make(model, compression)
+        assert optimizer.synchronize.__func__ is stock.optimizer._DistributedOptimizer.synchronize
+        assert not hasattr(optimizer, "telemetry")
+        train_step(model, optimizer, gradients(rank, 0))
+
+
+def test_frozen_and_empty_parameters_pass_by(rank, size):
+    model = LinearModel(SHAPES | {"empty": (0, 3)})
+    model.bias.requires_grad_(False)
+    model.register_parameter("whole", torch.nn.Parameter(torch.arange(3), requires_grad=False))
+    optimizer = make(model, "topk:density=1.0", op=stock.Sum)
+    assert set(optimizer.plan.names()) == {"first", "scalar", "second"}
+    given = {name: value for name, value in gradients(rank, 0).items() if name != "bias"}
+    model.backward(given)
+    optimizer.step()
+    assert model.bias.grad is None
+    assert model.whole.grad is None
+    expected = sum(gradients(r, 0)["first"] for r in range(size))
+    np.testing.assert_array_equal(model.first.grad.numpy(), expected)
+    optimizer.zero_grad()
+
+
+def test_step_hooks_run_once_and_see_synchronized_gradients(rank):
+    model = LinearModel(SHAPES)
+    optimizer = make(model, "topk:density=0.1")
+    seen = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append(gradients_of(model)))
+    model.backward(gradients(rank, 0))
+    optimizer.step()
+    assert len(seen) == 1
+    assert same_on_all_ranks(*seen[0].values())
+    assert optimizer.defaults["lr"] == 0.5
+
+
+def test_telemetry(rank, size):
+    model = LinearModel(SHAPES)
+    optimizer = make(model, "topk:density=0.1", bucket_bytes=700)
+    assert optimizer.telemetry.last is None
+    for step in range(3):
+        train_step(model, optimizer, gradients(rank, step))
+    last, numbers = (
+        optimizer.telemetry.last,
+        [sum(getattr(model, n).numel() for n in b) for b in optimizer.plan.buckets],
+    )
+    counts = [max(1, round(0.1 * n)) for n in numbers]
+    assert (last.step, optimizer.telemetry.num_steps) == (3, 3)
+    assert last.num_elements == sum(numbers)
+    assert last.num_selected == last.num_target == sum(counts)
+    assert last.bytes_sent == sum(4 * (4 + 2 * k) for k in counts)
+    assert last.dense_bytes == 4 * sum(numbers)
+    # the union is what stands in the gradients, counted before they were cleared
+    model.backward(gradients(rank, 3))
+    optimizer.synchronize()
+    touched = sum(int(p.grad.count_nonzero()) for p in model.parameters())
+    assert touched <= optimizer.telemetry.last.num_union <= size * sum(counts)
+    assert optimizer.telemetry.last.num_union - touched < 5  # values may cancel
+    assert last.fold_seconds > 0 and last.apply_seconds > 0
+    assert "x less" in optimizer.telemetry.summary()

@@ -1,0 +1,145 @@
+"""Checkpoints of our DistributedOptimizer: exact resume, other plans, sizes and models."""
+
+from __future__ import annotations
+
+import io
+import logging
+
+import horovod.torch as stock
+import numpy as np
+import pytest
+import torch
+
+from horovod_sparse.errors import StateMismatchError
+from horovod_sparse.merging import Plan
+from horovod_sparse.torch import SparseCompressor
+from support.cases import CASES, case_id
+from support.linear import LinearModel, dyadic, same_on_all_ranks
+from support.optimizers import make, residuals_of, train_step
+
+SHAPES = {"first": (40, 30), "bias": (7,), "second": (3, 5, 11)}
+
+
+def gradients(rank: int, step: int) -> dict[str, np.ndarray]:
+    return {name: dyadic(shape, rank, step, name) for name, shape in SHAPES.items()}
+
+
+def through_a_file(saved):
+    buffer = io.BytesIO()
+    torch.save(saved, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
+
+
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+def test_resume_is_invisible(case, rank):
+    """Stopped after 3 of 6 steps, with a learning rate that changed: the same bits as never stopped."""
+    results, saved, weights = [], None, None
+    for resumed in (False, True):
+        model = LinearModel(SHAPES)
+        optimizer = make(model, SparseCompressor(case.at(0.1)), bucket_bytes=700)
+        steps = range(6)
+        if resumed:
+            model.load_state_dict(weights)
+            optimizer.load_state_dict(saved)
+            steps = range(3, 6)
+        for step in steps:
+            if step == 3 and not resumed:
+                saved = through_a_file(optimizer.state_dict())
+                weights = {name: value.clone() for name, value in model.state_dict().items()}
+            optimizer.param_groups[0]["lr"] = 0.5 / (step + 1)
+            train_step(model, optimizer, gradients(rank, step))
+        results.append(
+            [p.detach().clone() for p in model.parameters()] + list(residuals_of(optimizer).values())
+        )
+        assert optimizer.telemetry.last.step == 6
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_plain_optimizer_loads_it_and_passes_over_the_entry(rank):
+    model = LinearModel(SHAPES)
+    optimizer = make(model, "topk:density=0.1")
+    train_step(model, optimizer, gradients(rank, 0))
+    saved = optimizer.state_dict()
+    plain = torch.optim.SGD(model.parameters(), lr=9.0)
+    plain.load_state_dict(saved)
+    assert plain.param_groups[0]["lr"] == 0.5
+    optimizer.load_state_dict(plain.state_dict())  # of a dense run: nothing is held back
+    assert not any(values.count_nonzero() for values in residuals_of(optimizer).values())
+    assert optimizer.telemetry.last.step == 1
+
+
+def test_another_plan_keeps_residuals(rank, caplog):
+    model = LinearModel(SHAPES)
+    optimizer = make(model, "exdyna:density=0.1", bucket_bytes=700)
+    train_step(model, optimizer, gradients(rank, 0))
+    saved = optimizer.state_dict()
+    held = residuals_of(optimizer)
+    other = make(LinearModel(SHAPES), "exdyna:density=0.1", plan=Plan((("first", "second"),), ("bias",)))
+    with caplog.at_level(logging.WARNING, "horovod_sparse"):
+        other.load_state_dict(saved)
+    assert "another plan" in caplog.text
+    assert sorted(held) == sorted(residuals_of(other))
+    assert all(torch.equal(values, held[name]) for name, values in residuals_of(other).items())
+
+
+def test_in_the_middle_of_a_step_loading_gives_it_up(rank):
+    model = LinearModel(SHAPES)
+    optimizer = make(model, "exdyna:density=0.1", bucket_bytes=700)
+    train_step(model, optimizer, gradients(rank, 0))
+    saved = through_a_file(optimizer.state_dict())
+    expected = train_step(model, optimizer, gradients(rank, 1))
+    # on one rank a bucket is under way, on the others none
+    model.backward(
+        {"second": gradients(rank, 5)["second"]} if rank == 0 else {"bias": gradients(rank, 5)["bias"]}
+    )
+    optimizer.load_state_dict(saved)
+    found = train_step(model, optimizer, gradients(rank, 1))
+    assert all(torch.equal(found[name], expected[name]) for name in SHAPES)
+
+
+def changed(saved, **entry):
+    return saved | {"horovod_sparse": saved["horovod_sparse"] | entry}
+
+
+def test_what_does_not_fit_is_refused_and_nothing_is_loaded(rank):
+    model = LinearModel(SHAPES)
+    optimizer = make(model, "topk:density=0.1")
+    train_step(model, optimizer, gradients(rank, 0))
+    saved = optimizer.state_dict()
+    before = residuals_of(optimizer)
+    residuals = saved["horovod_sparse"]["residuals"]
+    wrong = {
+        "topk": ({"algorithm": "micro", "recipe": "micro:density=0.1"}, "micro"),
+        "format": ({"format": 99}, "99"),
+        "bias": ({"residuals": residuals | {"bias": torch.zeros(8)}}, "bias"),
+        "third": ({"plan": {"buckets": [["first", "third", "second"]], "dense": []}}, "third"),
+    }
+    for word, (entry, other) in wrong.items():
+        with pytest.raises(StateMismatchError, match=word) as error:
+            optimizer.load_state_dict(changed(saved, **entry))
+        assert other in str(error.value)
+    assert all(torch.equal(values, before[name]) for name, values in residuals_of(optimizer).items())
+
+
+def test_a_checkpoint_of_another_size_is_scaled_and_says_so(rank, size, caplog):
+    """As many ranks twice over: each old rank's file is loaded by two, and the mean stays as it is."""
+    model = LinearModel(SHAPES)
+    optimizer = make(model, "exdyna:density=0.1")
+    train_step(model, optimizer, gradients(rank, 0))
+    saved = optimizer.state_dict()
+    held = residuals_of(optimizer)
+    # pretend that one rank alone had saved it: all ranks load rank 0's file
+    lone = changed(saved, rank=0, size=1)
+    with caplog.at_level(logging.WARNING, "horovod_sparse"):
+        optimizer.load_state_dict(lone)
+    assert "1 ranks" in caplog.text
+    assert all(torch.equal(values, held[name]) for name, values in residuals_of(optimizer).items())
+    # of twice as many ranks: this rank's file is one of two that belong to it
+    optimizer.load_state_dict(changed(saved, size=2 * size))
+    for name, values in residuals_of(optimizer).items():
+        assert torch.equal(values, held[name] / 2)
+    train_step(model, optimizer, gradients(rank, 1))
+    assert same_on_all_ranks(*model.parameters())
+    assert stock.size() == size

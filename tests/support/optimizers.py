@@ -1,0 +1,56 @@
+"""Our own optimizer around a model of chosen gradients, for unit tests and rank tests alike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from support.linear import LinearModel
+
+__all__ = ["flat", "gradients_of", "in_bucket_order", "make", "residuals_of", "train_step"]
+
+
+def make(model: torch.nn.Module, compression: Any, *, lr: float = 0.5, **arguments: Any) -> Any:
+    """Our DistributedOptimizer around plain SGD."""
+    import horovod_sparse.torch as hvd
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    return hvd.DistributedOptimizer(
+        optimizer, named_parameters=model.named_parameters(), compression=compression, **arguments
+    )
+
+
+def gradients_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of the gradients."""
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+def train_step(
+    model: LinearModel, optimizer: Any, gradients: Mapping[str, np.ndarray], order: Any = None
+) -> dict[str, torch.Tensor]:
+    """Backward, synchronize, step, zero_grad; returns the synchronized gradients."""
+    model.backward(gradients, order)
+    optimizer.synchronize()
+    found = gradients_of(model)
+    with optimizer.skip_synchronize():
+        optimizer.step()
+    optimizer.zero_grad()
+    return found
+
+
+def flat(tensors: Mapping[str, torch.Tensor], names: Any) -> np.ndarray:
+    """The tensors of these names behind one another."""
+    return np.concatenate([tensors[name].reshape(-1).numpy() for name in names])
+
+
+def in_bucket_order(gradients: Mapping[str, np.ndarray], names: Any) -> np.ndarray:
+    """A bucket's gradient in float32."""
+    return np.concatenate([np.asarray(gradients[name]).reshape(-1) for name in names]).astype(np.float32)
+
+
+def residuals_of(optimizer: Any) -> dict[str, torch.Tensor]:
+    """This rank's residuals, as a checkpoint has them."""
+    return optimizer.state_dict()["horovod_sparse"]["residuals"]
