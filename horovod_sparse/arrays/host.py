@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from horovod_sparse import kernels
+from horovod_sparse.arrays.gradients import accumulating, checked_gradient, pieces, squares
+from horovod_sparse.arrays.host_journal import Journal
+from horovod_sparse.arrays.moments import Moments
 from horovod_sparse.arrays.protocol import FoldReport, Indices, Values
 from horovod_sparse.errors import ArgumentError
-from horovod_sparse.kernels import host_fold, host_fold_momentum, host_maxima, host_scatter
-from horovod_sparse.kernels.host_apply import checked
-from horovod_sparse.kernels.layout import Layout, bits_dtype, native_bits
+from horovod_sparse.kernels import host_fold, host_maxima, host_scatter, host_statistics
+from horovod_sparse.kernels.host_apply import checked, compiled_for
+from horovod_sparse.kernels.layout import Layout, bits_dtype, bits_of
 
 __all__ = ["HostAccumulator"]
 
 Array = NDArray[Any]
-
-
-@dataclass(frozen=True)
-class _Change:
-    """What stood at some places before they were changed."""
-
-    indices: Indices
-    values: Values
-    companions: tuple[Values, ...]
 
 
 class HostAccumulator:
@@ -64,7 +57,7 @@ class HostAccumulator:
         if not 0.0 < density <= 1.0:
             raise ArgumentError("density", density, "a number in (0, 1]")
         self._layout = Layout(int(num_elements), kernels.block_size(density))
-        kind = _accumulating(dtype)
+        kind = accumulating(dtype)
         if memory is not None and (
             memory.dtype != kind or memory.shape != (num_elements,) or not memory.flags.carray
         ):
@@ -75,9 +68,7 @@ class HostAccumulator:
         self._values = np.zeros(num_elements, kind) if memory is None else memory
         self._companions = tuple(np.zeros_like(self._values) for _ in range(companions))
         self._maxima: Array | None = None
-        self._journal: list[_Change] = []
-        # Changes up to here are in the maxima; those after only keep them upper bounds.
-        self._refreshed = 0
+        self._journal = Journal((self._values, *self._companions))
         self._report = FoldReport()
         self._square_norm = (
             float(host_fold.squares_of(memory, 0, num_elements)) if memory is not None else 0.0
@@ -138,54 +129,23 @@ class HostAccumulator:
             raise ArgumentError("momentum", momentum, "None, or make the accumulator with companions=1")
         if momentum is not None and not 0.0 <= momentum <= 1.0:
             raise ArgumentError("momentum", momentum, "a number in [0, 1]")
-        if not np.isfinite(decay):
-            raise ArgumentError("decay", decay, "a finite number")
         kind = self.dtype.type
         kept = kind(decay if keep_residual else 0.0)
-        report = np.array([0.0, -1.0, 0.0])
+        if not np.isfinite(kept):
+            raise ArgumentError("decay", decay, f"a number that {self.dtype.name} can hold")
+        array = checked_gradient(gradient, self.num_elements, self.dtype)
         if self._maxima is None:
             self._maxima = np.empty(self._layout.num_blocks, bits_dtype(self.dtype))
-        self._journal.clear()
-        self._refreshed = 0
+        self._journal.forget()
         velocity = self._companions[0] if momentum is not None else None
-        speed = momentum or 0.0
-        factors = np.array([kept, speed, *((1.0, speed) if nesterov else (0.0, 1.0))], kind)
-        block = self._layout.block
-        for start, piece in self._pieces(gradient):
-            stop = start + piece.size
-            values = self._values[start:stop]
-            maxima = self._maxima[start // block : -(-stop // block)]
-            before = report[0], report[1]
-            report[1] = -1.0
-            if velocity is None:
-                host_fold.fold_plain(values, piece, maxima, block, kept, report)
-            else:
-                speeds = velocity[start:stop]
-                host_fold_momentum.fold_momentum(values, speeds, piece, maxima, block, factors, report)
-            if before[0] > 0:
-                report[1] = before[1]
-            elif report[1] >= 0:
-                report[1] += start
+        factors = kernels.fold_factors(self.dtype, kept, momentum or 0.0, nesterov)
+        parts = pieces(array, 1024 * self._layout.block)
+        folded = kernels.fold(self._values, parts, self._maxima, self._layout, factors, velocity)
         carried = float(kept) ** 2 * self._square_norm
-        self._square_norm = float(report[2])
-        self._report = FoldReport(int(report[0]), int(report[1]), self._square_norm, carried)
+        self._square_norm = folded.square_norm
+        self._norm_at_start = self._square_norm
+        self._report = FoldReport(folded.num_nonfinite, folded.first_nonfinite, folded.square_norm, carried)
         return self._report
-
-    def _pieces(self, gradient: Any) -> Any:
-        array = np.asarray(gradient)
-        if array.size != self.num_elements:
-            raise ArgumentError("gradient", array.shape, f"an array of {self.num_elements} elements")
-        if (array.dtype == np.float64) != (self.dtype == np.float64):
-            raise ArgumentError("gradient", array.dtype.name, f"a type that accumulates in {self.dtype.name}")
-        if array.flags.c_contiguous and array.flags.aligned and array.dtype.isnative:
-            yield 0, native_bits(array)
-            return
-        # Chunk by chunk through a small buffer; cleared at the end, since strides may overlap.
-        size = 1024 * self._layout.block
-        for start in range(0, array.size, size):
-            chunk = np.array(array.flat[start : start + size], array.dtype.newbyteorder("="))
-            yield start, native_bits(chunk)
-        array[...] = 0
 
     def _bounds(self) -> Array:
         """Upper bounds of the block maxima."""
@@ -195,10 +155,10 @@ class HostAccumulator:
         return self._maxima
 
     def _exact_maxima(self) -> Array:
+        # Cleared elements leave upper bounds; they are made exact only when that is needed.
         maxima = self._bounds()
-        for change in self._journal[self._refreshed :]:
-            host_maxima.refresh_maxima(self._values, maxima, self._layout.block, change.indices)
-        self._refreshed = len(self._journal)
+        for indices in self._journal.unseen():
+            host_maxima.refresh_maxima(self._values, maxima, self._layout.block, indices)
         return maxima
 
     def largest(self, num_selected: int, start: int = 0, stop: int | None = None) -> Indices:
@@ -213,6 +173,32 @@ class HostAccumulator:
         """All positions in [start, stop) whose magnitude is >= threshold and not 0."""
         return kernels.at_least(self._values, self._bounds(), self._layout, threshold, start, stop)
 
+    def count_at_least(self, thresholds: Any) -> NDArray[np.int64]:
+        """How many magnitudes are >= each threshold and not 0, for several thresholds in one read.
+
+        Args:
+            thresholds: magnitudes, shape (m,).
+
+        Returns:
+            int64, shape (m,).
+        """
+        keys = np.array([bits_of(float(t), self.dtype) for t in thresholds], bits_dtype(self.dtype))
+        counts = np.zeros(keys.size, np.int64)
+        host_statistics.count_at_least(self._values, self._bounds(), self._layout.block, keys, counts)
+        return counts
+
+    def moments(self, threshold: float = 0.0) -> Moments:
+        """Moments of the magnitudes that are >= threshold and not 0, in one read."""
+        out = np.zeros(4)
+        host_statistics.moments_at_least(self._values, bits_of(threshold, self.dtype), out)
+        return Moments(int(out[0]), float(out[1]), float(out[2]), float(out[3]))
+
+    def sample_magnitudes(self, stride: int, offset: int = 0) -> Values:
+        """Every stride-th magnitude from offset on."""
+        if stride < 1 or offset < 0:
+            raise ArgumentError("stride, offset", (stride, offset), "a stride from 1, an offset from 0")
+        return np.abs(self._values[offset::stride])
+
     def take(self, indices: Indices) -> Values:
         """The values there, as a fresh array."""
         where = checked(indices, self.num_elements)
@@ -223,7 +209,7 @@ class HostAccumulator:
     def clear(self, indices: Indices) -> None:
         """Sets the values there, and the companions', to 0."""
         where = checked(indices, self.num_elements)
-        old = self._remember(where)
+        old = self._journal.remember(where)
         for array in (self._values, *self._companions):
             host_scatter.clear_at(array, where)
         # all of them: 0 exactly, not the rounding of the fold's sum
@@ -232,41 +218,26 @@ class HostAccumulator:
     def add(self, indices: Indices, values: Values) -> None:
         """Adds to the values there. Indices are unique."""
         where = checked(indices, self.num_elements)
-        new = np.ascontiguousarray(values, self.dtype).reshape(-1)
+        new = compiled_for(values, self.dtype)
         if new.size != where.size:
             raise ArgumentError("values", new.size, f"one for each of the {where.size} indices")
-        old = self._remember(where)
+        old = self._journal.remember(where)
         host_scatter.add_at(self._values, where, new)
-        self._square_norm = self._norm_without(old) + _squares(self.take(where))
+        self._square_norm = self._norm_without(old) + squares(self.take(where))
         if self._maxima is not None:
             host_maxima.raise_maxima(self._values, self._maxima, self._layout.block, where)
 
     def _norm_without(self, old: Values) -> float:
-        return max(0.0, self._square_norm - _squares(old))
-
-    def _remember(self, indices: Indices) -> Values:
-        taken = []
-        for array in (self._values, *self._companions):
-            old = np.empty(indices.size, self.dtype)
-            host_scatter.take_at(array, indices, old)
-            taken.append(old)
-        # A copy: the caller may reuse its array, and the journal must not change with it.
-        self._journal.append(_Change(indices.copy(), taken[0], tuple(taken[1:])))
-        return taken[0]
+        return max(0.0, self._square_norm - squares(old))
 
     def abandon(self) -> None:
         """Takes back every `clear` and `add` since the last fold, bit for bit."""
-        for change in reversed(self._journal):
-            host_scatter.put_at(self._values, change.indices, change.values)
-            for array, old in zip(self._companions, change.companions, strict=True):
-                host_scatter.put_at(array, change.indices, old)
+        places = self._journal.undo()
         if self._maxima is not None:
-            for change in self._journal:
-                host_maxima.refresh_maxima(self._values, self._maxima, self._layout.block, change.indices)
-        if self._journal:
-            self._square_norm = self._report.square_norm
-        self._journal.clear()
-        self._refreshed = 0
+            for indices in places:
+                host_maxima.refresh_maxima(self._values, self._maxima, self._layout.block, indices)
+        if places:
+            self._square_norm = self._norm_at_start
 
     def values(self) -> Values:
         """All n values: a view, to be read only (use `assign` to change them)."""
@@ -288,19 +259,6 @@ class HostAccumulator:
             raise ArgumentError("values", new.shape, f"an array of {self.num_elements} elements")
         self._values[...] = new.reshape(-1)
         self._square_norm = float(host_fold.squares_of(self._values, 0, self.num_elements))
+        self._norm_at_start = self._square_norm
         self._maxima = None
-        self._journal.clear()
-        self._refreshed = 0
-
-
-def _squares(values: Values) -> float:
-    wide = values.astype(np.float64)
-    return float(np.dot(wide, wide))
-
-
-def _accumulating(dtype: Any) -> type[np.floating[Any]]:
-    """bfloat16 is no NumPy type: everything but float64 accumulates in float32."""
-    name = str(getattr(dtype, "name", getattr(dtype, "__name__", dtype))).removeprefix("torch.")
-    if name not in ("float16", "bfloat16", "uint16", "float32", "float64"):
-        raise ArgumentError("dtype", dtype, "float32, float64, float16 or bfloat16")
-    return np.float64 if name == "float64" else np.float32
+        self._journal.forget()

@@ -7,14 +7,20 @@ from __future__ import annotations
 
 from horovod_sparse.kernels.host import at_least, kth_magnitude, largest
 from horovod_sparse.kernels.host_apply import apply_sum, clear_at
+from horovod_sparse.kernels.host_folds import Folded, fold, fold_factors
 from horovod_sparse.kernels.layout import Layout, block_size
+from horovod_sparse.kernels.warm import warm_up
 
 __all__ = [
+    "Folded",
     "Layout",
     "apply_sum",
     "at_least",
     "block_size",
     "clear_at",
+    "fold",
+    "fold_factors",
     "kth_magnitude",
     "largest",
+    "warm_up",
 ]

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_sparse.errors import MessageError
+from horovod_sparse.errors import ArgumentError, MessageError
 from horovod_sparse.kernels import host_scatter
 from horovod_sparse.kernels.layout import check_indices, native_bits
 
-__all__ = ["apply_sum", "checked", "clear_at"]
+__all__ = ["apply_sum", "checked", "clear_at", "compiled_for"]
 
 Array = NDArray[Any]
 
@@ -35,14 +35,30 @@ def checked(indices: Any, num_elements: int) -> NDArray[np.int32]:
             raise MessageError(f"indices are {given.dtype.name}, not integers")
         if given.size and (given.min() < 0 or given.max() >= num_elements):
             check_indices(given, int(np.argmax((given < 0) | (given >= num_elements))), num_elements)
-    ready = np.ascontiguousarray(given.reshape(-1), np.int32)
+    ready = compiled_for(given, np.int32)
     check_indices(ready, host_scatter.find_outside(ready, num_elements), num_elements)
     return ready
 
 
+def compiled_for(array: Any, kind: Any) -> Array:
+    """The array, or a copy, in the one form that the kernels are compiled for.
+
+    What comes out of a message may be read-only or start at an odd address, and numba would compile
+    every kernel once more for each such kind.
+
+    Args:
+        array: numbers, shape (k,).
+        kind: the dtype wanted.
+
+    Returns:
+        shape (k,), contiguous, aligned, writeable, in native byte order.
+    """
+    return np.require(np.asarray(array).reshape(-1), kind, ["C", "A", "W"])
+
+
 def _flat(dense: Array) -> Array:
-    if not dense.flags.c_contiguous:
-        raise ValueError("the dense array must be contiguous")
+    if not dense.flags.carray or not dense.dtype.isnative:
+        raise ArgumentError("dense", dense.strides, "a contiguous, aligned and writeable array")
     return native_bits(dense)
 
 
@@ -61,6 +77,7 @@ def apply_sum(dense: Array, indices: Any, values: Any) -> int:
         How many different elements held +0.0 before: the size of the union, if dense was zero.
 
     Raises:
+        ArgumentError: dense is not contiguous or has another type.
         MessageError: an index is outside, or the lengths differ; nothing was written then.
 
     Example:
@@ -73,7 +90,7 @@ def apply_sum(dense: Array, indices: Any, values: Any) -> int:
     flat = _flat(dense)
     where = checked(indices, flat.size)
     kind = np.dtype(np.float64) if flat.dtype == np.float64 else np.dtype(np.float32)
-    new = np.ascontiguousarray(values).reshape(-1).astype(kind, copy=False)
+    new = compiled_for(values, kind)
     if new.size != where.size:
         raise MessageError(f"{where.size} indices came with {new.size} values")
     if flat.dtype.kind == "f":

@@ -1,4 +1,4 @@
-"""The fold with momentum correction (Lin et al. 2018): the velocity is kept by each rank, before selection."""
+"""The fold with momentum correction (Lin et al. 2018): each rank has its own velocity, before selection."""
 
 from __future__ import annotations
 

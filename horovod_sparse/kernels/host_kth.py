@@ -6,7 +6,8 @@ import numpy as np
 
 from horovod_sparse.kernels import lanes as v
 from horovod_sparse.kernels.compile import kernel
-from horovod_sparse.kernels.packing import append_keys, count_bits
+from horovod_sparse.kernels.masks import count_bits, mask_at_least
+from horovod_sparse.kernels.packing import append_keys
 from horovod_sparse.kernels.scalars import digit, magnitude, raw_bits
 
 __all__ = ["between", "kth_of", "kth_of_values", "sample"]
@@ -146,9 +147,9 @@ def between(values, low, high, start, stop, keys):  # type: ignore[no-untyped-de
             return above, -1
         if i + v.LANES <= stop:
             sizes = v.magnitudes(v.load(values, i))
-            not_above = v.mask_at_least(highs, sizes)
+            not_above = mask_at_least(highs, sizes)
             above += v.LANES - count_bits(not_above)
-            count = append_keys(sizes, not_above & v.mask_at_least(sizes, lows), keys, count)
+            count = append_keys(sizes, not_above & mask_at_least(sizes, lows), keys, count)
             i += v.LANES
         else:
             key = magnitude(values[i])

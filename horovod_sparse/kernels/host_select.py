@@ -7,7 +7,8 @@ import numpy as np
 from horovod_sparse.kernels import lanes as v
 from horovod_sparse.kernels.compile import kernel
 from horovod_sparse.kernels.host_kth import kth_of
-from horovod_sparse.kernels.packing import append, append_keys, append_positions, count_bits
+from horovod_sparse.kernels.masks import count_bits, mask_at_least, without_last_bit
+from horovod_sparse.kernels.packing import append, append_keys, append_positions
 from horovod_sparse.kernels.scalars import magnitude, successor
 
 __all__ = ["collect", "select_exactly"]
@@ -25,7 +26,7 @@ def _open(values, start, stop, threshold, indices, keys, count):  # type: ignore
     i = start
     while i + v.LANES <= stop:
         sizes = v.magnitudes(v.load(values, i))
-        count = append(sizes, v.mask_at_least(sizes, thresholds), i, indices, keys, count)
+        count = append(sizes, mask_at_least(sizes, thresholds), i, indices, keys, count)
         i += v.LANES
     while i < stop:
         key = magnitude(values[i])
@@ -44,7 +45,7 @@ def _list_blocks(values, maxima, block, threshold, first, last, passing):  # typ
     thresholds = v.splat(threshold)
     j = first
     while j + v.LANES <= last:
-        count = append_positions(v.mask_at_least(v.load(maxima, j), thresholds), j, passing, count)
+        count = append_positions(mask_at_least(v.load(maxima, j), thresholds), j, passing, count)
         j += v.LANES
     while j < last:
         if maxima[j] >= threshold:
@@ -86,7 +87,7 @@ def _keep_largest(indices, keys, count, k, num_bits):  # type: ignore[no-untyped
     kept, i = 0, 0
     while i + v.LANES <= count:  # in place: what is overwritten was read before
         sizes, where = v.load(keys, i), v.load(indices, i)
-        mask = v.mask_at_least(sizes, limits)
+        mask = mask_at_least(sizes, limits)
         append_keys(where, mask, indices, kept)
         kept = append_keys(sizes, mask, keys, kept)
         i += v.LANES
@@ -191,13 +192,13 @@ def select_exactly(values, maxima, block, smallest, ties, start, stop, k, indice
         while i < piece_stop:
             if i + v.LANES <= piece_stop and count + v.LANES <= capacity:
                 sizes = v.magnitudes(v.load(values, i))
-                mask = v.mask_at_least(sizes, thresholds)
-                equal = mask & v.mask_at_least(thresholds, sizes)
+                mask = mask_at_least(sizes, thresholds)
+                equal = mask & mask_at_least(thresholds, sizes)
                 if equal != 0:
                     here = count_bits(equal)
                     while here > ties:
-                        mask = v.without_last_bit(mask, equal)
-                        equal = v.without_last_bit(equal, equal)
+                        mask = without_last_bit(mask, equal)
+                        equal = without_last_bit(equal, equal)
                         here -= 1
                     ties -= here
                 count = append_positions(mask, i, indices, count)

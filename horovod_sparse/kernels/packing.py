@@ -16,8 +16,9 @@ from numba.extending import intrinsic
 
 from horovod_sparse.kernels import lanes as v
 from horovod_sparse.kernels.compile import kernel
+from horovod_sparse.kernels.masks import count_bits, first_bit, lane_of, without_first_bit
 
-__all__ = ["PACKS", "append", "append_keys", "append_positions", "count_bits"]
+__all__ = ["PACKS", "append", "append_keys", "append_positions"]
 
 
 def _packs() -> bool:
@@ -31,16 +32,6 @@ def _packs() -> bool:
 
 
 PACKS = _packs()
-
-
-@intrinsic
-def count_bits(typingctx: Any, mask: Any) -> Any:
-    """How many bits of a uint64 are set."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.ctpop(args[0])
-
-    return types.int64(types.uint64), codegen
 
 
 @intrinsic
@@ -130,8 +121,8 @@ else:
     def append_keys(sizes, mask, keys, count):  # type: ignore[no-untyped-def]
         """Appends the key of every lane in the mask; there must be room for all lanes."""
         while mask != 0:
-            keys[count] = v.lane_of(sizes, v.first_bit(mask))
-            mask = v.without_first_bit(mask)
+            keys[count] = lane_of(sizes, first_bit(mask))
+            mask = without_first_bit(mask)
             count += 1
         return count
 
@@ -139,8 +130,8 @@ else:
     def append_positions(mask, start, indices, count):  # type: ignore[no-untyped-def]
         """Appends start + lane for every bit of the mask; there must be room for all lanes."""
         while mask != 0:
-            indices[count] = start + v.first_bit(mask)
-            mask = v.without_first_bit(mask)
+            indices[count] = start + first_bit(mask)
+            mask = without_first_bit(mask)
             count += 1
         return count
 
@@ -148,9 +139,9 @@ else:
     def append(sizes, mask, start, indices, keys, count):  # type: ignore[no-untyped-def]
         """Appends position and key of every lane in the mask; there must be room for all lanes."""
         while mask != 0:
-            lane = v.first_bit(mask)
+            lane = first_bit(mask)
             indices[count] = start + lane
-            keys[count] = v.lane_of(sizes, lane)
-            mask = v.without_first_bit(mask)
+            keys[count] = lane_of(sizes, lane)
+            mask = without_first_bit(mask)
             count += 1
         return count

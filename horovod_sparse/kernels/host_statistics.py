@@ -1,0 +1,118 @@
+"""What threshold estimators ask of an accumulator: counts and moments of magnitudes, one read each."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from horovod_sparse.kernels import bit_fields as f
+from horovod_sparse.kernels import lanes as v
+from horovod_sparse.kernels.compile import kernel
+from horovod_sparse.kernels.masks import count_bits, mask_at_least
+from horovod_sparse.kernels.scalars import magnitude
+
+__all__ = ["count_at_least", "moments_at_least"]
+
+# A product of so many fractions below 2 stays below 2**64; then its exponent is taken out.
+_STRETCH = 64 * v.LANES
+
+
+@kernel
+def count_at_least(values, maxima, block, thresholds, counts):  # type: ignore[no-untyped-def]
+    """counts[t] = how many magnitudes are >= thresholds[t].
+
+    Args:
+        values: float32 or float64, shape (n,).
+        maxima: upper bounds of the block maxima.
+        block: elements per block.
+        thresholds: magnitude bits, shape (m,), of the type of maxima.
+        counts: int64, shape (m,), overwritten.
+    """
+    counts[:] = 0
+    if thresholds.size == 0:
+        return
+    lowest = thresholds.min()
+    for j in range(maxima.size):
+        if maxima[j] < lowest:
+            continue
+        i, stop = j * block, min(j * block + block, values.size)
+        while i + v.LANES <= stop:
+            sizes = v.magnitudes(v.load(values, i))
+            for t in range(thresholds.size):
+                counts[t] += count_bits(mask_at_least(sizes, v.splat(thresholds[t])))
+            i += v.LANES
+        while i < stop:
+            for t in range(thresholds.size):
+                counts[t] += magnitude(values[i]) >= thresholds[t]
+            i += 1
+
+
+@kernel
+def _one_by_one(values, threshold, start, stop, out):  # type: ignore[no-untyped-def]
+    for i in range(start, stop):
+        if magnitude(values[i]) >= threshold:
+            size = abs(np.float64(values[i]))
+            out[0] += 1
+            out[1] += size
+            out[2] += size * size
+            out[3] += math.log(size)
+
+
+@kernel
+def moments_at_least(values, threshold, out):  # type: ignore[no-untyped-def]
+    """Adds up the magnitudes >= threshold: their number, sum, sum of squares, and sum of logarithms.
+
+    The logarithm of a product costs one logarithm: fractions are multiplied and exponents added, 64
+    at a time in each lane.
+
+    Args:
+        values: float32 or float64, shape (n,).
+        threshold: magnitude bits, 1 or more (the logarithm of 0 is none).
+        out: float64, shape (4,), overwritten.
+    """
+    out[:] = 0.0
+    thresholds = v.splat(threshold)
+    bias = 127 if values.itemsize == 4 else 1023
+    whole = values.size // _STRETCH * _STRETCH
+    exponents = 0
+    if values.size == 0:
+        return
+    products = f.fractions_of(v.zeros_like(thresholds))
+    for stretch in range(0, whole, _STRETCH):
+        sums = v.zeros_like(products)
+        squares = v.zeros_like(products)
+        words = v.zeros_like(thresholds)
+        count = 0
+        before = products
+        for i in range(stretch, stretch + _STRETCH, v.LANES):
+            sizes = v.magnitudes(v.load(values, i))
+            count += count_bits(mask_at_least(sizes, thresholds))
+            kept = f.or_zero(sizes, thresholds)
+            numbers = f.as_floats(kept)
+            sums = v.add(sums, numbers)
+            squares = v.add(squares, v.multiply(numbers, numbers))
+            words = f.add_words(words, f.exponents_of(kept))
+            products = v.multiply(products, f.fractions_of(kept))
+        if count == 0:
+            continue
+        total = v.sum_of(squares)
+        # Beyond what squares, sums or fractions hold (overflow, subnormal numbers): the slow way.
+        if not 1e-30 < total < math.inf:
+            products = before
+            _one_by_one(values, threshold, stretch, stretch + _STRETCH, out)
+            continue
+        # From here products hold [1, 2) again: their exponents move to the sum of exponents.
+        grown = v.magnitudes(products)
+        exponents += f.total_of(f.exponents_of(grown)) - v.LANES * bias
+        products = f.fractions_of(grown)
+        exponents += f.total_of(words) - count * bias
+        out[0] += count
+        out[1] += v.sum_of(sums)
+        out[2] += total
+    rest = np.empty(v.LANES, values.dtype)
+    v.store(rest, 0, products)
+    for lane in range(v.LANES):
+        out[3] += math.log(rest[lane])
+    out[3] += exponents * math.log(2.0)
+    _one_by_one(values, threshold, whole, values.size, out)
