@@ -22,6 +22,7 @@ __all__ = [
     "SparsifierState",
     "Traffic",
     "accumulator_dtype",
+    "check_count",
     "check_number",
 ]
 
@@ -142,6 +143,16 @@ def check_number(
         raise ArgumentError(argument, value, allowed)
 
 
+def check_count(argument: str, value: object, allowed: str, *, low: int = 1) -> None:
+    """Refuses what is not a whole number from `low` on, naming the argument.
+
+    Raises:
+        ArgumentError: if it is not whole, or too small.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < low:
+        raise ArgumentError(argument, value, allowed)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sparsifier(abc.ABC):
     """One algorithm, described: a frozen, picklable value that exists before `hvd.init()`.
@@ -164,8 +175,7 @@ class Sparsifier(abc.ABC):
 
     def __post_init__(self) -> None:
         check_number("density", self.density, "a kept fraction in (0, 1]", low=0.0, high=1.0)
-        if not isinstance(self.quantum, int) or self.quantum < 1:
-            raise ArgumentError("quantum", self.quantum, "a whole number of elements, 1 or more")
+        check_count("quantum", self.quantum, "a whole number of elements, 1 or more")
 
     def num_selected(self, info: BucketInfo, state: SparsifierState) -> int:
         """K = max(1, round(density * n)), at most n: what the user asked for in this step."""

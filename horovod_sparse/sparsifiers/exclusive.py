@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
 
-from horovod_sparse.arrays.protocol import Accumulator, Values
+from horovod_sparse.arrays.protocol import Accumulator, Indices, Values
 from horovod_sparse.collectives import AllGather, AllReduce, Request, Synchronization
 from horovod_sparse.sparsifiers.base import (
     BucketInfo,
@@ -63,8 +63,15 @@ class ExclusiveThreshold(Sparsifier):
     def window(self, state: Any, info: BucketInfo) -> Window:
         """(start, stop) of what this rank searches in this step."""
 
-    def observe(self, state: Any, info: BucketInfo, counts: np.ndarray) -> None:
-        """Learns from the counts of all ranks (moves partitions, for one). Nothing here."""
+    def observe(self, state: Any, info: BucketInfo, counts: np.ndarray, union: Indices) -> None:
+        """Learns from what all ranks selected (moves partitions, for one). Nothing here.
+
+        Args:
+            state: before its step is counted; changed in place.
+            info: the facts of the bucket.
+            counts: int [P], elements selected by every rank.
+            union: the selections of all ranks, one behind the other.
+        """
 
     def synchronize(
         self, accumulator: Accumulator, state: ExclusiveState, info: BucketInfo
@@ -88,7 +95,7 @@ class ExclusiveThreshold(Sparsifier):
         sum_ = SparseSum(union, summed[: union.size], **headers(messages))
         sum_.facts.update(self._facts(threshold, num_selected, sum_.counts, info))
         rule.steer(union.size, num_selected, state.threshold)
-        self.observe(state, info, sum_.counts)
+        self.observe(state, info, sum_.counts, union)
         state.step += 1
         return sum_
 

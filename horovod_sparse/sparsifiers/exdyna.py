@@ -7,8 +7,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from horovod_sparse.errors import ArgumentError, UnknownNameError
-from horovod_sparse.sparsifiers.base import BucketInfo, check_number
+from horovod_sparse.arrays.protocol import Indices
+from horovod_sparse.errors import UnknownNameError
+from horovod_sparse.sparsifiers.base import BucketInfo, check_count, check_number
 from horovod_sparse.sparsifiers.exclusive import ExclusiveState, ExclusiveThreshold, Window
 from horovod_sparse.sparsifiers.partitions import Partitions, move_one_block, move_proportionally, partition
 
@@ -33,14 +34,14 @@ class ExDyna(ExclusiveThreshold):
     """Rank i selects |acc| >= threshold in partition (t + i) mod P; bounds follow the counts.
 
     Two rounds, as MiCRO. Where magnitudes differ along the bucket, equal parts make some ranks select
-    several times more than others; ExDyna moves whole blocks between neighbouring parts. The counts of
-    all ranks are known from the gathered indices, so this costs no message.
+    several times more than others; ExDyna moves whole blocks between neighbouring parts. All ranks know
+    the gathered indices, so this costs no message.
 
     Args:
         density: k / n of the union, in (0, 1].
         threshold: "sketch" or "paper", or a rule; see MiCRO.
-        rebalance: "proportional" (default: bounds move half the way to equal counts), "paper" (one block
-            per pair of neighbours and step), or "none".
+        rebalance: "proportional" (default: bounds move half the way to where counts would have been
+            equal), "paper" (one block per pair of neighbours and step), or "none".
         num_blocks: n_b for large buckets.
         alpha: imbalance that the paper's rule tolerates.
         blocks_per_move: blk_move of the paper's rule.
@@ -69,9 +70,7 @@ class ExDyna(ExclusiveThreshold):
             "alpha", self.alpha, "a number of 1 or more", low=1.0, high=float("inf"), include_low=True
         )
         for argument in ("num_blocks", "blocks_per_move"):
-            value = getattr(self, argument)
-            if not isinstance(value, int) or value < 1:
-                raise ArgumentError(argument, value, "a whole number, 1 or more")
+            check_count(argument, getattr(self, argument), "a whole number, 1 or more")
 
     def init(self, info: BucketInfo) -> ExDynaState:
         """Equal parts, no threshold yet."""
@@ -81,13 +80,14 @@ class ExDyna(ExclusiveThreshold):
         """Partition (t + i) mod P."""
         return state.partitions.window((state.step + info.rank) % info.size, info.num_elements)
 
-    def observe(self, state: ExDynaState, info: BucketInfo, counts: np.ndarray) -> None:
-        """Moves blocks; rank i's count belongs to the partition that it searched, (t + i) mod P."""
-        by_part = np.empty_like(counts)
-        by_part[(state.step + np.arange(info.size)) % info.size] = counts
-        if self.rebalance == "paper":
+    def observe(self, state: ExDynaState, info: BucketInfo, counts: np.ndarray, union: Indices) -> None:
+        """Moves blocks."""
+        if self.rebalance == "proportional":
+            move_proportionally(state.partitions, union)
+        elif self.rebalance == "paper":
+            # rank i's count belongs to the partition that it searched, (t + i) mod P
+            by_part = np.empty_like(counts)
+            by_part[(state.step + np.arange(info.size)) % info.size] = counts
             move_one_block(
                 state.partitions, by_part, info.num_elements, alpha=self.alpha, num_moved=self.blocks_per_move
             )
-        elif self.rebalance == "proportional":
-            move_proportionally(state.partitions, by_part)

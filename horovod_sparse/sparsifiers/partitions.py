@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from horovod_sparse.arrays.protocol import Indices
 from horovod_sparse.sparsifiers.exclusive import Window
 
 __all__ = ["Partitions", "move_one_block", "move_proportionally", "partition"]
@@ -39,30 +40,31 @@ def partition(num_elements: int, size: int, num_blocks: int = 1024) -> Partition
         size: P.
         num_blocks: n_b where the bucket is large enough. At least 4 P blocks are made, so that blocks
             can move, and blocks shrink below 32 elements only when there are too few elements for that.
+            Rounding the block length down makes room for further blocks: they are made too.
 
     Returns:
         The partitions; remainder blocks go to the first parts, one each.
 
-    Source: ExDyna, Algorithm 2. Departure: n_b is chosen from n and P; the printed form makes
-    empty blocks below 32 * n_b elements.
+    Source: ExDyna, Algorithm 2. Departures: n_b is chosen from n and P (the printed form makes empty
+    blocks below 32 * n_b elements), and less than one block is left over for the last part (the
+    printed form leaves it up to half of the bucket, which no move of blocks could balance).
 
     Example:
         >>> partition(100_000, 3)
-        Partitions(block_length=96, num_blocks=array([342, 341, 341]))
+        Partitions(block_length=96, num_blocks=array([347, 347, 347]))
         >>> partition(10, 4)
         Partitions(block_length=1, num_blocks=array([3, 3, 2, 2]))
     """
     wanted = max(num_blocks, 4 * size)
     if num_elements < 32 * wanted:
         wanted = max(min(num_elements, 4 * size), num_elements // 32)
-    wanted = max(wanted, 1)
-    block_length = num_elements // wanted
+    block_length = max(num_elements // max(wanted, 1), 1)
     if block_length >= 32:
         block_length -= block_length % 32
-    quotient, remainder = divmod(wanted, size)
+    quotient, remainder = divmod(num_elements // block_length, size)
     parts = np.full(size, quotient, np.int64)
     parts[:remainder] += 1
-    return Partitions(max(block_length, 1), parts)
+    return Partitions(block_length, parts)
 
 
 def move_one_block(
@@ -102,30 +104,31 @@ def move_one_block(
         k[target] += moved_elements
 
 
-def move_proportionally(partitions: Partitions, counts: np.ndarray, *, step: float = 0.5) -> None:
-    """Moves every boundary part of the way to where the counts would be equal.
+def move_proportionally(partitions: Partitions, selected: Indices, *, step: float = 0.5) -> None:
+    """Moves every boundary part of the way to where the parts would have selected equally many.
 
     Args:
         partitions: changed in place.
-        counts: int [P], elements selected in every part.
+        selected: int32, the union of all ranks' selections, in any order.
         step: fraction of the way, in (0, 1].
 
-    Ours, beside the paper's rule: selected elements are taken as evenly spread within a part, which
-    gives the cumulative count as a function of the block; boundaries move towards its quantiles.
-    Every part keeps at least n_b / (4 P) blocks, as in the paper.
+    Ours, beside the paper's rule. All ranks know not only how many elements each part gave but which,
+    so the boundaries that would have given equal counts are known to a block: quantiles of the selected
+    positions. Counts alone, with elements taken as evenly spread within a part, are not enough: where
+    a few dense blocks lie near a boundary, such a step jumps over them, and jumps back, for ever. Going
+    half the way averages out the noise of single steps. Every part keeps one block.
     """
     blocks = partitions.num_blocks
     size, total = blocks.size, int(blocks.sum())
-    if size == 1 or counts.sum() == 0:
+    if size == 1 or total < size or selected.size == 0:
         return
-    bounds = np.concatenate([[0], np.cumsum(blocks)]).astype(np.float64)
-    # a little for every block keeps the cumulative count strictly rising where nothing was selected
-    weights = counts + counts.sum() * 1e-3 * blocks / total
-    cumulative = np.concatenate([[0.0], np.cumsum(weights)])
-    ideal = np.interp(np.arange(1, size) * cumulative[-1] / size, cumulative, bounds)
-    inner = np.rint(bounds[1:-1] + step * (ideal - bounds[1:-1])).astype(np.int64)
-    least = total // (4 * size)
+    per_block = np.bincount(np.minimum(selected // partitions.block_length, total - 1), minlength=total)
+    # a little for every block: where nothing was selected the cumulative count still has to rise
+    cumulative = np.concatenate([[0.0], np.cumsum(per_block + selected.size * 1e-3 / total)])
+    ideal = np.interp(np.arange(1, size) * cumulative[-1] / size, cumulative, np.arange(total + 1))
+    bounds = np.cumsum(blocks)[:-1]
+    inner = np.rint(bounds + step * (ideal - bounds)).astype(np.int64)
     for i in range(size - 1):  # from the left: room for this part; from the right: room for those behind
-        low = (inner[i - 1] if i else 0) + least
-        inner[i] = min(max(inner[i], low), total - least * (size - 1 - i))
+        low = (inner[i - 1] if i else 0) + 1
+        inner[i] = min(max(inner[i], low), total - (size - 1 - i))
     blocks[:] = np.diff(np.concatenate([[0], inner, [total]]))

@@ -1,0 +1,219 @@
+"""ExDyna's partitions: worked by hand, and against the printed algorithms."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from horovod_sparse.sparsifiers import BucketInfo, ExDyna
+from horovod_sparse.sparsifiers.partitions import (
+    Partitions,
+    move_one_block,
+    move_proportionally,
+    partition,
+)
+from support.algorithm3 import algorithm_2, algorithm_3
+
+quick = settings(max_examples=200, deadline=None, derandomize=True, database=None)
+
+
+def moved(blocks: list[int], counts: list[float], num_elements: int = 6400, **options: float) -> list[int]:
+    """Blocks of 10 elements after one call of Algorithm 3."""
+    partitions = Partitions(10, np.array(blocks))
+    move_one_block(partitions, np.array(counts), num_elements, **options)  # type: ignore[arg-type]
+    return partitions.num_blocks.tolist()
+
+
+# Algorithm 2 -----------------------------------------------------------------------------------
+
+
+def test_algorithm_2_by_hand() -> None:
+    # n = 1024 * 97 = 99 328, n_b = 1024: temp = 97, sz_blk = 97 - 97 % 32 = 96. At 96 elements per block
+    # 99 328 // 96 = 1034 blocks fit and 64 elements are left over. P = 4: quotient 258, remainder 2.
+    parts = partition(99_328, 4)
+    assert parts.block_length == 96
+    assert parts.num_blocks.tolist() == [259, 259, 258, 258]
+    # part 1 begins behind 259 blocks; the last ends with the bucket, 64 elements behind its last block
+    assert parts.window(0, 99_328) == (0, 259 * 96)
+    assert parts.window(1, 99_328) == (259 * 96, 518 * 96)
+    assert parts.window(3, 99_328) == (776 * 96, 99_328)
+    assert 99_328 - 1034 * 96 == 64
+
+
+@pytest.mark.parametrize(("factor", "size"), [(1, 3), (2, 5), (4, 16), (3, 1), (7, 1000)])
+def test_algorithm_2_as_printed_where_blocks_fit_exactly(factor: int, size: int) -> None:
+    """32 * n_b divides n, the case that the paper prints (its footnote 4)."""
+    num_elements = 1024 * 32 * factor
+    if size > 256:  # at least 4 P blocks: n_b becomes 4000 of 32 elements, and n must still be a multiple
+        num_elements = 4000 * 32 * factor
+    ours = partition(num_elements, size)
+    sz_blk, blk_part, _ = algorithm_2(num_elements, 1024 if size <= 256 else 4000, size)
+    assert (ours.block_length, ours.num_blocks.tolist()) == (sz_blk, blk_part)
+
+
+@quick
+@given(st.integers(1, 300_000), st.integers(1, 40), st.integers(1, 2048))
+def test_parts_cover_the_bucket_and_are_nearly_equal(num_elements: int, size: int, num_blocks: int) -> None:
+    parts = partition(num_elements, size, num_blocks)
+    windows = [parts.window(part, num_elements) for part in range(size)]
+    assert windows[0][0] == 0
+    assert windows[-1][1] == num_elements
+    assert [stop for _, stop in windows[:-1]] == [start for start, _ in windows[1:]]
+    assert (parts.num_blocks >= 0).all()
+    # no two parts differ by more than a block, the rest (less than a block) apart
+    lengths = [stop - start for start, stop in windows]
+    assert max(lengths) - min(lengths) < 2 * parts.block_length
+    assert num_elements < 4 * size or parts.num_blocks.min() >= 4, "blocks to move"
+
+
+# Algorithm 3 -----------------------------------------------------------------------------------
+
+
+def test_a_block_moves_left_to_right() -> None:
+    # mean 100: det = 1.5 > 1.05 and det2 = 0.5 < 0.952: part 0 gives one block to part 1
+    assert moved([32, 32], [150, 50]) == [31, 33]
+
+
+def test_a_block_moves_right_to_left() -> None:
+    assert moved([32, 32], [50, 150]) == [33, 31]
+
+
+def test_nothing_moves_within_the_tolerance() -> None:
+    # 1.04 and 0.96 are both within [1 / 1.05, 1.05]
+    assert moved([32, 32], [104, 96]) == [32, 32]
+    # 1.06 is too full, but 1 / 1.05 = 0.9524 > 0.94: with the neighbour too empty as well it moves
+    assert moved([32, 32], [106, 94]) == [31, 33]
+    # part 0 too full, part 1 not too empty (mean 100: 1.2, 0.96, 0.84): only the pair (1, 2) could move,
+    # but 0.96 is not above 1.05
+    assert moved([22, 21, 21], [120, 96, 84]) == [22, 21, 21]
+
+
+def test_a_part_keeps_its_least_number_of_blocks() -> None:
+    # n_b = 64, P = 2: min_blk = 64 / 8 = 8. From 9 blocks one may go, from 8 none.
+    assert moved([9, 55], [150, 50]) == [8, 56]
+    assert moved([8, 56], [150, 50]) == [8, 56]
+    assert moved([56, 8], [50, 150]) == [56, 8]
+    # three at once: 10 - 3 < 8
+    assert moved([10, 54], [150, 50], num_moved=3) == [10, 54]
+    assert moved([11, 53], [150, 50], num_moved=3) == [8, 56]
+
+
+def test_a_moved_block_counts_for_the_next_pair() -> None:
+    # P = 3, mean 100, n = 640, blocks of 10: k_move = 1 * 10 * 300 / 640 = 4.6875.
+    # Pair (0, 1): 1.30 > 1.05 and 0.92 < 0.952: a block goes right; k becomes 125.3, 96.6875, 78.
+    # Pair (1, 2): 0.966875 is not > 1.05: nothing. Without k_move it would not move either.
+    assert moved([22, 21, 21], [130, 92, 78], 640) == [21, 22, 21]
+    # Counts 85, 103, 112. Pair (0, 1): det2 = 1.03 is not > 1.05: nothing. Pair (1, 2): nothing.
+    assert moved([22, 21, 21], [85, 103, 112], 640) == [22, 21, 21]
+    # Counts 80, 107, 113: pair (0, 1): a block comes from the right; part 1 falls to 102.3.
+    # Pair (1, 2): 1.023 and 1.13: nothing.
+    assert moved([22, 21, 21], [80, 107, 113], 640) == [23, 20, 21]
+    # Counts 130, 94, 76 with 3 blocks at once: k_move = 14.0625. Pair (0, 1) moves: k = 115.9, 108.06, 76.
+    # Only because of k_move part 1 is now too full (1.0806 > 1.05) and hands three on to part 2.
+    assert moved([22, 21, 21], [130, 94, 76], 640, num_moved=3) == [19, 21, 24]
+
+
+def test_nothing_selected_moves_nothing() -> None:
+    assert moved([32, 32], [0, 0]) == [32, 32]
+
+
+@quick
+@given(st.data())
+def test_as_printed(data: st.DataObject) -> None:
+    """Our move equals the printed one, for any counts, as long as something was selected."""
+    size = data.draw(st.integers(1, 9))
+    quotient = data.draw(st.integers(1, 20))
+    num_blocks = 4 * size * quotient  # min_blk = n_b / (4 P) is then whole, as it is in the public constants
+    sz_blk = data.draw(st.sampled_from([32, 64]))
+    num_elements = num_blocks * sz_blk
+    blk_move = data.draw(st.integers(1, 3))
+    alpha = data.draw(st.sampled_from([1.0, 1.05, 1.3]))
+    _, blk_part, blk_pos = algorithm_2(num_elements, num_blocks, size)
+    ours = partition(num_elements, size, num_blocks)
+    sparsifier = ExDyna(rebalance="paper", alpha=alpha, blocks_per_move=blk_move)
+    infos = [BucketInfo("w", num_elements, rank, size) for rank in range(size)]
+    states = [sparsifier.init(info) for info in infos]
+    for state in states:
+        state.partitions = Partitions(ours.block_length, ours.num_blocks.copy())
+    for t in range(1, data.draw(st.integers(2, 25))):
+        by_rank = data.draw(st.lists(st.integers(0, 50), min_size=size, max_size=size).filter(any))
+        for state, info in zip(states, infos, strict=True):
+            state.step = t - 1
+            sparsifier.observe(state, info, np.array(by_rank), np.empty(0, np.int32))
+            state.step = t
+        windows = []
+        for rank in range(size):
+            # each worker runs the algorithm on its own copy of the same numbers
+            part, pos = list(blk_part), list(blk_pos)
+            windows.append(
+                algorithm_3(
+                    t,
+                    rank,
+                    list(map(float, by_rank)),
+                    part,
+                    pos,
+                    n_g=num_elements,
+                    sz_blk=sz_blk,
+                    alpha=alpha,
+                    blk_move=blk_move,
+                    min_blk=num_blocks / (4 * size),
+                )
+            )
+        blk_part, blk_pos = part, pos
+        assert [sparsifier.window(state, info) for state, info in zip(states, infos, strict=True)] == windows
+
+
+# The proportional move -------------------------------------------------------------------------
+
+
+def test_half_the_way_by_hand() -> None:
+    # 100 blocks of 10 elements, bounds (0, 50, 100). Selected: 30 in each of the blocks 10 to 19, so half
+    # of them lie before block 15; half the way from 50 to 15 is 32.5, rounded to even: 32.
+    # (A little is added to every block, a thousandth of a mean block; 15 becomes 15.002 at most.)
+    selected = np.repeat(np.arange(100, 200, dtype=np.int32), 3)
+    partitions = Partitions(10, np.array([50, 50]))
+    move_proportionally(partitions, selected)
+    assert partitions.num_blocks.tolist() == [33, 67]
+    partitions = Partitions(10, np.array([50, 50]))
+    move_proportionally(partitions, selected, step=1.0)
+    assert partitions.num_blocks.tolist() == [15, 85]
+
+
+def test_where_counts_are_equal_nothing_moves() -> None:
+    partitions = Partitions(10, np.array([70, 20, 10]))
+    selected = np.concatenate([np.linspace(0, 690, 70), np.linspace(700, 890, 70), np.linspace(900, 990, 70)])
+    move_proportionally(partitions, selected.astype(np.int32), step=1.0)
+    assert partitions.num_blocks.tolist() == [70, 20, 10]
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_a_dense_stretch_at_a_boundary_is_shared_out(size: int) -> None:
+    """Nearly all of what is selected lies in a few blocks: parts meet there, and stay."""
+    selected = np.concatenate([np.arange(5_000, 5_320), np.arange(0, 10_000, 200)]).astype(np.int32)
+    partitions = partition(10_000, size)
+    for _ in range(30):
+        move_proportionally(partitions, selected)
+    before = partitions.num_blocks.tolist()
+    windows = [partitions.window(part, 10_000) for part in range(size)]
+    counts = np.array([((selected >= start) & (selected < stop)).sum() for start, stop in windows])
+    # each of a part's two boundaries stops within a block (32 elements here) of its place
+    assert np.abs(counts - counts.mean()).max() <= 2 * partitions.block_length
+    move_proportionally(partitions, selected)
+    assert partitions.num_blocks.tolist() == before
+
+
+@quick
+@given(st.data())
+def test_proportional_moves_keep_all_blocks(data: st.DataObject) -> None:
+    size = data.draw(st.integers(1, 9))
+    num_elements = data.draw(st.integers(1, 5000))
+    partitions = partition(num_elements, size, data.draw(st.integers(1, 300)))
+    total = int(partitions.num_blocks.sum())
+    selected = data.draw(st.lists(st.integers(0, num_elements - 1)))
+    move_proportionally(
+        partitions, np.array(selected, np.int32), step=data.draw(st.sampled_from([0.1, 0.5, 1.0]))
+    )
+    assert partitions.num_blocks.sum() == total
+    assert partitions.num_blocks.min() >= min(1, total // size)
