@@ -12,6 +12,7 @@ __all__ = [
     "MessageError",
     "NonFiniteGradientError",
     "StateMismatchError",
+    "UnknownNameError",
     "UnsupportedError",
 ]
 

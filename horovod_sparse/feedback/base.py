@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from horovod_sparse.arrays.protocol import FoldReport
-from horovod_sparse.errors import UnknownNameError
+from horovod_sparse.errors import ArgumentError, UnknownNameError
 
 __all__ = ["ErrorFeedback", "Feedback", "FoldableAccumulator", "NoFeedback"]
 
@@ -18,6 +18,7 @@ class FoldableAccumulator(Protocol):
         """See `Accumulator.fold`; without the residual, values = gradient."""
 
 
+@runtime_checkable
 class Feedback(Protocol):
     """Turns a gradient and the residual into the accumulator, in one pass."""
 
@@ -91,6 +92,10 @@ FEEDBACKS: dict[str, type] = {"error": ErrorFeedback, "none": NoFeedback}
 def feedback_named(name: str | Feedback) -> Feedback:
     """A feedback by its name, or the feedback itself.
 
+    Raises:
+        UnknownNameError: there is no feedback of that name.
+        ArgumentError: it is neither a name nor a feedback.
+
     Example:
         >>> feedback_named("none")
         NoFeedback(num_companions=0)
@@ -100,4 +105,6 @@ def feedback_named(name: str | Feedback) -> Feedback:
             raise UnknownNameError("feedback", name, FEEDBACKS)
         made: Feedback = FEEDBACKS[name]()
         return made
+    if not isinstance(name, Feedback):
+        raise ArgumentError("feedback", name, f"one of {', '.join(sorted(FEEDBACKS))}, or a Feedback")
     return name

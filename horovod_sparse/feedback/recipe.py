@@ -98,6 +98,8 @@ def parse_recipe(text: str) -> Recipe:
 
 
 def _literal(value: str) -> Any:
+    if value in ("true", "false"):
+        value = value.capitalize()
     try:
         return ast.literal_eval(value)
     except (ValueError, SyntaxError):

@@ -10,12 +10,14 @@ import numpy as np
 
 from horovod_sparse.arrays.protocol import Accumulator, Indices
 from horovod_sparse.collectives import AllGather, AllReduce, Request, Synchronization
+from horovod_sparse.errors import ArgumentError
 from horovod_sparse.sparsifiers.base import (
     BucketInfo,
     SparseSum,
     Sparsifier,
     SparsifierState,
     Traffic,
+    check_count,
     exchange_selections,
     headers,
 )
@@ -51,6 +53,12 @@ class RandomK(Sparsifier):
 
     shared: bool = True
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.shared, bool):
+            raise ArgumentError("shared", self.shared, "True or False")
+        check_count("seed", self.seed, "a whole number, 0 or more", low=0)
 
     def positions(self, info: BucketInfo, step: int) -> Indices:
         """The positions of a step, ascending and unique."""

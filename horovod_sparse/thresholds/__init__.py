@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from horovod_sparse.arrays.protocol import Accumulator
-from horovod_sparse.errors import UnknownNameError
+from horovod_sparse.errors import ArgumentError, UnknownNameError
 from horovod_sparse.thresholds.scaling import ThresholdScaling, ThresholdState
 from horovod_sparse.thresholds.sketch import Sketch
 
 __all__ = ["RULES", "Sketch", "ThresholdRule", "ThresholdScaling", "ThresholdState", "threshold_rule"]
 
 
+@runtime_checkable
 class ThresholdRule(Protocol):
     """Finds a threshold for a step, and learns from the count that it led to."""
 
@@ -28,6 +29,10 @@ RULES: dict[str, type] = {"sketch": Sketch, "paper": ThresholdScaling}
 def threshold_rule(rule: str | ThresholdRule) -> ThresholdRule:
     """A rule by its name, or the rule itself.
 
+    Raises:
+        UnknownNameError: there is no rule of that name.
+        ArgumentError: it is neither a name nor a rule.
+
     Example:
         >>> threshold_rule("sketch")
         Sketch(exponent=0.7, limit=16.0)
@@ -35,5 +40,8 @@ def threshold_rule(rule: str | ThresholdRule) -> ThresholdRule:
     if isinstance(rule, str):
         if rule not in RULES:
             raise UnknownNameError("threshold rule", rule, RULES)
-        return RULES[rule]()
+        made: ThresholdRule = RULES[rule]()
+        return made
+    if not isinstance(rule, ThresholdRule):
+        raise ArgumentError("threshold", rule, f"one of {', '.join(sorted(RULES))}, or a ThresholdRule")
     return rule

@@ -1,0 +1,110 @@
+"""Small cases worked by hand: the arithmetic stands beside the numbers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from horovod_sparse.feedback import recipe
+from horovod_sparse.simulation import SimulatedCluster
+from horovod_sparse.sparsifiers import SparseSum
+from horovod_sparse.thresholds import Sketch
+
+
+def floats(*values: float) -> np.ndarray:
+    return np.array(values, np.float32)
+
+
+def pairs(sum_: SparseSum) -> list[tuple[int, float]]:
+    return [(int(index), float(value)) for index, value in zip(sum_.indices, sum_.values, strict=True)]
+
+
+def test_topk_on_two_ranks() -> None:
+    # n = 5, density 0.4: k = 2.
+    cluster = SimulatedCluster(recipe("topk", density=0.4), num_elements=5, size=2)
+    # Step 1. Rank 0 has (5, -1, 2, 0, -3): its two largest magnitudes are 5 and -3, at 0 and 4.
+    #         Rank 1 has (-2, 1, 4, 4, 1): 4 and 4, at 2 and 3.
+    first = cluster.synchronize([floats(5, -1, 2, 0, -3), floats(-2, 1, 4, 4, 1)])[0]
+    assert pairs(first) == [(0, 5.0), (4, -3.0), (2, 4.0), (3, 4.0)]
+    # What was sent is gone, each rank's own only.
+    assert [residual.tolist() for residual in cluster.residuals()] == [[0, -1, 2, 0, 0], [-2, 1, 0, 0, 1]]
+    # Step 2 with gradients (1, -1, 0, 0, 1) and (-1, 0, 0, 0, 1):
+    #   rank 0 accumulates (1, -2, 2, 0, 1): -2 at 1 and 2 at 2.
+    #   rank 1 accumulates (-3, 1, 0, 0, 2): -3 at 0 and 2 at 4.
+    second = cluster.step([floats(1, -1, 0, 0, 1), floats(-1, 0, 0, 0, 1)])
+    assert second.tolist() == [-3, -2, 2, 0, 2]
+    assert [residual.tolist() for residual in cluster.residuals()] == [[1, 0, 0, 0, 1], [0, 1, 0, 0, 0]]
+    # Step 3 without a gradient: rank 0 holds two ones, at 0 and 4; rank 1 a one at 1 and, its other
+    # places being all 0, the first of them, 0. Index 0 comes twice; the sum adds both up.
+    third = cluster.synchronize([np.zeros(5, np.float32), np.zeros(5, np.float32)])[0]
+    assert pairs(third) == [(0, 1.0), (4, 1.0), (0, 0.0), (1, 1.0)]
+    assert not np.any(cluster.residuals())
+
+
+def test_micro_who_searches_which_part() -> None:
+    # Algorithm 1 with P = 3, n = 7: the remainder of 7 / 3 goes to part 0: parts [0, 3), [3, 5), [5, 7).
+    # The paper's threshold starts at 1 / (2 sqrt(k)); k = round(0.6 * 7) = 4, so 0.25; all gradients
+    # are 1, so everything in a window is above it.
+    cluster = SimulatedCluster(recipe("micro", density=0.6, threshold="paper"), num_elements=7, size=3)
+    parts = [[0, 1, 2], [3, 4], [5, 6]]
+    for step in range(5):
+        sum_ = cluster.synchronize([np.ones(7, np.float32) for _ in range(3)])[0]
+        # Rank i searches part (t + i) mod 3, and messages come in rank order:
+        # t = 0: parts 0 1 2, t = 1: parts 1 2 0, t = 2: parts 2 0 1, then again.
+        searched = [parts[(step + rank) % 3] for rank in range(3)]
+        assert sum_.indices.tolist() == [index for part in searched for index in part]
+        assert sum_.counts.tolist() == [len(part) for part in searched]
+        # everyone's value at the union: 3 ranks of 1
+        assert sum_.values.tolist() == [3.0] * 7
+        assert not np.any(cluster.residuals())
+
+
+def test_micro_sends_what_others_hold_too() -> None:
+    # n = 4, P = 2, density 0.25: k = 1; parts [0, 2) and [2, 4). The threshold is each rank's own largest.
+    cluster = SimulatedCluster(recipe("micro", density=0.25), num_elements=4, size=2)
+    # Step 1: rank 0 has (8, 1, 2, 0), threshold 8, searches part 0: selects 0.
+    #         rank 1 has (3, 1, 4, 9), threshold 9, searches part 1: selects 3.
+    # Both send at 0 and 3: 8 + 3 and 0 + 9; both clear 0 and 3.
+    first = cluster.synchronize([floats(8, 1, 2, 0), floats(3, 1, 4, 9)])[0]
+    assert pairs(first) == [(0, 11.0), (3, 9.0)]
+    assert [residual.tolist() for residual in cluster.residuals()] == [[0, 1, 2, 0], [0, 1, 4, 0]]
+    # The union had 2 elements, k is 1: c = (1 / 2) ** 0.7 = 0.6156, and round(0.6156) = 1 is still the order.
+    # Step 2, parts swapped, gradients 0: rank 0's threshold is 2, searches part 1: selects 2.
+    #         rank 1's threshold is 4, searches part 0, where it holds (0, 1): selects nothing.
+    second = cluster.synchronize([np.zeros(4, np.float32), np.zeros(4, np.float32)])[0]
+    assert pairs(second) == [(2, 6.0)]
+    assert second.counts.tolist() == [1, 0]
+    assert [residual.tolist() for residual in cluster.residuals()] == [[0, 1, 0, 0], [0, 1, 0, 0]]
+
+
+def test_telemetry_of_exdyna() -> None:
+    # n = 8, P = 2, density 0.5: k = 4. Blocks of one element, parts [0, 4) and [4, 8).
+    cluster = SimulatedCluster(
+        recipe("exdyna", density=0.5, rebalance="none", threshold=Sketch()), num_elements=8, size=2
+    )
+    # Rank 0: (9, 8, 7, 1, 6, 5, 0, 0): the fourth largest is 6; in its part [0, 4) 9, 8, 7 pass: 3.
+    # Rank 1: (9, 8, 7, 6, 5, 1, 1, 0): the fourth largest is 6; in its part [4, 8) nothing passes: 0.
+    gradients = [floats(9, 8, 7, 1, 6, 5, 0, 0), floats(9, 8, 7, 6, 5, 1, 1, 0)]
+    sum_ = cluster.synchronize(gradients)[0]
+    assert sum_.counts.tolist() == [3, 0]
+    # Eq. (5): f = P * max / sum = 2 * 3 / 3 = 2.  Eq. (6): |k - k'| / n = |4 - 3| / 8.
+    assert sum_.facts == {"threshold": 6.0, "imbalance": 2.0, "density_error": 0.125}
+    last = cluster.buckets[0].last
+    assert (last.num_target, last.num_selected, last.num_received) == (4, 3, 3)
+    # Eq. (1): the first step began with empty residuals.
+    assert last.global_error == 0.0
+    # Held back: rank 0 (0, 0, 0, 1, 6, 5, 0, 0), norm sqrt(62); rank 1 (0, 0, 0, 6, 5, 1, 1, 0), sqrt(63).
+    assert [bucket.last.residual_norm for bucket in cluster.buckets] == pytest.approx(
+        [62**0.5, 63**0.5], rel=1e-6
+    )
+    # So the next step begins with a global error of their mean.
+    cluster.synchronize([np.zeros(8, np.float32), np.zeros(8, np.float32)])
+    assert cluster.buckets[1].last.global_error == pytest.approx((62**0.5 + 63**0.5) / 2, rel=1e-6)
+
+
+def test_an_empty_union_is_balanced() -> None:
+    cluster = SimulatedCluster(recipe("exdyna", density=0.1), num_elements=100, size=3)
+    sum_ = cluster.synchronize([np.zeros(100, np.float32) for _ in range(3)])[0]
+    assert sum_.indices.size == 0
+    assert sum_.facts["imbalance"] == 1.0
+    assert sum_.facts["density_error"] == pytest.approx(0.1)

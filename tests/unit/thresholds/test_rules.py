@@ -1,0 +1,87 @@
+"""The two threshold rules, number by number."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from horovod_sparse.thresholds import Sketch, ThresholdScaling, ThresholdState, threshold_rule
+from support.reference import ReferenceAccumulator
+
+
+def holding(values: list[float]) -> ReferenceAccumulator:
+    accumulator = ReferenceAccumulator(len(values), np.dtype(np.float64))
+    accumulator.assign(np.array(values))
+    return accumulator
+
+
+@pytest.mark.parametrize(
+    ("count", "factor"),
+    [
+        # Algorithm 5, beta = 1.1, gamma = 0.005, k = 1000: exam = k' / k
+        (5000, 1.005),  # exam > 1.1
+        (1101, 1.005),
+        (1100, 1.00125),  # 1.1 is not > 1.1, but > 1 / 1.1 = 0.90909...
+        (1000, 1.00125),  # inside the band the threshold only ever grows
+        (910, 1.00125),
+        (909, 0.995),  # 0.909 is not > 0.90909...
+        (0, 0.995),
+    ],
+)
+def test_algorithm_5(count: int, factor: float) -> None:
+    state = ThresholdState(threshold=2.0)
+    ThresholdScaling().steer(count, 1000, state)
+    assert state.threshold == pytest.approx(2.0 * factor, rel=1e-12)
+
+
+def test_the_first_threshold_of_the_paper_rule() -> None:
+    state = ThresholdState()
+    # 1 / (2 sqrt(25)) = 0.1
+    assert ThresholdScaling().find(holding([1.0] * 100), 25, state) == pytest.approx(0.1)
+    # three steps with far too many selected: 0.1 * 1.005 ** 3
+    for _ in range(3):
+        ThresholdScaling().steer(100, 25, state)
+    assert ThresholdScaling().find(holding([1.0] * 100), 25, state) == pytest.approx(0.1 * 1.005**3)
+
+
+def test_the_sketch_is_the_order_statistic() -> None:
+    state = ThresholdState()
+    accumulator = holding([0.5, -4.0, 3.0, -1.0, 2.0, 0.0])
+    assert Sketch().find(accumulator, 2, state) == 3.0
+    # c = 1.5: order round(2 * 1.5) = 3
+    assert Sketch().find(accumulator, 2, ThresholdState(correction=1.5)) == 2.0
+    # never below order 1 or above n
+    assert Sketch().find(accumulator, 2, ThresholdState(correction=1 / 16)) == 4.0
+    assert Sketch().find(accumulator, 5, ThresholdState(correction=16.0)) == 0.0
+
+
+def test_the_correction_follows_the_count() -> None:
+    state = ThresholdState()
+    # twice k: c = 0.5 ** 0.7 = 0.61557; then half of k: c = 0.61557 * 2 ** 0.7 = 1
+    Sketch().steer(200, 100, state)
+    assert state.correction == pytest.approx(0.5**0.7)
+    Sketch().steer(50, 100, state)
+    assert state.correction == pytest.approx(1.0)
+    # nothing selected says nothing
+    Sketch().steer(0, 100, state)
+    assert state.correction == pytest.approx(1.0)
+
+
+def test_the_correction_stays_within_its_limits() -> None:
+    state = ThresholdState()
+    for _ in range(50):
+        Sketch(limit=4.0).steer(1, 1000, state)
+    assert state.correction == 4.0
+    for _ in range(50):
+        Sketch(limit=4.0).steer(10**6, 1000, state)
+    assert state.correction == 0.25
+
+
+@pytest.mark.parametrize("rule", ["sketch", "paper"])
+def test_everything_wanted_means_threshold_zero(rule: str) -> None:
+    assert threshold_rule(rule).find(holding([1.0, 2.0]), 2, ThresholdState()) == 0.0
+
+
+def test_an_own_rule_may_be_given() -> None:
+    rule = ThresholdScaling(gamma=0.1)
+    assert threshold_rule(rule) is rule
