@@ -1,0 +1,147 @@
+"""Trains a small CNN on real handwritten digits with sparsified gradients.
+
+horovodrun --gloo -np 2 python examples/pytorch_mnist.py --compression exdyna --density 0.01
+mpirun -np 2 python examples/pytorch_mnist.py --compression topk:density=0.01
+horovodrun --gloo -np 2 python examples/pytorch_mnist.py --compression none
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import digits
+import horovod.torch as stock
+import torch
+from rich.progress import track
+from torch import nn
+from torch.nn import functional
+
+import horovod_sparse.torch as hvd
+
+
+class Net(nn.Module):
+    """Two convolutions and two dense layers, 180 000 parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution1 = nn.Conv2d(1, 16, 5)
+        self.convolution2 = nn.Conv2d(16, 32, 5)
+        self.dense1 = nn.Linear(512, 320)
+        self.dense2 = nn.Linear(320, 10)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Logits [n, 10] of images [n, 1, 28, 28]."""
+        x = functional.max_pool2d(functional.relu(self.convolution1(images)), 2)
+        x = functional.max_pool2d(functional.relu(self.convolution2(x)), 2)
+        return self.dense2(functional.relu(self.dense1(x.flatten(1))))
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--compression", default="exdyna", help="none, fp16, or a sparsifier: NAME or NAME:ARGUMENT=VALUE,..."
+    )
+    parser.add_argument("--density", type=float, help="kept fraction of the gradient, in (0, 1]")
+    parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--batch-size", type=int, default=32, help="images per rank and step")
+    parser.add_argument("--learning-rate", type=float, default=0.02)
+    parser.add_argument("--momentum", type=float, default=0.9)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--stock", action="store_true", help="use Horovod's own DistributedOptimizer with our compression="
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="rank 0 writes what was measured to this file"
+    )
+    return parser.parse_args()
+
+
+def compression(args: argparse.Namespace) -> Any:
+    """The compression that the command line asks for."""
+    text = args.compression
+    if args.density is not None and text not in ("none", "fp16"):
+        text += f"{',' if ':' in text else ':'}density={args.density}"
+    return hvd.Compression.parse(text)
+
+
+def accuracy(model: nn.Module, test: digits.Digits) -> float:
+    """Share of the test images that the model reads correctly."""
+    model.eval()
+    with torch.no_grad():
+        guesses = model(torch.from_numpy(test.images).unsqueeze(1)).argmax(1)
+    model.train()
+    return float((guesses == torch.from_numpy(test.labels)).float().mean())
+
+
+def main() -> None:
+    """Trains, and prints what came of it on rank 0."""
+    args = arguments()
+    hvd.init()
+    torch.set_num_threads(1)
+    torch.manual_seed(args.seed)
+    train, test = digits.load()
+    model = Net()
+    sgd = torch.optim.SGD(model.parameters(), lr=args.learning_rate * hvd.size(), momentum=args.momentum)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+
+    make_optimizer = stock.DistributedOptimizer if args.stock else hvd.DistributedOptimizer
+    optimizer = make_optimizer(sgd, named_parameters=model.named_parameters(), compression=compression(args))
+
+    steps = digits.steps_per_epoch(train, hvd.size(), args.batch_size)
+    started, step_seconds = time.perf_counter(), []
+    for epoch in track(range(args.epochs), description=args.compression, disable=hvd.rank() != 0):
+        for images, labels in digits.batches(train, hvd.rank(), hvd.size(), args.batch_size, epoch):
+            step_started = time.perf_counter()
+            optimizer.zero_grad()
+            loss = functional.cross_entropy(
+                model(torch.from_numpy(images).unsqueeze(1)), torch.from_numpy(labels)
+            )
+            loss.backward()
+            optimizer.step()
+            step_seconds.append(time.perf_counter() - step_started)
+
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    result = {
+        "compression": args.compression,
+        "accuracy": accuracy(model, test),
+        "final_loss": float(loss.detach()),
+        "num_parameters": num_parameters,
+        "size": hvd.size(),
+        "steps": args.epochs * steps,
+        "seconds": time.perf_counter() - started,
+        "step_seconds": sum(step_seconds) / len(step_seconds),
+        # what dense Horovod puts into its allreduce; telemetry replaces it where we sent the gradient
+        "bytes_per_step": num_parameters * (2 if args.compression == "fp16" else 4),
+    }
+    if hasattr(optimizer, "telemetry"):
+        mean = optimizer.telemetry.mean
+        result |= {
+            "bytes_per_step": mean.bytes_sent,
+            "density_asked": mean.density_target,
+            "density_union": mean.density_union,
+            "fold_seconds": mean.fold_seconds,
+            "select_seconds": mean.select_seconds,
+            "wait_seconds": mean.wait_seconds,
+            "apply_seconds": mean.apply_seconds,
+        }
+    if hvd.rank() == 0:
+        print(
+            f"test accuracy {result['accuracy']:.1%}, "
+            f"{result['bytes_per_step']:,.0f} bytes of gradient per step and rank"
+        )
+        if hasattr(optimizer, "telemetry"):
+            print(optimizer.telemetry.summary())
+        if args.json:
+            args.json.write_text(json.dumps(result, indent=1) + "\n")
+    hvd.shutdown()
+
+
+if __name__ == "__main__":
+    main()
