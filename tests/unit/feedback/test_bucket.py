@@ -1,0 +1,137 @@
+"""A bucket at work: feedback, norms, telemetry."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from horovod_sparse.arrays import HostAccumulator
+from horovod_sparse.feedback import Bucket, ErrorFeedback, Member, Recipe, recipe
+from horovod_sparse.simulation import SimulatedCluster
+from horovod_sparse.sparsifiers import BucketInfo, TopK
+from support.cases import CASES, Case, case_id
+from support.gradients import layered
+from support.history import Scenario, random_gradients
+from support.reference import ReferenceAccumulator
+
+
+def ones(value: float, num_elements: int = 4) -> np.ndarray:
+    return np.full(num_elements, value, np.float32)
+
+
+def one_rank(made: Recipe) -> SimulatedCluster:
+    return SimulatedCluster(made, num_elements=4, size=1)
+
+
+def test_residual_follows_the_learning_rate() -> None:
+    # k = 1 of 4 equal elements: index 0 goes, the others keep their gradient of 1.
+    cluster = one_rank(recipe("topk", density=0.25))
+    cluster.synchronize([ones(1.0)], learning_rate=0.5)
+    assert cluster.residuals()[0].tolist() == [0, 1, 1, 1]
+    # The rate falls from 0.5 to 0.125: what was computed under 0.5 is worth 0.5 / 0.125 = 4 gradients now.
+    cluster.synchronize([ones(0.0)], learning_rate=0.125)
+    assert cluster.residuals()[0].tolist() == [0, 0, 4, 4]
+    # It rises to 0.25: 0.125 / 0.25 = half.
+    cluster.synchronize([ones(0.0)], learning_rate=0.25)
+    assert cluster.residuals()[0].tolist() == [0, 0, 0, 2]
+    # The same rate again changes nothing; nor does a step that knows no rate.
+    cluster.synchronize([np.array([9, 0, 0, 0], np.float32)], learning_rate=0.25)
+    cluster.synchronize([np.array([9, 0, 0, 0], np.float32)])
+    assert cluster.residuals()[0].tolist() == [0, 0, 0, 2]
+
+
+def test_what_is_applied_is_the_papers_form() -> None:
+    """Sum of rate * applied = sum of rate * gradient, less rate * residual, through any schedule."""
+    generator = np.random.default_rng(2)
+    cluster = SimulatedCluster(recipe("topk", density=0.1), 100, 2)
+    moved, wanted = np.zeros(100), np.zeros(100)
+    for step in range(12):
+        rate = 0.5 ** (step // 3)
+        gradients = generator.integers(-64, 65, (2, 100)).astype(np.float32) / 64
+        wanted += rate * gradients.sum(0)
+        moved += rate * cluster.step(list(gradients.copy()), rate)
+    held = rate * np.sum(cluster.residuals(), axis=0)
+    np.testing.assert_array_equal(moved + held, wanted)  # powers of two: exact
+
+
+def test_scaling_may_be_off() -> None:
+    cluster = one_rank(Recipe(TopK(density=0.25), ErrorFeedback(scale_residual=False)))
+    cluster.synchronize([ones(1.0)], learning_rate=0.5)
+    cluster.synchronize([ones(0.0)], learning_rate=0.125)
+    assert cluster.residuals()[0].tolist() == [0, 0, 1, 1]
+
+
+def test_a_rate_of_zero_changes_nothing() -> None:
+    cluster = one_rank(recipe("topk", density=0.25))
+    for rate in (0.0, 0.5, 0.0):
+        cluster.synchronize([np.array([9, 0, 0, 1], np.float32)], learning_rate=rate)
+    assert cluster.residuals()[0].tolist() == [0, 0, 0, 3]
+
+
+def test_without_feedback_nothing_is_carried() -> None:
+    cluster = one_rank(recipe("topk", density=0.25, feedback="none"))
+    cluster.synchronize([np.array([5, 4, 0, 0], np.float32)])
+    sum_ = cluster.synchronize([np.array([0, 0, 1, 0], np.float32)])[0]
+    assert (sum_.indices.tolist(), sum_.values.tolist()) == ([2], [1.0])
+
+
+@pytest.mark.parametrize("memory", [HostAccumulator, ReferenceAccumulator])
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+def test_norms_are_those_of_the_residuals(case: Case, memory: Any) -> None:
+    scenario = Scenario(3, 3000, num_steps=5)
+    cluster = SimulatedCluster(case.recipe, 3000, 3, accumulator=memory)
+    carried = [0.0, 0.0, 0.0]
+    for gradients in random_gradients(scenario, layered).astype(np.float32):
+        cluster.synchronize(list(gradients))
+        # Eq. (1): the mean over ranks of what they held when the step began; float32 in the message
+        expected = float(np.mean(carried)) if case.carries_norms else math.nan
+        for bucket in cluster.buckets:
+            assert bucket.last.global_error == pytest.approx(expected, rel=1e-4, nan_ok=True)
+        held = [float(np.linalg.norm(residual.astype(np.float64))) for residual in cluster.residuals()]
+        for bucket, norm in zip(cluster.buckets, held, strict=True):
+            assert bucket.last.residual_norm == pytest.approx(norm, rel=1e-4)
+        carried = [0.0, 0.0, 0.0] if case.loses_mass else held
+
+
+def test_norm_after_everything_left_is_zero() -> None:
+    cluster = one_rank(recipe("topk", density=1.0))
+    cluster.synchronize([ones(1e-3)])
+    assert cluster.buckets[0].last.residual_norm == 0.0
+
+
+def test_norms_survive_abandoning_and_loading() -> None:
+    cluster = one_rank(recipe("topk", density=0.25))
+    cluster.synchronize([np.array([4, 3, 0, 0], np.float32)])
+    accumulator = cluster.buckets[0].accumulator
+    assert accumulator.square_norm == pytest.approx(9.0)
+    cluster.buckets[0].abandon()
+    assert accumulator.square_norm == pytest.approx(25.0)
+    accumulator.add(np.array([3], np.int32), np.array([2.0], np.float32))
+    assert accumulator.square_norm == pytest.approx(29.0)
+    accumulator.assign(np.array([1, 1, 1, 1], np.float32))
+    assert accumulator.square_norm == pytest.approx(4.0)
+    cluster.synchronize([ones(0.0)])
+    assert cluster.buckets[0].last.global_error == pytest.approx(2.0)
+
+
+def test_telemetry_of_a_step() -> None:
+    cluster = SimulatedCluster(recipe("topk", density=0.5), num_elements=4, size=3)
+    cluster.synchronize([ones(1.0) for _ in range(3)])
+    last = cluster.buckets[1].last
+    assert (last.bucket, last.num_elements, last.num_target, last.num_selected) == ("bucket", 4, 2, 2)
+    assert last.num_received == 6
+    # 4 words of header, 2 indices, 2 values
+    assert (last.bytes_sent, last.bytes_by_round) == (32, [32])
+    assert last.fold_seconds > 0.0
+    assert last.select_seconds > 0.0
+
+
+def test_every_element_has_an_owner() -> None:
+    members = (Member("weight", 0, 3), Member("bias", 3, 4))
+    info = BucketInfo("layer", 4)
+    bucket = Bucket(info, recipe("topk"), HostAccumulator(4), members)
+    assert [bucket.member_at(position) for position in range(5)] == ["weight"] * 3 + ["bias", "element 4"]
+    assert Bucket(info, recipe("topk"), HostAccumulator(4)).member_at(2) == "layer"
