@@ -1,0 +1,166 @@
+"""The driver with one rank, and with collectives that a test holds in its hand."""
+
+from __future__ import annotations
+
+import horovod.torch as hvd
+import numpy as np
+import pytest
+
+from horovod_sparse.collectives import AllGather, AllReduce, AllToAll, Broadcast, Exchange
+from horovod_sparse.errors import ArgumentError, UnsupportedError
+from horovod_sparse.torch import driver as module
+from horovod_sparse.torch.collectives import start
+from horovod_sparse.torch.driver import Driver
+
+
+class Held:
+    """A collective that is done when the test says so."""
+
+    def __init__(self, request, name):
+        self.request, self.name, self.known, self.finished, self.failure = request, name, True, False, None
+
+    def is_known(self):
+        return self.known
+
+    def done(self):
+        return self.finished
+
+    def result(self):
+        assert self.finished, "the driver took a result that was not there"
+        if self.failure is not None:
+            raise self.failure
+        return self.request.buffer
+
+
+@pytest.fixture
+def held(monkeypatch):
+    """Every collective started, by name."""
+    collectives: dict[str, Held] = {}
+
+    def fake(request, name, process_set):
+        assert name not in collectives or collectives[name].finished or not collectives[name].known
+        collectives[name] = Held(request, name)
+        return collectives[name]
+
+    monkeypatch.setattr(module, "start", fake)
+    monkeypatch.setattr(module, "_DRAIN_SECONDS", 0.01)
+    return collectives
+
+
+def two_rounds(value=1.0):
+    first = yield AllReduce(np.array([value]))
+    second = yield AllReduce(first + 1)
+    return float(second[0])
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_one_rank_answers_itself(dtype):
+    hvd.init()
+
+    def everything():
+        buffer = np.arange(3, dtype=dtype)
+        words = np.arange(3, dtype=np.int32)
+        answers = [(yield AllReduce(buffer)), (yield Broadcast(buffer, 0)), (yield AllGather(words))]
+        answers += yield AllToAll((words,))
+        answers += (yield Exchange({0: words}, (0,))).values()
+        for answer, given in zip(answers, [buffer, buffer, words, words, words], strict=True):
+            assert answer is not given and answer.dtype == given.dtype
+            np.testing.assert_array_equal(answer, given)
+        return len(answers)
+
+    driver = Driver()
+    task = driver.start("one", everything())
+    driver.wait()
+    assert task.value() == 5 and task.num_rounds == 5 and driver.num_parked == 0
+
+
+def test_a_process_set_that_horovod_does_not_know():
+    hvd.init()
+    with pytest.raises(ArgumentError, match="process_set"):
+        start(AllReduce(np.ones(1)), "x", hvd.ProcessSet([0]))
+
+
+def test_waiting_for_one_advances_all(held):
+    driver = Driver()
+    one, two = driver.start("one", two_rounds()), driver.start("two", two_rounds(10.0))
+    held["two.0"].finished = True
+    driver.advance()
+    assert "two.1" in held and "one.1" not in held, "what is done goes on, what is not stays parked"
+    held["one.0"].finished = held["two.1"].finished = True
+
+    class Turn(Held):
+        """Done once the other task has ended: only a driver that advances both gets there."""
+
+        def done(self):
+            self.finished = two.done
+            return self.finished
+
+    original = module.start
+    module.start = lambda request, name, process_set: Turn(request, name)
+    try:
+        driver.wait([one])
+    finally:
+        module.start = original
+    assert one.value() == 2.0 and two.value() == 11.0
+
+
+def test_a_name_under_way_is_refused_and_free_afterwards(held):
+    driver = Driver()
+    driver.start("w", two_rounds())
+    with pytest.raises(UnsupportedError, match="w is synchronized while"):
+        driver.start("w", two_rounds())
+    driver.clear()
+    assert driver.num_parked == 0
+    held["w.0"].known = False
+    assert not driver.start("w", two_rounds()).done
+
+
+def test_a_failure_ends_everything_and_is_raised_by_wait_alone(held):
+    driver = Driver()
+    tasks = [driver.start(name, two_rounds()) for name in ("one", "two", "three")]
+    held["two.0"].finished, held["two.0"].failure = True, hvd.HorovodInternalError("a rank is gone")
+    driver.advance()  # a hook: raises nothing
+    assert all(task.done for task in tasks) and driver.num_parked == 0
+    with pytest.raises(hvd.HorovodInternalError, match="a rank is gone"):
+        driver.wait()
+    with pytest.raises(hvd.HorovodInternalError, match="a rank is gone"):
+        tasks[2].value()
+    driver.wait()  # once is enough
+
+
+def test_handles_of_a_horovod_that_was_shut_down_are_dropped(held):
+    driver = Driver()
+    old = driver.start("w", two_rounds())
+    held["w.0"].known = False
+    new = driver.start("w", two_rounds())
+    with pytest.raises(hvd.HorovodInternalError, match="shut down"):
+        old.value()
+    held["w.0"].finished = True
+    driver.advance()
+    held["w.1"].finished = True
+    driver.wait()
+    assert new.value() == 2.0
+
+
+def test_an_interrupt_is_not_kept(held):
+    def interrupted():
+        yield AllReduce(np.ones(1))
+        raise KeyboardInterrupt
+
+    driver = Driver()
+    driver.start("w", interrupted())
+    held["w.0"].finished = True
+    with pytest.raises(KeyboardInterrupt):
+        driver.wait()
+    assert driver.num_parked == 0
+
+
+def test_a_coroutine_that_needs_no_collective(held):
+    def nothing():
+        return 7
+        yield
+
+    driver = Driver()
+    task = driver.start("w", nothing())
+    assert task.done and task.value() == 7 and task.num_rounds == 0
+    driver.wait([task])
