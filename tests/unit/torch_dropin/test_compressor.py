@@ -55,7 +55,6 @@ def test_the_gradient_stays_where_it_is():
 
 def test_a_gradient_with_gaps_between_its_elements():
     """Not contiguous: stock Horovod refuses such a gradient, here its logical order counts."""
-    compressor = Compression.topk(density=1.0)
     parameter = torch.nn.Parameter(torch.zeros(4, 6))
     compressor = Compression.topk(density=1.0, named_parameters=[("w", parameter)])
     given = torch.from_numpy(dyadic((6, 4), "gaps")).float().t()
