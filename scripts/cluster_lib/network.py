@@ -8,11 +8,12 @@ import json
 import os
 import signal
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from cluster_lib.errors import ClusterError
-from cluster_lib.record import INTERFACE, NAMESPACES, STATE, Cluster, load, locked
+from cluster_lib.record import INTERFACE, NAMESPACES, STATE, Cluster, load, locked, tidy
 from cluster_lib.system import run
 
 LOCK = STATE / "lock"
@@ -47,6 +48,7 @@ def make(cluster: Cluster) -> bool:
             _build(cluster)
         except BaseException:
             _remove(cluster)
+            tidy(LOCK)
             raise
         cluster.save(complete=True)
         return found is not None
@@ -54,27 +56,47 @@ def make(cluster: Cluster) -> bool:
 
 def _build(cluster: Cluster) -> None:
     switch = cluster.switch
-    run("ip", "netns", "add", switch)
-    run("ip", "-n", switch, "link", "add", "bridge", "type", "bridge", "forward_delay", "0")
-    # Without an own IPv6 address a link is silent: the counters see the ranks' traffic only.
-    run("ip", "-n", switch, "link", "set", "bridge", "addrgenmode", "none", "up")
+    _add_namespace(switch)
+    run(
+        "ip",
+        "-n",
+        switch,
+        "link",
+        "add",
+        "bridge",
+        "type",
+        "bridge",
+        "forward_delay",
+        "0",
+        "mcast_snooping",
+        "0",
+    )
+    run("ip", "-n", switch, "link", "set", "bridge", "up")
     for index in range(cluster.num_hosts):
         host, port = cluster.namespace(index), f"port{index}"
-        run("ip", "netns", "add", host)
+        _add_namespace(host)
         run("ip", "-n", host, "link", "set", "lo", "up")
         run(
             *("ip", "-n", switch, "link", "add", port, "type", "veth"),
             *("peer", "name", INTERFACE, "netns", host),
         )
-        run("ip", "-n", switch, "link", "set", port, "master", "bridge", "addrgenmode", "none")
-        run("ip", "-n", host, "link", "set", INTERFACE, "addrgenmode", "none")
+        run("ip", "-n", switch, "link", "set", port, "master", "bridge")
         run("ip", "-n", host, "address", "add", f"{cluster.address(index)}/24", "dev", INTERFACE)
         if cluster.rate.bits_per_second is not None:
             # One limits what the host sends, the other what it receives.
             run("tc", "-n", host, "qdisc", "add", "dev", INTERFACE, "root", *cluster.rate.tbf)
             run("tc", "-n", switch, "qdisc", "add", "dev", port, "root", *cluster.rate.tbf)
+            run("ip", "-n", host, "link", "set", INTERFACE, "gso_max_size", str(cluster.rate.piece_bytes))
         run("ip", "-n", host, "link", "set", INTERFACE, "up")
         run("ip", "-n", switch, "link", "set", port, "up")
+
+
+def _add_namespace(namespace: str) -> None:
+    run("ip", "netns", "add", namespace)
+    # A link without IPv6 is silent, so the counters see the ranks' traffic alone; the loopback
+    # exists already and keeps it. A kernel without IPv6 has nothing to switch off.
+    script = "echo 1 >/proc/sys/net/ipv6/conf/default/disable_ipv6"
+    run("ip", "netns", "exec", namespace, "sh", "-c", script, may_fail=True)
 
 
 def remove(name: str) -> bool:
@@ -83,6 +105,7 @@ def remove(name: str) -> bool:
         found = load(name)
         if found is not None:
             _remove(found[0])
+        tidy(LOCK)
         return found is not None
 
 
@@ -123,10 +146,8 @@ def end_processes(cluster: Cluster, of_run: bool = False, patience_s: float = 2.
             raise ClusterError(f"processes {remaining} on cluster {cluster.name!r} cannot be ended")
         if kind or elapsed_s > patience_s:
             for pid in remaining:
-                try:
+                with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGTERM if kind else signal.SIGKILL)
-                except ProcessLookupError:
-                    pass
             kind = False
         time.sleep(0.02)
         remaining = processes(cluster, of_run)

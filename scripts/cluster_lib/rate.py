@@ -35,12 +35,20 @@ class Rate:
     def burst_bytes(self) -> int:
         """What may pass at once: one millisecond of the rate, but ten full frames at least.
 
-        At 1 Gbit/s this is more than the 64 KiB that the kernel hands over in one piece; a bucket
-        smaller than such a piece makes the kernel cut it into frames, which costs CPU time, and a
-        much larger one lets short messages through as if there were no limit.
+        More would let short messages through as if there were no limit. Less would be lost to
+        every moment in which the kernel comes late to refill the bucket.
         """
         assert self.bits_per_second is not None
         return max(self.bits_per_second // 8 // 1000, 10 * 1514)
+
+    @property
+    def piece_bytes(self) -> int:
+        """The largest piece that TCP may hand to the interface at once, to be counted as one.
+
+        A piece that does not fit into the bucket is cut into frames first, one by one, which
+        costs so much CPU time that 1 Gbit/s is not reached.
+        """
+        return min(64 * 1024, self.burst_bytes // 2)
 
     @property
     def queue_bytes(self) -> int:

@@ -6,6 +6,7 @@ first thing is made, so whatever was made is recorded, whenever the command was 
 
 import fcntl
 import json
+import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -73,6 +74,11 @@ class Cluster:
         """Where the last run left what its ranks had to say."""
         return self.folder / "logs"
 
+    @property
+    def scratch(self) -> Path:
+        """Where a launcher keeps what it needs while it runs."""
+        return self.folder / "tmp"
+
     def save(self, complete: bool) -> None:
         """Write the record, all of it or nothing."""
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -133,10 +139,35 @@ def load_all() -> list[tuple[Cluster, bool]]:
 @contextmanager
 def locked(path: Path, busy: str | None = None) -> Iterator[None]:
     """Hold a lock that ends with this process, however it ends; `busy` is the error of not waiting."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
+    while True:
+        STATE.mkdir(exist_ok=True)
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | (fcntl.LOCK_NB if busy else 0))
-        except BlockingIOError:
-            raise ClusterError(busy or "", "Wait for it, or use a cluster of another --name.") from None
-        yield
+            file = path.open("w")
+        except FileNotFoundError:
+            if path.parent == STATE:
+                continue
+            raise ClusterError(f"cluster {path.parent.name!r} has just been removed") from None
+        with file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | (fcntl.LOCK_NB if busy else 0))
+            except BlockingIOError:
+                raise ClusterError(busy or "", "Wait for it, or use a cluster of another --name.") from None
+            # Whoever held it before may have removed the file; then this lock locks nothing.
+            if not _is_open_at(file.fileno(), path):
+                continue
+            yield
+            return
+
+
+def _is_open_at(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def tidy(lock: Path) -> None:
+    """Remove the folder of records once it holds nothing but the lock, which the caller has."""
+    if list(STATE.iterdir()) == [lock]:
+        lock.unlink()
+        STATE.rmdir()

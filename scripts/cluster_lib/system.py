@@ -32,7 +32,7 @@ def check_machine() -> None:
             )
     # A throw-away namespace of every kind that is needed; it ends with the command.
     trial = subprocess.run(
-        ["unshare", "--net", "--uts", "--mount", "sh", "-c", "ip link add a type veth peer name b"],
+        ["unshare", "--net", "--uts", "--mount", "sh", "-c", "ip link add hvds0 type veth peer name hvds1"],
         capture_output=True,
         text=True,
     )

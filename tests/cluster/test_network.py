@@ -1,0 +1,89 @@
+"""Hosts see each other, at the rate asked for, and nobody else does."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from cluster.script import NAME, SCRIPT, cluster, namespaces, own_network, status
+
+_ANSWER = """
+import socket
+with socket.create_server(("", 7000)) as server:
+    print("ready", flush=True)
+    connection, (peer, _) = server.accept()
+    with connection:
+        connection.sendall(f"{socket.gethostname()} answers {peer}".encode())
+"""
+_ASK = """
+import socket, sys
+with socket.create_connection((sys.argv[1], 7000), timeout=5) as connection:
+    print(connection.makefile().read())
+"""
+
+
+def _ask(server_name: str, client_name: str) -> "subprocess.CompletedProcess[str]":
+    """Host 0 of one cluster asks host 2 of (perhaps) another by its name."""
+    server = subprocess.Popen(
+        [str(SCRIPT), "enter", "--name", server_name, "2", "--", sys.executable, "-c", _ANSWER],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert server.stdout is not None
+        assert server.stdout.readline() == "ready\n"
+        ask = ["enter", "--name", client_name, "0", "--", sys.executable, "-c", _ASK, f"{server_name}-2"]
+        return cluster(*ask, check=False)
+    finally:
+        server.kill()
+        server.wait()
+
+
+def test_a_host_is_reached_by_its_name_and_knows_its_own(slow: str) -> None:
+    assert _ask(slow, slow).stdout == f"{slow}-2 answers 198.18.0.1\n"
+
+
+def test_the_rate_is_reached_and_not_exceeded(slow: str) -> None:
+    # A machine busy with other work may miss it once, but never exceeds it.
+    for _ in range(3):
+        before = status(slow)["hosts"]
+        results = json.loads(cluster("measure", "--name", slow, "--megabytes", "20", "--json").stdout)
+        after = status(slow)["hosts"]
+        rates = [result["slowest_bits_per_second"] for result in results]
+        assert [result["transfers"] for result in results] == [1, 3]
+        assert max(rates) < 100e6, results
+        # The pair sends from host 0 to host 1, the ring from every host to the next.
+        sent = [now["tx_bytes"] - then["tx_bytes"] for then, now in zip(before, after, strict=True)]
+        received = [now["rx_bytes"] - then["rx_bytes"] for then, now in zip(before, after, strict=True)]
+        assert sent == pytest.approx([40e6, 20e6, 20e6], rel=0.1)
+        assert received == pytest.approx([20e6, 40e6, 20e6], rel=0.1)
+        if min(rates) > 0.85 * 100e6:
+            return
+    pytest.fail(f"100 Mbit/s were asked for, and never reached: {results}")
+
+
+def test_two_clusters_side_by_side_do_not_touch_each_other_nor_the_machine(slow: str) -> None:
+    links, spaces = own_network(), namespaces()
+    other = f"{NAME}-fast"
+    cluster("up", "--hosts", "2", "--rate", "unlimited", "--name", other)
+    try:
+        quiet = status(slow)["hosts"]
+        results = json.loads(cluster("measure", "--name", other, "--megabytes", "20", "--json").stdout)
+        assert all(result["slowest_bits_per_second"] > 100e6 for result in results), results
+        assert status(slow)["hosts"] == quiet
+        assert _ask(slow, other).returncode != 0
+        assert own_network() == links
+        taken = cluster("up", "--name", other, check=False)
+        assert taken.returncode == 1
+        assert "already" in taken.stderr
+        # A failed `up` has not harmed the cluster that has the name.
+        assert len(status(other)["hosts"]) == 2
+    finally:
+        cluster("down", "--name", other)
+    mine = [space for space in namespaces() if NAME in space]
+    assert mine == [space for space in spaces if NAME in space]
+    assert own_network() == links
+    assert len(status(slow)["hosts"]) == 3
+    # Once more is no error.
+    assert "not there" in cluster("down", "--name", other).stderr
