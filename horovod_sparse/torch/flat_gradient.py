@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from horovod_sparse.arrays import apply_sum, clear_at
-from horovod_sparse.torch.layout import view_into
+from horovod_sparse.torch.layout import alone, view_into
 from horovod_sparse.torch.tensors import host_view
 
 __all__ = ["FlatGradient"]
@@ -31,8 +31,8 @@ class FlatGradient:
     over and puts the view back.
 
     After a step the buffer holds zeros and the scattered sum. `clear` then writes only to the
-    scattered places, as long as nobody else has written to the buffer: the version counter that
-    PyTorch keeps for autograd tells. Writing through ``grad.data`` goes past that counter; 16 places
+    scattered places, as long as nobody else has written to the buffer: the version counters that
+    PyTorch keeps for autograd tell. Writing through ``grad.data`` goes past them; 16 places
     of every parameter are looked at to notice it, which finds whatever touches all of a gradient
     (weight decay added in place), not a change of a few elements.
 
@@ -52,8 +52,8 @@ class FlatGradient:
         #: the same memory, for what reads and writes it as NumPy
         self.array = host_view(self.flat)
         self.views = [
-            view_into(self.flat, start, parameter)
-            for parameter, (start, _) in zip(self.parameters, self.places, strict=True)
+            view_into(alone(self.flat, start, stop), 0, parameter)
+            for parameter, (start, stop) in zip(self.parameters, self.places, strict=True)
         ]
         self._probes = np.concatenate(
             [
@@ -67,7 +67,11 @@ class FlatGradient:
     def _mark(self, scattered: np.ndarray) -> None:
         """The buffer holds zeros, and values only at these places."""
         self._scattered: np.ndarray = scattered
-        self._version = self.flat._version
+        self._version = self._versions()
+
+    def _versions(self) -> int:
+        """Counts every write that goes through PyTorch."""
+        return sum(view._version for view in self.views)
 
     def gather(self) -> None:
         """Takes over gradients that lie elsewhere; a parameter without a gradient gets zeros."""
@@ -104,7 +108,7 @@ class FlatGradient:
         """Zeros everywhere, written only where needed."""
         if (
             self._uncounted
-            or self.flat._version != self._version
+            or self._versions() != self._version
             or self._scattered.size > _SPARSE_SHARE * self.num_elements
         ):
             self.flat.zero_()

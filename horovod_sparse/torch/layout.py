@@ -7,7 +7,7 @@ import torch
 
 from horovod_sparse.torch.tensors import host_view
 
-__all__ = ["memory_strides", "shaped", "unshaped", "view_into"]
+__all__ = ["alone", "memory_strides", "shaped", "unshaped", "view_into"]
 
 
 def memory_strides(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -48,6 +48,24 @@ def view_into(flat: torch.Tensor, start: int, parameter: torch.Tensor) -> torch.
                 [4, 7]])
     """
     return flat.as_strided(parameter.shape, memory_strides(parameter), start)
+
+
+def alone(flat: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """A part of a CPU buffer as a tensor with a storage of its own: same memory, but offset 0.
+
+    PyTorch (2.13 still) adds a pure COO tensor to a dense one with the storage offset counted twice:
+    autograd would write a gradient of ``gather(sparse_grad=True)`` to a wrong place, even past the end.
+
+    Example:
+        >>> flat = torch.zeros(4)
+        >>> alone(flat, 1, 3).add_(1.0).storage_offset()
+        0
+        >>> flat
+        tensor([0., 1., 1., 0.])
+    """
+    if flat.dtype == torch.bfloat16:
+        return torch.from_numpy(flat.view(torch.int16).numpy()[start:stop]).view(torch.bfloat16)
+    return torch.from_numpy(flat.numpy()[start:stop])
 
 
 def shaped(values: np.ndarray, parameter: torch.Tensor) -> torch.Tensor:

@@ -45,7 +45,7 @@ def test_equals_the_simulator_bit_for_bit(case, rank, size):
 @pytest.mark.parametrize("bucket_bytes", BYTES.values(), ids=BYTES)
 @pytest.mark.parametrize("text", ["topk:density=1.0", "exdyna:density=1.0", "randomk:density=1.0"])
 def test_density_one_equals_stock_dense_training(text, bucket_bytes, rank, size):
-    """Sums are exact, so bits are equal; an average by 3 is rounded once, at most one unit apart."""
+    """Sums are exact, so bits are equal; an average by 3 rounds every rank's value (of at most 4)."""
     for arguments in ({"op": stock.Sum}, {}, {"gradient_predivide_factor": 4.0}):
         steps, weights = [], []
         for dense in (True, False):
@@ -58,11 +58,12 @@ def test_density_one_equals_stock_dense_training(text, bucket_bytes, rank, size)
             steps.append([train_step(model, optimizer, gradients(rank, step)) for step in range(3)])
             weights.append([parameter.detach().clone() for parameter in model.parameters()])
         exact = arguments.get("op") == stock.Sum or size in (1, 2, 4)
+        tolerance = 0.0 if exact else 1e-6
         for one, other in zip(*steps, strict=True):
             for name in SHAPES:
-                torch.testing.assert_close(other[name], one[name], rtol=0.0 if exact else 3e-7, atol=0.0)
+                torch.testing.assert_close(other[name], one[name], rtol=0.0, atol=tolerance)
         for one, other in zip(*weights, strict=True):
-            torch.testing.assert_close(other, one, rtol=0.0 if exact else 1e-6, atol=0.0)
+            torch.testing.assert_close(other, one, rtol=0.0, atol=3 * tolerance)
 
 
 @pytest.mark.parametrize("algorithm", ["topk", "exdyna", "micro", "randomk"])

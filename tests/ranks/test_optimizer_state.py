@@ -47,7 +47,7 @@ def test_resume_is_invisible(case, rank):
             if step == 3 and not resumed:
                 saved = through_a_file(optimizer.state_dict())
                 weights = {name: value.clone() for name, value in model.state_dict().items()}
-            optimizer.param_groups[0]["lr"] = 0.5 / (step + 1)
+            optimizer.param_groups[0]["lr"] = 0.5 ** (1 + step // 2)  # scales without rounding
             train_step(model, optimizer, gradients(rank, step))
         results.append(
             [p.detach().clone() for p in model.parameters()] + list(residuals_of(optimizer).values())

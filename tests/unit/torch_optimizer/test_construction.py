@@ -1,0 +1,173 @@
+"""What the optimizer's arguments are checked for, without a launch: Horovod with one rank."""
+
+import pytest
+import torch
+
+hvd = pytest.importorskip("horovod_sparse.torch")
+
+from horovod_sparse.errors import ArgumentError, UnknownNameError, UnsupportedError  # noqa: E402
+from horovod_sparse.merging import Plan  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def one_rank_that_synchronizes(monkeypatch):
+    hvd.init()
+    monkeypatch.setenv("HOROVOD_ELASTIC", "1")  # hooks are then registered with one rank, too
+
+
+def model():
+    return torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.ReLU(), torch.nn.Linear(6, 1))
+
+
+def wrap(net, compression="topk:density=0.5", optimizer=torch.optim.SGD, **arguments):
+    base = optimizer(net.parameters(), lr=0.1)
+    arguments.setdefault("named_parameters", net.named_parameters())
+    return hvd.DistributedOptimizer(base, compression=compression, **arguments)
+
+
+def test_what_one_rank_holds_back_comes_out_later():
+    net = model()
+    optimizer = wrap(net)
+    first = [p.detach().clone() for p in net.parameters()]
+    gradient = [torch.zeros_like(p) for p in net.parameters()]
+    applied = [torch.zeros_like(p) for p in net.parameters()]
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(5):
+        optimizer.zero_grad()
+        data = torch.randn(4, 8, generator=generator)
+        reference = torch.autograd.grad(net(data).sum(), list(net.parameters()))
+        net(data).sum().backward()
+        optimizer.synchronize()
+        for i, p in enumerate(net.parameters()):
+            gradient[i] += reference[i]
+            applied[i] += p.grad
+        with optimizer.skip_synchronize():
+            optimizer.step()
+    held = optimizer.state_dict()["horovod_sparse"]["residuals"]
+    assert any(values.count_nonzero() for values in held.values())
+    for i, (name, p) in enumerate(net.named_parameters()):
+        torch.testing.assert_close(applied[i] + held[name], gradient[i])
+        torch.testing.assert_close(p.detach(), first[i] - 0.1 * applied[i])
+
+
+def test_with_one_rank_horovod_changes_nothing_and_residuals_are_kept_aside(monkeypatch):
+    net = model()
+    saved = wrap(net).state_dict()
+    monkeypatch.delenv("HOROVOD_ELASTIC")
+    optimizer = wrap(net)
+    assert optimizer.plan is None
+    assert optimizer.telemetry.summary() == "no step yet"
+    optimizer.load_state_dict(saved)
+    assert optimizer.state_dict()["horovod_sparse"] is saved["horovod_sparse"]
+    net(torch.ones(1, 8)).sum().backward()
+    local = [p.grad.clone() for p in net.parameters()]
+    optimizer.step()
+    assert all(torch.equal(p.grad, g) for p, g in zip(net.parameters(), local, strict=True))
+    optimizer.zero_grad()
+    assert all(p.grad is None for p in net.parameters())
+
+
+def test_names_are_checked_as_horovod_checks_them():
+    net = model()
+    with pytest.raises(ValueError, match="unique"):
+        wrap(net, named_parameters=[("same", p) for p in net.parameters()])
+    with pytest.raises(ValueError, match="not named"):
+        wrap(net, named_parameters=list(net.named_parameters())[:2])
+    with pytest.raises(ValueError, match="sequence of tuples"):
+        wrap(net, named_parameters=[list(pair) for pair in net.named_parameters()])
+    with pytest.raises(ValueError, match="groups"):
+        wrap(net, groups=-1)
+    with pytest.raises(ValueError, match="only appear once"):
+        wrap(net, groups=[[net[0].weight], [net[0].weight]])
+    with pytest.raises(ValueError, match="backward_passes_per_step"):
+        wrap(net, backward_passes_per_step=0)
+    with pytest.raises(ValueError, match="predivide"):
+        wrap(net, gradient_predivide_factor=2.0, op=hvd.Sum)
+
+
+def test_arguments_that_exclude_each_other_are_named():
+    net = model()
+    plan = Plan((("0.weight", "0.bias", "2.weight", "2.bias"),))
+    with pytest.raises(ArgumentError, match="plan and bucket_bytes"):
+        wrap(net, plan=plan, bucket_bytes=10)
+    with pytest.raises(ArgumentError, match="plan and groups"):
+        wrap(net, plan=plan, groups=2)
+    with pytest.raises(ArgumentError, match="leave plan out"):
+        wrap(net, compression=hvd.Compression.none, plan=plan)
+    with pytest.raises(ArgumentError, match=r"2\.bias"):
+        wrap(net, plan=Plan((("0.weight", "0.bias", "2.weight"),)))
+    with pytest.raises(UnknownNameError, match="topk"):
+        wrap(net, "topq")
+    with pytest.raises(ArgumentError, match="op"):
+        wrap(net, op=hvd.Max)
+    with pytest.raises(UnsupportedError, match="SparseAdam"):
+        wrap(net, optimizer=torch.optim.SparseAdam)
+    with pytest.raises(UnsupportedError, match="complex64"):
+        wrap(torch.nn.Linear(2, 2, dtype=torch.complex64))
+
+
+def test_buckets_follow_the_model_not_the_parameter_groups():
+    """Weights and biases in two groups: each kind in backward order, and no bucket mixes them."""
+    net = model()
+    groups = [{"params": [net[0].bias, net[2].bias]}, {"params": [net[2].weight, net[0].weight], "lr": 1.0}]
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(groups, lr=0.1), named_parameters=net.named_parameters(), compression="topk"
+    )
+    assert optimizer.plan == Plan((("2.bias", "0.bias"), ("2.weight", "0.weight")))
+
+
+def test_without_names_parameters_have_those_of_horovod():
+    optimizer = wrap(model(), named_parameters=None)
+    assert optimizer.plan.buckets == (tuple(f"allreduce.noname.0.{i}" for i in (3, 2, 1, 0)),)
+
+
+def test_a_gradient_with_a_gradient_is_refused():
+    net = model()
+    wrap(net)
+    with pytest.raises(AssertionError, match="create_graph"):
+        net(torch.ones(1, 8)).square().sum().backward(create_graph=True)
+
+
+def test_old_argument_num_groups_still_works():
+    with pytest.warns(DeprecationWarning, match="groups"):
+        optimizer = wrap(model(), num_groups=2)
+    assert len(optimizer.plan.buckets) == 2
+
+
+def test_schedulers_and_printing_work():
+    optimizer = wrap(model())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    optimizer.step()
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 0.05
+    assert "SGD" in repr(optimizer)
+    assert isinstance(optimizer, torch.optim.SGD)
+
+
+def test_gradients_in_coo_form_land_where_they_belong():
+    """Also while the gradient already is a view behind other parameters, and without hybrid dimensions."""
+
+    class Picks(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words = torch.nn.Embedding(6, 2, sparse=True)
+            self.table = torch.nn.Parameter(torch.zeros(7))
+            self.last = torch.nn.Parameter(torch.zeros(3))
+
+        def forward(self):
+            picked = torch.gather(self.table, 0, torch.tensor([1, 5, 5]), sparse_grad=True)
+            return picked.sum() + self.words(torch.tensor([2, 2])).sum() + self.last.sum()
+
+    net = Picks()
+    optimizer = wrap(net, "topk:density=1.0", sparse_as_dense=True)
+    for step in range(3):
+        net().backward()
+        optimizer.step()
+        assert net.table.grad.tolist() == [0, 1, 0, 0, 0, 2, 0], step
+        assert net.words.weight.grad.tolist() == [[0, 0], [0, 0], [2, 2], [0, 0], [0, 0], [0, 0]], step
+        assert net.last.grad.tolist() == [1, 1, 1], step
+        optimizer.zero_grad()
+    strict = Picks()
+    wrap(strict, "topk:density=1.0")
+    with pytest.raises(UnsupportedError, match="sparse_as_dense"):
+        strict().backward()
