@@ -1,0 +1,259 @@
+"""HostAccumulator: any history of calls against a model that keeps plain arrays."""
+
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from horovod_sparse.arrays import HostAccumulator
+from horovod_sparse.errors import ArgumentError, MessageError
+from horovod_sparse.kernels import reference
+from unit.kernels.drawing import KINDS, SEEDS, bfloat16_bits, make
+
+NAMES = ("float32", "float64", "float16", "bfloat16")
+CHANGES = ("clear", "add", "largest", "at_least", "kth", "abandon", "take", "count")
+
+
+def held(name, kind, n, seed):
+    made = make(kind, n, seed, np.float64 if name == "float64" else np.float32)
+    if name == "bfloat16":
+        return bfloat16_bits(made)
+    with np.errstate(all="ignore"):
+        return np.nan_to_num(made.astype(name), posinf=1, neginf=1)
+
+
+def check_selections(accumulator, values, generator):
+    n = values.size
+    start, stop = sorted(generator.integers(0, n + 1, 2).tolist())
+    if generator.random() < 0.5:
+        start, stop = 0, n
+    k = int(generator.integers(0, min(stop - start, 700) + 1))
+    got = accumulator.largest(k, start, stop)
+    np.testing.assert_array_equal(got, reference.largest(values, k, start, stop))
+    if k:
+        assert accumulator.kth_magnitude(k, start, stop) == reference.kth_magnitude(values, k, start, stop)
+    threshold = float(np.abs(values[generator.integers(0, n)])) if n else 1.0
+    got = accumulator.at_least(threshold, start, stop)
+    np.testing.assert_array_equal(got, reference.at_least(values, threshold, start, stop))
+    assert accumulator.count_at_least([threshold]) == reference.at_least(values, threshold, 0, n).size
+
+
+@given(
+    name=st.sampled_from(NAMES),
+    kind=st.sampled_from(KINDS),
+    n=st.integers(0, 3000),
+    seed=SEEDS,
+    density=st.sampled_from([0.001, 0.2]),
+    companions=st.integers(0, 2),
+    steps=st.lists(st.lists(st.sampled_from(CHANGES), max_size=6), min_size=1, max_size=4),
+)
+@settings(max_examples=150, deadline=None)
+def test_any_history(name, kind, n, seed, density, companions, steps):
+    generator = np.random.default_rng(seed)
+    accumulator = HostAccumulator(n, name, density=density, companions=companions)
+    arrays = [np.zeros(n, accumulator.dtype) for _ in range(1 + companions)]
+    for number, changes in enumerate(steps):
+        gradient = held(name, kind, n, seed + number)
+        momentum = 0.9 if companions and number % 2 else None
+        folded = reference.fold(
+            arrays[0],
+            gradient,
+            decay=0.5,
+            velocity=arrays[1] if momentum else None,
+            momentum=momentum or 0.0,
+        )
+        report = accumulator.fold(gradient, decay=0.5, momentum=momentum)
+        arrays[0] = folded.values
+        if momentum:
+            arrays[1] = folded.velocity
+        assert report.num_nonfinite == folded.nonfinite.size
+        at_fold = [array.copy() for array in arrays]
+        for change in changes:
+            indices = np.flatnonzero(generator.random(n) < generator.choice([0.001, 0.1, 0.9])).astype(
+                np.int32
+            )
+            if change == "clear":
+                accumulator.clear(indices)
+                for array in arrays:
+                    array[indices] = 0
+            elif change == "add":
+                new = (generator.standard_normal(indices.size) * 3).astype(accumulator.dtype)
+                accumulator.add(indices, new)
+                arrays[0][indices] += new
+            elif change == "abandon":
+                accumulator.abandon()
+                arrays = [array.copy() for array in at_fold]
+            elif change == "take":
+                np.testing.assert_array_equal(accumulator.take(indices), arrays[0][indices])
+            else:
+                check_selections(accumulator, arrays[0], generator)
+            np.testing.assert_array_equal(accumulator.values(), arrays[0])
+            for array, companion in zip(arrays[1:], accumulator.companions, strict=True):
+                np.testing.assert_array_equal(companion, array)
+        check_selections(accumulator, arrays[0], generator)
+        exact = float((arrays[0].astype(np.float64) ** 2).sum())
+        np.testing.assert_allclose(
+            accumulator.square_norm, exact, atol=1e-5 * (1 + report.square_norm + exact)
+        )
+
+
+@given(seed=SEEDS, name=st.sampled_from(NAMES), form=st.integers(0, 6))
+@settings(max_examples=60, deadline=None)
+def test_any_strides(seed, name, form):
+    whole = held(name, "gaussian", 40 * 50 * 3, seed).reshape(40, 50, 3)
+    if name != "bfloat16":
+        whole[-1, ::7, :] = np.nan
+    view = [
+        whole,
+        whole[::2],
+        whole[:, ::-1],
+        whole.transpose(2, 0, 1),
+        whole[..., 1],
+        whole[3:4, 5:6],
+        np.asfortranarray(whole),
+    ][form]
+    expected = reference.fold(
+        np.zeros(view.size, np.float64 if name == "float64" else np.float32), view.reshape(-1).copy()
+    )
+    outside = whole.size - view.size if view.base is not None else 0
+    accumulator = HostAccumulator(view.size, name)
+    report = accumulator.fold(view)
+    np.testing.assert_array_equal(accumulator.values(), expected.values)
+    assert report.num_nonfinite == expected.nonfinite.size
+    assert report.first_nonfinite == (expected.nonfinite[0] if expected.nonfinite.size else -1)
+    assert not view.view(view.dtype).any()
+    assert np.count_nonzero(whole) <= max(outside, whole.size if form == 6 else 0)
+
+
+def test_many_pieces_of_a_strided_gradient():
+    pair = make("layers", 2 * 300_001, 3).reshape(-1, 2)
+    pair[250_000, 0] = np.inf
+    expected = reference.fold(np.zeros(300_001, np.float32), pair[:, 0].copy())
+    accumulator = HostAccumulator(300_001)
+    report = accumulator.fold(pair[:, 0])
+    assert (report.num_nonfinite, report.first_nonfinite) == (1, 250_000)
+    np.testing.assert_array_equal(accumulator.values(), expected.values)
+    np.testing.assert_array_equal(
+        accumulator.largest(500), reference.largest(expected.values, 500, 0, 300_001)
+    )
+    assert not pair[:, 0].any()
+    assert pair[:, 1].all()
+
+
+def test_memory_that_is_shared_within_the_gradient():
+    row = np.arange(5.0, dtype=np.float32)
+    accumulator = HostAccumulator(20)
+    accumulator.fold(np.lib.stride_tricks.as_strided(row, (4, 5), (0, 4)))
+    assert accumulator.values().tolist() == [0, 1, 2, 3, 4] * 4
+    assert not row.any()
+
+
+def test_byte_order_and_odd_addresses():
+    accumulator = HostAccumulator(100)
+    gradient = np.arange(100, dtype=">f4")
+    accumulator.fold(gradient)
+    odd = np.zeros(401, np.uint8)[1:].view(np.float32)
+    odd[:] = 1
+    accumulator.fold(odd)
+    assert accumulator.values().tolist() == [i + 1 for i in range(100)]
+    assert not gradient.any()
+    assert not odd.any()
+
+
+def test_bfloat16_of_ml_dtypes():
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    accumulator = HostAccumulator(3, "bfloat16")
+    gradient = np.array([1.5, -2.0, 0.0], ml_dtypes.bfloat16)
+    accumulator.fold(gradient)
+    assert accumulator.values().tolist() == [1.5, -2.0, 0.0]
+    assert not gradient.astype(np.float32).any()
+
+
+def test_assign_and_memory_of_the_caller():
+    memory = make("gaussian", 1000, 1)
+    expected = memory.copy()
+    accumulator = HostAccumulator(1000, memory=memory)
+    np.testing.assert_array_equal(accumulator.largest(9), reference.largest(expected, 9, 0, 1000))
+    np.testing.assert_allclose(accumulator.square_norm, (expected.astype(np.float64) ** 2).sum())
+    accumulator.assign(expected[::-1].reshape(10, 100))
+    np.testing.assert_array_equal(memory, expected[::-1])
+    np.testing.assert_array_equal(accumulator.largest(9), reference.largest(expected[::-1], 9, 0, 1000))
+    accumulator.clear(np.array([5], np.int32))
+    accumulator.abandon()
+    np.testing.assert_array_equal(memory, expected[::-1])
+
+
+def test_no_feedback_keeps_nothing():
+    accumulator = HostAccumulator(100)
+    accumulator.fold(np.ones(100, np.float32))
+    accumulator.fold(np.full(100, 3, np.float32), keep_residual=False)
+    assert (accumulator.values() == 3).all()
+
+
+def test_moments_and_samples():
+    accumulator = HostAccumulator(5000)
+    accumulator.fold(make("laplace", 5000, 7))
+    expected = reference.moments_at_least(accumulator.values(), 1.0)
+    moments = accumulator.moments(1.0)
+    np.testing.assert_allclose([moments.count, moments.total, moments.total_squares], expected[:3], rtol=1e-5)
+    np.testing.assert_allclose(moments.mean_logarithm, expected[3] / expected[0], rtol=1e-4)
+    np.testing.assert_array_equal(accumulator.sample_magnitudes(7, 3), np.abs(accumulator.values()[3::7]))
+
+
+def test_refusals():
+    accumulator = HostAccumulator(10, companions=1)
+    fine = np.zeros(10, np.float32)
+    refused = [
+        (lambda: HostAccumulator(10, "int32"), "dtype"),
+        (lambda: HostAccumulator(10, density=0.0), "density"),
+        (lambda: HostAccumulator(10, memory=np.zeros(10)), "memory"),
+        (lambda: HostAccumulator(10).fold(fine, momentum=0.5), "momentum"),
+        (lambda: accumulator.fold(fine, momentum=1.5), "momentum"),
+        (lambda: accumulator.fold(fine, decay=float("nan")), "decay"),
+        (lambda: accumulator.fold(np.zeros(11, np.float32)), "gradient"),
+        (lambda: accumulator.fold(np.zeros(10)), "gradient"),
+        (lambda: accumulator.fold(np.zeros(10, np.int64)), "dtype"),
+        (lambda: accumulator.fold(accumulator.values()), "gradient"),
+        (lambda: accumulator.assign(np.zeros(9)), "values"),
+        (lambda: accumulator.add(np.array([1], np.int32), np.zeros(2)), "values"),
+        (lambda: accumulator.sample_magnitudes(0), "stride"),
+    ]
+    for call, word in refused:
+        with pytest.raises(ArgumentError, match=word):
+            call()
+    for call in (accumulator.take, accumulator.clear, lambda i: accumulator.add(i, [0.0])):
+        with pytest.raises(MessageError, match="10"):
+            call([10])
+
+
+def test_a_refused_gradient_does_not_forget_the_step():
+    accumulator = HostAccumulator(3)
+    accumulator.fold(np.array([1, 2, 3], np.float32))
+    accumulator.clear(np.array([1], np.int32))
+    with pytest.raises(ArgumentError):
+        accumulator.fold(np.zeros(4, np.float32))
+    accumulator.abandon()
+    assert accumulator.values().tolist() == [1, 2, 3]
+
+
+def test_memory_beyond_residual_and_gradient():
+    tracemalloc = pytest.importorskip("tracemalloc")
+    n = 2_000_000
+    gradient = make("gaussian", n, 1)
+    accumulator = HostAccumulator(n, density=0.001)
+    accumulator.fold(gradient)
+    gradient[:] = make("layers", n, 2)
+    tracemalloc.start()
+    try:
+        accumulator.fold(gradient)
+        indices = accumulator.largest(n // 1000)
+        accumulator.at_least(accumulator.kth_magnitude(n // 1000), 0, n // 8)
+        accumulator.take(indices)
+        accumulator.clear(indices)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    maxima = 4 * n / 64
+    assert maxima + peak <= 0.05 * 4 * n, (maxima, peak, sys.version)

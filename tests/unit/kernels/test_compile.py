@@ -1,0 +1,142 @@
+"""Compiling: never at import, safe when ranks start together, and where the package is read-only."""
+
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import horovod_sparse
+from horovod_sparse.errors import ArgumentError
+from horovod_sparse.kernels import warm_up
+from horovod_sparse.kernels.host_fold import fold_plain
+
+PACKAGE = Path(horovod_sparse.__file__).parent
+
+
+def run(program, path=PACKAGE.parent, **environment):
+    return subprocess.Popen(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": str(path), **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=path,
+    )
+
+
+def finish(process):
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    return out.strip()
+
+
+def test_importing_compiles_nothing_and_imports_no_framework():
+    program = """
+import sys
+import horovod_sparse.kernels, horovod_sparse.arrays
+from horovod_sparse.kernels.host_fold import fold_plain
+from numba.core.registry import CPUDispatcher
+compiled = [
+    name
+    for module in list(sys.modules.values()) if module.__name__.startswith("horovod_sparse.kernels")
+    for name, value in vars(module).items() if isinstance(value, CPUDispatcher) and value.overloads
+]
+print(compiled, [name for name in ("torch", "tensorflow", "horovod", "ml_dtypes") if name in sys.modules])
+"""
+    assert finish(run(program)) == "[] []"
+
+
+def test_warm_up_refuses_what_it_does_not_know():
+    with pytest.raises(ArgumentError, match="dtype"):
+        warm_up("int8")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
+def test_warm_up_runs(dtype):
+    warm_up(dtype, momentum=True, statistics=True)
+    assert fold_plain.signatures
+
+
+ONE_KERNEL = """
+import numpy as np
+from horovod_sparse.kernels.host_scatter import take_at
+kind = np.{kind}
+out = np.zeros(3, kind)
+take_at(np.arange(9, dtype=kind), np.array([1, 3, 5], np.int32), out)
+print(out.tolist(), sum(take_at.stats.cache_misses.values()))
+"""
+
+
+def test_ranks_that_start_together(tmp_path):
+    kinds = ["float32", "float64"] * 2
+    ranks = [run(ONE_KERNEL.format(kind=kind), NUMBA_CACHE_DIR=str(tmp_path)) for kind in kinds]
+    outs = [finish(rank) for rank in ranks]
+    assert all(out.startswith("[1.0, 3.0, 5.0]") for out in outs)
+    # Whoever comes first compiles, once per type; the others read.
+    assert sum(int(out.split()[-1]) for out in outs) == 2
+    assert finish(run(ONE_KERNEL.format(kind="float64"), NUMBA_CACHE_DIR=str(tmp_path))).endswith(" 0")
+
+
+def test_a_change_in_a_file_that_is_used_makes_the_cache_stale(tmp_path):
+    copy = tmp_path / "horovod_sparse"
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    assert finish(run(ONE_KERNEL.format(kind="float32"), tmp_path)).endswith(" 1")
+    assert finish(run(ONE_KERNEL.format(kind="float32"), tmp_path)).endswith(" 0")
+    with (copy / "kernels" / "lanes.py").open("a") as file:
+        file.write("# changed\n")
+    assert finish(run(ONE_KERNEL.format(kind="float32"), tmp_path)).endswith(" 1")
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="needs POSIX permissions")
+def test_a_read_only_installation(tmp_path):
+    copy, home = tmp_path / "site" / "horovod_sparse", tmp_path / "home"
+    home.mkdir()
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    for folder in (copy, copy / "kernels"):
+        folder.chmod(stat.S_IREAD | stat.S_IEXEC)
+    try:
+        if os.access(copy / "kernels", os.W_OK):
+            # root may write anywhere: an unwritable cache folder has to be a file
+            for folder in (copy, copy / "kernels"):
+                folder.chmod(stat.S_IRWXU)
+            (copy / "kernels" / "__pycache__").write_text("in the way")
+        environment = {"HOME": str(home), "XDG_CACHE_HOME": str(home / "cache")}
+        program = ONE_KERNEL.format(kind="float32")
+        assert finish(run(program, copy.parent, **environment)).endswith(" 1")
+        assert finish(run(program, copy.parent, **environment)).endswith(" 0")
+        assert list(home.rglob("*.nbi"))
+    finally:
+        for folder in (copy, copy / "kernels"):
+            folder.chmod(stat.S_IRWXU)
+
+
+@pytest.mark.slow
+def test_a_processor_without_avx512():
+    program = """
+from horovod_sparse.kernels import packing
+import numpy as np
+from horovod_sparse import kernels
+from horovod_sparse.kernels import reference
+from horovod_sparse.arrays import HostAccumulator
+assert not packing.PACKS
+generator = np.random.default_rng(0)
+for n in (1, 100, 5000, 70_001):
+    for kind in ("float32", "float16"):
+        gradient = generator.standard_normal(n).astype(kind)
+        expected = gradient.astype(np.float32)
+        accumulator = HostAccumulator(n, kind)
+        accumulator.fold(gradient)
+        for k in (1, n // 500, n // 3, n):
+            for start, stop in ((0, n), (n // 7, n - n // 9)):
+                got = accumulator.largest(k, start, stop)
+                assert (got == reference.largest(expected, k, start, stop)).all()
+        got = accumulator.at_least(1.0, n // 5)
+        assert (got == reference.at_least(expected, 1.0, n // 5, n)).all()
+print("fine")
+"""
+    # the cache key holds the processor, so this does not disturb what was compiled for the real one
+    assert finish(run(program, NUMBA_CPU_NAME="generic")) == "fine"
