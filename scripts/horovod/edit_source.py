@@ -1,7 +1,7 @@
-"""Two edits that let Horovod 0.28.1 build against today's frameworks.
+"""The edits that let Horovod 0.28.1 build against today's frameworks.
 
-Run as ``python edit_source.py SOURCE_FOLDER TENSORFLOW_VERSION``, the version
-empty where TensorFlow is not wanted. Each edit insists on finding its line: a
+Run as ``python edit_source.py SOURCE_FOLDER TENSORFLOW_VERSION GPU``, the version
+empty where TensorFlow is not wanted, GPU 0 or 1. Each edit insists on finding its line: a
 source that looks different must not be built as if it had been edited.
 """
 
@@ -20,7 +20,7 @@ def edit(path: Path, pattern: str, replacement: str) -> None:
 
 def main() -> None:
     """Edit the source folder named on the command line."""
-    source, tensorflow = Path(sys.argv[1]), sys.argv[2]
+    source, tensorflow, gpu = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
 
     # PyTorch's headers need C++17 since 2.1.
     for name in ("CMakeLists.txt", "horovod/torch/CMakeLists.txt"):
@@ -30,6 +30,12 @@ def main() -> None:
     # collectives inside XLA programs (HOROVOD_ENABLE_XLA_OPS=1) are lost.
     if tensorflow and tuple(map(int, tensorflow.split(".")[:2])) >= (2, 18):
         edit(source / "horovod/tensorflow/CMakeLists.txt", r"^.*xla_mpi_ops\.cc.*\n", "")
+
+    # PyTorch's CUDA build, which pip installs where nothing else is asked for,
+    # makes Horovod look for a whole CUDA toolkit as soon as an nvcc lies about.
+    if gpu != "1":
+        question = r"print\(True if \(\(torch\.version\.cuda is not None\).* else False\)"
+        edit(source / "cmake/Modules/FindPytorch.cmake", question, "print(False)")
 
 
 main()
