@@ -74,8 +74,9 @@ class Selection:
             report, found = self._kernels.largest(
                 self._values, maxima, self._layout, num_selected, start, stop, dense
             )
-            (_, overflow), indices = PendingCopy(report, found).arrays()
-            if not overflow:
+            (bits, overflow), indices = PendingCopy(report, found).arrays()
+            # Where fewer than k are not 0, zeros are selected too, and the block maxima do not say where.
+            if bits and not overflow:
                 break
         return indices
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 
-__all__ = ["TILE", "WARPS", "is_finite", "magnitude", "programs"]
+__all__ = ["OPTIONS", "TILE", "WARPS", "is_finite", "magnitude", "programs"]
 
-# Elements per program, and its warps: every thread then has eight 16-byte loads per array in flight.
-TILE = 8192
+# Elements per program of most kernels, and its warps.
+TILE = 4096
 WARPS = 8
+# Of every launch. Contraction to fused multiply-add would round differently from the host.
+OPTIONS: dict[str, Any] = {"num_warps": WARPS, "enable_fp_fusion": False}
 
 
 def programs(num_elements: int, tile: int = TILE) -> int:

@@ -8,17 +8,20 @@ import triton.language as tl
 from torch import Tensor
 
 from horovod_sparse.kernels.layout import Layout
-from horovod_sparse.kernels.triton_bits import TILE, WARPS, is_finite, magnitude, programs
+from horovod_sparse.kernels.triton_bits import OPTIONS, is_finite, magnitude, programs
 
 __all__ = ["fold"]
 
-# Partial results that one program of the last reduction reads at a time.
-_CHUNK = 2048
+# Elements per program of 4 warps: a thread has four 16-byte loads per array in flight, and few enough
+# registers that five programs share a multiprocessor, so that some load while others compute.
+_TILE = 2048
+# Sums of squares that the program of the report reads at a time.
+_CHUNK = 8192
 
 
 @triton.jit
 def _fold_tile(  # type: ignore[no-untyped-def]
-    values, gradient, velocity, maxima, factors, partials, first, n, num_programs,
+    values, gradient, velocity, maxima, factors, squares, trouble, first, n,
     PLAIN: tl.constexpr, MOMENTUM: tl.constexpr, MASKED: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -60,57 +63,50 @@ def _fold_tile(  # type: ignore[no-untyped-def]
     wrong = overflow
     if MOMENTUM:
         wrong = wrong | wrong_step | wrong_speed
+    square = tl.sum(tl.sum(new * new, axis=1).to(tl.float64), axis=0)
+    tl.store(squares + tl.program_id(0), square)
     # Nothing outside n is wrong: zeros were read there.
     count = tl.sum(tl.sum(wrong.to(tl.int32), axis=1), axis=0)
-    earliest = tl.min(tl.min(tl.where(wrong, local, ROWS * BLOCK), axis=1), axis=0)
-    square = tl.sum(tl.sum(new * new, axis=1).to(tl.float64), axis=0)
-    # A position fits float64 exactly, so all partial results share one array.
-    place = tl.where(count > 0, first + earliest, n.to(tl.int64))
-    tl.store(partials, count.to(tl.float64))
-    tl.store(partials + num_programs, place.to(tl.float64))
-    tl.store(partials + 2 * num_programs, square)
+    if count > 0:
+        earliest = tl.min(tl.min(tl.where(wrong, local, ROWS * BLOCK), axis=1), axis=0)
+        # How far from the end: the largest wins, and 0 says that there is none.
+        tl.atomic_add(trouble, count.to(tl.int64))
+        tl.atomic_max(trouble + 1, n - (first + earliest))
 
 
 @triton.jit(do_not_specialize=["n"])
 def _fold_kernel(  # type: ignore[no-untyped-def]
-    values, gradient, velocity, maxima, factors, partials, n, num_programs,
+    values, gradient, velocity, maxima, factors, squares, trouble, n,
     PLAIN: tl.constexpr, MOMENTUM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     first = program.to(tl.int64) * (ROWS * BLOCK)
-    partials += program
     # Two bodies: with a mask on every access the loads would not be 16 bytes wide.
     if first + ROWS * BLOCK <= n:
         _fold_tile(
-            values, gradient, velocity, maxima, factors, partials, first, n, num_programs,
+            values, gradient, velocity, maxima, factors, squares, trouble, first, n,
             PLAIN, MOMENTUM, False, ROWS, BLOCK,
         )  # fmt: skip
     else:
         _fold_tile(
-            values, gradient, velocity, maxima, factors, partials, first, n, num_programs,
+            values, gradient, velocity, maxima, factors, squares, trouble, first, n,
             PLAIN, MOMENTUM, True, ROWS, BLOCK,
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_programs"])
-def _reduce_kernel(  # type: ignore[no-untyped-def]
-    partials, factors, square_norm, report, num_programs, CHUNK: tl.constexpr
+@triton.jit(do_not_specialize=["n", "num_programs"])
+def _report_kernel(  # type: ignore[no-untyped-def]
+    squares, trouble, factors, square_norm, report, n, num_programs, CHUNK: tl.constexpr
 ):
-    """One program: the partial results of all tiles, always in the same order."""
+    """One program: adds the tiles' sums of squares, always in the same order, and writes the report."""
     lanes = tl.arange(0, CHUNK)
-    count = tl.zeros([CHUNK], tl.float64)
-    place = tl.full([CHUNK], float("inf"), tl.float64)
-    square = tl.zeros([CHUNK], tl.float64)
+    sums = tl.zeros([CHUNK], tl.float64)
     for start in range(0, num_programs, CHUNK):
-        mask = start + lanes < num_programs
-        here = partials + start + lanes
-        count += tl.load(here, mask=mask, other=0.0)
-        place = tl.minimum(place, tl.load(here + num_programs, mask=mask, other=float("inf")))
-        square += tl.load(here + 2 * num_programs, mask=mask, other=0.0)
-    tl.store(report, tl.sum(count, axis=0))
-    tl.store(report + 1, tl.min(place, axis=0))
-    tl.store(report + 2, tl.sum(square, axis=0))
+        sums += tl.load(squares + start + lanes, mask=start + lanes < num_programs, other=0.0)
     decay = tl.load(factors).to(tl.float64)
+    tl.store(report, tl.load(trouble).to(tl.float64))
+    tl.store(report + 1, (n - tl.load(trouble + 1)).to(tl.float64))
+    tl.store(report + 2, tl.sum(sums, axis=0))
     tl.store(report + 3, decay * decay * tl.load(square_norm))
 
 
@@ -123,19 +119,24 @@ def fold(
     square_norm: Tensor,
     velocity: Tensor | None = None,
     plain: bool = False,
-    tile: int = TILE,
-    warps: int = WARPS,
+    tile: int = 0,
+    warps: int = 4,
 ) -> Tensor:
     """See `torch_plain.fold`; tile and warps are for measurements."""
     n, block = layout.num_elements, layout.block
+    if not tile:
+        # Three arrays, or words of 64 bits, fill the registers with half as many elements.
+        tile = max(_TILE >> ((velocity is not None) + (values.dtype == torch.float64)), block)
     grid = programs(n, tile)
-    partials = torch.empty((3, grid), dtype=torch.float64, device=values.device)
+    squares = torch.empty(grid, dtype=torch.float64, device=values.device)
+    trouble = torch.zeros(2, dtype=torch.int64, device=values.device)
     report = torch.empty(4, dtype=torch.float64, device=values.device)
-    # Contraction to fused multiply-add would round differently from the host.
     _fold_kernel[(grid,)](
-        values, gradient, values if velocity is None else velocity, maxima, factors, partials, n, grid,
+        values, gradient, values if velocity is None else velocity, maxima, factors, squares, trouble, n,
         PLAIN=plain, MOMENTUM=velocity is not None, ROWS=tile // block, BLOCK=block,
-        num_warps=warps, enable_fp_fusion=False,
+        **(OPTIONS | {"num_warps": warps}),
     )  # fmt: skip
-    _reduce_kernel[(1,)](partials, factors, square_norm, report, grid, CHUNK=_CHUNK, num_warps=8)
+    _report_kernel[(1,)](
+        squares, trouble, factors, square_norm, report, n, grid, CHUNK=_CHUNK, **(OPTIONS | {"num_warps": 16})
+    )
     return report

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from horovod_sparse.kernels.layout import Layout
-from horovod_sparse.kernels.triton_bits import TILE, WARPS, magnitude, programs
+from horovod_sparse.kernels.triton_bits import OPTIONS, TILE, magnitude, programs
 
 __all__ = ["raise_maxima", "refresh_maxima", "scan_maxima"]
 
@@ -28,7 +28,7 @@ def _scan_kernel(values, maxima, n, ROWS: tl.constexpr, BLOCK: tl.constexpr):  #
 def scan_maxima(values: Tensor, maxima: Tensor, layout: Layout) -> None:
     """See `torch_plain.scan_maxima`."""
     n, block = layout.num_elements, layout.block
-    _scan_kernel[(programs(n),)](values, maxima, n, ROWS=TILE // block, BLOCK=block, num_warps=WARPS)
+    _scan_kernel[(programs(n),)](values, maxima, n, ROWS=TILE // block, BLOCK=block, **OPTIONS)
 
 
 @triton.jit(do_not_specialize=["n", "k"])
@@ -48,7 +48,7 @@ def refresh_maxima(values: Tensor, maxima: Tensor, layout: Layout, indices: Tens
     """See `torch_plain.refresh_maxima`."""
     k = indices.numel()
     _refresh_kernel[(programs(k, _LANES),)](
-        values, maxima, indices, layout.num_elements, k, LANES=_LANES, BLOCK=layout.block
+        values, maxima, indices, layout.num_elements, k, LANES=_LANES, BLOCK=layout.block, **OPTIONS
     )
 
 
@@ -64,4 +64,4 @@ def _raise_kernel(values, maxima, indices, block, k, LANES: tl.constexpr):  # ty
 def raise_maxima(values: Tensor, maxima: Tensor, layout: Layout, indices: Tensor) -> None:
     """See `torch_plain.raise_maxima`."""
     k = indices.numel()
-    _raise_kernel[(programs(k, 256),)](values, maxima, indices, layout.block, k, LANES=256)
+    _raise_kernel[(programs(k, 256),)](values, maxima, indices, layout.block, k, LANES=256, **OPTIONS)

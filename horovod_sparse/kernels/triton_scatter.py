@@ -7,12 +7,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from horovod_sparse.kernels.triton_bits import programs
+from horovod_sparse.kernels.triton_bits import OPTIONS, programs
 
 __all__ = ["add", "add_sum", "clear", "hash_write", "put"]
 
 # Elements per program: every one is a memory transaction of its own, so many small programs.
 _LANES = 256
+_OPTIONS = OPTIONS | {"num_warps": 4}
 
 
 @triton.jit(do_not_specialize=["k"])
@@ -37,21 +38,27 @@ def clear(values: Tensor, indices: Tensor) -> Tensor:
     # Read in a launch of its own: a lane must not see what another one has cleared already.
     old = values.index_select(0, indices)
     k = indices.numel()
-    _put_kernel[(programs(k, _LANES),)](values, indices, values, k, ADD=False, CLEAR=True, LANES=_LANES)
+    _put_kernel[(programs(k, _LANES),)](
+        values, indices, values, k, ADD=False, CLEAR=True, LANES=_LANES, **_OPTIONS
+    )
     return old
 
 
 def put(values: Tensor, indices: Tensor, new: Tensor) -> None:
     """See `torch_plain.put`."""
     k = indices.numel()
-    _put_kernel[(programs(k, _LANES),)](values, indices, new, k, ADD=False, CLEAR=False, LANES=_LANES)
+    _put_kernel[(programs(k, _LANES),)](
+        values, indices, new, k, ADD=False, CLEAR=False, LANES=_LANES, **_OPTIONS
+    )
 
 
 def add(values: Tensor, indices: Tensor, new: Tensor) -> Tensor:
     """See `torch_plain.add`."""
     old = values.index_select(0, indices)
     k = indices.numel()
-    _put_kernel[(programs(k, _LANES),)](values, indices, new, k, ADD=True, CLEAR=False, LANES=_LANES)
+    _put_kernel[(programs(k, _LANES),)](
+        values, indices, new, k, ADD=True, CLEAR=False, LANES=_LANES, **_OPTIONS
+    )
     return old
 
 
@@ -105,7 +112,7 @@ def add_sum(dense: Tensor, indices: Tensor, new: Tensor, unique: bool) -> Tensor
     k = indices.numel()
     touches = torch.zeros(1, dtype=torch.int32, device=dense.device)
     _add_sum_kernel[(programs(k, _LANES),)](
-        dense, indices, new, touches, k, HALF=dense.itemsize == 2, UNIQUE=unique, LANES=_LANES
+        dense, indices, new, touches, k, HALF=dense.itemsize == 2, UNIQUE=unique, LANES=_LANES, **_OPTIONS
     )
     return touches
 
@@ -126,6 +133,6 @@ def hash_write(indices: Tensor, multiplier: int, offset: int, prime: int, num_sl
     slots = torch.full((num_slots,), -1, dtype=torch.int32, device=indices.device)
     k = indices.numel()
     _hash_kernel[(programs(k, _LANES),)](
-        indices, slots, multiplier, offset, prime, num_slots, k, LANES=_LANES
+        indices, slots, multiplier, offset, prime, num_slots, k, LANES=_LANES, **_OPTIONS
     )
     return slots

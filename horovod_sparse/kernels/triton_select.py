@@ -1,8 +1,7 @@
 """Selection on a GPU: positions in ascending order, by counting, a running sum, and writing.
 
 Both passes look only into blocks whose maximum passes; the second mostly finds them in the cache.
-What is selected is said by two numbers: a floor of magnitude bits, and how many of those equal to the
-floor belong to the selection (the first ones). A threshold is the floor below it, and none of those.
+An exact selection takes what is above a floor, and the first of those equal to it.
 """
 
 from __future__ import annotations
@@ -13,98 +12,90 @@ import triton.language as tl
 from torch import Tensor
 
 from horovod_sparse.kernels.layout import Layout
-from horovod_sparse.kernels.triton_bits import TILE, WARPS, magnitude, programs
-from horovod_sparse.kernels.triton_kth import kth
+from horovod_sparse.kernels.torch_bits import int_type
+from horovod_sparse.kernels.triton_bits import OPTIONS
+from horovod_sparse.kernels.triton_blocks import MAX_PROGRAMS, Passing, list_blocks, look
+from horovod_sparse.kernels.triton_kth import find_kth
 
 __all__ = ["at_least", "largest"]
 
 
-@triton.jit
-def _look(  # type: ignore[no-untyped-def]
-    values, maxima, floor, start, stop, EXACT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Positions of this program's tile, and which of them are above the floor and equal to it."""
-    blocks = (start // BLOCK).to(tl.int64) + tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    exists = blocks * BLOCK < stop
-    tops = tl.load(maxima + blocks, mask=exists, other=0)
-    floor = floor.to(tops.dtype)
-    passes = exists & (tops > floor)
-    if EXACT:
-        passes = exists & (tops >= floor)
-    where = blocks[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    inside = passes[:, None] & (where >= start) & (where < stop)
-    key = magnitude(tl.load(values + where, mask=inside, other=0.0))
-    above = inside & (key > floor)
-    equal = inside & (key == floor)
-    return where, above, equal
-
-
-@triton.jit(do_not_specialize=["floor", "start", "stop"])
+@triton.jit(do_not_specialize=["start", "stop", "num_tiles"])
 def _count_kernel(  # type: ignore[no-untyped-def]
-    values, maxima, floor, floor_pointer, start, stop, counts,
-    EXACT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    bits, blocks, facts, floor, start, stop, counts, num_tiles,
+    EXACT: tl.constexpr, FULL_MASK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Per tile: how many are above the floor, in the upper half of the word; equal to it, in the lower."""
-    if EXACT:
-        _, above, equal = _look(values, maxima, tl.load(floor_pointer), start, stop, EXACT, ROWS, BLOCK)
-    else:
-        _, above, equal = _look(values, maxima, tl.cast(floor, tl.int64), start, stop, EXACT, ROWS, BLOCK)
-    count = tl.sum(tl.sum(above.to(tl.int32), axis=1), axis=0).to(tl.int64) << 32
-    if EXACT:
-        count += tl.sum(tl.sum(equal.to(tl.int32), axis=1), axis=0)
-    tl.store(counts + tl.program_id(0), count)
+    limit = tl.load(floor).to(bits.dtype.element_ty)
+    total = tl.load(facts + 1).to(tl.int32)
+    for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        count = tl.zeros([], tl.int64)
+        if tile * ROWS < total:
+            _, key, inside = look(bits, blocks, total, tile, start, stop, FULL_MASK, ROWS, BLOCK)
+            if EXACT:
+                count += tl.sum((inside & (key == limit)).to(tl.int32), axis=0)
+                count += tl.sum((inside & (key > limit)).to(tl.int32), axis=0).to(tl.int64) << 32
+            else:
+                count += tl.sum((inside & (key >= limit)).to(tl.int32), axis=0).to(tl.int64) << 32
+        tl.store(counts + tile, count)
 
 
-@triton.jit(do_not_specialize=["floor", "start", "stop", "k"])
+@triton.jit(do_not_specialize=["start", "stop", "num_tiles", "k"])
 def _write_kernel(  # type: ignore[no-untyped-def]
-    values, maxima, floor, floor_pointer, start, stop, sums, num_tiles, k, out,
-    EXACT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    bits, blocks, facts, floor, start, stop, sums, num_tiles, k, out,
+    EXACT: tl.constexpr, FULL_MASK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Every tile writes behind what the tiles before it found; nothing beyond out[k]. out[0]: how many."""
-    program = tl.program_id(0)
+    limit = tl.load(floor).to(bits.dtype.element_ty)
+    number = tl.load(facts + 1).to(tl.int32)
     total = tl.load(sums + num_tiles - 1)
-    up_to = tl.load(sums + program)
-    before = tl.load(sums + program - 1, mask=program > 0, other=0)
-    if program == 0:
+    if tl.program_id(0) == 0:
         tl.store(out, (total >> 32).to(tl.int32))
-    if up_to != before:
-        if EXACT:
-            where, above, equal = _look(
-                values, maxima, tl.load(floor_pointer), start, stop, EXACT, ROWS, BLOCK
-            )
-        else:
-            where, above, equal = _look(
-                values, maxima, tl.cast(floor, tl.int64), start, stop, EXACT, ROWS, BLOCK
-            )
-        where = tl.reshape(where, [ROWS * BLOCK])
-        chosen = tl.reshape(above, [ROWS * BLOCK])
-        place = before >> 32
-        if EXACT:
-            # Ties: as many as are missing to k, the first ones.
-            ties = k - (total >> 32)
-            before_equal = before & 0xFFFFFFFF
-            equals = tl.reshape(equal, [ROWS * BLOCK])
-            rank = before_equal + tl.cumsum(equals.to(tl.int32), axis=0)
-            chosen = chosen | (equals & (rank <= ties))
-            place += tl.minimum(before_equal, ties)
-        slot = place + tl.cumsum(chosen.to(tl.int32), axis=0)
-        tl.store(out + slot, where.to(tl.int32), mask=chosen & (slot <= k))
+    for tile in range(tl.program_id(0), tl.cdiv(number, ROWS), tl.num_programs(0)):
+        before = tl.load(sums + tile - 1, mask=tile > 0, other=0)
+        if tl.load(sums + tile) != before:
+            where, key, inside = look(bits, blocks, number, tile, start, stop, FULL_MASK, ROWS, BLOCK)
+            place = before >> 32
+            if EXACT:
+                # Ties: as many as are missing to k, the first ones.
+                ties = k - (total >> 32)
+                earlier = before & 0xFFFFFFFF
+                equal = inside & (key == limit)
+                rank = (earlier + tl.cumsum(equal.to(tl.int32), axis=0)).to(tl.int32)
+                chosen = (inside & (key > limit)) | (equal & (rank <= ties))
+                place += tl.minimum(earlier, ties)
+            else:
+                chosen = inside & (key >= limit)
+            slot = place.to(tl.int32) + tl.cumsum(chosen.to(tl.int32), axis=0)
+            tl.store(out + slot, where, mask=chosen & (slot <= k))
 
 
 def _select(
-    values: Tensor, maxima: Tensor, layout: Layout, floor: int | Tensor, start: int, stop: int, k: int
+    values: Tensor,
+    layout: Layout,
+    passing: Passing,
+    floor: Tensor,
+    exact: bool,
+    start: int,
+    stop: int,
+    k: int,
 ) -> Tensor:
-    """Count, running sum, write; the first word of the result is the count above the floor."""
-    block, exact = layout.block, isinstance(floor, Tensor)
-    rows = TILE // block
-    tiles = programs(-(-stop // block) - start // block, rows)
+    """Count, running sum, write; the first word of the result is the count (if exact, of those above)."""
+    bits = values.view(int_type(values.dtype))
+    tiles = passing.num_tiles
     counts = torch.empty(tiles, dtype=torch.int64, device=values.device)
     out = torch.empty(k + 1, dtype=torch.int32, device=values.device)
-    shape = {"EXACT": exact, "ROWS": rows, "BLOCK": block, "num_warps": WARPS}
-    number, pointer = (0, floor) if isinstance(floor, Tensor) else (floor, counts)
-    _count_kernel[(tiles,)](values, maxima, number, pointer, start, stop, counts, **shape)
+    shape = {
+        "EXACT": exact,
+        "FULL_MASK": torch.iinfo(bits.dtype).max,
+        "ROWS": passing.rows,
+        "BLOCK": layout.block,
+        **OPTIONS,
+    }
+    grid = (min(tiles, MAX_PROGRAMS),)
+    _count_kernel[grid](bits, passing.blocks, passing.facts, floor, start, stop, counts, tiles, **shape)
     sums = counts.cumsum(0)
-    _write_kernel[(tiles,)](values, maxima, number, pointer, start, stop, sums, tiles, k, out, **shape)
+    _write_kernel[grid](bits, passing.blocks, passing.facts, floor, start, stop, sums, tiles, k, out, **shape)
     return out
 
 
@@ -112,7 +103,9 @@ def at_least(
     values: Tensor, maxima: Tensor, layout: Layout, bits: int, start: int, stop: int, capacity: int
 ) -> tuple[Tensor, Tensor]:
     """See `torch_plain.at_least`."""
-    out = _select(values, maxima, layout, bits - 1, start, stop, capacity)
+    passing = list_blocks(maxima, layout.block, start, stop, bits)
+    # The bound of the list is the threshold.
+    out = _select(values, layout, passing, passing.facts, False, start, stop, capacity)
     return out[:1], out[1:]
 
 
@@ -120,6 +113,8 @@ def largest(
     values: Tensor, maxima: Tensor, layout: Layout, k: int, start: int, stop: int, dense: bool
 ) -> tuple[Tensor, Tensor]:
     """See `torch_plain.largest`."""
-    report = kth(values, maxima, layout, k, start, stop, dense)
-    out = _select(values, maxima, layout, report, start, stop, k)
+    report, passing = find_kth(values, maxima, layout, k, start, stop, dense)
+    if passing is None:
+        passing = list_blocks(maxima, layout.block, start, stop, 0)
+    out = _select(values, layout, passing, report, True, start, stop, k)
     return report, out[1:]
