@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
-from horovod_sparse.arrays.protocol import Accumulator, Indices
+from horovod_sparse.arrays.protocol import Accumulator, FoldReport, Indices, Values
 from horovod_sparse.collectives import AllGather, AllReduce, Request, Synchronization
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.sparsifiers.base import (
@@ -19,11 +20,23 @@ from horovod_sparse.sparsifiers.base import (
     Traffic,
     check_count,
     exchange_selections,
-    headers,
 )
 from horovod_sparse.wire import message_words
 
 __all__ = ["RandomK"]
+
+#: behind the values of an allreduce: a column of these per rank, which only that rank fills
+_WORDS_PER_RANK = 3
+#: a position is sent as two numbers below this, which float32 holds exactly
+_HALF = 1 << 16
+
+
+def _own_column(report: FoldReport, info: BucketInfo) -> Values:
+    """Health and norm of this rank, zeros for the others: [3 P]; summed up, those of all ranks."""
+    columns = np.zeros((_WORDS_PER_RANK, info.size), info.value_dtype)
+    norm = min(math.sqrt(report.carried_square_norm), float(np.finfo(np.float32).max))
+    columns[:, info.rank] = *divmod(report.first_nonfinite + 1, _HALF), norm
+    return columns.reshape(-1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +44,8 @@ class RandomK(Sparsifier):
     """k uniformly random positions, their values summed over ranks.
 
     With `shared` positions (default) all ranks draw the same ones, so no index is ever sent: one
-    allreduce of k values, and the union is exactly k. With own positions: one allgather of indices
-    and values, as top-k.
+    allreduce of k values (and of what the header of a message would carry, three numbers per rank), and
+    the union is exactly k. With own positions: one allgather of indices and values, as top-k.
 
     Args:
         density: k / n, in (0, 1].
@@ -80,24 +93,25 @@ class RandomK(Sparsifier):
             return SparseSum.of(
                 (yield from exchange_selections(accumulator, indices, values, info, self.quantum))
             )
-        # one element more counts the ranks whose gradient is not finite; only then who it is gets asked
-        sick = accumulator.report.first_nonfinite >= 0
-        summed = yield AllReduce(np.append(values, np.asarray(sick, values.dtype)))
-        sum_ = SparseSum(indices, summed[:-1], counts=np.full(info.size, indices.size))
-        if summed[-1] != 0:
-            nothing = np.empty(0, np.int32)
-            sum_.first_nonfinite = headers(
-                (yield from exchange_selections(accumulator, nothing, None, info, quantum=1))
-            )["first_nonfinite"]
-        return sum_
+        summed = yield AllReduce(np.concatenate([values, _own_column(accumulator.report, info)]))
+        k = indices.size
+        health = summed[k:].reshape(_WORDS_PER_RANK, info.size).astype(np.float64)
+        first_nonfinite = (health[0] * _HALF + health[1]).astype(np.int64) - 1
+        return SparseSum(
+            indices,
+            summed[:k],
+            counts=np.full(info.size, k),
+            first_nonfinite={rank: int(first) for rank, first in enumerate(first_nonfinite) if first >= 0},
+            norms=health[2],
+        )
 
     def rounds(self, size: int) -> tuple[type[Request], ...]:
         """One allreduce (shared) or one allgather."""
         return (AllReduce,) if self.shared else (AllGather,)
 
     def traffic(self, info: BucketInfo, counts: np.ndarray) -> tuple[Traffic, ...]:
-        """K values and one word for health (shared), or k indices and k values."""
+        """K values and three numbers per rank (shared), or k indices and k values."""
         k, itemsize = int(counts[info.rank]), info.value_dtype.itemsize
         if self.shared:
-            return (Traffic(AllReduce, (k + 1) * itemsize),)
+            return (Traffic(AllReduce, (k + _WORDS_PER_RANK * info.size) * itemsize),)
         return (Traffic(AllGather, 4 * message_words(k, itemsize // 4, self.quantum)),)

@@ -39,7 +39,6 @@ class Case:
         same_indices: all ranks select the same indices, so that the union has k elements too.
         count_band: for threshold rules that promise one.
         loses_mass: without error feedback: the declared exception to law 1.
-        carries_norms: messages tell every rank's residual norm, so the global error is known.
     """
 
     recipe: Recipe
@@ -48,7 +47,6 @@ class Case:
     same_indices: bool = False
     count_band: CountBand | None = None
     loses_mass: bool = False
-    carries_norms: bool = True
 
     def at(self, density: float) -> Recipe:
         """The recipe at another density."""
@@ -86,7 +84,7 @@ def _case(name: str, *, promises: dict[str, Any], **arguments: Any) -> Case:
 
 
 _EXACT = {"exact_count": True}
-_SHARED = {"exact_count": True, "same_indices": True, "carries_norms": False}
+_SHARED = {"exact_count": True, "same_indices": True}
 _SKETCH = {"exclusive": True, "count_band": _SKETCH_BAND}
 _PAPER = {"exclusive": True}
 
