@@ -109,6 +109,17 @@ def test_bfloat16_is_nearest(values):
     assert WireFormat("bfloat16").round(values).tobytes() == expected.tobytes()
 
 
+@pytest.mark.parametrize("sign", [0, 0x8000])
+def test_bfloat16_of_every_float32_near_every_bfloat16(sign):
+    """Below the halfway point the lower one, above it the upper one, upon it the even one."""
+    lower = np.arange(0x7F7F, dtype=np.uint32)
+    for offset, expected in ((0x7FFF, lower), (0x8000, lower + lower % 2), (0x8001, lower + 1)):
+        values = ((lower | sign) << 16 | offset).view(np.float32)
+        np.testing.assert_array_equal(
+            WireFormat("bfloat16").round(values).view(np.uint32) >> 16, expected | sign
+        )
+
+
 @quick
 @given(values=arrays("float32", min_value=-(2.0**100), max_value=2.0**100))
 def test_int8_is_within_half_a_step_of_each_block(values):
@@ -131,14 +142,26 @@ def test_int8_by_hand():
     assert WireFormat("int8").round(values).tolist() == [31.75, -31.75, 0.5, 1.0, -0.5, 0.0]
 
 
+@quick
+@given(values=arrays("float32"))
+def test_int8_decodes_without_rounding(values):
+    """code * scale needs no more than 24 bits, so that float32 and float64 accumulators see the same."""
+    words = np.zeros(VALUE_CODECS["int8"].num_words(values.size), np.uint32)
+    VALUE_CODECS["int8"].encode(values, words)
+    blocks = -(-values.size // 64)
+    scales = np.repeat(words[:blocks].view(np.float32), 64)[: values.size].astype(np.float64)
+    exact = words[blocks:].view(np.int8)[: values.size] * scales
+    np.testing.assert_array_equal(WireFormat("int8").round(values), exact)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_int8_blocks_do_not_mix(dtype):
     """Zeros, tiny, ordinary and huge values in blocks of their own."""
-    scales = np.repeat([0.0, 1e-44, 1e-35, 1.0, 2.0**127], 64).astype(dtype)
-    values = scales * np.tile(np.linspace(-1, 1, 64), 5).astype(dtype)
+    scales = np.repeat([0.0, 1e-44, 1e-40, 1e-37, 1e-35, 1.0, 2.0**127], 64).astype(dtype)
+    values = scales * np.tile(np.linspace(-1, 1, 64), 7).astype(dtype)
     rounded = WireFormat("int8").round(values)
-    assert (rounded[:128] == 0).all()  # zeros, and a scale that would be subnormal
-    assert (np.abs(rounded - values)[128:] <= scales[128:] / 250).all()
+    assert (rounded[:256] == 0).all()  # zeros, and scales that would be subnormal
+    assert (np.abs(rounded - values)[256:] <= scales[256:] / 250).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
