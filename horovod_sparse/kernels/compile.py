@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
 import numba
+from numba.core.compiler_lock import global_compiler_lock
+
+from horovod_sparse.errors import UnsupportedError
 
 try:
     import fcntl
@@ -19,7 +21,6 @@ except ImportError:  # no file locks here: ranks then compile side by side, as n
 
 __all__ = ["kernel"]
 
-_inside = threading.RLock()
 _depth = 0
 
 
@@ -37,6 +38,8 @@ def kernel(function: Callable[..., Any]) -> Any:
     Returns:
         The numba dispatcher.
     """
+    if numba.config.DISABLE_JIT:
+        return _refuse
     dispatcher = numba.njit(cache=True, nogil=True, error_model="numpy")(function)
     compile_one = dispatcher.compile
     folder = getattr(getattr(dispatcher, "_cache", None), "cache_path", None)
@@ -50,6 +53,10 @@ def kernel(function: Callable[..., Any]) -> Any:
 
     dispatcher.compile = compile_in_turn
     return dispatcher
+
+
+def _refuse(*_arguments: Any) -> Any:
+    raise UnsupportedError("the host kernels are not Python code: unset NUMBA_DISABLE_JIT")
 
 
 def _stamp(function: Callable[..., Any]) -> tuple[tuple[str, int, int], ...]:
@@ -76,7 +83,8 @@ def _visit(scope: dict[str, Any], files: dict[str, tuple[int, int]]) -> None:
 def _turn(folder: str | None) -> Iterator[None]:
     """Holds the lock of the cache folder; one kernel compiles another, so it may be entered again."""
     global _depth
-    with _inside:
+    # numba's own lock first, which its threads may already hold when they come here.
+    with global_compiler_lock:
         lock = _lock(folder) if _depth == 0 else None
         _depth += 1
         try:

@@ -221,8 +221,7 @@ def prefetch(typingctx: Any, array: Any, index: Any) -> Any:
         pointer = builder.gep(context.make_array(array)(context, builder, args[0]).data, [args[1]])
         byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
         kind = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
-        name = "llvm.prefetch.p0"
-        function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+        function = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
         options = [ir.Constant(word, value) for value in (0, 3, 1)]
         builder.call(function, [builder.bitcast(pointer, byte), *options])
         return context.get_dummy_value()

@@ -1,0 +1,102 @@
+"""`scripts/bench local`: what a rank does in a step, all but the network, against one copy of n elements."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+# One thread everywhere, before anything starts a pool.
+for _variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS"):
+    os.environ.setdefault(_variable, "1")
+
+from horovod_sparse.cli.bench_timing import Timing, measure  # noqa: E402
+from horovod_sparse.cli.bench_works import LocalWorks  # noqa: E402
+
+__all__ = ["main"]
+
+_MEMORY_BUDGET = 0.05
+
+
+def _density(text: str) -> float:
+    value = float(text)
+    if not 0.0 < value <= 1.0:
+        raise argparse.ArgumentTypeError(f"{text} is not in (0, 1]")
+    return value
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    return value
+
+
+def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="scripts/bench local", description=__doc__)
+    parser.add_argument("--elements", type=_positive, default=25_600_000, help="n (default %(default)s)")
+    parser.add_argument("--density", type=_density, default=0.001, help="kept fraction (default %(default)s)")
+    parser.add_argument("--ranks", type=_positive, default=8, help="P (default %(default)s)")
+    parser.add_argument("--repeat", type=_positive, default=15, help="rounds (default %(default)s)")
+    parser.add_argument(
+        "--json", nargs="?", const="-", metavar="FILE", help="write JSON to FILE, or to stdout"
+    )
+    parser.add_argument("--check", action="store_true", help="fail if a budget is exceeded")
+    return parser.parse_args(arguments)
+
+
+def _table(timings: Sequence[Timing], extra_memory: float) -> str:
+    width = max(len(timing.name) for timing in timings)
+    lines = [f"{'':{width}}    median   quartiles (ms)    ratio  budget"]
+    for timing in timings:
+        low, high = timing.quartiles_ms
+        budget = "" if timing.budget is None else f"{timing.budget:6.2f}{'' if timing.fits else '  EXCEEDED'}"
+        numbers = f"{timing.median_ms:8.3f}  {low:8.3f} {high:8.3f} {timing.ratio:8.2f}"
+        lines.append(f"{timing.name:{width}}  {numbers}  {budget}")
+    lines.append(f"memory beyond residual and gradient: {extra_memory:.1%} (budget {_MEMORY_BUDGET:.0%})")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measures and prints.
+
+    Args:
+        arguments: of the command line; None takes the process's own.
+
+    Returns:
+        The exit code: 1 if --check found a budget exceeded.
+    """
+    options = _arguments(arguments)
+    works = LocalWorks(options.elements, options.density, options.ranks)
+    everything = [*works.parts(), *works.steps(), *works.others()]
+    timings = measure(works.baseline(), everything, options.repeat)
+    extra_memory = works.extra_memory()
+    print(_table(timings, extra_memory), file=sys.stderr if options.json == "-" else sys.stdout)
+    if options.json:
+        result = {
+            "elements": options.elements,
+            "density": options.density,
+            "ranks": options.ranks,
+            "rounds": options.repeat,
+            "threads": 1,
+            "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+            "extra_memory": extra_memory,
+            "baseline": timings[0].name,
+            "timings": [asdict(timing) for timing in timings],
+        }
+        text = json.dumps(result, indent=2)
+        if options.json == "-":
+            print(text)
+        else:
+            Path(options.json).write_text(text + "\n")
+    fits = all(timing.fits for timing in timings) and extra_memory <= _MEMORY_BUDGET
+    return 1 if options.check and not fits else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
