@@ -18,7 +18,14 @@ def _wait_until(condition: Callable[[], bool], what: str) -> None:
 
 def _sleepers(name: str) -> list[int]:
     found = [pid for index in range(2) for pid in pids(f"hvds-{name}-{index}")]
-    return [pid for pid in found if b"sleep\x00777" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [pid for pid in found if _command(pid) == b"sleep\x00777\x00"]
+
+
+def _command(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except FileNotFoundError:
+        return b""
 
 
 def _runs(pid: int) -> bool:
@@ -40,7 +47,7 @@ def test_down_after_a_killed_run_ends_its_ranks_and_leaves_everything_as_before(
         [str(SCRIPT), "enter", "--name", name, "1", "--", "setsid", "sleep", "777"], start_new_session=True
     )
     try:
-        _wait_until(lambda: len(_sleepers(name)) >= 3, "two ranks and a stray process")
+        _wait_until(lambda: len(_sleepers(name)) == 3, "two ranks and a stray process")
         victims = _sleepers(name)
         run.send_signal(signal.SIGKILL)
         run.wait()
