@@ -40,8 +40,8 @@ class ExDyna(ExclusiveThreshold):
     Args:
         density: k / n of the union, in (0, 1].
         threshold: "sketch" or "paper", or a rule; see MiCRO.
-        rebalance: "proportional" (default: bounds move half the way to where counts would have been
-            equal), "paper" (one block per pair of neighbours and step), or "none".
+        rebalance: "proportional" (default: bounds move up to half the way to where counts would have
+            been equal), "paper" (one block per pair of neighbours and step), or "none".
         num_blocks: n_b for large buckets.
         alpha: imbalance that the paper's rule tolerates.
         blocks_per_move: blk_move of the paper's rule.
