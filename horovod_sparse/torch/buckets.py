@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,27 +66,35 @@ class ParameterBuckets:
         self._entries[name] = _Entry(bucket, weakref.ref(parameter))
         return bucket
 
-    def state_dict(self) -> dict[str, dict[str, Any]]:
+    def state_dict(self) -> dict[str, Any]:
         """Residual, learning rate and the sparsifier's state by parameter name: tensors and plain values."""
         saved = {name: dict(state) for name, state in self._saved.items()}
-        return saved | {name: _save(entry.bucket) for name, entry in self._entries.items()}
+        saved |= {name: _save(entry.bucket) for name, entry in self._entries.items()}
+        return {"algorithm": self._recipe.sparsifier.name, "parameters": saved}
 
-    def load_state_dict(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
-        """Takes over what `state_dict` gave.
+    def load_state_dict(self, state: Mapping[str, Any], names: Collection[str] | None = None) -> None:
+        """Takes over what `state_dict` gave. What belongs to parameters without a bucket waits for it.
 
         Args:
-            saved: by parameter name. What belongs to parameters that have no bucket yet waits for them.
+            state: the saved one.
+            names: of all parameters, where they are known.
 
         Raises:
             StateMismatchError: if something does not fit; nothing has been taken over then.
         """
-        for name, state in saved.items():
-            if name in self._entries:
-                _check(self._entries[name].bucket, state)
+        saved, algorithm = state["parameters"], self._recipe.sparsifier.name
+        if state["algorithm"] != algorithm:
+            raise StateMismatchError(f"the saved state is one of {state['algorithm']}, not of {algorithm}")
+        unknown = sorted(set(saved) - set(saved if names is None else names))
+        if unknown:
+            raise StateMismatchError(f"the saved state has parameters that are not here: {unknown}")
+        for name, entry in self._entries.items():
+            if name in saved:
+                _check(entry.bucket, saved[name])
         for name, entry in self._entries.items():
             if name in saved:
                 _load(entry.bucket, saved[name])
-        self._saved = {name: state for name, state in saved.items() if name not in self._entries}
+        self._saved = {name: one for name, one in saved.items() if name not in self._entries}
 
 
 def _fits(old: BucketInfo, new: BucketInfo) -> bool:
@@ -114,7 +122,8 @@ def _check(bucket: Bucket, saved: Mapping[str, Any]) -> Any:
     if int(saved["size"]) != info.size:
         raise StateMismatchError(
             f"the saved state of {info.name} is one of {saved['size']} ranks, now there are {info.size}: "
-            "load it into as many ranks, or start with an empty residual"
+            "load it into as many ranks, start with an empty residual, or train with "
+            "horovod_sparse.torch.DistributedOptimizer, whose state can be redistributed"
         )
     if saved["residual"].numel() != info.num_elements or len(saved["companions"]) != len(companions):
         raise StateMismatchError(

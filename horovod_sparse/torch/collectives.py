@@ -22,7 +22,11 @@ class Handle(Protocol):
         """Whether Horovod still knows it: not after it was shut down, and perhaps started again."""
 
     def done(self) -> bool:
-        """Whether `result` returns at once."""
+        """Whether `result` returns at once.
+
+        Raises:
+            ValueError: if Horovod has been shut down.
+        """
 
     def result(self) -> Any:
         """What comes back for the request; waits for it. May be asked once.
@@ -40,9 +44,9 @@ class _HorovodHandle:
         self._tensor = tensor  # Horovod reads its memory until the collective is done
 
     def is_known(self) -> bool:
-        # after hvd.shutdown() numbers are given out anew, so the number alone says nothing
+        # hvd.init() makes a new map and gives numbers out anew, so the number alone says nothing
         entry = hvd.mpi_ops._handle_map.get(self._handle)
-        return entry is not None and entry[0] is self._tensor and bool(hvd.is_initialized())
+        return entry is not None and entry[0] is self._tensor
 
     def done(self) -> bool:
         return bool(hvd.poll(self._handle))

@@ -3,43 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 import weakref
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from horovod_sparse.arrays import apply_sum
 from horovod_sparse.errors import (
     ArgumentError,
     NonFiniteGradientError,
-    StateMismatchError,
     UnsupportedError,
 )
-from horovod_sparse.feedback import FEEDBACKS, Bucket, Recipe
-from horovod_sparse.sparsifiers import SparseSum
+from horovod_sparse.feedback import FEEDBACKS, Recipe
 from horovod_sparse.telemetry import BucketReport, StepReport, Telemetry
 from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.buckets import ParameterBuckets
-from horovod_sparse.torch.driver import Driver, Task
+from horovod_sparse.torch.driver import Driver
 from horovod_sparse.torch.parameters import NamedParameters
+from horovod_sparse.torch.pending import PendingGradient
 from horovod_sparse.torch.stock import StockOptimizer, calling_optimizer, refuse_adasum
 from horovod_sparse.torch.tensors import dtype_name, host_view
 
 __all__ = ["SparseCompressor"]
 
 
-@dataclass(eq=False)
-class _Pending:
-    """What `decompress` needs to finish what `compress` has started: Horovod's ctx."""
-
-    name: str
-    bucket: Bucket
-    gradient: torch.Tensor
-    task: Task
-    stock: StockOptimizer | None
+#: parked gradients that a hook looks at in vain; collectives end nearly in the order they were started in
+_PATIENCE = 4
 
 
 class SparseCompressor(hvd.compression.Compressor):
@@ -82,7 +71,8 @@ class SparseCompressor(hvd.compression.Compressor):
         self._buckets = ParameterBuckets(recipe)
         self._stock: weakref.WeakKeyDictionary[Any, StockOptimizer] = weakref.WeakKeyDictionary()
         self._driver: Driver | None = None
-        self._pending: dict[str, _Pending] = {}
+        self._pending: dict[str, PendingGradient] = {}
+        self._settled = True  # whether all that is pending has ended well
         self._reports: list[BucketReport] = []
         self._idle_before = 0.0
 
@@ -116,9 +106,10 @@ class SparseCompressor(hvd.compression.Compressor):
         rate = stock.learning_rate(parameter) if stock is not None else None
         if not self._pending:
             self._reports, self._idle_before = [], driver.idle_seconds
-        driver.advance()  # backward is still going on: as good a moment as any for rounds that are due
+        driver.advance(_PATIENCE)  # backward is going on: the moment for rounds that are due
         task = driver.start(f"sparse.{name}", bucket.step(host_view(tensor), rate))
-        self._pending[name] = _Pending(name, bucket, tensor, task, stock)
+        self._pending[name] = PendingGradient(name, bucket, tensor, task, stock)
+        self._settled = False
         return torch.ones(1, dtype=torch.float64), self._pending[name]
 
     def decompress(self, tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
@@ -139,24 +130,16 @@ class SparseCompressor(hvd.compression.Compressor):
                 this step is applied, gradients are 0, and the next backward pass may begin.
             HorovodInternalError: if Horovod failed.
         """
-        if not isinstance(ctx, _Pending):
+        if not isinstance(ctx, PendingGradient):
             return tensor
         driver = self._driver
         if driver is None or self._pending.get(ctx.name) is not ctx:
             raise UnsupportedError(f"the synchronization of {ctx.name} was given up, or is done already")
-        if not all(pending.task.done for pending in self._pending.values()):
-            try:
-                driver.wait()
-            except BaseException:
-                self.reset()
-                raise
-        if any(pending.task.error is not None for pending in self._pending.values()):
-            self._give_up()
-        sum_ = ctx.task.value()
-        started = time.perf_counter()
-        gradient, union = _apply(ctx.gradient, sum_, float(tensor.item()) / ctx.bucket.info.size)
+        if not self._settled:
+            self._settle(driver)
+        gradient, report = ctx.finish(float(tensor.item()))
+        self._reports.append(report)
         del self._pending[ctx.name]
-        self._report(ctx, sum_, union, time.perf_counter() - started)
         if not self._pending:
             steps = self.telemetry.last.step + 1 if self.telemetry.last else 1
             self.telemetry.add(
@@ -186,7 +169,7 @@ class SparseCompressor(hvd.compression.Compressor):
         """
         if self._pending:
             raise UnsupportedError("a compressor is saved between steps: call optimizer.step() first")
-        return {"algorithm": self.recipe.sparsifier.name, "parameters": self._buckets.state_dict()}
+        return self._buckets.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from what `state_dict` gave on this rank, at the same number of ranks.
@@ -195,15 +178,8 @@ class SparseCompressor(hvd.compression.Compressor):
             StateMismatchError: if it belongs to another algorithm, model or number of ranks. For
                 parameters whose first gradient is still to come that is found out then.
         """
-        if state["algorithm"] != self.recipe.sparsifier.name:
-            raise StateMismatchError(
-                f"the saved state is one of {state['algorithm']}, this compressor is {self!r}"
-            )
-        unknown = set(state["parameters"]) - set(self.parameters.names) if self.parameters else set()
-        if unknown:
-            raise StateMismatchError(f"the saved state has parameters that are not here: {sorted(unknown)}")
         self.reset()
-        self._buckets.load_state_dict(state["parameters"])
+        self._buckets.load_state_dict(state, self.parameters.names if self.parameters else None)
 
     def __repr__(self) -> str:
         sparsifier, feedback = self.recipe.sparsifier, self.recipe.feedback
@@ -238,17 +214,7 @@ class SparseCompressor(hvd.compression.Compressor):
                 "of parameters are not known: pass named_parameters=model.named_parameters() to the "
                 "compressor"
             )
-        owner = parameters.owner(gradient)
-        if owner is None and not any(
-            parameter.grad is not None and parameter.grad.is_sparse for parameter in parameters.tensors
-        ):
-            raise UnsupportedError(
-                f"a tensor of shape {tuple(gradient.shape)} is no gradient of a parameter that this "
-                f"compressor knows ({', '.join(parameters.names[:4])}, ...): a sparsifier keeps a residual "
-                "for every parameter, so it compresses nothing else. If you pass named_parameters to the "
-                "compressor, name them all"
-            )
-        return owner
+        return parameters.owner_or_copy(gradient)
 
     def _driver_for(self, stock: StockOptimizer | None) -> Driver:
         theirs = stock.process_set if stock is not None else None
@@ -270,47 +236,25 @@ class SparseCompressor(hvd.compression.Compressor):
             if self._pending[name].task.done:
                 self._pending.pop(name).bucket.abandon()
 
+    def _settle(self, driver: Driver) -> None:
+        """Waits for all that is pending; gives all of it up where something failed."""
+        try:
+            driver.wait()
+        except BaseException:
+            self.reset()
+            raise
+        if any(pending.task.error is not None for pending in self._pending.values()):
+            self._give_up()
+        self._settled = True
+
     def _give_up(self) -> None:
         """No rank applies this step: every rank sees the same errors, since all tasks have ended."""
         given_up = sorted(self._pending.values(), key=lambda pending: pending.name)
         for pending in given_up:
-            pending.bucket.abandon()
-            pending.gradient.zero_()
+            pending.give_up()
         self._pending.clear()
         errors = [pending.task.error for pending in given_up if pending.task.error is not None]
         for stock in {pending.stock for pending in given_up if pending.stock is not None}:
             stock.forget_step()
         # an error of another kind stands on this rank alone, and is the one to look at
         raise min(errors, key=lambda error: isinstance(error, NonFiniteGradientError))
-
-    def _report(self, ctx: _Pending, sum_: SparseSum, union: int, apply_seconds: float) -> None:
-        self._reports.append(
-            BucketReport(
-                step=ctx.bucket.last,
-                num_union=union,
-                dense_bytes=ctx.gradient.numel() * ctx.gradient.element_size(),
-                norms=sum_.norms,
-                wait_seconds=ctx.task.waited_seconds,
-                apply_seconds=apply_seconds,
-            )
-        )
-
-
-def _apply(gradient: torch.Tensor, sum_: SparseSum, scale: float) -> tuple[torch.Tensor, int]:
-    """Writes the scaled sum into the gradient, zero since it was folded; O(k).
-
-    Returns:
-        The gradient (a fresh tensor if it was not contiguous), and the size of the union.
-    """
-    if not gradient.is_contiguous():
-        gradient = torch.zeros(gradient.shape, dtype=gradient.dtype)
-    dense, values = host_view(gradient), sum_.values
-    if dense.dtype != values.dtype:  # a half type: summed and scaled in float32, rounded once
-        return gradient, apply_sum(dense, sum_.indices, values * values.dtype.type(scale))
-    union = apply_sum(dense, sum_.indices, values)
-    if scale != 1.0:
-        # after the sum, as Horovod does it, so that equal sums stay equal and what cancels is 0; an index
-        # that stands twice is written twice with the same value
-        flat = dense.reshape(-1)
-        flat[sum_.indices] = flat[sum_.indices] * values.dtype.type(scale)
-    return gradient, union

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 from horovod_sparse.collectives import Synchronization
 from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.collectives import Handle, start
+from horovod_sparse.torch.task import Task
 
 __all__ = ["Driver", "Task"]
 
@@ -21,39 +21,6 @@ __all__ = ["Driver", "Task"]
 _SPIN_SECONDS, _SLEEP_SECONDS = 50e-6, 20e-6
 #: How long collectives in flight get to end after one of them has failed.
 _DRAIN_SECONDS = 1.0
-
-
-@dataclass(eq=False)
-class Task:
-    """A coroutine under way.
-
-    Attributes:
-        name: stable over ranks and steps; round r communicates as ``{name}.{r}``.
-        done: whether it has ended, in a result or in an error.
-        result: what the coroutine returned.
-        error: what it raised, kept here so that other tasks go on.
-        num_rounds: collectives started so far.
-        started: when, in seconds of `time.perf_counter`.
-        finished: when it ended, NaN before.
-        waited_seconds: time this process sat in `Driver.wait` for this task and had nothing else to
-            do: the part of its communication that computation did not hide. Tasks waited for together
-            each count the same seconds; `Driver.idle_seconds` counts them once.
-    """
-
-    name: str
-    done: bool = False
-    result: Any = None
-    error: BaseException | None = None
-    num_rounds: int = 0
-    started: float = field(default_factory=time.perf_counter)
-    finished: float = float("nan")
-    waited_seconds: float = 0.0
-
-    def value(self) -> Any:
-        """The result; raises the coroutine's error if it has one."""
-        if self.error is not None:
-            raise self.error
-        return self.result
 
 
 class Driver:
@@ -116,12 +83,17 @@ class Driver:
         self._resume(task, coroutine, None)
         return task
 
-    def advance(self) -> None:
+    def advance(self, patience: int | None = None) -> None:
         """Resumes every parked task whose collective is done, as long as there is one. Never waits.
 
         A failure of Horovod met here is raised by the next `wait`, outside of the backward pass.
+
+        Args:
+            patience: looks at the longest parked first, and no further after so many that are not done;
+                at all if left out. For hooks of many small tensors, where looking at all of them every
+                time costs more than what is found.
         """
-        self._advance()
+        self._advance(patience)
 
     def wait(self, tasks: Iterable[Task] | None = None) -> None:
         """Waits until tasks are done, and resumes every parked one meanwhile.
@@ -137,7 +109,7 @@ class Driver:
         """
         awaited = None if tasks is None else list(tasks)
         self._advance()
-        idle_since = time.perf_counter()
+        idle_since, looking = time.perf_counter(), 0.0
         while True:
             self._raise_failure()
             pending = [task for task in (self._tasks() if awaited is None else awaited) if not task.done]
@@ -145,10 +117,11 @@ class Driver:
                 return
             paused = time.perf_counter()
             if paused - idle_since > _SPIN_SECONDS:
-                time.sleep(_SLEEP_SECONDS)
+                time.sleep(max(_SLEEP_SECONDS, looking))
             resumed = time.perf_counter()
             moved = self._advance()
             now = time.perf_counter()
+            looking = 0.0 if moved else now - resumed  # with many parked tasks, half a core at most
             idle = (resumed if moved else now) - paused  # polling in vain is idleness, resuming is work
             self.idle_seconds += idle
             for task in pending:
@@ -169,23 +142,35 @@ class Driver:
     def _tasks(self) -> list[Task]:
         return [task for task, _, _ in self._parked.values()]
 
-    def _advance(self) -> bool:
+    def _advance(self, patience: int | None = None) -> bool:
         """Whether `advance` found anything to do."""
         moved, again = False, True
         while again and self._failure is None:
-            again = False
+            again, num_vain = False, 0
             for task, coroutine, handle in list(self._parked.values()):
                 if task.done:  # a failure, met while resuming another task, has ended this one too
                     continue
-                if not handle.is_known():
+                done = self._is_done(handle)
+                if done is None:
                     coroutine.close()
                     self._finish(task, error=hvd.HorovodInternalError("Horovod was shut down meanwhile"))
-                elif handle.done():
+                elif done:
                     self._take(task, coroutine, handle)
                 else:
+                    num_vain += 1
+                    if num_vain == patience:
+                        break
                     continue
                 moved = again = True
         return moved
+
+    @staticmethod
+    def _is_done(handle: Handle) -> bool | None:
+        """None if Horovod does not know the collective any more."""
+        try:
+            return handle.done() if handle.is_known() else None
+        except ValueError:
+            return None
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
@@ -234,9 +219,9 @@ class Driver:
         deadline = time.perf_counter() + _DRAIN_SECONDS
         for _, _, handle in list(self._parked.values()):
             try:
-                while handle.is_known() and not handle.done() and time.perf_counter() < deadline:
+                while self._is_done(handle) is False and time.perf_counter() < deadline:
                     time.sleep(_SLEEP_SECONDS)
-                if handle.is_known() and handle.done():
+                if self._is_done(handle):
                     handle.result()
             except Exception:  # one failure is reported; the others follow from it
                 continue

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from horovod_sparse.errors import ArgumentError
+from horovod_sparse.errors import ArgumentError, UnsupportedError
 
 __all__ = ["NamedParameters"]
 
@@ -64,6 +64,24 @@ class NamedParameters:
                 self._last = i
                 return self._pairs[i]
         return None
+
+    def owner_or_copy(self, gradient: torch.Tensor) -> tuple[str, torch.Tensor] | None:
+        """As `owner`; None only for what must be the dense copy of a sparse gradient (sparse_as_dense).
+
+        Raises:
+            UnsupportedError: if it is neither.
+        """
+        owner = self.owner(gradient)
+        if owner is None and not any(
+            parameter.grad is not None and parameter.grad.is_sparse for _, parameter in self._pairs
+        ):
+            raise UnsupportedError(
+                f"a tensor of shape {tuple(gradient.shape)} is no gradient of a parameter that this "
+                f"compressor knows ({', '.join(self.names[:4])}, ...): a sparsifier keeps a residual for "
+                "every parameter, so it compresses nothing else. If you pass named_parameters to the "
+                "compressor, name them all"
+            )
+        return owner
 
 
 def _checked(pair: Any) -> tuple[str, torch.Tensor]:

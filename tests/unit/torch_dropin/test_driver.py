@@ -164,3 +164,13 @@ def test_a_coroutine_that_needs_no_collective(held):
     task = driver.start("w", nothing())
     assert task.done and task.value() == 7 and task.num_rounds == 0
     driver.wait([task])
+
+
+def test_patience_looks_at_the_longest_parked_only(held):
+    driver = Driver()
+    tasks = [driver.start(f"t{i}", two_rounds()) for i in range(6)]
+    held["t0.0"].finished = held["t5.0"].finished = True
+    driver.advance(patience=3)
+    assert tasks[0].num_rounds == 2 and tasks[5].num_rounds == 1
+    driver.advance()
+    assert tasks[5].num_rounds == 2
