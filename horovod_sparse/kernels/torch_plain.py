@@ -77,7 +77,7 @@ def fold(
         wrong = torch.zeros_like(old, dtype=torch.bool)
         if velocity is not None:
             wrong = ~_finite(step)
-            step = torch.where(wrong, old * 0, step)
+            step = torch.where(wrong, 0.0, step)
             coasting = momentum * velocity[start:stop]
             speed = coasting + step
             fine = _finite(speed)
@@ -89,7 +89,7 @@ def fold(
         fine = _finite(new)
         wrong |= ~fine
         new = torch.where(fine, new, torch.where(_finite(kept), kept, old))
-        square += (new * new).sum(dtype=torch.float64)
+        square += new.double().square().sum()
         count += wrong.sum()
         # argmax of booleans finds the first one that is true; without one it says 0.
         here = start + wrong.to(torch.uint8).argmax()

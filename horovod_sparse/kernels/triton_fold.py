@@ -41,7 +41,7 @@ def _fold_tile(  # type: ignore[no-untyped-def]
     if MOMENTUM:
         velocity += first
         wrong_step = is_finite(step) == 0
-        step = tl.where(wrong_step, old * 0.0, step)
+        step = tl.where(wrong_step, 0.0, step)
         coasting = tl.load(velocity + local, mask=mask, other=other) * tl.load(factors + 1)
         speed = coasting + step
         wrong_speed = is_finite(speed) == 0
@@ -64,6 +64,10 @@ def _fold_tile(  # type: ignore[no-untyped-def]
     if MOMENTUM:
         wrong = wrong | wrong_step | wrong_speed
     square = tl.sum(tl.sum(new * new, axis=1).to(tl.float64), axis=0)
+    # Where float32 squares overflow, or vanish. NaN compares false.
+    if (square > 1e-25 and square < 1e38) == 0:
+        wide = new.to(tl.float64)
+        square = tl.sum(tl.sum(wide * wide, axis=1), axis=0)
     tl.store(squares + tl.program_id(0), square)
     # Nothing outside n is wrong: zeros were read there.
     count = tl.sum(tl.sum(wrong.to(tl.int32), axis=1), axis=0)

@@ -74,6 +74,20 @@ def _raw(values):  # type: ignore[no-untyped-def]
     return bits
 
 
+@triton.jit
+def _narrow(total, kind: tl.constexpr):  # type: ignore[no-untyped-def]
+    """float32 to a half type, to nearest, ties to even."""
+    if kind == tl.bfloat16:
+        # In integers: neither every GPU nor Triton's interpreter rounds to bfloat16 this way.
+        raw = total.to(tl.uint32, bitcast=True)
+        rounded = (raw + 0x7FFF + ((raw >> 16) & 1)) >> 16
+        rounded = tl.where((raw & 0x7FFFFFFF) > 0x7F800000, (raw >> 16) | 0x40, rounded)
+        narrow = rounded.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        narrow = total.to(kind)
+    return narrow
+
+
 @triton.jit(do_not_specialize=["k"])
 def _add_sum_kernel(  # type: ignore[no-untyped-def]
     dense, indices, new, touches, k, HALF: tl.constexpr, UNIQUE: tl.constexpr, LANES: tl.constexpr
@@ -97,7 +111,7 @@ def _add_sum_kernel(  # type: ignore[no-untyped-def]
             more = more & (at < k)
             more = more & (tl.load(indices + at, mask=more, other=-1) == where)
     if HALF:
-        tl.store(dense + where, total.to(dense.dtype.element_ty), mask=mask)
+        tl.store(dense + where, _narrow(total, dense.dtype.element_ty), mask=mask)
     else:
         # +0.0 means untouched; -0.0 is the same number. By its bits: a constant -0.0 loses its sign here.
         raw = _raw(total)

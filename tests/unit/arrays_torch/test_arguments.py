@@ -1,0 +1,140 @@
+"""What a tensor's accumulator refuses, and what it makes of odd gradients."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from horovod_sparse.arrays import FoldReport
+from horovod_sparse.arrays.torch import TorchAccumulator
+from horovod_sparse.errors import ArgumentError, MessageError
+from horovod_sparse.kernels import torch_backend, torch_plain
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_elements": 4, "density": 0.0}, "density=0.0"),
+        ({"num_elements": 4, "density": 1.5}, "density=1.5"),
+        ({"num_elements": -1}, "num_elements=-1"),
+        ({"num_elements": 2**31}, r"fewer than 2\*\*31"),
+        ({"num_elements": 4, "dtype": "int32"}, "dtype='int32'"),
+        ({"num_elements": 4, "memory": torch.zeros(3)}, "memory"),
+    ],
+)
+def test_refused_at_once(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        TorchAccumulator(device="cpu", **arguments)
+
+
+@pytest.mark.parametrize(
+    ("gradient", "arguments", "message"),
+    [
+        (torch.zeros(3), {}, "4 elements"),
+        (torch.zeros(4, dtype=torch.float64), {}, "accumulates in"),
+        (torch.zeros(4, device="meta"), {}, "a tensor on cpu"),
+        (torch.zeros(4), {"momentum": 0.9}, "companions=1"),
+        (torch.zeros(4), {"decay": float("nan")}, "decay"),
+    ],
+)
+def test_gradients_that_do_not_fit(gradient: torch.Tensor, arguments: dict[str, Any], message: str) -> None:
+    accumulator = TorchAccumulator(4, device="cpu")
+    with pytest.raises(ArgumentError, match=message):
+        accumulator.fold(gradient, **arguments)
+
+
+def test_selections_that_do_not_fit() -> None:
+    accumulator = TorchAccumulator(4, device="cpu")
+    for wrong in (lambda: accumulator.kth_magnitude(0), lambda: accumulator.kth_magnitude(3, 2, 4)):
+        with pytest.raises(ArgumentError, match="a rank from 1"):
+            wrong()
+    with pytest.raises(ArgumentError, match="0 or more"):
+        accumulator.largest(-1)
+    with pytest.raises(ArgumentError, match="a window within"):
+        accumulator.at_least(1.0, 3, 5)
+    with pytest.raises(ArgumentError, match="threshold"):
+        accumulator.at_least(float("nan"))
+    with pytest.raises(MessageError, match="index 4"):
+        accumulator.clear(np.array([4], np.int32))
+    with pytest.raises(ArgumentError, match="one for each"):
+        accumulator.add(np.array([1], np.int32), np.ones(2, np.float32))
+
+
+def test_no_elements(place: Any) -> None:
+    accumulator = TorchAccumulator(0, device=place.device, kernels=place.kernels)
+    assert accumulator.fold(torch.zeros(0, device=place.device)) == FoldReport()
+    assert accumulator.largest(3).size == accumulator.at_least(0.0).size == 0
+    assert accumulator.take(np.empty(0, np.int32)).size == 0
+    accumulator.clear(np.empty(0, np.int32))
+    assert accumulator.square_norm == 0.0
+
+
+def test_strided_gradients_are_folded_and_cleared(place: Any) -> None:
+    matrix = torch.arange(12.0, device=place.device).view(3, 4)
+    accumulator = TorchAccumulator(12, device=place.device, kernels=place.kernels)
+    expected = matrix.t().reshape(-1).cpu().numpy()
+    accumulator.fold(matrix.t())
+    np.testing.assert_array_equal(accumulator.values(), expected)
+    assert torch.count_nonzero(matrix) == 0
+
+
+def test_given_memory_is_used(place: Any) -> None:
+    memory = torch.tensor([1.0, -2.0, 0.0], device=place.device)
+    accumulator = TorchAccumulator(3, memory=memory, kernels=place.kernels)
+    assert accumulator.square_norm == pytest.approx(5.0, rel=1e-12)
+    assert accumulator.largest(1).tolist() == [1]
+    accumulator.clear(np.array([1], np.int32))
+    assert memory.tolist() == [1.0, 0.0, 0.0]
+
+
+def test_what_was_carried(place: Any) -> None:
+    accumulator = TorchAccumulator(3, device=place.device, kernels=place.kernels)
+    accumulator.fold(torch.tensor([3.0, 4.0, 1.0], device=place.device))
+    accumulator.clear(np.array([2], np.int32))
+    report = accumulator.fold(torch.zeros(3, device=place.device), decay=0.5)
+    assert report == FoldReport(0, -1, 6.25, 6.25)
+    assert accumulator.fold(torch.zeros(3, device=place.device), keep_residual=False).square_norm == 0.0
+
+
+def test_a_report_stays_what_it_was(place: Any) -> None:
+    accumulator = TorchAccumulator(2, device=place.device, kernels=place.kernels)
+    first = accumulator.fold(torch.tensor([3.0, float("inf")], device=place.device))
+    accumulator.fold(torch.tensor([1.0, 1.0], device=place.device))
+    assert first == FoldReport(1, 1, 9.0, 0.0)
+    assert pickle.loads(pickle.dumps(first)) == first
+    assert first != accumulator.report
+
+
+def test_results_may_be_kept(place: Any) -> None:
+    """What crosses to the host is the caller's: a later call does not write into it."""
+    accumulator = TorchAccumulator(3, device=place.device, kernels=place.kernels)
+    accumulator.assign(np.array([1.0, 2.0, 3.0]))
+    where = np.array([0, 1], np.int32)
+    kept = accumulator.take(where)
+    accumulator.clear(where)
+    where[:] = 2  # nor does the journal follow the caller's array
+    accumulator.take(where)
+    accumulator.abandon()
+    assert kept.tolist() == [1.0, 2.0]
+    assert accumulator.values().tolist() == [1.0, 2.0, 3.0]
+
+
+def test_cuda_without_triton_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    torch_backend._triton.cache_clear()
+    with caplog.at_level(logging.WARNING, logger="horovod_sparse"):
+        chosen = [torch_backend.kernels_for(torch.device("cuda", 0)) for _ in range(2)]
+    torch_backend._triton.cache_clear()
+    assert chosen == [torch_plain, torch_plain]
+    assert [record.message for record in caplog.records if "Triton" in record.message] == [
+        record.message for record in caplog.records
+    ]
+    assert len(caplog.records) == 1
