@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 from horovod_sparse.arrays.host import HostAccumulator
+from horovod_sparse.arrays.moments import Moments
 from horovod_sparse.arrays.protocol import Accumulator, FoldReport, Indices, Values
 from horovod_sparse.kernels import apply_sum, clear_at
 
-__all__ = ["Accumulator", "FoldReport", "HostAccumulator", "Indices", "Values", "apply_sum", "clear_at"]
+__all__ = [
+    "Accumulator",
+    "FoldReport",
+    "HostAccumulator",
+    "Indices",
+    "Moments",
+    "Values",
+    "apply_sum",
+    "clear_at",
+]

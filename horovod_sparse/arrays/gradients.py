@@ -9,9 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from horovod_sparse.errors import ArgumentError
+from horovod_sparse.kernels import fold_factors
 from horovod_sparse.kernels.layout import native_bits
 
-__all__ = ["accumulating", "checked_gradient", "pieces", "squares"]
+__all__ = ["accumulating", "checked_factors", "checked_gradient", "pieces", "residual_memory", "squares"]
 
 Array = NDArray[Any]
 
@@ -36,6 +37,60 @@ def accumulating(dtype: Any) -> type[np.floating[Any]]:
     if name not in ("float16", "bfloat16", "uint16", "float32", "float64"):
         raise ArgumentError("dtype", dtype, "float32, float64, float16 or bfloat16")
     return np.float64 if name == "float64" else np.float32
+
+
+def residual_memory(num_elements: int, kind: type[np.floating[Any]], memory: Array | None) -> Array:
+    """The memory of an accumulator: the given one, checked, or new zeros.
+
+    Args:
+        num_elements: n.
+        kind: float32 or float64.
+        memory: shape (n,), or None.
+
+    Returns:
+        shape (n,), contiguous.
+
+    Raises:
+        ArgumentError: the given memory has another shape or type, or holds NaN or Inf.
+    """
+    if memory is None:
+        # NumPy asks for huge pages, which matters to what touches single elements far apart.
+        return np.zeros(num_elements, kind)
+    if memory.dtype != kind or memory.shape != (num_elements,) or not memory.flags.carray:
+        allowed = f"contiguous {kind.__name__} of shape ({num_elements},)"
+        raise ArgumentError("memory", (memory.dtype.name, memory.shape), allowed)
+    if not np.isfinite(memory).all():
+        raise ArgumentError("memory", "NaN or Inf", "finite numbers")
+    return memory
+
+
+def checked_factors(
+    dtype: np.dtype[Any], decay: float, momentum: float | None, nesterov: bool, has_velocity: bool
+) -> Array:
+    """The factors of a fold, for `kernels.fold`.
+
+    Args:
+        dtype: of the accumulator.
+        decay: factor of the old values.
+        momentum: factor of the old velocity, or None.
+        nesterov: Nesterov's form of momentum.
+        has_velocity: whether there is a velocity.
+
+    Returns:
+        shape (4,).
+
+    Raises:
+        ArgumentError: a factor is outside what is allowed, or there is no velocity for the momentum.
+    """
+    with np.errstate(over="ignore"):
+        factors = fold_factors(dtype, decay, momentum or 0.0, nesterov)
+    if not np.isfinite(factors[0]):
+        raise ArgumentError("decay", decay, f"a number that {dtype.name} can hold")
+    if momentum is not None and not has_velocity:
+        raise ArgumentError("momentum", momentum, "None, or make the accumulator with companions=1")
+    if momentum is not None and not 0.0 <= momentum <= 1.0:
+        raise ArgumentError("momentum", momentum, "a number in [0, 1]")
+    return factors
 
 
 def checked_gradient(gradient: Any, num_elements: int, dtype: np.dtype[Any]) -> Array:

@@ -8,12 +8,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from horovod_sparse import kernels
-from horovod_sparse.arrays.gradients import accumulating, checked_gradient, pieces, squares
+from horovod_sparse.arrays.blocks import BlockMaxima
+from horovod_sparse.arrays.gradients import (
+    accumulating,
+    checked_factors,
+    checked_gradient,
+    pieces,
+    residual_memory,
+    squares,
+)
 from horovod_sparse.arrays.host_journal import Journal
 from horovod_sparse.arrays.moments import Moments
 from horovod_sparse.arrays.protocol import FoldReport, Indices, Values
 from horovod_sparse.errors import ArgumentError
-from horovod_sparse.kernels import host_fold, host_maxima, host_scatter, host_statistics
+from horovod_sparse.kernels import host_fold, host_scatter, host_statistics
 from horovod_sparse.kernels.host_apply import checked, compiled_for
 from horovod_sparse.kernels.layout import Layout, bits_dtype, bits_of
 
@@ -57,17 +65,9 @@ class HostAccumulator:
         if not 0.0 < density <= 1.0:
             raise ArgumentError("density", density, "a number in (0, 1]")
         self._layout = Layout(int(num_elements), kernels.block_size(density))
-        kind = accumulating(dtype)
-        if memory is not None and (
-            memory.dtype != kind or memory.shape != (num_elements,) or not memory.flags.carray
-        ):
-            raise ArgumentError(
-                "memory", (memory.dtype.name, memory.shape), f"contiguous {kind.__name__}[{num_elements}]"
-            )
-        # numpy asks for huge pages, which matters to what touches single elements far apart.
-        self._values = np.zeros(num_elements, kind) if memory is None else memory
+        self._values = residual_memory(self._layout.num_elements, accumulating(dtype), memory)
         self._companions = tuple(np.zeros_like(self._values) for _ in range(companions))
-        self._maxima: Array | None = None
+        self._maxima = BlockMaxima(self._values, self._layout)
         self._journal = Journal((self._values, *self._companions))
         self._report = FoldReport()
         self._square_norm = (
@@ -125,41 +125,23 @@ class HostAccumulator:
         Raises:
             ArgumentError: shape or type do not fit, or momentum without a companion.
         """
-        if momentum is not None and not self._companions:
-            raise ArgumentError("momentum", momentum, "None, or make the accumulator with companions=1")
-        if momentum is not None and not 0.0 <= momentum <= 1.0:
-            raise ArgumentError("momentum", momentum, "a number in [0, 1]")
-        kind = self.dtype.type
-        kept = kind(decay if keep_residual else 0.0)
-        if not np.isfinite(kept):
-            raise ArgumentError("decay", decay, f"a number that {self.dtype.name} can hold")
+        velocity = self._companions[0] if momentum is not None and self._companions else None
+        factors = checked_factors(self.dtype, decay * keep_residual, momentum, nesterov, velocity is not None)
         array = checked_gradient(gradient, self.num_elements, self.dtype)
-        if self._maxima is None:
-            self._maxima = np.empty(self._layout.num_blocks, bits_dtype(self.dtype))
         self._journal.forget()
-        velocity = self._companions[0] if momentum is not None else None
-        factors = kernels.fold_factors(self.dtype, kept, momentum or 0.0, nesterov)
         parts = pieces(array, 1024 * self._layout.block)
-        folded = kernels.fold(self._values, parts, self._maxima, self._layout, factors, velocity)
-        carried = float(kept) ** 2 * self._square_norm
+        folded = kernels.fold(
+            self._values, parts, self._maxima.to_be_written(), self._layout, factors, velocity
+        )
+        carried = float(factors[0]) ** 2 * self._square_norm
         self._square_norm = folded.square_norm
         self._norm_at_start = self._square_norm
         self._report = FoldReport(folded.num_nonfinite, folded.first_nonfinite, folded.square_norm, carried)
         return self._report
 
-    def _bounds(self) -> Array:
-        """Upper bounds of the block maxima."""
-        if self._maxima is None:
-            self._maxima = np.empty(self._layout.num_blocks, bits_dtype(self.dtype))
-            host_maxima.scan_maxima(self._values, self._maxima, self._layout.block)
-        return self._maxima
-
     def _exact_maxima(self) -> Array:
         # Cleared elements leave upper bounds; they are made exact only when that is needed.
-        maxima = self._bounds()
-        for indices in self._journal.unseen():
-            host_maxima.refresh_maxima(self._values, maxima, self._layout.block, indices)
-        return maxima
+        return self._maxima.exact(self._journal.unseen())
 
     def largest(self, num_selected: int, start: int = 0, stop: int | None = None) -> Indices:
         """Exactly the `num_selected` largest magnitudes in [start, stop); ties go to the lowest index."""
@@ -171,7 +153,7 @@ class HostAccumulator:
 
     def at_least(self, threshold: float, start: int = 0, stop: int | None = None) -> Indices:
         """All positions in [start, stop) whose magnitude is >= threshold and not 0."""
-        return kernels.at_least(self._values, self._bounds(), self._layout, threshold, start, stop)
+        return kernels.at_least(self._values, self._maxima.bounds(), self._layout, threshold, start, stop)
 
     def count_at_least(self, thresholds: Any) -> NDArray[np.int64]:
         """How many magnitudes are >= each threshold and not 0, for several thresholds in one read.
@@ -184,7 +166,7 @@ class HostAccumulator:
         """
         keys = np.array([bits_of(float(t), self.dtype) for t in thresholds], bits_dtype(self.dtype))
         counts = np.zeros(keys.size, np.int64)
-        host_statistics.count_at_least(self._values, self._bounds(), self._layout.block, keys, counts)
+        host_statistics.count_at_least(self._values, self._maxima.bounds(), self._layout.block, keys, counts)
         return counts
 
     def moments(self, threshold: float = 0.0) -> Moments:
@@ -216,16 +198,17 @@ class HostAccumulator:
         self._square_norm = 0.0 if where.size == self.num_elements else self._norm_without(old)
 
     def add(self, indices: Indices, values: Values) -> None:
-        """Adds to the values there. Indices are unique."""
+        """Adds to the values there; what would not stay finite adds nothing. Indices are unique."""
         where = checked(indices, self.num_elements)
         new = compiled_for(values, self.dtype)
         if new.size != where.size:
             raise ArgumentError("values", new.size, f"one for each of the {where.size} indices")
         old = self._journal.remember(where)
-        host_scatter.add_at(self._values, where, new)
+        with np.errstate(over="ignore", invalid="ignore"):
+            finite = np.isfinite(old + new)
+        host_scatter.add_at(self._values, where, new if finite.all() else np.where(finite, new, 0))
         self._square_norm = self._norm_without(old) + squares(self.take(where))
-        if self._maxima is not None:
-            host_maxima.raise_maxima(self._values, self._maxima, self._layout.block, where)
+        self._maxima.grew(where)
 
     def _norm_without(self, old: Values) -> float:
         return max(0.0, self._square_norm - squares(old))
@@ -233,9 +216,7 @@ class HostAccumulator:
     def abandon(self) -> None:
         """Takes back every `clear` and `add` since the last fold, bit for bit."""
         places = self._journal.undo()
-        if self._maxima is not None:
-            for indices in places:
-                host_maxima.refresh_maxima(self._values, self._maxima, self._layout.block, indices)
+        self._maxima.exact(places)
         if places:
             self._square_norm = self._norm_at_start
 
@@ -252,13 +233,16 @@ class HostAccumulator:
             values: n elements of any float type, in any shape.
 
         Raises:
-            ArgumentError: another number of elements.
+            ArgumentError: another number of elements, or NaN or Inf among them.
         """
-        new = np.asarray(values)
+        with np.errstate(over="ignore"):
+            new = np.asarray(values).astype(self.dtype, copy=False)
         if new.size != self.num_elements:
             raise ArgumentError("values", new.shape, f"an array of {self.num_elements} elements")
+        if not np.isfinite(new).all():
+            raise ArgumentError("values", "NaN or Inf", "finite numbers")
         self._values[...] = new.reshape(-1)
         self._square_norm = float(host_fold.squares_of(self._values, 0, self.num_elements))
         self._norm_at_start = self._square_norm
-        self._maxima = None
+        self._maxima.forget()
         self._journal.forget()
