@@ -13,6 +13,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from horovod_sparse.arrays.moments import Moments
+
 __all__ = ["Accumulator", "FoldReport", "Indices", "Values"]
 
 Indices = NDArray[np.int32]
@@ -76,6 +78,15 @@ class Accumulator(Protocol):
 
     def at_least(self, threshold: float, start: int = 0, stop: int | None = None) -> Indices:
         """All positions in [start, stop) whose magnitude is >= threshold and not 0."""
+
+    def count_at_least(self, thresholds: Any) -> NDArray[np.int64]:
+        """How many magnitudes are >= each threshold and not 0, for several thresholds in one read."""
+
+    def moments(self, threshold: float = 0.0) -> Moments:
+        """Moments of the magnitudes that are >= threshold and not 0, in one read."""
+
+    def sample_magnitudes(self, stride: int, offset: int = 0) -> Values:
+        """Every stride-th magnitude from offset on."""
 
     def take(self, indices: Indices) -> Values:
         """The values there, as a fresh array."""

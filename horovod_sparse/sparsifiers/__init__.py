@@ -1,17 +1,29 @@
 """One file per algorithm. To add one: write its file, export it here, add a test row and a docs entry."""
 
 from horovod_sparse.sparsifiers.base import BucketInfo, SparseSum, Sparsifier, SparsifierState, Traffic
+from horovod_sparse.sparsifiers.cltk import CLTK
+from horovod_sparse.sparsifiers.dgc import DGC
+from horovod_sparse.sparsifiers.dragonn import DRAGONN
 from horovod_sparse.sparsifiers.exdyna import ExDyna
+from horovod_sparse.sparsifiers.hard_threshold import HardThreshold
 from horovod_sparse.sparsifiers.micro import MiCRO
+from horovod_sparse.sparsifiers.mstopk import MSTopK
 from horovod_sparse.sparsifiers.randomk import RandomK
+from horovod_sparse.sparsifiers.sidco import SIDCo
 from horovod_sparse.sparsifiers.topk import TopK
 
 __all__ = [
     "ALGORITHMS",
+    "CLTK",
+    "DGC",
+    "DRAGONN",
     "BucketInfo",
     "ExDyna",
+    "HardThreshold",
+    "MSTopK",
     "MiCRO",
     "RandomK",
+    "SIDCo",
     "SparseSum",
     "Sparsifier",
     "SparsifierState",
@@ -21,5 +33,5 @@ __all__ = [
 
 #: Every algorithm by the name that `Compression` and the command lines know it under.
 ALGORITHMS: dict[str, type[Sparsifier]] = {
-    algorithm.name: algorithm for algorithm in (TopK, MiCRO, ExDyna, RandomK)
+    algorithm.name: algorithm for algorithm in (TopK, RandomK, MiCRO, ExDyna)
 }

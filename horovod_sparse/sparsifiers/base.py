@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -12,8 +11,9 @@ import numpy as np
 
 from horovod_sparse.arrays.protocol import Accumulator, Indices, Values
 from horovod_sparse.collectives import AllGather, Request, Synchronization
-from horovod_sparse.errors import ArgumentError
-from horovod_sparse.wire import Message, pack, unpack
+from horovod_sparse.errors import ArgumentError, MessageError
+from horovod_sparse.sparsifiers.schedule import Schedule
+from horovod_sparse.wire import Gathered, WireFormat, pack, unpack_sum
 
 __all__ = [
     "BucketInfo",
@@ -94,26 +94,13 @@ class SparseSum:
     facts: dict[str, float] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, messages: Sequence[Message]) -> SparseSum:
+    def of(cls, gathered: Gathered) -> SparseSum:
         """The sum of messages that carry indices and values, one behind the other."""
+        if gathered.values is None:
+            raise MessageError("messages without values have no sum")
         return cls(
-            indices=np.concatenate([message.indices for message in messages]),
-            values=np.concatenate([message.values for message in messages if message.values is not None]),
-            **headers(messages),
+            gathered.indices, gathered.values, gathered.counts, gathered.first_nonfinite, gathered.norms
         )
-
-
-def headers(messages: Sequence[Message]) -> dict[str, Any]:
-    """What the headers of all ranks' messages tell: counts, health, norms, as SparseSum fields."""
-    return {
-        "counts": np.array([message.indices.size for message in messages]),
-        "first_nonfinite": {
-            rank: message.first_nonfinite
-            for rank, message in enumerate(messages)
-            if message.first_nonfinite >= 0
-        },
-        "norms": np.array([message.norm for message in messages]),
-    }
 
 
 @dataclass(frozen=True)
@@ -163,7 +150,11 @@ class Sparsifier(abc.ABC):
     Args:
         density: kept fraction in (0, 1]. Whether of each rank's accumulator or of the union of all
             ranks is said by `density_scope`.
+        values: how values travel: "exact" (as the accumulator has them), "float16", "bfloat16", or "int8"
+            (see `WireFormat`). The rounding error stays in the residual.
+        indices: how indices travel: "int32", "block16", or "gaps" (bit-packed).
         quantum: message lengths are rounded up to this many elements.
+        schedule: of the density over the steps, where it is not always `density` (warm-up).
     """
 
     name: ClassVar[str]
@@ -171,15 +162,31 @@ class Sparsifier(abc.ABC):
     density_scope: ClassVar[Literal["per rank", "global"]] = "per rank"
 
     density: float = 0.001
+    values: str = "exact"
+    indices: str = "int32"
     quantum: int = 1
+    schedule: Schedule | None = None
 
     def __post_init__(self) -> None:
         check_number("density", self.density, "a kept fraction in (0, 1]", low=0.0, high=1.0)
-        check_count("quantum", self.quantum, "a whole number of elements, 1 or more")
+        WireFormat(self.values, self.indices, self.quantum)
+        if self.schedule is not None and not hasattr(self.schedule, "density_at"):
+            raise ArgumentError(
+                "schedule", self.schedule, "a schedule, such as exponential(steps=400), or None"
+            )
+
+    @property
+    def wire(self) -> WireFormat:
+        """How selections are written."""
+        return WireFormat(self.values, self.indices, self.quantum)
+
+    def density_at(self, step: int) -> float:
+        """The density that is asked for in a step (from 0)."""
+        return self.density if self.schedule is None else self.schedule.density_at(step, self.density)
 
     def num_selected(self, info: BucketInfo, state: SparsifierState) -> int:
-        """K = max(1, round(density * n)), at most n: what the user asked for in this step."""
-        return min(info.num_elements, max(1, round(self.density * info.num_elements)))
+        """``k = max(1, round(density * n))``, at most n: what the user asked for in this step."""
+        return min(info.num_elements, max(1, round(self.density_at(state.step) * info.num_elements)))
 
     def init(self, info: BucketInfo) -> SparsifierState:
         """The state before the first step."""
@@ -205,8 +212,14 @@ class Sparsifier(abc.ABC):
         """
 
     @abc.abstractmethod
-    def traffic(self, info: BucketInfo, counts: np.ndarray) -> tuple[Traffic, ...]:
-        """Declared cost of a step for this rank, given the number of elements each rank selected."""
+    def traffic(self, info: BucketInfo, counts: np.ndarray, step: int = 0) -> tuple[Traffic, ...]:
+        """Declared cost of a step for this rank.
+
+        Args:
+            info: the facts of the bucket.
+            counts: int [P], elements that each rank selected.
+            step: which step it was, from 0.
+        """
 
     def describe(self) -> str:
         """The description as `Compression.parse` reads it; arguments at their default are left out.
@@ -225,8 +238,8 @@ class Sparsifier(abc.ABC):
 
 
 def exchange_selections(
-    accumulator: Accumulator, indices: Indices, values: Values | None, info: BucketInfo, quantum: int
-) -> Synchronization[Sequence[Message]]:
+    accumulator: Accumulator, indices: Indices, values: Values | None, info: BucketInfo, wire: WireFormat
+) -> Synchronization[Gathered]:
     """The round most algorithms have: every rank's selection to every rank, in one allgather.
 
     Args:
@@ -234,11 +247,33 @@ def exchange_selections(
         indices: int32 [count], this rank's selection.
         values: [count], or None to send indices only.
         info: the facts of the bucket.
-        quantum: elements that the message is rounded up to.
+        wire: how it is written.
 
     Returns:
-        The messages of all ranks, in rank order.
+        The selections of all ranks, one behind the other in rank order.
     """
-    gathered = yield AllGather(pack(indices, values, accumulator.report, quantum=quantum))
-    dtype = None if values is None else info.value_dtype
-    return unpack(gathered, info.size, dtype, info.num_elements)
+    n = info.num_elements
+    gathered = yield AllGather(pack(indices, values, accumulator.report, format=wire, num_elements=n))
+    return unpack_sum(gathered, info.size, wire, n, None if values is None else info.value_dtype)
+
+
+def send_selection(
+    accumulator: Accumulator, indices: Indices, info: BucketInfo, wire: WireFormat
+) -> Synchronization[SparseSum]:
+    """Sends what the accumulator holds at this rank's selection, and sums all ranks' selections.
+
+    What is sent leaves the accumulator; what rounding for the wire takes away stays in it.
+
+    Args:
+        accumulator: of this rank.
+        indices: int32 [count], ascending and unique.
+        info: the facts of the bucket.
+        wire: how it is written.
+    """
+    values = accumulator.take(indices)
+    sent = wire.round(values)
+    accumulator.clear(indices)
+    if sent is not values:
+        accumulator.add(indices, values - sent)
+    gathered = yield from exchange_selections(accumulator, indices, sent, info, wire)
+    return SparseSum.of(gathered)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import abc
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from horovod_sparse.arrays.protocol import Accumulator, Indices, Values
-from horovod_sparse.collectives import AllGather, AllReduce, Request, Synchronization
+from horovod_sparse.arrays.protocol import Accumulator, Indices
+from horovod_sparse.collectives import AllGather, Request, Synchronization
 from horovod_sparse.sparsifiers.base import (
     BucketInfo,
     SparseSum,
@@ -17,14 +17,12 @@ from horovod_sparse.sparsifiers.base import (
     SparsifierState,
     Traffic,
     exchange_selections,
-    headers,
 )
+from horovod_sparse.sparsifiers.shared import sum_at, sum_rounds, sum_traffic
+from horovod_sparse.sparsifiers.windows import Window
 from horovod_sparse.thresholds import ThresholdRule, ThresholdState, threshold_rule
-from horovod_sparse.wire import message_words
 
-__all__ = ["ExclusiveState", "ExclusiveThreshold", "Window"]
-
-Window: TypeAlias = tuple[int, int]
+__all__ = ["ExclusiveState", "ExclusiveThreshold"]
 
 
 @dataclass
@@ -85,29 +83,28 @@ class ExclusiveThreshold(Sparsifier):
             selection = accumulator.at_least(threshold, start, stop)
         else:  # everything, zeros too: where this rank holds 0 others may not
             selection = np.arange(start, stop, dtype=np.int32)
-        messages = yield from exchange_selections(accumulator, selection, None, info, self.quantum)
-
-        union = np.concatenate([message.indices for message in messages])
-        values = accumulator.take(union)
-        accumulator.clear(union)
-        summed = yield AllReduce(_padded(values, self.quantum))
-
-        sum_ = SparseSum(union, summed[: union.size], **headers(messages))
+        gathered = yield from exchange_selections(accumulator, selection, None, info, self.wire)
+        sum_ = yield from sum_at(
+            accumulator, gathered.indices, gathered.counts, info, self.wire, ask_health=False
+        )
+        sum_.first_nonfinite, sum_.norms = gathered.first_nonfinite, gathered.norms
         sum_.facts.update(self._facts(threshold, num_selected, sum_.counts, info))
-        rule.steer(union.size, num_selected, state.threshold)
-        self.observe(state, info, sum_.counts, union)
+        rule.steer(gathered.indices.size, num_selected, state.threshold)
+        self.observe(state, info, sum_.counts, gathered.indices)
         state.step += 1
         return sum_
 
     def rounds(self, size: int) -> tuple[type[Request], ...]:
-        """An allgather and an allreduce."""
-        return (AllGather, AllReduce)
+        """An allgather, and the rounds of a sum at known indices."""
+        return (AllGather, *sum_rounds(self.wire))
 
-    def traffic(self, info: BucketInfo, counts: np.ndarray) -> tuple[Traffic, ...]:
+    def traffic(self, info: BucketInfo, counts: np.ndarray, step: int = 0) -> tuple[Traffic, ...]:
         """This rank's indices; the union's values."""
-        words = message_words(int(counts[info.rank]), 0, self.quantum)
-        union = -(-int(counts.sum()) // self.quantum) * self.quantum
-        return (Traffic(AllGather, 4 * words), Traffic(AllReduce, union * info.value_dtype.itemsize))
+        num_bytes = self.wire.message_bytes(int(counts[info.rank]), info.num_elements, None)
+        return (
+            Traffic(AllGather, num_bytes),
+            *sum_traffic(int(counts.sum()), info, self.wire, ask_health=False),
+        )
 
     @staticmethod
     def _facts(threshold: float, num_selected: int, counts: np.ndarray, info: BucketInfo) -> dict[str, float]:
@@ -118,9 +115,3 @@ class ExclusiveThreshold(Sparsifier):
             "imbalance": info.size * int(counts.max()) / union if union else 1.0,
             "density_error": abs(num_selected - union) / info.num_elements,
         }
-
-
-def _padded(values: Values, quantum: int) -> Values:
-    """Values with zeros behind them up to a multiple of the quantum."""
-    missing = -values.size % quantum
-    return values if missing == 0 else np.concatenate([values, np.zeros(missing, values.dtype)])

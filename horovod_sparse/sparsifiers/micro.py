@@ -6,29 +6,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from horovod_sparse.sparsifiers.base import BucketInfo
-from horovod_sparse.sparsifiers.exclusive import ExclusiveState, ExclusiveThreshold, Window
+from horovod_sparse.sparsifiers.exclusive import ExclusiveState, ExclusiveThreshold
+from horovod_sparse.sparsifiers.windows import Window, equal_part
 
-__all__ = ["MiCRO", "equal_part"]
-
-
-def equal_part(num_elements: int, num_parts: int, part: int) -> Window:
-    """Bounds of one of nearly equal parts; the remainder goes to the first parts, one each.
-
-    Args:
-        num_elements: n.
-        num_parts: P.
-        part: in [0, P).
-
-    Returns:
-        (start, stop).
-
-    Example:
-        >>> [equal_part(10, 4, part) for part in range(4)]
-        [(0, 3), (3, 6), (6, 8), (8, 10)]
-    """
-    length, remainder = divmod(num_elements, num_parts)
-    start = part * length + min(part, remainder)
-    return start, start + length + (part < remainder)
+__all__ = ["MiCRO"]
 
 
 @dataclass(frozen=True, kw_only=True)

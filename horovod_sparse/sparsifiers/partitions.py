@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from horovod_sparse.arrays.protocol import Indices
-from horovod_sparse.sparsifiers.exclusive import Window
+from horovod_sparse.sparsifiers.windows import Window
 
 __all__ = ["Partitions", "move_one_block", "move_proportionally", "partition"]
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
-import zlib
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
-from horovod_sparse.arrays.protocol import Accumulator, FoldReport, Indices, Values
-from horovod_sparse.collectives import AllGather, AllReduce, Request, Synchronization
+from horovod_sparse.arrays.protocol import Accumulator, Indices
+from horovod_sparse.collectives import AllGather, Request, Synchronization
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.sparsifiers.base import (
     BucketInfo,
@@ -19,24 +17,12 @@ from horovod_sparse.sparsifiers.base import (
     SparsifierState,
     Traffic,
     check_count,
-    exchange_selections,
+    send_selection,
 )
-from horovod_sparse.wire import message_words
+from horovod_sparse.sparsifiers.randomness import step_generator
+from horovod_sparse.sparsifiers.shared import sum_at, sum_rounds, sum_traffic
 
 __all__ = ["RandomK"]
-
-#: behind the values of an allreduce: a column of these per rank, which only that rank fills
-_WORDS_PER_RANK = 3
-#: a position is sent as two numbers below this, which float32 holds exactly
-_HALF = 1 << 16
-
-
-def _own_column(report: FoldReport, info: BucketInfo) -> Values:
-    """Health and norm of this rank, zeros for the others: [3 P]; summed up, those of all ranks."""
-    columns = np.zeros((_WORDS_PER_RANK, info.size), info.value_dtype)
-    norm = min(math.sqrt(report.carried_square_norm), float(np.finfo(np.float32).max))
-    columns[:, info.rank] = *divmod(report.first_nonfinite + 1, _HALF), norm
-    return columns.reshape(-1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +61,7 @@ class RandomK(Sparsifier):
 
     def positions(self, info: BucketInfo, step: int) -> Indices:
         """The positions of a step, ascending and unique."""
-        entropy = [self.seed, zlib.crc32(info.name.encode()), step, 0 if self.shared else 1 + info.rank]
-        generator = np.random.Generator(np.random.Philox(np.random.SeedSequence(entropy)))
+        generator = step_generator(self.seed, info.name, step, None if self.shared else info.rank)
         k = self.num_selected(info, SparsifierState(step))
         drawn = generator.choice(info.num_elements, k, replace=False, shuffle=False)
         return np.sort(drawn).astype(np.int32)
@@ -86,32 +71,19 @@ class RandomK(Sparsifier):
     ) -> Synchronization[SparseSum]:
         """One allreduce, or one allgather; see `Sparsifier.synchronize`."""
         indices = self.positions(info, state.step)
-        values = accumulator.take(indices)
-        accumulator.clear(indices)
         state.step += 1
         if not self.shared:
-            return SparseSum.of(
-                (yield from exchange_selections(accumulator, indices, values, info, self.quantum))
-            )
-        summed = yield AllReduce(np.concatenate([values, _own_column(accumulator.report, info)]))
-        k = indices.size
-        health = summed[k:].reshape(_WORDS_PER_RANK, info.size).astype(np.float64)
-        first_nonfinite = (health[0] * _HALF + health[1]).astype(np.int64) - 1
-        return SparseSum(
-            indices,
-            summed[:k],
-            counts=np.full(info.size, k),
-            first_nonfinite={rank: int(first) for rank, first in enumerate(first_nonfinite) if first >= 0},
-            norms=health[2],
-        )
+            return (yield from send_selection(accumulator, indices, info, self.wire))
+        counts = np.full(info.size, indices.size)
+        return (yield from sum_at(accumulator, indices, counts, info, self.wire))
 
     def rounds(self, size: int) -> tuple[type[Request], ...]:
         """One allreduce (shared) or one allgather."""
-        return (AllReduce,) if self.shared else (AllGather,)
+        return sum_rounds(self.wire) if self.shared else (AllGather,)
 
-    def traffic(self, info: BucketInfo, counts: np.ndarray) -> tuple[Traffic, ...]:
-        """K values and three numbers per rank (shared), or k indices and k values."""
-        k, itemsize = int(counts[info.rank]), info.value_dtype.itemsize
+    def traffic(self, info: BucketInfo, counts: np.ndarray, step: int = 0) -> tuple[Traffic, ...]:
+        """Values only (shared), or indices and values."""
+        k = int(counts[info.rank])
         if self.shared:
-            return (Traffic(AllReduce, (k + _WORDS_PER_RANK * info.size) * itemsize),)
-        return (Traffic(AllGather, 4 * message_words(k, itemsize // 4, self.quantum)),)
+            return sum_traffic(k, info, self.wire)
+        return (Traffic(AllGather, self.wire.message_bytes(k, info.num_elements, info.value_dtype)),)

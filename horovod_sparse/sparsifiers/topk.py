@@ -15,9 +15,8 @@ from horovod_sparse.sparsifiers.base import (
     Sparsifier,
     SparsifierState,
     Traffic,
-    exchange_selections,
+    send_selection,
 )
-from horovod_sparse.wire import message_words
 
 __all__ = ["TopK"]
 
@@ -50,17 +49,14 @@ class TopK(Sparsifier):
     ) -> Synchronization[SparseSum]:
         """One allgather; see `Sparsifier.synchronize`."""
         indices = accumulator.largest(self.num_selected(info, state))
-        values = accumulator.take(indices)
-        accumulator.clear(indices)  # what is sent leaves the residual
-        messages = yield from exchange_selections(accumulator, indices, values, info, self.quantum)
         state.step += 1
-        return SparseSum.of(messages)
+        return (yield from send_selection(accumulator, indices, info, self.wire))
 
     def rounds(self, size: int) -> tuple[type[Request], ...]:
         """One allgather."""
         return (AllGather,)
 
-    def traffic(self, info: BucketInfo, counts: np.ndarray) -> tuple[Traffic, ...]:
-        """K indices and k values."""
-        words = message_words(int(counts[info.rank]), info.value_dtype.itemsize // 4, self.quantum)
-        return (Traffic(AllGather, 4 * words),)
+    def traffic(self, info: BucketInfo, counts: np.ndarray, step: int = 0) -> tuple[Traffic, ...]:
+        """Indices and values of k elements."""
+        num_bytes = self.wire.message_bytes(int(counts[info.rank]), info.num_elements, info.value_dtype)
+        return (Traffic(AllGather, num_bytes),)

@@ -81,7 +81,7 @@ class Compression(metaclass=_Algorithms):
         >>> Compression.topk(densty=0.01)
         Traceback (most recent call last):
         horovod_sparse.errors.UnknownNameError: unknown argument of topk 'densty': the known ones are \
-density, feedback, quantum
+density, feedback, indices, quantum, schedule, values
     """
 
     none = hvd.Compression.none

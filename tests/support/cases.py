@@ -48,6 +48,13 @@ class Case:
     count_band: CountBand | None = None
     loses_mass: bool = False
 
+    @property
+    def value_rounding(self) -> float:
+        """Relative error of a value that is written for the wire; 0 where values are exact."""
+        return {"float16": 2.0**-10, "bfloat16": 2.0**-7, "int8": 2.0**-6}.get(
+            self.recipe.sparsifier.values, 0.0
+        )
+
     def at(self, density: float) -> Recipe:
         """The recipe at another density."""
         sparsifier = dataclasses.replace(self.recipe.sparsifier, density=density)
@@ -79,8 +86,8 @@ _DENSITY = 0.07
 _SKETCH_BAND = CountBand(first=1.1, settled=0.03, from_target=10_000)
 
 
-def _case(name: str, *, promises: dict[str, Any], **arguments: Any) -> Case:
-    return Case(recipe(name, density=_DENSITY, **arguments), **promises)
+def _case(name: str, *, promises: dict[str, Any] | None = None, **arguments: Any) -> Case:
+    return Case(recipe(name, density=_DENSITY, **arguments), **(promises or {}))
 
 
 _EXACT = {"exact_count": True}
@@ -105,4 +112,8 @@ CASES: tuple[Case, ...] = (
     _case("randomk", promises=_SHARED),
     _case("randomk", shared=False, promises=_EXACT),
     _case("randomk", shared=False, quantum=1024, promises=_EXACT),
+    _case("randomk", values="float16", promises=_SHARED),
+    _case("topk", values="float16", indices="gaps", promises=_EXACT),
+    _case("micro", values="float16", indices="gaps", promises=_SKETCH),
+    _case("exdyna", values="bfloat16", indices="block16", promises=_SKETCH),
 )

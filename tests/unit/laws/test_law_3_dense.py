@@ -19,11 +19,12 @@ def test_density_one_is_dense(case: Case, dtype: str, size: int) -> None:
     history = run(case.at(1.0), scenario, random_gradients(scenario, layered))
     for number, step in enumerate(history.steps):
         error = np.abs(history.dense(number) - history.gradients[number].sum(0))
-        assert (error <= rounding(history, number + 1)).all()
-        assert not np.any(step.residuals), "nothing is held back"
+        lost = case.value_rounding * np.abs(history.gradients[: number + 1]).sum((0, 1)).max()
+        assert (error <= rounding(history, number + 1) + lost).all()
+        assert np.abs(step.residuals).max() <= lost, "nothing but rounding for the wire is held back"
 
 
-@pytest.mark.parametrize("case", CASES, ids=case_id)
+@pytest.mark.parametrize("case", [case for case in CASES if not case.value_rounding], ids=case_id)
 def test_density_one_is_dense_exactly_where_sums_are_exact(case: Case) -> None:
     scenario = Scenario(5, 77, num_steps=3)
     history = run(case.at(1.0), scenario, random_gradients(scenario, dyadic))

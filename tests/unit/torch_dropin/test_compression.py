@@ -65,7 +65,7 @@ def test_parse_knows_horovods_own():
 
 
 def test_what_is_misspelt_names_what_is_valid():
-    with pytest.raises(UnknownNameError, match="density, feedback, quantum"):
+    with pytest.raises(UnknownNameError, match="density, feedback, indices, quantum, schedule, values"):
         Compression.topk(densty=0.1)
     with pytest.raises(UnknownNameError, match=r"fp16.*none"):
         Compression.parse("topq:density=0.1")

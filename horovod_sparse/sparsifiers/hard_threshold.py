@@ -1,0 +1,91 @@
+"""Hard threshold: every rank sends whatever is at least as large as a fixed number."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from horovod_sparse.arrays.protocol import Accumulator
+from horovod_sparse.collectives import AllGather, Request, Synchronization
+from horovod_sparse.sparsifiers.base import (
+    BucketInfo,
+    SparseSum,
+    Sparsifier,
+    SparsifierState,
+    Traffic,
+    check_number,
+    send_selection,
+)
+
+__all__ = ["HardThreshold"]
+
+_log = logging.getLogger(__name__)
+_hinted: set[str] = set()
+
+
+@dataclass(frozen=True, kw_only=True)
+class HardThreshold(Sparsifier):
+    """Each rank sends all elements with |acc| >= threshold; all apply the sum.
+
+    One round: an allgather of as many indices and values as pass. The count follows the gradient's
+    scale, not `density`, which serves only to guess a threshold where none is given:
+    ``1 / (2 sqrt(k))``, the default of public programs. The guess is logged once for each bucket.
+
+    Args:
+        threshold: smallest magnitude that is sent, above 0, in units of the accumulator (gradients
+            added up, not multiplied by the learning rate).
+        density: k / n behind the guess.
+
+    Source: Sahu et al., NeurIPS 2021 (hard-threshold sparsifier).
+
+    Example:
+        >>> HardThreshold(threshold=0.01).threshold
+        0.01
+    """
+
+    name: ClassVar[str] = "hard_threshold"
+
+    threshold: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.threshold is not None:
+            check_number("threshold", self.threshold, "a number above 0", low=0.0, high=math.inf)
+
+    def threshold_for(self, info: BucketInfo, state: SparsifierState) -> float:
+        """The user's threshold, or the guess."""
+        if self.threshold is not None:
+            return self.threshold
+        guess = 1.0 / (2.0 * math.sqrt(self.num_selected(info, state)))
+        if info.rank == 0 and info.name not in _hinted:
+            _hinted.add(info.name)
+            _log.warning(
+                "hard_threshold without threshold: guessed %.3g for %s; set threshold= to steer the density",
+                guess,
+                info.name,
+            )
+        return guess
+
+    def synchronize(
+        self, accumulator: Accumulator, state: SparsifierState, info: BucketInfo
+    ) -> Synchronization[SparseSum]:
+        """One allgather; see `Sparsifier.synchronize`."""
+        threshold = self.threshold_for(info, state)
+        indices = accumulator.at_least(threshold)
+        state.step += 1
+        sum_ = yield from send_selection(accumulator, indices, info, self.wire)
+        sum_.facts["threshold"] = threshold
+        return sum_
+
+    def rounds(self, size: int) -> tuple[type[Request], ...]:
+        """One allgather."""
+        return (AllGather,)
+
+    def traffic(self, info: BucketInfo, counts: np.ndarray, step: int = 0) -> tuple[Traffic, ...]:
+        """Indices and values of what passed."""
+        num_bytes = self.wire.message_bytes(int(counts[info.rank]), info.num_elements, info.value_dtype)
+        return (Traffic(AllGather, num_bytes),)

@@ -1,0 +1,139 @@
+"""SIDCo: a threshold from fitting a distribution to the magnitudes, in stages up the tail."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import numpy as np
+
+from horovod_sparse.arrays.protocol import Accumulator
+from horovod_sparse.collectives import AllGather, Request, Synchronization
+from horovod_sparse.errors import ArgumentError
+from horovod_sparse.sparsifiers.base import (
+    BucketInfo,
+    SparseSum,
+    Sparsifier,
+    SparsifierState,
+    Traffic,
+    send_selection,
+)
+from horovod_sparse.thresholds.statistical import Excess, fit_named
+
+__all__ = ["SIDCo", "SIDCoState"]
+
+
+@dataclass
+class SIDCoState(SparsifierState):
+    """State of SIDCo on a rank.
+
+    Attributes:
+        step: synchronizations done.
+        num_stages: how often the tail is fitted now.
+        recent: achieved / target of the steps since the stage count was last looked at.
+    """
+
+    num_stages: int = 1
+    recent: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SIDCo(Sparsifier):
+    """Each rank sends |acc| >= threshold, the threshold being a quantile of a fitted distribution.
+
+    Stage 1 fits all magnitudes and finds where the share `first_density` lies above; each further stage
+    fits what exceeds the last threshold, and the last one goes for what is left of the density:
+    ``d = first_density ** (M - 1) * d_M``. The number of stages M follows the outcome: every
+    `adapt_every` steps it grows by one if more than (1 + tolerance) k were sent on average, and shrinks
+    by one if fewer than (1 - tolerance) k were.
+
+    One round: an allgather of as many indices and values as pass. Density is per rank.
+
+    Args:
+        density: k / n, in (0, 1].
+        distribution: "exponential", "pareto" (generalized), or "gamma" (first stage gamma, then
+            generalized Pareto).
+        first_density: share that a stage before the last leaves.
+        tolerance: of achieved / target around 1.
+        adapt_every: steps between changes of M.
+        max_stages: most stages.
+
+    Source: Abdelmoniem et al., MLSys 2021 (SIDCo). Departure: M grows when too many elements pass: a
+    heavier tail than the fitted one puts the threshold too low, which a further stage mends.
+
+    Example:
+        >>> SIDCo(density=0.001, distribution="pareto").describe()
+        'sidco:density=0.001,distribution=pareto'
+    """
+
+    name: ClassVar[str] = "sidco"
+
+    distribution: str = "exponential"
+    first_density: float = 0.25
+    tolerance: float = 0.2
+    adapt_every: int = 5
+    max_stages: int = 6
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        fit_named(self.distribution, 0)
+        for argument in ("first_density", "tolerance"):
+            if not 0.0 < getattr(self, argument) < 1.0:
+                raise ArgumentError(argument, getattr(self, argument), "a number in (0, 1)")
+        for argument in ("adapt_every", "max_stages"):
+            value = getattr(self, argument)
+            if not isinstance(value, int) or value < 1:
+                raise ArgumentError(argument, value, "a whole number, 1 or more")
+
+    def init(self, info: BucketInfo) -> SIDCoState:
+        """One stage; more where the outcome asks for them."""
+        return SIDCoState()
+
+    def threshold(self, accumulator: Accumulator, k: int, num_stages: int) -> float:
+        """The threshold that `num_stages` fits lead to; 0 where there is nothing to fit."""
+        density, threshold = k / accumulator.num_elements, 0.0
+        for stage in range(num_stages):
+            last = stage == num_stages - 1 or density >= self.first_density
+            wanted = density if last else self.first_density
+            moments = accumulator.moments(threshold)
+            excess = Excess.of(moments, threshold) if moments.count > 1 else Excess(0.0, 0.0)
+            if excess.mean <= 0.0:
+                break
+            threshold += fit_named(self.distribution, stage).quantile(excess, min(wanted, 1.0 - 1e-9))
+            if last:
+                break
+            density /= self.first_density
+        return threshold
+
+    def synchronize(
+        self, accumulator: Accumulator, state: SIDCoState, info: BucketInfo
+    ) -> Synchronization[SparseSum]:
+        """One allgather; see `Sparsifier.synchronize`."""
+        k = self.num_selected(info, state)
+        threshold = 0.0 if k >= info.num_elements else self.threshold(accumulator, k, state.num_stages)
+        indices = accumulator.at_least(threshold)
+        self._adapt(state, indices.size / k)
+        state.step += 1
+        sum_ = yield from send_selection(accumulator, indices, info, self.wire)
+        sum_.facts.update(threshold=threshold, stages=float(state.num_stages))
+        return sum_
+
+    def _adapt(self, state: SIDCoState, achieved: float) -> None:
+        state.recent.append(achieved)
+        if len(state.recent) < self.adapt_every:
+            return
+        mean = float(np.mean(state.recent))
+        state.recent.clear()
+        if mean > 1.0 + self.tolerance:
+            state.num_stages = min(state.num_stages + 1, self.max_stages)
+        elif mean < 1.0 - self.tolerance:
+            state.num_stages = max(state.num_stages - 1, 1)
+
+    def rounds(self, size: int) -> tuple[type[Request], ...]:
+        """One allgather."""
+        return (AllGather,)
+
+    def traffic(self, info: BucketInfo, counts: np.ndarray, step: int = 0) -> tuple[Traffic, ...]:
+        """Indices and values of what passed."""
+        num_bytes = self.wire.message_bytes(int(counts[info.rank]), info.num_elements, info.value_dtype)
+        return (Traffic(AllGather, num_bytes),)
