@@ -21,7 +21,7 @@ Run = tuple[Case, History]
 
 _RANKS = (1, 2, 3, 4, 8)
 _SCENARIOS = (
-    *(Scenario(size, num_elements) for size in _RANKS for num_elements in (1, 5, 33, 1000)),
+    *(Scenario(size, num_elements) for size in _RANKS for num_elements in (1, 5, 40, 1000)),
     *(Scenario(3, 1000, dtype) for dtype in DTYPES if dtype != "float32"),
     Scenario(4, 100_000, num_steps=3),
 )
