@@ -62,7 +62,13 @@ def _seconds(work: Work) -> float:
     return time.perf_counter() - start
 
 
-def measure(baseline: Work, works: Sequence[Work], num_rounds: int, num_warmup: int = 2) -> list[Timing]:
+def measure(
+    baseline: Work,
+    works: Sequence[Work],
+    num_rounds: int,
+    num_warmup: int = 2,
+    seconds: Callable[[Work], float] = _seconds,
+) -> list[Timing]:
     """Times everything in turn, round after round.
 
     Args:
@@ -70,12 +76,13 @@ def measure(baseline: Work, works: Sequence[Work], num_rounds: int, num_warmup: 
         works: the rest.
         num_rounds: how many times.
         num_warmup: rounds that do not count (compiling, first touch of memory, an empty residual).
+        seconds: prepares a work, runs it and says how long that took; the host's clock if left out.
 
     Returns:
         The baseline's timing, then one for each work.
     """
     base: list[float] = []
-    seconds: list[list[float]] = [[] for _ in works]
+    times: list[list[float]] = [[] for _ in works]
     ratios: list[list[float]] = [[] for _ in works]
     gc.collect()
     gc.disable()
@@ -84,15 +91,15 @@ def measure(baseline: Work, works: Sequence[Work], num_rounds: int, num_warmup: 
             for place, work in enumerate(works):
                 if number % work.every and number >= 0:
                     continue
-                reference, own = _seconds(baseline), _seconds(work)
+                reference, own = seconds(baseline), seconds(work)
                 if number >= 0:
                     base.append(reference)
-                    seconds[place].append(own)
+                    times[place].append(own)
                     ratios[place].append(own / reference)
     finally:
         gc.enable()
     timings = [_timing(baseline, base, [1.0])]
-    return timings + [_timing(work, *pair) for work, *pair in zip(works, seconds, ratios, strict=True)]
+    return timings + [_timing(work, *pair) for work, *pair in zip(works, times, ratios, strict=True)]
 
 
 def _timing(work: Work, seconds: list[float], ratios: list[float]) -> Timing:
