@@ -92,7 +92,8 @@ def main() -> None:
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 
     make_optimizer = stock.DistributedOptimizer if args.stock else hvd.DistributedOptimizer
-    optimizer = make_optimizer(sgd, named_parameters=model.named_parameters(), compression=compression(args))
+    chosen = compression(args)
+    optimizer = make_optimizer(sgd, named_parameters=model.named_parameters(), compression=chosen)
 
     steps = digits.steps_per_epoch(train, hvd.size(), args.batch_size)
     started, step_seconds = time.perf_counter(), []
@@ -120,8 +121,10 @@ def main() -> None:
         # what dense Horovod puts into its allreduce; telemetry replaces it where we sent the gradient
         "bytes_per_step": num_parameters * (2 if args.compression == "fp16" else 4),
     }
-    if hasattr(optimizer, "telemetry"):
-        mean = optimizer.telemetry.mean
+    # Horovod's own optimizer has none; then the compressor tells
+    telemetry = getattr(chosen if args.stock else optimizer, "telemetry", None)
+    if telemetry is not None:
+        mean = telemetry.mean
         result |= {
             "bytes_per_step": mean.bytes_sent,
             "density_asked": mean.density_target,
@@ -136,8 +139,8 @@ def main() -> None:
             f"test accuracy {result['accuracy']:.1%}, "
             f"{result['bytes_per_step']:,.0f} bytes of gradient per step and rank"
         )
-        if hasattr(optimizer, "telemetry"):
-            print(optimizer.telemetry.summary())
+        if telemetry is not None:
+            print(telemetry.summary())
         if args.json:
             args.json.write_text(json.dumps(result, indent=1) + "\n")
     hvd.shutdown()
