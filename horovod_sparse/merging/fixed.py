@@ -9,9 +9,10 @@ from horovod_sparse.merging.plan import MAX_BUCKET_ELEMENTS, ParameterFacts, Pla
 
 __all__ = ["DEFAULT_BUCKET_BYTES", "explicit_groups", "fixed_bytes", "num_buckets"]
 
-#: Large enough that a bucket's fixed cost (a message, an allgather, some Python: well below a
-#: millisecond) is small beside its pass over memory (2.5 ms for 32 MiB at 7.5 ms per 100 MB), and small
-#: enough that all but the largest models' last bucket communicate while backward still runs.
+#: Large enough that a bucket's fixed cost (measured: 0.12 ms of CPU for top-k, 0.16 ms for ExDyna, and a
+#: place in a Horovod cycle) is small beside its pass over memory (2.5 ms for 32 MiB at 7.5 ms per 100 MB),
+#: and small enough that all buckets but a large model's last communicate while backward still runs.
+#: Between 8 and 32 MiB a step's CPU time was the same within noise; at 1 MB it was a third higher.
 DEFAULT_BUCKET_BYTES = 32 * 2**20
 
 

@@ -49,13 +49,16 @@ def DistributedOptimizer(
     * gradients are views into their bucket's buffer, and `zero_grad` keeps them; see there;
     * a closure's gradients are synchronized before the optimizer uses them (Horovod synchronizes
       before the closure runs, which leaves its gradients local);
+    * learning rates are read while backward runs (error feedback follows their changes): change them
+      before it, as schedulers do;
     * step hooks run once per step, after synchronization, and `defaults` are those of `optimizer`;
     * the sum over ranks is taken in float32 or float64, so `gradient_predivide_factor` has nothing to
       protect: it is accepted, and changes nothing but rounding;
     * sparse (COO) gradients: with ``sparse_as_dense=True`` they are sparsified as any other and stay
       dense afterwards; otherwise they are refused;
     * `hvd.join()` is an error on the ranks that still train: every rank needs as many batches;
-    * a NaN or Inf on any rank raises `NonFiniteGradientError` on every rank, and nothing is applied.
+    * a NaN or Inf on any rank raises `NonFiniteGradientError` on every rank, and nothing is applied;
+      a loss scaler that expects to find them in the gradients has to be told by catching it.
 
     With one rank gradients stay as they are, as in Horovod.
 

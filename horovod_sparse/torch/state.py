@@ -19,9 +19,10 @@ from typing import Any
 
 import torch
 
-from horovod_sparse.errors import ArgumentError, StateMismatchError
+from horovod_sparse.errors import ArgumentError, StateMismatchError, UnsupportedError
 from horovod_sparse.feedback.state import from_plain, to_plain
 from horovod_sparse.merging import Plan
+from horovod_sparse.torch import residuals
 from horovod_sparse.torch.layout import shaped, unshaped
 from horovod_sparse.torch.synchronizer import GradientSynchronizer
 
@@ -35,10 +36,19 @@ _log = logging.getLogger("horovod_sparse")
 
 
 def save(synchronizer: GradientSynchronizer) -> dict[str, Any]:
-    """The entry of this rank, of tensors, numbers and strings alone (``torch.load(weights_only=True)``)."""
+    """The entry of this rank, of tensors, numbers and strings alone (``torch.load(weights_only=True)``).
+
+    Raises:
+        UnsupportedError: while a bucket is under way: what it has sent is in no residual any more, and
+            in no gradient yet.
+    """
+    if any(part.task is not None for part in synchronizer.parts):
+        raise UnsupportedError(
+            "an optimizer is saved between steps: call optimizer.step() or optimizer.synchronize() first"
+        )
     held = [
         {name: shaped(values, synchronizer.facts[name][1]) for name, values in by_name.items()}
-        for by_name in synchronizer.held()
+        for by_name in residuals.held(synchronizer.parts, synchronizer.recipe.feedback.num_companions)
     ]
     return {
         "format": _FORMAT,
@@ -71,7 +81,7 @@ def load(synchronizer: GradientSynchronizer, entry: Mapping[str, Any] | None) ->
         StateMismatchError: if parameters, shapes or the algorithm differ. Nothing has been loaded then.
     """
     if entry is None:
-        synchronizer.assign((), {})
+        residuals.assign(synchronizer.parts, (), {})
         synchronizer.step = 0
         return
     _check(synchronizer, entry)
@@ -93,7 +103,7 @@ def load(synchronizer: GradientSynchronizer, entry: Mapping[str, Any] | None) ->
         {name: unshaped(values, synchronizer.facts[name][1]) * factor for name, values in by_name.items()}
         for by_name in (entry["residuals"], *entry["companions"])
     ]
-    synchronizer.assign(held, rates)
+    residuals.assign(synchronizer.parts, held, rates)
     synchronizer.step = entry["step"]
     for bucket, state in zip(buckets, states, strict=kept):
         bucket.state = state

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
-from horovod_sparse.errors import UnsupportedError
+from horovod_sparse.errors import NonFiniteGradientError, UnsupportedError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.merging import ParameterFacts, Plan
 from horovod_sparse.telemetry import StepReport, Telemetry
+from horovod_sparse.torch import residuals
 from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.driver import Driver
 from horovod_sparse.torch.parts import DenseParameter, Part, SparseBucket
@@ -59,6 +59,8 @@ class GradientSynchronizer:
         self.parts: list[Part] = []
         self.plan = plan
         self._part_of: dict[torch.Tensor, Part] = {}
+        self._view_of: dict[torch.Tensor, torch.Tensor] = {}
+        self._place = (self.rank, self.size)
         self.build(plan)
         for _, parameter in self.facts.values():
             parameter.register_post_accumulate_grad_hook(self._on_gradient)
@@ -80,7 +82,7 @@ class GradientSynchronizer:
 
     def build(self, plan: Plan) -> None:
         """Fresh buckets for a plan. Gradients stay what they are."""
-        place = (self.rank, self.size)
+        self._place = place = (self.rank, self.size)
         parts: list[Part] = []
         for number, names in enumerate(plan.buckets):
             parameters = [self.facts[name][1] for name in names]
@@ -94,6 +96,11 @@ class GradientSynchronizer:
             part.gradient.gather_existing()
         self.plan, self.parts = plan, parts
         self._part_of = {parameter: part for part in parts for parameter in part.gradient.parameters}
+        self._view_of = {
+            parameter: view
+            for part in parts
+            for parameter, view in zip(part.gradient.parameters, part.gradient.views, strict=True)
+        }
 
     def _learning_rate(self, group: int) -> float | None:
         # by number: load_state_dict makes new dicts of the groups
@@ -117,7 +124,7 @@ class GradientSynchronizer:
                 f"{self.optimizer._parameter_names[parameter]} has a gradient in sparse (COO) form: pass "
                 "sparse_as_dense=True to sparsify it like any other, or make its layer with sparse=False"
             )
-        self.under_way = True
+        self._begin()
         delays[parameter] -= 1
         if delays[parameter] == 0:
             part = self._part_of[parameter]
@@ -125,6 +132,13 @@ class GradientSynchronizer:
             if part.num_missing == 0:
                 part.start(self.driver)
         self.driver.advance()
+
+    def _begin(self) -> None:
+        """Before the first gradient of a step."""
+        if not self.under_way:
+            self.under_way = True
+            if self._place != (self.rank, self.size):  # Horovod was started again, with other ranks
+                self.replan(self.plan)
 
     def synchronize(self) -> None:
         """Waits for all buckets, and scatters their sums into the gradients.
@@ -136,6 +150,7 @@ class GradientSynchronizer:
             UnsupportedError: if a rank has called ``hvd.join()`` meanwhile.
             HorovodInternalError: if Horovod failed.
         """
+        self._begin()
         idle_before = self.driver.idle_seconds
         for part in self.parts:
             if part.task is None:
@@ -143,11 +158,15 @@ class GradientSynchronizer:
         tasks = [part.task for part in self.parts if part.task is not None]
         try:
             self.driver.wait(tasks)
-            for task in tasks:
-                task.value()
         except BaseException as error:
             self.give_up()
-            raise _explained(error) from error
+            _explain(error)
+            raise
+        errors = [task.error for task in tasks if task.error is not None]
+        if errors:
+            self.give_up()
+            # one of another kind stands on this rank alone, and is the one to look at
+            raise min(errors, key=lambda error: isinstance(error, NonFiniteGradientError))
         scale = 1.0 / self.size if self.average else 1.0
         reports = [part.apply(scale) for part in self.parts]
         self._make_ready()
@@ -190,59 +209,22 @@ class GradientSynchronizer:
 
     def owns(self, parameter: torch.Tensor) -> bool:
         """Whether the parameter's gradient is one of the views."""
-        part = self._part_of.get(parameter)
-        return part is not None and any(parameter.grad is view for view in part.gradient.views)
-
-    def held(self) -> list[dict[str, np.ndarray]]:
-        """Residuals, then each companion of the feedback: copies by parameter, in its memory's order."""
-        arrays: list[dict[str, np.ndarray]] = [{} for _ in range(1 + self.recipe.feedback.num_companions)]
-        for part in self.parts:
-            if isinstance(part, DenseParameter) and part.carried is not None:
-                arrays[0][part.names[0]] = part.carried.copy()
-            elif isinstance(part, SparseBucket):
-                for by_name, values in zip(arrays, part.held(), strict=True):
-                    for name, (start, stop) in zip(part.names, part.gradient.places, strict=True):
-                        by_name[name] = np.array(values[start:stop])
-        return arrays
-
-    def assign(
-        self, held: Sequence[Mapping[str, np.ndarray]], learning_rates: Mapping[str, float | None]
-    ) -> None:
-        """Puts residuals and companions into the buckets, whose sparsifiers start anew.
-
-        A parameter that stays dense takes its residual into its next gradient: nothing is lost.
-
-        Args:
-            held: as made by `held`; a parameter that is not named gets zeros.
-            learning_rates: of the last step, by parameter.
-        """
-        for part in self.parts:
-            if isinstance(part, DenseParameter):
-                part.carried = held[0].get(part.names[0]) if held else None
-            elif isinstance(part, SparseBucket):
-                part.restart(learning_rates.get(part.names[0]))
-                arrays = [np.array(values) for values in part.held()]
-                for by_name, values in zip(held, arrays, strict=False):
-                    for name, (start, stop) in zip(part.names, part.gradient.places, strict=True):
-                        if name in by_name:
-                            values[start:stop] = by_name[name]
-                part.assign(arrays)
+        return parameter in self._view_of and parameter.grad is self._view_of[parameter]
 
     def replan(self, plan: Plan) -> None:
         """Another plan, the residuals kept; the state of the sparsifiers starts anew."""
         plan.check([fact for fact, _ in self.facts.values()])
-        held = self.held()
+        held = residuals.held(self.parts, self.recipe.feedback.num_companions)
         rates = {name: part.bucket.learning_rate for part in self.sparse for name in part.names}
         self.build(plan)
-        self.assign(held, rates)
+        residuals.assign(self.parts, held, rates)
 
 
-def _explained(error: BaseException) -> BaseException:
-    """A failure of Horovod's that has a cause the user can change."""
+def _explain(error: BaseException) -> None:
+    """Raises what the user can change instead of a failure of Horovod's, where that is known."""
     if isinstance(error, hvd.HorovodInternalError) and "join" in str(error).lower():
-        return UnsupportedError(
+        raise UnsupportedError(
             "a rank has called hvd.join(): Horovod can fill in for a joined rank in an allreduce only, and "
             "sparse synchronization needs every rank's message. Give every rank the same number of batches "
             f"(drop_last=True, or a padding sampler) ({error})"
-        )
-    return error
+        ) from error

@@ -171,3 +171,23 @@ def test_gradients_in_coo_form_land_where_they_belong():
     wrap(strict, "topk:density=1.0")
     with pytest.raises(UnsupportedError, match="sparse_as_dense"):
         strict().backward()
+
+
+def test_a_new_number_of_ranks_is_taken_up_with_residuals_kept(monkeypatch):
+    """As after an elastic reset: the next step's buckets know their new place."""
+    net = model()
+    optimizer = wrap(net, "exdyna:density=0.1")
+    net(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    before = optimizer.state_dict()["horovod_sparse"]
+    synchronizer = optimizer._synchronizer
+    monkeypatch.setattr(type(synchronizer), "size", 3)
+    optimizer.zero_grad()
+    synchronizer._begin()
+    after = optimizer.state_dict()["horovod_sparse"]
+    assert [part.bucket.info.size for part in synchronizer.sparse] == [3]
+    assert after["size"] == 3
+    for name, values in before["residuals"].items():
+        assert torch.equal(values, after["residuals"][name])
+    assert any(values.count_nonzero() for values in after["residuals"].values())
+    assert len(after["buckets"][0]["state"]["partitions"]["num_blocks"]) == 3

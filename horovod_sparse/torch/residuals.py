@@ -1,0 +1,59 @@
+"""What the buckets of an optimizer hold back, by parameter: to be saved, and to survive other buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from horovod_sparse.torch.parts import DenseParameter, Part, SparseBucket
+
+__all__ = ["assign", "held"]
+
+
+def held(parts: Sequence[Part], num_companions: int) -> list[dict[str, np.ndarray]]:
+    """Residuals, then each companion of the feedback: copies by parameter, in its memory's order.
+
+    Args:
+        parts: of an optimizer.
+        num_companions: arrays that the feedback keeps beside the residual.
+
+    Returns:
+        1 + num_companions dicts from a parameter's name to its elements.
+    """
+    arrays: list[dict[str, np.ndarray]] = [{} for _ in range(1 + num_companions)]
+    for part in parts:
+        if isinstance(part, DenseParameter) and part.carried is not None:
+            arrays[0][part.names[0]] = part.carried.copy()
+        elif isinstance(part, SparseBucket):
+            for by_name, values in zip(arrays, part.held(), strict=True):
+                for name, (start, stop) in zip(part.names, part.gradient.places, strict=True):
+                    by_name[name] = np.array(values[start:stop])
+    return arrays
+
+
+def assign(
+    parts: Sequence[Part],
+    arrays: Sequence[Mapping[str, np.ndarray]],
+    learning_rates: Mapping[str, float | None],
+) -> None:
+    """Puts residuals and companions into the buckets, whose sparsifiers start anew.
+
+    A parameter that stays dense takes its residual into its next gradient: nothing is lost.
+
+    Args:
+        parts: of an optimizer.
+        arrays: as made by `held`; a parameter that is not named gets zeros.
+        learning_rates: of the last step, by parameter.
+    """
+    for part in parts:
+        if isinstance(part, DenseParameter):
+            part.carried = arrays[0].get(part.names[0]) if arrays else None
+        elif isinstance(part, SparseBucket):
+            part.restart(learning_rates.get(part.names[0]))
+            filled = [np.array(values) for values in part.held()]
+            for by_name, values in zip(arrays, filled, strict=False):
+                for name, (start, stop) in zip(part.names, part.gradient.places, strict=True):
+                    if name in by_name:
+                        values[start:stop] = by_name[name]
+            part.assign(filled)
