@@ -27,15 +27,18 @@ def check_selections(accumulator, values, generator):
     start, stop = sorted(generator.integers(0, n + 1, 2).tolist())
     if generator.random() < 0.5:
         start, stop = 0, n
-    k = int(generator.integers(0, min(stop - start, 700) + 1))
+    # First what is content with upper bounds of the maxima: the others make them exact.
+    threshold = float(np.sort(np.abs(values))[-generator.integers(1, min(n, 30) + 1)]) if n else 1.0
+    got = accumulator.at_least(threshold, start, stop)
+    np.testing.assert_array_equal(got, reference.at_least(values, threshold, start, stop))
+    assert accumulator.count_at_least([threshold]) == reference.at_least(values, threshold, 0, n).size
+    # Few enough that the maxima of the blocks bound the k-th; and more.
+    most = (stop - start) // 64 if generator.random() < 0.7 else min(stop - start, 700)
+    k = int(generator.integers(0, most + 1))
     got = accumulator.largest(k, start, stop)
     np.testing.assert_array_equal(got, reference.largest(values, k, start, stop))
     if k:
         assert accumulator.kth_magnitude(k, start, stop) == reference.kth_magnitude(values, k, start, stop)
-    threshold = float(np.abs(values[generator.integers(0, n)])) if n else 1.0
-    got = accumulator.at_least(threshold, start, stop)
-    np.testing.assert_array_equal(got, reference.at_least(values, threshold, start, stop))
-    assert accumulator.count_at_least([threshold]) == reference.at_least(values, threshold, 0, n).size
 
 
 @given(
@@ -109,6 +112,27 @@ def test_assign_and_memory_of_the_caller():
     accumulator.clear(np.array([5], np.int32))
     accumulator.abandon()
     np.testing.assert_array_equal(memory, expected[::-1])
+
+
+@pytest.mark.parametrize("density", [0.001, 0.2])
+def test_selections_after_changes_in_the_same_step(density):
+    n = 20_000
+    values = make("layers", n, 3)
+    accumulator = HostAccumulator(n, density=density)
+    accumulator.fold(values.copy())
+    for k in (5, 20, 60):
+        indices = accumulator.largest(k)
+        accumulator.clear(indices)
+        values[indices] = 0
+        np.testing.assert_array_equal(accumulator.largest(k), reference.largest(values, k, 0, n))
+        quiet = np.argsort(np.abs(values))[::k].astype(np.int32)
+        accumulator.add(quiet, np.full(quiet.size, 1e6))
+        values[quiet] += 1e6
+        np.testing.assert_array_equal(accumulator.at_least(1e5), np.sort(quiet))
+        accumulator.add(quiet, np.full(quiet.size, -1e6))
+        values[quiet] -= 1e6
+        np.testing.assert_array_equal(accumulator.largest(k), reference.largest(values, k, 0, n))
+    accumulator.abandon()
 
 
 def test_the_residual_stays_finite():

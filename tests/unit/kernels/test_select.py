@@ -59,6 +59,23 @@ def test_kth_magnitude(way, values, block, data):
     assert got == reference.kth_magnitude(values, k, start, stop)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_at_many_ranks(way, kind):
+    n = 3001
+    for dtype, block, (start, stop) in [
+        (np.float32, 64, (0, n)),
+        (np.float32, 32, (17, n - 33)),
+        (np.float64, 64, (0, n)),
+    ]:
+        values = make(kind, n, 1, dtype)
+        layout, maxima = Layout(n, block), maxima_of(values, block)
+        order = np.argsort(-np.abs(values[start:stop]), kind="stable") + start
+        for k in range(1, stop - start, 37):
+            got = kernels.largest(values, maxima, layout, k, start, stop)
+            np.testing.assert_array_equal(got, np.sort(order[:k]))
+            assert kernels.kth_magnitude(values, maxima, layout, k, start, stop) == abs(values[order[k - 1]])
+
+
 @given(values=arrays(), block=BLOCKS, data=st.data(), slack=st.booleans())
 @settings(max_examples=150, deadline=None)
 def test_at_least(values, block, data, slack):
@@ -66,7 +83,19 @@ def test_at_least(values, block, data, slack):
     sizes = np.abs(values).astype(np.float64)
     threshold = data.draw(
         st.sampled_from(
-            [0.0, -1.0, 1e-50, 0.1, 0.5, 1.5, 3.0, float("inf"), *sizes[:3], *(sizes[:3] * 1.0000001)]
+            [
+                0.0,
+                -1.0,
+                1e-50,
+                0.1,
+                0.5,
+                1.5,
+                3.0,
+                float("inf"),
+                *sizes[:3],
+                *(sizes[:3] * (1 + 1e-9)),
+                *(sizes[:3] * (1 - 1e-9)),
+            ]
         )
     )
     maxima = maxima_of(values, block)
@@ -123,6 +152,12 @@ def test_a_sample_takes_one_of_each_stretch(values, m):
     stretch = values.size // m
     sizes = np.abs(values[: stretch * m]).reshape(m, stretch)
     assert (sizes == keys.view(values.dtype)[:, None]).any(axis=1).all()
+
+
+def test_a_threshold_between_two_float32():
+    values, layout = np.array([1.0, 2.0, 2.0000002], np.float32), Layout(3)
+    for threshold, expected in ((2.0, [1, 2]), (2.0 + 1e-9, [2]), (2.0000003, []), (1.0 - 1e-12, [0, 1, 2])):
+        assert kernels.at_least(values, maxima_of(values, 64), layout, threshold).tolist() == expected
 
 
 def test_windows_and_arguments_are_checked():
