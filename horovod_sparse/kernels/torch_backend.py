@@ -16,7 +16,8 @@ __all__ = ["TensorKernels", "kernels_for"]
 
 _log = logging.getLogger("horovod_sparse")
 
-_OLDEST_TRITON = (3, 0)
+# The one that comes with PyTorch 2.8; 3.3 does not compile all of the kernels.
+_OLDEST_TRITON = (3, 4)
 
 
 class TensorKernels(Protocol):
@@ -87,7 +88,9 @@ def _triton() -> TensorKernels:
 
         version = tuple(int(part) for part in triton.__version__.split(".")[:2])
         if version < _OLDEST_TRITON:
-            raise ImportError(f"Triton {triton.__version__} is older than 3.0")
+            raise ImportError(
+                f"Triton {triton.__version__} is older than {'.'.join(map(str, _OLDEST_TRITON))}"
+            )
         from horovod_sparse.kernels import triton_backend
     except ImportError as error:
         _log.warning(
