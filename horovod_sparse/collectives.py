@@ -29,7 +29,8 @@ Words: TypeAlias = NDArray[np.int32]
 Result = TypeVar("Result")
 
 
-@dataclass(frozen=True)
+# arrays have no single truth value, so requests are compared by identity
+@dataclass(frozen=True, eq=False)
 class AllGather:
     """Every rank's message, of any length each.
 
@@ -40,7 +41,7 @@ class AllGather:
     buffer: Words
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class AllReduce:
     """The sum over ranks. All ranks give the same length and dtype (float32 or float64).
 
@@ -50,7 +51,7 @@ class AllReduce:
     buffer: NDArray[Any]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Broadcast:
     """The root's buffer. All ranks give the same length and dtype; only the root's content counts.
 
@@ -61,7 +62,7 @@ class Broadcast:
     root: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Exchange:
     """Messages between pairs of ranks.
 
@@ -73,7 +74,7 @@ class Exchange:
     sources: tuple[int, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class AllToAll:
     """One message from every rank to every rank, of any length each; `buffers[r]` goes to rank r.
 

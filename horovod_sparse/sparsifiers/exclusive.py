@@ -81,6 +81,9 @@ class ExclusiveThreshold(Sparsifier):
         start, stop = self.window(state, info)
         if num_selected < info.num_elements:
             selection = accumulator.at_least(threshold, start, stop)
+            most = rule.most(num_selected, state.threshold)
+            if most is not None and selection.size > most:  # many magnitudes equal the threshold
+                selection = accumulator.largest(most, start, stop)
         else:  # everything, zeros too: where this rank holds 0 others may not
             selection = np.arange(start, stop, dtype=np.int32)
         gathered = yield from exchange_selections(accumulator, selection, None, info, self.wire)

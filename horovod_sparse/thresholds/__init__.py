@@ -16,6 +16,9 @@ __all__ = ["RULES", "Sketch", "ThresholdRule", "ThresholdScaling", "ThresholdSta
 class ThresholdRule(Protocol):
     """Finds a threshold for a step, and learns from the count that it led to."""
 
+    def most(self, num_selected: int, state: ThresholdState) -> int | None:
+        """Largest number of elements that a rank may send, where the rule has one."""
+
     def find(self, accumulator: Accumulator, num_selected: int, state: ThresholdState) -> float:
         """This step's threshold."""
 

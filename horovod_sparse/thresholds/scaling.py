@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from horovod_sparse.arrays.protocol import Accumulator
+from horovod_sparse.errors import ArgumentError
 
 __all__ = ["ThresholdScaling", "ThresholdState"]
 
@@ -41,6 +42,16 @@ class ThresholdScaling:
 
     beta: float = 1.1
     gamma: float = 0.005
+
+    def __post_init__(self) -> None:
+        if not self.beta >= 1.0:
+            raise ArgumentError("beta", self.beta, "a factor of 1 or more")
+        if not 0.0 < self.gamma < 1.0:
+            raise ArgumentError("gamma", self.gamma, "a number in (0, 1)")
+
+    def most(self, num_selected: int, state: ThresholdState) -> None:
+        """No limit: as printed."""
+        return
 
     def find(self, accumulator: Accumulator, num_selected: int, state: ThresholdState) -> float:
         """This step's threshold."""

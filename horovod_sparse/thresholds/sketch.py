@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from horovod_sparse.arrays.protocol import Accumulator
+from horovod_sparse.errors import ArgumentError
 from horovod_sparse.thresholds.scaling import ThresholdState
 
 __all__ = ["Sketch"]
@@ -29,13 +30,23 @@ class Sketch:
     exponent: float = 0.7
     limit: float = 16.0
 
+    def __post_init__(self) -> None:
+        if not 0.0 < self.exponent <= 1.0:
+            raise ArgumentError("exponent", self.exponent, "a number in (0, 1]")
+        if not self.limit >= 1.0:
+            raise ArgumentError("limit", self.limit, "a factor of 1 or more")
+
+    def most(self, num_selected: int, state: ThresholdState) -> int:
+        """As many elements reach the threshold, unless several are equal to it; no more are sent."""
+        return max(1, round(num_selected * state.correction))
+
     def find(self, accumulator: Accumulator, num_selected: int, state: ThresholdState) -> float:
         """This step's threshold: 0 (everything that is not 0) when all elements are wanted."""
-        order = round(num_selected * state.correction)
+        order = self.most(num_selected, state)
         if num_selected >= accumulator.num_elements:
             state.threshold = 0.0
         else:
-            state.threshold = accumulator.kth_magnitude(min(max(order, 1), accumulator.num_elements))
+            state.threshold = accumulator.kth_magnitude(min(order, accumulator.num_elements))
         return state.threshold
 
     def steer(self, count: int, num_selected: int, state: ThresholdState) -> None:

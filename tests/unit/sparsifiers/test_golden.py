@@ -108,3 +108,10 @@ def test_an_empty_union_is_balanced() -> None:
     assert sum_.indices.size == 0
     assert sum_.facts["imbalance"] == 1.0
     assert sum_.facts["density_error"] == pytest.approx(0.1)
+
+
+def test_equal_magnitudes_do_not_send_the_whole_window() -> None:
+    """Every element reaches a threshold that all are equal to; each rank still sends only k."""
+    cluster = SimulatedCluster(recipe("micro", density=0.01), 10_000, 4)
+    sums = cluster.synchronize([np.ones(10_000, np.float32) for _ in range(4)])
+    assert sums[0].counts.tolist() == [100, 100, 100, 100]
