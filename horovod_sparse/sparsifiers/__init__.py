@@ -33,5 +33,6 @@ __all__ = [
 
 #: Every algorithm by the name that `Compression` and the command lines know it under.
 ALGORITHMS: dict[str, type[Sparsifier]] = {
-    algorithm.name: algorithm for algorithm in (TopK, RandomK, MiCRO, ExDyna)
+    algorithm.name: algorithm
+    for algorithm in (TopK, CLTK, RandomK, HardThreshold, DGC, SIDCo, MSTopK, DRAGONN, MiCRO, ExDyna)
 }

@@ -16,6 +16,7 @@ from horovod_sparse.sparsifiers.base import (
     Sparsifier,
     SparsifierState,
     Traffic,
+    check_count,
     send_selection,
 )
 from horovod_sparse.sparsifiers.randomness import step_generator
@@ -63,7 +64,8 @@ class DGC(Sparsifier):
         super().__post_init__()
         SampledThreshold(self.sample_fraction)
         if self.threshold not in ("sampled", "exact"):
-            raise UnknownNameError("threshold of dgc", self.threshold, ("sampled", "exact"))
+            raise UnknownNameError("threshold of dgc", str(self.threshold), ("sampled", "exact"))
+        check_count("seed", self.seed, "a whole number, 0 or more", low=0)
 
     def select(self, accumulator: Accumulator, k: int, generator: np.random.Generator) -> Indices:
         """About k positions, ascending."""

@@ -33,7 +33,8 @@ class HardThreshold(Sparsifier):
 
     One round: an allgather of as many indices and values as pass. The count follows the gradient's
     scale, not `density`, which serves only to guess a threshold where none is given:
-    ``1 / (2 sqrt(k))``, the default of public programs. The guess is logged once for each bucket.
+    ``1 / (2 sqrt(k))``, the default of public programs. The guess is logged once for each bucket. At
+    density 1 (in a warm-up, say) everything is sent.
 
     Args:
         threshold: smallest magnitude that is sent, above 0, in units of the accumulator (gradients
@@ -57,7 +58,9 @@ class HardThreshold(Sparsifier):
             check_number("threshold", self.threshold, "a number above 0", low=0.0, high=math.inf)
 
     def threshold_for(self, info: BucketInfo, state: SparsifierState) -> float:
-        """The user's threshold, or the guess."""
+        """The user's threshold, or the guess; 0 at density 1."""
+        if self.num_selected(info, state) == info.num_elements and self.density_at(state.step) == 1.0:
+            return 0.0
         if self.threshold is not None:
             return self.threshold
         guess = 1.0 / (2.0 * math.sqrt(self.num_selected(info, state)))

@@ -25,6 +25,36 @@ from horovod_sparse.sparsifiers.shared import sum_at, sum_rounds, sum_traffic
 __all__ = ["RandomK"]
 
 
+def draw_positions(generator: np.random.Generator, num_elements: int, k: int) -> Indices:
+    """k different positions, every set of k as likely as any other.
+
+    As many as are missing are drawn, over and over, and those that are new kept: no position is
+    preferred on the way, so no set is. Sorting k numbers costs less than the table of a generator's
+    own choice without replacement.
+
+    Args:
+        generator: of the numbers.
+        num_elements: n.
+        k: at most n.
+
+    Returns:
+        int32 [k], ascending.
+
+    Example:
+        >>> draw_positions(np.random.default_rng(0), 5, 5).tolist()
+        [0, 1, 2, 3, 4]
+    """
+    if 2 * k > num_elements:  # the others are fewer
+        kept = np.ones(num_elements, bool)
+        kept[draw_positions(generator, num_elements, num_elements - k)] = False
+        return np.flatnonzero(kept).astype(np.int32)
+    drawn = np.empty(0, np.int32)
+    while drawn.size < k:
+        more = generator.integers(num_elements, size=k - drawn.size, dtype=np.int32)
+        drawn = np.unique(np.concatenate([drawn, more]))
+    return drawn
+
+
 @dataclass(frozen=True, kw_only=True)
 class RandomK(Sparsifier):
     """k uniformly random positions, their values summed over ranks.
@@ -63,8 +93,7 @@ class RandomK(Sparsifier):
         """The positions of a step, ascending and unique."""
         generator = step_generator(self.seed, info.name, step, None if self.shared else info.rank)
         k = self.num_selected(info, SparsifierState(step))
-        drawn = generator.choice(info.num_elements, k, replace=False, shuffle=False)
-        return np.sort(drawn).astype(np.int32)
+        return draw_positions(generator, info.num_elements, k)
 
     def synchronize(
         self, accumulator: Accumulator, state: SparsifierState, info: BucketInfo

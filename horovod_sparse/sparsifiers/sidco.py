@@ -9,18 +9,21 @@ import numpy as np
 
 from horovod_sparse.arrays.protocol import Accumulator
 from horovod_sparse.collectives import AllGather, Request, Synchronization
-from horovod_sparse.errors import ArgumentError
 from horovod_sparse.sparsifiers.base import (
     BucketInfo,
     SparseSum,
     Sparsifier,
     SparsifierState,
     Traffic,
+    check_count,
+    check_number,
     send_selection,
 )
 from horovod_sparse.thresholds.statistical import Excess, fit_named
 
 __all__ = ["SIDCo", "SIDCoState"]
+
+_BELOW_ONE = float(np.nextafter(1.0, 0.0))
 
 
 @dataclass
@@ -78,12 +81,9 @@ class SIDCo(Sparsifier):
         super().__post_init__()
         fit_named(self.distribution, 0)
         for argument in ("first_density", "tolerance"):
-            if not 0.0 < getattr(self, argument) < 1.0:
-                raise ArgumentError(argument, getattr(self, argument), "a number in (0, 1)")
+            check_number(argument, getattr(self, argument), "a number in (0, 1)", low=0.0, high=_BELOW_ONE)
         for argument in ("adapt_every", "max_stages"):
-            value = getattr(self, argument)
-            if not isinstance(value, int) or value < 1:
-                raise ArgumentError(argument, value, "a whole number, 1 or more")
+            check_count(argument, getattr(self, argument), "a whole number, 1 or more")
 
     def init(self, info: BucketInfo) -> SIDCoState:
         """One stage; more where the outcome asks for them."""

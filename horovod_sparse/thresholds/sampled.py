@@ -32,7 +32,8 @@ class SampledThreshold:
     fraction: float = 0.01
 
     def __post_init__(self) -> None:
-        if not 0.0 < self.fraction <= 1.0:
+        number = isinstance(self.fraction, (int, float)) and not isinstance(self.fraction, bool)
+        if not number or not 0.0 < self.fraction <= 1.0:
             raise ArgumentError("sample_fraction", self.fraction, "a fraction in (0, 1]")
 
     def stride(self, num_elements: int, k: int) -> int:

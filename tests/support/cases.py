@@ -55,6 +55,11 @@ class Case:
             self.recipe.sparsifier.values, 0.0
         )
 
+    @property
+    def stays_dyadic(self) -> bool:
+        """Whether numbers of few bits stay so; int8 divides by 127, and leaves residuals of full length."""
+        return self.recipe.sparsifier.values != "int8"
+
     def at(self, density: float) -> Recipe:
         """The recipe at another density."""
         sparsifier = dataclasses.replace(self.recipe.sparsifier, density=density)
@@ -113,6 +118,18 @@ CASES: tuple[Case, ...] = (
     _case("randomk", shared=False, promises=_EXACT),
     _case("randomk", shared=False, quantum=1024, promises=_EXACT),
     _case("randomk", values="float16", promises=_SHARED),
+    _case("cltk", promises=_SHARED),
+    _case("cltk", values="int8", promises=_SHARED),
+    _case("hard_threshold", threshold=0.5),
+    _case("hard_threshold", threshold=0.5, values="bfloat16", indices="block16"),
+    _case("dgc"),
+    _case("dgc", threshold="exact", values="float16", indices="gaps", promises=_EXACT),
+    _case("sidco"),
+    _case("sidco", distribution="pareto"),
+    _case("sidco", distribution="gamma", values="int8", indices="gaps"),
+    _case("mstopk", promises=_EXACT),
+    _case("dragonn"),
+    _case("dragonn", slots_per_selected=0.5, values="float16", indices="gaps"),
     _case("topk", values="float16", indices="gaps", promises=_EXACT),
     _case("micro", values="float16", indices="gaps", promises=_SKETCH),
     _case("exdyna", values="bfloat16", indices="block16", promises=_SKETCH),

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from horovod_sparse.arrays.moments import Moments
 from horovod_sparse.arrays.protocol import FoldReport, Indices, Values
 
 __all__ = ["ReferenceAccumulator"]
@@ -80,6 +81,18 @@ class ReferenceAccumulator:
     def at_least(self, threshold: float, start: int = 0, stop: int | None = None) -> Indices:
         magnitudes = self._window(start, stop).astype(np.float64)  # exact: no threshold is rounded to float32
         return (np.flatnonzero((magnitudes >= threshold) & (magnitudes > 0)) + start).astype(np.int32)
+
+    def count_at_least(self, thresholds: Any) -> np.ndarray:
+        return np.array([self.at_least(float(threshold)).size for threshold in thresholds], np.int64)
+
+    def moments(self, threshold: float = 0.0) -> Moments:
+        sizes = np.abs(self._values[self.at_least(threshold)].astype(np.float64))
+        return Moments(
+            sizes.size, float(sizes.sum()), float(np.square(sizes).sum()), float(np.log(sizes).sum())
+        )
+
+    def sample_magnitudes(self, stride: int, offset: int = 0) -> Values:
+        return np.abs(self._values[offset::stride])
 
     def take(self, indices: Indices) -> Values:
         return self._values[indices]
