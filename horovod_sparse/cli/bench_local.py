@@ -88,8 +88,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _arguments(arguments)
     works = LocalWorks(options.elements, options.density, options.ranks)
     everything = [*works.parts(), *works.steps(), *works.others()]
-    seconds = {"seconds": _cpu_seconds} if options.cpu_time else {}
-    timings = measure(works.baseline(), everything, options.repeat, **seconds)
+    if options.cpu_time:
+        timings = measure(works.baseline(), everything, options.repeat, seconds=_cpu_seconds)
+    else:
+        timings = measure(works.baseline(), everything, options.repeat)
     extra_memory = works.extra_memory()
     print(_table(timings, extra_memory), file=sys.stderr if options.json == "-" else sys.stdout)
     if options.json:

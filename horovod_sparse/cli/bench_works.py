@@ -117,20 +117,20 @@ class LocalWorks:
         return Work("copy_", lambda: copy.copy_(source))
 
     def steps(self) -> list[Work]:
-        """Whole local steps, with their budgets."""
-        accumulators = self._accumulators
+        """Whole local steps, with their budgets (which are for the usual density, 0.001)."""
+        accumulators, usual = self._accumulators, self._density <= 0.001
         return [
             Work(
                 f"step: exdyna or micro, P={self._ranks}",
                 lambda: self.step_exclusive(accumulators["exdyna"]),
                 self._refill,
-                budget=2.5,
+                budget=2.5 if usual else None,
             ),
             Work(
                 f"step: exact top-k, P={self._ranks}",
                 lambda: self.step_topk(accumulators["topk"]),
                 self._refill,
-                budget=3.5,
+                budget=3.5 if usual else None,
             ),
         ]
 
