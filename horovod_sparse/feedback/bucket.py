@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 import time
 from collections.abc import Sequence
@@ -79,6 +80,7 @@ class Bucket:
     def __init__(
         self, info: BucketInfo, recipe: Recipe, accumulator: Accumulator, members: Sequence[Member] = ()
     ) -> None:
+        recipe = dataclasses.replace(recipe, sparsifier=recipe.sparsifier.resolved(info))
         self.info, self.recipe, self.accumulator = info, recipe, accumulator
         self.members = tuple(members) or (Member(info.name, 0, info.num_elements),)
         self.state = recipe.sparsifier.init(info)

@@ -109,11 +109,18 @@ class Traffic:
 
     Attributes:
         kind: type of the request.
-        bytes_sent: payload that this rank puts in.
+        bytes_sent: payload that this rank puts in; the least, where it depends on the data.
+        at_most: the most, where it depends on the data; None where `bytes_sent` is exact.
     """
 
     kind: type[Request]
     bytes_sent: int
+    at_most: int | None = None
+
+    def allows(self, bytes_sent: int) -> bool:
+        """Whether a counted number of bytes is as declared."""
+        most = self.bytes_sent if self.at_most is None else self.at_most
+        return self.bytes_sent <= bytes_sent <= most
 
 
 def check_number(
@@ -187,6 +194,16 @@ class Sparsifier(abc.ABC):
     def num_selected(self, info: BucketInfo, state: SparsifierState) -> int:
         """``k = max(1, round(density * n))``, at most n: what the user asked for in this step."""
         return min(info.num_elements, max(1, round(self.density_at(state.step) * info.num_elements)))
+
+    def resolved(self, info: BucketInfo) -> Sparsifier:
+        """The description for one bucket: what depends on its size, or on the number of ranks, decided.
+
+        Every rank decides alike, from the facts of the bucket alone.
+
+        Raises:
+            ArgumentError: an argument does not fit the bucket or the number of ranks.
+        """
+        return self
 
     def init(self, info: BucketInfo) -> SparsifierState:
         """The state before the first step."""

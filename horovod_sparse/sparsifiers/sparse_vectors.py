@@ -1,0 +1,148 @@
+"""Sparse vectors: ascending indices and their values, added, cut, and reduced to their largest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from horovod_sparse.arrays.protocol import Indices, Values
+from horovod_sparse.kernels.host_kth import kth_of
+from horovod_sparse.kernels.host_merge import absent, keys_of, merge_add, split_at
+from horovod_sparse.kernels.layout import bits_dtype
+
+__all__ = ["SparseVector", "added", "cut", "empty", "joined", "missing_in", "shared_out", "split_largest"]
+
+#: bits of a value that survive when it is shared out among ranks whose number is no power of two
+_SHARE_BITS = {"float32": 12, "float64": 26}
+
+
+@dataclass(frozen=True)
+class SparseVector:
+    """Some elements of a bucket.
+
+    Attributes:
+        indices: int32 [count], ascending and unique.
+        values: float32 or float64 [count].
+    """
+
+    indices: Indices
+    values: Values
+
+    def __len__(self) -> int:
+        return self.indices.size
+
+
+def empty(dtype: np.dtype) -> SparseVector:
+    """A vector without elements."""
+    return SparseVector(np.empty(0, np.int32), np.empty(0, dtype))
+
+
+def added(first: SparseVector, second: SparseVector) -> SparseVector:
+    """The sum by index. The order of the two does not matter, not in the last bit either.
+
+    Example:
+        >>> one = SparseVector(np.array([0, 2], np.int32), np.array([3.0, 1.0]))
+        >>> two = SparseVector(np.array([1, 2], np.int32), np.array([2.0, 4.0]))
+        >>> added(one, two)
+        SparseVector(indices=array([0, 1, 2], dtype=int32), values=array([3., 2., 5.]))
+    """
+    if not len(second):
+        return first
+    if not len(first):
+        return second
+    room = len(first) + len(second)
+    indices, values = np.empty(room, np.int32), np.empty(room, first.values.dtype)
+    pieces = (np.ascontiguousarray(part) for one in (first, second) for part in (one.indices, one.values))
+    count = merge_add(*pieces, indices, values)
+    return SparseVector(indices[:count], values[:count])
+
+
+def split_largest(vector: SparseVector, k: int) -> tuple[SparseVector, SparseVector]:
+    """The k largest magnitudes, and the others. Ties go to the lowest index.
+
+    Args:
+        vector: any.
+        k: from 0; a vector of k or fewer elements is kept whole.
+
+    Returns:
+        (kept, dropped).
+
+    Example:
+        >>> vector = SparseVector(np.array([1, 4, 7], np.int32), np.array([-2.0, 1.0, 2.0]))
+        >>> split_largest(vector, 1)[0]
+        SparseVector(indices=array([1], dtype=int32), values=array([-2.]))
+    """
+    if len(vector) <= k:
+        return vector, empty(vector.values.dtype)
+    if k == 0:
+        return empty(vector.values.dtype), vector
+    values = np.ascontiguousarray(vector.values)
+    keys = np.empty(values.size, bits_dtype(values.dtype))
+    keys_of(values, keys)
+    smallest, larger = kth_of(keys, k, values.itemsize * 8 - 1)
+    size = values.size - k
+    kept, rest = np.empty(k + 1, np.int32), np.empty(size + 1, np.int32)
+    kept_values, rest_values = np.empty(k + 1, values.dtype), np.empty(size + 1, values.dtype)
+    indices = np.ascontiguousarray(vector.indices)
+    split_at(
+        indices, values, keys, keys.dtype.type(smallest), k - larger, kept, kept_values, rest, rest_values
+    )
+    return SparseVector(kept[:k], kept_values[:k]), SparseVector(rest[:size], rest_values[:size])
+
+
+def cut(vector: SparseVector, start: int, stop: int) -> SparseVector:
+    """The elements whose index is in [start, stop), as views."""
+    low, high = np.searchsorted(vector.indices, (start, stop))
+    return SparseVector(vector.indices[low:high], vector.values[low:high])
+
+
+def joined(parts: Sequence[SparseVector], dtype: np.dtype) -> SparseVector:
+    """Vectors one behind the other; every index of a part lies above those of the part before."""
+    if not parts:
+        return empty(dtype)
+    if len(parts) == 1:
+        return parts[0]
+    return SparseVector(
+        np.concatenate([part.indices for part in parts]), np.concatenate([part.values for part in parts])
+    )
+
+
+def missing_in(indices: Indices, others: Indices) -> NDArray[np.bool_]:
+    """Which of some ascending indices are not among some other ascending ones.
+
+    Example:
+        >>> missing_in(np.array([1, 3, 5], np.int32), np.array([3, 4], np.int32))
+        array([ True, False,  True])
+    """
+    out = np.empty(indices.size, np.bool_)
+    absent(np.ascontiguousarray(indices), np.ascontiguousarray(others), out)
+    return out
+
+
+def shared_out(values: Values, num_parts: int, part: int) -> Values:
+    """One of nearly equal parts of every value, whose sum over the parts is the value exactly.
+
+    Args:
+        values: float32 or float64 [count].
+        num_parts: among how many.
+        part: which; part 0 takes what equal parts of few bits leave over.
+
+    Returns:
+        Values / num_parts, as long. For a power of two that is exact, but for denormals.
+
+    Example:
+        >>> parts = [shared_out(np.array([1.0], np.float32), 3, part) for part in range(3)]
+        >>> float(sum(parts)[0]), float(parts[2][0])
+        (1.0, 0.3332...)
+    """
+    if num_parts == 1:
+        return values
+    equal = values / values.dtype.type(num_parts)
+    if num_parts & (num_parts - 1) == 0:
+        return equal
+    bits = equal.view(bits_dtype(values.dtype))
+    bits &= ~bits.dtype.type((1 << _SHARE_BITS[values.dtype.name]) - 1)
+    return values - values.dtype.type(num_parts - 1) * equal if part == 0 else equal
