@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from horovod_sparse.arrays.gradient_parts import GradientParts
 from horovod_sparse.arrays.host import HostAccumulator
 from horovod_sparse.arrays.moments import Moments
 from horovod_sparse.arrays.protocol import Accumulator, FoldReport, Indices, Values
@@ -10,6 +11,7 @@ from horovod_sparse.kernels import apply_sum, clear_at
 __all__ = [
     "Accumulator",
     "FoldReport",
+    "GradientParts",
     "HostAccumulator",
     "Indices",
     "Moments",

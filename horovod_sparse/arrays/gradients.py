@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from horovod_sparse.arrays.gradient_parts import GradientParts
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.kernels import fold_factors
 from horovod_sparse.kernels.layout import native_bits
@@ -93,43 +94,50 @@ def checked_factors(
     return factors
 
 
-def checked_gradient(gradient: Any, num_elements: int, dtype: np.dtype[Any]) -> Array:
+def checked_gradient(gradient: Any, num_elements: int, dtype: np.dtype[Any]) -> Array | GradientParts:
     """A gradient as an array that can be folded.
 
     Args:
-        gradient: any shape and strides; bfloat16 as its bits (uint16) or from ml_dtypes.
+        gradient: any shape and strides; bfloat16 as its bits (uint16) or from ml_dtypes. Or parts, which
+            stay as they are.
         num_elements: n, which it must have.
         dtype: of the accumulator.
 
     Returns:
-        The array, not a copy.
+        The array or the parts, not a copy.
 
     Raises:
         ArgumentError: another number of elements, a type that does not fit, or read-only memory.
     """
-    array = np.asarray(gradient)
+    array = gradient if isinstance(gradient, GradientParts) else np.asarray(gradient)
     if array.size != num_elements:
-        raise ArgumentError("gradient", array.shape, f"an array of {num_elements} elements")
+        shape = getattr(array, "shape", (array.size,))
+        raise ArgumentError("gradient", shape, f"an array of {num_elements} elements")
     if accumulating(array.dtype) != dtype:
         raise ArgumentError("gradient", array.dtype.name, f"a type that accumulates in {dtype.name}")
-    if not array.flags.writeable:
+    if isinstance(array, np.ndarray) and not array.flags.writeable:
         raise ArgumentError("gradient", "read-only memory", "memory that can be set to 0")
     return array
 
 
-def pieces(array: Array, size: int) -> Iterator[tuple[int, Array]]:
+def pieces(array: Array | GradientParts, size: int, block: int = 1) -> Iterator[tuple[int, Array]]:
     """The gradient as arrays the kernels can read and clear; all of it is 0 when they are used up.
 
-    Contiguous memory is one piece, the memory itself. Anything else goes through a small buffer; it
-    is cleared at the end only, since with strides of 0 elements share their memory.
+    Contiguous memory is one piece, the memory itself. Parts are to be kept: nothing clears them. Anything
+    else goes through a small buffer; it is cleared at the end only, since with strides of 0 elements
+    share their memory.
 
     Args:
         array: what `checked_gradient` returned; read in C order.
         size: elements per buffer, a multiple of the block size.
+        block: of parts, all pieces but the last are multiples of it.
 
     Yields:
         Position in the bucket, and the piece.
     """
+    if isinstance(array, GradientParts):
+        yield from array.pieces(size, block)
+        return
     if array.flags.carray and array.dtype.isnative:
         yield 0, native_bits(array)
         return

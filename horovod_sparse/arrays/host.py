@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from horovod_sparse import kernels
 from horovod_sparse.arrays.blocks import BlockMaxima
+from horovod_sparse.arrays.gradient_parts import GradientParts
 from horovod_sparse.arrays.gradients import (
     accumulating,
     checked_factors,
@@ -112,7 +113,7 @@ class HostAccumulator:
 
         Args:
             gradient: n elements in any shape and strides; float32, float16, bfloat16 (or its bits as
-                uint16), or float64 if the accumulator is. Set to 0.
+                uint16), or float64 if the accumulator is. Set to 0. Or `GradientParts`, which are not.
             decay: factor of the old values.
             momentum: if given, the first companion becomes momentum * companion + gradient, and that is
                 added instead of the gradient.
@@ -129,9 +130,15 @@ class HostAccumulator:
         factors = checked_factors(self.dtype, decay * keep_residual, momentum, nesterov, velocity is not None)
         array = checked_gradient(gradient, self.num_elements, self.dtype)
         self._journal.forget()
-        parts = pieces(array, 1024 * self._layout.block)
+        parts = pieces(array, 1024 * self._layout.block, self._layout.block)
         folded = kernels.fold(
-            self._values, parts, self._maxima.to_be_written(), self._layout, factors, velocity
+            self._values,
+            parts,
+            self._maxima.to_be_written(),
+            self._layout,
+            factors,
+            velocity,
+            keep_gradient=isinstance(array, GradientParts),
         )
         carried = float(factors[0]) ** 2 * self._square_norm
         self._square_norm = folded.square_norm

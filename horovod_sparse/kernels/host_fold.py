@@ -28,26 +28,27 @@ def squares_of(values, start, stop):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _fold_slowly(values, gradient, start, stop, decay, report):  # type: ignore[no-untyped-def]
+def _fold_slowly(values, gradient, start, stop, decay, report, kept=None):  # type: ignore[no-untyped-def]
     """[start, stop) element by element, with what is not finite taken as 0; returns the maximum."""
     top = as_key(magnitude(values[start]), 0)
     for i in range(start, stop):
         old = values[i]
-        kept = decay * old
-        new = kept + read(gradient, i)
+        carried = decay * old
+        new = carried + read(gradient, i)
         if not math.isfinite(new):
             if report[1] < 0:
                 report[1] = i
             report[0] += 1
-            new = kept if math.isfinite(kept) else old
+            new = carried if math.isfinite(carried) else old
         values[i] = new
-        gradient[i] = 0
+        if kept is None:
+            gradient[i] = 0
         top = max(top, magnitude(new))
     return top
 
 
 @kernel
-def fold_plain(values, gradient, maxima, block, decay, report):  # type: ignore[no-untyped-def]
+def fold_plain(values, gradient, maxima, block, decay, report, kept=None):  # type: ignore[no-untyped-def]
     """values = decay * values + gradient; gradient = 0; maxima of blocks.
 
     Nothing of a granule is written before its maximum is known. Magnitude bits order like the
@@ -62,6 +63,8 @@ def fold_plain(values, gradient, maxima, block, decay, report):  # type: ignore[
         decay: factor of the old values, of the type of values.
         report: float64, shape (3,), added to: how many elements were not finite, position of the
             first (set if it is < 0), sum of squares of the new values.
+        kept: True leaves the gradient as it is; None, which sets it to 0, is compiled as if the question
+            were not there.
     """
     n = values.size
     if n == 0:
@@ -83,13 +86,14 @@ def fold_plain(values, gradient, maxima, block, decay, report):  # type: ignore[
                 b = v.add(v.multiply(decays, v.load(values, i + v.LANES)), v.load(gradient, i + v.LANES))
                 high = v.top_of(v.larger(v.magnitudes(a), v.magnitudes(b)))
                 if high >= limit:
-                    high = _fold_slowly(values, gradient, i, i + GRANULE, decay, report)
+                    high = _fold_slowly(values, gradient, i, i + GRANULE, decay, report, kept)
                     slow = True
                 else:
                     v.store(values, i, a)
                     v.store(values, i + v.LANES, b)
-                    v.store(gradient, i, v.zeros_like(a))
-                    v.store(gradient, i + v.LANES, v.zeros_like(a))
+                    if kept is None:
+                        v.store(gradient, i, v.zeros_like(a))
+                        v.store(gradient, i + v.LANES, v.zeros_like(a))
                     squares = v.add(squares, v.add(v.multiply(a, a), v.multiply(b, b)))
                 top = max(top, high)
             maxima[start // block] = top
@@ -99,7 +103,7 @@ def fold_plain(values, gradient, maxima, block, decay, report):  # type: ignore[
             total = squares_of(values, tile, tile_stop)
         report[2] += total
     if whole < n:
-        top = _fold_slowly(values, gradient, whole, n, decay, report)
+        top = _fold_slowly(values, gradient, whole, n, decay, report, kept)
         report[2] += squares_of(values, whole, n)
         last = whole // block
         maxima[last] = top if whole % block == 0 else max(maxima[last], top)

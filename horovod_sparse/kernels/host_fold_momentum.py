@@ -13,7 +13,9 @@ __all__ = ["fold_momentum"]
 
 
 @kernel
-def _fold_slowly(values, velocity, gradient, start, stop, factors, report):  # type: ignore[no-untyped-def]
+def _fold_slowly(  # type: ignore[no-untyped-def]
+    values, velocity, gradient, start, stop, factors, report, kept=None
+):
     """[start, stop) element by element, with what is not finite taken as 0; returns the maximum."""
     decay, momentum, from_gradient, from_velocity = factors[0], factors[1], factors[2], factors[3]
     top = as_key(magnitude(values[start]), 0)
@@ -25,27 +27,30 @@ def _fold_slowly(values, velocity, gradient, start, stop, factors, report):  # t
         speed = momentum * old_velocity + step
         if not math.isfinite(speed):
             wrong, speed = True, momentum * old_velocity
-        kept = decay * old
-        new = kept + (from_gradient * step + from_velocity * speed)
+        carried = decay * old
+        new = carried + (from_gradient * step + from_velocity * speed)
         if not math.isfinite(new):
-            wrong, new = True, kept if math.isfinite(kept) else old
+            wrong, new = True, carried if math.isfinite(carried) else old
         if wrong:
             if report[1] < 0:
                 report[1] = i
             report[0] += 1
         values[i] = new
         velocity[i] = speed
-        gradient[i] = 0
+        if kept is None:
+            gradient[i] = 0
         top = max(top, magnitude(new))
     return top
 
 
 @kernel
-def fold_momentum(values, velocity, gradient, maxima, block, factors, report):  # type: ignore[no-untyped-def]
+def fold_momentum(  # type: ignore[no-untyped-def]
+    values, velocity, gradient, maxima, block, factors, report, kept=None
+):
     """velocity = momentum * velocity + gradient; values = decay * values + step; gradient = 0; maxima.
 
     Args:
-        values, gradient, maxima, block, report: as in `fold_plain`.
+        values, gradient, maxima, block, report, kept: as in `fold_plain`.
         velocity: like values.
         factors: shape (4,), of the type of values: decay, momentum, and step = factors[2] * gradient +
             factors[3] * velocity: (0, 1) for momentum, (1, momentum) in Nesterov's form.
@@ -78,15 +83,16 @@ def fold_momentum(values, velocity, gradient, maxima, block, factors, report):  
                 # An Inf of gradient or velocity stays one in the sum (0 * Inf is NaN).
                 high = v.top_of(v.larger(v.magnitudes(a), v.magnitudes(b)))
                 if high >= limit:
-                    high = _fold_slowly(values, velocity, gradient, i, i + GRANULE, factors, report)
+                    high = _fold_slowly(values, velocity, gradient, i, i + GRANULE, factors, report, kept)
                     slow = True
                 else:
                     v.store(values, i, a)
                     v.store(values, j, b)
                     v.store(velocity, i, ua)
                     v.store(velocity, j, ub)
-                    v.store(gradient, i, v.zeros_like(a))
-                    v.store(gradient, j, v.zeros_like(a))
+                    if kept is None:
+                        v.store(gradient, i, v.zeros_like(a))
+                        v.store(gradient, j, v.zeros_like(a))
                     squares = v.add(squares, v.add(v.multiply(a, a), v.multiply(b, b)))
                 top = max(top, high)
             maxima[start // block] = top
@@ -96,7 +102,7 @@ def fold_momentum(values, velocity, gradient, maxima, block, factors, report):  
             total = squares_of(values, tile, tile_stop)
         report[2] += total
     if whole < n:
-        top = _fold_slowly(values, velocity, gradient, whole, n, factors, report)
+        top = _fold_slowly(values, velocity, gradient, whole, n, factors, report, kept)
         report[2] += squares_of(values, whole, n)
         last = whole // block
         maxima[last] = top if whole % block == 0 else max(maxima[last], top)

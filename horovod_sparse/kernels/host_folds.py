@@ -53,6 +53,8 @@ def fold(
     layout: Layout,
     factors: Array,
     velocity: Array | None = None,
+    *,
+    keep_gradient: bool = False,
 ) -> Folded:
     """values = decay * values + gradient (or momentum's step); gradient = 0; maxima of blocks.
 
@@ -64,20 +66,21 @@ def fold(
         layout: of the blocks.
         factors: of `fold_factors`; without a velocity only the decay counts.
         velocity: shape (n,), for momentum correction; changed.
+        keep_gradient: leaves the pieces as they are.
 
     Returns:
         What was learned on the way.
     """
     count, first, square_norm = 0, -1, 0.0
-    block = layout.block
+    block, kept = layout.block, True if keep_gradient else None
     for start, piece in pieces:
         stop = start + piece.size
         report = np.array([0.0, -1.0, 0.0])
         tops = maxima[start // block : -(-stop // block)]
         if velocity is None:
-            fold_plain(values[start:stop], piece, tops, block, factors[0], report)
+            fold_plain(values[start:stop], piece, tops, block, factors[0], report, kept)
         else:
-            fold_momentum(values[start:stop], velocity[start:stop], piece, tops, block, factors, report)
+            fold_momentum(values[start:stop], velocity[start:stop], piece, tops, block, factors, report, kept)
         if first < 0 <= report[1]:
             first = start + int(report[1])
         count += int(report[0])
