@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from horovod_sparse.arrays.gradients import checked_factors
+from horovod_sparse.arrays.moments import Moments
 from horovod_sparse.arrays.protocol import FoldReport, Indices, Values
 from horovod_sparse.arrays.torch_apply import apply_sum, clear_at
 from horovod_sparse.arrays.torch_gradient import accumulating, checked_gradient
 from horovod_sparse.arrays.torch_journal import Journal
 from horovod_sparse.arrays.torch_report import PendingReport
 from horovod_sparse.arrays.torch_selection import Selection
-from horovod_sparse.arrays.transfer import PendingCopy, to_device, to_host
+from horovod_sparse.arrays.transfer import PendingCopy, on_device, to_device, to_host
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.kernels.host_apply import checked
 from horovod_sparse.kernels.layout import Layout
@@ -84,7 +86,7 @@ class TorchAccumulator:
             self._kernels, self._values, self._layout, self._journal, round(density * num_elements)
         )
         # On the device, where kernels read them in the accumulator's precision: a launch argument has less.
-        self._factors: tuple[tuple[float, ...], Tensor] = ((), torch.empty(0))
+        self._factors: tuple[NDArray[Any], Tensor] = (np.empty(0), torch.empty(0))
         self._report: FoldReport = FoldReport()
 
     @property
@@ -143,28 +145,20 @@ class TorchAccumulator:
         Raises:
             ArgumentError: shape, type or device do not fit, or momentum without a companion.
         """
-        if momentum is not None and not self._companions:
-            raise ArgumentError("momentum", momentum, "None, or make the accumulator with companions=1")
-        if momentum is not None and not 0.0 <= momentum <= 1.0:
-            raise ArgumentError("momentum", momentum, "a number in [0, 1]")
-        if not np.isfinite(decay):
-            raise ArgumentError("decay", decay, "a finite number")
+        velocity = self._companions[0] if momentum is not None and self._companions else None
+        factors = checked_factors(self.dtype, decay * keep_residual, momentum, nesterov, velocity is not None)
         gradient = checked_gradient(gradient, self._values)
         flat = gradient.reshape(-1)  # a view where strides allow it
-        speed = momentum or 0.0
-        kept = decay if keep_residual else 0.0
-        factors = self._factors_of(kept, speed, *((1.0, speed) if nesterov else (0.0, 1.0)))
-        velocity = self._companions[0] if momentum is not None else None
-        with _on(self.device):
+        with on_device(self.device):
             report = self._kernels.fold(
                 self._values,
                 flat,
                 self._selection.new_maxima(),
                 self._layout,
-                factors,
+                self._on_device(factors),
                 self._journal.square_norm,
                 velocity,
-                plain=kept == 1.0,
+                plain=factors[0] == 1.0,
             )
             if flat.data_ptr() != gradient.data_ptr():
                 gradient.zero_()
@@ -172,39 +166,54 @@ class TorchAccumulator:
             self._report = PendingReport(PendingCopy(report))
         return self._report
 
-    def _factors_of(self, *factors: float) -> Tensor:
-        if self._factors[0] != factors:
-            self._factors = factors, to_device(np.array(factors, self.dtype), self.device)
+    def _on_device(self, factors: NDArray[Any]) -> Tensor:
+        if not np.array_equal(self._factors[0], factors):
+            self._factors = factors, to_device(factors, self.device)
         return self._factors[1]
 
     def largest(self, num_selected: int, start: int = 0, stop: int | None = None) -> Indices:
         """Exactly the `num_selected` largest magnitudes in [start, stop); ties go to the lowest index."""
-        with _on(self.device):
+        with on_device(self.device):
             return self._selection.largest(num_selected, start, stop)
 
     def kth_magnitude(self, k: int, start: int = 0, stop: int | None = None) -> float:
         """Exact k-th largest magnitude (k from 1) in [start, stop)."""
-        with _on(self.device):
+        with on_device(self.device):
             return self._selection.kth_magnitude(k, start, stop)
 
     def at_least(self, threshold: float, start: int = 0, stop: int | None = None) -> Indices:
         """All positions in [start, stop) whose magnitude is >= threshold and not 0."""
-        with _on(self.device):
+        with on_device(self.device):
             return self._selection.at_least(threshold, start, stop)
+
+    def count_at_least(self, thresholds: Any) -> NDArray[np.int64]:
+        """How many magnitudes are >= each threshold and not 0, for several thresholds."""
+        with on_device(self.device):
+            return self._selection.count_at_least(thresholds)
+
+    def moments(self, threshold: float = 0.0) -> Moments:
+        """Moments of the magnitudes that are >= threshold and not 0, in one read."""
+        with on_device(self.device):
+            return self._selection.moments(threshold)
+
+    def sample_magnitudes(self, stride: int, offset: int = 0) -> Values:
+        """Every stride-th magnitude from offset on."""
+        with on_device(self.device):
+            return self._selection.sample_magnitudes(stride, offset)
 
     def take(self, indices: Indices) -> Values:
         """The values there, as a fresh array."""
-        with _on(self.device):
+        with on_device(self.device):
             return to_host(self._values.index_select(0, self._places(indices)))
 
     def clear(self, indices: Indices) -> None:
         """Sets the values there, and the companions', to 0."""
-        with _on(self.device):
+        with on_device(self.device):
             self._journal.clear(self._places(indices))
 
     def add(self, indices: Indices, values: Values) -> None:
         """Adds to the values there. Indices are unique."""
-        with _on(self.device):
+        with on_device(self.device):
             where = self._places(indices)
             new = np.ascontiguousarray(values, self.dtype).reshape(-1)
             if new.size != where.numel():
@@ -218,7 +227,7 @@ class TorchAccumulator:
 
     def abandon(self) -> None:
         """Takes back every `clear` and `add` since the last fold, bit for bit."""
-        with _on(self.device):
+        with on_device(self.device):
             self._journal.abandon(self._selection.maxima, self._layout)
 
     def values(self) -> Values:
@@ -242,8 +251,3 @@ class TorchAccumulator:
         self._values.copy_(new.detach().reshape(-1))
         self._selection.maxima = None
         self._journal.restart()
-
-
-def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Launches go to the current device, wherever the tensors are."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

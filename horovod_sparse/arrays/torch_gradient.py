@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
+from horovod_sparse.arrays import gradients
 from horovod_sparse.errors import ArgumentError
 
 __all__ = ["accumulating", "checked_gradient"]
@@ -14,22 +16,13 @@ _NARROW = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def accumulating(dtype: Any) -> torch.dtype:
-    """The type in which gradients of a type accumulate: float64 for float64, else float32.
-
-    Args:
-        dtype: a name, a NumPy or a PyTorch dtype.
-
-    Raises:
-        ArgumentError: no type of gradients.
+    """As `gradients.accumulating`, as a dtype of PyTorch.
 
     Example:
         >>> accumulating("bfloat16"), accumulating(torch.float64)
         (torch.float32, torch.float64)
     """
-    name = str(getattr(dtype, "name", getattr(dtype, "__name__", dtype))).removeprefix("torch.")
-    if name not in ("float16", "bfloat16", "float32", "float64"):
-        raise ArgumentError("dtype", dtype, "float32, float64, float16 or bfloat16")
-    return torch.float64 if name == "float64" else torch.float32
+    return torch.float64 if gradients.accumulating(dtype) is np.float64 else torch.float32
 
 
 def checked_gradient(gradient: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from horovod_sparse.arrays.protocol import Indices
+from horovod_sparse.arrays.moments import Moments
+from horovod_sparse.arrays.protocol import Indices, Values
 from horovod_sparse.arrays.torch_journal import Journal
 from horovod_sparse.arrays.transfer import PendingCopy, to_host
 from horovod_sparse.errors import ArgumentError
@@ -108,3 +112,23 @@ class Selection:
             self._room = max(_ROOM, 2 * int(count))
             if count <= room:
                 return indices[:count]
+
+    def count_at_least(self, thresholds: Any) -> NDArray[np.int64]:
+        """See `Accumulator.count_at_least`."""
+        bits = [int(bits_of(float(threshold), self._dtype)) for threshold in thresholds]
+        if not self._layout.num_elements:
+            return np.zeros(len(bits), np.int64)
+        counts = self._kernels.count_at_least(self._values, self._bounds(), self._layout, bits)
+        return to_host(counts)
+
+    def moments(self, threshold: float) -> Moments:
+        """See `Accumulator.moments`."""
+        sums = self._kernels.moments(self._values, int(bits_of(threshold, self._dtype)))
+        count, total, squares, logarithms = (float(number) for number in to_host(sums))
+        return Moments(int(count), total, squares, logarithms)
+
+    def sample_magnitudes(self, stride: int, offset: int) -> Values:
+        """See `Accumulator.sample_magnitudes`."""
+        if stride < 1 or offset < 0:
+            raise ArgumentError("stride, offset", (stride, offset), "a stride from 1, an offset from 0")
+        return to_host(self._values[offset::stride].abs())

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-__all__ = ["PendingCopy", "to_device", "to_host"]
+__all__ = ["PendingCopy", "on_device", "to_device", "to_host"]
+
+
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Launches go to the current device, wherever the tensors are; so this makes it the current one."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def to_device(array: NDArray[Any], device: torch.device) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Sequence
 from typing import Protocol, cast
 
 import torch
@@ -59,6 +60,14 @@ class TensorKernels(Protocol):
         self, values: Tensor, maxima: Tensor, layout: Layout, k: int, start: int, stop: int, dense: bool
     ) -> tuple[Tensor, Tensor]:
         """See `torch_plain_select.largest`."""
+
+    def count_at_least(
+        self, values: Tensor, maxima: Tensor, layout: Layout, thresholds: Sequence[int]
+    ) -> Tensor:
+        """See `torch_plain_statistics.count_at_least`."""
+
+    def moments(self, values: Tensor, bits: int) -> Tensor:
+        """See `torch_plain_statistics.moments`."""
 
     def clear(self, values: Tensor, indices: Tensor) -> Tensor:
         """See `torch_plain.clear`."""

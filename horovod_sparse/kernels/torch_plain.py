@@ -12,16 +12,19 @@ from torch import Tensor
 from horovod_sparse.kernels.layout import Layout
 from horovod_sparse.kernels.torch_bits import infinity_bits, int_type, magnitudes
 from horovod_sparse.kernels.torch_plain_select import at_least, kth, largest
+from horovod_sparse.kernels.torch_plain_statistics import count_at_least, moments
 
 __all__ = [
     "add",
     "add_sum",
     "at_least",
     "clear",
+    "count_at_least",
     "fold",
     "hash_write",
     "kth",
     "largest",
+    "moments",
     "put",
     "raise_maxima",
     "refresh_maxima",

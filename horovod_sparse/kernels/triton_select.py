@@ -6,6 +6,8 @@ An exact selection takes what is above a floor, and the first of those equal to 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -17,7 +19,7 @@ from horovod_sparse.kernels.triton_bits import OPTIONS
 from horovod_sparse.kernels.triton_blocks import MAX_PROGRAMS, Passing, list_blocks, look
 from horovod_sparse.kernels.triton_kth import find_kth
 
-__all__ = ["at_least", "largest"]
+__all__ = ["at_least", "count_tiles", "largest"]
 
 
 @triton.jit(do_not_specialize=["start", "stop", "num_tiles"])
@@ -70,6 +72,34 @@ def _write_kernel(  # type: ignore[no-untyped-def]
             tl.store(out + slot, where, mask=chosen & (slot <= k))
 
 
+def _shape(values: Tensor, layout: Layout, passing: Passing, exact: bool) -> dict[str, Any]:
+    full_mask = torch.iinfo(int_type(values.dtype)).max
+    return {"EXACT": exact, "FULL_MASK": full_mask, "ROWS": passing.rows, "BLOCK": layout.block, **OPTIONS}
+
+
+def count_tiles(
+    values: Tensor, layout: Layout, passing: Passing, floor: Tensor, exact: bool, start: int, stop: int
+) -> Tensor:
+    """Counts the elements of a window in each tile of listed blocks.
+
+    Args:
+        passing: the list.
+        floor: int64, its first word is meant: magnitude bits.
+        exact: count what is above the floor and what is equal to it apart; otherwise both together.
+        start, stop: the window.
+
+    Returns:
+        int64, one per tile: what is above in the upper half, what is equal in the lower half (if exact).
+    """
+    tiles = passing.num_tiles
+    counts = torch.empty(tiles, dtype=torch.int64, device=values.device)
+    _count_kernel[(min(tiles, MAX_PROGRAMS),)](
+        values.view(int_type(values.dtype)), passing.blocks, passing.facts, floor, start, stop, counts, tiles,
+        **_shape(values, layout, passing, exact),
+    )  # fmt: skip
+    return counts
+
+
 def _select(
     values: Tensor,
     layout: Layout,
@@ -81,21 +111,13 @@ def _select(
     k: int,
 ) -> Tensor:
     """Count, running sum, write; the first word of the result is the count (if exact, of those above)."""
-    bits = values.view(int_type(values.dtype))
     tiles = passing.num_tiles
-    counts = torch.empty(tiles, dtype=torch.int64, device=values.device)
     out = torch.empty(k + 1, dtype=torch.int32, device=values.device)
-    shape = {
-        "EXACT": exact,
-        "FULL_MASK": torch.iinfo(bits.dtype).max,
-        "ROWS": passing.rows,
-        "BLOCK": layout.block,
-        **OPTIONS,
-    }
-    grid = (min(tiles, MAX_PROGRAMS),)
-    _count_kernel[grid](bits, passing.blocks, passing.facts, floor, start, stop, counts, tiles, **shape)
-    sums = counts.cumsum(0)
-    _write_kernel[grid](bits, passing.blocks, passing.facts, floor, start, stop, sums, tiles, k, out, **shape)
+    sums = count_tiles(values, layout, passing, floor, exact, start, stop).cumsum(0)
+    _write_kernel[(min(tiles, MAX_PROGRAMS),)](
+        values.view(int_type(values.dtype)), passing.blocks, passing.facts, floor, start, stop, sums, tiles,
+        k, out, **_shape(values, layout, passing, exact),
+    )  # fmt: skip
     return out
 
 

@@ -82,6 +82,8 @@ def launch_all(dtype: torch.dtype, gradient: torch.dtype) -> None:
     triton_backend.at_least(values, maxima, layout, 1 << 29, 3, n - 3, 4 * k)
     triton_backend.largest(values, maxima, layout, k, 0, n, False)
     triton_backend.kth(values, maxima, layout, 50_000, 0, n, True)
+    triton_backend.count_at_least(values, maxima, layout, [1, 1 << 29])
+    triton_backend.moments(values, 1)
     triton_backend.clear(values, indices)
     triton_backend.put(values, indices, values[:k])
     triton_backend.add(values, indices, values[:k])

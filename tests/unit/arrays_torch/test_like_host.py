@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from horovod_sparse.arrays import HostAccumulator
 from horovod_sparse.arrays.torch import TorchAccumulator
+from horovod_sparse.kernels import reference
 from support.gradients import DTYPES, as_gradient
 
 # Magnitudes that tie, vanish, or are not numbers; between them anything.
@@ -84,6 +85,25 @@ def check_selection(host: Any, ours: Any, generator: np.random.Generator) -> Non
         np.testing.assert_array_equal(found, host.at_least(threshold, low, high))
 
 
+def check_statistics(host: Any, ours: Any, generator: np.random.Generator) -> None:
+    thresholds = [0.0, host.kth_magnitude(1), float(np.exp(generator.normal()))]
+    counts = ours.count_at_least(thresholds)
+    assert counts.dtype == np.int64
+    np.testing.assert_array_equal(counts, host.count_at_least(thresholds))
+    for threshold in thresholds:
+        mine = ours.moments(threshold)
+        count, total, squares, logarithms = reference.moments_at_least(host.values(), threshold)
+        assert mine.count == count
+        assert mine.total == pytest.approx(total, rel=1e-5)
+        assert mine.total_squares == pytest.approx(squares, rel=1e-5)
+        # Logarithms cancel: to the precision of one of them, each.
+        assert mine.total_logarithms == pytest.approx(logarithms, rel=1e-5, abs=1e-5 * (1 + count))
+    stride, offset = int(generator.integers(1, 9)), int(generator.integers(0, 9))
+    np.testing.assert_array_equal(
+        ours.sample_magnitudes(stride, offset), host.sample_magnitudes(stride, offset)
+    )
+
+
 def check_state(host: Any, ours: Any) -> None:
     assert ours.values().dtype == host.values().dtype
     np.testing.assert_array_equal(bits(ours.values()), bits(host.values()))
@@ -111,6 +131,7 @@ def run(scenario: dict[str, Any], place: Any) -> None:
             assert report.square_norm == pytest.approx(expected.square_norm, rel=1e-5)
         check_state(host, ours)
         check_selection(host, ours, generator)
+        check_statistics(host, ours, generator)
 
         sent = host.largest(max(1, n // 20))
         before = host.values().copy()
