@@ -5,6 +5,7 @@ from horovod_sparse.sparsifiers.cltk import CLTK
 from horovod_sparse.sparsifiers.dgc import DGC
 from horovod_sparse.sparsifiers.dragonn import DRAGONN
 from horovod_sparse.sparsifiers.exdyna import ExDyna
+from horovod_sparse.sparsifiers.gtopk import GTopK
 from horovod_sparse.sparsifiers.hard_threshold import HardThreshold
 from horovod_sparse.sparsifiers.micro import MiCRO
 from horovod_sparse.sparsifiers.mstopk import MSTopK
@@ -19,6 +20,7 @@ __all__ = [
     "DRAGONN",
     "BucketInfo",
     "ExDyna",
+    "GTopK",
     "HardThreshold",
     "MSTopK",
     "MiCRO",
@@ -34,5 +36,5 @@ __all__ = [
 #: Every algorithm by the name that `Compression` and the command lines know it under.
 ALGORITHMS: dict[str, type[Sparsifier]] = {
     algorithm.name: algorithm
-    for algorithm in (TopK, CLTK, RandomK, HardThreshold, DGC, SIDCo, MSTopK, DRAGONN, MiCRO, ExDyna)
+    for algorithm in (TopK, CLTK, RandomK, HardThreshold, DGC, SIDCo, MSTopK, DRAGONN, MiCRO, ExDyna, GTopK)
 }

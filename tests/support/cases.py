@@ -130,6 +130,8 @@ CASES: tuple[Case, ...] = (
     _case("mstopk", promises=_EXACT),
     _case("dragonn"),
     _case("dragonn", slots_per_selected=0.5, values="float16", indices="gaps"),
+    _case("gtopk", promises=_SHARED),
+    _case("gtopk", values="float16", indices="gaps", promises=_SHARED),
     _case("topk", values="float16", indices="gaps", promises=_EXACT),
     _case("micro", values="float16", indices="gaps", promises=_SKETCH),
     _case("exdyna", values="bfloat16", indices="block16", promises=_SKETCH),
