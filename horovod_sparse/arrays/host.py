@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from horovod_sparse import kernels
 from horovod_sparse.arrays.blocks import BlockMaxima
+from horovod_sparse.arrays.clipping import clip_factor, scaled
 from horovod_sparse.arrays.gradient_parts import GradientParts
 from horovod_sparse.arrays.gradients import (
     accumulating,
@@ -68,6 +69,7 @@ class HostAccumulator:
         self._layout = Layout(int(num_elements), kernels.block_size(density))
         self._values = residual_memory(self._layout.num_elements, accumulating(dtype), memory)
         self._companions = tuple(np.zeros_like(self._values) for _ in range(companions))
+        self._cleared = (self._values, *self._companions)
         self._maxima = BlockMaxima(self._values, self._layout)
         self._journal = Journal((self._values, *self._companions))
         self._report = FoldReport()
@@ -107,7 +109,9 @@ class HostAccumulator:
         decay: float = 1.0,
         momentum: float | None = None,
         nesterov: bool = False,
+        masking: bool = True,
         keep_residual: bool = True,
+        clip_norm: float | None = None,
     ) -> FoldReport:
         """values = decay * values + gradient; gradient = 0; block maxima. The one pass over n elements.
 
@@ -118,7 +122,9 @@ class HostAccumulator:
             momentum: if given, the first companion becomes momentum * companion + gradient, and that is
                 added instead of the gradient.
             nesterov: with momentum, add gradient + momentum * companion.
+            masking: whether `clear` clears the companions too, until the next fold.
             keep_residual: False forgets the old values (no error feedback).
+            clip_norm: if given, a gradient whose finite elements have a larger L2 norm is scaled down to it.
 
         Returns:
             What the pass learned.
@@ -130,7 +136,10 @@ class HostAccumulator:
         factors = checked_factors(self.dtype, decay * keep_residual, momentum, nesterov, velocity is not None)
         array = checked_gradient(gradient, self.num_elements, self.dtype)
         self._journal.forget()
+        self._cleared = (self._values, *(self._companions if masking else ()))
         parts = pieces(array, 1024 * self._layout.block, self._layout.block)
+        if clip_norm is not None:
+            parts = scaled(parts, clip_factor(array, clip_norm), keep=isinstance(array, GradientParts))
         folded = kernels.fold(
             self._values,
             parts,
@@ -196,10 +205,10 @@ class HostAccumulator:
         return out
 
     def clear(self, indices: Indices) -> None:
-        """Sets the values there, and the companions', to 0."""
+        """Sets the values there, and (with masking) the companions', to 0."""
         where = checked(indices, self.num_elements)
         old = self._journal.remember(where)
-        for array in (self._values, *self._companions):
+        for array in self._cleared:
             host_scatter.clear_at(array, where)
         # all of them: 0 exactly, not the rounding of the fold's sum
         self._square_norm = 0.0 if where.size == self.num_elements else self._norm_without(old)

@@ -13,6 +13,7 @@ from horovod_sparse.arrays.gradients import checked_factors
 from horovod_sparse.arrays.moments import Moments
 from horovod_sparse.arrays.protocol import FoldReport, Indices, Values
 from horovod_sparse.arrays.torch_apply import apply_sum, clear_at
+from horovod_sparse.arrays.torch_clipping import clip
 from horovod_sparse.arrays.torch_gradient import accumulating, checked_gradient
 from horovod_sparse.arrays.torch_journal import Journal
 from horovod_sparse.arrays.torch_report import PendingReport
@@ -126,7 +127,9 @@ class TorchAccumulator:
         decay: float = 1.0,
         momentum: float | None = None,
         nesterov: bool = False,
+        masking: bool = True,
         keep_residual: bool = True,
+        clip_norm: float | None = None,
     ) -> FoldReport:
         """values = decay * values + gradient; gradient = 0; block maxima. The one pass over n elements.
 
@@ -137,7 +140,9 @@ class TorchAccumulator:
             momentum: if given, the first companion becomes momentum * companion + gradient, and that is
                 added instead of the gradient.
             nesterov: with momentum, add gradient + momentum * companion.
+            masking: whether `clear` clears the companions too, until the next fold.
             keep_residual: False forgets the old values (no error feedback).
+            clip_norm: if given, a gradient whose finite elements have a larger L2 norm is scaled down to it.
 
         Returns:
             What the pass learned; reading its numbers may wait for the device.
@@ -150,6 +155,8 @@ class TorchAccumulator:
         gradient = checked_gradient(gradient, self._values)
         flat = gradient.reshape(-1)  # a view where strides allow it
         with on_device(self.device):
+            if clip_norm is not None:
+                clip(gradient, clip_norm)
             report = self._kernels.fold(
                 self._values,
                 flat,
@@ -162,7 +169,7 @@ class TorchAccumulator:
             )
             if flat.data_ptr() != gradient.data_ptr():
                 gradient.zero_()
-            self._journal.restart(report[2:3])
+            self._journal.restart(report[2:3], masking=masking)
             self._report = PendingReport(PendingCopy(report))
         return self._report
 

@@ -39,12 +39,19 @@ class Journal:
     def __init__(self, kernels: TensorKernels, values: Tensor, companions: tuple[Tensor, ...]) -> None:
         self._kernels, self._values, self._companions = kernels, values, companions
         self._changes: list[_Change] = []
+        self._masking = True
         # Changes up to here are in the block maxima; those after only keep them upper bounds.
         self._refreshed = 0
         self._start_norm = self.square_norm = sum_of_squares(values)
 
-    def restart(self, square_norm: Tensor | None = None) -> None:
-        """Forgets all changes: the values are new, and so is their sum of squares (computed if left out)."""
+    def restart(self, square_norm: Tensor | None = None, masking: bool = True) -> None:
+        """Forgets all changes: the values are new, and so is their sum of squares (computed if left out).
+
+        Args:
+            square_norm: float64, shape (1,).
+            masking: whether companions are cleared with the values from now on.
+        """
+        self._masking = masking
         self._changes.clear()
         self._refreshed = 0
         self._start_norm = self.square_norm = (
@@ -55,9 +62,12 @@ class Journal:
         return (self.square_norm - sum_of_squares(old)).clamp_(min=0.0)
 
     def clear(self, indices: Tensor) -> None:
-        """Sets values and companions to 0 there."""
+        """Sets values, and companions if there is masking, to 0 there."""
         old = self._kernels.clear(self._values, indices)
-        companions = tuple(self._kernels.clear(companion, indices) for companion in self._companions)
+        companions = tuple(
+            self._kernels.clear(companion, indices) if self._masking else companion[indices.long()]
+            for companion in self._companions
+        )
         self._changes.append(_Change(indices, old, companions))
         if indices.numel() == self._values.numel():
             # All of them: 0 exactly, not the rounding of the fold's sum.
@@ -88,4 +98,4 @@ class Journal:
             for change in self._changes:
                 self._kernels.refresh_maxima(self._values, maxima, layout, change.indices)
         if self._changes:
-            self.restart(self._start_norm)
+            self.restart(self._start_norm, self._masking)

@@ -1,7 +1,9 @@
 """Error feedback and momentum correction around a sparsifier, and the bucket that holds it all."""
 
-from horovod_sparse.feedback.base import FEEDBACKS, ErrorFeedback, Feedback, NoFeedback
+from horovod_sparse.feedback.base import ErrorFeedback, Feedback, NoFeedback
 from horovod_sparse.feedback.bucket import Bucket, BucketStep, Member
+from horovod_sparse.feedback.momentum import MomentumCorrection
+from horovod_sparse.feedback.named import FEEDBACKS
 from horovod_sparse.feedback.recipe import Recipe, parse_recipe, recipe, recipe_signature
 
 __all__ = [
@@ -11,6 +13,7 @@ __all__ = [
     "ErrorFeedback",
     "Feedback",
     "Member",
+    "MomentumCorrection",
     "NoFeedback",
     "Recipe",
     "parse_recipe",

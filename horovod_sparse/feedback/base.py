@@ -2,20 +2,43 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from horovod_sparse.arrays.protocol import FoldReport
-from horovod_sparse.errors import ArgumentError, UnknownNameError
+from horovod_sparse.sparsifiers.base import BucketInfo, check_number
 
-__all__ = ["ErrorFeedback", "Feedback", "FoldableAccumulator", "NoFeedback"]
+__all__ = [
+    "ErrorFeedback",
+    "Feedback",
+    "FoldableAccumulator",
+    "LearningRates",
+    "NoFeedback",
+    "check_clip_norm",
+    "local_clip_norm",
+    "residual_decay",
+]
+
+#: of the previous step and of this one; None where unknown
+LearningRates: TypeAlias = tuple[float | None, float | None]
 
 
 class FoldableAccumulator(Protocol):
-    """The part of `Accumulator` that a feedback uses."""
+    """The part of an accumulator that a feedback uses."""
 
-    def fold(self, gradient: Any, *, decay: float = 1.0, keep_residual: bool = True) -> FoldReport:
-        """See `Accumulator.fold`; without the residual, values = gradient."""
+    def fold(
+        self,
+        gradient: Any,
+        *,
+        decay: float = 1.0,
+        momentum: float | None = None,
+        nesterov: bool = False,
+        masking: bool = True,
+        keep_residual: bool = True,
+        clip_norm: float | None = None,
+    ) -> FoldReport:
+        """See `HostAccumulator.fold`."""
 
 
 @runtime_checkable
@@ -27,15 +50,48 @@ class Feedback(Protocol):
         """Arrays of n elements that it needs beside the residual."""
 
     def fold(
-        self, accumulator: Any, gradient: Any, learning_rates: tuple[float | None, float | None]
+        self, accumulator: Any, gradient: Any, info: BucketInfo, learning_rates: LearningRates
     ) -> FoldReport:
         """Folds the gradient in and clears it.
 
         Args:
             accumulator: of the bucket.
             gradient: [n], zeros afterwards.
+            info: the facts of the bucket.
             learning_rates: of the previous step and of this one; None where unknown.
         """
+
+
+def residual_decay(scale_residual: bool, learning_rates: LearningRates) -> float:
+    """What the residual is multiplied by: eta_before / eta_now, or 1.
+
+    Example:
+        >>> residual_decay(True, (0.1, 0.05)), residual_decay(True, (None, 0.05))
+        (2.0, 1.0)
+    """
+    before, now = learning_rates
+    # a rate of 0 (the first step of some warm-ups) has no quotient: what was held back is kept as it is
+    return before / now if scale_residual and before and now else 1.0
+
+
+def check_clip_norm(clip_norm: float | None) -> None:
+    """Refuses what is no norm.
+
+    Raises:
+        ArgumentError: it is neither None nor a number above 0.
+    """
+    if clip_norm is not None:
+        check_number("clip_norm", clip_norm, "a norm above 0, or None", low=0.0, high=math.inf)
+
+
+def local_clip_norm(clip_norm: float | None, info: BucketInfo) -> float | None:
+    """``clip_norm / sqrt(P)``: what one rank's gradient of the bucket may have.
+
+    Example:
+        >>> local_clip_norm(1.0, BucketInfo("w", 8, size=4))
+        0.5
+    """
+    return None if clip_norm is None else clip_norm / math.sqrt(info.size)
 
 
 @dataclass(frozen=True)
@@ -50,61 +106,60 @@ class ErrorFeedback:
 
     Args:
         scale_residual: follow changes of the learning rate, as the papers' equations do.
+        clip_norm: of a rank's gradient of a bucket, times sqrt(P); None for no clipping. See
+            `MomentumCorrection`.
 
     Source: Seide et al. 2014; ExDyna and MiCRO, Algorithm 1.
+
+    Example:
+        >>> ErrorFeedback().scale_residual
+        True
     """
 
     scale_residual: bool = True
-    num_companions: int = 0
+    clip_norm: float | None = None
+
+    def __post_init__(self) -> None:
+        check_clip_norm(self.clip_norm)
+
+    @property
+    def num_companions(self) -> int:
+        """None but the residual."""
+        return 0
 
     def fold(
-        self,
-        accumulator: FoldableAccumulator,
-        gradient: Any,
-        learning_rates: tuple[float | None, float | None],
+        self, accumulator: FoldableAccumulator, gradient: Any, info: BucketInfo, learning_rates: LearningRates
     ) -> FoldReport:
         """See `Feedback.fold`."""
-        before, now = learning_rates
-        # a rate of 0 (the first step of some warm-ups) has no quotient: what was held back is kept as it is
-        decay = before / now if self.scale_residual and before and now else 1.0
-        return accumulator.fold(gradient, decay=decay)
+        return accumulator.fold(
+            gradient,
+            decay=residual_decay(self.scale_residual, learning_rates),
+            clip_norm=local_clip_norm(self.clip_norm, info),
+        )
 
 
 @dataclass(frozen=True)
 class NoFeedback:
-    """What is not sent is lost: ``acc = gradient``. For comparison; it does not converge in general."""
+    """What is not sent is lost: ``acc = gradient``. For comparison; it does not converge in general.
 
-    num_companions: int = 0
+    Args:
+        clip_norm: see `ErrorFeedback`.
+    """
+
+    clip_norm: float | None = None
+
+    def __post_init__(self) -> None:
+        check_clip_norm(self.clip_norm)
+
+    @property
+    def num_companions(self) -> int:
+        """None: not even a residual is carried on."""
+        return 0
 
     def fold(
-        self,
-        accumulator: FoldableAccumulator,
-        gradient: Any,
-        learning_rates: tuple[float | None, float | None],
+        self, accumulator: FoldableAccumulator, gradient: Any, info: BucketInfo, learning_rates: LearningRates
     ) -> FoldReport:
         """See `Feedback.fold`."""
-        return accumulator.fold(gradient, keep_residual=False)
-
-
-FEEDBACKS: dict[str, type] = {"error": ErrorFeedback, "none": NoFeedback}
-
-
-def feedback_named(name: str | Feedback) -> Feedback:
-    """A feedback by its name, or the feedback itself.
-
-    Raises:
-        UnknownNameError: there is no feedback of that name.
-        ArgumentError: it is neither a name nor a feedback.
-
-    Example:
-        >>> feedback_named("none")
-        NoFeedback(num_companions=0)
-    """
-    if isinstance(name, str):
-        if name not in FEEDBACKS:
-            raise UnknownNameError("feedback", name, FEEDBACKS)
-        made: Feedback = FEEDBACKS[name]()
-        return made
-    if not isinstance(name, Feedback):
-        raise ArgumentError("feedback", name, f"one of {', '.join(sorted(FEEDBACKS))}, or a Feedback")
-    return name
+        return accumulator.fold(
+            gradient, keep_residual=False, clip_norm=local_clip_norm(self.clip_norm, info)
+        )

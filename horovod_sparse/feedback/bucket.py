@@ -106,7 +106,8 @@ class Bucket:
         started = time.perf_counter()
         self._before = copy.deepcopy(self.state)
         report.num_target = self.recipe.sparsifier.num_selected(self.info, self.state)
-        self.recipe.feedback.fold(self.accumulator, gradient, (self.learning_rate, learning_rate))
+        rates = (self.learning_rate, learning_rate)
+        self.recipe.feedback.fold(self.accumulator, gradient, self.info, rates)
         if learning_rate is not None:
             self.learning_rate = learning_rate
         report.fold_seconds = time.perf_counter() - started

@@ -7,10 +7,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from horovod_sparse.arrays.protocol import FoldReport
-from horovod_sparse.errors import ArgumentError
+from horovod_sparse.feedback.base import (
+    FoldableAccumulator,
+    LearningRates,
+    check_clip_norm,
+    local_clip_norm,
+    residual_decay,
+)
 from horovod_sparse.sparsifiers.base import BucketInfo, check_number
 
 __all__ = ["MomentumCorrection"]
+
+_BELOW_ONE = math.nextafter(1.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -19,11 +27,15 @@ class MomentumCorrection:
 
     With plain error feedback, a gradient that is held back for many steps misses the momentum it would
     have gathered. Here momentum is applied before, on every rank, so the optimizer must not apply it
-    again: use SGD without momentum. Weight decay stays with the optimizer, and so out of the velocity.
+    again: use SGD without momentum (with it an ArgumentError is raised). Weight decay stays with the
+    optimizer, and so out of the velocity.
+
+    It is nobody's default, not even of `DGC`, because it is right only together with a change of the
+    user's optimizer, which a drop-in must not ask for.
 
     Args:
         momentum: m, in [0, 1).
-        nesterov: ``acc = e + g + m u`` instead.
+        nesterov: ``acc = e + g + m u`` instead: what Nesterov's momentum of PyTorch's SGD adds.
         masking: clear the velocity where values were sent (momentum factor masking), so that stale
             momentum does not push on.
         clip_norm: largest L2 norm of a rank's gradient of a bucket, times sqrt(P); None for no clipping.
@@ -44,27 +56,27 @@ class MomentumCorrection:
     masking: bool = True
     clip_norm: float | None = None
     scale_residual: bool = True
-    num_companions: int = 1
 
     def __post_init__(self) -> None:
-        check_number("momentum", self.momentum, "a number in [0, 1)", low=0.0, high=1.0, include_low=True)
-        if self.momentum == 1.0:
-            raise ArgumentError("momentum", self.momentum, "a number in [0, 1)")
-        if self.clip_norm is not None:
-            check_number("clip_norm", self.clip_norm, "a norm above 0, or None", low=0.0, high=math.inf)
+        check_number(
+            "momentum", self.momentum, "a number in [0, 1)", low=0.0, high=_BELOW_ONE, include_low=True
+        )
+        check_clip_norm(self.clip_norm)
+
+    @property
+    def num_companions(self) -> int:
+        """One: the velocity."""
+        return 1
 
     def fold(
-        self,
-        accumulator: Any,
-        gradient: Any,
-        info: BucketInfo,
-        learning_rates: tuple[float | None, float | None],
+        self, accumulator: FoldableAccumulator, gradient: Any, info: BucketInfo, learning_rates: LearningRates
     ) -> FoldReport:
         """See `Feedback.fold`."""
-        before, now = learning_rates
-        decay = before / now if self.scale_residual and before and now else 1.0
-        limit = None if self.clip_norm is None else self.clip_norm / math.sqrt(info.size)
-        report: FoldReport = accumulator.fold(
-            gradient, decay=decay, momentum=self.momentum, nesterov=self.nesterov, clip_norm=limit
+        return accumulator.fold(
+            gradient,
+            decay=residual_decay(self.scale_residual, learning_rates),
+            momentum=self.momentum,
+            nesterov=self.nesterov,
+            masking=self.masking,
+            clip_norm=local_clip_norm(self.clip_norm, info),
         )
-        return report

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from horovod_sparse.errors import ArgumentError, UnknownNameError
-from horovod_sparse.feedback.base import ErrorFeedback, Feedback, feedback_named
+from horovod_sparse.feedback.base import ErrorFeedback, Feedback
+from horovod_sparse.feedback.named import feedback_named
 from horovod_sparse.sparsifiers import ALGORITHMS, Sparsifier
 
 __all__ = ["Recipe", "parse_recipe", "recipe", "recipe_signature"]

@@ -36,7 +36,9 @@ class DGC(Sparsifier):
     most. One round, as top-k; density is per rank.
 
     The momentum correction, clipping and warm-up that make up the rest of DGC are feedback and schedule,
-    and work with every sparsifier; `Compression.dgc` switches momentum correction on by default.
+    and work with every sparsifier: ``feedback=MomentumCorrection(momentum=0.9, clip_norm=1.0)``,
+    ``schedule=Stairs(steps=steps_per_epoch)``. They are not on by default: momentum correction asks for
+    an optimizer without momentum, and a warm-up for the length of an epoch.
 
     Args:
         density: k / n, in (0, 1].
@@ -54,7 +56,6 @@ class DGC(Sparsifier):
     """
 
     name: ClassVar[str] = "dgc"
-    default_feedback: ClassVar[str] = "momentum"
 
     sample_fraction: float = 0.01
     threshold: str = "sampled"

@@ -21,6 +21,13 @@ def widen(gradient: np.ndarray, dtype: np.dtype[Any]) -> Values:
     return gradient.astype(dtype)
 
 
+def clipped(gradient: Values, clip_norm: float) -> Values:
+    """A gradient of float32 or float64 scaled down to a norm of its finite elements."""
+    finite = np.where(np.isfinite(gradient), gradient, 0).astype(np.float64)
+    norm = float(np.linalg.norm(finite))
+    return gradient if norm <= clip_norm else gradient * gradient.dtype.type(clip_norm / norm)
+
+
 class ReferenceAccumulator:
     """Residual plus gradient of a bucket, each method in the most obvious way.
 
@@ -31,7 +38,9 @@ class ReferenceAccumulator:
         self, num_elements: int, dtype: np.dtype[Any], *, density: float = 0.001, companions: int = 0
     ) -> None:
         self._values = np.zeros(num_elements, dtype)
-        self._folded = self._values.copy()
+        self.companions = tuple(np.zeros(num_elements, dtype) for _ in range(companions))
+        self._masked = self.companions
+        self._folded = self._values.copy(), [companion.copy() for companion in self.companions]
         self._report = FoldReport()
 
     @property
@@ -50,16 +59,38 @@ class ReferenceAccumulator:
     def square_norm(self) -> float:
         return float(np.sum(np.square(self._values, dtype=np.float64)))
 
-    def fold(self, gradient: np.ndarray, *, decay: float = 1.0, keep_residual: bool = True) -> FoldReport:
-        old = self._values
+    def fold(
+        self,
+        gradient: np.ndarray,
+        *,
+        decay: float = 1.0,
+        momentum: float | None = None,
+        nesterov: bool = False,
+        masking: bool = True,
+        keep_residual: bool = True,
+        clip_norm: float | None = None,
+    ) -> FoldReport:
+        old, one = self._values, self.dtype.type
+        self._masked = self.companions if masking else ()
+        step = widen(gradient, self.dtype)
         with np.errstate(over="ignore", invalid="ignore", under="ignore"):
-            kept = self.dtype.type(decay if keep_residual else 0.0) * old
-            new = kept + widen(gradient, self.dtype)
+            if clip_norm is not None:
+                step = clipped(step, clip_norm)
+            bad = ~np.isfinite(step)
+            if momentum is not None:
+                velocity = self.companions[0]
+                step = np.where(bad, one(0), step)
+                speed = one(momentum) * velocity + step
+                bad |= ~np.isfinite(speed)
+                velocity[:] = np.where(np.isfinite(speed), speed, one(momentum) * velocity)
+                step = step + one(momentum) * velocity if nesterov else velocity
+            kept = one(decay if keep_residual else 0.0) * old
+            new = kept + step
         carried = (decay if keep_residual else 0.0) ** 2 * self.square_norm
-        bad = ~np.isfinite(new)
-        self._values = np.where(bad, np.where(np.isfinite(kept), kept, old), new)
+        bad |= ~np.isfinite(new)
+        self._values = np.where(np.isfinite(new), new, np.where(np.isfinite(kept), kept, old))
         gradient[:] = 0
-        self._folded = self._values.copy()
+        self._folded = self._values.copy(), [companion.copy() for companion in self.companions]
         self._report = FoldReport(
             num_nonfinite=int(bad.sum()),
             first_nonfinite=int(np.argmax(bad)) if bad.any() else -1,
@@ -98,17 +129,21 @@ class ReferenceAccumulator:
         return self._values[indices]
 
     def clear(self, indices: Indices) -> None:
-        self._values[indices] = 0
+        for array in (self._values, *self._masked):
+            array[indices] = 0
 
     def add(self, indices: Indices, values: Values) -> None:
         self._values[indices] += values
 
     def abandon(self) -> None:
-        self._values = self._folded.copy()
+        values, companions = self._folded
+        self._values = values.copy()
+        for companion, folded in zip(self.companions, companions, strict=True):
+            companion[:] = folded
 
     def values(self) -> Values:
         return self._values
 
     def assign(self, values: Values) -> None:
         self._values[:] = values
-        self._folded = self._values.copy()
+        self._folded = self._values.copy(), [companion.copy() for companion in self.companions]

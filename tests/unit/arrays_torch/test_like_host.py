@@ -45,6 +45,7 @@ def scenarios(draw: st.DrawFn, max_elements: int) -> dict[str, Any]:
                         "decay": st.sampled_from([1.0, 0.3, 2.0]),
                         "momentum": st.sampled_from([None, 0.0, 0.9]),
                         "nesterov": st.booleans(),
+                        "masking": st.booleans(),
                         "keep_residual": st.sampled_from([True, True, False]),
                     }
                 ),
@@ -195,3 +196,18 @@ def test_a_small_buffer_is_noticed(place: Any) -> None:
     expected = values.abs().sort(descending=True).values[49]
     report, _ = place.kernels.find_kth(values, maxima, layout, 50, 0, 2000, True)
     assert report.tolist() == [int(expected.view(torch.int32)), 0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("special", [1.0, np.nan, np.inf])
+def test_clipping_is_the_hosts(place: Any, dtype: str, special: float) -> None:
+    values = np.random.default_rng(9).standard_normal(500)
+    values[77] = special
+    gradient = as_gradient(values, dtype)
+    host = HostAccumulator(500, dtype)
+    ours = TorchAccumulator(500, dtype, device=place.device, kernels=place.kernels)
+    report = ours.fold(as_tensor(gradient, dtype, place.device), clip_norm=2.0)
+    expected = host.fold(gradient, clip_norm=2.0)
+    assert report.first_nonfinite == expected.first_nonfinite == (-1 if special == 1.0 else 77)
+    np.testing.assert_allclose(ours.values(), host.values(), rtol=1e-2, atol=1e-4)
+    assert float(np.linalg.norm(ours.values())) == pytest.approx(2.0, rel=1e-2)

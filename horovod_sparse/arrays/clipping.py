@@ -1,0 +1,143 @@
+"""Scaling a gradient down to a norm, while it is folded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from horovod_sparse.errors import ArgumentError
+from horovod_sparse.kernels.layout import native_bits
+
+if TYPE_CHECKING:
+    from horovod_sparse.arrays.gradient_parts import GradientParts
+
+__all__ = ["check_norm", "clip_factor", "finite_norm", "scaled"]
+
+Array = NDArray[Any]
+
+# Elements that are widened at a time: they stay in the cache between their uses.
+_CHUNK = 1 << 16
+
+
+def check_norm(norm: float) -> None:
+    """Refuses a norm that nothing can be scaled to.
+
+    Raises:
+        ArgumentError: it is not above 0.
+    """
+    if not norm > 0.0:
+        raise ArgumentError("clip_norm", norm, "a norm above 0")
+
+
+def clip_factor(gradient: Array | GradientParts, clip_norm: float) -> float:
+    """``min(1, clip_norm / norm)``, the norm being that of the finite elements.
+
+    Args:
+        gradient: as `gradients.checked_gradient` returns it. Not changed.
+        clip_norm: above 0.
+
+    Raises:
+        ArgumentError: clip_norm is not above 0.
+
+    Example:
+        >>> clip_factor(np.array([3.0, np.nan, 4.0], np.float32), 1.0)
+        0.2
+    """
+    check_norm(clip_norm)
+    norm = finite_norm(gradient)
+    return 1.0 if norm <= clip_norm else clip_norm / norm
+
+
+def finite_norm(gradient: Array | GradientParts) -> float:
+    """L2 norm of the finite elements, also where squares would overflow or vanish.
+
+    Args:
+        gradient: as `gradients.checked_gradient` returns it. Not changed.
+
+    Example:
+        >>> round(finite_norm(np.array([3e30, np.inf, 4e30], np.float32)) / 1e30, 5)
+        5.0
+    """
+    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+        total = sum(float(np.dot(chunk, chunk)) for chunk in _chunks(gradient))
+        if 1e-30 < total < math.inf:
+            return math.sqrt(total)
+        top = max((_top(chunk) for chunk in _chunks(gradient)), default=0.0)
+        if top == 0.0:
+            return 0.0
+        total = 0.0
+        for chunk in _chunks(gradient):
+            shares = np.where(np.isfinite(chunk), chunk, 0).astype(np.float64) / top
+            total += float(np.dot(shares, shares))
+    return top * math.sqrt(total)
+
+
+def scaled(
+    pieces: Iterable[tuple[int, Array]], factor: float, *, keep: bool = False
+) -> Iterator[tuple[int, Array]]:
+    """The pieces of a gradient, multiplied as they come; NaN and Inf stay what they are.
+
+    Args:
+        pieces: of `gradients.pieces`, each starting at a multiple of the block size.
+        factor: of all elements; 1 changes nothing.
+        keep: leave the memory as it is, and give copies.
+    """
+    if factor == 1.0:
+        yield from pieces
+        return
+    for start, piece in pieces:
+        for first in range(0, piece.size, _CHUNK):
+            chunk = piece[first : first + _CHUNK]
+            wide = _wide(chunk)
+            small = _narrow(wide * wide.dtype.type(factor), chunk.dtype)
+            if keep:
+                yield start + first, small
+            else:
+                chunk[:] = small
+        if not keep:
+            yield start, piece
+
+
+def _chunks(gradient: Array | GradientParts) -> Iterator[Array]:
+    if not isinstance(gradient, np.ndarray):
+        for _, piece in gradient.pieces(_CHUNK, 1):
+            for start in range(0, piece.size, _CHUNK):
+                yield _wide(piece[start : start + _CHUNK])
+        return
+    array = np.ascontiguousarray(gradient)
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
+    flat = native_bits(array)
+    for start in range(0, flat.size, _CHUNK):
+        yield _wide(flat[start : start + _CHUNK])
+
+
+def _top(chunk: Array) -> float:
+    return float(np.abs(chunk).max(where=np.isfinite(chunk), initial=0.0))
+
+
+def _wide(chunk: Array) -> Array:
+    """A chunk as float32 or float64, from the kernels' form: half types as their bits."""
+    if chunk.dtype == np.uint16:
+        bits: Array = (chunk.astype(np.uint32) << 16).view(np.float32)
+        return bits
+    if chunk.dtype == np.int16:
+        return chunk.view(np.float16).astype(np.float32)
+    return chunk
+
+
+def _narrow(wide: Array, dtype: np.dtype[Any]) -> Array:
+    """The inverse of `_wide`, rounded to nearest even."""
+    if dtype == np.int16:
+        half: Array = wide.astype(np.float16).view(np.int16)
+        return half
+    if dtype != np.uint16:
+        return wide
+    bits = wide.view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16
+    # Adding to the bits of a NaN could make it a number.
+    return np.where(np.isnan(wide), 0x7FC0, rounded).astype(np.uint16)

@@ -1,0 +1,211 @@
+"""Momentum correction and clipping, against the equations written out."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+from horovod_sparse.arrays import GradientParts, HostAccumulator
+from horovod_sparse.errors import ArgumentError, NonFiniteGradientError
+from horovod_sparse.feedback import ErrorFeedback, Feedback, MomentumCorrection, NoFeedback, Recipe, recipe
+from horovod_sparse.simulation import SimulatedCluster
+from horovod_sparse.sparsifiers import DGC, TopK
+from support.gradients import DTYPES, as_gradient, dyadic, wide
+from support.history import Scenario, random_gradients, run
+from support.reference import ReferenceAccumulator
+
+_P, _N, _K = 3, 40, 4
+
+
+def by_the_equations(
+    gradients: np.ndarray, momentum: float, nesterov: bool, masking: bool
+) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
+    """Sums of every step, residuals and velocities at the end: Lin et al. 2018, Eqs. (4), (5) and (9)."""
+    residual, velocity = np.zeros((_P, _N)), np.zeros((_P, _N))
+    sums = []
+    for step in gradients:
+        velocity = momentum * velocity + step
+        residual = residual + (step + momentum * velocity if nesterov else velocity)
+        total = np.zeros(_N)
+        for rank in range(_P):
+            sent = np.argsort(-np.abs(residual[rank]), kind="stable")[:_K]
+            total[sent] += residual[rank, sent]
+            residual[rank, sent] = 0
+            if masking:
+                velocity[rank, sent] = 0
+        sums.append(total)
+    return sums, residual, velocity
+
+
+@pytest.mark.parametrize("memory", [HostAccumulator, ReferenceAccumulator])
+@pytest.mark.parametrize("masking", [True, False])
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_the_equations(memory: type, nesterov: bool, masking: bool) -> None:
+    gradients = dyadic(np.random.default_rng(1), (8, _P, _N))
+    feedback = MomentumCorrection(momentum=0.5, nesterov=nesterov, masking=masking)
+    made = Recipe(TopK(density=_K / _N), feedback)
+    sums, residuals, velocities = by_the_equations(gradients, 0.5, nesterov, masking)
+    history = run(made, Scenario(_P, _N, num_steps=8), gradients, memory)
+    for number, expected in enumerate(sums):
+        np.testing.assert_array_equal(history.dense(number), expected)  # few bits: exact
+    for rank, bucket in enumerate(history.cluster.buckets):
+        np.testing.assert_array_equal(bucket.accumulator.values(), residuals[rank])
+        np.testing.assert_array_equal(bucket.accumulator.companions[0], velocities[rank])
+
+
+def test_density_one_is_momentum_sgd() -> None:
+    """With everything sent and the velocity kept, what is applied is PyTorch's momentum of the mean."""
+    gradients = dyadic(np.random.default_rng(2), (6, 2, 30))
+    made = Recipe(TopK(density=1.0), MomentumCorrection(momentum=0.5, masking=False))
+    history = run(made, Scenario(2, 30, num_steps=6), gradients)
+    velocity = np.zeros(30)
+    for number, step in enumerate(gradients):
+        velocity = 0.5 * velocity + step.sum(0)
+        np.testing.assert_array_equal(history.dense(number), velocity)
+
+
+@pytest.mark.parametrize("memory", [HostAccumulator, ReferenceAccumulator])
+@pytest.mark.parametrize("masking", [True, False])
+def test_an_abandoned_step_gives_the_velocity_back(memory: type, masking: bool) -> None:
+    made = Recipe(TopK(density=0.1), MomentumCorrection(momentum=0.5, masking=masking))
+    cluster = SimulatedCluster(made, _N, 2, accumulator=memory)
+    first, second = dyadic(np.random.default_rng(3), (2, 2, _N)).astype(np.float32)
+    cluster.synchronize(list(first.copy()))
+    before = [bucket.accumulator.companions[0].copy() for bucket in cluster.buckets]
+    sick = second.copy()
+    sick[1, 7] = np.nan
+    errors = cluster.synchronize(list(sick.copy()), keep_errors=True)
+    assert all(isinstance(error, NonFiniteGradientError) for error in errors)
+    for rank, bucket in enumerate(cluster.buckets):
+        expected = 0.5 * before[rank] + np.nan_to_num(sick[rank])
+        np.testing.assert_array_equal(bucket.accumulator.companions[0], expected)
+
+
+def norm(values: Any) -> float:
+    return float(np.linalg.norm(wide(values) if isinstance(values, np.ndarray) else values))
+
+
+@pytest.mark.parametrize("feedback", [ErrorFeedback, NoFeedback, MomentumCorrection])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_clipping_is_local_and_by_the_root_of_the_ranks(feedback: Any, dtype: str) -> None:
+    # Four ranks: what one rank adds has a norm of at most 1 / sqrt(4).
+    made = Recipe(TopK(density=0.01), feedback(clip_norm=1.0))
+    cluster = SimulatedCluster(made, 1000, 4, dtype)
+    values = np.random.default_rng(4).standard_normal((4, 1000))
+    values[3] *= 1e-3  # this rank's is small enough
+    given = [as_gradient(row, dtype) for row in values]
+    exact = [wide(row) for row in given]
+    sum_ = cluster.synchronize(given)[0]
+    folded = np.array(cluster.residuals(), np.float64)
+    for rank, count in enumerate(sum_.counts):
+        mine = slice(int(sum_.counts[:rank].sum()), int(sum_.counts[:rank].sum() + count))
+        folded[rank, sum_.indices[mine]] += sum_.values[mine]
+    tolerance = {"float32": 1e-6, "float64": 1e-12, "float16": 1e-3, "bfloat16": 8e-3}[dtype]
+    for rank in range(3):
+        np.testing.assert_allclose(np.linalg.norm(folded[rank]), 0.5, rtol=tolerance)
+        np.testing.assert_allclose(
+            folded[rank], 0.5 * exact[rank] / norm(exact[rank]), rtol=tolerance, atol=1e-6
+        )
+    np.testing.assert_array_equal(folded[3], exact[3])
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_not_finite_is_named_though_clipped(value: float, dtype: str) -> None:
+    cluster = SimulatedCluster(Recipe(TopK(density=0.1), ErrorFeedback(clip_norm=1.0)), 100, 2, dtype)
+    rows = np.random.default_rng(5).standard_normal((2, 100))
+    rows[1, 30] = value
+    given = [as_gradient(row, dtype) for row in rows]
+    exact = wide(given[1])
+    errors = cluster.synchronize(given, keep_errors=True)
+    assert all(isinstance(error, NonFiniteGradientError) and 1 in error.where for error in errors)
+    held = cluster.residuals()[1]
+    # what was finite has been clipped by its own norm, and kept
+    finite = np.where(np.isfinite(exact), exact, 0)
+    np.testing.assert_allclose(held, finite / norm(finite) / np.sqrt(2), rtol=1e-2, atol=1e-3)
+    assert held[30] == 0 and held.any()
+
+
+@pytest.mark.parametrize("scale", [1e-35, 1e35, 1e200])
+def test_norms_whose_squares_are_no_numbers(scale: float) -> None:
+    dtype = np.float64 if scale > 1e38 else np.float32
+    accumulator = HostAccumulator(100, dtype)
+    gradient = (np.random.default_rng(6).standard_normal(100) * scale).astype(dtype)
+    expected = gradient / float(np.linalg.norm(gradient.astype(np.float64) / scale)) / scale * (scale / 8)
+    accumulator.fold(gradient, clip_norm=scale / 8)
+    np.testing.assert_allclose(accumulator.values() / scale, expected / scale, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_any_strides_and_parts(dtype: str) -> None:
+    values = np.random.default_rng(7).standard_normal((500, 600))
+    plain, strided, parts = (HostAccumulator(300_000, dtype) for _ in range(3))
+    gradient = as_gradient(values, dtype)
+    column_major = np.asfortranarray(gradient)
+    halves = [gradient[:200].copy(), gradient[200:].copy()]
+    kept = [half.copy() for half in halves]
+    plain.fold(gradient, clip_norm=3.0)
+    strided.fold(column_major, clip_norm=3.0)
+    parts.fold(GradientParts(halves), clip_norm=3.0)
+    assert not column_major.any()
+    assert norm(plain.values()) == pytest.approx(3.0, rel=1e-2)
+    np.testing.assert_array_equal(plain.values(), strided.values())
+    np.testing.assert_allclose(plain.values(), parts.values(), rtol=1e-2)
+    for half, before in zip(halves, kept, strict=True):
+        np.testing.assert_array_equal(half, before)
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "complaint"),
+    [
+        (MomentumCorrection, {"momentum": 1.0}, "momentum=1.0"),
+        (MomentumCorrection, {"momentum": -0.1}, "momentum=-0.1"),
+        (MomentumCorrection, {"momentum": None}, "momentum=None"),
+        (MomentumCorrection, {"clip_norm": 0.0}, "clip_norm=0.0"),
+        (ErrorFeedback, {"clip_norm": -1.0}, "clip_norm=-1.0"),
+        (ErrorFeedback, {"clip_norm": float("nan")}, "clip_norm=nan"),
+        (NoFeedback, {"clip_norm": True}, "clip_norm=True"),
+    ],
+)
+def test_wrong_arguments_are_named(kind: Any, arguments: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ArgumentError, match=complaint):
+        kind(**arguments)
+
+
+def test_by_name() -> None:
+    made = recipe("dgc", feedback="momentum")
+    assert isinstance(made.sparsifier, DGC)
+    assert made.feedback == MomentumCorrection(momentum=0.9)
+    assert isinstance(made.feedback, Feedback)
+    assert dataclasses.replace(made.feedback, nesterov=True).num_companions == 1
+
+
+def test_what_is_applied_with_momentum_follows_the_learning_rate() -> None:
+    """The residual is scaled when the rate changes; the velocity, a sum of gradients, is not."""
+    made = Recipe(TopK(density=0.25), MomentumCorrection(momentum=0.5))
+    cluster = SimulatedCluster(made, 4, 1)
+    cluster.synchronize([np.array([8, 1, 1, 1], np.float32)], 0.5)
+    # held: residual (0, 1, 1, 1), velocity (0, 1, 1, 1); the rate halves: residual 2, plus velocity 0.5
+    cluster.synchronize([np.array([9, 0, 0, 0], np.float32)], 0.25)
+    assert cluster.residuals()[0].tolist() == [0, 2.5, 2.5, 2.5]
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_resume(size: int) -> None:
+    made = recipe("dgc", density=0.05, feedback=MomentumCorrection(momentum=0.9, clip_norm=2.0))
+    scenario = Scenario(size, 300, num_steps=6)
+    gradients = random_gradients(scenario)
+    whole = run(made, scenario, gradients)
+    first = run(made, scenario, gradients[:3])
+    fresh = SimulatedCluster(made, 300, size)
+    for old, new in zip(first.cluster.buckets, fresh.buckets, strict=True):
+        new.state = dataclasses.replace(old.state)
+        new.accumulator.assign(old.accumulator.values())
+        new.accumulator.companions[0][...] = old.accumulator.companions[0]
+    second = run(made, scenario, gradients[3:], cluster=fresh)
+    for step, expected in zip(second.steps, whole.steps[3:], strict=True):
+        assert step.sums[0].values.tobytes() == expected.sums[0].values.tobytes()
+        assert step.residuals[0].tobytes() == expected.residuals[0].tobytes()
