@@ -11,6 +11,7 @@ __all__ = [
     "HorovodSparseError",
     "MessageError",
     "NonFiniteGradientError",
+    "ProfileMismatchError",
     "StateMismatchError",
     "UnknownNameError",
     "UnsupportedError",
@@ -72,6 +73,24 @@ class UnsupportedError(HorovodSparseError):
 class HorovodMissingError(HorovodSparseError, ImportError):
     """Horovod, or its binding for this framework, is not installed."""
 
+    @classmethod
+    def explained(cls, reason: str, options: str) -> HorovodMissingError:
+        """The error, with what to do.
+
+        Args:
+            reason: what was found.
+            options: of Horovod's build, for the framework that is asked for.
+        """
+        return cls(
+            f"{reason}. Horovod 0.28.1 does not build against today's PyTorch and TensorFlow as it is "
+            "published. In a clone of horovod_sparse, scripts/setup builds it (about three minutes, once) "
+            "and installs it into .venv. To build it for another environment: unpack Horovod's source "
+            "distribution from PyPI, write 17 for 14 in set(CMAKE_CXX_STANDARD 14) of CMakeLists.txt and "
+            "horovod/torch/CMakeLists.txt, for TensorFlow 2.18 and later delete the line with "
+            f"xla_mpi_ops.cc from horovod/tensorflow/CMakeLists.txt, and install it with {options} "
+            "HOROVOD_WITH_GLOO=1 pip install --no-build-isolation. The README says more."
+        )
+
 
 class NonFiniteGradientError(HorovodSparseError, ArithmeticError):
     """A gradient holds NaN or Inf on some rank; raised on every rank.
@@ -106,3 +125,7 @@ class MessageError(HorovodSparseError, RuntimeError):
 
 class StateMismatchError(HorovodSparseError, RuntimeError):
     """Saved state does not fit: another algorithm, model, or number of ranks."""
+
+
+class ProfileMismatchError(HorovodSparseError, ValueError):
+    """A saved profile of measurements cannot be applied here: it lacks something, or is another's."""

@@ -6,6 +6,7 @@ from horovod_sparse.arrays.gradient_parts import GradientParts
 from horovod_sparse.arrays.host import HostAccumulator
 from horovod_sparse.arrays.moments import Moments
 from horovod_sparse.arrays.protocol import Accumulator, FoldReport, Indices, Values
+from horovod_sparse.arrays.scaled_sum import apply_scaled_sum
 from horovod_sparse.kernels import apply_sum, clear_at
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "Indices",
     "Moments",
     "Values",
+    "apply_scaled_sum",
     "apply_sum",
     "clear_at",
 ]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from horovod_sparse.arrays import apply_sum
+from horovod_sparse.arrays import apply_scaled_sum
 from horovod_sparse.feedback import Bucket
 from horovod_sparse.sparsifiers import SparseSum
 from horovod_sparse.telemetry import BucketReport
@@ -68,13 +68,4 @@ def _write(gradient: torch.Tensor, sum_: SparseSum, scale: float) -> tuple[torch
     """The gradient with the scaled sum in it, and the size of the union."""
     if not gradient.is_contiguous():
         gradient = torch.zeros(gradient.shape, dtype=gradient.dtype)
-    dense, values = host_view(gradient), sum_.values
-    if dense.dtype != values.dtype:  # a half type: summed and scaled in float32, rounded once
-        return gradient, apply_sum(dense, sum_.indices, values * values.dtype.type(scale))
-    num_union = apply_sum(dense, sum_.indices, values)
-    if scale != 1.0:
-        # after the sum, as Horovod does it, so that equal sums stay equal and what cancels is 0; an index
-        # that stands twice is written twice with the same value
-        flat = dense.reshape(-1)
-        flat[sum_.indices] = flat[sum_.indices] * values.dtype.type(scale)
-    return gradient, num_union
+    return gradient, apply_scaled_sum(host_view(gradient), sum_.indices, sum_.values, scale)
