@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
-from horovod_sparse.errors import UnknownNameError
-from horovod_sparse.feedback import parse_recipe, recipe, recipe_signature
-from horovod_sparse.sparsifiers import ALGORITHMS
+from horovod_sparse.frontend import Choices
 from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.compressor import SparseCompressor
 
 __all__ = ["Compression", "SparseCompressor"]
-
-_BINDING = ("named_parameters", "process_set")
 
 _COMMON_ARGUMENTS = """
 Arguments that every algorithm takes:
@@ -31,42 +26,17 @@ Returns:
 """
 
 
-def _factory(name: str) -> Callable[..., SparseCompressor]:
-    """A function that makes a compressor of an algorithm, with that algorithm's arguments and help."""
-
-    def make(
-        *,
-        named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
-        process_set: Any = None,
-        **arguments: Any,
-    ) -> SparseCompressor:
-        return SparseCompressor(recipe(name, **arguments), named_parameters, process_set)
-
-    algorithm = ALGORITHMS[name]
-    make.__name__ = name
-    make.__qualname__ = f"Compression.{name}"
-    make.__doc__ = f"{inspect.getdoc(algorithm)}\n{_COMMON_ARGUMENTS}"
-    own = recipe_signature(name).parameters.values()
-    binding = [inspect.Parameter(item, inspect.Parameter.KEYWORD_ONLY, default=None) for item in _BINDING]
-    make.__signature__ = inspect.Signature([*own, *binding], return_annotation=SparseCompressor)  # type: ignore[attr-defined]
-    return make
-
-
-_FACTORIES = {name: _factory(name) for name in ALGORITHMS}
+_CHOICES = Choices(SparseCompressor, ("named_parameters", "process_set"), _COMMON_ARGUMENTS, SparseCompressor)
 
 
 class _Algorithms(type):
     """Gives the namespace one factory per algorithm; a new algorithm needs no change here."""
 
     def __getattr__(cls, name: str) -> Callable[..., SparseCompressor]:
-        if name in _FACTORIES:
-            return _FACTORIES[name]
-        raise AttributeError(
-            str(UnknownNameError("compression", name, ["none", "fp16", "parse", *ALGORITHMS]))
-        )
+        return _CHOICES.named(name)
 
     def __dir__(cls) -> list[str]:
-        return sorted({*super().__dir__(), *_FACTORIES})
+        return sorted({*super().__dir__(), *_CHOICES.factories})
 
 
 class Compression(metaclass=_Algorithms):
@@ -114,8 +84,7 @@ density, feedback, indices, quantum, schedule, values
             >>> Compression.parse("none") is Compression.none
             True
         """
-        if text in ("none", "fp16"):
+        recipe = _CHOICES.parsed(text)
+        if recipe is None:
             return getattr(Compression, text)
-        if text.partition(":")[0].strip() not in ALGORITHMS:
-            raise UnknownNameError("compression", text, ["none", "fp16", *ALGORITHMS])
-        return SparseCompressor(parse_recipe(text), named_parameters, process_set)
+        return SparseCompressor(recipe, named_parameters, process_set)

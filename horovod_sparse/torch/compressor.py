@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -14,7 +13,8 @@ from horovod_sparse.errors import (
     NonFiniteGradientError,
     UnsupportedError,
 )
-from horovod_sparse.feedback import FEEDBACKS, Recipe
+from horovod_sparse.feedback import Recipe
+from horovod_sparse.frontend import describe_recipe
 from horovod_sparse.telemetry import BucketReport, StepReport, Telemetry
 from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.buckets import ParameterBuckets
@@ -182,18 +182,7 @@ class SparseCompressor(hvd.compression.Compressor):
         self._buckets.load_state_dict(state, self.parameters.names if self.parameters else None)
 
     def __repr__(self) -> str:
-        sparsifier, feedback = self.recipe.sparsifier, self.recipe.feedback
-        own = {item.name: item.default for item in dataclasses.fields(sparsifier)}
-        arguments = {name: getattr(sparsifier, name) for name in own}
-        shown = [
-            f"{name}={value!r}"
-            for name, value in arguments.items()
-            if name == "density" or value != own[name]
-        ]
-        names = [name for name, make in FEEDBACKS.items() if make() == feedback]
-        if names != ["error"]:
-            shown.append(f"feedback={(names[0] if names else feedback)!r}")
-        return f"Compression.{sparsifier.name}({', '.join(shown)})"
+        return describe_recipe(self.recipe)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (SparseCompressor, (self.recipe,))

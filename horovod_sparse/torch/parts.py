@@ -9,9 +9,9 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from horovod_sparse.collectives import AllReduce, Synchronization
-from horovod_sparse.errors import NonFiniteGradientError
+from horovod_sparse.collectives import Synchronization
 from horovod_sparse.feedback import Bucket, BucketStep, Member, Recipe
+from horovod_sparse.frontend import sum_densely
 from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.telemetry import BucketReport
 from horovod_sparse.torch.driver import Driver, Task
@@ -150,15 +150,9 @@ class DenseParameter:
 
     def _step(self) -> Synchronization[np.ndarray]:
         flat = self.gradient.flat
-        wide = flat.to(torch.promote_types(flat.dtype, torch.float32))
-        buffer = np.zeros(wide.numel() + self.size, wide.numpy().dtype)
-        own = buffer[: wide.numel()]
-        np.add(wide.numpy(), 0 if self.carried is None else self.carried, out=own)
-        buffer[own.size + self.rank] = not np.isfinite(own).all()
-        total: np.ndarray = yield AllReduce(buffer)
-        if unhealthy := np.flatnonzero(total[own.size :]).tolist():
-            raise NonFiniteGradientError(self.names[0], dict.fromkeys(unhealthy, self.names[0]))
-        return total[: own.size]
+        wide = flat.to(torch.promote_types(flat.dtype, torch.float32)).numpy()
+        carried = 0 if self.carried is None else self.carried
+        return sum_densely(self.names[0], wide, carried, (self.rank, self.size))
 
     def apply(self, scale: float) -> BucketReport:
         """See `Part.apply`."""

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from horovod_sparse.errors import ArgumentError, StateMismatchError, UnsupportedError
-from horovod_sparse.merging import (
-    DEFAULT_BUCKET_BYTES,
-    ParameterFacts,
-    Plan,
-    explicit_groups,
-    fixed_bytes,
-    num_buckets,
-)
+from horovod_sparse.errors import UnsupportedError
+from horovod_sparse.frontend import agreed_plan, describe_model, make_plan
+from horovod_sparse.merging import ParameterFacts, Plan
 from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.tensors import dtype_name
 
@@ -51,42 +44,6 @@ def facts_of(
     return facts
 
 
-def make_plan(
-    facts: Mapping[str, tuple[ParameterFacts, torch.Tensor]],
-    *,
-    plan: Plan | None = None,
-    groups: Any = None,
-    bucket_bytes: int | None = None,
-) -> Plan:
-    """The plan that the optimizer's arguments ask for, at most one of which may be given.
-
-    Args:
-        facts: as made by `facts_of`.
-        plan: taken as it is.
-        groups: Horovod's argument: a number of buckets, or lists of parameters.
-        bucket_bytes: see `fixed_bytes`.
-
-    Raises:
-        ArgumentError: if several are given, or the plan does not fit the parameters.
-    """
-    named = {"plan": plan, "groups": groups, "bucket_bytes": bucket_bytes}
-    given = [name for name, value in named.items() if value is not None]
-    if len(given) > 1:
-        raise ArgumentError(" and ".join(given), tuple(named[name] for name in given), "only one of them")
-    parameters = [fact for fact, _ in facts.values()]
-    if plan is not None:
-        made = plan
-    elif isinstance(groups, list):
-        name_of = {id(parameter): name for name, (_, parameter) in facts.items()}
-        made = explicit_groups(parameters, [[name_of.get(id(p), "") for p in group] for group in groups])
-    elif groups is not None:
-        made = num_buckets(parameters, groups)
-    else:
-        made = fixed_bytes(parameters, DEFAULT_BUCKET_BYTES if bucket_bytes is None else bucket_bytes)
-    made.check(parameters)
-    return made
-
-
 def agree(plan: Plan, parameters: Sequence[ParameterFacts], process_set: Any) -> Plan:
     """The plan of the process set's first rank, after a check that all ranks have the same parameters.
 
@@ -101,21 +58,6 @@ def agree(plan: Plan, parameters: Sequence[ParameterFacts], process_set: Any) ->
     """
     if process_set.size() == 1 or os.environ.get("HOROVOD_ELASTIC") == "1":
         return plan
-    # device names may differ where every rank has one of its own
-    own = {item.name: (item.num_elements, item.dtype, item.group) for item in parameters}
-    line = json.dumps([plan.to_dict(), own]).encode() + b"\n"
-    message = torch.frombuffer(bytearray(line), dtype=torch.uint8)
+    message = torch.frombuffer(bytearray(describe_model(plan, parameters)), dtype=torch.uint8)
     gathered = hvd.allgather(message, name="horovod_sparse.plan", process_set=process_set)
-    everyone = [json.loads(line) for line in bytes(gathered.tolist()).splitlines()]
-    first_plan, first = everyone[0]
-    for rank, (_, other) in enumerate(everyone):
-        if differing := sorted(
-            name for name in first.keys() | other.keys() if first.get(name) != other.get(name)
-        ):
-            name = differing[0]
-            raise StateMismatchError(
-                f"ranks 0 and {rank} do not train the same model: {name} is {first.get(name, 'missing')} "
-                f"here and {other.get(name, 'missing')} there (elements, dtype, parameter group); "
-                f"{len(differing)} parameters differ. Check requires_grad, too"
-            )
-    return Plan.from_dict(first_plan)
+    return agreed_plan(bytes(gathered.tolist()))

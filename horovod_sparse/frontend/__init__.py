@@ -1,0 +1,9 @@
+"""What the PyTorch and the TensorFlow front end have in common, free of both."""
+
+from horovod_sparse.frontend.agreement import agreed_plan, describe_model
+from horovod_sparse.frontend.choices import Choices
+from horovod_sparse.frontend.dense import sum_densely
+from horovod_sparse.frontend.planning import make_plan
+from horovod_sparse.frontend.text import describe_recipe
+
+__all__ = ["Choices", "agreed_plan", "describe_model", "describe_recipe", "make_plan", "sum_densely"]
