@@ -11,6 +11,7 @@ from horovod_sparse.sparsifiers.micro import MiCRO
 from horovod_sparse.sparsifiers.mstopk import MSTopK
 from horovod_sparse.sparsifiers.randomk import RandomK
 from horovod_sparse.sparsifiers.sidco import SIDCo
+from horovod_sparse.sparsifiers.spardl import SparDL
 from horovod_sparse.sparsifiers.topk import TopK
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "MiCRO",
     "RandomK",
     "SIDCo",
+    "SparDL",
     "SparseSum",
     "Sparsifier",
     "SparsifierState",
@@ -36,5 +38,18 @@ __all__ = [
 #: Every algorithm by the name that `Compression` and the command lines know it under.
 ALGORITHMS: dict[str, type[Sparsifier]] = {
     algorithm.name: algorithm
-    for algorithm in (TopK, CLTK, RandomK, HardThreshold, DGC, SIDCo, MSTopK, DRAGONN, MiCRO, ExDyna, GTopK)
+    for algorithm in (
+        TopK,
+        CLTK,
+        RandomK,
+        HardThreshold,
+        DGC,
+        SIDCo,
+        MSTopK,
+        DRAGONN,
+        MiCRO,
+        ExDyna,
+        GTopK,
+        SparDL,
+    )
 }

@@ -57,8 +57,12 @@ class Case:
 
     @property
     def stays_dyadic(self) -> bool:
-        """Whether numbers of few bits stay so; int8 divides by 127, and leaves residuals of full length."""
-        return self.recipe.sparsifier.values != "int8"
+        """Whether numbers of few bits stay so.
+
+        int8 divides by 127, and leaves residuals of full length; several teams share out what they drop.
+        """
+        sparsifier = self.recipe.sparsifier
+        return sparsifier.values != "int8" and getattr(sparsifier, "teams", 1) == 1
 
     def at(self, density: float) -> Recipe:
         """The recipe at another density."""
@@ -131,6 +135,12 @@ CASES: tuple[Case, ...] = (
     _case("dragonn"),
     _case("dragonn", slots_per_selected=0.5, values="float16", indices="gaps"),
     _case("gtopk", promises=_SHARED),
+    _case("spardl", promises=_SHARED),
+    _case("spardl", gather="bruck", promises=_SHARED),
+    _case("spardl", values="float16", indices="gaps", promises=_SHARED),
+    # a slow network: as many teams as ranks, R-SAG or B-SAG as their number is
+    _case("spardl", teams="auto", latency_seconds=1.0),
+    _case("spardl", teams="auto", latency_seconds=1.0, values="int8", gather="allgather"),
     _case("gtopk", values="float16", indices="gaps", promises=_SHARED),
     _case("topk", values="float16", indices="gaps", promises=_EXACT),
     _case("micro", values="float16", indices="gaps", promises=_SKETCH),

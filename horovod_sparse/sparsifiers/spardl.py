@@ -1,0 +1,189 @@
+"""SparDL: sparse reduce-scatter in teams, a sparse sum between teams, an all-gather."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import numpy as np
+
+from horovod_sparse.arrays.protocol import Accumulator
+from horovod_sparse.collectives import AllGather, Exchange, Request, Synchronization
+from horovod_sparse.errors import ArgumentError, UnknownNameError
+from horovod_sparse.sparsifiers.base import (
+    BucketInfo,
+    SparseSum,
+    Sparsifier,
+    SparsifierState,
+    Traffic,
+    check_count,
+    check_number,
+)
+from horovod_sparse.sparsifiers.mail import ceil_log2
+from horovod_sparse.sparsifiers.spardl_adjust import SparDLState, adjust, fresh_state, num_between_teams
+from horovod_sparse.sparsifiers.spardl_choice import cheapest_teams, is_power_of_two
+from horovod_sparse.sparsifiers.spardl_layout import Layout
+from horovod_sparse.sparsifiers.spardl_phases import Phases
+from horovod_sparse.sparsifiers.spardl_residuals import RESIDUAL_MODES
+from horovod_sparse.sparsifiers.spardl_traffic import spardl_traffic
+
+__all__ = ["SparDL"]
+
+_BETWEEN = ("auto", "recursive", "bruck")
+_GATHER = ("auto", "allgather", "bruck")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparDL(Sparsifier):
+    """Blocks are summed up along a short path, and cut to their largest elements at every stop.
+
+    P ranks in d teams of Q = P / d; the bucket in Q blocks. Per step:
+
+    1. Spar-Reduce-Scatter in every team: ``ceil(log2 Q)`` exchanges, one message each. A rank ends with
+       its team's sum of one block, L = k / Q elements of it.
+    2. Between the teams (d > 1), the sum of that block: R-SAG, ``log2 d`` exchanges of L elements, or
+       B-SAG, ``ceil(log2 d)`` exchanges in which every rank gives h elements, L / d <= h <= L.
+    3. All blocks for all ranks.
+
+    Density is global: k elements come back (fewer where B-SAG's union falls short). Every rank receives
+    ``2 k (P - 1) / P`` elements with one team, whatever P is; top-k needs ``k (P - 1)``.
+
+    Args:
+        density: k / n of the union, in (0, 1].
+        teams: d, a divisor of P; or "auto": the cheapest by the cost model, from the two network arguments.
+        residuals: "global" (nothing is lost), "partial" or "local" (as other methods do; for comparison).
+        between: the sum between teams: "recursive" (R-SAG, d a power of two), "bruck" (B-SAG, any d), or
+            "auto": the first where it can be.
+        gather: the last phase: "bruck" (within every team), "allgather" (Horovod's, among all ranks, one
+            round for it), or "auto": allgather for one team, where both cost the same by the model.
+        latency_seconds: of one round on the network, for teams="auto".
+        seconds_per_byte: of the network, for teams="auto". The defaults are 1 Gbit/s Ethernet.
+
+    Source: Zhao et al., SparDL (papers' Algorithms 1 and 2). Departures: docs/sparse_allreduce.md.
+
+    Example:
+        >>> SparDL(density=0.01, teams=2).describe()
+        'spardl:density=0.01,teams=2'
+        >>> len(SparDL(teams=2).rounds(6))
+        5
+    """
+
+    name: ClassVar[str] = "spardl"
+    density_scope: ClassVar[Literal["per rank", "global"]] = "global"
+
+    teams: int | str = 1
+    residuals: str = "global"
+    between: str = "auto"
+    gather: str = "auto"
+    latency_seconds: float = 50e-6
+    seconds_per_byte: float = 8e-9
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.teams != "auto":
+            check_count("teams", self.teams, 'a number of teams that divides the number of ranks, or "auto"')
+        for argument, known in (("residuals", RESIDUAL_MODES), ("between", _BETWEEN), ("gather", _GATHER)):
+            if getattr(self, argument) not in known:
+                raise UnknownNameError(f"{argument} of spardl", str(getattr(self, argument)), known)
+        for argument in ("latency_seconds", "seconds_per_byte"):
+            value = getattr(self, argument)
+            check_number(argument, value, "a time in seconds", low=0.0, high=1e9, include_low=True)
+
+    def resolved(self, info: BucketInfo) -> SparDL:
+        """With a number of teams that divides P, and a way between them that exists for it.
+
+        Raises:
+            ArgumentError: teams does not divide P, or is no power of two for between="recursive".
+        """
+        teams = self.teams
+        if teams == "auto":
+            k = self.num_selected(info, SparsifierState())
+            num_bytes = self.wire.message_bytes(k, info.num_elements, info.value_dtype)
+            teams = cheapest_teams(
+                info.size, num_bytes, self.latency_seconds, self.seconds_per_byte, self.between
+            )
+        return dataclasses.replace(self, teams=teams)._checked(info.size)
+
+    def _checked(self, size: int) -> SparDL:
+        """With all choices made for a number of ranks."""
+        teams = self.teams
+        divisors = [number for number in range(1, size + 1) if size % number == 0]
+        if not isinstance(teams, (int, np.integer)):
+            raise ArgumentError("teams", teams, "a number: a bucket decides it (`Sparsifier.resolved`)")
+        if size % teams:
+            raise ArgumentError("teams", teams, f'a divisor of {size} ranks ({divisors}), or "auto"')
+        if self.between == "recursive" and not is_power_of_two(teams):
+            raise ArgumentError(
+                "between", self.between, f'"bruck" or "auto": {teams} teams are not a power of two'
+            )
+        recursive = self.between == "recursive" or (self.between == "auto" and is_power_of_two(teams))
+        gather = self.gather
+        if gather == "auto":
+            gather = "allgather" if teams == 1 else "bruck"
+        return dataclasses.replace(
+            self, teams=int(teams), between="recursive" if recursive else "bruck", gather=gather
+        )
+
+    def init(self, info: BucketInfo) -> SparDLState:
+        """Step 0; Algorithm 2 as the paper begins it."""
+        return fresh_state(_number(self.resolved(info).teams))
+
+    def layout(self, info: BucketInfo, num_selected: int, step: int) -> Layout:
+        """Teams, blocks and quotas of a step."""
+        return Layout(info.size, _number(self.teams), info.num_elements, num_selected, step)
+
+    def synchronize(
+        self, accumulator: Accumulator, state: SparDLState, info: BucketInfo
+    ) -> Synchronization[SparseSum]:
+        """The three phases, then the residuals; see `Sparsifier.synchronize`."""
+        plan, k = self.resolved(info), self.num_selected(info, state)
+        layout = plan.layout(info, k, state.step)
+        phases = Phases(accumulator, info, layout, self.wire, notes_travel=plan.gather == "bruck")
+        facts = {"teams": float(layout.teams)}
+
+        block = yield from phases.scatter_reduce()
+        quota = layout.quota(layout.place(info.rank)[1])
+        if layout.teams > 1 and plan.between == "recursive":
+            block = yield from phases.recursive_doubling(block)
+        elif layout.teams > 1:
+            start, stop = layout.window(layout.place(info.rank)[1])
+            keeps_all = quota == stop - start  # a union cannot be longer than the block: no need to send less
+            num_sent = quota if keeps_all else num_between_teams(state, quota, layout.teams)
+            block, num_after = yield from phases.bruck(block, num_sent)
+            facts |= {"num_between_teams": float(num_sent), "num_after_teams": float(num_after)}
+            if not keeps_all:
+                adjust(state, num_after, quota, layout.teams)
+        if plan.gather == "bruck":
+            final = yield from phases.gather_within_team(block)
+        else:
+            final = yield from phases.gather_among_all(block)
+
+        phases.ledger.settle(final.vector.indices, self.residuals)
+        state.step += 1
+        counts = np.full(info.size, k, np.int64)
+        vector = final.vector
+        return SparseSum(vector.indices, vector.values, counts, final.first_nonfinite, final.norms, facts)
+
+    def rounds(self, size: int) -> tuple[type[Request], ...]:
+        """Exchanges within teams, between them, and the last phase.
+
+        Raises:
+            ArgumentError: teams="auto": the sparsifier of a bucket (`Sparsifier.resolved`) knows.
+        """
+        plan = self._checked(size)
+        teams = _number(plan.teams)
+        stages, between = ceil_log2(size // teams), ceil_log2(teams)
+        last = (AllGather,) if plan.gather == "allgather" else (Exchange,) * stages
+        return (*(Exchange,) * (stages + between), *last)
+
+    def traffic(self, info: BucketInfo, counts: np.ndarray, step: int = 0) -> tuple[Traffic, ...]:
+        """Exact but for B-SAG, where it is between that of h = L / d and of h = L."""
+        plan = self.resolved(info)
+        layout = plan.layout(info, int(counts[info.rank]), step)
+        return spardl_traffic(info, layout, self.wire, plan.between == "recursive", plan.gather == "bruck")
+
+
+def _number(teams: int | str) -> int:
+    """The number of teams of a description that has been resolved."""
+    return int(teams)

@@ -1,0 +1,154 @@
+"""The phases of SparDL as coroutines: within teams, between teams, and the final all-gather."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from horovod_sparse.arrays.protocol import Accumulator
+from horovod_sparse.collectives import Exchange, Synchronization
+from horovod_sparse.sparsifiers.base import BucketInfo, SparseSum, exchange_selections
+from horovod_sparse.sparsifiers.bruck import bruck_all_gather
+from horovod_sparse.sparsifiers.mail import Mail
+from horovod_sparse.sparsifiers.spardl_layout import Layout
+from horovod_sparse.sparsifiers.spardl_residuals import Ledger
+from horovod_sparse.sparsifiers.sparse_vectors import SparseVector, added, joined, split_largest
+from horovod_sparse.sparsifiers.windows import equal_part
+from horovod_sparse.wire import WireFormat
+
+__all__ = ["FinalSum", "Phases"]
+
+
+@dataclass(frozen=True)
+class FinalSum:
+    """What the last phase ends in: the same on all ranks.
+
+    Attributes:
+        vector: the sum.
+        first_nonfinite: see `SparseSum`.
+        norms: see `SparseSum`.
+    """
+
+    vector: SparseVector
+    first_nonfinite: dict[int, int]
+    norms: NDArray[np.float64]
+
+
+class Phases:
+    """One step of one rank.
+
+    Args:
+        accumulator: of this rank.
+        info: the facts of the bucket.
+        layout: of teams and blocks in this step.
+        wire: how elements are written.
+        notes_travel: whether notes go with the messages between teams (the last phase needs that where
+            it is not an allgather among all ranks).
+    """
+
+    def __init__(
+        self, accumulator: Accumulator, info: BucketInfo, layout: Layout, wire: WireFormat, notes_travel: bool
+    ) -> None:
+        self.ledger = Ledger(accumulator, wire)
+        self._accumulator, self._info, self._layout, self._wire = accumulator, info, layout, wire
+        self._mail = Mail(accumulator.report, info, wire)
+        self._notes_travel = notes_travel
+        self._team, self._position = layout.place(info.rank)
+
+    def scatter_reduce(self) -> Synchronization[SparseVector]:
+        """Spar-Reduce-Scatter: this team's sum of this rank's block, its largest elements only.
+
+        From the longest distance to the shortest one bag is sent and one received; every block is
+        sparsified just before it is sent, all that arrived for it included. One message per step.
+        """
+        layout, team, position = self._layout, self._team, self._position
+        for stage in reversed(range(layout.num_stages)):
+            distance = 1 << stage
+            message = self._mail.write(self.ledger.round(self._largest(layout.bag(position, stage))))
+            target, source = layout.rank(team, position + distance), layout.rank(team, position - distance)
+            arrived = yield Exchange({target: message}, (source,))
+            self.ledger.receive(self._mail.read(arrived[source]))
+        return self._largest([position])
+
+    def _largest(self, blocks: list[int]) -> SparseVector:
+        """Takes the quota of every block out of the accumulator; ascending."""
+        chosen = [
+            self._accumulator.largest(self._layout.quota(block), *self._layout.window(block))
+            for block in sorted(blocks)
+        ]
+        return self.ledger.select(chosen[0] if len(chosen) == 1 else np.concatenate(chosen))
+
+    def recursive_doubling(self, block: SparseVector) -> Synchronization[SparseVector]:
+        """R-SAG: the sum over teams of this rank's block, for 2**m teams.
+
+        Before stage t, 2**t teams hold the same sum. Both sides add the same two, so they keep and drop
+        the same; each of the 2**(t + 1) teams that now agree keeps its share of what was dropped.
+        """
+        layout, team = self._layout, self._team
+        quota, num_alike = layout.quota(self._position), 1
+        while num_alike < layout.teams:
+            block = self.ledger.round(block, num_alike, team % num_alike)
+            ours = team - team % num_alike
+            known = self._ranks_of(range(ours, ours + num_alike))
+            theirs = ours ^ num_alike
+            arriving = self._ranks_of(range(theirs, theirs + num_alike))
+            other = layout.rank(team ^ num_alike, self._position)
+            arrived = yield Exchange({other: self._mail.write(block, known)}, (other,))
+            total = added(block, self._mail.read(arrived[other], arriving))
+            num_alike *= 2
+            block, dropped = split_largest(total, quota)
+            self.ledger.discard(dropped, num_alike, team % num_alike)
+        return block
+
+    def bruck(self, block: SparseVector, num_sent: int) -> Synchronization[tuple[SparseVector, int]]:
+        """B-SAG: the sum over any number of teams of the `num_sent` largest elements of each.
+
+        Returns:
+            The sum, cut to the block's quota; how many elements it had before.
+        """
+        layout, team = self._layout, self._team
+        column = layout.column(self._position)
+        block, dropped = split_largest(block, num_sent)
+        self.ledger.discard(dropped)
+        message = self._mail.write(self.ledger.round(block), self._ranks_of([team]))
+        messages = yield from bruck_all_gather(message, column, team)
+        total = self._mail.read(messages[0], self._ranks_of([0]))
+        for other in range(1, layout.teams):
+            total = added(total, self._mail.read(messages[other], self._ranks_of([other])))
+        kept, dropped = split_largest(total, layout.quota(self._position))
+        self.ledger.discard(dropped, layout.teams, team)
+        return kept, len(total)
+
+    def _ranks_of(self, teams: range | list[int]) -> list[int]:
+        """Whose notes go with a message between teams."""
+        return [self._layout.rank(team, self._position) for team in teams] if self._notes_travel else []
+
+    def gather_within_team(self, block: SparseVector) -> Synchronization[FinalSum]:
+        """All blocks for all ranks, by Bruck's all-gather within every team."""
+        layout, mail = self._layout, self._mail
+        block = self.ledger.round(block, layout.teams, self._team)
+        team = [layout.rank(self._team, position) for position in range(layout.team_size)]
+        message = mail.write(block, layout.column(self._position))
+        messages = yield from bruck_all_gather(message, team, self._position)
+        blocks = [mail.read(words, layout.column(position)) for position, words in enumerate(messages)]
+        return FinalSum(joined(blocks, block.values.dtype), mail.notes.first_nonfinite, mail.notes.norms)
+
+    def gather_among_all(self, block: SparseVector) -> Synchronization[FinalSum]:
+        """All blocks for all ranks by one allgather: every team gives its d-th part of each block."""
+        layout = self._layout
+        start, stop = equal_part(len(block), layout.teams, self._team)
+        part = self.ledger.round(SparseVector(block.indices[start:stop], block.values[start:stop]))
+        gathered = yield from exchange_selections(
+            self._accumulator, part.indices, part.values, self._info, self._wire
+        )
+        sum_ = SparseSum.of(gathered)
+        indices, values = sum_.indices, sum_.values
+        if layout.teams > 1:
+            ends = np.cumsum(gathered.counts)
+            order = [rank for position in range(layout.team_size) for rank in layout.column(position)]
+            pieces = [slice(ends[rank] - gathered.counts[rank], ends[rank]) for rank in order]
+            indices = np.concatenate([indices[piece] for piece in pieces])
+            values = np.concatenate([values[piece] for piece in pieces])
+        return FinalSum(SparseVector(indices, values), gathered.first_nonfinite, gathered.norms)
