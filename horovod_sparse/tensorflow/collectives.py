@@ -1,0 +1,138 @@
+"""Carrying out the requests of a sparsifier with Horovod's native, asynchronous TensorFlow operations.
+
+A request is made on the host, by a sparsifier, when the graph runs; its operation is in the graph
+since it was traced. So everything that an operation fixes must follow from the kind of the request:
+all kinds but the allreduce travel as int32 words, whatever they hold, and a broadcast, whose root
+changes from step to step while an operation's is fixed, is an allgather to which the root alone gives
+something (the same bytes).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from horovod_sparse.collectives import AllGather, AllReduce, AllToAll, Broadcast, Exchange, Request
+from horovod_sparse.errors import CollectiveMismatchError, UnsupportedError
+from horovod_sparse.tensorflow._horovod import hvd
+
+__all__ = ["Wire", "carry_out", "from_wire", "nothing", "to_wire", "wire_dtype"]
+
+#: What goes through an operation: the buffer, and how many elements of it go to (come from) each rank;
+#: the latter is empty where the kind needs no such thing.
+Wire = tuple[np.ndarray, np.ndarray]
+
+_NO_SPLITS = np.empty(0, np.int32)
+_NOTHING = np.empty(0, np.int32)
+
+
+def wire_dtype(kind: type[Request], value_dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """The dtype that a request of this kind has in the graph.
+
+    Example:
+        >>> wire_dtype(AllGather, np.dtype(np.float64))
+        dtype('int32')
+    """
+    return np.dtype(value_dtype) if kind is AllReduce else np.dtype(np.int32)
+
+
+def nothing(kind: type[Request], value_dtype: np.dtype[Any], size: int) -> Wire:
+    """What a rank sends that has failed: empty messages, so that no rank waits, and each one notices."""
+    splits = np.zeros(size, np.int32) if kind in (Exchange, AllToAll) else _NO_SPLITS
+    return np.empty(0, wire_dtype(kind, value_dtype)), splits
+
+
+def to_wire(request: Request, value_dtype: np.dtype[Any], place: tuple[int, int]) -> Wire:
+    """A request as its operation takes it.
+
+    Args:
+        request: what to communicate.
+        value_dtype: of the bucket's values, which an allreduce has to have.
+        place: (rank, size) within the process set.
+
+    Raises:
+        CollectiveMismatchError: for an allreduce of another dtype.
+        UnsupportedError: for a broadcast of elements that are no multiple of 4 bytes.
+    """
+    rank, size = place
+    if isinstance(request, AllGather):
+        return np.ascontiguousarray(request.buffer, np.int32), _NO_SPLITS
+    if isinstance(request, AllReduce):
+        if request.buffer.dtype != value_dtype:
+            raise CollectiveMismatchError(
+                f"an allreduce of {request.buffer.dtype} in a bucket of {value_dtype}: in a graph its type "
+                "is fixed, and is that of the accumulator"
+            )
+        return np.ascontiguousarray(request.buffer), _NO_SPLITS
+    if isinstance(request, Broadcast):
+        if request.buffer.nbytes % 4:
+            raise UnsupportedError(f"a broadcast of {request.buffer.dtype}, which are not whole words")
+        words = np.ascontiguousarray(request.buffer).view(np.int32)
+        return (words if request.root == rank else _NOTHING), _NO_SPLITS
+    if isinstance(request, AllToAll):
+        buffers = list(request.buffers)
+    else:  # Horovod has no send: an all-to-all in which most messages are empty
+        buffers = [request.sends.get(peer, _NOTHING) for peer in range(size)]
+    splits = np.array([buffer.size for buffer in buffers], np.int32)
+    return np.concatenate(buffers).astype(np.int32, copy=False), splits
+
+
+def from_wire(request: Request, output: np.ndarray, splits: np.ndarray) -> Any:
+    """What comes back for a request.
+
+    Args:
+        request: what this rank asked for.
+        output: of the operation. TensorFlow's memory: the answer may be a view into it.
+        splits: of the operation, for exchanges and all-to-all.
+
+    Raises:
+        CollectiveMismatchError: if messages came that this rank does not await, or none at all.
+    """
+    if isinstance(request, AllReduce):
+        return output
+    if isinstance(request, AllGather):
+        return output
+    if isinstance(request, Broadcast):
+        if output.nbytes != request.buffer.nbytes:
+            raise CollectiveMismatchError(
+                f"a broadcast of {request.buffer.nbytes} bytes brought {output.nbytes}: the ranks do not "
+                "agree who sends, or the root has failed"
+            )
+        return output.view(request.buffer.dtype)
+    messages = np.split(output, np.cumsum(splits)[:-1])
+    if isinstance(request, AllToAll):
+        return messages
+    strangers = [
+        peer for peer, message in enumerate(messages) if message.size and peer not in request.sources
+    ]
+    if strangers:
+        raise CollectiveMismatchError(
+            f"messages are awaited from {sorted(request.sources)}, but {strangers} sent, too"
+        )
+    return {peer: messages[peer] for peer in request.sources}
+
+
+def carry_out(
+    kind: type[Request], buffer: tf.Tensor, splits: tf.Tensor | None, name: str, process_set: Any
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """The operation for a round. Asynchronous: no thread waits for it.
+
+    Args:
+        kind: of the request.
+        buffer: 1-D, as `to_wire` makes it.
+        splits: int32 [P], for exchanges and all-to-all.
+        name: of the collective, the same on all ranks, whatever scopes are open.
+        process_set: who takes part.
+
+    Returns:
+        What `from_wire` takes.
+    """
+    common = {"name": name, "ignore_name_scope": True, "process_set": process_set}
+    if kind is AllReduce:
+        return hvd.allreduce(buffer, op=hvd.Sum, **common), tf.zeros([0], tf.int32)
+    if kind in (Exchange, AllToAll):
+        output, received = hvd.alltoall(buffer, splits=splits, **common)
+        return output, received
+    return hvd.allgather(buffer, **common), tf.zeros([0], tf.int32)

@@ -1,0 +1,128 @@
+"""Puts a coroutine into a graph: host functions between Horovod's native operations, one per round.
+
+    start ─▶ allgather ─▶ resume ─▶ allreduce ─▶ resume ─▶ ... ─▶ settle
+
+`start` and `resume` are Python functions on NumPy arrays that look everything up when they are called,
+so nothing of a step is frozen into the graph; the collectives are asynchronous kernels, so no thread
+waits and backward goes on meanwhile. Ranks may run buckets in any order: Horovod matches by name, and
+within a bucket data dependencies fix the order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
+
+from horovod_sparse.collectives import AllToAll, Exchange, Synchronization
+from horovod_sparse.errors import UnsupportedError
+from horovod_sparse.tensorflow.collectives import Wire, carry_out, wire_dtype
+from horovod_sparse.tensorflow.task import Task
+
+__all__ = ["HOST", "refuse_xla", "settle", "unroll"]
+
+#: where messages live: what has k elements stays on the host
+HOST = "/cpu:0"
+
+
+def refuse_xla() -> None:
+    """Refuses to be traced for XLA.
+
+    Raises:
+        UnsupportedError: within ``tf.function(jit_compile=True)``.
+    """
+    if GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
+        raise UnsupportedError(
+            "jit_compile=True cannot be combined with a sparsifier, which selects on the host between "
+            "collectives: use tf.function without jit_compile, or model.compile(..., jit_compile=False)"
+        )
+
+
+def unroll(
+    task: Task,
+    make: Callable[..., Synchronization[Any]],
+    place: Callable[[], tuple[int, int]],
+    inputs: Sequence[tf.Tensor],
+    process_set: Any,
+) -> tf.Tensor:
+    """The operations of one synchronization. Builds them; runs nothing, except eagerly.
+
+    Args:
+        task: holds the coroutine between host functions, in every step anew.
+        make: called with the inputs as NumPy arrays (TensorFlow's memory, to be read, during the call
+            and the coroutine's first leg only); gives the coroutine.
+        place: tells (rank, size) within the process set, when the graph runs.
+        inputs: what `make` needs of the graph.
+        process_set: who takes part.
+
+    Returns:
+        int32 [], ready when the coroutine has ended, well or not; for `settle`.
+    """
+
+    def start(*arrays: np.ndarray) -> list[np.ndarray]:
+        task.legs.clear()
+        with task.working():
+            try:
+                coroutine = make(*arrays)
+            except Exception as error:
+                return given(task.fail(error, place()), 0)
+            return given(task.start(coroutine, place()), 0)
+
+    def resume(output: np.ndarray, splits: np.ndarray, round_number: np.ndarray) -> list[np.ndarray]:
+        with task.working():
+            return given(task.resume(output, splits), int(round_number) + 1)
+
+    def given(wire: Wire, round_number: int) -> list[np.ndarray]:
+        if round_number == len(task.kinds):
+            return [np.zeros((), np.int32)]
+        return list(wire) if has_splits(round_number) else [wire[0]]
+
+    def has_splits(round_number: int) -> bool:
+        return task.kinds[round_number] in (Exchange, AllToAll)
+
+    def types(round_number: int) -> list[tf.DType]:
+        if round_number == len(task.kinds):
+            return [tf.int32]
+        kind = task.kinds[round_number]
+        return [tf.as_dtype(wire_dtype(kind, task.value_dtype)), *([tf.int32] * has_splits(round_number))]
+
+    with tf.device(HOST):
+        message = tf.numpy_function(start, list(inputs), types(0))
+        for number, kind in enumerate(task.kinds):
+            for tensor in message:
+                tensor.set_shape([None])
+            splits = message[1] if has_splits(number) else None
+            output, received = carry_out(kind, message[0], splits, f"{task.name}.{number}", process_set)
+            message = tf.numpy_function(
+                resume, [output, received, tf.constant(number, tf.int32)], types(number + 1)
+            )
+        message[0].set_shape([])
+        return message[0]
+
+
+def settle(
+    tokens: Sequence[tf.Tensor],
+    finish: Callable[[], list[np.ndarray]],
+    like: Sequence[tuple[tf.DType, Any]],
+) -> list[tf.Tensor]:
+    """What comes of several synchronizations, when all of them have ended.
+
+    An error is raised here, and nowhere else: this rank has nothing under way any more then.
+
+    Args:
+        tokens: of `unroll`.
+        finish: gives the results, or raises. Arrays aligned to 64 bytes are not copied.
+        like: dtype and shape of every result.
+    """
+
+    def call(*_tokens: np.ndarray) -> list[np.ndarray]:
+        return finish()
+
+    with tf.device(HOST):
+        results = tf.numpy_function(call, list(tokens), [dtype for dtype, _ in like])
+    for result, (_, shape) in zip(results, like, strict=True):
+        result.set_shape(shape)
+    return list(results)

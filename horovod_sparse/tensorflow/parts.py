@@ -1,0 +1,191 @@
+"""What is synchronized as one: a bucket, or a variable that stays dense. Both as tasks of a graph."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from horovod_sparse.arrays import GradientParts, HostAccumulator
+from horovod_sparse.collectives import AllReduce, Synchronization
+from horovod_sparse.feedback import Bucket, BucketStep, Member, Recipe
+from horovod_sparse.frontend import sum_densely
+from horovod_sparse.sparsifiers import BucketInfo
+from horovod_sparse.sparsifiers.base import accumulator_dtype
+from horovod_sparse.telemetry import BucketReport
+from horovod_sparse.tensorflow.output import DenseOutput
+from horovod_sparse.tensorflow.task import Task
+from horovod_sparse.tensorflow.tensors import numpy_dtype
+
+__all__ = ["DenseVariable", "Part", "Place", "SparseBucket", "make_accumulator"]
+
+#: tells (rank, size) within the process set, at any time
+Place = Callable[[], tuple[int, int]]
+
+
+class Part(Protocol):
+    """Variables that are synchronized together.
+
+    Attributes:
+        names: of the variables.
+        shapes: of the variables.
+        dtype: of the gradients, by name.
+        task: runs in every step anew.
+    """
+
+    names: tuple[str, ...]
+    shapes: list[tuple[int, ...]]
+    dtype: str
+    task: Task
+
+    def begin(self, learning_rate: float | None, gradients: Sequence[np.ndarray]) -> Synchronization[Any]:
+        """Takes the gradients, and gives the coroutine of this step."""
+
+    def apply(self, scale: float) -> tuple[list[np.ndarray], BucketReport]:
+        """Scale times the sum over ranks, dense, by variable. The task is done."""
+
+    def abandon(self) -> None:
+        """Takes the step back, as far as it came."""
+
+
+def make_accumulator(info: BucketInfo, recipe: Recipe) -> HostAccumulator:
+    """The memory of a bucket: on the host, whatever device the gradients come from."""
+    sparsifier, feedback = recipe.sparsifier, recipe.feedback
+    return HostAccumulator(
+        info.num_elements, info.dtype, density=sparsifier.density, companions=feedback.num_companions
+    )
+
+
+class SparseBucket:
+    """A bucket of variables, sparsified.
+
+    Args:
+        name: of the bucket, stable over ranks and steps.
+        collective: of its collectives, differs from that of every other bucket in flight.
+        names: of the variables.
+        shapes: of the variables.
+        dtype: of the gradients.
+        recipe: what to do with them.
+        place: tells (rank, size); where it has changed (Horovod was started again) the sparsifier starts
+            anew, and the residual is kept.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        collective: str,
+        names: Sequence[str],
+        shapes: Sequence[tuple[int, ...]],
+        dtype: str,
+        recipe: Recipe,
+        place: Place,
+    ) -> None:
+        self.names: tuple[str, ...] = tuple(names)
+        self.shapes, self.dtype = [tuple(shape) for shape in shapes], dtype
+        stops = np.cumsum([math.prod(shape) for shape in self.shapes]).tolist()
+        #: [start, stop) of every variable
+        self.places = list(zip([0, *stops[:-1]], stops, strict=True))
+        self._name, self._recipe, self._place = name, recipe, place
+        self.bucket = self._made(None)
+        kinds = self.bucket.recipe.sparsifier.rounds(place()[1])
+        self.task = Task(collective, kinds, accumulator_dtype(dtype))
+        self._output = DenseOutput(self.shapes, numpy_dtype(dtype))
+
+    def _made(self, before: Bucket | None) -> Bucket:
+        rank, size = self._place()
+        info = BucketInfo(self._name, self.places[-1][1], rank, size, self.dtype)
+        memory = make_accumulator(info, self._recipe) if before is None else before.accumulator
+        members = [Member(item, *span) for item, span in zip(self.names, self.places, strict=True)]
+        bucket = Bucket(info, self._recipe, memory, members)
+        if before is not None:
+            bucket.learning_rate = before.learning_rate
+        return bucket
+
+    def begin(self, learning_rate: float | None, gradients: Sequence[np.ndarray]) -> Synchronization[Any]:
+        """See `Part.begin`."""
+        if self.task.under_way:  # the last step ended in an error elsewhere
+            self.task.drop()
+            self.bucket.abandon()
+        if (self.bucket.info.rank, self.bucket.info.size) != self._place():
+            self.bucket = self._made(self.bucket)
+        return self.bucket.step(GradientParts(gradients), learning_rate)
+
+    def apply(self, scale: float) -> tuple[list[np.ndarray], BucketReport]:
+        """See `Part.apply`."""
+        started = time.perf_counter()
+        sum_ = self.task.result
+        arrays, num_union = self._output.write(sum_.indices, sum_.values, scale)
+        return arrays, BucketReport(
+            step=self.bucket.last,
+            num_union=num_union,
+            dense_bytes=self.bucket.info.num_elements * numpy_dtype(self.dtype).itemsize,
+            norms=sum_.norms,
+            apply_seconds=time.perf_counter() - started,
+        )
+
+    def abandon(self) -> None:
+        """See `Part.abandon`."""
+        self.bucket.abandon()
+
+    def held(self) -> tuple[np.ndarray, ...]:
+        """The residual, and what the feedback keeps beside it: views, [n] each."""
+        accumulator = self.bucket.accumulator
+        return (accumulator.values(), *getattr(accumulator, "companions", ()))
+
+    def restart(self, learning_rate: float | None = None) -> None:
+        """Zeros in residual and companions, and the sparsifier's state as before the first step."""
+        self.assign([np.zeros(array.size, array.dtype) for array in self.held()])
+        self.bucket.state = self.bucket.recipe.sparsifier.init(self.bucket.info)
+        self.bucket.learning_rate = learning_rate
+
+    def assign(self, held: Sequence[np.ndarray]) -> None:
+        """Replaces what `held` gives."""
+        self.bucket.accumulator.assign(held[0])
+        for array, values in zip(self.held()[1:], held[1:], strict=True):
+            array[...] = values
+
+
+class DenseVariable:
+    """A variable that a plan leaves dense: an allreduce of all its elements.
+
+    Half types are summed in float32.
+
+    Args:
+        name: of the variable.
+        collective: see `SparseBucket`.
+        shape: of the variable.
+        dtype: of its gradient.
+        place: tells (rank, size).
+    """
+
+    def __init__(self, name: str, collective: str, shape: tuple[int, ...], dtype: str, place: Place) -> None:
+        self.names: tuple[str, ...] = (name,)
+        self.shapes, self.dtype = [tuple(shape)], dtype
+        #: what error feedback still held for the variable when it became dense; joins the next gradient
+        self.carried: np.ndarray | None = None
+        self._place = place
+        self.task = Task(collective, (AllReduce,), accumulator_dtype(dtype))
+
+    def begin(self, learning_rate: float | None, gradients: Sequence[np.ndarray]) -> Synchronization[Any]:
+        """See `Part.begin`."""
+        wide = gradients[0].reshape(-1).astype(accumulator_dtype(self.dtype))
+        carried = 0 if self.carried is None else self.carried
+        return sum_densely(self.names[0], wide, carried, self._place())
+
+    def apply(self, scale: float) -> tuple[list[np.ndarray], BucketReport]:
+        """See `Part.apply`."""
+        started = time.perf_counter()
+        total = self.task.result
+        dense = (total * total.dtype.type(scale)).astype(numpy_dtype(self.dtype)).reshape(self.shapes[0])
+        self.carried = None
+        sent = (total.size + self._place()[1]) * total.itemsize
+        step = BucketStep(self.names[0], *[total.size] * 4, sent, [sent])
+        took = time.perf_counter() - started
+        norms = np.zeros(self._place()[1])
+        return [dense], BucketReport(step, total.size, dense.nbytes, norms, apply_seconds=took)
+
+    def abandon(self) -> None:
+        """See `Part.abandon`; a dense gradient of an abandoned step is dropped, as Horovod would."""

@@ -1,0 +1,60 @@
+"""The variables of a tape or an optimizer as a plan sees them, and the ranks' agreement about it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from horovod_sparse.errors import UnsupportedError
+from horovod_sparse.frontend import agreed_plan, describe_model
+from horovod_sparse.merging import ParameterFacts, Plan
+from horovod_sparse.tensorflow._horovod import hvd
+from horovod_sparse.tensorflow.tensors import dtype_name
+
+__all__ = ["agree", "facts_of"]
+
+
+def facts_of(names: Sequence[str], variables: Sequence[Any]) -> dict[str, tuple[ParameterFacts, Any]]:
+    """Facts and variable, by name, in the model's order.
+
+    Raises:
+        UnsupportedError: for a shape that is not known, or a dtype that cannot be synchronized.
+    """
+    facts = {}
+    for name, variable in zip(names, variables, strict=True):
+        num_elements, dtype = tf.TensorShape(variable.shape).num_elements(), dtype_name(variable.dtype)
+        if num_elements is None or dtype is None:
+            raise UnsupportedError(
+                f"{name} is {tf.as_dtype(variable.dtype).name} of shape {variable.shape}: gradients of "
+                "float32, float64, float16 and bfloat16 and of known shape can be synchronized sparsely"
+            )
+        facts[name] = ParameterFacts(name, num_elements, dtype), variable
+    return facts
+
+
+def agree(plan: Plan, facts: Mapping[str, tuple[ParameterFacts, Any]], process_set: Any, name: str) -> Plan:
+    """The plan of the process set's first rank, after a check that all ranks have the same variables.
+
+    One collective, when variables are seen for the first time (while a function is traced, or in the
+    first eager step); none in elastic training, where a worker that joins traces while the others go on.
+
+    Args:
+        plan: of this rank.
+        facts: as made by `facts_of`.
+        process_set: the ranks that take part.
+        name: of the collective.
+
+    Raises:
+        StateMismatchError: on every rank, if the models differ.
+    """
+    if process_set.size() == 1 or os.environ.get("HOROVOD_ELASTIC") == "1":
+        return plan
+    line = describe_model(plan, [fact for fact, _ in facts.values()])
+    with tf.init_scope(), tf.device("/cpu:0"):
+        message = tf.constant(np.frombuffer(line, np.uint8))
+        gathered = hvd.allgather(message, name=name, process_set=process_set)
+        return agreed_plan(gathered.numpy().tobytes())

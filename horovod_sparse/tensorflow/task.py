@@ -1,0 +1,165 @@
+"""A coroutine that lives on the host between the functions that a graph calls."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from horovod_sparse.collectives import Request, Synchronization
+from horovod_sparse.errors import CollectiveMismatchError
+from horovod_sparse.tensorflow.collectives import Wire, from_wire, nothing, to_wire
+
+__all__ = ["Task", "idle_seconds"]
+
+_log = logging.getLogger("horovod_sparse")
+
+
+class Task:
+    """A synchronization in rounds that were fixed when the graph was traced; used again in every step.
+
+    None of its methods raises, whatever the coroutine does: an exception in a graph stops what has not
+    begun, on this rank alone, and the others would wait for ever for its rounds. What was raised stands
+    in `error`; empty messages take the place of the rounds that are left.
+
+    Args:
+        name: stable over ranks and steps; round r communicates as ``{name}.{r}``.
+        kinds: of the requests, in order.
+        value_dtype: float32 or float64: of allreduces.
+
+    Attributes:
+        result: what the coroutine returned.
+        error: what it raised.
+        under_way: whether it waits for a collective.
+        legs: begin and end of every piece of work of the last synchronization, in seconds of
+            `time.perf_counter`.
+    """
+
+    def __init__(self, name: str, kinds: tuple[type[Request], ...], value_dtype: np.dtype[Any]) -> None:
+        self.name, self.kinds, self.value_dtype = name, kinds, value_dtype
+        self.place = (0, 1)
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self._coroutine: Synchronization[Any] | None = None
+        self._request: Request | None = None
+        self._round = 0
+        self.legs: list[tuple[float, float]] = []
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a coroutine waits for a collective: also where a failed step has left one behind."""
+        return self._coroutine is not None
+
+    def start(self, coroutine: Synchronization[Any], place: tuple[int, int]) -> Wire:
+        """Runs a coroutine to its first request.
+
+        Args:
+            coroutine: yields requests of the kinds declared.
+            place: (rank, size) within the process set.
+
+        Returns:
+            What the first collective takes.
+        """
+        self.drop()
+        self.result, self.error, self.place, self._round = None, None, place, 0
+        self._coroutine = coroutine
+        return self._advance(None)
+
+    def fail(self, error: BaseException, place: tuple[int, int]) -> Wire:
+        """As `start`, where there is no coroutine because making it failed."""
+        self.drop()
+        self.result, self.error, self.place, self._round = None, error, place, 0
+        return nothing(self.kinds[0], self.value_dtype, place[1])
+
+    def resume(self, output: np.ndarray, splits: np.ndarray) -> Wire:
+        """Gives a collective's result to the coroutine, and runs it to its next request, or to its end.
+
+        Returns:
+            What the next collective takes; nothing of use after the last.
+        """
+        self._round += 1
+        if self._coroutine is None or self._request is None:
+            return self._nothing()
+        try:
+            answer = from_wire(self._request, output, splits)
+        except Exception as error:
+            return self._give_up(error)
+        return self._advance(answer)
+
+    @contextlib.contextmanager
+    def working(self) -> Iterator[None]:
+        """Takes down a leg."""
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.legs.append((begun, time.perf_counter()))
+
+    def drop(self) -> None:
+        """Lets go of what a step that failed elsewhere has left behind."""
+        if self._coroutine is not None:
+            _log.warning("%s: its last synchronization did not end, and is given up", self.name)
+            self._coroutine.close()
+            self._coroutine = None
+
+    def _advance(self, answer: Any) -> Wire:
+        assert self._coroutine is not None  # the callers have looked
+        try:
+            request = self._coroutine.send(answer)
+        except StopIteration as stop:
+            self._coroutine, self.result = None, stop.value
+            if self._round != len(self.kinds):
+                return self._give_up(self._mismatch("has ended"))
+            return self._nothing()
+        except Exception as error:
+            return self._give_up(error)
+        expected = self.kinds[self._round] if self._round < len(self.kinds) else None
+        if type(request) is not expected:
+            return self._give_up(self._mismatch(f"asks for {type(request).__name__}"))
+        try:
+            self._request = request
+            return to_wire(request, self.value_dtype, self.place)
+        except Exception as error:
+            return self._give_up(error)
+
+    def _mismatch(self, what: str) -> CollectiveMismatchError:
+        declared = ", ".join(kind.__name__ for kind in self.kinds)
+        return CollectiveMismatchError(
+            f"{self.name} {what} in round {self._round}, but the graph was traced for {declared}. If the "
+            "number of ranks has changed, trace the function again"
+        )
+
+    def _give_up(self, error: BaseException) -> Wire:
+        if self._coroutine is not None:
+            self._coroutine.close()
+        self._coroutine, self._request, self.error = None, None, error
+        return self._nothing()
+
+    def _nothing(self) -> Wire:
+        kind = self.kinds[min(self._round, len(self.kinds) - 1)]
+        return nothing(kind, self.value_dtype, self.place[1])
+
+
+def idle_seconds(tasks: Sequence[Task], now: float) -> float:
+    """How long this rank has had nothing to do but wait for collectives.
+
+    Counted from the start of the last synchronization: before it, backward was still going on.
+
+    Args:
+        tasks: of a step, all at their end.
+        now: in seconds of `time.perf_counter`.
+
+    Example:
+        >>> task = Task("example", (), np.dtype(np.float32))
+        >>> task.legs = [(0.0, 1.0), (4.0, 6.0)]
+        >>> idle_seconds([task], 7.0)
+        4.0
+    """
+    since = max((task.legs[0][1] for task in tasks if task.legs), default=now)
+    later = [leg for task in tasks for leg in task.legs if leg[1] > since]
+    busy = sum(end - max(begin, since) for begin, end in later)
+    return max(0.0, now - since - busy)

@@ -1,0 +1,76 @@
+"""TensorFlow's variables as the rest of the package sees them: names, dtypes, values of Keras 3."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+__all__ = ["as_variable", "dtype_name", "numpy_dtype", "unique_names"]
+
+_NAMES = {
+    tf.float32: "float32",
+    tf.float64: "float64",
+    tf.float16: "float16",
+    tf.bfloat16: "bfloat16",
+}
+
+
+def dtype_name(dtype: tf.DType) -> str | None:
+    """Name of a dtype that gradients may have, as in `BucketInfo.dtype`; None for another.
+
+    Example:
+        >>> dtype_name(tf.bfloat16), dtype_name(tf.int64)
+        ('bfloat16', None)
+    """
+    return _NAMES.get(tf.as_dtype(dtype))
+
+
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """The dtype of arrays that TensorFlow gives and takes for a dtype's name.
+
+    Example:
+        >>> numpy_dtype("bfloat16")
+        dtype(bfloat16)
+    """
+    return np.dtype(tf.as_dtype(name).as_numpy_dtype)
+
+
+def as_variable(variable: Any) -> Any:
+    """The `tf.Variable` in a variable of Keras 3; any other as it is.
+
+    Example:
+        >>> variable = tf.Variable(1.0)
+        >>> as_variable(variable) is variable
+        True
+    """
+    if not hasattr(variable, "ref") and isinstance(getattr(variable, "value", None), tf.Variable):
+        return variable.value
+    return variable
+
+
+def unique_names(variables: Sequence[Any], taken: Sequence[str] = ()) -> list[str]:
+    """A name for every variable, for messages and checkpoints: its own, numbered where several share it.
+
+    Args:
+        variables: of TensorFlow or Keras; Keras 3 knows a path beside the name.
+        taken: names that exist already.
+
+    Example:
+        >>> unique_names([tf.Variable(0.0, name="w"), tf.Variable(0.0, name="w"), tf.Variable(0.0)])
+        ['w', 'w_1', 'Variable']
+    """
+    names, used = [], set(taken)
+    for variable in variables:
+        own = getattr(variable, "path", None) or getattr(variable, "name", None) or "variable"
+        base = re.sub(r"[^A-Za-z0-9_./-]", "_", str(own).split(":")[0])
+        name, number = base, 0
+        while name in used:
+            number += 1
+            name = f"{base}_{number}"
+        used.add(name)
+        names.append(name)
+    return names
