@@ -16,6 +16,8 @@ __all__ = ["count_at_least", "moments_at_least"]
 
 # A product of so many fractions below 2 stays below 2**64; then its exponent is taken out.
 _STRETCH = 64 * v.LANES
+_SMALLEST_NORMAL_32 = float(np.finfo(np.float32).tiny)
+_SMALLEST_NORMAL_64 = float(np.finfo(np.float64).tiny)
 
 
 @kernel
@@ -73,6 +75,9 @@ def moments_at_least(values, threshold, out):  # type: ignore[no-untyped-def]
     """
     out[:] = 0.0
     thresholds = v.splat(threshold)
+    rest = np.empty(v.LANES, values.dtype)
+    rest[0] = _SMALLEST_NORMAL_32 if values.itemsize == 4 else _SMALLEST_NORMAL_64
+    normals = v.splat(max(threshold, magnitude(rest[0])))
     bias = 127 if values.itemsize == 4 else 1023
     whole = values.size // _STRETCH * _STRETCH
     exponents = 0
@@ -83,12 +88,13 @@ def moments_at_least(values, threshold, out):  # type: ignore[no-untyped-def]
         sums = v.zeros_like(products)
         squares = v.zeros_like(products)
         words = v.zeros_like(thresholds)
-        count = 0
+        count = num_normal = 0
         before = products
         for i in range(stretch, stretch + _STRETCH, v.LANES):
             sizes = v.magnitudes(v.load(values, i))
             count += count_bits(mask_at_least(sizes, thresholds))
-            kept = f.or_zero(sizes, thresholds)
+            kept = f.or_zero(sizes, normals)
+            num_normal += count_bits(mask_at_least(kept, normals))
             numbers = f.as_floats(kept)
             sums = v.add(sums, numbers)
             squares = v.add(squares, v.multiply(numbers, numbers))
@@ -97,8 +103,9 @@ def moments_at_least(values, threshold, out):  # type: ignore[no-untyped-def]
         if count == 0:
             continue
         total = v.sum_of(squares)
-        # Beyond what squares, sums or fractions hold (overflow, subnormal numbers): the slow way.
-        if not 1e-30 < total < math.inf:
+        # Beyond what squares or sums hold, or subnormal numbers, which have no 1 before their fraction:
+        # the slow way.
+        if num_normal < count or not 1e-30 < total < math.inf:
             products = before
             _one_by_one(values, threshold, stretch, stretch + _STRETCH, out)
             continue
@@ -110,7 +117,6 @@ def moments_at_least(values, threshold, out):  # type: ignore[no-untyped-def]
         out[0] += count
         out[1] += v.sum_of(sums)
         out[2] += total
-    rest = np.empty(v.LANES, values.dtype)
     v.store(rest, 0, products)
     for lane in range(v.LANES):
         out[3] += math.log(rest[lane])

@@ -1,6 +1,7 @@
 """Counts and moments against their reference."""
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -40,6 +41,19 @@ def test_logarithms_of_fractions_that_grow(seed, low):
     got = np.zeros(4)
     moments_at_least(values, np.uint32(1), got)
     np.testing.assert_allclose(got[3], np.log(values.astype(np.float64)).sum(), rtol=1e-5, atol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("threshold", [0.0, 0.5])
+def test_subnormal_numbers_among_others(dtype, threshold):
+    """They have no 1 before their fraction, and too little weight to be noticed in sum or squares."""
+    values = np.random.default_rng(5).standard_normal(5000).astype(dtype)
+    tiny = np.finfo(dtype).tiny
+    values[[70, 3000]] = tiny / 8
+    values[[71, 4999]] = -tiny, np.nextafter(dtype(0), dtype(1))
+    got = np.zeros(4)
+    moments_at_least(values, bits_of(threshold, dtype), got)
+    np.testing.assert_allclose(got, reference.moments_at_least(values, threshold), rtol=1e-6)
 
 
 def test_moments_of_nothing():
