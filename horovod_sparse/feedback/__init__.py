@@ -5,6 +5,7 @@ from horovod_sparse.feedback.bucket import Bucket, BucketStep, Member
 from horovod_sparse.feedback.momentum import MomentumCorrection
 from horovod_sparse.feedback.named import FEEDBACKS
 from horovod_sparse.feedback.recipe import Recipe, parse_recipe, recipe, recipe_signature
+from horovod_sparse.feedback.rules import ParameterRules
 
 __all__ = [
     "FEEDBACKS",
@@ -15,6 +16,7 @@ __all__ = [
     "Member",
     "MomentumCorrection",
     "NoFeedback",
+    "ParameterRules",
     "Recipe",
     "parse_recipe",
     "recipe",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, ClassVar, Protocol, TypeAlias, runtime_checkable
 
 from horovod_sparse.arrays.protocol import FoldReport
 from horovod_sparse.sparsifiers.base import BucketInfo, check_number
@@ -116,6 +116,8 @@ class ErrorFeedback:
         True
     """
 
+    text_name: ClassVar[str] = "error"
+
     scale_residual: bool = True
     clip_norm: float | None = None
 
@@ -145,6 +147,8 @@ class NoFeedback:
     Args:
         clip_norm: see `ErrorFeedback`.
     """
+
+    text_name: ClassVar[str] = "none"
 
     clip_norm: float | None = None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from horovod_sparse.arrays.protocol import FoldReport
 from horovod_sparse.feedback.base import (
@@ -50,6 +50,8 @@ class MomentumCorrection:
         >>> MomentumCorrection(momentum=0.9).num_companions
         1
     """
+
+    text_name: ClassVar[str] = "momentum"
 
     momentum: float = 0.9
     nesterov: bool = False

@@ -14,7 +14,7 @@ __all__ = ["agreed_plan", "describe_model"]
 def describe_model(plan: Plan, parameters: Sequence[ParameterFacts]) -> bytes:
     """A rank's plan and parameters as one line, to be gathered from all ranks."""
     # device names may differ where every rank has one of its own
-    own = {item.name: (item.num_elements, item.dtype, item.group) for item in parameters}
+    own = {item.name: (item.num_elements, item.dtype, item.group, item.density) for item in parameters}
     return json.dumps([plan.to_dict(), own]).encode() + b"\n"
 
 
@@ -42,7 +42,7 @@ def agreed_plan(gathered: bytes) -> Plan:
             name = differing[0]
             raise StateMismatchError(
                 f"ranks 0 and {rank} do not train the same model: {name} is {first.get(name, 'missing')} "
-                f"here and {other.get(name, 'missing')} there (elements, dtype, parameter group); "
+                f"here and {other.get(name, 'missing')} there (elements, dtype, parameter group, density); "
                 f"{len(differing)} parameters differ. Check requires_grad, too"
             )
     return Plan.from_dict(first_plan)

@@ -26,4 +26,5 @@ def describe_recipe(recipe: Recipe) -> str:
     names = [name for name, make in FEEDBACKS.items() if make() == feedback]
     if names != ["error"]:
         shown.append(f"feedback={(names[0] if names else feedback)!r}")
+    shown += [f"{name}={value!r}" for name, value in recipe.rules.arguments().items()]
     return f"Compression.{sparsifier.name}({', '.join(shown)})"

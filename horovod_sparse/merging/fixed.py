@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from horovod_sparse.errors import ArgumentError
-from horovod_sparse.merging.plan import MAX_BUCKET_ELEMENTS, ParameterFacts, Plan, same_kind
+from horovod_sparse.merging.plan import MAX_BUCKET_ELEMENTS, Kind, ParameterFacts, Plan, same_kind
 
 __all__ = ["DEFAULT_BUCKET_BYTES", "explicit_groups", "fixed_bytes", "num_buckets"]
 
@@ -42,7 +42,7 @@ def fixed_bytes(parameters: Sequence[ParameterFacts], bucket_bytes: int = DEFAUL
     if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 1:
         raise ArgumentError("bucket_bytes", bucket_bytes, "a whole number of bytes, 1 or more")
     buckets: list[list[str]] = []
-    filling: dict[tuple[str, str, int], tuple[list[str], int, int]] = {}
+    filling: dict[Kind, tuple[list[str], int, int]] = {}
     for parameter in reversed(parameters):
         bucket, num_bytes, num_elements = filling.get(same_kind(parameter), ([], 0, 0))
         num_bytes += parameter.num_bytes
@@ -102,7 +102,7 @@ def _split_by_kind(groups: Iterable[Sequence[ParameterFacts]]) -> list[tuple[str
     """Each group's names, as one bucket per kind."""
     buckets: list[tuple[str, ...]] = []
     for group in groups:
-        kinds: dict[tuple[str, str, int], list[str]] = {}
+        kinds: dict[Kind, list[str]] = {}
         for parameter in group:
             kinds.setdefault(same_kind(parameter), []).append(parameter.name)
         buckets.extend(tuple(names) for names in kinds.values())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from horovod_sparse.errors import ArgumentError
 
@@ -13,6 +13,9 @@ __all__ = ["ParameterFacts", "Plan", "same_kind"]
 
 #: Indices travel as int32.
 MAX_BUCKET_ELEMENTS = 2**31 - 1
+
+#: dtype, device, parameter group, density
+Kind: TypeAlias = tuple[str, str, int, float]
 
 _ITEM_SIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
@@ -27,6 +30,7 @@ class ParameterFacts:
         dtype: of its gradient: "float32", "float64", "float16" or "bfloat16".
         device: where it lives, as the framework writes it.
         group: number of the optimizer's parameter group; groups may differ in their learning rate.
+        density: what a rule asks for, 1 for a parameter that is sent whole; 0 where no rule holds.
     """
 
     name: str
@@ -34,6 +38,7 @@ class ParameterFacts:
     dtype: str = "float32"
     device: str = "cpu"
     group: int = 0
+    density: float = 0.0
 
     @property
     def num_bytes(self) -> int:
@@ -41,14 +46,14 @@ class ParameterFacts:
         return self.num_elements * _ITEM_SIZES[self.dtype]
 
 
-def same_kind(parameter: ParameterFacts) -> tuple[str, str, int]:
-    """What all parameters of a bucket have in common: dtype, device, parameter group.
+def same_kind(parameter: ParameterFacts) -> Kind:
+    """What all parameters of a bucket have in common: dtype, device, parameter group, density.
 
     Example:
         >>> same_kind(ParameterFacts("weight", 10))
-        ('float32', 'cpu', 0)
+        ('float32', 'cpu', 0, 0.0)
     """
-    return parameter.dtype, parameter.device, parameter.group
+    return parameter.dtype, parameter.device, parameter.group, parameter.density
 
 
 @dataclass(frozen=True)
@@ -130,7 +135,7 @@ class Plan:
             kinds = sorted({same_kind(facts[name]) for name in bucket})
             if len(kinds) > 1:
                 raise ArgumentError(
-                    "plan", bucket, f"buckets of one dtype, device and parameter group; here are {kinds}"
+                    "plan", bucket, f"buckets of one dtype, device, group and density; here are {kinds}"
                 )
             total = sum(facts[name].num_elements for name in bucket)
             if total > MAX_BUCKET_ELEMENTS:

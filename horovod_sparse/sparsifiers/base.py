@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -12,6 +11,7 @@ import numpy as np
 from horovod_sparse.arrays.protocol import Accumulator, Indices, Values
 from horovod_sparse.collectives import AllGather, Request, Synchronization
 from horovod_sparse.errors import ArgumentError, MessageError
+from horovod_sparse.sparsifiers.description import arguments_text
 from horovod_sparse.sparsifiers.schedule import Schedule
 from horovod_sparse.wire import Gathered, WireFormat, pack, unpack_sum
 
@@ -246,12 +246,7 @@ class Sparsifier(abc.ABC):
             >>> TopK(density=0.01).describe()
             'topk:density=0.01'
         """
-        changed = [
-            f"{item.name}={getattr(self, item.name)}"
-            for item in dataclasses.fields(self)
-            if item.name == "density" or getattr(self, item.name) != item.default
-        ]
-        return f"{self.name}:{','.join(changed)}"
+        return f"{self.name}:{arguments_text(self, always=('density',))}"
 
 
 def exchange_selections(

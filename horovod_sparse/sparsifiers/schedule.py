@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, ClassVar, Protocol
 
 from horovod_sparse.errors import ArgumentError
 
@@ -17,43 +17,88 @@ class Schedule(Protocol):
         """Density of a step (from 0); `final` is the sparsifier's own, for after the schedule's end."""
 
 
-def _check(name: str, start: float, steps: int) -> None:
-    if not 0.0 < start <= 1.0:
-        raise ArgumentError(f"{name} start", start, "a density in (0, 1]")
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise ArgumentError(f"{name} steps", steps, "a whole number of steps, 1 or more")
+def _check_density(argument: str, density: object) -> None:
+    number = isinstance(density, (int, float)) and not isinstance(density, bool)
+    if not number or not 0.0 < density <= 1.0:  # type: ignore[operator]
+        raise ArgumentError(argument, density, "a density in (0, 1]")
+
+
+def _check_whole(argument: str, count: object) -> None:
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ArgumentError(argument, count, "a whole number, 1 or more")
 
 
 @dataclass(frozen=True)
-class Exponential:
-    """``density = start * (final / start) ** (t / steps)``, then final.
+class _Warmup:
+    """A length in steps, or in epochs of so many steps; a density to start from.
 
     Args:
-        steps: length of the warm-up; epochs times steps per epoch, to count in epochs.
+        steps: length; or
+        epochs: length, together with
+        steps_per_epoch: synchronizations in an epoch (batches / backward_passes_per_step).
+        start: density of the first step, in (0, 1].
+    """
+
+    steps: int | None = None
+    epochs: float | None = None
+    steps_per_epoch: int | None = None
+    start: float = 0.25
+
+    def __post_init__(self) -> None:
+        _check_density("start", self.start)
+        if self.steps is not None:
+            _check_whole("steps", self.steps)
+            if self.epochs is not None or self.steps_per_epoch is not None:
+                raise ArgumentError("steps", self.steps, "either steps, or epochs and steps_per_epoch")
+            return
+        if self.epochs is None or self.steps_per_epoch is None:
+            raise ArgumentError("steps", None, "steps, or epochs and steps_per_epoch")
+        _check_whole("steps_per_epoch", self.steps_per_epoch)
+        if isinstance(self.epochs, bool) or not self.epochs > 0:
+            raise ArgumentError("epochs", self.epochs, "a number of epochs above 0")
+
+    @property
+    def length(self) -> int:
+        """In steps."""
+        if self.steps is not None:
+            return self.steps
+        return max(1, round((self.epochs or 0) * (self.steps_per_epoch or 0)))
+
+
+@dataclass(frozen=True)
+class Exponential(_Warmup):
+    """``density = start * (final / start) ** (t / length)``, then final.
+
+    Args:
+        steps: length of the warm-up; or
+        epochs: length, together with
+        steps_per_epoch: synchronizations in an epoch.
         start: density of the first step, in (0, 1].
 
     Example:
         >>> Exponential(steps=2, start=0.25).density_at(1, final=0.01)
         0.05
+        >>> Exponential(epochs=1, steps_per_epoch=2, start=0.25).density_at(1, final=0.01)
+        0.05
     """
 
-    steps: int
-    start: float = 0.25
-
-    def __post_init__(self) -> None:
-        _check("exponential", self.start, self.steps)
+    text_name: ClassVar[str] = "exponential"
 
     def density_at(self, step: int, final: float) -> float:
         """See `Schedule.density_at`."""
-        return final if step >= self.steps else self.start * (final / self.start) ** (step / self.steps)
+        if step >= self.length:
+            return final
+        return self.start * (final / self.start) ** (step / self.length)
 
 
 @dataclass(frozen=True)
-class Linear:
-    """``density = start + (final - start) * t / steps``, then final.
+class Linear(_Warmup):
+    """``density = start + (final - start) * t / length``, then final.
 
     Args:
-        steps: length of the warm-up.
+        steps: length of the warm-up; or
+        epochs: length, together with
+        steps_per_epoch: synchronizations in an epoch.
         start: density of the first step, in (0, 1].
 
     Example:
@@ -61,25 +106,25 @@ class Linear:
         0.3
     """
 
-    steps: int
-    start: float = 0.25
-
-    def __post_init__(self) -> None:
-        _check("linear", self.start, self.steps)
+    text_name: ClassVar[str] = "linear"
 
     def density_at(self, step: int, final: float) -> float:
         """See `Schedule.density_at`."""
-        return final if step >= self.steps else self.start + (final - self.start) * step / self.steps
+        if step >= self.length:
+            return final
+        return self.start + (final - self.start) * step / self.length
 
 
 @dataclass(frozen=True)
 class Stairs:
-    """A list of densities, each for the same number of steps (an epoch, say), then final.
+    """A list of densities, each for the same number of steps, then final.
 
     The defaults are DGC's warm-up over four epochs: 0.25, 0.0625, 0.015625, 0.004.
 
     Args:
-        steps: length of each stair; the steps of an epoch, to go by epoch.
+        steps: length of each stair; or
+        epochs: length of each stair, 1 if left out, together with
+        steps_per_epoch: synchronizations in an epoch.
         densities: of the stairs, each in (0, 1].
 
     Source: Lin et al., ICLR 2018, Section 3.3.
@@ -87,20 +132,42 @@ class Stairs:
     Example:
         >>> [Stairs(steps=10).density_at(step, final=0.001) for step in (0, 9, 10, 35, 40)]
         [0.25, 0.25, 0.0625, 0.004, 0.001]
+        >>> Stairs(steps_per_epoch=10).density_at(35, final=0.001)
+        0.004
     """
 
-    steps: int
+    text_name: ClassVar[str] = "stairs"
+
+    steps: int | None = None
+    epochs: float | None = None
+    steps_per_epoch: int | None = None
     densities: tuple[float, ...] = (0.25, 0.0625, 0.015625, 0.004)
 
     def __post_init__(self) -> None:
+        densities: Any = self.densities
+        if not isinstance(densities, (list, tuple)) or not densities:
+            raise ArgumentError("densities", densities, "a list of densities, each in (0, 1]")
+        object.__setattr__(self, "densities", tuple(densities))  # lists are what users write
         for density in self.densities:
-            _check("stairs", density, self.steps)
+            _check_density("densities", density)
+        self._length()
+
+    def _length(self) -> _Warmup:
+        epochs = self.epochs
+        if epochs is None and self.steps_per_epoch is not None:
+            epochs = 1
+        return _Warmup(self.steps, epochs, self.steps_per_epoch)
+
+    @property
+    def length(self) -> int:
+        """Of a stair, in steps."""
+        return self._length().length
 
     def density_at(self, step: int, final: float) -> float:
         """See `Schedule.density_at`."""
-        stair = step // self.steps
+        stair = step // self.length
         return self.densities[stair] if stair < len(self.densities) else final
 
 
 #: Schedules by the names that `Compression.parse` knows them under.
-SCHEDULES: dict[str, type] = {"exponential": Exponential, "linear": Linear, "stairs": Stairs}
+SCHEDULES: dict[str, type] = {made.text_name: made for made in (Exponential, Linear, Stairs)}

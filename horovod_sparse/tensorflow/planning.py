@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from horovod_sparse.errors import UnsupportedError
+from horovod_sparse.feedback import ParameterRules
 from horovod_sparse.frontend import agreed_plan, describe_model
 from horovod_sparse.merging import ParameterFacts, Plan
 from horovod_sparse.tensorflow._horovod import hvd
@@ -17,9 +18,18 @@ from horovod_sparse.tensorflow.tensors import dtype_name
 
 __all__ = ["agree", "facts_of"]
 
+_NO_RULES = ParameterRules()
 
-def facts_of(names: Sequence[str], variables: Sequence[Any]) -> dict[str, tuple[ParameterFacts, Any]]:
+
+def facts_of(
+    names: Sequence[str], variables: Sequence[Any], rules: ParameterRules = _NO_RULES
+) -> dict[str, tuple[ParameterFacts, Any]]:
     """Facts and variable, by name, in the model's order.
+
+    Args:
+        names: of the variables.
+        variables: of the model.
+        rules: which variables have another density, or are sent whole.
 
     Raises:
         UnsupportedError: for a shape that is not known, or a dtype that cannot be synchronized.
@@ -32,7 +42,8 @@ def facts_of(names: Sequence[str], variables: Sequence[Any]) -> dict[str, tuple[
                 f"{name} is {tf.as_dtype(variable.dtype).name} of shape {variable.shape}: gradients of "
                 "float32, float64, float16 and bfloat16 and of known shape can be synchronized sparsely"
             )
-        facts[name] = ParameterFacts(name, num_elements, dtype), variable
+        density = rules.density_of(name, num_elements) or 0.0
+        facts[name] = ParameterFacts(name, num_elements, dtype, density=density), variable
     return facts
 
 

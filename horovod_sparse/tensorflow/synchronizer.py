@@ -173,7 +173,8 @@ class GradientSynchronizer:
         if not new:
             return
         names = unique_names(new, list(self._part_of))
-        facts = planning.facts_of(names, new)
+        facts = planning.facts_of(names, new, self.recipe.rules)
+        self.recipe.rules.hint(facts)
         asked = self._asked
         if isinstance(asked["groups"], list) and self._num_plans == 0:
             known = {id(variable) for variable in new}
@@ -194,7 +195,7 @@ class GradientSynchronizer:
                     bucket,
                     shapes,
                     dtype,
-                    self.recipe,
+                    self.recipe.for_parameter(bucket[0], facts[bucket[0]][0].num_elements),
                     lambda: self.place,
                 )
             )

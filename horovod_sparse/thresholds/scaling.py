@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 from horovod_sparse.arrays.protocol import Accumulator
 from horovod_sparse.errors import ArgumentError
@@ -39,6 +40,8 @@ class ThresholdScaling:
 
     Source: ExDyna, Algorithm 5 (the same constants in MiCRO's public program).
     """
+
+    text_name: ClassVar[str] = "paper"
 
     beta: float = 1.1
     gamma: float = 0.005

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from horovod_sparse.arrays.protocol import Accumulator
 from horovod_sparse.errors import ArgumentError
@@ -26,6 +27,8 @@ class Sketch:
         exponent: strength of the correction, in (0, 1].
         limit: c stays within [1 / limit, limit].
     """
+
+    text_name: ClassVar[str] = "sketch"
 
     exponent: float = 0.7
     limit: float = 16.0

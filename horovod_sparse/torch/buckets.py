@@ -57,7 +57,8 @@ class ParameterBuckets:
                 )
             if owner is parameter and entry.bucket.info == info:
                 return entry.bucket
-        bucket = Bucket(info, self._recipe, make_accumulator(info, self._recipe, gradient.device))
+        recipe = self._recipe.for_parameter(name, gradient.numel())
+        bucket = Bucket(info, recipe, make_accumulator(info, recipe, gradient.device))
         if entry is not None and entry.parameter() is parameter and _fits(entry.bucket.info, info):
             bucket.accumulator = entry.bucket.accumulator
             bucket.learning_rate = entry.bucket.learning_rate

@@ -15,7 +15,12 @@ __all__ = ["Compression", "SparseCompressor"]
 
 _COMMON_ARGUMENTS = """
 Arguments that every algorithm takes:
-    feedback: "error" (default: what is not sent is kept for the next step) or "none".
+    feedback: "error" (default: what is not sent is kept for the next step), "momentum" (momentum
+        correction; the optimizer must have none then), "none", or a feedback with arguments, as
+        "momentum(momentum=0.9,clip_norm=1.0)".
+    dense_below: parameters of fewer elements are sent whole, by an allreduce.
+    dense: patterns of names ("*.bias") whose parameters are sent whole.
+    densities: densities of parameters by pattern ({"embedding.*": 0.01}).
     named_parameters: names for messages and checkpoints, as from model.named_parameters(). Not needed:
         without them the names of the optimizer are used.
     process_set: the ranks that take part; those of the optimizer if left out.
@@ -51,7 +56,7 @@ class Compression(metaclass=_Algorithms):
         >>> Compression.topk(densty=0.01)
         Traceback (most recent call last):
         horovod_sparse.errors.UnknownNameError: unknown argument of topk 'densty': the known ones are \
-density, feedback, indices, quantum, schedule, values
+dense, dense_below, densities, density, feedback, indices, quantum, schedule, values
     """
 
     none = hvd.Compression.none

@@ -19,6 +19,7 @@ from horovod_sparse.telemetry import BucketReport, StepReport, Telemetry
 from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.buckets import ParameterBuckets
 from horovod_sparse.torch.driver import Driver
+from horovod_sparse.torch.momentum import refuse_double_momentum
 from horovod_sparse.torch.parameters import NamedParameters
 from horovod_sparse.torch.pending import PendingGradient
 from horovod_sparse.torch.stock import StockOptimizer, calling_optimizer, refuse_adasum
@@ -191,7 +192,9 @@ class SparseCompressor(hvd.compression.Compressor):
         if optimizer is None:
             return None
         if optimizer not in self._stock:
+            refuse_double_momentum(self.recipe, optimizer.param_groups)
             self._stock[optimizer] = StockOptimizer(optimizer)
+            self.recipe.rules.hint(self._stock[optimizer].parameters.names)
         return self._stock[optimizer]
 
     def _owner(self, gradient: torch.Tensor, stock: StockOptimizer | None) -> tuple[str, torch.Tensor] | None:

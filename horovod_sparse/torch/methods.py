@@ -43,7 +43,9 @@ class Methods(torch.optim.Optimizer):
         self._synchronizer, self._kept_entry = None, None
         if not getattr(self, "_is_distributed", False):
             return
-        facts = planning.facts_of(names, self.param_groups)
+        rules = compression.recipe.rules
+        facts = planning.facts_of(names, self.param_groups, rules)
+        rules.hint(facts)
         plan = planning.make_plan(facts, groups=self._groups, **asked)
         plan = planning.agree(plan, [fact for fact, _ in facts.values()], self.process_set)
         self._requires_update = {parameter for _, parameter in facts.values()}

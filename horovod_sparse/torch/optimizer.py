@@ -14,6 +14,7 @@ from horovod_sparse.merging import Plan
 from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.compression import Compression, SparseCompressor
 from horovod_sparse.torch.methods import Methods
+from horovod_sparse.torch.momentum import refuse_double_momentum
 
 __all__ = ["DistributedOptimizer"]
 
@@ -163,6 +164,7 @@ def _check(
             "SparseAdam needs gradients in sparse (COO) form, synchronized ones are dense: use Adam, or "
             "compression=Compression.none"
         )
+    refuse_double_momentum(compression.recipe, optimizer.param_groups)
     theirs = compression.process_set
     if theirs is not None and theirs is not process_set:
         raise ArgumentError("process_set", process_set, f"the same as to the compressor, {theirs}")

@@ -18,7 +18,7 @@ from horovod_sparse.torch.driver import Driver, Task
 from horovod_sparse.torch.flat_gradient import FlatGradient
 from horovod_sparse.torch.tensors import dtype_name, make_accumulator
 
-__all__ = ["DenseParameter", "Part", "SparseBucket"]
+__all__ = ["DenseBucket", "DenseParameter", "Part", "SparseBucket"]
 
 
 class Part(Protocol):
@@ -120,6 +120,14 @@ class SparseBucket:
         self.bucket.accumulator.assign(held[0])
         for array, values in zip(self.held()[1:], held[1:], strict=True):
             array[...] = values
+
+
+class DenseBucket(SparseBucket):
+    """A parameter that a plan leaves dense, in a bucket of its own because its feedback keeps something.
+
+    Momentum correction is one: without it a dense parameter would train without momentum. Everything is
+    sent, so the residual stays 0, and the sparsifier has no state worth a checkpoint.
+    """
 
 
 class DenseParameter:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from horovod_sparse.errors import UnsupportedError
+from horovod_sparse.feedback import ParameterRules
 from horovod_sparse.frontend import agreed_plan, describe_model, make_plan
 from horovod_sparse.merging import ParameterFacts, Plan
 from horovod_sparse.torch._horovod import hvd
@@ -16,14 +17,23 @@ from horovod_sparse.torch.tensors import dtype_name
 
 __all__ = ["agree", "facts_of", "make_plan"]
 
+_NO_RULES = ParameterRules()
+
 
 def facts_of(
-    named_parameters: Sequence[tuple[str, torch.Tensor]], param_groups: Sequence[Mapping[str, Any]]
+    named_parameters: Sequence[tuple[str, torch.Tensor]],
+    param_groups: Sequence[Mapping[str, Any]],
+    rules: ParameterRules = _NO_RULES,
 ) -> dict[str, tuple[ParameterFacts, torch.Tensor]]:
     """Facts and tensor of every parameter that is synchronized, by name, in the model's order.
 
     Passed over are parameters of other optimizers, frozen ones (integers among them), and those
     without elements.
+
+    Args:
+        named_parameters: of the model.
+        param_groups: of the optimizer.
+        rules: which parameters have another density, or are sent whole.
 
     Raises:
         UnsupportedError: for a dtype that cannot be synchronized.
@@ -40,7 +50,8 @@ def facts_of(
                 "can be synchronized; give such parameters an optimizer of their own"
             )
         group = group_of[id(parameter)]
-        facts[name] = ParameterFacts(name, parameter.numel(), dtype, str(parameter.device), group), parameter
+        n, density = parameter.numel(), rules.density_of(name, parameter.numel()) or 0.0
+        facts[name] = ParameterFacts(name, n, dtype, str(parameter.device), group, density), parameter
     return facts
 
 

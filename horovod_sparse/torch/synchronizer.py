@@ -15,7 +15,7 @@ from horovod_sparse.telemetry import StepReport, Telemetry
 from horovod_sparse.torch import residuals
 from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.driver import Driver
-from horovod_sparse.torch.parts import DenseParameter, Part, SparseBucket
+from horovod_sparse.torch.parts import DenseBucket, DenseParameter, Part, SparseBucket
 
 __all__ = ["GradientSynchronizer"]
 
@@ -78,7 +78,11 @@ class GradientSynchronizer:
     @property
     def sparse(self) -> list[SparseBucket]:
         """The parts that are sparsified, in the plan's order."""
-        return [part for part in self.parts if isinstance(part, SparseBucket)]
+        return [
+            part
+            for part in self.parts
+            if isinstance(part, SparseBucket) and not isinstance(part, DenseBucket)
+        ]
 
     def build(self, plan: Plan) -> None:
         """Fresh buckets for a plan. Gradients stay what they are."""
@@ -88,10 +92,10 @@ class GradientSynchronizer:
             parameters = [self.facts[name][1] for name in names]
             group = self.facts[names[0]][0].group
             name = f"bucket{number}.{names[0]}"
-            parts.append(
-                SparseBucket(name, names, parameters, self.recipe, partial(self._learning_rate, group), place)
-            )
-        parts += [DenseParameter(name, self.facts[name][1], place) for name in plan.dense]
+            recipe = self.recipe.for_parameter(names[0], parameters[0].numel())
+            rate = partial(self._learning_rate, group)
+            parts.append(SparseBucket(name, names, parameters, recipe, rate, place))
+        parts += [self._dense(name) for name in plan.dense]
         for part in parts:
             part.gradient.gather_existing()
         self.plan, self.parts = plan, parts
@@ -101,6 +105,15 @@ class GradientSynchronizer:
             for part in parts
             for parameter, view in zip(part.gradient.parameters, part.gradient.views, strict=True)
         }
+
+    def _dense(self, name: str) -> Part:
+        """A parameter that the plan leaves dense, with the feedback's share that a dense one has."""
+        facts, parameter = self.facts[name]
+        recipe = self.recipe.for_dense()
+        if recipe.feedback.num_companions == 0 and getattr(recipe.feedback, "clip_norm", None) is None:
+            return DenseParameter(name, parameter, self._place)
+        rate = partial(self._learning_rate, facts.group)
+        return DenseBucket(f"dense.{name}", [name], [parameter], recipe, rate, self._place)
 
     def _learning_rate(self, group: int) -> float | None:
         # by number: load_state_dict makes new dicts of the groups

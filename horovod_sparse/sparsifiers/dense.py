@@ -1,0 +1,49 @@
+"""No sparsifier: all elements, in an allreduce. For parameters that a rule keeps dense."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from horovod_sparse.arrays.protocol import Accumulator
+from horovod_sparse.collectives import Request, Synchronization
+from horovod_sparse.sparsifiers.base import BucketInfo, SparseSum, Sparsifier, SparsifierState, Traffic
+from horovod_sparse.sparsifiers.shared import sum_at, sum_rounds, sum_traffic
+
+__all__ = ["Dense"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dense(Sparsifier):
+    """Everything is sent, as Horovod would, by one allreduce of n values (and three numbers per rank).
+
+    It stands where a sparsifier stands, so that dense parameters meet the same feedback (momentum
+    correction, clipping), the same error for NaN and Inf, and the same checkpoint as the others.
+
+    Example:
+        >>> Dense().density
+        1.0
+    """
+
+    name: ClassVar[str] = "dense"
+
+    density: float = 1.0
+
+    def synchronize(
+        self, accumulator: Accumulator, state: SparsifierState, info: BucketInfo
+    ) -> Synchronization[SparseSum]:
+        """One allreduce; see `Sparsifier.synchronize`."""
+        n = info.num_elements
+        state.step += 1
+        counts = np.full(info.size, n)
+        return (yield from sum_at(accumulator, np.arange(n, dtype=np.int32), counts, info, self.wire))
+
+    def rounds(self, size: int) -> tuple[type[Request], ...]:
+        """One allreduce."""
+        return sum_rounds(self.wire)
+
+    def traffic(self, info: BucketInfo, counts: np.ndarray, step: int = 0) -> tuple[Traffic, ...]:
+        """All values."""
+        return sum_traffic(info.num_elements, info, self.wire)

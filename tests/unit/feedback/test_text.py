@@ -1,0 +1,114 @@
+"""Recipes as text: every row, nested values, and what is no recipe."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from horovod_sparse.errors import ArgumentError, UnknownNameError
+from horovod_sparse.feedback import (
+    ErrorFeedback,
+    MomentumCorrection,
+    NoFeedback,
+    ParameterRules,
+    Recipe,
+    parse_recipe,
+    recipe,
+)
+from horovod_sparse.sparsifiers import DGC, TopK
+from horovod_sparse.sparsifiers.schedule import Exponential, Linear, Stairs
+from horovod_sparse.thresholds import Sketch
+from support.cases import CASES, Case, case_id
+
+
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+def test_every_row(case: Case) -> None:
+    assert parse_recipe(case.recipe.describe()) == case.recipe
+
+
+_FEEDBACKS = [
+    ErrorFeedback(),
+    ErrorFeedback(scale_residual=False),
+    ErrorFeedback(clip_norm=0.5),
+    NoFeedback(),
+    MomentumCorrection(),
+    MomentumCorrection(momentum=0.5, nesterov=True, masking=False, clip_norm=1.5, scale_residual=False),
+]
+_SCHEDULES = [
+    None,
+    Exponential(steps=400),
+    Exponential(epochs=4, steps_per_epoch=100, start=0.5),
+    Linear(steps=7, start=1.0),
+    Stairs(steps_per_epoch=50),
+    Stairs(steps=3, densities=(0.5, 0.1)),
+]
+_RULES = [
+    ParameterRules(),
+    ParameterRules(dense_below=1024),
+    ParameterRules(dense=("*.bias", "norm[12].*")),
+    ParameterRules(densities={"embedding.*": 0.01, "a,b": 1.0}, dense_below=3),  # type: ignore[arg-type]
+]
+
+
+@pytest.mark.parametrize("feedback", _FEEDBACKS, ids=repr)
+@pytest.mark.parametrize("schedule", _SCHEDULES, ids=repr)
+@pytest.mark.parametrize("rules", _RULES, ids=repr)
+def test_there_and_back(feedback: Any, schedule: Any, rules: ParameterRules) -> None:
+    made = Recipe(DGC(density=0.02, schedule=schedule, threshold="exact"), feedback, rules)
+    assert parse_recipe(made.describe()) == made
+    assert hash(parse_recipe(made.describe())) == hash(made)
+
+
+def test_rules_of_thresholds() -> None:
+    made = recipe("micro", threshold=Sketch(exponent=0.25))
+    assert made.describe() == "micro:density=0.001,threshold=sketch(exponent=0.25)"
+    assert parse_recipe(made.describe()) == made
+
+
+def test_by_hand() -> None:
+    text = (
+        "topk: density = 0.01, schedule=exponential(steps=400,start=0.25), "
+        "feedback=momentum(momentum=0.9, clip_norm=1.0), dense=('*.bias', '*.norm'), dense_below=64"
+    )
+    assert parse_recipe(text) == Recipe(
+        TopK(density=0.01, schedule=Exponential(steps=400, start=0.25)),
+        MomentumCorrection(momentum=0.9, clip_norm=1.0),
+        ParameterRules(64, ("*.bias", "*.norm")),
+    )
+    assert parse_recipe("hard_threshold:threshold=0.01") == recipe("hard_threshold", threshold=0.01)
+    assert parse_recipe("topk:feedback=momentum").feedback == MomentumCorrection()
+    assert recipe("topk", schedule="linear(steps=3)").sparsifier.schedule == Linear(steps=3)
+    assert recipe("topk", feedback="momentum(nesterov=true)").feedback == MomentumCorrection(nesterov=True)
+    assert parse_recipe("topk:dense=*.bias").rules.dense == ("*.bias",)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("topk:schedule=exponential(steps=400", "closed"),
+        ("topk:schedule=exponential)", "closed"),
+        ("topk:dense=('*.bias)", "closed"),
+        ("topk:density=0.1,density=0.2", "density once"),
+        ("topk:=0.2", "NAME:ARGUMENT=VALUE"),
+        ("topk:schedule=expontial(steps=4)", "unknown schedule 'expontial'.*exponential, linear, stairs"),
+        ("topk:schedule=linear(stps=4)", "argument of linear 'stps'.*steps"),
+        ("topk:feedback=momentun(momentum=0.5)", "unknown feedback 'momentun'.*error, momentum, none"),
+        ("topk:feedback=momentum(momentum=2)", "momentum=2"),
+        ("topk:density=linear(steps=4)", "unknown density 'linear'"),
+        ("topk:schedule=linear", "schedule='linear'"),
+        ("topk:schedule=linear()", "steps=None"),
+        ("topk:dense_below=many", "dense_below='many'"),
+        ("topk:densities=0.5", "densities=0.5"),
+        ("topk:densities={'a':2}", "densities.'a'.=2"),
+        ("topk:dense=3", "dense=3"),
+    ],
+)
+def test_text_that_is_no_recipe(text: str, complaint: str) -> None:
+    with pytest.raises(ArgumentError, match=complaint):
+        parse_recipe(text)
+
+
+def test_an_unknown_algorithm_comes_before_its_arguments() -> None:
+    with pytest.raises(UnknownNameError, match="topq"):
+        parse_recipe("topq:schedule=nothing(")
