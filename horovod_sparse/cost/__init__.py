@@ -1,5 +1,26 @@
-"""What communication and selection cost."""
+"""What communication and selection cost: shapes of time models, fitting them, and keeping the result."""
 
 from horovod_sparse.cost.alpha_beta import AlphaBeta, CollectiveCost
+from horovod_sparse.cost.fitting import Fit, fit_selection, fit_time
+from horovod_sparse.cost.model import COLLECTIVES, CostModel, communication_of, omgs_cost, starting_cost
+from horovod_sparse.cost.profile import PROFILE_VERSION, Profile, check_same_profile
+from horovod_sparse.cost.times import AffineTime, SortingTime, TimeModel
 
-__all__ = ["AlphaBeta", "CollectiveCost"]
+__all__ = [
+    "COLLECTIVES",
+    "PROFILE_VERSION",
+    "AffineTime",
+    "AlphaBeta",
+    "CollectiveCost",
+    "CostModel",
+    "Fit",
+    "Profile",
+    "SortingTime",
+    "TimeModel",
+    "check_same_profile",
+    "communication_of",
+    "fit_selection",
+    "fit_time",
+    "omgs_cost",
+    "starting_cost",
+]

@@ -1,14 +1,58 @@
 """Plans: which parameters are synchronized together, and which stay dense."""
 
-from horovod_sparse.merging.fixed import DEFAULT_BUCKET_BYTES, explicit_groups, fixed_bytes, num_buckets
+from horovod_sparse.merging.fixed import (
+    DEFAULT_BUCKET_BYTES,
+    explicit_groups,
+    fixed_bytes,
+    fixed_elements,
+    num_buckets,
+)
+from horovod_sparse.merging.greedy import omgs
+from horovod_sparse.merging.joint import joint
+from horovod_sparse.merging.named import STRATEGIES, needs_times, strategy_named
+from horovod_sparse.merging.optimal import optimal
 from horovod_sparse.merging.plan import ParameterFacts, Plan, same_kind
+from horovod_sparse.merging.selection import (
+    Choice,
+    MinElements,
+    TensorSelection,
+    dense_of,
+    min_elements,
+    select_tensors,
+)
+from horovod_sparse.merging.strategies import Fixed, Strategy, fixed, layerwise, single
+from horovod_sparse.merging.timeline import Span, Timeline, predict
+from horovod_sparse.merging.workload import Workload, plan_of_segments
 
 __all__ = [
     "DEFAULT_BUCKET_BYTES",
+    "STRATEGIES",
+    "Choice",
+    "Fixed",
+    "MinElements",
     "ParameterFacts",
     "Plan",
+    "Span",
+    "Strategy",
+    "TensorSelection",
+    "Timeline",
+    "Workload",
+    "dense_of",
     "explicit_groups",
+    "fixed",
     "fixed_bytes",
+    "fixed_elements",
+    "joint",
+    "layerwise",
+    "min_elements",
+    "needs_times",
     "num_buckets",
+    "omgs",
+    "optimal",
+    "plan_of_segments",
+    "predict",
     "same_kind",
+    "select_tensors",
+    "single",
+    "strategy_named",
 ]

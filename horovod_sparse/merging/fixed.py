@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.merging.plan import MAX_BUCKET_ELEMENTS, Kind, ParameterFacts, Plan, same_kind
 
-__all__ = ["DEFAULT_BUCKET_BYTES", "explicit_groups", "fixed_bytes", "num_buckets"]
+__all__ = ["DEFAULT_BUCKET_BYTES", "explicit_groups", "fixed_bytes", "fixed_elements", "num_buckets"]
 
 #: Large enough that a bucket's fixed cost (measured: 0.12 ms of CPU for top-k, 0.16 ms for ExDyna, and a
 #: place in a Horovod cycle) is small beside its pass over memory (2.5 ms for 32 MiB at 7.5 ms per 100 MB),
@@ -52,6 +52,41 @@ def fixed_bytes(parameters: Sequence[ParameterFacts], bucket_bytes: int = DEFAUL
             buckets.append(bucket)
         bucket.append(parameter.name)
         filling[same_kind(parameter)] = bucket, num_bytes, num_elements
+    return Plan(tuple(map(tuple, buckets)))
+
+
+def fixed_elements(parameters: Sequence[ParameterFacts], num_elements: int) -> Plan:
+    """Buckets of at least a number of elements, as MGS-SGD's threshold makes them.
+
+    Walks the parameters from the last to the first, as backward does. A bucket is closed as soon as it
+    holds `num_elements`; what is left over at the end forms the last ones. Kinds fill buckets of their
+    own, as in `fixed_bytes`.
+
+    Args:
+        parameters: in the order in which the model uses them (forward).
+        num_elements: 1 or more; 1 gives every parameter a bucket of its own.
+
+    Source: OMGS-SGD, section V-D (8192), the rule as its public program has it.
+
+    Raises:
+        ArgumentError: if `num_elements` is not a positive whole number.
+
+    Example:
+        >>> facts = [ParameterFacts("a", 100), ParameterFacts("b", 10), ParameterFacts("c", 20)]
+        >>> fixed_elements(facts, num_elements=30).buckets
+        (('c', 'b'), ('a',))
+    """
+    if isinstance(num_elements, bool) or not isinstance(num_elements, int) or num_elements < 1:
+        raise ArgumentError("num_elements", num_elements, "a whole number, 1 or more")
+    buckets: list[list[str]] = []
+    filling: dict[Kind, tuple[list[str], int]] = {}
+    for parameter in reversed(parameters):
+        bucket, total = filling.get(same_kind(parameter), ([], num_elements))
+        if total >= num_elements or total + parameter.num_elements > MAX_BUCKET_ELEMENTS:
+            bucket, total = [], 0
+            buckets.append(bucket)
+        bucket.append(parameter.name)
+        filling[same_kind(parameter)] = bucket, total + parameter.num_elements
     return Plan(tuple(map(tuple, buckets)))
 
 

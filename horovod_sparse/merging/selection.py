@@ -1,0 +1,139 @@
+"""Which parameters are sparsified at all: cost-based tensor selection."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from horovod_sparse.cost import CostModel
+from horovod_sparse.errors import ArgumentError, UnknownNameError
+from horovod_sparse.merging.plan import ParameterFacts
+
+__all__ = ["Choice", "MinElements", "TensorSelection", "dense_of", "min_elements", "select_tensors"]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was decided for a parameter, and why.
+
+    Attributes:
+        name: of the parameter.
+        dense: whether it stays dense.
+        reason: in words, for a table.
+        compression_seconds: T_comp of Eq. (1), where a cost model was asked.
+        sparse_seconds: T_spr, likewise.
+        full_seconds: T_full, likewise.
+    """
+
+    name: str
+    dense: bool
+    reason: str
+    compression_seconds: float | None = None
+    sparse_seconds: float | None = None
+    full_seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class MinElements:
+    """Sparsify what has at least so many elements; a rule made by `min_elements`."""
+
+    num_elements: int
+
+    def __call__(self, parameter: ParameterFacts) -> bool:
+        """Whether the parameter is sparsified."""
+        return parameter.num_elements >= self.num_elements
+
+
+#: What the argument `tensor_selection` takes: "cost", "all", `min_elements(...)`, or a function that says
+#: of a parameter whether it is sparsified.
+TensorSelection: TypeAlias = str | Callable[[ParameterFacts], bool]
+
+
+def min_elements(num_elements: int) -> MinElements:
+    """A rule for `tensor_selection`: smaller parameters stay dense.
+
+    Args:
+        num_elements: the smallest that is sparsified, 1 or more.
+
+    Raises:
+        ArgumentError: if it is not a whole number from 1.
+
+    Example:
+        >>> min_elements(1024)(ParameterFacts("bias", 512))
+        False
+    """
+    if isinstance(num_elements, bool) or not isinstance(num_elements, int) or num_elements < 1:
+        raise ArgumentError("min_elements", num_elements, "a whole number, 1 or more")
+    return MinElements(num_elements)
+
+
+def select_tensors(
+    rule: TensorSelection, parameters: Sequence[ParameterFacts], cost: CostModel | None = None
+) -> tuple[Choice, ...]:
+    """Decides for every parameter by itself whether it is sparsified.
+
+    ``sparsify if and only if T_comp(n) < T_full(n) - T_spr(n)`` for "cost"
+
+    Eq. (1) takes every tensor alone: its whole communication counts, hidden or not, and each pays its own
+    start-up time. So it keeps small tensors dense that, merged, would be sparsified; see `joint`.
+
+    Args:
+        rule: "cost", "all", `min_elements(...)`, or a function of a parameter (True: sparsify it).
+        parameters: of the model.
+        cost: selection is T_comp (decoding may stand in communication: only the sum matters),
+            communication T_spr, dense T_full. "cost" needs it.
+
+    Returns:
+        One choice for every parameter, in their order.
+
+    Source: DRAGONN, section 4.2, Eq. (1) and Algorithm 2.
+
+    Raises:
+        UnknownNameError: for a misspelt rule.
+        ArgumentError: "cost" without a cost model, or a rule that answers something else than yes or no.
+
+    Example:
+        >>> from horovod_sparse.cost import AffineTime
+        >>> cost = CostModel(AffineTime(1.0), AffineTime(1.0), AffineTime(1.0, 0.25))
+        >>> [c.dense for c in select_tensors("cost", [ParameterFacts("a", 1), ParameterFacts("b", 2)], cost)]
+        [True, False]
+    """
+    if isinstance(rule, str):
+        if rule == "all":
+            return tuple(Choice(parameter.name, False, "all are sparsified") for parameter in parameters)
+        if rule != "cost":
+            raise UnknownNameError("tensor_selection", rule, ["all", "cost", "min_elements(...)"])
+        if cost is None:
+            raise ArgumentError("tensor_selection", rule, "a profile too, or 'all', which needs none")
+        return tuple(_by_cost(parameter, cost) for parameter in parameters)
+    if not callable(rule):
+        raise ArgumentError("tensor_selection", rule, "'cost', 'all', min_elements(...) or a function")
+    return tuple(_by_rule(parameter, rule) for parameter in parameters)
+
+
+def dense_of(choices: Sequence[Choice]) -> frozenset[str]:
+    """Names of what stays dense, for `Workload.with_dense`."""
+    return frozenset(choice.name for choice in choices if choice.dense)
+
+
+def _by_cost(parameter: ParameterFacts, cost: CostModel) -> Choice:
+    compression = float(cost.selection.seconds(parameter.num_elements))
+    sparse = float(cost.communication.seconds(parameter.num_elements))
+    full = float(cost.dense.seconds(parameter.num_bytes))
+    pays = compression < full - sparse
+    sign = "<" if pays else ">="
+    reason = f"{compression * 1e3:.3g} ms {sign} {full * 1e3:.3g} - {sparse * 1e3:.3g} ms"
+    return Choice(parameter.name, not pays, reason, compression, sparse, full)
+
+
+def _by_rule(parameter: ParameterFacts, rule: Callable[[ParameterFacts], Any]) -> Choice:
+    answer = rule(parameter)
+    if answer not in (True, False):
+        raise ArgumentError("tensor_selection", answer, f"True or False for {parameter.name}")
+    if isinstance(rule, MinElements):
+        sign = ">=" if answer else "<"
+        reason = f"{parameter.num_elements} {sign} {rule.num_elements} elements"
+    else:
+        reason = f"{getattr(rule, '__name__', repr(rule))} says {'sparse' if answer else 'dense'}"
+    return Choice(parameter.name, not answer, reason)

@@ -1,0 +1,105 @@
+"""A step of a model, as a plan is made for it: parameters, and when their gradients are ready."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from horovod_sparse.errors import ArgumentError, ProfileMismatchError
+from horovod_sparse.merging.plan import MAX_BUCKET_ELEMENTS, ParameterFacts, Plan, same_kind
+
+__all__ = ["Workload", "plan_of_segments"]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Parameters and the time that backward takes for each.
+
+    Args:
+        parameters: in the order in which the model uses them (forward).
+        backward_seconds: as many; from the gradient before it (in backward order) to its own.
+        forward_seconds: of the step before backward begins.
+        dense: names of parameters that are not sparsified; their allreduce shares the network.
+
+    Raises:
+        ArgumentError: a time is missing, negative or not finite, or `dense` names no parameter.
+        ProfileMismatchError: all backward times are 0, so that nothing was measured.
+
+    Example:
+        >>> workload = Workload((ParameterFacts("a", 10), ParameterFacts("b", 20)), (0.002, 0.001))
+        >>> [parameter.name for parameter in workload.backward]
+        ['b', 'a']
+    """
+
+    parameters: tuple[ParameterFacts, ...]
+    backward_seconds: tuple[float, ...]
+    forward_seconds: float = 0.0
+    dense: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "parameters", tuple(self.parameters))
+        object.__setattr__(self, "backward_seconds", tuple(map(float, self.backward_seconds)))
+        object.__setattr__(self, "dense", frozenset(self.dense))
+        if len(self.parameters) != len(self.backward_seconds):
+            given = f"{len(self.backward_seconds)} times for {len(self.parameters)} parameters"
+            raise ArgumentError("backward_seconds", given, "one time for every parameter")
+        for parameter, seconds in zip(self.parameters, self.backward_seconds, strict=True):
+            if not (math.isfinite(seconds) and seconds >= 0.0):
+                raise ArgumentError(f"backward_seconds of {parameter.name}", seconds, "seconds, 0 or more")
+        if not (math.isfinite(self.forward_seconds) and self.forward_seconds >= 0.0):
+            raise ArgumentError("forward_seconds", self.forward_seconds, "seconds, 0 or more")
+        if self.parameters and not any(self.backward_seconds):
+            raise ProfileMismatchError("backward takes no time for any parameter: nothing was measured")
+        if unknown := sorted(self.dense - {parameter.name for parameter in self.parameters}):
+            raise ArgumentError("dense", unknown, "only names of parameters")
+
+    @property
+    def backward(self) -> tuple[ParameterFacts, ...]:
+        """The parameters in the order in which their gradients come."""
+        return self.parameters[::-1]
+
+    @property
+    def sparse(self) -> tuple[ParameterFacts, ...]:
+        """The parameters that are sparsified, in forward order."""
+        return tuple(parameter for parameter in self.parameters if parameter.name not in self.dense)
+
+    @property
+    def dense_names(self) -> tuple[str, ...]:
+        """The parameters that are not, in backward order."""
+        return tuple(parameter.name for parameter in self.backward if parameter.name in self.dense)
+
+    def with_dense(self, dense: Collection[str]) -> Workload:
+        """The same step with another choice of what stays dense."""
+        return Workload(self.parameters, self.backward_seconds, self.forward_seconds, frozenset(dense))
+
+
+def plan_of_segments(workload: Workload, segments: Sequence[int]) -> Plan:
+    """The plan that merges runs of neighbours.
+
+    A bucket holds one dtype, device and parameter group, and no more elements than int32 can count:
+    a segment that mixes kinds becomes a bucket for each.
+
+    Args:
+        workload: whose sparse parameters are merged.
+        segments: where they end: ascending positions in backward order among the sparse parameters,
+            the last one being their number.
+
+    Example:
+        >>> facts = tuple(ParameterFacts(name, 1) for name in "abc")
+        >>> plan_of_segments(Workload(facts, (1.0, 1.0, 1.0)), [1, 3]).buckets
+        (('c',), ('b', 'a'))
+    """
+    backward, start, buckets = workload.sparse[::-1], 0, []
+    for stop in segments:
+        filling: dict[tuple[str, str, int, float], tuple[list[str], int]] = {}
+        for parameter in backward[start:stop]:
+            names, total = filling.get(same_kind(parameter), ([], 0))
+            total += parameter.num_elements
+            if not names or total > MAX_BUCKET_ELEMENTS:
+                names, total = [], parameter.num_elements
+                buckets.append(names)
+            names.append(parameter.name)
+            filling[same_kind(parameter)] = names, total
+        start = stop
+    return Plan(tuple(map(tuple, buckets)), workload.dense_names)
