@@ -1,0 +1,111 @@
+"""Adding, cutting and splitting sparse vectors, against the obvious way."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from horovod_sparse.arrays.protocol import FoldReport
+from horovod_sparse.errors import MessageError
+from horovod_sparse.sparsifiers.notes import Notes
+from horovod_sparse.sparsifiers.sparse_vectors import (
+    SparseVector,
+    added,
+    cut,
+    empty,
+    joined,
+    missing_in,
+    shared_out,
+    split_largest,
+)
+
+_N = 30
+
+
+@st.composite
+def vectors(draw: st.DrawFn, dtype: type) -> SparseVector:
+    indices = sorted(draw(st.sets(st.integers(0, _N - 1), max_size=_N)))
+    # few different magnitudes: many ties, and sums that cancel
+    values = [draw(st.integers(-3, 3)) for _ in indices]
+    return SparseVector(np.array(indices, np.int32), np.array(values, dtype))
+
+
+def dense(vector: SparseVector) -> np.ndarray:
+    out = np.zeros(_N)
+    out[vector.indices] = vector.values
+    return out
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@given(data=st.data())
+def test_any_two_vectors(dtype: type, data: st.DataObject) -> None:
+    first, second = data.draw(vectors(dtype)), data.draw(vectors(dtype))
+    total = added(first, second)
+    assert total.indices.tolist() == sorted({*first.indices.tolist(), *second.indices.tolist()})
+    assert total.indices.dtype == np.int32 and total.values.dtype == dtype
+    np.testing.assert_array_equal(dense(total), dense(first) + dense(second))
+    assert added(second, first).values.tobytes() == total.values.tobytes()
+
+    k = data.draw(st.integers(0, _N))
+    kept, dropped = split_largest(total, k)
+    order = np.argsort(-np.abs(total.values), kind="stable")[:k]
+    assert kept.indices.tolist() == np.sort(total.indices[order]).tolist()
+    np.testing.assert_array_equal(dense(kept) + dense(dropped), dense(total))
+    assert len(kept) + len(dropped) == len(total)
+
+    start, stop = sorted((data.draw(st.integers(0, _N)), data.draw(st.integers(0, _N))))
+    parts = [cut(total, 0, start), cut(total, start, stop), cut(total, stop, _N)]
+    assert parts[1].indices.tolist() == [i for i in total.indices.tolist() if start <= i < stop]
+    assert joined(parts, np.dtype(dtype)).values.tolist() == total.values.tolist()
+
+    expected = ~np.isin(first.indices, second.indices)
+    assert missing_in(first.indices, second.indices).tolist() == expected.tolist()
+
+
+def test_nothing_is_a_vector() -> None:
+    nothing = empty(np.dtype(np.float32))
+    assert len(added(nothing, nothing)) == len(joined([], np.dtype(np.float32))) == 0
+    assert [len(part) for part in split_largest(nothing, 3)] == [0, 0]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("num_parts", [1, 2, 3, 5, 7, 8, 14, 16])
+def test_shares_add_up_exactly(dtype: str, num_parts: int) -> None:
+    generator = np.random.default_rng(num_parts)
+    values = (generator.standard_normal(5000) * 10.0 ** generator.integers(-20, 20, 5000)).astype(dtype)
+    parts = [shared_out(values.copy(), num_parts, part) for part in range(num_parts)]
+    total = np.sum(parts, axis=0, dtype=np.longdouble)
+    assert (total == values).all()
+    for part in parts:
+        np.testing.assert_allclose(part, values / num_parts, rtol=0.01)
+
+
+def test_a_large_merge_is_exact() -> None:
+    generator = np.random.default_rng(1)
+    both = []
+    for _ in range(2):
+        indices = np.sort(generator.choice(10**6, 200_000, replace=False)).astype(np.int32)
+        both.append(SparseVector(indices, generator.standard_normal(200_000).astype(np.float32)))
+    total = added(*both)
+    expected = np.zeros(10**6, np.float32)
+    for vector in both:
+        expected[vector.indices] += vector.values
+    np.testing.assert_array_equal(total.values, expected[total.indices])
+    kept, dropped = split_largest(total, 200_000)
+    assert np.abs(kept.values).min() >= np.abs(dropped.values).max() and len(kept) == 200_000
+
+
+def test_notes_meet() -> None:
+    notes = [
+        Notes(FoldReport(first_nonfinite=rank - 1, carried_square_norm=4.0**rank), rank, 3)
+        for rank in range(3)
+    ]
+    notes[0].read(notes[2].write([2]), [2])
+    assert notes[0].first_nonfinite == {2: 1}
+    notes[0].read(notes[1].write([1]), [1])
+    assert notes[0].first_nonfinite == {1: 0, 2: 1}
+    assert notes[0].norms.tolist() == [1.0, 2.0, 4.0]
+    with pytest.raises(MessageError, match="notes of 2 ranks"):
+        notes[0].read(np.zeros(3, np.int32), [0, 1])
