@@ -182,10 +182,11 @@ class DenseVariable:
         dense = (total * total.dtype.type(scale)).astype(numpy_dtype(self.dtype)).reshape(self.shapes[0])
         self.carried = None
         sent = (total.size + self._place()[1]) * total.itemsize
-        step = BucketStep(self.names[0], *[total.size] * 4, sent, [sent])
+        count = total.size
+        step = BucketStep(self.names[0], count, count, count, count, sent, [sent])
         took = time.perf_counter() - started
         norms = np.zeros(self._place()[1])
-        return [dense], BucketReport(step, total.size, dense.nbytes, norms, apply_seconds=took)
+        return [dense], BucketReport(step, count, dense.nbytes, norms, apply_seconds=took)
 
     def abandon(self) -> None:
         """See `Part.abandon`; a dense gradient of an abandoned step is dropped, as Horovod would."""

@@ -12,7 +12,7 @@ __all__ = ["gather_slices"]
 
 
 def gather_slices(gradient: tf.IndexedSlices, name: str, process_set: Any, average: bool) -> tf.IndexedSlices:
-    """The slices of all ranks, one behind the other: two allgathers, as in `hvd.allreduce`, with stable names.
+    """The slices of all ranks, one behind the other: two allgathers, as in `hvd.allreduce`.
 
     Args:
         gradient: of this rank.

@@ -1,0 +1,126 @@
+"""A sparsifier behind the argument `compression=`, and what it remembers."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import tensorflow as tf
+from horovod.tensorflow.compression import Compressor
+
+from horovod_sparse.errors import ArgumentError, UnsupportedError
+from horovod_sparse.feedback import Recipe
+from horovod_sparse.frontend import describe_recipe
+from horovod_sparse.telemetry import Telemetry
+from horovod_sparse.tensorflow._horovod import hvd
+from horovod_sparse.tensorflow.dropin import DropIn, Pending
+from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
+
+__all__ = ["SparseCompressor"]
+
+#: Ranks put compressors to use in the same order, as they do with Horovod's own tapes and optimizers.
+_numbers = itertools.count()
+
+
+class SparseCompressor(Compressor):
+    """A recipe, and what it remembers of every variable. Made by `Compression.topk(...)` and the like.
+
+    It keeps residuals and thresholds, which have to live as long as the training: a tape lives for one
+    step. So make it once, outside of the training loop and of `tf.function`, one for every tape or
+    optimizer, and pass it whenever you wrap a tape.
+
+    In our tapes and optimizers (`horovod_sparse.tensorflow`, `horovod_sparse.tensorflow.keras`)
+    gradients are merged into buckets. In stock Horovod's it really sends sparse data, too, though these
+    know nothing of it: see `DropIn`. With one rank gradients stay as they are, as in Horovod.
+
+    It may be pickled before `hvd.init()`: the recipe travels, what it remembers does not.
+
+    Args:
+        recipe: sparsifier and feedback.
+        process_set: the ranks that take part; those of the tape or optimizer if left out.
+    """
+
+    def __init__(self, recipe: Recipe, process_set: Any = None) -> None:
+        self.recipe, self.process_set = recipe, process_set
+        self._synchronizer: GradientSynchronizer | None = None
+        self._arguments: dict[str, Any] = {}
+        self._dropin: DropIn | None = None
+
+    @property
+    def telemetry(self) -> Telemetry:
+        """What happened in the last step, and on average; empty before the first."""
+        if self._synchronizer is not None:
+            return self._synchronizer.telemetry
+        return Telemetry() if self._dropin is None else self._dropin.telemetry
+
+    @property
+    def synchronizer(self) -> GradientSynchronizer | None:
+        """What `bind` has made; None before, and in stock Horovod's tapes and optimizers."""
+        return self._synchronizer
+
+    def bind(self, **arguments: Any) -> GradientSynchronizer:
+        """The synchronizer for a tape or optimizer of ours: made at the first call, the same at later ones.
+
+        Args:
+            **arguments: of `GradientSynchronizer`, but for the recipe and the name.
+
+        Raises:
+            ArgumentError: if it is bound already, with other arguments.
+            UnsupportedError: if it is at work in one of stock Horovod's.
+        """
+        if self._dropin is not None:
+            raise UnsupportedError(
+                f"{self!r} is at work in a tape or optimizer of horovod.tensorflow: make another compressor "
+                "for this one"
+            )
+        theirs = arguments.get("process_set") or hvd.global_process_set
+        process_set = self.process_set or theirs
+        if process_set is not theirs and theirs is not hvd.global_process_set:
+            raise ArgumentError("process_set", theirs, "the same as to the compressor, or none")
+        arguments["process_set"] = process_set
+        comparable = {name: _comparable(value) for name, value in arguments.items()}
+        if self._synchronizer is None:
+            name = f"horovod_sparse.{next(_numbers)}"
+            self._synchronizer = GradientSynchronizer(self.recipe, name=name, **arguments)
+            self._arguments = comparable
+        for name, value in comparable.items():
+            if self._arguments.get(name) != value:
+                raise ArgumentError(
+                    name,
+                    arguments[name],
+                    "what this compressor was used with before; every tape or optimizer needs a compressor "
+                    "of its own, made once",
+                )
+        return self._synchronizer
+
+    @tf.autograph.experimental.do_not_convert
+    def compress(self, tensor: tf.Tensor) -> tuple[tf.Tensor, Pending | None]:
+        """Called by stock Horovod: see `DropIn.compress`."""
+        if self._synchronizer is not None:
+            raise UnsupportedError(
+                f"{self!r} is at work in a tape or optimizer of horovod_sparse: make another compressor for "
+                "one of horovod.tensorflow"
+            )
+        if self._dropin is None:
+            self._dropin = DropIn(self.recipe, self.process_set, f"horovod_sparse.{next(_numbers)}")
+        return self._dropin.compress(tensor)
+
+    @tf.autograph.experimental.do_not_convert
+    def decompress(self, tensor: tf.Tensor, ctx: Pending | None) -> tf.Tensor:
+        """Called by stock Horovod: see `DropIn.decompress`."""
+        if ctx is None or self._dropin is None:
+            return tensor
+        return self._dropin.decompress(tensor, ctx)
+
+    def __repr__(self) -> str:
+        return describe_recipe(self.recipe)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (SparseCompressor, (self.recipe,))
+
+
+def _comparable(value: Any) -> Any:
+    """Variables by identity: their == is elementwise."""
+    if isinstance(value, (list, tuple)):
+        return tuple(_comparable(item) for item in value)
+    return value if value is None or isinstance(value, (bool, int, float, str)) else id(value)

@@ -1,0 +1,86 @@
+"""What `compression=` has to know of Horovod's own tapes and optimizers, and of their insides.
+
+Horovod calls ``compression.compress(gradient)`` and tells it nothing else. What has to be known (which of
+the gradients it is, the operation, the process set) stands in the calling frames. Everything here reads
+names that Horovod 0.28.1 has, in one file.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import tensorflow as tf
+
+from horovod_sparse.errors import UnsupportedError
+from horovod_sparse.tensorflow._horovod import hvd
+
+__all__ = ["StockCall", "stock_call"]
+
+#: AutoGraph converts Horovod's functions where it traces them, and calls them so
+_CONVERTED = "tf__"
+#: frames that are looked at; AutoGraph puts several between one function and the next
+_LIMIT = 60
+
+
+@dataclass(frozen=True, eq=False)
+class StockCall:
+    """A call of `compress` by Horovod.
+
+    Attributes:
+        frame: of the function that synchronizes all gradients of a tape or optimizer.
+        position: of the gradient among them.
+        variable: whose gradient it is, where it is known by identity.
+        name: of that variable.
+        process_set: the ranks that take part.
+    """
+
+    frame: FrameType
+    position: int
+    variable: Any
+    name: str
+    process_set: Any
+
+
+def stock_call(tensor: tf.Tensor) -> StockCall:
+    """Who calls `compress`, and what for.
+
+    Raises:
+        UnsupportedError: if it is not Horovod's tape or optimizer, or if it is Adasum.
+    """
+    inner: FrameType | None = None
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(_LIMIT):
+        if frame is None:
+            break
+        name = frame.f_code.co_name.removeprefix(_CONVERTED)
+        if name in ("allreduce", "grouped_allreduce") and "process_set" in frame.f_locals:
+            inner = frame
+        if name == "allreduce_grads" and inner is not None:
+            return _described(tensor, inner, frame)
+        frame = frame.f_back
+    raise UnsupportedError(
+        "compress() was called by something else than the tapes and optimizers of horovod.tensorflow. A "
+        "sparsifier keeps a residual for every variable, so it compresses nothing but their gradients: "
+        "give hvd.allreduce() compression=Compression.none or .fp16"
+    )
+
+
+def _described(tensor: tf.Tensor, inner: FrameType, outer: FrameType) -> StockCall:
+    if inner.f_locals.get("op") == hvd.Adasum:
+        raise UnsupportedError(
+            "op=Adasum cannot be combined with a sparsifier: it combines whole updates, and a residual has "
+            "no place in that. Use op=Average or op=Sum, or compression=Compression.none"
+        )
+    gradients = list(outer.f_locals["grads"])
+    positions = [i for i, gradient in enumerate(gradients) if gradient is tensor]
+    if not positions:
+        raise UnsupportedError("the gradient that is compressed is none of those that are synchronized")
+    variables = outer.f_locals.get("vars")
+    variable = variables[positions[0]] if variables is not None else None
+    name = str(getattr(variable, "name", f"gradient{positions[0]}")).split(":")[0]
+    # a function's argument stands for any variable of its shape
+    is_known = isinstance(getattr(variable, "handle", None), tf.__internal__.EagerTensor)
+    return StockCall(outer, positions[0], variable if is_known else None, name, inner.f_locals["process_set"])
