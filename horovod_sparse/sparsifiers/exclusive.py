@@ -81,9 +81,12 @@ class ExclusiveThreshold(Sparsifier):
         start, stop = self.window(state, info)
         if num_selected < info.num_elements:
             selection = accumulator.at_least(threshold, start, stop)
-            most = rule.most(num_selected, state.threshold)
-            if most is not None and selection.size > most:  # many magnitudes equal the threshold
-                selection = accumulator.largest(most, start, stop)
+            num_hits = selection.size
+            wanted = rule.wanted(num_hits, num_selected, state.threshold)
+            if wanted != num_hits:
+                selection = accumulator.largest(min(wanted, stop - start), start, stop)
+            if wanted > num_hits:  # there may be nothing but zeros below the threshold
+                selection = selection[accumulator.take(selection) != 0]
         else:  # everything, zeros too: where this rank holds 0 others may not
             selection = np.arange(start, stop, dtype=np.int32)
         gathered = yield from exchange_selections(accumulator, selection, None, info, self.wire)
@@ -95,6 +98,7 @@ class ExclusiveThreshold(Sparsifier):
         rule.steer(gathered.indices.size, num_selected, state.threshold)
         self.observe(state, info, sum_.counts, gathered.indices)
         state.step += 1
+        state.threshold.share = _share(gathered.indices, self.window(state, info))
         return sum_
 
     def rounds(self, size: int) -> tuple[type[Request], ...]:
@@ -118,3 +122,11 @@ class ExclusiveThreshold(Sparsifier):
             "imbalance": info.size * int(counts.max()) / union if union else 1.0,
             "density_error": abs(num_selected - union) / info.num_elements,
         }
+
+
+def _share(union: Indices, window: Window) -> float:
+    """Part of a union that lies in a window; -1 for an empty union."""
+    if union.size == 0:
+        return -1.0
+    start, stop = window
+    return float(np.count_nonzero((union >= start) & (union < stop)) / union.size)

@@ -16,11 +16,11 @@ __all__ = ["RULES", "Sketch", "ThresholdRule", "ThresholdScaling", "ThresholdSta
 class ThresholdRule(Protocol):
     """Finds a threshold for a step, and learns from the count that it led to."""
 
-    def most(self, num_selected: int, state: ThresholdState) -> int | None:
-        """Largest number of elements that a rank may send, where the rule has one."""
-
     def find(self, accumulator: Accumulator, num_selected: int, state: ThresholdState) -> float:
         """This step's threshold."""
+
+    def wanted(self, num_hits: int, num_selected: int, state: ThresholdState) -> int:
+        """How many elements of its window a rank sends, when `num_hits` there reach the threshold."""
 
     def steer(self, count: int, num_selected: int, state: ThresholdState) -> None:
         """Learns from the union count of this step."""
@@ -38,7 +38,7 @@ def threshold_rule(rule: str | ThresholdRule) -> ThresholdRule:
 
     Example:
         >>> threshold_rule("sketch")
-        Sketch(exponent=0.7, limit=16.0)
+        Sketch(exponent=0.5, limit=16.0, memory=0.85)
     """
     if isinstance(rule, str):
         if rule not in RULES:

@@ -19,10 +19,13 @@ class ThresholdState:
     Attributes:
         threshold: the last threshold used (magnitude, in units of the accumulator), 0 before the first.
         correction: c of the sketch rule; the searched order is c * k.
+        share: part of the last union that lies in the window this rank searches next, in [0, 1];
+            negative where nothing is known of it.
     """
 
     threshold: float = 0.0
     correction: float = 1.0
+    share: float = -1.0
 
 
 @dataclass(frozen=True)
@@ -52,9 +55,9 @@ class ThresholdScaling:
         if not 0.0 < self.gamma < 1.0:
             raise ArgumentError("gamma", self.gamma, "a number in (0, 1)")
 
-    def most(self, num_selected: int, state: ThresholdState) -> None:
-        """No limit: as printed."""
-        return
+    def wanted(self, num_hits: int, num_selected: int, state: ThresholdState) -> int:
+        """All hits, as printed."""
+        return num_hits
 
     def find(self, accumulator: Accumulator, num_selected: int, state: ThresholdState) -> float:
         """This step's threshold."""

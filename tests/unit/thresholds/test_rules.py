@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from horovod_sparse.errors import ArgumentError
 from horovod_sparse.thresholds import Sketch, ThresholdScaling, ThresholdState, threshold_rule
 from support.reference import ReferenceAccumulator
 
@@ -57,14 +58,40 @@ def test_the_sketch_is_the_order_statistic() -> None:
 
 def test_the_correction_follows_the_count() -> None:
     state = ThresholdState()
-    # twice k: c = 0.5 ** 0.7 = 0.61557; then half of k: c = 0.61557 * 2 ** 0.7 = 1
+    # twice k: c = 0.5 ** 0.5 = 0.70711; then half of k: c = 0.70711 * 2 ** 0.5 = 1
     Sketch().steer(200, 100, state)
-    assert state.correction == pytest.approx(0.5**0.7)
+    assert state.correction == pytest.approx(0.5**0.5)
     Sketch().steer(50, 100, state)
     assert state.correction == pytest.approx(1.0)
     # nothing selected says nothing
     Sketch().steer(0, 100, state)
     assert state.correction == pytest.approx(1.0)
+
+
+def test_the_share_of_the_last_union_outweighs_the_hits() -> None:
+    # weight of the share: 0.5 * 30 / (30 + 10) = 0.375; 31 ** 0.375 * 101 ** 0.625 - 1 = 63.9
+    # (of the 120 hits 100 count, the order asked for)
+    half = Sketch(memory=0.5)
+    assert half.wanted(120, 100, ThresholdState(threshold=1.0, share=0.3, correction=1.0)) == 64
+    # no more hits count than the order asked for: 100 (many magnitudes are equal)
+    assert half.wanted(10**6, 100, ThresholdState(threshold=1.0, share=0.3)) == 64
+    # a window that gave nothing has only its hits to go by
+    assert half.wanted(7, 100, ThresholdState(threshold=1.0, share=0.0)) == 7
+
+
+def test_all_hits_are_sent_where_nothing_is_known() -> None:
+    for state in (ThresholdState(threshold=1.0), ThresholdState(threshold=0.0, share=0.3)):
+        assert Sketch().wanted(80, 100, state) == 80
+        # unless many magnitudes equal the threshold
+        assert Sketch().wanted(1000, 100, state) == 100
+    assert Sketch(memory=0.0).wanted(80, 100, ThresholdState(threshold=1.0, share=0.3)) == 80
+    assert ThresholdScaling().wanted(10**6, 100, ThresholdState(threshold=1.0, share=0.3)) == 10**6
+
+
+@pytest.mark.parametrize("memory", [-0.1, 1.0])
+def test_a_memory_outside_its_range_is_refused(memory: float) -> None:
+    with pytest.raises(ArgumentError, match="memory"):
+        Sketch(memory=memory)
 
 
 def test_the_correction_stays_within_its_limits() -> None:
