@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -23,6 +24,8 @@ from horovod_sparse.thresholds.statistical import Excess, fit_named
 
 __all__ = ["SIDCo", "SIDCoState"]
 
+#: what stands for achieved / target where nothing was sent, whose logarithm is none
+_NOTHING = 1e-6
 _BELOW_ONE = float(np.nextafter(1.0, 0.0))
 
 
@@ -34,10 +37,14 @@ class SIDCoState(SparsifierState):
         step: synchronizations done.
         num_stages: how often the tail is fitted now.
         recent: achieved / target of the steps since the stage count was last looked at.
+        direction: +1 or -1, where the number of stages went last.
+        error: |ln(achieved / target)| when it was last looked at; negative before.
     """
 
     num_stages: int = 1
     recent: list[float] = field(default_factory=list)
+    direction: int = 1
+    error: float = -1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +54,8 @@ class SIDCo(Sparsifier):
     Stage 1 fits all magnitudes and finds where the share `first_density` lies above; each further stage
     fits what exceeds the last threshold, and the last one goes for what is left of the density:
     ``d = first_density ** (M - 1) * d_M``. The number of stages M follows the outcome: every
-    `adapt_every` steps it grows by one if more than (1 + tolerance) k were sent on average, and shrinks
-    by one if fewer than (1 - tolerance) k were.
+    `adapt_every` steps, if the mean of sent / k is outside 1 +- tolerance, it moves by one; on in the
+    direction it moved last (up at first) if that made the error smaller, else back.
 
     One round: an allgather of as many indices and values as pass. Density is per rank.
 
@@ -61,8 +68,9 @@ class SIDCo(Sparsifier):
         adapt_every: steps between changes of M.
         max_stages: most stages.
 
-    Source: Abdelmoniem et al., MLSys 2021 (SIDCo). Departure: M grows when too many elements pass: a
-    heavier tail than the fitted one puts the threshold too low, which a further stage mends.
+    Source: Abdelmoniem et al., MLSys 2021 (SIDCo). Departure: the direction. Which way helps depends on
+    the tail: a single exponential fit passes too many of a heavy one and too few of a Gaussian, and
+    further stages mend both.
 
     Example:
         >>> SIDCo(density=0.001, distribution="pareto").describe()
@@ -124,10 +132,15 @@ class SIDCo(Sparsifier):
             return
         mean = float(np.mean(state.recent))
         state.recent.clear()
-        if mean > 1.0 + self.tolerance:
-            state.num_stages = min(state.num_stages + 1, self.max_stages)
-        elif mean < 1.0 - self.tolerance:
-            state.num_stages = max(state.num_stages - 1, 1)
+        if abs(mean - 1.0) <= self.tolerance:
+            return
+        error = abs(math.log(max(mean, _NOTHING)))
+        if error > state.error >= 0.0:
+            state.direction = -state.direction
+        if not 1 <= state.num_stages + state.direction <= self.max_stages:
+            state.direction = -state.direction
+        state.num_stages = min(max(state.num_stages + state.direction, 1), self.max_stages)
+        state.error = error
 
     def rounds(self, size: int) -> tuple[type[Request], ...]:
         """One allgather."""

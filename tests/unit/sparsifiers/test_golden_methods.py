@@ -1,0 +1,245 @@
+"""CLT-k, DGC, SIDCo, MSTopk, hard threshold and DRAGONN in small cases worked by hand."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy import stats
+from scipy.special import gammaln
+
+from horovod_sparse.arrays import HostAccumulator
+from horovod_sparse.feedback import recipe
+from horovod_sparse.simulation import SimulatedCluster
+from horovod_sparse.sparsifiers import DGC, DRAGONN, BucketInfo, HardThreshold, MSTopK, SIDCo, SparsifierState
+from horovod_sparse.thresholds.sampled import SampledThreshold
+from horovod_sparse.thresholds.statistical import Excess, fit_named
+
+
+def folded(values: Any) -> HostAccumulator:
+    values = np.array(values, np.float32)
+    accumulator = HostAccumulator(values.size, density=0.1)
+    accumulator.fold(values.copy())
+    return accumulator
+
+
+def test_cltk_leaders_take_turns() -> None:
+    # n = 4, density 0.25: k = 1, P = 3. Rank r holds its largest magnitude at index r.
+    cluster = SimulatedCluster(recipe("cltk", density=0.25), 4, 3)
+    rows = [np.array(row, np.float32) for row in ([9, 1, 1, 0], [1, 8, 1, 0], [1, 1, -7, 0])]
+    sums = [cluster.synchronize([row.copy() for row in rows])[0]]
+    # t = 0: rank 0 leads, index 0: 9 + 1 + 1.
+    assert (sums[0].indices.tolist(), sums[0].values.tolist()) == ([0], [11.0])
+    zeros = [np.zeros(4, np.float32) for _ in range(3)]
+    # t = 1: rank 1 leads: of (0, 8, 1, 0) index 1: 1 + 8 + 1.  t = 2: rank 2 of (0, 0, -7, 0): 1 + 1 - 7.
+    for expected in (([1], [10.0]), ([2], [-5.0])):
+        sum_ = cluster.synchronize([zero.copy() for zero in zeros])[2]
+        assert (sum_.indices.tolist(), sum_.values.tolist()) == expected
+    # t = 3: rank 0 again, which holds only zeros: the lowest index.
+    assert cluster.synchronize(zeros)[1].indices.tolist() == [0]
+    assert not np.any(cluster.residuals())
+
+
+class Sampled(HostAccumulator):
+    """An accumulator whose sample says what a test wants, and that notes the thresholds it is asked for."""
+
+    def __init__(self, values: Any, sample: list[float]) -> None:
+        super().__init__(len(values), density=0.1)
+        self.fold(np.array(values, np.float32))
+        self.sample, self.asked = np.array(sample, np.float32), []
+
+    def sample_magnitudes(self, stride: int, offset: int = 0) -> Any:
+        return self.sample
+
+    def at_least(self, threshold: float, start: int = 0, stop: int | None = None) -> Any:
+        self.asked.append(threshold)
+        return super().at_least(threshold, start, stop)
+
+
+_RAMP = np.arange(1, 101)  # magnitudes 1 to 100, k = 10: the tenth largest is 91
+
+
+@pytest.mark.parametrize(
+    ("guess", "asked", "sent"),
+    [
+        # 91 and more: exactly 10.
+        (91.0, [91.0], range(90, 100)),
+        # 88 and more: 13 = 1.3 k, which is not above 1.3 k.
+        (88.0, [88.0], range(87, 100)),
+        # 87 and more: 14 is above 1.3 k, so the 10 largest of them.
+        (87.0, [87.0], range(90, 100)),
+        # 93 and more: 8 = 0.8 k, which is not below 0.8 k.
+        (93.0, [93.0], range(92, 100)),
+        # 94 and more: 7 is below; 0.8 * 94 = 75.2 lets 25 through: above 1.3 k, so the 10 largest.
+        (94.0, [94.0, 0.8 * 94.0], range(90, 100)),
+        # 110: nothing; 88: 13, as above.
+        (110.0, [110.0, 88.0], range(87, 100)),
+        # 2000: 1600, 1280, 1024, ... ten times at most: 2000 * 0.8^10 = 214.7, nothing passes.
+        (2000.0, [2000.0 * 0.8**i for i in range(11)], []),
+    ],
+)
+def test_dgc_selects_hierarchically(guess: float, asked: list[float], sent: Any) -> None:
+    accumulator = Sampled(_RAMP, [guess] * 10)
+    found = DGC(density=0.1).select(accumulator, 10, np.random.default_rng(0))
+    assert found.tolist() == list(sent)
+    assert accumulator.asked == pytest.approx(asked)
+
+
+def test_dgc_samples_with_a_stride_and_a_random_start() -> None:
+    rule = SampledThreshold(0.01)
+    # k = 10 000 of a million: 1 % are 10 000, the quantile of 100 hits among them: stride 100.
+    assert rule.stride(1_000_000, 10_000) == 100
+    # k = 1000: 1 % would hold 10 hits; 64 hits need 64 000 samples: stride 15.
+    assert rule.stride(1_000_000, 1000) == 15
+    accumulator = folded(np.arange(1, 10_001))
+    starts = set()
+    for seed in range(40):
+        # n = 10 000, k = 2000: 320 samples give 64 hits, stride 31. Sampled is every 31st of 1 ... 10 000,
+        # so the order statistic is off by less than a stride.
+        found = rule.find(accumulator, 2000, np.random.default_rng(seed))
+        assert abs(found - 8001) <= 2 * 31
+        starts.add(found % 31)
+    assert len(starts) > 15
+
+
+def test_a_sample_that_is_too_small_is_enlarged() -> None:
+    accumulator = folded(np.arange(1, 101))
+    # 1 % of 100 would be one element: the whole bucket is the sample, and the threshold exact.
+    assert SampledThreshold(0.01).find(accumulator, 10, np.random.default_rng(0)) == 91.0
+
+
+_SAMPLES = {
+    "exponential": stats.expon(scale=0.3),
+    "pareto": stats.genpareto(0.15, scale=2.0),
+    "gamma": stats.gamma(0.7, scale=1.5),
+}
+
+
+@pytest.mark.parametrize("distribution", _SAMPLES)
+@pytest.mark.parametrize("density", [0.25, 0.05, 0.01])
+def test_fits_find_the_quantiles_of_their_own_distribution(distribution: str, density: float) -> None:
+    drawn = _SAMPLES[distribution].rvs(400_000, random_state=np.random.default_rng(5))
+    accumulator = folded(drawn * np.where(np.arange(drawn.size) % 2, 1, -1))
+    moments = accumulator.moments(0.0)
+    assert moments.count == drawn.size
+    found = fit_named(distribution, 0).quantile(Excess.of(moments, 0.0), density)
+    exact = float(_SAMPLES[distribution].isf(density))
+    if distribution != "gamma":
+        assert found == pytest.approx(exact, rel=0.03)
+    else:
+        # The method's tail drops a factor (x / beta) ** (alpha - 1): -beta (ln d + ln Gamma(alpha)). For
+        # alpha below 1 the threshold comes out somewhat high.
+        assert found == pytest.approx(-1.5 * (np.log(density) + gammaln(0.7)), rel=0.03)
+        assert exact < found < 1.6 * exact
+
+
+def test_each_further_stage_fits_what_exceeds_the_last_threshold() -> None:
+    # 16 magnitudes, by hand, exponential: mean of all is 2, so stage one, for a quarter: 2 ln 4 = 2.7726.
+    values = [1.0] * 12 + [3.0, 4.0, 5.0, 8.0]
+    accumulator = folded(values)
+    assert SIDCo(density=0.0625).threshold(accumulator, 4, 1) == pytest.approx(2 * np.log(4), rel=1e-6)
+    # Above it are 3, 4, 5, 8 with a mean of 5, so an excess of 5 - 2.7726; k = 1: 1/16 = 1/4 * 1/4:
+    # the second stage adds (5 - 2.7726) ln 4.
+    expected = 2 * np.log(4) + (5 - 2 * np.log(4)) * np.log(4)
+    assert SIDCo(density=0.0625).threshold(accumulator, 1, 2) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(("tail", "first"), [("heavy", 1.2), ("gaussian", -0.5)])
+@pytest.mark.parametrize("feedback", ["error", "none"])
+def test_sidco_changes_the_number_of_stages(tail: str, first: float, feedback: str) -> None:
+    """One exponential fit passes too many of a heavy tail, too few of a Gaussian; more stages mend both."""
+    n, k = 200_000, 400
+    cluster = SimulatedCluster(recipe("sidco", density=k / n, feedback=feedback), n, 1)
+    generator = np.random.default_rng(1)
+    stages, sent = [], []
+    for _ in range(60):
+        heavy = generator.standard_t(3, n).astype(np.float32)
+        gaussian = generator.standard_normal(n, np.float32)
+        cluster.synchronize([heavy if tail == "heavy" else gaussian])
+        stages.append(cluster.buckets[0].state.num_stages)
+        sent.append(cluster.buckets[0].last.num_selected / k)
+    assert stages[:4] == [1, 1, 1, 1], "it is looked at every five steps"
+    assert all(abs(after - before) <= 1 for before, after in itertools.pairwise(stages))
+    assert sent[0] > first if first > 0 else sent[0] < -first
+    assert max(stages) > 1
+    assert abs(np.mean(sent[-20:]) - 1) < 0.25
+
+
+def test_mstopk_by_hand() -> None:
+    # 1 ... 16, k = 3. Bisection between 0 and the number after 16: just above 8 (8 reach it: 9 to 16),
+    # just above 12 (4: 13 to 16), just above 14 (2), then just above 13 (3 = k: 14, 15, 16).
+    accumulator = folded(np.arange(1, 17))
+    assert MSTopK(density=0.2).select(accumulator, 3).tolist() == [13, 14, 15]
+    # One pass only: 9 to 16 reach the lower threshold, nothing the upper one: 9, 10, 11 fill up.
+    assert MSTopK(density=0.2, num_passes=1).select(accumulator, 3).tolist() == [8, 9, 10]
+    # Three: 13 and more reach the lower one, 15 and 16 the upper one: both, and 13 fills up.
+    assert MSTopK(density=0.2, num_passes=3).select(accumulator, 3).tolist() == [12, 14, 15]
+
+
+@pytest.mark.parametrize("draw", ["standard_normal", "standard_cauchy", "standard_exponential", "random"])
+@pytest.mark.parametrize("k", [1, 30, 5000, 60_000, 99_999])
+def test_mstopk_is_top_k(draw: str, k: int) -> None:
+    values = getattr(np.random.default_rng(4), draw)(100_000).astype(np.float32)
+    accumulator = folded(values)
+    np.testing.assert_array_equal(MSTopK(num_passes=60).select(accumulator, k), accumulator.largest(k))
+    few = MSTopK(num_passes=12).select(accumulator, k)
+    assert few.size == np.unique(few).size == k
+
+
+def test_hard_threshold_sends_what_reaches_it(caplog: Any) -> None:
+    cluster = SimulatedCluster(recipe("hard_threshold", threshold=2.0), 5, 1)
+    sum_ = cluster.synchronize([np.array([2.0, -2.5, 1.999, 0.0, 1.0], np.float32)])[0]
+    assert (sum_.indices.tolist(), sum_.values.tolist()) == ([0, 1], [2.0, -2.5])
+    # 1.999 + 1 passes in the next step
+    sum_ = cluster.synchronize([np.ones(5, np.float32)])[0]
+    assert sum_.indices.tolist() == [2, 4]
+    # No threshold: 1 / (2 sqrt(k)), k = 4 of 16: 0.25; said once.
+    info = BucketInfo("guessed once", 16)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert HardThreshold(density=0.25).threshold_for(info, SparsifierState()) == 0.25
+    assert caplog.text.count("guessed once") == 1 and "threshold=" in caplog.text
+
+
+def test_dragonn_keeps_what_collided() -> None:
+    n, k = 100_000, 1000
+    cluster = SimulatedCluster(recipe("dragonn", density=k / n), n, 2)
+    rows = np.random.default_rng(6).standard_normal((2, n)).astype(np.float32)
+    sum_ = cluster.synchronize(list(rows.copy()))[0]
+    # About 63 % of the slots are filled: those of the hits that no later one overwrote.
+    for rank, count in enumerate(sum_.counts):
+        assert 0.55 * k < count < 0.72 * k
+        held = cluster.residuals()[rank]
+        start = int(sum_.counts[:rank].sum())
+        sent = sum_.indices[start : start + count]
+        np.testing.assert_array_equal(sum_.values[start : start + count], rows[rank, sent])
+        assert not held[sent].any()
+        np.testing.assert_array_equal(np.delete(held, sent), np.delete(rows[rank], sent))
+        assert np.count_nonzero(np.abs(held) >= cluster.buckets[rank].last.facts["threshold"]) > 0.2 * k
+
+
+def test_dragonn_messages_are_of_one_length() -> None:
+    cluster = SimulatedCluster(recipe("dragonn", density=0.01, slots_per_selected=2.0), 10_000, 3)
+    generator = np.random.default_rng(7)
+    sent = set()
+    for _ in range(5):
+        cluster.synchronize(list(generator.standard_normal((3, 10_000)).astype(np.float32)))
+        sent |= {bucket.last.bytes_sent for bucket in cluster.buckets}
+    # four words of header, 200 slots of index and value
+    assert sent == {4 * (4 + 2 * 200)}
+
+
+def test_dragonn_draws_another_function_in_every_step_and_rank() -> None:
+    """The same two elements must not collide for ever: what is held back is sent within some steps."""
+    sparsifier = DRAGONN(density=0.05)
+    cluster = SimulatedCluster(recipe("dragonn", density=0.05), 2000, 1)
+    gradient = np.zeros(2000, np.float32)
+    gradient[100:200] = 1.0
+    cluster.synchronize([gradient])
+    for _ in range(12):
+        cluster.synchronize([np.zeros(2000, np.float32)])
+    assert not np.any(cluster.residuals())
+    assert sparsifier.num_slots(BucketInfo("b", 2000), SparsifierState()) == 100
