@@ -55,6 +55,7 @@ class GradientSynchronizer:
         step: synchronizations done, those that were given up not counted.
         last_error: what the last step raised on the host, None if it ended well: in a graph,
             TensorFlow raises an error of its own that only quotes it.
+        on_planned: called when variables have got their buckets, for saved state to be put into them.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class GradientSynchronizer:
         self._eager: dict[Any, Callable[..., Any]] = {}
         self._last_token: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._num_plans = 0
+        self.on_planned: Callable[[], None] | None = None
         self._lock = threading.Lock()
 
     @property
@@ -213,6 +215,8 @@ class GradientSynchronizer:
         self._part_of = {name: part for part in self.parts for name in part.names}
         self._names.update({variable.ref(): name for name, variable in zip(names, new, strict=True)})
         self._num_plans += 1
+        if self.on_planned is not None:
+            self.on_planned()
 
     def _build(
         self, gradients: Sequence[Gradient], variables: Sequence[Any], rate: tf.Tensor
