@@ -9,10 +9,12 @@ from horovod_sparse.sparsifiers.gtopk import GTopK
 from horovod_sparse.sparsifiers.hard_threshold import HardThreshold
 from horovod_sparse.sparsifiers.micro import MiCRO
 from horovod_sparse.sparsifiers.mstopk import MSTopK
+from horovod_sparse.sparsifiers.oktopk import OkTopk
 from horovod_sparse.sparsifiers.randomk import RandomK
 from horovod_sparse.sparsifiers.sidco import SIDCo
 from horovod_sparse.sparsifiers.spardl import SparDL
 from horovod_sparse.sparsifiers.topk import TopK
+from horovod_sparse.sparsifiers.topk_dsa import TopkDSA
 
 __all__ = [
     "ALGORITHMS",
@@ -25,6 +27,7 @@ __all__ = [
     "HardThreshold",
     "MSTopK",
     "MiCRO",
+    "OkTopk",
     "RandomK",
     "SIDCo",
     "SparDL",
@@ -32,6 +35,7 @@ __all__ = [
     "Sparsifier",
     "SparsifierState",
     "TopK",
+    "TopkDSA",
     "Traffic",
 ]
 
@@ -51,5 +55,7 @@ ALGORITHMS: dict[str, type[Sparsifier]] = {
         ExDyna,
         GTopK,
         SparDL,
+        OkTopk,
+        TopkDSA,
     )
 }

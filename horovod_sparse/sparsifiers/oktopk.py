@@ -1,0 +1,218 @@
+"""Ok-Topk: thresholds instead of selections, balanced regions, a balanced all-gather."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from horovod_sparse.arrays.protocol import Accumulator, FoldReport, Indices, Values
+from horovod_sparse.collectives import AllGather, AllToAll, Request, Synchronization
+from horovod_sparse.sparsifiers.base import (
+    BucketInfo,
+    SparseSum,
+    Sparsifier,
+    Traffic,
+    check_count,
+    exchange_selections,
+)
+from horovod_sparse.sparsifiers.mail import rounded
+from horovod_sparse.sparsifiers.oktopk_state import (
+    OkTopkState,
+    equal_regions,
+    propose_regions,
+    regions_of,
+    steered,
+)
+from horovod_sparse.sparsifiers.regions import cut_and_pack, reduce_in_regions, split_traffic
+from horovod_sparse.sparsifiers.sparse_vectors import SparseVector, missing_in
+from horovod_sparse.sparsifiers.windows import equal_part
+from horovod_sparse.wire import unpack_sum
+
+__all__ = ["OkTopk"]
+
+#: the sums are spread out again if one rank has more than this many times its share of them
+_IMBALANCE = 4
+#: counts within these multiples of k leave the thresholds alone; outside they move by these factors
+_LOCAL_BAND, _LOCAL_FACTOR = (2 / 3, 5 / 4), 1.012
+_GLOBAL_BAND, _GLOBAL_FACTOR = (2 / 3, 4 / 3), 1.008
+
+
+@dataclass(frozen=True, kw_only=True)
+class OkTopk(Sparsifier):
+    """What passes a local threshold is summed up by region; what passes a global one there comes back.
+
+    ``sum = {j: |s_j| >= t_global}, s = sum_i acc_i [|acc_i| >= t_i]``
+
+    Four rounds: an all-to-all to the owners of P regions, an allgather of counts, an all-to-all that
+    spreads the sums evenly where they are not, and an allgather of them. Both thresholds are exact
+    order statistics every `threshold_steps` steps, and steered by their counts in between. Regions are
+    drawn anew every `region_steps` steps, so that each receives about as much. Density is global: about
+    k elements come back. A rank's residual is cleared where its own selection came back.
+
+    Args:
+        density: k / n of the union, in (0, 1].
+        threshold_steps: how often thresholds are found exactly.
+        region_steps: how often regions are drawn anew.
+
+    Source: Li & Hoefler, PPoPP 2022. Departures: new regions hold from the next step on, and the exact
+    global threshold is found from magnitudes that travel with the counts, so that the rounds of every
+    step are the same; a threshold of 0 (an all-zero gradient) is found anew in the next step.
+
+    Example:
+        >>> OkTopk(density=0.01).rounds(4) == (AllToAll, AllGather, AllToAll, AllGather)
+        True
+    """
+
+    name: ClassVar[str] = "oktopk"
+    density_scope: ClassVar[Literal["per rank", "global"]] = "global"
+
+    threshold_steps: int = 32
+    region_steps: int = 64
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_count("threshold_steps", self.threshold_steps, "a number of steps, 1 or more")
+        check_count("region_steps", self.region_steps, "a number of steps, 1 or more")
+
+    def init(self, info: BucketInfo) -> OkTopkState:
+        """No thresholds yet, equal regions."""
+        return OkTopkState(bounds=equal_regions(info))
+
+    def synchronize(
+        self, accumulator: Accumulator, state: OkTopkState, info: BucketInfo
+    ) -> Synchronization[SparseSum]:
+        """Two all-to-alls and two allgathers; see `Sparsifier.synchronize`."""
+        k = self.num_selected(info, state)
+        indices = self._select(accumulator, state, k)
+        selection = SparseVector(indices, accumulator.take(indices))
+        regions, report = regions_of(state.bounds, info), accumulator.report
+        total, arrived, error = yield from reduce_in_regions(selection, regions, report, info, self.wire)
+
+        selected, sizes, kept = yield from self._prune(total, indices, state, info, k)
+        spread, kept_error = yield from self._spread(kept, sizes, info)
+        shared, shared_error = rounded(spread, self.wire)
+        gathered = yield from exchange_selections(accumulator, shared.indices, shared.values, info, self.wire)
+        sum_ = SparseSum.of(gathered)
+
+        applied = ~missing_in(indices, sum_.indices)
+        accumulator.clear(indices[applied])
+        for where, lost in (
+            (indices[applied], None if error is None else error[applied]),
+            (kept.indices, kept_error),
+            (shared.indices, shared_error),
+        ):
+            if lost is not None:
+                accumulator.add(where, lost)
+        facts = {"local_threshold": state.local_threshold, "threshold": state.global_threshold}
+        low, high = _LOCAL_BAND
+        state.local_threshold = steered(state.local_threshold, indices.size, low * k, high * k, _LOCAL_FACTOR)
+        low, high = _GLOBAL_BAND
+        state.global_threshold = steered(
+            state.global_threshold, int(sizes.sum()), low * k, high * k, _GLOBAL_FACTOR
+        )
+        state.step += 1
+        return SparseSum(sum_.indices, sum_.values, selected, arrived.first_nonfinite, arrived.norms, facts)
+
+    def _select(self, accumulator: Accumulator, state: OkTopkState, k: int) -> Indices:
+        """What passes the local threshold."""
+        if k == accumulator.num_elements:  # everything, zeros too
+            return np.arange(k, dtype=np.int32)
+        if state.step % self.threshold_steps == 0 or not state.local_threshold:
+            state.local_threshold = accumulator.kth_magnitude(k)
+        return accumulator.at_least(state.local_threshold)
+
+    def _prune(
+        self, total: SparseVector, selection: Indices, state: OkTopkState, info: BucketInfo, k: int
+    ) -> Synchronization[tuple[NDArray[np.int64], NDArray[np.int64], SparseVector]]:
+        """What passes the global threshold, and how many do on each rank; new regions when it is time.
+
+        A message is: how many the rank selected, how many of its sums pass, then its proposal for the
+        regions, then the magnitudes of all its sums; the last two in some steps only, the same on all
+        ranks.
+
+        Returns:
+            int64 [P], elements that each rank selected; int64 [P], that each rank keeps; this rank's.
+        """
+        exact = state.step % self.threshold_steps == 0 or not state.global_threshold
+        new_regions = state.step % self.region_steps == 0
+        magnitudes = np.abs(total.values)
+        keeps_all = k == info.num_elements
+        passing = int((magnitudes >= state.global_threshold).sum())
+        proposal = propose_regions(selection, info) if new_regions else state.bounds[:0]
+        gathered = yield AllGather(
+            np.concatenate(
+                [
+                    np.array([selection.size, len(total) if exact else passing], np.int32),
+                    proposal.astype(np.int32),
+                    magnitudes.view(np.int32) if exact else np.empty(0, np.int32),
+                ]
+            )
+        )
+        per_value, begin = magnitudes.itemsize // 4, 0
+        selected, sizes = np.empty(info.size, np.int64), np.empty(info.size, np.int64)
+        proposals, theirs = [], []
+        for rank in range(info.size):
+            selected[rank], sizes[rank] = gathered[begin : begin + 2]
+            begin += 2
+            proposals.append(gathered[begin : begin + proposal.size].astype(np.int64))
+            begin += proposal.size
+            if exact:
+                length = int(sizes[rank]) * per_value
+                theirs.append(gathered[begin : begin + length].copy().view(magnitudes.dtype))
+                begin += length
+        if exact:
+            everyone = np.concatenate(theirs)
+            state.global_threshold = 0.0
+            if not keeps_all and everyone.size > k:
+                state.global_threshold = float(np.partition(everyone, everyone.size - k)[everyone.size - k])
+            sizes = np.array([(one >= state.global_threshold).sum() for one in theirs], np.int64)
+        if new_regions:
+            state.bounds = np.mean(proposals, axis=0).astype(np.int64)
+        passes = magnitudes >= state.global_threshold
+        return selected, sizes, SparseVector(total.indices[passes], total.values[passes])
+
+    def _spread(
+        self, kept: SparseVector, sizes: NDArray[np.int64], info: BucketInfo
+    ) -> Synchronization[tuple[SparseVector, Values | None]]:
+        """Equal parts of all ranks' sums, if one rank has far more than its share; else its own.
+
+        Returns:
+            What this rank has now, and what rounding has taken away from what it had (None: nothing).
+        """
+        union = int(sizes.sum())
+        if info.size * int(sizes.max()) <= _IMBALANCE * union:
+            yield AllToAll((np.empty(0, np.int32),) * info.size)
+            return kept, None
+        first = int(sizes[: info.rank].sum())
+        parts = []
+        for rank in range(info.size):
+            start, stop = (
+                min(max(edge - first, 0), len(kept)) for edge in equal_part(union, info.size, rank)
+            )
+            parts.append(SparseVector(kept.indices[start:stop], kept.values[start:stop]))
+        messages, error = cut_and_pack(parts, FoldReport(), info, self.wire)
+        arrived = yield AllToAll(messages)
+        sum_ = SparseSum.of(
+            unpack_sum(np.concatenate(arrived), info.size, self.wire, info.num_elements, info.value_dtype)
+        )
+        return SparseVector(sum_.indices, sum_.values), error
+
+    def rounds(self, size: int) -> tuple[type[Request], ...]:
+        """Sums, counts, balance, result."""
+        return (AllToAll, AllGather, AllToAll, AllGather)
+
+    def traffic(self, info: BucketInfo, counts: np.ndarray, step: int = 0) -> tuple[Traffic, ...]:
+        """All but the number of selected elements depends on the data."""
+        most = min(info.num_elements, int(counts.sum()))
+        words = [self.wire.message_words(count, info.num_elements, info.value_dtype) for count in (0, most)]
+        told = 2 + (info.size - 1 if step % self.region_steps == 0 else 0)
+        magnitudes = most * info.value_dtype.itemsize // 4
+        return (
+            split_traffic(int(counts[info.rank]), info, self.wire),
+            Traffic(AllGather, 4 * told, 4 * (told + magnitudes)),
+            Traffic(AllToAll, 0, 4 * (info.size - 1) * words[1]),
+            Traffic(AllGather, 4 * words[0], 4 * words[1]),
+        )
