@@ -12,7 +12,7 @@ from torch import Tensor
 from horovod_sparse.arrays.gradients import checked_factors
 from horovod_sparse.arrays.moments import Moments
 from horovod_sparse.arrays.protocol import FoldReport, Indices, Values
-from horovod_sparse.arrays.torch_apply import apply_sum, clear_at
+from horovod_sparse.arrays.torch_apply import apply_scaled_sum, apply_sum, clear_at
 from horovod_sparse.arrays.torch_clipping import clip
 from horovod_sparse.arrays.torch_gradient import accumulating, checked_gradient
 from horovod_sparse.arrays.torch_journal import Journal
@@ -25,7 +25,7 @@ from horovod_sparse.kernels.layout import Layout
 from horovod_sparse.kernels.torch_backend import TensorKernels, kernels_for
 from horovod_sparse.kernels.torch_bits import device_block_size
 
-__all__ = ["TorchAccumulator", "apply_sum", "clear_at"]
+__all__ = ["TorchAccumulator", "apply_scaled_sum", "apply_sum", "clear_at"]
 
 
 class TorchAccumulator:
@@ -219,13 +219,15 @@ class TorchAccumulator:
             self._journal.clear(self._places(indices))
 
     def add(self, indices: Indices, values: Values) -> None:
-        """Adds to the values there. Indices are unique."""
+        """Adds to the values there; what would not stay finite adds nothing. Indices are unique."""
         with on_device(self.device):
             where = self._places(indices)
             new = np.ascontiguousarray(values, self.dtype).reshape(-1)
             if new.size != where.numel():
                 raise ArgumentError("values", new.size, f"one for each of the {where.numel()} indices")
-            self._journal.add(where, to_device(new, self.device))
+            added = to_device(new, self.device)
+            fine = torch.isfinite(self._values.index_select(0, where) + added)
+            self._journal.add(where, torch.where(fine, added, 0.0))
             if self._selection.maxima is not None:
                 self._kernels.raise_maxima(self._values, self._selection.maxima, self._layout, where)
 
@@ -250,11 +252,14 @@ class TorchAccumulator:
             values: n elements of any float type, in any shape; an array, or a tensor on any device.
 
         Raises:
-            ArgumentError: another number of elements.
+            ArgumentError: another number of elements, or NaN or Inf among them.
         """
-        new = values if isinstance(values, torch.Tensor) else torch.from_numpy(np.array(values))
+        new = values.detach() if isinstance(values, torch.Tensor) else torch.from_numpy(np.array(values))
         if new.numel() != self.num_elements:
             raise ArgumentError("values", tuple(new.shape), f"an array of {self.num_elements} elements")
-        self._values.copy_(new.detach().reshape(-1))
+        new = new.to(self._values.dtype).reshape(-1)
+        if not bool(torch.isfinite(new).all()):
+            raise ArgumentError("values", "NaN or Inf", "finite numbers")
+        self._values.copy_(new)
         self._selection.maxima = None
         self._journal.restart()

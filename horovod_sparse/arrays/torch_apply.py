@@ -13,7 +13,7 @@ from horovod_sparse.errors import ArgumentError, MessageError
 from horovod_sparse.kernels.host_apply import checked
 from horovod_sparse.kernels.torch_backend import TensorKernels, kernels_for
 
-__all__ = ["apply_sum", "clear_at"]
+__all__ = ["apply_scaled_sum", "apply_sum", "clear_at"]
 
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
@@ -82,6 +82,35 @@ def apply_sum(dense: torch.Tensor, indices: Any, values: Any, kernels: TensorKer
         places, order = torch.sort(places, stable=True)
         added = added[order]
     return int(to_host(kernels.add_sum(flat, places, added, unique))[0])
+
+
+def apply_scaled_sum(
+    dense: torch.Tensor, indices: Any, values: Any, scale: float, kernels: TensorKernels | None = None
+) -> int:
+    """Does on a tensor what `arrays.apply_scaled_sum` does on the host, bit for bit: see there.
+
+    Args:
+        dense: zeros; as in `apply_sum`.
+        indices: host, shape (k,), within [0, n), in any order, may repeat.
+        values: host, shape (k,), float32 or float64.
+        scale: factor of the sums.
+        kernels: another implementation than the device's.
+
+    Returns:
+        How many different elements the sum has.
+
+    Raises:
+        ArgumentError, MessageError: as in `apply_sum`.
+    """
+    if scale != 1.0 and dense.dtype not in (torch.float32, torch.float64):
+        values, scale = values * values.dtype.type(scale), 1.0
+    num_union = apply_sum(dense, indices, values, kernels)
+    if scale != 1.0 and np.size(indices):
+        flat = _flat(dense)
+        # an index that stands twice is written twice with the same value
+        where = to_device(checked(indices, flat.numel()), flat.device).long()
+        flat[where] = flat[where] * scale
+    return num_union
 
 
 def clear_at(dense: torch.Tensor, indices: Any) -> None:

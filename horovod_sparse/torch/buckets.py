@@ -14,7 +14,8 @@ from horovod_sparse.errors import StateMismatchError, UnsupportedError
 from horovod_sparse.feedback import Bucket, Recipe
 from horovod_sparse.feedback.state import from_plain, to_plain
 from horovod_sparse.sparsifiers import BucketInfo
-from horovod_sparse.torch.tensors import dtype_name, make_accumulator
+from horovod_sparse.torch.memory import GradientMemory, memory_of
+from horovod_sparse.torch.tensors import dtype_name, on_host
 
 __all__ = ["ParameterBuckets"]
 
@@ -22,6 +23,7 @@ __all__ = ["ParameterBuckets"]
 @dataclass
 class _Entry:
     bucket: Bucket
+    memory: GradientMemory
     parameter: weakref.ref[torch.Tensor]
 
 
@@ -47,6 +49,7 @@ class ParameterBuckets:
             UnsupportedError: if the name already belongs to another parameter.
         """
         info = BucketInfo(name, gradient.numel(), rank, size, str(dtype_name(gradient)))
+        memory = memory_of(gradient.device, name)
         entry = self._entries.get(name)
         if entry is not None:
             owner = entry.parameter()
@@ -55,22 +58,21 @@ class ParameterBuckets:
                     f"two parameters are called {name}: give every optimizer a compressor of its own, "
                     "and every parameter of it another name (named_parameters)"
                 )
-            if owner is parameter and entry.bucket.info == info:
+            if owner is parameter and entry.bucket.info == info and entry.memory is memory:
                 return entry.bucket
         recipe = self._recipe.for_parameter(name, gradient.numel())
-        bucket = Bucket(info, recipe, make_accumulator(info, recipe, gradient.device))
+        new = _Entry(Bucket(info, recipe, memory.accumulator(info, recipe)), memory, weakref.ref(parameter))
         if entry is not None and entry.parameter() is parameter and _fits(entry.bucket.info, info):
-            bucket.accumulator = entry.bucket.accumulator
-            bucket.learning_rate = entry.bucket.learning_rate
+            _take_over(new, entry)
         if name in self._saved:
-            _load(bucket, self._saved.pop(name))
-        self._entries[name] = _Entry(bucket, weakref.ref(parameter))
-        return bucket
+            _load(new, self._saved.pop(name))
+        self._entries[name] = new
+        return new.bucket
 
     def state_dict(self) -> dict[str, Any]:
         """Residual, learning rate and the sparsifier's state by parameter name: tensors and plain values."""
         saved = {name: dict(state) for name, state in self._saved.items()}
-        saved |= {name: _save(entry.bucket) for name, entry in self._entries.items()}
+        saved |= {name: _save(entry) for name, entry in self._entries.items()}
         return {"algorithm": self._recipe.sparsifier.name, "parameters": saved}
 
     def load_state_dict(self, state: Mapping[str, Any], names: Collection[str] | None = None) -> None:
@@ -83,7 +85,7 @@ class ParameterBuckets:
         Raises:
             StateMismatchError: if something does not fit; nothing has been taken over then.
         """
-        saved, algorithm = state["parameters"], self._recipe.sparsifier.name
+        saved, algorithm = on_host(state["parameters"]), self._recipe.sparsifier.name
         if state["algorithm"] != algorithm:
             raise StateMismatchError(f"the saved state is one of {state['algorithm']}, not of {algorithm}")
         unknown = sorted(set(saved) - set(saved if names is None else names))
@@ -91,10 +93,10 @@ class ParameterBuckets:
             raise StateMismatchError(f"the saved state has parameters that are not here: {unknown}")
         for name, entry in self._entries.items():
             if name in saved:
-                _check(entry.bucket, saved[name])
+                _check(entry, saved[name])
         for name, entry in self._entries.items():
             if name in saved:
-                _load(entry.bucket, saved[name])
+                _load(entry, saved[name])
         self._saved = {name: one for name, one in saved.items() if name not in self._entries}
 
 
@@ -106,38 +108,50 @@ def _tensor(array: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(np.array(array))
 
 
-def _save(bucket: Bucket) -> dict[str, Any]:
+def _take_over(new: _Entry, old: _Entry) -> None:
+    """Goes on with what was kept for the same parameter, which may have moved to another device."""
+    new.bucket.learning_rate = old.bucket.learning_rate
+    if new.memory is old.memory:
+        new.bucket.accumulator = old.bucket.accumulator
+    else:
+        new.bucket.accumulator.assign(old.bucket.accumulator.values())
+        new.memory.assign_companions(new.bucket.accumulator, old.memory.companions(old.bucket.accumulator))
+
+
+def _save(entry: _Entry) -> dict[str, Any]:
+    bucket = entry.bucket
     return {
         "residual": _tensor(bucket.accumulator.values()),
-        "companions": [_tensor(array) for array in getattr(bucket.accumulator, "companions", ())],
+        "companions": [_tensor(array) for array in entry.memory.companions(bucket.accumulator)],
         "learning_rate": bucket.learning_rate,
         "size": bucket.info.size,
         "sparsifier": to_plain(bucket.state, _tensor),
     }
 
 
-def _check(bucket: Bucket, saved: Mapping[str, Any]) -> Any:
+def _check(entry: _Entry, saved: Mapping[str, Any]) -> Any:
     """The saved state of the sparsifier, if everything fits the bucket."""
-    info = bucket.info
-    companions = getattr(bucket.accumulator, "companions", ())
+    bucket, info = entry.bucket, entry.bucket.info
+    companions = bucket.recipe.feedback.num_companions
     if int(saved["size"]) != info.size:
         raise StateMismatchError(
             f"the saved state of {info.name} is one of {saved['size']} ranks, now there are {info.size}: "
             "load it into as many ranks, start with an empty residual, or train with "
             "horovod_sparse.torch.DistributedOptimizer, whose state can be redistributed"
         )
-    if saved["residual"].numel() != info.num_elements or len(saved["companions"]) != len(companions):
+    if saved["residual"].numel() != info.num_elements or len(saved["companions"]) != companions:
         raise StateMismatchError(
             f"the saved state of {info.name} has {saved['residual'].numel()} elements and "
             f"{len(saved['companions'])} arrays beside the residual, the parameter has {info.num_elements} "
-            f"and {len(companions)}: it belongs to another model or to another feedback"
+            f"and {companions}: it belongs to another model or to another feedback"
         )
     return from_plain(bucket.recipe.sparsifier.init(info), saved["sparsifier"])
 
 
-def _load(bucket: Bucket, saved: Mapping[str, Any]) -> None:
-    bucket.state = _check(bucket, saved)
+def _load(entry: _Entry, saved: Mapping[str, Any]) -> None:
+    bucket = entry.bucket
+    bucket.state = _check(entry, saved)
     bucket.accumulator.assign(saved["residual"].numpy())
-    for array, tensor in zip(getattr(bucket.accumulator, "companions", ()), saved["companions"], strict=True):
-        array[...] = tensor.numpy()
+    companions = [companion.numpy() for companion in saved["companions"]]
+    entry.memory.assign_companions(bucket.accumulator, companions)
     bucket.learning_rate = saved["learning_rate"]

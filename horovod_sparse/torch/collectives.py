@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -13,6 +15,8 @@ from horovod_sparse.errors import ArgumentError, CollectiveMismatchError
 from horovod_sparse.torch._horovod import hvd
 
 __all__ = ["Handle", "start"]
+
+_log = logging.getLogger("horovod_sparse")
 
 
 class Handle(Protocol):
@@ -78,7 +82,8 @@ def start(request: Request, name: str, process_set: Any = hvd.global_process_set
     which different names are started is free.
 
     Args:
-        request: what to communicate. Its buffers are read in place until the handle is done.
+        request: what to communicate. Its buffers are read in place until the handle is done. That of an
+            `AllReduce` may be a tensor on any device; then a tensor on it comes back.
         name: of the collective, the same on all ranks; no other collective in flight has it.
         process_set: who takes part. Ranks in requests (root, sources, receivers) count within it.
 
@@ -106,9 +111,9 @@ def start(request: Request, name: str, process_set: Any = hvd.global_process_set
         handle = hvd.allgather_async(tensor, name=name, process_set=process_set)
         return _HorovodHandle(handle, tensor, _array)
     if isinstance(request, AllReduce):
-        tensor = _tensor(request.buffer)
+        tensor, answer = _reducible(request.buffer)
         handle = hvd.allreduce_async(tensor, op=hvd.Sum, name=name, process_set=process_set)
-        return _HorovodHandle(handle, tensor, _array)
+        return _HorovodHandle(handle, tensor, answer)
     if isinstance(request, Broadcast):
         tensor = _tensor(request.buffer)
         root = process_set.ranks[request.root]  # Horovod counts roots in the world, not in the set
@@ -156,7 +161,7 @@ def _answer_alone(request: Request) -> Any:
         return {peer: request.sends[peer].copy() for peer in request.sources}
     if isinstance(request, AllToAll):
         return [buffer.copy() for buffer in request.buffers]
-    return request.buffer.copy()
+    return request.buffer.clone() if isinstance(request.buffer, torch.Tensor) else request.buffer.copy()
 
 
 class _AsWritable:
@@ -173,6 +178,35 @@ def _tensor(array: np.ndarray) -> torch.Tensor:
     """The same memory as a tensor (a copy only where it is not contiguous). Horovod only reads it."""
     array = np.ascontiguousarray(array)
     return torch.from_numpy(array if array.flags.writeable else np.asarray(_AsWritable(array)))
+
+
+def _reducible(buffer: np.ndarray | torch.Tensor) -> tuple[torch.Tensor, Callable[[Any], Any]]:
+    """A tensor that Horovod can reduce, and how its sum becomes what was asked for.
+
+    A tensor stays on its device, unless Horovod is built without operations there: then it goes through
+    the host.
+    """
+    if not isinstance(buffer, torch.Tensor):
+        return _tensor(buffer), _array
+    if buffer.device.type == "cpu" or _reduces(buffer):
+        return buffer, lambda total: total
+    _say_once(buffer.device.type)
+    return buffer.cpu(), lambda total: total.to(buffer.device)
+
+
+def _reduces(tensor: torch.Tensor) -> bool:
+    """Whether this build of Horovod takes the tensor, by the name of the function that it would call."""
+    function = "horovod_torch_allreduce_async_" + tensor.type().replace(".", "_")
+    return hasattr(hvd.mpi_ops.mpi_lib, function)
+
+
+@functools.cache
+def _say_once(device: str) -> None:
+    _log.warning(
+        "Horovod is built without operations on %s: dense parameters are summed on the host. To sum them on "
+        "the device, build it with HOROVOD_GPU_OPERATIONS=NCCL (scripts/setup --gpu)",
+        device,
+    )
 
 
 def _array(tensor: torch.Tensor) -> np.ndarray:

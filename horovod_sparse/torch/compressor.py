@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -19,11 +20,12 @@ from horovod_sparse.telemetry import BucketReport, StepReport, Telemetry
 from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.buckets import ParameterBuckets
 from horovod_sparse.torch.driver import Driver
+from horovod_sparse.torch.memory import memory_of
 from horovod_sparse.torch.momentum import refuse_double_momentum
 from horovod_sparse.torch.parameters import NamedParameters
 from horovod_sparse.torch.pending import PendingGradient
 from horovod_sparse.torch.stock import StockOptimizer, calling_optimizer, refuse_adasum
-from horovod_sparse.torch.tensors import dtype_name, host_view
+from horovod_sparse.torch.tensors import dtype_name
 
 __all__ = ["SparseCompressor"]
 
@@ -76,6 +78,8 @@ class SparseCompressor(hvd.compression.Compressor):
         self._settled = True  # whether all that is pending has ended well
         self._reports: list[BucketReport] = []
         self._idle_before = 0.0
+        # autograd runs the hooks of each device in a thread of its own
+        self._hooks = threading.Lock()
 
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """Starts a gradient's synchronization; does not wait.
@@ -95,6 +99,10 @@ class SparseCompressor(hvd.compression.Compressor):
             return tensor, None
         optimizer = calling_optimizer()
         refuse_adasum(optimizer, tensor)
+        with self._hooks:
+            return self._start(tensor, optimizer)
+
+    def _start(self, tensor: torch.Tensor, optimizer: Any | None) -> tuple[torch.Tensor, Any]:
         stock = self._known(optimizer)
         owner = self._owner(tensor, stock)
         if owner is None:
@@ -108,8 +116,11 @@ class SparseCompressor(hvd.compression.Compressor):
         if not self._pending:
             self._reports, self._idle_before = [], driver.idle_seconds
         driver.advance(_PATIENCE)  # backward is going on: the moment for rounds that are due
-        task = driver.start(f"sparse.{name}", bucket.step(host_view(tensor), rate))
-        self._pending[name] = PendingGradient(name, bucket, tensor, task, stock)
+        memory = memory_of(tensor.device, name)
+        streams = memory.streams()
+        step = streams.run(bucket.step(memory.foldable(tensor), rate))
+        task = driver.start(f"sparse.{name}", step)
+        self._pending[name] = PendingGradient(name, bucket, tensor, memory, streams, task, stock)
         self._settled = False
         return torch.ones(1, dtype=torch.float64), self._pending[name]
 
@@ -156,7 +167,7 @@ class SparseCompressor(hvd.compression.Compressor):
         if self._driver is not None:
             self._driver.clear()
         for pending in self._pending.values():
-            pending.bucket.abandon()
+            pending.abandon()
         self._pending.clear()
 
     def state_dict(self) -> dict[str, Any]:
@@ -226,7 +237,7 @@ class SparseCompressor(hvd.compression.Compressor):
         if name in self._pending:
             driver.advance()
             if self._pending[name].task.done:
-                self._pending.pop(name).bucket.abandon()
+                self._pending.pop(name).abandon()
 
     def _settle(self, driver: Driver) -> None:
         """Waits for all that is pending; gives all of it up where something failed."""

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from horovod_sparse.arrays import apply_sum, clear_at
 from horovod_sparse.torch.layout import alone, view_into
-from horovod_sparse.torch.tensors import host_view
+from horovod_sparse.torch.memory import memory_of
 
 __all__ = ["FlatGradient"]
 
@@ -19,8 +18,6 @@ _log = logging.getLogger("horovod_sparse")
 _NOWHERE = np.empty(0, np.int32)
 #: places per parameter that are looked at to notice a change that PyTorch did not count
 _NUM_PROBES = 16
-#: scattered elements above this share of the buffer are cleared faster by clearing all of it
-_SPARSE_SHARE = 1 / 8
 
 
 class FlatGradient:
@@ -30,17 +27,18 @@ class FlatGradient:
     (the first backward, ``model.zero_grad()``, user code) costs one copy: `gather` takes the gradient
     over and puts the view back.
 
-    After a step the buffer holds zeros and the scattered sum. `clear` then writes only to the
-    scattered places, as long as nobody else has written to the buffer: the version counters that
+    After a step the buffer holds zeros and the scattered sum. On the CPU `clear` then writes only to
+    the scattered places, as long as nobody else has written to the buffer: the version counters that
     PyTorch keeps for autograd tell. Writing through ``grad.data`` goes past them; 16 places
     of every parameter are looked at to notice it, which finds whatever touches all of a gradient
     (weight decay added in place), not a change of a few elements.
 
     Args:
         parameters: of one dtype and device, in bucket order.
+        name: of the bucket, for messages.
     """
 
-    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+    def __init__(self, parameters: Sequence[torch.Tensor], name: str = "a bucket") -> None:
         self.parameters = tuple(parameters)
         lengths = [parameter.numel() for parameter in self.parameters]
         stops = np.cumsum(lengths)
@@ -48,9 +46,8 @@ class FlatGradient:
         self.places = [(int(stop - length), int(stop)) for length, stop in zip(lengths, stops, strict=True)]
         self.num_elements = int(stops[-1])
         first = self.parameters[0]
+        self.memory = memory_of(first.device, name)
         self.flat = torch.zeros(self.num_elements, dtype=first.dtype, device=first.device)
-        #: the same memory, for what reads and writes it as NumPy
-        self.array = host_view(self.flat)
         self.views = [
             view_into(alone(self.flat, start, stop), 0, parameter)
             for parameter, (start, stop) in zip(self.parameters, self.places, strict=True)
@@ -94,32 +91,28 @@ class FlatGradient:
         for parameter in missing:
             parameter.grad = None
 
+    @property
+    def num_bytes(self) -> int:
+        """Of the buffer."""
+        return self.num_elements * int(self.flat.element_size())
+
     def scatter(self, indices: np.ndarray, values: np.ndarray) -> int:
         """Adds a sum to the buffer, which holds zeros.
 
         Returns:
             How many different elements it has.
         """
-        num_union = apply_sum(self.array, indices, values)
+        num_union = self.memory.scatter(self.flat, indices, values, 1.0)
         self._mark(indices)
         return num_union
 
     def clear(self) -> None:
         """Zeros everywhere, written only where needed."""
-        if (
-            self._uncounted
-            or self._versions() != self._version
-            or self._scattered.size > _SPARSE_SHARE * self.num_elements
-        ):
+        if self._uncounted or self._versions() != self._version:
             self.flat.zero_()
-        elif self._scattered.size:
-            clear_at(self.array, self._scattered)
-            if self.array[self._probes].any():
-                self._uncounted = True
-                self.flat.zero_()
-                _log.info(
-                    "a gradient was changed through .data: zero_grad() clears whole buffers from now on"
-                )
+        elif self._scattered.size and self.memory.clear(self.flat, self._scattered, self._probes):
+            self._uncounted = True
+            _log.info("a gradient was changed through .data: zero_grad() clears whole buffers from now on")
         self._mark(_NOWHERE)
 
     def reset(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from torch.utils import dlpack
 
 from horovod_sparse.torch.tensors import host_view
 
@@ -51,7 +52,7 @@ def view_into(flat: torch.Tensor, start: int, parameter: torch.Tensor) -> torch.
 
 
 def alone(flat: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """A part of a CPU buffer as a tensor with a storage of its own: same memory, but offset 0.
+    """A part of a flat buffer as a tensor with a storage of its own: same memory, but offset 0.
 
     PyTorch (2.13 still) adds a pure COO tensor to a dense one with the storage offset counted twice:
     autograd would write a gradient of ``gather(sparse_grad=True)`` to a wrong place, even past the end.
@@ -63,9 +64,8 @@ def alone(flat: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         >>> flat
         tensor([0., 1., 1., 0.])
     """
-    if flat.dtype == torch.bfloat16:
-        return torch.from_numpy(flat.view(torch.int16).numpy()[start:stop]).view(torch.bfloat16)
-    return torch.from_numpy(flat.numpy()[start:stop])
+    part: torch.Tensor = dlpack.from_dlpack(dlpack.to_dlpack(flat[start:stop]))
+    return part
 
 
 def shaped(values: np.ndarray, parameter: torch.Tensor) -> torch.Tensor:

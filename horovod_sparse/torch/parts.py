@@ -9,14 +9,13 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from horovod_sparse.collectives import Synchronization
 from horovod_sparse.feedback import Bucket, BucketStep, Member, Recipe
-from horovod_sparse.frontend import sum_densely
 from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.telemetry import BucketReport
 from horovod_sparse.torch.driver import Driver, Task
 from horovod_sparse.torch.flat_gradient import FlatGradient
-from horovod_sparse.torch.tensors import dtype_name, make_accumulator
+from horovod_sparse.torch.streams import Streams
+from horovod_sparse.torch.tensors import dtype_name
 
 __all__ = ["DenseBucket", "DenseParameter", "Part", "SparseBucket"]
 
@@ -27,12 +26,14 @@ class Part(Protocol):
     Attributes:
         names: of the parameters.
         gradient: their memory.
+        streams: told of every gradient that is written.
         num_missing: parameters whose gradient is not complete yet in this step.
         task: under way, None before `start`.
     """
 
     names: tuple[str, ...]
     gradient: FlatGradient
+    streams: Streams
     num_missing: int
     task: Task | None
 
@@ -69,31 +70,35 @@ class SparseBucket:
     ) -> None:
         self.name, self.learning_rate = name, learning_rate
         self.names: tuple[str, ...] = tuple(names)
-        self.gradient = FlatGradient(parameters)
+        self.gradient = FlatGradient(parameters, self.names[0])
         dtype = dtype_name(parameters[0]) or "unknown"  # others are refused before
         info = BucketInfo(name, self.gradient.num_elements, *place, dtype)
-        memory = make_accumulator(info, recipe, parameters[0].device)
+        self.memory = self.gradient.memory
+        self.streams = self.memory.streams()
+        accumulator = self.memory.accumulator(info, recipe)
         members = [Member(item, *span) for item, span in zip(self.names, self.gradient.places, strict=True)]
-        self.bucket = Bucket(info, recipe, memory, members)
+        self.bucket = Bucket(info, recipe, accumulator, members)
         self.num_missing = len(self.names)
         self.task: Task | None = None
 
     def start(self, driver: Driver) -> None:
         """See `Part.start`."""
         self.gradient.gather()
-        self.task = driver.start(self.name, self.bucket.step(self.gradient.array, self.learning_rate()))
+        step = self.bucket.step(self.memory.foldable(self.gradient.flat), self.learning_rate())
+        self.task = driver.start(self.name, self.streams.run(step))
 
     def apply(self, scale: float) -> BucketReport:
         """See `Part.apply`."""
         task = _finished(self.task)
         started = time.perf_counter()
         sum_ = task.value()
+        self.streams.join()
         values = sum_.values if scale == 1.0 else sum_.values * sum_.values.dtype.type(scale)
         num_union = self.gradient.scatter(sum_.indices, values)
         return BucketReport(
             step=self.bucket.last,
             num_union=num_union,
-            dense_bytes=self.gradient.array.nbytes,
+            dense_bytes=self.gradient.num_bytes,
             norms=sum_.norms,
             wait_seconds=task.waited_seconds,
             apply_seconds=time.perf_counter() - started,
@@ -101,12 +106,13 @@ class SparseBucket:
 
     def abandon(self) -> None:
         """See `Part.abandon`."""
+        self.streams.join()
         self.bucket.abandon()
 
     def held(self) -> tuple[np.ndarray, ...]:
-        """The residual, and what the feedback keeps beside it: views, [n] each."""
+        """The residual, and what the feedback keeps beside it: [n] each, to be read only."""
         accumulator = self.bucket.accumulator
-        return (accumulator.values(), *getattr(accumulator, "companions", ()))
+        return (accumulator.values(), *self.memory.companions(accumulator))
 
     def restart(self, learning_rate: float | None = None) -> None:
         """Zeros in residual and companions, and the sparsifier's state as before the first step."""
@@ -118,8 +124,7 @@ class SparseBucket:
     def assign(self, held: Sequence[np.ndarray]) -> None:
         """Replaces what `held` gives."""
         self.bucket.accumulator.assign(held[0])
-        for array, values in zip(self.held()[1:], held[1:], strict=True):
-            array[...] = values
+        self.memory.assign_companions(self.bucket.accumulator, held[1:])
 
 
 class DenseBucket(SparseBucket):
@@ -144,7 +149,8 @@ class DenseParameter:
 
     def __init__(self, name: str, parameter: torch.Tensor, place: tuple[int, int]) -> None:
         self.names: tuple[str, ...] = (name,)
-        self.gradient = FlatGradient([parameter])
+        self.gradient = FlatGradient([parameter], name)
+        self.streams = self.gradient.memory.streams()
         self.rank, self.size = place
         #: what error feedback still held for the parameter when it became dense; joins the next gradient
         self.carried: np.ndarray | None = None
@@ -154,26 +160,23 @@ class DenseParameter:
     def start(self, driver: Driver) -> None:
         """See `Part.start`."""
         self.gradient.gather()
-        self.task = driver.start(f"dense.{self.names[0]}", self._step())
-
-    def _step(self) -> Synchronization[np.ndarray]:
-        flat = self.gradient.flat
-        wide = flat.to(torch.promote_types(flat.dtype, torch.float32)).numpy()
-        carried = 0 if self.carried is None else self.carried
-        return sum_densely(self.names[0], wide, carried, (self.rank, self.size))
+        flat, place = self.gradient.flat, (self.rank, self.size)
+        step = self.gradient.memory.sum_dense(self.names[0], flat, self.carried, place)
+        self.task = driver.start(f"dense.{self.names[0]}", self.streams.run(step))
 
     def apply(self, scale: float) -> BucketReport:
         """See `Part.apply`."""
         task = _finished(self.task)
         started = time.perf_counter()
         total = task.value()
-        self.gradient.flat.copy_(torch.from_numpy(total * total.dtype.type(scale)))
+        self.streams.join()
+        self.gradient.flat.copy_(total * scale)
         self.carried = None
         count = self.gradient.num_elements
-        sent = (count + self.size) * total.itemsize
+        sent = (count + self.size) * total.element_size()
         step = BucketStep(self.names[0], count, count, count, count, sent, [sent])
         waited, took = task.waited_seconds, time.perf_counter() - started
-        return BucketReport(step, count, self.gradient.array.nbytes, np.zeros(self.size), waited, took)
+        return BucketReport(step, count, self.gradient.num_bytes, np.zeros(self.size), waited, took)
 
     def abandon(self) -> None:
         """See `Part.abandon`; a dense gradient of an abandoned step is dropped, as Horovod would."""

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
-from horovod_sparse.arrays import apply_scaled_sum
 from horovod_sparse.feedback import Bucket
 from horovod_sparse.sparsifiers import SparseSum
 from horovod_sparse.telemetry import BucketReport
 from horovod_sparse.torch.driver import Task
+from horovod_sparse.torch.memory import GradientMemory
 from horovod_sparse.torch.stock import StockOptimizer
-from horovod_sparse.torch.tensors import host_view
+from horovod_sparse.torch.streams import Streams
 
 __all__ = ["PendingGradient"]
 
@@ -26,6 +26,8 @@ class PendingGradient:
         name: of the parameter.
         bucket: of the parameter.
         gradient: as Horovod gave it; zeros since it was folded.
+        memory: where the gradient is.
+        streams: in which the synchronization works.
         task: the synchronization.
         stock: the optimizer that asked for it, if one is known.
     """
@@ -33,6 +35,8 @@ class PendingGradient:
     name: str
     bucket: Bucket
     gradient: torch.Tensor
+    memory: GradientMemory
+    streams: Streams
     task: Task
     stock: StockOptimizer | None
 
@@ -47,7 +51,12 @@ class PendingGradient:
         """
         sum_: SparseSum = self.task.value()
         started = time.perf_counter()
-        gradient, num_union = _write(self.gradient, sum_, factor / self.bucket.info.size)
+        self.streams.join()
+        gradient = self.gradient
+        if not gradient.is_contiguous():
+            gradient = torch.zeros(gradient.shape, dtype=gradient.dtype, device=gradient.device)
+        scale = factor / self.bucket.info.size
+        num_union = self.memory.scatter(gradient, sum_.indices, sum_.values, scale)
         report = BucketReport(
             step=self.bucket.last,
             num_union=num_union,
@@ -58,14 +67,12 @@ class PendingGradient:
         )
         return gradient, report
 
+    def abandon(self) -> None:
+        """Returns the selection to the residual."""
+        self.streams.join()
+        self.bucket.abandon()
+
     def give_up(self) -> None:
         """Returns the selection to the residual; the gradient is 0."""
-        self.bucket.abandon()
+        self.abandon()
         self.gradient.zero_()
-
-
-def _write(gradient: torch.Tensor, sum_: SparseSum, scale: float) -> tuple[torch.Tensor, int]:
-    """The gradient with the scaled sum in it, and the size of the union."""
-    if not gradient.is_contiguous():
-        gradient = torch.zeros(gradient.shape, dtype=gradient.dtype)
-    return gradient, apply_scaled_sum(host_view(gradient), sum_.indices, sum_.values, scale)

@@ -25,6 +25,7 @@ from horovod_sparse.merging import Plan
 from horovod_sparse.torch import residuals
 from horovod_sparse.torch.layout import shaped, unshaped
 from horovod_sparse.torch.synchronizer import GradientSynchronizer
+from horovod_sparse.torch.tensors import on_host
 
 __all__ = ["ENTRY", "load", "redistribute", "save"]
 
@@ -85,6 +86,7 @@ def load(synchronizer: GradientSynchronizer, entry: Mapping[str, Any] | None) ->
         synchronizer.step = 0
         return
     _check(synchronizer, entry)
+    entry = on_host(entry)
     plan = Plan.from_dict(entry["plan"])
     size = entry["size"]
     kept = plan == synchronizer.plan and size == synchronizer.size and not entry.get("resized")
@@ -138,7 +140,7 @@ def redistribute(entries: Sequence[Mapping[str, Any]], rank: int, size: int) -> 
     """
     if not 0 <= rank < size:
         raise ArgumentError("rank", rank, f"a rank of {size}, from 0")
-    by_rank = {entry["rank"]: entry for entry in entries}
+    by_rank = {entry["rank"]: on_host(entry) for entry in entries}
     old_size = len(entries)
     if sorted(by_rank) != list(range(old_size)) or any(entry["size"] != old_size for entry in entries):
         raise StateMismatchError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -61,6 +62,8 @@ class GradientSynchronizer:
         self._part_of: dict[torch.Tensor, Part] = {}
         self._view_of: dict[torch.Tensor, torch.Tensor] = {}
         self._place = (self.rank, self.size)
+        # autograd runs the hooks of each device in a thread of its own
+        self._hooks = threading.Lock()
         self.build(plan)
         for _, parameter in self.facts.values():
             parameter.register_post_accumulate_grad_hook(self._on_gradient)
@@ -121,7 +124,11 @@ class GradientSynchronizer:
         return None if rate is None else float(rate)
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
-        """After every accumulation into a parameter's gradient. Never waits."""
+        """After every accumulation into a parameter's gradient. Never waits for other ranks."""
+        with self._hooks:
+            self._take(parameter)
+
+    def _take(self, parameter: torch.Tensor) -> None:
         delays, gradient = self.optimizer._allreduce_delay, parameter.grad
         if delays[parameter] <= 0:
             raise AssertionError(
@@ -138,9 +145,10 @@ class GradientSynchronizer:
                 "sparse_as_dense=True to sparsify it like any other, or make its layer with sparse=False"
             )
         self._begin()
+        part = self._part_of[parameter]
+        part.streams.note()
         delays[parameter] -= 1
         if delays[parameter] == 0:
-            part = self._part_of[parameter]
             part.num_missing -= 1
             if part.num_missing == 0:
                 part.start(self.driver)

@@ -1,18 +1,14 @@
-"""PyTorch's memory as the rest of the package sees it: NumPy views, dtype names, accumulators."""
+"""PyTorch's tensors as the rest of the package sees them: NumPy views, dtype names."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
-from horovod_sparse.arrays import Accumulator, HostAccumulator
-from horovod_sparse.errors import UnsupportedError
-from horovod_sparse.feedback import Recipe
-from horovod_sparse.sparsifiers import BucketInfo
-
-__all__ = ["dtype_name", "host_view", "make_accumulator"]
+__all__ = ["dtype_name", "host_view", "on_host"]
 
 _NAMES = {
     torch.float32: "float32",
@@ -47,26 +43,17 @@ def host_view(tensor: torch.Tensor) -> np.ndarray:
     return array
 
 
-def make_accumulator(info: BucketInfo, recipe: Recipe, device: torch.device) -> Accumulator:
-    """The memory of a bucket, on the device where its gradients are.
+def on_host(saved: Any) -> Any:
+    """A checkpoint's nested values with all tensors on the CPU, wherever they were loaded to.
 
-    This is the one place that knows which accumulator belongs to which device.
-
-    Args:
-        info: the facts of the bucket.
-        recipe: decides how many companions are kept, and the block size.
-        device: of the gradients.
-
-    Raises:
-        UnsupportedError: for a device that has none.
+    Example:
+        >>> on_host({"values": [torch.zeros(2), 3]})
+        {'values': [tensor([0., 0.]), 3]}
     """
-    if device.type != "cpu":
-        raise UnsupportedError(
-            f"the gradient of {info.name} is on {device}: sparsifiers work on CPU tensors so far. Keep the "
-            "model on the CPU, or use compression=Compression.none or .fp16"
-        )
-    arguments: dict[str, Any] = {
-        "density": recipe.sparsifier.density,
-        "companions": recipe.feedback.num_companions,
-    }
-    return HostAccumulator(info.num_elements, info.dtype, **arguments)
+    if isinstance(saved, torch.Tensor):
+        return saved.detach().cpu()
+    if isinstance(saved, Mapping):
+        return {key: on_host(value) for key, value in saved.items()}
+    if isinstance(saved, (list, tuple)):
+        return type(saved)(on_host(value) for value in saved)
+    return saved

@@ -93,6 +93,22 @@ def test_given_memory_is_used(place: Any) -> None:
     assert memory.tolist() == [1.0, 0.0, 0.0]
 
 
+def test_values_stay_finite(place: Any) -> None:
+    """As on the host: what would not stay finite adds nothing, and NaN and Inf are not loaded."""
+    top = float(np.finfo(np.float32).max)
+    accumulator = TorchAccumulator(5, device=place.device, kernels=place.kernels)
+    accumulator.fold(torch.tensor([1.0, 2.0, top, 4.0, 5.0], device=place.device))
+    added = np.array([1, np.nan, top, np.inf, -1], np.float32)
+    accumulator.add(np.arange(5, dtype=np.int32), added)
+    np.testing.assert_array_equal(accumulator.values(), np.array([2, 2, top, 4, 4], np.float32))
+    for wrong in (np.nan, -np.inf, 1e39):
+        with pytest.raises(ArgumentError, match="finite numbers"):
+            accumulator.assign(np.array([1, wrong, 2, 3, 4]))
+    assert accumulator.values()[0] == 2.0
+    accumulator.abandon()
+    np.testing.assert_array_equal(accumulator.values(), np.array([1, 2, top, 4, 5], np.float32))
+
+
 def test_what_was_carried(place: Any) -> None:
     accumulator = TorchAccumulator(3, device=place.device, kernels=place.kernels)
     accumulator.fold(torch.tensor([3.0, 4.0, 1.0], device=place.device))

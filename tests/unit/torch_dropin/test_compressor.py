@@ -16,7 +16,7 @@ SHAPES = {"first": (6, 5), "second": (11,)}
 
 
 @pytest.fixture(autouse=True)
-def elastic(monkeypatch):
+def elastic(monkeypatch, memory):
     monkeypatch.setenv("HOROVOD_ELASTIC", "1")
     hvd.init()
 

@@ -10,7 +10,7 @@ from horovod_sparse.merging import Plan  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
-def one_rank_that_synchronizes(monkeypatch):
+def one_rank_that_synchronizes(monkeypatch, memory):
     hvd.init()
     monkeypatch.setenv("HOROVOD_ELASTIC", "1")  # hooks are then registered with one rank, too
 

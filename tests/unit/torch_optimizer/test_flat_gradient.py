@@ -8,6 +8,7 @@ import torch
 
 from horovod_sparse.torch.flat_gradient import FlatGradient
 from horovod_sparse.torch.layout import memory_strides, shaped, unshaped
+from support.memories import choose_memory
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 
@@ -32,7 +33,7 @@ def test_backward_adds_into_the_buffer(dtype):
     gradient.gather()
     expected = np.concatenate([np.full(p.numel(), i + 1.0) for i, p in enumerate(made)])
     np.testing.assert_array_equal(gradient.flat.float().numpy(), expected)
-    assert gradient.array.size == gradient.num_elements == sum(p.numel() for p in made)
+    assert gradient.flat.numel() == gradient.num_elements == sum(p.numel() for p in made)
 
 
 def test_gradients_from_elsewhere_are_taken_over_and_missing_ones_are_zero():
@@ -45,8 +46,8 @@ def test_gradients_from_elsewhere_are_taken_over_and_missing_ones_are_zero():
     assert made[1].grad is None
     gradient.gather()
     assert all(p.grad is view for p, view in zip(made, gradient.views, strict=True))
-    np.testing.assert_array_equal(gradient.array[:24], [*range(20), 0, 0, 2, 0])
-    assert not gradient.array[24:].any()
+    np.testing.assert_array_equal(gradient.flat.numpy()[:24], [*range(20), 0, 0, 2, 0])
+    assert not gradient.flat.numpy()[24:].any()
 
 
 def written(gradient, monkeypatch):
@@ -73,7 +74,7 @@ def scattered():
     made = [torch.nn.Parameter(torch.ones(1000)) for _ in range(3)]
     gradient = FlatGradient(made)
     gradient.gather()
-    gradient.array[:] = 0
+    gradient.flat.numpy()[:] = 0
     assert gradient.scatter(np.array([5, 1500, 5], np.int32), np.array([1, 2, 3], np.float32)) == 2
     assert made[0].grad[5] == 4.0
     return made, gradient
@@ -84,7 +85,7 @@ def test_zeroing_writes_only_to_what_was_scattered(monkeypatch):
     calls = written(gradient, monkeypatch)
     gradient.clear()
     gradient.clear()
-    assert not gradient.array.any()
+    assert not gradient.flat.numpy().any()
     assert not calls
 
 
@@ -103,7 +104,7 @@ def test_whoever_writes_to_a_gradient_makes_zeroing_complete(change, monkeypatch
     change(made[1])
     calls = written(gradient, monkeypatch)
     gradient.clear()
-    assert not gradient.array.any()
+    assert not gradient.flat.numpy().any()
     assert calls
 
 
@@ -112,13 +113,13 @@ def test_writing_through_data_is_noticed_and_remembered(monkeypatch, caplog):
     made[1].grad.data.add_(0.5)
     with caplog.at_level(logging.INFO, "horovod_sparse"):
         gradient.clear()
-    assert not gradient.array.any()
+    assert not gradient.flat.numpy().any()
     assert ".data" in caplog.text
     gradient.scatter(np.array([7], np.int32), np.ones(1, np.float32))
     calls = written(gradient, monkeypatch)
     gradient.clear()
     assert calls
-    assert not gradient.array.any()
+    assert not gradient.flat.numpy().any()
 
 
 def test_a_dense_sum_is_zeroed_as_a_whole(monkeypatch):
@@ -128,7 +129,32 @@ def test_a_dense_sum_is_zeroed_as_a_whole(monkeypatch):
     calls = written(gradient, monkeypatch)
     gradient.clear()
     assert calls
-    assert not gradient.array.any()
+    assert not gradient.flat.numpy().any()
+
+
+def test_a_device_zeroes_all_rather_than_wait_for_what_was_changed(monkeypatch):
+    choose_memory(monkeypatch, "device")
+    for indices in ([5, 1500, 5], range(0, 3000, 2)):
+        made = [torch.nn.Parameter(torch.ones(1000)) for _ in range(3)]
+        gradient = FlatGradient(made)
+        gradient.gather()
+        values = np.arange(1, 1 + len(indices), dtype=np.float32)
+        assert gradient.scatter(np.array(indices, np.int32), values) == len(set(indices))
+        made[1].grad.data.add_(0.5)
+        gradient.clear()
+        assert not gradient.flat.any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gradients_in_coo_form_go_to_their_own_place(dtype):
+    """A view whose storage begins earlier would be written at twice its offset by PyTorch."""
+    made = [torch.nn.Parameter(torch.ones(4, 3, dtype=dtype)) for _ in range(3)]
+    gradient = FlatGradient(made)
+    gradient.gather()
+    made[1].gather(0, torch.tensor([[1, 1, 2]]), sparse_grad=True).sum().backward()
+    expected = np.zeros((3, 4, 3))
+    expected[1, 1, :2] = expected[1, 2, 2] = 1
+    np.testing.assert_array_equal(gradient.flat.double().numpy(), expected.reshape(-1))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,216 @@
+"""Gradients in host memory and on devices: the one place that knows the difference.
+
+On the CPU gradients are NumPy arrays over PyTorch's memory, served by numba's kernels. On any other device
+they stay tensors, served by Triton's kernels or PyTorch's. Messages are NumPy arrays on the host in both
+cases, and both give the same bits.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from horovod_sparse.arrays import Accumulator, HostAccumulator, apply_scaled_sum, clear_at
+from horovod_sparse.arrays import torch as tensors
+from horovod_sparse.arrays.transfer import on_device, to_device, to_host
+from horovod_sparse.collectives import AllReduce, Synchronization
+from horovod_sparse.errors import NonFiniteGradientError, UnsupportedError
+from horovod_sparse.feedback import Recipe
+from horovod_sparse.frontend import sum_densely
+from horovod_sparse.sparsifiers import BucketInfo
+from horovod_sparse.torch.streams import CudaStreams, NoStreams, Streams
+from horovod_sparse.torch.tensors import host_view
+
+__all__ = ["DeviceMemory", "GradientMemory", "HostMemory", "memory_of"]
+
+#: types of devices whose memory NumPy can read
+HOST_DEVICES = frozenset({"cpu"})
+
+#: scattered elements above this share of a buffer are cleared faster by clearing all of it
+_SPARSE_SHARE = 1 / 8
+
+
+class GradientMemory(Protocol):
+    """What is done with gradients, and with what is kept for them, where they are."""
+
+    def accumulator(self, info: BucketInfo, recipe: Recipe) -> Accumulator:
+        """Residual and companions of a bucket: zeros."""
+
+    def companions(self, accumulator: Any) -> tuple[np.ndarray, ...]:
+        """What the feedback keeps beside the residual: [n] each, to be read only."""
+
+    def assign_companions(self, accumulator: Any, values: Sequence[np.ndarray]) -> None:
+        """Replaces what `companions` gives."""
+
+    def streams(self) -> Streams:
+        """Keeps the work on one bucket in order."""
+
+    def foldable(self, gradient: torch.Tensor) -> Any:
+        """The gradient's own memory as the accumulator folds it."""
+
+    def scatter(self, gradient: torch.Tensor, indices: np.ndarray, values: np.ndarray, scale: float) -> int:
+        """Adds scale times a sum to a contiguous gradient of zeros; how many different elements it has."""
+
+    def clear(self, gradient: torch.Tensor, scattered: np.ndarray, probes: np.ndarray) -> bool:
+        """Zeros everywhere in a flat gradient that should hold something at the scattered places only.
+
+        Returns:
+            Whether it was found to hold more, at the probed places.
+        """
+
+    def sum_dense(
+        self, name: str, gradient: torch.Tensor, carried: np.ndarray | None, place: tuple[int, int]
+    ) -> Synchronization[torch.Tensor]:
+        """The sum over ranks of a flat gradient's elements; see `sum_densely`. Half types in float32."""
+
+
+def memory_of(device: torch.device, name: str) -> GradientMemory:
+    """The memory of a device.
+
+    Args:
+        device: of the gradients.
+        name: of a parameter there, for the message.
+
+    Raises:
+        UnsupportedError: for a device that cannot hold what is kept for a gradient.
+
+    Example:
+        >>> type(memory_of(torch.device("cpu"), "w")).__name__
+        'HostMemory'
+    """
+    if device.type in HOST_DEVICES:
+        return _HOST
+    try:
+        return _device_memory(device)
+    except (RuntimeError, TypeError, AssertionError) as error:  # as PyTorch's backends put it
+        raise UnsupportedError(
+            f"the gradient of {name} is on {device}, where no sparsifier can work: that takes float64 beside "
+            f"the gradient's own type, and copies to the host ({str(error).splitlines()[0]}). Train on the "
+            "CPU or on a CUDA device, or use compression=Compression.none or .fp16"
+        ) from error
+
+
+@functools.cache
+def _device_memory(device: torch.device) -> DeviceMemory:
+    torch.zeros(1, dtype=torch.float64, device=device).sqrt().cpu()
+    return DeviceMemory(device)
+
+
+def _arguments(recipe: Recipe) -> dict[str, Any]:
+    return {"density": recipe.sparsifier.density, "companions": recipe.feedback.num_companions}
+
+
+class HostMemory:
+    """NumPy's view of PyTorch's memory; implements `GradientMemory`."""
+
+    def accumulator(self, info: BucketInfo, recipe: Recipe) -> HostAccumulator:
+        """See `GradientMemory.accumulator`."""
+        return HostAccumulator(info.num_elements, info.dtype, **_arguments(recipe))
+
+    def companions(self, accumulator: HostAccumulator) -> tuple[np.ndarray, ...]:
+        """See `GradientMemory.companions`."""
+        return accumulator.companions
+
+    def assign_companions(self, accumulator: HostAccumulator, values: Sequence[np.ndarray]) -> None:
+        """See `GradientMemory.assign_companions`."""
+        for companion, new in zip(accumulator.companions, values, strict=True):
+            companion[...] = new.reshape(-1)
+
+    def streams(self) -> NoStreams:
+        """See `GradientMemory.streams`."""
+        return NoStreams()
+
+    def foldable(self, gradient: torch.Tensor) -> np.ndarray:
+        """See `GradientMemory.foldable`."""
+        return host_view(gradient)
+
+    def scatter(self, gradient: torch.Tensor, indices: np.ndarray, values: np.ndarray, scale: float) -> int:
+        """See `GradientMemory.scatter`."""
+        return apply_scaled_sum(host_view(gradient), indices, values, scale)
+
+    def clear(self, gradient: torch.Tensor, scattered: np.ndarray, probes: np.ndarray) -> bool:
+        """See `GradientMemory.clear`."""
+        if scattered.size > _SPARSE_SHARE * gradient.numel():
+            gradient.zero_()
+            return False
+        array = host_view(gradient)
+        clear_at(array, scattered)
+        changed = bool(array[probes].any())
+        if changed:
+            gradient.zero_()
+        return changed
+
+    def sum_dense(
+        self, name: str, gradient: torch.Tensor, carried: np.ndarray | None, place: tuple[int, int]
+    ) -> Synchronization[torch.Tensor]:
+        """See `GradientMemory.sum_dense`."""
+        wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32)).numpy()
+        total = yield from sum_densely(name, wide, 0 if carried is None else carried, place)
+        return torch.from_numpy(total)
+
+
+class DeviceMemory:
+    """Tensors on one device; implements `GradientMemory`.
+
+    Args:
+        device: where they are.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def accumulator(self, info: BucketInfo, recipe: Recipe) -> tensors.TorchAccumulator:
+        """See `GradientMemory.accumulator`."""
+        return tensors.TorchAccumulator(
+            info.num_elements, info.dtype, device=self._device, **_arguments(recipe)
+        )
+
+    def companions(self, accumulator: tensors.TorchAccumulator) -> tuple[np.ndarray, ...]:
+        """See `GradientMemory.companions`."""
+        return tuple(to_host(companion) for companion in accumulator.companions)
+
+    def assign_companions(self, accumulator: tensors.TorchAccumulator, values: Sequence[np.ndarray]) -> None:
+        """See `GradientMemory.assign_companions`."""
+        for companion, new in zip(accumulator.companions, values, strict=True):
+            companion.copy_(torch.from_numpy(np.array(new)).reshape(-1))
+
+    def streams(self) -> Streams:
+        """See `GradientMemory.streams`."""
+        return CudaStreams(self._device) if self._device.type == "cuda" else NoStreams()
+
+    def foldable(self, gradient: torch.Tensor) -> torch.Tensor:
+        """See `GradientMemory.foldable`."""
+        return gradient.detach()
+
+    def scatter(self, gradient: torch.Tensor, indices: np.ndarray, values: np.ndarray, scale: float) -> int:
+        """See `GradientMemory.scatter`."""
+        with on_device(self._device):
+            return tensors.apply_scaled_sum(gradient, indices, values, scale)
+
+    def clear(self, gradient: torch.Tensor, scattered: np.ndarray, probes: np.ndarray) -> bool:
+        """See `GradientMemory.clear`. Looking at the probes would make the host wait: all is cleared."""
+        gradient.zero_()
+        return False
+
+    def sum_dense(
+        self, name: str, gradient: torch.Tensor, carried: np.ndarray | None, place: tuple[int, int]
+    ) -> Synchronization[torch.Tensor]:
+        """See `GradientMemory.sum_dense`. The elements stay on the device; the ranks' health is read."""
+        rank, size = place
+        count, wide = gradient.numel(), gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+        with on_device(self._device):
+            buffer = torch.zeros(count + size, dtype=wide.dtype, device=self._device)
+            own = buffer[:count]
+            torch.add(wide, 0 if carried is None else to_device(carried, self._device), out=own)
+            buffer[count + rank].copy_(~torch.isfinite(own).all())
+        total: Any = yield AllReduce(buffer)
+        if unhealthy := np.flatnonzero(to_host(total[count:])).tolist():
+            raise NonFiniteGradientError(name, dict.fromkeys(unhealthy, name))
+        return total[:count]
+
+
+_HOST = HostMemory()

@@ -1,0 +1,18 @@
+"""Which memory the PyTorch front end keeps gradients in: the choice, replaced for a test."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["choose_memory"]
+
+
+def choose_memory(monkeypatch: Any, name: str) -> None:
+    """Lets CPU tensors be served as the host's ("host"), or as if a GPU held them ("device").
+
+    Args:
+        monkeypatch: pytest's, which takes it back.
+        name: of the memory.
+    """
+    chosen = {"host": frozenset({"cpu"}), "device": frozenset()}[name]
+    monkeypatch.setattr("horovod_sparse.torch.memory.HOST_DEVICES", chosen)
