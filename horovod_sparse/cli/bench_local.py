@@ -16,6 +16,7 @@ from pathlib import Path
 for _variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS"):
     os.environ.setdefault(_variable, "1")
 
+from horovod_sparse.cli.bench_steps import StepWorks  # noqa: E402
 from horovod_sparse.cli.bench_timing import Timing, Work, measure  # noqa: E402
 from horovod_sparse.cli.bench_works import LocalWorks  # noqa: E402
 
@@ -87,7 +88,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     options = _arguments(arguments)
     works = LocalWorks(options.elements, options.density, options.ranks)
-    everything = [*works.parts(), *works.steps(), *works.others()]
+    steps = StepWorks(works.source, options.density, options.ranks)
+    everything = [*works.parts(), *works.steps(), *steps.steps(), *steps.decoding(), *works.others()]
     if options.cpu_time:
         timings = measure(works.baseline(), everything, options.repeat, seconds=_cpu_seconds)
     else:

@@ -62,7 +62,7 @@ class LocalWorks:
     def __init__(self, num_elements: int, density: float, num_ranks: int = 8, seed: int = 0) -> None:
         self._n, self._ranks = num_elements, num_ranks
         self._k = max(1, round(density * num_elements))
-        self._source = layered_gradient(num_elements, seed)
+        self.source = layered_gradient(num_elements, seed)
         self._gradient = np.zeros(num_elements, np.float32)
         self._copy = np.zeros(num_elements, np.float32)
         self._density = density
@@ -80,7 +80,7 @@ class LocalWorks:
 
     def _refill(self) -> None:
         # As backward would: the gradient is written, all caches are full of it.
-        np.copyto(self._gradient, self._source)
+        np.copyto(self._gradient, self.source)
 
     def _refold(self) -> None:
         self._refill()
@@ -112,8 +112,8 @@ class LocalWorks:
     def baseline(self) -> Work:
         """One copy of the gradient."""
         if self._torch is None:
-            return Work("np.copyto", lambda: np.copyto(self._copy, self._source))
-        source, copy = self._torch.from_numpy(self._source), self._torch.from_numpy(self._copy)
+            return Work("np.copyto", lambda: np.copyto(self._copy, self.source))
+        source, copy = self._torch.from_numpy(self.source), self._torch.from_numpy(self._copy)
         return Work("copy_", lambda: copy.copy_(source))
 
     def steps(self) -> list[Work]:
@@ -160,8 +160,8 @@ class LocalWorks:
         torch = self._torch
         if torch is None:
             return []
-        values, out, k = torch.from_numpy(self._source), torch.from_numpy(self._copy), self._k
-        threshold = float(np.partition(np.abs(self._source[::16]), -max(1, k // 16))[-max(1, k // 16)])
+        values, out, k = torch.from_numpy(self.source), torch.from_numpy(self._copy), self._k
+        threshold = float(np.partition(np.abs(self.source[::16]), -max(1, k // 16))[-max(1, k // 16)])
         plain = torch.zeros(self._n)
 
         def accumulate() -> None:

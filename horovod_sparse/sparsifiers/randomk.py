@@ -51,7 +51,10 @@ def draw_positions(generator: np.random.Generator, num_elements: int, k: int) ->
     drawn = np.empty(0, np.int32)
     while drawn.size < k:
         more = generator.integers(num_elements, size=k - drawn.size, dtype=np.int32)
-        drawn = np.unique(np.concatenate([drawn, more]))
+        drawn = np.sort(np.concatenate([drawn, more]))
+        new = np.ones(drawn.size, bool)
+        np.not_equal(drawn[1:], drawn[:-1], out=new[1:])  # NumPy's unique makes a table, which takes longer
+        drawn = drawn[new]
     return drawn
 
 

@@ -8,6 +8,7 @@ import pytest
 from horovod_sparse.cli import bench_works
 from horovod_sparse.cli.bench_local import main
 from horovod_sparse.cli.bench_timing import Timing, Work, measure
+from horovod_sparse.sparsifiers import ALGORITHMS
 
 
 @pytest.mark.parametrize("with_torch", [True, False])
@@ -20,6 +21,8 @@ def test_it_runs(tmp_path, monkeypatch, capsys, with_torch):
     names = [timing["name"] for timing in result["timings"]]
     assert names[0] in ("copy_", "np.copyto")
     assert {"fold", "k largest", "step: exact top-k, P=8", "step: exdyna or micro, P=8"} <= set(names)
+    steps = {name.split(",")[0].split(" ")[0] for name in names if name.endswith("P=8")}
+    assert set(ALGORITHMS) - steps == {"gtopk", "spardl"}, "those need messages between pairs of ranks"
     assert all(timing["ratio"] > 0 for timing in result["timings"])
     assert "memory beyond" in capsys.readouterr().out
 
