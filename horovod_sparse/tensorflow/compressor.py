@@ -51,7 +51,8 @@ class SparseCompressor(Compressor):
         """What happened in the last step, and on average; empty before the first."""
         if self._synchronizer is not None:
             return self._synchronizer.telemetry
-        return Telemetry() if self._dropin is None else self._dropin.telemetry
+        inner = None if self._dropin is None else self._dropin.synchronizer
+        return Telemetry() if inner is None else inner.telemetry
 
     @property
     def synchronizer(self) -> GradientSynchronizer | None:

@@ -22,7 +22,7 @@ from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.tensorflow.collectives import Wire, carry_out, wire_dtype
 from horovod_sparse.tensorflow.task import Task
 
-__all__ = ["HOST", "refuse_xla", "settle", "unroll"]
+__all__ = ["HOST", "on_host", "refuse_xla", "settle", "unroll"]
 
 #: where messages live: what has k elements stays on the host
 HOST = "/cpu:0"
@@ -90,17 +90,37 @@ def unroll(
         return [tf.as_dtype(wire_dtype(kind, task.value_dtype)), *([tf.int32] * has_splits(round_number))]
 
     with tf.device(HOST):
-        message = tf.numpy_function(start, list(inputs), types(0))
+        message = on_host(start, list(inputs), types(0))
         for number, kind in enumerate(task.kinds):
             for tensor in message:
                 tensor.set_shape([None])
             splits = message[1] if has_splits(number) else None
             output, received = carry_out(kind, message[0], splits, f"{task.name}.{number}", process_set)
-            message = tf.numpy_function(
-                resume, [output, received, tf.constant(number, tf.int32)], types(number + 1)
-            )
+            message = on_host(resume, [output, received, tf.constant(number, tf.int32)], types(number + 1))
         message[0].set_shape([])
         return message[0]
+
+
+def on_host(
+    function: Callable[..., Any], inputs: Sequence[tf.Tensor], types: Sequence[tf.DType]
+) -> list[tf.Tensor]:
+    """A host function in a graph: run in every step, as soon as its inputs are there.
+
+    Within `tf.function`, operations with side effects run one after the other, as they were built. A
+    bucket would wait for the collectives of those before it, so this is called off here: inputs alone
+    say what comes after what.
+
+    Args:
+        function: takes and gives NumPy arrays.
+        inputs: for its arguments.
+        types: of its results.
+    """
+    results = list(tf.numpy_function(function, list(inputs), list(types)))
+    if not tf.executing_eagerly():
+        order = getattr(tf.compat.v1.get_default_graph(), "experimental_acd_manager", None)
+        if order is not None:
+            order.run_independently(results[0].op)
+    return results
 
 
 def settle(
@@ -122,7 +142,7 @@ def settle(
         return finish()
 
     with tf.device(HOST):
-        results = tf.numpy_function(call, list(tokens), [dtype for dtype, _ in like])
+        results = on_host(call, list(tokens), [dtype for dtype, _ in like])
     for result, (_, shape) in zip(results, like, strict=True):
         result.set_shape(shape)
     return list(results)

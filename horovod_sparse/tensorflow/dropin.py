@@ -1,59 +1,63 @@
 """A sparsifier within stock Horovod's tapes and optimizers, which only know `compress` and `decompress`.
 
-Horovod calls both once, when it traces, around an allreduce of its own, and tells them neither the
-variable nor the operation. `compress` puts all of a gradient's rounds into the graph, and gives Horovod
-one number, 1, to allreduce; what becomes of it, divided by the number of ranks, is the scale of the sum:
-so Average, Sum and gradient_predivide_factor act as on a dense gradient. `decompress` waits until all
-gradients of the step have come through their last round: an error is raised when this rank has nothing
-under way any more, and then no gradient is given to the optimizer.
+Horovod calls both once, when it traces, around an allreduce of its own, for one gradient after the
+other, each within a `tf.cond`. The first call puts the synchronization of *all* gradients into the graph,
+merged into buckets; Horovod gets one number per gradient, 1, to allreduce. What becomes of that number,
+divided by the number of ranks, is the scale of the sums: so Average, Sum and gradient_predivide_factor
+act as on dense gradients. An error is raised in that first part of the graph, on which all others
+depend: then no gradient is given to the optimizer.
 """
 
 from __future__ import annotations
 
-import threading
-import time
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from horovod_sparse.errors import ArgumentError, NonFiniteGradientError, UnsupportedError
+from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.feedback import Recipe
-from horovod_sparse.telemetry import BucketReport, StepReport, Telemetry
-from horovod_sparse.tensorflow.driver import HOST, refuse_xla, unroll
-from horovod_sparse.tensorflow.gate import Gate
-from horovod_sparse.tensorflow.parts import SparseBucket
+from horovod_sparse.tensorflow.driver import HOST, on_host, refuse_xla
 from horovod_sparse.tensorflow.stock import StockCall, stock_call
-from horovod_sparse.tensorflow.task import idle_seconds
+from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer, Started
 from horovod_sparse.tensorflow.tensors import dtype_name
 
 __all__ = ["DropIn", "Pending"]
 
 
 @dataclass(eq=False)
+class _Slot:
+    """Stands for the variable of a gradient, which is not always known; passes for it in a plan."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: tf.DType
+    variable: Any = None
+
+    def ref(self) -> Any:
+        return self
+
+
+@dataclass(eq=False)
 class _Gathering:
-    """The gradients that are synchronized together: those of one call of Horovod's, in one trace.
+    """The gradients of one call of Horovod's, in one trace.
 
     Attributes:
         frame: of that call, while it lasts.
-        gate: holds gradients back until all have arrived.
-        parts: by position.
-        arrived: positions whose coroutines have ended in this step.
-        left: positions whose sums are still to be applied.
-        error: of this step.
-        reports: of this step.
-        waited: seconds of waiting in this step.
+        graph: in which all of them are synchronized: a branch of the first gradient's `tf.cond`.
+        outer: in which that `tf.cond` stands.
+        started: the synchronization.
+        done: depends on its end; in `graph`.
+        arrays: sums of this step, by position, until they are fetched.
     """
 
     frame: Any
-    gate: Gate
-    parts: dict[int, SparseBucket] = field(default_factory=dict)
-    arrived: set[int] = field(default_factory=set)
-    left: set[int] = field(default_factory=set)
-    error: BaseException | None = None
-    reports: list[BucketReport] = field(default_factory=list)
-    waited: float = 0.0
+    graph: Any
+    outer: Any
+    started: Started
+    done: tf.Tensor | None = None
+    arrays: dict[int, np.ndarray] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,32 +66,29 @@ class Pending:
 
     gathering: _Gathering
     position: int
-    token: tf.Tensor
+    like: tuple[tf.DType, Any]
 
 
 class DropIn:
     """What a `SparseCompressor` does in stock Horovod's tapes and optimizers.
 
-    Density applies to every gradient for itself. Gradients without elements or of an integer type stay
-    dense. The learning rate is not known here, so error feedback does not follow its changes.
+    Gradients without elements or of an integer type stay dense. The learning rate is not known here, so
+    error feedback does not follow its changes.
 
     Args:
-        recipe: what to do with a gradient.
+        recipe: what to do with a bucket.
         process_set: of the compressor, or None.
-        name: of its collectives.
+        name: of the collectives.
     """
 
     def __init__(self, recipe: Recipe, process_set: Any, name: str) -> None:
         self.recipe, self.process_set, self.name = recipe, process_set, name
-        self.telemetry = Telemetry()
-        self._parts: dict[int, SparseBucket] = {}
-        self._variables: dict[int, Any] = {}
+        self.synchronizer: GradientSynchronizer | None = None
+        self._slots: dict[int, _Slot] = {}
         self._gathering: _Gathering | None = None
-        self._num_gatherings = 0
-        self._lock = threading.Lock()
 
     def compress(self, tensor: tf.Tensor) -> tuple[tf.Tensor, Pending | None]:
-        """Puts a gradient's rounds into the graph.
+        """Puts the synchronization into the graph, if this is the first gradient of its call.
 
         Returns:
             One float64 for Horovod to allreduce, and what `decompress` needs. A gradient that stays
@@ -99,23 +100,11 @@ class DropIn:
         """
         refuse_xla()
         call = stock_call(tensor)
-        dtype = dtype_name(tensor.dtype)
-        if dtype is None or tensor.shape.num_elements() == 0:
+        if not _is_sparsifiable(tensor):
             return tensor, None
-        process_set = self._agreed(call.process_set)
-        gathering = self._gathering_of(call)
-        part = self._part(call, tensor, dtype, process_set)
-        position = call.position
-        gathering.parts[position] = part
-
-        def begin(array: np.ndarray) -> Any:
-            with self._lock:
-                self._tidy(gathering)
-                gathering.arrived.discard(position)
-            return part.begin(None, [array])
-
-        token = unroll(part.task, begin, lambda: _place(process_set), [tensor], process_set)
-        return tf.ones([1], tf.float64), Pending(gathering, position, token)
+        if self._gathering is None or self._gathering.frame is not call.frame:
+            self._gathering = self._gathered(call)
+        return tf.ones([1], tf.float64), Pending(self._gathering, call.position, (tensor.dtype, tensor.shape))
 
     def decompress(self, tensor: tf.Tensor, pending: Pending) -> tf.Tensor:
         """The synchronized gradient, when those of all variables have ended well.
@@ -124,98 +113,89 @@ class DropIn:
             tensor: what Horovod has made of what `compress` gave it.
             pending: from `compress`.
         """
-        gathering, position = pending.gathering, pending.position
-        part = gathering.parts[position]
+        gathering, position, synchronizer = pending.gathering, pending.position, self.synchronizer
+        assert synchronizer is not None  # compress() has made it
 
-        def arrive(_token: np.ndarray, _factor: np.ndarray) -> np.ndarray:
-            return np.zeros(self._arrive(gathering, position), np.int32)
+        def finish(factor: np.ndarray) -> list[np.ndarray]:
+            gathering.frame = None  # the call has ended long ago, and holds all of its tensors
+            scale = float(factor[0]) / synchronizer.place[1]
+            sums = synchronizer.finish(gathering.started.parts, scale)
+            gathering.arrays = dict(zip(gathering.started.positions, sums, strict=True))
+            return [np.zeros((), np.int32)]
 
-        def finish(_released: np.ndarray, factor: np.ndarray) -> np.ndarray:
-            return self._finish(gathering, position, float(factor[0]))
+        def fetch(_done: np.ndarray, _factor: np.ndarray) -> np.ndarray:
+            return gathering.arrays.pop(position)
 
+        dtype, shape = pending.like
         with tf.device(HOST):
-            released = tf.numpy_function(arrive, [pending.token, tensor], tf.int32)
-            released.set_shape([None])
-            ticket = gathering.gate.pass_through(released)
-            result = tf.numpy_function(finish, [ticket, tensor], tf.as_dtype(part.dtype))
-        result.set_shape(part.shapes[0])
+            if gathering.done is None:
+                with tf.control_dependencies(gathering.started.tokens):
+                    gathering.done = on_host(finish, [tensor], [tf.int32])[0]
+            # without side effects, as TensorFlow counts them: other gradients need not wait for this one
+            result = tf.numpy_function(fetch, [_reachable(gathering), tensor], dtype, stateful=False)
+        result.set_shape(shape)
         return result
 
-    def _agreed(self, theirs: Any) -> Any:
+    def _gathered(self, call: StockCall) -> _Gathering:
+        """The synchronization of all gradients of a call."""
+        synchronizer = self._synchronizer_for(call.process_set)
+        positions = [
+            i
+            for i, gradient in enumerate(call.gradients)
+            if gradient is not None
+            and not isinstance(gradient, tf.IndexedSlices)
+            and _is_sparsifiable(gradient)
+        ]
+        gradients = [call.gradients[i] for i in positions]
+        slots = [self._slot(call, i) for i in positions]
+        started = synchronizer.start(gradients, slots, tf.constant(float("nan"), tf.float64))
+        started = Started(
+            started.parts, started.tokens, [positions[i] for i in started.positions], started.others
+        )
+        graph = tf.compat.v1.get_default_graph()
+        return _Gathering(call.frame, graph, getattr(graph, "outer_graph", None), started)
+
+    def _synchronizer_for(self, theirs: Any) -> GradientSynchronizer:
         if self.process_set is not None and theirs is not self.process_set:
             raise ArgumentError(
                 "process_set", self.process_set, f"the same as to the tape or optimizer, {theirs}, or none"
             )
-        return theirs
-
-    def _gathering_of(self, call: StockCall) -> _Gathering:
-        if self._gathering is None or self._gathering.frame is not call.frame:
-            gate = Gate(f"{self.name}.gate{self._num_gatherings}")
-            self._num_gatherings += 1
-            self._gathering = _Gathering(call.frame, gate)
-        return self._gathering
-
-    def _part(self, call: StockCall, tensor: tf.Tensor, dtype: str, process_set: Any) -> SparseBucket:
-        position, shape = call.position, tuple(tensor.shape)
-        part = self._parts.get(position)
-        if part is None:
-            part = self._parts[position] = SparseBucket(
-                f"gradient{position}",
-                f"{self.name}.{position}",
-                [call.name],
-                [shape],
-                dtype,
-                self.recipe,
-                lambda: _place(process_set),
-            )
-        known = self._variables.setdefault(position, call.variable)
-        differs = known is not None and call.variable is not None and known is not call.variable
-        if differs or part.shapes != [shape] or part.dtype != dtype:
+        if self.synchronizer is None:
+            self.synchronizer = GradientSynchronizer(self.recipe, process_set=theirs, name=self.name)
+        if self.synchronizer.process_set is not theirs:
             raise UnsupportedError(
-                f"gradient {position} was {part.names[0]}, {part.dtype} {part.shapes[0]}, and now it is "
-                f"{call.name}, {dtype} {shape}: give every tape or optimizer a compressor of its own"
+                "one compressor serves one tape or optimizer; this one got two process sets"
             )
-        return part
+        return self.synchronizer
 
-    def _tidy(self, gathering: _Gathering) -> None:
-        """Before a step: forgets what a step that was given up has left in the gate."""
-        if gathering.error is not None:
-            gathering.error = None
-            gathering.arrived.clear()
-            gathering.left.clear()
-            gathering.gate.empty()
-
-    def _arrive(self, gathering: _Gathering, position: int) -> int:
-        """How many gradients may go on: all of them, with the last one."""
-        with self._lock:
-            gathering.arrived.add(position)
-            if len(gathering.arrived) < len(gathering.parts):
-                return 0
-            gathering.arrived.clear()
-            parts = list(gathering.parts.values())
-            gathering.waited = idle_seconds([part.task for part in parts], time.perf_counter())
-            gathering.reports.clear()
-            gathering.left = set(gathering.parts)
-            errors = [part.task.error for part in parts if part.task.error is not None]
-            if errors:
-                for part in parts:
-                    part.abandon()
-                gathering.error = min(errors, key=lambda error: isinstance(error, NonFiniteGradientError))
-            return len(parts)
-
-    def _finish(self, gathering: _Gathering, position: int, factor: float) -> np.ndarray:
-        if gathering.error is not None:
-            raise gathering.error
-        part = gathering.parts[position]
-        arrays, report = part.apply(factor / part.bucket.info.size)
-        with self._lock:
-            gathering.reports.append(report)
-            gathering.left.discard(position)
-            if not gathering.left:
-                step = int(self.telemetry.last.step + 1) if self.telemetry.last else 1
-                self.telemetry.add(StepReport.of(step, gathering.reports, gathering.waited))
-        return arrays[0]
+    def _slot(self, call: StockCall, position: int) -> _Slot:
+        gradient, variable = call.gradients[position], call.variable(position)
+        shape = tuple(gradient.shape)
+        slot = self._slots.get(position)
+        if slot is None:
+            slot = self._slots[position] = _Slot(call.name(position), shape, gradient.dtype, variable)
+        differs = slot.variable is not None and variable is not None and slot.variable is not variable
+        if differs or (slot.shape, slot.dtype) != (shape, gradient.dtype):
+            raise UnsupportedError(
+                f"gradient {position} was that of {slot.name}, {slot.dtype.name} {slot.shape}, and now it is "
+                f"that of {call.name(position)}, {gradient.dtype.name} {shape}: give every tape or optimizer "
+                "a compressor of its own"
+            )
+        return slot
 
 
-def _place(process_set: Any) -> tuple[int, int]:
-    return int(process_set.rank()), int(process_set.size())
+def _is_sparsifiable(gradient: tf.Tensor) -> bool:
+    return dtype_name(gradient.dtype) is not None and gradient.shape.num_elements() != 0
+
+
+def _reachable(gathering: _Gathering) -> tf.Tensor:
+    """What depends on the end of the synchronization, in the graph that is being traced now."""
+    assert gathering.done is not None
+    if tf.compat.v1.get_default_graph() is gathering.graph:
+        return gathering.done
+    # the first gradient's tf.cond has been closed since: its result
+    for operation in reversed(gathering.outer.get_operations()):
+        is_cond = operation.type in ("If", "StatelessIf")
+        if is_cond and operation.get_attr("then_branch").name == gathering.graph.name:
+            return operation.outputs[0]
+    raise UnsupportedError("Horovod's own tf.cond was not found: this version of TensorFlow is not supported")

@@ -8,6 +8,7 @@ names that Horovod 0.28.1 has, in one file.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -32,16 +33,27 @@ class StockCall:
     Attributes:
         frame: of the function that synchronizes all gradients of a tape or optimizer.
         position: of the gradient among them.
-        variable: whose gradient it is, where it is known by identity.
-        name: of that variable.
+        gradients: all of them.
+        variables: theirs.
         process_set: the ranks that take part.
     """
 
     frame: FrameType
     position: int
-    variable: Any
-    name: str
+    gradients: Sequence[Any]
+    variables: Sequence[Any] | None
     process_set: Any
+
+    def name(self, position: int) -> str:
+        """Of a variable, for messages."""
+        variable = self.variables[position] if self.variables is not None else None
+        return str(getattr(variable, "name", f"gradient{position}")).split(":")[0]
+
+    def variable(self, position: int) -> Any:
+        """A variable, where it is known by identity: a function's argument stands for any of its shape."""
+        variable = self.variables[position] if self.variables is not None else None
+        is_known = isinstance(getattr(variable, "handle", None), tf.__internal__.EagerTensor)
+        return variable if is_known else None
 
 
 def stock_call(tensor: tf.Tensor) -> StockCall:
@@ -79,8 +91,4 @@ def _described(tensor: tf.Tensor, inner: FrameType, outer: FrameType) -> StockCa
     if not positions:
         raise UnsupportedError("the gradient that is compressed is none of those that are synchronized")
     variables = outer.f_locals.get("vars")
-    variable = variables[positions[0]] if variables is not None else None
-    name = str(getattr(variable, "name", f"gradient{positions[0]}")).split(":")[0]
-    # a function's argument stands for any variable of its shape
-    is_known = isinstance(getattr(variable, "handle", None), tf.__internal__.EagerTensor)
-    return StockCall(outer, positions[0], variable if is_known else None, name, inner.f_locals["process_set"])
+    return StockCall(outer, positions[0], gradients, variables, inner.f_locals["process_set"])

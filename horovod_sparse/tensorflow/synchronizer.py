@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,23 @@ from horovod_sparse.tensorflow.tensors import as_variable, dtype_name, unique_na
 __all__ = ["GradientSynchronizer"]
 
 Gradient = Any  # tf.Tensor, tf.IndexedSlices or None
+
+
+@dataclass(frozen=True, eq=False)
+class Started:
+    """A synchronization in a graph, but for its end.
+
+    Attributes:
+        parts: that take part.
+        tokens: of the parts: see `unroll`.
+        positions: of all parts' variables, one part behind the other, among those given.
+        others: the gradients; done, where no part has them.
+    """
+
+    parts: list[Part]
+    tokens: list[tf.Tensor]
+    positions: list[int]
+    others: list[Gradient]
 
 
 class GradientSynchronizer:
@@ -105,6 +123,11 @@ class GradientSynchronizer:
         return [part for part in self.parts if isinstance(part, SparseBucket)]
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """Of the variables that have their bucket, in the order in which they were seen."""
+        return tuple(self._names.values())
+
+    @property
     def plan(self) -> Plan:
         """Which variables form which bucket."""
         dense = [part.names[0] for part in self.parts if isinstance(part, DenseVariable)]
@@ -137,7 +160,6 @@ class GradientSynchronizer:
             return gradients
         if self.sparse_as_dense:
             gradients = [_dense(gradient) for gradient in gradients]
-        self._plan_new(gradients, variables)
         if not tf.executing_eagerly():
             return self._build(gradients, variables, _as_rate(learning_rate))
         return self._run_eagerly(gradients, variables, _as_rate(learning_rate))
@@ -222,27 +244,40 @@ class GradientSynchronizer:
         self, gradients: Sequence[Gradient], variables: Sequence[Any], rate: tf.Tensor
     ) -> list[Gradient]:
         """The operations of one synchronization, in the graph that is being traced."""
-        graph = tf.compat.v1.get_default_graph()
-        before = self._last_token.get(graph)
+        started = self.start(gradients, variables, rate)
+        results, parts = started.others, started.parts
+        if not parts:
+            return results
+        like = [(tf.as_dtype(part.dtype), shape) for part in parts for shape in part.shapes]
+        sums = settle(started.tokens, lambda: self.finish(parts), like)
+        self._last_token[tf.compat.v1.get_default_graph()] = sums[0]
+        for position, sum_ in zip(started.positions, sums, strict=True):
+            results[position] = sum_
+        return results
+
+    def start(self, gradients: Sequence[Gradient], variables: Sequence[Any], rate: tf.Tensor) -> Started:
+        """Everything up to the end of the last round; for those who finish in a way of their own.
+
+        Args:
+            gradients: as for `synchronize`.
+            variables: as for `synchronize`; `tf.Variable`, or what can pass for it (`shape`, `dtype`,
+                `name`, `ref`).
+            rate: float64 [], NaN where it is not known.
+        """
+        self._plan_new(gradients, variables)
+        before = self._last_token.get(tf.compat.v1.get_default_graph())
         with tf.control_dependencies([] if before is None else [before]):
-            results, by_name = list(gradients), {}
+            others, by_name = list(gradients), {}
             for i, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):
                 name = self._names.get(variable.ref())
                 if gradient is None or (name is not None and not isinstance(gradient, tf.IndexedSlices)):
                     if name is not None:
                         by_name[name] = i
                     continue
-                results[i] = self._pass_on(gradient, f"{self.name}.other{i}")
+                others[i] = self._pass_on(gradient, f"{self.name}.other{i}")
             parts = self._complete(by_name)
             tokens = [self._unroll(part, gradients, by_name, rate) for part in parts]
-        if not parts:
-            return results
-        like = [(tf.as_dtype(part.dtype), shape) for part in parts for shape in part.shapes]
-        sums = settle(tokens, lambda: self._finish(parts), like)
-        self._last_token[graph] = sums[0]
-        for name, sum_ in zip([name for part in parts for name in part.names], sums, strict=True):
-            results[by_name[name]] = sum_
-        return results
+        return Started(parts, tokens, [by_name[name] for part in parts for name in part.names], others)
 
     def _unroll(
         self, part: Part, gradients: Sequence[Gradient], by_name: dict[str, int], rate: tf.Tensor
@@ -277,8 +312,13 @@ class GradientSynchronizer:
         op = hvd.Average if self.average else hvd.Sum
         return hvd.allreduce(gradient, op=op, name=name, ignore_name_scope=True, process_set=self.process_set)
 
-    def _finish(self, parts: Sequence[Part]) -> list[np.ndarray]:
-        """On the host, when all coroutines have ended: the dense gradients, or the error of the step."""
+    def finish(self, parts: Sequence[Part], scale: float | None = None) -> list[np.ndarray]:
+        """On the host, when all coroutines have ended: the dense gradients, or the error of the step.
+
+        Args:
+            parts: that were started together.
+            scale: of the sums; as `average` says if left out.
+        """
         now = time.perf_counter()
         with self._lock:
             errors = [part.task.error for part in parts if part.task.error is not None]
@@ -289,7 +329,8 @@ class GradientSynchronizer:
                 self.last_error = min(errors, key=lambda error: isinstance(error, NonFiniteGradientError))
                 raise self.last_error
             self.last_error = None
-            scale = 1.0 / self.place[1] if self.average else 1.0
+            if scale is None:
+                scale = 1.0 / self.place[1] if self.average else 1.0
             applied = [part.apply(scale) for part in parts]
             self.step += 1
             waited = idle_seconds([part.task for part in parts], now)
