@@ -3,7 +3,20 @@
 from horovod_sparse.frontend.agreement import agreed_plan, describe_model
 from horovod_sparse.frontend.choices import Choices
 from horovod_sparse.frontend.dense import sum_densely
+from horovod_sparse.frontend.encoding import from_bytes, to_bytes
 from horovod_sparse.frontend.planning import make_plan
+from horovod_sparse.frontend.saved import redistributed, share_factor
 from horovod_sparse.frontend.text import describe_recipe
 
-__all__ = ["Choices", "agreed_plan", "describe_model", "describe_recipe", "make_plan", "sum_densely"]
+__all__ = [
+    "Choices",
+    "agreed_plan",
+    "describe_model",
+    "describe_recipe",
+    "from_bytes",
+    "make_plan",
+    "redistributed",
+    "share_factor",
+    "sum_densely",
+    "to_bytes",
+]

@@ -1,0 +1,84 @@
+"""Saved state as bytes without pickle: numbers, strings, containers of them, and NumPy arrays."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from typing import Any
+
+import numpy as np
+
+from horovod_sparse.errors import StateMismatchError
+
+__all__ = ["from_bytes", "to_bytes"]
+
+_TREE = "tree"
+
+
+def to_bytes(value: Any) -> bytes:
+    """What `from_bytes` reads: arrays in NumPy's format, everything else as JSON.
+
+    Args:
+        value: None, bools, numbers, strings, bytes, arrays, and dicts (with strings as keys), lists and
+            tuples of them.
+
+    Raises:
+        StateMismatchError: for a value of another type.
+
+    Example:
+        >>> from_bytes(to_bytes({"step": 3, "residual": np.ones(2), "pair": (1, None)}))
+        {'step': 3, 'residual': array([1., 1.]), 'pair': (1, None)}
+    """
+    arrays: dict[str, Any] = {}
+    tree = json.dumps(_flatten(value, arrays)).encode()
+    stream = io.BytesIO()
+    arrays[_TREE] = np.frombuffer(tree, np.uint8)
+    np.savez(stream, **arrays)
+    return stream.getvalue()
+
+
+def from_bytes(data: bytes) -> Any:
+    """The inverse of `to_bytes`. Runs no code that the data might hold.
+
+    Raises:
+        StateMismatchError: if the data are not what `to_bytes` made.
+    """
+    try:
+        with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
+            return _unflatten(json.loads(arrays[_TREE].tobytes()), arrays)
+    except (ValueError, KeyError, OSError) as error:
+        raise StateMismatchError(f"the saved state cannot be read ({error})") from error
+
+
+def _flatten(value: Any, arrays: dict[str, Any]) -> Any:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, np.ndarray):
+        name = f"a{len(arrays)}"
+        arrays[name] = value
+        return {"array": name}
+    if isinstance(value, bytes):
+        return {"bytes": base64.b64encode(value).decode()}
+    if isinstance(value, tuple):
+        return {"tuple": [_flatten(item, arrays) for item in value]}
+    if isinstance(value, list):
+        return [_flatten(item, arrays) for item in value]
+    if isinstance(value, dict):
+        return {"dict": [[str(key), _flatten(item, arrays)] for key, item in value.items()]}
+    raise StateMismatchError(f"a checkpoint cannot hold a {type(value).__name__}")
+
+
+def _unflatten(tree: Any, arrays: Any) -> Any:
+    if isinstance(tree, list):
+        return [_unflatten(item, arrays) for item in tree]
+    if not isinstance(tree, dict):
+        return tree
+    ((kind, content),) = tree.items()
+    if kind == "array":
+        return arrays[content]
+    if kind == "bytes":
+        return base64.b64decode(content)
+    if kind == "tuple":
+        return tuple(_unflatten(item, arrays) for item in content)
+    return {key: _unflatten(item, arrays) for key, item in content}

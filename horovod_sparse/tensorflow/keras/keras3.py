@@ -1,0 +1,161 @@
+"""Optimizers of Keras 3: `apply`, which `fit` and custom loops both come to, reduces gradients first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+
+from horovod_sparse.errors import UnsupportedError
+from horovod_sparse.telemetry import Telemetry
+from horovod_sparse.tensorflow.keras.reduction import Accumulation, Reduction, SparseReducer
+from horovod_sparse.tensorflow.keras.saved import KerasState
+from horovod_sparse.tensorflow.state import StateKeeper
+
+__all__ = ["wrap"]
+
+
+def wrap(
+    optimizer: Any,
+    reduction: Reduction,
+    accumulation: Accumulation | None,
+    name: str | None,
+    again: Callable[[Any], Any],
+) -> Any:
+    """An optimizer of a class derived from that of `optimizer`, with its settings and its state.
+
+    The class has the name of the one that it is derived from, so that a saved model can be loaded where
+    there is no Horovod.
+
+    Args:
+        optimizer: of Keras 3.
+        reduction: what is done with gradients.
+        accumulation: of several passes; None for one.
+        name: of the optimizer; its own, if None.
+        again: wraps another optimizer in the same way.
+
+    Raises:
+        UnsupportedError: for another backend than TensorFlow, or an optimizer that is distributed.
+    """
+    if keras.backend.backend() != "tensorflow":
+        raise UnsupportedError(
+            f"Keras runs on {keras.backend.backend()}: set KERAS_BACKEND=tensorflow, or use "
+            "horovod_sparse.torch with PyTorch"
+        )
+    if hasattr(optimizer, "_horovod_sparse_reduction"):
+        raise UnsupportedError("the optimizer is a DistributedOptimizer already")
+    is_scaler = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    if is_scaler and accumulation is not None:
+        raise UnsupportedError(
+            "backward_passes_per_step above 1 cannot be combined with a LossScaleOptimizer, whose scale may "
+            "change between passes: use gradient_accumulation_steps of the inner optimizer"
+        )
+    if is_scaler and hasattr(optimizer.inner_optimizer, "_horovod_sparse_reduction"):
+        raise _wrong_order()
+    cls = _derived(type(optimizer), is_scaler, again)
+    wrapped = cls._made(optimizer.get_config(), name)
+    if optimizer.built:
+        # what load_model has restored; variables are made in the same order
+        wrapped.build(optimizer._trainable_variables)
+        for variable, restored in zip(wrapped.variables, optimizer.variables, strict=True):
+            variable.assign(restored)
+    wrapped._attach(reduction, accumulation)
+    return wrapped
+
+
+def _wrong_order() -> UnsupportedError:
+    return UnsupportedError(
+        "a LossScaleOptimizer around a DistributedOptimizer lets every rank decide alone whether to skip a "
+        "step, and the others would wait for ever. Wrap the other way round: "
+        "DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer), ...); with mixed_float16, "
+        "Keras wraps an optimizer itself, unless it is a LossScaleOptimizer"
+    )
+
+
+def _derived(base: type, is_scaler: bool, again: Callable[[Any], Any]) -> Any:
+    class Distributed(base):  # type: ignore[misc]
+        """What differs from the user's optimizer."""
+
+        _horovod_sparse_reduction: Reduction | None = None
+
+        @classmethod
+        def _made(cls: Any, config: dict[str, Any], name: str | None) -> Any:
+            return super().from_config(config if name is None else {**config, "name": name})
+
+        def _attach(self, reduction: Reduction, accumulation: Accumulation | None) -> None:
+            self._horovod_sparse_accumulation = accumulation
+            self._horovod_sparse_keeper: StateKeeper | None = None
+            reducer = reduction.reducer
+            if isinstance(reducer, SparseReducer):
+                self._horovod_sparse_keeper = StateKeeper(reducer.synchronizer)
+                #: Keras and tf.train.Checkpoint save it; it is in no list of variables
+                self.horovod_sparse = KerasState(self._horovod_sparse_keeper)
+            self._horovod_sparse_reduction = reduction
+
+        @classmethod
+        def from_config(cls, config: dict[str, Any], **arguments: Any) -> Any:
+            """Another optimizer with the same settings, distributed in the same way, with no residual."""
+            return again(base.from_config(config, **arguments))
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            # a LossScaleOptimizer does so with the optimizer that it is made around
+            if name == "loss_scale_factor" and self._horovod_sparse_reduction is not None:
+                raise _wrong_order()
+            super().__setattr__(name, value)
+
+        @property
+        def telemetry(self) -> Telemetry:
+            """What happened in the last step, and means; empty where a step is not sparse."""
+            reduction = self._horovod_sparse_reduction
+            reducer = None if reduction is None else reduction.reducer
+            return reducer.synchronizer.telemetry if isinstance(reducer, SparseReducer) else Telemetry()
+
+        def register_local_var(self, variable: Any) -> None:
+            """Keeps a variable's gradient local: it is not reduced."""
+            if self._horovod_sparse_reduction is not None:
+                self._horovod_sparse_reduction.keep_local(variable)
+
+        def state_dict(self) -> dict[str, Any]:
+            """This rank's residuals and sparsifier states; `horovod_sparse.tensorflow.state` says more."""
+            keeper = self._horovod_sparse_keeper
+            return {} if keeper is None else keeper.state_dict()
+
+        def load_state_dict(self, entry: Any) -> None:
+            """Continues from what `state_dict` gave."""
+            if self._horovod_sparse_keeper is not None:
+                self._horovod_sparse_keeper.load_state_dict(entry)
+
+        def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> Any:
+            """Reduces gradients over ranks, and applies them."""
+            apply, reduction = super().apply, self._horovod_sparse_reduction
+            if reduction is None or not len(grads):
+                return apply(grads, trainable_variables)
+            if not self.built:
+                if trainable_variables is None:
+                    return apply(grads, None)  # says that it is not built
+                with keras.name_scope(self.name, caller=self):
+                    self.build(list(trainable_variables))
+            own = self._trainable_variables
+            variables = own if trainable_variables is None else list(trainable_variables)
+            if len(grads) != len(variables):
+                return apply(grads, trainable_variables)  # says so
+            rate = self.learning_rate
+            if is_scaler:
+                scale = self.dynamic_scale.value
+                return apply(reduction.reduce_if_finite(grads, variables, rate, scale), variables)
+            accumulation = self._horovod_sparse_accumulation
+            if accumulation is None:
+                return apply(reduction.reduce(grads, variables, rate), variables)
+
+            def complete(sums: list[Any]) -> None:
+                apply(reduction.reduce(sums, variables, rate), variables)
+
+            def skip() -> None:
+                self._iterations.assign_add(1)  # as Horovod does: schedules count passes
+
+            return accumulation.run(grads, variables, complete, skip)
+
+    Distributed.__name__, Distributed.__qualname__ = base.__name__, base.__qualname__
+    Distributed.__module__, Distributed.__doc__ = base.__module__, base.__doc__
+    return Distributed

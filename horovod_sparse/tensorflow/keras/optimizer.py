@@ -1,0 +1,253 @@
+"""`DistributedOptimizer` for Keras: Horovod's, with sparse reduction where a sparsifier is given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+from horovod.tensorflow.keras import DistributedOptimizer as _stock
+
+from horovod_sparse.errors import ArgumentError, UnsupportedError
+from horovod_sparse.merging import Plan
+from horovod_sparse.tensorflow._horovod import hvd
+from horovod_sparse.tensorflow.compression import Compression, SparseCompressor
+from horovod_sparse.tensorflow.keras import keras2
+from horovod_sparse.tensorflow.keras.dense import DenseReducer
+from horovod_sparse.tensorflow.keras.reduction import Accumulation, Reducer, Reduction, SparseReducer
+from horovod_sparse.tensorflow.tape import checked
+
+__all__ = ["DistributedOptimizer", "PartialDistributedOptimizer", "is_keras3"]
+
+
+def is_keras3(optimizer: Any) -> bool:
+    """Whether it is an optimizer of Keras 3: Keras 2 has no `stateless_apply`."""
+    return hasattr(optimizer, "stateless_apply")
+
+
+def DistributedOptimizer(
+    optimizer: Any,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: Any = hvd.Average,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: Any = None,
+    process_set: Any = hvd.global_process_set,
+    scale_local_gradients: bool = True,
+    *,
+    bucket_bytes: int | None = None,
+    plan: Plan | None = None,
+) -> Any:
+    """Wraps a Keras optimizer so that gradients are synchronized over ranks, sparsely.
+
+    Arguments, order and meaning are those of ``horovod.tensorflow.keras.DistributedOptimizer``. Works
+    with Keras 3, in `fit` and in custom loops, with ``run_eagerly`` and without; and with tf-keras, new
+    and legacy optimizers, in `fit` and `minimize`.
+
+    With a `compression` that is no sparsifier, gradients are reduced densely: by Horovod's own optimizer
+    under tf-keras, and by ours with Horovod's allreduce under Keras 3, where Horovod's reduces nothing.
+
+    Under Keras 3:
+
+    * `apply_gradients` and `apply` reduce, whoever calls them; do not give them what a
+      `DistributedGradientTape` has reduced already. Under tf-keras `apply_gradients` alone does not, as in
+      Horovod: custom loops use the tape;
+    * a `LossScaleOptimizer` goes inside: ``DistributedOptimizer(LossScaleOptimizer(SGD(0.1)), ...)``. A
+      gradient that is not finite on any rank makes all ranks skip the step, and halve the scale; residuals
+      are kept without the scale;
+    * ``jit_compile=True`` is refused. Keras' default "auto" means XLA where there is a GPU: pass
+      ``compile(..., jit_compile=False)`` there;
+    * the optimizer's state is taken over where it has one (after ``keras.models.load_model``).
+
+    Everywhere, where a sparsifier is given:
+
+    * sums are taken in float32 or float64, so `gradient_predivide_factor` has nothing to protect: it is
+      accepted, and changes nothing but rounding. Device arguments change nothing: buckets are in host memory;
+    * `tf.IndexedSlices` are gathered, as Horovod does it, or sparsified with ``sparse_as_dense=True``;
+    * with no loss scaling, NaN or Inf on any rank raises an error on every rank, and nothing is applied;
+    * residuals are no variables: they enter `tf.train.Checkpoint`, and under Keras 3 `BackupAndRestore`
+      and ``model.save``, too. They differ from rank to rank: to resume exactly, let every rank save a file
+      of its own. ``load_model`` gives an optimizer that is not distributed: wrap it again, or use ours.
+
+    Args:
+        optimizer: of Keras 3 or tf-keras.
+        name: of the optimizer; "Distributed..." under tf-keras, the optimizer's own under Keras 3.
+        device_dense: see above.
+        device_sparse: see above.
+        compression: a sparsifier (``Compression.exdyna(density=0.001)``), text for `Compression.parse`, or
+            one of Horovod's compressors.
+        sparse_as_dense: see above.
+        gradient_predivide_factor: see above; with Average only.
+        op: Average or Sum.
+        backward_passes_per_step: passes whose gradients are added up before they are synchronized.
+        average_aggregated_gradients: divide that sum by their number.
+        num_groups: old name of an integer `groups`.
+        groups: number of buckets, or lists of variables that form one each.
+        process_set: the ranks that take part.
+        scale_local_gradients: divide gradients of local variables by the number of ranks.
+        bucket_bytes: of gradient in a bucket; 32 MiB if left out.
+        plan: which variables form which bucket, in place of `groups` and `bucket_bytes`.
+
+    Returns:
+        An optimizer of a class derived from that of `optimizer`, with `telemetry`, `state_dict`,
+        `load_state_dict` and `register_local_var` besides.
+
+    Raises:
+        ArgumentError: for an argument that is not allowed.
+        UnsupportedError: for Adasum, or an optimizer that cannot be wrapped.
+    """
+    groups = checked(op, gradient_predivide_factor, num_groups, groups)
+    is_number = isinstance(backward_passes_per_step, int) and not isinstance(backward_passes_per_step, bool)
+    if not is_number or backward_passes_per_step < 1:
+        raise ArgumentError("backward_passes_per_step", backward_passes_per_step, "a number of 1 or more")
+    if isinstance(compression, str):
+        compression = Compression.parse(compression)
+    is_sparse = isinstance(compression, SparseCompressor)
+    if not is_sparse and (bucket_bytes is not None or plan is not None):
+        raise ArgumentError("compression", compression, "a sparsifier, which bucket_bytes and plan are for")
+    if isinstance(optimizer, tf.compat.v1.train.Optimizer) or not hasattr(optimizer, "get_config"):
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} is no optimizer of Keras. Optimizers of TensorFlow 1 are wrapped by "
+            "horovod.tensorflow.DistributedOptimizer, with Compression.none or .fp16"
+        )
+
+    def again(other: Any) -> Any:
+        """A new optimizer may not share the residuals of this one."""
+        own = SparseCompressor(compression.recipe, compression.process_set) if is_sparse else compression
+        return DistributedOptimizer(
+            other,
+            name,
+            device_dense,
+            device_sparse,
+            own,
+            sparse_as_dense,
+            gradient_predivide_factor,
+            op,
+            backward_passes_per_step,
+            average_aggregated_gradients,
+            0,
+            groups,
+            process_set,
+            scale_local_gradients,
+            bucket_bytes=bucket_bytes,
+            plan=plan,
+        )
+
+    reducer: Reducer | None = None
+    if is_sparse:
+        synchronizer = compression.bind(
+            process_set=process_set,
+            average=op == hvd.Average,
+            groups=groups,
+            bucket_bytes=bucket_bytes,
+            plan=plan,
+            sparse_as_dense=sparse_as_dense,
+        )
+        reducer = SparseReducer(synchronizer)
+    elif is_keras3(optimizer):
+        reducer = DenseReducer(
+            compression,
+            op=op,
+            gradient_predivide_factor=gradient_predivide_factor,
+            groups=groups,
+            process_set=process_set,
+            sparse_as_dense=sparse_as_dense,
+            device_dense=device_dense,
+            device_sparse=device_sparse,
+        )
+    if is_keras3(optimizer) and reducer is not None:
+        from horovod_sparse.tensorflow.keras import keras3  # Keras 3 need not be installed
+
+        accumulation = None
+        if backward_passes_per_step > 1:
+            accumulation = Accumulation(
+                backward_passes_per_step, average_aggregated_gradients, sparse_as_dense
+            )
+        reduction = Reduction(reducer, scale_local_gradients)
+        return keras3.wrap(optimizer, reduction, accumulation, name, again)
+    wrapped = _stock(
+        optimizer,
+        name=name,
+        device_dense=device_dense,
+        device_sparse=device_sparse,
+        compression=hvd.Compression.none if is_sparse else compression,
+        sparse_as_dense=sparse_as_dense,
+        gradient_predivide_factor=gradient_predivide_factor,
+        op=op,
+        backward_passes_per_step=backward_passes_per_step,
+        average_aggregated_gradients=average_aggregated_gradients,
+        groups=groups,
+        process_set=reducer.process_set if reducer is not None else process_set,
+        scale_local_gradients=scale_local_gradients,
+    )
+    return keras2.attach(wrapped, reducer, again) if isinstance(reducer, SparseReducer) else wrapped
+
+
+def PartialDistributedOptimizer(
+    optimizer: Any,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: Any = hvd.Average,
+    groups: Any = None,
+    process_set: Any = hvd.global_process_set,
+    local_layers: Any = None,
+    scale_local_gradients: bool = True,
+    **more: Any,
+) -> Any:
+    """As `DistributedOptimizer`, but the gradients of some layers stay local.
+
+    Arguments and order are those of ``horovod.keras.PartialDistributedOptimizer``.
+
+    Args:
+        optimizer: see `DistributedOptimizer`, as for all other arguments.
+        name: see there.
+        device_dense: see there.
+        device_sparse: see there.
+        compression: see there.
+        sparse_as_dense: see there.
+        gradient_predivide_factor: see there.
+        op: see there.
+        groups: see there.
+        process_set: see there.
+        local_layers: a layer, or several; built already.
+        scale_local_gradients: see there.
+        **more: see there: what Horovod's function does not take.
+
+    Raises:
+        ArgumentError: if something in `local_layers` is no layer, or is not built yet.
+    """
+    layers = local_layers if isinstance(local_layers, (list, tuple, set)) else [local_layers]
+    layers = [layer for layer in layers if layer is not None]
+    if not all(hasattr(layer, "trainable_weights") for layer in layers):
+        raise ArgumentError("local_layers", local_layers, "layers")
+    if not all(layer.built for layer in layers):
+        raise ArgumentError(
+            "local_layers", local_layers, "layers that are built: they have no variables before"
+        )
+    wrapped = DistributedOptimizer(
+        optimizer,
+        name,
+        device_dense,
+        device_sparse,
+        compression,
+        sparse_as_dense,
+        gradient_predivide_factor,
+        op,
+        groups=groups,
+        process_set=process_set,
+        scale_local_gradients=scale_local_gradients,
+        **more,
+    )
+    for layer in layers:
+        for variable in layer.trainable_weights:
+            wrapped.register_local_var(variable)
+    return wrapped

@@ -1,0 +1,212 @@
+"""What a Keras optimizer of ours does with gradients before it applies them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import tensorflow as tf
+
+from horovod_sparse.errors import UnsupportedError
+from horovod_sparse.tensorflow._horovod import hvd
+from horovod_sparse.tensorflow.local import scaled_locally
+from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
+from horovod_sparse.tensorflow.tensors import as_variable
+
+__all__ = ["Accumulation", "Reducer", "Reduction", "SparseReducer"]
+
+#: ranks make optimizers in the same order
+_numbers = itertools.count()
+
+
+class Reducer(Protocol):
+    """Sums gradients over the ranks of a process set, sparsely or densely."""
+
+    process_set: Any
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether there is anybody to reduce with."""
+
+    def reduce(self, gradients: Sequence[Any], variables: Sequence[Any], learning_rate: Any) -> list[Any]:
+        """Reduced gradients, one per variable; called eagerly or while a graph is traced."""
+
+
+class SparseReducer:
+    """A `GradientSynchronizer` as a `Reducer`."""
+
+    def __init__(self, synchronizer: GradientSynchronizer) -> None:
+        self.synchronizer, self.process_set = synchronizer, synchronizer.process_set
+
+    @property
+    def is_needed(self) -> bool:
+        """See `Reducer`."""
+        return self.synchronizer.is_needed
+
+    def reduce(self, gradients: Sequence[Any], variables: Sequence[Any], learning_rate: Any) -> list[Any]:
+        """See `Reducer`."""
+        return self.synchronizer.synchronize(gradients, variables, learning_rate)
+
+
+class Reduction:
+    """Keeps local variables apart, and reduces the gradients of the others.
+
+    Keras looks into the attributes of its optimizers to save them; this object it does not.
+
+    Args:
+        reducer: of the gradients that are shared.
+        scale_local: whether gradients of local variables are divided by the number of ranks.
+    """
+
+    def __init__(self, reducer: Reducer, scale_local: bool) -> None:
+        self.reducer, self._scale_local = reducer, scale_local
+        self._local: set[Any] = set()
+        self._name = f"horovod_sparse.finite.{next(_numbers)}"
+
+    def keep_local(self, variable: Any) -> None:
+        """Leaves a variable's gradient to this rank."""
+        self._local.add(as_variable(variable).ref())
+
+    def reduce(self, gradients: Sequence[Any], variables: Sequence[Any], learning_rate: Any) -> list[Any]:
+        """One gradient per variable: reduced, or local."""
+        results = list(gradients)
+        is_local = [as_variable(variable).ref() in self._local for variable in variables]
+        shared = [i for i, kept in enumerate(is_local) if not kept]
+        if shared:
+            reduced = self.reducer.reduce(
+                [gradients[i] for i in shared], [variables[i] for i in shared], learning_rate
+            )
+            for i, gradient in zip(shared, reduced, strict=True):
+                results[i] = gradient
+        if not self._scale_local or not self.reducer.is_needed:
+            return results
+        size = self.reducer.process_set.size()
+        return [
+            scaled_locally(gradient, size) if kept else gradient
+            for gradient, kept in zip(results, is_local, strict=True)
+        ]
+
+    def reduce_if_finite(
+        self, gradients: Sequence[Any], variables: Sequence[Any], learning_rate: Any, scale: Any
+    ) -> list[Any]:
+        """As `reduce`, for gradients of a scaled loss; not finite on any rank, they become NaN on all.
+
+        Residuals are kept without the scale, which changes from step to step. Scales are powers of two, so
+        nothing is lost when gradients are multiplied by it again.
+
+        Args:
+            gradients: of the loss times the scale.
+            variables: of the gradients.
+            learning_rate: of this step.
+            scale: scalar tensor.
+        """
+        if not self.reducer.is_needed:
+            return list(gradients)
+        present = [gradient for gradient in gradients if gradient is not None]
+        bad = [tf.reduce_any(~tf.math.is_finite(_values(gradient))) for gradient in present]
+        num_bad = hvd.allreduce(
+            tf.cast(tf.reduce_any(bad), tf.int32),
+            op=hvd.Sum,
+            name=self._name,
+            ignore_name_scope=True,
+            process_set=self.reducer.process_set,
+        )
+        known: list[int] = []
+
+        def all_finite() -> list[Any]:
+            unscaled = [_times(gradient, 1.0 / scale) for gradient in gradients]
+            reduced = self.reduce(unscaled, variables, learning_rate)
+            known[:] = [i for i, gradient in enumerate(reduced) if gradient is not None]
+            return [_times(reduced[i], scale) for i in known]
+
+        def skipped() -> list[Any]:
+            return [
+                _times(tf.zeros_like(as_variable(variables[i])), float("nan"))
+                if gradients[i] is None
+                else _times(gradients[i], float("nan"))
+                for i in known
+            ]
+
+        results = iter(tf.cond(tf.equal(num_bad, 0), all_finite, skipped))
+        return [next(results) if i in known else None for i in range(len(gradients))]
+
+
+class Accumulation:
+    """Adds up the gradients of several passes; every last one is reduced and applied.
+
+    Args:
+        passes: per step.
+        average: divide the sum by their number.
+        sparse_as_dense: whether `tf.IndexedSlices` are made dense.
+    """
+
+    def __init__(self, passes: int, average: bool, sparse_as_dense: bool) -> None:
+        self.passes, self._average, self._sparse_as_dense = passes, average, sparse_as_dense
+        self._sums: dict[Any, tf.Variable] = {}
+        self._count: tf.Variable | None = None
+
+    def run(
+        self,
+        gradients: Sequence[Any],
+        variables: Sequence[Any],
+        apply: Callable[[list[Any]], Any],
+        skip: Callable[[], Any],
+    ) -> None:
+        """One pass.
+
+        Args:
+            gradients: of this pass.
+            variables: of the gradients.
+            apply: called with the sums (or averages) after the last pass.
+            skip: called after the others.
+
+        Raises:
+            UnsupportedError: for `tf.IndexedSlices`, unless they are made dense.
+        """
+        sums = [
+            None if gradient is None else self._sum_of(gradient, variable)
+            for gradient, variable in zip(gradients, variables, strict=True)
+        ]
+        if self._count is None:
+            with tf.init_scope():
+                self._count = tf.Variable(0, trainable=False, dtype=tf.int64)
+        count = self._count
+        for sum_, gradient in zip(sums, gradients, strict=True):
+            if sum_ is not None:
+                sum_.assign_add(tf.convert_to_tensor(gradient))
+        count.assign_add(1)
+
+        def complete() -> None:
+            factor = 1.0 / self.passes if self._average else 1.0
+            apply([None if sum_ is None else _times(sum_.read_value(), factor) for sum_ in sums])
+            for sum_ in sums:
+                if sum_ is not None:
+                    sum_.assign(tf.zeros_like(sum_))
+            count.assign(0)
+
+        tf.cond(tf.equal(count, self.passes), complete, skip)
+
+    def _sum_of(self, gradient: Any, variable: Any) -> tf.Variable:
+        if isinstance(gradient, tf.IndexedSlices) and not self._sparse_as_dense:
+            raise UnsupportedError(
+                "backward_passes_per_step above 1 cannot add up tf.IndexedSlices: give sparse_as_dense=True"
+            )
+        variable = as_variable(variable)
+        if variable.ref() not in self._sums:
+            with tf.init_scope():
+                zeros = tf.zeros(variable.shape, gradient.dtype)
+                self._sums[variable.ref()] = tf.Variable(zeros, trainable=False)
+        return self._sums[variable.ref()]
+
+
+def _values(gradient: Any) -> tf.Tensor:
+    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+
+
+def _times(gradient: Any, factor: Any) -> Any:
+    if gradient is None:
+        return None
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(_times(gradient.values, factor), gradient.indices, gradient.dense_shape)
+    return gradient * tf.cast(factor, gradient.dtype)
