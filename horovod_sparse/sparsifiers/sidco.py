@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import ClassVar
 
 import numpy as np
 
+from horovod_sparse.arrays.moments import Moments
 from horovod_sparse.arrays.protocol import Accumulator
 from horovod_sparse.collectives import AllGather, Request, Synchronization
 from horovod_sparse.sparsifiers.base import (
@@ -20,6 +23,8 @@ from horovod_sparse.sparsifiers.base import (
     check_number,
     send_selection,
 )
+from horovod_sparse.sparsifiers.randomness import step_generator
+from horovod_sparse.thresholds.sampled import SampledThreshold
 from horovod_sparse.thresholds.statistical import Excess, fit_named
 
 __all__ = ["SIDCo", "SIDCoState"]
@@ -27,6 +32,14 @@ __all__ = ["SIDCo", "SIDCoState"]
 #: what stands for achieved / target where nothing was sent, whose logarithm is none
 _NOTHING = 1e-6
 _BELOW_ONE = float(np.nextafter(1.0, 0.0))
+
+
+def _moments(sample: np.ndarray, threshold: float) -> Moments:
+    """Moments of the magnitudes in a sample that reach a threshold and are not 0."""
+    sizes = sample[(sample >= threshold) & (sample > 0.0)]
+    with np.errstate(over="ignore"):
+        squares = float(np.dot(sizes, sizes))
+    return Moments(sizes.size, float(sizes.sum()), squares, float(np.log(sizes).sum()))
 
 
 @dataclass
@@ -67,10 +80,14 @@ class SIDCo(Sparsifier):
         tolerance: of achieved / target around 1.
         adapt_every: steps between changes of M.
         max_stages: most stages.
+        sample_fraction: share of elements that is fitted; 1 fits all of them, at the price of a read of
+            all elements for each stage.
+        seed: of the sample's start, which depends on seed, bucket, rank and step alone.
 
-    Source: Abdelmoniem et al., MLSys 2021 (SIDCo). Departure: the direction. Which way helps depends on
-    the tail: a single exponential fit passes too many of a heavy one and too few of a Gaussian, and
-    further stages mend both.
+    Source: Abdelmoniem et al., MLSys 2021 (SIDCo). Departures: fits are made to a strided sample, as
+    DGC's; zeros are left out; the first M follows from the density; and the direction in which M moves,
+    since which way helps depends on the tail: a single exponential fit passes too many of a heavy one and
+    too few of a Gaussian, and further stages mend both.
 
     Example:
         >>> SIDCo(density=0.001, distribution="pareto").describe()
@@ -84,6 +101,8 @@ class SIDCo(Sparsifier):
     tolerance: float = 0.2
     adapt_every: int = 5
     max_stages: int = 6
+    sample_fraction: float = 0.01
+    seed: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -92,35 +111,58 @@ class SIDCo(Sparsifier):
             check_number(argument, getattr(self, argument), "a number in (0, 1)", low=0.0, high=_BELOW_ONE)
         for argument in ("adapt_every", "max_stages"):
             check_count(argument, getattr(self, argument), "a whole number, 1 or more")
+        SampledThreshold(self.sample_fraction)
+        check_count("seed", self.seed, "a whole number, 0 or more", low=0)
 
     def init(self, info: BucketInfo) -> SIDCoState:
-        """One stage; more where the outcome asks for them."""
-        return SIDCoState()
+        """As many stages as leave a last share of at least `first_density`; then the outcome decides."""
+        stages = math.floor(math.log(self.density) / math.log(self.first_density))
+        return SIDCoState(num_stages=min(max(stages, 1), self.max_stages))
 
-    def threshold(self, accumulator: Accumulator, k: int, num_stages: int) -> float:
-        """The threshold that `num_stages` fits lead to; 0 where there is nothing to fit."""
-        density, threshold = k / accumulator.num_elements, 0.0
+    def threshold(self, moments_above: Callable[[float], Moments], k: int, num_stages: int) -> float:
+        """The threshold that `num_stages` fits lead to; 0 where there is nothing to fit.
+
+        Args:
+            moments_above: the moments of the magnitudes (of all, or of a sample) that reach a threshold.
+            k: elements wanted, of all or of the sample.
+            num_stages: M.
+        """
+        moments, threshold = moments_above(0.0), 0.0
+        # zeros are not fitted, so the share is one of the others
+        density = k / max(moments.count, 1)
         for stage in range(num_stages):
             last = stage == num_stages - 1 or density >= self.first_density
             wanted = density if last else self.first_density
-            moments = accumulator.moments(threshold)
             excess = Excess.of(moments, threshold) if moments.count > 1 else Excess(0.0, 0.0)
-            if excess.mean <= 0.0:
+            if excess.mean <= 0.0 or wanted >= 1.0:
                 break
-            threshold += fit_named(self.distribution, stage).quantile(excess, min(wanted, 1.0 - 1e-9))
+            threshold += fit_named(self.distribution, stage).quantile(excess, wanted)
             if last:
                 break
             density /= self.first_density
+            moments = moments_above(threshold)
         return threshold
+
+    def find(self, accumulator: Accumulator, state: SIDCoState, info: BucketInfo) -> float:
+        """This step's threshold."""
+        k = self.num_selected(info, state)
+        if k >= info.num_elements:
+            return 0.0
+        stride = SampledThreshold(self.sample_fraction).stride(info.num_elements, k)
+        if stride == 1:
+            return self.threshold(accumulator.moments, k, state.num_stages)
+        generator = step_generator(self.seed, info.name, state.step, info.rank)
+        sample = accumulator.sample_magnitudes(stride, int(generator.integers(stride))).astype(np.float64)
+        share = max(1, round(k * sample.size / info.num_elements))
+        return self.threshold(partial(_moments, sample), share, state.num_stages)
 
     def synchronize(
         self, accumulator: Accumulator, state: SIDCoState, info: BucketInfo
     ) -> Synchronization[SparseSum]:
         """One allgather; see `Sparsifier.synchronize`."""
-        k = self.num_selected(info, state)
-        threshold = 0.0 if k >= info.num_elements else self.threshold(accumulator, k, state.num_stages)
+        threshold = self.find(accumulator, state, info)
         indices = accumulator.at_least(threshold)
-        self._adapt(state, indices.size / k)
+        self._adapt(state, indices.size / self.num_selected(info, state))
         state.step += 1
         sum_ = yield from send_selection(accumulator, indices, info, self.wire)
         sum_.facts.update(threshold=threshold, stages=float(state.num_stages))

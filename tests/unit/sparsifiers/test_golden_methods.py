@@ -140,11 +140,13 @@ def test_each_further_stage_fits_what_exceeds_the_last_threshold() -> None:
     # 16 magnitudes, by hand, exponential: mean of all is 2, so stage one, for a quarter: 2 ln 4 = 2.7726.
     values = [1.0] * 12 + [3.0, 4.0, 5.0, 8.0]
     accumulator = folded(values)
-    assert SIDCo(density=0.0625).threshold(accumulator, 4, 1) == pytest.approx(2 * np.log(4), rel=1e-6)
+    assert SIDCo(density=0.0625).threshold(accumulator.moments, 4, 1) == pytest.approx(
+        2 * np.log(4), rel=1e-6
+    )
     # Above it are 3, 4, 5, 8 with a mean of 5, so an excess of 5 - 2.7726; k = 1: 1/16 = 1/4 * 1/4:
     # the second stage adds (5 - 2.7726) ln 4.
     expected = 2 * np.log(4) + (5 - 2 * np.log(4)) * np.log(4)
-    assert SIDCo(density=0.0625).threshold(accumulator, 1, 2) == pytest.approx(expected, rel=1e-6)
+    assert SIDCo(density=0.0625).threshold(accumulator.moments, 1, 2) == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize(("tail", "first"), [("heavy", 1.2), ("gaussian", -0.5)])
@@ -153,6 +155,10 @@ def test_sidco_changes_the_number_of_stages(tail: str, first: float, feedback: s
     """One exponential fit passes too many of a heavy tail, too few of a Gaussian; more stages mend both."""
     n, k = 200_000, 400
     cluster = SimulatedCluster(recipe("sidco", density=k / n, feedback=feedback), n, 1)
+    assert cluster.buckets[0].state.num_stages == 4, (
+        "0.25 ** 4 > 0.002 > 0.25 ** 5: the last share is not small"
+    )
+    cluster.buckets[0].state.num_stages = 1
     generator = np.random.default_rng(1)
     stages, sent = [], []
     for _ in range(60):
