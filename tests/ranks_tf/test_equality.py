@@ -8,13 +8,13 @@ import math
 import numpy as np
 import pytest
 import tensorflow as tf
-from support.cases import CASES, case_id
 
 from horovod_sparse.collectives import AllToAll, Broadcast, Exchange
 from horovod_sparse.feedback import recipe
 from horovod_sparse.simulation import SimulatedCluster
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
 from horovod_sparse.tensorflow.tensors import numpy_dtype
+from support.cases import CASES, case_id
 
 pytestmark = pytest.mark.tensorflow
 
@@ -29,9 +29,7 @@ def _dyadic(size: int, dtype: str) -> list[list[np.ndarray]]:
     """Gradients whose sums are exact in any order: one list of arrays per rank."""
     generator = np.random.default_rng(len(SHAPES))
     kind = numpy_dtype(dtype)
-    return [
-        [(generator.integers(-96, 97, shape) / 32).astype(kind) for shape in SHAPES] for _ in range(size)
-    ]
+    return [[(generator.integers(-96, 97, shape) / 32).astype(kind) for shape in SHAPES] for _ in range(size)]
 
 
 def _check(rank, size, chosen, dtype, graph, **arguments):
@@ -48,7 +46,9 @@ def _check(rank, size, chosen, dtype, graph, **arguments):
         sums = synchronize(given, tf.constant(rate))
         if clusters is None:
             clusters = [
-                SimulatedCluster(chosen, part.bucket.info.num_elements, size, dtype, name=part.bucket.info.name)
+                SimulatedCluster(
+                    chosen, part.bucket.info.num_elements, size, dtype, name=part.bucket.info.name
+                )
                 for part in synchronizer.sparse
             ]
         for part, cluster in zip(synchronizer.sparse, clusters, strict=True):
@@ -62,9 +62,7 @@ def _check(rank, size, chosen, dtype, graph, **arguments):
             assert np.array_equal(actual, expected)
             residual = cluster.buckets[rank].accumulator.values()
             assert np.array_equal(part.bucket.accumulator.values(), residual)
-            assert np.array_equal(
-                part.bucket.last.bytes_by_round, cluster.buckets[rank].last.bytes_by_round
-            )
+            assert np.array_equal(part.bucket.last.bytes_by_round, cluster.buckets[rank].last.bytes_by_round)
         for given_, array in zip(given, everyone[rank], strict=True):
             assert np.array_equal(given_.numpy(), array), "a gradient was changed"
     assert synchronizer.step == STEPS == synchronizer.telemetry.num_steps
