@@ -12,5 +12,6 @@ from horovod.tensorflow import *  # noqa: F403
 # isort: split
 from horovod_sparse.tensorflow.compression import Compression as Compression
 from horovod_sparse.tensorflow.compression import SparseCompressor as SparseCompressor
+from horovod_sparse.tensorflow.optimizer import DistributedOptimizer as DistributedOptimizer
 from horovod_sparse.tensorflow.tape import DistributedGradientTape as DistributedGradientTape
 from horovod_sparse.tensorflow.tape import PartialDistributedGradientTape as PartialDistributedGradientTape

@@ -73,8 +73,8 @@ def _wrong_order() -> UnsupportedError:
     )
 
 
-def _derived(base: type, is_scaler: bool, again: Callable[[Any], Any]) -> Any:
-    class Distributed(base):  # type: ignore[misc]
+def _derived(base: Any, is_scaler: bool, again: Callable[[Any], Any]) -> Any:
+    class Distributed(base):
         """What differs from the user's optimizer."""
 
         _horovod_sparse_reduction: Reduction | None = None

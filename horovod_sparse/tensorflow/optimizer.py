@@ -1,0 +1,111 @@
+"""`DistributedOptimizer` by its name in `horovod.tensorflow`: of Keras and of TensorFlow 1."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from horovod_sparse.errors import ArgumentError, UnsupportedError
+from horovod_sparse.merging import Plan
+from horovod_sparse.tensorflow._horovod import hvd
+from horovod_sparse.tensorflow.compression import Compression, SparseCompressor
+
+__all__ = ["DistributedOptimizer"]
+
+
+def DistributedOptimizer(
+    optimizer: Any,
+    name: str | None = None,
+    use_locking: bool = False,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    sparse_as_dense: bool = False,
+    backward_passes_per_step: int = 1,
+    op: Any = hvd.Average,
+    gradient_predivide_factor: float = 1.0,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: Any = None,
+    process_set: Any = hvd.global_process_set,
+    scale_local_gradients: bool = True,
+    *,
+    bucket_bytes: int | None = None,
+    plan: Plan | None = None,
+) -> Any:
+    """Wraps an optimizer; arguments and order are those of ``horovod.tensorflow.DistributedOptimizer``.
+
+    Optimizers of Keras go to `horovod_sparse.tensorflow.keras.DistributedOptimizer`, with `op` and `groups`,
+    which Horovod drops on that way. Optimizers of TensorFlow 1 go to Horovod's own, without a sparsifier.
+
+    Args:
+        optimizer: of Keras, or `tf.compat.v1.train.Optimizer`.
+        name: see `horovod_sparse.tensorflow.keras.DistributedOptimizer`, as for the others.
+        use_locking: of optimizers of TensorFlow 1.
+        device_dense: see there.
+        device_sparse: see there.
+        compression: see there.
+        sparse_as_dense: see there.
+        backward_passes_per_step: see there.
+        op: see there.
+        gradient_predivide_factor: see there.
+        average_aggregated_gradients: see there.
+        num_groups: see there.
+        groups: see there.
+        process_set: see there.
+        scale_local_gradients: see there.
+        bucket_bytes: see there.
+        plan: see there.
+
+    Raises:
+        ArgumentError: for an argument that is not allowed.
+        UnsupportedError: for a sparsifier with an optimizer of TensorFlow 1.
+    """
+    if isinstance(compression, str):
+        compression = Compression.parse(compression)
+    if not isinstance(optimizer, tf.compat.v1.train.Optimizer):
+        from horovod_sparse.tensorflow.keras import optimizer as keras_optimizer  # Keras is slow to import
+
+        return keras_optimizer.DistributedOptimizer(
+            optimizer,
+            name,
+            device_dense,
+            device_sparse,
+            compression,
+            sparse_as_dense,
+            gradient_predivide_factor,
+            op,
+            backward_passes_per_step,
+            average_aggregated_gradients,
+            num_groups,
+            groups,
+            process_set,
+            scale_local_gradients,
+            bucket_bytes=bucket_bytes,
+            plan=plan,
+        )
+    if isinstance(compression, SparseCompressor):
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} is an optimizer of TensorFlow 1, which runs in sessions: use one of "
+            "Keras, or a DistributedGradientTape, or compression=Compression.none"
+        )
+    if bucket_bytes is not None or plan is not None:
+        raise ArgumentError("compression", compression, "a sparsifier, which bucket_bytes and plan are for")
+    return hvd.DistributedOptimizer(
+        optimizer,
+        name,
+        use_locking,
+        device_dense,
+        device_sparse,
+        compression,
+        sparse_as_dense,
+        backward_passes_per_step,
+        op,
+        gradient_predivide_factor,
+        average_aggregated_gradients,
+        num_groups,
+        groups,
+        process_set,
+        scale_local_gradients,
+    )

@@ -1,0 +1,156 @@
+"""Keras 3: what a distributed optimizer makes of a model, compared with dense training."""
+
+from __future__ import annotations
+
+import horovod.tensorflow as stock
+import numpy as np
+import pytest
+from support.keras_models import fit, flat, keras, make_model, trained_densely
+
+import horovod_sparse.tensorflow as hvd_tf
+import horovod_sparse.tensorflow.keras as hvd
+
+EVERYTHING = "topk:density=1.0"
+# a sum of another order differs by rounding
+CLOSE = {"rtol": 1e-4, "atol": 1e-6}
+
+
+def sgd():
+    return keras.optimizers.SGD(0.1, momentum=0.9)
+
+
+@pytest.fixture(scope="module")
+def dense():
+    """After two epochs with SGD and momentum."""
+    return flat(trained_densely(sgd(), stock.rank(), stock.size()))
+
+
+def check_replicas(model, everywhere):
+    weights = everywhere(flat(model))
+    assert np.isfinite(weights).all()
+    assert (weights == weights[0]).all()
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
+@pytest.mark.parametrize("compression", [EVERYTHING, "none"])
+def test_everything_sent_is_dense_training(dense, compression, run_eagerly, rank, size, everywhere):
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(sgd(), compression=compression)
+    fit(model, optimizer, rank, size, run_eagerly=run_eagerly)
+    np.testing.assert_allclose(flat(model), dense, **CLOSE)
+    check_replicas(model, everywhere)
+    assert int(optimizer.iterations.numpy()) == 12
+    assert optimizer.telemetry.num_steps == (12 if compression == EVERYTHING else 0)
+
+
+def test_half_precision_is_near_dense_training(dense, rank, size, everywhere):
+    model = make_model()
+    fit(model, hvd.DistributedOptimizer(sgd(), compression=hvd.Compression.fp16), rank, size)
+    np.testing.assert_allclose(flat(model), dense, rtol=0.05, atol=0.005)
+    assert not np.array_equal(flat(model), dense)
+    check_replicas(model, everywhere)
+
+
+@pytest.mark.parametrize("compression", ["exdyna:density=0.05", "micro:density=0.1", "topk:density=0.1"])
+def test_sparse_replicas_agree_and_learn(compression, rank, size, everywhere):
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(sgd(), compression=compression)
+    losses = fit(model, optimizer, rank, size, epochs=8).history["loss"]
+    check_replicas(model, everywhere)
+    assert losses[-1] < 0.8 * losses[0]
+    assert optimizer.telemetry.num_steps == 48
+    assert optimizer.telemetry.mean.bytes_sent < optimizer.telemetry.mean.dense_bytes
+    # state is not frozen into the graph: the sparsifier has counted every step of the one trace
+    states = [bucket["state"] for bucket in optimizer.state_dict()["buckets"]]
+    assert [state["step"] for state in states] == [48] * len(states)
+
+
+@pytest.mark.parametrize("compression", [EVERYTHING, "none"])
+def test_groups(dense, compression, rank, size):
+    model = make_model()
+    groups = [model.layers[0].trainable_weights, [model.layers[1].trainable_weights[0]]]
+    if compression == EVERYTHING:
+        groups.append([model.layers[1].trainable_weights[1]])
+    optimizer = hvd.DistributedOptimizer(sgd(), compression=compression, groups=groups)
+    fit(model, optimizer, rank, size)
+    np.testing.assert_allclose(flat(model), dense, **CLOSE)
+    if compression == EVERYTHING:
+        assert len(optimizer.state_dict()["plan"]["buckets"]) == 3
+
+
+@pytest.mark.parametrize("compression", [EVERYTHING, "none"])
+def test_sum(compression, rank, size):
+    model = make_model()
+    fit(
+        model,
+        hvd.DistributedOptimizer(keras.optimizers.SGD(0.05), compression=compression, op=hvd.Sum),
+        rank,
+        size,
+    )
+    expected = trained_densely(keras.optimizers.SGD(0.05), rank, size, op=stock.Sum)
+    np.testing.assert_allclose(flat(model), flat(expected), **CLOSE)
+
+
+@pytest.mark.parametrize("compression", [EVERYTHING, "none"])
+def test_process_set(compression, rank, size, process_set):
+    ranks = process_set([0, size - 1] if size > 2 else [0])
+    model = make_model()
+    fit(model, hvd.DistributedOptimizer(sgd(), compression=compression, process_set=ranks), rank, size)
+    expected = trained_densely(sgd(), rank, size, ranks=ranks)
+    np.testing.assert_allclose(flat(model), flat(expected), **CLOSE)
+
+
+@pytest.mark.parametrize("compression", [EVERYTHING, "none"])
+@pytest.mark.parametrize("average", [False, True])
+def test_several_passes_per_step(compression, average, rank, size, everywhere):
+    """Two passes add up; Keras' own accumulation, which averages, says what comes out of it."""
+    rate = 0.1 if average else 0.05
+    model, expected = make_model(), make_model()
+    optimizer = hvd.DistributedOptimizer(
+        keras.optimizers.SGD(rate),
+        compression=compression,
+        backward_passes_per_step=2,
+        average_aggregated_gradients=average,
+    )
+    fit(model, optimizer, rank, size)
+    plain = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
+    fit(expected, hvd.DistributedOptimizer(plain, compression=EVERYTHING), rank, size)
+    np.testing.assert_allclose(flat(model), flat(expected), **CLOSE)
+    check_replicas(model, everywhere)
+    if compression == EVERYTHING:
+        assert optimizer.telemetry.num_steps == 6
+
+
+@pytest.mark.parametrize("compression", [EVERYTHING, "none"])
+def test_local_layers(compression, rank, size, everywhere):
+    model = make_model()
+    optimizer = hvd.PartialDistributedOptimizer(
+        sgd(), compression=hvd.Compression.parse(compression), local_layers=model.layers[0]
+    )
+    fit(model, optimizer, rank, size)
+    expected = trained_densely(sgd(), rank, size, kept=(0, 1))
+    np.testing.assert_allclose(flat(model), flat(expected), **CLOSE)
+    weights = everywhere(flat(model))
+    assert not (weights == weights[0]).all()
+
+
+def test_custom_loop_and_adam(rank, size):
+    """`apply_gradients` in a function of the user's, as the optimizer of `horovod_sparse.tensorflow`."""
+    import tensorflow as tf
+    from support.keras_models import BATCH_SIZE, loss_of, share
+
+    model, loss, (images, labels) = make_model(), loss_of(), share(rank, size)
+    optimizer = hvd_tf.DistributedOptimizer(keras.optimizers.Adam(0.01), compression=EVERYTHING)
+
+    @tf.function(reduce_retracing=True)
+    def step(images, labels):
+        with tf.GradientTape() as tape:
+            value = loss(labels, model(images, training=True))
+        gradients = tape.gradient(value, model.trainable_weights)
+        optimizer.apply_gradients(zip(gradients, model.trainable_weights, strict=True))
+
+    for _ in range(2):
+        for start in range(0, len(labels), BATCH_SIZE):
+            step(images[start : start + BATCH_SIZE], labels[start : start + BATCH_SIZE])
+    expected = trained_densely(keras.optimizers.Adam(0.01), rank, size)
+    np.testing.assert_allclose(flat(model), flat(expected), rtol=1e-3, atol=1e-5)
