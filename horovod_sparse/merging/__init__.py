@@ -21,14 +21,17 @@ from horovod_sparse.merging.selection import (
     select_tensors,
 )
 from horovod_sparse.merging.strategies import Fixed, Strategy, fixed, layerwise, single
+from horovod_sparse.merging.tables import LAYER_TABLES, LayerTable, layer_table
 from horovod_sparse.merging.timeline import Span, Timeline, predict
 from horovod_sparse.merging.workload import Workload, plan_of_segments
 
 __all__ = [
     "DEFAULT_BUCKET_BYTES",
+    "LAYER_TABLES",
     "STRATEGIES",
     "Choice",
     "Fixed",
+    "LayerTable",
     "MinElements",
     "ParameterFacts",
     "Plan",
@@ -43,6 +46,7 @@ __all__ = [
     "fixed_bytes",
     "fixed_elements",
     "joint",
+    "layer_table",
     "layerwise",
     "min_elements",
     "needs_times",

@@ -9,7 +9,6 @@ from horovod_sparse.merging.chain import SegmentTables
 
 __all__ = ["Bounds"]
 
-_ITERATIONS = 160
 _KEPT = 16
 
 Array = NDArray[np.float64]
@@ -32,6 +31,7 @@ class Bounds:
 
     Args:
         tables: of all segments.
+        num_iterations: improvements of the weights; more make better bounds and a shorter search.
 
     Attributes:
         segments: the best plan met.
@@ -40,7 +40,7 @@ class Bounds:
             than `segments` begins.
     """
 
-    def __init__(self, tables: SegmentTables) -> None:
+    def __init__(self, tables: SegmentTables, num_iterations: int = 160) -> None:
         self._tables, m = tables, tables.num_sparse
         # shortest paths need numbers where there is no segment
         large = 4.0 * float(np.max(tables.computation[0, m]) + np.sum(np.diagonal(tables.network, 1)) + 1.0)
@@ -53,9 +53,10 @@ class Bounds:
         for share in np.linspace(0.0, 1.0, 5):  # all communication, all computation, and between
             weights[0], weights[-1] = 1.0 - share, share
             self._try(found, weights)
+        simple = found[:]
         weights = np.full(m + 1, 1.0 / m)
         weights[0] = 0.0
-        for _ in range(_ITERATIONS):
+        for _ in range(num_iterations):
             paths = self._try(found, weights)
             excess = paths - found[-1][0]
             least = max(bound for bound, _, _ in found)
@@ -65,9 +66,8 @@ class Bounds:
             step = min(step, 5.0 / max(float(np.max(np.abs(excess))), 1e-300))
             weights = weights * np.exp(step * excess)
             weights /= weights.sum()
-        found.sort(key=lambda item: -item[0])
         # the best ones, and those that say most about beginnings far from the best plan's
-        kept = found[:_KEPT] + [item for item in found[_KEPT:] if item[1][1:-1].std() == 0.0]
+        kept = sorted(found, key=lambda item: -item[0])[:_KEPT] + simple
         self._later = np.stack([later for _, later, _ in kept])
         self._rest = np.stack([rest for _, _, rest in kept])
         self.first_start = self._first_start()

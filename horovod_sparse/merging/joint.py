@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from horovod_sparse.cost import CostModel
-from horovod_sparse.merging.optimal import optimal
+from horovod_sparse.merging.optimal import search_plan
 from horovod_sparse.merging.plan import Plan
 from horovod_sparse.merging.selection import dense_of, select_tensors
 from horovod_sparse.merging.timeline import predict
@@ -46,17 +46,18 @@ def joint(workload: Workload, cost: CostModel) -> Plan:
     forced, every = workload.dense, {parameter.name for parameter in workload.parameters}
     seen: dict[frozenset[str], tuple[float, Plan]] = {}
 
-    def consider(dense: Iterable[str]) -> tuple[float, Plan]:
+    def consider(dense: Iterable[str], *, quick: bool = True) -> None:
         chosen = forced | frozenset(dense)
-        if chosen not in seen:
-            step = workload.with_dense(chosen)
-            plan = optimal(step, cost)
-            seen[chosen] = predict(step, plan, cost).iteration_seconds, plan
-        return seen[chosen]
+        if quick and chosen in seen:
+            return
+        step = workload.with_dense(chosen)
+        plan = search_plan(step, cost, quick=quick)
+        seconds = predict(step, plan, cost).iteration_seconds
+        if chosen not in seen or seconds < seen[chosen][0]:
+            seen[chosen] = seconds, plan
 
-    consider(())
-    consider(every)
-    consider(dense_of(select_tensors("cost", workload.parameters, cost)))
+    for first in ((), every, dense_of(select_tensors("cost", workload.parameters, cost))):
+        consider(first, quick=False)
     by_size = sorted(workload.sparse, key=lambda parameter: parameter.num_elements)
     for number in range(1, _NUM_BORDERS):
         border = len(by_size) * number // _NUM_BORDERS
@@ -73,5 +74,7 @@ def joint(workload: Workload, cost: CostModel) -> Plan:
             consider(dense - set(free[start : start + size]))
         if min(seconds for seconds, _ in seen.values()) >= before:
             break
+    fastest = min(seen, key=lambda chosen: seen[chosen][0])
+    consider(fastest, quick=False)
     # of equal times, the one with the fewest buckets
     return min(seen.values(), key=lambda found: (found[0], len(found[1].buckets)))[1]

@@ -3,5 +3,24 @@
 from horovod_sparse.simulation.cluster import SimulatedCluster
 from horovod_sparse.simulation.lockstep import run_lockstep
 from horovod_sparse.simulation.recorder import Recorder
+from horovod_sparse.simulation.scaling import (
+    ScalePoint,
+    SimulatedCost,
+    crossings,
+    scaling_curve,
+    simulated_cost,
+)
+from horovod_sparse.simulation.traffic import BucketTraffic, bucket_traffic
 
-__all__ = ["Recorder", "SimulatedCluster", "run_lockstep"]
+__all__ = [
+    "BucketTraffic",
+    "Recorder",
+    "ScalePoint",
+    "SimulatedCluster",
+    "SimulatedCost",
+    "bucket_traffic",
+    "crossings",
+    "run_lockstep",
+    "scaling_curve",
+    "simulated_cost",
+]

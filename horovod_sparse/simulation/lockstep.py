@@ -18,6 +18,7 @@ from horovod_sparse.collectives import (
 )
 from horovod_sparse.errors import CollectiveMismatchError
 from horovod_sparse.simulation.recorder import Recorder
+from horovod_sparse.wire.gathered import SharedWords
 
 __all__ = ["run_lockstep"]
 
@@ -112,8 +113,8 @@ def answer(requests: Sequence[Request]) -> list[Any]:
     first, size = requests[0], len(requests)
     if isinstance(first, AllGather):
         gathered = np.concatenate([request.buffer for request in requests])  # type: ignore[union-attr]
-        gathered.flags.writeable = False
-        return [gathered] * size
+        # one object for all: what it holds is decoded once, not once on every rank
+        return [SharedWords.of(gathered)] * size
     if isinstance(first, AllReduce):
         total = first.buffer.copy()
         for request in requests[1:]:

@@ -53,7 +53,8 @@ def _costs(requests: Sequence[Request]) -> list[CollectiveCost]:
     size, first = len(requests), requests[0]
     if isinstance(first, AllGather):
         lengths = [request.buffer.nbytes for request in requests]  # type: ignore[union-attr]
-        return [AlphaBeta.allgather(lengths, rank) for rank in range(size)]
+        rounds, total = AlphaBeta.allgather(lengths, 0).rounds, sum(lengths)
+        return [CollectiveCost(rounds, total - length) for length in lengths]
     if isinstance(first, AllReduce):
         return [AlphaBeta.allreduce(first.buffer.nbytes, size)] * size
     if isinstance(first, Broadcast):

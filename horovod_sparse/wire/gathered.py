@@ -12,7 +12,7 @@ from horovod_sparse.arrays.protocol import Indices, Values
 from horovod_sparse.errors import MessageError
 from horovod_sparse.wire.format import HEADER_WORDS, WireFormat
 
-__all__ = ["Gathered", "unpack_sum"]
+__all__ = ["Gathered", "SharedWords", "unpack_sum"]
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,27 @@ class Gathered:
     counts: NDArray[np.int64]
     first_nonfinite: dict[int, int]
     norms: NDArray[np.float64]
+
+
+class SharedWords(np.ndarray):
+    """A gathered buffer at which several ranks of one process look: decoded once for all of them.
+
+    P ranks that each decode P messages would do it P^2 times; the simulator gives them this. What comes
+    out is shared, and so read-only.
+
+    Attributes:
+        decoded: what was decoded already, by how it was asked for; None in views of the buffer.
+    """
+
+    decoded: dict[Any, Gathered] | None = None
+
+    @classmethod
+    def of(cls, buffer: NDArray[np.int32]) -> SharedWords:
+        """The same memory, read-only from now on."""
+        buffer.flags.writeable = False
+        shared = buffer.view(cls)
+        shared.decoded = {}
+        return shared
 
 
 def unpack_sum(
@@ -63,6 +84,21 @@ def unpack_sum(
         >>> unpack_sum(np.concatenate([one, one]), 2, gaps, 9, None).indices
         array([2, 5, 2, 5], dtype=int32)
     """
+    known = buffer.decoded if isinstance(buffer, SharedWords) else None
+    if known is None:
+        return _unpack(buffer, size, format, num_elements, dtype)
+    asked = size, format, num_elements, None if dtype is None else np.dtype(dtype)
+    if asked not in known:
+        known[asked] = _unpack(np.asarray(buffer), size, format, num_elements, dtype)
+        for array in (known[asked].indices, known[asked].values, known[asked].counts, known[asked].norms):
+            if array is not None:
+                array.flags.writeable = False
+    return known[asked]
+
+
+def _unpack(
+    buffer: NDArray[np.int32], size: int, format: WireFormat, num_elements: int, dtype: Any
+) -> Gathered:
     if buffer.dtype != np.int32 or buffer.ndim != 1:
         raise MessageError(f"a gathered buffer is a row of int32, not {buffer.dtype} {buffer.shape}")
     buffer = np.ascontiguousarray(buffer)

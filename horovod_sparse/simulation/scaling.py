@@ -1,0 +1,187 @@
+"""What a step would take on P ranks: the real coroutines, counted, and an alpha-beta clock."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from horovod_sparse.cost import AffineTime, AlphaBeta, CostModel, TimeModel
+from horovod_sparse.errors import ArgumentError
+from horovod_sparse.feedback import Recipe
+from horovod_sparse.merging import Plan, Strategy, Workload, predict
+from horovod_sparse.simulation.traffic import BucketTraffic, bucket_traffic
+
+__all__ = [
+    "ScalePoint",
+    "SimulatedCost",
+    "crossings",
+    "scaling_curve",
+    "simulated_cost",
+]
+
+
+@dataclass(frozen=True)
+class SimulatedCost:
+    """What two simulated buckets say about all.
+
+    Attributes:
+        cost: for plans and predictions.
+        fixed_bytes: that a rank puts in for a bucket of any size (headers, health).
+        bytes_per_element: and for every element of it.
+        traffic: of the larger bucket.
+    """
+
+    cost: CostModel
+    fixed_bytes: float
+    bytes_per_element: float
+    traffic: BucketTraffic
+
+
+def simulated_cost(
+    recipe: Recipe,
+    size: int,
+    network: AlphaBeta,
+    *,
+    selection: TimeModel,
+    num_elements: tuple[int, int] = (1024, 4096),
+    seed: int = 0,
+) -> SimulatedCost:
+    """A cost model whose communication is counted, not declared: for any sparsifier.
+
+    Two buckets are simulated, and time is taken to be affine in n: message lengths are, but for rounding
+    k; so choose sizes at which density * n is well above 1, and above P for exclusive sparsifiers.
+
+    Args:
+        recipe: sparsifier and feedback.
+        size: P.
+        network: alpha and beta.
+        selection: time of selecting by n on a rank, which the simulator cannot know.
+        num_elements: of the two buckets, the smaller first.
+        seed: of the gradients.
+
+    Returns:
+        The cost model, dense allreduce by the same network, and bytes.
+
+    Raises:
+        ArgumentError: unless the sizes differ, the smaller first.
+    """
+    small_size, large_size = num_elements
+    if not 0 < small_size < large_size:
+        raise ArgumentError("num_elements", num_elements, "two sizes, the smaller first")
+    small, large = (bucket_traffic(recipe, n, size, network, seed=seed) for n in num_elements)
+    fixed, slope = _line(num_elements, small.seconds, large.seconds)
+    fixed_bytes, bytes_per_element = _line(num_elements, small.bytes_sent, large.bytes_sent)
+    startup = network.seconds(AlphaBeta.allreduce(0, size))
+    per_byte = network.seconds(AlphaBeta.allreduce(2**20, size)) - startup
+    dense = AffineTime(startup, per_byte / 2**20)
+    cost = CostModel(selection, AffineTime(fixed, slope), dense)
+    return SimulatedCost(cost, fixed_bytes, bytes_per_element, large)
+
+
+def _line(at: tuple[int, int], one: float, other: float) -> tuple[float, float]:
+    """Value at 0 and slope of the line through two points, neither below 0."""
+    slope = max(0.0, (other - one) / (at[1] - at[0]))
+    return max(0.0, one - slope * at[0]), slope
+
+
+@dataclass(frozen=True)
+class ScalePoint:
+    """A step on P ranks.
+
+    Attributes:
+        size: P.
+        sparse_seconds: of an iteration under the plan.
+        dense_seconds: of an iteration with everything dense, fused as Horovod does.
+        plan: that was predicted.
+        bytes_per_rank: that a rank puts in per step with the plan, each counted once.
+        dense_bytes_per_rank: the same with everything dense.
+        union_density: share of elements that the sum changes.
+    """
+
+    size: int
+    sparse_seconds: float
+    dense_seconds: float
+    plan: Plan
+    bytes_per_rank: float
+    dense_bytes_per_rank: float
+    union_density: float
+
+    @property
+    def speedup(self) -> float:
+        """How many times as fast as all dense; below 1 dense wins."""
+        return self.dense_seconds / self.sparse_seconds
+
+
+def scaling_curve(
+    workload: Workload,
+    merging: Strategy | Plan,
+    recipe: Recipe,
+    sizes: Sequence[int],
+    network: AlphaBeta,
+    *,
+    selection: TimeModel,
+    num_elements: tuple[int, int] = (1024, 4096),
+    seed: int = 0,
+) -> list[ScalePoint]:
+    """Predicted iteration time over the number of ranks.
+
+    Args:
+        workload: parameters and backward times of one rank; the batch of a rank stays the same (weak
+            scaling).
+        merging: a strategy, asked anew for every P, or one plan for all.
+        recipe: sparsifier and feedback.
+        sizes: numbers of ranks, 1 or more each.
+        network: alpha and beta.
+        selection: time of selecting by n on a rank.
+        num_elements: see `simulated_cost`.
+        seed: of the gradients.
+
+    Returns:
+        A point for every size, in their order.
+    """
+    points = []
+    every = workload.with_dense([parameter.name for parameter in workload.parameters])
+    all_dense = Plan((), every.dense_names)
+    facts = {parameter.name: parameter for parameter in workload.parameters}
+    for size in sizes:
+        simulated = simulated_cost(
+            recipe, size, network, selection=selection, num_elements=num_elements, seed=seed
+        )
+        cost = simulated.cost
+        plan = merging if isinstance(merging, Plan) else merging(workload, cost)
+        sparse_elements = sum(facts[name].num_elements for bucket in plan.buckets for name in bucket)
+        dense_bytes = sum(facts[name].num_bytes for name in plan.dense)
+        points.append(
+            ScalePoint(
+                size=size,
+                sparse_seconds=predict(workload, plan, cost).iteration_seconds,
+                dense_seconds=predict(every, all_dense, cost).iteration_seconds,
+                plan=plan,
+                bytes_per_rank=len(plan.buckets) * simulated.fixed_bytes
+                + simulated.bytes_per_element * sparse_elements
+                + dense_bytes,
+                dense_bytes_per_rank=float(sum(fact.num_bytes for fact in facts.values())),
+                union_density=simulated.traffic.union_density,
+            )
+        )
+    return points
+
+
+def crossings(points: Sequence[ScalePoint]) -> list[float]:
+    """Numbers of ranks at which dense begins, or ceases, to win.
+
+    Args:
+        points: of rising size.
+
+    Returns:
+        Interpolated in log P between the two points where the faster one changes; empty if none does.
+    """
+    found = []
+    for one, other in pairwise(points):
+        before, after = math.log(one.speedup), math.log(other.speedup)
+        if (before > 0.0) != (after > 0.0):
+            share = before / (before - after) if before != after else 0.0
+            found.append(float(one.size * (other.size / one.size) ** share))
+    return found

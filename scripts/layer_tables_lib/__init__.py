@@ -1,0 +1,1 @@
+"""Layer tables of known networks, derived from their architectures."""

@@ -1,0 +1,248 @@
+"""Strategies: golden cases of the paper's algorithm, and the exact one against all plans there are."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from horovod_sparse.cost import AffineTime, CostModel, SortingTime
+from horovod_sparse.errors import ArgumentError, UnknownNameError
+from horovod_sparse.merging import (
+    STRATEGIES,
+    ParameterFacts,
+    Workload,
+    fixed,
+    fixed_elements,
+    joint,
+    layer_table,
+    layerwise,
+    needs_times,
+    omgs,
+    optimal,
+    plan_of_segments,
+    same_kind,
+    select_tensors,
+    single,
+    strategy_named,
+)
+from horovod_sparse.merging.bounds import Bounds
+from horovod_sparse.merging.chain import segment_tables
+from horovod_sparse.merging.optimal import best_segments
+from horovod_sparse.merging.selection import dense_of
+from support.merging_models import all_plans, costs, seconds, workloads
+
+
+def chain(*times: float, elements: int = 100) -> Workload:
+    """Layers 1 to L, one name each."""
+    return Workload(tuple(ParameterFacts(f"l{i + 1}", elements) for i in range(len(times))), times)
+
+
+# Selection takes nothing, so Q3 is u < tau_c + t_c and Q5 is tau_c + alpha > u.
+COST = CostModel(AffineTime(), AffineTime(1.0, 0.01))  # t_c = 2 for 100 elements
+
+
+@pytest.mark.parametrize(
+    ("times", "buckets"),
+    [
+        # l = 3: tau_b 0, t_b 1, u = 1 + t_b(2); tau_c(3) = 1. t_b(2) = 0.9: Q5 2 > 1.9, Q3 1.9 < 3: merged.
+        # Then l = 2 (200 elements): u = 1.9 + 5, tau_c(2) = 1.9: apart.
+        ((5.0, 0.9, 1.0), (("l3", "l2"), ("l1",))),
+        # t_b(2) = 1.1: Q5 2 > 2.1 is false: l = L stays apart (the public program always merges it).
+        # l = 2: tau_c(2) = max(2.1, 1 + 2) = 3, u = 2.1 + 0.5 = 2.6: 4 > 2.6 and 2.6 < 5: merged.
+        ((0.5, 1.1, 1.0), (("l3",), ("l2", "l1"))),
+        # the same, but l = 2 has to wait too long: nothing is merged.
+        ((2.0, 1.1, 1.0), (("l3",), ("l2",), ("l1",))),
+        # all of them
+        ((0.5, 0.5, 1.0), (("l3", "l2", "l1"),)),
+    ],
+)
+def test_omgs_by_hand(times, buckets) -> None:
+    assert omgs(chain(*times), COST).buckets == buckets
+
+
+@pytest.mark.parametrize(("second", "merged"), [(0.999, True), (1.0, False), (1.001, False)])
+def test_omgs_at_the_border_of_q5(second: float, merged: bool) -> None:
+    # tau_c(2) = 1 and alpha = 1 against u = 1 + t_b(1)
+    assert (len(omgs(chain(second, 1.0), COST).buckets) == 1) is merged
+
+
+def test_omgs_weighs_what_selecting_more_at_once_costs() -> None:
+    # alpha = 1; t_s(100) + t_s(100) = 2 * 664, t_s(200) = 1529 times gamma: 200 gamma more when merged
+    workload, gather = chain(0.5, 1.0), AffineTime(1.0, 0.01)
+    # tau_c + alpha = 1 + 664.4 gamma + 1 > 1.5 + 1528.8 gamma while gamma < 0.5 / 864.4
+    for gamma, merged in ((0.5 / 864.4 * 0.99, True), (0.5 / 864.4 * 1.01, False)):
+        assert (len(omgs(workload, CostModel(SortingTime(gamma), gather)).buckets) == 1) is merged
+
+
+def test_the_greedy_choice_can_lose() -> None:
+    # Merging 3 into 2 gains time for 2, but 1 then finds the network just as busy.
+    random, losses = np.random.default_rng(0), 0
+    for _ in range(50):
+        sizes, times = random.integers(100, 100_000, 8), random.exponential(1e-3, 8)
+        workload = Workload(
+            tuple(ParameterFacts(f"l{i}", int(size)) for i, size in enumerate(sizes)), tuple(times)
+        )
+        cost = CostModel(SortingTime(1e-9), AffineTime(10 ** random.uniform(-3.5, -2.5), 1e-9))
+        best = min(seconds(workload, plan, cost) for plan in all_plans(workload))
+        greedy = seconds(workload, omgs(workload, cost), cost)
+        assert seconds(workload, optimal(workload, cost), cost) == pytest.approx(best, rel=1e-12)
+        losses += greedy > best * (1 + 1e-9)
+    assert losses > 10
+
+
+@settings(deadline=None, max_examples=150)
+@given(workloads(max_layers=9), costs())
+def test_optimal_is_the_best_of_all_plans(workload, cost) -> None:
+    best = min(seconds(workload, plan, cost) for plan in all_plans(workload))
+    assert seconds(workload, optimal(workload, cost), cost) == pytest.approx(best, rel=1e-9, abs=1e-12)
+    # and so is the search alone, without the plans that it is compared with
+    found = plan_of_segments(workload, best_segments(segment_tables(workload, cost)))
+    assert seconds(workload, found, cost) == pytest.approx(best, rel=1e-9, abs=1e-12)
+
+
+@settings(deadline=None, max_examples=6)
+@given(st.integers(0, 10**6))
+def test_optimal_is_the_best_of_8192_plans(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    facts = tuple(ParameterFacts(f"p{i}", int(n)) for i, n in enumerate(random.integers(10, 10**6, 14)))
+    workload = Workload(facts, tuple(random.exponential(1e-3, 14)))
+    cost = CostModel(SortingTime(2e-10), AffineTime(10 ** random.uniform(-3.5, -2), 1e-9))
+    tables = segment_tables(workload, cost)
+    best = min(
+        tables.seconds([*(p for p in range(1, 14) if cuts >> (p - 1) & 1), 14]) for cuts in range(2**13)
+    )
+    assert seconds(workload, optimal(workload, cost), cost) == pytest.approx(best, rel=1e-12)
+
+
+@settings(deadline=None, max_examples=100)
+@given(workloads(max_layers=10, kinds=3, dense=True), costs())
+def test_optimal_is_never_worse_than_the_others(workload, cost) -> None:
+    plan = optimal(workload, cost)
+    plan.check(workload.parameters)
+    best = seconds(workload, plan, cost)
+    for other in (layerwise, single, omgs, fixed(num_elements=8192)):
+        rival = other(workload, cost)
+        rival.check(workload.parameters)
+        assert best <= seconds(workload, rival, cost) * (1 + 1e-12)
+        assert rival.dense == plan.dense == workload.dense_names
+
+
+@settings(deadline=None, max_examples=60)
+@given(workloads(max_layers=8), costs())
+def test_bounds_hold_for_every_plan(workload, cost) -> None:
+    tables = segment_tables(workload, cost)
+    bounds = Bounds(tables)
+    zero = np.zeros(1)
+    best = min(seconds(workload, plan, cost) for plan in all_plans(workload)) - workload.forward_seconds
+    assert bounds.least(0, zero, zero)[0] <= best * (1 + 1e-9) + 1e-12
+    assert best <= bounds.seconds * (1 + 1e-9) + 1e-12
+
+
+@settings(deadline=None, max_examples=100)
+@given(workloads(max_layers=8, dense=True), costs(), st.data())
+def test_tables_say_what_the_timeline_says(workload, cost, data) -> None:
+    cost = CostModel(cost.selection, cost.communication, cost.dense, fuse_dense=False)
+    m = len(workload.sparse)
+    if not m:
+        return
+    ends = [*sorted(data.draw(st.sets(st.integers(1, m - 1)) if m > 1 else st.just(set()))), m]
+    expected = seconds(workload, plan_of_segments(workload, ends), cost) - workload.forward_seconds
+    assert segment_tables(workload, cost).seconds(ends) == pytest.approx(expected, rel=1e-9, abs=1e-9)
+
+
+def test_500_layers_take_no_more_than_a_second() -> None:
+    random = np.random.default_rng(3)
+    facts = tuple(ParameterFacts(f"p{i}", int(n)) for i, n in enumerate(np.exp(random.uniform(5, 15, 500))))
+    workload = Workload(facts, tuple(random.exponential(1e-3, 500)))
+    cost = CostModel(SortingTime(2e-10), AffineTime(2e-3, 1e-10))
+    spent = []
+    for _ in range(3):  # of the processor: other work on the machine is not this test's matter
+        started = time.process_time()
+        plan = optimal(workload, cost)
+        spent.append(time.process_time() - started)
+    assert min(spent) <= 1.0
+    assert seconds(workload, plan, cost) < 0.999 * seconds(workload, omgs(workload, cost), cost)
+
+
+@given(workloads(max_layers=20, kinds=3), costs())
+@settings(deadline=None, max_examples=50)
+def test_no_strategy_mixes_kinds(workload, cost) -> None:
+    facts = {parameter.name: parameter for parameter in workload.parameters}
+    for strategy in (*STRATEGIES.values(), fixed(num_elements=500), fixed(bytes=4000)):
+        plan = strategy(workload, cost)
+        plan.check(workload.parameters)
+        for bucket in plan.buckets:
+            assert len({same_kind(facts[name]) for name in bucket}) == 1
+
+
+@settings(deadline=None, max_examples=40)
+@given(workloads(max_layers=8, kinds=2), costs())
+def test_joint_is_never_worse_than_its_parts(workload, cost) -> None:
+    best = seconds(workload, joint(workload, cost), cost)
+    every = [parameter.name for parameter in workload.parameters]
+    for dense in ((), every, dense_of(select_tensors("cost", workload.parameters, cost))):
+        step = workload.with_dense(dense)
+        assert best <= seconds(step, optimal(step, cost), cost) * (1 + 1e-12)
+
+
+def test_joint_finds_what_neither_alone_does() -> None:
+    # Eq. (1) keeps every small layer dense, 2 s each against 3; in one bucket 3 s do for all ten.
+    workload = chain(*[0.01] * 10, elements=1000)
+    cost = CostModel(AffineTime(), AffineTime(3.0), AffineTime(1.0, 2.5e-4), fuse_dense=False)
+    by_cost = workload.with_dense(dense_of(select_tensors("cost", workload.parameters, cost)))
+    assert len(by_cost.dense) == 10
+    assert seconds(by_cost, optimal(by_cost, cost), cost) == pytest.approx(20.01)
+    assert seconds(workload, joint(workload, cost), cost) == pytest.approx(3.1)
+    # and the other way round: large for Eq. (1), but sent while backward goes on, for nothing selected
+    workload = Workload((ParameterFacts("a", 1000), ParameterFacts("b", 1000)), (9.0, 1.0))
+    cost = CostModel(AffineTime(0.0, 1e-3), AffineTime(1.0), AffineTime(3.5))
+    assert not dense_of(select_tensors("cost", workload.parameters, cost))
+    assert seconds(workload, optimal(workload, cost), cost) == pytest.approx(13.0)
+    assert joint(workload, cost).dense == ("b",)
+    assert seconds(workload, joint(workload, cost), cost) == pytest.approx(12.0)
+
+
+def test_fixed_closes_a_bucket_once_it_is_full() -> None:
+    facts = [ParameterFacts(f"p{i}", n) for i, n in enumerate([5, 4, 6, 9, 1])]
+    assert fixed_elements(facts, 10).buckets == (("p4", "p3"), ("p2", "p1"), ("p0",))
+    workload = Workload(tuple(facts), (1.0,) * 5)
+    assert fixed(bytes=40)(workload).buckets == (("p4", "p3"), ("p2", "p1"), ("p0",))
+    assert fixed(bytes=39)(workload).buckets == (("p4",), ("p3",), ("p2",), ("p1", "p0"))
+
+
+@pytest.mark.parametrize(
+    ("name", "tensors", "merged"),
+    [("vgg16_cifar", 54, 13), ("resnet50", 161, 53), ("inception_v4", 449, 150), ("lstm_ptb", 11, 9)],
+)
+def test_the_papers_table_v_for_what_does_not_depend_on_times(name, tensors, merged) -> None:
+    workload = layer_table(name).workload
+    assert len(layerwise(workload).buckets) == tensors
+    assert len(fixed(num_elements=8192)(workload).buckets) == merged
+    assert len(single(workload).buckets) == 1
+
+
+def test_names() -> None:
+    assert strategy_named("layerwise") is layerwise
+    assert strategy_named(fixed(bytes=100)) == fixed(bytes=100)
+    assert [needs_times(strategy) for strategy in STRATEGIES.values()] == [False, False, True, True, True]
+    assert not needs_times(fixed(num_elements=2))
+    with pytest.raises(UnknownNameError, match=r"'optimum'.*optimal"):
+        strategy_named("optimum")
+    with pytest.raises(ArgumentError, match="merging=3"):
+        strategy_named(3)
+    for arguments in ({}, {"num_elements": 1, "bytes": 1}, {"bytes": 0}, {"num_elements": True}):
+        with pytest.raises(ArgumentError):
+            fixed(**arguments)
+
+
+def test_everything_dense_has_no_buckets() -> None:
+    workload = chain(1.0, 2.0).with_dense(["l1", "l2"])
+    for strategy in STRATEGIES.values():
+        plan = strategy(workload, COST)
+        assert (plan.buckets, plan.dense) == ((), ("l2", "l1"))
+    assert math.isclose(seconds(workload, plan, COST), 3.0)
