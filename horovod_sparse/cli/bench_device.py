@@ -77,7 +77,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _arguments(arguments)
     torch: Any = importlib.import_module("torch")
     if torch.device(options.device).type == "cuda" and not torch.cuda.is_available():
-        print("PyTorch sees no CUDA device here; give --device cpu to try the program", file=sys.stderr)
+        print(
+            "PyTorch sees no CUDA device here; scripts/bench local --device cpu measures the CPU",
+            file=sys.stderr,
+        )
         return 2
     works = DeviceWorks(options.elements, options.density, options.ranks, options.device)
     right = works.check()

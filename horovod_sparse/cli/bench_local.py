@@ -1,14 +1,18 @@
-"""`scripts/bench local`: what a rank does in a step, all but the network, against one copy of n elements."""
+"""`scripts/bench local`: what a rank does in a step, all but the network, against one copy of n elements.
+
+On one core, or with `--device cuda` on a GPU. Needs no Horovod.
+"""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import platform
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -39,6 +43,11 @@ def _positive(text: str) -> int:
     return value
 
 
+def _add_device(parser: argparse.ArgumentParser) -> None:
+    what = "cpu, or a device of PyTorch, whose own arguments --device cuda --help tells (default %(default)s)"
+    parser.add_argument("--device", default="cpu", help=what)
+
+
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="scripts/bench local", description=__doc__)
     parser.add_argument("--elements", type=_positive, default=25_600_000, help="n (default %(default)s)")
@@ -54,6 +63,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="count the thread's CPU time, not the wall clock (busy machines)",
     )
     parser.add_argument("--check", action="store_true", help="fail if a budget is exceeded")
+    _add_device(parser)
     return parser.parse_args(arguments)
 
 
@@ -84,8 +94,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: of the command line; None takes the process's own.
 
     Returns:
-        The exit code: 1 if --check found a budget exceeded.
+        The exit code: 1 if --check found a budget exceeded, 2 where a device cannot be used.
     """
+    chooser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    _add_device(chooser)
+    if chooser.parse_known_args(arguments)[0].device != "cpu":
+        try:
+            on_device: Callable[..., int] = importlib.import_module("horovod_sparse.cli.bench_device").main
+        except ImportError as error:
+            print(f"--device needs PyTorch ({error})", file=sys.stderr)
+            return 2
+        return on_device(arguments)
     options = _arguments(arguments)
     works = LocalWorks(options.elements, options.density, options.ranks)
     steps = StepWorks(works.source, options.density, options.ranks)

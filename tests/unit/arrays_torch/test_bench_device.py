@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -30,3 +32,22 @@ def test_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_no_device(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench_device.main(["--elements", "1000"]) == 2
     assert "no CUDA device" in capsys.readouterr().err
+
+
+def test_bench_local_hands_devices_over(tmp_path: Path) -> None:
+    """In a process of its own, that Horovod is kept from."""
+    file = tmp_path / "result.json"
+    program = (
+        "import sys; sys.modules['horovod'] = None\n"
+        "from horovod_sparse.cli import bench_local\n"
+        "sys.exit(bench_local.main(sys.argv[1:]))"
+    )
+    arguments = ["--device", "cpu:0", "--elements", "5000", "--repeat", "1", "--density", "0.01"]
+    run = subprocess.run(
+        [sys.executable, "-c", program, *arguments, "--json", str(file)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert run.returncode == 0, run.stderr
+    assert json.loads(file.read_text())["device"] == "cpu"
