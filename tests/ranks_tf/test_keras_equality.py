@@ -5,10 +5,10 @@ from __future__ import annotations
 import horovod.tensorflow as stock
 import numpy as np
 import pytest
-from support.keras_models import fit, flat, keras, make_model, trained_densely
 
 import horovod_sparse.tensorflow as hvd_tf
 import horovod_sparse.tensorflow.keras as hvd
+from support.keras_models import fit, flat, keras, make_model, trained_densely
 
 EVERYTHING = "topk:density=1.0"
 # a sum of another order differs by rounding
@@ -137,6 +137,7 @@ def test_local_layers(compression, rank, size, everywhere):
 def test_custom_loop_and_adam(rank, size):
     """`apply_gradients` in a function of the user's, as the optimizer of `horovod_sparse.tensorflow`."""
     import tensorflow as tf
+
     from support.keras_models import BATCH_SIZE, loss_of, share
 
     model, loss, (images, labels) = make_model(), loss_of(), share(rank, size)
