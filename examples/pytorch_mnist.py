@@ -53,6 +53,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=32, help="images per rank and step")
     parser.add_argument("--learning-rate", type=float, default=0.02)
     parser.add_argument("--momentum", type=float, default=0.9)
+    parser.add_argument(
+        "--warmup-epochs", type=float, default=1.0, help="in which the density falls from 0.25 to its own"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--stock", action="store_true", help="use Horovod's own DistributedOptimizer with our compression="
@@ -63,12 +66,19 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def compression(args: argparse.Namespace) -> Any:
+def compression(args: argparse.Namespace, steps_per_epoch: int) -> Any:
     """The compression that the command line asks for."""
     text = args.compression
-    if args.density is not None and text not in ("none", "fp16"):
-        text += f"{',' if ':' in text else ':'}density={args.density}"
-    return hvd.Compression.parse(text)
+    if text in ("none", "fp16"):
+        return hvd.Compression.parse(text)
+    arguments = []
+    if args.density is not None:
+        arguments.append(f"density={args.density}")
+    if args.warmup_epochs > 0 and "schedule=" not in text:
+        # the first steps change every weight, and a sparse sum reaches few of them
+        arguments.append(f"schedule=exponential(steps={round(args.warmup_epochs * steps_per_epoch)})")
+    joint = "," if ":" in text else ":"
+    return hvd.Compression.parse(text + (joint + ",".join(arguments) if arguments else ""))
 
 
 def accuracy(model: nn.Module, test: digits.Digits) -> float:
@@ -91,11 +101,13 @@ def main() -> None:
     sgd = torch.optim.SGD(model.parameters(), lr=args.learning_rate * hvd.size(), momentum=args.momentum)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 
-    make_optimizer = stock.DistributedOptimizer if args.stock else hvd.DistributedOptimizer
-    chosen = compression(args)
-    optimizer = make_optimizer(sgd, named_parameters=model.named_parameters(), compression=chosen)
-
     steps = digits.steps_per_epoch(train, hvd.size(), args.batch_size)
+    make_optimizer = stock.DistributedOptimizer if args.stock else hvd.DistributedOptimizer
+    chosen = compression(args, steps)
+    optimizer = make_optimizer(sgd, named_parameters=model.named_parameters(), compression=chosen)
+    # towards 0: what ranks still hold back in the end is then worth little, too
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.epochs * steps)
+
     started, step_seconds = time.perf_counter(), []
     for epoch in track(range(args.epochs), description=args.compression, disable=hvd.rank() != 0):
         for images, labels in digits.batches(train, hvd.rank(), hvd.size(), args.batch_size, epoch):
@@ -106,6 +118,7 @@ def main() -> None:
             )
             loss.backward()
             optimizer.step()
+            schedule.step()
             step_seconds.append(time.perf_counter() - step_started)
 
     num_parameters = sum(parameter.numel() for parameter in model.parameters())

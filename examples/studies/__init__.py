@@ -1,0 +1,1 @@
+"""Measurements on real trainings; docs/results.md is made from what they write."""

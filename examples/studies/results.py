@@ -1,0 +1,68 @@
+"""Where measurements lie, and tables of them in docs/results.md."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+__all__ = ["DOCUMENT", "MEASUREMENTS", "PICTURES", "load", "machine", "markdown", "save", "with_table"]
+
+_DOCS = Path(__file__).parents[2] / "docs"
+DOCUMENT = _DOCS / "results.md"
+MEASUREMENTS = _DOCS / "measurements"
+PICTURES = _DOCS / "pictures"
+
+
+def load(path: Path) -> dict[str, Any]:
+    """What was measured so far; nothing if the file is missing."""
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def save(path: Path, result: dict[str, Any]) -> None:
+    """Writes a measurement, one line per run, so that a change shows which run it belongs to."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = []
+    for key, value in result.items():
+        if key == "runs":
+            runs = ",\n".join(f"  {json.dumps(name)}: {json.dumps(run)}" for name, run in value.items())
+            lines.append(f' "runs": {{\n{runs}\n }}')
+        else:
+            lines.append(f" {json.dumps(key)}: {json.dumps(value)}")
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def machine() -> str:
+    """What it ran on, without names."""
+    return f"{platform.machine()}, Python {platform.python_version()}"
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table; all columns but the first stand to the right.
+
+    Example:
+        >>> print(markdown(["a", "b"], [["x", "1"]]))
+        | a | b |
+        |---|---:|
+        | x | 1 |
+    """
+    lines = [list(head), ["---", *["---:"] * (len(head) - 1)], *rows]
+    text = ["| " + " | ".join(line) + " |" for line in lines]
+    text[1] = text[1].replace(" ", "")
+    return "\n".join(text)
+
+
+def with_table(document: str, name: str, table: str) -> str:
+    """A document whose part between the marks of this name is the table.
+
+    Raises:
+        ValueError: if the document has no such marks.
+    """
+    begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->"
+    before, found, rest = document.partition(begin)
+    _, closed, after = rest.partition(end)
+    if not (found and closed):
+        raise ValueError(f"the document has no place for the table {name!r}: {begin.strip()} ... {end}")
+    return f"{before}{begin}{table}\n{end}{after}"

@@ -1,0 +1,110 @@
+"""A training on P simulated ranks in one process: real gradients, and a record of every step."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from horovod_sparse.feedback import Recipe
+from horovod_sparse.simulation import SimulatedCluster
+from studies.tasks import Task
+
+__all__ = ["Trace", "train"]
+
+
+@dataclass
+class Trace:
+    """What happened in every step of a training.
+
+    Attributes:
+        targets: k, what was asked for.
+        counts: elements of the union.
+        imbalance: f(t), ExDyna Eq. (5); NaN where the algorithm does not tell.
+        global_error: ExDyna Eq. (1), of what the ranks held back when the step began.
+        losses: mean over ranks, of the training batches.
+        num_elements: n.
+        score: of the trained model on the test data (see `Task.score`).
+        seconds: of the whole training.
+    """
+
+    num_elements: int
+    targets: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    imbalance: list[float] = field(default_factory=list)
+    global_error: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    score: float = math.nan
+    seconds: float = 0.0
+
+
+def train(
+    task: Task,
+    recipe: Recipe,
+    *,
+    size: int,
+    num_steps: int,
+    learning_rate_at: Callable[[int], float],
+    seed: int = 0,
+    progress: Callable[[Iterator[int]], Iterator[int]] = iter,
+) -> Trace:
+    """Trains with sparsified gradients.
+
+    All ranks hold the same model, so one model computes their gradients, one after the other, each from
+    its own share of the data. The synchronized sum is applied by plain or momentum SGD, as the task says.
+
+    Args:
+        task: model and data.
+        recipe: what every rank does with its gradient.
+        size: P.
+        num_steps: steps.
+        learning_rate_at: rate of every step (from 0); error feedback is told, too.
+        seed: of the model's start and of the order of the data.
+        progress: wraps the steps, for a progress bar.
+    """
+    torch.manual_seed(seed)
+    model = task.make_model()
+    # backward order, as the buckets of the PyTorch front end
+    parameters = list(model.parameters())[::-1]
+    trace = Trace(sum(parameter.numel() for parameter in parameters))
+    cluster = SimulatedCluster(recipe, trace.num_elements, size)
+    flat = torch.zeros(trace.num_elements)
+    views = [
+        part.view_as(parameter)
+        for part, parameter in zip(flat.split([p.numel() for p in parameters]), parameters, strict=True)
+    ]
+    optimizer = torch.optim.SGD(parameters, lr=1.0, momentum=task.momentum)
+    streams = [task.batches(rank, size, num_steps, seed) for rank in range(size)]
+    started = time.perf_counter()
+    for step in progress(iter(range(num_steps))):
+        rate = learning_rate_at(step)
+        gradients, losses = [], []
+        for stream in streams:
+            inputs, targets = next(stream)
+            loss = task.loss(model, torch.from_numpy(inputs), torch.from_numpy(targets))
+            parts = torch.autograd.grad(loss, parameters)
+            gradients.append(torch.cat([part.reshape(-1) for part in parts]).numpy())
+            losses.append(float(loss.detach()))
+        sum_ = cluster.synchronize(gradients, rate)[0]
+        flat.zero_()
+        flat.index_add_(
+            0, torch.from_numpy(sum_.indices.astype(np.int64)), torch.from_numpy(sum_.values.copy())
+        )
+        flat /= size
+        for parameter, view in zip(parameters, views, strict=True):
+            parameter.grad = view
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.step()
+        last = cluster.buckets[0].last
+        trace.targets.append(last.num_target)
+        trace.counts.append(int(np.unique(sum_.indices).size))
+        trace.imbalance.append(last.facts.get("imbalance", math.nan))
+        trace.global_error.append(last.global_error)
+        trace.losses.append(float(np.mean(losses)))
+    trace.seconds = time.perf_counter() - started
+    trace.score = task.score(model)
+    return trace

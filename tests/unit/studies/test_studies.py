@@ -1,0 +1,149 @@
+"""The studies themselves, at tiny sizes."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("mlxtend")
+pytest.importorskip("matplotlib")
+pytest.importorskip("rich")
+
+from studies import convergence, feedback, results, threshold
+from studies.tasks import Task, digits_task, text_task
+from studies.training import train
+
+from horovod_sparse.feedback import recipe
+from horovod_sparse.sparsifiers import ALGORITHMS
+
+
+@pytest.fixture(scope="module")
+def tiny_digits() -> Task:
+    return digits_task(width=4, batch_size=2)
+
+
+def dense_by_hand(task: Task, size: int, num_steps: int, rates: list[float]) -> np.ndarray:
+    """Plain SGD with momentum on the mean of all ranks' gradients."""
+    torch.manual_seed(3)
+    model = task.make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=task.momentum)
+    streams = [task.batches(rank, size, num_steps, 3) for rank in range(size)]
+    losses = []
+    for rate in rates[:num_steps]:
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.zero_grad()
+        loss = sum(
+            task.loss(model, *(torch.from_numpy(array) for array in next(stream))) for stream in streams
+        )
+        (loss / size).backward()
+        optimizer.step()
+        losses.append(float(loss.detach()) / size)
+    return np.array(losses)
+
+
+@pytest.mark.parametrize("make", [lambda: digits_task(4, 2), lambda: text_task(4, 2, 8, 4)])
+def test_density_one_is_dense_training(make: Any) -> None:
+    task, rates = make(), [0.1, 0.1, 0.01, 0.1]
+    trace = train(
+        task,
+        recipe("topk", density=1.0),
+        size=2,
+        num_steps=4,
+        learning_rate_at=rates.__getitem__,
+        seed=3,
+    )
+    np.testing.assert_allclose(trace.losses, dense_by_hand(task, 2, 4, rates), rtol=1e-4)
+    assert trace.counts == trace.targets == [trace.num_elements] * 4
+
+
+def test_a_trace_tells_what_was_asked_and_achieved(tiny_digits: Task) -> None:
+    setting = threshold.Setting(tiny_digits, 0.02, density=0.1, size=2, num_steps=12, warmup_steps=4)
+    run = threshold.measure(setting, "exdyna sketch")
+    n = run["num_elements"]
+    # the warm-up by its formula: 0.25 * (0.1 / 0.25) ** (t / 4)
+    assert run["targets"] == [
+        round(n * (0.25 * 0.4 ** (t / 4) if t < 4 else 0.1)) for t in range(setting.num_steps)
+    ]
+    assert len(run["counts"]) == len(run["imbalance"]) == len(run["global_error"]) == 12
+    assert all(value >= 1.0 for value in run["imbalance"])
+    # nothing is held back before the first step
+    assert run["global_error"][0] == 0.0 < run["global_error"][1]
+    assert 0.0 <= run["score"] <= 1.0
+
+
+def test_every_rule_of_the_threshold_study_runs(tiny_digits: Task) -> None:
+    setting = threshold.Setting(tiny_digits, 0.02, density=0.1, size=2, num_steps=5)
+    runs = {f"digits/{name}": threshold.measure(setting, name) for name in threshold.RULES}
+    assert len(threshold.table({"runs": runs}).splitlines()) == 2 + len(threshold.RULES)
+    names = {setting.recipe(name).describe() for name in threshold.RULES}
+    assert len(names) == len(threshold.RULES)
+
+
+def test_facts_by_hand() -> None:
+    run = {"targets": [100] * 16, "counts": [300, 120, 100, 100, *[105, 95] * 5, 130, 100]}
+    # from step 5 on: ten times 5 %, 30 % and 0 %; steps 3 to 12 are the first ten within 10 %
+    assert threshold.facts(run) == {
+        "factor": 3.0,
+        "mean": pytest.approx((10 * 0.05 + 0.3) / 12),
+        "worst": pytest.approx(0.3),
+        "settled": 3,
+    }
+    assert threshold.facts({"targets": [100] * 12, "counts": [200] * 12})["settled"] is None
+
+
+def test_scaling_the_residual_matters_from_the_drop_on(tiny_digits: Task) -> None:
+    setting = {"learning_rate": 0.1, "density": 0.05, "size": 2, "num_steps": 12, "drop_at": 6}
+    runs = {
+        f"exdyna, {form}/seed 0": feedback.measure(tiny_digits, "exdyna", form, 0, setting)
+        for form in feedback.FORMS
+    }
+    scaled, unscaled = (run["losses"] for run in runs.values())
+    # the rate of step 7 is told with its gradient, and its update shows in the loss of step 8
+    assert scaled[:7] == unscaled[:7]
+    assert scaled[7:] != unscaled[7:]
+    lines = feedback.table({"setting": setting, "runs": runs}).splitlines()
+    assert [line.split(" |")[0] for line in lines[2:]] == ["| exdyna, scaled", "| exdyna, unscaled"]
+
+
+def test_every_algorithm_has_a_row() -> None:
+    rows = convergence.variants()
+    assert set(ALGORITHMS) | {"none", "fp16"} <= set(rows)
+    command = convergence.command("exdyna, drop-in", 2, "out.json")
+    assert command[:4] == ["horovodrun", "--gloo", "--log-level", "ERROR"]
+    assert command[-9:] == [
+        *("--compression", "exdyna", "--density", "0.01", "--stock"),
+        *("--seed", "2", "--json", "out.json"),
+    ]
+
+
+def test_accuracies_are_compared_with_dense() -> None:
+    def run(accuracy: float, num_bytes: float, union: float | None) -> dict[str, Any]:
+        return {"accuracy": accuracy, "bytes_per_step": num_bytes, "density_union": union}
+
+    result = {
+        "runs": {
+            "none/seed 0": run(0.97, 4000, None),
+            "none/seed 1": run(0.99, 4000, None),
+            "topk/seed 0": run(0.96, 100, 0.02),
+        }
+    }
+    dense, topk = convergence.table(result).splitlines()[2:]
+    assert dense == "| none | 98.00% | 97.0% to 99.0% | 2 | +0.00 | 4.0 | 1x | 100.00% |"
+    assert topk == "| topk | 96.00% | 96.0% to 96.0% | 1 | -2.00 | 0.1 | 40x | 2.00% |"
+
+
+def test_measurements_survive_the_file(tmp_path: Path) -> None:
+    result = {"command": "x", "runs": {"a/seed 0": {"losses": [1.5, 2.0]}, "b": {"score": None}}}
+    results.save(tmp_path / "new" / "file.json", result)
+    assert results.load(tmp_path / "new" / "file.json") == result
+    assert results.load(tmp_path / "missing.json") == {}
+
+
+def test_tasks_are_frozen(tiny_digits: Task) -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        tiny_digits.momentum = 0.0  # type: ignore[misc]
