@@ -1,0 +1,186 @@
+"""One rank of `scripts/bench sync`: started by it on every host, with settings and result as files."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from horovod_sparse.cli.bench_gradients import random_layers
+from horovod_sparse.cli.bench_samples import Sample, plain, summarize, timed
+from horovod_sparse.cli.bench_sync_methods import Synthetic, make_method
+from horovod_sparse.cli.bench_wire import Round, wire_bytes
+
+__all__ = ["Measurable", "expected_bytes", "main", "measure_methods", "own_traffic"]
+
+torch: Any = importlib.import_module("torch")
+hvd: Any = importlib.import_module("horovod_sparse.torch")
+
+
+class Measurable(Protocol):
+    """What `measure_methods` times; see `Method`, where its attributes are described."""
+
+    name: str
+    num_warmup: int
+    parts: dict[str, float]
+
+    def prepare(self) -> None:
+        """Before every repetition, not timed."""
+
+    def run(self) -> None:
+        """What is timed."""
+
+    def rounds(self) -> list[Round]:
+        """The collectives of the last repetition."""
+
+    def facts(self) -> dict[str, float]:
+        """More numbers of the last repetition."""
+
+
+#: seconds of the pause in which Horovod's own traffic is counted
+_PAUSE = 0.2
+
+
+def measure_methods(
+    methods: Sequence[Measurable], repeat: int, on_progress: Callable[[str], None]
+) -> dict[str, list[Sample]]:
+    """Times all methods in turn, repetition by repetition, so that drift hits all alike.
+
+    Args:
+        methods: the same on all ranks.
+        repeat: repetitions that count.
+        on_progress: gets a line per synchronization.
+
+    Returns:
+        By method, a sample per repetition.
+    """
+    samples: dict[str, list[Sample]] = {method.name: [] for method in methods}
+    most_warmup = max(method.num_warmup for method in methods)
+    for number in range(-most_warmup, repeat):
+        # another one comes first every time: nobody always follows the same one
+        for place in range(len(methods)):
+            method = methods[(place + number) % len(methods)]
+            if number < -method.num_warmup:
+                continue
+            method.prepare()
+            sample = timed(method.run, hvd.barrier)
+            on_progress(f"{method.name} {number}")
+            if number >= 0:
+                samples[method.name].append(replace(sample, parts=dict(method.parts), facts=_facts(method)))
+    return samples
+
+
+def _facts(method: Measurable) -> dict[str, float]:
+    """Densities, and payload by round: numbers that can be averaged over ranks."""
+    rounds = {f"payload.{number}.{item.kind}": item.payload for number, item in enumerate(method.rounds())}
+    return {**method.facts(), **rounds}
+
+
+def own_traffic(repeat: int) -> dict[str, float]:
+    """What Horovod sends by itself: for a barrier, per second of waiting, and for a collective of 4 bytes.
+
+    Args:
+        repeat: how often each is measured.
+    """
+    word = torch.zeros(1, dtype=torch.int32)
+    works: dict[str, Callable[[], object]] = {
+        "nothing": lambda: None,
+        "pause": lambda: time.sleep(_PAUSE),
+        "tiny": lambda: hvd.allgather(word, name="tiny"),
+    }
+    found = {}
+    for name, work in works.items():
+        work()
+        everyone = hvd.allgather_object([plain(timed(work, hvd.barrier)) for _ in range(repeat)])
+        found[name] = summarize(everyone)
+    nothing, pause, tiny = found["nothing"], found["pause"], found["tiny"]
+    longer = pause["interval_seconds"] - nothing["interval_seconds"]
+    return {
+        "barrier_bytes": nothing["bytes_sent"],
+        "barrier_seconds": nothing["interval_seconds"],
+        "idle_bytes_per_second": (pause["bytes_sent"] - nothing["bytes_sent"]) / longer,
+        "tiny_allgather_bytes": tiny["bytes_sent"] - nothing["bytes_sent"],
+        "tiny_allgather_seconds": tiny["seconds"]["median"],
+        "idle_cpu_share": (pause["cpu_seconds"]["median"] - nothing["cpu_seconds"]["median"]) / longer,
+    }
+
+
+def expected_bytes(result: dict[str, Any], own: dict[str, float], size: int) -> dict[str, float]:
+    """What the interface should have counted for a step: payload by formulas, and Horovod's own traffic.
+
+    Horovod negotiates in every cycle, also while a rank computes, so its traffic grows with time.
+    """
+    payload = {name: value for name, value in result["facts"].items() if name.startswith("payload.")}
+    rounds = [Round(name.split(".")[2], round(value)) for name, value in payload.items()]
+    waited = max(0.0, result["interval_seconds"] - own["barrier_seconds"])
+    wire = wire_bytes(rounds, size)
+    negotiation = own["barrier_bytes"] + own["idle_bytes_per_second"] * waited
+    return {
+        "payload_bytes": math.fsum(payload.values()),
+        "wire_bytes": wire,
+        "negotiation_bytes": negotiation,
+        "measured_by_expected": result["bytes_sent"] / (wire + negotiation),
+    }
+
+
+def _say(line: str) -> None:
+    if hvd.rank() == 0:
+        print(line, flush=True)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measures; rank 0 writes the result.
+
+    Args:
+        arguments: file of the settings, file for the result.
+    """
+    asked, answered = map(Path, arguments)
+    settings = json.loads(asked.read_text())
+    torch.set_num_threads(1)
+    hvd.init()
+    layers = [(name, size) for name, size in settings["layers"] or ()]
+    sizes = [size for _, size in layers] or random_layers(settings["elements"])
+    model = Synthetic(layers or [("gradient", settings["elements"])], sizes)
+    methods = [
+        make_method(name, model, settings["density"], settings["options"], settings["sparsifiers"])
+        for name in settings["methods"]
+    ]
+    _say("ready")
+    own = own_traffic(10)
+    gc.collect()
+    gc.disable()
+    samples = measure_methods(methods, settings["repeat"], lambda line: _say(f"done {line}"))
+    gc.enable()
+    results = []
+    for method in methods:
+        everyone = hvd.allgather_object([plain(sample) for sample in samples[method.name]])
+        result = summarize(everyone)
+        result["bytes"] = expected_bytes(result, own, hvd.size())
+        result["facts"] = {k: v for k, v in result["facts"].items() if not k.startswith("payload.")}
+        results.append({"method": method.name, **result})
+    peak = hvd.allgather_object(_peak_bytes())
+    if hvd.rank() == 0:
+        facts = {"ranks": hvd.size(), "horovod_own": own, "peak_bytes_of_ranks": int(np.sum(peak))}
+        answered.write_text(json.dumps({**facts, "results": results}))
+    hvd.shutdown()
+    return 0
+
+
+def _peak_bytes() -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
