@@ -50,6 +50,8 @@ def attach(wrapped: Any, reducer: SparseReducer, again: Callable[[Any], Any]) ->
 
     cls = type(wrapped)
     base: Any = cls.__bases__[0]
+    # where Keras looks for the class that a saved model names; in Horovod there is none of that name
+    cls.__module__ = base.__module__
     cls.telemetry = property(lambda self: self._allreduce_grads.reducer.synchronizer.telemetry)
     cls.state_dict = lambda self: self._horovod_sparse_keeper.state_dict()
     cls.load_state_dict = lambda self, entry: self._horovod_sparse_keeper.load_state_dict(entry)

@@ -112,24 +112,32 @@ class Reduction:
             ignore_name_scope=True,
             process_set=self.reducer.process_set,
         )
-        known: list[int] = []
 
-        def all_finite() -> list[Any]:
+        def reduced() -> list[Any]:
             unscaled = [_times(gradient, 1.0 / scale) for gradient in gradients]
-            reduced = self.reduce(unscaled, variables, learning_rate)
-            known[:] = [i for i, gradient in enumerate(reduced) if gradient is not None]
-            return [_times(reduced[i], scale) for i in known]
+            sums = self.reduce(unscaled, variables, learning_rate)
+            return [_times(gradient, scale) for gradient in sums]
 
         def skipped() -> list[Any]:
-            return [
-                _times(tf.zeros_like(as_variable(variables[i])), float("nan"))
-                if gradients[i] is None
-                else _times(gradients[i], float("nan"))
-                for i in known
-            ]
+            return [_times(gradient, float("nan")) for gradient in gradients]
 
-        results = iter(tf.cond(tf.equal(num_bad, 0), all_finite, skipped))
-        return [next(results) if i in known else None for i in range(len(gradients))]
+        if tf.executing_eagerly():
+            return skipped() if int(num_bad) else reduced()
+        # both branches give the same ones; which ones a reduction gives is known when it is traced
+        given: list[int] = []
+
+        def reduced_ones() -> list[Any]:
+            sums = reduced()
+            given[:] = [i for i, gradient in enumerate(sums) if gradient is not None]
+            return [sums[i] for i in given]
+
+        def skipped_ones() -> list[Any]:
+            zeros = [tf.zeros_like(as_variable(variable)) for variable in variables]
+            every = [zeros[i] if gradient is None else gradient for i, gradient in enumerate(gradients)]
+            return [_times(every[i], float("nan")) for i in given]
+
+        results = iter(tf.cond(tf.equal(num_bad, 0), reduced_ones, skipped_ones))
+        return [next(results) if i in given else None for i in range(len(gradients))]
 
 
 class Accumulation:

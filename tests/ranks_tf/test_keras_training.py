@@ -1,0 +1,234 @@
+"""Keras 3: callbacks, learning rates, loss scaling, and what is refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import horovod_sparse.tensorflow.keras as hvd
+from horovod_sparse.errors import UnsupportedError
+from support.keras_models import BATCH_SIZE, fit, flat, keras, make_model, share
+
+SPARSE = "topk:density=0.1"
+
+
+def test_broadcast_at_start(rank, size, everywhere):
+    """Models differ before, and are alike before the first batch already; so are the optimizers."""
+    model = make_model(seed=rank)
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1 * (rank + 1)), compression=SPARSE)
+    seen = []
+
+    class Look(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            if not seen:
+                seen.append((flat(self.model), float(self.model.optimizer.learning_rate.numpy())))
+
+    fit(
+        model,
+        optimizer,
+        rank,
+        size,
+        callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(size - 1), Look()],
+    )
+    np.testing.assert_array_equal(seen[0][0], flat(make_model(seed=size - 1)))
+    assert seen[0][1] == pytest.approx(0.1 * size)
+    weights = everywhere(flat(model))
+    assert (weights == weights[0]).all()
+
+
+def test_broadcast_leaves_local_variables_alone(rank):
+    model = make_model(seed=rank)
+    model.compile(keras.optimizers.SGD(0.1), loss="mse")
+    local = model.layers[1].bias
+    local.assign(local + rank)
+    before = local.numpy()
+    callback = hvd.callbacks.BroadcastGlobalVariablesCallback(0, local_variables=local)
+    callback.set_model(model)
+    callback.on_train_begin()
+    np.testing.assert_array_equal(local.numpy(), before)
+    np.testing.assert_array_equal(model.layers[0].kernel.numpy(), make_model(seed=0).layers[0].kernel.numpy())
+
+
+def test_metrics_are_averaged(rank, size):
+    """Over ranks whose data, and so losses, differ."""
+    model, seen = make_model(), {}
+
+    class Look(keras.callbacks.Callback):
+        def __init__(self, name):
+            super().__init__()
+            self.name = name
+
+        def on_epoch_end(self, epoch, logs=None):
+            seen.setdefault(self.name, []).append(dict(logs))
+
+    history = fit(
+        model,
+        hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=SPARSE),
+        rank,
+        size,
+        callbacks=[Look("before"), hvd.callbacks.MetricAverageCallback(), Look("after")],
+        metrics=["accuracy"],
+    ).history
+    for before, after in zip(seen["before"], seen["after"], strict=True):
+        assert before.keys() == after.keys() == {"loss", "accuracy"}
+        for name, value in before.items():
+            everyone = hvd.allgather(np.array([value], np.float64), name=f"look.{name}").numpy()
+            assert len(set(everyone)) > 1
+            assert after[name] == pytest.approx(everyone.mean(), rel=1e-9)
+    assert history["loss"] == [logs["loss"] for logs in seen["after"]]
+
+
+def test_warm_up(rank, size):
+    """From the rate of one rank to that of all of them, in every batch."""
+    rates = []
+
+    class Look(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            rates.append(float(self.model.optimizer.learning_rate.numpy()))
+
+    callback = hvd.callbacks.LearningRateWarmupCallback(0.1 * size, warmup_epochs=2, verbose=1)
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1 * size, momentum=0.9), compression=SPARSE)
+    history = fit(make_model(), optimizer, rank, size, epochs=3, callbacks=[callback, Look()]).history
+    steps = np.arange(1, 13) / 6
+    expected = 0.1 * (1 + steps / 2 * (size - 1))
+    np.testing.assert_allclose(rates, [*expected, *[0.1 * size] * 6], rtol=1e-6)
+    assert history["lr"] == pytest.approx([expected[5], 0.1 * size, 0.1 * size])
+
+
+def test_momentum_correction_is_that_of_horovod(rank, size):
+    """Scaling the velocity comes to scaling the momentum for the step, as Goyal et al. have it."""
+    model, by_hand = make_model(), make_model()
+    rates = [0.1, 0.1, 0.05, 0.05]
+    callback = hvd.callbacks.LearningRateScheduleCallback(0.1, lambda epoch: rates[epoch] / 0.1)
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9))
+    fit(model, optimizer, rank, size, epochs=4, callbacks=[callback])
+
+    images, labels = share(rank, size)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    velocity = [np.zeros(variable.shape, np.float32) for variable in by_hand.trainable_weights]
+    before = rates[0]
+    for rate in rates:
+        for start in range(0, len(labels), BATCH_SIZE):
+            chosen = slice(start, start + BATCH_SIZE)
+            with tf.GradientTape() as tape:
+                value = loss(labels[chosen], by_hand(images[chosen]))
+            for i, gradient in enumerate(tape.gradient(value, by_hand.trainable_weights)):
+                mean = hvd.allreduce(gradient, name=f"by_hand.{i}").numpy()
+                velocity[i] = 0.9 * (rate / before) * velocity[i] - rate * mean
+                by_hand.trainable_weights[i].assign_add(velocity[i])
+            before = rate
+    np.testing.assert_allclose(flat(model), flat(by_hand), rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
+@pytest.mark.parametrize("how", ["schedule", "callback"])
+def test_error_feedback_follows_the_learning_rate(how, run_eagerly, rank, size):
+    """Nothing of it is frozen: the bucket knows the rate of the last step, in every step."""
+    rates = [0.1, 0.05, 0.025]
+    if how == "schedule":
+        rate = keras.optimizers.schedules.PiecewiseConstantDecay([5, 11], rates)
+        callbacks = []
+    else:
+        rate = 0.1
+        callbacks = [keras.callbacks.LearningRateScheduler(lambda epoch: rates[epoch])]
+    seen = []
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(rate), compression=SPARSE)
+
+    class Look(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            seen.append(optimizer.state_dict()["buckets"][0]["learning_rate"])
+
+    fit(
+        make_model(),
+        optimizer,
+        rank,
+        size,
+        epochs=3,
+        callbacks=[*callbacks, Look()],
+        run_eagerly=run_eagerly,
+    )
+    assert seen == pytest.approx(rates)
+
+
+def test_loss_scaling_skips_on_all_ranks(rank, size, everywhere):
+    """A gradient that overflows on one rank halves the scale everywhere, and nothing is applied."""
+    scaler = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=1024.0)
+    optimizer = hvd.DistributedOptimizer(scaler, compression=SPARSE)
+    plain = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=SPARSE)
+    model, expected = make_model(), make_model()
+    fit(model, optimizer, rank, size, epochs=2)
+    fit(expected, plain, rank, size, epochs=2)
+    # scales are powers of two: they change nothing
+    np.testing.assert_allclose(flat(model), flat(expected), rtol=1e-6, atol=1e-7)
+    held = optimizer.state_dict()["residuals"]
+    before = flat(model)
+
+    bad = [tf.fill(v.shape, np.inf if rank == size - 1 else 1.0) for v in model.trainable_weights]
+    optimizer.apply_gradients(zip(bad, model.trainable_weights, strict=True))
+    np.testing.assert_array_equal(flat(model), before)
+    assert float(optimizer.dynamic_scale.numpy()) == 512.0
+    for name, values in optimizer.state_dict()["residuals"].items():
+        np.testing.assert_array_equal(values, held[name])
+    fit(model, optimizer, rank, size, epochs=1)
+    weights = everywhere(flat(model))
+    assert (weights == weights[0]).all()
+    assert not np.array_equal(flat(model), before)
+
+
+def test_nan_is_an_error_on_every_rank(rank, size):
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=SPARSE)
+    images, labels = share(rank, size)
+    if rank == 0:
+        images = np.full_like(images, np.nan)
+    model.compile(optimizer, loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    before = flat(model)
+    with pytest.raises(tf.errors.OpError, match="not finite"):
+        model.fit(images, labels, batch_size=5, verbose=0)
+    np.testing.assert_array_equal(flat(model), before)
+    fit(model, optimizer, rank, size, epochs=1)
+    assert np.isfinite(flat(model)).all()
+
+
+@pytest.mark.parametrize("compression", [SPARSE, "none"])
+def test_xla_is_refused(compression, rank, size):
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=compression)
+    with pytest.raises(UnsupportedError, match="jit_compile=False"):
+        fit(make_model(), optimizer, rank, size, jit_compile=True)
+
+
+def test_auto_is_no_xla_without_an_accelerator(rank, size):
+    model = make_model()
+    fit(model, hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=SPARSE), rank, size, epochs=1)
+    assert model.jit_compile is False
+
+
+def test_indexed_slices(rank, size, everywhere):
+    """Gradients of an embedding: gathered as they are, or sparsified; with one rank's words each."""
+    words = np.array([[1, 2], [2, 3]]) + rank
+    results = {}
+    for sparse_as_dense in (False, True):
+        table = keras.layers.Embedding(8, 4, embeddings_initializer="ones")
+        model = keras.Sequential([keras.layers.Input((2,), dtype="int32"), table, keras.layers.Flatten()])
+        optimizer = hvd.DistributedOptimizer(
+            keras.optimizers.SGD(0.1), compression="topk:density=1.0", sparse_as_dense=sparse_as_dense
+        )
+        model.compile(optimizer, loss="mse")
+        model.fit(words, np.zeros((2, 8), np.float32), batch_size=2, epochs=2, shuffle=False, verbose=0)
+        results[sparse_as_dense] = flat(model)
+        weights = everywhere(flat(model))
+        assert (weights == weights[0]).all()
+    np.testing.assert_allclose(results[True], results[False], rtol=1e-6)
+    assert len(np.unique(results[True])) > 2
+
+
+def test_best_model_is_written_once(tmp_path, rank, size):
+    path = tmp_path / f"{rank}.keras"
+    callbacks = [
+        hvd.callbacks.MetricAverageCallback(),
+        hvd.callbacks.BestModelCheckpoint("loss", filepath=str(path)),
+    ]
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=SPARSE)
+    fit(make_model(), optimizer, rank, size, callbacks=callbacks)
+    assert path.exists() == (rank == 0)

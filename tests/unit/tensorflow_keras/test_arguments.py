@@ -1,0 +1,107 @@
+"""What `DistributedOptimizer` refuses, with one rank and no training."""
+
+from __future__ import annotations
+
+import pytest
+
+tf = pytest.importorskip("tensorflow")
+pytest.importorskip("horovod.tensorflow")
+
+import horovod_sparse.tensorflow as hvd_tf  # noqa: E402
+import horovod_sparse.tensorflow.keras as hvd  # noqa: E402
+from horovod_sparse.errors import ArgumentError, UnknownNameError, UnsupportedError  # noqa: E402
+
+pytestmark = pytest.mark.tensorflow
+keras = tf.keras
+
+
+@pytest.fixture(scope="module", autouse=True)
+def started():
+    hvd.init()
+
+
+def sgd():
+    return keras.optimizers.SGD(0.1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"op": hvd_tf.Adasum}, UnsupportedError, "Adasum"),
+        ({"op": hvd_tf.Min}, ArgumentError, "Average or Sum"),
+        ({"op": hvd.Sum, "gradient_predivide_factor": 2.0}, ArgumentError, "gradient_predivide_factor"),
+        ({"backward_passes_per_step": 0}, ArgumentError, "backward_passes_per_step"),
+        ({"backward_passes_per_step": 1.5}, ArgumentError, "backward_passes_per_step"),
+        ({"groups": 0}, ArgumentError, "groups"),
+        ({"compression": "topq"}, UnknownNameError, "topk"),
+        ({"compression": "none", "bucket_bytes": 100}, ArgumentError, "a sparsifier"),
+    ],
+)
+def test_refused_arguments(arguments, error, words):
+    with pytest.raises(error, match=words):
+        hvd.DistributedOptimizer(sgd(), **{"compression": "topk", **arguments})
+
+
+def test_one_compressor_is_for_one_optimizer():
+    compression = hvd.Compression.topk(density=0.1)
+    hvd.DistributedOptimizer(sgd(), compression=compression, op=hvd.Sum)
+    with pytest.raises(ArgumentError, match="of its own"):
+        hvd.DistributedOptimizer(sgd(), compression=compression)
+
+
+def test_optimizers_that_cannot_be_wrapped():
+    with pytest.raises(UnsupportedError, match="already"):
+        hvd.DistributedOptimizer(hvd.DistributedOptimizer(sgd(), compression="topk"), compression="topk")
+    with pytest.raises(UnsupportedError, match="no optimizer of Keras"):
+        hvd.DistributedOptimizer(object(), compression="topk")
+    with pytest.raises(UnsupportedError, match="TensorFlow 1"):
+        old = tf.compat.v1.train.GradientDescentOptimizer(0.1)
+        hvd_tf.DistributedOptimizer(old, compression="topk")
+
+
+def test_loss_scaling_goes_inside():
+    optimizer = hvd.DistributedOptimizer(sgd(), compression="topk")
+    with pytest.raises(UnsupportedError, match=r"DistributedOptimizer\(keras.optimizers.LossScaleOptimizer"):
+        keras.optimizers.LossScaleOptimizer(optimizer)
+    with pytest.raises(UnsupportedError, match="gradient_accumulation_steps"):
+        hvd.DistributedOptimizer(
+            keras.optimizers.LossScaleOptimizer(sgd()), compression="topk", backward_passes_per_step=2
+        )
+
+
+def test_mixed_precision_policy_is_told_at_compile():
+    model = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(1)])
+    model.dtype_policy = keras.dtype_policies.DTypePolicy("mixed_float16")
+    with pytest.raises(UnsupportedError, match="LossScaleOptimizer"):
+        model.compile(hvd.DistributedOptimizer(sgd(), compression="topk"), loss="mse")
+
+
+def test_local_layers_are_built_layers():
+    with pytest.raises(ArgumentError, match="layers that are built"):
+        hvd.PartialDistributedOptimizer(sgd(), compression="topk", local_layers=keras.layers.Dense(1))
+    with pytest.raises(ArgumentError, match="local_layers"):
+        hvd.PartialDistributedOptimizer(sgd(), compression="topk", local_layers=["dense"])
+
+
+def test_settings_and_state_are_taken_over():
+    """As after load_model: momentum and iterations stay; the name, too."""
+    variable = keras.Variable([1.0, 2.0])
+    plain = keras.optimizers.SGD(0.5, momentum=0.9, clipnorm=1.0, name="mine")
+    plain.apply([tf.constant([1.0, 1.0])], [variable])
+    wrapped = hvd.DistributedOptimizer(plain, compression="topk")
+    assert type(wrapped).__name__ == "SGD"
+    assert isinstance(wrapped, keras.optimizers.SGD)
+    assert wrapped.get_config() == plain.get_config()
+    assert [v.numpy().tolist() for v in wrapped.variables] == [v.numpy().tolist() for v in plain.variables]
+    assert hvd.DistributedOptimizer(sgd(), name="other", compression="topk").name == "other"
+
+
+def test_one_rank_trains_as_without_horovod():
+    """And has nothing to save."""
+    variable, expected = keras.Variable([1.0, 2.0]), keras.Variable([1.0, 2.0])
+    wrapped = hvd.DistributedOptimizer(sgd(), compression="topk:density=0.5")
+    wrapped.apply([tf.constant([1.0, 3.0])], [variable])
+    sgd().apply([tf.constant([1.0, 3.0])], [expected])
+    assert variable.numpy().tolist() == expected.numpy().tolist()
+    assert wrapped.telemetry.last is None
+    assert wrapped.state_dict() == {}
