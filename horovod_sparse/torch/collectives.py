@@ -13,6 +13,7 @@ import torch
 from horovod_sparse.collectives import AllGather, AllReduce, AllToAll, Broadcast, Exchange, Request
 from horovod_sparse.errors import ArgumentError, CollectiveMismatchError
 from horovod_sparse.torch._horovod import hvd
+from horovod_sparse.torch.transport import start_exchange
 
 __all__ = ["Handle", "start"]
 
@@ -121,10 +122,10 @@ def start(request: Request, name: str, process_set: Any = hvd.global_process_set
         return _HorovodHandle(handle, tensor, _array)
     if isinstance(request, AllToAll):
         return _start_alltoall(list(request.buffers), name, process_set, list)
-    return _start_exchange(request, name, process_set)
+    return start_exchange(request, name, process_set, _exchange_by_alltoall)
 
 
-def _start_exchange(request: Exchange, name: str, process_set: Any) -> Handle:
+def _exchange_by_alltoall(request: Exchange, name: str, process_set: Any) -> Handle:
     """Messages between pairs as an all-to-all in which most messages are empty: Horovod has no send."""
     rank, nothing = process_set.rank(), np.empty(0, np.int32)
     buffers = [request.sends.get(peer, nothing) for peer in range(process_set.size())]

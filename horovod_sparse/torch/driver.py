@@ -11,6 +11,7 @@ from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.collectives import Handle, start
 from horovod_sparse.torch.task import Task
+from horovod_sparse.torch.transport import forget_transports
 
 __all__ = ["Driver", "Task"]
 
@@ -143,6 +144,7 @@ class Driver:
         for task, coroutine, _ in list(self._parked.values()):
             coroutine.close()
             self._finish(task, error=error)
+        forget_transports(self.process_set)
 
     def _tasks(self) -> list[Task]:
         return [task for task, _, _ in self._parked.values()]

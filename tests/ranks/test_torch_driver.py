@@ -129,14 +129,23 @@ def test_waiting_is_counted_and_advancing_is_not_waiting(rank, size):
 
 
 def test_a_message_that_nobody_awaits_is_a_named_error(rank, size):
+    """In the same exchange, or, where a message may come after its end, in the next one of that name."""
+
     def wrong():
         yield Exchange({(rank + 1) % size: np.ones(1, np.int32)}, ())
 
     driver = Driver()
-    task = driver.start("wrong", wrong())
-    driver.wait()
-    with pytest.raises(CollectiveMismatchError, match="sent to it too"):
-        task.value()
+    errors = []
+    for _ in range(3):
+        task = driver.start("wrong", wrong())
+        driver.wait()
+        errors.append(task.error)
+        hvd.barrier()
+        time.sleep(0.02)
+    found = [error for error in errors if error is not None]
+    assert found and all(isinstance(error, CollectiveMismatchError) for error in found)
+    assert "sent to it too" in str(found[0])
+    driver.clear()  # what is still on its way must not meet the next test
 
 
 def test_a_failure_of_horovod_comes_out_of_wait(rank, size):

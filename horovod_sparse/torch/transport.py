@@ -1,0 +1,201 @@
+"""Messages between two ranks: through MPI where all ranks can, through Horovod's all-to-all otherwise.
+
+Horovod has no send and receive. An all-to-all in which most messages are empty does the same and works
+everywhere, but every round of it takes a cycle of Horovod (1 ms by default); MPI's own messages take
+microseconds. Which of the two it is has to be the same on all ranks, so they agree on it, once per
+process set, by an allreduce that nobody waits for: exchanges that are started meanwhile begin when it is
+known.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from horovod_sparse.collectives import Exchange
+from horovod_sparse.errors import UnknownNameError
+from horovod_sparse.torch._horovod import hvd
+from horovod_sparse.torch.transport_mpi import MpiPairs, mpi_of
+
+__all__ = ["chosen_transport", "forget_transports", "start_exchange"]
+
+_LOG = logging.getLogger("horovod_sparse")
+#: "auto", or "alltoall" to do without MPI's messages
+_VARIABLE = "HOROVOD_SPARSE_TRANSPORT"
+_SLEEP_SECONDS = 20e-6
+
+
+class _Handle(Protocol):
+    def is_known(self) -> bool: ...
+    def done(self) -> bool: ...
+    def result(self) -> Any: ...
+
+
+Start = Callable[[Exchange, str, Any], _Handle]
+
+
+class _Choice:
+    """The agreement of a process set's ranks: first whether all can use MPI, then a communicator for them.
+
+    Args:
+        process_set: the ranks.
+        number: how many agreements there were before; the same on all ranks.
+    """
+
+    def __init__(self, process_set: Any, number: int) -> None:
+        self.handles = hvd.mpi_ops._handle_map  # hvd.init() makes a new one
+        self.name = "undecided"
+        self.pairs: MpiPairs | None = None
+        self._process_set, self._number = process_set, number
+        self._mpi, self._reason = _available(process_set)
+        self._able = torch.tensor([0 if self._mpi is None else 1], dtype=torch.int32)
+        name = f"horovod_sparse.transport.{process_set.process_set_id}.{number}"
+        self._handle = hvd.allreduce_async(self._able, op=hvd.Sum, name=name, process_set=process_set)
+        self._maker: threading.Thread | None = None
+        self._made: MpiPairs | BaseException | None = None
+
+    def is_known(self) -> bool:
+        """Whether Horovod is still the one that the ranks agreed through."""
+        return hvd.mpi_ops._handle_map is self.handles
+
+    def agreed(self) -> bool:
+        """Whether all ranks have said what they can."""
+        return self.name != "undecided" or self._maker is not None or bool(hvd.poll(self._handle))
+
+    def decided(self) -> bool:
+        """Whether it is known how messages travel; asks without waiting."""
+        if self.name != "undecided":
+            return True
+        if self._maker is None:
+            if not self.agreed():
+                return False
+            able = int(hvd.synchronize(self._handle)[0])
+            if able < self._process_set.size():
+                reason = self._reason or f"{self._process_set.size() - able} other ranks cannot use it"
+                self._settle("alltoall", f"Horovod's all-to-all ({reason})")
+                return True
+            # making a communicator waits for the others, which a hook must not
+            self._maker = threading.Thread(target=self._make, name="horovod_sparse.transport", daemon=True)
+            self._maker.start()
+        if self._maker.is_alive():
+            return False
+        if isinstance(self._made, BaseException):
+            raise self._made
+        self.pairs = self._made
+        self._settle("mpi", "MPI, on a communicator of its own")
+        return True
+
+    def _make(self) -> None:
+        try:
+            self._made = MpiPairs(self._mpi, self._process_set.ranks, tag=self._number)
+        except BaseException as error:
+            self._made = error
+
+    def _settle(self, name: str, words: str) -> None:
+        self.name = name
+        _LOG.info("messages between two ranks go through %s", words)
+
+
+_choices: dict[int, _Choice] = {}
+#: how many choices there were for a process set, under which of Horovod's starts
+_numbers: dict[int, tuple[Any, int]] = {}
+
+
+def _available(process_set: Any) -> tuple[Any, str]:
+    """mpi4py's MPI if this rank can use it, and else why not."""
+    wanted = os.environ.get(_VARIABLE, "auto")
+    if wanted not in ("auto", "alltoall"):
+        raise UnknownNameError(_VARIABLE, wanted, ["auto", "alltoall"])
+    if wanted == "alltoall":
+        return None, f"{_VARIABLE} says so"
+    if not hvd.mpi_enabled():
+        return None, "Horovod does not run on MPI"
+    if not hvd.mpi_threads_supported():
+        return None, "MPI does not support several threads"
+    return mpi_of(hvd.rank(), hvd.size())
+
+
+def _choice_of(process_set: Any) -> _Choice:
+    key, handles = process_set.process_set_id, hvd.mpi_ops._handle_map
+    if key not in _choices or not _choices[key].is_known():
+        since, number = _numbers.get(key, (handles, 0))
+        if since is not handles:  # Horovod was started anew: all ranks count from 0 again
+            number = 0
+        _numbers[key] = handles, number + 1
+        _choices[key] = _Choice(process_set, number)
+    return _choices[key]
+
+
+def chosen_transport(process_set: Any = hvd.global_process_set) -> str:
+    """How messages between two ranks of a process set travel.
+
+    Returns:
+        "mpi", "alltoall", or "undecided" before the first of them.
+    """
+    choice = _choices.get(process_set.process_set_id)
+    return choice.name if choice is not None and choice.is_known() else "undecided"
+
+
+def forget_transports(process_set: Any) -> None:
+    """Gives up the communicator of a process set, and with it every message under way.
+
+    After a failure ranks may have stopped in different rounds; what they had sent must not be taken for
+    messages of a new start. All ranks do it, or none; the next exchange agrees anew. An agreement that
+    is not reached yet is kept: no message has been sent, and ranks that come later answer to it.
+    """
+    choice = _choices.get(process_set.process_set_id)
+    if choice is not None and (not choice.is_known() or choice.agreed()):
+        del _choices[process_set.process_set_id]
+
+
+class _ExchangeHandle:
+    """An exchange that begins when it is known how."""
+
+    def __init__(self, request: Exchange, name: str, process_set: Any, by_horovod: Start) -> None:
+        self._choice = _choice_of(process_set)
+        self._begin = (request, name, process_set)
+        self._by_horovod = by_horovod
+        self._inner: _Handle | None = None
+        self._try()
+
+    def _try(self) -> None:
+        if self._inner is None and self._choice.decided():
+            if self._choice.pairs is None:
+                self._inner = self._by_horovod(*self._begin)
+            else:
+                self._inner = self._choice.pairs.start(*self._begin[:2], self._begin[2].rank())
+
+    def is_known(self) -> bool:
+        return self._choice.is_known() and (self._inner is None or self._inner.is_known())
+
+    def done(self) -> bool:
+        self._try()
+        return self._inner is not None and self._inner.done()
+
+    def result(self) -> dict[int, np.ndarray]:
+        while not self.done():
+            time.sleep(_SLEEP_SECONDS)
+        messages: dict[int, np.ndarray] = self._inner.result() if self._inner is not None else {}
+        return messages
+
+
+def start_exchange(request: Exchange, name: str, process_set: Any, by_horovod: Start) -> _Handle:
+    """Starts messages between pairs of ranks and returns without waiting.
+
+    Args:
+        request: which. Ranks count within the process set.
+        name: the same on all ranks; no other exchange in flight has it.
+        process_set: who takes part, two ranks or more.
+        by_horovod: starts it with Horovod's own collectives.
+
+    Returns:
+        A handle, as `horovod_sparse.torch.collectives.Handle` says.
+    """
+    return _ExchangeHandle(request, name, process_set, by_horovod)

@@ -1,0 +1,167 @@
+"""Messages between two ranks over mpi4py, on a communicator that nobody else uses."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from horovod_sparse.collectives import Exchange
+from horovod_sparse.errors import CollectiveMismatchError
+
+__all__ = ["MpiPairs", "mpi_of"]
+
+Words = NDArray[np.int32]
+
+#: in front of every message: a hash of its name, and how often that name was used before
+_HEADER = 3
+_TAG = 1
+_SLEEP_SECONDS = 20e-6
+
+
+def mpi_of(rank: int, size: int) -> tuple[Any, str]:
+    """mpi4py's module MPI, if its ranks are those of Horovod.
+
+    Args:
+        rank: of this process in Horovod.
+        size: P in Horovod.
+
+    Returns:
+        The module, or None and why it cannot be used.
+    """
+    try:
+        mpi = importlib.import_module("mpi4py.MPI")
+    except ImportError as error:
+        return None, f"mpi4py cannot be imported: {error}"
+    world = mpi.COMM_WORLD
+    if (world.Get_rank(), world.Get_size()) != (rank, size):
+        return (
+            None,
+            f"MPI counts rank {world.Get_rank()} of {world.Get_size()}, Horovod rank {rank} of {size}",
+        )
+    if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
+        return None, "MPI was not started for several threads"
+    return mpi, ""
+
+
+class MpiPairs:
+    """Sends and receives for many exchanges at once.
+
+    All messages have one tag and are taken in as they arrive, whoever they are for; a hash of the
+    exchange's name says to whom they belong. So no rank waits for a message in particular, names need no
+    place in MPI's small space of tags, and the order in which ranks start exchanges is free. Several
+    exchanges of one name, one behind the other, are told apart by their number.
+
+    Making one waits until all ranks of the set do.
+
+    Args:
+        mpi: mpi4py's MPI.
+        ranks: of the process set, in the world.
+        tag: for making the communicator; the same on all ranks.
+    """
+
+    def __init__(self, mpi: Any, ranks: Sequence[int], tag: int = 0) -> None:
+        self._mpi = mpi
+        world = mpi.COMM_WORLD.Get_group()
+        self._comm = mpi.COMM_WORLD.Create_group(world.Incl(list(ranks)), tag=tag)
+        world.Free()
+        #: (name's hash, number) -> source -> message
+        self._inbox: defaultdict[tuple[int, int], dict[int, Words]] = defaultdict(dict)
+        self._arriving: list[tuple[Any, int, Words]] = []
+        self._numbers: defaultdict[int, int] = defaultdict(int)
+
+    def start(self, request: Exchange, name: str, rank: int) -> _MpiHandle:
+        """Sends at once; see `horovod_sparse.torch.transport.start_exchange`."""
+        self.progress()
+        digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+        hashed = int.from_bytes(digest, "little")
+        key = hashed, self._numbers[hashed]
+        self._numbers[hashed] = (key[1] + 1) & 0x7FFFFFFF
+        header = np.array([0, 0, key[1]], np.int32)
+        header[:2] = np.frombuffer(digest, np.int32)
+        late = [other for other in self._inbox if other[0] == hashed and other[1] < key[1]]
+        if late:
+            strangers = sorted({source for other in late for source in self._inbox.pop(other)})
+            raise CollectiveMismatchError(
+                f"{name}: rank {rank} did not await messages that ranks {strangers} sent to it too"
+            )
+        sends = []
+        for peer, buffer in request.sends.items():
+            message = np.concatenate([header, buffer])
+            if peer == rank:
+                self._inbox[key][rank] = message[_HEADER:]
+            else:
+                sends.append((self._comm.Isend([message, self._mpi.INT], dest=peer, tag=_TAG), message))
+        return _MpiHandle(self, sends, key, request.sources, f"{name}: rank {rank}")
+
+    def is_known(self) -> bool:
+        """Whether MPI still runs."""
+        return not self._mpi.Is_finalized()
+
+    def progress(self) -> None:
+        """Takes in whatever has arrived, without waiting."""
+        while True:
+            status = self._mpi.Status()
+            message = self._comm.Improbe(self._mpi.ANY_SOURCE, _TAG, status)
+            if message is None:
+                break
+            words = np.empty(status.Get_count(self._mpi.INT), np.int32)
+            request = message.Irecv([words, self._mpi.INT])
+            self._arriving.append((request, status.Get_source(), words))
+        still = []
+        for request, source, words in self._arriving:
+            if request.Test():
+                key = int.from_bytes(words[:2].tobytes(), "little")
+                self._inbox[key, int(words[2])][source] = words[_HEADER:]
+            else:
+                still.append((request, source, words))
+        self._arriving = still
+
+    def arrived(self, key: tuple[int, int]) -> dict[int, Words]:
+        """What is there of an exchange."""
+        return self._inbox.get(key, {})
+
+    def take(self, key: tuple[int, int]) -> dict[int, Words]:
+        """The messages of an exchange that has ended."""
+        return self._inbox.pop(key, {})
+
+
+class _MpiHandle:
+    """One exchange under way."""
+
+    def __init__(
+        self,
+        pairs: MpiPairs,
+        sends: list[tuple[Any, Words]],
+        key: tuple[int, int],
+        sources: Sequence[int],
+        whose: str,
+    ) -> None:
+        self._pairs, self._sends, self._key = pairs, sends, key
+        self._sources, self._whose = set(sources), whose
+
+    def is_known(self) -> bool:
+        return self._pairs.is_known()
+
+    def done(self) -> bool:
+        self._pairs.progress()
+        # their memory may go only when they are complete
+        self._sends = [(request, message) for request, message in self._sends if not request.Test()]
+        return not self._sends and self._sources <= self._pairs.arrived(self._key).keys()
+
+    def result(self) -> dict[int, Words]:
+        while not self.done():
+            time.sleep(_SLEEP_SECONDS)
+        messages = self._pairs.take(self._key)
+        strangers = sorted(messages.keys() - self._sources)
+        if strangers:
+            raise CollectiveMismatchError(
+                f"{self._whose} awaits messages from {sorted(self._sources)}, but {strangers} sent to it too"
+            )
+        return messages
