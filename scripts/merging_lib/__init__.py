@@ -1,0 +1,1 @@
+"""How far the greedy merging is from the best, by the model."""
