@@ -44,7 +44,8 @@ def load_model(
             model.load_weights(filepath)
     elif hasattr(restored, "_create_all_weights"):
         model.optimizer._create_all_weights(model.trainable_variables)
-        model.optimizer.set_weights(restored.get_weights())
+        if weights := restored.get_weights():  # files of format "keras" have none of the old kind
+            model.optimizer.set_weights(weights)
     else:
         model.optimizer.build(model.trainable_variables)
         for variable, value in zip(model.optimizer.variables, restored.variables, strict=True):

@@ -1,0 +1,172 @@
+"""tf-keras, new and legacy optimizers: equality, state, callbacks."""
+
+from __future__ import annotations
+
+import horovod.tensorflow as stock
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import horovod_sparse.tensorflow.keras as hvd
+from support.keras_models import fit, flat, keras, make_model, trained_densely
+
+EVERYTHING = "topk:density=1.0"
+SPARSE = "exdyna:density=0.05"
+CLOSE = {"rtol": 1e-4, "atol": 1e-6}
+KINDS = ["new", "legacy"]
+
+
+def sgd(kind, rate=0.1, momentum=0.9):
+    optimizers = keras.optimizers if kind == "new" else keras.optimizers.legacy
+    return optimizers.SGD(rate, momentum=momentum)
+
+
+def residuals(optimizer):
+    return np.concatenate([values.reshape(-1) for values in optimizer.state_dict()["residuals"].values()])
+
+
+def test_this_is_keras_2():
+    assert "tf_keras" in keras.optimizers.SGD.__module__
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_everything_sent_is_dense_training(kind, run_eagerly, rank, size, everywhere):
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(sgd(kind), compression=EVERYTHING)
+    fit(model, optimizer, rank, size, run_eagerly=run_eagerly)
+    np.testing.assert_allclose(flat(model), flat(trained_densely(sgd(kind), rank, size)), **CLOSE)
+    weights = everywhere(flat(model))
+    assert (weights == weights[0]).all()
+    assert optimizer.telemetry.num_steps == 12
+
+
+def test_dense_training_is_horovods(rank, size):
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(sgd("new"), compression="none")
+    fit(model, optimizer, rank, size)
+    np.testing.assert_allclose(flat(model), flat(trained_densely(sgd("new"), rank, size)), **CLOSE)
+    assert not hasattr(optimizer, "telemetry")
+
+
+def test_sum_and_groups(rank, size):
+    """Which Horovod drops for optimizers of Keras when they come by `horovod.tensorflow`."""
+    import horovod_sparse.tensorflow as hvd_tf
+
+    model = make_model()
+    optimizer = hvd_tf.DistributedOptimizer(sgd("new", 0.05), compression=EVERYTHING, op=hvd.Sum, groups=2)
+    fit(model, optimizer, rank, size)
+    expected = trained_densely(sgd("new", 0.05), rank, size, op=stock.Sum)
+    np.testing.assert_allclose(flat(model), flat(expected), rtol=1e-3, atol=1e-5)
+    assert len(optimizer.state_dict()["plan"]["buckets"]) == 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_several_passes_per_step(kind, rank, size, everywhere):
+    """Both passes of one step see the same weights: their gradients add up."""
+    results = []
+    for compression in (EVERYTHING, "none"):
+        model = make_model()
+        optimizer = hvd.DistributedOptimizer(
+            sgd(kind, 0.05, 0.0), compression=compression, backward_passes_per_step=2
+        )
+        fit(model, optimizer, rank, size)
+        results.append(flat(model))
+        weights = everywhere(results[-1])
+        assert (weights == weights[0]).all()
+    np.testing.assert_allclose(results[0], results[1], **CLOSE)
+
+
+def test_local_layers(rank, size, everywhere):
+    model = make_model()
+    optimizer = hvd.PartialDistributedOptimizer(
+        sgd("new"), compression=EVERYTHING, local_layers=[model.layers[0]]
+    )
+    fit(model, optimizer, rank, size)
+    expected = trained_densely(sgd("new"), rank, size, kept=(0, 1))
+    np.testing.assert_allclose(flat(model), flat(expected), **CLOSE)
+    weights = everywhere(flat(model))
+    assert not (weights == weights[0]).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_checkpoint_goes_on_bit_for_bit(kind, tmp_path, rank, size):
+    straight, optimizer = make_model(), hvd.DistributedOptimizer(sgd(kind), compression=SPARSE)
+    fit(straight, optimizer, rank, size, epochs=4)
+    model, first = make_model(), hvd.DistributedOptimizer(sgd(kind), compression=SPARSE)
+    fit(model, first, rank, size, epochs=2)
+    path = tf.train.Checkpoint(model=model, optimizer=first).write(str(tmp_path / f"rank-{rank}"))
+    again, second = make_model(seed=2), hvd.DistributedOptimizer(sgd(kind), compression=SPARSE)
+    tf.train.Checkpoint(model=again, optimizer=second).read(path)
+    fit(again, second, rank, size, epochs=2)
+    np.testing.assert_array_equal(flat(again), flat(straight))
+    np.testing.assert_array_equal(residuals(second), residuals(optimizer))
+    assert residuals(second).any()
+
+
+class Interruption(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch == 2:
+            raise KeyboardInterrupt
+
+
+def test_backup_and_restore(tmp_path, rank, size):
+    straight, optimizer = make_model(), hvd.DistributedOptimizer(sgd("new"), compression=SPARSE)
+    fit(straight, optimizer, rank, size, epochs=4)
+    folder = str(tmp_path / f"rank-{rank}")
+    with pytest.raises(KeyboardInterrupt):
+        interrupted = hvd.DistributedOptimizer(sgd("new"), compression=SPARSE)
+        callbacks = [keras.callbacks.BackupAndRestore(folder), Interruption()]
+        fit(make_model(), interrupted, rank, size, epochs=4, callbacks=callbacks)
+    model, second = make_model(seed=2), hvd.DistributedOptimizer(sgd("new"), compression=SPARSE)
+    callbacks = [
+        keras.callbacks.BackupAndRestore(folder),
+        hvd.callbacks.BroadcastGlobalVariablesCallback(0),
+    ]
+    fit(model, second, rank, size, epochs=4, callbacks=callbacks)
+    np.testing.assert_array_equal(flat(model), flat(straight))
+    np.testing.assert_array_equal(residuals(second), residuals(optimizer))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_saved_model_is_loaded_distributed(kind, tmp_path, rank, size, everywhere):
+    path = str(tmp_path / f"{rank}.keras")
+    # of an optimizer of the old kind tf-keras does not save the momentum
+    plain = sgd(kind, momentum=0.9 if kind == "new" else 0.0)
+    model, optimizer = make_model(), hvd.DistributedOptimizer(plain, compression=EVERYTHING)
+    fit(model, optimizer, rank, size, epochs=1)
+    model.save(path)
+    again = hvd.load_model(path, compression=EVERYTHING)
+    fit(model, model.optimizer, rank, size, epochs=1)
+    fit(again, again.optimizer, rank, size, epochs=1)
+    np.testing.assert_allclose(flat(again), flat(model), **CLOSE)
+    assert again.optimizer.telemetry.num_steps == 6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_callbacks(kind, rank, size, everywhere):
+    """Broadcast, warm-up and averages: what Horovod's own cannot do beside Keras 3."""
+    model = make_model(seed=rank)
+    optimizer = hvd.DistributedOptimizer(sgd(kind, 0.1 * size), compression=SPARSE)
+    seen = []
+
+    class Look(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            if not seen:
+                seen.append(flat(self.model))
+
+    callbacks = [
+        hvd.callbacks.BroadcastGlobalVariablesCallback(size - 1),
+        hvd.callbacks.MetricAverageCallback(),
+        hvd.callbacks.LearningRateWarmupCallback(0.1 * size, warmup_epochs=2),
+        Look(),
+    ]
+    history = fit(model, optimizer, rank, size, epochs=3, callbacks=callbacks).history
+    np.testing.assert_array_equal(seen[0], flat(make_model(seed=size - 1)))
+    assert history["lr"] == pytest.approx([0.1 * (1 + 0.5 * (size - 1)), 0.1 * size, 0.1 * size])
+    losses = everywhere(np.array(history["loss"]))
+    assert (losses == losses[0]).all()
+    weights = everywhere(flat(model))
+    assert (weights == weights[0]).all()
+    # error feedback has followed
+    assert optimizer.state_dict()["buckets"][0]["learning_rate"] == pytest.approx(0.1 * size)
