@@ -34,8 +34,9 @@ from horovod_sparse.sparsifiers import ALGORITHMS
 __all__ = ["main", "parser"]
 
 _BASELINES = ("dense", "dense float16", "naive")
-#: bytes per element and rank that are needed at most: by the baselines, and by each sparsifier
-_BASELINE_SHARE, _SPARSIFIER_SHARE = 36, 9
+#: bytes per element and rank that are needed at most: by gradients and dense baselines, by the naive
+#: sparsifier on top, and by each other one
+_GRADIENT_SHARE, _NAIVE_SHARE, _SPARSIFIER_SHARE = 16, 20, 9
 _PROCESS_BYTES = 400_000_000
 
 
@@ -54,8 +55,17 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def split_for_memory(names: Sequence[str], num_ranks: int, elements: int, available: int) -> list[list[str]]:
+def split_for_memory(
+    names: Sequence[str], num_ranks: int, elements: int, available: int, *, naive: bool = True
+) -> list[list[str]]:
     """The sparsifiers in as many launches as memory asks for, each beside the baselines.
+
+    Args:
+        names: of the sparsifiers.
+        num_ranks: on this machine.
+        elements: n.
+        available: bytes.
+        naive: whether the naive sparsifier is among the baselines.
 
     Raises:
         BenchmarkError: if not even one fits.
@@ -64,7 +74,7 @@ def split_for_memory(names: Sequence[str], num_ranks: int, elements: int, availa
         >>> split_for_memory(["topk", "micro", "exdyna"], 8, 25_600_000, 16 * 2**30)
         [['topk'], ['micro', 'exdyna']]
     """
-    base = num_ranks * (_PROCESS_BYTES + _BASELINE_SHARE * elements)
+    base = num_ranks * (_PROCESS_BYTES + (_GRADIENT_SHARE + naive * _NAIVE_SHARE) * elements)
     each = num_ranks * _SPARSIFIER_SHARE * elements
     most = int((0.85 * available - base) // each)
     if most < 1:
@@ -89,7 +99,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     with cluster_for(max(options.hosts) if options.hosts else None, options.rate, options.name) as hosts:
         for network in options.networks or ["gloo"]:
             for num_ranks in options.hosts or [hosts.num_hosts]:
-                for names in split_for_memory(list(sparsifiers), num_ranks, elements, available_bytes()):
+                for names in split_for_memory(
+                    list(sparsifiers), num_ranks, elements, available_bytes(), naive="naive" in references
+                ):
                     settings = {
                         "elements": elements,
                         "layers": layers,
