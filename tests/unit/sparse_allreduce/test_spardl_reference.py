@@ -124,6 +124,33 @@ def test_teams_that_do_not_divide_the_ranks_are_refused_on_every_rank() -> None:
         SimulatedCluster(recipe("spardl", teams=3, between="recursive"), 100, 6)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"teams": 0}, "teams=0 is not allowed"),
+        ({"teams": 1.5}, r"teams=1\.5 is not allowed"),
+        (
+            {"residuals": "globl"},
+            "unknown residuals of spardl 'globl': the known ones are global, local, partial",
+        ),
+        ({"between": "ring"}, "unknown between of spardl 'ring'"),
+        ({"gather": "none"}, "unknown gather of spardl 'none'"),
+        ({"latency_seconds": -1.0}, r"latency_seconds=-1\.0 is not allowed"),
+    ],
+)
+def test_arguments_are_checked(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        SparDL(**arguments)  # type: ignore[arg-type]
+
+
+def test_rounds_of_auto_are_known_for_a_bucket() -> None:
+    described = SparDL(teams="auto")
+    with pytest.raises(ArgumentError, match="a bucket decides it"):
+        described.rounds(6)
+    cluster = SimulatedCluster(recipe("spardl", teams="auto"), 1000, 6)
+    assert len(cluster.buckets[0].recipe.sparsifier.rounds(6)) == 3  # six teams: B-SAG alone
+
+
 def test_every_block_has_its_turn() -> None:
     """k = 1 among eight blocks: no element waits for ever."""
     cluster = SimulatedCluster(recipe("spardl", density=0.001), 800, 8)
