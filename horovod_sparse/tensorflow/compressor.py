@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -13,7 +14,9 @@ from horovod_sparse.feedback import Recipe
 from horovod_sparse.frontend import describe_recipe
 from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.tensorflow._horovod import hvd
+from horovod_sparse.tensorflow.checkpoint import CheckpointedState
 from horovod_sparse.tensorflow.dropin import DropIn, Pending
+from horovod_sparse.tensorflow.state import StateKeeper
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
 
 __all__ = ["SparseCompressor"]
@@ -45,6 +48,7 @@ class SparseCompressor(Compressor):
         self._synchronizer: GradientSynchronizer | None = None
         self._arguments: dict[str, Any] = {}
         self._dropin: DropIn | None = None
+        self.keeper = StateKeeper()
 
     @property
     def telemetry(self) -> Telemetry:
@@ -84,6 +88,7 @@ class SparseCompressor(Compressor):
             name = f"horovod_sparse.{next(_numbers)}"
             self._synchronizer = GradientSynchronizer(self.recipe, name=name, **arguments)
             self._arguments = comparable
+            self.keeper.attach(self._synchronizer)
         for name, value in comparable.items():
             if self._arguments.get(name) != value:
                 raise ArgumentError(
@@ -93,6 +98,27 @@ class SparseCompressor(Compressor):
                     "of its own, made once",
                 )
         return self._synchronizer
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's residuals and sparsifier states; `horovod_sparse.tensorflow.state` says more.
+
+        Raises:
+            UnsupportedError: if it is at work in one of stock Horovod's, which save nothing.
+        """
+        if self._dropin is not None:
+            raise UnsupportedError(
+                f"{self!r} is at work in a tape or optimizer of horovod.tensorflow, where residuals are not "
+                "saved: use that of horovod_sparse.tensorflow"
+            )
+        return self.keeper.state_dict()
+
+    def load_state_dict(self, entry: Mapping[str, Any] | None) -> None:
+        """Continues from what `state_dict` gave, also before the first step; from nothing, if it is empty."""
+        self.keeper.load_state_dict(entry)
+
+    def checkpointed(self) -> CheckpointedState:
+        """For `tf.train.Checkpoint`: ``Checkpoint(model=..., residuals=compression.checkpointed())``."""
+        return CheckpointedState(self.keeper)
 
     @tf.autograph.experimental.do_not_convert
     def compress(self, tensor: tf.Tensor) -> tuple[tf.Tensor, Pending | None]:

@@ -132,20 +132,26 @@ class StateKeeper:
     What is loaded waits until the variables have their buckets; with one rank, where nothing is
     synchronized, it waits for ever, and is saved again.
 
-    Args:
-        synchronizer: whose state it is.
+    Example:
+        >>> StateKeeper().state_dict()
+        {}
     """
 
-    def __init__(self, synchronizer: GradientSynchronizer) -> None:
-        self._synchronizer = synchronizer
+    def __init__(self) -> None:
+        self._synchronizer: GradientSynchronizer | None = None
         self._waiting: Mapping[str, Any] | None = None
+
+    def attach(self, synchronizer: GradientSynchronizer) -> None:
+        """Says whose state it is."""
+        self._synchronizer = synchronizer
         synchronizer.on_planned = self._put
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's entry, see `save`; empty before the first step."""
         if self._waiting is not None:
             return dict(self._waiting)
-        return save(self._synchronizer) if self._synchronizer.parts else {}
+        synchronizer = self._synchronizer
+        return save(synchronizer) if synchronizer is not None and synchronizer.parts else {}
 
     def load_state_dict(self, entry: Mapping[str, Any] | None) -> None:
         """Continues from an entry; from no residual, if it is empty or None.
@@ -153,22 +159,26 @@ class StateKeeper:
         Raises:
             StateMismatchError: if it does not fit, now or with the first gradients.
         """
-        if entry:
-            self._waiting = entry
-            if self._synchronizer.parts:
-                self._put()
+        self._waiting = entry or None
+        if self._synchronizer is None:
             return
-        self._waiting = None
-        self._synchronizer.step = 0
-        _assign(self._synchronizer, (), {})
+        if self._synchronizer.parts and entry:
+            self._put()
+        elif not entry:
+            self._synchronizer.step = 0
+            _assign(self._synchronizer, (), {})
 
     def _put(self) -> None:
-        waiting = self._waiting
+        waiting, synchronizer = self._waiting, self._synchronizer
         # variables may be seen one after the other
-        if waiting is None or len(self._synchronizer.names) < len(waiting.get("variables", ())):
+        if (
+            waiting is None
+            or synchronizer is None
+            or len(synchronizer.names) < len(waiting.get("variables", ()))
+        ):
             return
         self._waiting = None
-        load(self._synchronizer, waiting)
+        load(synchronizer, waiting)
 
 
 def redistribute(entries: Sequence[Mapping[str, Any]], rank: int, size: int) -> dict[str, Any]:

@@ -133,6 +133,7 @@ class GradientSynchronizer:
         dense = [part.names[0] for part in self.parts if isinstance(part, DenseVariable)]
         return Plan(tuple(part.names for part in self.sparse), tuple(dense))
 
+    @tf.autograph.experimental.do_not_convert
     def synchronize(
         self, gradients: Sequence[Gradient], variables: Sequence[Any], learning_rate: Any = None
     ) -> list[Gradient]:

@@ -32,10 +32,12 @@ class _Methods(tf.GradientTape):
         """What happened in the last step, and means."""
         return self._synchronizer.telemetry
 
+    @tf.autograph.experimental.do_not_convert
     def register_local_source(self, source: Any) -> None:
         """Keeps a variable's gradient local: it is not synchronized."""
         self._local_sources.add(as_variable(source).ref())
 
+    @tf.autograph.experimental.do_not_convert
     def gradient(
         self: Any,
         target: Any,
@@ -77,6 +79,7 @@ class _Methods(tf.GradientTape):
             ]
         return tf.nest.pack_sequence_as(sources, results)
 
+    @tf.autograph.experimental.do_not_convert
     def get_local_and_global_gradients(
         self: Any,
         target: Any,
@@ -94,9 +97,12 @@ class _Methods(tf.GradientTape):
         return local, shared
 
 
+# Wrapping a tape happens within the user's tf.function: AutoGraph has nothing to do in here but to take
+# seconds for it.
 _COPIED = {name: item for name, item in vars(_Methods).items() if name[:2] != "__"}
 
 
+@tf.autograph.experimental.do_not_convert
 def DistributedGradientTape(
     gradtape: tf.GradientTape,
     device_dense: str = "",
@@ -194,6 +200,7 @@ def DistributedGradientTape(
     return tape
 
 
+@tf.autograph.experimental.do_not_convert
 def PartialDistributedGradientTape(
     gradtape: tf.GradientTape,
     device_dense: str = "",

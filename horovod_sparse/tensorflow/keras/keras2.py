@@ -8,7 +8,6 @@ from typing import Any
 from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.tensorflow.checkpoint import CheckpointedState
 from horovod_sparse.tensorflow.keras.reduction import SparseReducer
-from horovod_sparse.tensorflow.state import StateKeeper
 
 __all__ = ["attach"]
 
@@ -41,7 +40,7 @@ def attach(wrapped: Any, reducer: SparseReducer, again: Callable[[Any], Any]) ->
     object.__setattr__(wrapped, "_allreduce_grads", reduce)
     if helper is not None:
         helper.allreduce_grads = reduce
-    keeper = StateKeeper(reducer.synchronizer)
+    keeper = reducer.keeper
     object.__setattr__(wrapped, "_horovod_sparse_keeper", keeper)
     state = CheckpointedState(keeper)
     object.__setattr__(wrapped, "horovod_sparse", state)

@@ -88,7 +88,7 @@ def _derived(base: Any, is_scaler: bool, again: Callable[[Any], Any]) -> Any:
             self._horovod_sparse_keeper: StateKeeper | None = None
             reducer = reduction.reducer
             if isinstance(reducer, SparseReducer):
-                self._horovod_sparse_keeper = StateKeeper(reducer.synchronizer)
+                self._horovod_sparse_keeper = reducer.keeper
                 #: Keras and tf.train.Checkpoint save it; it is in no list of variables
                 self.horovod_sparse = KerasState(self._horovod_sparse_keeper)
             self._horovod_sparse_reduction = reduction

@@ -148,7 +148,7 @@ def DistributedOptimizer(
             plan=plan,
             sparse_as_dense=sparse_as_dense,
         )
-        reducer = SparseReducer(synchronizer)
+        reducer = SparseReducer(synchronizer, compression.keeper)
     elif is_keras3(optimizer):
         reducer = DenseReducer(
             compression,

@@ -11,6 +11,7 @@ import tensorflow as tf
 from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.tensorflow._horovod import hvd
 from horovod_sparse.tensorflow.local import scaled_locally
+from horovod_sparse.tensorflow.state import StateKeeper
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
 from horovod_sparse.tensorflow.tensors import as_variable
 
@@ -34,10 +35,16 @@ class Reducer(Protocol):
 
 
 class SparseReducer:
-    """A `GradientSynchronizer` as a `Reducer`."""
+    """A `GradientSynchronizer` as a `Reducer`.
 
-    def __init__(self, synchronizer: GradientSynchronizer) -> None:
+    Args:
+        synchronizer: of the gradients.
+        keeper: of its state.
+    """
+
+    def __init__(self, synchronizer: GradientSynchronizer, keeper: StateKeeper) -> None:
         self.synchronizer, self.process_set = synchronizer, synchronizer.process_set
+        self.keeper = keeper
 
     @property
     def is_needed(self) -> bool:
