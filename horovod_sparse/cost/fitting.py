@@ -16,6 +16,7 @@ __all__ = ["Fit", "fit_selection", "fit_time"]
 
 #: Relative residuals beyond this pull linearly instead of quadratically (Huber).
 _HUBER = 0.05
+_REPETITIONS = 12
 
 
 @dataclass(frozen=True)
@@ -118,42 +119,22 @@ def fit_selection(
 def _fit(
     what: str, amounts: Mapping[str, Sequence[float]], seconds: Sequence[float]
 ) -> tuple[float, list[float], dict[str, Any]]:
-    from scipy.optimize import least_squares
-
     features, times = _medians(what, amounts, seconds)
     design = np.column_stack([np.ones(len(times)), features])
     scale = np.abs(design).max(axis=0)
-    # relative errors: every row divided by its time
-    weighted = design / scale / times[:, None]
-    if np.linalg.matrix_rank(weighted) < design.shape[1]:
+    if np.linalg.matrix_rank(design / scale / times[:, None]) < design.shape[1]:
         raise ArgumentError(what, features.tolist(), "sizes that are not all in the same proportion")
-
-    def solve(lower: float) -> NDArray[np.float64]:
-        start = np.linalg.lstsq(weighted, np.ones(len(times)), rcond=None)[0]
-        return np.asarray(
-            least_squares(
-                lambda x: weighted @ x - 1.0,
-                np.maximum(start, lower) + (0.0 if np.isinf(lower) else 1e-12),
-                bounds=(lower, np.inf),
-                loss="huber",
-                f_scale=_HUBER,
-                xtol=1e-14,
-                ftol=1e-14,
-                gtol=1e-14,
-            ).x
-        )
-
-    solution, notes = solve(-np.inf), []
+    solution, notes = _huber(design / scale, times, -np.inf), []
     if np.any(solution < 0.0):
         names = ("fixed part", *(f"time per {name}" for name in amounts))
         # rounding leaves tiny negative numbers where the truth is 0: not worth a note
-        matters = np.abs(weighted * solution).max(axis=0) > 1e-6
+        matters = np.abs(design / scale * solution / times[:, None]).max(axis=0) > 1e-6
         notes = [
             f"{what}: the {name} came out negative and counts as 0"
             for name, value, told in zip(names, solution, matters, strict=True)
             if value < 0.0 and told
         ]
-        bounded = solve(0.0)
+        bounded = _huber(design / scale, times, 0.0)
         solution = np.where(bounded < 1e-10 * max(float(bounded.max()), 1e-300), 0.0, bounded)
     model = design / scale @ solution
     error = np.abs(model - times) / times
@@ -168,6 +149,36 @@ def _fit(
         "notes": tuple(notes),
     }
     return coefficients[0], coefficients[1:], quality
+
+
+def _huber(design: NDArray[np.float64], times: NDArray[np.float64], lower: float) -> NDArray[np.float64]:
+    """Coefficients that are least off relatively, by Huber's loss.
+
+    Errors are divided by the model's time, not the measured one: a time that is far too short would
+    otherwise get a weight of its own making. As the model is not known before, this is repeated.
+    """
+    from scipy.optimize import least_squares
+
+    reference, solution = times, np.zeros(design.shape[1])
+    for _ in range(_REPETITIONS):
+        weighted, target = design / reference[:, None], times / reference
+        start = np.linalg.lstsq(weighted, target, rcond=None)[0]
+        solution = least_squares(
+            lambda x, weighted=weighted, target=target: weighted @ x - target,
+            np.maximum(start, lower) + (0.0 if np.isinf(lower) else 1e-12),
+            bounds=(lower, np.inf),
+            loss="huber",
+            f_scale=_HUBER,
+            xtol=1e-14,
+            ftol=1e-14,
+            gtol=1e-14,
+        ).x
+        # within bounds, lest a bad beginning make errors of some sizes count for nothing
+        model = np.clip(design @ solution, times / 100.0, times * 100.0)
+        if np.allclose(model, reference, rtol=1e-6):
+            break
+        reference = model
+    return np.asarray(solution)
 
 
 def _medians(

@@ -34,6 +34,14 @@ def test_a_size_that_is_wrong_altogether_does_not_move_it_far() -> None:
     assert fit.median_error < 0.05
 
 
+def test_a_time_that_is_far_too_short_does_not_move_it_far() -> None:
+    times = 3e-4 + 2e-9 * SIZES
+    times[5] /= 30  # its relative error is 29
+    fit = fit_time(SIZES, times)
+    assert fit.fixed_seconds == pytest.approx(3e-4, rel=0.1)
+    assert fit.seconds_per_unit == pytest.approx(2e-9, rel=0.1)
+
+
 def test_residuals_are_those_of_the_medians() -> None:
     fit = fit_time([1, 2, 3], [1.0, 2.0, 3.0])
     assert (fit.fixed_seconds, fit.seconds_per_unit) == pytest.approx((0.0, 1.0), abs=1e-9)

@@ -32,7 +32,7 @@ from horovod_sparse.merging import (
 )
 from horovod_sparse.merging.bounds import Bounds
 from horovod_sparse.merging.chain import segment_tables
-from horovod_sparse.merging.optimal import best_segments
+from horovod_sparse.merging.optimal import _search, best_segments
 from horovod_sparse.merging.selection import dense_of
 from support.merging_models import all_plans, costs, seconds, workloads
 
@@ -153,6 +153,39 @@ def test_tables_say_what_the_timeline_says(workload, cost, data) -> None:
     ends = [*sorted(data.draw(st.sets(st.integers(1, m - 1)) if m > 1 else st.just(set()))), m]
     expected = seconds(workload, plan_of_segments(workload, ends), cost) - workload.forward_seconds
     assert segment_tables(workload, cost).seconds(ends) == pytest.approx(expected, rel=1e-9, abs=1e-9)
+
+
+class NoBounds:
+    """Bounds that prune nothing."""
+
+    def __init__(self, num_layers: int) -> None:
+        self.first_start = np.zeros(num_layers + 1, np.int64)
+
+    def least(self, boundary: int, computation: np.ndarray, communication: np.ndarray) -> np.ndarray:
+        return np.zeros(computation.size)
+
+
+@settings(deadline=None, max_examples=60)
+@given(workloads(max_layers=8), costs())
+def test_the_search_alone_finds_the_best_of_all_plans(workload, cost) -> None:
+    tables, m = segment_tables(workload, cost), len(workload.sparse)
+    best = min(seconds(workload, plan, cost) for plan in all_plans(workload)) - workload.forward_seconds
+    segments, found = _search(tables, NoBounds(m), math.inf, None)  # type: ignore[arg-type]
+    assert found == pytest.approx(best, rel=1e-9, abs=1e-12)
+    assert tables.seconds(segments) == found
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_bounds_take_nothing_from_the_search(seed: int) -> None:
+    random, layers = np.random.default_rng(seed), 60
+    facts = tuple(
+        ParameterFacts(f"p{i}", int(n)) for i, n in enumerate(np.exp(random.uniform(5, 15, layers)))
+    )
+    workload = Workload(facts, tuple(random.exponential(1e-3, layers)))
+    cost = CostModel(SortingTime(1e-9), AffineTime(10 ** random.uniform(-3.5, -2), 1e-10))
+    tables = segment_tables(workload, cost)
+    _, best = _search(tables, NoBounds(layers), math.inf, None)  # type: ignore[arg-type]
+    assert tables.seconds(best_segments(tables)) == pytest.approx(best, rel=1e-11)
 
 
 def test_500_layers_take_no_more_than_a_second() -> None:
