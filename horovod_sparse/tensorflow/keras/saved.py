@@ -14,8 +14,10 @@ __all__ = ["KerasState"]
 
 _KEY = "state"
 
-#: what Keras looks for when it saves an object's attributes; Keras does not export it
-_Saveable: Any = next(cls for cls in keras.optimizers.Optimizer.__mro__ if cls.__name__ == "KerasSaveable")
+#: what Keras 3 looks for when it saves an object's attributes, and does not export
+_Saveable: Any = next(
+    (cls for cls in keras.optimizers.Optimizer.__mro__ if cls.__name__ == "KerasSaveable"), object
+)
 
 
 class KerasState(CheckpointedState, _Saveable):
