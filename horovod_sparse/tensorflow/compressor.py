@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,8 +20,9 @@ from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
 
 __all__ = ["SparseCompressor"]
 
-#: Ranks put compressors to use in the same order, as they do with Horovod's own tapes and optimizers.
-_numbers = itertools.count()
+#: By process set: the ranks of a set put compressors to use in the same order, as they do with Horovod's
+#: own tapes and optimizers; ranks outside of it do not.
+_numbers: dict[Any, int] = {}
 
 
 class SparseCompressor(Compressor):
@@ -85,7 +85,7 @@ class SparseCompressor(Compressor):
         arguments["process_set"] = process_set
         comparable = {name: _comparable(value) for name, value in arguments.items()}
         if self._synchronizer is None:
-            name = f"horovod_sparse.{next(_numbers)}"
+            name = _next_name(process_set)
             self._synchronizer = GradientSynchronizer(self.recipe, name=name, **arguments)
             self._arguments = comparable
             self.keeper.attach(self._synchronizer)
@@ -129,7 +129,7 @@ class SparseCompressor(Compressor):
                 "one of horovod.tensorflow"
             )
         if self._dropin is None:
-            self._dropin = DropIn(self.recipe, self.process_set, f"horovod_sparse.{next(_numbers)}")
+            self._dropin = DropIn(self.recipe, self.process_set, _next_name)
         return self._dropin.compress(tensor)
 
     @tf.autograph.experimental.do_not_convert
@@ -144,6 +144,13 @@ class SparseCompressor(Compressor):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (SparseCompressor, (self.recipe,))
+
+
+def _next_name(process_set: Any) -> str:
+    """For collectives, the same on all ranks of the set."""
+    number = process_set.process_set_id
+    _numbers[number] = _numbers.get(number, -1) + 1
+    return f"horovod_sparse.{number}.{_numbers[number]}"
 
 
 def _comparable(value: Any) -> Any:

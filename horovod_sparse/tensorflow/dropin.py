@@ -10,6 +10,7 @@ depend: then no gradient is given to the optimizer.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,11 +79,11 @@ class DropIn:
     Args:
         recipe: what to do with a bucket.
         process_set: of the compressor, or None.
-        name: of the collectives.
+        name: gives one for the collectives, for a process set.
     """
 
-    def __init__(self, recipe: Recipe, process_set: Any, name: str) -> None:
-        self.recipe, self.process_set, self.name = recipe, process_set, name
+    def __init__(self, recipe: Recipe, process_set: Any, name: Callable[[Any], str]) -> None:
+        self.recipe, self.process_set, self._name = recipe, process_set, name
         self.synchronizer: GradientSynchronizer | None = None
         self._slots: dict[int, _Slot] = {}
         self._gathering: _Gathering | None = None
@@ -161,7 +162,7 @@ class DropIn:
                 "process_set", self.process_set, f"the same as to the tape or optimizer, {theirs}, or none"
             )
         if self.synchronizer is None:
-            self.synchronizer = GradientSynchronizer(self.recipe, process_set=theirs, name=self.name)
+            self.synchronizer = GradientSynchronizer(self.recipe, process_set=theirs, name=self._name(theirs))
         if self.synchronizer.process_set is not theirs:
             raise UnsupportedError(
                 "one compressor serves one tape or optimizer; this one got two process sets"
