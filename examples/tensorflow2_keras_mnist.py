@@ -57,6 +57,7 @@ def main() -> None:
         batches,
         steps_per_epoch=steps,
         epochs=args.epochs,
+        shuffle=False,  # the batches are
         callbacks=callbacks,
         verbose=2 if hvd.rank() == 0 else 0,
     )

@@ -48,7 +48,7 @@ def from_bytes(data: bytes) -> Any:
     try:
         with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
             return _unflatten(json.loads(arrays[_TREE].tobytes()), arrays)
-    except (ValueError, KeyError, OSError, zipfile.BadZipFile) as error:
+    except (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile) as error:
         raise StateMismatchError(f"the saved state cannot be read ({error})") from error
 
 
