@@ -11,13 +11,26 @@ from pathlib import Path
 from typing import Any
 
 from horovod_sparse.cli.report_budgets import budget_table
-from horovod_sparse.cli.report_tables import growth_table, launch_tables, local_table, wire_table
+from horovod_sparse.cli.report_tables import (
+    frameworks_table,
+    growth_table,
+    launch_tables,
+    local_table,
+    wire_table,
+)
 
 __all__ = ["fill", "main", "tables"]
 
 _DOCS = Path(__file__).resolve().parents[2] / "docs"
 _MARKED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
-_RENDERERS = {"local": local_table, "growth": growth_table, "wire": wire_table}
+_RENDERERS = {
+    "local": local_table,
+    "frameworks": frameworks_table,
+    "growth": growth_table,
+    "wire": wire_table,
+}
+#: how the names of measurements begin that this page shows
+_KINDS = {*_RENDERERS, "sync", "train"}
 
 
 def tables(measurements: dict[str, Any]) -> dict[str, str]:
@@ -28,7 +41,7 @@ def tables(measurements: dict[str, Any]) -> dict[str, str]:
 
     Returns:
         Markdown by name of the table: that of the file, and "budgets". A file whose name begins with
-        local, growth or wire has a table of its own kind; others have one per launch.
+        local, frameworks, growth or wire has a table of its own kind; others have one per launch.
     """
     made = {}
     for name, result in measurements.items():
@@ -62,8 +75,9 @@ def fill(text: str, made: dict[str, str]) -> str:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """Content of all JSON files of a folder."""
-    return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+    """Content of the JSON files that `scripts/bench` made; studies have pages and checks of their own."""
+    paths = [path for path in sorted(folder.glob("*.json")) if path.stem.partition("_")[0] in _KINDS]
+    return {path.stem: json.loads(path.read_text()) for path in paths}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["growth_table", "launch_tables", "local_table", "markdown", "wire_table"]
+__all__ = ["frameworks_table", "growth_table", "launch_tables", "local_table", "markdown", "wire_table"]
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -43,6 +43,24 @@ def circumstances(result: Mapping[str, Any]) -> str:
 
 def local_table(result: Mapping[str, Any]) -> str:
     """Of `scripts/bench local`."""
+    facts = (
+        f"n = {result['elements']:,}, density {result['density']}, {result['rounds']} rounds, "
+        f"{result['clock']} clock; {result['machine']}. Memory beyond residual and gradient: "
+        f"{result['extra_memory']:.1%} (budget 5 %)."
+    )
+    return f"{facts}\n\n{_timings(result, result['baseline'])}"
+
+
+def frameworks_table(result: Mapping[str, Any]) -> str:
+    """Of `scripts/bench frameworks`."""
+    facts = (
+        f"n = {result['elements']:,}, density {result['density']}, {result['rounds']} rounds; "
+        f"{result['machine']}."
+    )
+    return f"{facts}\n\n{_timings(result, 'PyTorch')}"
+
+
+def _timings(result: Mapping[str, Any], baseline: str) -> str:
     rows = []
     for item in result["timings"]:
         budget = item.get("budget")
@@ -51,13 +69,7 @@ def local_table(result: Mapping[str, Any]) -> str:
         times = f"{low:.2f} to {high:.2f}"
         limit = "" if budget is None else f"{budget:g}"
         rows.append([item["name"], f"{item['median_ms']:.2f}", times, f"{item['ratio']:.2f}", limit, verdict])
-    header = ["", "median ms", "quartiles", f"by {result['baseline']}", "budget", ""]
-    facts = (
-        f"n = {result['elements']:,}, density {result['density']}, {result['rounds']} rounds, "
-        f"{result['clock']} clock; {result['machine']}. Memory beyond residual and gradient: "
-        f"{result['extra_memory']:.1%} (budget 5 %)."
-    )
-    return f"{facts}\n\n{markdown(header, rows)}"
+    return markdown(["", "median ms", "quartiles", f"by {baseline}", "budget", ""], rows)
 
 
 def launch_tables(result: Mapping[str, Any]) -> str:
