@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -158,11 +159,27 @@ def cluster_for(num_hosts: int | None, rate: str | None, name: str = "cluster") 
         yield Hosts(name, len(found["hosts"]), found["rate"])
         return
     own, rate, num_hosts = f"bench-{os.getpid()}", rate or "1gbit", num_hosts or 8
-    _script("up", "--name", own, "--hosts", str(num_hosts), "--rate", rate)
+    with _ended_tidily():
+        try:
+            _script("up", "--name", own, "--hosts", str(num_hosts), "--rate", rate)
+            yield Hosts(own, num_hosts, rate)
+        finally:
+            _script("down", "--name", own)
+
+
+@contextlib.contextmanager
+def _ended_tidily() -> Iterator[None]:
+    """Whoever ends this process by SIGTERM or SIGHUP ends it as an exception would, clusters removed."""
+
+    def end(number: int, frame: object) -> None:
+        sys.exit(128 + number)
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
-        yield Hosts(own, num_hosts, rate)
+        yield
     finally:
-        _script("down", "--name", own)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def machine_facts() -> dict[str, Any]:
