@@ -6,9 +6,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from horovod_sparse.errors import ArgumentError, UnsupportedError
+from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.merging import Plan
 from horovod_sparse.tensorflow._horovod import hvd
+from horovod_sparse.tensorflow.arguments import refuse_sparse_arguments
 from horovod_sparse.tensorflow.compression import Compression, SparseCompressor
 
 __all__ = ["DistributedOptimizer"]
@@ -90,8 +91,7 @@ def DistributedOptimizer(
             f"{type(optimizer).__name__} is an optimizer of TensorFlow 1, which runs in sessions: use one of "
             "Keras, or a DistributedGradientTape, or compression=Compression.none"
         )
-    if bucket_bytes is not None or plan is not None:
-        raise ArgumentError("compression", compression, "a sparsifier, which bucket_bytes and plan are for")
+    refuse_sparse_arguments(compression, bucket_bytes=bucket_bytes, plan=plan)
     return hvd.DistributedOptimizer(
         optimizer,
         name,

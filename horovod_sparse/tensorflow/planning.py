@@ -16,7 +16,10 @@ from horovod_sparse.merging import ParameterFacts, Plan
 from horovod_sparse.tensorflow._horovod import hvd
 from horovod_sparse.tensorflow.tensors import dtype_name
 
-__all__ = ["agree", "facts_of"]
+__all__ = ["Facts", "agree", "facts_of"]
+
+#: facts and variable, by name
+Facts = Mapping[str, tuple[ParameterFacts, Any]]
 
 _NO_RULES = ParameterRules()
 
@@ -47,7 +50,7 @@ def facts_of(
     return facts
 
 
-def agree(plan: Plan, facts: Mapping[str, tuple[ParameterFacts, Any]], process_set: Any, name: str) -> Plan:
+def agree(plan: Plan, facts: Facts, process_set: Any, name: str) -> Plan:
     """The plan of the process set's first rank, after a check that all ranks have the same variables.
 
     One collective, when variables are seen for the first time (while a function is traced, or in the

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,18 +11,17 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from horovod_sparse.errors import NonFiniteGradientError, UnsupportedError
 from horovod_sparse.feedback import Recipe
-from horovod_sparse.frontend import make_plan
 from horovod_sparse.merging import Plan
-from horovod_sparse.telemetry import StepReport, Telemetry
-from horovod_sparse.tensorflow import planning
+from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.tensorflow._horovod import hvd
-from horovod_sparse.tensorflow.driver import HOST, refuse_xla, settle, unroll
-from horovod_sparse.tensorflow.parts import DenseVariable, Part, SparseBucket
-from horovod_sparse.tensorflow.slices import gather_slices
-from horovod_sparse.tensorflow.task import idle_seconds
-from horovod_sparse.tensorflow.tensors import as_variable, dtype_name, unique_names
+from horovod_sparse.tensorflow.buckets import Buckets
+from horovod_sparse.tensorflow.driver import refuse_xla, settle, unroll
+from horovod_sparse.tensorflow.eager import EagerCalls
+from horovod_sparse.tensorflow.others import reduce_densely
+from horovod_sparse.tensorflow.parts import Part, SparseBucket
+from horovod_sparse.tensorflow.steps import Steps
+from horovod_sparse.tensorflow.tensors import as_dense, as_rate, as_variable
 
 __all__ = ["GradientSynchronizer"]
 
@@ -68,11 +65,6 @@ class GradientSynchronizer:
         name: of its collectives; those of two synchronizers at work at the same time must differ.
 
     Attributes:
-        telemetry: what happened in the last step, and on average.
-        parts: buckets and dense variables.
-        step: synchronizations done, those that were given up not counted.
-        last_error: what the last step raised on the host, None if it ended well: in a graph,
-            TensorFlow raises an error of its own that only quotes it.
         on_planned: called when variables have got their buckets, for saved state to be put into them.
     """
 
@@ -90,20 +82,12 @@ class GradientSynchronizer:
     ) -> None:
         self.recipe, self.process_set = recipe, process_set or hvd.global_process_set
         self.average, self.sparse_as_dense, self.name = average, sparse_as_dense, name
-        if isinstance(groups, list):
-            groups = [[as_variable(variable) for variable in group] for group in groups]
-        self._asked = {"groups": groups, "bucket_bytes": bucket_bytes, "plan": plan}
-        self.telemetry = Telemetry()
-        self.parts: list[Part] = []
-        self.step = 0
-        self.last_error: BaseException | None = None
-        self._names: dict[Any, str] = {}
-        self._part_of: dict[str, Part] = {}
-        self._eager: dict[Any, Callable[..., Any]] = {}
+        asked = {"groups": groups, "bucket_bytes": bucket_bytes, "plan": plan}
+        self._buckets = Buckets(recipe, self.process_set, name, lambda: self.place, **asked)
+        self._steps = Steps()
+        self._eagerly = EagerCalls(self._build)
         self._last_token: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-        self._num_plans = 0
         self.on_planned: Callable[[], None] | None = None
-        self._lock = threading.Lock()
 
     @property
     def place(self) -> tuple[int, int]:
@@ -118,20 +102,46 @@ class GradientSynchronizer:
         return bool(self.process_set.included()) and self.process_set.size() > 1
 
     @property
+    def telemetry(self) -> Telemetry:
+        """What happened in the last step, and on average."""
+        return self._steps.telemetry
+
+    @property
+    def step(self) -> int:
+        """Synchronizations done, those that were given up not counted."""
+        return self._steps.number
+
+    @step.setter
+    def step(self, number: int) -> None:
+        self._steps.number = number
+
+    @property
+    def last_error(self) -> BaseException | None:
+        """What the last step raised on the host, None if it ended well.
+
+        In a graph, TensorFlow raises an error of its own that only quotes it.
+        """
+        return self._steps.last_error
+
+    @property
+    def parts(self) -> list[Part]:
+        """Buckets and dense variables, in the order in which they were planned."""
+        return self._buckets.parts
+
+    @property
     def sparse(self) -> list[SparseBucket]:
-        """The parts that are sparsified, in the order in which they were planned."""
-        return [part for part in self.parts if isinstance(part, SparseBucket)]
+        """The parts that are sparsified."""
+        return self._buckets.sparse
 
     @property
     def names(self) -> tuple[str, ...]:
         """Of the variables that have their bucket, in the order in which they were seen."""
-        return tuple(self._names.values())
+        return self._buckets.names
 
     @property
     def plan(self) -> Plan:
         """Which variables form which bucket."""
-        dense = [part.names[0] for part in self.parts if isinstance(part, DenseVariable)]
-        return Plan(tuple(part.names for part in self.sparse), tuple(dense))
+        return self._buckets.plan
 
     @tf.autograph.experimental.do_not_convert
     def synchronize(
@@ -160,86 +170,16 @@ class GradientSynchronizer:
         if not self.is_needed:
             return gradients
         if self.sparse_as_dense:
-            gradients = [_dense(gradient) for gradient in gradients]
+            gradients = [as_dense(gradient) for gradient in gradients]
+        rate = as_rate(learning_rate)
         if not tf.executing_eagerly():
-            return self._build(gradients, variables, _as_rate(learning_rate))
-        return self._run_eagerly(gradients, variables, _as_rate(learning_rate))
-
-    def _run_eagerly(
-        self, gradients: list[Gradient], variables: list[Any], rate: tf.Tensor
-    ) -> list[Gradient]:
-        """Through a function of its own, where the collectives of all buckets are under way together."""
-        missing = tuple(gradient is None for gradient in gradients)
-        key = (tuple(id(variable) for variable in variables), missing)
-        if key not in self._eager:
-
-            def synchronize(given: list[Gradient], rate: tf.Tensor) -> list[Gradient]:
-                waiting = iter(given)
-                every = [None if absent else next(waiting) for absent in missing]
-                return [item for item in self._build(every, variables, rate) if item is not None]
-
-            self._eager[key] = tf.function(synchronize, autograph=False, reduce_retracing=True)
+            return self._build(gradients, variables, rate)
         try:
-            results = self._eager[key]([item for item in gradients if item is not None], rate)
+            return self._eagerly(gradients, variables, rate)
         except tf.errors.OpError as error:
             if self.last_error is not None and type(self.last_error).__name__ in str(error):
                 raise self.last_error from None
             raise
-        found = dict(zip([i for i, absent in enumerate(missing) if not absent], results, strict=False))
-        return [found.get(i) for i in range(len(gradients))]
-
-    def _plan_new(self, gradients: Sequence[Gradient], variables: Sequence[Any]) -> None:
-        """Buckets for variables whose first gradient this is."""
-        new = [
-            variable
-            for gradient, variable in zip(gradients, variables, strict=True)
-            if _is_sparsifiable(gradient, variable) and variable.ref() not in self._names
-        ]
-        if not new:
-            return
-        names = unique_names(new, list(self._part_of))
-        facts = planning.facts_of(names, new, self.recipe.rules)
-        self.recipe.rules.hint(facts)
-        asked = self._asked
-        if isinstance(asked["groups"], list) and self._num_plans == 0:
-            known = {id(variable) for variable in new}
-            groups = [[variable for variable in group if id(variable) in known] for group in asked["groups"]]
-            asked = {**asked, "groups": [group for group in groups if group]}
-        elif self._num_plans:  # what was asked for concerned the variables that were there
-            asked = {"bucket_bytes": asked["bucket_bytes"]}
-        plan = make_plan(facts, **asked)
-        plan = planning.agree(plan, facts, self.process_set, f"{self.name}.plan{self._num_plans}")
-        for bucket in plan.buckets:
-            number = len(self.parts)
-            shapes = [tuple(facts[name][1].shape) for name in bucket]
-            dtype = facts[bucket[0]][0].dtype
-            self.parts.append(
-                SparseBucket(
-                    f"bucket{number}.{bucket[0]}",
-                    f"{self.name}.{number}",
-                    bucket,
-                    shapes,
-                    dtype,
-                    self.recipe.for_parameter(bucket[0], facts[bucket[0]][0].num_elements),
-                    lambda: self.place,
-                )
-            )
-        for name in plan.dense:
-            fact, variable = facts[name]
-            self.parts.append(
-                DenseVariable(
-                    name,
-                    f"{self.name}.{len(self.parts)}",
-                    tuple(variable.shape),
-                    fact.dtype,
-                    lambda: self.place,
-                )
-            )
-        self._part_of = {name: part for part in self.parts for name in part.names}
-        self._names.update({variable.ref(): name for name, variable in zip(names, new, strict=True)})
-        self._num_plans += 1
-        if self.on_planned is not None:
-            self.on_planned()
 
     def _build(
         self, gradients: Sequence[Gradient], variables: Sequence[Any], rate: tf.Tensor
@@ -265,18 +205,19 @@ class GradientSynchronizer:
                 `name`, `ref`).
             rate: float64 [], NaN where it is not known.
         """
-        self._plan_new(gradients, variables)
+        if self._buckets.add(gradients, variables) and self.on_planned is not None:
+            self.on_planned()
         before = self._last_token.get(tf.compat.v1.get_default_graph())
         with tf.control_dependencies([] if before is None else [before]):
             others, by_name = list(gradients), {}
             for i, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):
-                name = self._names.get(variable.ref())
+                name = self._buckets.name_of(variable)
                 if gradient is None or (name is not None and not isinstance(gradient, tf.IndexedSlices)):
                     if name is not None:
                         by_name[name] = i
                     continue
-                others[i] = self._pass_on(gradient, f"{self.name}.other{i}")
-            parts = self._complete(by_name)
+                others[i] = reduce_densely(gradient, f"{self.name}.other{i}", self.process_set, self.average)
+            parts = self._buckets.of(by_name)
             tokens = [self._unroll(part, gradients, by_name, rate) for part in parts]
         return Started(parts, tokens, [by_name[name] for part in parts for name in part.names], others)
 
@@ -294,67 +235,13 @@ class GradientSynchronizer:
 
         return unroll(part.task, begin, lambda: self.place, [rate, *inputs], self.process_set)
 
-    def _complete(self, by_name: dict[str, int]) -> list[Part]:
-        """The parts of these variables, all of whose variables are there."""
-        parts = [part for part in self.parts if any(name in by_name for name in part.names)]
-        for part in parts:
-            if absent := sorted(set(part.names) - set(by_name)):
-                raise UnsupportedError(
-                    f"{absent[0]} shares a bucket with {next(n for n in part.names if n in by_name)}, but is "
-                    "not synchronized together with it this time (or its gradient is tf.IndexedSlices now). "
-                    "Give always the same variables, or every set of variables a compressor of its own"
-                )
-        return parts
-
-    def _pass_on(self, gradient: Gradient, name: str) -> Gradient:
-        """What no sparsifier takes, as Horovod does it: slices, integers, gradients without elements."""
-        if isinstance(gradient, tf.IndexedSlices):
-            return gather_slices(gradient, name, self.process_set, self.average)
-        op = hvd.Average if self.average else hvd.Sum
-        return hvd.allreduce(gradient, op=op, name=name, ignore_name_scope=True, process_set=self.process_set)
-
     def finish(self, parts: Sequence[Part], scale: float | None = None) -> list[np.ndarray]:
-        """On the host, when all coroutines have ended: the dense gradients, or the error of the step.
+        """On the host, when all coroutines have ended: see `Steps.finish`.
 
         Args:
             parts: that were started together.
             scale: of the sums; as `average` says if left out.
         """
-        now = time.perf_counter()
-        with self._lock:
-            errors = [part.task.error for part in parts if part.task.error is not None]
-            if errors:
-                for part in parts:
-                    part.abandon()
-                # one of another kind stands on this rank alone, and is the one to look at
-                self.last_error = min(errors, key=lambda error: isinstance(error, NonFiniteGradientError))
-                raise self.last_error
-            self.last_error = None
-            if scale is None:
-                scale = 1.0 / self.place[1] if self.average else 1.0
-            applied = [part.apply(scale) for part in parts]
-            self.step += 1
-            waited = idle_seconds([part.task for part in parts], now)
-            self.telemetry.add(StepReport.of(self.step, [report for _, report in applied], waited))
-            return [array for arrays, _ in applied for array in arrays]
-
-
-def _is_sparsifiable(gradient: Gradient, variable: Any) -> bool:
-    return (
-        gradient is not None
-        and not isinstance(gradient, tf.IndexedSlices)
-        and dtype_name(variable.dtype) is not None
-        and tf.TensorShape(variable.shape).num_elements() != 0
-    )
-
-
-def _dense(gradient: Gradient) -> Gradient:
-    return tf.convert_to_tensor(gradient) if isinstance(gradient, tf.IndexedSlices) else gradient
-
-
-def _as_rate(learning_rate: Any) -> tf.Tensor:
-    """NaN where it is not known."""
-    with tf.device(HOST):
-        if learning_rate is None:
-            return tf.constant(float("nan"), tf.float64)
-        return tf.cast(as_variable(learning_rate), tf.float64)
+        if scale is None:
+            scale = 1.0 / self.place[1] if self.average else 1.0
+        return self._steps.finish(parts, scale)

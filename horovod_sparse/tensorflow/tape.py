@@ -2,106 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from horovod_sparse.errors import ArgumentError, UnsupportedError
+from horovod_sparse.errors import ArgumentError
 from horovod_sparse.merging import Plan
-from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.tensorflow._horovod import hvd
+from horovod_sparse.tensorflow.arguments import checked_groups, checked_layers, refuse_sparse_arguments
 from horovod_sparse.tensorflow.compression import Compression, SparseCompressor
-from horovod_sparse.tensorflow.local import scaled_locally
-from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
+from horovod_sparse.tensorflow.tape_methods import distributed
 from horovod_sparse.tensorflow.tensors import as_variable
 
 __all__ = ["DistributedGradientTape", "PartialDistributedGradientTape"]
 
 
-class _Methods(tf.GradientTape):
-    """What differs from the user's tape; copied into a class made for each tape, as Horovod does it."""
-
-    def _attach(self: Any, gradtape: Any, synchronizer: GradientSynchronizer, scale_local: bool) -> None:
-        self._tape = gradtape._tape
-        self._synchronizer, self._scale_local = synchronizer, scale_local
-        self._local_sources: set[Any] = set()
-
-    @property
-    def telemetry(self) -> Telemetry:
-        """What happened in the last step, and means."""
-        return self._synchronizer.telemetry
-
-    @tf.autograph.experimental.do_not_convert
-    def register_local_source(self, source: Any) -> None:
-        """Keeps a variable's gradient local: it is not synchronized."""
-        self._local_sources.add(as_variable(source).ref())
-
-    @tf.autograph.experimental.do_not_convert
-    def gradient(
-        self: Any,
-        target: Any,
-        sources: Any,
-        output_gradients: Any = None,
-        use_generic_names: bool = False,
-        unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
-        learning_rate: Any = None,
-    ) -> Any:
-        """Gradients, synchronized over ranks.
-
-        Args:
-            target: see `tf.GradientTape.gradient`.
-            sources: variables, in any nested structure.
-            output_gradients: see `tf.GradientTape.gradient`.
-            use_generic_names: accepted for Horovod's sake; collectives have names of their own.
-            unconnected_gradients: see `tf.GradientTape.gradient`.
-            learning_rate: of this step, if it changes: error feedback then keeps up with it.
-
-        Returns:
-            As `sources`.
-        """
-        local = super(self.__class__, self).gradient(target, sources, output_gradients, unconnected_gradients)
-        variables = [as_variable(source) for source in tf.nest.flatten(sources)]
-        gradients = tf.nest.flatten(local)  # None and tf.IndexedSlices are one leaf each
-        is_local = [variable.ref() in self._local_sources for variable in variables]
-        shared = [i for i, kept in enumerate(is_local) if not kept]
-        synchronized = self._synchronizer.synchronize(
-            [gradients[i] for i in shared], [variables[i] for i in shared], learning_rate
-        )
-        results = list(gradients)
-        for i, gradient in zip(shared, synchronized, strict=True):
-            results[i] = gradient
-        if self._scale_local:
-            size = self._synchronizer.place[1]
-            results = [
-                scaled_locally(gradient, size) if kept else gradient
-                for gradient, kept in zip(results, is_local, strict=True)
-            ]
-        return tf.nest.pack_sequence_as(sources, results)
-
-    @tf.autograph.experimental.do_not_convert
-    def get_local_and_global_gradients(
-        self: Any,
-        target: Any,
-        sources: Sequence[Any],
-        output_gradients: Any = None,
-        use_generic_names: bool = False,
-    ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
-        """As `gradient`: pairs (variable, gradient), those of local variables apart."""
-        gradients = self.gradient(target, sources, output_gradients, use_generic_names)
-        local: list[tuple[Any, Any]] = []
-        shared: list[tuple[Any, Any]] = []
-        for source, gradient in zip(sources, gradients, strict=True):
-            is_local = as_variable(source).ref() in self._local_sources
-            (local if is_local else shared).append((source, gradient))
-        return local, shared
-
-
 # Wrapping a tape happens within the user's tf.function: AutoGraph has nothing to do in here but to take
 # seconds for it.
-_COPIED = {name: item for name, item in vars(_Methods).items() if name[:2] != "__"}
-
-
 @tf.autograph.experimental.do_not_convert
 def DistributedGradientTape(
     gradtape: tf.GradientTape,
@@ -168,10 +85,7 @@ def DistributedGradientTape(
                 compression,
                 "Compression.parse(text), made once outside of the training loop: it keeps the residuals",
             )
-        if bucket_bytes is not None or plan is not None:
-            raise ArgumentError(
-                "compression", compression, "a sparsifier, which bucket_bytes and plan are for"
-            )
+        refuse_sparse_arguments(compression, bucket_bytes=bucket_bytes, plan=plan)
         return hvd.DistributedGradientTape(
             gradtape,
             device_dense,
@@ -185,7 +99,7 @@ def DistributedGradientTape(
             process_set,
             scale_local_gradients,
         )
-    groups = checked(op, gradient_predivide_factor, num_groups, groups)
+    groups = checked_groups(op, gradient_predivide_factor, num_groups, groups)
     synchronizer = compression.bind(
         process_set=process_set,
         average=op == hvd.Average,
@@ -194,10 +108,7 @@ def DistributedGradientTape(
         plan=plan,
         sparse_as_dense=sparse_as_dense,
     )
-    cls = type(gradtape.__class__.__name__, (gradtape.__class__,), dict(_COPIED))
-    tape = cls(gradtape._persistent, gradtape._watch_accessed_variables)
-    tape._attach(gradtape, synchronizer, scale_local_gradients)
-    return tape
+    return distributed(gradtape, synchronizer, scale_local_gradients)
 
 
 @tf.autograph.experimental.do_not_convert
@@ -239,10 +150,7 @@ def PartialDistributedGradientTape(
     Raises:
         ArgumentError: if something in `local_layers` is no layer.
     """
-    layers = local_layers if isinstance(local_layers, (list, tuple, set)) else [local_layers]
-    layers = [layer for layer in layers if layer is not None]
-    if not all(hasattr(layer, "trainable_weights") for layer in layers):
-        raise ArgumentError("local_layers", local_layers, "layers")
+    layers = checked_layers(local_layers)
     tape = DistributedGradientTape(
         gradtape,
         device_dense,
@@ -262,27 +170,3 @@ def PartialDistributedGradientTape(
         for variable in layer.trainable_weights:
             tape.register_local_source(as_variable(variable))
     return tape
-
-
-def checked(op: Any, gradient_predivide_factor: float, num_groups: int, groups: Any) -> Any:
-    """Refuses what tapes and optimizers refuse alike; gives `groups`, by whichever name it came.
-
-    Raises:
-        ArgumentError: for an argument that is not allowed.
-        UnsupportedError: for Adasum.
-    """
-    if op == hvd.Adasum:
-        raise UnsupportedError(
-            "op=Adasum cannot be combined with a sparsifier: it combines whole updates, and a residual has "
-            "no place in that. Use op=Average or op=Sum, or compression=Compression.none"
-        )
-    if op not in (hvd.Average, hvd.Sum):
-        raise ArgumentError("op", op, "Average or Sum")
-    if gradient_predivide_factor != 1.0 and op != hvd.Average:
-        raise ArgumentError("gradient_predivide_factor", gradient_predivide_factor, "1.0, or op=Average")
-    if groups is None and num_groups:
-        groups = num_groups
-    is_number = isinstance(groups, int) and not isinstance(groups, bool) and groups >= 1
-    if groups is not None and not isinstance(groups, list) and not is_number:
-        raise ArgumentError("groups", groups, "a number of 1 or more, or lists of variables")
-    return groups

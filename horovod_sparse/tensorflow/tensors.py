@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-__all__ = ["as_variable", "dtype_name", "numpy_dtype", "unique_names"]
+__all__ = ["as_dense", "as_rate", "as_variable", "dtype_name", "numpy_dtype", "unique_names"]
 
 _NAMES = {
     tf.float32: "float32",
@@ -50,6 +50,24 @@ def as_variable(variable: Any) -> Any:
     if not hasattr(variable, "ref") and isinstance(getattr(variable, "value", None), tf.Variable):
         return variable.value
     return variable
+
+
+def as_dense(gradient: Any) -> Any:
+    """A gradient with its `tf.IndexedSlices` added up in a tensor; any other as it is."""
+    return tf.convert_to_tensor(gradient) if isinstance(gradient, tf.IndexedSlices) else gradient
+
+
+def as_rate(learning_rate: Any) -> tf.Tensor:
+    """A learning rate as a float64 scalar on the host, NaN where it is None: not known.
+
+    Example:
+        >>> float(as_rate(0.5)), float(as_rate(None))
+        (0.5, nan)
+    """
+    with tf.device("/cpu:0"):
+        if learning_rate is None:
+            return tf.constant(float("nan"), tf.float64)
+        return tf.cast(as_variable(learning_rate), tf.float64)
 
 
 def unique_names(variables: Sequence[Any], taken: Sequence[str] = ()) -> list[str]:

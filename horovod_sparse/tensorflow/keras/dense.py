@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from horovod_sparse.tensorflow._horovod import hvd
 from horovod_sparse.tensorflow.driver import refuse_xla
+from horovod_sparse.tensorflow.eager import EagerCalls
 from horovod_sparse.tensorflow.tensors import as_variable
 
 __all__ = ["DenseReducer"]
@@ -62,7 +63,7 @@ class DenseReducer:
             "ignore_name_scope": True,
         }
         self._name = f"horovod_sparse.dense.{next(_numbers)}"
-        self._eager: dict[Any, Callable[..., Any]] = {}
+        self._eagerly = EagerCalls(self._build)
 
     @property
     def is_needed(self) -> bool:
@@ -85,22 +86,10 @@ class DenseReducer:
         if self._sparse_as_dense:
             given = [tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) else g for g in given]
         if not tf.executing_eagerly():
-            return self._build(given, variables)
-        # in a function of its own all of them are under way together
-        missing = tuple(gradient is None for gradient in given)
-        key = (tuple(id(variable) for variable in variables), missing)
-        if key not in self._eager:
+            return self._build(given, variables, tf.zeros([]))
+        return self._eagerly(given, variables, tf.zeros([]))
 
-            def reduce(present: list[Any]) -> list[Any]:
-                waiting = iter(present)
-                every = [None if absent else next(waiting) for absent in missing]
-                return [item for item in self._build(every, variables) if item is not None]
-
-            self._eager[key] = tf.function(reduce, autograph=False, reduce_retracing=True)
-        present = iter(self._eager[key]([item for item in given if item is not None]))
-        return [None if absent else next(present) for absent in missing]
-
-    def _build(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
+    def _build(self, gradients: list[Any], variables: list[Any], _scalar: tf.Tensor) -> list[Any]:
         results = list(gradients)
         grouped: set[int] = set()
         for number, group in enumerate(self._positions(gradients, variables)):

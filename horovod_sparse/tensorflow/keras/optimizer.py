@@ -10,11 +10,11 @@ from horovod.tensorflow.keras import DistributedOptimizer as _stock
 from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.merging import Plan
 from horovod_sparse.tensorflow._horovod import hvd
+from horovod_sparse.tensorflow.arguments import checked_groups, checked_layers, refuse_sparse_arguments
 from horovod_sparse.tensorflow.compression import Compression, SparseCompressor
 from horovod_sparse.tensorflow.keras import keras2
 from horovod_sparse.tensorflow.keras.dense import DenseReducer
 from horovod_sparse.tensorflow.keras.reduction import Accumulation, Reducer, Reduction, SparseReducer
-from horovod_sparse.tensorflow.tape import checked
 
 __all__ = ["DistributedOptimizer", "PartialDistributedOptimizer", "is_keras3"]
 
@@ -101,15 +101,15 @@ def DistributedOptimizer(
         ArgumentError: for an argument that is not allowed.
         UnsupportedError: for Adasum, or an optimizer that cannot be wrapped.
     """
-    groups = checked(op, gradient_predivide_factor, num_groups, groups)
+    groups = checked_groups(op, gradient_predivide_factor, num_groups, groups)
     is_number = isinstance(backward_passes_per_step, int) and not isinstance(backward_passes_per_step, bool)
     if not is_number or backward_passes_per_step < 1:
         raise ArgumentError("backward_passes_per_step", backward_passes_per_step, "a number of 1 or more")
     if isinstance(compression, str):
         compression = Compression.parse(compression)
     is_sparse = isinstance(compression, SparseCompressor)
-    if not is_sparse and (bucket_bytes is not None or plan is not None):
-        raise ArgumentError("compression", compression, "a sparsifier, which bucket_bytes and plan are for")
+    if not is_sparse:
+        refuse_sparse_arguments(compression, bucket_bytes=bucket_bytes, plan=plan)
     if isinstance(optimizer, tf.compat.v1.train.Optimizer) or not hasattr(optimizer, "get_config"):
         raise UnsupportedError(
             f"{type(optimizer).__name__} is no optimizer of Keras. Optimizers of TensorFlow 1 are wrapped by "
@@ -225,10 +225,7 @@ def PartialDistributedOptimizer(
     Raises:
         ArgumentError: if something in `local_layers` is no layer, or is not built yet.
     """
-    layers = local_layers if isinstance(local_layers, (list, tuple, set)) else [local_layers]
-    layers = [layer for layer in layers if layer is not None]
-    if not all(hasattr(layer, "trainable_weights") for layer in layers):
-        raise ArgumentError("local_layers", local_layers, "layers")
+    layers = checked_layers(local_layers)
     if not all(layer.built for layer in layers):
         raise ArgumentError(
             "local_layers", local_layers, "layers that are built: they have no variables before"

@@ -1,4 +1,4 @@
-"""Gradients that are `tf.IndexedSlices` already: Horovod's own way of summing them."""
+"""Gradients that no sparsifier takes: slices, integers, gradients without elements; as Horovod does it."""
 
 from __future__ import annotations
 
@@ -8,19 +8,22 @@ import tensorflow as tf
 
 from horovod_sparse.tensorflow._horovod import hvd
 
-__all__ = ["gather_slices"]
+__all__ = ["reduce_densely"]
 
 
-def gather_slices(gradient: tf.IndexedSlices, name: str, process_set: Any, average: bool) -> tf.IndexedSlices:
-    """The slices of all ranks, one behind the other: two allgathers, as in `hvd.allreduce`.
+def reduce_densely(gradient: Any, name: str, process_set: Any, average: bool) -> Any:
+    """The sum or average over ranks, of the kind of the gradient.
 
     Args:
-        gradient: of this rank.
+        gradient: a tensor, or `tf.IndexedSlices`: those of all ranks come one behind the other then, by
+            two allgathers, as in `hvd.allreduce`.
         name: of the collectives.
         process_set: the ranks that take part.
         average: whether values are divided by the number of ranks.
     """
     common = {"ignore_name_scope": True, "process_set": process_set}
+    if not isinstance(gradient, tf.IndexedSlices):
+        return hvd.allreduce(gradient, op=hvd.Average if average else hvd.Sum, name=name, **common)
     values = hvd.allgather(gradient.values, name=f"{name}.values", **common)
     indices = hvd.allgather(gradient.indices, name=f"{name}.indices", **common)
     if average:

@@ -1,0 +1,46 @@
+"""Synchronizing eagerly: through a function of its own, where all collectives are under way together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+__all__ = ["EagerCalls"]
+
+
+class EagerCalls:
+    """Functions that do eagerly what a graph would do; one for each list of variables.
+
+    Args:
+        build: called with gradients (None where there is none), variables and a scalar tensor, in a graph;
+            gives one gradient per variable, None where it got None.
+
+    Example:
+        >>> calls = EagerCalls(lambda gradients, variables, factor: [
+        ...     None if gradient is None else gradient * factor for gradient in gradients])
+        >>> six, nothing = calls([tf.constant(2.0), None], [1, 2], tf.constant(3.0))
+        >>> float(six), nothing
+        (6.0, None)
+    """
+
+    def __init__(self, build: Callable[[list[Any], list[Any], tf.Tensor], list[Any]]) -> None:
+        self._build = build
+        self._functions: dict[Any, Callable[..., Any]] = {}
+
+    def __call__(self, gradients: Sequence[Any], variables: list[Any], scalar: tf.Tensor) -> list[Any]:
+        """As `build`."""
+        missing = tuple(gradient is None for gradient in gradients)
+        key = (tuple(id(variable) for variable in variables), missing)
+        if key not in self._functions:
+
+            def call(given: list[Any], scalar: tf.Tensor) -> list[Any]:
+                waiting = iter(given)
+                every = [None if absent else next(waiting) for absent in missing]
+                return [item for item in self._build(every, variables, scalar) if item is not None]
+
+            self._functions[key] = tf.function(call, autograph=False, reduce_retracing=True)
+        present = self._functions[key]([item for item in gradients if item is not None], scalar)
+        results = iter(present)
+        return [None if absent else next(results) for absent in missing]

@@ -1,0 +1,61 @@
+"""The end of a synchronization on the host, and the count of them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from horovod_sparse.errors import NonFiniteGradientError
+from horovod_sparse.telemetry import StepReport, Telemetry
+from horovod_sparse.tensorflow.parts import Part
+from horovod_sparse.tensorflow.task import idle_seconds
+
+__all__ = ["Steps"]
+
+
+class Steps:
+    """Ends steps: dense gradients out of what the coroutines have returned, or the error of the step.
+
+    Attributes:
+        telemetry: what happened in the last step, and on average.
+        number: steps done, those that were given up not counted.
+        last_error: what the last step raised, None if it ended well.
+    """
+
+    def __init__(self) -> None:
+        self.telemetry = Telemetry()
+        self.number = 0
+        self.last_error: BaseException | None = None
+        self._lock = threading.Lock()
+
+    def finish(self, parts: Sequence[Part], scale: float) -> list[np.ndarray]:
+        """When all coroutines have ended.
+
+        Args:
+            parts: that were started together.
+            scale: of the sums.
+
+        Returns:
+            One gradient per variable, one part behind the other.
+
+        Raises:
+            NonFiniteGradientError: or what else ended a coroutine; the step is taken back.
+        """
+        now = time.perf_counter()
+        with self._lock:
+            errors = [part.task.error for part in parts if part.task.error is not None]
+            if errors:
+                for part in parts:
+                    part.abandon()
+                # one of another kind stands on this rank alone, and is the one to look at
+                self.last_error = min(errors, key=lambda error: isinstance(error, NonFiniteGradientError))
+                raise self.last_error
+            self.last_error = None
+            applied = [part.apply(scale) for part in parts]
+            self.number += 1
+            waited = idle_seconds([part.task for part in parts], now)
+            self.telemetry.add(StepReport.of(self.number, [report for _, report in applied], waited))
+            return [array for arrays, _ in applied for array in arrays]
