@@ -1,0 +1,213 @@
+"""Measuring a cluster through whatever carries out requests: from samples to a profile."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from horovod_sparse.collectives import Request, Synchronization
+from horovod_sparse.cost import Fit, Profile, fit_selection, fit_time
+from horovod_sparse.cost.model import COLLECTIVES
+from horovod_sparse.errors import ArgumentError
+from horovod_sparse.frontend.calibration_buckets import BucketMemory, HostBucketMemory, bucket_times
+from horovod_sparse.frontend.calibration_collectives import Stopwatch, collective_times
+from horovod_sparse.sparsifiers import Sparsifier
+
+__all__ = ["QUICK", "THOROUGH", "Extent", "Where", "calibration", "carry_out", "needed_kinds"]
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How much is measured.
+
+    Attributes:
+        message_bytes: that a rank puts into a collective, ascending; 3 or more sizes.
+        bucket_elements: n of the buckets that are selected from, ascending; 3 or more sizes.
+        repetitions: of each size, beside one to warm up.
+        budget_seconds: for all, in equal shares for every collective and sparsifier; when one's share
+            is used up, its larger sizes are left out, but never the first 3.
+    """
+
+    message_bytes: tuple[int, ...]
+    bucket_elements: tuple[int, ...]
+    repetitions: int
+    budget_seconds: float
+
+    def __post_init__(self) -> None:
+        for argument in ("message_bytes", "bucket_elements"):
+            sizes = getattr(self, argument)
+            if len(sizes) < 3 or list(sizes) != sorted(set(sizes)) or sizes[0] < 1:
+                raise ArgumentError(argument, sizes, "3 or more sizes, ascending, from 1")
+        if self.repetitions < 1:
+            raise ArgumentError("repetitions", self.repetitions, "a whole number, 1 or more")
+
+
+#: during a training's warm-up
+QUICK = Extent((64, 4096, 32768, 262144, 1 << 20), (1 << 12, 1 << 16, 1 << 20), 7, 2.0)
+#: for `horovod-sparse calibrate`
+THOROUGH = Extent(
+    (64, 1024, 8192, 65536, 1 << 18, 1 << 20, 1 << 22, 1 << 24),
+    (1 << 10, 1 << 13, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24),
+    15,
+    60.0,
+)
+
+
+@dataclass(frozen=True)
+class Where:
+    """Where a profile is measured, as it is written into it; see `Profile`.
+
+    Attributes:
+        rank: of this process, within the process set.
+        size: P.
+        framework: "torch" or "tensorflow".
+        controller: Horovod's: "gloo" or "mpi".
+        cycle_seconds: Horovod's cycle time.
+        device: in words.
+    """
+
+    rank: int
+    size: int
+    framework: str
+    controller: str
+    cycle_seconds: float = 0.001
+    device: str = "cpu"
+
+
+def needed_kinds(sparsifiers: Sequence[Sparsifier], size: int) -> tuple[str, ...]:
+    """The kinds of collective that these sparsifiers use, and the allreduce of what stays dense.
+
+    Example:
+        >>> from horovod_sparse.sparsifiers import TopK
+        >>> needed_kinds([TopK()], 4)
+        ('allgather', 'allreduce')
+    """
+    kinds = {COLLECTIVES[kind] for sparsifier in sparsifiers for kind in sparsifier.rounds(size)}
+    return tuple(sorted(kinds | {"allreduce"}))
+
+
+def calibration(
+    where: Where,
+    sparsifiers: Sequence[Sparsifier],
+    *,
+    extent: Extent = THOROUGH,
+    kinds: Sequence[str] | None = None,
+    memory: BucketMemory | None = None,
+    dtype: str = "float32",
+    clock: Callable[[], float] = time.perf_counter,
+    sleep: Callable[[float], None] = time.sleep,
+    on_progress: Callable[[int, int, str], None] = lambda done, total, what: None,
+) -> Synchronization[Profile]:
+    """Measures collectives, selection and decoding; a coroutine, so that any driver can carry it out.
+
+    All ranks run it together, with the same arguments (but for `where.rank`): whatever is decided on
+    the way (when to stop) is decided from numbers that all ranks have gathered, and all end with the
+    same profile. It shall be carried out as a training's requests are: `carry_out` with a function
+    that starts a collective under a name that depends on nothing but the request's type, and waits as
+    the driver does. Horovod's response cache then works as it does in training.
+
+    Args:
+        where: this rank's place, and what the profile says of the cluster.
+        sparsifiers: whose selection and decoding are measured, each at its density and at four times that.
+        extent: how much is measured.
+        kinds: of collectives ("allgather", ...); what the sparsifiers need if left out.
+        memory: where buckets are; in the host's memory if left out.
+        dtype: of gradients.
+        clock: seconds.
+        sleep: waits for seconds.
+        on_progress: gets pieces of work done, their number at most, and what was measured last.
+
+    Returns:
+        The profile, without backward times.
+
+    Raises:
+        UnknownNameError: for a kind that there is not.
+
+    Example:
+        >>> from horovod_sparse.simulation import run_lockstep
+        >>> from horovod_sparse.sparsifiers import TopK
+        >>> extent = Extent((64, 1024, 4096), (1000, 2000, 4000), repetitions=1, budget_seconds=1.0)
+        >>> places = [Where(rank, 2, "torch", "gloo") for rank in range(2)]
+        >>> one, other = run_lockstep([calibration(place, [TopK()], extent=extent) for place in places])
+        >>> one == other, sorted(one.collectives), sorted(one.selection)
+        (True, ['allgather', 'allreduce'], ['topk'])
+    """
+    watch = Stopwatch(where.rank, where.size, clock, sleep, where.cycle_seconds)
+    kinds = needed_kinds(sparsifiers, where.size) if kinds is None else tuple(kinds)
+    if where.size == 1:
+        kinds = ()
+    memory = HostBucketMemory() if memory is None else memory
+    total = len(kinds) * len(extent.message_bytes) + 2 * len(sparsifiers) * len(extent.bucket_elements)
+    share = extent.budget_seconds / max(1, len(kinds) + len(sparsifiers))
+    done = 0
+
+    def tell(what: str) -> None:
+        nonlocal done
+        done += 1
+        on_progress(done, total, what)
+
+    collectives: dict[str, Fit] = {}
+    for kind in kinds:
+        amounts, seconds = yield from collective_times(
+            kind, watch, extent.message_bytes, extent.repetitions, share, tell
+        )
+        collectives[kind] = fit_time(amounts, seconds, what=kind)
+    selection: dict[str, Fit] = {}
+    decoding: dict[str, Fit] = {}
+    for sparsifier in sparsifiers:
+        times = yield from bucket_times(
+            sparsifier, watch, memory, extent.bucket_elements, extent.repetitions, share, tell, dtype
+        )
+        selection[sparsifier.name] = fit_selection(
+            times.num_elements, times.num_selected, times.selection, what=f"selection of {sparsifier.name}"
+        )
+        decoding[sparsifier.name] = fit_selection(
+            times.num_elements, times.num_received, times.decoding, what=f"decoding of {sparsifier.name}"
+        )
+    return Profile(
+        where.size,
+        where.framework,
+        where.controller,
+        where.cycle_seconds,
+        collectives,
+        selection,
+        decoding,
+        device=where.device,
+    )
+
+
+def carry_out(coroutine: Synchronization[Result], execute: Callable[[Request], Any]) -> Result:
+    """Runs a coroutine with a function that carries out one request and waits for what comes back.
+
+    Args:
+        coroutine: yields requests.
+        execute: gives the answer to a request.
+
+    Returns:
+        What the coroutine returns.
+
+    Example:
+        >>> import numpy as np
+        >>> from horovod_sparse.collectives import AllReduce
+        >>> def double():
+        ...     total = yield AllReduce(np.ones(1))
+        ...     return float(total[0])
+        >>> carry_out(double(), lambda request: 2.0 * request.buffer)
+        2.0
+    """
+    answer: Any = None
+    while True:
+        try:
+            request = coroutine.send(answer)
+        except StopIteration as stop:
+            result: Result = stop.value
+            return result
+        try:
+            answer = execute(request)
+        except BaseException:
+            coroutine.close()
+            raise

@@ -1,0 +1,155 @@
+"""Calibration with a clock that moves only when something is carried out."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from horovod_sparse.arrays import HostAccumulator
+from horovod_sparse.collectives import AllGather, AllToAll, Broadcast, Exchange, num_bytes_sent
+from horovod_sparse.cost import COLLECTIVES
+from horovod_sparse.errors import ArgumentError, UnknownNameError
+from horovod_sparse.frontend.calibration import Extent, Where, calibration, carry_out, needed_kinds
+from horovod_sparse.frontend.calibration_buckets import HostBucketMemory
+from horovod_sparse.simulation import run_lockstep
+from horovod_sparse.sparsifiers import ALGORITHMS, ExDyna, TopK
+
+EXTENT = Extent((64, 4096, 65536, 1 << 20), (1 << 10, 1 << 13, 1 << 15), 9, budget_seconds=1e9)
+ALPHA, BETA = 2e-3, 3e-9
+
+
+class FakeRank:
+    """Rank 0 of so many, all of which send what it sends; everything takes the time that it is given."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.now, self.num_requests = size, 0.0, 0
+        self.outliers = np.random.default_rng(0)
+
+    def clock(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def execute(self, request):
+        self.num_requests += 1
+        slow = 50.0 if self.outliers.random() < 0.1 else 1.0  # one in ten, as on a busy machine
+        self.now += slow * (ALPHA + BETA * num_bytes_sent(request, 0))
+        if isinstance(request, AllGather):
+            return np.tile(request.buffer, self.size)
+        if isinstance(request, Exchange):
+            return {source: next(iter(request.sends.values())) for source in request.sources}
+        if isinstance(request, AllToAll):
+            return list(request.buffers)
+        return request.buffer * (1 if isinstance(request, Broadcast) else self.size)
+
+
+class TimedMemory(HostBucketMemory):
+    """Folding takes a + b n, applying c for each element that was received."""
+
+    def __init__(self, fake: FakeRank) -> None:
+        self.fake = fake
+
+    def accumulator(self, info, recipe):
+        fake = self.fake
+
+        class Timed(HostAccumulator):
+            def fold(self, gradient, **arguments):
+                fake.now += 1e-4 + 2e-9 * gradient.size
+                return super().fold(gradient, **arguments)
+
+        return Timed(info.num_elements, info.dtype, density=recipe.sparsifier.density)
+
+    def apply(self, gradient, total, size):
+        self.fake.now += 4e-8 * total.indices.size
+        super().apply(gradient, total, size)
+
+
+def measured(size, sparsifiers, **arguments):
+    fake = FakeRank(size)
+    coroutine = calibration(
+        Where(0, size, "torch", "gloo"),
+        sparsifiers,
+        **{"extent": EXTENT, "memory": TimedMemory(fake), **arguments},
+        clock=fake.clock,
+        sleep=fake.sleep,
+    )
+    return carry_out(coroutine, fake.execute), fake
+
+
+def test_constants_are_recovered_though_some_repetitions_are_slow():
+    profile, _ = measured(4, [TopK(density=0.01)], kinds=sorted(COLLECTIVES.values()))
+    assert sorted(profile.collectives) == sorted(COLLECTIVES.values())
+    for kind, fit in profile.collectives.items():
+        assert fit.fixed_seconds == pytest.approx(ALPHA, rel=1e-3), kind
+        assert fit.seconds_per_unit == pytest.approx(BETA, rel=1e-3), kind
+    selection, decoding = profile.selection["topk"], profile.decoding["topk"]
+    assert selection.fixed_seconds == pytest.approx(1e-4, rel=1e-3)
+    assert selection.seconds_per_unit == pytest.approx(2e-9, rel=1e-3)
+    # all ranks of the fake select alike: k elements from each of 4 ranks come back
+    assert decoding.time(4 * 0.01).seconds(1 << 15) == pytest.approx(4e-8 * 4 * 328, rel=0.01)
+    assert (profile.size, profile.framework, profile.controller) == (4, "torch", "gloo")
+
+
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+def test_every_sparsifier_can_be_calibrated_and_all_ranks_end_alike(name):
+    sparsifier = ALGORITHMS[name](density=0.05)
+    extent = Extent((64, 256, 1024), (500, 2000, 4000), repetitions=1, budget_seconds=1e9)
+    places = [Where(rank, 4, "torch", "gloo", 1e-6) for rank in range(4)]
+    profiles = run_lockstep([calibration(place, [sparsifier], extent=extent) for place in places])
+    assert all(profile == profiles[0] for profile in profiles)
+    cost = profiles[0].cost(sparsifier)
+    assert cost.selection.seconds(1 << 20) > 0.0
+    assert cost.communication.seconds(1 << 20) > 0.0
+
+
+def test_when_the_budget_is_used_up_three_sizes_are_left():
+    told = []
+    arguments = {"on_progress": lambda done, total, what: told.append((done, total, what))}
+    profile, fake = measured(
+        2, [ExDyna()], extent=Extent((64, 256, 1024, 4096), (512, 1024, 2048, 4096), 1, 0.0)
+    )
+    assert {fit.num_points for fit in profile.collectives.values()} == {3}
+    assert profile.selection["exdyna"].num_points == 6  # at two densities each
+    everything, slower = measured(2, [ExDyna()], **arguments)
+    assert slower.num_requests > fake.num_requests
+    assert {fit.num_points for fit in everything.collectives.values()} == {4}
+    assert [done for done, _, _ in told] == list(range(1, told[0][1] + 1))
+
+
+def test_one_rank_measures_selection_alone():
+    profile, _ = measured(1, [TopK(density=0.01)])
+    assert not profile.collectives
+    assert profile.selection["topk"].seconds_per_unit == pytest.approx(2e-9, rel=1e-3)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+def test_gradients_of_other_types(dtype):
+    profile, _ = measured(2, [TopK(density=0.01)], dtype=dtype)
+    assert profile.selection["topk"].seconds_per_unit == pytest.approx(2e-9, rel=1e-3)
+
+
+def test_what_is_not_allowed_is_refused_by_name():
+    with pytest.raises(ArgumentError, match="message_bytes"):
+        Extent((64, 32, 128), (1, 2, 3), 1, 1.0)
+    with pytest.raises(ArgumentError, match="bucket_elements"):
+        Extent((32, 64, 128), (1, 2), 1, 1.0)
+    with pytest.raises(ArgumentError, match="repetitions"):
+        Extent((32, 64, 128), (1, 2, 3), 0, 1.0)
+    with pytest.raises(UnknownNameError, match="reduce"):
+        measured(2, [TopK()], kinds=["reducescatter"])
+
+
+def test_an_answer_that_fails_closes_the_coroutine():
+    def fail(request):
+        raise RuntimeError("the network is gone")
+
+    coroutine = calibration(Where(0, 2, "torch", "gloo"), [TopK()])
+    with pytest.raises(RuntimeError, match="gone"):
+        carry_out(coroutine, fail)
+    assert coroutine.gi_frame is None
+
+
+def test_needed_kinds_are_those_of_the_sparsifiers_and_the_allreduce():
+    assert needed_kinds([TopK()], 4) == ("allgather", "allreduce")
+    assert "exchange" in needed_kinds([ALGORITHMS["gtopk"]()], 4)
