@@ -19,8 +19,6 @@ from typing import Any
 for _variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS"):
     os.environ.setdefault(_variable, "1")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-# As stock: one rank alone synchronizes nothing, unless others may join it.
-os.environ.setdefault("HOROVOD_ELASTIC", "1")
 
 import numpy as np  # noqa: E402
 
@@ -96,6 +94,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", metavar="FILE", help="write JSON to FILE")
     parser.add_argument("--check", action="store_true", help="fail if the budget is exceeded")
     options = parser.parse_args(arguments)
+    # As stock: one rank alone synchronizes nothing, unless others may join it.
+    os.environ.setdefault("HOROVOD_ELASTIC", "1")
 
     import tensorflow as tf
 
