@@ -226,11 +226,30 @@ class HostAccumulator:
         self._square_norm = self._norm_without(old) + squares(self.take(where))
         self._maxima.grew(where)
 
+    def put(self, indices: Indices, values: Values) -> None:
+        """Exactly these finite values there; the companions stay. Indices are unique."""
+        where = checked(indices, self.num_elements)
+        new = compiled_for(values, self.dtype)
+        if new.size != where.size:
+            raise ArgumentError("values", new.size, f"one for each of the {where.size} indices")
+        old = self._journal.remember(where)
+        host_scatter.put_at(self._values, where, new)
+        self._square_norm = self._norm_without(old) + squares(new)
+        self._maxima.grew(where)
+
+    def mask(self, indices: Indices) -> None:
+        """Sets the companions there to 0, where there is masking; the values stay."""
+        if len(self._cleared) > 1:
+            where = checked(indices, self.num_elements)
+            self._journal.remember(where)
+            for companion in self._companions:
+                host_scatter.clear_at(companion, where)
+
     def _norm_without(self, old: Values) -> float:
         return max(0.0, self._square_norm - squares(old))
 
     def abandon(self) -> None:
-        """Takes back every `clear` and `add` since the last fold, bit for bit."""
+        """Takes back every change since the last fold, bit for bit."""
         places = self._journal.undo()
         self._maxima.exact(places)
         if places:

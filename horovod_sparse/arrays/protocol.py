@@ -97,8 +97,14 @@ class Accumulator(Protocol):
     def add(self, indices: Indices, values: Values) -> None:
         """Adds to the values there (what a rank gives back to its residual). Indices are unique."""
 
+    def put(self, indices: Indices, values: Values) -> None:
+        """Exactly these finite values there; what a feedback keeps beside them stays. Indices are unique."""
+
+    def mask(self, indices: Indices) -> None:
+        """Clears what a feedback keeps beside the values there, as `clear` does; the values stay."""
+
     def abandon(self) -> None:
-        """Takes back every `clear` and `add` since the last fold, bit for bit."""
+        """Takes back every `clear`, `add`, `put` and `mask` since the last fold, bit for bit."""
 
     def values(self) -> Values:
         """All n values as a host array, a view where that is possible (checkpoints, tests)."""

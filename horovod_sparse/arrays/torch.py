@@ -228,14 +228,33 @@ class TorchAccumulator:
             added = to_device(new, self.device)
             fine = torch.isfinite(self._values.index_select(0, where) + added)
             self._journal.add(where, torch.where(fine, added, 0.0))
-            if self._selection.maxima is not None:
-                self._kernels.raise_maxima(self._values, self._selection.maxima, self._layout, where)
+            self._grew(where)
+
+    def put(self, indices: Indices, values: Values) -> None:
+        """Exactly these finite values there; the companions stay. Indices are unique."""
+        with on_device(self.device):
+            where = self._places(indices)
+            new = np.ascontiguousarray(values, self.dtype).reshape(-1)
+            if new.size != where.numel():
+                raise ArgumentError("values", new.size, f"one for each of the {where.numel()} indices")
+            self._journal.put(where, to_device(new, self.device))
+            self._grew(where)
+
+    def mask(self, indices: Indices) -> None:
+        """Sets the companions there to 0, where there is masking; the values stay."""
+        if self._companions:
+            with on_device(self.device):
+                self._journal.mask(self._places(indices))
+
+    def _grew(self, where: Tensor) -> None:
+        if self._selection.maxima is not None:
+            self._kernels.raise_maxima(self._values, self._selection.maxima, self._layout, where)
 
     def _places(self, indices: Indices) -> Tensor:
         return to_device(checked(indices, self.num_elements), self.device)
 
     def abandon(self) -> None:
-        """Takes back every `clear` and `add` since the last fold, bit for bit."""
+        """Takes back every change since the last fold, bit for bit."""
         with on_device(self.device):
             self._journal.abandon(self._selection.maxima, self._layout)
 

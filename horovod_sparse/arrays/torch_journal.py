@@ -82,6 +82,21 @@ class Journal:
         self._changes.append(_Change(indices, old, companions))
         self.square_norm = self._without(old) + sum_of_squares(old + new)
 
+    def put(self, indices: Tensor, new: Tensor) -> None:
+        """Replaces the values there; indices are unique."""
+        old = self._values[indices.long()]
+        self._kernels.put(self._values, indices, new)
+        companions = tuple(companion[indices.long()] for companion in self._companions)
+        self._changes.append(_Change(indices, old, companions))
+        self.square_norm = self._without(old) + sum_of_squares(new)
+
+    def mask(self, indices: Tensor) -> None:
+        """Sets companions to 0 there, if there is masking."""
+        if self._masking:
+            values = self._values[indices.long()]
+            companions = tuple(self._kernels.clear(companion, indices) for companion in self._companions)
+            self._changes.append(_Change(indices, values, companions))
+
     def refresh(self, maxima: Tensor, layout: Layout) -> None:
         """Makes upper bounds of the block maxima exact again."""
         for change in self._changes[self._refreshed :]:

@@ -11,7 +11,7 @@ from horovod_sparse.arrays.protocol import Accumulator
 from horovod_sparse.collectives import Exchange, Request, Synchronization
 from horovod_sparse.sparsifiers.base import BucketInfo, SparseSum, Sparsifier, SparsifierState, Traffic
 from horovod_sparse.sparsifiers.mail import Mail, ceil_log2, mail_words, rounded
-from horovod_sparse.sparsifiers.sparse_vectors import SparseVector, added, split_largest
+from horovod_sparse.sparsifiers.sparse_vectors import SparseVector, added, missing_in, split_largest
 
 __all__ = ["GTopK"]
 
@@ -50,7 +50,7 @@ class GTopK(Sparsifier):
         mail = Mail(accumulator.report, info, self.wire)
         indices = accumulator.largest(k)
         total = SparseVector(indices, accumulator.take(indices))
-        accumulator.clear(indices)
+        accumulator.put(indices, np.zeros_like(total.values))
         everyone = range(info.size)
 
         for distance in _distances(info.size):
@@ -78,6 +78,8 @@ class GTopK(Sparsifier):
         if info.rank != 0:
             total = mail.read(message, everyone)
 
+        # a velocity is stale only where the step has applied something
+        accumulator.mask(indices[~missing_in(indices, total.indices)])
         state.step += 1
         counts = np.full(info.size, k, np.int64)
         return SparseSum(total.indices, total.values, counts, mail.notes.first_nonfinite, mail.notes.norms)

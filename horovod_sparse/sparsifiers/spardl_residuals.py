@@ -39,7 +39,7 @@ class Ledger:
         values = self._accumulator.take(indices)
         self._changes.append((indices, values))
         self._selected.append(indices)
-        self._accumulator.clear(indices)
+        self._accumulator.put(indices, np.zeros_like(values))
         return SparseVector(indices, values)
 
     def receive(self, vector: SparseVector) -> None:
@@ -69,11 +69,16 @@ class Ledger:
             mode: "global": local and end-procedure discards stay at the rank they came from, in-procedure
                 ones at the rank that dropped them; nothing is lost. "partial": in-procedure discards are
                 lost. "local": only what was never sent is kept. Rounding errors stay in all modes.
+
+        The velocity of momentum correction is masked where this rank's own value has left it for good, and
+        nowhere else: not where the value came back, and not where it only passed through.
         """
         if mode == "global":
             for indices, before in reversed(self._changes):
                 unsent = missing_in(indices, final)
                 self._put(indices[unsent], before[unsent])
+            for indices in self._selected:
+                self._accumulator.mask(indices[~missing_in(indices, final)])
             return
         for indices, before in reversed(self._changes):
             self._put(indices, before)
@@ -86,5 +91,4 @@ class Ledger:
     def _put(self, indices: Indices, values: Values) -> None:
         """Exactly these values: a sum less what was added to it need not be what it was."""
         if indices.size:
-            self._accumulator.clear(indices)
-            self._accumulator.add(indices, np.ascontiguousarray(values))
+            self._accumulator.put(indices, np.ascontiguousarray(values))

@@ -135,6 +135,13 @@ class ReferenceAccumulator:
     def add(self, indices: Indices, values: Values) -> None:
         self._values[indices] += values
 
+    def put(self, indices: Indices, values: Values) -> None:
+        self._values[indices] = values
+
+    def mask(self, indices: Indices) -> None:
+        for array in self._masked:
+            array[indices] = 0
+
     def abandon(self) -> None:
         values, companions = self._folded
         self._values = values.copy()

@@ -11,7 +11,7 @@ from horovod_sparse.kernels import reference
 from unit.kernels.drawing import KINDS, SEEDS, bfloat16_bits, make
 
 NAMES = ("float32", "float64", "float16", "bfloat16")
-CHANGES = ("clear", "add", "largest", "at_least", "kth", "abandon", "take", "count")
+CHANGES = ("clear", "add", "put", "mask", "largest", "at_least", "kth", "abandon", "take", "count")
 
 
 def held(name, kind, n, seed):
@@ -83,6 +83,14 @@ def test_any_history(name, kind, n, seed, density, companions, steps):
                 new = (generator.standard_normal(indices.size) * 3).astype(accumulator.dtype)
                 accumulator.add(indices, new)
                 arrays[0][indices] += new
+            elif change == "put":
+                new = (generator.standard_normal(indices.size) * 3).astype(accumulator.dtype)
+                accumulator.put(indices, new)
+                arrays[0][indices] = new
+            elif change == "mask":
+                accumulator.mask(indices)
+                for array in arrays[1:]:
+                    array[indices] = 0
             elif change == "abandon":
                 accumulator.abandon()
                 arrays = [array.copy() for array in at_fold]
@@ -182,12 +190,14 @@ def test_refusals():
         (lambda: accumulator.fold(accumulator.values()), "gradient"),
         (lambda: accumulator.assign(np.zeros(9)), "values"),
         (lambda: accumulator.add(np.array([1], np.int32), np.zeros(2)), "values"),
+        (lambda: accumulator.put(np.array([1], np.int32), np.zeros(2)), "values"),
         (lambda: accumulator.sample_magnitudes(0), "stride"),
     ]
     for call, word in refused:
         with pytest.raises(ArgumentError, match=word):
             call()
-    for call in (accumulator.take, accumulator.clear, lambda i: accumulator.add(i, [0.0])):
+    changes = (lambda i: accumulator.add(i, [0.0]), lambda i: accumulator.put(i, [0.0]))
+    for call in (accumulator.take, accumulator.clear, *changes):
         with pytest.raises(MessageError, match="10"):
             call([10])
 

@@ -140,6 +140,8 @@ def run(scenario: dict[str, Any], place: Any) -> None:
         for accumulator in (host, ours):
             accumulator.clear(sent)
             accumulator.add(sent[::2], np.full(sent[::2].size, 0.75))
+            accumulator.put(sent[::3], np.full(sent[::3].size, 1.25, np.float32))
+            accumulator.mask(np.arange(0, n, 7, dtype=np.int32))
         check_state(host, ours)
         check_selection(host, ours, generator)
         for accumulator in (host, ours):

@@ -209,3 +209,64 @@ def test_resume(size: int) -> None:
     for step, expected in zip(second.steps, whole.steps[3:], strict=True):
         assert step.sums[0].values.tobytes() == expected.sums[0].values.tobytes()
         assert step.residuals[0].tobytes() == expected.residuals[0].tobytes()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 6])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"name": "gtopk"},
+        {"name": "gtopk", "values": "float16"},
+        {"name": "spardl"},
+        {"name": "spardl", "teams": "auto", "latency_seconds": 1.0},
+        {"name": "spardl", "residuals": "partial"},
+        {"name": "oktopk"},
+        {"name": "topk_dsa"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("masking", [True, False])
+def test_velocity_is_masked_where_the_own_value_left_for_good(
+    size: int, arguments: dict[str, Any], masking: bool
+) -> None:
+    """Not where it came back, and not where another rank's value only passed through."""
+    n = 60
+    feedback = MomentumCorrection(momentum=0.5, masking=masking)
+    cluster = SimulatedCluster(recipe(**arguments, density=0.1, feedback=feedback), n, size)
+    generator, velocities = np.random.default_rng(size), np.zeros((size, n), np.float32)
+    num_kept = 0
+    for _ in range(5):
+        gradients = dyadic(generator, (size, n)).astype(np.float32)
+        residuals = np.array(cluster.residuals())
+        velocities = np.float32(0.5) * velocities + gradients
+        accumulators = residuals + velocities
+        sum_ = cluster.synchronize(list(gradients.copy()))[0]
+        applied = np.zeros(n, bool)
+        applied[sum_.indices] = True
+        for rank, bucket in enumerate(cluster.buckets):
+            # what a rank holds at an applied index is not what it had: its own value has left it, or
+            # others' have been added; only the first masks, so look where nothing else can have come
+            velocity = bucket.accumulator.companions[0]
+            changed = velocity != velocities[rank]
+            if not masking:
+                assert not changed.any()
+                continue
+            assert not velocity[changed].any(), "a velocity is kept or cleared"
+            assert not changed[~applied].any(), "nothing was applied there"
+            left = applied & (cluster.residuals()[rank] == 0) & (accumulators[rank] != 0)
+            assert not velocity[left].any(), "a value has left, and its velocity with it"
+            num_kept += int((velocity != 0).sum())
+        velocities = np.array([bucket.accumulator.companions[0] for bucket in cluster.buckets])
+    assert num_kept or not masking
+
+
+def test_velocity_of_spardl_by_hand() -> None:
+    """Two ranks, k = 2: what came through is masked at the rank that sent it, and what came back is not."""
+    made = recipe("spardl", density=0.5, feedback=MomentumCorrection(momentum=0.5))
+    cluster = SimulatedCluster(made, num_elements=4, size=2)
+    # As in tests/unit/sparse_allreduce/test_golden.py: rank 0 sends 3 at 3, rank 1 sends 4 at 1; the sum is
+    # 5 at 0 (rank 0's own) and 6 at 2 (rank 1's own). Both have their value at 3, or 1, back.
+    gradients = [np.array([5, 1, 2, 3], np.float32), np.array([1, 4, 6, -1], np.float32)]
+    cluster.synchronize(gradients)
+    velocities = [bucket.accumulator.companions[0].tolist() for bucket in cluster.buckets]
+    assert velocities == [[0, 1, 2, 3], [1, 4, 0, -1]]
