@@ -1,6 +1,8 @@
 """What the PyTorch and the TensorFlow front end have in common, free of both."""
 
 from horovod_sparse.frontend.agreement import agreed_plan, describe_model
+from horovod_sparse.frontend.asked import Asked, asked_for
+from horovod_sparse.frontend.backward_times import BackwardRecorder, BackwardTimes
 from horovod_sparse.frontend.calibration import (
     QUICK,
     THOROUGH,
@@ -11,6 +13,7 @@ from horovod_sparse.frontend.calibration import (
     needed_kinds,
 )
 from horovod_sparse.frontend.choices import Choices
+from horovod_sparse.frontend.decision import Decision, check_agreement, decide, plan_by_times
 from horovod_sparse.frontend.dense import sum_densely
 from horovod_sparse.frontend.encoding import from_bytes, to_bytes
 from horovod_sparse.frontend.planning import make_plan
@@ -20,17 +23,25 @@ from horovod_sparse.frontend.text import describe_recipe
 __all__ = [
     "QUICK",
     "THOROUGH",
+    "Asked",
+    "BackwardRecorder",
+    "BackwardTimes",
     "Choices",
+    "Decision",
     "Extent",
     "Where",
     "agreed_plan",
+    "asked_for",
     "calibration",
     "carry_out",
+    "check_agreement",
+    "decide",
     "describe_model",
     "describe_recipe",
     "from_bytes",
     "make_plan",
     "needed_kinds",
+    "plan_by_times",
     "redistributed",
     "share_factor",
     "sum_densely",

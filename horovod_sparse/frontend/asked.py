@@ -1,0 +1,180 @@
+"""The arguments that decide about buckets, checked against each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from horovod_sparse.cost import CostModel, Profile
+from horovod_sparse.cost.times import AffineTime
+from horovod_sparse.errors import ArgumentError, HorovodSparseError, ProfileMismatchError, UnknownNameError
+from horovod_sparse.merging import (
+    DEFAULT_BUCKET_BYTES,
+    ParameterFacts,
+    Plan,
+    Strategy,
+    TensorSelection,
+    Workload,
+    dense_of,
+    fixed,
+    joint,
+    needs_times,
+    select_tensors,
+    strategy_named,
+)
+
+__all__ = ["Asked", "asked_for", "whole_parameters"]
+
+#: what stands in for times where none are looked at
+_NO_COST = CostModel(AffineTime(), AffineTime())
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A way to make plans, as the arguments of an optimizer ask for it.
+
+    Attributes:
+        merging: as the user wrote it, for messages.
+        strategy: what it means.
+        selection: the argument `tensor_selection`.
+        profile: the one that was given.
+        failure: why that could not be read: raised once all ranks have been told.
+    """
+
+    merging: str
+    strategy: Strategy
+    selection: TensorSelection = "all"
+    profile: Profile | None = None
+    failure: HorovodSparseError | None = None
+
+    @property
+    def measures(self) -> bool:
+        """Whether the plan depends on times."""
+        return needs_times(self.strategy) or self.selection == "cost"
+
+    @property
+    def complete(self) -> bool:
+        """Whether a profile says all that there is to measure."""
+        return self.profile is not None and bool(self.profile.backward_seconds)
+
+    def describe(self) -> str:
+        """One line, equal on ranks that ask for the same."""
+        selection = (
+            self.selection if isinstance(self.selection, str) else getattr(self.selection, "__name__", "")
+        )
+        return f"merging={self.merging}, tensor_selection={selection or repr(self.selection)}"
+
+    def first_plan(self, parameters: Sequence[ParameterFacts]) -> Plan:
+        """The plan that needs no times: the one asked for, or the default one until times are known.
+
+        Args:
+            parameters: in the order in which the model uses them.
+
+        Raises:
+            ArgumentError: if the rule of `tensor_selection` answers something else than yes or no.
+        """
+        dense = whole_parameters(parameters)
+        if self.selection != "cost":
+            dense |= dense_of(select_tensors(self.selection, parameters))
+        workload = Workload(tuple(parameters), (1.0,) * len(parameters), dense=dense)
+        strategy = fixed(bytes=DEFAULT_BUCKET_BYTES) if self.measures else self.strategy
+        return strategy(workload, _NO_COST)
+
+
+def whole_parameters(parameters: Sequence[ParameterFacts]) -> frozenset[str]:
+    """Names of those that a rule of the compressor leaves dense."""
+    return frozenset(parameter.name for parameter in parameters if parameter.density == 1.0)
+
+
+def asked_for(
+    *,
+    merging: Any = None,
+    tensor_selection: Any = None,
+    profile: Any = None,
+    plan: Plan | None = None,
+    groups: Any = None,
+    bucket_bytes: int | None = None,
+) -> tuple[Asked | None, Plan | None]:
+    """What the arguments ask for, if they do not contradict each other.
+
+    ==================  =========================================================================
+    `plan`, `groups`    say which parameters form which bucket: nothing else may be said
+    a `Plan` as         the same as `plan`
+    `merging`
+    `bucket_bytes`      the same as ``merging=fixed(bytes=...)``; `tensor_selection` may be given
+    "joint"             decides what stays dense, too: no `tensor_selection`
+    `profile`           is looked at where times are; otherwise it changes nothing
+    ==================  =========================================================================
+
+    Args:
+        merging: "layerwise", "single", "omgs", "optimal", "joint", `fixed(...)`, a function of a workload
+            and a cost model, or a `Plan`.
+        tensor_selection: "cost", "all", `min_elements(...)`, or a function of a parameter.
+        profile: a `Profile`, or the path of a saved one. A file that cannot be read is a failure that all
+            ranks have to hear of, so it is not raised here: see `Asked.failure`.
+        plan: which parameters form which bucket.
+        groups: Horovod's argument.
+        bucket_bytes: of gradient in a bucket.
+
+    Returns:
+        What is asked for; and the plan, where one was given as such. Both None where `groups`,
+        `bucket_bytes` or nothing was given alone.
+
+    Raises:
+        ArgumentError: naming those that contradict each other, or a value that is not allowed.
+        UnknownNameError: for a misspelt name.
+
+    Example:
+        >>> asked_for(merging="optimal", tensor_selection="cost")[0].measures
+        True
+        >>> asked_for(merging="optimal", bucket_bytes=1000)
+        Traceback (most recent call last):
+        horovod_sparse.errors.ArgumentError: merging and bucket_bytes=('optimal', 1000) is not allowed: ...
+    """
+    if isinstance(merging, Plan):
+        _only_one(merging=merging, plan=plan)
+        merging, plan = None, merging
+    _only_one(merging=merging, plan=plan, groups=groups, bucket_bytes=bucket_bytes)
+    _only_one(tensor_selection=tensor_selection, plan=plan)
+    _only_one(tensor_selection=tensor_selection, groups=groups)
+    if plan is not None or (merging is None and tensor_selection is None):
+        if profile is not None:
+            what = "merging='optimal', 'omgs' or 'joint', or tensor_selection='cost' with it"
+            raise ArgumentError("profile", profile, what)
+        return None, plan
+    strategy: Strategy
+    if merging is None:
+        strategy = fixed(bytes=DEFAULT_BUCKET_BYTES if bucket_bytes is None else bucket_bytes)
+    else:
+        strategy = strategy_named(merging)
+    if strategy is joint and tensor_selection is not None:
+        _only_one(merging=merging, tensor_selection=tensor_selection)
+    selection = "all" if tensor_selection is None else tensor_selection
+    if isinstance(selection, str) and selection not in ("all", "cost"):
+        raise UnknownNameError("tensor_selection", selection, ["all", "cost", "min_elements(...)"])
+    if not isinstance(selection, str) and not callable(selection):
+        raise ArgumentError("tensor_selection", selection, "'cost', 'all', min_elements(...) or a function")
+    name = merging if isinstance(merging, str) else getattr(strategy, "__name__", repr(strategy))
+    given, failure = _profile(profile)
+    return Asked(name, strategy, selection, given, failure), None
+
+
+def _profile(given: Any) -> tuple[Profile | None, HorovodSparseError | None]:
+    if given is None or isinstance(given, Profile):
+        return given, None
+    if not isinstance(given, (str, Path)):
+        raise ArgumentError("profile", given, "a Profile, or the path of a saved one")
+    try:
+        return Profile.load(given), None
+    except ProfileMismatchError as error:
+        return None, error
+    except OSError as error:
+        return None, ProfileMismatchError(f"{given}: the profile cannot be read ({error.strerror})")
+
+
+def _only_one(**named: Any) -> None:
+    given = {name: value for name, value in named.items() if value is not None}
+    if len(given) > 1:
+        raise ArgumentError(" and ".join(given), tuple(given.values()), "only one of them")

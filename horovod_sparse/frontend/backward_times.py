@@ -1,0 +1,170 @@
+"""How long backward takes for every parameter, from time stamps that hooks take."""
+
+from __future__ import annotations
+
+import operator
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from horovod_sparse.collectives import Synchronization
+from horovod_sparse.errors import ArgumentError, ProfileMismatchError
+from horovod_sparse.frontend.lines import shared_lines
+
+__all__ = ["BackwardRecorder", "BackwardTimes", "mean_times"]
+
+
+@dataclass(frozen=True)
+class BackwardTimes:
+    """Medians over steps.
+
+    Attributes:
+        backward_seconds: by parameter, in the order in which gradients came; 0 for those that never came.
+        forward_seconds: from the end of one step to the first gradient of the next.
+        num_steps: that were measured.
+    """
+
+    backward_seconds: Mapping[str, float]
+    forward_seconds: float
+    num_steps: int
+
+
+class BackwardRecorder:
+    """Takes the stamps of a few steps, and makes medians of them.
+
+    A stamp is what tells a time: seconds of a clock, or an event of a device. Between two gradients lies
+    the time from where the hook of the one ended to where that of the other began: so what hooks do
+    themselves, folding and selecting, is not counted as backward.
+
+    Args:
+        names: of the parameters.
+        num_warmup: steps that do not count: memory is allocated, and kernels are compiled.
+        num_steps: that count.
+        seconds_between: seconds from one stamp to another; of all stamps of a step, asked at its end.
+
+    Example:
+        >>> recorder = BackwardRecorder(["a", "b"], num_warmup=0, num_steps=1)
+        >>> recorder.begin(10.0)
+        >>> recorder.arrived("b", 13.0, 14.0)  # one second of which passes in the hook
+        >>> recorder.arrived("a", 16.0, 16.0)
+        >>> recorder.end()
+        >>> recorder.times()
+        BackwardTimes(backward_seconds={'b': 0.0, 'a': 2.0}, forward_seconds=3.0, num_steps=1)
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        *,
+        num_warmup: int = 1,
+        num_steps: int = 5,
+        seconds_between: Callable[[Any, Any], float] | None = None,
+    ) -> None:
+        for argument, value, least in (("num_warmup", num_warmup, 0), ("num_steps", num_steps, 1)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ArgumentError(argument, value, f"a whole number, {least} or more")
+        self._names, self._to_skip, self._num_steps = tuple(names), num_warmup, num_steps
+        self._between = seconds_between or (lambda start, stop: operator.sub(stop, start))
+        self._begun: Any = None
+        self._stamps: list[tuple[str, Any, Any]] = []
+        self._forward: list[float] = []
+        self._backward: dict[str, list[float]] = {name: [] for name in self._names}
+        self._places: dict[str, list[int]] = {name: [] for name in self._names}
+
+    @property
+    def done(self) -> bool:
+        """Whether all steps that count have been taken."""
+        return len(self._forward) >= self._num_steps
+
+    def begin(self, stamp: Any) -> None:
+        """A step begins: the one before it has ended, and forward is next."""
+        self._begun, self._stamps = stamp, []
+
+    def arrived(self, name: str, entered: Any, left: Any) -> None:
+        """A gradient is complete.
+
+        Args:
+            name: of the parameter.
+            entered: stamp at the beginning of its hook.
+            left: stamp at the hook's end.
+        """
+        self._stamps.append((name, entered, left))
+
+    def end(self) -> None:
+        """All gradients of the step have come; what did not come will not. The stamps are read."""
+        begun, stamps = self._begun, self._stamps
+        self._begun, self._stamps = None, []
+        if begun is None or not stamps or self.done:
+            return  # the first step has no beginning
+        if self._to_skip > 0:
+            self._to_skip -= 1
+            return
+        before = begun
+        for place, (name, entered, left) in enumerate(stamps):
+            seconds = max(0.0, float(self._between(before, entered)))
+            if place == 0:
+                # where forward ends nobody tells; nothing can be sent before, so nothing hangs on it
+                self._forward.append(seconds)
+                seconds = 0.0
+            self._backward[name].append(seconds)
+            self._places[name].append(place)
+            before = left
+
+    def forget(self) -> None:
+        """The step was given up: its stamps do not count."""
+        self._begun, self._stamps = None, []
+
+    def times(self) -> BackwardTimes:
+        """Medians of the steps so far.
+
+        Raises:
+            ProfileMismatchError: if no step was measured.
+        """
+        if not self._forward:
+            raise ProfileMismatchError("no step has been measured yet: train a few steps first")
+        last = len(self._names)
+        place = {name: statistics.median(self._places[name] or [last]) for name in self._names}
+        # parameters without a gradient are started in the end, as the model's first
+        order = sorted(range(last), key=lambda i: (place[self._names[i]], -i))
+        seconds = {name: statistics.median(self._backward[name] or [0.0]) for name in self._names}
+        return BackwardTimes(
+            {self._names[i]: seconds[self._names[i]] for i in order},
+            statistics.median(self._forward),
+            len(self._forward),
+        )
+
+
+def mean_times(own: BackwardTimes | None) -> Synchronization[BackwardTimes]:
+    """Means over all ranks that have measured something: the same on every rank.
+
+    Args:
+        own: of this rank, if it has any. All ranks have the same parameters.
+
+    Raises:
+        ProfileMismatchError: on every rank, if no rank has measured anything.
+
+    Example:
+        >>> from horovod_sparse.simulation import run_lockstep
+        >>> times = [BackwardTimes({"b": 1.0, "a": 2.0}, 1.0, 5), BackwardTimes({"b": 3.0, "a": 2.0}, 2.0, 5)]
+        >>> run_lockstep([mean_times(own) for own in times])[1]
+        BackwardTimes(backward_seconds={'b': 2.0, 'a': 2.0}, forward_seconds=1.5, num_steps=5)
+    """
+    line = None
+    if own is not None:
+        line = [own.num_steps, own.forward_seconds, list(own.backward_seconds.items())]
+    everyone = yield from shared_lines(line)
+    measured = [item for item in everyone if item is not None]
+    if not measured:
+        raise ProfileMismatchError("no rank has measured a step yet: train a few steps first")
+    steps, forward, rows = zip(*measured, strict=True)
+    seconds: dict[str, list[float]] = {}
+    places: dict[str, list[int]] = {}
+    for row in rows:
+        for place, (name, value) in enumerate(row):
+            seconds.setdefault(name, []).append(value)
+            places.setdefault(name, []).append(place)
+    order = sorted(seconds, key=lambda name: statistics.fmean(places[name]))
+    return BackwardTimes(
+        {name: statistics.fmean(seconds[name]) for name in order}, statistics.fmean(forward), min(steps)
+    )

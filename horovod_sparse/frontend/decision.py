@@ -1,0 +1,201 @@
+"""Making a plan from times, on rank 0 for all; and what was decided, with its reasons."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from horovod_sparse.collectives import Synchronization
+from horovod_sparse.cost import CostModel, Profile, check_same_profile
+from horovod_sparse.errors import ProfileMismatchError
+from horovod_sparse.frontend.asked import Asked, whole_parameters
+from horovod_sparse.frontend.backward_times import BackwardTimes, mean_times
+from horovod_sparse.frontend.calibration import QUICK, Extent, Where, calibration
+from horovod_sparse.frontend.calibration_buckets import BucketMemory
+from horovod_sparse.frontend.failures import raise_together
+from horovod_sparse.frontend.lines import shared_lines
+from horovod_sparse.merging import (
+    DEFAULT_BUCKET_BYTES,
+    ParameterFacts,
+    Plan,
+    Workload,
+    dense_of,
+    fixed,
+    layerwise,
+    predict,
+    select_tensors,
+    single,
+)
+from horovod_sparse.sparsifiers import Sparsifier
+
+__all__ = ["Decision", "check_agreement", "decide", "plan_by_times"]
+
+_log = logging.getLogger("horovod_sparse")
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A plan, and why it was taken.
+
+    Attributes:
+        plan: which parameters form which bucket, and which stay dense.
+        asked: what the optimizer was asked for.
+        predicted_seconds: of an iteration under this plan ("taken"), and under others.
+        profile: the measurements it stands on, backward times included: `save` it, and the next run can
+            begin with the plan.
+    """
+
+    plan: Plan
+    asked: str
+    predicted_seconds: Mapping[str, float]
+    profile: Profile
+
+    def __str__(self) -> str:
+        taken, *others = (
+            f"{name} {1e3 * seconds:.4g} ms" for name, seconds in self.predicted_seconds.items()
+        )
+        return f"{self.asked}: {self.plan}; predicted per iteration: {taken}; others: {', '.join(others)}"
+
+
+def check_agreement(asked: Asked | None) -> Synchronization[None]:
+    """Refuses ranks that ask for different things: other arguments, other profiles, one that is broken.
+
+    Raises:
+        ProfileMismatchError: on every rank alike.
+    """
+    profile = None if asked is None else asked.profile
+    failure = None if asked is None or asked.failure is None else str(asked.failure)
+    mine = {
+        "asked": None if asked is None else asked.describe(),
+        "digest": "no profile" if profile is None else profile.digest(),
+        "failure": failure,
+    }
+    everyone = yield from shared_lines(mine)
+    for rank, other in enumerate(everyone):
+        if other["failure"] is not None:
+            raise ProfileMismatchError(f"rank {rank} cannot read its profile: {other['failure']}")
+    first = everyone[0]["asked"]
+    for rank, other in enumerate(everyone):
+        if other["asked"] != first:
+            raise ProfileMismatchError(
+                f"rank 0 asks for {first}, rank {rank} for {other['asked']}: give all the same arguments"
+            )
+    check_same_profile([other["digest"] for other in everyone])
+
+
+def decide(
+    asked: Asked,
+    where: Where,
+    parameters: Sequence[ParameterFacts],
+    sparsifier: Sparsifier,
+    times: BackwardTimes | None,
+    *,
+    memory: BucketMemory | None = None,
+    extent: Extent = QUICK,
+    dtype: str = "float32",
+) -> Synchronization[Decision]:
+    """Agrees on what was measured, measures what is missing, plans on rank 0, and tells all ranks.
+
+    A coroutine that all ranks run together, between two steps. Every collective in it is entered by every
+    rank: what can go wrong on one rank alone is told to the others, and all raise.
+
+    Args:
+        asked: by this rank's arguments.
+        where: this rank, and what a profile says of the cluster.
+        parameters: of the model, the same on all ranks; their order matters on rank 0.
+        sparsifier: that the buckets have.
+        times: measured on this rank; None where it has none, or the profile has them.
+        memory: where buckets are, for measuring.
+        extent: of measuring, where no profile was given.
+        dtype: of most gradients.
+
+    Returns:
+        The decision: the same plan on all ranks.
+
+    Raises:
+        ProfileMismatchError: on all ranks, if their profiles differ, or cannot be applied here.
+        HorovodSparseError: on all ranks, if planning failed on rank 0.
+    """
+    yield from check_agreement(asked)
+    if asked.profile is None:
+        profile = yield from calibration(where, [sparsifier], extent=extent, memory=memory, dtype=dtype)
+    else:
+        profile = asked.profile
+    if not profile.backward_seconds:
+        measured = yield from mean_times(times)
+        profile = dataclasses.replace(
+            profile,
+            backward_seconds=dict(reversed(list(measured.backward_seconds.items()))),
+            forward_seconds=measured.forward_seconds,
+        )
+    decision, failure = None, None
+    if where.rank == 0:
+        try:
+            decision = plan_by_times(asked, where, parameters, sparsifier, profile)
+        except Exception as error:
+            failure = error
+    yield from raise_together(failure)
+    told = None
+    if decision is not None:
+        told = [decision.plan.to_dict(), dict(decision.predicted_seconds)]
+    everyone = yield from shared_lines(told)
+    plan, predicted = everyone[0]
+    return Decision(Plan.from_dict(plan), asked.describe(), predicted, profile)
+
+
+def plan_by_times(
+    asked: Asked,
+    where: Where,
+    parameters: Sequence[ParameterFacts],
+    sparsifier: Sparsifier,
+    profile: Profile,
+) -> Decision:
+    """The plan that a complete profile leads to; needs no collective.
+
+    Args:
+        asked: what is wanted.
+        where: it shall be applied.
+        parameters: of the model.
+        sparsifier: that the buckets have.
+        profile: with backward times.
+
+    Raises:
+        ProfileMismatchError: if the profile cannot be applied here: it lacks something, or is of another
+            model. What merely makes predictions worse is logged.
+    """
+    if asked.profile is not None:
+        for difference in profile.check(
+            size=where.size,
+            framework=where.framework,
+            controller=where.controller,
+            cycle_seconds=where.cycle_seconds,
+        ):
+            _log.warning("%s", difference)
+    facts = {parameter.name: parameter for parameter in parameters}
+    profile.backward_of(list(facts))  # refuses a profile that lacks some
+    # gradients came in this order, whatever the order in which the model lists its parameters
+    ordered = [facts[name] for name in profile.backward_seconds if name in facts]
+    seconds = profile.backward_of([parameter.name for parameter in ordered])
+    whole = whole_parameters(parameters)
+    workload = Workload(tuple(ordered), seconds, profile.forward_seconds, whole)
+    # Horovod sends what waits at the same time as one
+    cost = profile.cost(sparsifier, where.size, fuse_sparse=True)
+    chosen = whole | dense_of(select_tensors(asked.selection, ordered, cost))
+    plan = asked.strategy(workload.with_dense(chosen), cost)
+    plan.check(ordered)
+    return Decision(plan, asked.describe(), _predicted(workload, plan, cost), profile)
+
+
+def _predicted(workload: Workload, plan: Plan, cost: CostModel) -> dict[str, float]:
+    default = fixed(bytes=DEFAULT_BUCKET_BYTES)
+    others = {
+        "layerwise": layerwise(workload, cost),
+        "single": single(workload, cost),
+        "fixed 8192": fixed(num_elements=8192)(workload, cost),
+        "default": default(workload, cost),
+        "all dense": Plan((), tuple(parameter.name for parameter in workload.backward)),
+    }
+    plans = {"taken": plan, **others}
+    return {name: predict(workload, item, cost).iteration_seconds for name, item in plans.items()}

@@ -1,0 +1,226 @@
+"""Arguments that contradict each other, and plans that all ranks take alike or refuse alike."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+
+import pytest
+
+from horovod_sparse.cost import Fit, Profile
+from horovod_sparse.errors import ArgumentError, HorovodSparseError, ProfileMismatchError, UnknownNameError
+from horovod_sparse.frontend.asked import asked_for
+from horovod_sparse.frontend.backward_times import BackwardTimes
+from horovod_sparse.frontend.calibration import Extent, Where
+from horovod_sparse.frontend.decision import check_agreement, decide, plan_by_times
+from horovod_sparse.merging import ParameterFacts, Plan, fixed, min_elements
+from horovod_sparse.simulation import run_lockstep
+from horovod_sparse.sparsifiers import TopK
+
+FACTS = [ParameterFacts(name, size) for name, size in (("a", 4000), ("b", 10), ("c", 300_000), ("d", 20_000))]
+TIMES = {"a": 2e-3, "b": 1e-3, "c": 5e-3, "d": 4e-3}
+PROFILE = Profile(
+    size=2,
+    framework="torch",
+    controller="gloo",
+    cycle_seconds=0.001,
+    collectives={"allgather": Fit(1e-3, 1e-8), "allreduce": Fit(1e-3, 1e-8)},
+    selection={"topk": Fit(1e-5, 1e-9, 1e-8)},
+    decoding={"topk": Fit(1e-5, 0.0, 1e-8)},
+    backward_seconds=TIMES,
+    forward_seconds=3e-3,
+)
+BACKWARD = BackwardTimes(dict(reversed(TIMES.items())), 3e-3, 5)
+EXTENT = Extent((64, 256, 1024), (500, 1000, 2000), 1, 1e9)
+TOPK = TopK(density=0.01)
+
+
+def where(rank, size=2, framework="torch"):
+    return Where(rank, size, framework, "gloo")
+
+
+def decided(askeds, times=BACKWARD, facts=FACTS, size=2, **arguments):
+    coroutines = [
+        decide(asked, where(rank, size), facts, TOPK, times, extent=EXTENT, **arguments)
+        for rank, asked in enumerate(askeds)
+    ]
+    return run_lockstep(coroutines, keep_errors=True)
+
+
+def asked(**arguments):
+    return asked_for(**arguments)[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"merging": "optimal", "plan": Plan((("a",),))}, "merging and plan"),
+        ({"merging": Plan((("a",),)), "plan": Plan((("a",),))}, "merging and plan"),
+        ({"merging": Plan((("a",),)), "groups": 2}, "plan and groups"),
+        ({"merging": "single", "groups": 2}, "merging and groups"),
+        ({"merging": "single", "bucket_bytes": 8}, "merging and bucket_bytes"),
+        ({"groups": 2, "bucket_bytes": 8}, "groups and bucket_bytes"),
+        ({"tensor_selection": "all", "groups": 2}, "tensor_selection and groups"),
+        ({"tensor_selection": "cost", "plan": Plan((("a",),))}, "tensor_selection and plan"),
+        ({"merging": "joint", "tensor_selection": "cost"}, "merging and tensor_selection"),
+        ({"profile": PROFILE}, "merging='optimal'"),
+        ({"profile": PROFILE, "groups": 2}, "merging='optimal'"),
+        ({"merging": "optimal", "profile": 7}, "path of a saved"),
+        ({"merging": 7}, "fixed"),
+        ({"tensor_selection": 7}, "min_elements"),
+    ],
+)
+def test_what_contradicts_is_named(arguments, match):
+    with pytest.raises(ArgumentError, match=match):
+        asked_for(**arguments)
+
+
+def test_misspelt_names_come_with_the_known_ones():
+    with pytest.raises(UnknownNameError, match="optimal"):
+        asked_for(merging="optimum")
+    with pytest.raises(UnknownNameError, match="min_elements"):
+        asked_for(tensor_selection="costs")
+
+
+def test_what_needs_no_times_is_planned_at_once():
+    plan = Plan((("d", "c", "b", "a"),))
+    assert asked_for(merging=plan) == (None, plan)
+    assert asked_for(groups=2) == (None, None)
+    assert asked_for() == (None, None)
+    assert asked(merging="single").first_plan(FACTS) == plan
+    assert asked(merging="layerwise").first_plan(FACTS).buckets == (("d",), ("c",), ("b",), ("a",))
+    chosen = asked(merging=fixed(num_elements=8192), tensor_selection=min_elements(100))
+    assert not chosen.measures
+    assert chosen.first_plan(FACTS) == Plan((("d",), ("c",), ("a",)), ("b",))
+    by_bytes = asked(tensor_selection=lambda parameter: parameter.name != "c", bucket_bytes=16_040)
+    assert by_bytes.first_plan(FACTS) == Plan((("d",), ("b", "a")), ("c",))
+
+
+def test_what_the_compressors_rules_leave_dense_stays_dense():
+    facts = [*FACTS[:3], dataclasses.replace(FACTS[3], density=1.0)]
+    assert asked(merging="single").first_plan(facts) == Plan((("c", "b", "a"),), ("d",))
+    made = plan_by_times(asked(merging="joint", profile=PROFILE), where(0), facts, TOPK, PROFILE)
+    assert "d" in made.plan.dense
+
+
+@pytest.mark.parametrize("merging", ["omgs", "optimal", "joint"])
+def test_until_times_are_known_the_default_holds(merging):
+    assert asked(merging=merging).measures
+    assert asked(merging=merging).first_plan(FACTS) == Plan((("d", "c", "b", "a"),))
+
+
+@pytest.mark.parametrize("profile", [None, dataclasses.replace(PROFILE, backward_seconds={}), PROFILE])
+def test_all_ranks_take_one_plan_whatever_was_measured_where(profile):
+    other = dataclasses.replace(BACKWARD, forward_seconds=9.0)
+    wanted = asked(merging="optimal", tensor_selection="cost", profile=profile)
+    coroutines = [
+        decide(wanted, where(rank), FACTS, TOPK, times, extent=EXTENT)
+        for rank, times in enumerate((BACKWARD, other))
+    ]
+    one, two = run_lockstep(coroutines)
+    assert one == two
+    assert sorted(one.plan.names()) == sorted(TIMES)
+    assert one.predicted_seconds["taken"] <= one.predicted_seconds["layerwise"]
+    assert one.profile.backward_seconds == TIMES
+    assert list(one.profile.backward_seconds) == list(TIMES), "the model's order"
+    assert one.profile.forward_seconds == (3e-3 if profile is PROFILE else pytest.approx(4.5015))
+    assert "merging=optimal, tensor_selection=cost" in str(one)
+    assert "predicted per iteration: taken" in str(one)
+
+
+def test_the_decision_is_the_one_that_its_profile_leads_to():
+    """Saved and given again, the profile gives the same plan without measuring anything."""
+    first, _ = decided([asked(merging="optimal")] * 2)
+    again = asked(merging="optimal", profile=first.profile)
+    assert again.complete
+    assert plan_by_times(again, where(0), FACTS, TOPK, first.profile).plan == first.plan
+
+
+def test_small_tensors_stay_dense_by_cost():
+    profile = dataclasses.replace(PROFILE, selection={"topk": Fit(1e-3, 1e-9)})
+    made = plan_by_times(asked(merging="optimal", tensor_selection="cost"), where(0), FACTS, TOPK, profile)
+    assert made.plan.dense == ("d", "b", "a")
+    assert made.plan.buckets == (("c",),)
+
+
+def refusing(ends, kind, match):
+    assert len(ends) > 1
+    for end in ends:
+        assert type(end) is kind
+        assert match in str(end)
+
+
+def test_what_differs_between_ranks_is_refused_by_all(tmp_path):
+    other = dataclasses.replace(PROFILE, cycle_seconds=0.002)
+    refusing(
+        decided([asked(merging="optimal", profile=p) for p in (PROFILE, other)]),
+        ProfileMismatchError,
+        "ranks 1",
+    )
+    refusing(
+        decided([asked(merging="optimal", profile=p) for p in (PROFILE, None)]),
+        ProfileMismatchError,
+        "ranks 1",
+    )
+    refusing(
+        decided([asked(merging=name) for name in ("optimal", "omgs")]), ProfileMismatchError, "merging=omgs"
+    )
+    broken = tmp_path / "broken.json"
+    broken.write_text("{}")
+    for path, match in (
+        (broken, "no JSON object with a version"),
+        (tmp_path / "missing.json", "cannot be read"),
+    ):
+        ends = decided([asked(merging="optimal", profile=p) for p in (PROFILE, path)])
+        refusing(ends, ProfileMismatchError, match)
+        assert "rank 1" in str(ends[0])
+
+
+def test_agreement_alone():
+    both = run_lockstep([check_agreement(None), check_agreement(asked(merging="single"))], keep_errors=True)
+    refusing(both, ProfileMismatchError, "merging=single")
+    alike = [check_agreement(asked(merging="single", profile=PROFILE)) for _ in range(2)]
+    assert run_lockstep(alike) == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("changed", "match"),
+    [
+        ({"backward_seconds": {"a": 1.0, "b": 1.0, "c": 1.0}}, "no backward time for d"),
+        ({"backward_seconds": dict.fromkeys(TIMES, 0.0)}, "takes no time"),
+        ({"selection": {}}, "no selection time for topk"),
+        ({"collectives": {}}, "no collectives"),
+        ({"size": 1}, "1 rank"),
+    ],
+)
+def test_a_profile_that_cannot_be_applied_is_refused_by_all(changed, match):
+    profile = dataclasses.replace(PROFILE, **changed)
+    refusing(decided([asked(merging="optimal", profile=profile)] * 2), ProfileMismatchError, match)
+
+
+def test_a_profile_from_elsewhere_is_applied_with_a_warning(caplog):
+    profile = dataclasses.replace(PROFILE, size=8, framework="tensorflow")
+    with caplog.at_level(logging.WARNING, "horovod_sparse"):
+        one, _ = decided([asked(merging="optimal", profile=profile)] * 2)
+    assert "8 ranks, here 2" in caplog.text
+    assert "framework tensorflow, here torch" in caplog.text
+    assert one.plan.buckets
+
+
+def test_no_rank_has_measured_anything():
+    refusing(decided([asked(merging="optimal")] * 2, times=None), ProfileMismatchError, "few steps")
+
+
+def test_backward_of_no_time_is_refused_by_all():
+    nothing = BackwardTimes(dict.fromkeys(TIMES, 0.0), 0.0, 5)
+    refusing(decided([asked(merging="optimal")] * 2, times=nothing), ProfileMismatchError, "no time")
+
+
+def test_a_rule_that_fails_on_rank_0_ends_planning_on_all():
+    def rule(parameter):
+        raise ZeroDivisionError("division by zero")
+
+    first, second = decided([asked(merging="optimal", tensor_selection=rule)] * 2)
+    assert isinstance(first, ZeroDivisionError)
+    assert type(second) is HorovodSparseError
+    assert "on rank 0: ZeroDivisionError: division by zero" in str(second)
