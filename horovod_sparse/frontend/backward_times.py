@@ -77,6 +77,11 @@ class BackwardRecorder:
         """Whether all steps that count have been taken."""
         return len(self._forward) >= self._num_steps
 
+    @property
+    def num_measured(self) -> int:
+        """Steps that count so far."""
+        return len(self._forward)
+
     def begin(self, stamp: Any) -> None:
         """A step begins: the one before it has ended, and forward is next."""
         self._begun, self._stamps = stamp, []

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from horovod.torch.optimizer import _DistributedOptimizer as _Stock
 
+from horovod_sparse.errors import ArgumentError
+from horovod_sparse.frontend import Decision
 from horovod_sparse.merging import Plan
 from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.torch import planning, state
@@ -43,20 +45,23 @@ class Methods(torch.optim.Optimizer):
         self._synchronizer, self._kept_entry = None, None
         if not getattr(self, "_is_distributed", False):
             return
-        rules = compression.recipe.rules
-        facts = planning.facts_of(names, self.param_groups, rules)
-        rules.hint(facts)
-        plan = planning.make_plan(facts, groups=self._groups, **asked)
-        plan = planning.agree(plan, [fact for fact, _ in facts.values()], self.process_set)
+        recipe = compression.recipe
+        facts = planning.facts_of(names, self.param_groups, recipe.rules)
+        recipe.rules.hint(facts)
+        way, plan, decision = planning.planned(
+            facts, recipe.sparsifier, self.process_set, groups=self._groups, **asked
+        )
         self._requires_update = {parameter for _, parameter in facts.values()}
         self._synchronizer = GradientSynchronizer(
             self,
             facts,
-            compression.recipe,
+            recipe,
             plan,
             process_set=self.process_set,
             average=self.op == hvd.Average,
             sparse_as_dense=self.sparse_as_dense,
+            asked=way,
+            decision=decision,
         )
 
     @property
@@ -69,12 +74,46 @@ class Methods(torch.optim.Optimizer):
         """Which parameters form which bucket; None where nothing is synchronized."""
         return None if self._synchronizer is None else self._synchronizer.plan
 
-    def replan(self, plan: Plan) -> None:
-        """Changes the buckets; every rank gives the same plan, between two steps. Residuals are kept."""
-        if self._synchronizer is not None:
-            if self._synchronizer.under_way:
-                raise AssertionError(_IN_FLIGHT.format(method="replan"))
-            self._synchronizer.replan(plan)
+    @property
+    def decision(self) -> Decision | None:
+        """Why the plan was taken, where times decided about it: predictions, and the profile behind them.
+
+        None during the warm-up, and where the plan needs no times.
+        """
+        warmup = None if self._synchronizer is None else self._synchronizer.warmup
+        return None if warmup is None else warmup.decision
+
+    def replan(self, plan: Plan | None = None, *, measure_steps: int | None = None) -> None:
+        """Changes the buckets, between two steps; every rank does so alike. Residuals are kept.
+
+        Args:
+            plan: the new one. If left out, it is made as `merging` and `tensor_selection` ask for: costs
+                are measured again, unless a profile was given, and all ranks take rank 0's plan.
+            measure_steps: without a plan: how many further steps are measured first; the plan changes after
+                them. If left out, it changes at once, by the backward times that were measured last.
+
+        Raises:
+            ArgumentError: if no plan is given and `merging` was not either, or the plan does not fit.
+            ProfileMismatchError: on every rank alike, if no step has been measured.
+        """
+        synchronizer = self._synchronizer
+        if synchronizer is None:
+            return
+        if synchronizer.under_way:
+            raise AssertionError(_IN_FLIGHT.format(method="replan"))
+        warmup = synchronizer.warmup
+        if plan is not None:
+            if measure_steps is not None:
+                raise ArgumentError("measure_steps", measure_steps, "either it or a plan")
+            if warmup is not None:
+                warmup.stop()
+            synchronizer.replan(plan)
+        elif warmup is None:
+            raise ArgumentError("plan", plan, "a plan, or merging='optimal' to DistributedOptimizer")
+        elif measure_steps is not None:
+            warmup.measure(measure_steps)
+        else:
+            synchronizer.replan(warmup.decide_now().plan)
 
     def synchronize(self) -> None:
         """Waits until all gradients are synchronized; see `GradientSynchronizer.synchronize`."""

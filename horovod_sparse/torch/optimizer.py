@@ -37,6 +37,9 @@ def DistributedOptimizer(
     *,
     bucket_bytes: int | None = None,
     plan: Plan | None = None,
+    merging: Any = None,
+    tensor_selection: Any = None,
+    profile: Any = None,
 ) -> Any:
     """Wraps an optimizer so that gradients are synchronized over ranks, sparsely.
 
@@ -77,13 +80,28 @@ def DistributedOptimizer(
         process_set: the ranks that take part.
         bucket_bytes: of gradient in a bucket; 32 MiB if left out.
         plan: which parameters form which bucket, in place of `groups` and `bucket_bytes`.
+        merging: how buckets are made: "layerwise", "single", "omgs", "optimal", "joint",
+            ``fixed(num_elements=...)``, ``fixed(bytes=...)`` (`horovod_sparse.merging.fixed`), a function
+            of a workload and a cost model, or a `Plan`. Those that go by times (the three in the middle)
+            begin with the default plan, measure 5 steps and the cluster, and take rank 0's plan in the
+            8th step.
+        tensor_selection: which parameters are sparsified: "cost" (where it pays, by measured times), "all",
+            ``min_elements(...)`` (`horovod_sparse.merging.min_elements`), or a function of a parameter's
+            facts that says yes or no.
+        profile: a `horovod_sparse.cost.Profile`, or the path of a saved one, the same on all ranks: what it
+            holds is not measured. ``optimizer.decision.profile.save(path)`` makes one.
+
+    `plan` and `groups` exclude each other and all of `bucket_bytes`, `merging` and `tensor_selection`;
+    `bucket_bytes` is short for ``merging=fixed(bytes=...)``; "joint" decides about tensors itself.
 
     Returns:
-        An optimizer of a class derived from that of `optimizer`, with `telemetry`, `plan` and `replan`
-        besides.
+        An optimizer of a class derived from that of `optimizer`, with `telemetry`, `plan`, `decision` and
+        `replan` besides.
 
     Raises:
         ArgumentError: for arguments that exclude each other, or are not allowed.
+        ProfileMismatchError: on every rank alike, if ranks were given different profiles or ask for
+            different plans, or a profile cannot be read or applied.
         UnsupportedError: for op=Adasum, SparseAdam, or parameters whose
             dtype or device cannot be synchronized.
         ValueError: as Horovod raises it, for wrong `named_parameters` or `groups`.
@@ -102,10 +120,16 @@ def DistributedOptimizer(
     """
     if isinstance(compression, str):
         compression = Compression.parse(compression)
+    asked = {
+        "plan": plan,
+        "bucket_bytes": bucket_bytes,
+        "merging": merging,
+        "tensor_selection": tensor_selection,
+        "profile": profile,
+    }
     if not isinstance(compression, SparseCompressor):
-        if bucket_bytes is not None or plan is not None:
-            name = "plan" if bucket_bytes is None else "bucket_bytes"
-            raise ArgumentError("compression", compression, f"a sparsifier, or leave {name} out")
+        if given := [name for name, value in asked.items() if value is not None]:
+            raise ArgumentError("compression", compression, f"a sparsifier, or leave {', '.join(given)} out")
         return hvd.DistributedOptimizer(
             optimizer,
             named_parameters,
@@ -140,7 +164,7 @@ def DistributedOptimizer(
         names = [(name, parameter) for parameter, name in wrapped._parameter_names.items()]
         order = {id(p): i for i, p in enumerate(p for group in wrapped.param_groups for p in group["params"])}
         names.sort(key=lambda pair: order[id(pair[1])])
-    wrapped._attach(compression, names, {"plan": plan, "bucket_bytes": bucket_bytes})
+    wrapped._attach(compression, names, asked)
     return wrapped
 
 

@@ -11,12 +11,14 @@ import torch
 
 from horovod_sparse.errors import NonFiniteGradientError, UnsupportedError
 from horovod_sparse.feedback import Recipe
+from horovod_sparse.frontend import Asked, Decision
 from horovod_sparse.merging import ParameterFacts, Plan
 from horovod_sparse.telemetry import StepReport, Telemetry
 from horovod_sparse.torch import residuals
 from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.driver import Driver
 from horovod_sparse.torch.parts import DenseBucket, DenseParameter, Part, SparseBucket
+from horovod_sparse.torch.warmup import WarmUp
 
 __all__ = ["GradientSynchronizer"]
 
@@ -36,6 +38,8 @@ class GradientSynchronizer:
         process_set: the ranks that take part.
         average: whether sums are divided by the number of ranks.
         sparse_as_dense: whether gradients in COO form are taken.
+        asked: how plans are made, where they are made by times.
+        decision: where a profile has made it already.
     """
 
     def __init__(
@@ -48,11 +52,18 @@ class GradientSynchronizer:
         process_set: Any,
         average: bool,
         sparse_as_dense: bool,
+        asked: Asked | None = None,
+        decision: Decision | None = None,
     ) -> None:
         self.optimizer, self.facts, self.recipe = optimizer, dict(facts), recipe
         self.process_set, self.average, self.sparse_as_dense = process_set, average, sparse_as_dense
         self.driver = Driver(process_set)
         self.telemetry = Telemetry()
+        self.warmup: WarmUp | None = None
+        if asked is not None:
+            parameters = [fact for fact, _ in self.facts.values()]
+            self.warmup = WarmUp(asked, parameters, recipe.sparsifier, process_set, decision)
+        self._name_of = {parameter: name for name, (_, parameter) in self.facts.items()}
         #: synchronizations done, those that were given up not counted
         self.step = 0
         #: whether a gradient has arrived since the last synchronization
@@ -126,9 +137,16 @@ class GradientSynchronizer:
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         """After every accumulation into a parameter's gradient. Never waits for other ranks."""
         with self._hooks:
-            self._take(parameter)
+            warmup = self.warmup
+            if warmup is None or not warmup.recording:
+                self._take(parameter)
+                return
+            entered = warmup.stamp()
+            if self._take(parameter):
+                warmup.arrived(self._name_of[parameter], entered)
 
-    def _take(self, parameter: torch.Tensor) -> None:
+    def _take(self, parameter: torch.Tensor) -> bool:
+        """Whether the gradient is complete."""
         delays, gradient = self.optimizer._allreduce_delay, parameter.grad
         if delays[parameter] <= 0:
             raise AssertionError(
@@ -148,11 +166,13 @@ class GradientSynchronizer:
         part = self._part_of[parameter]
         part.streams.note()
         delays[parameter] -= 1
-        if delays[parameter] == 0:
+        complete: bool = delays[parameter] == 0
+        if complete:
             part.num_missing -= 1
             if part.num_missing == 0:
                 part.start(self.driver)
         self.driver.advance()
+        return complete
 
     def _begin(self) -> None:
         """Before the first gradient of a step."""
@@ -169,6 +189,8 @@ class GradientSynchronizer:
                 whole step is given up: gradients are zeros, what was finite stays in the residuals,
                 and training may go on.
             UnsupportedError: if a rank has called ``hvd.join()`` meanwhile.
+            ProfileMismatchError: on every rank alike, if this step ends the warm-up and no plan can be
+                made; gradients are synchronized, and the plan stays what it is.
             HorovodInternalError: if Horovod failed.
         """
         self._begin()
@@ -193,6 +215,8 @@ class GradientSynchronizer:
         self._make_ready()
         self.step += 1
         self.telemetry.add(StepReport.of(self.step, reports, self.driver.idle_seconds - idle_before))
+        if self.warmup is not None and self.warmup.after_step():
+            self.replan(self.warmup.decide_now().plan)
 
     def give_up(self) -> None:
         """Takes the step back as far as it came: gradients are zeros, selections return to residuals."""
@@ -202,6 +226,8 @@ class GradientSynchronizer:
                 part.abandon()
             part.gradient.reset()
         self._make_ready()
+        if self.warmup is not None:
+            self.warmup.given_up()
 
     def finish_pending(self) -> None:
         """Ends a step that is under way, and gives it up: every rank has to do so."""

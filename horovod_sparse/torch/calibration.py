@@ -1,0 +1,130 @@
+"""Measuring a cluster through PyTorch's driver: as a training's own requests are carried out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from horovod_sparse.arrays.protocol import Accumulator
+from horovod_sparse.collectives import Request, Synchronization
+from horovod_sparse.errors import ArgumentError
+from horovod_sparse.feedback import Recipe
+from horovod_sparse.frontend import Where, carry_out
+from horovod_sparse.frontend.calibration_buckets import BucketMemory, HostBucketMemory
+from horovod_sparse.merging import ParameterFacts
+from horovod_sparse.sparsifiers import BucketInfo, SparseSum
+from horovod_sparse.torch._horovod import hvd
+from horovod_sparse.torch.driver import Driver
+from horovod_sparse.torch.memory import HOST_DEVICES, memory_of
+
+__all__ = ["DeviceBucketMemory", "bucket_memory", "carry_out_together", "cycle_seconds", "where_of"]
+
+_DTYPES = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+
+
+def carry_out_together(coroutine: Synchronization[Any], process_set: Any, name: str) -> Any:
+    """Runs a coroutine to its end; all ranks of the process set do so together, and nothing else meanwhile.
+
+    Every request of a type has the same name, as a bucket's has in every step: so Horovod's response cache
+    knows it.
+
+    Args:
+        coroutine: yields requests.
+        process_set: the ranks.
+        name: of the collectives.
+    """
+    driver = Driver(process_set)
+
+    def execute(request: Request) -> Any:
+        task = driver.start(f"{name}.{type(request).__name__}", _alone(request))
+        driver.wait([task])
+        return task.value()
+
+    return carry_out(coroutine, execute)
+
+
+def _alone(request: Request) -> Synchronization[Any]:
+    return (yield request)
+
+
+def cycle_seconds() -> float:
+    """Horovod's cycle time, as its environment variable sets it; 1 ms without one.
+
+    Raises:
+        ArgumentError: if the variable holds no number. (Horovod itself then takes 0.)
+    """
+    text = os.environ.get("HOROVOD_CYCLE_TIME", "1")
+    try:
+        return float(text) / 1e3
+    except ValueError:
+        raise ArgumentError("HOROVOD_CYCLE_TIME", text, "milliseconds") from None
+
+
+def where_of(process_set: Any, device: torch.device) -> Where:
+    """This rank's place, and what a profile says of the cluster."""
+    return Where(
+        rank=int(process_set.rank()),
+        size=int(process_set.size()),
+        framework="torch",
+        controller="mpi" if hvd.mpi_enabled() else "gloo",
+        cycle_seconds=cycle_seconds(),
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+    )
+
+
+def bucket_memory(parameters: Sequence[ParameterFacts]) -> tuple[BucketMemory, torch.device, str]:
+    """Where most elements are, and of which type: what is measured stands for all."""
+    elements: dict[tuple[str, str], int] = {}
+    for parameter in parameters:
+        key = parameter.device, parameter.dtype
+        elements[key] = elements.get(key, 0) + parameter.num_elements
+    name, dtype = max(elements, key=lambda key: elements[key])
+    device = torch.device(name)
+    on_host = device.type in HOST_DEVICES
+    return HostBucketMemory() if on_host else DeviceBucketMemory(device), device, dtype
+
+
+class DeviceBucketMemory:
+    """Buckets on a device; implements `BucketMemory`. Every method waits for the device.
+
+    Args:
+        device: where they are.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._memory = device, memory_of(device, "a bucket")
+        self._source: torch.Tensor | None = None
+
+    def accumulator(self, info: BucketInfo, recipe: Recipe) -> Accumulator:
+        """See `BucketMemory.accumulator`."""
+        return self._memory.accumulator(info, recipe)
+
+    def gradient(self, num_elements: int, dtype: str) -> torch.Tensor:
+        """See `BucketMemory.gradient`."""
+        generator = torch.Generator(self._device).manual_seed(1)
+        drawn = torch.randn(num_elements, device=self._device, generator=generator)
+        self._source = (drawn * drawn.abs()).to(_DTYPES[dtype])  # a heavy tail, as gradients have
+        return torch.zeros_like(self._source)
+
+    def refill(self, gradient: torch.Tensor) -> None:
+        """See `BucketMemory.refill`."""
+        if self._source is not None:
+            gradient.copy_(self._source)
+        self._wait(gradient)
+
+    def apply(self, gradient: torch.Tensor, total: SparseSum, size: int) -> None:
+        """See `BucketMemory.apply`."""
+        self._memory.scatter(gradient, total.indices, total.values, 1.0 / size)
+        self._wait(gradient)
+
+    @staticmethod
+    def _wait(gradient: torch.Tensor) -> None:
+        gradient[:1].cpu()

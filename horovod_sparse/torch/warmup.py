@@ -1,0 +1,157 @@
+"""From the first steps' backward times to a plan that all ranks take at the same step."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from horovod_sparse.errors import ArgumentError
+from horovod_sparse.frontend import Asked, BackwardRecorder, BackwardTimes, Decision, decide
+from horovod_sparse.merging import ParameterFacts
+from horovod_sparse.sparsifiers import Sparsifier
+from horovod_sparse.torch.calibration import bucket_memory, carry_out_together, where_of
+from horovod_sparse.torch.stamps import stamps_for
+
+__all__ = ["WarmUp"]
+
+_log = logging.getLogger("horovod_sparse")
+
+#: steps whose backward is measured, after the first one, which has no beginning, and one to warm up
+_NUM_WARMUP, _NUM_STEPS = 1, 5
+
+
+class WarmUp:
+    """Measures backward in a training's first steps, and then decides about the plan.
+
+    Ranks count synchronizations, which are the same on all of them; so all decide after the same one,
+    whatever each has measured. Not in elastic training, where a worker that joins counts anew: there a
+    plan is made by times when `decide_now` is called, by all together.
+
+    Args:
+        asked: what the optimizer's arguments ask for.
+        parameters: of the model, in the order in which it uses them.
+        sparsifier: that the buckets have.
+        process_set: the ranks.
+        decision: where a complete profile has made it already.
+    """
+
+    def __init__(
+        self,
+        asked: Asked,
+        parameters: Sequence[ParameterFacts],
+        sparsifier: Sparsifier,
+        process_set: Any,
+        decision: Decision | None = None,
+    ) -> None:
+        self.asked, self.decision = asked, decision
+        self._parameters, self._sparsifier, self._process_set = list(parameters), sparsifier, process_set
+        self._stamps = stamps_for(parameter.device for parameter in parameters)
+        self._recorder: BackwardRecorder | None = None
+        self._own: BackwardTimes | None = None
+        self._left = 0
+        elastic = os.environ.get("HOROVOD_ELASTIC") == "1"
+        if not asked.measures or decision is not None:
+            return
+        if elastic:
+            _log.warning(
+                "in elastic training the plan stays the default one until all ranks call optimizer.replan(): "
+                "workers that join have not measured what the others have"
+            )
+        self._record(_NUM_WARMUP, _NUM_STEPS)
+        self._left = 0 if elastic else 1 + _NUM_WARMUP + _NUM_STEPS
+
+    @property
+    def recording(self) -> bool:
+        """Whether hooks shall take stamps."""
+        return self._recorder is not None
+
+    def stamp(self) -> Any:
+        """The time, here and now."""
+        return self._stamps.now()
+
+    def arrived(self, name: str, entered: Any) -> None:
+        """A gradient is complete, and its hook is about to end."""
+        if self._recorder is not None:
+            self._recorder.arrived(name, entered, self._stamps.now())
+
+    def measure(self, num_steps: int) -> None:
+        """Measures so many further steps, and decides after them; all ranks begin together.
+
+        Raises:
+            ArgumentError: if it is no number of steps.
+        """
+        if isinstance(num_steps, bool) or not isinstance(num_steps, int) or num_steps < 1:
+            raise ArgumentError("measure_steps", num_steps, "a whole number of steps, or leave it out")
+        self._record(0, num_steps)
+        self._left = num_steps
+        self._begin()
+
+    def after_step(self) -> bool:
+        """A synchronization has ended on all ranks; whether it is time to decide."""
+        if self._recorder is None:
+            return False
+        self._recorder.end()
+        if self._left > 0:
+            self._left -= 1
+            if self._left == 0:
+                return True
+        elif self._recorder.done:
+            self._keep()
+            return False
+        self._begin()
+        return False
+
+    def stop(self) -> None:
+        """Decides nothing more by itself: the user has given a plan."""
+        self._keep()
+        self.decision = None
+
+    def given_up(self) -> None:
+        """A step has been given up, on all ranks."""
+        if self._recorder is not None:
+            self._recorder.forget()
+
+    def decide_now(self) -> Decision:
+        """Plans by what has been measured; all ranks together, between two steps.
+
+        Raises:
+            ProfileMismatchError: on every rank alike; see `decide`.
+        """
+        self._keep()
+        memory, device, dtype = bucket_memory(self._parameters)
+        where = where_of(self._process_set, device)
+        coroutine = decide(
+            self.asked, where, self._parameters, self._sparsifier, self._own, memory=memory, dtype=dtype
+        )
+        with torch.no_grad():
+            self.decision = carry_out_together(coroutine, self._process_set, "horovod_sparse.planning")
+        self.tell()
+        return self.decision
+
+    def tell(self) -> None:
+        """Says once, on the first rank, what plan was taken and why."""
+        if self.decision is not None and self._process_set.rank() == 0:
+            _log.info("%s", self.decision)
+
+    def _record(self, num_warmup: int, num_steps: int) -> None:
+        names = [parameter.name for parameter in self._parameters]
+        self._recorder = BackwardRecorder(
+            names,
+            num_warmup=num_warmup,
+            num_steps=num_steps,
+            seconds_between=self._stamps.seconds_between,
+        )
+
+    def _begin(self) -> None:
+        if self._recorder is not None:
+            self._recorder.begin(self._stamps.now())
+
+    def _keep(self) -> None:
+        """Takes the medians and stops recording."""
+        if self._recorder is not None and self._recorder.num_measured > 0:
+            self._own = self._recorder.times()
+        self._recorder, self._left = None, 0
