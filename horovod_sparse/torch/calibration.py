@@ -18,7 +18,7 @@ from horovod_sparse.merging import ParameterFacts
 from horovod_sparse.sparsifiers import BucketInfo, SparseSum
 from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.driver import Driver
-from horovod_sparse.torch.memory import HOST_DEVICES, memory_of
+from horovod_sparse.torch.memory import HOST_DEVICES, DeviceMemory
 
 __all__ = ["DeviceBucketMemory", "bucket_memory", "carry_out_together", "cycle_seconds", "where_of"]
 
@@ -100,7 +100,7 @@ class DeviceBucketMemory:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._memory = device, memory_of(device, "a bucket")
+        self._device, self._memory = device, DeviceMemory(device)
         self._source: torch.Tensor | None = None
 
     def accumulator(self, info: BucketInfo, recipe: Recipe) -> Accumulator:

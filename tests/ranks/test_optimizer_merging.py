@@ -1,0 +1,168 @@
+"""Plans made by times, under real ranks: the same plan at the same step, and nothing lost on the way."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import horovod.torch as stock
+import numpy as np
+import pytest
+import torch
+
+from horovod_sparse.cost import Fit, Profile
+from horovod_sparse.errors import ProfileMismatchError
+from horovod_sparse.merging import Plan
+from support.linear import LinearModel, dyadic, same_on_all_ranks
+from support.optimizers import make, residuals_of, train_step
+
+SHAPES = {"first": (40, 30), "bias": (7,), "second": (3, 5, 11), "wide": (100, 60)}
+#: the step after which the plan changes
+DECIDED = 7
+
+
+def gradients(rank: int, step: int) -> dict[str, np.ndarray]:
+    return {name: dyadic(shape, rank, step, name) for name, shape in SHAPES.items()}
+
+
+def profile(**changed):
+    times = dict.fromkeys(SHAPES, 1e-3)
+    collectives = {"allgather": Fit(1e-3, 1e-8), "allreduce": Fit(1e-3, 1e-8)}
+    made = Profile(
+        stock.size(), "torch", "gloo", 0.001, collectives, {"topk": Fit(1e-5, 1e-9)}, {}, times, 1e-3
+    )
+    return dataclasses.replace(made, **changed)
+
+
+def same_plan(optimizer) -> bool:
+    told = stock.allgather_object(optimizer.plan.to_dict())
+    return all(plan == told[0] for plan in told)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"merging": "optimal", "tensor_selection": "cost"},
+        {"merging": "joint"},
+    ],
+    ids=["optimal-cost", "joint"],
+)
+def test_all_ranks_change_to_one_plan_and_lose_nothing(arguments, rank, size):
+    """Law 1 through the warm-up, two changes by times and two by hand, dense to sparse and back."""
+    model = LinearModel(SHAPES)
+    optimizer = make(model, "topk:density=0.05", **arguments)
+    default = optimizer.plan
+    sent = {name: np.zeros(shape) for name, shape in SHAPES.items()}
+    given = {name: np.zeros(shape) for name, shape in SHAPES.items()}
+    changes = {
+        DECIDED + 1: lambda: optimizer.replan(Plan((("wide", "second"),), ("bias", "first"))),
+        DECIDED + 2: lambda: optimizer.replan(Plan((("bias",), ("first", "second")), ("wide",))),
+        DECIDED + 3: lambda: optimizer.replan(measure_steps=2),
+        DECIDED + 6: lambda: optimizer.replan(),
+    }
+    for step in range(DECIDED + 8):
+        started = time.perf_counter()
+        found = train_step(model, optimizer, gradients(rank, step))
+        if step < DECIDED - 1:
+            assert optimizer.plan == default
+            assert optimizer.decision is None
+        elif step == DECIDED - 1:
+            assert time.perf_counter() - started < 30.0
+            assert optimizer.decision.plan == optimizer.plan
+            assert optimizer.decision.predicted_seconds["taken"] > 0.0
+        changes.get(step, lambda: None)()
+        for name in SHAPES:
+            sent[name] += found[name].double().numpy()
+            given[name] += gradients(rank, step)[name]
+        assert sorted(optimizer.plan.names()) == sorted(SHAPES)
+        assert same_plan(optimizer)
+    assert same_on_all_ranks(*model.parameters())
+    held = residuals_of(optimizer)
+    for name in SHAPES:
+        residual = held[name].double().numpy() if name in held else np.zeros(SHAPES[name])
+        mean = stock.allreduce(torch.from_numpy(residual), op=stock.Average, name=f"held.{name}").numpy()
+        wanted = stock.allreduce(
+            torch.from_numpy(given[name]), op=stock.Average, name=f"given.{name}"
+        ).numpy()
+        np.testing.assert_allclose(sent[name] + mean, wanted, atol=1e-4)
+    everyone = stock.allgather_object(optimizer.decision.profile.digest())
+    assert len(set(everyone)) == 1, "all ranks have the same measurements"
+
+
+def test_a_saved_profile_skips_the_measuring(rank, tmp_path):
+    model = LinearModel(SHAPES)
+    first = make(model, "topk:density=0.05", merging="optimal")
+    for step in range(DECIDED):
+        train_step(model, first, gradients(rank, step))
+    path = tmp_path / "profile.json"
+    first.decision.profile.save(path)
+    again = make(LinearModel(SHAPES), "topk:density=0.05", merging="optimal", profile=path)
+    assert again.plan == first.plan
+    assert again.decision == first.decision
+    assert same_plan(again)
+
+
+def refused_by_all(make_it, match):
+    with pytest.raises(ProfileMismatchError, match=match):
+        make_it()
+    assert stock.allreduce(torch.ones(1), op=stock.Sum, name="still here").item() == stock.size()
+
+
+def test_ranks_with_different_profiles_are_refused_on_all(rank, tmp_path):
+    def of(given, merging="optimal", **arguments):
+        return lambda: make(
+            LinearModel(SHAPES), "topk:density=0.05", merging=merging, profile=given, **arguments
+        )
+
+    refused_by_all(of(profile(cycle_seconds=0.001 * (1 + rank))), "loaded another profile")
+    refused_by_all(of(profile() if rank else None), "loaded another profile")
+    path = tmp_path / f"profile{rank}.json"
+    if rank == 0:
+        profile().save(path)
+    refused_by_all(of(path), "rank 1 cannot read its profile")
+    refused_by_all(of(None, "optimal" if rank else "omgs"), "rank 0 asks for merging=omgs")
+    refused_by_all(of(None, None if rank else "single"), "rank 0 asks for merging=single")
+    lacking = {name: 1e-3 for name in SHAPES if name != "bias"}
+    refused_by_all(of(profile(backward_seconds=lacking)), "no backward time for bias")
+    refused_by_all(of(profile(size=1)), "1 rank")
+    # after the warm-up, too: only rank 0 plans, and all end
+    model = LinearModel(SHAPES)
+    optimizer = make(
+        model, "topk:density=0.05", merging="optimal", profile=profile(selection={}, backward_seconds={})
+    )
+    for step in range(DECIDED - 1):
+        train_step(model, optimizer, gradients(rank, step))
+    refused_by_all(
+        lambda: train_step(model, optimizer, gradients(rank, DECIDED)), "no selection time for topk"
+    )
+
+
+def test_a_rank_without_any_gradient_does_not_stop_the_others(rank):
+    """Its hooks never fire, so it has measured nothing; it decides at the same step all the same."""
+    model = LinearModel(SHAPES)
+    optimizer = make(model, "topk:density=0.05", merging="optimal")
+    for step in range(DECIDED):
+        if rank == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            train_step(model, optimizer, gradients(rank, step))
+    assert optimizer.decision is not None
+    assert same_plan(optimizer)
+
+
+def test_a_checkpoint_of_one_plan_loads_under_another(rank):
+    model = LinearModel(SHAPES)
+    optimizer = make(model, "topk:density=0.05", merging="optimal", tensor_selection="cost")
+    for step in range(DECIDED + 1):
+        train_step(model, optimizer, gradients(rank, step))
+    saved, held = optimizer.state_dict(), residuals_of(optimizer)
+    for other in ("layerwise", "single", "joint"):
+        again = make(LinearModel(SHAPES), "topk:density=0.05", merging=other)
+        again.load_state_dict(saved)
+        for name, values in residuals_of(again).items():
+            assert torch.equal(values, held.get(name, torch.zeros(SHAPES[name])))
+    same = make(LinearModel(SHAPES), "topk:density=0.05", merging=optimizer.plan)
+    same.load_state_dict(saved)
+    assert same.plan == optimizer.plan
+    assert all(torch.equal(values, held[name]) for name, values in residuals_of(same).items())
