@@ -12,7 +12,7 @@ from horovod_sparse.feedback import Recipe
 from horovod_sparse.frontend import make_plan
 from horovod_sparse.merging import Plan
 from horovod_sparse.tensorflow import planning
-from horovod_sparse.tensorflow.parts import DenseVariable, Part, Place, SparseBucket
+from horovod_sparse.tensorflow.parts import DenseBucket, DenseVariable, Part, Place, SparseBucket
 from horovod_sparse.tensorflow.tensors import as_variable, dtype_name, unique_names
 
 __all__ = ["Buckets"]
@@ -61,12 +61,16 @@ class Buckets:
     @property
     def sparse(self) -> list[SparseBucket]:
         """The parts that are sparsified."""
-        return [part for part in self.parts if isinstance(part, SparseBucket)]
+        return [
+            part
+            for part in self.parts
+            if isinstance(part, SparseBucket) and not isinstance(part, DenseBucket)
+        ]
 
     @property
     def plan(self) -> Plan:
         """Which variables form which bucket."""
-        dense = [part.names[0] for part in self.parts if isinstance(part, DenseVariable)]
+        dense = [part.names[0] for part in self.parts if isinstance(part, (DenseBucket, DenseVariable))]
         return Plan(tuple(part.names for part in self.sparse), tuple(dense))
 
     def name_of(self, variable: Any) -> str | None:
@@ -124,24 +128,33 @@ class Buckets:
         return {**self._asked, "groups": [group for group in present if group]}
 
     def _make_parts(self, plan: Plan, facts: planning.Facts) -> None:
-        for bucket in plan.buckets:
-            first = facts[bucket[0]][0]
-            self.parts.append(
-                SparseBucket(
-                    f"bucket{len(self.parts)}.{first.name}",
-                    f"{self._name}.{len(self.parts)}",
-                    bucket,
-                    [tuple(facts[name][1].shape) for name in bucket],
-                    first.dtype,
-                    self._recipe.for_parameter(first.name, first.num_elements),
-                    self._place,
-                )
-            )
+        for names in plan.buckets:
+            first = facts[names[0]][0]
+            recipe = self._recipe.for_parameter(first.name, first.num_elements)
+            self.parts.append(self._bucket(SparseBucket, f"bucket{len(self.parts)}", names, recipe, facts))
         for name in plan.dense:
-            fact, variable = facts[name]
-            collective = f"{self._name}.{len(self.parts)}"
-            shape = tuple(variable.shape)
-            self.parts.append(DenseVariable(name, collective, shape, fact.dtype, self._place))
+            self.parts.append(self._dense(name, facts))
+
+    def _bucket(
+        self,
+        kind: type[SparseBucket],
+        label: str,
+        names: Sequence[str],
+        recipe: Recipe,
+        facts: planning.Facts,
+    ) -> SparseBucket:
+        shapes = [tuple(facts[name][1].shape) for name in names]
+        dtype, collective = facts[names[0]][0].dtype, f"{self._name}.{len(self.parts)}"
+        return kind(f"{label}.{names[0]}", collective, names, shapes, dtype, recipe, self._place)
+
+    def _dense(self, name: str, facts: planning.Facts) -> Part:
+        """A variable that the plan leaves dense, with the feedback's share that a dense one has."""
+        recipe = self._recipe.for_dense()
+        if recipe.feedback.num_companions or getattr(recipe.feedback, "clip_norm", None) is not None:
+            return self._bucket(DenseBucket, "dense", [name], recipe, facts)
+        fact, variable = facts[name]
+        collective = f"{self._name}.{len(self.parts)}"
+        return DenseVariable(name, collective, tuple(variable.shape), fact.dtype, self._place)
 
 
 def is_sparsifiable(gradient: Any, variable: Any) -> bool:

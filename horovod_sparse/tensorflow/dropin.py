@@ -20,6 +20,7 @@ import tensorflow as tf
 from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.tensorflow.driver import HOST, on_host, refuse_xla
+from horovod_sparse.tensorflow.momentum import refuse_double_momentum
 from horovod_sparse.tensorflow.stock import StockCall, stock_call
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer, Started
 from horovod_sparse.tensorflow.tensors import dtype_name
@@ -98,6 +99,7 @@ class DropIn:
         Raises:
             UnsupportedError: for Adasum, within XLA, where something else than Horovod's tapes and
                 optimizers calls, and for a second tape or optimizer.
+            ArgumentError: for momentum correction and an optimizer with momentum.
         """
         refuse_xla()
         call = stock_call(tensor)
@@ -139,6 +141,8 @@ class DropIn:
 
     def _gathered(self, call: StockCall) -> _Gathering:
         """The synchronization of all gradients of a call."""
+        if call.optimizer is not None:
+            refuse_double_momentum(self.recipe, call.optimizer)
         synchronizer = self._synchronizer_for(call.process_set)
         positions = [
             i

@@ -20,7 +20,7 @@ from horovod_sparse.tensorflow.output import DenseOutput
 from horovod_sparse.tensorflow.task import Task
 from horovod_sparse.tensorflow.tensors import numpy_dtype
 
-__all__ = ["DenseVariable", "Part", "Place", "SparseBucket", "make_accumulator"]
+__all__ = ["DenseBucket", "DenseVariable", "Part", "Place", "SparseBucket", "make_accumulator"]
 
 #: tells (rank, size) within the process set, at any time
 Place = Callable[[], tuple[int, int]]
@@ -146,6 +146,14 @@ class SparseBucket:
         self.bucket.accumulator.assign(held[0])
         for array, values in zip(self.held()[1:], held[1:], strict=True):
             array[...] = values
+
+
+class DenseBucket(SparseBucket):
+    """A variable that a plan leaves dense, in a bucket of its own because its feedback keeps something.
+
+    Momentum correction is one: without it a dense variable would train without momentum. Everything is
+    sent, so the residual stays 0, and the sparsifier has no state worth a checkpoint.
+    """
 
 
 class DenseVariable:

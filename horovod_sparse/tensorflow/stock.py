@@ -36,6 +36,7 @@ class StockCall:
         gradients: all of them.
         variables: theirs.
         process_set: the ranks that take part.
+        optimizer: of Keras, where one has called.
     """
 
     frame: FrameType
@@ -43,6 +44,7 @@ class StockCall:
     gradients: Sequence[Any]
     variables: Sequence[Any] | None
     process_set: Any
+    optimizer: Any = None
 
     def name(self, position: int) -> str:
         """Of a variable, for messages."""
@@ -91,4 +93,17 @@ def _described(tensor: tf.Tensor, inner: FrameType, outer: FrameType) -> StockCa
     if not positions:
         raise UnsupportedError("the gradient that is compressed is none of those that are synchronized")
     variables = outer.f_locals.get("vars")
-    return StockCall(outer, positions[0], gradients, variables, inner.f_locals["process_set"])
+    process_set, optimizer = inner.f_locals["process_set"], _optimizer(outer)
+    return StockCall(outer, positions[0], gradients, variables, process_set, optimizer)
+
+
+def _optimizer(frame: FrameType | None) -> Any:
+    """The Keras optimizer for which gradients are synchronized; None for a tape."""
+    for _ in range(_LIMIT):
+        if frame is None:
+            break
+        caller = frame.f_locals.get("self")
+        if hasattr(caller, "_allreduce_grads") and hasattr(caller, "get_config"):
+            return caller
+        frame = frame.f_back
+    return None

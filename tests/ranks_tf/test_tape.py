@@ -9,6 +9,7 @@ import tensorflow as tf
 
 import horovod_sparse.tensorflow as hvd
 from horovod_sparse.errors import ArgumentError, NonFiniteGradientError, UnsupportedError
+from horovod_sparse.merging import Plan
 
 pytestmark = pytest.mark.tensorflow
 
@@ -89,6 +90,52 @@ def test_replicas_agree_and_state_moves_on(rank, size, wrapper, graph, everywher
     assert bucket.state.step == 8, "steps were frozen into the graph"
     assert np.abs(bucket.accumulator.values()).sum() > 0
     assert len(inner.sparse) == 1, "variables are merged into one bucket"
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"plan": ["bias", "scale"]}, {"rules": "dense_below=10"}], ids=["plan", "rule"]
+)
+def test_dense_variables_train_with_momentum(rank, size, arguments):
+    """A plan's dense ones and a rule's: what momentum SGD does with the sum over ranks, in a graph."""
+    text = "topk:density=0.1,feedback=momentum(momentum=0.5)"
+    shapes = {"bias": (7,), "weight": (40, 3), "scale": (5,)}
+    variables = [tf.Variable(tf.zeros(shape), name=name) for name, shape in shapes.items()]
+    plan = Plan((("weight",),), tuple(arguments["plan"])) if "plan" in arguments else None
+    compression = hvd.Compression.parse(",".join([text, *([arguments["rules"]] if not plan else [])]))
+    synchronizer = compression.bind(average=False, plan=plan)
+    synchronize = tf.function(lambda *given: synchronizer.synchronize(given, variables))
+    velocity = {name: np.zeros(shapes[name]) for name in ("bias", "scale")}
+    for step in range(4):
+        everyone = [
+            [(generator.integers(-64, 65, shape) / 64).astype(np.float32) for shape in shapes.values()]
+            for generator in (np.random.default_rng([step, r]) for r in range(size))
+        ]
+        sums = dict(zip(shapes, synchronize(*map(tf.constant, everyone[rank])), strict=True))
+        for i, name in enumerate(shapes):
+            if name in velocity:
+                velocity[name] = 0.5 * velocity[name] + sum(gradients[i] for gradients in everyone)
+                np.testing.assert_array_equal(sums[name].numpy(), velocity[name].astype(np.float32))
+    if plan is not None:
+        assert compression.synchronizer.plan == plan
+    held = compression.state_dict()
+    assert sorted(held["companions"][0]) == sorted(shapes) and not held["residuals"]["bias"].any()
+
+
+def test_partitions_of_a_graph_follow_the_gradients(rank, size):
+    """Where gradients are large moves from one end to the other, and partitions with it, in one trace."""
+    variable = tf.Variable(tf.zeros([4096]))
+    synchronizer = hvd.Compression.exdyna(density=0.05, feedback="none").bind()
+    synchronize = tf.function(lambda gradient: synchronizer.synchronize([gradient], [variable])[0])
+    slope = np.linspace(1.0, 10.0, 4096, dtype=np.float32)
+    noise = np.random.default_rng(rank).standard_normal(4096).astype(np.float32)
+    firsts = []
+    for where in (slope, slope[::-1]):
+        for _ in range(12):
+            synchronize(tf.constant(noise * where))
+        firsts.append(int(synchronizer.sparse[0].bucket.state.partitions.num_blocks[0]))
+    # the first part has small gradients and many elements, and then large ones and few
+    assert firsts[0] > 2 * firsts[1]
+    assert synchronize.experimental_get_tracing_count() == 1
 
 
 def test_thresholds_of_a_graph_follow_the_gradients(rank, size):

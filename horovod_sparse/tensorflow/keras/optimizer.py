@@ -15,6 +15,7 @@ from horovod_sparse.tensorflow.compression import Compression, SparseCompressor
 from horovod_sparse.tensorflow.keras import keras2
 from horovod_sparse.tensorflow.keras.dense import DenseReducer
 from horovod_sparse.tensorflow.keras.reduction import Accumulation, Reducer, Reduction, SparseReducer
+from horovod_sparse.tensorflow.momentum import refuse_double_momentum
 
 __all__ = ["DistributedOptimizer", "PartialDistributedOptimizer", "is_keras3"]
 
@@ -140,6 +141,7 @@ def DistributedOptimizer(
 
     reducer: Reducer | None = None
     if is_sparse:
+        refuse_double_momentum(compression.recipe, optimizer)
         synchronizer = compression.bind(
             process_set=process_set,
             average=op == hvd.Average,

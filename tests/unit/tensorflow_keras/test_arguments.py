@@ -42,6 +42,25 @@ def test_refused_arguments(arguments, error, words):
         hvd.DistributedOptimizer(sgd(), **{"compression": "topk", **arguments})
 
 
+_MOMENTUM = "dgc:density=0.1,feedback=momentum(momentum=0.5)"
+
+
+@pytest.mark.parametrize("wrap", [lambda made: made, keras.optimizers.LossScaleOptimizer])
+def test_momentum_twice_is_refused(wrap):
+    """By the feedback and by the optimizer, as with PyTorch."""
+    with pytest.raises(ArgumentError, match=r"momentum=0\.9.*momentum=0 to the optimizer"):
+        hvd.DistributedOptimizer(wrap(keras.optimizers.SGD(0.1, momentum=0.9)), compression=_MOMENTUM)
+    hvd.DistributedOptimizer(wrap(sgd()), compression=_MOMENTUM)
+    hvd.DistributedOptimizer(wrap(keras.optimizers.SGD(0.1, momentum=0.9)), compression="dgc:density=0.1")
+
+
+def test_moments_of_another_kind_are_warned_of(caplog):
+    hvd.DistributedOptimizer(keras.optimizers.Adam(), compression="dgc:density=0.1")
+    assert "momentum correction" not in caplog.text
+    hvd.DistributedOptimizer(keras.optimizers.Adam(), compression=_MOMENTUM)
+    assert "momentum correction is made for SGD" in caplog.text
+
+
 def test_one_compressor_is_for_one_optimizer():
     compression = hvd.Compression.topk(density=0.1)
     hvd.DistributedOptimizer(sgd(), compression=compression, op=hvd.Sum)
