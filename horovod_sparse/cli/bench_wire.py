@@ -78,8 +78,7 @@ def rounds_of(part: Any) -> list[Round]:
     Args:
         part: a `SparseBucket` whose step is done.
     """
-    bucket = part.bucket
-    kinds = bucket.recipe.sparsifier.rounds(bucket.info.size)
+    last = part.bucket.last
     return [
-        Round(kind.__name__, payload) for kind, payload in zip(kinds, bucket.last.bytes_by_round, strict=True)
+        Round(kind, payload) for kind, payload in zip(last.kinds_by_round, last.bytes_by_round, strict=True)
     ]

@@ -42,6 +42,7 @@ class BucketStep:
         num_received: elements that came back, duplicates of different ranks counted each.
         bytes_sent: payload bytes this rank put into collectives.
         bytes_by_round: the same, round by round.
+        kinds_by_round: names of the requests.
         residual_norm: L2 norm of what this rank holds back after this step: ||e_{i,t+1}|| in ExDyna's
             Algorithm 1. Without error feedback, of what is lost.
         global_error: ExDyna, Eq. (1), ``||e_t|| = mean over ranks of ||e_{i,t}||``: of what the ranks
@@ -59,6 +60,7 @@ class BucketStep:
     num_received: int = 0
     bytes_sent: int = 0
     bytes_by_round: list[int] = field(default_factory=list)
+    kinds_by_round: list[str] = field(default_factory=list)
     residual_norm: float = 0.0
     global_error: float = math.nan
     fold_seconds: float = 0.0
@@ -75,12 +77,20 @@ class Bucket:
         accumulator: its memory.
         members: the parameters in it, for error messages and checkpoints; one named like the bucket
             if left out.
+        timed: what the sparsifier would rather find by timing its first steps may stay open (see
+            `Sparsifier.resolved`).
     """
 
     def __init__(
-        self, info: BucketInfo, recipe: Recipe, accumulator: Accumulator, members: Sequence[Member] = ()
+        self,
+        info: BucketInfo,
+        recipe: Recipe,
+        accumulator: Accumulator,
+        members: Sequence[Member] = (),
+        *,
+        timed: bool = False,
     ) -> None:
-        recipe = dataclasses.replace(recipe, sparsifier=recipe.sparsifier.resolved(info))
+        recipe = dataclasses.replace(recipe, sparsifier=recipe.sparsifier.resolved(info, timed=timed))
         self.info, self.recipe, self.accumulator = info, recipe, accumulator
         self.members = tuple(members) or (Member(info.name, 0, info.num_elements),)
         self.state = recipe.sparsifier.init(info)
@@ -142,6 +152,7 @@ class Bucket:
                 report.select_seconds += time.perf_counter() - resumed
             report.bytes_by_round.append(num_bytes_sent(request, self.info.rank))
             report.bytes_sent += report.bytes_by_round[-1]
+            report.kinds_by_round.append(type(request).__name__)
             result = yield request
 
     def abandon(self) -> None:

@@ -195,10 +195,15 @@ class Sparsifier(abc.ABC):
         """``k = max(1, round(density * n))``, at most n: what the user asked for in this step."""
         return min(info.num_elements, max(1, round(self.density_at(state.step) * info.num_elements)))
 
-    def resolved(self, info: BucketInfo) -> Sparsifier:
+    def resolved(self, info: BucketInfo, *, timed: bool = False) -> Sparsifier:
         """The description for one bucket: what depends on its size, or on the number of ranks, decided.
 
         Every rank decides alike, from the facts of the bucket alone.
+
+        Args:
+            info: the facts of the bucket.
+            timed: what is better found by timing the first steps may be left open; then the rounds of a
+                step are known only when it runs.
 
         Raises:
             ArgumentError: an argument does not fit the bucket or the number of ranks.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -15,18 +16,18 @@ from horovod_sparse.sparsifiers.base import (
     BucketInfo,
     SparseSum,
     Sparsifier,
-    SparsifierState,
     Traffic,
     check_count,
     check_number,
 )
 from horovod_sparse.sparsifiers.mail import ceil_log2
 from horovod_sparse.sparsifiers.spardl_adjust import SparDLState, adjust, fresh_state, num_between_teams
-from horovod_sparse.sparsifiers.spardl_choice import cheapest_teams, is_power_of_two
+from horovod_sparse.sparsifiers.spardl_choice import is_power_of_two, teams_by_cost
 from horovod_sparse.sparsifiers.spardl_layout import Layout
 from horovod_sparse.sparsifiers.spardl_phases import Phases
 from horovod_sparse.sparsifiers.spardl_residuals import RESIDUAL_MODES
 from horovod_sparse.sparsifiers.spardl_traffic import spardl_traffic
+from horovod_sparse.sparsifiers.spardl_trials import Trials, candidates_of
 
 __all__ = ["SparDL"]
 
@@ -51,7 +52,8 @@ class SparDL(Sparsifier):
 
     Args:
         density: k / n of the union, in (0, 1].
-        teams: d, a divisor of P; or "auto": the cheapest by the cost model, from the two network arguments.
+        teams: d, a divisor of P; or "auto": the cheapest by the cost model, from the two network arguments,
+            checked by timing the candidates.
         residuals: "global" (nothing is lost), "partial" or "local" (as other methods do; for comparison).
         between: the sum between teams: "recursive" (R-SAG, d a power of two), "bruck" (B-SAG, any d), or
             "auto": the first where it can be.
@@ -59,6 +61,9 @@ class SparDL(Sparsifier):
             round for it), or "auto": allgather for one team, where both cost the same by the model.
         latency_seconds: of one round on the network, for teams="auto".
         seconds_per_byte: of the network, for teams="auto". The defaults are 1 Gbit/s Ethernet.
+        trial_steps: for teams="auto" in PyTorch: how many steps the candidates are timed for, each, after
+            warm-up, before all ranks settle on the fastest; 0 trusts the model. A graph of TensorFlow
+            has its rounds fixed and always does.
 
     Source: Zhao et al., SparDL (papers' Algorithms 1 and 2). Departures: docs/sparse_allreduce.md.
 
@@ -78,6 +83,7 @@ class SparDL(Sparsifier):
     gather: str = "auto"
     latency_seconds: float = 50e-6
     seconds_per_byte: float = 8e-9
+    trial_steps: int = 4
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -89,21 +95,45 @@ class SparDL(Sparsifier):
         for argument in ("latency_seconds", "seconds_per_byte"):
             value = getattr(self, argument)
             check_number(argument, value, "a time in seconds", low=0.0, high=1e9, include_low=True)
+        check_count("trial_steps", self.trial_steps, "0, or a number of steps from 2 on", low=0)
+        if self.trial_steps == 1:
+            raise ArgumentError(
+                "trial_steps", 1, "0, or a number of steps from 2 on: the first does not count"
+            )
 
-    def resolved(self, info: BucketInfo) -> SparDL:
+    def resolved(self, info: BucketInfo, *, timed: bool = False) -> SparDL:
         """With a number of teams that divides P, and a way between them that exists for it.
+
+        With `timed` it is left open for teams="auto" where there is a choice.
 
         Raises:
             ArgumentError: teams does not divide P, or is no power of two for between="recursive".
         """
-        teams = self.teams
-        if teams == "auto":
-            k = self.num_selected(info, SparsifierState())
-            num_bytes = self.wire.message_bytes(k, info.num_elements, info.value_dtype)
-            teams = cheapest_teams(
-                info.size, num_bytes, self.latency_seconds, self.seconds_per_byte, self.between
-            )
-        return dataclasses.replace(self, teams=teams)._checked(info.size)
+        if self.teams != "auto":
+            return self._checked(info.size)
+        if timed and self._trials(info) is not None:
+            return self
+        return dataclasses.replace(self, teams=self._by_cost(info)[0][0], trial_steps=0)._checked(info.size)
+
+    def _by_cost(self, info: BucketInfo) -> list[tuple[int, float]]:
+        """Numbers of teams by the model, for the density after warm-up."""
+        k = min(info.num_elements, max(1, round(self.density * info.num_elements)))
+        num_bytes = self.wire.message_bytes(k, info.num_elements, info.value_dtype)
+        return teams_by_cost(info.size, num_bytes, self.latency_seconds, self.seconds_per_byte, self.between)
+
+    def _trials(self, info: BucketInfo) -> Trials | None:
+        """The candidates to time; None where nothing is to be chosen."""
+        if self.teams != "auto" or self.trial_steps == 0 or info.size == 1:
+            return None
+        candidates = candidates_of(self._by_cost(info), self.gather)
+        return Trials(candidates, self.trial_steps) if len(candidates) > 1 else None
+
+    def _plan(self, info: BucketInfo, state: SparDLState, trials: Trials | None) -> SparDL:
+        """The description of this step."""
+        if trials is None:
+            return self.resolved(info)
+        choice = trials.current(state)
+        return dataclasses.replace(self, teams=choice.teams, gather=choice.gather)._checked(info.size)
 
     def _checked(self, size: int) -> SparDL:
         """With all choices made for a number of ranks."""
@@ -137,10 +167,15 @@ class SparDL(Sparsifier):
         self, accumulator: Accumulator, state: SparDLState, info: BucketInfo
     ) -> Synchronization[SparseSum]:
         """The three phases, then the residuals; see `Sparsifier.synchronize`."""
-        plan, k = self.resolved(info), self.num_selected(info, state)
+        started, trials = time.perf_counter(), self._trials(info)
+        if trials is not None and self.density_at(state.step) != self.density:
+            trials = None  # a warm-up's messages are longer: what is timed there says nothing
+        plan, k = self._plan(info, state, trials), self.num_selected(info, state)
         layout = plan.layout(info, k, state.step)
         phases = Phases(accumulator, info, layout, self.wire, notes_travel=plan.gather == "bruck")
         facts = {"teams": float(layout.teams)}
+        if trials is not None:
+            facts["on_trial"] = float(not state.teams)
 
         block = yield from phases.scatter_reduce()
         quota = layout.quota(layout.place(info.rank)[1])
@@ -160,6 +195,8 @@ class SparDL(Sparsifier):
             final = yield from phases.gather_among_all(block)
 
         phases.ledger.settle(final.vector.indices, self.residuals)
+        if trials is not None:
+            yield from trials.timed(state, started)
         state.step += 1
         counts = np.full(info.size, k, np.int64)
         vector = final.vector

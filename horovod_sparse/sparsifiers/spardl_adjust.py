@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from horovod_sparse.sparsifiers.base import SparsifierState
 
-__all__ = ["SparDLState", "adjust", "fresh_state", "num_between_teams"]
+__all__ = ["SparDLState", "adjust", "fresh_state", "num_between_teams", "restart"]
 
 #: the first stride, as a share of the range that h may have
 _FIRST_STRIDE = 0.01
@@ -21,12 +21,24 @@ class SparDLState(SparsifierState):
         share: h / L: of a block's quota, what a rank sends to the other teams (B-SAG). In [1 / d, 1].
         stride: what is added to it per step; its sign is the direction.
         confirmed: whether the direction was right the last time, too.
+        teams: d that timing has settled on, for teams="auto"; 0 before, and where nothing is timed.
+        gather: the last phase that it has settled on; empty before.
+        timed: seconds of the steps that were timed so far on this rank.
     """
 
     step: int = 0
     share: float = 1.0
     stride: float = 0.0
     confirmed: bool = False
+    teams: int = 0
+    gather: str = ""
+    timed: list[float] = field(default_factory=list)
+
+
+def restart(state: SparDLState, teams: int) -> None:
+    """Algorithm 2 from its beginning, for another number of teams; all else stays."""
+    fresh = fresh_state(teams)
+    state.share, state.stride, state.confirmed = fresh.share, fresh.stride, fresh.confirmed
 
 
 def fresh_state(teams: int) -> SparDLState:

@@ -6,7 +6,7 @@ import math
 
 from horovod_sparse.sparsifiers.mail import ceil_log2
 
-__all__ = ["cheapest_teams", "is_power_of_two", "spardl_cost"]
+__all__ = ["cheapest_teams", "is_power_of_two", "spardl_cost", "teams_by_cost"]
 
 
 def is_power_of_two(number: int) -> bool:
@@ -43,10 +43,10 @@ def spardl_cost(size: int, teams: int, between: str) -> tuple[int, float, float]
     return rounds, least, 2 * within + teams * (teams - 1) / size
 
 
-def cheapest_teams(
+def teams_by_cost(
     size: int, bytes_of_union: float, latency_seconds: float, seconds_per_byte: float, between: str = "auto"
-) -> int:
-    """The divisor d of P with the least predicted time, the smallest of equals.
+) -> list[tuple[int, float]]:
+    """Every divisor d of P with its predicted time, the least first, the smaller of equals.
 
     Args:
         size: P.
@@ -56,9 +56,8 @@ def cheapest_teams(
         between: which way between teams; "auto" is R-SAG for powers of two, else B-SAG. For B-SAG the
             middle of its range counts.
 
-    Example:
-        >>> [cheapest_teams(16, 1e6, latency, 8e-9) for latency in (1e-6, 1.0)]
-        [2, 16]
+    Returns:
+        (d, seconds).
     """
 
     def seconds(teams: int) -> float:
@@ -71,4 +70,16 @@ def cheapest_teams(
     divisors = [teams for teams in range(1, size + 1) if size % teams == 0]
     if between == "recursive":
         divisors = [teams for teams in divisors if is_power_of_two(teams)]
-    return min(divisors, key=seconds)
+    return sorted(((teams, seconds(teams)) for teams in divisors), key=lambda pair: pair[1])
+
+
+def cheapest_teams(
+    size: int, bytes_of_union: float, latency_seconds: float, seconds_per_byte: float, between: str = "auto"
+) -> int:
+    """The divisor d of P with the least predicted time; see `teams_by_cost`.
+
+    Example:
+        >>> [cheapest_teams(16, 1e6, latency, 8e-9) for latency in (1e-6, 1.0)]
+        [2, 16]
+    """
+    return teams_by_cost(size, bytes_of_union, latency_seconds, seconds_per_byte, between)[0][0]

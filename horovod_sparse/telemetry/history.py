@@ -19,6 +19,7 @@ class Telemetry:
         last: the last completed step, None before the first. Steps that were given up (a gradient was
             not finite) do not count.
         num_steps: steps in the mean.
+        transport: how messages between two ranks travel, and why so; empty where there are none.
 
     Example:
         >>> telemetry = Telemetry()
@@ -28,6 +29,7 @@ class Telemetry:
 
     last: StepReport | None = None
     num_steps: int = 0
+    transport: str = ""
     _sums: StepReport | None = None
 
     def add(self, report: StepReport) -> None:
@@ -53,6 +55,18 @@ class Telemetry:
         self.num_steps, self._sums = 0, None
 
     def summary(self) -> str:
-        """The means in one line."""
+        """The means in one line.
+
+        Example:
+            >>> from horovod_sparse.telemetry import BucketReport
+            >>> from horovod_sparse.feedback import BucketStep
+            >>> telemetry = Telemetry(transport="MPI")
+            >>> telemetry.add(StepReport.of(1, [BucketReport(BucketStep("b", 100), 1, 400)], 0.0))
+            >>> telemetry.summary().endswith("; pairs of ranks by MPI")
+            True
+        """
         mean = self.mean
-        return "no step yet" if mean is None else f"mean of {self.num_steps} steps: {mean.summary()}"
+        if mean is None:
+            return "no step yet"
+        pairs = f"; pairs of ranks by {self.transport}" if self.transport else ""
+        return f"mean of {self.num_steps} steps: {mean.summary()}{pairs}"

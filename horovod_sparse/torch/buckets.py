@@ -61,7 +61,8 @@ class ParameterBuckets:
             if owner is parameter and entry.bucket.info == info and entry.memory is memory:
                 return entry.bucket
         recipe = self._recipe.for_parameter(name, gradient.numel())
-        new = _Entry(Bucket(info, recipe, memory.accumulator(info, recipe)), memory, weakref.ref(parameter))
+        bucket = Bucket(info, recipe, memory.accumulator(info, recipe), timed=True)
+        new = _Entry(bucket, memory, weakref.ref(parameter))
         if entry is not None and entry.parameter() is parameter and _fits(entry.bucket.info, info):
             _take_over(new, entry)
         if name in self._saved:

@@ -26,6 +26,7 @@ from horovod_sparse.torch.parameters import NamedParameters
 from horovod_sparse.torch.pending import PendingGradient
 from horovod_sparse.torch.stock import StockOptimizer, calling_optimizer, refuse_adasum
 from horovod_sparse.torch.tensors import dtype_name
+from horovod_sparse.torch.transport import transport_words
 
 __all__ = ["SparseCompressor"]
 
@@ -153,6 +154,7 @@ class SparseCompressor(hvd.compression.Compressor):
         self._reports.append(report)
         del self._pending[ctx.name]
         if not self._pending:
+            self.telemetry.transport = transport_words(driver.process_set)
             steps = self.telemetry.last.step + 1 if self.telemetry.last else 1
             self.telemetry.add(
                 StepReport.of(int(steps), self._reports, driver.idle_seconds - self._idle_before)

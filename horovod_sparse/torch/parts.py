@@ -77,7 +77,7 @@ class SparseBucket:
         self.streams = self.memory.streams()
         accumulator = self.memory.accumulator(info, recipe)
         members = [Member(item, *span) for item, span in zip(self.names, self.gradient.places, strict=True)]
-        self.bucket = Bucket(info, recipe, accumulator, members)
+        self.bucket = Bucket(info, recipe, accumulator, members, timed=True)
         self.num_missing = len(self.names)
         self.task: Task | None = None
 

@@ -18,6 +18,7 @@ from horovod_sparse.torch import residuals
 from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.driver import Driver
 from horovod_sparse.torch.parts import DenseBucket, DenseParameter, Part, SparseBucket
+from horovod_sparse.torch.transport import transport_words
 from horovod_sparse.torch.warmup import WarmUp
 
 __all__ = ["GradientSynchronizer"]
@@ -214,6 +215,7 @@ class GradientSynchronizer:
         reports = [part.apply(scale) for part in self.parts]
         self._make_ready()
         self.step += 1
+        self.telemetry.transport = transport_words(self.process_set)
         self.telemetry.add(StepReport.of(self.step, reports, self.driver.idle_seconds - idle_before))
         if self.warmup is not None and self.warmup.after_step():
             self.replan(self.warmup.decide_now().plan)

@@ -24,7 +24,7 @@ from horovod_sparse.errors import UnknownNameError
 from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.transport_mpi import MpiPairs, mpi_of
 
-__all__ = ["chosen_transport", "forget_transports", "start_exchange"]
+__all__ = ["chosen_transport", "forget_transports", "start_exchange", "transport_words"]
 
 _LOG = logging.getLogger("horovod_sparse")
 #: "auto", or "alltoall" to do without MPI's messages
@@ -51,7 +51,7 @@ class _Choice:
 
     def __init__(self, process_set: Any, number: int) -> None:
         self.handles = hvd.mpi_ops._handle_map  # hvd.init() makes a new one
-        self.name = "undecided"
+        self.name, self.words = "undecided", ""
         self.pairs: MpiPairs | None = None
         self._process_set, self._number = process_set, number
         self._mpi, self._reason = _available(process_set)
@@ -89,7 +89,7 @@ class _Choice:
         if isinstance(self._made, BaseException):
             raise self._made
         self.pairs = self._made
-        self._settle("mpi", "MPI, on a communicator of its own")
+        self._settle("mpi", "MPI, on a communicator of their own (every rank can)")
         return True
 
     def _make(self) -> None:
@@ -99,7 +99,7 @@ class _Choice:
             self._made = error
 
     def _settle(self, name: str, words: str) -> None:
-        self.name = name
+        self.name, self.words = name, words
         _LOG.info("messages between two ranks go through %s", words)
 
 
@@ -141,6 +141,12 @@ def chosen_transport(process_set: Any = hvd.global_process_set) -> str:
     """
     choice = _choices.get(process_set.process_set_id)
     return choice.name if choice is not None and choice.is_known() else "undecided"
+
+
+def transport_words(process_set: Any = hvd.global_process_set) -> str:
+    """How messages between two ranks of a process set travel, and why so; empty before it is decided."""
+    choice = _choices.get(process_set.process_set_id)
+    return choice.words if choice is not None and choice.is_known() else ""
 
 
 def forget_transports(process_set: Any) -> None:

@@ -9,7 +9,9 @@ import zlib
 import horovod.torch as hvd
 import numpy as np
 import pytest
+import torch
 
+import horovod_sparse.torch as sparse
 from horovod_sparse.arrays import HostAccumulator
 from horovod_sparse.collectives import Exchange
 from horovod_sparse.feedback import Bucket, recipe
@@ -28,6 +30,19 @@ def way(request, monkeypatch):
     transport.forget_transports(hvd.global_process_set)
 
 
+@pytest.fixture
+def each_way_once(way):
+    """For long tests: Horovod's all-to-all is what "auto" takes without MPI, too."""
+    if way == "alltoall" and not on_mpi("auto"):
+        pytest.skip("done already")
+    return way
+
+
+def on_mpi(way: str) -> bool:
+    """Whether MPI is what the next choice takes."""
+    return way == "auto" and hvd.mpi_enabled() and hvd.mpi_threads_supported()
+
+
 def ring(rank: int, size: int, length: int, rounds: int):
     """Every round to another neighbour; lengths that only the sender knows."""
     seen = []
@@ -44,11 +59,10 @@ def test_the_choice_is_made_once_and_known(way, rank, size):
     driver = Driver()
     driver.start("once", ring(rank, size, 1, 1))
     driver.wait()
-    on_mpi = way == "auto" and hvd.mpi_enabled() and hvd.mpi_threads_supported()
-    assert transport.chosen_transport() == ("mpi" if on_mpi else "alltoall")
+    assert transport.chosen_transport() == ("mpi" if on_mpi(way) else "alltoall")
 
 
-def test_many_exchanges_in_any_order(way, rank, size):
+def test_many_exchanges_in_any_order(each_way_once, rank, size):
     """Small and large messages, each rank starting in an order of its own, names used again and again."""
     driver, shuffle = Driver(), random.Random(rank)
     for _ in range(4):
@@ -99,6 +113,89 @@ def test_nothing_is_taken_for_a_message_of_a_new_start(way, rank, size):
     assert heard == [2, 2]
 
 
+def test_starting_waits_for_nobody(way, rank, size):
+    """All but one rank start, and have other things to do together before the last one does."""
+    driver, late = Driver(), size - 1
+    task = driver.start("waits", ring(rank, size, 9, 2)) if rank != late else None
+    driver.advance()
+    hvd.barrier()
+    if task is None:
+        task = driver.start("waits", ring(rank, size, 9, 2))
+    else:
+        driver.advance()
+        # the rank behind the late one cannot have its message yet; the others may go on
+        assert rank != 0 or not task.done
+    driver.wait()
+    assert task.value()[0] == {(rank - 1) % size: (9 * ((rank - 1) % size + 1), {(rank - 1) % size})}
+
+
+def test_teams_are_settled_by_timing(each_way_once, rank, size):
+    """Several buckets at once, in orders of their own: all ranks settle alike, and nothing is lost."""
+    if size < 4:
+        pytest.skip("two or three ranks have one team, or as many as ranks")
+    n, num_buckets, driver, shuffle = 2000, 3, Driver(), random.Random(rank)
+    made = recipe("spardl", density=0.02, teams="auto", trial_steps=2)
+    buckets = [
+        Bucket(BucketInfo(f"timed{b}", n, rank, size), made, HostAccumulator(n, density=0.02), timed=True)
+        for b in range(num_buckets)
+    ]
+    generator = np.random.default_rng([rank, size])
+    given, applied = np.zeros((num_buckets, n)), np.zeros((num_buckets, n))
+    for _ in range(11):
+        tasks, order = {}, list(range(num_buckets))
+        shuffle.shuffle(order)
+        for b in order:
+            gradient = generator.standard_normal(n).astype(np.float32)
+            given[b] += gradient
+            tasks[b] = driver.start(f"timed{b}", buckets[b].step(gradient))
+        driver.wait()
+        for b, task in tasks.items():
+            np.add.at(applied[b], task.value().indices, task.value().values.astype(np.float64))
+    mine = (
+        [(bucket.state.teams, bucket.state.gather, bucket.last.facts["teams"]) for bucket in buckets],
+        given,
+        applied,
+        np.array([bucket.accumulator.values() for bucket in buckets], np.float64),
+    )
+    settled, gradients, sums, residuals = zip(*hvd.allgather_object(mine), strict=True)
+    assert all(one == settled[0] for one in settled)
+    assert all(size % teams == 0 and gather and used == teams for teams, gather, used in settled[0])
+    assert all((one == sums[0]).all() for one in sums)
+    np.testing.assert_allclose(sums[0] + np.sum(residuals, axis=0), np.sum(gradients, axis=0), atol=1e-4)
+
+
+def test_telemetry_says_which_and_why(way, rank, size):
+    """In the own optimizer and in Horovod's; nothing where no message goes between two ranks."""
+    words = {
+        "mpi": "MPI, on a communicator of their own (every rank can)",
+        "alltoall": "Horovod's all-to-all (HOROVOD_SPARSE_TRANSPORT says so)",
+    }
+    found = {}
+    for name in ("spardl", "topk"):
+        for make in (sparse.DistributedOptimizer, hvd.DistributedOptimizer):
+            model = torch.nn.Linear(20, 2, bias=False)
+            compression = sparse.Compression.parse(f"{name}:density=0.1")
+            optimizer = make(
+                torch.optim.SGD(model.parameters(), lr=0.1),
+                named_parameters=[(f"{name}.{make.__module__}", model.weight)],
+                compression=compression,
+            )
+            model(torch.ones(3, 20)).sum().backward()
+            optimizer.step()
+            telemetry = getattr(optimizer, "telemetry", compression.telemetry)
+            found[name, make] = telemetry.transport
+            assert telemetry.summary().endswith(f"; pairs of ranks by {telemetry.transport}") == (
+                telemetry.transport != ""
+            )
+        if name == "spardl":
+            assert (transport.chosen_transport() == "mpi") == on_mpi(way)
+    told = {found["spardl", sparse.DistributedOptimizer], found["spardl", hvd.DistributedOptimizer]}
+    if way == "auto" and not on_mpi(way):
+        assert told == {"Horovod's all-to-all (Horovod does not run on MPI)"}
+    else:
+        assert told == {words["mpi" if on_mpi(way) else "alltoall"]}
+
+
 def sparsifiers(size: int) -> list[tuple[str, dict]]:
     rows: list[tuple[str, dict]] = [("gtopk", {}), ("oktopk", {}), ("topk_dsa", {})]
     for teams in range(1, size + 1):
@@ -111,7 +208,7 @@ def sparsifiers(size: int) -> list[tuple[str, dict]]:
     return rows
 
 
-def test_results_are_those_of_the_simulator(way, rank, size):
+def test_results_are_those_of_the_simulator(each_way_once, rank, size):
     """Bit for bit, on every rank, with several buckets under way at once."""
     driver, n, num_steps = Driver(), 3000, 3
     rows = sparsifiers(size)
@@ -154,6 +251,5 @@ def test_within_a_process_set(way, rank, size, process_set):
     driver.wait()
     other = 1 - inner
     assert task.value() == [{other: (5 * (other + 1) + turn, {other})} for turn in range(3)]
-    on_mpi = way == "auto" and hvd.mpi_enabled() and hvd.mpi_threads_supported()
-    assert transport.chosen_transport(chosen) == ("mpi" if on_mpi else "alltoall")
+    assert transport.chosen_transport(chosen) == ("mpi" if on_mpi(way) else "alltoall")
     transport.forget_transports(chosen)
