@@ -1,13 +1,17 @@
 """P ranks in one process: the same coroutines, counted."""
 
+from horovod_sparse.simulation.break_even import break_even
 from horovod_sparse.simulation.cluster import SimulatedCluster
 from horovod_sparse.simulation.lockstep import run_lockstep
 from horovod_sparse.simulation.recorder import Recorder
 from horovod_sparse.simulation.scaling import (
     ScalePoint,
     SimulatedCost,
+    SimulatedTraffic,
     crossings,
+    scale_point,
     scaling_curve,
+    simulate_traffic,
     simulated_cost,
 )
 from horovod_sparse.simulation.traffic import BucketTraffic, bucket_traffic
@@ -18,9 +22,13 @@ __all__ = [
     "ScalePoint",
     "SimulatedCluster",
     "SimulatedCost",
+    "SimulatedTraffic",
+    "break_even",
     "bucket_traffic",
     "crossings",
     "run_lockstep",
+    "scale_point",
     "scaling_curve",
+    "simulate_traffic",
     "simulated_cost",
 ]

@@ -16,8 +16,11 @@ from horovod_sparse.simulation.traffic import BucketTraffic, bucket_traffic
 __all__ = [
     "ScalePoint",
     "SimulatedCost",
+    "SimulatedTraffic",
     "crossings",
+    "scale_point",
     "scaling_curve",
+    "simulate_traffic",
     "simulated_cost",
 ]
 
@@ -67,17 +70,51 @@ def simulated_cost(
     Raises:
         ArgumentError: unless the sizes differ, the smaller first.
     """
-    small_size, large_size = num_elements
-    if not 0 < small_size < large_size:
+    simulated = simulate_traffic(recipe, size, num_elements=num_elements, seed=seed)
+    return simulated.cost(network, selection)
+
+
+@dataclass(frozen=True)
+class SimulatedTraffic:
+    """Two buckets as they were simulated: what any network would make of them.
+
+    Attributes:
+        small: the smaller bucket.
+        large: the larger one.
+    """
+
+    small: BucketTraffic
+    large: BucketTraffic
+
+    def cost(self, network: AlphaBeta, selection: TimeModel) -> SimulatedCost:
+        """The cost model on a network; see `simulated_cost`."""
+        at, size = (self.small.num_elements, self.large.num_elements), self.large.size
+        fixed, slope = _line(at, self.small.seconds_on(network), self.large.seconds_on(network))
+        fixed_bytes, bytes_per_element = _line(at, self.small.bytes_sent, self.large.bytes_sent)
+        startup = network.seconds(AlphaBeta.allreduce(0, size))
+        per_byte = network.seconds(AlphaBeta.allreduce(2**20, size)) - startup
+        dense = AffineTime(startup, per_byte / 2**20)
+        cost = CostModel(selection, AffineTime(fixed, slope), dense)
+        return SimulatedCost(cost, fixed_bytes, bytes_per_element, self.large)
+
+
+def simulate_traffic(
+    recipe: Recipe, size: int, *, num_elements: tuple[int, int] = (1024, 4096), seed: int = 0
+) -> SimulatedTraffic:
+    """Runs the coroutines of P ranks on two buckets.
+
+    Args:
+        recipe: sparsifier and feedback.
+        size: P.
+        num_elements: of the two buckets, the smaller first; see `simulated_cost`.
+        seed: of the gradients.
+
+    Raises:
+        ArgumentError: unless the sizes differ, the smaller first.
+    """
+    if not 0 < num_elements[0] < num_elements[1]:
         raise ArgumentError("num_elements", num_elements, "two sizes, the smaller first")
-    small, large = (bucket_traffic(recipe, n, size, network, seed=seed) for n in num_elements)
-    fixed, slope = _line(num_elements, small.seconds, large.seconds)
-    fixed_bytes, bytes_per_element = _line(num_elements, small.bytes_sent, large.bytes_sent)
-    startup = network.seconds(AlphaBeta.allreduce(0, size))
-    per_byte = network.seconds(AlphaBeta.allreduce(2**20, size)) - startup
-    dense = AffineTime(startup, per_byte / 2**20)
-    cost = CostModel(selection, AffineTime(fixed, slope), dense)
-    return SimulatedCost(cost, fixed_bytes, bytes_per_element, large)
+    return SimulatedTraffic(*(bucket_traffic(recipe, n, size, seed=seed) for n in num_elements))
 
 
 def _line(at: tuple[int, int], one: float, other: float) -> tuple[float, float]:
@@ -142,31 +179,46 @@ def scaling_curve(
         A point for every size, in their order.
     """
     points = []
-    every = workload.with_dense([parameter.name for parameter in workload.parameters])
-    all_dense = Plan((), every.dense_names)
-    facts = {parameter.name: parameter for parameter in workload.parameters}
     for size in sizes:
-        simulated = simulated_cost(
-            recipe, size, network, selection=selection, num_elements=num_elements, seed=seed
-        )
-        cost = simulated.cost
-        plan = merging if isinstance(merging, Plan) else merging(workload, cost)
-        sparse_elements = sum(facts[name].num_elements for bucket in plan.buckets for name in bucket)
-        dense_bytes = sum(facts[name].num_bytes for name in plan.dense)
-        points.append(
-            ScalePoint(
-                size=size,
-                sparse_seconds=predict(workload, plan, cost).iteration_seconds,
-                dense_seconds=predict(every, all_dense, cost).iteration_seconds,
-                plan=plan,
-                bytes_per_rank=len(plan.buckets) * simulated.fixed_bytes
-                + simulated.bytes_per_element * sparse_elements
-                + dense_bytes,
-                dense_bytes_per_rank=float(sum(fact.num_bytes for fact in facts.values())),
-                union_density=simulated.traffic.union_density,
-            )
-        )
+        traffic = simulate_traffic(recipe, size, num_elements=num_elements, seed=seed)
+        points.append(scale_point(workload, merging, traffic, network, selection))
     return points
+
+
+def scale_point(
+    workload: Workload,
+    merging: Strategy | Plan,
+    traffic: SimulatedTraffic,
+    network: AlphaBeta,
+    selection: TimeModel,
+) -> ScalePoint:
+    """One step, sparse and dense, of as many ranks as were simulated; see `scaling_curve`.
+
+    Args:
+        workload: parameters and backward times of one rank.
+        merging: a strategy or a plan.
+        traffic: of `simulate_traffic`.
+        network: alpha and beta.
+        selection: time of selecting by n on a rank.
+    """
+    every = workload.with_dense([parameter.name for parameter in workload.parameters])
+    facts = {parameter.name: parameter for parameter in workload.parameters}
+    simulated = traffic.cost(network, selection)
+    cost = simulated.cost
+    plan = merging if isinstance(merging, Plan) else merging(workload, cost)
+    sparse_elements = sum(facts[name].num_elements for bucket in plan.buckets for name in bucket)
+    dense_bytes = sum(facts[name].num_bytes for name in plan.dense)
+    return ScalePoint(
+        size=traffic.large.size,
+        sparse_seconds=predict(workload, plan, cost).iteration_seconds,
+        dense_seconds=predict(every, Plan((), every.dense_names), cost).iteration_seconds,
+        plan=plan,
+        bytes_per_rank=len(plan.buckets) * simulated.fixed_bytes
+        + simulated.bytes_per_element * sparse_elements
+        + dense_bytes,
+        dense_bytes_per_rank=float(sum(fact.num_bytes for fact in facts.values())),
+        union_density=simulated.traffic.union_density,
+    )
 
 
 def crossings(points: Sequence[ScalePoint]) -> list[float]:

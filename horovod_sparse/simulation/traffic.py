@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from horovod_sparse.cost import AlphaBeta
+from horovod_sparse.cost import AlphaBeta, CollectiveCost
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.simulation.cluster import SimulatedCluster
@@ -27,6 +27,7 @@ class BucketTraffic:
         bytes_sent: mean over ranks of what each puts in, counted once.
         union_density: share of the elements that the sum changes.
         seconds: on the network's clock.
+        costs: round -> the different costs that ranks had in it: enough for any other network.
     """
 
     num_elements: int
@@ -36,6 +37,11 @@ class BucketTraffic:
     bytes_sent: float
     union_density: float
     seconds: float
+    costs: tuple[frozenset[CollectiveCost], ...] = field(default=(), repr=False)
+
+    def seconds_on(self, network: AlphaBeta) -> float:
+        """Seconds on another network: rounds one behind the other, each as slow as its slowest rank."""
+        return float(sum(max(map(network.seconds, round_)) for round_ in self.costs))
 
 
 def bucket_traffic(
@@ -86,4 +92,5 @@ def bucket_traffic(
         bytes_sent=float(sum(map(sum, recorder.bytes_sent))) / size,
         union_density=union / num_elements,
         seconds=recorder.seconds,
+        costs=tuple(frozenset(round_) for round_ in recorder.costs),
     )

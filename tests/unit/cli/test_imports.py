@@ -22,7 +22,9 @@ def test_nothing_but_thread_counts_and_logging():
     """One of them once made every later test of the same process believe that it was elastic."""
     folder = Path(horovod_sparse.cli.__file__).parent
     names = sorted(path.stem for path in folder.glob("*.py") if path.stem != "__init__")
-    found = subprocess.run([sys.executable, "-c", _SCRIPT, *names], capture_output=True, text=True, check=False)
+    found = subprocess.run(
+        [sys.executable, "-c", _SCRIPT, *names], capture_output=True, text=True, check=False
+    )
     assert found.returncode == 0, found.stderr
     changed = json.loads(found.stdout.splitlines()[-1])
     assert not [key for key in changed if not key.endswith("_NUM_THREADS") and key != "TF_CPP_MIN_LOG_LEVEL"]

@@ -1,0 +1,68 @@
+"""The command `horovod-sparse`: measure a cluster, plan for it, simulate others, and look for mistakes."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+from horovod_sparse._version import __version__
+from horovod_sparse.errors import HorovodSparseError
+
+__all__ = ["SUBCOMMANDS", "main"]
+
+#: name -> (module, one line); a module is imported only if it is the one that runs
+SUBCOMMANDS = {
+    "plan": ("plan", "which parameters form a bucket or stay dense, and what a step would take"),
+    "simulate": ("simulate", "iteration time, bytes and crossing points on up to 4096 ranks"),
+}
+
+_LAUNCH_RANKS = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a subcommand.
+
+    Args:
+        arguments: of the command line; None takes the process's own.
+
+    Returns:
+        The exit code: 0; 1 where the answer is bad news (`doctor` found a problem); 2 for wrong input,
+        said in one line on stderr by every rank that met it.
+    """
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    parser = argparse.ArgumentParser(
+        prog="horovod-sparse", description=__doc__, epilog="Every subcommand has --help."
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    subparsers = parser.add_subparsers(dest="subcommand", metavar="SUBCOMMAND", required=True)
+    chosen = next((word for word in words if word in SUBCOMMANDS), None)
+    for name, (module, text) in SUBCOMMANDS.items():
+        subparser = subparsers.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        if name == chosen:
+            subcommand = importlib.import_module(f"horovod_sparse.cli.{module}")
+            subcommand.add_arguments(subparser)
+    options = parser.parse_args(words)
+    try:
+        return int(subcommand.run(options))
+    except HorovodSparseError as error:
+        return _refuse(chosen, f"{type(error).__name__}: {error}")
+    except BrokenPipeError:  # whoever read this has gone, as `head` does
+        return 0
+    except (OSError, UnicodeDecodeError) as error:
+        return _refuse(chosen, f"a file cannot be read or written: {error}")
+
+
+def _refuse(subcommand: str | None, reason: str) -> int:
+    """Says what is wrong, with the rank under a launch, and gives the exit code."""
+    rank = next((f"rank {os.environ[name]}: " for name in _LAUNCH_RANKS if name in os.environ), "")
+    print(f"{rank}horovod-sparse {subcommand}: {' '.join(reason.split())}", file=sys.stderr, flush=True)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

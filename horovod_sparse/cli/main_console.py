@@ -1,0 +1,61 @@
+"""Where subcommands print: as wide as the terminal, and wide enough for tables in a file."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+__all__ = ["WIDTH", "console", "plain_table", "show"]
+
+#: columns where nobody looks through a window
+WIDTH = 120
+_WORDS = frozenset(
+    {"parameters", "parameter", "why", "strategy", "what", "what to do", "sparsifier", "of", "times"}
+)
+
+
+def console(*, to_stderr: bool = False) -> Console:
+    """A place to print to.
+
+    Args:
+        to_stderr: where stdout is for JSON.
+    """
+    stream = sys.stderr if to_stderr else sys.stdout
+    return Console(file=stream, width=None if stream.isatty() else WIDTH, highlight=False, markup=False)
+
+
+def show(to: Console, text: str, style: str | None = None) -> None:
+    """A line as it is: brackets are no markup, and it is not broken at the window's edge.
+
+    Args:
+        to: where to.
+        text: the line.
+        style: of rich.
+    """
+    to.print(text, style=style, soft_wrap=True)
+
+
+def plain_table(title: str, columns: Sequence[str], caption: str = "") -> Table:
+    """A table without frames; columns of words to the left, of numbers to the right.
+
+    Args:
+        title: above it.
+        columns: their heads.
+        caption: below it.
+    """
+    table = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        caption=caption or None,
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+    )
+    for column in columns:
+        words = column in _WORDS
+        table.add_column(column, justify="left" if words else "right", no_wrap=not words)
+    return table

@@ -1,0 +1,167 @@
+"""Arguments that subcommands share, read from text: quantities with units, sparsifiers, ways to merge."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from horovod_sparse.errors import ArgumentError, HorovodSparseError
+from horovod_sparse.feedback import Recipe, parse_recipe
+from horovod_sparse.feedback.text import parse_arguments
+from horovod_sparse.merging import (
+    STRATEGIES,
+    Plan,
+    Strategy,
+    TensorSelection,
+    fixed,
+    min_elements,
+    strategy_named,
+)
+
+__all__ = [
+    "bits_per_second",
+    "density",
+    "num_ranks",
+    "read_merging",
+    "read_recipe",
+    "read_tensor_selection",
+    "several",
+    "time",
+]
+
+_SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+_BITS = {"": 1.0, "bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
+
+
+def _quantity(text: str, units: dict[str, float], example: str) -> float:
+    match = re.fullmatch(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-z]*)(?:/s)?\s*", text.lower())
+    try:
+        value = float(match[1]) * units[match[2]] if match else -1.0
+    except (KeyError, ValueError):
+        value = -1.0
+    if value <= 0.0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not above 0 with a unit of {example}")
+    return value
+
+
+def time(text: str) -> float:
+    """Seconds.
+
+    Example:
+        >>> time("2.5ms")
+        0.0025
+    """
+    return _quantity(text, _SECONDS, "s, ms, us or ns, as in 50us")
+
+
+def bits_per_second(text: str) -> float:
+    """Bits per second.
+
+    Example:
+        >>> bits_per_second("25gbit")
+        25000000000.0
+    """
+    return _quantity(text, _BITS, "kbit, mbit, gbit or tbit, as in 25gbit")
+
+
+def density(text: str) -> float:
+    """A kept fraction in (0, 1]."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.0 < value <= 1.0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no kept fraction in (0, 1]")
+    return value
+
+
+def num_ranks(text: str) -> int:
+    """A number of ranks from 2: one alone communicates nothing."""
+    if not text.strip().isdigit() or int(text) < 2:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of ranks, 2 or more")
+    return int(text)
+
+
+def several(read: Callable[[str], object]) -> Callable[[str], list[object]]:
+    """A reader of several values with commas between.
+
+    Example:
+        >>> several(num_ranks)("2,8")
+        [2, 8]
+    """
+
+    def read_all(text: str) -> list[object]:
+        return [read(part) for part in text.split(",")]
+
+    return read_all
+
+
+def read_recipe(text: str, density: float | None) -> Recipe:
+    """A sparsifier as the user writes it, with the density of the command line where it names none.
+
+    Args:
+        text: ``NAME`` or ``NAME:ARGUMENT=VALUE,...``.
+        density: of `--density`; None leaves the sparsifier's own default.
+
+    Raises:
+        ArgumentError: naming what is wrong in it.
+
+    Example:
+        >>> read_recipe("topk:values=float16", 0.01).describe()
+        'topk:density=0.01,values=float16'
+    """
+    name, _, arguments = text.partition(":")
+    if density is not None and "density" not in parse_arguments(arguments):
+        arguments = f"density={density}" + ("," if arguments else "") + arguments
+    return parse_recipe(f"{name}:{arguments}")
+
+
+def read_merging(text: str) -> Strategy | Plan:
+    """A way to merge: a strategy's name, ``fixed(num_elements=...)``, ``fixed(bytes=...)``, or a plan's file.
+
+    Args:
+        text: of `--merging`; a file is what `--save-plan` wrote.
+
+    Raises:
+        ArgumentError: if it is none of them.
+
+    Example:
+        >>> read_merging("fixed(num_elements=8192)")
+        Fixed(num_elements=8192, num_bytes=None)
+    """
+    if text.endswith(".json"):
+        try:
+            return Plan.from_dict(json.loads(Path(text).read_text(encoding="utf-8")))
+        except (ValueError, TypeError, AttributeError, HorovodSparseError) as error:
+            raise ArgumentError("--merging", text, f"a file that --save-plan wrote ({error})") from error
+    if match := re.fullmatch(r"fixed[(:](.*?)\)?", text):
+        arguments = parse_arguments(match[1])
+        if set(arguments) - {"num_elements", "bytes"}:
+            raise ArgumentError("--merging", text, "fixed(num_elements=8192) or fixed(bytes=4194304)")
+        return fixed(**arguments)
+    if text not in STRATEGIES:
+        known = ", ".join(STRATEGIES)
+        raise ArgumentError(
+            "--merging", text, f"{known}, fixed(num_elements=...), fixed(bytes=...) or a file"
+        )
+    return strategy_named(text)
+
+
+def read_tensor_selection(text: str) -> TensorSelection:
+    """What stays dense: ``all`` (nothing does), ``cost``, or ``min_elements(...)``.
+
+    Raises:
+        ArgumentError: if it is none of them.
+
+    Example:
+        >>> read_tensor_selection("min_elements(1024)")
+        MinElements(num_elements=1024)
+    """
+    if match := re.fullmatch(r"min_elements[(:]([0-9]+)\)?", text):
+        return min_elements(int(match[1]))
+    if text not in ("all", "cost"):
+        raise ArgumentError("--tensor-selection", text, "all, cost or min_elements(1024)")
+    return text

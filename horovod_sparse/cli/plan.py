@@ -1,0 +1,141 @@
+"""`horovod-sparse plan`: buckets, what stays dense and why, and predicted iterations; and a picture."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from horovod_sparse.cli import plan_report, plan_table
+from horovod_sparse.cli.main_console import console as make_console
+from horovod_sparse.cli.main_console import show
+from horovod_sparse.cli.main_options import density, read_merging, read_recipe, read_tensor_selection
+from horovod_sparse.cli.plan_cost import Source, add_source, source_of
+from horovod_sparse.cli.plan_model import FORMAT, read_model
+from horovod_sparse.errors import ArgumentError
+from horovod_sparse.merging import LAYER_TABLES, predict
+
+__all__ = ["add_arguments", "run"]
+
+_PICTURES = (".png", ".svg", ".pdf")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the subcommand's arguments.
+
+    Args:
+        parser: of the subcommand.
+    """
+    add = parser.add_argument
+    tables = ", ".join(LAYER_TABLES)
+    add("--model", required=True, metavar="TABLE|FILE", help=f"{tables}; or a file .json: {FORMAT}")
+    add("--sparsifier", default="exdyna", metavar="NAME[:ARGUMENT=VALUE,...]", help="default: %(default)s")
+    add("--density", type=density, help="kept fraction (default: the table's, or the sparsifier's)")
+    text = "layerwise, single, omgs, optimal, joint, fixed(num_elements=N), fixed(bytes=N), or a plan's file"
+    add("--merging", default="optimal", metavar="STRATEGY", help=f"{text} (default: %(default)s)")
+    text = "all (are sparsified), cost (Eq. (1) of DRAGONN) or min_elements(N) (default: all)"
+    add("--tensor-selection", metavar="RULE", help=text)
+    add_source(parser)
+    add("--framework", choices=("torch", "tensorflow"), help="where the plan shall be used; checked")
+    text = "buckets are taken to be fused on the network while they wait, as Horovod does"
+    add("--fuse-sparse", action="store_true", help=text)
+    add("--rows", type=int, default=40, metavar="N", help="of each table (default: %(default)s)")
+    add("--json", nargs="?", const="-", metavar="FILE", help="write all numbers to FILE, or to stdout")
+    add("--save-plan", metavar="FILE", help="for --merging, or Plan.from_dict and merging= of an optimizer")
+    add("--picture", metavar="FILE", help="both queues over time (.png, .svg, .pdf)")
+    text = "strategies drawn below it, with commas: layerwise, single, fixed 8192, omgs, optimal, dense"
+    add("--beside", default="", metavar="NAMES", help=text)
+    add("--timeline", metavar="FILE", help="of HOROVOD_TIMELINE, from rank 0: the measured step is drawn too")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Plans and prints.
+
+    Args:
+        options: of the command line.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        HorovodSparseError: naming the argument that is wrong.
+    """
+    _check(options)
+    model, source = read_model(options.model), source_of(options)
+    chosen_density = options.density
+    if chosen_density is None and "density=" not in options.sparsifier:
+        chosen_density = model.density
+    recipe = read_recipe(options.sparsifier, chosen_density)
+    sparsifier, merging = recipe.sparsifier, read_merging(options.merging)
+    selection = None if options.tensor_selection is None else read_tensor_selection(options.tensor_selection)
+    cost = source.profile.cost(sparsifier, fuse_sparse=options.fuse_sparse)
+    workload, plan, reasons = plan_report.chosen_plan(
+        model.workload(source.measured), merging, selection, recipe, cost
+    )
+    chosen = plan_report.Predicted(options.merging, plan, predict(workload, plan, cost))
+    predictions = plan_report.compared(workload, chosen, cost)
+    rows = plan_report.bucket_rows(workload, chosen, sparsifier.density)
+    dense = plan_report.dense_reasons(reasons, workload)
+    console = make_console(to_stderr=options.json == "-")
+    for warning in source.warnings:
+        show(console, f"warning: {warning}", "yellow")
+    sizes = {parameter.name: parameter.num_elements for parameter in workload.parameters}
+    show(console, f"{model.name}, {sparsifier.describe()}, {options.merging}: {plan}", "bold")
+    show(console, source.words)
+    if rows:
+        console.print(plan_table.bucket_table(rows, options.rows))
+    if dense:
+        console.print(plan_table.dense_table(dense, sizes, options.rows))
+    console.print(plan_table.compared_table(predictions))
+    _write(options, source, plan_report.as_json(rows, dense, predictions), plan.to_dict())
+    if options.picture:
+        _draw(options, predictions, console)
+    return 0
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Refuses what can be refused before anything is computed."""
+    if options.picture and not options.picture.endswith(_PICTURES):
+        raise ArgumentError("--picture", options.picture, f"a file that ends in {', '.join(_PICTURES)}")
+    if options.timeline and not options.picture:
+        raise ArgumentError("--timeline", options.timeline, "--picture too: it is drawn there")
+    if options.rows < 0:
+        raise ArgumentError("--rows", options.rows, "a number of rows, 0 or more")
+    names = [name.strip() for name in options.beside.split(",") if name.strip()]
+    known = [*plan_report.STRATEGIES, "dense"]
+    for name in names:
+        if name not in known:
+            raise ArgumentError("--beside", name, f"some of {', '.join(known)}, with commas")
+    options.beside = names
+
+
+def _write(
+    options: argparse.Namespace, source: Source, numbers: dict[str, Any], plan: dict[str, Any]
+) -> None:
+    if options.save_plan:
+        Path(options.save_plan).write_text(json.dumps(plan, indent=1) + "\n", encoding="utf-8")
+    if options.json:
+        text = json.dumps(
+            {"ranks": source.profile.size, "from": source.words, "plan": plan, **numbers}, indent=1
+        )
+        if options.json == "-":
+            print(text)
+        else:
+            Path(options.json).write_text(text + "\n", encoding="utf-8")
+
+
+def _draw(options: argparse.Namespace, predictions: list[plan_report.Predicted], console: Console) -> None:
+    from horovod_sparse.cli.plan_measured import measured_step
+    from horovod_sparse.cli.plan_picture import draw_queues, save
+
+    panels = [predictions[0], *(one for one in predictions[1:] if one.name in options.beside)]
+    measured = None if options.timeline is None else measured_step(options.timeline, predictions[0].plan)
+    figure = draw_queues(panels, measured)
+    save(figure, options.picture)
+    show(console, f"{options.picture} written")
+    if measured is not None:
+        text = f"measured: {measured.seconds * 1e3:.1f} ms from the first message to the end of the last"
+        show(console, f"{text}, median of {measured.num_steps} steps")

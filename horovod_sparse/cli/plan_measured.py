@@ -1,0 +1,161 @@
+"""A measured step: what Horovod's own timeline says of the buckets of a plan."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from horovod_sparse.errors import ArgumentError
+from horovod_sparse.merging import Plan
+
+__all__ = ["MeasuredSpan", "MeasuredStep", "measured_step", "read_events"]
+
+_NEGOTIATE = "NEGOTIATE_"
+#: ``allgather.bucket3.conv.weight.0``: kind, number of the bucket, its first parameter, round
+_BUCKET = re.compile(r"^(?:\w+\.)?bucket(\d+)\.(.+)\.(\d+)$")
+
+
+@dataclass(frozen=True)
+class MeasuredSpan:
+    """A collective of a step.
+
+    Attributes:
+        asked: seconds from the step's first collective until the first rank asked for it.
+        start: until all ranks had, and it went to the network.
+        end: until it was done.
+        bucket: its number; None for a parameter that stays dense.
+        name: as the timeline has it.
+    """
+
+    asked: float
+    start: float
+    end: float
+    bucket: int | None
+    name: str
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """The step of median length.
+
+    Attributes:
+        spans: of its collectives, by their start.
+        num_steps: that it was chosen from.
+    """
+
+    spans: tuple[MeasuredSpan, ...]
+    num_steps: int
+
+    @property
+    def seconds(self) -> float:
+        """From the first collective that was asked for to the end of the last one."""
+        return max(span.end for span in self.spans)
+
+
+def measured_step(path: str, plan: Plan) -> MeasuredStep:
+    """The step of median length in a file that HOROVOD_TIMELINE names.
+
+    Args:
+        path: of the file; one that a killed process left open is read as far as it goes.
+        plan: that the run was made with: its buckets are looked for by number and first parameter.
+
+    Raises:
+        ArgumentError: if the file is none, or holds no step with the plan's buckets.
+    """
+    found: dict[str, list[tuple[float, float, float]]] = defaultdict(list)
+    for name, times in _collectives(read_events(path)):
+        if _owner(name, plan) != "no":
+            found[name].append(times)
+    if not found:
+        raise ArgumentError(
+            "--timeline",
+            path,
+            f"one of a run with this plan: it holds no collective of {len(plan.buckets)} buckets that begin "
+            f"with {', '.join(bucket[0] for bucket in plan.buckets[:3])}, ...",
+        )
+    # what was done in only some of the steps (agreements in the first one) is in no step as a whole
+    num_steps = round(median(len(times) for times in found.values()))
+    steps = []
+    for number in range(num_steps):
+        spans = [
+            (name, times[number - num_steps]) for name, times in found.items() if len(times) >= num_steps
+        ]
+        steps.append(_step(spans, plan))
+    steps.sort(key=lambda spans: max(span.end for span in spans))
+    return MeasuredStep(tuple(steps[len(steps) // 2]), num_steps)
+
+
+def _step(collectives: Sequence[tuple[str, tuple[float, float, float]]], plan: Plan) -> list[MeasuredSpan]:
+    origin = min(asked for _, (asked, _, _) in collectives)
+    spans = []
+    for name, (asked, start, end) in collectives:
+        owner = _owner(name, plan)
+        bucket = owner if isinstance(owner, int) else None
+        spans.append(MeasuredSpan(asked - origin, start - origin, end - origin, bucket, name))
+    return sorted(spans, key=lambda span: (span.start, span.asked))
+
+
+def _owner(name: str, plan: Plan) -> int | str:
+    """Number of the bucket; "dense", or "no" for what belongs to neither."""
+    if match := _BUCKET.match(name):
+        number = int(match[1])
+        fits = number < len(plan.buckets) and plan.buckets[number][0] == match[2]
+        return number if fits else "no"
+    bare = re.sub(r"\.\d+$", "", name.partition(".")[2])
+    return "dense" if bare in plan.dense or bare.removeprefix("dense.") in plan.dense else "no"
+
+
+def read_events(path: str) -> list[Mapping[str, Any]]:
+    """The events of a trace.
+
+    Raises:
+        ArgumentError: if the file holds none.
+    """
+    text = Path(path).read_text(encoding="utf-8").strip()
+    # a process that did not shut down leaves the list open
+    for ending in ("", "]", "}]"):
+        try:
+            events = json.loads(text.rstrip(",") + ending)
+        except ValueError:
+            continue
+        if isinstance(events, list) and any(isinstance(event, dict) and "ph" in event for event in events):
+            return [event for event in events if isinstance(event, dict) and event]
+    cut = text.rfind("},")
+    if text.startswith("[") and cut > 0:
+        try:
+            return [event for event in json.loads(text[: cut + 1] + "]") if event]
+        except ValueError:
+            pass
+    raise ArgumentError("--timeline", path, "a file that Horovod wrote (HOROVOD_TIMELINE)")
+
+
+def _collectives(
+    events: Sequence[Mapping[str, Any]],
+) -> Iterator[tuple[str, tuple[float, float, float]]]:
+    """Name, and seconds at which it was asked for, begun and done, of every collective."""
+    names = {
+        event["pid"]: str(event["args"]["name"])
+        for event in events
+        if event.get("name") == "process_name" and "name" in event.get("args", {})
+    }
+    open_: dict[Any, list[tuple[str, float]]] = defaultdict(list)
+    asked: dict[Any, float] = {}
+    for event in events:
+        process, phase = event.get("pid"), event.get("ph")
+        if process not in names or phase not in ("B", "E"):
+            continue
+        now = float(event["ts"]) * 1e-6
+        if phase == "B":
+            open_[process].append((str(event.get("name", "")), now))
+        elif open_[process]:
+            activity, begun = open_[process].pop()
+            if activity.startswith(_NEGOTIATE):
+                asked[process] = begun
+            elif not open_[process] and process in asked:
+                yield names[process], (asked.pop(process), begun, now)

@@ -1,0 +1,232 @@
+"""What a plan is worth: its step, bucket by bucket, and the steps of other plans beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from horovod_sparse.cost import CostModel
+from horovod_sparse.errors import ArgumentError
+from horovod_sparse.feedback import Recipe
+from horovod_sparse.merging import (
+    Choice,
+    Plan,
+    Strategy,
+    TensorSelection,
+    Timeline,
+    Workload,
+    dense_of,
+    fixed,
+    joint,
+    layerwise,
+    omgs,
+    optimal,
+    predict,
+    select_tensors,
+    single,
+)
+
+__all__ = ["BucketRow", "Predicted", "bucket_rows", "chosen_plan", "compared", "dense_reasons"]
+
+#: what a plan is compared with; "dense" is beside them
+STRATEGIES: dict[str, Strategy] = {
+    "layerwise": layerwise,
+    "single": single,
+    "fixed 8192": fixed(num_elements=8192),
+    "omgs": omgs,
+    "optimal": optimal,
+}
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """A plan and the step that it leads to.
+
+    Attributes:
+        name: of the strategy.
+        plan: it made.
+        timeline: of the step.
+    """
+
+    name: str
+    plan: Plan
+    timeline: Timeline
+
+    @property
+    def seconds(self) -> float:
+        """Of the step."""
+        return self.timeline.iteration_seconds
+
+
+@dataclass(frozen=True)
+class BucketRow:
+    """A bucket of a plan, as its table shows it.
+
+    Attributes:
+        number: from 0, in backward order.
+        names: of its parameters, in backward order.
+        num_elements: n.
+        num_selected: k, of a rank or of the union as the sparsifier counts.
+        ready_seconds: when its last gradient is there.
+        selection_seconds: how long selecting takes.
+        send_seconds: when its messages get the network.
+        communication_seconds: how long they take, decoding included; with others, where they are fused.
+        done_seconds: when they end.
+    """
+
+    number: int
+    names: tuple[str, ...]
+    num_elements: int
+    num_selected: int
+    ready_seconds: float
+    selection_seconds: float
+    send_seconds: float
+    communication_seconds: float
+    done_seconds: float
+
+    @property
+    def waiting_seconds(self) -> float:
+        """That its messages wait for the network."""
+        return max(0.0, self.send_seconds - self.ready_seconds - self.selection_seconds)
+
+
+def chosen_plan(
+    workload: Workload,
+    merging: Strategy | Plan,
+    selection: TensorSelection | None,
+    recipe: Recipe,
+    cost: CostModel,
+) -> tuple[Workload, Plan, dict[str, str]]:
+    """What stays dense, by rule and by selection, and how the rest is merged.
+
+    Args:
+        workload: the model's step.
+        merging: a strategy, or a plan, which also says what stays dense.
+        selection: of tensors; all are sparsified if left out.
+        recipe: with the rules that hold for single parameters.
+        cost: of selection, communication and dense allreduce.
+
+    Returns:
+        The workload with what stays dense, the plan, and the reason of every dense parameter.
+
+    Raises:
+        ArgumentError: if `joint` or a plan is to decide, and a selection is given beside it; or the plan
+            does not fit the model.
+    """
+    if selection is not None and (isinstance(merging, Plan) or merging is joint):
+        what = "a plan" if isinstance(merging, Plan) else "joint"
+        raise ArgumentError("--tensor-selection", selection, f"only one of them: {what} decides this, too")
+    reasons: dict[str, str] = {}
+    if isinstance(merging, Plan):
+        merging.check(workload.parameters)
+        reasons = dict.fromkeys(merging.dense, "the given plan says so")
+        return workload.with_dense(merging.dense), merging, reasons
+    for parameter in workload.parameters:
+        if recipe.rules.density_of(parameter.name, parameter.num_elements) == 1.0:
+            reasons[parameter.name] = "a rule of the sparsifier says so"
+    choices = select_tensors("all" if selection is None else selection, workload.parameters, cost)
+    for choice in choices:
+        if choice.dense:
+            reasons.setdefault(choice.name, choice.reason)
+    step = workload.with_dense(dense_of(choices) | set(reasons))
+    plan = merging(step, cost)
+    if merging is joint:
+        reasons = {**_joint_reasons(step, plan, cost), **reasons}
+    return step.with_dense(plan.dense), plan, reasons
+
+
+def _joint_reasons(workload: Workload, plan: Plan, cost: CostModel) -> dict[str, str]:
+    best = predict(workload, plan, cost).iteration_seconds * 1e3
+    sparse = predict(workload, optimal(workload, cost), cost).iteration_seconds * 1e3
+    why = f"joint: the step takes {best:.1f} ms, {sparse:.1f} ms with nothing more dense"
+    return dict.fromkeys(plan.dense, why)
+
+
+def dense_reasons(reasons: Mapping[str, str], workload: Workload) -> list[Choice]:
+    """Dense parameters in backward order with their reasons."""
+    names = workload.dense_names
+    return [Choice(name, True, reasons.get(name, "the plan says so")) for name in names]
+
+
+def bucket_rows(workload: Workload, predicted: Predicted, density: float) -> list[BucketRow]:
+    """The table's rows, in the plan's order.
+
+    Args:
+        workload: what was planned for.
+        predicted: plan and step.
+        density: of the sparsifier.
+    """
+    sizes = {parameter.name: parameter.num_elements for parameter in workload.parameters}
+    rows = []
+    for number, names in enumerate(predicted.plan.buckets):
+        spans = predicted.timeline.bucket_spans(number)
+        selection, sending = spans["selection"], spans["sparse"]
+        total = sum(sizes[name] for name in names)
+        rows.append(
+            BucketRow(
+                number,
+                names,
+                total,
+                min(total, max(1, round(density * total))),
+                selection.start,
+                selection.end - selection.start,
+                sending.start,
+                sending.end - sending.start,
+                sending.end,
+            )
+        )
+    return rows
+
+
+def compared(workload: Workload, chosen: Predicted, cost: CostModel) -> list[Predicted]:
+    """The chosen plan first, then what the simple strategies, the others, and all dense lead to.
+
+    Args:
+        workload: with what stays dense in the chosen plan; the others keep it dense, too.
+        chosen: the plan.
+        cost: as it was chosen with.
+    """
+    others = []
+    for name, strategy in STRATEGIES.items():
+        if name != chosen.name:
+            plan = strategy(workload, cost)
+            others.append(Predicted(name, plan, predict(workload, plan, cost)))
+    every = workload.with_dense([parameter.name for parameter in workload.parameters])
+    plan = Plan((), every.dense_names)
+    others.append(Predicted("dense", plan, predict(every, plan, cost)))
+    return [chosen, *others]
+
+
+def as_json(
+    rows: Sequence[BucketRow], dense: Sequence[Choice], predictions: Sequence[Predicted]
+) -> dict[str, Any]:
+    """Everything that the tables show, in plain values."""
+    return {
+        "buckets": [
+            {
+                "number": row.number,
+                "names": list(row.names),
+                "num_elements": row.num_elements,
+                "num_selected": row.num_selected,
+                "ready_seconds": row.ready_seconds,
+                "selection_seconds": row.selection_seconds,
+                "waiting_seconds": row.waiting_seconds,
+                "send_seconds": row.send_seconds,
+                "communication_seconds": row.communication_seconds,
+                "done_seconds": row.done_seconds,
+            }
+            for row in rows
+        ],
+        "dense": [{"name": choice.name, "reason": choice.reason} for choice in dense],
+        "compared": [
+            {
+                "name": one.name,
+                "buckets": len(one.plan.buckets),
+                "dense": len(one.plan.dense),
+                "iteration_seconds": one.seconds,
+                "visible_seconds": one.timeline.visible_seconds,
+            }
+            for one in predictions
+        ],
+    }

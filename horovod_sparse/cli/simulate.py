@@ -1,0 +1,254 @@
+"""`horovod-sparse simulate`: steps of up to 4096 ranks, and where dense begins to win."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from horovod_sparse.cli.main_console import console as make_console
+from horovod_sparse.cli.main_console import plain_table, show
+from horovod_sparse.cli.main_options import density, num_ranks, read_merging, read_recipe, several
+from horovod_sparse.cli.plan_cost import add_network, network_from, selection_from
+from horovod_sparse.cli.plan_model import FORMAT, read_model
+from horovod_sparse.cli.simulate_study import Crossing, Question, Study, crossing_words, study_of
+from horovod_sparse.cost import AffineTime, AlphaBeta, Profile, network_of
+from horovod_sparse.errors import ArgumentError, ProfileMismatchError
+from horovod_sparse.feedback import Recipe
+from horovod_sparse.merging import LAYER_TABLES
+
+__all__ = ["add_arguments", "run"]
+
+_PICTURES = (".png", ".svg", ".pdf")
+_MOST_RANKS = 4096
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the subcommand's arguments.
+
+    Args:
+        parser: of the subcommand.
+    """
+    add = parser.add_argument
+    tables = ", ".join(LAYER_TABLES)
+    add("--model", required=True, metavar="TABLE|FILE", help=f"{tables}; or a file .json: {FORMAT}")
+    text = "may stand several times (default: exdyna)"
+    add("--sparsifier", action="append", metavar="NAME[:ARGUMENT=VALUE,...]", help=text)
+    add("--density", type=density, help="kept fraction (default: the table's, or the sparsifier's)")
+    text = "layerwise, single, omgs, optimal, joint, fixed(...), or a plan's file; asked anew for every P"
+    add("--merging", default="optimal", metavar="STRATEGY", help=f"{text} (default: %(default)s)")
+    sizes = [2, 8, 32, 128, 512, 4096]
+    text = f"numbers of ranks (default: {','.join(map(str, sizes))})"
+    add("--ranks", type=several(num_ranks), default=sizes, metavar="P,P,...", help=text)
+    text = "number of ranks for crossings in density and bandwidth (default: the profile's, or 8)"
+    add("--at", type=num_ranks, metavar="P", help=text)
+    text = "of horovod-sparse calibrate: latency, bandwidth and selection are taken from it"
+    add("--profile", metavar="FILE", help=text)
+    add_network(parser)
+    text = "of the two buckets that are simulated (default: by P and density)"
+    add("--elements", type=several(_elements), metavar="N,N", help=text)
+    add("--seed", type=int, default=0, help="of the gradients (default: %(default)s)")
+    add("--json", nargs="?", const="-", metavar="FILE", help="write all numbers to FILE, or to stdout")
+    add("--plot", metavar="FILE", help="curves over ranks, density and bandwidth (.png, .svg, .pdf)")
+
+
+def _elements(text: str) -> int:
+    if not text.strip().isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of elements, 1 or more")
+    return int(text)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Simulates and prints.
+
+    Args:
+        options: of the command line.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        HorovodSparseError: naming the argument that is wrong.
+    """
+    _check(options)
+    model = read_model(options.model)
+    texts = options.sparsifier or ["exdyna"]
+    recipes = []
+    for text in texts:
+        own = options.density
+        recipes.append(read_recipe(text, model.density if own is None and "density=" not in text else own))
+    profile = None if options.profile is None else Profile.load(options.profile)
+    question = _question(options, model.workload(profile), profile, recipes)
+    console = make_console(to_stderr=options.json == "-")
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("simulating", total=None)
+
+        def tell(what: str) -> None:
+            progress.update(task, description=what)
+
+        studies = [study_of(question, recipe, tell) for recipe in recipes]
+    _print(console, model.name, options.merging, question, studies)
+    numbers = _numbers(model.name, options.merging, question, studies)
+    if options.json == "-":
+        print(json.dumps(numbers, indent=1))
+    elif options.json:
+        Path(options.json).write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
+    if options.plot:
+        from horovod_sparse.cli.plan_picture import save
+        from horovod_sparse.cli.simulate_picture import draw_studies
+
+        save(draw_studies(question, studies), options.plot)
+        show(console, f"{options.plot} written")
+    return 0
+
+
+def _check(options: argparse.Namespace) -> None:
+    if options.plot and not options.plot.endswith(_PICTURES):
+        raise ArgumentError("--plot", options.plot, f"a file that ends in {', '.join(_PICTURES)}")
+    options.ranks = sorted(set(options.ranks))
+    for size in (*options.ranks, options.at or 2):
+        if size > _MOST_RANKS:
+            raise ArgumentError("--ranks and --at", size, f"{_MOST_RANKS} at most")
+    if options.elements is not None and (
+        len(options.elements) != 2 or options.elements[0] >= options.elements[1]
+    ):
+        raise ArgumentError("--elements", options.elements, "two sizes, the smaller first, as in 1000,4000")
+
+
+def _question(
+    options: argparse.Namespace, workload: Any, profile: Profile | None, recipes: list[Recipe]
+) -> Question:
+    network, at = network_from(options), options.at or 8
+    fit = selection_from(options)
+
+    def assumed(recipe: Recipe, size: int) -> AffineTime:
+        return fit.time(recipe.sparsifier.density)
+
+    def measured(recipe: Recipe, size: int) -> AffineTime:
+        assert profile is not None  # else it is not chosen
+        sparsifier = recipe.sparsifier
+        total = profile.selection[sparsifier.name].time(sparsifier.density)
+        if sparsifier.name in profile.decoding:
+            per_rank = sparsifier.density_scope == "per rank"
+            received = min(1.0, sparsifier.density) * (size if per_rank else 1)
+            total += profile.decoding[sparsifier.name].time(received)
+        return total
+
+    if profile is not None:
+        found = network_of(profile)
+        # what is said on the command line holds
+        network = AlphaBeta(
+            found.alpha_seconds if options.latency is None else options.latency,
+            found.beta_seconds if options.bandwidth is None else 8.0 / options.bandwidth,
+        )
+        at = options.at or profile.size
+        for recipe in recipes:
+            if recipe.sparsifier.name not in profile.selection:
+                raise ProfileMismatchError(
+                    f"the profile has no selection time for {recipe.sparsifier.name}, only for "
+                    f"{', '.join(sorted(profile.selection)) or 'none'}: run horovod-sparse calibrate with it"
+                )
+    chosen = assumed if profile is None else measured
+    elements = None if options.elements is None else tuple(options.elements)
+    sizes = tuple(options.ranks)
+    return Question(
+        workload, read_merging(options.merging), network, sizes, at, chosen, elements, options.seed
+    )
+
+
+def _print(console: Console, model: str, merging: str, question: Question, studies: list[Study]) -> None:
+    network = question.network
+    where = f"{8e-9 / network.beta_seconds:.4g} Gbit/s, {network.alpha_seconds * 1e6:.4g} us latency"
+    show(console, f"{model}, merging {merging}, {where}; the batch of a rank stays the same", "bold")
+    columns = ("P", "iteration ms", "dense ms", "speedup", "bytes per rank", "dense", "union", "buckets")
+    for study in studies:
+        table = plain_table(study.recipe.describe(), columns, "bytes that a rank puts in, each counted once")
+        for point in study.points:
+            table.add_row(
+                f"{point.size}",
+                f"{point.sparse_seconds * 1e3:,.1f}",
+                f"{point.dense_seconds * 1e3:,.1f}",
+                f"{point.speedup:.2f}",
+                f"{point.bytes_per_rank:,.0f}",
+                f"{point.dense_bytes_per_rank:,.0f}",
+                f"{point.union_density:.4f}",
+                f"{len(point.plan.buckets)}",
+                style="" if point.speedup > 1.0 else "dim",
+            )
+        console.print(table)
+        for note in study.notes:
+            show(console, f"note: {note}", "yellow")
+    along = ("in the number of ranks", f"in density, P = {question.at}", f"in bandwidth, P = {question.at}")
+    table = plain_table("Where dense wins", ("sparsifier", *along))
+    for column in table.columns:
+        column.justify, column.no_wrap = "left", False
+    for study in studies:
+        table.add_row(
+            study.recipe.describe(),
+            crossing_words(study.ranks, lambda size: f"P = {size:.0f}"),
+            crossing_words(study.density, lambda value: f"{value:.3g}"),
+            crossing_words(study.bandwidth, bandwidth_text),
+        )
+    console.print(table)
+
+
+def bandwidth_text(bits: float) -> str:
+    """A bandwidth as it is written on cables.
+
+    Example:
+        >>> bandwidth_text(2.5e9), bandwidth_text(1e6)
+        ('2.5 Gbit/s', '1 Mbit/s')
+    """
+    for unit, name in ((1e12, "Tbit/s"), (1e9, "Gbit/s")):
+        if bits >= unit * 0.9995:
+            return f"{bits / unit:.3g} {name}"
+    return f"{bits / 1e6:.3g} Mbit/s"
+
+
+def _numbers(model: str, merging: str, question: Question, studies: list[Study]) -> dict[str, Any]:
+    def crossing(one: Crossing | None) -> dict[str, Any] | None:
+        if one is None:
+            return None
+        return {
+            "values": list(one.values),
+            "sparse_first": one.sparse_first,
+            "low": one.low,
+            "high": one.high,
+        }
+
+    return {
+        "model": model,
+        "merging": merging,
+        "alpha_seconds": question.network.alpha_seconds,
+        "beta_seconds": question.network.beta_seconds,
+        "at": question.at,
+        "studies": [
+            {
+                "sparsifier": study.recipe.describe(),
+                "points": [
+                    {
+                        "size": point.size,
+                        "sparse_seconds": point.sparse_seconds,
+                        "dense_seconds": point.dense_seconds,
+                        "bytes_per_rank": point.bytes_per_rank,
+                        "dense_bytes_per_rank": point.dense_bytes_per_rank,
+                        "union_density": point.union_density,
+                        "buckets": len(point.plan.buckets),
+                    }
+                    for point in study.points
+                ],
+                "crossings": {
+                    "ranks": crossing(study.ranks),
+                    "density": crossing(study.density),
+                    "bandwidth": crossing(study.bandwidth),
+                },
+                "notes": list(study.notes),
+            }
+            for study in studies
+        ],
+    }

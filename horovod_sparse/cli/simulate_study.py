@@ -1,0 +1,241 @@
+"""From few ranks to many, and where dense begins to win: computed from the coroutines themselves."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from horovod_sparse.collectives import AllToAll
+from horovod_sparse.cost import AffineTime, AlphaBeta
+from horovod_sparse.errors import ArgumentError
+from horovod_sparse.feedback import Recipe
+from horovod_sparse.merging import Plan, Strategy, Workload
+from horovod_sparse.simulation import ScalePoint, break_even, crossings, scale_point, simulate_traffic
+from horovod_sparse.sparsifiers import HardThreshold
+
+__all__ = ["Crossing", "Question", "Study", "crossing_words", "simulated_sizes", "study_of"]
+
+#: an all-to-all of P ranks is P * P messages
+MOST_RANKS_ALL_TO_ALL = 512
+#: elements of all ranks' accumulators together: as many again are gradients, 1 GiB in all
+_MOST_ELEMENTS = 2**27
+#: k of the smaller simulated bucket
+_FEWEST_SELECTED = 8
+_DENSITIES, _BANDWIDTHS = (1e-4, 1.0), (1e6, 1e12)
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is simulated.
+
+    Attributes:
+        workload: parameters and times of a rank's step.
+        merging: a strategy, asked anew for every P, density and bandwidth; or a plan.
+        network: alpha and beta.
+        sizes: numbers of ranks, ascending.
+        at: number of ranks for crossings in density and bandwidth.
+        selection: of a recipe at a density on P ranks: time by n, decoding included.
+        num_elements: of the two simulated buckets; chosen by P and density if left out.
+        seed: of the gradients.
+    """
+
+    workload: Workload
+    merging: Strategy | Plan
+    network: AlphaBeta
+    sizes: tuple[int, ...]
+    at: int
+    selection: Callable[[Recipe, int], AffineTime]
+    num_elements: tuple[int, int] | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """Where dense and sparse change places along one quantity.
+
+    Attributes:
+        values: at which they do, ascending.
+        sparse_first: whether sparse wins below the first of them (everywhere, if there is none).
+        low: smallest value looked at.
+        high: largest value.
+        curve: (value, speedup over dense), ascending.
+    """
+
+    values: tuple[float, ...]
+    sparse_first: bool
+    low: float
+    high: float
+    curve: tuple[tuple[float, float], ...] = field(default=(), repr=False)
+
+
+@dataclass(frozen=True)
+class Study:
+    """What came out for one sparsifier.
+
+    Attributes:
+        recipe: which.
+        points: by number of ranks.
+        ranks: crossing in the number of ranks; None if there are fewer than two points.
+        density: at `Question.at` ranks; None where density does not steer the sparsifier.
+        bandwidth: in bit/s, at as many.
+        notes: what was left out, and why.
+    """
+
+    recipe: Recipe
+    points: tuple[ScalePoint, ...]
+    ranks: Crossing | None
+    density: Crossing | None
+    bandwidth: Crossing
+    notes: tuple[str, ...] = ()
+
+
+def simulated_sizes(size: int, density: float) -> tuple[int, int]:
+    """Elements of two buckets that are large enough for k, and small enough for P of them in memory.
+
+    Args:
+        size: P.
+        density: of the sparsifier.
+
+    Example:
+        >>> simulated_sizes(16, 0.01), simulated_sizes(4096, 0.0001)
+        ((800, 3200), (8192, 32768))
+    """
+    small = max(512, math.ceil(_FEWEST_SELECTED / density))
+    small = max(1, min(small, _MOST_ELEMENTS // size // 4))
+    return small, 4 * small
+
+
+def study_of(question: Question, recipe: Recipe, tell: Callable[[str], None] = lambda what: None) -> Study:
+    """Simulates a sparsifier over P, density and bandwidth.
+
+    Args:
+        question: what is simulated.
+        recipe: of the sparsifier.
+        tell: gets a line before each piece of work.
+
+    Raises:
+        ArgumentError: if not a single number of ranks can be simulated.
+    """
+    sizes, notes = _possible(question.sizes, recipe)
+    at = question.at
+    if not _possible((at,), recipe)[0]:
+        raise ArgumentError("--at", at, f"{MOST_RANKS_ALL_TO_ALL} ranks at most for {recipe.sparsifier.name}")
+    notes += _coarse(question, recipe, sizes)
+    points = []
+    for size in sizes:
+        tell(f"{recipe.sparsifier.name} on {size} ranks")
+        points.append(_point(question, recipe, size, question.network))
+    tell(f"{recipe.sparsifier.name}: crossing in density")
+    steered = not isinstance(recipe.sparsifier, HardThreshold)
+    density = _in_density(question, recipe) if steered else None
+    tell(f"{recipe.sparsifier.name}: crossing in bandwidth")
+    return Study(
+        recipe,
+        tuple(points),
+        _in_ranks(points) if len(points) > 1 else None,
+        density,
+        _in_bandwidth(question, recipe),
+        tuple(notes),
+    )
+
+
+def _possible(sizes: Sequence[int], recipe: Recipe) -> tuple[list[int], list[str]]:
+    """The sizes that are simulated, and a note about the others."""
+    fits = [
+        size
+        for size in sizes
+        if size <= MOST_RANKS_ALL_TO_ALL or AllToAll not in recipe.sparsifier.rounds(size)
+    ]
+    if len(fits) == len(sizes):
+        return fits, []
+    reason = f"an all-to-all is simulated up to {MOST_RANKS_ALL_TO_ALL} ranks"
+    return fits, [f"{recipe.sparsifier.name}: {reason}, so {sorted(set(sizes) - set(fits))} are left out"]
+
+
+def _coarse(question: Question, recipe: Recipe, sizes: Sequence[int]) -> list[str]:
+    density = recipe.sparsifier.density
+    small = [size for size in sizes if _elements(question, size, density)[0] * density < _FEWEST_SELECTED / 2]
+    if not small:
+        return []
+    return [
+        f"{recipe.sparsifier.name}: with {small[0]} ranks or more the simulated buckets are so small that "
+        "k is a handful and rounding shows"
+    ]
+
+
+def _elements(question: Question, size: int, density: float) -> tuple[int, int]:
+    return question.num_elements or simulated_sizes(size, density)
+
+
+def _point(question: Question, recipe: Recipe, size: int, network: AlphaBeta) -> ScalePoint:
+    num_elements = _elements(question, size, recipe.sparsifier.density)
+    traffic = simulate_traffic(recipe, size, num_elements=num_elements, seed=question.seed)
+    selection = question.selection(recipe, size)
+    return scale_point(question.workload, question.merging, traffic, network, selection)
+
+
+def _in_ranks(points: Sequence[ScalePoint]) -> Crossing:
+    curve = tuple((float(point.size), point.speedup) for point in points)
+    return Crossing(tuple(crossings(points)), curve[0][1] > 1.0, curve[0][0], curve[-1][0], curve)
+
+
+def _in_density(question: Question, recipe: Recipe) -> Crossing:
+    def speedup(density: float) -> float:
+        sparsifier = dataclasses.replace(recipe.sparsifier, density=density, schedule=None)
+        changed = dataclasses.replace(recipe, sparsifier=sparsifier)
+        return _point(question, changed, question.at, question.network).speedup
+
+    return _crossing(speedup, *_DENSITIES)
+
+
+def _in_bandwidth(question: Question, recipe: Recipe) -> Crossing:
+    # simulated once: bytes and rounds do not depend on the network
+    num_elements = _elements(question, question.at, recipe.sparsifier.density)
+    traffic = simulate_traffic(recipe, question.at, num_elements=num_elements, seed=question.seed)
+    selection = question.selection(recipe, question.at)
+
+    def speedup(bandwidth: float) -> float:
+        network = AlphaBeta(question.network.alpha_seconds, 8.0 / bandwidth)
+        return scale_point(question.workload, question.merging, traffic, network, selection).speedup
+
+    return _crossing(speedup, *_BANDWIDTHS)
+
+
+def _crossing(speedup: Callable[[float], float], low: float, high: float) -> Crossing:
+    seen: dict[float, float] = {}
+
+    def remembered(value: float) -> float:
+        if value not in seen:
+            seen[value] = speedup(value)
+        return seen[value]
+
+    values = break_even(remembered, low, high, precision=0.01)
+    curve = tuple(sorted(seen.items()))
+    return Crossing(tuple(values), curve[0][1] > 1.0, low, high, curve)
+
+
+def crossing_words(crossing: Crossing | None, show: Callable[[float], str]) -> str:
+    """A crossing in words.
+
+    Args:
+        crossing: or None, where nothing was looked for.
+        show: a value as text.
+
+    Example:
+        >>> crossing_words(Crossing((99.2,), True, 2, 4096), lambda size: f"P = {size:.0f}")
+        'dense wins from P = 99 on'
+        >>> crossing_words(Crossing((), True, 2, 4096), lambda size: f"P = {size:.0f}")
+        'sparse wins from P = 2 to P = 4096'
+    """
+    if crossing is None:
+        return "-"
+    first, second = ("sparse", "dense") if crossing.sparse_first else ("dense", "sparse")
+    if not crossing.values:
+        return f"{first} wins from {show(crossing.low)} to {show(crossing.high)}"
+    parts = []
+    for number, value in enumerate(crossing.values):
+        winner = second if number % 2 == 0 else first
+        parts.append(f"{winner} wins from {show(value)} on")
+    return ", ".join(parts)

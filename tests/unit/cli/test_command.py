@@ -1,0 +1,166 @@
+"""The command's arguments: what is refused, how it is said, and the exit code."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from horovod_sparse.cli.main import SUBCOMMANDS, main
+from horovod_sparse.cli.plan_model import read_model
+from horovod_sparse.cost import AlphaBeta, Fit, Profile, assumed_profile, profile_at
+from horovod_sparse.errors import ArgumentError
+
+TABLE = ["--model", "vgg16_cifar"]
+
+
+def said(capsys: pytest.CaptureFixture[str]) -> str:
+    text = capsys.readouterr().err
+    assert "Traceback" not in text
+    return text
+
+
+@pytest.mark.parametrize("name", SUBCOMMANDS)
+def test_every_subcommand_has_help(name, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([name, "--help"])
+    assert ended.value.code == 0
+    assert "--" in capsys.readouterr().out.split("options:")[1].split("--help", 1)[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "SUBCOMMAND"),
+        (["plam"], "invalid choice"),
+        (["plan"], "--model"),
+        (["plan", *TABLE, "--density", "0"], "(0, 1]"),
+        (["plan", *TABLE, "--ranks", "1"], "2 or more"),
+        (["plan", *TABLE, "--latency", "fast"], "50us"),
+        (["plan", *TABLE, "--bandwidth", "10parsec"], "25gbit"),
+        (["simulate", *TABLE, "--ranks", "2,one"], "'one'"),
+        (["simulate", *TABLE, "--elements", "0,5"], "'0'"),
+    ],
+)
+def test_arguments_of_the_wrong_kind_end_with_2(arguments, words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert words in said(capsys)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["plan", "--model", "resnet51"], "resnet50"),
+        (["plan", *TABLE, "--sparsifier", "topq"], "topk"),
+        (["plan", *TABLE, "--sparsifier", "topk:densty=0.1"], "densty"),
+        (["plan", *TABLE, "--merging", "best"], "optimal"),
+        (["plan", *TABLE, "--merging", "fixed(elements=3)"], "fixed(num_elements=8192)"),
+        (["plan", *TABLE, "--merging", "fixed(bytes=0)"], "1 or more"),
+        (["plan", *TABLE, "--tensor-selection", "some"], "min_elements(1024)"),
+        (["plan", *TABLE, "--tensor-selection", "cost", "--merging", "joint"], "joint"),
+        (["plan", *TABLE, "--picture", "plan.doc"], ".png"),
+        (["plan", *TABLE, "--timeline", "t.json"], "--picture"),
+        (["plan", *TABLE, "--beside", "fastest"], "layerwise"),
+        (["plan", *TABLE, "--profile", "missing.json"], "missing.json"),
+        (["plan", "--model", "missing.json"], "missing.json"),
+        (["simulate", *TABLE, "--ranks", "8192"], "4096"),
+        (["simulate", *TABLE, "--elements", "4000,1000"], "1000,4000"),
+        (["simulate", *TABLE, "--sparsifier", "oktopk", "--at", "1024"], "--at"),
+    ],
+)
+def test_wrong_values_are_named_and_end_with_2(arguments, words, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    text = said(capsys)
+    assert words in text
+    assert "\n" not in text.strip()  # one line
+
+
+def test_the_rank_is_told_under_a_launch(capsys, monkeypatch):
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "3")
+    assert main(["plan", "--model", "nothing"]) == 2
+    assert said(capsys).startswith("rank 3: horovod-sparse plan: ArgumentError")
+
+
+def test_it_runs_as_a_module_and_imports_no_framework():
+    code = (
+        "import sys, horovod_sparse.__main__, horovod_sparse.cli.main as command\n"
+        f"command.main(['plan', *{TABLE}, '--ranks', '4'])\n"
+        "print([name for name in ('torch', 'tensorflow', 'horovod', 'matplotlib') if name in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert result.stdout.splitlines()[-1] == "[]", result.stderr
+    result = subprocess.run(
+        [sys.executable, "-m", "horovod_sparse", "--version"], capture_output=True, text=True, timeout=60
+    )
+    assert result.stdout.startswith("horovod-sparse ")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"parameters": []},
+        {"layers": [["a", 3]]},
+        {"parameters": [["a", [2, 0], 0.1]]},
+        {"parameters": [["a", 3, 0.1], ["b", 3]]},
+        {"parameters": [["a", 3, 0.1], ["a", 3, 0.1]]},
+        {"parameters": [["a", 3, 0.0], ["b", 3, 0.0]]},  # nothing was measured
+        {"parameters": [["a", 3, -1.0]]},
+        [],
+    ],
+)
+def test_model_files_of_another_form_are_refused(content, tmp_path):
+    path = tmp_path / "model.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(ArgumentError, match="--model"):
+        read_model(str(path))
+
+
+def test_a_profile_brings_the_times_that_a_model_file_has_not(tmp_path):
+    path = tmp_path / "model.json"
+    path.write_text(json.dumps({"parameters": [["a", [3, 4]], ["b", 5]]}))
+    model = read_model(str(path))
+    profile = Profile(2, "torch", "mpi", 0.001, backward_seconds={"b": 0.5, "a": 0.25}, forward_seconds=2.0)
+    workload = model.workload(profile)
+    assert workload.backward_seconds == (0.25, 0.5)
+    assert workload.forward_seconds == 2.0
+    with pytest.raises(ArgumentError, match="backward times"):
+        model.workload()
+
+
+def plan_with(profile: Profile, tmp_path, *more: str) -> int:
+    path = tmp_path / "profile.json"
+    profile.save(path)
+    return main(["plan", *TABLE, "--profile", str(path), "--sparsifier", "topk", *more])
+
+
+def test_a_profile_of_another_place_is_warned_about_or_refused(tmp_path, capsys):
+    four = assumed_profile(AlphaBeta(), 4)
+    assert plan_with(four, tmp_path, "--ranks", "16", "--framework", "torch") == 0
+    text = capsys.readouterr().out
+    assert "warning: the profile was measured with 4 ranks, here 16" in text
+    assert "warning: the profile was measured with framework formulas, here torch" in text
+    one = Profile(1, "torch", "mpi", 0.001, selection=four.selection)
+    assert plan_with(one, tmp_path) == 2
+    assert "1 rank" in said(capsys)
+    no_topk = Profile(4, "torch", "mpi", 0.001, four.collectives, {"exdyna": Fit(1e-4, 1e-9)})
+    assert plan_with(no_topk, tmp_path) == 2
+    assert "no selection time for topk" in said(capsys)
+    assert plan_with(four, tmp_path, "--bandwidth", "1gbit") == 2
+    assert "--bandwidth" in said(capsys)
+    (tmp_path / "profile.json").write_text("{}")
+    assert main(["plan", *TABLE, "--profile", str(tmp_path / "profile.json")]) == 2
+    assert "not a profile" in said(capsys)
+
+
+def test_formulas_of_one_size_scaled_are_formulas_of_another():
+    network = AlphaBeta(3e-4, 2e-9)
+    expected = assumed_profile(network, 32).collectives
+    scaled = profile_at(assumed_profile(network, 4), 32).collectives
+    for kind, fit in expected.items():
+        assert scaled[kind].fixed_seconds == pytest.approx(fit.fixed_seconds)
+        assert scaled[kind].seconds_per_unit == pytest.approx(fit.seconds_per_unit)

@@ -1,0 +1,184 @@
+"""`horovod-sparse plan`: its tables against the model of a step, its files, its pictures."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+pytest.importorskip("matplotlib")
+
+from horovod_sparse.cli.main import main
+from horovod_sparse.cli.plan_measured import measured_step
+from horovod_sparse.cli.plan_picture import draw_queues, stacked
+from horovod_sparse.cli.plan_report import Predicted, bucket_rows, chosen_plan
+from horovod_sparse.cost import AffineTime, CostModel
+from horovod_sparse.errors import ArgumentError
+from horovod_sparse.feedback import parse_recipe
+from horovod_sparse.merging import ParameterFacts, Plan, Workload, joint, layerwise, predict, single
+
+WORKLOAD = Workload(
+    (ParameterFacts("a", 100), ParameterFacts("b", 200), ParameterFacts("c", 300)), (3.0, 2.0, 1.0), 4.0
+)
+#: selection 0.5 + n / 1000, communication 1 + n / 100
+COST = CostModel(AffineTime(0.5, 0.001), AffineTime(1.0, 0.01), AffineTime(0.1, 0.005))
+
+
+def predicted(plan: Plan, workload: Workload = WORKLOAD, name: str = "it") -> Predicted:
+    return Predicted(name, plan, predict(workload, plan, COST))
+
+
+def test_rows_say_what_happens_when():
+    rows = bucket_rows(WORKLOAD, predicted(Plan((("c",), ("b", "a")))), density=0.01)
+    first, second = rows
+    assert (first.names, first.num_elements, first.num_selected) == (("c",), 300, 3)
+    assert (first.ready_seconds, first.selection_seconds) == (5.0, pytest.approx(0.8))  # forward 4, backward 1
+    assert (first.send_seconds, first.waiting_seconds) == (pytest.approx(5.8), pytest.approx(0.0))
+    assert first.done_seconds == pytest.approx(9.8)  # 1 + 3
+    assert second.ready_seconds == pytest.approx(10.8)
+    assert second.done_seconds == pytest.approx(10.8 + 0.8 + 4.0)
+    late = bucket_rows(WORKLOAD, predicted(layerwise(WORKLOAD)), density=0.01)[1]
+    assert late.waiting_seconds == pytest.approx(9.8 - (5.8 + 2.0 + 0.7))  # the network is busy with c
+
+
+def test_what_stays_dense_has_its_reason():
+    recipe = parse_recipe("topk:dense=('b',)")
+    rule = lambda parameter: parameter.num_elements > 150  # noqa: E731
+    step, plan, reasons = chosen_plan(WORKLOAD, single, rule, recipe, COST)
+    assert plan == Plan((("c",),), ("b", "a"))
+    assert step.dense == {"a", "b"}
+    assert "rule of the sparsifier" in reasons["b"]
+    assert "says dense" in reasons["a"]
+    given = Plan((("c", "b"),), ("a",))
+    assert chosen_plan(WORKLOAD, given, None, recipe, COST)[1:] == (given, {"a": "the given plan says so"})
+    with pytest.raises(ArgumentError, match="--tensor-selection"):
+        chosen_plan(WORKLOAD, joint, "cost", recipe, COST)
+    slow = CostModel(AffineTime(50.0), AffineTime(50.0), AffineTime(0.1, 0.001))
+    step, plan, reasons = chosen_plan(WORKLOAD, joint, None, parse_recipe("topk"), slow)
+    assert set(plan.dense) == {"a", "b", "c"} == set(reasons)
+    assert f"{predict(step, plan, slow).iteration_seconds * 1e3:.1f} ms" in reasons["a"]
+
+
+def test_numbers_and_plans_are_written_and_read_back(tmp_path, capsys):
+    target, saved = tmp_path / "numbers.json", tmp_path / "plan.json"
+    common = ["plan", "--model", "vgg16_cifar", "--sparsifier", "topk", "--ranks", "16", "--latency", "1ms"]
+    assert main([*common, "--json", str(target), "--save-plan", str(saved)]) == 0
+    numbers = json.loads(target.read_text())
+    plan = Plan.from_dict(json.loads(saved.read_text()))
+    assert plan.to_dict() == numbers["plan"]
+    assert [len(bucket) for bucket in plan.buckets] == [len(row["names"]) for row in numbers["buckets"]]
+    by_name = {one["name"]: one["iteration_seconds"] for one in numbers["compared"]}
+    assert set(by_name) == {"optimal", "layerwise", "single", "fixed 8192", "omgs", "dense"}
+    assert all(by_name["optimal"] <= seconds for name, seconds in by_name.items() if name != "dense")
+    text = capsys.readouterr().out
+    for name, seconds in by_name.items():
+        assert f"{seconds * 1e3:,.1f}" in next(line for line in text.splitlines() if line.startswith(f"  {name} "))
+    # the saved plan gives the same step
+    assert main([*common, "--merging", str(saved), "--json", "-"]) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert again["compared"][0]["iteration_seconds"] == by_name["optimal"]
+    assert main(["plan", "--model", "lstm_ptb", "--merging", str(saved)]) == 2  # of another model
+
+
+def bars(figure, kind: str) -> list:
+    """Bars of a kind, over all panels, with positive width."""
+    found = [patch for axis in figure.axes for patch in axis.patches]
+    return [bar for bar in found if str(bar.get_gid()).split()[0] == kind and bar.get_width() > 0]
+
+
+def test_a_picture_has_a_bar_for_everything_that_happens():
+    plan = Plan((("c",), ("b",)), ("a",))
+    workload = WORKLOAD.with_dense(["a"])
+    one, other = predicted(plan, workload), predicted(single(WORKLOAD), name="single")
+    figure = draw_queues([one, other])
+    assert len(figure.axes) == 2
+    assert len(bars(figure, "forward")) == 2
+    assert len(bars(figure, "selection")) == len(bars(figure, "sparse")) == 2 + 1
+    assert len(bars(figure, "backward")) == 3 + 1  # neighbours of one bucket are one bar
+    assert len(bars(figure, "dense")) == 1
+    (first,) = [bar for bar in bars(figure, "selection") if bar.get_gid() == "selection 0"][:1]
+    assert first.get_x() == pytest.approx(5000.0)
+    colors = {bar.get_gid(): bar.get_facecolor() for bar in bars(figure, "sparse")[:2]}
+    assert colors["sparse 0"] != colors["sparse 1"]
+
+
+@pytest.mark.parametrize("ending", ["png", "svg"])
+def test_pictures_are_written(tmp_path, ending):
+    target = tmp_path / f"plan.{ending}"
+    common = ["plan", "--model", "resnet50", "--sparsifier", "topk", "--ranks", "16", "--latency", "1ms"]
+    assert main([*common, "--picture", str(target), "--beside", "layerwise,dense"]) == 0
+    assert target.read_bytes().startswith({"png": b"\x89PNG", "svg": b"<?xml"}[ending])
+
+
+def test_bars_that_overlap_share_the_height():
+    assert stacked([(0, 4), (1, 2), (3, 5), (6, 7)]) == [(0.25, 0.5), (-0.25, 0.5), (-0.25, 0.5), (0.0, 1.0)]
+    assert stacked([]) == []
+
+
+def trace(names: dict[str, list[tuple[float, float, float]]]) -> str:
+    """A timeline as Horovod writes it: (asked, started, ended) in ms for every occurrence."""
+    lines = [{"name": "process_name", "ph": "M", "pid": 0, "args": {"start_time_since_epoch_in_micros": 1}}]
+    timed = []
+    for pid, (name, times) in enumerate(names.items(), 1):
+        lines.append({"name": "process_name", "ph": "M", "pid": pid, "args": {"name": name}})
+        for asked, start, end in times:
+            kind = name.partition(".")[0].upper()
+            timed += [
+                (asked, {"ph": "B", "name": f"NEGOTIATE_{kind}", "pid": pid}),
+                (asked + 1e-6, {"ph": "X", "name": "0", "pid": pid, "dur": 0}),
+                (start - 1e-6, {"ph": "E", "pid": pid}),
+                (start, {"ph": "B", "name": kind, "pid": pid}),
+                (start + 1e-6, {"ph": "B", "name": "MPI_" + kind, "pid": pid}),
+                (end - 1e-6, {"ph": "E", "pid": pid}),
+                (end, {"ph": "E", "pid": pid, "args": {"dtype": "int32"}}),
+            ]
+    timed.sort(key=lambda item: item[0])
+    lines += [{**event, "ts": round(when * 1e3)} for when, event in timed]
+    return "[\n" + ",\n".join(map(json.dumps, lines))
+
+
+PLAN = Plan((("fc.weight", "fc.bias"), ("conv.weight",)), ("norm.weight",))
+
+
+def test_a_timeline_gives_the_step_of_median_length(tmp_path):
+    names: dict[str, list[tuple[float, float, float]]] = {
+        "allgather.horovod_sparse.plan": [(0, 5, 6)],  # of no bucket
+        "allgather.bucket0.fc.weight.0": [],
+        "allreduce.bucket0.fc.weight.1": [],
+        "allgather.bucket1.conv.weight.0": [],
+        "allreduce.norm.weight.0": [],
+        "allgather.bucket7.other.0": [(0, 1, 2)],
+    }
+    for step, length in enumerate((9.0, 5.0, 7.0)):
+        begin = 100.0 * step
+        names["allgather.bucket0.fc.weight.0"].append((begin, begin + 1, begin + 2))
+        names["allreduce.bucket0.fc.weight.1"].append((begin + 2, begin + 3, begin + 4))
+        names["allreduce.norm.weight.0"].append((begin + 1, begin + 3, begin + 4))
+        names["allgather.bucket1.conv.weight.0"].append((begin + 3, begin + 4.5, begin + length))
+    path = tmp_path / "timeline.json"
+    for ending in ("]", ",\n", ',\n{"ph": "B", "na'):  # complete, and as killed processes leave it
+        path.write_text(trace(names) + ending)
+        step = measured_step(str(path), PLAN)
+        assert step.num_steps == 3
+        assert step.seconds == pytest.approx(7e-3)
+        assert [span.bucket for span in step.spans] == [0, None, 0, 1]
+        last = step.spans[-1]
+        assert (last.asked, last.start, last.end) == pytest.approx((3e-3, 4.5e-3, 7e-3))
+    with pytest.raises(ArgumentError, match=r"fc\.bias"):
+        measured_step(str(path), Plan((("fc.bias",),)))
+    path.write_text("nothing")
+    with pytest.raises(ArgumentError, match="HOROVOD_TIMELINE"):
+        measured_step(str(path), PLAN)
+
+
+def test_the_measured_step_is_drawn_beside_the_predicted_one(tmp_path):
+    path = tmp_path / "timeline.json"
+    path.write_text(
+        trace({"allgather.bucket0.c.0": [(0, 1, 2)], "allgather.bucket1.b.0": [(0.5, 1, 2)]}) + "]"
+    )
+    plan = Plan((("c",), ("b", "a")))
+    figure = draw_queues([predicted(plan)], measured_step(str(path), plan))
+    assert len(figure.axes) == 2
+    assert len(bars(figure, "asked")) == len(bars(figure, "measured")) == 2
+    # it begins where the prediction sends its first message, at 5.8 s
+    assert min(bar.get_x() for bar in bars(figure, "asked")) == pytest.approx(5800.0)
