@@ -94,7 +94,7 @@ def train(
         flat.index_add_(
             0, torch.from_numpy(sum_.indices.astype(np.int64)), torch.from_numpy(sum_.values.copy())
         )
-        flat /= size
+        flat *= 1.0 / size  # as the optimizers do it
         for parameter, view in zip(parameters, views, strict=True):
             parameter.grad = view
         optimizer.param_groups[0]["lr"] = rate

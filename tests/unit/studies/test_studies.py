@@ -14,7 +14,7 @@ pytest.importorskip("mlxtend")
 pytest.importorskip("matplotlib")
 pytest.importorskip("rich")
 
-from studies import convergence, feedback, results, threshold
+from studies import convergence, feedback, residuals, results, threshold
 from studies.tasks import Task, digits_task, text_task
 from studies.training import train
 
@@ -135,6 +135,35 @@ def test_accuracies_are_compared_with_dense() -> None:
     dense, topk = convergence.table(result).splitlines()[2:]
     assert dense == "| none | 98.00% | 97.0% to 99.0% | 2 | +0.00 | 4.0 | 1x | 100.00% |"
     assert topk == "| topk | 96.00% | 96.0% to 96.0% | 1 | -2.00 | 0.1 | 40x | 2.00% |"
+
+
+def test_residual_modes_share_their_first_step_only(tiny_digits: Task) -> None:
+    setting = {"density": 0.05, "size": 6, "num_steps": 12}
+    runs = {
+        f"digits/{mode}/{0.2:g}/seed 0": residuals.measure(tiny_digits, setting, mode, 0.2, 0)
+        for mode in residuals.MODES
+    }
+    losses = [run["losses"] for run in runs.values()]
+    # what is lost in step 1 is missed in step 2, whose update shows in the loss of step 3
+    assert losses[0][:2] == losses[1][:2] == losses[2][:2]
+    assert losses[0] != losses[1] != losses[2] != losses[0]
+    rows = residuals.table({"settings": {"digits": setting}, "runs": runs}).splitlines()[2:]
+    assert [row.split(" |")[0] for row in rows] == [f"| digits, {mode}" for mode in residuals.MODES]
+
+
+def test_a_mode_is_shown_at_the_rate_that_suits_it() -> None:
+    def run(name: str, score: float) -> dict[str, Any]:
+        return {"score_name": name, "score": score, "losses": [1.0]}
+
+    scores = {"0.1": (0.9, 0.92), "0.2": (0.95, 0.8)}  # means 0.91 and 0.875
+    runs = {
+        f"digits/global/{rate}/seed {seed}": run("test accuracy", score)
+        for rate, pair in scores.items()
+        for seed, score in enumerate(pair)
+    }
+    runs |= {f"text/global/{rate}/seed 0": run("bits", bits) for rate, bits in (("1", 3.0), ("2", 2.5))}
+    assert residuals.best({"runs": runs}, "digits", "global")[0] == 0.1
+    assert residuals.best({"runs": runs}, "text", "global") == (2.0, [run("bits", 2.5)])
 
 
 def test_measurements_survive_the_file(tmp_path: Path) -> None:
