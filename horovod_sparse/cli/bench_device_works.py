@@ -18,8 +18,8 @@ from horovod_sparse.kernels.torch_backend import TensorKernels, kernels_for
 
 __all__ = ["DeviceWorks"]
 
-# Of the hash of DRAGONN's row; any odd number below the prime does.
-_PRIME, _MULTIPLIER, _OFFSET = 2**31 - 1, 1_140_071_481, 97
+# Of the hash of DRAGONN's row: any words of 64 bits do.
+_MULTIPLIER, _OFFSET = 0x9E3779B97F4A7C15, 97
 # Tiles and warps that `--tune` compares.
 _SHAPES = ((1024, 4), (2048, 4), (2048, 8), (4096, 4), (4096, 8), (8192, 8))
 
@@ -116,7 +116,7 @@ class DeviceWorks:
         apply_sum(self._gradient, self._gathered, self._sums)
 
     def _hash(self, hits: Any) -> Any:
-        return kernels_for(self._device).hash_write(hits, _MULTIPLIER, _OFFSET, _PRIME, self._k)
+        return kernels_for(self._device).hash_write(hits, _MULTIPLIER, _OFFSET, self._k)
 
     def baseline(self) -> Work:
         """One copy of the gradient: 8 bytes per element. A fold must move 16."""

@@ -81,7 +81,7 @@ class TensorKernels(Protocol):
     def add_sum(self, dense: Tensor, indices: Tensor, new: Tensor, unique: bool) -> Tensor:
         """See `torch_plain.add_sum`."""
 
-    def hash_write(self, indices: Tensor, multiplier: int, offset: int, prime: int, num_slots: int) -> Tensor:
+    def hash_write(self, indices: Tensor, multiplier: int, offset: int, num_slots: int) -> Tensor:
         """See `torch_plain.hash_write`."""
 
 

@@ -89,7 +89,7 @@ def launch_all(dtype: torch.dtype, gradient: torch.dtype) -> None:
     triton_backend.add(values, indices, values[:k])
     for unique in (True, False):
         triton_backend.add_sum(dense, indices, torch.zeros(k, dtype=dtype), unique)
-    triton_backend.hash_write(indices, 12345, 678, 2**31 - 1, k)
+    triton_backend.hash_write(indices, 2**64 - 12345, 2**63 - 678, k)
 
 
 def main() -> None:

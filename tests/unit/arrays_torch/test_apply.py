@@ -14,6 +14,7 @@ from horovod_sparse import arrays
 from horovod_sparse.arrays.torch import apply_sum, clear_at
 from horovod_sparse.arrays.torch_apply import _stand_apart
 from horovod_sparse.errors import ArgumentError, MessageError
+from horovod_sparse.sparsifiers.hashing import HashFunction, survivors
 from support.gradients import DTYPES, as_gradient
 
 
@@ -86,15 +87,20 @@ def test_exclusive_windows_stand_apart() -> None:
     assert not _stand_apart(np.array([1, 1], np.int32))
 
 
-def test_highest_index_wins_its_slot(place: Any) -> None:
-    indices = torch.arange(0, 300, 3, dtype=torch.int32, device=place.device)
-    prime, multiplier, offset, num_slots = 2**31 - 1, 1_103_515_245, 12345, 64
-    slots = place.kernels.hash_write(indices, multiplier, offset, prime, num_slots).cpu().numpy()
-    expected = np.full(num_slots, -1)
-    for index in range(0, 300, 3):
-        expected[(multiplier * index + offset) % prime % num_slots] = index
+@pytest.mark.parametrize("seed", range(4))
+def test_highest_index_wins_its_slot(place: Any, seed: int) -> None:
+    """By the very function that DRAGONN draws; with high bits set in some of the drawn words."""
+    function = HashFunction.draw(np.random.default_rng(seed), 64)
+    indices = np.arange(0, 2**31 - 1, 21_000_000, dtype=np.int32)
+    on_device = torch.from_numpy(indices).to(place.device)
+    arguments = (function.multiplier, function.offset, function.num_slots)
+    slots = place.kernels.hash_write(on_device, *arguments).cpu().numpy()
+    expected = np.full(64, -1, np.int32)
+    for index, slot in zip(indices, function.slots(indices), strict=True):
+        expected[slot] = index
     np.testing.assert_array_equal(slots, expected)
     assert (expected == -1).any()
+    np.testing.assert_array_equal(np.sort(slots[slots >= 0]), survivors(indices, function.slots(indices), 64))
 
 
 def test_damaged_messages_write_nothing(place: Any) -> None:
