@@ -30,7 +30,7 @@ from horovod_sparse.merging import (
 )
 from horovod_sparse.sparsifiers import Sparsifier
 
-__all__ = ["Decision", "check_agreement", "decide", "plan_by_times"]
+__all__ = ["Decision", "check_agreement", "decide", "measured_step", "plan_by_times"]
 
 _log = logging.getLogger("horovod_sparse")
 
@@ -173,19 +173,37 @@ def plan_by_times(
             cycle_seconds=where.cycle_seconds,
         ):
             _log.warning("%s", difference)
-    facts = {parameter.name: parameter for parameter in parameters}
-    profile.backward_of(list(facts))  # refuses a profile that lacks some
-    # gradients came in this order, whatever the order in which the model lists its parameters
-    ordered = [facts[name] for name in profile.backward_seconds if name in facts]
-    seconds = profile.backward_of([parameter.name for parameter in ordered])
-    whole = whole_parameters(parameters)
-    workload = Workload(tuple(ordered), seconds, profile.forward_seconds, whole)
-    # Horovod sends what waits at the same time as one
-    cost = profile.cost(sparsifier, where.size, fuse_sparse=True)
-    chosen = whole | dense_of(select_tensors(asked.selection, ordered, cost))
+    workload, cost = measured_step(profile, parameters, sparsifier, where.size)
+    chosen = workload.dense | dense_of(select_tensors(asked.selection, workload.parameters, cost))
     plan = asked.strategy(workload.with_dense(chosen), cost)
-    plan.check(ordered)
+    plan.check(workload.parameters)
     return Decision(plan, asked.describe(), _predicted(workload, plan, cost), profile)
+
+
+def measured_step(
+    profile: Profile, parameters: Sequence[ParameterFacts], sparsifier: Sparsifier, size: int
+) -> tuple[Workload, CostModel]:
+    """A step of the model, and what its buckets cost, as a complete profile says.
+
+    Args:
+        profile: with backward times.
+        parameters: of the model; gradients come in the profile's order, whatever order these stand in.
+        sparsifier: that the buckets have.
+        size: P, where it is applied.
+
+    Returns:
+        What `predict` and all strategies take.
+
+    Raises:
+        ProfileMismatchError: if the profile lacks something.
+    """
+    facts = {parameter.name: parameter for parameter in parameters}
+    profile.backward_of(list(facts))
+    ordered = tuple(facts[name] for name in profile.backward_seconds if name in facts)
+    seconds = profile.backward_of([parameter.name for parameter in ordered])
+    workload = Workload(ordered, seconds, profile.forward_seconds, whole_parameters(parameters))
+    # Horovod sends what waits at the same time as one
+    return workload, profile.cost(sparsifier, size, fuse_sparse=True)
 
 
 def _predicted(workload: Workload, plan: Plan, cost: CostModel) -> dict[str, float]:
