@@ -1,0 +1,148 @@
+"""Ok-Topk and TopkDSA against plain accounts of their papers, and by hand."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from horovod_sparse.feedback import recipe
+from horovod_sparse.simulation import SimulatedCluster
+from support.gradients import dyadic
+from support.sparse_allreduce_reference import OkTopkReference, topk_dsa_step
+
+
+def floats(*values: float) -> np.ndarray:
+    return np.array(values, np.float32)
+
+
+def held(cluster: SimulatedCluster) -> list[list[float]]:
+    return [residual.tolist() for residual in cluster.residuals()]
+
+
+def uneven(generator: np.random.Generator, size: int, n: int) -> np.ndarray:
+    """Few bits each; the first eighth of the vector is eight times as large."""
+    gradients = dyadic(generator, (size, n))
+    gradients[:, : n // 8] *= 8.0
+    return gradients
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 8, 13, 16])
+@pytest.mark.parametrize(("threshold_steps", "region_steps"), [(1, 1), (4, 3), (32, 64)])
+def test_oktopk_is_that_of_the_paper(size: int, threshold_steps: int, region_steps: int) -> None:
+    n, density = 40 * size, 0.1
+    cluster = SimulatedCluster(
+        recipe("oktopk", density=density, threshold_steps=threshold_steps, region_steps=region_steps), n, size
+    )
+    expected = OkTopkReference(np.zeros((size, n)), round(density * n), threshold_steps)
+    generator = np.random.default_rng([size, threshold_steps])
+    for _ in range(20):
+        gradients = uneven(generator, size, n)
+        wanted = expected.synchronize(gradients)
+        sums = cluster.synchronize(list(gradients.astype(np.float32)))
+        sum_, chosen = sums[0], ~np.isnan(wanted)
+        assert sum_.indices.tolist() == np.flatnonzero(chosen).tolist()
+        np.testing.assert_array_equal(sum_.values, wanted[chosen])  # few bits: exact in any order
+        np.testing.assert_array_equal(cluster.residuals(), expected.residuals)
+        assert sum_.counts.tolist() == expected.counts
+        expected.steer()
+        states = [bucket.state for bucket in cluster.buckets]
+        np.testing.assert_allclose([state.local_threshold for state in states], expected.local, rtol=1e-6)
+        np.testing.assert_allclose([state.global_threshold for state in states], expected.whole, rtol=1e-6)
+        assert all((state.bounds == states[0].bounds).all() for state in states)
+
+
+def test_oktopk_by_hand() -> None:
+    # n = 4, k = 2. Thresholds: rank 0 has (5, 1, 2, 3), its second is 3; rank 1 has (1, 4, 6, -1): 4.
+    # Selected: 5 at 0 and 3 at 3; 4 at 1 and 6 at 2. The second of the four sums is 5: 5 at 0, 6 at 2.
+    cluster = SimulatedCluster(recipe("oktopk", density=0.5), num_elements=4, size=2)
+    first = cluster.synchronize([floats(5, 1, 2, 3), floats(1, 4, 6, -1)])[0]
+    assert (first.indices.tolist(), first.values.tolist()) == ([0, 2], [5.0, 6.0])
+    # what was selected but did not come back is kept by who selected it
+    assert held(cluster) == [[0, 1, 2, 3], [1, 4, 0, -1]]
+    # Counts of 2 leave all thresholds: 3, 4 and 5. Accumulators (1, 1, 6, 3) and (1, 5, 0, -1).
+    # Selected: 6 at 2 and 3 at 3; 5 at 1. Above 5: 5 at 1 and 6 at 2.
+    second = cluster.synchronize([floats(1, 0, 4, 0), floats(0, 1, 0, 0)])[0]
+    assert (second.indices.tolist(), second.values.tolist()) == ([1, 2], [5.0, 6.0])
+    assert held(cluster) == [[1, 1, 0, 3], [1, 0, 0, -1]]
+    # Rank 1 selected one, fewer than 2 k / 3: its threshold falls by 1.012. The others stay.
+    states = [bucket.state for bucket in cluster.buckets]
+    assert [state.local_threshold for state in states] == [3.0, 4.0 / 1.012]
+    assert [state.global_threshold for state in states] == [5.0, 5.0]
+
+
+def test_a_sum_of_two_that_is_small_for_both_comes_back() -> None:
+    """What top-k of the sums means: 4 + 4 is more than 7, though 7 is the largest that any rank has."""
+    cluster = SimulatedCluster(recipe("oktopk", density=0.25), num_elements=4, size=2)
+    # k = 1, but the exact threshold of each rank lets its ties through: 4 at 1; 7 at 3 alone would beat it
+    first = cluster.synchronize([floats(0, 4, 0, 0), floats(0, 4, 0, 0)])[0]
+    assert (first.indices.tolist(), first.values.tolist()) == ([1], [8.0])
+
+
+@pytest.mark.parametrize("size", [2, 4, 7])
+def test_regions_follow_the_selections(size: int) -> None:
+    """All that is large lies in the first tenth: drawn anew, regions receive about as much each."""
+    n = 400 * size
+    generator = np.random.default_rng(size)
+    cluster = SimulatedCluster(recipe("oktopk", density=0.02, threshold_steps=1, region_steps=2), n, size)
+    received = []
+    for _ in range(2):
+        gradients = generator.standard_normal((size, n)).astype(np.float32) * 0.01
+        gradients[:, : n // 10] *= 1000.0
+        kept = np.array(
+            [np.abs(one) >= np.sort(np.abs(one))[-8 * size] for one in cluster_view(cluster, gradients)]
+        )
+        cluster.synchronize(list(gradients))
+        bounds = [0, *cluster.buckets[0].state.bounds.tolist(), n]
+        received.append([int(kept[:, low:high].sum()) for low, high in itertools.pairwise(bounds)])
+    # of the second step, with the regions that the first one drew
+    share = sum(received[1]) / size
+    assert max(received[1]) < 1.6 * share and min(received[1]) > 0.5 * share
+
+
+def cluster_view(cluster: SimulatedCluster, gradients: np.ndarray) -> np.ndarray:
+    """The accumulators that ranks are about to have."""
+    return np.array(cluster.residuals()) + gradients
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 8, 16])
+@pytest.mark.parametrize("density", [0.01, 0.1, 0.4])
+def test_topk_dsa_is_that_of_the_paper(size: int, density: float) -> None:
+    n = 100 * size
+    cluster = SimulatedCluster(recipe("topk_dsa", density=density), n, size)
+    generator, seen = np.random.default_rng(size), set()
+    for _ in range(6):
+        gradients = uneven(generator, size, n)
+        total, union, residuals, dense = topk_dsa_step(
+            np.array(cluster.residuals(), np.float64) + gradients, round(density * n)
+        )
+        sum_ = cluster.synchronize(list(gradients.astype(np.float32)))[0]
+        assert bool(sum_.facts["dense"]) == dense
+        # travelling without indices, what cancels is not known to have been there
+        chosen = union & (total != 0.0) if dense else union
+        assert sum_.indices.tolist() == np.flatnonzero(chosen).tolist()
+        np.testing.assert_array_equal(sum_.values, total[chosen])
+        np.testing.assert_array_equal(cluster.residuals(), residuals)
+        seen.add(dense)
+    if density != 0.1:  # both ways are met
+        assert seen == {density == 0.4 and size > 1}
+
+
+def test_topk_dsa_by_hand() -> None:
+    # n = 40, k = 2: two messages of 4 + 2 * 2 words are shorter than 40 words without indices.
+    one, other = np.zeros(40, np.float32), np.zeros(40, np.float32)
+    one[[3, 7, 30]] = 5, 1, -4
+    other[[3, 21, 39]] = 2, 6, 0.5
+    cluster = SimulatedCluster(recipe("topk_dsa", density=0.05), num_elements=40, size=2)
+    sum_ = cluster.synchronize([one.copy(), other.copy()])[0]
+    # region 0 is [0, 20): rank 0's 5 and rank 1's 2 meet there
+    assert (sum_.indices.tolist(), sum_.values.tolist()) == ([3, 21, 30], [7.0, 6.0, -4.0])
+    assert (sum_.facts["union"], sum_.facts["dense"]) == (3.0, 0.0)
+    assert [np.flatnonzero(residual).tolist() for residual in held(cluster)] == [[7], [39]]
+    # n = 4, k = 1: 4 words without indices against 2 * 4 + 2 * 2.
+    small = SimulatedCluster(recipe("topk_dsa", density=0.25), num_elements=4, size=2)
+    sum_ = small.synchronize([floats(5, 1, 2, 3), floats(1, 4, 6, -1)])[0]
+    assert (sum_.indices.tolist(), sum_.values.tolist()) == ([0, 2], [5.0, 6.0])
+    assert sum_.facts["dense"] == 1.0
+    assert held(small) == [[0, 1, 2, 3], [1, 4, 0, -1]]
