@@ -10,17 +10,18 @@ import sys
 from collections.abc import Sequence
 
 from horovod_sparse._version import __version__
+from horovod_sparse.cli.main_console import LAUNCHERS
 from horovod_sparse.errors import HorovodSparseError
 
 __all__ = ["SUBCOMMANDS", "main"]
 
 #: name -> (module, one line); a module is imported only if it is the one that runs
 SUBCOMMANDS = {
+    "calibrate": ("calibrate", "measure the time of collectives and of selection, under a launch"),
     "plan": ("plan", "which parameters form a bucket or stay dense, and what a step would take"),
     "simulate": ("simulate", "iteration time, bytes and crossing points on up to 4096 ranks"),
+    "doctor": ("doctor", "what this installation and its settings have wrong"),
 }
-
-_LAUNCH_RANKS = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -59,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _refuse(subcommand: str | None, reason: str) -> int:
     """Says what is wrong, with the rank under a launch, and gives the exit code."""
-    rank = next((f"rank {os.environ[name]}: " for name in _LAUNCH_RANKS if name in os.environ), "")
+    rank = next((f"rank {os.environ[name]}: " for name in LAUNCHERS if name in os.environ), "")
     print(f"{rank}horovod-sparse {subcommand}: {' '.join(reason.split())}", file=sys.stderr, flush=True)
     return 2
 

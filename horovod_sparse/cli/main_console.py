@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -9,13 +10,21 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["WIDTH", "console", "plain_table", "show"]
+__all__ = ["LAUNCHERS", "WIDTH", "console", "is_launched", "plain_table", "show"]
+
+#: holds a rank; set by horovodrun, Open MPI's mpirun, MPICH's, and srun
+LAUNCHERS = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 
 #: columns where nobody looks through a window
 WIDTH = 120
 _WORDS = frozenset(
     {"parameters", "parameter", "why", "strategy", "what", "what to do", "sparsifier", "of", "times"}
 )
+
+
+def is_launched() -> bool:
+    """Whether this process is a rank of a launch, by its environment."""
+    return any(name in os.environ for name in LAUNCHERS)
 
 
 def console(*, to_stderr: bool = False) -> Console:
@@ -25,7 +34,15 @@ def console(*, to_stderr: bool = False) -> Console:
         to_stderr: where stdout is for JSON.
     """
     stream = sys.stderr if to_stderr else sys.stdout
-    return Console(file=stream, width=None if stream.isatty() else WIDTH, highlight=False, markup=False)
+    # what a launcher shows its ranks is no window, even where it looks like one
+    window = stream.isatty() and not is_launched()
+    return Console(
+        file=stream,
+        width=None if window else WIDTH,
+        force_terminal=window,
+        highlight=False,
+        markup=False,
+    )
 
 
 def show(to: Console, text: str, style: str | None = None) -> None:

@@ -1,0 +1,247 @@
+"""`horovod-sparse calibrate`: measures collectives through Horovod, and selection, into a profile."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from horovod_sparse.cli.calibrate_table import (
+    collective_table,
+    growth_table,
+    notes_of,
+    sparsifier_table,
+)
+from horovod_sparse.cli.main_console import console as make_console
+from horovod_sparse.cli.main_console import is_launched, show
+from horovod_sparse.cli.main_options import density, read_recipe, time
+from horovod_sparse.cli.main_ranks import FRAMEWORKS, Ranks, start
+from horovod_sparse.cost import COLLECTIVES, Profile
+from horovod_sparse.errors import ArgumentError
+from horovod_sparse.frontend import QUICK, THOROUGH, Extent, calibration, needed_kinds
+from horovod_sparse.sparsifiers import ALGORITHMS, Sparsifier
+
+__all__ = ["add_arguments", "run"]
+
+_DEFAULT = ("exdyna", "micro", "topk", "dragonn")
+#: of subsets of the ranks: enough to fix alpha
+_SMALL = Extent((64, 1024, 8192), (1 << 10, 1 << 11, 1 << 12), 15, 10.0)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the subcommand's arguments.
+
+    Args:
+        parser: of the subcommand.
+    """
+    add = parser.add_argument
+    parser.epilog = "Run it as the training is run: horovodrun --gloo -np 4 horovod-sparse calibrate"
+    add("--framework", choices=FRAMEWORKS, help="to communicate through (default: torch if it is there)")
+    text = f"may stand several times, or all (default: {', '.join(_DEFAULT)})"
+    add("--sparsifier", action="append", metavar="NAME[:ARGUMENT=VALUE,...]", help=text)
+    text = "kept fraction; four times that is measured, too (default: 0.001)"
+    add("--density", type=density, default=0.001, help=text)
+    kinds = ", ".join(sorted(set(COLLECTIVES.values())))
+    text = (
+        f"kinds with commas: {kinds} (default: allgather, allreduce, broadcast, exchange and what is needed)"
+    )
+    add("--collectives", metavar="KINDS", help=text)
+    add("--device", choices=("cpu", "cuda"), help="where selection is (default: cuda where PyTorch has it)")
+    add("--out", default="profile.json", metavar="FILE", help="written by rank 0 (default: %(default)s)")
+    add("--quick", action="store_true", help="fewer sizes and repetitions: a few seconds")
+    add("--repetitions", type=_count, metavar="N", help=f"of each size (default: {THOROUGH.repetitions})")
+    text = f"for all; large sizes are left out when it is used up (default: {THOROUGH.budget_seconds:.0f}s)"
+    add("--budget", type=time, metavar="TIME", help=text)
+    text = "measure alpha among 2, 4, 8, ... of the ranks, too (as process sets, after all else)"
+    add("--growth", action="store_true", help=text)
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number, 1 or more")
+    return int(text)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measures on all ranks; rank 0 prints and writes.
+
+    Args:
+        options: of the command line.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        HorovodSparseError: on every rank alike, naming the argument that is wrong.
+    """
+    sparsifiers, kinds, extent = _what(options)
+    if options.device == "cuda" and options.framework == "tensorflow":
+        raise ArgumentError("--device", "cuda", "cpu: with TensorFlow selection is on the host")
+    if options.growth:  # Horovod reads it when it starts
+        os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
+    ranks = start(options.framework)
+    try:
+        return _measure(options, ranks, sparsifiers, kinds, extent)
+    finally:
+        ranks.end()
+
+
+def _what(options: argparse.Namespace) -> tuple[list[Sparsifier], tuple[str, ...] | None, Extent]:
+    """What is measured, refused before Horovod is started."""
+    texts = options.sparsifier or list(_DEFAULT)
+    if texts == ["all"]:
+        texts = list(ALGORITHMS)
+    sparsifiers = [read_recipe(text, options.density).sparsifier for text in texts]
+    names = [sparsifier.name for sparsifier in sparsifiers]
+    if len(set(names)) < len(names):
+        raise ArgumentError("--sparsifier", names, "every name once: profiles keep times by name")
+    kinds = None
+    if options.collectives is not None:
+        kinds = tuple(kind.strip() for kind in options.collectives.split(","))
+        for kind in kinds:
+            if kind not in COLLECTIVES.values():
+                raise ArgumentError("--collectives", kind, f"some of {', '.join(COLLECTIVES.values())}")
+    extent = QUICK if options.quick else THOROUGH
+    changes: dict[str, Any] = {}
+    if options.repetitions is not None:
+        changes["repetitions"] = options.repetitions
+    if options.budget is not None:
+        changes["budget_seconds"] = options.budget
+    return sparsifiers, kinds, dataclasses.replace(extent, **changes)
+
+
+def _device(options: argparse.Namespace, ranks: Ranks) -> str:
+    """Where selection is timed.
+
+    Raises:
+        ArgumentError: if there is no such device.
+    """
+    if ranks.framework == "tensorflow":
+        return "cpu"
+    available = bool(importlib.import_module("torch").cuda.is_available())
+    if options.device == "cuda" and not available:
+        raise ArgumentError("--device", "cuda", "cpu: PyTorch finds no GPU here")
+    return options.device or ("cuda" if available else "cpu")
+
+
+def _measure(
+    options: argparse.Namespace,
+    ranks: Ranks,
+    sparsifiers: list[Sparsifier],
+    kinds: tuple[str, ...] | None,
+    extent: Extent,
+) -> int:
+    def prepared() -> str:
+        if ranks.rank == 0 and not Path(options.out).resolve().parent.is_dir():
+            raise ArgumentError("--out", options.out, "a file in a folder that exists")
+        return _device(options, ranks)
+
+    device = ranks.agreed(prepared)
+    told = {"device": device, "sparsifiers": [one.describe() for one in sparsifiers], "extent": repr(extent)}
+    ranks.agreed(lambda: _same(ranks.gathered({**told, "kinds": kinds})))
+    if kinds is None:
+        usual = ("allgather", "allreduce", "broadcast", "exchange")
+        kinds = tuple(sorted({*usual, *needed_kinds(sparsifiers, ranks.size)}))
+    console = make_console()
+    if ranks.rank == 0:
+        _introduce(console, ranks, device)
+    with progress_of(ranks.rank) as tell:
+        profile: Profile = ranks.carry_out(
+            calibration(
+                ranks.where(device=device),
+                sparsifiers,
+                extent=extent,
+                kinds=kinds,
+                memory=ranks.memory(device),
+                on_progress=tell,
+            ),
+            name="calibration",
+        )
+    smaller = _growth(ranks, kinds) if options.growth else {}
+    if ranks.rank == 0:
+        _show(console, profile, smaller, options)
+        profile.save(options.out)
+        show(console, f"{options.out} written")
+    return 0
+
+
+def _same(everyone: list[Any]) -> None:
+    """Refuses ranks that would measure different things: they would wait for each other."""
+    for rank, other in enumerate(everyone):
+        if other != everyone[0]:
+            differing = [name for name in other if other[name] != everyone[0][name]]
+            given = [everyone[0][differing[0]], other[differing[0]]]
+            raise ArgumentError(differing[0], given, f"the same on ranks 0 and {rank}")
+
+
+def _introduce(console: Console, ranks: Ranks, device: str) -> None:
+    where = ranks.where(device=device)
+    text = f"{where.size} ranks, {where.framework}, controller {where.controller}"
+    show(console, f"{text}, cycle {where.cycle_seconds * 1e3:g} ms, selection on {where.device}", "bold")
+    if where.size == 1:
+        how = "" if is_launched() else " (horovodrun --gloo -np 4 horovod-sparse calibrate)"
+        text = "one rank alone communicates nothing: selection is measured, and the profile is for one rank"
+        show(console, f"warning: {text}{how}", "yellow")
+
+
+@contextmanager
+def progress_of(rank: int) -> Iterator[Callable[[int, int, str], None]]:
+    """A progress bar on rank 0; a line for every tenth where there is no terminal, as under mpirun.
+
+    Args:
+        rank: of this process.
+    """
+    console = make_console(to_stderr=True)
+    if rank != 0:
+        yield lambda done, total, what: None
+    elif not console.is_terminal:
+        tenth = 0
+
+        def tell(done: int, total: int, what: str) -> None:
+            nonlocal tenth
+            if (now := 10 * done // total) > tenth:
+                tenth = now
+                print(f"calibrating: {10 * tenth} % ({what})", file=console.file, flush=True)
+
+        yield tell
+    else:
+        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+        with Progress(*columns, console=console, transient=True) as bar:
+            task = bar.add_task("starting")
+            yield lambda done, total, what: bar.update(task, completed=done, total=total, description=what)
+
+
+def _growth(ranks: Ranks, kinds: tuple[str, ...]) -> dict[int, Profile]:
+    """Profiles of collectives among the first 2, 4, 8, ... ranks; empty on ranks that were in none."""
+    found: dict[int, Profile] = {}
+    size = 2
+    while size < ranks.size:
+        some = ranks.hvd.add_process_set(list(range(size)))
+        if ranks.rank < size:
+            coroutine = calibration(ranks.where(some), [], extent=_SMALL, kinds=kinds)
+            found[size] = ranks.carry_out(coroutine, some, f"growth{size}")
+        ranks.gathered(None)  # the others wait here
+        ranks.hvd.remove_process_set(some)
+        size *= 2
+    return found
+
+
+def _show(
+    console: Console, profile: Profile, smaller: dict[int, Profile], options: argparse.Namespace
+) -> None:
+    if profile.collectives:
+        console.print(collective_table(profile))
+    console.print(sparsifier_table(profile))
+    if profile.size > 1:
+        larger = [profile.size * 2**power for power in (1, 2, 4)]
+        console.print(growth_table(profile, smaller, larger))
+    for note in notes_of(profile):
+        show(console, f"note: {note}", "yellow")

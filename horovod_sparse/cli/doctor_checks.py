@@ -1,0 +1,309 @@
+"""What the doctor makes of the facts of an installation and of a launch."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from horovod_sparse.cli.doctor_facts import SETTINGS
+from horovod_sparse.cli.doctor_findings import Finding, advice, good, problem
+
+__all__ = ["check_differences", "check_installation", "check_launch", "check_settings", "check_threads"]
+
+Facts = Mapping[str, Any]
+
+_HOROVOD = "0.28.1"
+#: settings that have to be the same on all ranks, or they wait for each other
+_STRICT = ("HOROVOD_CACHE_CAPACITY", "HOROVOD_DYNAMIC_PROCESS_SETS", "HOROVOD_CPU_OPERATIONS")
+#: set by launchers for each rank
+_OWN = (
+    "RANK",
+    "SIZE",
+    "HOSTNAME",
+    "GLOO",
+    "CONTROLLER",
+    "SECRET",
+    "RENDEZVOUS",
+    "LOCAL",
+    "CROSS",
+    "JOB",
+    "NUM_PROC",
+)
+
+
+def check_installation(facts: Facts) -> Iterator[Finding]:
+    """What is installed, and whether Horovod was built for it.
+
+    Args:
+        facts: of `local_facts`.
+    """
+    packages = facts["packages"]
+    named = ", ".join(f"{name} {number}" for name, number in packages.items())
+    yield good("versions", f"Python {facts['python']}, {named}")
+    if "horovod" not in packages:
+        yield problem(
+            "Horovod",
+            "not installed",
+            "nothing can be synchronized",
+            "scripts/setup in a clone of horovod_sparse builds it",
+        )
+        return
+    if not packages["horovod"].startswith(_HOROVOD):
+        yield advice(
+            "Horovod",
+            f"version {packages['horovod']}",
+            f"horovod_sparse is tested with {_HOROVOD}",
+            f"install {_HOROVOD}, or run scripts/test with yours",
+        )
+    frameworks = {
+        "torch": "torch" in packages,
+        "tensorflow": "tensorflow" in packages or "tensorflow-cpu" in packages,
+    }
+    built = [name for name, there in facts["bindings"].items() if there]
+    variables = {"torch": "HOROVOD_WITH_PYTORCH=1", "tensorflow": "HOROVOD_WITH_TENSORFLOW=1"}
+    for name, installed in frameworks.items():
+        if installed and name not in built:
+            level = advice if built else problem
+            yield level(
+                "Horovod",
+                f"built without {name}, which is installed",
+                f"horovod_sparse.{name} cannot be imported",
+                f"build it with {variables[name]} (scripts/setup)",
+            )
+        if name in built and not installed:
+            yield advice(
+                "Horovod",
+                f"built for {name}, which is not installed",
+                f"horovod_sparse.{name} cannot be imported",
+                f"install {name}, in the version that Horovod was built with",
+            )
+    if built:
+        yield good("Horovod", f"built for {' and '.join(built)}")
+    if facts["numba"] is not None:
+        yield problem(
+            "kernels",
+            f"those of the host do not run: {facts['numba']}",
+            "selection and scattering need them",
+            "install numba>=0.60 in a version that knows this NumPy, and let its cache folder be writable",
+        )
+    else:
+        yield good("kernels", "host: numba" + ("; Triton is there for GPUs" if facts["triton"] else ""))
+
+
+def check_launch(facts: Facts) -> Iterator[Finding]:
+    """Controller, operations, and how messages between two ranks travel.
+
+    Args:
+        facts: of a rank of a launch, `local_facts` and `rank_facts` together.
+    """
+    built, controller = facts["built"], facts["controller"]
+    names = {"mpi": "MPI", "gloo": "Gloo", "nccl": "NCCL", "ddl": "DDL", "ccl": "CCL"}
+    yield good("operations", ", ".join(text for name, text in names.items() if built[name]))
+    if controller is not None:
+        where = f"{facts['size']} ranks, {facts['local_size']} on this host, {facts['framework']}"
+        yield good("launch", f"{where}, controller {controller}")
+    if facts["cuda"] and not built["nccl"]:
+        yield advice(
+            "operations",
+            f"there is a GPU ({facts['cuda']}), and Horovod is built without NCCL",
+            "what stays dense is copied to the host to be summed, and back",
+            "build it with HOROVOD_GPU_OPERATIONS=NCCL (scripts/setup --gpu)",
+        )
+    if facts["cuda"] and not facts["triton"]:
+        yield advice(
+            "kernels",
+            f"there is a GPU ({facts['cuda']}), and Triton is missing",
+            "selection runs in plain PyTorch, which passes over memory several times",
+            "install triton, in the version that belongs to this PyTorch",
+        )
+    if controller == "mpi":
+        yield from _pairs(facts)
+    elif controller == "gloo":
+        text = "an all-to-all of Horovod carries messages between two ranks: Gloo has no others"
+        yield good("pairs of ranks", text)
+    if facts["size"] == 1:
+        yield advice(
+            "launch",
+            "one rank" if facts["launched"] else "not launched",
+            "controller, latency, threads and differences between ranks show under a launch of several",
+            "run it as the training is run: horovodrun --gloo -np 2 horovod-sparse doctor",
+        )
+
+
+def _pairs(facts: Facts) -> Iterator[Finding]:
+    """Whether exchanges can use MPI's own messages."""
+    why = (
+        "gTop-k, SparDL and others exchange messages between pairs: each round then takes a cycle of Horovod"
+    )
+    if facts["settings"].get("HOROVOD_SPARSE_TRANSPORT") == "alltoall":
+        yield advice(
+            "pairs of ranks", "HOROVOD_SPARSE_TRANSPORT=alltoall", why, "unset it, or leave it at auto"
+        )
+    elif facts["thread_level"] is None:
+        yield advice("pairs of ranks", "mpi4py is not installed", why, "pip install 'mpi4py>=4.0'")
+    elif not facts["mpi_threads"] or facts["thread_level"] != "multiple":
+        yield advice(
+            "pairs of ranks",
+            f"MPI was started with thread level {facts['thread_level']}, not multiple",
+            why,
+            "let hvd.init() start MPI (import mpi4py.MPI after it), with an MPI built for THREAD_MULTIPLE",
+        )
+    else:
+        yield good("pairs of ranks", "MPI's own messages, thread level multiple")
+
+
+def check_settings(facts: Facts) -> Iterator[Finding]:
+    """Horovod's environment variables, except cycle time and cache.
+
+    Args:
+        facts: of `local_facts`.
+    """
+    settings = facts["settings"]
+    if _is_on(settings.get("HOROVOD_AUTOTUNE")):
+        yield advice(
+            "autotune",
+            "HOROVOD_AUTOTUNE is on",
+            "it counts the bytes of allreduces only, so with sparsified gradients it tunes for next to "
+            "nothing, and changes cycle time and fusion while it tries",
+            "unset HOROVOD_AUTOTUNE, and set HOROVOD_CYCLE_TIME yourself",
+        )
+    else:
+        yield good("autotune", "off")
+    if _is_on(settings.get("HOROVOD_STALL_CHECK_DISABLE")):
+        yield advice(
+            "stall check",
+            "HOROVOD_STALL_CHECK_DISABLE is set",
+            "a rank that fails leaves the others waiting, and nothing says for what",
+            "unset it",
+        )
+    elif _number(settings.get("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"), 0.0) <= 0.0:
+        warned = _number(settings.get("HOROVOD_STALL_CHECK_TIME_SECONDS"), 60.0)
+        yield advice(
+            "stall check",
+            f"warns after {warned:g} s and never ends a run",
+            "a collective that one rank does not join holds the others for ever",
+            "set HOROVOD_STALL_SHUTDOWN_TIME_SECONDS, to 300 for instance",
+        )
+    else:
+        after = _number(settings.get("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"), 0.0)
+        yield good("stall check", f"ends a run after {after:g} s")
+    if settings.get("HOROVOD_FUSION_THRESHOLD") == "0":
+        yield advice(
+            "fusion",
+            "HOROVOD_FUSION_THRESHOLD=0",
+            "messages that wait together go one by one, and each pays the network's latency",
+            "unset it (128 MiB), or set it to some MiB",
+        )
+    if settings.get("HOROVOD_TIMELINE"):
+        yield advice(
+            "timeline",
+            f"HOROVOD_TIMELINE={settings['HOROVOD_TIMELINE']}",
+            "writing it takes time in every cycle",
+            "unset it once you have seen enough (horovod-sparse plan --timeline reads it)",
+        )
+    transport = settings.get("HOROVOD_SPARSE_TRANSPORT")
+    if transport not in (None, "auto", "alltoall"):
+        yield problem(
+            "transport",
+            f"HOROVOD_SPARSE_TRANSPORT={transport}",
+            "the first exchange between two ranks will raise an error",
+            "auto, or alltoall",
+        )
+    for name in settings:
+        near = difflib.get_close_matches(name, SETTINGS, n=1, cutoff=0.88)
+        if name not in SETTINGS and near and not _is_own(name):
+            yield advice(
+                "settings", f"{name} is set", f"Horovod does not know it; it knows {near[0]}", "rename it"
+            )
+
+
+def check_threads(facts: Facts) -> Iterator[Finding]:
+    """Threads of all ranks of a host against its cores.
+
+    Args:
+        facts: of a rank of a launch.
+    """
+    local, cores, threads = facts["local_size"], facts["cores"], facts["framework_threads"]
+    what = f"{local} ranks on this host, {threads} threads each, {cores} cores for this rank"
+    if local > cores:
+        yield advice(
+            "threads",
+            what,
+            "ranks that wait take the cores that others need: a launch can take many times as long",
+            "fewer ranks on a host; with Open MPI --mca mpi_yield_when_idle 1",
+        )
+    if threads > 1 and threads * local > max(cores, 1) and facts["size"] > 1:
+        each = max(1, cores // local)
+        yield advice(
+            "threads",
+            what,
+            "their threads push each other, and Horovod's own thread, off the cores",
+            f"OMP_NUM_THREADS={each}"
+            + (" and TF_NUM_INTRAOP_THREADS" if facts["framework"] != "torch" else ""),
+        )
+    elif local <= cores:
+        yield good("threads", what)
+
+
+def check_differences(everyone: Sequence[Facts]) -> Iterator[Finding]:
+    """What is not the same on all ranks.
+
+    Args:
+        everyone: facts of all ranks, in rank order.
+    """
+    strict: dict[str, list[str]] = {"Python": [str(facts["python"]) for facts in everyone]}
+    loose: dict[str, list[str]] = {}
+    for name in sorted({name for facts in everyone for name in facts["packages"]}):
+        strict[name] = [facts["packages"].get(name, "missing") for facts in everyone]
+    for name in sorted({name for facts in everyone for name in facts["settings"]}):
+        if not _is_own(name):
+            kind = strict if name in _STRICT else loose
+            kind[name] = [facts["settings"].get(name, "unset") for facts in everyone]
+    for what in ("built", "controller", "framework", "numba"):
+        strict[what] = [str(facts[what]) for facts in everyone]
+    for what in ("cores", "framework_threads", "thread_level", "cuda", "triton"):
+        loose[what.replace("_", " ")] = [str(facts[what]) for facts in everyone]
+    found = 0
+    for name, values in (*strict.items(), *loose.items()):
+        if len(set(values)) == 1:
+            continue
+        found += 1
+        if name in strict:
+            why = "ranks that run different code, or cache differently, wait for each other or disagree"
+            yield problem("ranks differ", f"{name}: {_by_rank(values)}", why, "make it the same on all hosts")
+        else:
+            why = "the slowest rank sets the pace, and Horovod takes some settings from rank 0 only"
+            yield advice(
+                "ranks differ", f"{name}: {_by_rank(values)}", why, "make it the same, if that is not meant"
+            )
+    if not found and len(everyone) > 1:
+        yield good("ranks", "all have the same versions, builds, settings and threads")
+
+
+def _by_rank(values: Sequence[str]) -> str:
+    """`0.1 on rank 0, unset on ranks 1-3`."""
+    groups: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        groups.setdefault(value, []).append(rank)
+    parts = []
+    for value, ranks in groups.items():
+        shown = ", ".join(map(str, ranks[:6])) + (", ..." if len(ranks) > 6 else "")
+        parts.append(f"{value} on rank{'' if len(ranks) == 1 else 's'} {shown}")
+    return "; ".join(parts)
+
+
+def _is_own(name: str) -> bool:
+    rest = name.removeprefix("HOROVOD_")
+    return any(rest.startswith(word) for word in _OWN)
+
+
+def _is_on(text: str | None) -> bool:
+    return text is not None and text.strip().lower() not in ("", "0", "false")
+
+
+def _number(text: str | None, default: float) -> float:
+    try:
+        return default if text is None else float(text)
+    except ValueError:
+        return default

@@ -1,0 +1,191 @@
+"""What Horovod's cycle time costs, and whether its response cache holds all names."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from horovod_sparse.cli.doctor_findings import Finding, advice, good, problem
+from horovod_sparse.cost import Profile
+from horovod_sparse.merging import Plan, Strategy, Workload, predict
+from horovod_sparse.sparsifiers import Sparsifier
+
+__all__ = ["check_cache", "check_cycle", "cycle_of", "forecast", "num_names", "profile_at_cycle"]
+
+#: milliseconds that are tried
+_CANDIDATES = (0.5, 0.2, 0.1)
+#: a shorter cycle is advised if it saves so much of an iteration
+_WORTH = 0.03
+#: Horovod's own defaults
+_CYCLE_MS, _CACHE = 1.0, 1024
+
+
+def cycle_of(settings: Mapping[str, str]) -> float | None:
+    """HOROVOD_CYCLE_TIME in milliseconds; None if it is no number.
+
+    Example:
+        >>> cycle_of({}), cycle_of({"HOROVOD_CYCLE_TIME": "0.1"}), cycle_of({"HOROVOD_CYCLE_TIME": "fast"})
+        (1.0, 0.1, None)
+    """
+    try:
+        value = float(settings.get("HOROVOD_CYCLE_TIME", _CYCLE_MS))
+    except ValueError:
+        return None
+    return value if 0.0 <= value < float("inf") else None
+
+
+def profile_at_cycle(profile: Profile, cycle_seconds: float) -> Profile:
+    """What a profile would be at another cycle time.
+
+    ``alpha' = alpha - (cycle - cycle') / 2``: a message that is ready anywhere in a cycle waits for half
+    of it in the mean. It is never less than half of the new cycle.
+
+    Args:
+        profile: as measured.
+        cycle_seconds: the other cycle time.
+
+    Example:
+        >>> from horovod_sparse.cost import Fit
+        >>> profile = Profile(2, "torch", "mpi", 1e-3, {"allgather": Fit(8e-4, 1e-9)})
+        >>> round(profile_at_cycle(profile, 2e-4).collectives["allgather"].fixed_seconds, 6)
+        0.0004
+    """
+    saved = (profile.cycle_seconds - cycle_seconds) / 2
+    collectives = {
+        kind: dataclasses.replace(
+            fit,
+            fixed_seconds=max(fit.fixed_seconds - saved, min(fit.fixed_seconds, cycle_seconds / 2)),
+        )
+        for kind, fit in profile.collectives.items()
+    }
+    return dataclasses.replace(profile, cycle_seconds=cycle_seconds, collectives=collectives)
+
+
+def forecast(
+    profile: Profile, workload: Workload, sparsifier: Sparsifier, merging: Strategy | Plan
+) -> Callable[[float], float]:
+    """Predicted seconds of an iteration by the cycle time in milliseconds; plans are made anew for each.
+
+    Args:
+        profile: as measured.
+        workload: of the model.
+        sparsifier: which.
+        merging: a strategy, or a plan.
+    """
+
+    def seconds(cycle_ms: float) -> float:
+        cost = profile_at_cycle(profile, cycle_ms * 1e-3).cost(sparsifier)
+        plan = merging if isinstance(merging, Plan) else merging(workload, cost)
+        return predict(workload.with_dense(plan.dense), plan, cost).iteration_seconds
+
+    return seconds
+
+
+def check_cycle(
+    facts: Mapping[str, Any], num_rounds: int, predicted: Callable[[float], float] | None = None
+) -> Iterator[Finding]:
+    """The cycle time, and what a shorter one would be worth.
+
+    Args:
+        facts: of a rank.
+        num_rounds: of the sparsifier, one behind the other.
+        predicted: of `forecast`, where there is a model and a profile.
+    """
+    text, cycle = facts["settings"].get("HOROVOD_CYCLE_TIME"), cycle_of(facts["settings"])
+    if cycle is None:
+        why = "Horovod takes 0 for what is no number, and then never sleeps"
+        yield problem(
+            "cycle time", f"HOROVOD_CYCLE_TIME={text}", why, "milliseconds, as in HOROVOD_CYCLE_TIME=0.5"
+        )
+        return
+    if cycle == 0.0:
+        yield problem(
+            "cycle time",
+            "HOROVOD_CYCLE_TIME=0",
+            "Horovod's thread polls without a pause and takes a core from every rank "
+            "(measured with 2 ranks on 2 cores: 12 to 40 ms for what takes 0.2 ms at 0.1)",
+            "HOROVOD_CYCLE_TIME=0.1, or more",
+        )
+        return
+    now = f"{cycle:g} ms" + ("" if text is not None else " (Horovod's default)")
+    if facts["latency_seconds"] is not None:
+        now += f"; an allgather of one word takes {facts['latency_seconds'] * 1e3:.2f} ms"
+    shorter = [candidate for candidate in _CANDIDATES if candidate < cycle]
+    if predicted is not None:
+        yield _forecast(now, cycle, shorter, predicted)
+    elif cycle >= 0.5:
+        most = num_rounds * (cycle - 0.1)
+        yield advice(
+            "cycle time",
+            now,
+            f"every round of a bucket waits for the next cycle: with {num_rounds} rounds a cycle of 0.1 ms "
+            f"would save {most / 2:.2f} ms in the mean, {most:.2f} ms at most, for the last bucket of a step",
+            "try HOROVOD_CYCLE_TIME=0.2 if steps are short; --model and a profile predict what it is worth",
+        )
+    else:
+        yield good("cycle time", now)
+
+
+def _forecast(now: str, cycle: float, shorter: list[float], predicted: Callable[[float], float]) -> Finding:
+    seconds = {candidate: predicted(candidate) for candidate in (cycle, *shorter)}
+    told = ", ".join(f"{value * 1e3:.2f} ms at {candidate:g}" for candidate, value in seconds.items())
+    best = min(seconds.values())
+    # the longest that is nearly as good: short cycles cost processor time
+    chosen = max(candidate for candidate, value in seconds.items() if value <= best * 1.01)
+    gain = 1.0 - seconds[chosen] / seconds[cycle]
+    if gain < _WORTH:
+        return good("cycle time", f"{now}; predicted iterations: {told}")
+    return advice(
+        "cycle time",
+        now,
+        f"predicted iterations: {told}",
+        f"HOROVOD_CYCLE_TIME={chosen:g} saves {gain:.0%} by the model; measure it: every rank's Horovod "
+        "thread wakes in every cycle, which costs where cores are short",
+    )
+
+
+def num_names(plan: Plan, sparsifier: Sparsifier, size: int) -> int:
+    """Names of collectives in a step: one for every round of a bucket, one for what is dense.
+
+    Args:
+        plan: of the step.
+        sparsifier: which.
+        size: P.
+    """
+    return len(plan.buckets) * len(sparsifier.rounds(size)) + len(plan.dense)
+
+
+def check_cache(facts: Mapping[str, Any], names: int | None, num_rounds: int) -> Iterator[Finding]:
+    """The response cache, which spares a negotiation to every collective whose shape it knows.
+
+    Args:
+        facts: of a rank.
+        names: in use, of `num_names`; None where no model is given.
+        num_rounds: of the sparsifier.
+    """
+    text = facts["settings"].get("HOROVOD_CACHE_CAPACITY")
+    try:
+        capacity = _CACHE if text is None else int(text)
+    except ValueError:
+        why = "Horovod takes 0 for what is no number: no cache"
+        yield problem("response cache", f"HOROVOD_CACHE_CAPACITY={text}", why, "a whole number, such as 2048")
+        return
+    why = "what is not in the cache is negotiated anew: rank 0 gathers and broadcasts in every cycle"
+    if capacity <= 0:
+        yield advice("response cache", "switched off (HOROVOD_CACHE_CAPACITY=0)", why, "unset it")
+    elif names is None:
+        fits = capacity // max(1, num_rounds)
+        yield good(
+            "response cache", f"{capacity} names: {fits} buckets of {num_rounds} rounds (--model counts)"
+        )
+    elif names > capacity:
+        double = 1 << (2 * names - 1).bit_length()
+        yield advice(
+            "response cache",
+            f"{names} names in a step, room for {capacity}",
+            why,
+            f"HOROVOD_CACHE_CAPACITY={double}, or fewer buckets (--merging)",
+        )
+    else:
+        yield good("response cache", f"{names} names in a step, room for {capacity}")

@@ -1,0 +1,178 @@
+"""What the doctor looks at on a rank: versions, builds, settings, threads; plain values that travel."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import platform
+import time
+from importlib.metadata import PackageNotFoundError, version
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from horovod_sparse.cli.main_console import is_launched
+from horovod_sparse.cli.main_ranks import Ranks, bindings
+from horovod_sparse.collectives import AllGather, Synchronization
+from horovod_sparse.frontend.calibration_collectives import Stopwatch
+
+__all__ = ["SETTINGS", "build_facts", "latency_of", "local_facts", "rank_facts"]
+
+_PACKAGES = (
+    "horovod-sparse",
+    "horovod",
+    "torch",
+    "tensorflow",
+    "tensorflow-cpu",
+    "keras",
+    "tf-keras",
+    "numpy",
+    "numba",
+    "scipy",
+    "mpi4py",
+    "triton",
+)
+#: what the doctor knows of Horovod's variables (and of ours)
+SETTINGS = (
+    "HOROVOD_AUTOTUNE",
+    "HOROVOD_CACHE_CAPACITY",
+    "HOROVOD_CPU_OPERATIONS",
+    "HOROVOD_CYCLE_TIME",
+    "HOROVOD_DYNAMIC_PROCESS_SETS",
+    "HOROVOD_FUSION_THRESHOLD",
+    "HOROVOD_HIERARCHICAL_ALLGATHER",
+    "HOROVOD_HIERARCHICAL_ALLREDUCE",
+    "HOROVOD_LOG_LEVEL",
+    "HOROVOD_NUM_NCCL_STREAMS",
+    "HOROVOD_SPARSE_TRANSPORT",
+    "HOROVOD_STALL_CHECK_DISABLE",
+    "HOROVOD_STALL_CHECK_TIME_SECONDS",
+    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
+    "HOROVOD_THREAD_AFFINITY",
+    "HOROVOD_TIMELINE",
+    "HOROVOD_TIMELINE_MARK_CYCLES",
+)
+_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS", "TF_NUM_INTRAOP_THREADS")
+_REPETITIONS = 25
+
+
+def local_facts() -> dict[str, Any]:
+    """What a process can tell without Horovod running."""
+    packages = {}
+    for name in _PACKAGES:
+        try:
+            packages[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return {
+        "python": platform.python_version(),
+        "packages": packages,
+        "bindings": bindings(),
+        "launched": is_launched(),
+        "settings": {name: value for name, value in os.environ.items() if name.startswith("HOROVOD_")},
+        "threads": {name: os.environ[name] for name in _THREADS if name in os.environ},
+        "cores": len(os.sched_getaffinity(0)),
+        "numba": _numba(),
+        "triton": importlib.util.find_spec("triton") is not None,
+    }
+
+
+def _numba() -> str | None:
+    """Why the kernels of the host cannot run; None if they can."""
+    try:
+        kernels = importlib.import_module("horovod_sparse.kernels")
+        array = np.array([1.0, -3.0, 2.0], np.float32)
+        accumulator = importlib.import_module("horovod_sparse.arrays").HostAccumulator(3, density=1.0)
+        accumulator.fold(array)
+        found = accumulator.largest(1).tolist()
+    except Exception as error:  # whatever it is, it is the finding
+        return f"{type(error).__name__}: {error}"
+    del kernels
+    return None if found == [1] else f"the largest of [1, -3, 2] was found at {found}"
+
+
+def build_facts(framework: str) -> dict[str, Any]:
+    """What Horovod was built with, and what the framework has; Horovod need not run.
+
+    Args:
+        framework: "torch" or "tensorflow".
+
+    Raises:
+        HorovodMissingError: if Horovod was not built for it.
+    """
+    hvd = importlib.import_module(f"horovod_sparse.{framework}")
+    facts: dict[str, Any] = {
+        "rank": 0,
+        "size": 1,
+        "local_size": 1,
+        "framework": framework,
+        "controller": None,
+        "built": {
+            name: bool(getattr(hvd, f"{name}_built")())
+            for name in ("mpi", "gloo", "nccl", "ddl", "ccl", "cuda", "rocm")
+        },
+        "mpi_threads": None,
+        "thread_level": None,
+        "cuda": None,  # with TensorFlow selection is on the host
+        "latency_seconds": None,
+    }
+    if framework == "torch":
+        torch = importlib.import_module("torch")
+        facts["framework_threads"] = int(torch.get_num_threads())
+        facts["cuda"] = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    else:
+        tensorflow = importlib.import_module("tensorflow")
+        asked = int(tensorflow.config.threading.get_intra_op_parallelism_threads())
+        facts["framework_threads"] = asked or os.cpu_count() or 1
+    return facts
+
+
+def rank_facts(ranks: Ranks) -> dict[str, Any]:
+    """What a rank of a launch can tell besides; a collective: all ranks call it.
+
+    Args:
+        ranks: of the launch.
+    """
+    facts = build_facts(ranks.framework)
+    facts |= {"rank": ranks.rank, "size": ranks.size, "local_size": int(ranks.hvd.local_size())}
+    facts["controller"] = "mpi" if ranks.hvd.mpi_enabled() else "gloo"
+    if facts["controller"] == "mpi":
+        facts["mpi_threads"] = bool(ranks.hvd.mpi_threads_supported())
+        facts["thread_level"] = _thread_level()
+    if ranks.size > 1:
+        facts["latency_seconds"] = ranks.carry_out(latency_of(ranks))
+    return facts
+
+
+def _thread_level() -> str | None:
+    """What mpi4py found MPI to be initialized with; None without mpi4py."""
+    if importlib.util.find_spec("mpi4py") is None:
+        return None
+    mpi = importlib.import_module("mpi4py.MPI")
+    levels = {
+        mpi.THREAD_SINGLE: "single",
+        mpi.THREAD_FUNNELED: "funneled",
+        mpi.THREAD_SERIALIZED: "serialized",
+        mpi.THREAD_MULTIPLE: "multiple",
+    }
+    return levels.get(mpi.Query_thread(), "unknown")
+
+
+def latency_of(ranks: Ranks) -> Synchronization[float]:
+    """Median seconds of an allgather of one word, begun anywhere in a cycle; the same on all ranks.
+
+    Args:
+        ranks: of the launch.
+    """
+    where = ranks.where()
+    watch = Stopwatch(ranks.rank, ranks.size, time.perf_counter, time.sleep, where.cycle_seconds)
+    own = []
+    for _ in range(_REPETITIONS):
+        yield from watch.meet()
+        started = time.perf_counter()
+        yield AllGather(np.zeros(1, np.int32))
+        own.append(time.perf_counter() - started)
+    shared = yield from watch.shared(own)
+    return float(median(shared.tolist()))

@@ -1,0 +1,132 @@
+"""The ranks of a launch, whichever framework carries their messages; frameworks are imported here at last."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from horovod_sparse.collectives import Synchronization
+from horovod_sparse.errors import HorovodMissingError, HorovodSparseError
+from horovod_sparse.frontend import Where
+from horovod_sparse.frontend.failures import raise_together
+from horovod_sparse.frontend.lines import shared_lines
+
+__all__ = ["FRAMEWORKS", "Ranks", "bindings", "start", "usable_framework"]
+
+FRAMEWORKS = ("torch", "tensorflow")
+
+
+def bindings() -> dict[str, bool]:
+    """Whether Horovod has been built for each framework; nothing is loaded.
+
+    Example:
+        >>> sorted(bindings())
+        ['tensorflow', 'torch']
+    """
+    spec = importlib.util.find_spec("horovod")
+    places = [] if spec is None else list(spec.submodule_search_locations or ())
+    return {
+        framework: any(list(Path(place, framework).glob("mpi_lib*.so")) for place in places)
+        for framework in FRAMEWORKS
+    }
+
+
+def usable_framework(asked: str | None = None) -> str:
+    """The framework to communicate through: the one asked for, or the first that Horovod was built for.
+
+    Args:
+        asked: "torch", "tensorflow" or None.
+
+    Raises:
+        HorovodMissingError: if Horovod was built for none that is installed.
+    """
+    if asked is not None:
+        return asked
+    built = bindings()
+    for framework in FRAMEWORKS:
+        if built[framework] and importlib.util.find_spec(framework) is not None:
+            return framework
+    raise HorovodMissingError.explained(
+        "there is no Horovod here that was built for an installed framework",
+        "HOROVOD_WITH_PYTORCH=1 or HOROVOD_WITH_TENSORFLOW=1",
+    )
+
+
+class Ranks:
+    """All ranks of a launch, started.
+
+    Args:
+        framework: "torch" or "tensorflow".
+
+    Attributes:
+        hvd: the framework's Horovod.
+        rank: of this process.
+        size: P.
+    """
+
+    def __init__(self, framework: str) -> None:
+        self.framework = framework
+        self.hvd: Any = importlib.import_module(f"horovod_sparse.{framework}")
+        self._calibration: Any = importlib.import_module(f"horovod_sparse.{framework}.calibration")
+        self.hvd.init()
+        self.rank, self.size = int(self.hvd.rank()), int(self.hvd.size())
+
+    def carry_out(
+        self, coroutine: Synchronization[Any], process_set: Any = None, name: str = "command"
+    ) -> Any:
+        """What a coroutine returns that all ranks of a process set run together."""
+        everyone = self.hvd.global_process_set if process_set is None else process_set
+        return self._calibration.carry_out_together(coroutine, everyone, name)
+
+    def gathered(self, value: Any) -> list[Any]:
+        """A plain value of every rank, in rank order."""
+        return list(self.carry_out(shared_lines(value)))
+
+    def agreed(self, work: Callable[[], Any]) -> Any:
+        """What a piece of work on this rank gives, once it has gone well on all.
+
+        Raises:
+            HorovodSparseError: on every rank, if it raised on one.
+        """
+        result: Any = None
+        failure: Exception | None = None
+        try:
+            result = work()
+        except (HorovodSparseError, OSError) as error:
+            failure = error
+        self.carry_out(raise_together(failure))
+        return result
+
+    def where(self, process_set: Any = None, device: str = "cpu") -> Where:
+        """This rank's place in a process set, and what a profile says of the cluster."""
+        everyone = self.hvd.global_process_set if process_set is None else process_set
+        if self.framework == "tensorflow":
+            found: Where = self._calibration.where_of(everyone)
+        else:
+            found = self._calibration.where_of(everyone, importlib.import_module("torch").device(device))
+        return found
+
+    def memory(self, device: str) -> Any:
+        """Where buckets are while selection is timed: None for the host."""
+        if device == "cpu":
+            return None
+        return self._calibration.DeviceBucketMemory(importlib.import_module("torch").device(device))
+
+    def end(self) -> None:
+        """Stops Horovod."""
+        self.hvd.shutdown()
+
+
+def start(framework: str | None) -> Ranks:
+    """Starts Horovod on this rank.
+
+    Args:
+        framework: to communicate through; the first usable one if None.
+
+    Raises:
+        HorovodMissingError: if there is no Horovod for it.
+    """
+    return Ranks(usable_framework(framework))

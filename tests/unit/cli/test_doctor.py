@@ -1,0 +1,250 @@
+"""`horovod-sparse doctor`: what it makes of facts, without a launch."""
+
+from __future__ import annotations
+
+import pytest
+
+from horovod_sparse.cli import doctor, main_ranks
+from horovod_sparse.cli.doctor_checks import (
+    check_differences,
+    check_installation,
+    check_launch,
+    check_settings,
+    check_threads,
+)
+from horovod_sparse.cli.doctor_cycle import (
+    check_cache,
+    check_cycle,
+    forecast,
+    num_names,
+    profile_at_cycle,
+)
+from horovod_sparse.cli.doctor_facts import local_facts
+from horovod_sparse.cli.doctor_findings import Finding
+from horovod_sparse.cli.main import main
+from horovod_sparse.cost import AlphaBeta, Fit, Profile, assumed_profile
+from horovod_sparse.errors import ArgumentError, HorovodMissingError
+from horovod_sparse.merging import ParameterFacts, Plan, Workload, layerwise, single
+from horovod_sparse.sparsifiers import ExDyna, GTopK, TopK
+
+
+def facts(**changes) -> dict:
+    usual = {
+        "python": "3.11.2",
+        "packages": {"horovod": "0.28.1", "torch": "2.13.0", "numba": "0.60.0"},
+        "bindings": {"torch": True, "tensorflow": False},
+        "launched": True,
+        "settings": {},
+        "cores": 8,
+        "numba": None,
+        "triton": False,
+        "rank": 0,
+        "size": 4,
+        "local_size": 4,
+        "framework": "torch",
+        "framework_threads": 2,
+        "controller": "mpi",
+        "built": dict.fromkeys(("mpi", "gloo", "nccl", "ddl", "ccl", "cuda", "rocm"), False) | {"mpi": True},
+        "mpi_threads": True,
+        "thread_level": "multiple",
+        "cuda": None,
+        "latency_seconds": 0.0011,
+    }
+    return {**usual, **changes}
+
+
+def levels(findings) -> dict[str, str]:
+    """The worst level of every topic."""
+    order = ["problem", "advice", "good"]
+    worst: dict[str, str] = {}
+    for finding in findings:
+        known = worst.get(finding.topic, "good")
+        worst[finding.topic] = min(known, finding.level, key=order.index)
+    return worst
+
+
+def settings(**values: str) -> dict:
+    return facts(settings={f"HOROVOD_{name}": value for name, value in values.items()})
+
+
+def test_a_healthy_launch_has_no_problem():
+    healthy = settings(STALL_SHUTDOWN_TIME_SECONDS="300", CYCLE_TIME="0.1")
+    found = [
+        *check_installation(healthy),
+        *check_launch(healthy),
+        *check_settings(healthy),
+        *check_threads(healthy),
+        *check_differences([healthy] * 4),
+        *check_cycle(healthy, 2),
+        *check_cache(healthy, 100, 2),
+    ]
+    assert {finding.level for finding in found} == {"good"}
+
+
+@pytest.mark.parametrize(
+    ("check", "changes", "topic", "level"),
+    [
+        (check_installation, {"packages": {}}, "Horovod", "problem"),
+        (check_installation, {"bindings": {"torch": False, "tensorflow": False}}, "Horovod", "problem"),
+        (check_installation, {"bindings": {"torch": True, "tensorflow": True}}, "Horovod", "advice"),
+        (check_installation, {"packages": {"horovod": "0.27.0", "torch": "2"}}, "Horovod", "advice"),
+        (check_installation, {"numba": "ImportError: no"}, "kernels", "problem"),
+        (check_launch, {"cuda": "a GPU", "triton": True}, "operations", "advice"),
+        (check_launch, {"cuda": "a GPU"}, "kernels", "advice"),
+        (check_launch, {"thread_level": None}, "pairs of ranks", "advice"),
+        (check_launch, {"thread_level": "funneled"}, "pairs of ranks", "advice"),
+        (check_launch, {"mpi_threads": False}, "pairs of ranks", "advice"),
+        (check_launch, {"controller": "gloo", "thread_level": None}, "pairs of ranks", "good"),
+        (check_launch, {"size": 1}, "launch", "advice"),
+        (check_threads, {"cores": 2}, "threads", "advice"),
+        (check_threads, {"framework_threads": 8}, "threads", "advice"),
+        (check_threads, {"framework_threads": 8, "size": 1, "local_size": 1}, "threads", "good"),
+    ],
+)
+def test_facts_that_are_wrong_are_found(check, changes, topic, level):
+    assert levels(check(facts(**changes)))[topic] == level
+
+
+@pytest.mark.parametrize(
+    ("values", "topic", "level"),
+    [
+        ({"AUTOTUNE": "1"}, "autotune", "advice"),
+        ({"AUTOTUNE": "0"}, "autotune", "good"),
+        ({}, "stall check", "advice"),
+        ({"STALL_CHECK_DISABLE": "1", "STALL_SHUTDOWN_TIME_SECONDS": "9"}, "stall check", "advice"),
+        ({"FUSION_THRESHOLD": "0"}, "fusion", "advice"),
+        ({"TIMELINE": "here.json"}, "timeline", "advice"),
+        ({"SPARSE_TRANSPORT": "tcp"}, "transport", "problem"),
+        ({"CYCLETIME": "0.1"}, "settings", "advice"),
+    ],
+)
+def test_settings_that_are_wrong_are_found(values, topic, level):
+    assert levels(check_settings(settings(**values)))[topic] == level
+
+
+def test_what_launchers_set_is_no_misspelling():
+    own = settings(RANK="0", LOCAL_RANK="0", CONTROLLER="gloo", GLOO_RENDEZVOUS_ADDR="10.0.0.1")
+    assert "settings" not in levels(check_settings(own))
+
+
+def test_ranks_that_differ_are_told_apart():
+    same = [facts(rank=rank) for rank in range(3)]
+    assert levels(check_differences(same)) == {"ranks": "good"}
+    same[2] = facts(packages={**same[0]["packages"], "torch": "2.12.0"}, cores=4)
+    found = list(check_differences(same))
+    assert levels(found) == {"ranks differ": "problem"}
+    text = " ".join(finding.what for finding in found)
+    assert "torch: 2.13.0 on ranks 0, 1; 2.12.0 on rank 2" in text
+    assert "cores: 8 on ranks 0, 1; 4 on rank 2" in text
+    cached = [settings(CACHE_CAPACITY="0"), facts()]
+    assert levels(check_differences(cached)) == {"ranks differ": "problem"}
+    loose = [settings(CYCLE_TIME="5"), facts()]
+    assert levels(check_differences(loose)) == {"ranks differ": "advice"}
+
+
+@pytest.mark.parametrize(
+    ("text", "level"), [("0", "problem"), ("fast", "problem"), ("1", "advice"), ("0.1", "good")]
+)
+def test_the_cycle_time_is_judged(text, level):
+    assert levels(check_cycle(settings(CYCLE_TIME=text), 2))["cycle time"] == level
+
+
+def test_a_shorter_cycle_is_advised_by_what_it_saves():
+    """Two buckets behind each other, alpha 2.5 ms at a cycle of 4 ms: at 0.1 ms each saves 1.95 ms."""
+    workload = Workload((ParameterFacts("a", 10), ParameterFacts("b", 10)), (1e-6, 1e-6))
+    profile = Profile(
+        4,
+        "torch",
+        "mpi",
+        0.004,
+        {"allgather": Fit(0.0025, 1e-12), "allreduce": Fit(0.0025, 1e-12)},
+        {"topk": Fit(1e-6, 1e-12)},
+    )
+    predicted = forecast(profile, workload, TopK(density=0.1), layerwise)
+    assert predicted(4.0) - predicted(0.1) == pytest.approx(2 * 0.00195, rel=1e-3)
+    (finding,) = check_cycle(settings(CYCLE_TIME="4"), 1, predicted)
+    assert finding.level == "advice"
+    assert "HOROVOD_CYCLE_TIME=0.1" in finding.do
+    long = Workload(workload.parameters, (1.0, 1.0))
+    (finding,) = check_cycle(settings(CYCLE_TIME="4"), 1, forecast(profile, long, TopK(density=0.1), single))
+    assert finding.level == "good"  # two seconds of backward hide all of it but 2 ms
+    alpha = profile_at_cycle(profile, 0.001).collectives["allgather"].fixed_seconds
+    assert alpha == pytest.approx(0.001)
+
+
+def test_names_are_counted_against_the_cache():
+    plan = Plan(tuple((f"p{number}",) for number in range(600)), ("dense",))
+    assert num_names(plan, ExDyna(), 4) == 1201
+    assert num_names(plan, TopK(), 4) == 601
+    assert num_names(plan, GTopK(), 8) == 600 * len(GTopK().rounds(8)) + 1
+    assert levels(check_cache(facts(), 1201, 2)) == {"response cache": "advice"}
+    assert levels(check_cache(settings(CACHE_CAPACITY="2048"), 1201, 2)) == {"response cache": "good"}
+    assert levels(check_cache(settings(CACHE_CAPACITY="0"), 1, 2)) == {"response cache": "advice"}
+    assert levels(check_cache(settings(CACHE_CAPACITY="many"), 1, 2)) == {"response cache": "problem"}
+    (finding,) = check_cache(facts(), None, 2)
+    assert "512 buckets" in finding.what
+
+
+def test_findings_that_are_not_good_need_reason_and_remedy():
+    with pytest.raises(ArgumentError):
+        Finding("advice", "topic", "what")
+    with pytest.raises(ArgumentError):
+        Finding("bad", "topic", "what", "why", "do")
+
+
+def test_the_facts_of_this_process_are_those_that_are_checked():
+    assert set(local_facts()) <= set(facts()) | {"threads"}
+    assert local_facts()["numba"] is None  # its kernels run
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """No launch, whatever this test runs under."""
+    for name in ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    known = facts(launched=False, size=1, local_size=1, controller=None, latency_seconds=None)
+    monkeypatch.setattr(doctor, "build_facts", lambda framework: known)
+    monkeypatch.setattr(doctor, "usable_framework", lambda asked: "torch")
+
+
+def test_the_command_ends_with_1_only_for_problems(alone, capsys, monkeypatch):
+    monkeypatch.delenv("HOROVOD_CYCLE_TIME", raising=False)
+    assert main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    assert "not launched" in text
+    assert "0 problems" in text
+    monkeypatch.setattr(
+        doctor, "local_facts", lambda: {"settings": {"HOROVOD_CYCLE_TIME": "0"}, "launched": False}
+    )
+    known = settings(CYCLE_TIME="0")
+    monkeypatch.setattr(doctor, "build_facts", lambda framework: known)
+    assert main(["doctor"]) == 1
+    assert "HOROVOD_CYCLE_TIME=0" in capsys.readouterr().out
+
+
+def test_the_model_and_the_profile_are_used(alone, capsys, tmp_path):
+    profile = assumed_profile(AlphaBeta(5e-4, 8e-9), 4)
+    path = tmp_path / "profile.json"
+    Profile(4, "torch", "mpi", 0.005, profile.collectives, profile.selection).save(path)
+    arguments = ["doctor", "--model", "vgg16_cifar", "--profile", str(path), "--sparsifier", "topk"]
+    assert main([*arguments, "--merging", "layerwise"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "54 names in a step, room for 1024" in text
+    assert "predicted iterations" in text
+    assert "cycle time of 5 ms, here 1 ms" in text
+    Profile(1, "torch", "mpi", 0.001, selection=profile.selection).save(path)
+    assert main(arguments) == 1
+    path.write_text("{}")
+    assert main(arguments) == 2
+
+
+def test_without_horovod_it_says_so(capsys, monkeypatch):
+    def missing(asked):
+        raise HorovodMissingError("there is none. Build it")
+
+    monkeypatch.setattr(doctor, "usable_framework", missing)
+    assert main(["doctor"]) == 1
+    assert "there is none" in capsys.readouterr().out
+    monkeypatch.setattr(main_ranks, "bindings", lambda: {"torch": False, "tensorflow": False})
+    with pytest.raises(HorovodMissingError, match="scripts/setup"):
+        main_ranks.usable_framework()
