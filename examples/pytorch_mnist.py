@@ -3,6 +3,7 @@
 horovodrun --gloo -np 2 python examples/pytorch_mnist.py --compression exdyna --density 0.01
 mpirun -np 2 python examples/pytorch_mnist.py --compression topk:density=0.01
 horovodrun --gloo -np 2 python examples/pytorch_mnist.py --compression none
+horovodrun --gloo -np 2 python examples/pytorch_mnist.py --merging optimal --tensor-selection cost
 """
 
 from __future__ import annotations
@@ -58,12 +59,29 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
+        "--merging",
+        choices=("layerwise", "single", "omgs", "optimal", "joint"),
+        help="which parameters are sparsified together (default: buckets of 32 MiB); the last three measure "
+        "the first steps and decide then",
+    )
+    parser.add_argument(
+        "--tensor-selection",
+        choices=("cost", "all"),
+        help="which parameters are sparsified at all: all of them, or those where it pays",
+    )
+    parser.add_argument(
+        "--profile", type=Path, metavar="FILE", help="measurements to plan by, in place of the first steps'"
+    )
+    parser.add_argument(
         "--stock", action="store_true", help="use Horovod's own DistributedOptimizer with our compression="
     )
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="rank 0 writes what was measured to this file"
     )
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.stock and (args.merging or args.tensor_selection or args.profile):
+        parser.error("--stock makes no buckets: leave --merging, --tensor-selection and --profile out")
+    return args
 
 
 def compression(args: argparse.Namespace, steps_per_epoch: int) -> Any:
@@ -104,7 +122,13 @@ def main() -> None:
     steps = digits.steps_per_epoch(train, hvd.size(), args.batch_size)
     make_optimizer = stock.DistributedOptimizer if args.stock else hvd.DistributedOptimizer
     chosen = compression(args, steps)
-    optimizer = make_optimizer(sgd, named_parameters=model.named_parameters(), compression=chosen)
+    planning = {"merging": args.merging, "tensor_selection": args.tensor_selection, "profile": args.profile}
+    optimizer = make_optimizer(
+        sgd,
+        named_parameters=model.named_parameters(),
+        compression=chosen,
+        **{name: value for name, value in planning.items() if value is not None},
+    )
     # towards 0: what ranks still hold back in the end is then worth little, too
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.epochs * steps)
 
@@ -154,6 +178,8 @@ def main() -> None:
         )
         if telemetry is not None:
             print(telemetry.summary())
+        if getattr(optimizer, "decision", None) is not None:
+            print(optimizer.decision)
         if args.json:
             args.json.write_text(json.dumps(result, indent=1) + "\n")
     hvd.shutdown()

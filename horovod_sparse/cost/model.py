@@ -42,9 +42,10 @@ class CostModel:
     """Times of what happens to a bucket or a dense parameter, for one sparsifier, density and cluster.
 
     Args:
-        selection: of a bucket, by its elements n: everything on this rank until its message is ready.
-        communication: of a bucket, by its n: from the first message to the sum (all rounds, and decoding).
+        selection: of a bucket, by its elements n: what the thread that runs backward does for it.
+        communication: of a bucket, by its n: from the first message to the last one's arrival.
         dense: allreduce of a parameter that stays dense, by its bytes.
+        dense_work: for a parameter that stays dense, by its elements: what that thread does for it.
         fuse_dense: dense parameters that wait for the network together go as one allreduce, as Horovod
             does it: all but one save `dense.fixed_seconds`.
         fuse_sparse: the same for buckets. Horovod does this too for what waits at the same time; the
@@ -60,6 +61,7 @@ class CostModel:
     selection: TimeModel
     communication: TimeModel
     dense: TimeModel = dataclasses.field(default_factory=AffineTime)
+    dense_work: TimeModel = dataclasses.field(default_factory=AffineTime)
     fuse_dense: bool = True
     fuse_sparse: bool = False
     fusion_bytes: int = FUSION_BYTES

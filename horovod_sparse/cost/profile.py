@@ -17,8 +17,10 @@ from horovod_sparse.cost.times import AffineTime
 from horovod_sparse.errors import ArgumentError, HorovodSparseError, ProfileMismatchError
 from horovod_sparse.sparsifiers import Sparsifier
 
-__all__ = ["PROFILE_VERSION", "Profile", "check_same_profile"]
+__all__ = ["DENSE", "PROFILE_VERSION", "Profile", "check_same_profile"]
 
+#: stands for a sparsifier's name in `Profile.selection`, for the work on parameters that stay dense
+DENSE = "dense"
 PROFILE_VERSION = 1
 
 
@@ -33,7 +35,8 @@ class Profile:
         cycle_seconds: Horovod's cycle time during the measurement (HOROVOD_CYCLE_TIME).
         collectives: time by the bytes that a rank puts in; "allgather", "allreduce", "exchange",
             "broadcast", "alltoall".
-        selection: time of fold and selection by n and k, by the sparsifier's name.
+        selection: time of fold and selection by n and k, by the sparsifier's name; "dense": of packing and
+            unpacking a parameter that stays dense, by n.
         decoding: time of decoding and applying by n and by received elements, by the sparsifier's name.
         backward_seconds: of every parameter, in the model's order, where a model was measured.
         forward_seconds: of the rest of its step before backward.
@@ -174,7 +177,8 @@ class Profile:
     def cost(self, sparsifier: Sparsifier, size: int | None = None, **options: Any) -> CostModel:
         """The cost model of a sparsifier on this cluster.
 
-        Decoding counts as communication: it stands between a message's arrival and its sum's use.
+        Decoding counts as selection: the thread that runs backward does it, in some later hook, or in the
+        end. (Only in the end does it come after communication, and then the sum of both is the same.)
 
         Args:
             sparsifier: which, at which density.
@@ -196,14 +200,16 @@ class Profile:
             raise ProfileMismatchError(f"{name} needs {_few(missing)}, which the profile does not hold")
         times = {kind: fit.time() for kind, fit in self.collectives.items()}
         communication = communication_of(sparsifier, size, times)
+        selection = self.selection[name].time(sparsifier.density)
         if name in self.decoding:
             per_rank = sparsifier.density_scope == "per rank"
             received = min(1.0, sparsifier.density) * (size if per_rank else 1)
-            communication += self.decoding[name].time(received)
+            selection += self.decoding[name].time(received)
         return CostModel(
-            selection=self.selection[name].time(sparsifier.density),
+            selection=selection,
             communication=communication,
             dense=times.get("allreduce", AffineTime()),
+            dense_work=self.selection[DENSE].time() if DENSE in self.selection else AffineTime(),
             **options,
         )
 

@@ -23,19 +23,21 @@ class BackwardTimes:
         backward_seconds: by parameter, in the order in which gradients came; 0 for those that never came.
         forward_seconds: from the end of one step to the first gradient of the next.
         num_steps: that were measured.
+        step_seconds: forward and backward of each of them, where that is known.
     """
 
     backward_seconds: Mapping[str, float]
     forward_seconds: float
     num_steps: int
+    step_seconds: tuple[float, ...] = ()
 
 
 class BackwardRecorder:
     """Takes the stamps of a few steps, and makes medians of them.
 
     A stamp is what tells a time: seconds of a clock, or an event of a device. Between two gradients lies
-    the time from where the hook of the one ended to where that of the other began: so what hooks do
-    themselves, folding and selecting, is not counted as backward.
+    the time from where the work for the one ended to where that for the other begins: so folding and
+    selecting are not counted as backward, but what a hook costs that starts nothing is.
 
     Args:
         names: of the parameters.
@@ -50,7 +52,8 @@ class BackwardRecorder:
         >>> recorder.arrived("a", 16.0, 16.0)
         >>> recorder.end()
         >>> recorder.times()
-        BackwardTimes(backward_seconds={'b': 0.0, 'a': 2.0}, forward_seconds=3.0, num_steps=1)
+        BackwardTimes(backward_seconds={'b': 0.0, 'a': 2.0}, forward_seconds=3.0, num_steps=1,
+                      step_seconds=(5.0,))
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class BackwardRecorder:
         self._begun: Any = None
         self._stamps: list[tuple[str, Any, Any]] = []
         self._forward: list[float] = []
+        self._totals: list[float] = []
         self._backward: dict[str, list[float]] = {name: [] for name in self._names}
         self._places: dict[str, list[int]] = {name: [] for name in self._names}
 
@@ -91,8 +95,8 @@ class BackwardRecorder:
 
         Args:
             name: of the parameter.
-            entered: stamp at the beginning of its hook.
-            left: stamp at the hook's end.
+            entered: stamp before the work that it sets off, folding and selecting.
+            left: stamp after that; the same where it sets off none.
         """
         self._stamps.append((name, entered, left))
 
@@ -105,9 +109,10 @@ class BackwardRecorder:
         if self._to_skip > 0:
             self._to_skip -= 1
             return
-        before = begun
+        before, total = begun, 0.0
         for place, (name, entered, left) in enumerate(stamps):
             seconds = max(0.0, float(self._between(before, entered)))
+            total += seconds
             if place == 0:
                 # where forward ends nobody tells; nothing can be sent before, so nothing hangs on it
                 self._forward.append(seconds)
@@ -115,6 +120,7 @@ class BackwardRecorder:
             self._backward[name].append(seconds)
             self._places[name].append(place)
             before = left
+        self._totals.append(total)
 
     def forget(self) -> None:
         """The step was given up: its stamps do not count."""
@@ -137,11 +143,15 @@ class BackwardRecorder:
             {self._names[i]: seconds[self._names[i]] for i in order},
             statistics.median(self._forward),
             len(self._forward),
+            tuple(self._totals),
         )
 
 
 def mean_times(own: BackwardTimes | None) -> Synchronization[BackwardTimes]:
-    """Means over all ranks that have measured something: the same on every rank.
+    """Times of a step as all ranks have it together: the same on every rank.
+
+    Means over the ranks that have measured something; and, as a collective waits for the slowest rank, all
+    of them times ``median over steps of (max over ranks / mean over ranks)`` of a whole step.
 
     Args:
         own: of this rank, if it has any. All ranks have the same parameters.
@@ -153,16 +163,18 @@ def mean_times(own: BackwardTimes | None) -> Synchronization[BackwardTimes]:
         >>> from horovod_sparse.simulation import run_lockstep
         >>> times = [BackwardTimes({"b": 1.0, "a": 2.0}, 1.0, 5), BackwardTimes({"b": 3.0, "a": 2.0}, 2.0, 5)]
         >>> run_lockstep([mean_times(own) for own in times])[1]
-        BackwardTimes(backward_seconds={'b': 2.0, 'a': 2.0}, forward_seconds=1.5, num_steps=5)
+        BackwardTimes(backward_seconds={'b': 2.0, 'a': 2.0}, forward_seconds=1.5, num_steps=5,
+                      step_seconds=())
     """
     line = None
     if own is not None:
-        line = [own.num_steps, own.forward_seconds, list(own.backward_seconds.items())]
+        line = [own.num_steps, own.forward_seconds, list(own.backward_seconds.items()), own.step_seconds]
     everyone = yield from shared_lines(line)
     measured = [item for item in everyone if item is not None]
     if not measured:
         raise ProfileMismatchError("no rank has measured a step yet: train a few steps first")
-    steps, forward, rows = zip(*measured, strict=True)
+    steps, forward, rows, totals = zip(*measured, strict=True)
+    slowest = _slowest_by_mean(totals)
     seconds: dict[str, list[float]] = {}
     places: dict[str, list[int]] = {}
     for row in rows:
@@ -171,5 +183,13 @@ def mean_times(own: BackwardTimes | None) -> Synchronization[BackwardTimes]:
             places.setdefault(name, []).append(place)
     order = sorted(seconds, key=lambda name: statistics.fmean(places[name]))
     return BackwardTimes(
-        {name: statistics.fmean(seconds[name]) for name in order}, statistics.fmean(forward), min(steps)
+        {name: slowest * statistics.fmean(seconds[name]) for name in order},
+        slowest * statistics.fmean(forward),
+        min(steps),
     )
+
+
+def _slowest_by_mean(totals: Sequence[Sequence[float]]) -> float:
+    """How much longer the slowest rank takes than the mean one; in the median of the steps."""
+    ratios = [max(step) / statistics.fmean(step) for step in zip(*totals, strict=False) if any(step)]
+    return statistics.median(ratios) if ratios else 1.0

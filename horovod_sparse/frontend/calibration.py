@@ -8,16 +8,24 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from horovod_sparse.collectives import Request, Synchronization
-from horovod_sparse.cost import Fit, Profile, fit_selection, fit_time
+from horovod_sparse.cost import DENSE, Fit, Profile, fit_selection, fit_time
 from horovod_sparse.cost.model import COLLECTIVES
 from horovod_sparse.errors import ArgumentError
-from horovod_sparse.frontend.calibration_buckets import BucketMemory, HostBucketMemory, bucket_times
+from horovod_sparse.frontend.calibration_buckets import (
+    BucketMemory,
+    HostBucketMemory,
+    bucket_times,
+    dense_times,
+)
 from horovod_sparse.frontend.calibration_collectives import Stopwatch, collective_times
 from horovod_sparse.sparsifiers import Sparsifier
 
 __all__ = ["QUICK", "THOROUGH", "Extent", "Where", "calibration", "carry_out", "needed_kinds"]
 
 Result = TypeVar("Result")
+
+#: sizes at which the work for dense parameters is timed: the smaller ones, as all of each is communicated
+_DENSE_SIZES = 3
 
 
 @dataclass(frozen=True)
@@ -100,6 +108,7 @@ def calibration(
     dtype: str = "float32",
     clock: Callable[[], float] = time.perf_counter,
     sleep: Callable[[float], None] = time.sleep,
+    starting_seconds: Callable[[], float] = lambda: 0.0,
     on_progress: Callable[[int, int, str], None] = lambda done, total, what: None,
 ) -> Synchronization[Profile]:
     """Measures collectives, selection and decoding; a coroutine, so that any driver can carry it out.
@@ -119,6 +128,7 @@ def calibration(
         dtype: of gradients.
         clock: seconds.
         sleep: waits for seconds.
+        starting_seconds: how long it took to start the last request; see `Stopwatch`.
         on_progress: gets pieces of work done, their number at most, and what was measured last.
 
     Returns:
@@ -134,14 +144,15 @@ def calibration(
         >>> places = [Where(rank, 2, "torch", "gloo") for rank in range(2)]
         >>> one, other = run_lockstep([calibration(place, [TopK()], extent=extent) for place in places])
         >>> one == other, sorted(one.collectives), sorted(one.selection)
-        (True, ['allgather', 'allreduce'], ['topk'])
+        (True, ['allgather', 'allreduce'], ['dense', 'topk'])
     """
-    watch = Stopwatch(where.rank, where.size, clock, sleep, where.cycle_seconds)
+    watch = Stopwatch(where.rank, where.size, clock, sleep, where.cycle_seconds, starting_seconds)
     kinds = needed_kinds(sparsifiers, where.size) if kinds is None else tuple(kinds)
     if where.size == 1:
         kinds = ()
     memory = HostBucketMemory() if memory is None else memory
-    total = len(kinds) * len(extent.message_bytes) + 2 * len(sparsifiers) * len(extent.bucket_elements)
+    per_sparsifier = 2 * len(extent.bucket_elements)
+    total = len(kinds) * len(extent.message_bytes) + len(sparsifiers) * per_sparsifier + _DENSE_SIZES
     share = extent.budget_seconds / max(1, len(kinds) + len(sparsifiers))
     done = 0
 
@@ -168,6 +179,11 @@ def calibration(
         decoding[sparsifier.name] = fit_selection(
             times.num_elements, times.num_received, times.decoding, what=f"decoding of {sparsifier.name}"
         )
+    if "allreduce" in kinds:
+        # what stays dense is worked for, too: under the name that `Profile.cost` looks for
+        sizes = extent.bucket_elements[:_DENSE_SIZES]
+        amounts, seconds = yield from dense_times(watch, memory, sizes, extent.repetitions, tell, dtype)
+        selection[DENSE] = fit_time(amounts, seconds, what="work for dense parameters")
     return Profile(
         where.size,
         where.framework,

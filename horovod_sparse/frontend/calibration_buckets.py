@@ -11,12 +11,13 @@ import numpy as np
 
 from horovod_sparse.arrays import HostAccumulator, apply_scaled_sum
 from horovod_sparse.arrays.protocol import Accumulator
-from horovod_sparse.collectives import Synchronization
+from horovod_sparse.collectives import AllReduce, Synchronization
 from horovod_sparse.feedback import Bucket, Recipe
 from horovod_sparse.frontend.calibration_collectives import Stopwatch
+from horovod_sparse.frontend.dense import sum_densely
 from horovod_sparse.sparsifiers import BucketInfo, SparseSum, Sparsifier
 
-__all__ = ["BucketMemory", "BucketTimes", "HostBucketMemory", "bucket_times"]
+__all__ = ["BucketMemory", "BucketTimes", "HostBucketMemory", "bucket_times", "dense_times"]
 
 #: a second density, so that time per element and time per selected element can be told apart
 _DENSER = 4.0
@@ -43,6 +44,9 @@ class BucketMemory(Protocol):
     def apply(self, gradient: Any, total: SparseSum, size: int) -> None:
         """Scatters the mean over ranks into the gradient, which is zeros; done when it returns."""
 
+    def sum_dense(self, gradient: Any, place: tuple[int, int]) -> Synchronization[None]:
+        """Puts the mean over ranks of all elements into the gradient; done when it returns."""
+
 
 class HostBucketMemory:
     """Buckets in the host's memory, as NumPy arrays; implements `BucketMemory`."""
@@ -67,6 +71,13 @@ class HostBucketMemory:
     def apply(self, gradient: Any, total: SparseSum, size: int) -> None:
         """See `BucketMemory.apply`."""
         apply_scaled_sum(gradient, total.indices, total.values, 1.0 / size)
+
+    def sum_dense(self, gradient: Any, place: tuple[int, int]) -> Synchronization[None]:
+        """See `BucketMemory.sum_dense`."""
+        halves = gradient.dtype.itemsize < 4
+        wide = gradient.astype(np.float32) if halves else gradient
+        total = yield from sum_densely("calibration", wide, 0, place)
+        np.copyto(gradient, total * (1.0 / place[1]), casting="unsafe" if halves else "same_kind")
 
 
 @dataclass
@@ -131,6 +142,53 @@ def bucket_times(
     return times
 
 
+def dense_times(
+    watch: Stopwatch,
+    memory: BucketMemory,
+    bucket_elements: Sequence[int],
+    repetitions: int,
+    tell: Callable[[str], None],
+    dtype: str = "float32",
+) -> Synchronization[tuple[list[float], list[float]]]:
+    """Seconds that a rank works for a parameter that stays dense: packing it, and taking the sum.
+
+    Args:
+        watch: of this rank.
+        memory: where buckets are.
+        bucket_elements: n, ascending.
+        repetitions: of each.
+        tell: gets a line after each size.
+        dtype: of gradients.
+
+    Returns:
+        Elements and seconds, as many each.
+    """
+    amounts: list[float] = []
+    seconds: list[float] = []
+    for num_elements in bucket_elements:
+        gradient, own = memory.gradient(num_elements, dtype), []
+        for _ in range(1 + repetitions):
+            memory.refill(gradient)
+            yield from watch.meet({AllReduce})
+            step, answer, took = memory.sum_dense(gradient, (watch.rank, watch.size)), None, 0.0
+            while True:
+                started = watch.clock()
+                try:
+                    request = step.send(answer)
+                except StopIteration:
+                    break
+                finally:
+                    took += watch.clock() - started
+                answer = yield request
+                took += watch.starting_seconds()
+            own.append(took + _TINY_SECONDS)
+        shared = yield from watch.shared(own[1:])
+        amounts += [float(num_elements)] * repetitions
+        seconds += shared.tolist()
+        tell(f"dense parameters of {num_elements} elements")
+    return amounts, seconds
+
+
 def _times_of(
     sparsifier: Sparsifier,
     watch: Stopwatch,
@@ -147,9 +205,10 @@ def _times_of(
         memory.gradient(num_elements, dtype),
     )
     own: list[float] = []
+    kinds = set(sparsifier.rounds(watch.size))
     for number in range(_WARMUP_STEPS + repetitions):
         memory.refill(gradient)
-        yield from watch.meet()
+        yield from watch.meet(kinds)
         seconds = yield from _one_step(bucket, gradient, watch, memory)
         if number >= _WARMUP_STEPS:
             own += [second + _TINY_SECONDS for second in seconds]
@@ -166,7 +225,7 @@ def _times_of(
 def _one_step(
     bucket: Bucket, gradient: Any, watch: Stopwatch, memory: BucketMemory
 ) -> Synchronization[tuple[float, float]]:
-    """Seconds until the first request, and seconds after it that are not the network's."""
+    """Seconds until the first request is started, and seconds after that that are not the network's."""
     step = bucket.step(gradient)
     selection, decoding, answer = 0.0, 0.0, None
     first = True
@@ -179,10 +238,14 @@ def _one_step(
             memory.apply(gradient, total, watch.size)
             return selection, decoding + watch.clock() - started
         if first:
-            selection, first = watch.clock() - started, False
+            selection = watch.clock() - started
         else:
             decoding += watch.clock() - started
         answer = yield request
+        if first:
+            selection, first = selection + watch.starting_seconds(), False
+        else:
+            decoding += watch.starting_seconds()
 
 
 def _drawn(num_elements: int) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +35,8 @@ class Stopwatch:
         sleep: waits for seconds.
         cycle_seconds: Horovod's cycle. One collective behind the other would always begin at the same
             place in a cycle; so ranks sleep for a random part of one, the same on all, before each.
+        starting_seconds: how long it took to start the last request, for a driver that starts requests
+            and waits for them later: a training's own thread does the first.
     """
 
     def __init__(
@@ -44,15 +46,27 @@ class Stopwatch:
         clock: Callable[[], float],
         sleep: Callable[[float], None],
         cycle_seconds: float,
+        starting_seconds: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self.rank, self.size, self.clock = rank, size, clock
+        self.starting_seconds = starting_seconds
         self._sleep, self._cycle_seconds = sleep, cycle_seconds
         self._generator = np.random.default_rng(0)
 
-    def meet(self) -> Synchronization[None]:
-        """All ranks go on from here at about the same time, somewhere in a cycle."""
+    def meet(self, measured: Collection[type[Request]] = ()) -> Synchronization[None]:
+        """All ranks go on from here at about the same time, somewhere in a cycle.
+
+        Args:
+            measured: types of requests that follow. They meet by another: Horovod's response cache takes
+                a name whose size has changed for a new one, and that would be measured, too.
+        """
         if self.size > 1:
-            yield AllReduce(np.zeros(1, np.float32))
+            if AllReduce not in measured:
+                yield AllReduce(np.zeros(1, np.float32))
+            elif Broadcast not in measured:
+                yield Broadcast(np.zeros(1, np.int32), 0)
+            else:
+                yield AllGather(np.zeros(1, np.int32))
             self._sleep(float(self._generator.random()) * self._cycle_seconds)
 
     def shared(self, seconds: Sequence[float]) -> Synchronization[NDArray[np.float64]]:
@@ -119,7 +133,7 @@ def collective_times(
         request = request_of(kind, num_bytes, watch.rank, watch.size)
         own = []
         for _ in range(1 + repetitions):
-            yield from watch.meet()
+            yield from watch.meet({type(request)})
             started = watch.clock()
             yield request
             own.append(watch.clock() - started)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from horovod_sparse.collectives import Synchronization
@@ -95,6 +95,7 @@ def decide(
     memory: BucketMemory | None = None,
     extent: Extent = QUICK,
     dtype: str = "float32",
+    starting_seconds: Callable[[], float] = lambda: 0.0,
 ) -> Synchronization[Decision]:
     """Agrees on what was measured, measures what is missing, plans on rank 0, and tells all ranks.
 
@@ -110,6 +111,7 @@ def decide(
         memory: where buckets are, for measuring.
         extent: of measuring, where no profile was given.
         dtype: of most gradients.
+        starting_seconds: how long it took to start the last request; see `calibration`.
 
     Returns:
         The decision: the same plan on all ranks.
@@ -120,7 +122,14 @@ def decide(
     """
     yield from check_agreement(asked)
     if asked.profile is None:
-        profile = yield from calibration(where, [sparsifier], extent=extent, memory=memory, dtype=dtype)
+        profile = yield from calibration(
+            where,
+            [sparsifier],
+            extent=extent,
+            memory=memory,
+            dtype=dtype,
+            starting_seconds=starting_seconds,
+        )
     else:
         profile = asked.profile
     if not profile.backward_seconds:

@@ -70,7 +70,7 @@ def segment_tables(workload: Workload, cost: CostModel, *, dense_startup: bool =
     Returns:
         Tables of (m + 1) x (m + 1) numbers for m sparse parameters; infinite where j <= i.
     """
-    ready, elements, dense = _positions(workload, cost, dense_startup)
+    ready, elements, dense, all_ready = _positions(workload, cost, dense_startup)
     m = elements.shape[1]
     shape = (m + 1, m + 1)
     computation, network, path = (np.full(shape, np.inf) for _ in range(3))
@@ -105,15 +105,14 @@ def segment_tables(workload: Workload, cost: CostModel, *, dense_startup: bool =
     first = int(num_before[m])
     tail_network = float(dense_before[-1] - dense_before[first])
     ways = dense_ready[first:] - ready[m] + dense_before[-1] - dense_before[first:-1]
-    total_backward = sum(workload.backward_seconds)
-    tail_path = max([total_backward - float(ready[m]), *ways.tolist()])
+    tail_path = max([all_ready - float(ready[m]), *ways.tolist()])
     return SegmentTables(computation, network, path, selection, (tail_network, tail_path))
 
 
 def _positions(
     workload: Workload, cost: CostModel, dense_startup: bool
-) -> tuple[Table, Table, tuple[NDArray[np.int64], Table, Table]]:
-    """Backward time until every sparse gradient (from 0 on), elements by kind, and the dense ones."""
+) -> tuple[Table, Table, tuple[NDArray[np.int64], Table, Table], float]:
+    """Time until every sparse gradient (from 0 on), elements by kind, the dense ones, and until the end."""
     kinds: dict[tuple[str, str, int, float], int] = {}
     ready, clock = [0.0], 0.0
     sparse: list[tuple[int, int]] = []
@@ -123,6 +122,7 @@ def _positions(
         if parameter.name in workload.dense:
             took = float(cost.dense.seconds(parameter.num_bytes))
             took -= 0.0 if dense_startup else cost.dense.fixed_seconds
+            clock += float(cost.dense_work.seconds(parameter.num_elements))
             dense.append((len(sparse), clock, took))
         else:
             kind = kinds.setdefault(same_kind(parameter), len(kinds))
@@ -132,4 +132,4 @@ def _positions(
     for position, (kind, number) in enumerate(sparse):
         elements[kind, position] = number
     columns = np.array(dense, np.float64).reshape(-1, 3).T
-    return np.array(ready), elements, (columns[0].astype(np.int64), columns[1], columns[2])
+    return np.array(ready), elements, (columns[0].astype(np.int64), columns[1], columns[2]), clock

@@ -36,7 +36,7 @@ def omgs(workload: Workload, cost: CostModel) -> Plan:
     and 22 as printed would charge it alpha again, and line 16 log 0. The public program always merges
     the last two layers, and never l = 2 by test (its loop is off by one); this does neither.
     """
-    elements, backward = _chain(workload)
+    elements, backward = _chain(workload, cost)
     num_layers = elements.size
     alpha = cost.communication.fixed_seconds
     merged = np.zeros(num_layers, bool)
@@ -58,12 +58,14 @@ def omgs(workload: Workload, cost: CostModel) -> Plan:
     return plan_of_segments(workload, ends)
 
 
-def _chain(workload: Workload) -> tuple[Times, Times]:
+def _chain(workload: Workload, cost: CostModel) -> tuple[Times, Times]:
     """Elements and backward times of the sparse parameters, forward order; a dense one passes its time on."""
     elements, backward, carried = [], [], 0.0
     for parameter, seconds in zip(workload.backward, reversed(workload.backward_seconds), strict=True):
         carried += seconds
-        if parameter.name not in workload.dense:
+        if parameter.name in workload.dense:
+            carried += float(cost.dense_work.seconds(parameter.num_elements))
+        else:
             elements.append(float(parameter.num_elements))
             backward.append(carried)
             carried = 0.0

@@ -120,7 +120,7 @@ def dense_of(choices: Sequence[Choice]) -> frozenset[str]:
 def _by_cost(parameter: ParameterFacts, cost: CostModel) -> Choice:
     compression = float(cost.selection.seconds(parameter.num_elements))
     sparse = float(cost.communication.seconds(parameter.num_elements))
-    full = float(cost.dense.seconds(parameter.num_bytes))
+    full = float(cost.dense.seconds(parameter.num_bytes) + cost.dense_work.seconds(parameter.num_elements))
     pays = compression < full - sparse
     sign = "<" if pays else ">="
     reason = f"{compression * 1e3:.3g} ms {sign} {full * 1e3:.3g} - {sparse * 1e3:.3g} ms"

@@ -17,8 +17,8 @@ class Span:
     """Something that occupies one of the two queues.
 
     Attributes:
-        kind: "forward", "backward" or "selection" on the computation queue; "sparse" or "dense" on the
-            communication queue.
+        kind: "forward", "backward", "selection" (of a bucket) or "packing" (of a parameter that stays
+            dense) on the computation queue; "sparse" or "dense" on the communication queue.
         start: seconds from the beginning of the step.
         end: likewise.
         buckets: numbers of the buckets it belongs to (several where messages are fused); empty for
@@ -135,7 +135,10 @@ def predict(
         computation.append(Span("backward", clock, clock + seconds, here, name))
         clock += seconds
         if number is None:
-            size = parameter.num_bytes
+            size, packing = parameter.num_bytes, float(cost.dense_work.seconds(parameter.num_elements))
+            if packing:
+                computation.append(Span("packing", clock, clock + packing, (), name))
+                clock += packing
             waiting.append(_Waiting(clock, float(cost.dense.seconds(size)), "dense", size, None, name))
             continue
         missing[number] -= 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.driver import Driver
 from horovod_sparse.torch.memory import HOST_DEVICES, DeviceMemory
 
-__all__ = ["DeviceBucketMemory", "bucket_memory", "carry_out_together", "cycle_seconds", "where_of"]
+__all__ = ["DeviceBucketMemory", "Starts", "bucket_memory", "carry_out_together", "cycle_seconds", "where_of"]
 
 _DTYPES = {
     "float32": torch.float32,
@@ -30,7 +31,24 @@ _DTYPES = {
 }
 
 
-def carry_out_together(coroutine: Synchronization[Any], process_set: Any, name: str) -> Any:
+class Starts:
+    """How long it took to start the last request: what a training's own thread does before it goes on."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+
+    def last_seconds(self) -> float:
+        """For `calibration`."""
+        return self._seconds
+
+    def note(self, seconds: float) -> None:
+        """A request was started."""
+        self._seconds = seconds
+
+
+def carry_out_together(
+    coroutine: Synchronization[Any], process_set: Any, name: str, starts: Starts | None = None
+) -> Any:
     """Runs a coroutine to its end; all ranks of the process set do so together, and nothing else meanwhile.
 
     Every request of a type has the same name, as a bucket's has in every step: so Horovod's response cache
@@ -40,11 +58,15 @@ def carry_out_together(coroutine: Synchronization[Any], process_set: Any, name: 
         coroutine: yields requests.
         process_set: the ranks.
         name: of the collectives.
+        starts: is told how long each start took.
     """
     driver = Driver(process_set)
 
     def execute(request: Request) -> Any:
+        started = time.perf_counter()
         task = driver.start(f"{name}.{type(request).__name__}", _alone(request))
+        if starts is not None:
+            starts.note(time.perf_counter() - started)
         driver.wait([task])
         return task.value()
 
@@ -123,6 +145,12 @@ class DeviceBucketMemory:
     def apply(self, gradient: torch.Tensor, total: SparseSum, size: int) -> None:
         """See `BucketMemory.apply`."""
         self._memory.scatter(gradient, total.indices, total.values, 1.0 / size)
+        self._wait(gradient)
+
+    def sum_dense(self, gradient: torch.Tensor, place: tuple[int, int]) -> Synchronization[None]:
+        """See `BucketMemory.sum_dense`."""
+        total = yield from self._memory.sum_dense("calibration", gradient, None, place)
+        gradient.copy_(total * (1.0 / place[1]))
         self._wait(gradient)
 
     @staticmethod

@@ -23,6 +23,10 @@ from horovod_sparse.torch.warmup import WarmUp
 
 __all__ = ["GradientSynchronizer"]
 
+#: parts that a hook finds not done before it looks no further: with many buckets under way, looking at all
+#: of them in every hook would take longer than what is found is worth
+_PATIENCE = 4
+
 
 class GradientSynchronizer:
     """Starts every bucket when its last gradient is there, and puts the sums where gradients are.
@@ -138,16 +142,22 @@ class GradientSynchronizer:
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         """After every accumulation into a parameter's gradient. Never waits for other ranks."""
         with self._hooks:
+            part = self._take(parameter)
+            complete = self.optimizer._allreduce_delay[parameter] == 0
+            works = part.num_missing == 0 and complete
             warmup = self.warmup
-            if warmup is None or not warmup.recording:
-                self._take(parameter)
-                return
-            entered = warmup.stamp()
-            if self._take(parameter):
-                warmup.arrived(self._name_of[parameter], entered)
+            recording = warmup is not None and warmup.recording and complete
+            entered = warmup.stamp() if warmup is not None and recording else None
+            if works:
+                part.start(self.driver)
+            works = works or self.driver.num_parked > 0
+            self.driver.advance(_PATIENCE)
+            if warmup is not None and recording:
+                left = warmup.stamp() if works else entered
+                warmup.arrived(self._name_of[parameter], entered, left)
 
-    def _take(self, parameter: torch.Tensor) -> bool:
-        """Whether the gradient is complete."""
+    def _take(self, parameter: torch.Tensor) -> Part:
+        """The part whose gradient is now complete but for `num_missing` parameters."""
         delays, gradient = self.optimizer._allreduce_delay, parameter.grad
         if delays[parameter] <= 0:
             raise AssertionError(
@@ -167,13 +177,9 @@ class GradientSynchronizer:
         part = self._part_of[parameter]
         part.streams.note()
         delays[parameter] -= 1
-        complete: bool = delays[parameter] == 0
-        if complete:
+        if delays[parameter] == 0:
             part.num_missing -= 1
-            if part.num_missing == 0:
-                part.start(self.driver)
-        self.driver.advance()
-        return complete
+        return part
 
     def _begin(self) -> None:
         """Before the first gradient of a step."""

@@ -13,7 +13,7 @@ from horovod_sparse.errors import ArgumentError
 from horovod_sparse.frontend import Asked, BackwardRecorder, BackwardTimes, Decision, decide
 from horovod_sparse.merging import ParameterFacts
 from horovod_sparse.sparsifiers import Sparsifier
-from horovod_sparse.torch.calibration import bucket_memory, carry_out_together, where_of
+from horovod_sparse.torch.calibration import Starts, bucket_memory, carry_out_together, where_of
 from horovod_sparse.torch.stamps import stamps_for
 
 __all__ = ["WarmUp"]
@@ -73,10 +73,10 @@ class WarmUp:
         """The time, here and now."""
         return self._stamps.now()
 
-    def arrived(self, name: str, entered: Any) -> None:
-        """A gradient is complete, and its hook is about to end."""
+    def arrived(self, name: str, entered: Any, left: Any) -> None:
+        """A gradient is complete; what it set off was done between these stamps."""
         if self._recorder is not None:
-            self._recorder.arrived(name, entered, self._stamps.now())
+            self._recorder.arrived(name, entered, left)
 
     def measure(self, num_steps: int) -> None:
         """Measures so many further steps, and decides after them; all ranks begin together.
@@ -124,11 +124,20 @@ class WarmUp:
         self._keep()
         memory, device, dtype = bucket_memory(self._parameters)
         where = where_of(self._process_set, device)
+        starts = Starts()
         coroutine = decide(
-            self.asked, where, self._parameters, self._sparsifier, self._own, memory=memory, dtype=dtype
+            self.asked,
+            where,
+            self._parameters,
+            self._sparsifier,
+            self._own,
+            memory=memory,
+            dtype=dtype,
+            starting_seconds=starts.last_seconds,
         )
         with torch.no_grad():
-            self.decision = carry_out_together(coroutine, self._process_set, "horovod_sparse.planning")
+            name = "horovod_sparse.planning"
+            self.decision = carry_out_together(coroutine, self._process_set, name, starts)
         self.tell()
         return self.decision
 

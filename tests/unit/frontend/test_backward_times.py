@@ -26,7 +26,7 @@ def test_medians_of_the_steps_after_the_warm_up_without_the_hooks_own_time():
     for extra in (0.0, 50.0, 1.0):  # one slow step changes no median
         step(recorder, {"c": 3.0 + extra, "b": 2.0, "a": 4.0 + extra})
     assert recorder.done
-    assert recorder.times() == BackwardTimes({"c": 0.0, "b": 2.0, "a": 5.0}, 4.0, 3)
+    assert recorder.times() == BackwardTimes({"c": 0.0, "b": 2.0, "a": 5.0}, 4.0, 3, (9.0, 109.0, 11.0))
     step(recorder, {"c": 900.0, "b": 900.0, "a": 900.0})  # not asked for any more
     assert recorder.times().forward_seconds == 4.0
 
@@ -53,7 +53,7 @@ def test_stamps_may_be_events():
     recorder.arrived("a", "a", "a'")
     assert not between, "events are read when the step has ended"
     recorder.end()
-    assert recorder.times() == BackwardTimes({"b": 0.0, "a": 2e-3}, 1e-3, 1)
+    assert recorder.times() == BackwardTimes({"b": 0.0, "a": 2e-3}, 1e-3, 1, (3e-3,))
 
 
 def test_the_first_step_has_no_beginning_and_one_that_was_given_up_does_not_count():
@@ -76,7 +76,7 @@ def test_a_clock_that_goes_back_gives_no_negative_time():
     recorder.arrived("b", 4.0, 6.0)
     recorder.arrived("a", 5.5, 6.0)
     recorder.end()
-    assert recorder.times() == BackwardTimes({"b": 0.0, "a": 0.0}, 0.0, 1)
+    assert recorder.times() == BackwardTimes({"b": 0.0, "a": 0.0}, 0.0, 1, (0.0,))
 
 
 @pytest.mark.parametrize(("argument", "value"), [("num_warmup", -1), ("num_steps", 0), ("num_steps", 1.5)])
@@ -90,6 +90,14 @@ def test_ranks_without_times_take_the_others_and_without_any_all_refuse():
     assert run_lockstep([mean_times(None), mean_times(times)]) == [times, times]
     refused = run_lockstep([mean_times(None), mean_times(None)], keep_errors=True)
     assert all(isinstance(error, ProfileMismatchError) for error in refused)
+
+
+def test_a_step_is_as_long_as_its_slowest_rank():
+    """Each of two ranks is slow in turn: means are alike, and every step takes 1.5 times the mean."""
+    one = BackwardTimes({"a": 2.0}, 1.0, 3, (1.0, 3.0, 1.0))
+    other = BackwardTimes({"a": 4.0}, 2.0, 3, (3.0, 1.0, 3.0))
+    found, _ = run_lockstep([mean_times(one), mean_times(other)])
+    assert found == BackwardTimes({"a": 1.5 * 3.0}, 1.5 * 1.5, 3)
 
 
 def test_ranks_whose_gradients_come_in_different_orders_agree_on_one():

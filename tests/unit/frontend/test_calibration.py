@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -115,6 +117,51 @@ def test_when_the_budget_is_used_up_three_sizes_are_left():
     assert slower.num_requests > fake.num_requests
     assert {fit.num_points for fit in everything.collectives.values()} == {4}
     assert [done for done, _, _ in told] == list(range(1, told[0][1] + 1))
+
+
+def test_work_for_dense_parameters_and_starting_requests_is_part_of_the_backward_thread():
+    fake = FakeRank(2)
+    starting = 7e-4
+
+    def started():
+        fake.now += starting  # as if the request before had taken so long to start
+        return starting
+
+    coroutine = calibration(
+        Where(0, 2, "torch", "gloo"),
+        [TopK(density=0.01)],
+        extent=EXTENT,
+        memory=TimedMemory(fake),
+        clock=fake.clock,
+        sleep=fake.sleep,
+        starting_seconds=started,
+    )
+    profile = carry_out(coroutine, fake.execute)
+    assert profile.selection["topk"].fixed_seconds == pytest.approx(1e-4 + starting, rel=1e-2)
+    assert profile.selection["dense"].fixed_seconds == pytest.approx(starting, rel=1e-2)
+    assert profile.cost(TopK(density=0.01)).dense_work.seconds(1) == pytest.approx(starting, rel=1e-2)
+
+
+def test_ranks_meet_by_another_kind_than_is_measured():
+    """Else the size of a name would change back and forth, and Horovod would negotiate it every time."""
+    sizes = {}
+    fake = FakeRank(2)
+
+    def execute(request):
+        if not isinstance(request, (Exchange, AllToAll)):
+            sizes.setdefault(type(request), []).append(request.buffer.size)
+        return fake.execute(request)
+
+    arguments = {
+        "extent": EXTENT,
+        "clock": fake.clock,
+        "sleep": fake.sleep,
+        "kinds": ["allreduce", "broadcast"],
+    }
+    carry_out(calibration(Where(0, 2, "torch", "gloo"), [TopK()], **arguments), execute)
+    for kind, seen in sizes.items():
+        changes = sum(one != other for one, other in pairwise(seen))
+        assert changes < len(seen) / 3, kind
 
 
 def test_one_rank_measures_selection_alone():

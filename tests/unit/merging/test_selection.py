@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from horovod_sparse.cost import AffineTime, AlphaBeta, CostModel, starting_cost
@@ -21,6 +23,9 @@ def test_equation_1_at_its_border() -> None:
     (choice,) = select_tensors("cost", [ParameterFacts("a", 6)], cost)
     assert (choice.compression_seconds, choice.sparse_seconds, choice.full_seconds) == (1.0, 2.0, 3.5)
     assert choice.reason == "1e+03 ms < 3.5e+03 - 2e+03 ms"
+    # work for a dense parameter is part of T_full: 0.25 n, and 5 pays
+    worked = dataclasses.replace(cost, dense_work=AffineTime(0.0, 0.25))
+    assert chosen("cost", [1, 5], worked) == {1: True, 5: False}
 
 
 def test_dragonns_formulas_by_hand() -> None:

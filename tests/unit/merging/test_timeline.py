@@ -11,6 +11,7 @@ from hypothesis import given
 from horovod_sparse.cost import AffineTime, CostModel
 from horovod_sparse.errors import ArgumentError, ProfileMismatchError
 from horovod_sparse.merging import ParameterFacts, Plan, Span, Workload, layerwise, predict
+from horovod_sparse.merging.chain import segment_tables
 from support.merging_models import costs, workloads
 
 A, B, C = (ParameterFacts(name, size) for name, size in (("a", 10), ("b", 20), ("c", 30)))
@@ -18,6 +19,30 @@ A, B, C = (ParameterFacts(name, size) for name, size in (("a", 10), ("b", 20), (
 
 def kinds_and_ends(spans: tuple[Span, ...]) -> list[tuple[str, float, float]]:
     return [(span.kind, round(span.start, 9), round(span.end, 9)) for span in spans]
+
+
+def test_what_stays_dense_is_worked_for_before_it_is_sent() -> None:
+    # b stays dense: packing 1 + 0.1 n, allreduce 2 + 0.025 n of its 80 bytes
+    workload = Workload((A, B, C), (3.0, 2.0, 1.0), dense=frozenset("b"))
+    cost = CostModel(AffineTime(1.0), AffineTime(2.0), AffineTime(2.0, 0.025), AffineTime(1.0, 0.1))
+    plan = layerwise(workload)
+    timeline = predict(workload, plan, cost)
+    assert kinds_and_ends(timeline.computation) == [
+        ("backward", 0.0, 1.0),
+        ("selection", 1.0, 2.0),
+        ("backward", 2.0, 4.0),
+        ("packing", 4.0, 7.0),
+        ("backward", 7.0, 10.0),
+        ("selection", 10.0, 11.0),
+    ]
+    assert kinds_and_ends(timeline.communication) == [
+        ("sparse", 2.0, 4.0),
+        ("dense", 7.0, 11.0),
+        ("sparse", 11.0, 13.0),
+    ]
+    # what the exact search stands on says the same
+    tables = segment_tables(workload, cost)
+    assert tables.seconds([1, 2]) == pytest.approx(timeline.iteration_seconds)
 
 
 def test_three_layers_by_hand() -> None:

@@ -235,7 +235,7 @@ def test_buckets_are_measured_where_most_elements_are():
 
 def test_memory_of_a_device_holds_what_the_hosts_does():
     """On PyTorch's own kernels, which the CPU has too."""
-    from horovod_sparse.frontend.calibration import Extent, Where, calibration
+    from horovod_sparse.frontend.calibration import Extent, Where, calibration, carry_out
     from horovod_sparse.simulation import run_lockstep
     from horovod_sparse.sparsifiers import TopK
 
@@ -244,7 +244,16 @@ def test_memory_of_a_device_holds_what_the_hosts_does():
     for dtype in ("float32", "bfloat16"):
         places = [Where(rank, 2, "torch", "gloo", 1e-6) for rank in range(2)]
         one, other = run_lockstep(
-            [calibration(place, [TopK()], extent=extent, memory=memory, dtype=dtype) for place in places]
+            [
+                calibration(place, [TopK()], extent=extent, memory=memory, dtype=dtype, kinds=["allgather"])
+                for place in places
+            ]
         )
         assert one == other
         assert one.selection["topk"].num_points == 6
+        gradient = memory.gradient(100, dtype)
+        memory.refill(gradient)
+        filled = gradient.clone()
+        # two ranks that hold the same: their mean is what each has
+        carry_out(memory.sum_dense(gradient, (0, 2)), lambda request: 2.0 * request.buffer)
+        assert torch.equal(gradient, filled)
