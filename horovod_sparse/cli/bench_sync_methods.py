@@ -246,4 +246,22 @@ def make_method(
         return Dense(name, model, hvd.Compression.fp16)
     if name == "naive":
         return Naive(name, model, density)
-    return Sparse(name, model, settings[name], options)
+    text = settings[name]
+    if name == "hard_threshold":
+        text += f",threshold={_reached_by(model, density)}"
+    return Sparse(name, model, text, options)
+
+
+def _reached_by(model: Synthetic, density: float) -> float:
+    """A threshold that about so many elements reach: of what gathers until the middle of a measurement.
+
+    What hard threshold guesses from its first gradient is too low for the steps that follow, in which the
+    residual grows; nothing steers it.
+    """
+    gathered = np.zeros_like(model.flat.numpy())
+    for _ in range(Sparse.num_warmup + 4):
+        model.source.fill(model.flat.numpy())
+        gathered += model.flat.numpy()
+    position = round((1 - density) * gathered.size)
+    threshold = float(np.partition(np.abs(gathered, out=gathered), position)[position])
+    return float(hvd.broadcast_object(threshold, root_rank=0))
