@@ -20,6 +20,7 @@ from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 from horovod_sparse.collectives import AllToAll, Exchange, Synchronization
 from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.tensorflow.collectives import Wire, carry_out, wire_dtype
+from horovod_sparse.tensorflow.courier import Courier, between_pairs, courier_for
 from horovod_sparse.tensorflow.task import Task
 
 __all__ = ["HOST", "on_host", "refuse_xla", "settle", "unroll"]
@@ -50,6 +51,9 @@ def unroll(
 ) -> tf.Tensor:
     """The operations of one synchronization. Builds them; runs nothing, except eagerly.
 
+    Where messages go between pairs of ranks and MPI can be used, that is one operation: a courier has the
+    rest, and `task.wait` ends it.
+
     Args:
         task: holds the coroutine between host functions, in every step anew.
         make: called with the inputs as NumPy arrays (TensorFlow's memory, to be read, during the call
@@ -59,8 +63,13 @@ def unroll(
         process_set: who takes part.
 
     Returns:
-        int32 [], ready when the coroutine has ended, well or not; for `settle`.
+        int32 [], ready when the coroutine has ended, well or not, or is under way with the courier; for
+        `settle`.
     """
+    if between_pairs(task.kinds):
+        courier, task.transport = courier_for(process_set)
+        if courier is not None:
+            return _entrusted(task, make, place, inputs, courier)
 
     def start(*arrays: np.ndarray) -> list[np.ndarray]:
         task.legs.clear()
@@ -99,6 +108,29 @@ def unroll(
             message = on_host(resume, [output, received, tf.constant(number, tf.int32)], types(number + 1))
         message[0].set_shape([])
         return message[0]
+
+
+def _entrusted(
+    task: Task,
+    make: Callable[..., Synchronization[Any]],
+    place: Callable[[], tuple[int, int]],
+    inputs: Sequence[tf.Tensor],
+    courier: Courier,
+) -> tf.Tensor:
+    def start(*arrays: np.ndarray) -> list[np.ndarray]:
+        task.legs.clear()
+        try:
+            coroutine = make(*arrays)
+        except Exception as error:
+            task.fail(error, place())
+        else:
+            task.entrust(coroutine, place(), courier)
+        return [np.zeros((), np.int32)]
+
+    with tf.device(HOST):
+        token = on_host(start, list(inputs), [tf.int32])[0]
+        token.set_shape([])
+        return token
 
 
 def on_host(

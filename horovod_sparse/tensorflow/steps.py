@@ -44,6 +44,8 @@ class Steps:
         Raises:
             NonFiniteGradientError: or what else ended a coroutine; the step is taken back.
         """
+        for part in parts:
+            part.task.wait()
         now = time.perf_counter()
         with self._lock:
             errors = [part.task.error for part in parts if part.task.error is not None]
@@ -56,6 +58,8 @@ class Steps:
             self.last_error = None
             applied = [part.apply(scale) for part in parts]
             self.number += 1
+            transports = {part.task.transport for part in parts} - {""}
+            self.telemetry.transport = "; ".join(sorted(transports))
             waited = idle_seconds([part.task for part in parts], now)
             self.telemetry.add(StepReport.of(self.number, [report for _, report in applied], waited))
             return [array for arrays, _ in applied for array in arrays]

@@ -13,6 +13,7 @@ import numpy as np
 from horovod_sparse.collectives import Request, Synchronization
 from horovod_sparse.errors import CollectiveMismatchError
 from horovod_sparse.tensorflow.collectives import Wire, from_wire, nothing, to_wire
+from horovod_sparse.tensorflow.courier import Courier, Journey, over_pairs
 
 __all__ = ["Task", "idle_seconds"]
 
@@ -37,6 +38,7 @@ class Task:
         under_way: whether it waits for a collective.
         legs: begin and end of every piece of work of the last synchronization, in seconds of
             `time.perf_counter`.
+        transport: how its messages between two ranks travel, and why so; empty where there are none.
     """
 
     def __init__(self, name: str, kinds: tuple[type[Request], ...], value_dtype: np.dtype[Any]) -> None:
@@ -48,11 +50,29 @@ class Task:
         self._request: Request | None = None
         self._round = 0
         self.legs: list[tuple[float, float]] = []
+        self.transport = ""
+        self._journey: Journey | None = None
 
     @property
     def under_way(self) -> bool:
         """Whether a coroutine waits for a collective: also where a failed step has left one behind."""
-        return self._coroutine is not None
+        return self._coroutine is not None or self._journey is not None
+
+    def entrust(self, coroutine: Synchronization[Any], place: tuple[int, int], courier: Courier) -> None:
+        """Runs a coroutine to its first request, and leaves the rest to the courier; `wait` ends it."""
+        self.drop()
+        self.result, self.error, self.place, self._round = None, None, place, 0
+        self._journey = Journey(self.name, over_pairs(coroutine, *place))
+        if not self._journey.ended:
+            courier.take(self._journey)
+
+    def wait(self) -> None:
+        """Until what is entrusted to a courier has ended. Nothing to wait for otherwise."""
+        if self._journey is not None:
+            self._journey.wait()
+            self.result, self.error = self._journey.result, self._journey.error
+            self.legs += self._journey.legs
+            self._journey = None
 
     def start(self, coroutine: Synchronization[Any], place: tuple[int, int]) -> Wire:
         """Runs a coroutine to its first request.
@@ -100,7 +120,13 @@ class Task:
             self.legs.append((begun, time.perf_counter()))
 
     def drop(self) -> None:
-        """Lets go of what a step that failed elsewhere has left behind."""
+        """Lets go of what a step that failed elsewhere has left behind.
+
+        A courier's journey is let come to its end: the other ranks take part in it.
+        """
+        if self._journey is not None:
+            self._journey.wait()
+            self._journey = None
         if self._coroutine is not None:
             _log.warning("%s: its last synchronization did not end, and is given up", self.name)
             self._coroutine.close()

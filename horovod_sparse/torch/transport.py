@@ -10,25 +10,21 @@ known.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
 
 from horovod_sparse.collectives import Exchange
-from horovod_sparse.errors import UnknownNameError
+from horovod_sparse.frontend.mpi_pairs import MpiPairs, mpi_for
 from horovod_sparse.torch._horovod import hvd
-from horovod_sparse.torch.transport_mpi import MpiPairs, mpi_of
 
 __all__ = ["chosen_transport", "forget_transports", "start_exchange", "transport_words"]
 
 _LOG = logging.getLogger("horovod_sparse")
-#: "auto", or "alltoall" to do without MPI's messages
-_VARIABLE = "HOROVOD_SPARSE_TRANSPORT"
 _SLEEP_SECONDS = 20e-6
 
 
@@ -39,6 +35,7 @@ class _Handle(Protocol):
 
 
 Start = Callable[[Exchange, str, Any], _Handle]
+_Key: TypeAlias = tuple[int | None, tuple[int, ...]]
 
 
 class _Choice:
@@ -54,7 +51,7 @@ class _Choice:
         self.name, self.words = "undecided", ""
         self.pairs: MpiPairs | None = None
         self._process_set, self._number = process_set, number
-        self._mpi, self._reason = _available(process_set)
+        self._mpi, self._reason = mpi_for(hvd)
         self._able = torch.tensor([0 if self._mpi is None else 1], dtype=torch.int32)
         name = f"horovod_sparse.transport.{process_set.process_set_id}.{number}"
         self._handle = hvd.allreduce_async(self._able, op=hvd.Sum, name=name, process_set=process_set)
@@ -103,27 +100,18 @@ class _Choice:
         _LOG.info("messages between two ranks go through %s", words)
 
 
-_choices: dict[int, _Choice] = {}
+#: by number and ranks: Horovod gives the number of a process set that was removed to the next one
+_choices: dict[_Key, _Choice] = {}
 #: how many choices there were for a process set, under which of Horovod's starts
-_numbers: dict[int, tuple[Any, int]] = {}
+_numbers: dict[_Key, tuple[Any, int]] = {}
 
 
-def _available(process_set: Any) -> tuple[Any, str]:
-    """mpi4py's MPI if this rank can use it, and else why not."""
-    wanted = os.environ.get(_VARIABLE, "auto")
-    if wanted not in ("auto", "alltoall"):
-        raise UnknownNameError(_VARIABLE, wanted, ["auto", "alltoall"])
-    if wanted == "alltoall":
-        return None, f"{_VARIABLE} says so"
-    if not hvd.mpi_enabled():
-        return None, "Horovod does not run on MPI"
-    if not hvd.mpi_threads_supported():
-        return None, "MPI does not support several threads"
-    return mpi_of(hvd.rank(), hvd.size())
+def _key(process_set: Any) -> _Key:
+    return process_set.process_set_id, tuple(process_set.ranks or ())
 
 
 def _choice_of(process_set: Any) -> _Choice:
-    key, handles = process_set.process_set_id, hvd.mpi_ops._handle_map
+    key, handles = _key(process_set), hvd.mpi_ops._handle_map
     if key not in _choices or not _choices[key].is_known():
         since, number = _numbers.get(key, (handles, 0))
         if since is not handles:  # Horovod was started anew: all ranks count from 0 again
@@ -139,13 +127,13 @@ def chosen_transport(process_set: Any = hvd.global_process_set) -> str:
     Returns:
         "mpi", "alltoall", or "undecided" before the first of them.
     """
-    choice = _choices.get(process_set.process_set_id)
+    choice = _choices.get(_key(process_set))
     return choice.name if choice is not None and choice.is_known() else "undecided"
 
 
 def transport_words(process_set: Any = hvd.global_process_set) -> str:
     """How messages between two ranks of a process set travel, and why so; empty before it is decided."""
-    choice = _choices.get(process_set.process_set_id)
+    choice = _choices.get(_key(process_set))
     return choice.words if choice is not None and choice.is_known() else ""
 
 
@@ -156,9 +144,9 @@ def forget_transports(process_set: Any) -> None:
     messages of a new start. All ranks do it, or none; the next exchange agrees anew. An agreement that
     is not reached yet is kept: no message has been sent, and ranks that come later answer to it.
     """
-    choice = _choices.get(process_set.process_set_id)
+    choice = _choices.get(_key(process_set))
     if choice is not None and (not choice.is_known() or choice.agreed()):
-        del _choices[process_set.process_set_id]
+        del _choices[_key(process_set)]
 
 
 class _ExchangeHandle:

@@ -19,6 +19,9 @@ from horovod_sparse.simulation import SimulatedCluster
 from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.torch import transport
 from horovod_sparse.torch.driver import Driver
+from horovod_sparse.torch.state import redistribute
+from support.linear import LinearModel
+from support.optimizers import make, residuals_of, train_step
 
 
 @pytest.fixture(params=["auto", "alltoall"])
@@ -172,18 +175,18 @@ def test_telemetry_says_which_and_why(way, rank, size):
     }
     found = {}
     for name in ("spardl", "topk"):
-        for make in (sparse.DistributedOptimizer, hvd.DistributedOptimizer):
+        for wrap in (sparse.DistributedOptimizer, hvd.DistributedOptimizer):
             model = torch.nn.Linear(20, 2, bias=False)
             compression = sparse.Compression.parse(f"{name}:density=0.1")
-            optimizer = make(
+            optimizer = wrap(
                 torch.optim.SGD(model.parameters(), lr=0.1),
-                named_parameters=[(f"{name}.{make.__module__}", model.weight)],
+                named_parameters=[(f"{name}.{wrap.__module__}", model.weight)],
                 compression=compression,
             )
             model(torch.ones(3, 20)).sum().backward()
             optimizer.step()
             telemetry = getattr(optimizer, "telemetry", compression.telemetry)
-            found[name, make] = telemetry.transport
+            found[name, wrap] = telemetry.transport
             assert telemetry.summary().endswith(f"; pairs of ranks by {telemetry.transport}") == (
                 telemetry.transport != ""
             )
@@ -238,6 +241,43 @@ def test_results_are_those_of_the_simulator(each_way_once, rank, size):
     sums = [zlib.crc32(tasks[number].value().values.tobytes()) for number in range(len(rows))]
     everyone = hvd.allgather_object(sums)
     assert all(other == everyone[0] for other in everyone)
+
+
+@pytest.mark.parametrize("compression", ["spardl:density=0.05,teams=auto", "gtopk:density=0.05"])
+def test_a_checkpoint_of_all_ranks_goes_on_with_fewer(compression, rank, size, process_set):
+    """Residuals lie on ranks that did not make them: all of them together are kept, in other teams."""
+    fewer = size - 1 if size < 6 else 4
+    if fewer < 2:
+        pytest.skip("one rank alone holds nothing back")
+    shape, chosen = (40, 25), process_set(range(fewer))
+    generator = np.random.default_rng([rank, size])
+    given, applied = np.zeros(shape), np.zeros(shape)
+
+    def train(ranks, saved, size):
+        model = LinearModel({"layer": shape})
+        optimizer = make(model, compression, process_set=ranks)
+        if saved is not None:
+            optimizer.load_state_dict(saved)
+        for _ in range(4):
+            gradient = generator.standard_normal(shape).astype(np.float32)
+            given[...] += gradient / size
+            applied[...] += train_step(model, optimizer, {"layer": gradient})["layer"].numpy()
+        return optimizer
+
+    saved = train(hvd.global_process_set, None, size).state_dict()
+    entries = hvd.allgather_object(saved["horovod_sparse"])
+    residual = np.zeros(shape)
+    first = applied.copy()
+    if rank < fewer:
+        optimizer = train(chosen, saved | {"horovod_sparse": redistribute(entries, rank, fewer)}, fewer)
+        residual = residuals_of(optimizer)["layer"].numpy() / fewer
+    everyone = hvd.allgather_object((given, applied, first, residual))
+    gradients, sums, firsts, residuals = (np.array(one) for one in zip(*everyone, strict=True))
+    assert (firsts == firsts[0]).all() and (sums[:fewer] == sums[0]).all()
+    # means over ranks: of all gradients, of what was applied by all and then by fewer, of what is held back
+    np.testing.assert_allclose(sums[0] + residuals.sum(0), gradients.sum(0), atol=1e-5)
+    assert np.abs(residuals).max() > 0.1
+    transport.forget_transports(chosen)
 
 
 def test_within_a_process_set(way, rank, size, process_set):

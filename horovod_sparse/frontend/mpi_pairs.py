@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import os
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -13,11 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from horovod_sparse.collectives import Exchange
-from horovod_sparse.errors import CollectiveMismatchError
+from horovod_sparse.errors import CollectiveMismatchError, UnknownNameError
 
-__all__ = ["MpiPairs", "mpi_of"]
+__all__ = ["TRANSPORT_VARIABLE", "MpiPairs", "mpi_for"]
 
 Words = NDArray[np.int32]
+
+#: "auto", or "alltoall" to do without MPI's messages
+TRANSPORT_VARIABLE = "HOROVOD_SPARSE_TRANSPORT"
 
 #: in front of every message: a hash of its name, and how often that name was used before
 _HEADER = 3
@@ -25,7 +29,31 @@ _TAG = 1
 _SLEEP_SECONDS = 20e-6
 
 
-def mpi_of(rank: int, size: int) -> tuple[Any, str]:
+def mpi_for(hvd: Any) -> tuple[Any, str]:
+    """mpi4py's module MPI, if this rank can use it beside Horovod.
+
+    Args:
+        hvd: Horovod's binding for a framework.
+
+    Returns:
+        The module, or None and why it cannot be used.
+
+    Raises:
+        UnknownNameError: the environment asks for something else than there is.
+    """
+    wanted = os.environ.get(TRANSPORT_VARIABLE, "auto")
+    if wanted not in ("auto", "alltoall"):
+        raise UnknownNameError(TRANSPORT_VARIABLE, wanted, ["auto", "alltoall"])
+    if wanted == "alltoall":
+        return None, f"{TRANSPORT_VARIABLE} says so"
+    if not hvd.mpi_enabled():
+        return None, "Horovod does not run on MPI"
+    if not hvd.mpi_threads_supported():
+        return None, "MPI does not support several threads"
+    return _mpi_of(hvd.rank(), hvd.size())
+
+
+def _mpi_of(rank: int, size: int) -> tuple[Any, str]:
     """mpi4py's module MPI, if its ranks are those of Horovod.
 
     Args:
@@ -77,7 +105,7 @@ class MpiPairs:
         self._numbers: defaultdict[int, int] = defaultdict(int)
 
     def start(self, request: Exchange, name: str, rank: int) -> _MpiHandle:
-        """Sends at once; see `horovod_sparse.torch.transport.start_exchange`."""
+        """Sends at once, and does not wait; see `horovod_sparse.collectives.Exchange`."""
         self.progress()
         digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
         hashed = int.from_bytes(digest, "little")

@@ -1,0 +1,202 @@
+"""Messages between two ranks over MPI for TensorFlow: a thread that runs whole synchronizations.
+
+TensorFlow has no operation that sends to one rank, and each round of Horovod's all-to-all takes a cycle.
+So where all ranks can use MPI, a synchronization that goes between pairs leaves the graph after its first
+leg, and comes back when it has ended: the graph's last function waits for it. Nothing waits in between,
+so every rank has started all that it has to start before it waits, in whatever order.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from horovod_sparse.collectives import AllGather, Exchange, Request, Synchronization
+from horovod_sparse.frontend.mpi_pairs import MpiPairs, mpi_for
+from horovod_sparse.sparsifiers.bruck import bruck_all_gather
+from horovod_sparse.tensorflow._horovod import hvd
+
+__all__ = ["Courier", "Journey", "between_pairs", "courier_for", "over_pairs"]
+
+_log = logging.getLogger("horovod_sparse")
+#: between two looks at messages under way
+_SLEEP_SECONDS = 20e-6
+
+
+def between_pairs(kinds: Sequence[type[Request]]) -> bool:
+    """Whether a synchronization sends between pairs of ranks, and does nothing that pairs cannot do."""
+    return Exchange in kinds and set(kinds) <= {Exchange, AllGather}
+
+
+def over_pairs(coroutine: Synchronization[Any], rank: int, size: int) -> Synchronization[Any]:
+    """A synchronization whose allgathers go between pairs, too, by Bruck's algorithm.
+
+    Example:
+        >>> from horovod_sparse.simulation import run_lockstep
+        >>> def everyone(rank):
+        ...     gathered = yield AllGather(np.full(rank, rank, np.int32))
+        ...     return gathered.tolist()
+        >>> run_lockstep([over_pairs(everyone(rank), rank, 3) for rank in range(3)])
+        [[1, 2, 2], [1, 2, 2], [1, 2, 2]]
+    """
+    answer: Any = None
+    while True:
+        try:
+            request = coroutine.send(answer)
+        except StopIteration as stop:
+            return stop.value
+        if isinstance(request, AllGather):
+            messages = yield from bruck_all_gather(request.buffer, range(size), rank)
+            answer = np.concatenate(messages)
+        else:
+            answer = yield request
+
+
+class Journey:
+    """A synchronization that the courier has, from its first request to its end.
+
+    Attributes:
+        result: what the coroutine returned.
+        error: what it raised.
+        legs: see `Task`.
+    """
+
+    def __init__(self, name: str, coroutine: Synchronization[Any]) -> None:
+        self.name, self.result, self.error = name, None, None
+        self.legs: list[tuple[float, float]] = []
+        self._coroutine = coroutine
+        self._ended = threading.Event()
+        self._handle: Any = None
+        self._round = 0
+        self._request: Any = None
+        self._resume(None)
+
+    @property
+    def ended(self) -> bool:
+        """Whether there is a result or an error."""
+        return self._ended.is_set()
+
+    def wait(self) -> None:
+        """Until it has ended."""
+        self._ended.wait()
+
+    def advance(self, pairs: MpiPairs, rank: int) -> bool:
+        """Goes on as far as it can without waiting; whether it went on at all."""
+        try:
+            if self._handle is None:
+                self._handle = pairs.start(self._request, f"{self.name}.{self._round}", rank)
+            if not self._handle.done():
+                return False
+            answer, self._handle = self._handle.result(), None
+        except Exception as error:
+            self._end(error=error)
+            return True
+        self._round += 1
+        self._resume(answer)
+        return True
+
+    def _resume(self, answer: Any) -> None:
+        begun = time.perf_counter()
+        try:
+            self._request = self._coroutine.send(answer)
+        except StopIteration as stop:
+            self._end(result=stop.value)
+        except Exception as error:
+            self._end(error=error)
+        finally:
+            self.legs.append((begun, time.perf_counter()))
+
+    def _end(self, *, result: Any = None, error: Any = None) -> None:
+        self._coroutine.close()
+        self.result, self.error = result, error
+        self._ended.set()
+
+
+class Courier:
+    """The thread: it alone speaks to MPI, and makes the communicator when it starts.
+
+    Args:
+        mpi: mpi4py's MPI.
+        process_set: who takes part.
+    """
+
+    words = "MPI, on a communicator of their own (every rank can)"
+
+    def __init__(self, mpi: Any, process_set: Any) -> None:
+        self._make = lambda: MpiPairs(mpi, process_set.ranks, tag=int(process_set.process_set_id))
+        self._rank = int(process_set.rank())
+        self._news: deque[Journey] = deque()
+        self._wake = threading.Condition()
+        threading.Thread(target=self._run, name="horovod_sparse.courier", daemon=True).start()
+
+    def take(self, journey: Journey) -> None:
+        """Does not wait."""
+        with self._wake:
+            self._news.append(journey)
+            self._wake.notify()
+
+    def _run(self) -> None:
+        pairs, under_way = self._make(), list[Journey]()
+        while True:
+            with self._wake:
+                while not (self._news or under_way):
+                    self._wake.wait()
+                under_way += self._news
+                self._news.clear()
+            moved = False
+            for journey in under_way:
+                while not journey.ended and journey.advance(pairs, self._rank):
+                    moved = True
+            under_way = [journey for journey in under_way if not journey.ended]
+            if not moved:
+                time.sleep(_SLEEP_SECONDS)
+
+
+#: by number and ranks of the process set (a number is given again when its set was removed); None and
+#: why, where the all-to-all is used
+_couriers: dict[tuple[int, tuple[int, ...]], tuple[Courier | None, str]] = {}
+
+
+def courier_for(process_set: Any) -> tuple[Courier | None, str]:
+    """The courier of a process set, where all its ranks can use MPI; agreed once, at the first trace.
+
+    Args:
+        process_set: every rank of it asks.
+
+    Returns:
+        The courier or None, and how messages between two ranks travel and why so.
+    """
+    key = int(process_set.process_set_id), tuple(process_set.ranks or ())
+    if key not in _couriers:
+        _couriers[key] = _agreed(process_set)
+        _log.info("messages between two ranks go through %s", _couriers[key][1])
+    return _couriers[key]
+
+
+def _agreed(process_set: Any) -> tuple[Courier | None, str]:
+    by_horovod = "Horovod's all-to-all ({})".format
+    mpi, reason = mpi_for(hvd)
+    if os.environ.get("HOROVOD_ELASTIC") == "1":
+        # who joins traces while the others train: nothing can be agreed upon
+        return None, by_horovod("elastic training")
+    with tf.init_scope():
+        if not tf.executing_eagerly():
+            return None, by_horovod("TensorFlow 1's graphs")
+        able = hvd.allreduce(
+            tf.constant(int(mpi is not None), tf.int32),
+            op=hvd.Sum,
+            name=f"horovod_sparse.courier.{process_set.process_set_id}",
+            process_set=process_set,
+        )
+        others = int(process_set.size()) - int(able)
+    if others:
+        return None, by_horovod(reason or f"{others} other ranks cannot use MPI")
+    return Courier(mpi, process_set), Courier.words

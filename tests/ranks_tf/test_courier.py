@@ -1,0 +1,112 @@
+"""Messages between two ranks in TensorFlow: over MPI where all can, else over Horovod's all-to-all."""
+
+from __future__ import annotations
+
+import horovod.tensorflow as stock
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import horovod_sparse.tensorflow as hvd
+from horovod_sparse.feedback import recipe
+from horovod_sparse.simulation import SimulatedCluster
+from horovod_sparse.tensorflow import courier
+from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
+
+pytestmark = pytest.mark.tensorflow
+
+NUM_BUCKETS, N = 5, 400
+
+
+@pytest.fixture(params=["auto", "alltoall"])
+def way(request, monkeypatch):
+    """Which transport the next choice makes."""
+    monkeypatch.setattr(courier, "_couriers", {})
+    monkeypatch.setenv("HOROVOD_SPARSE_TRANSPORT", request.param)
+    return request.param
+
+
+def words(way: str) -> str:
+    if way == "alltoall":
+        return "Horovod's all-to-all (HOROVOD_SPARSE_TRANSPORT says so)"
+    if hvd.mpi_enabled() and hvd.mpi_threads_supported():
+        return "MPI, on a communicator of their own (every rank can)"
+    return "Horovod's all-to-all (Horovod does not run on MPI)"
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("name", ["spardl", "gtopk", "spardl:gather=bruck", "topk"])
+def test_several_buckets_equal_the_simulation(rank, size, way, name, graph):
+    """Bit for bit, in whatever order graphs run them; telemetry says how messages travel, and why."""
+    name, _, gather = name.partition(":gather=")
+    chosen = recipe(name, density=0.05, **({"gather": gather} if gather else {}))
+    synchronizer = GradientSynchronizer(
+        chosen, average=False, bucket_bytes=1, name=f"courier.{way}.{name}.{gather}.{graph}"
+    )
+    variables = [tf.Variable(tf.zeros([N + i])) for i in range(NUM_BUCKETS)]
+    clusters = [SimulatedCluster(chosen, N + i, size) for i in range(NUM_BUCKETS)]
+
+    def step(gradients):
+        return synchronizer.synchronize(gradients, variables)
+
+    synchronize = tf.function(step) if graph else step
+    generator = np.random.default_rng(size)
+    for _ in range(4):
+        given = [generator.standard_normal((size, N + i)).astype(np.float32) for i in range(NUM_BUCKETS)]
+        sums = synchronize([tf.constant(gradients[rank]) for gradients in given])
+        for sum_, gradients, cluster in zip(sums, given, clusters, strict=True):
+            expected = cluster.step(list(gradients))
+            assert sum_.numpy().tobytes() == expected.tobytes()
+    held = {part.names[0]: part.bucket.accumulator.values() for part in synchronizer.sparse}
+    assert len(held) == NUM_BUCKETS
+    for i, variable_name in enumerate(synchronizer.names):
+        assert held[variable_name].tobytes() == clusters[i].buckets[rank].accumulator.values().tobytes()
+    assert synchronizer.telemetry.transport == ("" if name == "topk" else words(way))
+    assert synchronizer.telemetry.last.wait_seconds >= 0.0
+
+
+def test_in_horovods_own_tape(rank, size, way):
+    """Drop-in, graph and all: an average over ranks."""
+    compression = hvd.Compression.spardl(density=1.0)
+    variable = tf.Variable(tf.zeros([30]))
+
+    @tf.function
+    def gradient():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(variable * tf.cast(tf.range(30), tf.float32)) * float(rank + 1)
+        wrapped = stock.DistributedGradientTape(tape, compression=compression)
+        return wrapped.gradient(loss, [variable])[0]
+
+    for _ in range(2):
+        np.testing.assert_allclose(gradient().numpy(), np.arange(30) * (size + 1) / 2, rtol=1e-6)
+    assert compression.telemetry.transport == words(way)
+
+
+def test_a_gradient_that_is_not_finite(rank, size, way):
+    """The error on every rank, the step taken back, and the next one as if nothing had been."""
+    variable = tf.Variable(tf.zeros([50]))
+    synchronizer = GradientSynchronizer(recipe("spardl", density=0.1), average=False, name=f"nan.{way}")
+    synchronize = tf.function(lambda gradient: synchronizer.synchronize([gradient], [variable])[0])
+    sick = np.ones(50, np.float32)
+    if rank == size - 1:
+        sick[7] = np.nan
+    with pytest.raises(tf.errors.OpError, match=f"rank {size - 1}"):
+        synchronize(tf.constant(sick))
+    sum_ = synchronize(tf.zeros([50])).numpy()
+    # what was finite is in the residuals
+    assert np.count_nonzero(sum_) == 5 and set(sum_[sum_ != 0]) <= {float(size), float(size - 1)}
+
+
+def test_within_a_process_set(rank, size, way, process_set):
+    """Ranks count within the set, and those outside take no part."""
+    ranks = sorted({0, size - 1})
+    chosen = process_set(ranks)
+    if rank not in ranks:
+        return
+    variable = tf.Variable(tf.zeros([20]))
+    synchronizer = GradientSynchronizer(
+        recipe("spardl", density=1.0), average=False, process_set=chosen, name=f"inner.{way}"
+    )
+    total = synchronizer.synchronize([tf.fill([20], float(rank + 1))], [variable])[0]
+    assert total.numpy().tolist() == [float(size + 1)] * 20
+    assert synchronizer.telemetry.transport == words(way)
