@@ -24,12 +24,14 @@ class BackwardTimes:
         forward_seconds: from the end of one step to the first gradient of the next.
         num_steps: that were measured.
         step_seconds: forward and backward of each of them, where that is known.
+        iteration_seconds: from the end of one step to the end of the next; 0 where that is not known.
     """
 
     backward_seconds: Mapping[str, float]
     forward_seconds: float
     num_steps: int
     step_seconds: tuple[float, ...] = ()
+    iteration_seconds: float = 0.0
 
 
 class BackwardRecorder:
@@ -53,7 +55,7 @@ class BackwardRecorder:
         >>> recorder.end()
         >>> recorder.times()
         BackwardTimes(backward_seconds={'b': 0.0, 'a': 2.0}, forward_seconds=3.0, num_steps=1,
-                      step_seconds=(5.0,))
+                      step_seconds=(5.0,), iteration_seconds=0.0)
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class BackwardRecorder:
         self._stamps: list[tuple[str, Any, Any]] = []
         self._forward: list[float] = []
         self._totals: list[float] = []
+        self._iterations: list[float] = []
         self._backward: dict[str, list[float]] = {name: [] for name in self._names}
         self._places: dict[str, list[int]] = {name: [] for name in self._names}
 
@@ -100,8 +103,12 @@ class BackwardRecorder:
         """
         self._stamps.append((name, entered, left))
 
-    def end(self) -> None:
-        """All gradients of the step have come; what did not come will not. The stamps are read."""
+    def end(self, stamp: Any = None) -> None:
+        """All gradients of the step have come; what did not come will not. The stamps are read.
+
+        Args:
+            stamp: of the end of the step's synchronization, if the whole step is to be timed too.
+        """
         begun, stamps = self._begun, self._stamps
         self._begun, self._stamps = None, []
         if begun is None or not stamps or self.done:
@@ -121,6 +128,8 @@ class BackwardRecorder:
             self._places[name].append(place)
             before = left
         self._totals.append(total)
+        if stamp is not None:
+            self._iterations.append(max(0.0, float(self._between(begun, stamp))))
 
     def forget(self) -> None:
         """The step was given up: its stamps do not count."""
@@ -128,6 +137,9 @@ class BackwardRecorder:
 
     def times(self) -> BackwardTimes:
         """Medians of the steps so far.
+
+        What delays another gradient in every step (a rank that had to leave its core to others) is in no
+        gradient's median; so all are scaled by the same factor to the median of whole steps.
 
         Raises:
             ProfileMismatchError: if no step was measured.
@@ -139,11 +151,15 @@ class BackwardRecorder:
         # parameters without a gradient are started in the end, as the model's first
         order = sorted(range(last), key=lambda i: (place[self._names[i]], -i))
         seconds = {name: statistics.median(self._backward[name] or [0.0]) for name in self._names}
+        forward = statistics.median(self._forward)
+        found = forward + sum(seconds.values())
+        scale = statistics.median(self._totals) / found if found else 1.0
         return BackwardTimes(
-            {self._names[i]: seconds[self._names[i]] for i in order},
-            statistics.median(self._forward),
+            {self._names[i]: scale * seconds[self._names[i]] for i in order},
+            scale * forward,
             len(self._forward),
             tuple(self._totals),
+            statistics.median(self._iterations or [0.0]),
         )
 
 
@@ -164,16 +180,17 @@ def mean_times(own: BackwardTimes | None) -> Synchronization[BackwardTimes]:
         >>> times = [BackwardTimes({"b": 1.0, "a": 2.0}, 1.0, 5), BackwardTimes({"b": 3.0, "a": 2.0}, 2.0, 5)]
         >>> run_lockstep([mean_times(own) for own in times])[1]
         BackwardTimes(backward_seconds={'b': 2.0, 'a': 2.0}, forward_seconds=1.5, num_steps=5,
-                      step_seconds=())
+                      step_seconds=(), iteration_seconds=0.0)
     """
     line = None
     if own is not None:
-        line = [own.num_steps, own.forward_seconds, list(own.backward_seconds.items()), own.step_seconds]
+        by_name = list(own.backward_seconds.items())
+        line = [own.num_steps, own.forward_seconds, by_name, own.step_seconds, own.iteration_seconds]
     everyone = yield from shared_lines(line)
     measured = [item for item in everyone if item is not None]
     if not measured:
         raise ProfileMismatchError("no rank has measured a step yet: train a few steps first")
-    steps, forward, rows, totals = zip(*measured, strict=True)
+    steps, forward, rows, totals, iterations = zip(*measured, strict=True)
     slowest = _slowest_by_mean(totals)
     seconds: dict[str, list[float]] = {}
     places: dict[str, list[int]] = {}
@@ -186,6 +203,7 @@ def mean_times(own: BackwardTimes | None) -> Synchronization[BackwardTimes]:
         {name: slowest * statistics.fmean(seconds[name]) for name in order},
         slowest * statistics.fmean(forward),
         min(steps),
+        iteration_seconds=statistics.fmean(iterations),
     )
 
 

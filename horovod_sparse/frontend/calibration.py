@@ -55,7 +55,7 @@ class Extent:
 
 
 #: during a training's warm-up
-QUICK = Extent((64, 4096, 32768, 262144, 1 << 20), (1 << 12, 1 << 16, 1 << 20), 7, 2.0)
+QUICK = Extent((64, 4096, 1 << 16, 1 << 20, 1 << 22), (1 << 12, 1 << 16, 1 << 20), 5, 2.0)
 #: for `horovod-sparse calibrate`
 THOROUGH = Extent(
     (64, 1024, 8192, 65536, 1 << 18, 1 << 20, 1 << 22, 1 << 24),

@@ -96,6 +96,7 @@ def decide(
     extent: Extent = QUICK,
     dtype: str = "float32",
     starting_seconds: Callable[[], float] = lambda: 0.0,
+    current: Plan | None = None,
 ) -> Synchronization[Decision]:
     """Agrees on what was measured, measures what is missing, plans on rank 0, and tells all ranks.
 
@@ -112,6 +113,9 @@ def decide(
         extent: of measuring, where no profile was given.
         dtype: of most gradients.
         starting_seconds: how long it took to start the last request; see `calibration`.
+        current: the plan under which `times` were measured. What its prediction is short of the measured
+            iteration (ranks that wait for each other, a network thread that takes the cores) is counted
+            as part of forward: for all plans alike, so that it favours none.
 
     Returns:
         The decision: the same plan on all ranks.
@@ -139,6 +143,10 @@ def decide(
             backward_seconds=dict(reversed(list(measured.backward_seconds.items()))),
             forward_seconds=measured.forward_seconds,
         )
+        if current is not None and measured.iteration_seconds:
+            workload, cost = measured_step(profile, parameters, sparsifier, where.size)
+            short = measured.iteration_seconds - predict(workload, current, cost).iteration_seconds
+            profile = dataclasses.replace(profile, forward_seconds=profile.forward_seconds + max(0.0, short))
     decision, failure = None, None
     if where.rank == 0:
         try:

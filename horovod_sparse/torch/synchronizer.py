@@ -223,7 +223,7 @@ class GradientSynchronizer:
         self.step += 1
         self.telemetry.transport = transport_words(self.process_set)
         self.telemetry.add(StepReport.of(self.step, reports, self.driver.idle_seconds - idle_before))
-        if self.warmup is not None and self.warmup.after_step():
+        if self.warmup is not None and self.warmup.after_step(self.plan):
             self.replan(self.warmup.decide_now().plan)
 
     def give_up(self) -> None:

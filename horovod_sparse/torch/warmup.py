@@ -11,7 +11,7 @@ import torch
 
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.frontend import Asked, BackwardRecorder, BackwardTimes, Decision, decide
-from horovod_sparse.merging import ParameterFacts
+from horovod_sparse.merging import ParameterFacts, Plan
 from horovod_sparse.sparsifiers import Sparsifier
 from horovod_sparse.torch.calibration import Starts, bucket_memory, carry_out_together, where_of
 from horovod_sparse.torch.stamps import stamps_for
@@ -52,6 +52,7 @@ class WarmUp:
         self._stamps = stamps_for(parameter.device for parameter in parameters)
         self._recorder: BackwardRecorder | None = None
         self._own: BackwardTimes | None = None
+        self._measured_under: Plan | None = None
         self._left = 0
         elastic = os.environ.get("HOROVOD_ELASTIC") == "1"
         if not asked.measures or decision is not None:
@@ -90,11 +91,12 @@ class WarmUp:
         self._left = num_steps
         self._begin()
 
-    def after_step(self) -> bool:
-        """A synchronization has ended on all ranks; whether it is time to decide."""
+    def after_step(self, plan: Plan) -> bool:
+        """A synchronization under this plan has ended on all ranks; whether it is time to decide."""
         if self._recorder is None:
             return False
-        self._recorder.end()
+        self._recorder.end(self._stamps.now())
+        self._measured_under = plan
         if self._left > 0:
             self._left -= 1
             if self._left == 0:
@@ -134,6 +136,7 @@ class WarmUp:
             memory=memory,
             dtype=dtype,
             starting_seconds=starts.last_seconds,
+            current=self._measured_under,
         )
         with torch.no_grad():
             name = "horovod_sparse.planning"

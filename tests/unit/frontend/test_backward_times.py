@@ -9,7 +9,7 @@ from horovod_sparse.frontend.backward_times import BackwardRecorder, BackwardTim
 from horovod_sparse.simulation import run_lockstep
 
 
-def step(recorder, gaps, start=100.0, hook=0.5):
+def step(recorder, gaps, start=100.0, hook=0.5, end=None):
     """One step whose gradients come after these gaps; every hook takes half a second itself."""
     clock = start
     recorder.begin(clock)
@@ -17,18 +17,29 @@ def step(recorder, gaps, start=100.0, hook=0.5):
         clock += gap
         recorder.arrived(name, clock, clock + hook)
         clock += hook
-    recorder.end()
+    recorder.end(None if end is None else start + end)
 
 
 def test_medians_of_the_steps_after_the_warm_up_without_the_hooks_own_time():
     recorder = BackwardRecorder(["a", "b", "c"], num_warmup=1, num_steps=3)
     step(recorder, {"c": 90.0, "b": 90.0, "a": 90.0})  # compiles
     for extra in (0.0, 50.0, 1.0):  # one slow step changes no median
-        step(recorder, {"c": 3.0 + extra, "b": 2.0, "a": 4.0 + extra})
+        step(recorder, {"c": 3.0 + extra, "b": 2.0, "a": 4.0 + extra}, end=99.0)
     assert recorder.done
-    assert recorder.times() == BackwardTimes({"c": 0.0, "b": 2.0, "a": 5.0}, 4.0, 3, (9.0, 109.0, 11.0))
+    assert recorder.times() == BackwardTimes({"c": 0.0, "b": 2.0, "a": 5.0}, 4.0, 3, (9.0, 109.0, 11.0), 99.0)
     step(recorder, {"c": 900.0, "b": 900.0, "a": 900.0})  # not asked for any more
     assert recorder.times().forward_seconds == 4.0
+
+
+def test_what_delays_another_gradient_in_every_step_counts_for_all():
+    """Each step is 9 s longer than the medians of its gradients: all are scaled from 4 to 13."""
+    recorder = BackwardRecorder(["a", "b", "c"], num_warmup=0, num_steps=3)
+    for late in "abc":
+        step(recorder, {name: 1.0 + (name == late) * 9.0 + (name == "c") for name in "cba"})
+    times = recorder.times()
+    assert times.step_seconds == (13.0, 13.0, 13.0)
+    assert times.forward_seconds + sum(times.backward_seconds.values()) == pytest.approx(13.0)
+    assert times.backward_seconds["a"] == times.backward_seconds["b"] == pytest.approx(13.0 / 4.0)
 
 
 def test_order_is_that_of_arrival_and_what_never_comes_is_last():

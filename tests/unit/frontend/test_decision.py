@@ -136,6 +136,22 @@ def test_the_decision_is_the_one_that_its_profile_leads_to():
     assert plan_by_times(again, where(0), FACTS, TOPK, first.profile).plan == first.plan
 
 
+def test_what_the_prediction_is_short_of_the_measured_steps_is_added_to_all():
+    current = asked(merging="single").first_plan(FACTS)
+    slow = dataclasses.replace(BACKWARD, iteration_seconds=0.5)
+    given = dataclasses.replace(PROFILE, backward_seconds={}, forward_seconds=0.0)
+    wanted = [asked(merging="layerwise", tensor_selection="cost", profile=given)] * 2
+    plain, _ = decided(wanted)
+    added, _ = decided(wanted, times=slow, current=current)
+    assert added.predicted_seconds["single"] == pytest.approx(0.5)
+    short = 0.5 - plain.predicted_seconds["single"]
+    for name, seconds in plain.predicted_seconds.items():
+        assert added.predicted_seconds[name] == pytest.approx(seconds + short)
+    assert added.plan == plain.plan
+    quick = dataclasses.replace(BACKWARD, iteration_seconds=1e-6)
+    assert decided(wanted, times=quick, current=current)[0].predicted_seconds == plain.predicted_seconds
+
+
 def test_small_tensors_stay_dense_by_cost():
     profile = dataclasses.replace(PROFILE, selection={"topk": Fit(1e-3, 1e-9)})
     made = plan_by_times(asked(merging="optimal", tensor_selection="cost"), where(0), FACTS, TOPK, profile)
