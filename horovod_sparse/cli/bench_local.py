@@ -43,9 +43,14 @@ def _positive(text: str) -> int:
     return value
 
 
-def _add_device(parser: argparse.ArgumentParser) -> None:
+def _add_chosen(parser: argparse.ArgumentParser) -> None:
+    """Arguments that choose another measurement, with arguments of its own."""
     what = "cpu, or a device of PyTorch, whose own arguments --device cuda --help tells (default %(default)s)"
     parser.add_argument("--device", default="cpu", help=what)
+    what = (
+        "tensorflow: a step of it beside that of PyTorch, as `scripts/bench frameworks` (default %(default)s)"
+    )
+    parser.add_argument("--framework", choices=("torch", "tensorflow"), default="torch", help=what)
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -63,7 +68,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="count the thread's CPU time, not the wall clock (busy machines)",
     )
     parser.add_argument("--check", action="store_true", help="fail if a budget is exceeded")
-    _add_device(parser)
+    _add_chosen(parser)
     return parser.parse_args(arguments)
 
 
@@ -97,8 +102,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code: 1 if --check found a budget exceeded, 2 where a device cannot be used.
     """
     chooser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    _add_device(chooser)
-    if chooser.parse_known_args(arguments)[0].device != "cpu":
+    _add_chosen(chooser)
+    chosen, others = chooser.parse_known_args(arguments)
+    if chosen.framework == "tensorflow":
+        compare: Callable[..., int] = importlib.import_module("horovod_sparse.cli.bench_frameworks").main
+        return compare(others)
+    if chosen.device != "cpu":
         try:
             on_device: Callable[..., int] = importlib.import_module("horovod_sparse.cli.bench_device").main
         except ImportError as error:

@@ -63,6 +63,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     module = FRAMEWORKS[options.framework]
     if importlib.util.find_spec(module) is None:
         raise BenchmarkError(f"--framework {options.framework}: this version cannot measure it; use torch")
+    if options.framework != "torch" and options.model not in _REAL_MODELS:
+        raise BenchmarkError(f"--model {options.model} is replayed in PyTorch only: use --framework torch")
     machine = machine_facts()
     sparsifiers = named_sparsifiers(options.sparsifiers, options.density)
     methods = [*baselines(options.baselines, _BASELINES), *sparsifiers]

@@ -16,6 +16,7 @@ from horovod_sparse.cli.report_tables import (
     growth_table,
     launch_tables,
     local_table,
+    tape_table,
     wire_table,
 )
 
@@ -27,6 +28,7 @@ _RENDERERS = {
     "local": local_table,
     "frameworks": frameworks_table,
     "growth": growth_table,
+    "tape": tape_table,
     "wire": wire_table,
 }
 #: how the names of measurements begin that this page shows
@@ -41,7 +43,7 @@ def tables(measurements: dict[str, Any]) -> dict[str, str]:
 
     Returns:
         Markdown by name of the table: that of the file, and "budgets". A file whose name begins with
-        local, frameworks, growth or wire has a table of its own kind; others have one per launch.
+        local, frameworks, growth, tape or wire has a table of its own kind; others have one per launch.
     """
     made = {}
     for name, result in measurements.items():

@@ -26,6 +26,12 @@ def budget_table(measurements: Mapping[str, Any]) -> str:
     if local := measurements.get("local"):
         rows += _local(local)
     rows += _sync(measurements)
+    if frameworks := measurements.get("frameworks"):
+        rows += _frameworks(frameworks)
+    if tape := measurements.get("tape"):
+        added, asked = tape["ms"]["added"]["median"], tape["budget_ms"]
+        what = f"added by TensorFlow's tape, {tape['variables']} variables (ms)"
+        rows.append([what, f"≤ {asked:g}", f"{added:.2f}", _verdict(added <= asked)])
     if growth := measurements.get("growth"):
         rows += _growth(growth)
     return markdown(["budget", "asked", "measured", ""], rows)
@@ -46,6 +52,15 @@ def _local(result: Mapping[str, Any]) -> Rows:
         ["local, memory beyond residual and gradient", "≤ 5 %", f"{memory:.1%}", _verdict(memory <= 0.05)]
     )
     return rows
+
+
+def _frameworks(result: Mapping[str, Any]) -> Rows:
+    return [
+        [f"local, {item['name']}, by PyTorch", f"≤ {budget:g}", f"{item['ratio']:.2f}", _verdict(fits)]
+        for item in result["timings"]
+        if (budget := item.get("budget")) is not None
+        for fits in [item["ratio"] <= budget]
+    ]
 
 
 def full_launches(measurements: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:

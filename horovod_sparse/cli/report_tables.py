@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["frameworks_table", "growth_table", "launch_tables", "local_table", "markdown", "wire_table"]
+__all__ = [
+    "frameworks_table",
+    "growth_table",
+    "launch_tables",
+    "local_table",
+    "markdown",
+    "tape_table",
+    "wire_table",
+]
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -58,6 +66,25 @@ def frameworks_table(result: Mapping[str, Any]) -> str:
         f"{result['machine']}."
     )
     return f"{facts}\n\n{_timings(result, 'PyTorch')}"
+
+
+def tape_table(result: Mapping[str, Any]) -> str:
+    """Of `scripts/bench tape`."""
+    facts = (
+        f"{result['variables']} variables of {result['elements']:,} elements, {result['sparsifier']}, "
+        f"{result['ranks']} ranks, {result['rounds']} rounds; {result['machine']}."
+    )
+    names = {
+        "plain": "a step with a plain tape",
+        "tape": "the same with ours",
+        "requests": "local work and collectives alone",
+        "added": "what is left: added by the tape",
+    }
+    rows = [
+        [name, f"{values['median']:.2f}", f"{values['low']:.2f} to {values['high']:.2f}"]
+        for name, values in ((names[key], result["ms"][key]) for key in names)
+    ]
+    return f"{facts}\n\n{markdown(['', 'median ms', 'quartiles'], rows)}"
 
 
 def _timings(result: Mapping[str, Any], baseline: str) -> str:

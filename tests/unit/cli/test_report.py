@@ -118,3 +118,30 @@ def test_a_table_shows_its_launch(sync):
     assert "| exdyna |" in filled
     assert "Not measured yet." in filled
     assert fill(filled, made) == filled
+
+
+def test_what_the_tape_adds_is_a_budget():
+    spread = {"median": 5.0, "low": 4.0, "high": 6.0}
+    added = {"median": 2.25, "low": 1.0, "high": 3.0}
+    tape = {
+        "variables": 20,
+        "elements": 1000,
+        "sparsifier": "exdyna",
+        "ranks": 2,
+        "rounds": 3,
+        "machine": "a machine",
+        "budget_ms": 2.0,
+        "ms": {"plain": spread, "tape": spread, "requests": spread, "added": added},
+    }
+    made = tables({"tape": tape})
+    assert _row(made["tape"], "what is left")[1:] == ["2.25", "1.00 to 3.00"]
+    assert _row(made["budgets"], "added by TensorFlow's tape")[1:] == ["≤ 2", "2.25", "**missed**"]
+    added["median"] = 1.5
+    assert _row(budget_table({"tape": tape}), "added by TensorFlow's tape")[-1] == "met"
+
+
+def test_tensorflow_beside_pytorch_is_a_budget():
+    times = [{"name": "topk, PyTorch", "ratio": 1.0, "budget": None}]
+    times += [{"name": "topk, TensorFlow", "ratio": 1.6, "budget": 1.5}]
+    [row] = budget_table({"frameworks": {"timings": times}}).splitlines()[2:]
+    assert [cell.strip() for cell in row.strip("|").split("|")][1:] == ["≤ 1.5", "1.60", "**missed**"]
