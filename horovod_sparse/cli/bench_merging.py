@@ -14,10 +14,10 @@ from horovod_sparse.cli.bench_hosts import NETWORKS, cluster_for, machine_facts,
 from horovod_sparse.cli.bench_options import command_line, count, launch, named_sparsifiers
 from horovod_sparse.errors import HorovodSparseError
 
-__all__ = ["goals", "main", "parser"]
+__all__ = ["METHODS", "goals", "main", "parser"]
 
 _MODELS = ("resnet50", "mlp50")
-_METHODS = ("layerwise", "single", "fixed 8192", "omgs", "optimal", "joint", "cost, optimal", "all dense")
+METHODS = ("layerwise", "single", "fixed 8192", "omgs", "optimal", "joint", "cost, optimal", "all dense")
 #: what a prediction may be off, and what a plan may be slower than the best of the others
 _AGREEMENT, _SLOWER = 0.15, 0.03
 
@@ -59,7 +59,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "scale": options.scale,
         "sparsifier": sparsifier,
         "sparsifiers": {options.sparsifier: sparsifier},
-        "methods": list(_METHODS),
+        "methods": list(METHODS),
         "repeat": options.repeat,
         "iterations": options.iterations,
     }
@@ -71,7 +71,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             hosts=hosts,
             network=options.network,
             num_ranks=options.hosts,
-            total=1 + len(_METHODS) * (options.repeat + 1),
+            total=1 + len(METHODS) * (options.repeat + 1),
         )
     result = {"benchmark": "merging", "model": options.model, "machine": machine, **found}
     return {**result, "goals": goals(result["results"])}
@@ -85,7 +85,7 @@ def goals(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
     Example:
         >>> row = {"error": 0.1, "seconds": {"median": 1.0}}
-        >>> rows = [{**row, "method": name} for name in _METHODS]
+        >>> rows = [{**row, "method": name} for name in METHODS]
         >>> [goal["met"] for goal in goals(rows).values()]
         [True, True, True]
     """
