@@ -1,0 +1,158 @@
+"""One rank of `scripts/bench allreduce`: the same gradients summed by every method; messages alone."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from horovod_sparse.arrays import HostAccumulator
+from horovod_sparse.cli.bench_gradients import GradientSource, random_layers
+from horovod_sparse.cli.bench_samples import Sample, plain, summarize, timed
+from horovod_sparse.cli.bench_sync_rank import barrier
+from horovod_sparse.collectives import Request, Synchronization
+from horovod_sparse.feedback import Bucket, NoFeedback, Recipe, parse_recipe
+from horovod_sparse.sparsifiers import BucketInfo, SparseSum
+
+__all__ = ["Method", "main", "recorded", "replayed"]
+
+#: repetitions before those that count: Ok-Topk draws its regions in the first, Algorithm 2 finds its h
+_NUM_WARMUP = 4
+
+
+def recorded(coroutine: Synchronization[SparseSum], requests: list[Request]) -> Synchronization[SparseSum]:
+    """A synchronization whose requests are written down."""
+    answer: Any = None
+    while True:
+        try:
+            request = coroutine.send(answer)
+        except StopIteration as stop:
+            sum_: SparseSum = stop.value
+            return sum_
+        requests.append(request)
+        answer = yield request
+
+
+def replayed(requests: Sequence[Request]) -> Synchronization[None]:
+    """The same messages in the same order, one round after the other, and nothing in between."""
+    for request in requests:
+        _answer = yield request
+
+
+class Method:
+    """One sparse all-reduce.
+
+    Every repetition selects from the gradient alone (no residual), so that all methods sum up the same,
+    and thresholds that follow the last step meet gradients like those of the last step.
+
+    Args:
+        name: in results.
+        text: as `Compression.parse` reads it.
+        memory: the accumulator that all methods share.
+        driver: runs coroutines.
+        place: (rank, size).
+    """
+
+    def __init__(
+        self, name: str, text: str, memory: HostAccumulator, driver: Any, place: tuple[int, int]
+    ) -> None:
+        self.name, self._driver = name, driver
+        rank, size = place
+        info = BucketInfo(name, memory.num_elements, rank, size)
+        self._bucket = Bucket(info, Recipe(parse_recipe(text).sparsifier, NoFeedback()), memory)
+        self._gradient: Any = None
+        self._requests: list[Request] = []
+        self._sum: SparseSum | None = None
+
+    def take(self, gradient: Any) -> None:
+        """The gradient of the next `run`, which it clears."""
+        self._gradient = gradient
+        self._requests = []
+
+    def run(self) -> None:
+        """Selects, and sums up."""
+        step = recorded(self._bucket.step(self._gradient), self._requests)
+        task = self._driver.start(self.name, step)
+        self._driver.wait([task])
+        self._sum = task.value()
+
+    def communicate(self) -> None:
+        """The messages of the last `run` alone."""
+        task = self._driver.start(f"{self.name}.again", replayed(self._requests))
+        self._driver.wait([task])
+        task.value()
+
+    def facts(self) -> dict[str, float]:
+        """Of the last `run`."""
+        last, sum_ = self._bucket.last, self._sum
+        union = 0 if sum_ is None else np.unique(sum_.indices).size
+        return {
+            "rounds": float(len(last.bytes_by_round)),
+            "payload_bytes": float(last.bytes_sent),
+            "density_selected": last.num_selected / last.num_elements,
+            "density_union": union / last.num_elements,
+        }
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measures; rank 0 writes the result.
+
+    Args:
+        arguments: file of the settings, file for the result.
+    """
+    torch: Any = importlib.import_module("torch")
+    hvd: Any = importlib.import_module("horovod_sparse.torch")
+    driver_module: Any = importlib.import_module("horovod_sparse.torch.driver")
+    transport: Any = importlib.import_module("horovod_sparse.torch.transport")
+    asked, answered = map(Path, arguments)
+    settings = json.loads(asked.read_text())
+    torch.set_num_threads(1)
+    hvd.init()
+    place = (hvd.rank(), hvd.size())
+    source = GradientSource(random_layers(settings["elements"]), hvd.rank())
+    memory = HostAccumulator(settings["elements"], density=settings["density"])
+    driver = driver_module.Driver()
+    methods = [Method(name, text, memory, driver, place) for name, text in settings["sparsifiers"].items()]
+    drawn, gradient = (np.empty(settings["elements"], np.float32) for _ in range(2))
+    whole: dict[str, list[Sample]] = {method.name: [] for method in methods}
+    alone: dict[str, list[Sample]] = {method.name: [] for method in methods}
+    gc.collect()
+    gc.disable()
+    for number in range(-_NUM_WARMUP, settings["repeat"]):
+        source.fill(drawn)
+        # another one comes first every time: nobody always follows the same one
+        for place_in_turn in range(len(methods)):
+            method = methods[(place_in_turn + number) % len(methods)]
+            np.copyto(gradient, drawn)
+            method.take(gradient)
+            step = timed(method.run, barrier)
+            again = timed(method.communicate, barrier)
+            if hvd.rank() == 0:
+                print(f"done {method.name} {number}", flush=True)
+            if number >= 0:
+                whole[method.name].append(replace(step, facts=method.facts()))
+                alone[method.name].append(again)
+    gc.enable()
+    results = []
+    for method in methods:
+        everyone = hvd.allgather_object(
+            ([plain(s) for s in whole[method.name]], [plain(s) for s in alone[method.name]])
+        )
+        step, again = (summarize([rank[which] for rank in everyone]) for which in (0, 1))
+        results.append({"method": method.name, "step": step, "communication": again})
+    if hvd.rank() == 0:
+        facts = {"ranks": hvd.size(), "transport": transport.transport_words()}
+        answered.write_text(json.dumps({**facts, "results": results}))
+    hvd.shutdown()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
