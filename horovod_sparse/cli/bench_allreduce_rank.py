@@ -145,8 +145,8 @@ def main(arguments: Sequence[str]) -> int:
         everyone = hvd.allgather_object(
             ([plain(s) for s in whole[method.name]], [plain(s) for s in alone[method.name]])
         )
-        step, again = (summarize([rank[which] for rank in everyone]) for which in (0, 1))
-        results.append({"method": method.name, "step": step, "communication": again})
+        both = [summarize([rank[which] for rank in everyone]) for which in (0, 1)]
+        results.append({"method": method.name, "step": both[0], "communication": both[1]})
     if hvd.rank() == 0:
         facts = {"ranks": hvd.size(), "transport": transport.transport_words()}
         answered.write_text(json.dumps({**facts, "results": results}))
