@@ -9,9 +9,9 @@ import tensorflow as tf
 
 from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.feedback import Recipe
-from horovod_sparse.frontend import make_plan
-from horovod_sparse.merging import Plan
-from horovod_sparse.tensorflow import planning
+from horovod_sparse.frontend import Decision, asked_for, make_plan
+from horovod_sparse.merging import ParameterFacts, Plan
+from horovod_sparse.tensorflow import planning, residuals
 from horovod_sparse.tensorflow.parts import DenseBucket, DenseVariable, Part, Place, SparseBucket
 from horovod_sparse.tensorflow.tensors import as_variable, dtype_name, unique_names
 
@@ -26,12 +26,14 @@ class Buckets:
         process_set: the ranks that take part, which agree about a plan.
         name: of the collectives; part i communicates as ``{name}.{i}``.
         place: tells (rank, size) within the process set, at any time.
-        groups: a number of buckets, or lists of variables that form one each.
-        bucket_bytes: of gradient in a bucket; 32 MiB if left out.
-        plan: which variables form which bucket, in place of both.
+        **asked: how buckets are made: see `asked_for`.
 
     Attributes:
+        asked: what `merging` and `tensor_selection` ask for, None without them.
+        decision: why the plan was taken, where times decided about it.
         parts: buckets and dense variables, in the order in which they were planned.
+        place: tells (rank, size) within the process set.
+        version: number of the plan: graphs that were traced for another one are refused.
     """
 
     def __init__(
@@ -40,18 +42,26 @@ class Buckets:
         process_set: Any,
         name: str,
         place: Place,
-        *,
-        groups: Any = None,
-        bucket_bytes: int | None = None,
-        plan: Plan | None = None,
+        **asked: Any,
     ) -> None:
-        self._recipe, self._process_set, self._name, self._place = recipe, process_set, name, place
-        if isinstance(groups, list):
-            groups = [[as_variable(variable) for variable in group] for group in groups]
-        self._asked = {"groups": groups, "bucket_bytes": bucket_bytes, "plan": plan}
+        self._recipe, self._process_set, self._name, self.place = recipe, process_set, name, place
+        if isinstance(asked.get("groups"), list):
+            asked["groups"] = [[as_variable(variable) for variable in group] for group in asked["groups"]]
+        self.asked, given = asked_for(**asked)
+        self._given: dict[str, Any] = {key: asked.get(key) for key in ("groups", "bucket_bytes")}
+        self._given["plan"] = given
+        self.decision: Decision | None = None
         self.parts: list[Part] = []
+        self.version = 0
+        self._facts: planning.Facts = {}
         self._names: dict[Any, str] = {}
         self._num_plans = 0
+        self._num_parts = 0
+
+    @property
+    def parameters(self) -> list[ParameterFacts]:
+        """Of the variables that have their bucket, what a plan looks at."""
+        return [fact for fact, _ in self._facts.values()]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -106,55 +116,91 @@ class Buckets:
         ]
         if not new:
             return False
-        names = unique_names(new, [name for part in self.parts for name in part.names])
+        names = unique_names(new, list(self._facts))
         facts = planning.facts_of(names, new, self._recipe.rules)
         self._recipe.rules.hint(facts)
-        plan = make_plan(facts, **self._asked_of(new))
-        plan = planning.agree(plan, facts, self._process_set, f"{self._name}.plan{self._num_plans}")
-        self._make_parts(plan, facts)
+        name = f"{self._name}.plan{self._num_plans}"
+        if self._num_plans == 0:
+            arguments, sparsifier = self._given_for(new), self._recipe.sparsifier
+            plan, self.decision = planning.planned(
+                facts, sparsifier, self._process_set, name, self.asked, arguments
+            )
+        else:  # what else was asked for concerned the variables that were there
+            plan = make_plan(facts, bucket_bytes=self._given["bucket_bytes"])
+            plan = planning.agree(plan, facts, self._process_set, name)
+        self._facts = {**self._facts, **facts}
         self._names.update({variable.ref(): name for name, variable in zip(names, new, strict=True)})
+        self._make_parts(plan)
         self._num_plans += 1
         return True
 
-    def _asked_of(self, new: Sequence[Any]) -> dict[str, Any]:
-        """What was asked for concerned the variables that were there at first."""
-        if self._num_plans:
-            return {"bucket_bytes": self._asked["bucket_bytes"]}
-        groups = self._asked["groups"]
+    def replan(self, plan: Plan, decision: Decision | None = None) -> None:
+        """Other buckets, the residuals kept; the state of the sparsifiers starts anew.
+
+        Args:
+            plan: of all variables that have their bucket, the same on all ranks.
+            decision: why it is taken.
+
+        Raises:
+            ArgumentError: if it does not fit. Nothing has changed then.
+        """
+        plan.check(self.parameters)
+        kept = residuals.held(self.parts, self._recipe.feedback.num_companions)
+        rates = residuals.learning_rates(self.parts)
+        self.parts, self.decision = [], decision
+        self.version += 1
+        self._make_parts(plan)
+        residuals.assign(self.parts, kept, rates)
+
+    def at(self, version: int, positions: Sequence[int]) -> list[Part]:
+        """Parts by their positions in `parts`.
+
+        Raises:
+            UnsupportedError: if the plan has changed meanwhile.
+        """
+        if version != self.version:
+            raise UnsupportedError(
+                "this function was traced before the plan changed: trace it again, by "
+                "step = tf.function(step.python_function), or by model.make_train_function(force=True) "
+                "where Keras has made it (hvd.callbacks.ReplanCallback does so)"
+            )
+        return [self.parts[position] for position in positions]
+
+    def _given_for(self, new: Sequence[Any]) -> dict[str, Any]:
+        """The arguments of `make_plan`; of groups, the variables that are there."""
+        groups = self._given["groups"]
         if not isinstance(groups, list):
-            return self._asked
+            return self._given
         known = {id(variable) for variable in new}
         present = [[variable for variable in group if id(variable) in known] for group in groups]
-        return {**self._asked, "groups": [group for group in present if group]}
+        return {**self._given, "groups": [group for group in present if group]}
 
-    def _make_parts(self, plan: Plan, facts: planning.Facts) -> None:
+    def _make_parts(self, plan: Plan) -> None:
         for names in plan.buckets:
-            first = facts[names[0]][0]
+            first = self._facts[names[0]][0]
             recipe = self._recipe.for_parameter(first.name, first.num_elements)
-            self.parts.append(self._bucket(SparseBucket, f"bucket{len(self.parts)}", names, recipe, facts))
+            self.parts.append(self._bucket(SparseBucket, f"bucket{len(self.parts)}", names, recipe))
         for name in plan.dense:
-            self.parts.append(self._dense(name, facts))
+            self.parts.append(self._dense(name))
 
     def _bucket(
-        self,
-        kind: type[SparseBucket],
-        label: str,
-        names: Sequence[str],
-        recipe: Recipe,
-        facts: planning.Facts,
+        self, kind: type[SparseBucket], label: str, names: Sequence[str], recipe: Recipe
     ) -> SparseBucket:
-        shapes = [tuple(facts[name][1].shape) for name in names]
-        dtype, collective = facts[names[0]][0].dtype, f"{self._name}.{len(self.parts)}"
-        return kind(f"{label}.{names[0]}", collective, names, shapes, dtype, recipe, self._place)
+        shapes, dtype = [tuple(self._facts[name][1].shape) for name in names], self._facts[names[0]][0].dtype
+        return kind(f"{label}.{names[0]}", self._collective(), names, shapes, dtype, recipe, self.place)
 
-    def _dense(self, name: str, facts: planning.Facts) -> Part:
+    def _dense(self, name: str) -> Part:
         """A variable that the plan leaves dense, with the feedback's share that a dense one has."""
         recipe = self._recipe.for_dense()
         if recipe.feedback.num_companions or getattr(recipe.feedback, "clip_norm", None) is not None:
-            return self._bucket(DenseBucket, "dense", [name], recipe, facts)
-        fact, variable = facts[name]
-        collective = f"{self._name}.{len(self.parts)}"
-        return DenseVariable(name, collective, tuple(variable.shape), fact.dtype, self._place)
+            return self._bucket(DenseBucket, "dense", [name], recipe)
+        fact, variable = self._facts[name]
+        return DenseVariable(name, self._collective(), tuple(variable.shape), fact.dtype, self.place)
+
+    def _collective(self) -> str:
+        """A name that no part has had before: another plan's requests are of other kinds."""
+        self._num_parts += 1
+        return f"{self._name}.{self._num_parts - 1}"
 
 
 def is_sparsifiable(gradient: Any, variable: Any) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
@@ -10,7 +12,8 @@ from horovod.tensorflow.compression import Compressor
 
 from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.feedback import Recipe
-from horovod_sparse.frontend import describe_recipe
+from horovod_sparse.frontend import Decision, describe_recipe
+from horovod_sparse.merging import Plan
 from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.tensorflow._horovod import hvd
 from horovod_sparse.tensorflow.checkpoint import CheckpointedState
@@ -99,6 +102,26 @@ class SparseCompressor(Compressor):
                 )
         return self._synchronizer
 
+    @property
+    def plan(self) -> Plan | None:
+        """Which variables form which bucket; None before the first step."""
+        return None if self._synchronizer is None else self._synchronizer.plan
+
+    @property
+    def decision(self) -> Decision | None:
+        """Why the plan was taken, where times decided about it: predictions, and the profile behind them."""
+        return None if self._synchronizer is None else self._synchronizer.decision
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether backward times wait for `replan`: from the same step on, on all ranks."""
+        return self._synchronizer is not None and self._synchronizer.is_measured
+
+    def replan(self, plan: Plan | None = None, *, measure_steps: int | None = None) -> None:
+        """Changes the buckets between two steps: see `GradientSynchronizer.replan`."""
+        if self._synchronizer is not None:
+            self._synchronizer.replan(plan, measure_steps=measure_steps)
+
     def state_dict(self) -> dict[str, Any]:
         """This rank's residuals and sparsifier states; `horovod_sparse.tensorflow.state` says more.
 
@@ -154,7 +177,9 @@ def _next_name(process_set: Any) -> str:
 
 
 def _comparable(value: Any) -> Any:
-    """Variables by identity: their == is elementwise."""
+    """Variables by identity: their == is elementwise. What is made anew in every step, by value."""
     if isinstance(value, (list, tuple)):
         return tuple(_comparable(item) for item in value)
-    return value if value is None or isinstance(value, (bool, int, float, str)) else id(value)
+    if value is None or isinstance(value, (bool, int, float, str)) or dataclasses.is_dataclass(value):
+        return value
+    return str(value) if isinstance(value, Path) else id(value)

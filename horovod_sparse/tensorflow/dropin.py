@@ -21,8 +21,9 @@ from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.tensorflow.driver import HOST, on_host, refuse_xla
 from horovod_sparse.tensorflow.momentum import refuse_double_momentum
+from horovod_sparse.tensorflow.started import Started
 from horovod_sparse.tensorflow.stock import StockCall, stock_call
-from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer, Started
+from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
 from horovod_sparse.tensorflow.tensors import dtype_name
 
 __all__ = ["DropIn", "Pending"]

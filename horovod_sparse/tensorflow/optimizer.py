@@ -34,6 +34,9 @@ def DistributedOptimizer(
     *,
     bucket_bytes: int | None = None,
     plan: Plan | None = None,
+    merging: Any = None,
+    tensor_selection: Any = None,
+    profile: Any = None,
 ) -> Any:
     """Wraps an optimizer; arguments and order are those of ``horovod.tensorflow.DistributedOptimizer``.
 
@@ -58,6 +61,9 @@ def DistributedOptimizer(
         scale_local_gradients: see there.
         bucket_bytes: see there.
         plan: see there.
+        merging: see there.
+        tensor_selection: see there.
+        profile: see there.
 
     Raises:
         ArgumentError: for an argument that is not allowed.
@@ -85,13 +91,23 @@ def DistributedOptimizer(
             scale_local_gradients,
             bucket_bytes=bucket_bytes,
             plan=plan,
+            merging=merging,
+            tensor_selection=tensor_selection,
+            profile=profile,
         )
     if isinstance(compression, SparseCompressor):
         raise UnsupportedError(
             f"{type(optimizer).__name__} is an optimizer of TensorFlow 1, which runs in sessions: use one of "
             "Keras, or a DistributedGradientTape, or compression=Compression.none"
         )
-    refuse_sparse_arguments(compression, bucket_bytes=bucket_bytes, plan=plan)
+    refuse_sparse_arguments(
+        compression,
+        bucket_bytes=bucket_bytes,
+        plan=plan,
+        merging=merging,
+        tensor_selection=tensor_selection,
+        profile=profile,
+    )
     return hvd.DistributedOptimizer(
         optimizer,
         name,

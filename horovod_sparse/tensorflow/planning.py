@@ -9,14 +9,27 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from horovod_sparse.collectives import Synchronization
 from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.feedback import ParameterRules
-from horovod_sparse.frontend import agreed_plan, describe_model
+from horovod_sparse.frontend import (
+    Asked,
+    Decision,
+    agreed_plan,
+    carry_out,
+    check_agreement,
+    describe_model,
+    make_plan,
+    plan_by_times,
+)
+from horovod_sparse.frontend.failures import raise_together
 from horovod_sparse.merging import ParameterFacts, Plan
+from horovod_sparse.sparsifiers import Sparsifier
 from horovod_sparse.tensorflow._horovod import hvd
+from horovod_sparse.tensorflow.calibration import carry_out_together, where_of
 from horovod_sparse.tensorflow.tensors import dtype_name
 
-__all__ = ["Facts", "agree", "facts_of"]
+__all__ = ["Facts", "agree", "facts_of", "planned", "together"]
 
 #: facts and variable, by name
 Facts = Mapping[str, tuple[ParameterFacts, Any]]
@@ -48,6 +61,70 @@ def facts_of(
         density = rules.density_of(name, num_elements) or 0.0
         facts[name] = ParameterFacts(name, num_elements, dtype, density=density), variable
     return facts
+
+
+def planned(
+    facts: Facts,
+    sparsifier: Sparsifier,
+    process_set: Any,
+    name: str,
+    asked: Asked | None,
+    arguments: Mapping[str, Any],
+) -> tuple[Plan, Decision | None]:
+    """The plan to begin with, the same on all ranks.
+
+    Args:
+        facts: as made by `facts_of`.
+        sparsifier: that the buckets have.
+        process_set: the ranks.
+        name: of collectives.
+        asked: how plans are made, if `merging` or `tensor_selection` ask for it; see `asked_for`.
+        arguments: of `make_plan`, if not.
+
+    Returns:
+        The plan, and why it was taken where a profile decided.
+
+    Raises:
+        ArgumentError: for a plan that does not fit.
+        ProfileMismatchError: on every rank alike, if ranks ask for different things, or a profile cannot
+            be read or applied.
+        StateMismatchError: on every rank alike, if their models differ.
+    """
+    together(check_agreement(asked), process_set, name)
+    if asked is None:
+        return agree(make_plan(facts, **arguments), facts, process_set, name), None
+    parameters = [fact for fact, _ in facts.values()]
+    decision, first = None, Plan(())
+    failure: Exception | None = None
+    try:
+        if asked.measures and asked.profile is not None and asked.complete:
+            decision = plan_by_times(asked, where_of(process_set), parameters, sparsifier, asked.profile)
+            first = decision.plan
+        else:
+            first = asked.first_plan(parameters)
+            first.check(parameters)
+    except Exception as error:  # a rule of the user's may fail on one rank alone
+        failure = error
+    together(raise_together(failure), process_set, name)
+    return agree(first, facts, process_set, name), decision
+
+
+def together(coroutine: Synchronization[Any], process_set: Any, name: str) -> Any:
+    """What a coroutine returns that all ranks run now, also while a function is traced.
+
+    In elastic training, where a worker that joins traces while the others go on, and with one rank, this
+    rank runs it alone.
+
+    Args:
+        coroutine: yields requests.
+        process_set: the ranks.
+        name: of collectives.
+    """
+    alone = process_set.size() == 1 or os.environ.get("HOROVOD_ELASTIC") == "1"
+    if alone:
+        return carry_out(coroutine, lambda request: request.buffer)  # type: ignore[union-attr]
+    with tf.init_scope(), tf.device("/cpu:0"):
+        return carry_out_together(coroutine, process_set, name)
 
 
 def agree(plan: Plan, facts: Facts, process_set: Any, name: str) -> Plan:

@@ -25,7 +25,7 @@ from horovod_sparse.errors import StateMismatchError, UnsupportedError
 from horovod_sparse.feedback.state import from_plain, to_plain
 from horovod_sparse.frontend import redistributed, share_factor
 from horovod_sparse.merging import Plan
-from horovod_sparse.tensorflow.parts import DenseVariable, SparseBucket
+from horovod_sparse.tensorflow import residuals
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
 
 __all__ = ["StateKeeper", "load", "redistribute", "save"]
@@ -54,14 +54,7 @@ def save(synchronizer: GradientSynchronizer) -> dict[str, Any]:
     if any(part.task.under_way for part in synchronizer.parts):
         raise UnsupportedError("residuals are saved between steps: a step is under way, or was interrupted")
     rank, size = synchronizer.place
-    held: list[dict[str, np.ndarray]] = [{} for _ in range(1 + synchronizer.recipe.feedback.num_companions)]
-    for part in synchronizer.parts:
-        if isinstance(part, DenseVariable) and part.carried is not None:
-            held[0][part.names[0]] = np.array(part.carried).reshape(part.shapes[0])
-        elif isinstance(part, SparseBucket):
-            for by_name, values in zip(held, part.held(), strict=True):
-                for name, shape, (start, stop) in zip(part.names, part.shapes, part.places, strict=True):
-                    by_name[name] = np.array(values[start:stop]).reshape(shape)
+    held = residuals.held(synchronizer.parts, synchronizer.recipe.feedback.num_companions)
     return {
         "format": _FORMAT,
         "algorithm": synchronizer.recipe.sparsifier.name,
@@ -112,7 +105,7 @@ def load(synchronizer: GradientSynchronizer, entry: Mapping[str, Any]) -> None:
         {renamed[name]: np.asarray(values).reshape(-1) * factor for name, values in by_name.items()}
         for by_name in (entry["residuals"], *entry["companions"])
     ]
-    _assign(synchronizer, held, rates)
+    residuals.assign(synchronizer.parts, held, rates)
     synchronizer.step = int(entry["step"])
     for part, state in zip(synchronizer.sparse, states, strict=kept):
         part.bucket.state = state
@@ -166,7 +159,7 @@ class StateKeeper:
             self._put()
         elif not entry:
             self._synchronizer.step = 0
-            _assign(self._synchronizer, (), {})
+            residuals.assign(self._synchronizer.parts, (), {})
 
     def _put(self) -> None:
         waiting, synchronizer = self._waiting, self._synchronizer
@@ -194,24 +187,6 @@ def redistribute(entries: Sequence[Mapping[str, Any]], rank: int, size: int) -> 
         ArgumentError: if there is no such rank.
     """
     return redistributed(entries, rank, size)
-
-
-def _assign(
-    synchronizer: GradientSynchronizer,
-    held: Sequence[Mapping[str, np.ndarray]],
-    rates: Mapping[str, float | None],
-) -> None:
-    for part in synchronizer.parts:
-        if isinstance(part, DenseVariable):
-            part.carried = held[0].get(part.names[0]) if held else None
-        elif isinstance(part, SparseBucket):
-            part.restart(rates.get(part.names[0]))
-            filled = [np.array(values) for values in part.held()]
-            for by_name, values in zip(held, filled, strict=False):
-                for name, (start, stop) in zip(part.names, part.places, strict=True):
-                    if name in by_name:
-                        values[start:stop] = by_name[name]
-            part.assign(filled)
 
 
 def _checked(synchronizer: GradientSynchronizer, entry: Mapping[str, Any]) -> dict[str, str]:

@@ -5,44 +5,27 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from horovod_sparse.feedback import Recipe
+from horovod_sparse.frontend import Decision
 from horovod_sparse.merging import Plan
 from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.tensorflow._horovod import hvd
 from horovod_sparse.tensorflow.buckets import Buckets
-from horovod_sparse.tensorflow.driver import refuse_xla, settle, unroll
+from horovod_sparse.tensorflow.driver import refuse_xla, settle
 from horovod_sparse.tensorflow.eager import EagerCalls
 from horovod_sparse.tensorflow.others import reduce_densely
 from horovod_sparse.tensorflow.parts import Part, SparseBucket
+from horovod_sparse.tensorflow.replanning import Replanning
+from horovod_sparse.tensorflow.started import Gradient, Started, start
 from horovod_sparse.tensorflow.steps import Steps
 from horovod_sparse.tensorflow.tensors import as_dense, as_rate, as_variable
 
 __all__ = ["GradientSynchronizer"]
-
-Gradient = Any  # tf.Tensor, tf.IndexedSlices or None
-
-
-@dataclass(frozen=True, eq=False)
-class Started:
-    """A synchronization in a graph, but for its end.
-
-    Attributes:
-        parts: that take part.
-        tokens: of the parts: see `unroll`.
-        positions: of all parts' variables, one part behind the other, among those given.
-        others: the gradients; done, where no part has them.
-    """
-
-    parts: list[Part]
-    tokens: list[tf.Tensor]
-    positions: list[int]
-    others: list[Gradient]
 
 
 class GradientSynchronizer:
@@ -57,14 +40,14 @@ class GradientSynchronizer:
         recipe: what to do with a bucket.
         process_set: the ranks that take part.
         average: whether sums are divided by the number of ranks.
-        groups: Horovod's argument: a number of buckets, or lists of variables that form one each.
-        bucket_bytes: of gradient in a bucket; 32 MiB if left out.
-        plan: which variables form which bucket, in place of both.
         sparse_as_dense: sparsify `tf.IndexedSlices` like any other gradient; they are gathered as they
             are otherwise.
         name: of its collectives; those of two synchronizers at work at the same time must differ.
+        **asked: how buckets are made (`groups`, `bucket_bytes`, `plan`, `merging`, `tensor_selection`,
+            `profile`): see `asked_for`.
 
     Attributes:
+        replanning: what is done about the plan.
         on_planned: called when variables have got their buckets, for saved state to be put into them.
     """
 
@@ -74,17 +57,15 @@ class GradientSynchronizer:
         *,
         process_set: Any = None,
         average: bool = True,
-        groups: Any = None,
-        bucket_bytes: int | None = None,
-        plan: Plan | None = None,
         sparse_as_dense: bool = False,
         name: str = "horovod_sparse",
+        **asked: Any,
     ) -> None:
         self.recipe, self.process_set = recipe, process_set or hvd.global_process_set
         self.average, self.sparse_as_dense, self.name = average, sparse_as_dense, name
-        asked = {"groups": groups, "bucket_bytes": bucket_bytes, "plan": plan}
         self._buckets = Buckets(recipe, self.process_set, name, lambda: self.place, **asked)
         self._steps = Steps()
+        self.replanning = Replanning(self._buckets, recipe.sparsifier, self.process_set, name)
         self._eagerly = EagerCalls(self._build)
         self._last_token: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self.on_planned: Callable[[], None] | None = None
@@ -143,6 +124,36 @@ class GradientSynchronizer:
         """Which variables form which bucket."""
         return self._buckets.plan
 
+    @property
+    def decision(self) -> Decision | None:
+        """Why the plan was taken, where times decided about it: predictions, and the profile behind them."""
+        return self._buckets.decision
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether backward times wait for `replan`: from the same step on, on all ranks."""
+        return self.replanning.is_measured
+
+    def replan(self, plan: Plan | None = None, *, measure_steps: int | None = None) -> None:
+        """Changes the buckets, between two steps; every rank does so alike. Residuals are kept.
+
+        Functions that were traced before have to be traced again; they raise an error otherwise.
+
+        Args:
+            plan: the new one. If left out, it is made as `merging` and `tensor_selection` ask for: costs
+                are measured again, unless a profile was given, and all ranks take rank 0's plan.
+            measure_steps: without a plan: so many steps are measured first, in functions that are traced
+                from now on, after one that has no beginning; call again when `is_measured` says so.
+
+        Raises:
+            ArgumentError: if no plan is given and `merging` was not either, or the plan does not fit.
+            ProfileMismatchError: on every rank alike, if no step has been measured.
+            UnsupportedError: while a step is under way.
+        """
+        if self.is_needed:
+            self.replanning.replan(plan, measure_steps)
+            self._eagerly = EagerCalls(self._build)
+
     @tf.autograph.experimental.do_not_convert
     def synchronize(
         self, gradients: Sequence[Gradient], variables: Sequence[Any], learning_rate: Any = None
@@ -174,6 +185,7 @@ class GradientSynchronizer:
         rate = as_rate(learning_rate)
         if not tf.executing_eagerly():
             return self._build(gradients, variables, rate)
+        self.replanning.refuse("eager steps")  # a tape gives all gradients at once
         try:
             return self._eagerly(gradients, variables, rate)
         except tf.errors.OpError as error:
@@ -190,7 +202,9 @@ class GradientSynchronizer:
         if not parts:
             return results
         like = [(tf.as_dtype(part.dtype), shape) for part in parts for shape in part.shapes]
-        sums = settle(started.tokens, lambda: self.finish(parts), like)
+        # by their positions: a graph shall not keep the memory of buckets that there are no more
+        version, positions = self._buckets.version, [self.parts.index(part) for part in parts]
+        sums = settle(started.tokens, lambda: self.finish(self._buckets.at(version, positions)), like)
         self._last_token[tf.compat.v1.get_default_graph()] = sums[0]
         for position, sum_ in zip(started.positions, sums, strict=True):
             results[position] = sum_
@@ -205,35 +219,17 @@ class GradientSynchronizer:
                 `name`, `ref`).
             rate: float64 [], NaN where it is not known.
         """
-        if self._buckets.add(gradients, variables) and self.on_planned is not None:
-            self.on_planned()
+        if self._buckets.add(gradients, variables):
+            self.replanning.planned()
+            if self.on_planned is not None:
+                self.on_planned()
         before = self._last_token.get(tf.compat.v1.get_default_graph())
         with tf.control_dependencies([] if before is None else [before]):
-            others, by_name = list(gradients), {}
-            for i, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):
-                name = self._buckets.name_of(variable)
-                if gradient is None or (name is not None and not isinstance(gradient, tf.IndexedSlices)):
-                    if name is not None:
-                        by_name[name] = i
-                    continue
-                others[i] = reduce_densely(gradient, f"{self.name}.other{i}", self.process_set, self.average)
-            parts = self._buckets.of(by_name)
-            tokens = [self._unroll(part, gradients, by_name, rate) for part in parts]
-        return Started(parts, tokens, [by_name[name] for part in parts for name in part.names], others)
+            common = self._reduce_other, self.replanning.stamped, self.process_set
+            return start(self._buckets, gradients, variables, rate, *common)
 
-    def _unroll(
-        self, part: Part, gradients: Sequence[Gradient], by_name: dict[str, int], rate: tf.Tensor
-    ) -> tf.Tensor:
-        given = [gradients[by_name[name]] for name in part.names]
-        inputs = [
-            tf.zeros(shape, part.dtype) if gradient is None else gradient
-            for gradient, shape in zip(given, part.shapes, strict=True)
-        ]
-
-        def begin(rate: np.ndarray, *arrays: np.ndarray) -> Any:
-            return part.begin(None if np.isnan(rate) else float(rate), arrays)
-
-        return unroll(part.task, begin, lambda: self.place, [rate, *inputs], self.process_set)
+    def _reduce_other(self, gradient: Gradient, i: int) -> Gradient:
+        return reduce_densely(gradient, f"{self.name}.other{i}", self.process_set, self.average)
 
     def finish(self, parts: Sequence[Part], scale: float | None = None) -> list[np.ndarray]:
         """On the host, when all coroutines have ended: see `Steps.finish`.
@@ -244,4 +240,10 @@ class GradientSynchronizer:
         """
         if scale is None:
             scale = 1.0 / self.place[1] if self.average else 1.0
-        return self._steps.finish(parts, scale)
+        try:
+            arrays = self._steps.finish(parts, scale)
+        except BaseException:
+            self.replanning.after_step(went_well=False)
+            raise
+        self.replanning.after_step(went_well=True)
+        return arrays

@@ -35,6 +35,9 @@ def DistributedGradientTape(
     *,
     bucket_bytes: int | None = None,
     plan: Plan | None = None,
+    merging: Any = None,
+    tensor_selection: Any = None,
+    profile: Any = None,
 ) -> Any:
     """Wraps a tape so that gradients are synchronized over ranks, sparsely.
 
@@ -70,6 +73,15 @@ def DistributedGradientTape(
         scale_local_gradients: divide gradients of local variables by the number of ranks.
         bucket_bytes: of gradient in a bucket; 32 MiB if left out.
         plan: which variables form which bucket, in place of `groups` and `bucket_bytes`.
+        merging: how buckets are made: "layerwise", "single", "omgs", "optimal", "joint",
+            ``fixed(num_elements=...)``, ``fixed(bytes=...)`` (`horovod_sparse.merging.fixed`), a function
+            of a workload and a cost model, or a `Plan`. Those that go by times (the three in the middle)
+            begin with the default plan, and measure 5 steps in a `tf.function`; see `compression.replan`.
+        tensor_selection: which variables are sparsified: "cost" (where it pays, by measured times), "all",
+            ``min_elements(...)`` (`horovod_sparse.merging.min_elements`), or a function of a variable's
+            facts that says yes or no.
+        profile: a `horovod_sparse.cost.Profile`, or the path of a saved one, the same on all ranks: what it
+            holds is not measured.
 
     Returns:
         A tape.
@@ -85,7 +97,14 @@ def DistributedGradientTape(
                 compression,
                 "Compression.parse(text), made once outside of the training loop: it keeps the residuals",
             )
-        refuse_sparse_arguments(compression, bucket_bytes=bucket_bytes, plan=plan)
+        refuse_sparse_arguments(
+            compression,
+            bucket_bytes=bucket_bytes,
+            plan=plan,
+            merging=merging,
+            tensor_selection=tensor_selection,
+            profile=profile,
+        )
         return hvd.DistributedGradientTape(
             gradtape,
             device_dense,
@@ -106,6 +125,9 @@ def DistributedGradientTape(
         groups=groups,
         bucket_bytes=bucket_bytes,
         plan=plan,
+        merging=merging,
+        tensor_selection=tensor_selection,
+        profile=profile,
         sparse_as_dense=sparse_as_dense,
     )
     return distributed(gradtape, synchronizer, scale_local_gradients)
@@ -128,6 +150,9 @@ def PartialDistributedGradientTape(
     *,
     bucket_bytes: int | None = None,
     plan: Plan | None = None,
+    merging: Any = None,
+    tensor_selection: Any = None,
+    profile: Any = None,
 ) -> Any:
     """As `DistributedGradientTape`, but the gradients of some layers stay local.
 
@@ -146,6 +171,9 @@ def PartialDistributedGradientTape(
         scale_local_gradients: see there.
         bucket_bytes: see there.
         plan: see there.
+        merging: see there.
+        tensor_selection: see there.
+        profile: see there.
 
     Raises:
         ArgumentError: if something in `local_layers` is no layer.
@@ -165,6 +193,9 @@ def PartialDistributedGradientTape(
         scale_local_gradients,
         bucket_bytes=bucket_bytes,
         plan=plan,
+        merging=merging,
+        tensor_selection=tensor_selection,
+        profile=profile,
     )
     for layer in layers:
         for variable in layer.trainable_weights:

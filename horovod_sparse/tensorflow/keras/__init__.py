@@ -18,6 +18,4 @@ from horovod_sparse.tensorflow.compression import Compression as Compression
 from horovod_sparse.tensorflow.compression import SparseCompressor as SparseCompressor
 from horovod_sparse.tensorflow.keras.models import load_model as load_model
 from horovod_sparse.tensorflow.keras.optimizer import DistributedOptimizer as DistributedOptimizer
-from horovod_sparse.tensorflow.keras.optimizer import (
-    PartialDistributedOptimizer as PartialDistributedOptimizer,
-)
+from horovod_sparse.tensorflow.keras.partial import PartialDistributedOptimizer as PartialDistributedOptimizer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from horovod_sparse.tensorflow.keras.callbacks_plan import ReplanCallback
 from horovod_sparse.tensorflow.keras.callbacks_ranks import (
     BestModelCheckpoint,
     BroadcastGlobalVariablesCallback,
@@ -18,4 +19,5 @@ __all__ = [
     "LearningRateScheduleCallback",
     "LearningRateWarmupCallback",
     "MetricAverageCallback",
+    "ReplanCallback",
 ]

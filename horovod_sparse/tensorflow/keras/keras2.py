@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.tensorflow.checkpoint import CheckpointedState
 from horovod_sparse.tensorflow.keras.reduction import SparseReducer
+from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
 
 __all__ = ["attach"]
 
@@ -51,11 +53,22 @@ def attach(wrapped: Any, reducer: SparseReducer, again: Callable[[Any], Any]) ->
     base: Any = cls.__bases__[0]
     # where Keras looks for the class that a saved model names; in Horovod there is none of that name
     cls.__module__ = base.__module__
-    cls.telemetry = property(lambda self: self._allreduce_grads.reducer.synchronizer.telemetry)
+    for attribute in ("telemetry", "plan", "decision", "is_measured"):
+        setattr(cls, attribute, property(partial(_of_synchronizer, attribute)))
+    cls.replan = lambda self, plan=None, **more: _synchronizer(self).replan(plan, **more)
     cls.state_dict = lambda self: self._horovod_sparse_keeper.state_dict()
     cls.load_state_dict = lambda self, entry: self._horovod_sparse_keeper.load_state_dict(entry)
     cls.from_config = classmethod(lambda cls, config, **more: again(base.from_config(config, **more)))
     return wrapped
+
+
+def _synchronizer(optimizer: Any) -> GradientSynchronizer:
+    synchronizer: GradientSynchronizer = optimizer._allreduce_grads.reducer.synchronizer
+    return synchronizer
+
+
+def _of_synchronizer(attribute: str, optimizer: Any) -> Any:
+    return getattr(_synchronizer(optimizer), attribute)
 
 
 def _learning_rate(optimizer: Any) -> Any:

@@ -8,10 +8,13 @@ from typing import Any
 import keras
 
 from horovod_sparse.errors import UnsupportedError
+from horovod_sparse.frontend import Decision
+from horovod_sparse.merging import Plan
 from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.tensorflow.keras.reduction import Accumulation, Reduction, SparseReducer
 from horovod_sparse.tensorflow.keras.saved import KerasState
 from horovod_sparse.tensorflow.state import StateKeeper
+from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
 
 __all__ = ["wrap"]
 
@@ -105,11 +108,40 @@ def _derived(base: Any, is_scaler: bool, again: Callable[[Any], Any]) -> Any:
             super().__setattr__(name, value)
 
         @property
-        def telemetry(self) -> Telemetry:
-            """What happened in the last step, and means; empty where a step is not sparse."""
+        def _horovod_sparse_synchronizer(self) -> GradientSynchronizer | None:
             reduction = self._horovod_sparse_reduction
             reducer = None if reduction is None else reduction.reducer
-            return reducer.synchronizer.telemetry if isinstance(reducer, SparseReducer) else Telemetry()
+            return reducer.synchronizer if isinstance(reducer, SparseReducer) else None
+
+        @property
+        def telemetry(self) -> Telemetry:
+            """What happened in the last step, and means; empty where a step is not sparse."""
+            synchronizer = self._horovod_sparse_synchronizer
+            return Telemetry() if synchronizer is None else synchronizer.telemetry
+
+        @property
+        def plan(self) -> Plan | None:
+            """Which variables form which bucket; None before the first step, and without a sparsifier."""
+            synchronizer = self._horovod_sparse_synchronizer
+            return synchronizer.plan if synchronizer is not None and synchronizer.parts else None
+
+        @property
+        def decision(self) -> Decision | None:
+            """Why the plan was taken, where times decided about it."""
+            synchronizer = self._horovod_sparse_synchronizer
+            return None if synchronizer is None else synchronizer.decision
+
+        @property
+        def is_measured(self) -> bool:
+            """Whether backward times wait for `replan`."""
+            synchronizer = self._horovod_sparse_synchronizer
+            return synchronizer is not None and synchronizer.is_measured
+
+        def replan(self, plan: Plan | None = None, *, measure_steps: int | None = None) -> None:
+            """Changes the buckets between two steps: see `GradientSynchronizer.replan`."""
+            synchronizer = self._horovod_sparse_synchronizer
+            if synchronizer is not None:
+                synchronizer.replan(plan, measure_steps=measure_steps)
 
         def register_local_var(self, variable: Any) -> None:
             """Keeps a variable's gradient local: it is not reduced."""

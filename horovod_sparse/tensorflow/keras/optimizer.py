@@ -10,14 +10,14 @@ from horovod.tensorflow.keras import DistributedOptimizer as _stock
 from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.merging import Plan
 from horovod_sparse.tensorflow._horovod import hvd
-from horovod_sparse.tensorflow.arguments import checked_groups, checked_layers, refuse_sparse_arguments
+from horovod_sparse.tensorflow.arguments import checked_groups, refuse_sparse_arguments
 from horovod_sparse.tensorflow.compression import Compression, SparseCompressor
 from horovod_sparse.tensorflow.keras import keras2
 from horovod_sparse.tensorflow.keras.dense import DenseReducer
 from horovod_sparse.tensorflow.keras.reduction import Accumulation, Reducer, Reduction, SparseReducer
 from horovod_sparse.tensorflow.momentum import refuse_double_momentum
 
-__all__ = ["DistributedOptimizer", "PartialDistributedOptimizer", "is_keras3"]
+__all__ = ["DistributedOptimizer", "is_keras3"]
 
 
 def is_keras3(optimizer: Any) -> bool:
@@ -43,6 +43,9 @@ def DistributedOptimizer(
     *,
     bucket_bytes: int | None = None,
     plan: Plan | None = None,
+    merging: Any = None,
+    tensor_selection: Any = None,
+    profile: Any = None,
 ) -> Any:
     """Wraps a Keras optimizer so that gradients are synchronized over ranks, sparsely.
 
@@ -93,10 +96,19 @@ def DistributedOptimizer(
         scale_local_gradients: divide gradients of local variables by the number of ranks.
         bucket_bytes: of gradient in a bucket; 32 MiB if left out.
         plan: which variables form which bucket, in place of `groups` and `bucket_bytes`.
+        merging: how buckets are made: "layerwise", "single", "omgs", "optimal", "joint",
+            ``fixed(num_elements=...)``, ``fixed(bytes=...)`` (`horovod_sparse.merging.fixed`), a function
+            of a workload and a cost model, or a `Plan`. Those that go by times (the three in the middle)
+            begin with the default plan, and measure 5 steps; see `hvd.callbacks.ReplanCallback`.
+        tensor_selection: which variables are sparsified: "cost" (where it pays, by measured times), "all",
+            ``min_elements(...)`` (`horovod_sparse.merging.min_elements`), or a function of a variable's
+            facts that says yes or no.
+        profile: a `horovod_sparse.cost.Profile`, or the path of a saved one, the same on all ranks: what it
+            holds is not measured.
 
     Returns:
-        An optimizer of a class derived from that of `optimizer`, with `telemetry`, `state_dict`,
-        `load_state_dict` and `register_local_var` besides.
+        An optimizer of a class derived from that of `optimizer`, with `telemetry`, `plan`, `decision`,
+        `is_measured`, `replan`, `state_dict`, `load_state_dict` and `register_local_var` besides.
 
     Raises:
         ArgumentError: for an argument that is not allowed.
@@ -110,7 +122,14 @@ def DistributedOptimizer(
         compression = Compression.parse(compression)
     is_sparse = isinstance(compression, SparseCompressor)
     if not is_sparse:
-        refuse_sparse_arguments(compression, bucket_bytes=bucket_bytes, plan=plan)
+        refuse_sparse_arguments(
+            compression,
+            bucket_bytes=bucket_bytes,
+            plan=plan,
+            merging=merging,
+            tensor_selection=tensor_selection,
+            profile=profile,
+        )
     if isinstance(optimizer, tf.compat.v1.train.Optimizer) or not hasattr(optimizer, "get_config"):
         raise UnsupportedError(
             f"{type(optimizer).__name__} is no optimizer of Keras. Optimizers of TensorFlow 1 are wrapped by "
@@ -137,6 +156,9 @@ def DistributedOptimizer(
             scale_local_gradients,
             bucket_bytes=bucket_bytes,
             plan=plan,
+            merging=merging,
+            tensor_selection=tensor_selection,
+            profile=profile,
         )
 
     reducer: Reducer | None = None
@@ -148,8 +170,16 @@ def DistributedOptimizer(
             groups=groups,
             bucket_bytes=bucket_bytes,
             plan=plan,
+            merging=merging,
+            tensor_selection=tensor_selection,
+            profile=profile,
             sparse_as_dense=sparse_as_dense,
         )
+        is_scaler = hasattr(optimizer, "inner_optimizer")
+        if backward_passes_per_step > 1 or is_scaler:
+            synchronizer.replanning.refuse(
+                "a LossScaleOptimizer" if is_scaler else "backward_passes_per_step above 1"
+            )
         reducer = SparseReducer(synchronizer, compression.keeper)
     elif is_keras3(optimizer):
         reducer = DenseReducer(
@@ -188,65 +218,3 @@ def DistributedOptimizer(
         scale_local_gradients=scale_local_gradients,
     )
     return keras2.attach(wrapped, reducer, again) if isinstance(reducer, SparseReducer) else wrapped
-
-
-def PartialDistributedOptimizer(
-    optimizer: Any,
-    name: str | None = None,
-    device_dense: str = "",
-    device_sparse: str = "",
-    compression: Any = Compression.none,
-    sparse_as_dense: bool = False,
-    gradient_predivide_factor: float = 1.0,
-    op: Any = hvd.Average,
-    groups: Any = None,
-    process_set: Any = hvd.global_process_set,
-    local_layers: Any = None,
-    scale_local_gradients: bool = True,
-    **more: Any,
-) -> Any:
-    """As `DistributedOptimizer`, but the gradients of some layers stay local.
-
-    Arguments and order are those of ``horovod.keras.PartialDistributedOptimizer``.
-
-    Args:
-        optimizer: see `DistributedOptimizer`, as for all other arguments.
-        name: see there.
-        device_dense: see there.
-        device_sparse: see there.
-        compression: see there.
-        sparse_as_dense: see there.
-        gradient_predivide_factor: see there.
-        op: see there.
-        groups: see there.
-        process_set: see there.
-        local_layers: a layer, or several; built already.
-        scale_local_gradients: see there.
-        **more: see there: what Horovod's function does not take.
-
-    Raises:
-        ArgumentError: if something in `local_layers` is no layer, or is not built yet.
-    """
-    layers = checked_layers(local_layers)
-    if not all(layer.built for layer in layers):
-        raise ArgumentError(
-            "local_layers", local_layers, "layers that are built: they have no variables before"
-        )
-    wrapped = DistributedOptimizer(
-        optimizer,
-        name,
-        device_dense,
-        device_sparse,
-        compression,
-        sparse_as_dense,
-        gradient_predivide_factor,
-        op,
-        groups=groups,
-        process_set=process_set,
-        scale_local_gradients=scale_local_gradients,
-        **more,
-    )
-    for layer in layers:
-        for variable in layer.trainable_weights:
-            wrapped.register_local_var(variable)
-    return wrapped

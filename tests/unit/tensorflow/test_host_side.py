@@ -13,10 +13,12 @@ tf = pytest.importorskip("tensorflow")
 import horovod_sparse.tensorflow as hvd  # noqa: E402
 from horovod_sparse.collectives import AllGather, AllReduce  # noqa: E402
 from horovod_sparse.errors import (  # noqa: E402
+    ArgumentError,
     CollectiveMismatchError,
     HorovodSparseError,
     UnknownNameError,
 )
+from horovod_sparse.merging import Plan, fixed, min_elements  # noqa: E402
 from horovod_sparse.tensorflow.output import DenseOutput  # noqa: E402
 from horovod_sparse.tensorflow.task import Task  # noqa: E402
 from horovod_sparse.tensorflow.tensors import numpy_dtype  # noqa: E402
@@ -130,3 +132,36 @@ def test_a_compressor_is_hashable_and_travels_as_its_recipe():
     assert len({compression, hvd.Compression.exdyna(density=0.01)}) == 2, "each is a memory of its own"
     with pytest.raises(HorovodSparseError, match="something else"):
         compression.compress(tf.ones([3]))
+
+
+def test_arguments_that_every_step_makes_anew_are_compared_by_value():
+    def bound(compression, size=100, **more):
+        return compression.bind(
+            process_set=hvd.global_process_set,
+            tensor_selection=min_elements(size),
+            **{"merging": fixed(bytes=1000), **more},
+        )
+
+    compression = hvd.Compression.topk(density=0.5)
+    assert bound(compression) is bound(compression)
+    with pytest.raises(ArgumentError, match=r"tensor_selection.*made once"):
+        bound(compression, size=101)
+    with pytest.raises(ArgumentError, match=r"merging.*made once"):
+        bound(compression, merging="single")
+    planned = hvd.Compression.topk(density=0.5)
+    first = planned.bind(process_set=hvd.global_process_set, plan=Plan((("a", "b"),)))
+    assert planned.bind(process_set=hvd.global_process_set, plan=Plan((("a", "b"),))) is first
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"merging": "optimal", "bucket_bytes": 100}, ArgumentError, "merging and bucket_bytes"),
+        ({"merging": "optimum"}, UnknownNameError, "optimal"),
+        ({"profile": "profile.json"}, ArgumentError, "merging='optimal'"),
+        ({"merging": "joint", "tensor_selection": "cost"}, ArgumentError, "merging and tensor_selection"),
+    ],
+)
+def test_arguments_that_contradict_each_other_are_refused_at_once(arguments, error, words):
+    with pytest.raises(error, match=words):
+        hvd.Compression.topk(density=0.5).bind(process_set=hvd.global_process_set, **arguments)

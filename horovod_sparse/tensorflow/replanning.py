@@ -1,0 +1,102 @@
+"""Changing the buckets of a training: by hand, or by times measured in its first steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from horovod_sparse.errors import ArgumentError, UnsupportedError
+from horovod_sparse.merging import Plan
+from horovod_sparse.sparsifiers import Sparsifier
+from horovod_sparse.tensorflow.buckets import Buckets
+from horovod_sparse.tensorflow.warmup import WarmUp
+
+__all__ = ["Replanning"]
+
+
+class Replanning:
+    """What a synchronizer does about its plan.
+
+    Args:
+        buckets: of the synchronizer.
+        sparsifier: that they have.
+        process_set: the ranks.
+        name: of collectives.
+    """
+
+    def __init__(self, buckets: Buckets, sparsifier: Sparsifier, process_set: Any, name: str) -> None:
+        self._buckets, self._sparsifier = buckets, sparsifier
+        self._process_set, self._name = process_set, name
+        self._warmup: WarmUp | None = None
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether backward times wait for `replan`: from the same step on, on all ranks."""
+        return self._warmup is not None and self._warmup.is_measured and self._buckets.decision is None
+
+    def planned(self) -> None:
+        """Variables have got their first buckets: measures, where times decide and no profile has them."""
+        asked = self._buckets.asked
+        if asked is not None and asked.measures:
+            self._warmup = WarmUp(
+                asked, self._buckets.parameters, self._sparsifier, self._process_set, self._name
+            )
+            if self._buckets.decision is not None:
+                self._warmup.stop()
+
+    def stamped(self, gradients: Sequence[Any], by_name: Mapping[str, int]) -> list[Any]:
+        """The gradients, their times taken if that is wanted.
+
+        Args:
+            gradients: None where there is none.
+            by_name: positions of those that have buckets, by the names of their variables.
+        """
+        given = list(gradients)
+        if self._warmup is not None and self._warmup.recording:
+            present = {name: i for name, i in by_name.items() if given[i] is not None}
+            stamped = self._warmup.stamped([given[i] for i in present.values()], list(present))
+            for i, gradient in zip(present.values(), stamped, strict=True):
+                given[i] = gradient
+        return given
+
+    def after_step(self, went_well: bool) -> None:
+        """A synchronization has ended, or was given up, on all ranks."""
+        if self._warmup is not None:
+            (self._warmup.after_step if went_well else self._warmup.given_up)()
+
+    def refuse(self, where: str) -> None:
+        """Refuses to need times where none can be measured.
+
+        Args:
+            where: that is, in words.
+
+        Raises:
+            UnsupportedError: if times are needed, and not known yet.
+        """
+        asked = self._buckets.asked
+        if asked is None or not asked.measures or asked.complete or self._buckets.decision is not None:
+            return
+        raise UnsupportedError(
+            f"{asked.describe()} needs backward times, and with {where} none can be taken of a single "
+            "gradient: give a profile that has them, as decision.profile.save(path) writes it after a run "
+            "in a tf.function without"
+        )
+
+    def replan(self, plan: Plan | None, measure_steps: int | None) -> None:
+        """See `GradientSynchronizer.replan`."""
+        if any(part.task.under_way for part in self._buckets.parts):
+            raise UnsupportedError("plans change between steps: a step is under way, or was interrupted")
+        if plan is not None:
+            if measure_steps is not None:
+                raise ArgumentError("measure_steps", measure_steps, "either it or a plan")
+            if self._warmup is not None:
+                self._warmup.stop()
+            self._buckets.replan(plan)
+        elif self._warmup is None:
+            raise ArgumentError("plan", plan, "a plan, or merging='optimal' beside the compression")
+        elif measure_steps is not None:
+            self._warmup.measure(measure_steps)
+            self._buckets.replan(self._buckets.plan)
+        else:
+            decision = self._warmup.decide()
+            self._buckets.replan(decision.plan, decision)

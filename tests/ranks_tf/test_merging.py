@@ -1,0 +1,251 @@
+"""Plans made by arguments and by times, under real ranks: the same on all of them, and nothing lost."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import horovod_sparse.tensorflow as hvd
+import horovod_sparse.tensorflow.keras as hvd_keras
+from horovod_sparse.cost import Fit, Profile
+from horovod_sparse.errors import ProfileMismatchError, UnsupportedError
+from horovod_sparse.merging import Plan, fixed, min_elements
+from support.keras_models import fit, flat, keras, make_model
+
+SHAPES = {"first": (40, 30), "bias": (7,), "second": (3, 5, 11), "wide": (100, 60)}
+#: steps until backward is measured
+MEASURED = 7
+
+
+def drawn(rank: int, step: int) -> list[np.ndarray]:
+    generator = np.random.default_rng([rank, step])
+    return [(generator.integers(-64, 65, shape) / 64).astype(np.float32) for shape in SHAPES.values()]
+
+
+class Descent:
+    """Variables, a tape with a compressor, and a function that may be traced again."""
+
+    def __init__(self, text="topk:density=0.05", **arguments):
+        self.variables = [tf.Variable(tf.zeros(shape), name=name) for name, shape in SHAPES.items()]
+        self.compression = hvd.Compression.parse(text)
+        self.arguments = arguments
+        self.given = [np.zeros(shape) for shape in SHAPES.values()]
+        self.trace()
+
+    def step(self, *inputs):
+        with tf.GradientTape() as tape:
+            loss = tf.add_n([tf.reduce_sum(v * x) for v, x in zip(self.variables, inputs, strict=True)])
+        tape = hvd.DistributedGradientTape(tape, compression=self.compression, **self.arguments)
+        for variable, gradient in zip(self.variables, tape.gradient(loss, self.variables), strict=True):
+            variable.assign_sub(gradient)
+
+    def trace(self):
+        self.function = tf.function(self.step)
+
+    def run(self, number: int):
+        inputs = drawn(hvd.rank(), number)
+        self.function(*map(tf.constant, inputs))
+        for total, array in zip(self.given, inputs, strict=True):
+            total += array
+
+    def check_nothing_is_lost(self):
+        """Law 1, over all steps: what was applied and what is held is what was given."""
+        held = self.compression.state_dict()["residuals"]
+        for name, variable, given in zip(SHAPES, self.variables, self.given, strict=True):
+            residual = np.asarray(held.get(name, np.zeros(SHAPES[name])), np.float64)
+            both = hvd.allreduce(tf.constant(np.stack([residual, given])), name=f"law1.{name}").numpy()
+            np.testing.assert_allclose(both[0] - variable.numpy(), both[1], atol=1e-4)
+
+
+def same_everywhere(plan: Plan) -> bool:
+    everyone = hvd.allgather_object(plan.to_dict())
+    return all(other == everyone[0] for other in everyone)
+
+
+def profile(**changed):
+    times, fits = dict.fromkeys(SHAPES, 1e-3), {"allgather": Fit(1e-3, 1e-8), "allreduce": Fit(1e-3, 1e-8)}
+    selection = {"topk": Fit(1e-5, 1e-9)}
+    made = Profile(hvd.size(), "tensorflow", "gloo", 0.001, fits, selection, {}, times, 1e-3)
+    return dataclasses.replace(made, **changed)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "plan"),
+    [
+        ({"merging": "layerwise"}, Plan((("wide",), ("second",), ("bias",), ("first",)))),
+        ({"merging": "single"}, Plan((("wide", "second", "bias", "first"),))),
+        ({"merging": fixed(num_elements=150)}, Plan((("wide",), ("second",), ("bias", "first")))),
+        (
+            {"tensor_selection": min_elements(100)},
+            Plan((("wide", "second", "first"),), ("bias",)),
+        ),
+        ({"merging": Plan((("first", "wide"),), ("second", "bias"))}, None),
+    ],
+    ids=["layerwise", "single", "fixed", "min_elements", "plan"],
+)
+def test_plans_that_need_no_times(arguments, plan):
+    descent = Descent(**arguments)
+    for number in range(2):
+        descent.run(number)
+    assert descent.compression.plan == (arguments["merging"] if plan is None else plan)
+    assert descent.compression.decision is None and not descent.compression.is_measured
+    descent.check_nothing_is_lost()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"merging": "optimal", "tensor_selection": "cost"}, {"merging": "joint"}],
+    ids=["optimal-cost", "joint"],
+)
+def test_all_ranks_change_to_one_plan_and_lose_nothing(arguments):
+    descent = Descent(**arguments)
+    compression, number = descent.compression, iter(range(1000))
+    for _ in range(MEASURED):
+        assert not compression.is_measured
+        descent.run(next(number))
+    assert compression.is_measured and compression.decision is None
+    default = compression.plan
+    compression.replan()
+    decision = compression.decision
+    assert compression.plan == decision.plan and not compression.is_measured
+    assert decision.predicted_seconds["taken"] > 0.0
+    assert len(set(hvd.allgather_object(decision.profile.digest()))) == 1
+    # the graph of the old plan is refused, on all ranks and without a word to the others
+    with pytest.raises(tf.errors.OpError, match=r"UnsupportedError.*trace it again"):
+        descent.run(next(number))
+    plans = [
+        decision.plan,
+        Plan((("wide", "second"),), ("bias", "first")),
+        Plan((("bias",), ("first", "second")), ("wide",)),
+        default,
+    ]
+    for plan in plans:
+        if plan is not decision.plan:
+            compression.replan(plan)
+        descent.trace()
+        for _ in range(2):
+            descent.run(next(number))
+        assert compression.plan == plan and same_everywhere(compression.plan)
+        # it has taken effect: what is synchronized together is what the plan says
+        parts = compression.synchronizer.parts
+        assert [part.names for part in parts] == [*plan.buckets, *((name,) for name in plan.dense)]
+        assert all(len(part.task.legs) == 1 + len(part.task.kinds) for part in parts)
+        descent.check_nothing_is_lost()
+    compression.replan(measure_steps=2)
+    descent.trace()
+    for _ in range(1 + 2):
+        assert not compression.is_measured
+        descent.run(next(number))
+    assert compression.is_measured
+    compression.replan()
+    descent.trace()
+    descent.run(next(number))
+    descent.check_nothing_is_lost()
+    everyone = hvd.allgather_object([variable.numpy() for variable in descent.variables])
+    assert all(np.array_equal(mine, theirs) for mine, theirs in zip(everyone[0], everyone[-1], strict=True))
+
+
+def test_times_are_those_of_backward():
+    """A gradient that takes long to compute has the time, and not the one that is there before."""
+    import time
+
+    variables = [tf.Variable(tf.ones([32]), name=name) for name in ("late", "early")]
+    synchronizer = hvd.Compression.topk(density=0.5).bind(merging="optimal")
+
+    def sleep(array):
+        time.sleep(0.05)
+        return array
+
+    @tf.function
+    def step(gradient):
+        slow = tf.numpy_function(sleep, [gradient], tf.float32, stateful=False)
+        slow.set_shape([32])
+        return synchronizer.synchronize([slow, gradient], variables)
+
+    for _ in range(MEASURED):
+        step(tf.ones([32]))
+    synchronizer.replan()
+    times = synchronizer.decision.profile.backward_seconds
+    assert 0.05 <= times["late"] < 0.5
+    assert times["early"] < 0.04
+
+
+def test_a_saved_profile_skips_the_measuring(tmp_path):
+    first = Descent(merging="optimal")
+    for number in range(MEASURED):
+        first.run(number)
+    first.compression.replan()
+    path = tmp_path / "profile.json"
+    first.compression.decision.profile.save(path)
+    again = Descent(merging="optimal", profile=path)
+    again.run(0)
+    assert again.compression.decision == first.compression.decision
+    assert again.compression.plan == first.compression.plan
+    # with it, eager steps can have such a plan, too
+    eager = Descent(merging="optimal", profile=path)
+    eager.function = eager.step
+    eager.run(0)
+    assert eager.compression.plan == first.compression.plan
+    for changed in (again, eager):
+        changed.check_nothing_is_lost()
+
+
+def refused_by_all(run, match):
+    with pytest.raises(ProfileMismatchError, match=match):
+        run()
+    assert hvd.allreduce(tf.ones([]), op=hvd.Sum, name="still here").numpy() == hvd.size()
+
+
+def test_ranks_that_differ_are_refused_on_all(rank, tmp_path):
+    def of(given, merging="optimal"):
+        synchronizer = hvd.Compression.topk(density=0.05).bind(merging=merging, profile=given)
+        variables = [tf.Variable(tf.zeros(shape), name=name) for name, shape in SHAPES.items()]
+        gradients = [tf.ones(shape) for shape in SHAPES.values()]
+        # not in a function of ours: its errors are those of the front end, not AutoGraph's
+        return lambda: tf.function(lambda: synchronizer.synchronize(gradients, variables))()
+
+    refused_by_all(of(profile(cycle_seconds=0.001 * (1 + rank))), "loaded another profile")
+    refused_by_all(of(profile() if rank else None), "loaded another profile")
+    path = tmp_path / f"profile{rank}.json"
+    if rank == 0:
+        profile().save(path)
+    refused_by_all(of(path), "rank 1 cannot read its profile")
+    refused_by_all(of(None, "optimal" if rank else "omgs"), "rank 0 asks for merging=omgs")
+    lacking = {name: 1e-3 for name in SHAPES if name != "bias"}
+    refused_by_all(of(profile(backward_seconds=lacking)), "no backward time for bias")
+    refused_by_all(of(profile(size=1)), "1 rank")
+
+
+def test_where_no_time_can_be_taken_that_is_said():
+    descent = Descent(merging="optimal")
+    descent.function = descent.step
+    with pytest.raises(UnsupportedError, match=r"eager steps.*give a profile"):
+        descent.run(0)
+    with pytest.raises(UnsupportedError, match=r"backward_passes_per_step.*give a profile"):
+        hvd_keras.DistributedOptimizer(
+            keras.optimizers.SGD(0.1), compression="topk", merging="optimal", backward_passes_per_step=2
+        )
+    with pytest.raises(UnsupportedError, match=r"LossScaleOptimizer.*give a profile"):
+        scaler = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))
+        hvd_keras.DistributedOptimizer(scaler, compression="topk", merging="optimal")
+
+
+def test_fit_changes_its_plan_by_a_callback(rank, size, everywhere):
+    """In the middle of an epoch; everything is sent, so training is what it is without."""
+    results = []
+    for merging in ("optimal", "single"):
+        optimizer = hvd_keras.DistributedOptimizer(
+            keras.optimizers.SGD(0.1, momentum=0.9), compression="topk:density=1.0", merging=merging
+        )
+        model = make_model()
+        fit(model, optimizer, rank, size, epochs=3, callbacks=[hvd_keras.callbacks.ReplanCallback()])
+        results.append(flat(model))
+        assert (optimizer.decision is None) == (merging == "single")
+        assert optimizer.telemetry.num_steps == 18
+        assert same_everywhere(optimizer.plan)
+        weights = everywhere(flat(model))
+        assert (weights == weights[0]).all()
+    np.testing.assert_allclose(results[0], results[1], rtol=1e-4, atol=1e-6)
