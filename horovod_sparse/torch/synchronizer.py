@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,9 +14,10 @@ from horovod_sparse.frontend import Asked, Decision
 from horovod_sparse.merging import ParameterFacts, Plan
 from horovod_sparse.telemetry import StepReport, Telemetry
 from horovod_sparse.torch import residuals
-from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.driver import Driver
-from horovod_sparse.torch.parts import DenseBucket, DenseParameter, Part, SparseBucket
+from horovod_sparse.torch.explained import explain
+from horovod_sparse.torch.parts import DenseBucket, Part, SparseBucket
+from horovod_sparse.torch.parts_of_plan import parts_of
 from horovod_sparse.torch.transport import transport_words
 from horovod_sparse.torch.warmup import WarmUp
 
@@ -105,16 +105,8 @@ class GradientSynchronizer:
 
     def build(self, plan: Plan) -> None:
         """Fresh buckets for a plan. Gradients stay what they are."""
-        self._place = place = (self.rank, self.size)
-        parts: list[Part] = []
-        for number, names in enumerate(plan.buckets):
-            parameters = [self.facts[name][1] for name in names]
-            group = self.facts[names[0]][0].group
-            name = f"bucket{number}.{names[0]}"
-            recipe = self.recipe.for_parameter(names[0], parameters[0].numel())
-            rate = partial(self._learning_rate, group)
-            parts.append(SparseBucket(name, names, parameters, recipe, rate, place))
-        parts += [self._dense(name) for name in plan.dense]
+        self._place = (self.rank, self.size)
+        parts = parts_of(plan, self.facts, self.recipe, self._learning_rate, self._place)
         for part in parts:
             part.gradient.gather_existing()
         self.plan, self.parts = plan, parts
@@ -124,15 +116,6 @@ class GradientSynchronizer:
             for part in parts
             for parameter, view in zip(part.gradient.parameters, part.gradient.views, strict=True)
         }
-
-    def _dense(self, name: str) -> Part:
-        """A parameter that the plan leaves dense, with the feedback's share that a dense one has."""
-        facts, parameter = self.facts[name]
-        recipe = self.recipe.for_dense()
-        if recipe.feedback.num_companions == 0 and getattr(recipe.feedback, "clip_norm", None) is None:
-            return DenseParameter(name, parameter, self._place)
-        rate = partial(self._learning_rate, facts.group)
-        return DenseBucket(f"dense.{name}", [name], [parameter], recipe, rate, self._place)
 
     def _learning_rate(self, group: int) -> float | None:
         # by number: load_state_dict makes new dicts of the groups
@@ -210,7 +193,7 @@ class GradientSynchronizer:
             self.driver.wait(tasks)
         except BaseException as error:
             self.give_up()
-            _explain(error)
+            explain(error)
             raise
         errors = [task.error for task in tasks if task.error is not None]
         if errors:
@@ -273,13 +256,3 @@ class GradientSynchronizer:
         rates = {name: part.bucket.learning_rate for part in self.sparse for name in part.names}
         self.build(plan)
         residuals.assign(self.parts, held, rates)
-
-
-def _explain(error: BaseException) -> None:
-    """Raises what the user can change instead of a failure of Horovod's, where that is known."""
-    if isinstance(error, hvd.HorovodInternalError) and "join" in str(error).lower():
-        raise UnsupportedError(
-            "a rank has called hvd.join(): Horovod can fill in for a joined rank in an allreduce only, and "
-            "sparse synchronization needs every rank's message. Give every rank the same number of batches "
-            f"(drop_last=True, or a padding sampler) ({error})"
-        ) from error
