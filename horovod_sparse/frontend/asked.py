@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,10 +62,7 @@ class Asked:
 
     def describe(self) -> str:
         """One line, equal on ranks that ask for the same."""
-        selection = (
-            self.selection if isinstance(self.selection, str) else getattr(self.selection, "__name__", "")
-        )
-        return f"merging={self.merging}, tensor_selection={selection or repr(self.selection)}"
+        return f"merging={self.merging}, tensor_selection={_name_of(self.selection)}"
 
     def first_plan(self, parameters: Sequence[ParameterFacts]) -> Plan:
         """The plan that needs no times: the one asked for, or the default one until times are known.
@@ -156,9 +154,19 @@ def asked_for(
         raise UnknownNameError("tensor_selection", selection, ["all", "cost", "min_elements(...)"])
     if not isinstance(selection, str) and not callable(selection):
         raise ArgumentError("tensor_selection", selection, "'cost', 'all', min_elements(...) or a function")
-    name = merging if isinstance(merging, str) else getattr(strategy, "__name__", repr(strategy))
     given, failure = _profile(profile)
-    return Asked(name, strategy, selection, given, failure), None
+    return Asked(
+        _name_of(strategy if merging is None else merging), strategy, selection, given, failure
+    ), None
+
+
+def _name_of(rule: Any) -> str:
+    """What a rule is called; the same on all ranks, so without addresses."""
+    if isinstance(rule, str):
+        return rule
+    if dataclasses.is_dataclass(rule):
+        return repr(rule)
+    return str(getattr(rule, "__name__", type(rule).__name__))
 
 
 def _profile(given: Any) -> tuple[Profile | None, HorovodSparseError | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 
 import pytest
@@ -190,6 +191,18 @@ def test_what_differs_between_ranks_is_refused_by_all(tmp_path):
         ends = decided([asked(merging="optimal", profile=p) for p in (PROFILE, path)])
         refusing(ends, ProfileMismatchError, match)
         assert "rank 1" in str(ends[0])
+
+
+def test_rules_are_named_alike_in_every_process():
+    class Rule:
+        def __call__(self, parameter):
+            return True
+
+    rules = {"Rule": Rule(), "MinElements(num_elements=7)": min_elements(7), "cost": "cost"}
+    for name, rule in rules.items():
+        assert asked(tensor_selection=rule).describe().endswith(f"tensor_selection={name}")
+    partly = functools.partial(fixed(num_elements=10))
+    assert asked(merging=partly).describe() == "merging=partial, tensor_selection=all"
 
 
 def test_agreement_alone():
