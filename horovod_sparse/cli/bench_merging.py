@@ -44,7 +44,7 @@ def parser() -> argparse.ArgumentParser:
     add("--network", choices=tuple(NETWORKS), default="gloo", help="what carries collectives (default gloo)")
     add("--cycle-time", type=float, help="HOROVOD_CYCLE_TIME in milliseconds (Horovod's own default: 1)")
     add("--repeat", type=count, default=8, help="blocks of iterations (default %(default)s)")
-    add("--iterations", type=count, default=5, help="in a block, beside one before it (default %(default)s)")
+    add("--iterations", type=count, default=5, help="in a block (default %(default)s)")
     add("--timeout", type=float, default=600, help="seconds for the launch (default %(default)s)")
     add("--json", nargs="?", const="-", metavar="FILE", help="write JSON to FILE, or to stdout")
     return made
@@ -71,7 +71,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             hosts=hosts,
             network=options.network,
             num_ranks=options.hosts,
-            total=1 + len(METHODS) * (options.repeat + 1),
+            total=1 + len(METHODS) * options.repeat,
         )
     result = {"benchmark": "merging", "model": options.model, "machine": machine, **found}
     return {**result, "goals": goals(result["results"])}

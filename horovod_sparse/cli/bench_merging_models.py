@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import itertools
 import time
@@ -71,8 +72,7 @@ class _Replay(nn.Module):
         self._backward_seconds = [scale * seconds for seconds in workload.backward_seconds]
         sizes = [max(1, round(scale * parameter.num_elements)) for parameter in workload.parameters]
         self.held = nn.ParameterList([nn.Parameter(torch.zeros(size)) for size in sizes])
-        scales = torch.logspace(-4, -2, len(sizes))
-        self._drawn = [torch.randn(size) * scale for size, scale in zip(sizes, scales, strict=True)]
+        self._drawn = _drawn(tuple(sizes))
 
     def forward(self) -> Any:
         """A loss that hangs on all parameters, whose gradients come in the table's order and at its times."""
@@ -81,3 +81,10 @@ class _Replay(nn.Module):
         for row in zip(self.held, self._drawn, self._backward_seconds, strict=True):
             signal = _Sleeping.apply(signal, *row)
         return signal
+
+
+@functools.cache
+def _drawn(sizes: tuple[int, ...]) -> list[Any]:
+    """Gradients, each parameter's at a scale of its own; the same for all networks of a rank."""
+    scales = torch.logspace(-4, -2, len(sizes))
+    return [torch.randn(size) * scale for size, scale in zip(sizes, scales, strict=True)]

@@ -8,13 +8,13 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from horovod_sparse.cli.bench_merging_models import make_network
-from horovod_sparse.cli.bench_samples import plain, summarize
-from horovod_sparse.cli.bench_sync_rank import measure_methods
-from horovod_sparse.cli.bench_wire import Round
+from horovod_sparse.cli.bench_samples import plain, summarize, timed
+from horovod_sparse.cli.bench_sync_rank import barrier
 from horovod_sparse.cost import Profile
 from horovod_sparse.frontend import measured_step
 from horovod_sparse.merging import Plan, Timeline, fixed, predict
@@ -37,10 +37,14 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 #: with one synchronization to begin with and one to warm up, the 5 that are measured
 _WARMUP_STEPS = 7
+#: iterations of a fresh network before those that count
+_FIRST_ITERATIONS = 2
 
 
 class Training:
-    """A network under one plan; a method, as `measure_methods` takes it.
+    """A network under one plan.
+
+    It is made anew for every block of iterations, and alone in memory: as in a training of its own.
 
     Args:
         name: in results.
@@ -48,27 +52,45 @@ class Training:
         profile: of the cluster and the network; measured if left out.
     """
 
-    num_warmup = 1
-
     def __init__(self, name: str, settings: dict[str, Any], profile: Profile | None = None) -> None:
-        self.name = name
+        self.name, self.iterations = name, settings["iterations"]
+        self._settings, self._arguments = settings, dict(METHODS[name])
+        self._sparsifier = hvd.Compression.parse(settings["sparsifier"])
+        if self._arguments.get("merging") in ("omgs", "optimal", "joint") or "cost" in name:
+            self._arguments["profile"] = profile
+        self.parts: dict[str, float] = {}
+        self.timeline: Timeline | None = None
+        self.plan = Plan(())
+        self.bucket_elements: list[int] = []
+
+    def make(self) -> None:
+        """The network and its optimizer."""
         torch.manual_seed(hvd.rank())  # data differ between ranks
-        self._model, self._loss = make_network(settings["model"], settings["scale"])
+        self._model, self._loss = make_network(self._settings["model"], self._settings["scale"])
         named = list(self._model.named_parameters())
         hvd.broadcast_parameters(dict(named), root_rank=0)
-        self._sparsifier = hvd.Compression.parse(settings["sparsifier"])
-        arguments = METHODS[name]
-        if arguments.get("merging") in ("omgs", "optimal", "joint"):
-            arguments = {**arguments, "profile": profile}
         # small, so that the sleeping network does not run away
         sgd = torch.optim.SGD(self._model.parameters(), lr=1e-6)
-        self.optimizer = hvd.DistributedOptimizer(sgd, named, self._sparsifier, **arguments)
-        self.parts: dict[str, float] = {}
-        self.iterations = settings["iterations"]
+        self.optimizer = hvd.DistributedOptimizer(sgd, named, self._sparsifier, **self._arguments)
 
     def prepare(self) -> None:
-        """One iteration that does not count: the caches are another method's."""
-        self.run_once()
+        """Fresh, and past its first iterations."""
+        self.make()
+        for _ in range(_FIRST_ITERATIONS):
+            self.run_once()
+
+    def finish(self, profile: Profile) -> None:
+        """Keeps what is to be told, and nothing else.
+
+        Args:
+            profile: by which an iteration is predicted.
+        """
+        self.timeline, self.plan = self.predicted(profile), self.optimizer.plan
+        facts = self.optimizer._synchronizer.facts
+        self.bucket_elements = [
+            sum(facts[name][0].num_elements for name in names) for names in self.plan.buckets
+        ]
+        del self._model, self._loss, self.optimizer
 
     def run(self) -> None:
         """Iterations one behind the other, as in a training."""
@@ -97,14 +119,11 @@ class Training:
         }
         for part, seconds in found.items():
             self.parts[part] = self.parts.get(part, 0.0) + seconds / self.iterations
-
-    def rounds(self) -> list[Round]:
-        """None: bytes are not this measurement's matter."""
-        return []
+        self._last = optimizer.telemetry.last
 
     def facts(self) -> dict[str, float]:
         """What the last iteration was made of, beside backward."""
-        last = self.optimizer.telemetry.last
+        last = self._last
         names = ("fold_seconds", "select_seconds", "wait_seconds", "apply_seconds", "bytes_sent")
         return {name: float(getattr(last, name)) for name in names}
 
@@ -115,42 +134,40 @@ class Training:
         return predict(workload, self.optimizer.plan, cost)
 
 
-def _profile(settings: dict[str, Any]) -> Profile:
-    """What an optimizer measures in its warm-up."""
+def _profile(settings: dict[str, Any]) -> tuple[Profile, dict[str, int]]:
+    """What an optimizer measures in its warm-up, and how much there is to synchronize."""
     training = Training("optimal", settings)
+    training.make()
     for _ in range(_WARMUP_STEPS):
         training.run_once()
     profile: Profile = training.optimizer.decision.profile
-    return profile
+    facts = training.optimizer._synchronizer.facts.values()
+    sizes = {"elements": sum(fact.num_elements for fact, _ in facts), "parameters": len(facts)}
+    training.finish(profile)
+    return profile, sizes
 
 
-def _result(method: Training, profile: Profile, samples: list[Any]) -> dict[str, Any]:
+def _result(method: Training, samples: list[Any]) -> dict[str, Any]:
     measured = summarize(hvd.allgather_object([plain(sample) for sample in samples]))
-    timeline, plan = method.predicted(profile), method.optimizer.plan
+    assert method.timeline is not None  # it has finished
     per_iteration = {
         name: {key: float(f"{value / method.iterations:.6g}") for key, value in measured[name].items()}
         for name in ("seconds", "cpu_seconds")
     }
-    predicted = timeline.iteration_seconds
+    predicted = method.timeline.iteration_seconds
     return {
         "method": method.name,
-        "buckets": len(plan.buckets),
-        "dense": len(plan.dense),
+        "buckets": len(method.plan.buckets),
+        "dense": len(method.plan.dense),
         "predicted_seconds": float(f"{predicted:.6g}"),
-        "predicted_computation_seconds": float(f"{timeline.computation_end:.6g}"),
+        "predicted_computation_seconds": float(f"{method.timeline.computation_end:.6g}"),
         "error": float(f"{predicted / per_iteration['seconds']['median'] - 1.0:.4g}"),
         **per_iteration,
         "parts": {name: value for name, value in measured["parts"].items() if name != "other"},
         "facts": measured["facts"],
         "repetitions": measured["repetitions"],
-        "bucket_elements": _sizes(plan, method),
+        "bucket_elements": method.bucket_elements,
     }
-
-
-def _sizes(plan: Plan, method: Training) -> list[int]:
-    """Elements of every bucket."""
-    facts = method.optimizer._synchronizer.facts
-    return [sum(facts[name][0].num_elements for name in names) for names in plan.buckets]
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -168,21 +185,26 @@ def main(arguments: Sequence[str]) -> int:
         if hvd.rank() == 0:
             print(line, flush=True)
 
-    profile = _profile(settings)
+    profile, sizes = _profile(settings)
     say("done profile 0")
     methods = [Training(name, settings, profile) for name in settings["methods"]]
-    gc.collect()
-    gc.disable()
-    samples = measure_methods(methods, settings["repeat"], lambda line: say(f"done {line}"))
-    gc.enable()
-    results = [_result(method, profile, samples[method.name]) for method in methods]
+    samples: dict[str, list[Any]] = {method.name: [] for method in methods}
+    for number in range(settings["repeat"]):
+        # another one comes first every time, so that drift hits all alike
+        for place in range(len(methods)):
+            method = methods[(place + number) % len(methods)]
+            method.prepare()
+            gc.collect()
+            gc.disable()
+            sample = timed(method.run, barrier)
+            gc.enable()
+            samples[method.name].append(replace(sample, parts=dict(method.parts), facts=method.facts()))
+            method.finish(profile)
+            say(f"done {method.name} {number}")
+    results = [_result(method, samples[method.name]) for method in methods]
     if hvd.rank() == 0:
-        facts = methods[0].optimizer._synchronizer.facts.values()
-        elements = sum(fact.num_elements for fact, _ in facts)
-        told = {"ranks": hvd.size(), "elements": elements, "parameters": len(facts)}
-        answered.write_text(
-            json.dumps({**told, "profile": json.loads(profile.to_json()), "results": results})
-        )
+        told = {"ranks": hvd.size(), **sizes, "profile": json.loads(profile.to_json()), "results": results}
+        answered.write_text(json.dumps(told))
     hvd.shutdown()
     return 0
 
