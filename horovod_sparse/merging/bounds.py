@@ -115,16 +115,18 @@ class Bounds:
         first[1:][~possible.any(axis=0)] = np.arange(m)[~possible.any(axis=0)]
         return first.astype(np.int64)
 
-    def least(self, boundary: int, computation: Array, communication: Array) -> Array:
+    def least(self, boundary: int, computation: Array, communication: Array, *, rough: bool = False) -> Array:
         """The earliest end that each beginning at a boundary can lead to.
 
         Args:
             boundary: number of sparse parameters behind it.
             computation: when computation is done, of each beginning.
             communication: when the network is free, of each.
+            rough: by the best two weights only: a lower bound, too, and sooner computed.
         """
-        later = self._later[:, boundary, None]
+        rows = slice(0, 2) if rough else slice(None)
+        later = self._later[rows, boundary, None]
         bounds: Array = np.max(
-            later * computation + (1.0 - later) * communication + self._rest[:, boundary, None], axis=0
+            later * computation + (1.0 - later) * communication + self._rest[rows, boundary, None], axis=0
         )
         return bounds

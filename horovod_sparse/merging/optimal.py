@@ -91,31 +91,37 @@ def best_segments(tables: SegmentTables, *, quick: bool = False) -> list[int]:
 def _search(tables: SegmentTables, bounds: Bounds, upper: float, most: int | None) -> tuple[list[int], float]:
     """The best plan better than `upper`, and its time; `most` limits the beginnings kept at a boundary."""
     m = tables.num_sparse
-    states = np.zeros((2, 1))  # end of computation, end of communication
-    origin = np.zeros((3, 1), np.int64)  # boundary, the state before, number of buckets
+    states = np.zeros((2, 64))  # end of computation, end of communication
+    origin = np.zeros((3, 64), np.int64)  # boundary, the state before, number of buckets
     offsets = [0, 1]  # of every boundary's states
     # what is only as good as the known plan is not looked for; the margin is for rounding
     limit = upper * (1.0 - 1e-12)
     for stop in range(1, m + 1):
-        begin = offsets[bounds.first_start[stop]]
-        at = origin[0, begin:]
-        computation = states[0, begin:] + tables.computation[at, stop]
+        begin, end = offsets[bounds.first_start[stop]], offsets[-1]
+        at = origin[0, begin:end]
+        computation = states[0, begin:end] + tables.computation[at, stop]
         communication = np.maximum(
-            states[1, begin:] + tables.network[at, stop], states[0, begin:] + tables.path[at, stop]
+            states[1, begin:end] + tables.network[at, stop], states[0, begin:end] + tables.path[at, stop]
         )
-        front = _front(computation, communication, origin[2, begin:])
+        # most lead to nothing better: they need not be sorted. Whatever one of them beats goes with it,
+        # for bounds rise with both ends
+        hopeful = np.flatnonzero(bounds.least(stop, computation, communication, rough=True) < limit)
+        front = hopeful[_front(computation[hopeful], communication[hopeful], origin[2, begin:end][hopeful])]
         least = bounds.least(stop, computation[front], communication[front])
         if most is not None and front.size > most:
             chosen = np.sort(np.argpartition(least, most)[:most])
             front, least = front[chosen], least[chosen]
         front = front[least < limit]
-        states = np.hstack([states, np.stack([computation[front], communication[front]])])
-        fresh = np.stack([np.full(front.size, stop), front + begin, origin[2, begin:][front] + 1])
-        origin = np.hstack([origin, fresh])
-        offsets.append(states.shape[1])
+        new = slice(end, end + front.size)
+        while states.shape[1] < new.stop:  # doubled, so that growing costs little in all
+            states, origin = (np.hstack([array, np.empty_like(array)]) for array in (states, origin))
+        states[:, new] = computation[front], communication[front]
+        origin[:, new] = np.full(front.size, stop), front + begin, origin[2, begin:end][front] + 1
+        offsets.append(new.stop)
     if offsets[m] == offsets[m + 1]:
         return [], np.inf
-    done = np.maximum(states[1] + tables.tail[0], states[0] + tables.tail[1])[offsets[m] :]
+    last = states[:, offsets[m] : offsets[m + 1]]
+    done = np.maximum(last[1] + tables.tail[0], last[0] + tables.tail[1])
     state, segments = offsets[m] + int(np.argmin(done)), []
     while state:
         segments.append(int(origin[0, state]))
@@ -127,8 +133,14 @@ def _front(
     computation: NDArray[np.float64], communication: NDArray[np.float64], num_buckets: NDArray[np.int64]
 ) -> NDArray[np.int64]:
     """Positions of what is not beaten in both ends, by rising computation; of equals, the fewest buckets."""
-    order = np.lexsort((num_buckets, communication, computation))
-    ends = communication[order]
-    best_before = np.concatenate([[np.inf], np.minimum.accumulate(ends)[:-1]])
-    kept: NDArray[np.int64] = order[ends < best_before]
+    # one key first, equals kept: few are left for the three
+    order = np.argsort(computation)
+    order = order[communication[order] <= _best_before(communication[order])]
+    order = order[np.lexsort((num_buckets[order], communication[order], computation[order]))]
+    kept: NDArray[np.int64] = order[communication[order] < _best_before(communication[order])]
     return kept
+
+
+def _best_before(ends: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The least of all before each."""
+    return np.concatenate([[np.inf], np.minimum.accumulate(ends)[:-1]])

@@ -161,7 +161,9 @@ class NoBounds:
     def __init__(self, num_layers: int) -> None:
         self.first_start = np.zeros(num_layers + 1, np.int64)
 
-    def least(self, boundary: int, computation: np.ndarray, communication: np.ndarray) -> np.ndarray:
+    def least(
+        self, boundary: int, computation: np.ndarray, communication: np.ndarray, *, rough: bool = False
+    ) -> np.ndarray:
         return np.zeros(computation.size)
 
 
