@@ -32,6 +32,8 @@ from horovod_sparse.sparsifiers import ALGORITHMS, Sparsifier
 __all__ = ["add_arguments", "run"]
 
 _DEFAULT = ("exdyna", "micro", "topk", "dragonn")
+#: more than a training's warm-up takes, which knows its one sparsifier
+_QUICK_SECONDS = 10.0
 #: of subsets of the ranks: enough to fix alpha
 _SMALL = Extent((64, 1024, 8192), (1 << 10, 1 << 11, 1 << 12), 15, 10.0)
 
@@ -56,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--collectives", metavar="KINDS", help=text)
     add("--device", choices=("cpu", "cuda"), help="where selection is (default: cuda where PyTorch has it)")
     add("--out", default="profile.json", metavar="FILE", help="written by rank 0 (default: %(default)s)")
-    add("--quick", action="store_true", help="fewer sizes and repetitions: a few seconds")
+    add("--quick", action="store_true", help="fewer sizes and repetitions: about 10 s")
     add("--repetitions", type=_count, metavar="N", help=f"of each size (default: {THOROUGH.repetitions})")
     text = f"for all; large sizes are left out when it is used up (default: {THOROUGH.budget_seconds:.0f}s)"
     add("--budget", type=time, metavar="TIME", help=text)
@@ -109,7 +111,7 @@ def _what(options: argparse.Namespace) -> tuple[list[Sparsifier], tuple[str, ...
         for kind in kinds:
             if kind not in COLLECTIVES.values():
                 raise ArgumentError("--collectives", kind, f"some of {', '.join(COLLECTIVES.values())}")
-    extent = QUICK if options.quick else THOROUGH
+    extent = dataclasses.replace(QUICK, budget_seconds=_QUICK_SECONDS) if options.quick else THOROUGH
     changes: dict[str, Any] = {}
     if options.repetitions is not None:
         changes["repetitions"] = options.repetitions

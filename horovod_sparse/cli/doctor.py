@@ -7,16 +7,11 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from horovod_sparse.cli.doctor_checks import (
-    check_differences,
-    check_installation,
-    check_launch,
-    check_settings,
-    check_threads,
-)
+from horovod_sparse.cli.doctor_checks import check_installation, check_launch, check_settings
 from horovod_sparse.cli.doctor_cycle import check_cache, check_cycle, cycle_of, forecast, num_names
 from horovod_sparse.cli.doctor_facts import build_facts, local_facts, rank_facts
 from horovod_sparse.cli.doctor_findings import Finding, advice, print_findings, problem
+from horovod_sparse.cli.doctor_ranks import check_differences, check_threads
 from horovod_sparse.cli.main_console import console as make_console
 from horovod_sparse.cli.main_console import show
 from horovod_sparse.cli.main_options import density, read_merging, read_recipe

@@ -39,7 +39,9 @@ def profile_at_cycle(profile: Profile, cycle_seconds: float) -> Profile:
     """What a profile would be at another cycle time.
 
     ``alpha' = alpha - (cycle - cycle') / 2``: a message that is ready anywhere in a cycle waits for half
-    of it in the mean. It is never less than half of the new cycle.
+    of it in the mean (measured with 2 ranks: 0.31, 1.26, 2.26 ms at cycles of 0.1, 1 and 4). It is never
+    less than half of the new cycle. What takes less than a quarter of a cycle does not wait for one, as
+    messages between two ranks through MPI.
 
     Args:
         profile: as measured.
@@ -52,13 +54,12 @@ def profile_at_cycle(profile: Profile, cycle_seconds: float) -> Profile:
         0.0004
     """
     saved = (profile.cycle_seconds - cycle_seconds) / 2
-    collectives = {
-        kind: dataclasses.replace(
-            fit,
-            fixed_seconds=max(fit.fixed_seconds - saved, min(fit.fixed_seconds, cycle_seconds / 2)),
-        )
-        for kind, fit in profile.collectives.items()
-    }
+    collectives = {}
+    for kind, fit in profile.collectives.items():
+        fixed = fit.fixed_seconds
+        if fixed >= profile.cycle_seconds / 4:
+            fixed = max(fixed - saved, min(fixed, cycle_seconds / 2))
+        collectives[kind] = dataclasses.replace(fit, fixed_seconds=fixed)
     return dataclasses.replace(profile, cycle_seconds=cycle_seconds, collectives=collectives)
 
 
@@ -75,7 +76,7 @@ def forecast(
     """
 
     def seconds(cycle_ms: float) -> float:
-        cost = profile_at_cycle(profile, cycle_ms * 1e-3).cost(sparsifier)
+        cost = profile_at_cycle(profile, cycle_ms * 1e-3).cost(sparsifier, fuse_sparse=True)
         plan = merging if isinstance(merging, Plan) else merging(workload, cost)
         return predict(workload.with_dense(plan.dense), plan, cost).iteration_seconds
 

@@ -56,7 +56,7 @@ def usable_framework(asked: str | None = None) -> str:
 
 
 class Ranks:
-    """All ranks of a launch, started.
+    """All ranks of a launch, started unless they were before.
 
     Args:
         framework: "torch" or "tensorflow".
@@ -71,7 +71,9 @@ class Ranks:
         self.framework = framework
         self.hvd: Any = importlib.import_module(f"horovod_sparse.{framework}")
         self._calibration: Any = importlib.import_module(f"horovod_sparse.{framework}.calibration")
-        self.hvd.init()
+        self._started = not self.hvd.is_initialized()
+        if self._started:
+            self.hvd.init()
         self.rank, self.size = int(self.hvd.rank()), int(self.hvd.size())
 
     def carry_out(
@@ -116,8 +118,9 @@ class Ranks:
         return self._calibration.DeviceBucketMemory(importlib.import_module("torch").device(device))
 
     def end(self) -> None:
-        """Stops Horovod."""
-        self.hvd.shutdown()
+        """Stops Horovod, if this has started it."""
+        if self._started:
+            self.hvd.shutdown()
 
 
 def start(framework: str | None) -> Ranks:

@@ -40,8 +40,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tensor-selection", metavar="RULE", help=text)
     add_source(parser)
     add("--framework", choices=("torch", "tensorflow"), help="where the plan shall be used; checked")
-    text = "buckets are taken to be fused on the network while they wait, as Horovod does"
-    add("--fuse-sparse", action="store_true", help=text)
+    text = (
+        "buckets that wait for the network together go as one (default: with --profile, as optimizers plan)"
+    )
+    add("--fuse-sparse", action=argparse.BooleanOptionalAction, help=text)
     add("--rows", type=int, default=40, metavar="N", help="of each table (default: %(default)s)")
     add("--json", nargs="?", const="-", metavar="FILE", help="write all numbers to FILE, or to stdout")
     add("--save-plan", metavar="FILE", help="for --merging, or Plan.from_dict and merging= of an optimizer")
@@ -71,19 +73,21 @@ def run(options: argparse.Namespace) -> int:
     recipe = read_recipe(options.sparsifier, chosen_density)
     sparsifier, merging = recipe.sparsifier, read_merging(options.merging)
     selection = None if options.tensor_selection is None else read_tensor_selection(options.tensor_selection)
-    cost = source.profile.cost(sparsifier, fuse_sparse=options.fuse_sparse)
+    fuse = source.measured is not None if options.fuse_sparse is None else options.fuse_sparse
+    cost = source.profile.cost(sparsifier, fuse_sparse=fuse)
     workload, plan, reasons = plan_report.chosen_plan(
         model.workload(source.measured), merging, selection, recipe, cost
     )
-    chosen = plan_report.Predicted(options.merging, plan, predict(workload, plan, cost))
+    name = Path(options.merging).name  # of a file, not where it is
+    chosen = plan_report.Predicted(name, plan, predict(workload, plan, cost))
     predictions = plan_report.compared(workload, chosen, cost)
     rows = plan_report.bucket_rows(workload, chosen, sparsifier.density)
     dense = plan_report.dense_reasons(reasons, workload)
     console = make_console(to_stderr=options.json == "-")
-    for warning in source.warnings:
+    for warning in (*source.warnings, *model.doubts(source.measured)):
         show(console, f"warning: {warning}", "yellow")
     sizes = {parameter.name: parameter.num_elements for parameter in workload.parameters}
-    show(console, f"{model.name}, {sparsifier.describe()}, {options.merging}: {plan}", "bold")
+    show(console, f"{model.name}, {sparsifier.describe()}, {name}: {plan}", "bold")
     show(console, source.words)
     if rows:
         console.print(plan_table.bucket_table(rows, options.rows))

@@ -14,7 +14,7 @@ from typing import Any
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.merging import Plan
 
-__all__ = ["MeasuredSpan", "MeasuredStep", "measured_step", "read_events"]
+__all__ = ["MeasuredSpan", "MeasuredStep", "measured_step", "read_events", "stacked"]
 
 _NEGOTIATE = "NEGOTIATE_"
 #: ``allgather.bucket3.conv.weight.0``: kind, number of the bucket, its first parameter, round
@@ -159,3 +159,38 @@ def _collectives(
                 asked[process] = begun
             elif not open_[process] and process in asked:
                 yield names[process], (asked.pop(process), begun, now)
+
+
+def stacked(intervals: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Offset from the middle, and height, of bars in a row of height 1, so that none hides another.
+
+    Intervals that overlap, directly or through others, share the height.
+
+    Args:
+        intervals: start and end of each.
+
+    Example:
+        >>> stacked([(0.0, 2.0), (1.0, 3.0), (4.0, 5.0)])
+        [(0.25, 0.5), (-0.25, 0.5), (0.0, 1.0)]
+    """
+    order = sorted(range(len(intervals)), key=lambda place: intervals[place])
+    placed = [(0.0, 1.0)] * len(intervals)
+    cluster: list[int] = []
+    until = float("-inf")
+    for place in [*order, None]:
+        if cluster and (place is None or intervals[place][0] >= until):
+            lanes: list[float] = []
+            lane_of = {}
+            for member in cluster:
+                start, end = intervals[member]
+                free = next((number for number, busy in enumerate(lanes) if busy <= start), len(lanes))
+                lanes[free:] = [end, *lanes[free + 1 :]]
+                lane_of[member] = free
+            height = 1.0 / len(lanes)
+            for member, lane in lane_of.items():
+                placed[member] = (0.5 - (lane + 0.5) * height, height)
+            cluster, until = [], float("-inf")
+        if place is not None:
+            cluster.append(place)
+            until = max(until, intervals[place][1])
+    return placed

@@ -53,12 +53,33 @@ class Model:
         if profile is not None and (
             self.backward_seconds is None or set(names) <= set(profile.backward_seconds)
         ):
-            times = profile.backward_of(names)
-            return Workload(self.parameters, times, profile.forward_seconds)
+            profile.backward_of(names)  # refuses a profile that lacks some
+            # gradients came in the profile's order, whatever order the file has
+            facts = {parameter.name: parameter for parameter in self.parameters}
+            ordered = tuple(facts[name] for name in profile.backward_seconds if name in facts)
+            times = profile.backward_of([parameter.name for parameter in ordered])
+            return Workload(ordered, times, profile.forward_seconds)
         if self.backward_seconds is None:
             given = f"{self.name} without times"
             raise ArgumentError("--model", given, "a profile with backward times too, or times in the file")
         return Workload(self.parameters, self.backward_seconds, self.forward_seconds)
+
+    def doubts(self, profile: Profile | None) -> tuple[str, ...]:
+        """What a user should know about the times that `workload` takes.
+
+        Args:
+            profile: as for `workload`.
+        """
+        if profile is None or not profile.backward_seconds or self.backward_seconds is None:
+            return ()
+        missing = [fact.name for fact in self.parameters if fact.name not in profile.backward_seconds]
+        if not missing:
+            return ()
+        shown = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
+        return (
+            f"the profile has backward times of another model: none for {len(missing)} of "
+            f"{len(self.parameters)} parameters ({shown}). Those of {self.name} itself are used",
+        )
 
 
 def read_model(text: str) -> Model:

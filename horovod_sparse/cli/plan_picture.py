@@ -12,7 +12,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.patches import Patch
 
-from horovod_sparse.cli.plan_measured import MeasuredStep
+from horovod_sparse.cli.plan_measured import MeasuredStep, stacked
 from horovod_sparse.cli.plan_report import Predicted
 
 __all__ = ["draw_queues", "save"]
@@ -168,41 +168,6 @@ def _measured(axis: Any, step: MeasuredStep, shift: float, num_buckets: int, lim
     axis.set_yticks([_COMPUTATION, _COMMUNICATION], ["waiting for others", "communication"])
     words = f"measured   {1e3 * step.seconds:.1f} ms from the first message on"
     axis.set_title(f"{words} (median of {step.num_steps} steps)", fontsize=10, loc="left")
-
-
-def stacked(intervals: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Offset from the middle, and height, of bars in a row of height 1, so that none hides another.
-
-    Intervals that overlap, directly or through others, share the height.
-
-    Args:
-        intervals: start and end of each.
-
-    Example:
-        >>> stacked([(0.0, 2.0), (1.0, 3.0), (4.0, 5.0)])
-        [(0.25, 0.5), (-0.25, 0.5), (0.0, 1.0)]
-    """
-    order = sorted(range(len(intervals)), key=lambda place: intervals[place])
-    placed = [(0.0, 1.0)] * len(intervals)
-    cluster: list[int] = []
-    until = float("-inf")
-    for place in [*order, None]:
-        if cluster and (place is None or intervals[place][0] >= until):
-            lanes: list[float] = []
-            lane_of = {}
-            for member in cluster:
-                start, end = intervals[member]
-                free = next((number for number, busy in enumerate(lanes) if busy <= start), len(lanes))
-                lanes[free:] = [end, *lanes[free + 1 :]]
-                lane_of[member] = free
-            height = 1.0 / len(lanes)
-            for member, lane in lane_of.items():
-                placed[member] = (0.5 - (lane + 0.5) * height, height)
-            cluster, until = [], float("-inf")
-        if place is not None:
-            cluster.append(place)
-            until = max(until, intervals[place][1])
-    return placed
 
 
 def _bar(

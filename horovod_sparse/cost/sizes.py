@@ -54,9 +54,10 @@ def profile_at(profile: Profile, size: int) -> Profile:
 
     ``alpha(P) = w + (alpha - w) rounds(P) / rounds(P0)``, ``beta(P) = beta share(P) / share(P0)``
 
-    with w, the wait for Horovod's next cycle, paid once whatever P; it is taken to be the cycle time, or
-    all of alpha where that is less. The formulas know neither contention nor the slowest of many ranks,
-    so what they say is the least to be expected. Selection does not depend on P.
+    with w, the wait for Horovod's next cycle, paid once whatever P; it is taken to be half of the cycle
+    time, as measurements begin anywhere in a cycle, or all of alpha where that is less. The formulas know
+    neither contention nor the slowest of many ranks, so what they say is the least to be expected.
+    Selection does not depend on P.
 
     Args:
         profile: measured with P0 ranks, 2 or more.
@@ -70,7 +71,7 @@ def profile_at(profile: Profile, size: int) -> Profile:
         >>> four = Profile(4, "torch", "gloo", 1e-3, {"allgather": Fit(2e-3, 3e-9)})
         >>> sixteen = profile_at(four, 16).collectives["allgather"]
         >>> round(sixteen.fixed_seconds, 6), round(sixteen.seconds_per_unit, 12)
-        (0.003, 1.5e-08)
+        (0.0035, 1.5e-08)
     """
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise ArgumentError("size", size, "a number of ranks, 1 or more")
@@ -89,7 +90,7 @@ def profile_at(profile: Profile, size: int) -> Profile:
 
 
 def _scaled(kind: str, fit: Fit, old: int, new: int, cycle_seconds: float) -> Fit:
-    waiting = min(cycle_seconds, fit.fixed_seconds)
+    waiting = min(cycle_seconds / 2, fit.fixed_seconds)
     rounds = num_rounds(kind, new) / num_rounds(kind, old)
     return dataclasses.replace(
         fit,

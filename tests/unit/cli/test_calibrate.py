@@ -60,8 +60,8 @@ def test_tables_show_what_was_fitted_and_how_well():
 def test_the_table_of_growth_has_formulas_and_measurements():
     two = Profile(2, "torch", "mpi", 0.001, {"allgather": Fit(0.0014, 1e-9)})
     gather, exchange = rows(growth_table(PROFILE, {2: two}, [16]))
-    # a wait of 1 ms and 1 ms for 2 rounds: 1 round at P = 2, 4 at P = 16
-    assert gather == ["allgather", "1.500 (1.400)", "2.000", "3.000"]
+    # a wait of 0.5 ms and 1.5 ms for 2 rounds: 1 round at P = 2, 4 at P = 16
+    assert gather == ["allgather", "1.250 (1.400)", "2.000", "3.500"]
     assert exchange == ["exchange", "0.100", "0.100", "0.100"]
 
 

@@ -11,7 +11,7 @@ import pytest
 from horovod_sparse.cli.main import SUBCOMMANDS, main
 from horovod_sparse.cli.plan_model import read_model
 from horovod_sparse.cost import AlphaBeta, Fit, Profile, assumed_profile, profile_at
-from horovod_sparse.errors import ArgumentError
+from horovod_sparse.errors import ArgumentError, ProfileMismatchError
 
 TABLE = ["--model", "vgg16_cifar"]
 
@@ -126,10 +126,23 @@ def test_a_profile_brings_the_times_that_a_model_file_has_not(tmp_path):
     model = read_model(str(path))
     profile = Profile(2, "torch", "mpi", 0.001, backward_seconds={"b": 0.5, "a": 0.25}, forward_seconds=2.0)
     workload = model.workload(profile)
-    assert workload.backward_seconds == (0.25, 0.5)
+    # in the profile's order, in which gradients came
+    assert [parameter.name for parameter in workload.parameters] == ["b", "a"]
+    assert workload.backward_seconds == (0.5, 0.25)
     assert workload.forward_seconds == 2.0
     with pytest.raises(ArgumentError, match="backward times"):
         model.workload()
+    lacking = Profile(2, "torch", "mpi", 0.001, backward_seconds={"b": 0.5})
+    with pytest.raises(ProfileMismatchError, match="no backward time for a"):
+        model.workload(lacking)
+    nothing = Profile(2, "torch", "mpi", 0.001, backward_seconds={"b": 0.0, "a": 0.0})
+    with pytest.raises(ProfileMismatchError, match="takes no time"):
+        model.workload(nothing)
+    path.write_text(json.dumps({"parameters": [["a", [3, 4], 0.1], ["b", 5, 0.2]]}))
+    timed = read_model(str(path))
+    assert timed.workload(lacking).backward_seconds == (0.1, 0.2)
+    assert "another model" in timed.doubts(lacking)[0]
+    assert timed.doubts(profile) == timed.doubts(None) == ()
 
 
 def plan_with(profile: Profile, tmp_path, *more: str) -> int:

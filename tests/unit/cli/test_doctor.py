@@ -5,13 +5,7 @@ from __future__ import annotations
 import pytest
 
 from horovod_sparse.cli import doctor, main_ranks
-from horovod_sparse.cli.doctor_checks import (
-    check_differences,
-    check_installation,
-    check_launch,
-    check_settings,
-    check_threads,
-)
+from horovod_sparse.cli.doctor_checks import check_installation, check_launch, check_settings
 from horovod_sparse.cli.doctor_cycle import (
     check_cache,
     check_cycle,
@@ -21,6 +15,7 @@ from horovod_sparse.cli.doctor_cycle import (
 )
 from horovod_sparse.cli.doctor_facts import local_facts
 from horovod_sparse.cli.doctor_findings import Finding
+from horovod_sparse.cli.doctor_ranks import check_differences, check_threads
 from horovod_sparse.cli.main import main
 from horovod_sparse.cost import AlphaBeta, Fit, Profile, assumed_profile
 from horovod_sparse.errors import ArgumentError, HorovodMissingError

@@ -1,0 +1,92 @@
+"""`horovod-sparse calibrate` and `doctor` on all ranks of a launch."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import horovod_sparse.torch as hvd
+from horovod_sparse.cli.main import main
+from horovod_sparse.cost import Profile
+
+SMALL = ["--quick", "--repetitions", "2", "--budget", "2s", "--sparsifier", "topk", "--framework", "torch"]
+
+
+def test_calibrate_writes_a_profile_of_this_launch(tmp_path, capsys, rank, size):
+    path = tmp_path / "profile.json"
+    assert (
+        main(["calibrate", *SMALL, "--collectives", "allgather,allreduce,exchange", "--out", str(path)]) == 0
+    )
+    printed = capsys.readouterr().out
+    assert path.exists() == (rank == 0)
+    if rank != 0:
+        assert printed == ""
+        return
+    profile = Profile.load(path)
+    assert (profile.size, profile.framework) == (size, "torch")
+    assert profile.controller == ("mpi" if hvd.mpi_enabled() else "gloo")
+    assert sorted(profile.collectives) == ["allgather", "allreduce", "exchange"]
+    for fits in (profile.collectives, profile.selection, profile.decoding):
+        for fit in fits.values():
+            assert fit.fixed_seconds + fit.seconds_per_unit * 1e6 > 0
+            assert fit.num_points >= 3
+    for word in ("alpha ms", "exchange", "topk", "decoding", f"P = {4 * size}"):
+        assert word in printed
+    assert main(["plan", "--model", "vgg16_cifar", "--profile", str(path), "--sparsifier", "topk"]) == 0
+    assert f"{size} ranks, measured (torch" in capsys.readouterr().out
+
+
+def test_ranks_with_other_arguments_are_refused_on_all_ranks(tmp_path, capsys, rank):
+    out = ["--out", str(tmp_path / "profile.json")]
+    assert main(["calibrate", *SMALL, "--density", str(0.01 * (1 + rank)), *out]) == 2
+    assert "the same on ranks 0 and 1" in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_written_is_told_to_all_ranks(tmp_path, capsys, rank):
+    nowhere = tmp_path / "missing" / "profile.json"
+    assert main(["calibrate", *SMALL, "--out", str(nowhere)]) == 2
+    text = capsys.readouterr().err
+    assert "--out" in text
+    assert "Traceback" not in text
+
+
+def test_doctor_prints_once_and_ends_alike_everywhere(capsys, rank, size):
+    model = ["--model", "vgg16_cifar", "--sparsifier", "topk"]
+    code = main(["doctor", *model])
+    printed = capsys.readouterr().out
+    assert hvd.allgather_object(code) == [code] * size
+    if rank == 0:
+        assert "predicted iterations" in " ".join(printed.split())  # after a short measurement
+        assert f"{size} ranks" in printed
+    else:
+        assert printed == ""
+
+
+def test_doctor_shows_what_ranks_have_set_differently(capsys, monkeypatch, rank, size):
+    if rank == size - 1:
+        monkeypatch.setenv("HOROVOD_CACHE_CAPACITY", "77")
+    assert main(["doctor"]) == 1
+    if rank == 0:
+        assert f"77 on rank {size - 1}" in capsys.readouterr().out
+
+
+def test_doctor_refuses_a_profile_that_one_rank_cannot_read(tmp_path, capsys, rank):
+    path = tmp_path / "profile.json"
+    Profile(hvd.size(), "torch", "mpi", 0.001).save(path)
+    if rank == 1:
+        path.write_text(json.dumps({}))
+    assert main(["doctor", "--profile", str(path)]) == 2
+    assert "not a profile" in capsys.readouterr().err
+
+
+def test_growth_is_measured_among_some_of_the_ranks(tmp_path, capsys, rank, size):
+    if size < 3:
+        pytest.skip("needs 3 ranks: among 2 of them")
+    path = tmp_path / "profile.json"
+    assert main(["calibrate", *SMALL, "--collectives", "allreduce", "--growth", "--out", str(path)]) == 0
+    if rank == 0:
+        (line,) = [
+            line for line in capsys.readouterr().out.splitlines() if "(" in line and "allreduce" in line
+        ]
+        assert line.count("(") == 1  # P = 2, measured

@@ -1,0 +1,27 @@
+"""`horovod-sparse calibrate` and `doctor` through TensorFlow, on all ranks of a launch."""
+
+from __future__ import annotations
+
+from horovod_sparse.cli.main import main
+from horovod_sparse.cost import Profile
+
+
+def test_calibrate_measures_every_kind_of_collective(tmp_path, capsys, rank, size):
+    path = tmp_path / "profile.json"
+    kinds = ["allgather", "allreduce", "alltoall", "broadcast", "exchange"]
+    small = ["--quick", "--repetitions", "2", "--budget", "2s", "--sparsifier", "exdyna"]
+    arguments = [*small, "--collectives", ",".join(kinds), "--out", str(path)]
+    assert main(["calibrate", "--framework", "tensorflow", *arguments]) == 0
+    if rank != 0:
+        return
+    profile = Profile.load(path)
+    assert (profile.size, profile.framework) == (size, "tensorflow")
+    assert sorted(profile.collectives) == kinds
+    assert "exdyna" in profile.selection
+    assert "controller" in capsys.readouterr().out
+
+
+def test_doctor_looks_at_tensorflow(capsys, rank):
+    assert main(["doctor", "--framework", "tensorflow"]) in (0, 1)
+    if rank == 0:
+        assert "tensorflow, controller" in capsys.readouterr().out
