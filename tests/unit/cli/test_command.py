@@ -177,3 +177,16 @@ def test_formulas_of_one_size_scaled_are_formulas_of_another():
     for kind, fit in expected.items():
         assert scaled[kind].fixed_seconds == pytest.approx(fit.fixed_seconds)
         assert scaled[kind].seconds_per_unit == pytest.approx(fit.seconds_per_unit)
+
+
+@pytest.mark.parametrize("size", [2, 5, 8])
+def test_formulas_are_those_of_the_simulators_clock(size):
+    network, count = AlphaBeta(3e-4, 2e-9), 1000
+    collectives = assumed_profile(network, size).collectives
+    expected = {
+        "allgather": AlphaBeta.allgather([count] * size, 0),
+        "allreduce": AlphaBeta.allreduce(count, size),
+        "broadcast": AlphaBeta.broadcast(count, size, is_root=False),
+    }
+    for kind, cost in expected.items():
+        assert collectives[kind].time().seconds(count) == pytest.approx(network.seconds(cost))
