@@ -72,7 +72,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                     hosts=hosts,
                     network=network,
                     num_ranks=num_ranks,
-                    total=len(sparsifiers) * (options.repeat + 4),
+                    total=len(sparsifiers) * (options.repeat + 2),
                 )
                 launches.append({"elements": options.elements, "density": options.density, **found})
     return {"benchmark": "allreduce", "machine": machine, "launches": launches}

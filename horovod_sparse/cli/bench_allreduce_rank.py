@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from horovod_sparse.arrays import HostAccumulator
+from horovod_sparse.arrays import GradientParts, HostAccumulator
 from horovod_sparse.cli.bench_gradients import GradientSource, random_layers
 from horovod_sparse.cli.bench_samples import Sample, plain, summarize, timed
 from horovod_sparse.cli.bench_sync_rank import barrier
@@ -23,8 +23,8 @@ from horovod_sparse.sparsifiers import BucketInfo, SparseSum
 
 __all__ = ["Method", "main", "recorded", "replayed"]
 
-#: repetitions before those that count: Ok-Topk draws its regions in the first, Algorithm 2 finds its h
-_NUM_WARMUP = 4
+#: repetitions before those that count: Ok-Topk finds its thresholds and regions in the first
+_NUM_WARMUP = 2
 
 
 def recorded(coroutine: Synchronization[SparseSum], requests: list[Request]) -> Synchronization[SparseSum]:
@@ -72,7 +72,7 @@ class Method:
         self._sum: SparseSum | None = None
 
     def take(self, gradient: Any) -> None:
-        """The gradient of the next `run`, which it clears."""
+        """The gradient of the next `run`."""
         self._gradient = gradient
         self._requests = []
 
@@ -120,7 +120,7 @@ def main(arguments: Sequence[str]) -> int:
     memory = HostAccumulator(settings["elements"], density=settings["density"])
     driver = driver_module.Driver()
     methods = [Method(name, text, memory, driver, place) for name, text in settings["sparsifiers"].items()]
-    drawn, gradient = (np.empty(settings["elements"], np.float32) for _ in range(2))
+    drawn = np.empty(settings["elements"], np.float32)
     whole: dict[str, list[Sample]] = {method.name: [] for method in methods}
     alone: dict[str, list[Sample]] = {method.name: [] for method in methods}
     gc.collect()
@@ -130,8 +130,7 @@ def main(arguments: Sequence[str]) -> int:
         # another one comes first every time: nobody always follows the same one
         for place_in_turn in range(len(methods)):
             method = methods[(place_in_turn + number) % len(methods)]
-            np.copyto(gradient, drawn)
-            method.take(gradient)
+            method.take(GradientParts([drawn]))
             step = timed(method.run, barrier)
             again = timed(method.communicate, barrier)
             if hvd.rank() == 0:

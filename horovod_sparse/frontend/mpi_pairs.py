@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import hashlib
 import importlib
 import os
@@ -23,9 +25,9 @@ Words = NDArray[np.int32]
 #: "auto", or "alltoall" to do without MPI's messages
 TRANSPORT_VARIABLE = "HOROVOD_SPARSE_TRANSPORT"
 
-#: in front of every message: a hash of its name, and how often that name was used before
-_HEADER = 3
-_TAG = 1
+#: words in front of every message: a hash of its name, how often that name was used before, and its length
+_HEADER = 4
+_HEADER_TAG, _BODY_TAG = 1, 2
 _SLEEP_SECONDS = 20e-6
 
 
@@ -78,15 +80,21 @@ def _mpi_of(rank: int, size: int) -> tuple[Any, str]:
     return mpi, ""
 
 
+#: all that were made: MPI may still use their memory when nobody else does
+_made: list[MpiPairs] = []
+
+
 class MpiPairs:
     """Sends and receives for many exchanges at once.
 
-    All messages have one tag and are taken in as they arrive, whoever they are for; a hash of the
-    exchange's name says to whom they belong. So no rank waits for a message in particular, names need no
-    place in MPI's small space of tags, and the order in which ranks start exchanges is free. Several
-    exchanges of one name, one behind the other, are told apart by their number.
+    A header goes in front of every message and is taken in as it arrives, whoever it is for; a hash of the
+    exchange's name in it says to whom the message belongs, and its length how much memory that needs. So no
+    rank waits for a message in particular, names need no place in MPI's small space of tags, and the
+    order in which ranks start exchanges is free. Several exchanges of one name, one behind the other, are
+    told apart by their number. (Probing for messages instead needs no header, but is not sound in every
+    MPI where several threads communicate, and Horovod's thread does.)
 
-    Making one waits until all ranks of the set do.
+    Making one waits until all ranks of the set do. One thread at a time uses it.
 
     Args:
         mpi: mpi4py's MPI.
@@ -101,8 +109,12 @@ class MpiPairs:
         world.Free()
         #: (name's hash, number) -> source -> message
         self._inbox: defaultdict[tuple[int, int], dict[int, Words]] = defaultdict(dict)
-        self._arriving: list[tuple[Any, int, Words]] = []
+        self._arriving: list[tuple[Any, int, tuple[int, int], Words]] = []
+        self._leaving: list[tuple[Any, Words]] = []
         self._numbers: defaultdict[int, int] = defaultdict(int)
+        self._header = np.empty(_HEADER, np.int32)
+        self._next = self._await_header()
+        _made.append(self)
 
     def start(self, request: Exchange, name: str, rank: int) -> _MpiHandle:
         """Sends at once, and does not wait; see `horovod_sparse.collectives.Exchange`."""
@@ -111,8 +123,6 @@ class MpiPairs:
         hashed = int.from_bytes(digest, "little")
         key = hashed, self._numbers[hashed]
         self._numbers[hashed] = (key[1] + 1) & 0x7FFFFFFF
-        header = np.array([0, 0, key[1]], np.int32)
-        header[:2] = np.frombuffer(digest, np.int32)
         late = [other for other in self._inbox if other[0] == hashed and other[1] < key[1]]
         if late:
             strangers = sorted({source for other in late for source in self._inbox.pop(other)})
@@ -121,12 +131,24 @@ class MpiPairs:
             )
         sends = []
         for peer, buffer in request.sends.items():
-            message = np.concatenate([header, buffer])
             if peer == rank:
-                self._inbox[key][rank] = message[_HEADER:]
-            else:
-                sends.append((self._comm.Isend([message, self._mpi.INT], dest=peer, tag=_TAG), message))
+                self._inbox[key][rank] = buffer.copy()
+                continue
+            header = np.empty(_HEADER, np.int32)
+            header[:2] = np.frombuffer(digest, np.int32)
+            header[2:] = key[1], buffer.size
+            sends.append(self._send(header, peer, _HEADER_TAG))
+            if buffer.size:
+                sends.append(self._send(np.ascontiguousarray(buffer), peer, _BODY_TAG))
         return _MpiHandle(self, sends, key, request.sources, f"{name}: rank {rank}")
+
+    def _send(self, words: Words, peer: int, tag: int) -> Any:
+        request = self._comm.Isend([words, self._mpi.INT], dest=peer, tag=tag)
+        self._leaving.append((request, words))  # their memory may go only when they are complete
+        return request
+
+    def _await_header(self) -> Any:
+        return self._comm.Irecv([self._header, self._mpi.INT], self._mpi.ANY_SOURCE, _HEADER_TAG)
 
     def is_known(self) -> bool:
         """Whether MPI still runs."""
@@ -134,22 +156,26 @@ class MpiPairs:
 
     def progress(self) -> None:
         """Takes in whatever has arrived, without waiting."""
-        while True:
-            status = self._mpi.Status()
-            message = self._comm.Improbe(self._mpi.ANY_SOURCE, _TAG, status)
-            if message is None:
-                break
-            words = np.empty(status.Get_count(self._mpi.INT), np.int32)
-            request = message.Irecv([words, self._mpi.INT])
-            self._arriving.append((request, status.Get_source(), words))
-        still = []
-        for request, source, words in self._arriving:
-            if request.Test():
-                key = int.from_bytes(words[:2].tobytes(), "little")
-                self._inbox[key, int(words[2])][source] = words[_HEADER:]
+        status = self._mpi.Status()
+        while self._next.Test(status):
+            # bodies of one source come in the order of their headers
+            source, words = status.Get_source(), np.empty(int(self._header[3]), np.int32)
+            key = int.from_bytes(self._header[:2].tobytes(), "little"), int(self._header[2])
+            self._next = self._await_header()
+            if words.size:
+                body = self._comm.Irecv([words, self._mpi.INT], source, _BODY_TAG)
+                self._arriving.append((body, source, key, words))
             else:
-                still.append((request, source, words))
+                self._inbox[key][source] = words
+        still = []
+        for body, source, key, words in self._arriving:
+            if body.Test():
+                self._inbox[key][source] = words
+            else:
+                still.append((body, source, key, words))
         self._arriving = still
+        if self._leaving:
+            self._leaving = [(request, words) for request, words in self._leaving if not request.Test()]
 
     def arrived(self, key: tuple[int, int]) -> dict[int, Words]:
         """What is there of an exchange."""
@@ -159,17 +185,25 @@ class MpiPairs:
         """The messages of an exchange that has ended."""
         return self._inbox.pop(key, {})
 
+    def close(self) -> None:
+        """Awaits nothing any more: MPI must not end with a message awaited."""
+        if self.is_known():
+            self._next.Cancel()
+            self._next.Wait()
+
+
+@atexit.register
+def _close_all() -> None:
+    for pairs in _made:
+        with contextlib.suppress(Exception):
+            pairs.close()
+
 
 class _MpiHandle:
     """One exchange under way."""
 
     def __init__(
-        self,
-        pairs: MpiPairs,
-        sends: list[tuple[Any, Words]],
-        key: tuple[int, int],
-        sources: Sequence[int],
-        whose: str,
+        self, pairs: MpiPairs, sends: list[Any], key: tuple[int, int], sources: Sequence[int], whose: str
     ) -> None:
         self._pairs, self._sends, self._key = pairs, sends, key
         self._sources, self._whose = set(sources), whose
@@ -179,8 +213,8 @@ class _MpiHandle:
 
     def done(self) -> bool:
         self._pairs.progress()
-        # their memory may go only when they are complete
-        self._sends = [(request, message) for request, message in self._sends if not request.Test()]
+        # what was sent may be changed when this is done
+        self._sends = [request for request in self._sends if not request.Test()]
         return not self._sends and self._sources <= self._pairs.arrived(self._key).keys()
 
     def result(self) -> dict[int, Words]:
