@@ -91,8 +91,8 @@ def best_segments(tables: SegmentTables, *, quick: bool = False) -> list[int]:
 def _search(tables: SegmentTables, bounds: Bounds, upper: float, most: int | None) -> tuple[list[int], float]:
     """The best plan better than `upper`, and its time; `most` limits the beginnings kept at a boundary."""
     m = tables.num_sparse
-    states = np.zeros((2, 64))  # end of computation, end of communication
-    origin = np.zeros((3, 64), np.int64)  # boundary, the state before, number of buckets
+    states: NDArray[np.float64] = np.zeros((2, 64))  # end of computation, end of communication
+    origin: NDArray[np.int64] = np.zeros((3, 64), np.int64)  # boundary, the state before, number of buckets
     offsets = [0, 1]  # of every boundary's states
     # what is only as good as the known plan is not looked for; the margin is for rounding
     limit = upper * (1.0 - 1e-12)
@@ -114,7 +114,8 @@ def _search(tables: SegmentTables, bounds: Bounds, upper: float, most: int | Non
         front = front[least < limit]
         new = slice(end, end + front.size)
         while states.shape[1] < new.stop:  # doubled, so that growing costs little in all
-            states, origin = (np.hstack([array, np.empty_like(array)]) for array in (states, origin))
+            states = np.hstack([states, np.empty_like(states)])
+            origin = np.hstack([origin, np.empty_like(origin)])
         states[:, new] = computation[front], communication[front]
         origin[:, new] = np.full(front.size, stop), front + begin, origin[2, begin:end][front] + 1
         offsets.append(new.stop)
