@@ -13,13 +13,8 @@ from horovod_sparse.frontend.calibration import (
     needed_kinds,
 )
 from horovod_sparse.frontend.choices import Choices
-from horovod_sparse.frontend.decision import (
-    Decision,
-    check_agreement,
-    decide,
-    measured_step,
-    plan_by_times,
-)
+from horovod_sparse.frontend.correction import measured_step, probe_of
+from horovod_sparse.frontend.decision import Decision, check_agreement, decide, plan_by_times
 from horovod_sparse.frontend.dense import sum_densely
 from horovod_sparse.frontend.encoding import from_bytes, to_bytes
 from horovod_sparse.frontend.planning import make_plan
@@ -49,6 +44,7 @@ __all__ = [
     "measured_step",
     "needed_kinds",
     "plan_by_times",
+    "probe_of",
     "redistributed",
     "share_factor",
     "sum_densely",

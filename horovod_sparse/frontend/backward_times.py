@@ -25,6 +25,7 @@ class BackwardTimes:
         num_steps: that were measured.
         step_seconds: forward and backward of each of them, where that is known.
         iteration_seconds: from the end of one step to the end of the next; 0 where that is not known.
+        probe_seconds: the same under a plan of many buckets, see `probe_of`.
     """
 
     backward_seconds: Mapping[str, float]
@@ -32,6 +33,7 @@ class BackwardTimes:
     num_steps: int
     step_seconds: tuple[float, ...] = ()
     iteration_seconds: float = 0.0
+    probe_seconds: float = 0.0
 
 
 class BackwardRecorder:
@@ -55,7 +57,7 @@ class BackwardRecorder:
         >>> recorder.end()
         >>> recorder.times()
         BackwardTimes(backward_seconds={'b': 0.0, 'a': 2.0}, forward_seconds=3.0, num_steps=1,
-                      step_seconds=(5.0,), iteration_seconds=0.0)
+                      step_seconds=(5.0,), iteration_seconds=0.0, probe_seconds=0.0)
     """
 
     def __init__(
@@ -180,12 +182,13 @@ def mean_times(own: BackwardTimes | None) -> Synchronization[BackwardTimes]:
         >>> times = [BackwardTimes({"b": 1.0, "a": 2.0}, 1.0, 5), BackwardTimes({"b": 3.0, "a": 2.0}, 2.0, 5)]
         >>> run_lockstep([mean_times(own) for own in times])[1]
         BackwardTimes(backward_seconds={'b': 2.0, 'a': 2.0}, forward_seconds=1.5, num_steps=5,
-                      step_seconds=(), iteration_seconds=0.0)
+                      step_seconds=(), iteration_seconds=0.0, probe_seconds=0.0)
     """
     line = None
     if own is not None:
         by_name = list(own.backward_seconds.items())
-        line = [own.num_steps, own.forward_seconds, by_name, own.step_seconds, own.iteration_seconds]
+        whole = [own.iteration_seconds, own.probe_seconds]
+        line = [own.num_steps, own.forward_seconds, by_name, own.step_seconds, whole]
     everyone = yield from shared_lines(line)
     measured = [item for item in everyone if item is not None]
     if not measured:
@@ -203,7 +206,8 @@ def mean_times(own: BackwardTimes | None) -> Synchronization[BackwardTimes]:
         {name: slowest * statistics.fmean(seconds[name]) for name in order},
         slowest * statistics.fmean(forward),
         min(steps),
-        iteration_seconds=statistics.fmean(iterations),
+        (),
+        *(statistics.fmean(column) for column in zip(*iterations, strict=True)),
     )
 
 

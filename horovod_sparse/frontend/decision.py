@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from horovod_sparse.collectives import Synchronization
 from horovod_sparse.cost import CostModel, Profile, check_same_profile
 from horovod_sparse.errors import ProfileMismatchError
-from horovod_sparse.frontend.asked import Asked, whole_parameters
+from horovod_sparse.frontend.asked import Asked
 from horovod_sparse.frontend.backward_times import BackwardTimes, mean_times
 from horovod_sparse.frontend.calibration import QUICK, Extent, Where, calibration
 from horovod_sparse.frontend.calibration_buckets import BucketMemory
+from horovod_sparse.frontend.correction import corrected, measured_step
 from horovod_sparse.frontend.failures import raise_together
 from horovod_sparse.frontend.lines import shared_lines
 from horovod_sparse.merging import (
@@ -30,7 +31,7 @@ from horovod_sparse.merging import (
 )
 from horovod_sparse.sparsifiers import Sparsifier
 
-__all__ = ["Decision", "check_agreement", "decide", "measured_step", "plan_by_times"]
+__all__ = ["Decision", "check_agreement", "decide", "plan_by_times"]
 
 _log = logging.getLogger("horovod_sparse")
 
@@ -113,9 +114,8 @@ def decide(
         extent: of measuring, where no profile was given.
         dtype: of most gradients.
         starting_seconds: how long it took to start the last request; see `calibration`.
-        current: the plan under which `times` were measured. What its prediction is short of the measured
-            iteration (ranks that wait for each other, a network thread that takes the cores) is counted
-            as part of forward: for all plans alike, so that it favours none.
+        current: the plan under which `times` were measured; predictions are corrected by them then, see
+            `corrected`.
 
     Returns:
         The decision: the same plan on all ranks.
@@ -143,10 +143,9 @@ def decide(
             backward_seconds=dict(reversed(list(measured.backward_seconds.items()))),
             forward_seconds=measured.forward_seconds,
         )
-        if current is not None and measured.iteration_seconds:
-            workload, cost = measured_step(profile, parameters, sparsifier, where.size)
-            short = measured.iteration_seconds - predict(workload, current, cost).iteration_seconds
-            profile = dataclasses.replace(profile, forward_seconds=profile.forward_seconds + max(0.0, short))
+        if current is not None:
+            own = asked.profile is None
+            profile = corrected(profile, measured, current, parameters, sparsifier, where.size, own)
     decision, failure = None, None
     if where.rank == 0:
         try:
@@ -195,32 +194,6 @@ def plan_by_times(
     plan = asked.strategy(workload.with_dense(chosen), cost)
     plan.check(workload.parameters)
     return Decision(plan, asked.describe(), _predicted(workload, plan, cost), profile)
-
-
-def measured_step(
-    profile: Profile, parameters: Sequence[ParameterFacts], sparsifier: Sparsifier, size: int
-) -> tuple[Workload, CostModel]:
-    """A step of the model, and what its buckets cost, as a complete profile says.
-
-    Args:
-        profile: with backward times.
-        parameters: of the model; gradients come in the profile's order, whatever order these stand in.
-        sparsifier: that the buckets have.
-        size: P, where it is applied.
-
-    Returns:
-        What `predict` and all strategies take.
-
-    Raises:
-        ProfileMismatchError: if the profile lacks something.
-    """
-    facts = {parameter.name: parameter for parameter in parameters}
-    profile.backward_of(list(facts))
-    ordered = tuple(facts[name] for name in profile.backward_seconds if name in facts)
-    seconds = profile.backward_of([parameter.name for parameter in ordered])
-    workload = Workload(ordered, seconds, profile.forward_seconds, whole_parameters(parameters))
-    # Horovod sends what waits at the same time as one
-    return workload, profile.cost(sparsifier, size, fuse_sparse=True)
 
 
 def _predicted(workload: Workload, plan: Plan, cost: CostModel) -> dict[str, float]:

@@ -206,8 +206,8 @@ class GradientSynchronizer:
         self.step += 1
         self.telemetry.transport = transport_words(self.process_set)
         self.telemetry.add(StepReport.of(self.step, reports, self.driver.idle_seconds - idle_before))
-        if self.warmup is not None and self.warmup.after_step(self.plan):
-            self.replan(self.warmup.decide_now().plan)
+        if self.warmup is not None and (plan := self.warmup.after_step(self.plan)) is not None:
+            self.replan(plan)
 
     def give_up(self) -> None:
         """Takes the step back as far as it came: gradients are zeros, selections return to residuals."""

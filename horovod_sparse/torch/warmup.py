@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from horovod_sparse.errors import ArgumentError
-from horovod_sparse.frontend import Asked, BackwardRecorder, BackwardTimes, Decision, decide
+from horovod_sparse.frontend import Asked, BackwardRecorder, BackwardTimes, Decision, decide, probe_of
 from horovod_sparse.merging import ParameterFacts, Plan
 from horovod_sparse.sparsifiers import Sparsifier
 from horovod_sparse.torch.calibration import Starts, bucket_memory, carry_out_together, where_of
@@ -22,6 +24,8 @@ _log = logging.getLogger("horovod_sparse")
 
 #: steps whose backward is measured, after the first one, which has no beginning, and one to warm up
 _NUM_WARMUP, _NUM_STEPS = 1, 5
+#: then steps under a plan of many buckets, after one that fills their memory
+_PROBE_STEPS = 3
 
 
 class WarmUp:
@@ -54,6 +58,8 @@ class WarmUp:
         self._own: BackwardTimes | None = None
         self._measured_under: Plan | None = None
         self._left = 0
+        # end of the last step under the probe, and its iterations so far; None where there is none
+        self._probe: tuple[Any, list[float]] | None = None
         elastic = os.environ.get("HOROVOD_ELASTIC") == "1"
         if not asked.measures or decision is not None:
             return
@@ -91,21 +97,45 @@ class WarmUp:
         self._left = num_steps
         self._begin()
 
-    def after_step(self, plan: Plan) -> bool:
-        """A synchronization under this plan has ended on all ranks; whether it is time to decide."""
+    def after_step(self, plan: Plan) -> Plan | None:
+        """A synchronization under this plan has ended on all ranks.
+
+        Returns:
+            The plan to go on with, where it changes: one to measure, or the one that was decided for.
+
+        Raises:
+            ProfileMismatchError: on every rank alike, if no plan can be made.
+        """
+        if self._probe is not None:
+            return self._after_probe(*self._probe)
         if self._recorder is None:
-            return False
+            return None
         self._recorder.end(self._stamps.now())
         self._measured_under = plan
-        if self._left > 0:
-            self._left -= 1
-            if self._left == 0:
-                return True
-        elif self._recorder.done:
+        if self._left == 0 and self._recorder.done:
             self._keep()
-            return False
+        if self._left == 1:
+            self._keep()
+            probe = probe_of(plan) if self.asked.profile is None else None
+            if probe is None:
+                return self.decide_now().plan
+            self._probe = None, []
+            return probe
+        self._left = max(0, self._left - 1)
         self._begin()
-        return False
+        return None
+
+    def _after_probe(self, begun: Any, iterations: list[float]) -> Plan | None:
+        """A step under the plan of many buckets has ended."""
+        now = self._stamps.now()
+        if begun is not None:
+            iterations.append(self._stamps.seconds_between(begun, now))
+        self._probe = now, iterations
+        if len(iterations) < _PROBE_STEPS:
+            return None
+        if self._own is not None:
+            self._own = dataclasses.replace(self._own, probe_seconds=statistics.median(iterations))
+        return self.decide_now().plan
 
     def stop(self) -> None:
         """Decides nothing more by itself: the user has given a plan."""
@@ -114,6 +144,8 @@ class WarmUp:
 
     def given_up(self) -> None:
         """A step has been given up, on all ranks."""
+        if self._probe is not None:
+            self._probe = None, self._probe[1]
         if self._recorder is not None:
             self._recorder.forget()
 
@@ -166,4 +198,4 @@ class WarmUp:
         """Takes the medians and stops recording."""
         if self._recorder is not None and self._recorder.num_measured > 0:
             self._own = self._recorder.times()
-        self._recorder, self._left = None, 0
+        self._recorder, self._left, self._probe = None, 0, None

@@ -1,0 +1,123 @@
+"""What a model of single operations misses, taken from whole iterations that were measured."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from horovod_sparse.cost import CostModel, Profile
+from horovod_sparse.frontend.asked import whole_parameters
+from horovod_sparse.frontend.backward_times import BackwardTimes
+from horovod_sparse.merging import ParameterFacts, Plan, Workload, predict
+from horovod_sparse.sparsifiers import Sparsifier
+
+__all__ = ["corrected", "measured_step", "probe_of"]
+
+#: buckets that a probe must have more than the plan in use: from fewer nothing can be told
+_FEWEST_MORE = 16
+#: halvings of the interval in which time per bucket is looked for
+_HALVINGS = 12
+
+
+def measured_step(
+    profile: Profile, parameters: Sequence[ParameterFacts], sparsifier: Sparsifier, size: int
+) -> tuple[Workload, CostModel]:
+    """A step of the model, and what its buckets cost, as a complete profile says.
+
+    Args:
+        profile: with backward times.
+        parameters: of the model; gradients come in the profile's order, whatever order these stand in.
+        sparsifier: that the buckets have.
+        size: P, where it is applied.
+
+    Returns:
+        What `predict` and all strategies take.
+
+    Raises:
+        ProfileMismatchError: if the profile lacks something.
+    """
+    facts = {parameter.name: parameter for parameter in parameters}
+    profile.backward_of(list(facts))
+    ordered = tuple(facts[name] for name in profile.backward_seconds if name in facts)
+    seconds = profile.backward_of([parameter.name for parameter in ordered])
+    workload = Workload(ordered, seconds, profile.forward_seconds, whole_parameters(parameters))
+    # Horovod sends what waits at the same time as one
+    return workload, profile.cost(sparsifier, size, fuse_sparse=True)
+
+
+def probe_of(current: Plan) -> Plan | None:
+    """A plan of many buckets, to be measured beside the one in use: a bucket for every sparse parameter.
+
+    Args:
+        current: the plan in use.
+
+    Returns:
+        None where it would have hardly more buckets than that.
+
+    Example:
+        >>> probe_of(Plan((tuple("abcdefghijklmnopqrstuvwxyz"),))).buckets[:2]
+        (('a',), ('b',))
+    """
+    names = [name for bucket in current.buckets for name in bucket]
+    if len(names) - len(current.buckets) < _FEWEST_MORE:
+        return None
+    return Plan(tuple((name,) for name in names), current.dense)
+
+
+def corrected(
+    profile: Profile,
+    times: BackwardTimes,
+    current: Plan,
+    parameters: Sequence[ParameterFacts],
+    sparsifier: Sparsifier,
+    size: int,
+    selection_too: bool = True,
+) -> Profile:
+    """A profile by which the measured iterations come out as long as they were.
+
+    What the prediction for the plan in use is short of (ranks that wait for each other, threads of the
+    network that take the cores) is added to forward: to all plans alike, so that it favours none. And
+    what a bucket costs beside its selection when many are under way (their bookkeeping, processors that
+    ranks share) is added to the fixed time of selection: as much as makes `probe_of` come out right.
+    Nothing is ever taken off.
+
+    Args:
+        profile: complete.
+        times: measured under `current`, and under its probe where `probe_seconds` are known.
+        current: the plan in use.
+        parameters: of the model.
+        sparsifier: that the buckets have.
+        size: P, here.
+        selection_too: False where times of selection were given, and are not to be changed.
+    """
+
+    def seconds(made: Profile, plan: Plan) -> float:
+        workload, cost = measured_step(made, parameters, sparsifier, size)
+        return predict(workload, plan, cost).iteration_seconds
+
+    def lengthened(extra: float) -> Profile:
+        name = sparsifier.name
+        fit = profile.selection[name]
+        notes = (*fit.notes, f"{extra * 1e6:.3g} us of {name}'s fixed time come from whole iterations")
+        slower = dataclasses.replace(fit, fixed_seconds=fit.fixed_seconds + extra, notes=notes)
+        made = (
+            dataclasses.replace(profile, selection={**profile.selection, name: slower}) if extra else profile
+        )
+        short = times.iteration_seconds - seconds(made, current)
+        return dataclasses.replace(made, forward_seconds=made.forward_seconds + max(0.0, short))
+
+    if not times.iteration_seconds:
+        return profile
+    found, probe = lengthened(0.0), probe_of(current)
+    missing = times.probe_seconds - (0.0 if probe is None else seconds(found, probe))
+    if probe is None or not times.probe_seconds or not selection_too or missing <= 0.0:
+        return found
+    # with that much for each bucket the prediction would surely be too long
+    low, high = 0.0, 2.0 * missing / (len(probe.buckets) - len(current.buckets))
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        if seconds(lengthened(middle), probe) < times.probe_seconds:
+            low = middle
+        else:
+            high = middle
+    return lengthened(low)

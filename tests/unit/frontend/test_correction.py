@@ -1,0 +1,80 @@
+"""Predictions corrected by whole iterations."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from horovod_sparse.cost import Fit, Profile
+from horovod_sparse.frontend.backward_times import BackwardTimes
+from horovod_sparse.frontend.correction import corrected, measured_step, probe_of
+from horovod_sparse.merging import ParameterFacts, Plan, fixed, predict
+from horovod_sparse.sparsifiers import TopK
+
+TOPK = TopK(density=0.01)
+FACTS = [ParameterFacts(f"p{number}", 1000 * (1 + number % 7)) for number in range(40)]
+NAMES = tuple(fact.name for fact in reversed(FACTS))
+SINGLE, LAYERWISE = Plan((NAMES,)), Plan(tuple((name,) for name in NAMES))
+PROFILE = Profile(
+    size=2,
+    framework="torch",
+    controller="gloo",
+    cycle_seconds=0.001,
+    collectives={"allgather": Fit(1e-3, 1e-8), "allreduce": Fit(1e-3, 1e-8)},
+    selection={"topk": Fit(1e-4, 1e-9)},
+    backward_seconds={fact.name: 1e-4 for fact in FACTS},
+    forward_seconds=2e-3,
+)
+
+
+def seconds(profile, plan):
+    workload, cost = measured_step(profile, FACTS, TOPK, 2)
+    return predict(workload, plan, cost).iteration_seconds
+
+
+def measured(truth, *plans):
+    """Iterations as they are where the truth is this profile."""
+    return BackwardTimes({}, 0.0, 5, (), *(seconds(truth, plan) for plan in plans))
+
+
+def test_time_per_bucket_and_time_per_iteration_are_told_apart():
+    truth = dataclasses.replace(
+        PROFILE, selection={"topk": Fit(4e-4, 1e-9)}, forward_seconds=PROFILE.forward_seconds + 7e-3
+    )
+    found = corrected(PROFILE, measured(truth, SINGLE, LAYERWISE), SINGLE, FACTS, TOPK, 2)
+    assert found.selection["topk"].fixed_seconds == pytest.approx(4e-4, rel=0.05)
+    assert found.forward_seconds == pytest.approx(truth.forward_seconds, rel=0.05)
+    assert "come from whole iterations" in found.selection["topk"].notes[-1]
+    between = fixed(num_elements=8192)(measured_step(PROFILE, FACTS, TOPK, 2)[0])
+    assert 1 < len(between.buckets) < 40
+    for plan in (SINGLE, between, LAYERWISE):
+        assert seconds(found, plan) == pytest.approx(seconds(truth, plan), rel=0.01)
+
+
+def test_times_of_selection_that_were_given_are_kept():
+    truth = dataclasses.replace(PROFILE, selection={"topk": Fit(4e-4, 1e-9)})
+    found = corrected(PROFILE, measured(truth, SINGLE, LAYERWISE), SINGLE, FACTS, TOPK, 2, False)
+    assert found.selection == PROFILE.selection
+    assert seconds(found, SINGLE) == pytest.approx(seconds(truth, SINGLE))
+
+
+def test_nothing_is_taken_off():
+    fast = dataclasses.replace(PROFILE, selection={"topk": Fit(1e-6, 1e-9)}, forward_seconds=0.0)
+    assert corrected(PROFILE, measured(fast, SINGLE, LAYERWISE), SINGLE, FACTS, TOPK, 2) == PROFILE
+    assert corrected(PROFILE, BackwardTimes({}, 0.0, 5), SINGLE, FACTS, TOPK, 2) == PROFILE
+
+
+def test_without_a_probe_only_the_iteration_is_corrected():
+    found = corrected(PROFILE, BackwardTimes({}, 0.0, 5, (), 0.5), SINGLE, FACTS, TOPK, 2)
+    assert found.selection == PROFILE.selection
+    assert seconds(found, SINGLE) == pytest.approx(0.5)
+
+
+def test_a_probe_has_many_more_buckets_than_the_plan_in_use():
+    assert probe_of(SINGLE) == LAYERWISE
+    assert probe_of(LAYERWISE) is None
+    assert probe_of(Plan((NAMES[:30],), NAMES[30:])) == Plan(
+        tuple((name,) for name in NAMES[:30]), NAMES[30:]
+    )
+    assert probe_of(Plan((NAMES[:10],), NAMES[10:])) is None
