@@ -115,11 +115,12 @@ def _findings(
     found = [*check_installation(facts), *check_settings(facts)]
     if not everyone:
         return found
-    found += [*check_launch(facts), *check_threads(facts), *check_differences(everyone)]
+    found += [*check_launch(facts), *check_threads(everyone), *check_differences(everyone)]
     num_rounds = len(asked.sparsifier.rounds(max(2, facts["size"])))
     profile, more = _usable_profile(facts, asked)
     found += more
-    if profile is None and asked.model is not None and ranks is not None and ranks.size > 1:
+    known = all(cycle_of(other["settings"]) is not None for other in everyone)
+    if profile is None and asked.model is not None and ranks is not None and ranks.size > 1 and known:
         profile = _short_measurement(ranks, asked.sparsifier)
     predicted, names = _predictions(facts, asked, profile)
     found += check_cycle(facts, num_rounds, predicted)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.util
 import os
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from horovod_sparse.cli.doctor_cycle import cycle_of
 from horovod_sparse.cli.main_console import is_launched
 from horovod_sparse.cli.main_ranks import Ranks, bindings
 from horovod_sparse.collectives import AllGather, Synchronization
@@ -73,7 +75,9 @@ def local_facts() -> dict[str, Any]:
         "launched": is_launched(),
         "settings": {name: value for name, value in os.environ.items() if name.startswith("HOROVOD_")},
         "threads": {name: os.environ[name] for name in _THREADS if name in os.environ},
-        "cores": len(os.sched_getaffinity(0)),
+        # launchers bind ranks to cores; who shares them is known by host, whose name need not travel
+        "affinity": sorted(os.sched_getaffinity(0)),
+        "host": hashlib.sha256(platform.node().encode()).hexdigest()[:8],
         "numba": _numba(),
         "triton": importlib.util.find_spec("triton") is not None,
     }
@@ -166,8 +170,8 @@ def latency_of(ranks: Ranks) -> Synchronization[float]:
     Args:
         ranks: of the launch.
     """
-    where = ranks.where()
-    watch = Stopwatch(ranks.rank, ranks.size, time.perf_counter, time.sleep, where.cycle_seconds)
+    cycle_ms = cycle_of(os.environ) or 0.0  # what is no number is a finding, not an error
+    watch = Stopwatch(ranks.rank, ranks.size, time.perf_counter, time.sleep, 1e-3 * cycle_ms)
     own = []
     for _ in range(_REPETITIONS):
         yield from watch.meet()

@@ -29,32 +29,52 @@ _OWN = (
 )
 
 
-def check_threads(facts: Facts) -> Iterator[Finding]:
-    """Threads of all ranks of a host against its cores.
+def check_threads(everyone: Sequence[Facts]) -> Iterator[Finding]:
+    """Threads of the ranks of a host against the cores that they may use.
 
     Args:
-        facts: of a rank of a launch.
+        everyone: facts of all ranks, in rank order.
     """
-    local, cores, threads = facts["local_size"], facts["cores"], facts["framework_threads"]
-    what = f"{local} ranks on this host, {threads} threads each, {cores} cores for this rank"
-    if local > cores:
+    hosts: dict[str, list[Facts]] = {}
+    for facts in everyone:
+        hosts.setdefault(facts["host"], []).append(facts)
+    for ranks in hosts.values():
+        if found := list(_threads_of(ranks)):
+            yield from found
+            return  # of one host: the others are like it, or differ, which is said elsewhere
+    first = next(iter(hosts.values()))
+    yield good("threads", _threads_text(first))
+
+
+def _cores(ranks: Sequence[Facts]) -> int:
+    """Cores that a host's ranks may use together: a launcher may have bound each to its own."""
+    return len({core for facts in ranks for core in facts["affinity"]})
+
+
+def _threads_text(ranks: Sequence[Facts]) -> str:
+    counts = {"rank": len(ranks), "thread": ranks[0]["framework_threads"], "core": _cores(ranks)}
+    rank, thread, core = (f"{count} {noun}{'' if count == 1 else 's'}" for noun, count in counts.items())
+    return f"{rank} on a host with {thread} each, and {core} for all of them"
+
+
+def _threads_of(ranks: Sequence[Facts]) -> Iterator[Finding]:
+    cores, what = _cores(ranks), _threads_text(ranks)
+    total = sum(facts["framework_threads"] for facts in ranks)
+    if len(ranks) > cores:
         yield advice(
             "threads",
             what,
             "ranks that wait take the cores that others need: a launch can take many times as long",
             "fewer ranks on a host; with Open MPI --mca mpi_yield_when_idle 1",
         )
-    if threads > 1 and threads * local > max(cores, 1) and facts["size"] > 1:
-        each = max(1, cores // local)
+    elif total > cores and len(ranks) > 1:
+        names = "OMP_NUM_THREADS" if ranks[0]["framework"] == "torch" else "TF_NUM_INTRAOP_THREADS"
         yield advice(
             "threads",
             what,
             "their threads push each other, and Horovod's own thread, off the cores",
-            f"OMP_NUM_THREADS={each}"
-            + (" and TF_NUM_INTRAOP_THREADS" if facts["framework"] != "torch" else ""),
+            f"{names}={max(1, cores // len(ranks))}",
         )
-    elif local <= cores:
-        yield good("threads", what)
 
 
 def check_differences(everyone: Sequence[Facts]) -> Iterator[Finding]:
@@ -73,7 +93,8 @@ def check_differences(everyone: Sequence[Facts]) -> Iterator[Finding]:
             kind[name] = [facts["settings"].get(name, "unset") for facts in everyone]
     for what in ("built", "controller", "framework", "numba"):
         strict[what] = [str(facts[what]) for facts in everyone]
-    for what in ("cores", "framework_threads", "thread_level", "cuda", "triton"):
+    loose["cores"] = [str(len(facts["affinity"])) for facts in everyone]
+    for what in ("framework_threads", "thread_level", "cuda", "triton"):
         loose[what.replace("_", " ")] = [str(facts[what]) for facts in everyone]
     found = 0
     for name, values in (*strict.items(), *loose.items()):

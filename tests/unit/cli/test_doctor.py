@@ -30,7 +30,8 @@ def facts(**changes) -> dict:
         "bindings": {"torch": True, "tensorflow": False},
         "launched": True,
         "settings": {},
-        "cores": 8,
+        "affinity": list(range(8)),
+        "host": "a",
         "numba": None,
         "triton": False,
         "rank": 0,
@@ -68,7 +69,7 @@ def test_a_healthy_launch_has_no_problem():
         *check_installation(healthy),
         *check_launch(healthy),
         *check_settings(healthy),
-        *check_threads(healthy),
+        *check_threads([healthy] * 4),
         *check_differences([healthy] * 4),
         *check_cycle(healthy, 2),
         *check_cache(healthy, 100, 2),
@@ -91,13 +92,26 @@ def test_a_healthy_launch_has_no_problem():
         (check_launch, {"mpi_threads": False}, "pairs of ranks", "advice"),
         (check_launch, {"controller": "gloo", "thread_level": None}, "pairs of ranks", "good"),
         (check_launch, {"size": 1}, "launch", "advice"),
-        (check_threads, {"cores": 2}, "threads", "advice"),
-        (check_threads, {"framework_threads": 8}, "threads", "advice"),
-        (check_threads, {"framework_threads": 8, "size": 1, "local_size": 1}, "threads", "good"),
     ],
 )
 def test_facts_that_are_wrong_are_found(check, changes, topic, level):
     assert levels(check(facts(**changes)))[topic] == level
+
+
+def test_threads_are_counted_against_the_cores_of_a_host():
+    def judged(*ranks: dict) -> str:
+        return levels(check_threads([facts(**changes) for changes in ranks]))["threads"]
+
+    assert judged({}, {}, {}, {}) == "good"  # 4 ranks of 2 threads on 8 cores
+    assert judged(*[{}] * 5) == "advice"
+    assert judged({"framework_threads": 8}) == "good"
+    bound = [{"affinity": [core], "framework_threads": 1} for core in range(2)]
+    assert judged(*bound) == "good"  # each has a core of its own
+    assert judged(*bound, *bound) == "advice"
+    elsewhere = [{**one, "host": "b"} for one in bound]
+    assert judged(*bound, *elsewhere) == "good"
+    crowded = [{"affinity": [0], "framework_threads": 1, "host": "b"}] * 2
+    assert judged(*bound, *crowded) == "advice"
 
 
 @pytest.mark.parametrize(
@@ -125,7 +139,7 @@ def test_what_launchers_set_is_no_misspelling():
 def test_ranks_that_differ_are_told_apart():
     same = [facts(rank=rank) for rank in range(3)]
     assert levels(check_differences(same)) == {"ranks": "good"}
-    same[2] = facts(packages={**same[0]["packages"], "torch": "2.12.0"}, cores=4)
+    same[2] = facts(packages={**same[0]["packages"], "torch": "2.12.0"}, affinity=[0, 1, 2, 3])
     found = list(check_differences(same))
     assert levels(found) == {"ranks differ": "problem"}
     text = " ".join(finding.what for finding in found)
