@@ -89,26 +89,29 @@ def corrected(
         sparsifier: that the buckets have.
         size: P, here.
         selection_too: False where times of selection were given, and are not to be changed.
+
+    Raises:
+        ProfileMismatchError: if the profile lacks something.
     """
 
     def seconds(made: Profile, plan: Plan) -> float:
         workload, cost = measured_step(made, parameters, sparsifier, size)
         return predict(workload, plan, cost).iteration_seconds
 
-    def lengthened(extra: float) -> Profile:
+    def slower(extra: float) -> Profile:
         name = sparsifier.name
         fit = profile.selection[name]
-        notes = (*fit.notes, f"{extra * 1e6:.3g} us of {name}'s fixed time come from whole iterations")
-        slower = dataclasses.replace(fit, fixed_seconds=fit.fixed_seconds + extra, notes=notes)
-        made = (
-            dataclasses.replace(profile, selection={**profile.selection, name: slower}) if extra else profile
-        )
+        note = f"{extra * 1e6:.3g} us of {name}'s fixed time come from whole iterations"
+        fit = dataclasses.replace(fit, fixed_seconds=fit.fixed_seconds + extra, notes=(*fit.notes, note))
+        return dataclasses.replace(profile, selection={**profile.selection, name: fit})
+
+    def lengthened(made: Profile) -> Profile:
         short = times.iteration_seconds - seconds(made, current)
         return dataclasses.replace(made, forward_seconds=made.forward_seconds + max(0.0, short))
 
     if not times.iteration_seconds:
         return profile
-    found, probe = lengthened(0.0), probe_of(current)
+    found, probe = lengthened(profile), probe_of(current)
     missing = times.probe_seconds - (0.0 if probe is None else seconds(found, probe))
     if probe is None or not times.probe_seconds or not selection_too or missing <= 0.0:
         return found
@@ -116,8 +119,8 @@ def corrected(
     low, high = 0.0, 2.0 * missing / (len(probe.buckets) - len(current.buckets))
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        if seconds(lengthened(middle), probe) < times.probe_seconds:
+        if seconds(lengthened(slower(middle)), probe) < times.probe_seconds:
             low = middle
         else:
             high = middle
-    return lengthened(low)
+    return lengthened(slower(low))

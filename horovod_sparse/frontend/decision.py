@@ -136,6 +136,7 @@ def decide(
         )
     else:
         profile = asked.profile
+        profile.check(size=where.size, framework=where.framework)  # refuses what cannot be applied
     if not profile.backward_seconds:
         measured = yield from mean_times(times)
         profile = dataclasses.replace(

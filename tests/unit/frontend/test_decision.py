@@ -225,6 +225,15 @@ def test_agreement_alone():
 def test_a_profile_that_cannot_be_applied_is_refused_by_all(changed, match):
     profile = dataclasses.replace(PROFILE, **changed)
     refusing(decided([asked(merging="optimal", profile=profile)] * 2), ProfileMismatchError, match)
+    # and where backward was measured, too
+    if "backward_seconds" not in changed:
+        profile = dataclasses.replace(profile, backward_seconds={})
+        arguments = {
+            "times": dataclasses.replace(BACKWARD, iteration_seconds=1.0),
+            "current": Plan((tuple(TIMES),)),
+        }
+        ends = decided([asked(merging="optimal", profile=profile)] * 2, **arguments)
+        refusing(ends, ProfileMismatchError, match)
 
 
 def test_a_profile_from_elsewhere_is_applied_with_a_warning(caplog):
