@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,8 +16,10 @@ from horovod_sparse.merging import Plan
 from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.tensorflow._horovod import hvd
 from horovod_sparse.tensorflow.buckets import Buckets
+from horovod_sparse.tensorflow.courier import between_pairs
 from horovod_sparse.tensorflow.driver import refuse_xla, settle
 from horovod_sparse.tensorflow.eager import EagerCalls
+from horovod_sparse.tensorflow.order import WAITING, Order
 from horovod_sparse.tensorflow.others import reduce_densely
 from horovod_sparse.tensorflow.parts import Part, SparseBucket
 from horovod_sparse.tensorflow.replanning import Replanning
@@ -43,8 +45,7 @@ class GradientSynchronizer:
         sparse_as_dense: sparsify `tf.IndexedSlices` like any other gradient; they are gathered as they
             are otherwise.
         name: of its collectives; those of two synchronizers at work at the same time must differ.
-        **asked: how buckets are made (`groups`, `bucket_bytes`, `plan`, `merging`, `tensor_selection`,
-            `profile`): see `asked_for`.
+        **asked: how buckets are made (`groups`, `merging` and the others): see `asked_for`.
 
     Attributes:
         replanning: what is done about the plan.
@@ -67,7 +68,7 @@ class GradientSynchronizer:
         self._steps = Steps()
         self.replanning = Replanning(self._buckets, recipe.sparsifier, self.process_set, name)
         self._eagerly = EagerCalls(self._build)
-        self._last_token: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        self._order = Order()
         self.on_planned: Callable[[], None] | None = None
 
     @property
@@ -193,9 +194,7 @@ class GradientSynchronizer:
                 raise self.last_error from None
             raise
 
-    def _build(
-        self, gradients: Sequence[Gradient], variables: Sequence[Any], rate: tf.Tensor
-    ) -> list[Gradient]:
+    def _build(self, gradients: Sequence[Gradient], variables: Sequence[Any], rate: tf.Tensor) -> list[Any]:
         """The operations of one synchronization, in the graph that is being traced."""
         started = self.start(gradients, variables, rate)
         results, parts = started.others, started.parts
@@ -204,8 +203,11 @@ class GradientSynchronizer:
         like = [(tf.as_dtype(part.dtype), shape) for part in parts for shape in part.shapes]
         # by their positions: a graph shall not keep the memory of buckets that there are no more
         version, positions = self._buckets.version, [self.parts.index(part) for part in parts]
-        sums = settle(started.tokens, lambda: self.finish(self._buckets.at(version, positions)), like)
-        self._last_token[tf.compat.v1.get_default_graph()] = sums[0]
+        waits = any(between_pairs(part.task.kinds) for part in parts)
+        with WAITING.behind() if waits else contextlib.nullcontext():
+            sums = settle(started.tokens, lambda: self.finish(self._buckets.at(version, positions)), like)
+        for order in (self._order, WAITING) if waits else (self._order,):
+            order.note(sums[0])
         for position, sum_ in zip(started.positions, sums, strict=True):
             results[position] = sum_
         return results
@@ -215,16 +217,14 @@ class GradientSynchronizer:
 
         Args:
             gradients: as for `synchronize`.
-            variables: as for `synchronize`; `tf.Variable`, or what can pass for it (`shape`, `dtype`,
-                `name`, `ref`).
+            variables: likewise; or what can pass for them (`shape`, `dtype`, `name`, `ref`).
             rate: float64 [], NaN where it is not known.
         """
         if self._buckets.add(gradients, variables):
             self.replanning.planned()
             if self.on_planned is not None:
                 self.on_planned()
-        before = self._last_token.get(tf.compat.v1.get_default_graph())
-        with tf.control_dependencies([] if before is None else [before]):
+        with self._order.behind():
             common = self._reduce_other, self.replanning.stamped, self.process_set
             return start(self._buckets, gradients, variables, rate, *common)
 

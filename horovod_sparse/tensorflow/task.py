@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from horovod_sparse.collectives import Request, Synchronization
+from horovod_sparse.collectives import AllGather, Request, Synchronization
 from horovod_sparse.errors import CollectiveMismatchError
 from horovod_sparse.tensorflow.collectives import Wire, from_wire, nothing, to_wire
 from horovod_sparse.tensorflow.courier import Courier, Journey, over_pairs
@@ -93,7 +93,7 @@ class Task:
         """As `start`, where there is no coroutine because making it failed."""
         self.drop()
         self.result, self.error, self.place, self._round = None, error, place, 0
-        return nothing(self.kinds[0], self.value_dtype, place[1])
+        return self._nothing()
 
     def resume(self, output: np.ndarray, splits: np.ndarray) -> Wire:
         """Gives a collective's result to the coroutine, and runs it to its next request, or to its end.
@@ -166,7 +166,8 @@ class Task:
         return self._nothing()
 
     def _nothing(self) -> Wire:
-        kind = self.kinds[min(self._round, len(self.kinds) - 1)]
+        # a rank alone may have no rounds
+        kind = self.kinds[min(self._round, len(self.kinds) - 1)] if self.kinds else AllGather
         return nothing(kind, self.value_dtype, self.place[1])
 
 

@@ -12,6 +12,7 @@ import os
 os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
 os.environ.setdefault("HOROVOD_STALL_CHECK_TIME_SECONDS", "20")
 os.environ.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "60")
+os.environ.setdefault("HOROVOD_TIMELINE", "DYNAMIC")  # a test starts it
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import pytest

@@ -295,6 +295,52 @@ def test_what_is_not_connected_local_or_no_float_is_left_or_passed_on(rank, size
     assert results[1].shape == (0, 3)
 
 
+class _Layer:
+    """What the argument `local_layers` takes: something with trainable weights."""
+
+    def __init__(self, *weights):
+        self.trainable_weights = list(weights)
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_partial_tape_leaves_layers_to_their_rank(rank, size, graph, scaled):
+    """The sum for the others; `get_local_and_global_gradients` tells the two apart, as Horovod's does."""
+    shared, first, second = (tf.Variable(tf.ones([3]), name=f"weight{i}") for i in range(3))
+    variables, compression = [first, shared, second], hvd.Compression.topk(density=1.0)
+
+    def step(pairs):
+        with tf.GradientTape() as tape:
+            loss = tf.add_n([(rank + 1.0) * tf.reduce_sum(v) for v in variables])
+        tape = hvd.PartialDistributedGradientTape(
+            tape,
+            compression=compression,
+            op=hvd.Sum,
+            local_layers=[_Layer(first), _Layer(second)],
+            scale_local_gradients=scaled,
+        )
+        if pairs:
+            local, others = tape.get_local_and_global_gradients(loss, variables)
+            assert [v is w for (v, _), w in zip([*local, *others], [first, second, shared], strict=True)]
+            return [gradient for _, gradient in [local[0], others[0], local[1]]]
+        return tape.gradient(loss, variables)
+
+    own = (rank + 1.0) / (size if scaled else 1)
+    for pairs in (False, True):
+        run = tf.function(step) if graph else step
+        gradients = [gradient.numpy().tolist() for gradient in run(pairs)]
+        assert gradients[1] == [size * (size + 1) / 2] * 3
+        assert gradients[0] == gradients[2] == pytest.approx([own] * 3)
+    assert compression.synchronizer.names == ("weight0",)
+
+
+def test_local_layers_are_layers():
+    with pytest.raises(ArgumentError, match="local_layers"):
+        hvd.PartialDistributedGradientTape(
+            tf.GradientTape(), compression=hvd.Compression.topk(), local_layers=[tf.Variable(1.0)]
+        )
+
+
 def test_wrong_uses_are_refused_by_name(rank, size):
     variable, other = tf.Variable(tf.ones([3])), tf.Variable(tf.ones([4]))
 

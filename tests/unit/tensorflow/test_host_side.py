@@ -63,6 +63,21 @@ def test_a_task_that_fails_sends_empty_messages_of_the_right_type():
     assert isinstance(task.error, ValueError)
 
 
+def _no_rounds(fails):
+    if fails:
+        raise ValueError("on purpose")
+    return 5
+    yield
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_rank_alone_may_have_no_rounds(fails):
+    task = _task()
+    assert task.start(_no_rounds(fails), (0, 1))[0].size == 0
+    assert (task.result, type(task.error)) == ((None, ValueError) if fails else (5, type(None)))
+    assert task.fail(ValueError("on purpose"), (0, 1))[0].size == 0
+
+
 @pytest.mark.parametrize("kinds", [(AllReduce, AllReduce), (AllGather,), (AllGather, AllReduce, AllGather)])
 def test_rounds_that_were_not_declared_are_an_error(kinds):
     task = _task(*kinds)
