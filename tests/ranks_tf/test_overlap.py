@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 
 import numpy as np
@@ -12,29 +13,93 @@ import horovod_sparse.tensorflow as hvd
 
 pytestmark = pytest.mark.tensorflow
 
+#: seconds after which a bucket that waits for another one is given up
+LIMIT = 20.0
 
-def test_buckets_communicate_while_backward_goes_on(rank, size):
-    """A part of backward that takes long on one rank comes after the first bucket's collectives."""
+
+def _two_buckets():
+    """A synchronizer, and a step in which backward of one bucket goes on until the other one is done.
+
+    Were the other one to wait for it, the step would take until a limit; the time it took comes back.
+    """
     early, late = tf.Variable(tf.ones([32])), tf.Variable(tf.ones([32]))
     synchronizer = hvd.Compression.exdyna(density=0.5).bind(bucket_bytes=1)
+    waited = []
 
-    def sleep(array):
-        time.sleep(0.5)
+    def quick():
+        return next(part for part in synchronizer.parts if part.names[0] == synchronizer.names[0])
+
+    def backward(array):
+        begun = time.perf_counter()
+        while len(quick().task.legs) < 3 and time.perf_counter() - begun < LIMIT:
+            time.sleep(0.01)
+        waited.append(time.perf_counter() - begun)
+        time.sleep(0.2)
         return array
 
     @tf.function
-    def step(first, second):
-        slow = tf.numpy_function(sleep, [second], tf.float32, stateful=False)
+    def run(first, second):
+        slow = tf.numpy_function(backward, [second], tf.float32, stateful=False)
         slow.set_shape([32])
         return synchronizer.synchronize([first, slow], [early, late])
 
-    for _ in range(2):
-        step(tf.fill([32], 1.0 + rank), tf.ones([32]))
+    def step(value):
+        if synchronizer.parts:
+            quick().task.legs.clear()
+        run(tf.fill([32], value), tf.ones([32]))
+        return waited[-1]
+
+    return synchronizer, step
+
+
+def test_buckets_communicate_while_backward_goes_on(rank, size):
+    """A part of backward that takes long comes after the first bucket's collectives."""
+    synchronizer, step = _two_buckets()
+    for _ in range(3):
+        assert step(1.0 + rank) < LIMIT
     by_name = {part.names[0]: part.task.legs for part in synchronizer.parts}
     quick, slow = (by_name[name] for name in synchronizer.names)
     # begin and end of: start, resume, resume. Both rounds are over before the other gradient is there.
     assert len(quick) == len(slow) == 3
     assert quick[-1][1] < slow[0][0]
+
+
+def _spans(path):
+    """[first, last] event of every collective in a Horovod timeline, in seconds, by its name."""
+    text = path.read_text().rstrip().rstrip(",")
+    events = json.loads(text if text.endswith("]") else text + "]")
+    names = {e["pid"]: e["args"]["name"] for e in events if "name" in e.get("args", {})}
+    spans = {}
+    for event in events:
+        if event.get("ph") in ("B", "E", "X") and event.get("pid") in names:
+            at = event["ts"] / 1e6
+            first, last = spans.get(names[event["pid"]], (at, at))
+            spans[names[event["pid"]]] = min(first, at), max(last, at + event.get("dur", 0) / 1e6)
+    return spans
+
+
+def test_horovods_timeline_shows_it(rank, size, tmp_path):
+    """By its clock, both rounds of a bucket end long before the other bucket's gradient is there."""
+    synchronizer, step = _two_buckets()
+    step(1.0 + rank)
+    hvd.allreduce(tf.zeros([]), name="before the timeline")
+    path = tmp_path / "timeline.json"
+    hvd.start_timeline(str(path))
+    step(1.0 + rank)
+    hvd.allreduce(tf.zeros([]), name="after the step")
+    hvd.stop_timeline()
+    hvd.allreduce(tf.zeros([]), name="after the timeline")
+    if rank != 0:  # Horovod writes one, on rank 0
+        return
+    time.sleep(0.5)  # a thread of Horovod's writes it
+    spans = _spans(path)
+    by_name = {part.names[0]: part.task.name for part in synchronizer.parts}
+    quick, slow = (
+        [span for collective, span in spans.items() if by_name[name] in collective]
+        for name in synchronizer.names
+    )
+    assert len(quick) == len(slow) == 2, sorted(spans)
+    assert max(last for _, last in quick) + 0.1 < min(first for first, _ in slow)
 
 
 def test_no_bucket_waits_for_another(rank, size):
