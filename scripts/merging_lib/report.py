@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from . import measure
 ROOT = Path(__file__).resolve().parents[2]
 JSON, PAGE = ROOT / "docs" / "measurements" / "merging.json", ROOT / "docs" / "merging.md"
 SIZES = (2, 4, 8, 16)
+#: by the mark in the page: files beside JSON
+HOSTS = {"hosts": "merging_hosts.json"}
 
 
 def random_table(rows: list[dict[str, Any]]) -> str:
@@ -73,6 +76,26 @@ def scaling_table(curves: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def hosts_table(result: dict[str, Any]) -> str:
+    """Predicted and measured iterations, as `scripts/bench merging` found them."""
+    lines = [
+        "| plan | buckets | dense | predicted ms | measured ms | quartiles | prediction off by |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in result["results"]:
+        seconds = row["seconds"]
+        lines.append(
+            f"| {row['method']} | {row['buckets']} | {row['dense']} | {1e3 * row['predicted_seconds']:.1f} "
+            f"| {1e3 * seconds['median']:.1f} | {1e3 * seconds['low']:.1f} to {1e3 * seconds['high']:.1f} "
+            f"| {row['error']:+.1%} |"
+        )
+    lines += ["", "| goal | allowed | found | |", "|---|---|---|---|"]
+    for name, goal in result["goals"].items():
+        end = "met" if goal["met"] else "**missed**"
+        lines.append(f"| {name} | {goal['allowed']:.0%} | {goal['found']:+.1%} | {end} |")
+    return "\n".join(lines)
+
+
 def put(page: str, mark: str, text: str) -> str:
     pattern = re.compile(rf"(<!-- {mark} -->\n).*?(\n<!-- end -->)", re.DOTALL)
     changed, count = pattern.subn(lambda match: match[1] + text + match[2], page)
@@ -81,7 +104,19 @@ def put(page: str, mark: str, text: str) -> str:
     return changed
 
 
+def put_hosts() -> None:
+    """The tables of what was measured on hosts, from the files of `scripts/bench merging --json`."""
+    page = PAGE.read_text(encoding="utf-8")
+    for mark, name in HOSTS.items():
+        found = json.loads((JSON.parent / name).read_text(encoding="utf-8"))
+        page = put(page, mark, hosts_table(found))
+    PAGE.write_text(page, encoding="utf-8")
+
+
 def main() -> None:
+    put_hosts()
+    if "--hosts" in sys.argv[1:]:
+        return
     random = [measure.random_inputs(300, layers) for layers in (8, 14, 30)]
     tables = [measure.table(model, size) for model in measure.PAPER for size in SIZES]
     curves = [
