@@ -43,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
     add("--name", default="cluster", help="cluster to use if it is up (default %(default)s)")
     add("--network", choices=tuple(NETWORKS), default="gloo", help="what carries collectives (default gloo)")
     add("--cycle-time", type=float, help="HOROVOD_CYCLE_TIME in milliseconds (Horovod's own default: 1)")
-    add("--repeat", type=count, default=6, help="blocks of iterations (default %(default)s)")
+    add("--repeat", type=count, default=5, help="blocks of iterations (default %(default)s)")
     add("--iterations", type=count, default=5, help="in a block (default %(default)s)")
     add("--timeout", type=float, default=600, help="seconds for the launch (default %(default)s)")
     add("--json", nargs="?", const="-", metavar="FILE", help="write JSON to FILE, or to stdout")

@@ -37,6 +37,8 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 #: more than an optimizer takes to decide
 _WARMUP_STEPS = 30
+#: iterations of a process before anything is measured
+_SETTLING_ITERATIONS = 20
 #: iterations of a fresh network before those that count
 _FIRST_ITERATIONS = 2
 
@@ -91,6 +93,10 @@ class Training:
         self.bucket_elements = [
             sum(facts[name][0].num_elements for name in names) for names in self.plan.buckets
         ]
+        self.discard()
+
+    def discard(self) -> None:
+        """Lets go of the network and its optimizer."""
         del self._model, self._loss, self.optimizer
 
     def run(self) -> None:
@@ -137,6 +143,11 @@ class Training:
 
 def _profile(settings: dict[str, Any]) -> tuple[Profile, dict[str, int]]:
     """What an optimizer measures in its warm-up, and how much there is to synchronize."""
+    first = Training("single", settings)
+    first.make()
+    for _ in range(_SETTLING_ITERATIONS):  # a process's first ones are a tenth shorter than its later ones
+        first.run_once()
+    first.discard()
     training = Training("optimal", settings)
     training.make()
     for _ in range(_WARMUP_STEPS):
