@@ -21,9 +21,8 @@ from horovod_sparse.errors import ArgumentError
 from horovod_sparse.frontend import Asked, BackwardRecorder, BackwardTimes, Decision, decide
 from horovod_sparse.merging import ParameterFacts
 from horovod_sparse.sparsifiers import Sparsifier
-from horovod_sparse.tensorflow.calibration import where_of
+from horovod_sparse.tensorflow.calibration import carry_out_together, where_of
 from horovod_sparse.tensorflow.driver import HOST, on_host
-from horovod_sparse.tensorflow.planning import together
 
 __all__ = ["WarmUp"]
 
@@ -142,7 +141,9 @@ class WarmUp:
             self._own,
             dtype=largest.dtype,
         )
-        decision: Decision = together(coroutine, self._process_set, f"{self._name}.planning")
+        # called by all ranks, and so together in elastic training, too
+        with tf.device(HOST):
+            decision: Decision = carry_out_together(coroutine, self._process_set, f"{self._name}.planning")
         if self._process_set.rank() == 0:
             _log.info("%s", decision)
         return decision
