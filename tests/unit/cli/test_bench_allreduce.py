@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -83,3 +85,11 @@ def test_a_document_keeps_everything_else() -> None:
     assert "old" not in new
     with pytest.raises(ValueError, match="no place"):
         with_tables("nothing", {"launches": []})
+
+
+def test_the_page_shows_what_was_measured() -> None:
+    docs = Path(__file__).parents[3] / "docs"
+    page = (docs / "sparse_allreduce.md").read_text()
+    assert (
+        with_tables(page, json.loads((docs / "measurements" / "sparse_allreduce.json").read_text())) == page
+    )
