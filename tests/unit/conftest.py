@@ -1,5 +1,7 @@
 """What unit tests of several folders share."""
 
+import sys
+
 import pytest
 
 from support.memories import choose_memory
@@ -10,3 +12,17 @@ def memory(request, monkeypatch):
     """Runs a test with CPU tensors twice: once served as the host's, once as if a GPU held them."""
     choose_memory(monkeypatch, request.param)
     return request.param
+
+
+@pytest.fixture(autouse=True)
+def horovod_of_both_frameworks():
+    """Starts both of Horovod's bindings where a process has both: whichever test comes first.
+
+    They keep one record of process sets, filled by the binding that was imported last, whichever is
+    started. While that one is not, the record is empty, and no rank belongs to the global process set.
+    """
+    bindings = [sys.modules.get(f"horovod.{framework}") for framework in ("torch", "tensorflow")]
+    if all(bindings):
+        for binding in bindings:
+            if not binding.is_initialized():
+                binding.init()
