@@ -37,16 +37,12 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 #: more than an optimizer takes to decide
 _WARMUP_STEPS = 30
-#: iterations of a process before anything is measured
-_SETTLING_ITERATIONS = 20
 #: iterations of a fresh network before those that count
-_FIRST_ITERATIONS = 2
+_FIRST_ITERATIONS = 4
 
 
 class Training:
     """A network under one plan.
-
-    It is made anew for every block of iterations, and alone in memory: as in a training of its own.
 
     Args:
         name: in results.
@@ -82,8 +78,8 @@ class Training:
         for _ in range(_FIRST_ITERATIONS):
             self.run_once()
 
-    def finish(self, profile: Profile) -> None:
-        """Keeps what is to be told, and nothing else.
+    def describe(self, profile: Profile) -> None:
+        """Looks up what is to be told.
 
         Args:
             profile: by which an iteration is predicted.
@@ -93,11 +89,6 @@ class Training:
         self.bucket_elements = [
             sum(facts[name][0].num_elements for name in names) for names in self.plan.buckets
         ]
-        self.discard()
-
-    def discard(self) -> None:
-        """Lets go of the network and its optimizer."""
-        del self._model, self._loss, self.optimizer
 
     def run(self) -> None:
         """Iterations one behind the other, as in a training."""
@@ -143,22 +134,15 @@ class Training:
 
 def _profile(settings: dict[str, Any]) -> tuple[Profile, dict[str, int]]:
     """What an optimizer measures in its warm-up, and how much there is to synchronize."""
-    first = Training("single", settings)
-    first.make()
-    for _ in range(_SETTLING_ITERATIONS):  # a process's first ones are a tenth shorter than its later ones
-        first.run_once()
-    first.discard()
     training = Training("optimal", settings)
     training.make()
     for _ in range(_WARMUP_STEPS):
         training.run_once()
         if training.optimizer.decision is not None:
             break
-    profile: Profile = training.optimizer.decision.profile
     facts = training.optimizer._synchronizer.facts.values()
     sizes = {"elements": sum(fact.num_elements for fact, _ in facts), "parameters": len(facts)}
-    training.finish(profile)
-    return profile, sizes
+    return training.optimizer.decision.profile, sizes
 
 
 def _result(method: Training, samples: list[Any]) -> dict[str, Any]:
@@ -199,26 +183,29 @@ def main(arguments: Sequence[str]) -> int:
         if hvd.rank() == 0:
             print(line, flush=True)
 
-    profile, sizes = _profile(settings)
-    say("done profile 0")
-    methods = [Training(name, settings, profile) for name in settings["methods"]]
-    samples: dict[str, list[Any]] = {method.name: [] for method in methods}
-    for number in range(settings["repeat"]):
-        # another one comes first every time, so that drift hits all alike
-        for place in range(len(methods)):
-            method = methods[(place + number) % len(methods)]
-            method.prepare()
-            gc.collect()
-            gc.disable()
+    told: dict[str, Any] = {"ranks": hvd.size()}
+    if settings["profile"] is None:
+        profile, sizes = _profile(settings)
+        told = {**told, **sizes, "profile": json.loads(profile.to_json())}
+        say("done profile 0")
+    else:
+        profile = Profile.from_json(json.dumps(settings["profile"]))
+    results = []
+    for name in settings["methods"]:
+        method = Training(name, settings, profile)
+        method.prepare()
+        gc.collect()
+        gc.disable()
+        samples = []
+        for number in range(settings["repeat"]):
             sample = timed(method.run, barrier)
-            gc.enable()
-            samples[method.name].append(replace(sample, parts=dict(method.parts), facts=method.facts()))
-            method.finish(profile)
-            say(f"done {method.name} {number}")
-    results = [_result(method, samples[method.name]) for method in methods]
+            samples.append(replace(sample, parts=dict(method.parts), facts=method.facts()))
+            say(f"done {name} {number}")
+        gc.enable()
+        method.describe(profile)
+        results.append(_result(method, samples))
     if hvd.rank() == 0:
-        told = {"ranks": hvd.size(), **sizes, "profile": json.loads(profile.to_json()), "results": results}
-        answered.write_text(json.dumps(told))
+        answered.write_text(json.dumps({**told, "results": results}))
     hvd.shutdown()
     return 0
 
