@@ -25,7 +25,7 @@ _COLORS = {
     "step": "#CC79A7",
     "other": "#DDDDDD",
 }
-#: a bar this many times longer than the median of all is named in numbers, not drawn to its end
+#: a bar this many times longer than the shortest of all is named in numbers, not drawn to its end
 _TOO_LONG = 6.0
 
 
@@ -41,20 +41,24 @@ def plot_parts(result: Mapping[str, Any], target: Path) -> None:
     figure, axes = plt.subplots(
         len(launches), 1, figsize=(8, len(launches) * (1.4 + 0.3 * rows)), squeeze=False, layout="constrained"
     )
+    totals = [total for launch in launches for total in _totals(launch)]
+    limit = 1.12 * max(total for total in totals if total <= _TOO_LONG * min(totals))
     for axis, launch in zip(axes[:, 0], launches, strict=True):
-        _bars(axis, launch)
+        _bars(axis, launch, limit)
         title = f"{launch['ranks']} hosts, {launch['rate']}, {launch['network']}"
         axis.set_title(title, fontsize=10, loc="left")
     figure.savefig(target, dpi=130)
     plt.close(figure)
 
 
-def _bars(axis: Any, launch: Mapping[str, Any]) -> None:
+def _totals(launch: Mapping[str, Any]) -> list[float]:
+    return [1e3 * sum(item["parts"].values()) for item in launch["results"]]
+
+
+def _bars(axis: Any, launch: Mapping[str, Any], limit: float) -> None:
     items = launch["results"]
     names = [item["method"] for item in items]
-    totals = [1e3 * sum(item["parts"].values()) for item in items]
-    limit = _TOO_LONG * sorted(totals)[len(totals) // 2]
-    limit = 1.12 * max(total for total in totals if total <= limit)
+    totals = _totals(launch)
     present = [name for name in _COLORS if any(name in item["parts"] for item in items)]
     starts = [0.0] * len(items)
     for part in present:
