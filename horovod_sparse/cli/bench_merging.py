@@ -45,6 +45,12 @@ def parser() -> argparse.ArgumentParser:
     add("--cycle-time", type=float, help="HOROVOD_CYCLE_TIME in milliseconds (Horovod's own default: 1)")
     add("--repeat", type=count, default=7, help="blocks of iterations (default %(default)s)")
     add("--iterations", type=count, default=5, help="in a block (default %(default)s)")
+    add(
+        "--names",
+        type=int,
+        default=0,
+        help="other names that Horovod has seen before anything is measured (default %(default)s)",
+    )
     add("--timeout", type=float, default=600, help="seconds for a launch (default %(default)s)")
     add("--json", nargs="?", const="-", metavar="FILE", help="write JSON to FILE, or to stdout")
     return made
@@ -69,10 +75,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     }
     with cluster_for(options.hosts, options.rate, options.name) as hosts:
 
-        def run(profile: Any, methods: Sequence[str]) -> dict[str, Any]:
+        def run(profile: Any, methods: Sequence[str], names: int) -> dict[str, Any]:
             return launch(
                 "horovod_sparse.cli.bench_merging_rank",
-                {**settings, "profile": profile, "methods": list(methods)},
+                {**settings, "profile": profile, "methods": list(methods), "names": names},
                 options,
                 hosts=hosts,
                 network=options.network,
@@ -80,8 +86,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 total=1 + len(methods) * options.repeat,
             )
 
-        found = run(None, [])
-        others = [run(found["profile"], [method]) for method in METHODS]
+        found = run(None, [], 0)
+        others = [run(found["profile"], [method], options.names) for method in METHODS]
     results = [item for other in others for item in other["results"]]
     minutes = round(sum(one["minutes"] for one in (found, *others)), 1)
     result = {"benchmark": "merging", "model": options.model, "machine": machine, **found}

@@ -190,6 +190,8 @@ def main(arguments: Sequence[str]) -> int:
         say("done profile 0")
     else:
         profile = Profile.from_json(json.dumps(settings["profile"]))
+    for number in range(settings["names"]):
+        hvd.allgather(torch.ones(1), name=f"another.{number}")
     results = []
     for name in settings["methods"]:
         method = Training(name, settings, profile)

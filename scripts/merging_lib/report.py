@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 JSON, PAGE = ROOT / "docs" / "measurements" / "merging.json", ROOT / "docs" / "merging.md"
 SIZES = (2, 4, 8, 16)
 #: by the mark in the page: files beside JSON
-HOSTS = {"hosts": "merging_hosts.json"}
+HOSTS = {"hosts": "merging_hosts.json", "names": "merging_names.json"}
 
 
 def random_table(rows: list[dict[str, Any]]) -> str:
