@@ -1,0 +1,187 @@
+"""Elastic jobs by `horovodrun` on this machine, whose hosts a test takes away and adds while they train.
+
+Horovod never starts a worker again on a host that lost one. So a job's hosts are spellings of one address,
+with one worker each: `HOSTS`. A worker's script writes down what it does with `Diary`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+__all__ = ["HOSTS", "Diary", "Job", "elastic_job"]
+
+#: what the resolver takes for this machine
+HOSTS = ("localhost", "127.0.0.1", "127.1", "127.0.1", "Localhost", "LOCALHOST")
+
+#: of a job, where the test gives no other limit
+_SECONDS = 150.0
+
+
+class Diary:
+    """What one worker writes down, one JSON object per line; of a worker's script.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     Diary(Path(folder)).note("begun", batch=0)
+        ...     [entry] = Job.entries_in(Path(folder))
+        >>> entry["what"], entry["batch"]
+        ('begun', 0)
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.host = os.environ.get("HOROVOD_HOSTNAME", "nowhere")
+        self._path = folder / f"{self.host}.{os.getpid()}.diary"
+
+    def note(self, what: str, **more: Any) -> None:
+        """Writes a line: what happened, where and when."""
+        line = {"what": what, "host": self.host, "pid": os.getpid(), "time": time.time(), **more}
+        with self._path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+class Job:
+    """A job under way.
+
+    Args:
+        folder: for its files.
+        command: of a worker; gets the folder as its last argument.
+        hosts: to begin with, one worker each.
+        least: workers that the job cannot do without.
+        most: workers.
+        environment: more variables.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        command: Sequence[str],
+        hosts: Sequence[str],
+        least: int,
+        most: int,
+        environment: dict[str, str],
+    ) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self.set_hosts(hosts)
+        script = folder / "discover"
+        script.write_text(f'#!/bin/sh\nexec cat "{folder}/hosts"\n')
+        script.chmod(0o755)
+        launcher = ["horovodrun", "--gloo", "-np", str(len(hosts)), "--min-np", str(least)]
+        launcher += ["--max-np", str(most), "--host-discovery-script", str(script)]
+        self._log = (folder / "log").open("w")
+        self._process = subprocess.Popen(
+            [*launcher, *command, str(folder)],
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONUNBUFFERED": "1", "TF_CPP_MIN_LOG_LEVEL": "2", **environment},
+            start_new_session=True,
+        )
+
+    def set_hosts(self, hosts: Sequence[str]) -> None:
+        """The hosts that there are from now on; Horovod looks every second."""
+        new = self.folder / "hosts.new"
+        new.write_text("".join(f"{host}:1\n" for host in hosts))
+        new.replace(self.folder / "hosts")
+
+    @property
+    def log(self) -> str:
+        """What launcher and workers have printed."""
+        return (self.folder / "log").read_text(errors="replace")
+
+    @staticmethod
+    def entries_in(folder: Path) -> list[dict[str, Any]]:
+        """What all workers have written down, by time."""
+        lines = [line for path in folder.glob("*.diary") for line in path.read_text().splitlines(True)]
+        entries = [json.loads(line) for line in lines if line.endswith("\n")]
+        return sorted(entries, key=lambda entry: entry["time"])
+
+    @property
+    def entries(self) -> list[dict[str, Any]]:
+        """See `entries_in`."""
+        return self.entries_in(self.folder)
+
+    def wait_for(self, condition: Callable[[list[dict[str, Any]]], bool], seconds: float = _SECONDS) -> None:
+        """Until what the workers have written down meets a condition.
+
+        Raises:
+            AssertionError: if it does not, in time or because the job has ended; with its log's end.
+        """
+        until = time.monotonic() + seconds
+        while not condition(self.entries):
+            if self._process.poll() is not None and not condition(self.entries):
+                raise AssertionError(f"the job has ended with {self._process.returncode}: {self._end()}")
+            if time.monotonic() > until:
+                raise AssertionError(f"not met within {seconds} s: {self._end()}")
+            time.sleep(0.05)
+
+    def wait(self, seconds: float = _SECONDS) -> int:
+        """Until the job has ended.
+
+        Returns:
+            Its exit status.
+
+        Raises:
+            AssertionError: if it has not in time; with its log's end.
+        """
+        try:
+            return self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"the job goes on after {seconds} s: {self._end()}") from None
+
+    def close(self) -> None:
+        """Ends what has not ended by itself: the launcher first, which ends its workers."""
+        if self._process.poll() is None:
+            workers = {entry["pid"] for entry in self.entries}
+            for number in (signal.SIGINT, signal.SIGKILL):
+                if self._process.poll() is None:
+                    os.killpg(self._process.pid, number)
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        self._process.wait(10)
+            for pid in workers:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        self._log.close()
+
+    def _end(self) -> str:
+        last = "\n".join(str(entry) for entry in self.entries[-6:])
+        return f"{last}\n{self.log[-4000:]}"
+
+
+@contextlib.contextmanager
+def elastic_job(
+    folder: Path,
+    script: Path,
+    *arguments: str,
+    hosts: Sequence[str] = HOSTS[:2],
+    least: int = 1,
+    most: int = 4,
+    **environment: str,
+) -> Iterator[Job]:
+    """A job whose workers run a script: ``python SCRIPT ARGUMENTS... FOLDER``.
+
+    Args:
+        folder: for its files.
+        script: of a worker.
+        *arguments: of the script.
+        hosts: of `HOSTS`, one worker each.
+        least: workers that the job cannot do without.
+        most: workers.
+        **environment: more variables.
+    """
+    command = [sys.executable, str(script), *arguments]
+    job = Job(folder, command, hosts, least, most, environment)
+    try:
+        yield job
+    finally:
+        job.close()
