@@ -3,6 +3,9 @@
 Every public name of `horovod.torch` is here; `Compression` has the sparsifiers beside Horovod's own.
 """
 
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
+
 # first: it says how to get Horovod where the next line would only say that there is none
 from horovod_sparse.torch import _horovod as _horovod
 
@@ -13,3 +16,7 @@ from horovod.torch import *  # noqa: F403
 from horovod_sparse.torch.compression import Compression as Compression
 from horovod_sparse.torch.compression import SparseCompressor as SparseCompressor
 from horovod_sparse.torch.optimizer import DistributedOptimizer as DistributedOptimizer
+
+if _TYPE_CHECKING:
+    # horovod.torch has no types: what the star brings is unknown to type checkers
+    def __getattr__(name: str) -> _Any: ...

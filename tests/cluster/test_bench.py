@@ -59,13 +59,15 @@ def test_a_synchronization_on_a_running_cluster(slow: str, network: str) -> None
 def test_iterations_on_a_cluster_of_their_own_that_is_gone_afterwards() -> None:
     before = namespaces()
     options = ("--hosts", "2", "--rate", "200mbit", "--model", "mlp", "--batch", "2", "--repeat", "2")
-    result = _bench("train", *options, "--name", "no-such", "--sparsifiers", "topk")
+    some_dense = ("--min-elements", "3000")  # the biases
+    result = _bench("train", *options, "--name", "no-such", "--sparsifiers", "topk", *some_dense)
     found = _by_method(result)
     assert list(found) == ["dense", "dense float16", "topk"]
     assert result["launches"][0]["elements"] == 6_316_042
     assert found["dense"]["bytes_sent"] == pytest.approx(4 * 6_316_042, rel=0.1)
     assert found["topk"]["bytes_sent"] < found["dense"]["bytes_sent"] / 50
-    assert found["topk"]["facts"]["density_union"] <= 0.0025
+    assert 0.001 < found["topk"]["facts"]["density_union"] <= 0.0025 + 4_106 / 6_316_042
+    assert found["topk"]["bytes"]["payload_bytes"] == pytest.approx(8 * 6_312 + 4 * 4_106, rel=0.02)
     assert namespaces() == before
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from horovod_sparse.cli import bench_device
+from benchmarks.local import device as bench_device
 
 
 def test_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -39,7 +39,7 @@ def test_bench_local_hands_devices_over(tmp_path: Path) -> None:
     file = tmp_path / "result.json"
     program = (
         "import sys; sys.modules['horovod'] = None\n"
-        "from horovod_sparse.cli import bench_local\n"
+        "from benchmarks.local import main as bench_local\n"
         "sys.exit(bench_local.main(sys.argv[1:]))"
     )
     arguments = ["--device", "cpu:0", "--elements", "5000", "--repeat", "1", "--density", "0.01"]

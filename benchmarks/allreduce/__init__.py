@@ -1,0 +1,1 @@
+"""Sparse all-reduces of the same gradients across hosts: `scripts/bench allreduce`."""

@@ -1,0 +1,161 @@
+"""`scripts/bench allreduce`: what the messages of sparse all-reduces take across hosts, method by method.
+
+All methods sum up the same gradients in the same launch. After every step its messages are sent once more,
+without any work in between: that is the communication time, which selections on cores that many ranks share
+do not blur.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.hosts import cluster_for, machine_facts, write_json
+from benchmarks.common.options import add_common, command_line, count, launch, named_sparsifiers
+from horovod_sparse.errors import HorovodSparseError
+
+_DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "sparse_allreduce.md"
+_BEGIN, _END = "<!-- measured: begin -->\n", "<!-- measured: end -->"
+_OTHERS = ("topk", "topk_dsa", "gtopk", "oktopk", "oktopk:threshold_steps=4")
+
+
+def _default_sparsifiers(num_ranks: int) -> str:
+    """The family, and SparDL with every number of teams."""
+    teams = [f"spardl:teams={d}" for d in range(1, num_ranks + 1) if num_ranks % d == 0]
+    return " ".join([*_OTHERS, *teams, "spardl:teams=1,gather=bruck"])
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(
+        prog="scripts/bench allreduce",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument("--elements", type=count, default=25_600_000, help="n (default %(default)s)")
+    made.add_argument(
+        "--add", action="store_true", help="add the launches to those of --json's file, where it exists"
+    )
+    made.add_argument(
+        "--report", metavar="FILE", help="measure nothing: fill docs/sparse_allreduce.md from FILE"
+    )
+    add_common(made, ["the family; spardl with every number of teams"], ())
+    return made
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Everything that the command line asks for, as it is written to JSON."""
+    machine, launches = machine_facts(), []
+    with cluster_for(max(options.hosts) if options.hosts else None, options.rate, options.name) as hosts:
+        for num_ranks in options.hosts or [hosts.num_hosts]:
+            text = options.sparsifiers
+            if text == parser().get_default("sparsifiers"):
+                text = _default_sparsifiers(num_ranks)
+            sparsifiers = named_sparsifiers(text, options.density)
+            settings = {
+                "elements": options.elements,
+                "density": options.density,
+                "sparsifiers": sparsifiers,
+                "repeat": options.repeat,
+            }
+            for network in options.networks or ["gloo"]:
+                found = launch(
+                    "benchmarks.allreduce.rank",
+                    settings,
+                    options,
+                    hosts=hosts,
+                    network=network,
+                    num_ranks=num_ranks,
+                    total=len(sparsifiers) * (options.repeat + 2),
+                )
+                launches.append({"elements": options.elements, "density": options.density, **found})
+    return {"benchmark": "allreduce", "machine": machine, "launches": launches}
+
+
+def _milliseconds(spread: dict[str, float]) -> str:
+    return f"{1e3 * spread['median']:.1f} ({1e3 * spread['low']:.1f} to {1e3 * spread['high']:.1f})"
+
+
+def _table(one: dict[str, Any]) -> str:
+    medians = {item["method"]: item["communication"]["seconds"]["median"] for item in one["results"]}
+    best = min((name for name in medians if name.startswith("spardl")), key=medians.__getitem__, default=None)
+    lines = [
+        "| method | communication, ms | to SparDL at best | step, ms | rounds | kB sent | union |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for item in one["results"]:
+        name, facts, times = item["method"], item["step"]["facts"], medians[item["method"]]
+        cells = [
+            f"**`{name}`**" if name == best else f"`{name}`",
+            _milliseconds(item["communication"]["seconds"]),
+            "-" if best is None else f"{times / medians[best]:.2f}",
+            f"{1e3 * item['step']['seconds']['median']:.0f}",
+            f"{facts['rounds']:.0f}",
+            f"{item['communication']['bytes_sent'] / 1e3:.0f}",
+            f"{facts['density_union']:.2%}",
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def tables(result: dict[str, Any]) -> str:
+    """A table for every launch, in Markdown, the best SparDL in bold."""
+    parts = []
+    for one in result["launches"]:
+        network = "MPI" if one["network"].startswith("mpi") else "Gloo"
+        head = (
+            f"{one['ranks']} hosts at {one['rate']}, {network}, n = {one['elements'] / 1e6:g} million, "
+            f"density {one['density']:g}; pairs by {one['transport']}:"
+        )
+        parts.append(f"{head}\n\n{_table(one)}\n")
+    return "\n".join(parts)
+
+
+def with_tables(document: str, result: dict[str, Any]) -> str:
+    """The document with its tables anew.
+
+    Raises:
+        ValueError: if it has no place for them.
+    """
+    before, found, rest = document.partition(_BEGIN)
+    _, closed, after = rest.partition(_END)
+    if not (found and closed):
+        raise ValueError(f"no place for the tables: {_BEGIN.strip()} ... {_END}")
+    return f"{before}{_BEGIN}{tables(result)}{_END}{after}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measures and prints.
+
+    Args:
+        arguments: of the command line; None takes the process's own.
+
+    Returns:
+        The exit code.
+    """
+    options = parser().parse_args(arguments)
+    if options.report:
+        result = json.loads(Path(options.report).read_text())
+        _DOCUMENT.write_text(with_tables(_DOCUMENT.read_text(), result))
+        return 0
+    try:
+        result = {"command": command_line("allreduce", arguments), **measure(options)}
+    except HorovodSparseError as error:
+        print(f"\nbench allreduce: {error}", file=sys.stderr)
+        return 1
+    if options.add and options.json not in (None, "-") and Path(options.json).exists():
+        before = json.loads(Path(options.json).read_text())
+        result["launches"] = before["launches"] + result["launches"]
+        result["command"] = f"{before['command']}; {result['command']}"
+    print(tables(result), file=sys.stderr if options.json == "-" else sys.stdout)
+    if options.json:
+        write_json(result, options.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What measurements share: hosts, options, gradients, ranks, samples, tables and pictures."""

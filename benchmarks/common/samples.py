@@ -1,0 +1,152 @@
+"""What ranks measured, repetition by repetition, and medians of it."""
+
+from __future__ import annotations
+
+import resource
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from benchmarks.common.wire import Counters, counters
+
+
+@dataclass(frozen=True)
+class Clocks:
+    """Everything that is read before and after.
+
+    Attributes:
+        wall: seconds, the same clock in all processes of the machine.
+        cpu: seconds of all threads of this process.
+        own: seconds of this thread.
+    """
+
+    wall: float
+    cpu: float
+    own: float
+
+    @classmethod
+    def now(cls) -> Clocks:
+        """Reads them."""
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        return cls(time.perf_counter(), usage.ru_utime + usage.ru_stime, time.thread_time())
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One repetition on one rank.
+
+    Attributes:
+        started: wall clock at its start, comparable between the ranks of one machine.
+        ended: and at its end.
+        cpu: seconds of the process, Horovod's thread included.
+        own: seconds of the thread that synchronizes.
+        sent: bytes over the interface, from before until all ranks were done.
+        received: likewise.
+        interval: seconds over which those were counted.
+        parts: seconds by part.
+        facts: what the method says of it, numbers only.
+    """
+
+    started: float
+    ended: float
+    cpu: float
+    own: float
+    sent: int
+    received: int
+    interval: float
+    parts: dict[str, float] = field(default_factory=dict)
+    facts: dict[str, float] = field(default_factory=dict)
+
+
+def timed(run: Callable[[], object], barrier: Callable[[], object]) -> Sample:
+    """Runs something once, between two barriers.
+
+    Args:
+        run: what is timed.
+        barrier: waits for all ranks.
+    """
+    barrier()
+    counted, first = counters(), Clocks.now()
+    run()
+    last = Clocks.now()
+    barrier()
+    after: Counters = counters()
+    return Sample(
+        started=first.wall,
+        ended=last.wall,
+        cpu=last.cpu - first.cpu,
+        own=last.own - first.own,
+        sent=after.sent - counted.sent,
+        received=after.received - counted.received,
+        interval=time.perf_counter() - first.wall,
+    )
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median and quartiles.
+
+    Example:
+        >>> spread([1.0, 2.0, 3.0, 4.0, 5.0])
+        {'median': 3.0, 'low': 2.0, 'high': 4.0}
+    """
+    low, middle, high = (float(f"{q:.6g}") for q in np.quantile(values, [0.25, 0.5, 0.75]))
+    return {"median": middle, "low": low, "high": high}
+
+
+def summarize(samples: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
+    """Medians over repetitions.
+
+    Args:
+        samples: [rank][repetition], each a `Sample` as a dict.
+
+    Returns:
+        seconds: from the first rank's start to the last rank's end, its median and quartiles;
+        slowest_seconds: of the slowest rank, counted from its own start; and medians over
+        repetitions of means over ranks: cpu_seconds, own_cpu_seconds, bytes_sent, bytes_received,
+        interval_seconds, parts (seconds by name; "other" is what is left of a rank's time), facts.
+    """
+    repetitions = list(zip(*samples, strict=True))
+    means: list[dict[str, Any]] = []
+    for ranks in repetitions:
+        own_seconds = [rank["ended"] - rank["started"] for rank in ranks]
+        parts = _mean_of(ranks, "parts")
+        parts["other"] = max(0.0, statistics.fmean(own_seconds) - sum(parts.values()))
+        numbers = {
+            name: statistics.fmean(rank[name] for rank in ranks)
+            for name in ("cpu", "own", "sent", "received", "interval")
+        }
+        means.append({**numbers, "parts": parts, "facts": _mean_of(ranks, "facts")})
+    names = {"cpu": "cpu_seconds", "own": "own_cpu_seconds"}
+    totals = {"sent": "bytes_sent", "received": "bytes_received", "interval": "interval_seconds"}
+    return {
+        "seconds": spread(
+            [max(r["ended"] for r in ranks) - min(r["started"] for r in ranks) for ranks in repetitions]
+        ),
+        "slowest_seconds": spread([max(r["ended"] - r["started"] for r in ranks) for ranks in repetitions]),
+        **{label: spread([item[name] for item in means]) for name, label in names.items()},
+        **{label: _median([item[name] for item in means]) for name, label in totals.items()},
+        "parts": _medians([item["parts"] for item in means]),
+        "facts": _medians([item["facts"] for item in means]),
+        "repetitions": len(repetitions),
+    }
+
+
+def _mean_of(ranks: Sequence[Mapping[str, Any]], field_name: str) -> dict[str, float]:
+    return {name: statistics.fmean(rank[field_name][name] for rank in ranks) for name in ranks[0][field_name]}
+
+
+def _median(values: Sequence[float]) -> float:
+    return float(f"{statistics.median(values):.6g}")
+
+
+def _medians(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {name: _median([row[name] for row in rows]) for name in rows[0]}
+
+
+def plain(sample: Sample) -> dict[str, Any]:
+    """As a dict, for other ranks."""
+    return asdict(sample)

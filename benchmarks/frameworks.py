@@ -1,0 +1,125 @@
+"""`scripts/bench frameworks`: a step of TensorFlow beside the same step of PyTorch.
+
+Both front ends synchronize the same gradient as they do in a training, alone (size 1), so that nothing
+waits for a network. The baseline is PyTorch's step of the same sparsifier, in the same round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+for _variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS"):
+    os.environ.setdefault(_variable, "1")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import numpy as np  # noqa: E402
+
+from benchmarks.common.timing import Timing, Work, measure  # noqa: E402
+from horovod_sparse.feedback import parse_recipe  # noqa: E402
+
+#: largest ratio of TensorFlow's step to PyTorch's that is allowed
+_BUDGET = 1.5
+
+
+def _pytorch_step(text: str, gradient: np.ndarray) -> Work:
+    """Backward's last hook, and `synchronize()`; putting the gradient there is not timed."""
+    import torch
+
+    import horovod_sparse.torch as hvd
+
+    hvd.init()
+    torch.set_num_threads(1)
+    parameter = torch.nn.Parameter(torch.zeros(gradient.size))
+    optimizer: Any = hvd.DistributedOptimizer(
+        torch.optim.SGD([parameter], lr=0.1),
+        named_parameters=[("parameter", parameter)],
+        compression=hvd.Compression.parse(text),
+    )
+    synchronizer, source = optimizer._synchronizer, torch.from_numpy(gradient)
+    part = synchronizer.parts[0]
+    part.gradient.reset()
+
+    def prepare() -> None:
+        optimizer.zero_grad()
+        part.gradient.flat.copy_(source)
+
+    def run() -> None:
+        synchronizer._on_gradient(parameter)
+        optimizer.synchronize()
+
+    return Work(f"{text.partition(':')[0]}, PyTorch", run, prepare)
+
+
+def _tensorflow_step(text: str, gradient: np.ndarray) -> Work:
+    """One call of the function that a tape or an optimizer calls, gradient in and gradient out."""
+    import tensorflow as tf
+
+    import horovod_sparse.tensorflow as hvd
+    from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
+
+    hvd.init()
+    variable = tf.Variable(tf.zeros([gradient.size]), name="parameter")
+    synchronizer, source = GradientSynchronizer(parse_recipe(text)), tf.constant(gradient)
+
+    def run() -> None:
+        synchronizer.synchronize([source], [variable])[0][:1].numpy()
+
+    return Work(f"{text.partition(':')[0]}, TensorFlow", run, budget=_BUDGET)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measures and prints.
+
+    Args:
+        arguments: of the command line; None takes the process's own.
+
+    Returns:
+        The exit code: 1 if --check found the budget exceeded.
+    """
+    parser = argparse.ArgumentParser(prog="scripts/bench frameworks", description=__doc__)
+    parser.add_argument("--elements", type=int, default=25_600_000, help="n (default %(default)s)")
+    parser.add_argument("--density", type=float, default=0.001, help="kept fraction (default %(default)s)")
+    parser.add_argument("--sparsifiers", default="topk,exdyna", help="names (default %(default)s)")
+    parser.add_argument("--repeat", type=int, default=15, help="rounds (default %(default)s)")
+    parser.add_argument("--json", metavar="FILE", help="write JSON to FILE")
+    parser.add_argument("--check", action="store_true", help="fail if the budget is exceeded")
+    options = parser.parse_args(arguments)
+    # As stock: one rank alone synchronizes nothing, unless others may join it.
+    os.environ.setdefault("HOROVOD_ELASTIC", "1")
+
+    import tensorflow as tf
+
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    tf.config.threading.set_inter_op_parallelism_threads(1)
+    gradient = np.random.default_rng(0).standard_normal(options.elements).astype(np.float32)
+    timings: list[Timing] = []
+    for name in options.sparsifiers.split(","):
+        text = f"{name}:density={options.density}"
+        timings += measure(_pytorch_step(text, gradient), [_tensorflow_step(text, gradient)], options.repeat)
+    for timing in timings:
+        low, high = timing.quartiles_ms
+        print(f"{timing.name:24} {timing.median_ms:8.2f} ms  ({low:.2f}, {high:.2f})  {timing.ratio:5.2f}")
+    if options.json:
+        result = {
+            "elements": options.elements,
+            "density": options.density,
+            "rounds": options.repeat,
+            "threads": 1,
+            "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+            "budget": _BUDGET,
+            "timings": [asdict(timing) for timing in timings],
+        }
+        Path(options.json).write_text(json.dumps(result, indent=2) + "\n")
+    return 1 if options.check and not all(timing.fits for timing in timings) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,148 @@
+"""`scripts/bench local`: what a rank does in a step, all but the network, against one copy of n elements.
+
+On one core, or with `--device cuda` on a GPU. Needs no Horovod.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+# One thread everywhere, before anything starts a pool.
+for _variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS"):
+    os.environ.setdefault(_variable, "1")
+
+from benchmarks.common.timing import Timing, Work, measure  # noqa: E402
+from benchmarks.local.steps import StepWorks  # noqa: E402
+from benchmarks.local.works import LocalWorks  # noqa: E402
+
+_MEMORY_BUDGET = 0.05
+
+
+def _density(text: str) -> float:
+    value = float(text)
+    if not 0.0 < value <= 1.0:
+        raise argparse.ArgumentTypeError(f"{text} is not in (0, 1]")
+    return value
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    return value
+
+
+def _add_chosen(parser: argparse.ArgumentParser) -> None:
+    """Arguments that choose another measurement, with arguments of its own."""
+    what = "cpu, or a device of PyTorch, whose own arguments --device cuda --help tells (default %(default)s)"
+    parser.add_argument("--device", default="cpu", help=what)
+    what = (
+        "tensorflow: a step of it beside that of PyTorch, as `scripts/bench frameworks` (default %(default)s)"
+    )
+    parser.add_argument("--framework", choices=("torch", "tensorflow"), default="torch", help=what)
+
+
+def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="scripts/bench local", description=__doc__)
+    parser.add_argument("--elements", type=_positive, default=25_600_000, help="n (default %(default)s)")
+    parser.add_argument("--density", type=_density, default=0.001, help="kept fraction (default %(default)s)")
+    parser.add_argument("--ranks", type=_positive, default=8, help="P (default %(default)s)")
+    parser.add_argument("--repeat", type=_positive, default=15, help="rounds (default %(default)s)")
+    parser.add_argument(
+        "--json", nargs="?", const="-", metavar="FILE", help="write JSON to FILE, or to stdout"
+    )
+    parser.add_argument(
+        "--cpu-time",
+        action="store_true",
+        help="count the thread's CPU time, not the wall clock (busy machines)",
+    )
+    parser.add_argument("--check", action="store_true", help="fail if a budget is exceeded")
+    _add_chosen(parser)
+    return parser.parse_args(arguments)
+
+
+def _table(timings: Sequence[Timing], extra_memory: float) -> str:
+    width = max(len(timing.name) for timing in timings)
+    lines = [f"{'':{width}}    median   quartiles (ms)    ratio  budget"]
+    for timing in timings:
+        low, high = timing.quartiles_ms
+        budget = "" if timing.budget is None else f"{timing.budget:6.2f}{'' if timing.fits else '  EXCEEDED'}"
+        numbers = f"{timing.median_ms:8.3f}  {low:8.3f} {high:8.3f} {timing.ratio:8.2f}"
+        lines.append(f"{timing.name:{width}}  {numbers}  {budget}")
+    lines.append(f"memory beyond residual and gradient: {extra_memory:.1%} (budget {_MEMORY_BUDGET:.0%})")
+    return "\n".join(lines)
+
+
+def _cpu_seconds(work: Work) -> float:
+    """Like the wall clock, but without what other processes take from the core."""
+    work.prepare()
+    start = time.thread_time()
+    work.run()
+    return time.thread_time() - start
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measures and prints.
+
+    Args:
+        arguments: of the command line; None takes the process's own.
+
+    Returns:
+        The exit code: 1 if --check found a budget exceeded, 2 where a device cannot be used.
+    """
+    chooser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    _add_chosen(chooser)
+    chosen, others = chooser.parse_known_args(arguments)
+    if chosen.framework == "tensorflow":
+        compare: Callable[..., int] = importlib.import_module("benchmarks.frameworks").main
+        return compare(others)
+    if chosen.device != "cpu":
+        try:
+            on_device: Callable[..., int] = importlib.import_module("benchmarks.local.device").main
+        except ImportError as error:
+            print(f"--device needs PyTorch ({error})", file=sys.stderr)
+            return 2
+        return on_device(arguments)
+    options = _arguments(arguments)
+    works = LocalWorks(options.elements, options.density, options.ranks)
+    steps = StepWorks(works.source, options.density, options.ranks)
+    everything = [*works.parts(), *works.steps(), *steps.steps(), *steps.decoding(), *works.others()]
+    if options.cpu_time:
+        timings = measure(works.baseline(), everything, options.repeat, seconds=_cpu_seconds)
+    else:
+        timings = measure(works.baseline(), everything, options.repeat)
+    extra_memory = works.extra_memory()
+    print(_table(timings, extra_memory), file=sys.stderr if options.json == "-" else sys.stdout)
+    if options.json:
+        result = {
+            "elements": options.elements,
+            "density": options.density,
+            "ranks": options.ranks,
+            "rounds": options.repeat,
+            "threads": 1,
+            "clock": "cpu" if options.cpu_time else "wall",
+            "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+            "extra_memory": extra_memory,
+            "baseline": timings[0].name,
+            "timings": [asdict(timing) for timing in timings],
+        }
+        text = json.dumps(result, indent=2)
+        if options.json == "-":
+            print(text)
+        else:
+            Path(options.json).write_text(text + "\n")
+    fits = all(timing.fits for timing in timings) and extra_memory <= _MEMORY_BUDGET
+    return 1 if options.check and not fits else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

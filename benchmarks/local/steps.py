@@ -1,0 +1,142 @@
+"""Every sparsifier's whole local step, through its own coroutine, for `scripts/bench local`."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.common.timing import Work
+from horovod_sparse.arrays import FoldReport, HostAccumulator, apply_sum
+from horovod_sparse.collectives import AllGather, Request
+from horovod_sparse.feedback import Bucket, recipe
+from horovod_sparse.sparsifiers import ALGORITHMS, DRAGONN, BucketInfo
+from horovod_sparse.sparsifiers.exclusive import ExclusiveThreshold
+from horovod_sparse.sparsifiers.windows import equal_part
+from horovod_sparse.wire import WireFormat, pack
+from horovod_sparse.wire.gathered import unpack_sum
+
+#: largest time of a step by that of one copy of the gradient
+BUDGETS = {"topk": 3.5, "micro": 2.5, "exdyna": 2.5, "randomk": 2.0}
+_BUDGET = 4.0
+#: share of DRAGONN's slots that something falls into: 1 - 1 / e
+_FILLED = 0.63
+#: messages that are decoded, of one total length
+_FEW, _MANY = 2, 16
+
+
+class StepWorks:
+    """Steps of one rank of P, on one gradient, without the network.
+
+    What other ranks would have sent is made beforehand. There is no feedback, which costs the same as
+    error feedback, and lets every round meet the same accumulator.
+
+    Args:
+        source: the gradient, float32 [n]; not changed.
+        density: kept fraction.
+        num_ranks: P.
+        seed: of the generator.
+    """
+
+    def __init__(self, source: NDArray[np.float32], density: float, num_ranks: int, seed: int = 0) -> None:
+        self._source, self._density, self._ranks = source, density, num_ranks
+        self._budgets = density == 0.001  # what they are meant for
+        self._n = source.size
+        self._k = max(1, round(density * self._n))
+        self._gradient = np.zeros_like(source)
+        self._memory = HostAccumulator(self._n, density=density)
+        generator = np.random.default_rng(seed)
+        self._whole = [self._message(generator, self._k, True) for _ in range(num_ranks - 1)]
+        self._slots = [
+            self._message(generator, round(_FILLED * self._k), True, quantum=self._k)
+            for _ in range(num_ranks - 1)
+        ]
+        self._windowed = [
+            self._message(generator, self._k // num_ranks, False, equal_part(self._n, num_ranks, rank))
+            for rank in range(1, num_ranks)
+        ]
+        total = self._k * 8
+        self._decoded = {
+            count: np.concatenate([self._message(generator, total // count, True) for _ in range(count)])
+            for count in (_FEW, _MANY)
+        }
+
+    def _message(
+        self,
+        generator: np.random.Generator,
+        count: int,
+        values: bool,
+        window: tuple[int, int] | None = None,
+        quantum: int = 1,
+    ) -> NDArray[np.int32]:
+        start, stop = window or (0, self._n)
+        drawn = np.unique(generator.integers(start, stop, min(count, stop - start), np.int32))
+        numbers = generator.standard_normal(drawn.size, np.float32) if values else None
+        return pack(drawn, numbers, FoldReport(), quantum=quantum)
+
+    def _refill(self) -> None:
+        np.copyto(self._gradient, self._source)
+
+    def _threshold(self) -> float:
+        """What a user of a hard threshold would have found by trying."""
+        self._refill()
+        self._memory.fold(self._gradient, keep_residual=False)
+        return self._memory.kth_magnitude(self._k)
+
+    def _bucket(self, name: str) -> Bucket:
+        arguments: dict[str, Any] = {"threshold": self._threshold()} if name == "hard_threshold" else {}
+        made = recipe(name, density=self._density, feedback="none", **arguments)
+        return Bucket(BucketInfo(name, self._n, 0, self._ranks), made, self._memory)
+
+    def _answer(self, request: Request, others: list[NDArray[np.int32]]) -> Any:
+        if isinstance(request, AllGather):
+            return np.concatenate([request.buffer, *others])
+        return request.buffer.copy()  # type: ignore[union-attr]
+
+    def run(self, bucket: Bucket) -> None:
+        """A step: fold, selection, packing, unpacking of P messages, applying the sum."""
+        others = self._whole
+        if isinstance(bucket.recipe.sparsifier, ExclusiveThreshold):
+            others = self._windowed
+        elif isinstance(bucket.recipe.sparsifier, DRAGONN):
+            others = self._slots
+        if bucket.recipe.sparsifier.name in ("micro", "exdyna", "cltk"):
+            bucket.state.step = 0  # this rank searches the first window, or leads
+        coroutine = bucket.step(self._gradient)
+        request = next(coroutine)
+        try:
+            while True:
+                request = coroutine.send(self._answer(request, others))
+        except StopIteration as stop:
+            apply_sum(self._gradient, stop.value.indices, stop.value.values)
+
+    def _step(self, name: str) -> Work:
+        bucket = self._bucket(name)
+        role = {"cltk": ", leader", "micro": " (n/P searched)", "exdyna": " (n/P searched)"}.get(name, "")
+        budget = BUDGETS.get(name, _BUDGET) if self._budgets else None
+        return Work(f"{name}{role}, P={self._ranks}", partial(self.run, bucket), self._refill, budget)
+
+    def _decode(self, count: int) -> None:
+        sum_ = unpack_sum(self._decoded[count], count, WireFormat(), self._n, np.float32)
+        apply_sum(self._gradient, sum_.indices, sum_.values)
+
+    def steps(self) -> list[Work]:
+        """One work for each sparsifier whose rounds need no more than gathered or summed messages."""
+        known = {AllGather.__name__, "AllReduce", "Broadcast"}
+        names = [
+            name
+            for name, made in ALGORITHMS.items()
+            if {kind.__name__ for kind in made().rounds(self._ranks)} <= known
+        ]
+        return [self._step(name) for name in names]
+
+    def decoding(self) -> list[Work]:
+        """Sparse decoding of few and of many messages of the same total length."""
+        return [
+            Work(
+                f"decode {count} messages, {self._k * 8} elements", partial(self._decode, count), self._refill
+            )
+            for count in (_FEW, _MANY)
+        ]

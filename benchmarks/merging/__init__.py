@@ -1,0 +1,1 @@
+"""Iterations under several plans, predicted and measured: `scripts/bench merging`."""

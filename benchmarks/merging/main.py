@@ -1,0 +1,178 @@
+"""`scripts/bench merging`: iterations under several plans across hosts, predicted and measured."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.common.hosts import NETWORKS, cluster_for, machine_facts, write_json
+from benchmarks.common.options import command_line, count, launch, named_sparsifiers
+from horovod_sparse.errors import HorovodSparseError
+
+_MODELS = ("resnet50", "mlp50")
+METHODS = ("layerwise", "single", "fixed 8192", "omgs", "optimal", "joint", "cost, optimal", "all dense")
+#: what a prediction may be off, and what a plan may be slower than the best of the others
+_AGREEMENT, _SLOWER = 0.15, 0.03
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(prog="scripts/bench merging", description=__doc__)
+    add = made.add_argument
+    add(
+        "--model",
+        choices=_MODELS,
+        default="resnet50",
+        help="resnet50: its layer table, computing time slept through; mlp50: 50 layers, computed by every "
+        "rank (default %(default)s)",
+    )
+    add(
+        "--scale", type=float, default=0.25, help="of the layer table's sizes and times (default %(default)s)"
+    )
+    add("--sparsifier", default="topk", help="NAME or NAME:ARGUMENT=VALUE,... (default %(default)s)")
+    add("--density", type=float, default=0.01, help="kept fraction (default %(default)s)")
+    add("--hosts", type=count, default=4, help="P (default %(default)s)")
+    add("--rate", help="of every port (default: that of the running cluster, or 1gbit)")
+    add("--name", default="cluster", help="cluster to use if it is up (default %(default)s)")
+    add("--network", choices=tuple(NETWORKS), default="gloo", help="what carries collectives (default gloo)")
+    add("--cycle-time", type=float, help="HOROVOD_CYCLE_TIME in milliseconds (Horovod's own default: 1)")
+    add("--repeat", type=count, default=7, help="blocks of iterations (default %(default)s)")
+    add("--iterations", type=count, default=5, help="in a block (default %(default)s)")
+    add(
+        "--names",
+        type=int,
+        default=0,
+        help="other names that Horovod has seen before anything is measured (default %(default)s)",
+    )
+    add("--timeout", type=float, default=600, help="seconds for a launch (default %(default)s)")
+    add("--json", nargs="?", const="-", metavar="FILE", help="write JSON to FILE, or to stdout")
+    return made
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Everything that the command line asks for, as it is written to JSON.
+
+    One launch measures, as a training with ``merging="optimal"`` does in its warm-up; then every plan has a
+    launch of its own, as a training that was given the profile. In one process after the other plans it would
+    be slower: Horovod's cycles take the longer the more names it has ever seen.
+    """
+    machine = machine_facts()
+    (sparsifier,) = named_sparsifiers(options.sparsifier, options.density).values()
+    settings = {
+        "model": options.model,
+        "scale": options.scale,
+        "sparsifier": sparsifier,
+        "sparsifiers": {options.sparsifier: sparsifier},
+        "repeat": options.repeat,
+        "iterations": options.iterations,
+    }
+    with cluster_for(options.hosts, options.rate, options.name) as hosts:
+
+        def run(profile: Any, methods: Sequence[str], names: int) -> dict[str, Any]:
+            return launch(
+                "benchmarks.merging.rank",
+                {**settings, "profile": profile, "methods": list(methods), "names": names},
+                options,
+                hosts=hosts,
+                network=options.network,
+                num_ranks=options.hosts,
+                total=1 + len(methods) * options.repeat,
+            )
+
+        found = run(None, [], 0)
+        others = [run(found["profile"], [method], options.names) for method in METHODS]
+    results = [item for other in others for item in other["results"]]
+    minutes = round(sum(one["minutes"] for one in (found, *others)), 1)
+    result = {"benchmark": "merging", "model": options.model, "machine": machine, **found}
+    return {**result, "minutes": minutes, "results": results, "goals": goals(results)}
+
+
+def goals(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What was to be reached, and whether it was.
+
+    Args:
+        results: one for each method, with predicted and measured seconds.
+
+    Example:
+        >>> row = {"error": 0.1, "seconds": {"median": 1.0}}
+        >>> rows = [{**row, "method": name} for name in METHODS]
+        >>> [goal["met"] for goal in goals(rows).values()]
+        [True, True, True]
+    """
+    by_name = {item["method"]: item for item in results}
+    seconds = {name: item["seconds"]["median"] for name, item in by_name.items()}
+    judged = ("layerwise", "single", "fixed 8192", "optimal")
+    worst = max(abs(by_name[name]["error"]) for name in judged)
+    others = min(seconds[name] for name in ("layerwise", "single", "fixed 8192", "omgs"))
+    extremes = min(seconds["optimal"], seconds["all dense"])
+    slower = {
+        "optimal against the best of the others": seconds["optimal"] / others - 1.0,
+        "cost selection against the better of all sparse and all dense": seconds["cost, optimal"] / extremes
+        - 1.0,
+    }
+    return {
+        "predicted against measured": {"allowed": _AGREEMENT, "found": worst, "met": worst <= _AGREEMENT},
+        **{
+            name: {"allowed": _SLOWER, "found": float(f"{found:.4g}"), "met": found <= _SLOWER}
+            for name, found in slower.items()
+        },
+    }
+
+
+def _table(result: Mapping[str, Any]) -> Table:
+    table = Table(
+        title=f"{result['ranks']} hosts at {result['rate']}, {result['network']}, {result['model']}, "
+        f"n = {result['elements']:,} in {result['parameters']} parameters; ms per iteration",
+        caption="; ".join(
+            f"{name}: {goal['found']:.1%} of {goal['allowed']:.0%} allowed, "
+            f"{'met' if goal['met'] else 'MISSED'}"
+            for name, goal in result["goals"].items()
+        ),
+    )
+    table.add_column("")
+    for name in ("buckets", "dense", "predicted", "measured", "quartiles", "error", "CPU"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for item in result["results"]:
+        seconds = item["seconds"]
+        table.add_row(
+            item["method"],
+            str(item["buckets"]),
+            str(item["dense"]),
+            f"{1e3 * item['predicted_seconds']:.1f}",
+            f"{1e3 * seconds['median']:.1f}",
+            f"{1e3 * seconds['low']:.1f} {1e3 * seconds['high']:.1f}",
+            f"{item['error']:+.1%}",
+            f"{1e3 * item['cpu_seconds']['median']:.1f}",
+        )
+    return table
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measures and prints.
+
+    Args:
+        arguments: of the command line; None takes the process's own.
+
+    Returns:
+        The exit code.
+    """
+    options = parser().parse_args(arguments)
+    try:
+        result = {"command": command_line("merging", arguments), **measure(options)}
+    except HorovodSparseError as error:
+        print(f"\nbench merging: {error}", file=sys.stderr)
+        return 1
+    console = Console(stderr=options.json == "-", width=None if sys.stderr.isatty() else 160)
+    console.print(_table(result))
+    if options.json:
+        write_json(result, options.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

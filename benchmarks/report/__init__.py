@@ -1,0 +1,1 @@
+"""Fills the tables of docs/performance.md: `scripts/report`."""

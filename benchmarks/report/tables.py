@@ -1,0 +1,170 @@
+"""Measurements as tables in Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table; the first column holds words, the others numbers.
+
+    Example:
+        >>> print(markdown(["", "ms"], [["fold", "9.5"]]))
+        |  | ms |
+        |---|---:|
+        | fold | 9.5 |
+    """
+    lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
+    return "\n".join(
+        "|" + "|".join(line) + "|" if number == 1 else "| " + " | ".join(line) + " |"
+        for number, line in enumerate(lines)
+    )
+
+
+def milliseconds(seconds: float) -> str:
+    """Three digits, and no more than one behind the point."""
+    value = 1e3 * seconds
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def circumstances(result: Mapping[str, Any]) -> str:
+    """The command, and what machine it ran on."""
+    machine = result.get("machine", {})
+    where = (
+        f"{machine['cores']} cores, {machine['memory_gib']} GiB"
+        if isinstance(machine, dict)
+        else str(machine)
+    )
+    return f"`{result['command']}`; {where}." if "command" in result else f"{where}."
+
+
+def local_table(result: Mapping[str, Any]) -> str:
+    """Of `scripts/bench local`."""
+    facts = (
+        f"n = {result['elements']:,}, density {result['density']}, {result['rounds']} rounds, "
+        f"{result['clock']} clock; {result['machine']}. Memory beyond residual and gradient: "
+        f"{result['extra_memory']:.1%} (budget 5 %)."
+    )
+    return f"{facts}\n\n{_timings(result, result['baseline'])}"
+
+
+def frameworks_table(result: Mapping[str, Any]) -> str:
+    """Of `scripts/bench frameworks`."""
+    facts = (
+        f"n = {result['elements']:,}, density {result['density']}, {result['rounds']} rounds; "
+        f"{result['machine']}."
+    )
+    return f"{facts}\n\n{_timings(result, 'PyTorch')}"
+
+
+def tape_table(result: Mapping[str, Any]) -> str:
+    """Of `scripts/bench tape`."""
+    facts = (
+        f"{result['variables']} variables of {result['elements']:,} elements, {result['sparsifier']}, "
+        f"{result['ranks']} ranks, {result['rounds']} rounds; {result['machine']}."
+    )
+    names = {
+        "plain": "a step with a plain tape",
+        "tape": "the same with ours",
+        "requests": "local work and collectives alone",
+        "added": "what is left: added by the tape",
+    }
+    rows = [
+        [name, f"{values['median']:.2f}", f"{values['low']:.2f} to {values['high']:.2f}"]
+        for name, values in ((names[key], result["ms"][key]) for key in names)
+    ]
+    return f"{facts}\n\n{markdown(['', 'median ms', 'quartiles'], rows)}"
+
+
+def _timings(result: Mapping[str, Any], baseline: str) -> str:
+    rows = []
+    for item in result["timings"]:
+        budget = item.get("budget")
+        low, high = item["quartiles_ms"]
+        verdict = "" if budget is None else ("met" if item["ratio"] <= budget else "**missed**")
+        times = f"{low:.2f} to {high:.2f}"
+        limit = "" if budget is None else f"{budget:g}"
+        rows.append([item["name"], f"{item['median_ms']:.2f}", times, f"{item['ratio']:.2f}", limit, verdict])
+    return markdown(["", "median ms", "quartiles", f"by {baseline}", "budget", ""], rows)
+
+
+def launch_tables(result: Mapping[str, Any]) -> str:
+    """Of `scripts/bench sync` or `train`: a table per launch."""
+    blocks = [circumstances(result)]
+    for launch in result["launches"]:
+        own = launch["horovod_own"]
+        sent, core = own["idle_bytes_per_second"] / 1e3, own["idle_cpu_share"]
+        blocks.append(
+            f"**{launch['ranks']} hosts, {launch['rate']}, {launch['network']}**, "
+            f"load {launch['load_before']} before. Horovod alone sends {sent:.0f} kB/s and takes "
+            f"{core:.1%} of a core per rank."
+        )
+        blocks.append(_launch_table(launch))
+    return "\n\n".join(blocks)
+
+
+def _launch_table(launch: Mapping[str, Any]) -> str:
+    by_name = {item["method"]: item["seconds"]["median"] for item in launch["results"]}
+    parts = [name for name in launch["results"][-1]["parts"] if name != "other"]
+    references = [name for name in ("dense", "naive") if name in by_name]
+    rows = []
+    for item in launch["results"]:
+        seconds, counted = item["seconds"], item["bytes"]
+        expected = counted["wire_bytes"] + counted["negotiation_bytes"]
+        rows.append(
+            [
+                item["method"],
+                milliseconds(seconds["median"]),
+                f"{milliseconds(seconds['low'])} to {milliseconds(seconds['high'])}",
+                *(milliseconds(item["parts"].get(name, 0.0)) for name in parts),
+                milliseconds(item["cpu_seconds"]["median"]),
+                milliseconds(item["own_cpu_seconds"]["median"]),
+                f"{item['bytes_sent'] / 1e3:,.0f}",
+                f"{item['bytes_sent'] / expected:.2f}",
+                f"{item['facts'].get('density_union', 1.0):.5f}",
+                *(f"{by_name[name] / seconds['median']:.1f}" for name in references),
+            ]
+        )
+    header = ["", "ms", "quartiles", *parts, "CPU", "own CPU", "kB sent", "by expected", "union"]
+    return markdown([*header, *(f"{name} / it" for name in references)], rows)
+
+
+def growth_table(result: Mapping[str, Any]) -> str:
+    """Of `scripts/bench sync --hosts 2,4,8`: a row per sparsifier, CPU time and union density against P."""
+    sizes = sorted({launch["ranks"] for launch in result["launches"]})
+    found: dict[str, dict[int, Any]] = {}
+    for launch in result["launches"]:
+        for item in launch["results"]:
+            found.setdefault(item["method"], {})[launch["ranks"]] = item
+    rows = []
+    for name, items in found.items():
+        own = [milliseconds(items[size]["own_cpu_seconds"]["median"]) for size in sizes]
+        every = [milliseconds(items[size]["cpu_seconds"]["median"]) for size in sizes]
+        union = [f"{items[size]['facts'].get('density_union', 1.0):.5f}" for size in sizes]
+        rows.append([name, *own, *every, *union])
+    header = [
+        *(f"own CPU, {size} ranks" for size in sizes),
+        *(f"CPU, {size}" for size in sizes),
+        *(f"union, {size}" for size in sizes),
+    ]
+    return f"{circumstances(result)}\n\n{markdown(['ms', *header], rows)}"
+
+
+def wire_table(result: Mapping[str, Any]) -> str:
+    """Of wire options: one row per option and launch."""
+    rows = [
+        [
+            f"{item['method']}, {launch['rate']}, {launch['network']}",
+            milliseconds(item["seconds"]["median"]),
+            milliseconds(item["seconds"]["low"]) + " to " + milliseconds(item["seconds"]["high"]),
+            milliseconds(item["parts"]["select"]),
+            milliseconds(item["parts"]["exchange"]),
+            milliseconds(item["cpu_seconds"]["median"]),
+            f"{item['bytes_sent'] / 1e3:,.0f}",
+        ]
+        for launch in result["launches"]
+        for item in launch["results"]
+    ]
+    header = ["", "ms", "quartiles", "select", "exchange", "CPU", "kB sent"]
+    return f"{circumstances(result)}\n\n{markdown(header, rows)}"

@@ -1,0 +1,1 @@
+"""One synchronization across hosts: `scripts/bench sync`."""

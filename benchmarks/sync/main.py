@@ -1,0 +1,163 @@
+"""`scripts/bench sync`: one gradient synchronization across hosts, dense, naive and sparsified."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks.common.hosts import (
+    BenchmarkError,
+    available_bytes,
+    cluster_for,
+    machine_facts,
+    parts_of,
+    write_json,
+)
+from benchmarks.common.options import (
+    add_common,
+    baselines,
+    command_line,
+    count,
+    launch,
+    named_sparsifiers,
+)
+from benchmarks.common.tables import sync_tables
+from horovod_sparse.errors import HorovodSparseError
+from horovod_sparse.merging.tables import LAYER_TABLES, layer_table
+from horovod_sparse.sparsifiers import ALGORITHMS
+
+_BASELINES = ("dense", "dense float16", "naive")
+#: bytes per element and rank that are needed at most: by gradients and dense baselines, by the naive
+#: sparsifier on top, and by each other one
+_GRADIENT_SHARE, _NAIVE_SHARE, _SPARSIFIER_SHARE = 16, 20, 9
+_PROCESS_BYTES = 400_000_000
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(prog="scripts/bench sync", description=__doc__)
+    size = made.add_mutually_exclusive_group()
+    size.add_argument(
+        "--elements", type=count, default=25_600_000, help="n, one tensor (default %(default)s)"
+    )
+    size.add_argument(
+        "--layers", choices=LAYER_TABLES, metavar="TABLE", help=f"one of {', '.join(LAYER_TABLES)}"
+    )
+    made.add_argument("--bucket-bytes", type=count, help="of gradient per bucket, where there are layers")
+    add_common(made, list(ALGORITHMS), _BASELINES)
+    return made
+
+
+def split_for_memory(
+    names: Sequence[str], num_ranks: int, elements: int, available: int, *, naive: bool = True
+) -> list[list[str]]:
+    """The sparsifiers in as many launches as memory asks for, each beside the baselines.
+
+    Args:
+        names: of the sparsifiers.
+        num_ranks: on this machine.
+        elements: n.
+        available: bytes.
+        naive: whether the naive sparsifier is among the baselines.
+
+    Raises:
+        BenchmarkError: if not even one fits.
+
+    Example:
+        >>> split_for_memory(["topk", "micro", "exdyna"], 8, 25_600_000, 16 * 2**30)
+        [['topk'], ['micro', 'exdyna']]
+    """
+    base = num_ranks * (_PROCESS_BYTES + (_GRADIENT_SHARE + naive * _NAIVE_SHARE) * elements)
+    each = num_ranks * _SPARSIFIER_SHARE * elements
+    most = int((0.85 * available - base) // each)
+    if most < 1:
+        needed = (base + each) / 0.85 / 2**30
+        raise BenchmarkError(
+            f"{num_ranks} ranks of {elements:,} elements need {needed:.0f} GiB, there are "
+            f"{available / 2**30:.0f}: ask for fewer hosts or elements"
+        )
+    return parts_of(names, most) or [[]]
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Everything that the command line asks for, as it is written to JSON."""
+    machine = machine_facts()
+    sparsifiers = named_sparsifiers(options.sparsifiers, options.density)
+    references = baselines(options.baselines, _BASELINES)
+    layers = None
+    if options.layers:
+        layers = [(item.name, item.num_elements) for item in layer_table(options.layers).workload.parameters]
+    elements = sum(size for _, size in layers) if layers else options.elements
+    launches = []
+    with cluster_for(max(options.hosts) if options.hosts else None, options.rate, options.name) as hosts:
+        for network in options.networks or ["gloo"]:
+            for num_ranks in options.hosts or [hosts.num_hosts]:
+                for names in split_for_memory(
+                    list(sparsifiers), num_ranks, elements, available_bytes(), naive="naive" in references
+                ):
+                    settings = {
+                        "elements": elements,
+                        "layers": layers,
+                        "density": options.density,
+                        "methods": [*references, *names],
+                        "sparsifiers": {name: sparsifiers[name] for name in names},
+                        "options": {"bucket_bytes": options.bucket_bytes},
+                        "repeat": options.repeat,
+                    }
+                    total = (len(references) + len(names)) * (options.repeat + 1) + 5 * len(names)
+                    launches.append(
+                        launch(
+                            "benchmarks.sync.rank",
+                            settings,
+                            options,
+                            hosts=hosts,
+                            network=network,
+                            num_ranks=num_ranks,
+                            total=total,
+                        )
+                    )
+    return {
+        "benchmark": "sync",
+        "elements": elements,
+        "layers": options.layers,
+        "density": options.density,
+        "machine": machine,
+        "launches": launches,
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measures and prints.
+
+    Args:
+        arguments: of the command line; None takes the process's own.
+
+    Returns:
+        The exit code.
+    """
+    options = parser().parse_args(arguments)
+    try:
+        result = {"command": command_line("sync", arguments), **measure(options)}
+    except HorovodSparseError as error:
+        print(f"\nbench sync: {error}", file=sys.stderr)
+        return 1
+    # the tables go where they do not mix with JSON, and are not squeezed where there is no terminal
+    console = Console(stderr=options.json == "-", width=None if sys.stderr.isatty() else 190)
+    for table in sync_tables(result):
+        console.print(table)
+    if options.json:
+        write_json(result, options.json)
+    if options.plot:
+        from benchmarks.common.plot import plot_parts
+
+        plot_parts(result, Path(options.plot))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Whole iterations of a model across hosts: `scripts/bench train`."""

@@ -1,0 +1,108 @@
+"""One rank of `scripts/bench train` with PyTorch: whole iterations of a model, dense and sparsified."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+import torch
+
+import horovod_sparse.torch as hvd
+from benchmarks.common import ranks
+from benchmarks.common.wire import Round, rounds_of
+from benchmarks.train.models import make_model
+from horovod_sparse.merging import min_elements
+
+
+class Training:
+    """A model, its optimizer, and one way of synchronizing: a method, as `measure_methods` takes it.
+
+    Args:
+        name: in results.
+        settings: of the measurement.
+    """
+
+    num_warmup = 3
+
+    def __init__(self, name: str, settings: dict[str, Any]) -> None:
+        self.name = name
+        torch.manual_seed(hvd.rank())  # data differ between ranks; parameters are made equal below
+        self._model, self._loss = make_model(settings["model"], settings["batch"])
+        compression = {"dense": "none", "dense float16": "fp16"}.get(name) or settings["sparsifiers"][name]
+        named = [(f"{name}.{label}", p) for label, p in self._model.named_parameters()]
+        self.num_elements = sum(p.numel() for _, p in named)
+        options = dict(settings["options"]) if name in settings["sparsifiers"] else {}
+        if options and settings["min_elements"] is not None:
+            options["tensor_selection"] = min_elements(settings["min_elements"])
+        self._optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(self._model.parameters(), lr=0.01, momentum=0.9),
+            named_parameters=named,
+            compression=hvd.Compression.parse(compression),
+            **options,
+        )
+        hvd.broadcast_parameters(dict(named), root_rank=0)
+        self._bytes_per_element = 2 if name == "dense float16" else 4
+        self.parts: dict[str, float] = {}
+
+    def prepare(self) -> None:
+        """Nothing: everything belongs to an iteration."""
+
+    def run(self) -> None:
+        """One iteration."""
+        clock, optimizer = time.perf_counter, self._optimizer
+        started = clock()
+        optimizer.zero_grad()
+        loss = self._loss()
+        forward = clock()
+        loss.backward()
+        backward = clock()
+        optimizer.synchronize()
+        synchronized = clock()
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        self.parts = {
+            "forward": forward - started,
+            "backward": backward - forward,
+            "exchange": synchronized - backward,
+            "step": clock() - synchronized,
+        }
+
+    def rounds(self) -> list[Round]:
+        """The collectives of the last iteration, as one of each kind."""
+        synchronizer = getattr(self._optimizer, "_synchronizer", None)
+        if synchronizer is None:
+            return [Round("AllReduce", self._bytes_per_element * self.num_elements)]
+        totals: dict[str, int] = {}
+        for part in synchronizer.parts:
+            found = rounds_of(part) if part in synchronizer.sparse else [_dense_round(part)]
+            for item in found:
+                totals[item.kind] = totals.get(item.kind, 0) + item.payload
+        return [Round(kind, payload) for kind, payload in totals.items()]
+
+    def facts(self) -> dict[str, float]:
+        """Densities, and seconds of what a sparsifier does while backward runs."""
+        telemetry = getattr(self._optimizer, "telemetry", None)
+        if telemetry is None or telemetry.last is None:
+            return {"density_selected": 1.0, "density_union": 1.0}
+        last = telemetry.last
+        names = ("density_selected", "density_union", "fold_seconds", "select_seconds", "apply_seconds")
+        return {name: getattr(last, name) for name in names}
+
+
+def _dense_round(part: Any) -> Round:
+    # half types are summed in float32
+    element_bytes = max(4, part.gradient.flat.element_size())
+    return Round("AllReduce", element_bytes * part.gradient.num_elements)
+
+
+def measure(settings: dict[str, Any]) -> dict[str, Any]:
+    """Every way of synchronizing in turn."""
+    methods = [Training(name, settings) for name in settings["methods"]]
+    own = ranks.own_traffic(5)
+    results = ranks.results_of(methods, settings["repeat"], own)
+    return {"horovod_own": own, "elements": methods[0].num_elements, "results": results}
+
+
+if __name__ == "__main__":
+    sys.exit(ranks.main(measure))
