@@ -10,17 +10,15 @@ import sys
 from collections.abc import Sequence
 
 from horovod_sparse._version import __version__
-from horovod_sparse.cli.main_console import LAUNCHERS
+from horovod_sparse.cli.console import LAUNCHERS
 from horovod_sparse.errors import HorovodSparseError
-
-__all__ = ["SUBCOMMANDS", "main"]
 
 #: name -> (module, one line); a module is imported only if it is the one that runs
 SUBCOMMANDS = {
     "calibrate": ("calibrate", "measure the time of collectives and of selection, under a launch"),
-    "plan": ("plan", "which parameters form a bucket or stay dense, and what a step would take"),
-    "simulate": ("simulate", "iteration time, bytes and crossing points on up to 4096 ranks"),
-    "doctor": ("doctor", "what this installation and its settings have wrong"),
+    "plan": ("plan.command", "which parameters form a bucket or stay dense, and what a step would take"),
+    "simulate": ("simulate.command", "iteration time, bytes and crossing points on up to 4096 ranks"),
+    "doctor": ("doctor.command", "what this installation and its settings have wrong"),
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from horovod_sparse.cli import calibrate
-from horovod_sparse.cli.calibrate_table import (
+from horovod_sparse.cli.calibrate import (
     collective_table,
     growth_table,
     notes_of,

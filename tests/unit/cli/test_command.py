@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from horovod_sparse.cli.main import SUBCOMMANDS, main
-from horovod_sparse.cli.plan_model import read_model
+from horovod_sparse.cli.model import read_model
 from horovod_sparse.cost import AlphaBeta, Fit, Profile, assumed_profile, profile_at
 from horovod_sparse.errors import ArgumentError, ProfileMismatchError
 

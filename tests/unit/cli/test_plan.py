@@ -9,9 +9,9 @@ import pytest
 pytest.importorskip("matplotlib")
 
 from horovod_sparse.cli.main import main
-from horovod_sparse.cli.plan_measured import measured_step, stacked
-from horovod_sparse.cli.plan_picture import draw_queues
-from horovod_sparse.cli.plan_report import Predicted, bucket_rows, chosen_plan
+from horovod_sparse.cli.plan.measured import measured_step, stacked
+from horovod_sparse.cli.plan.picture import draw_queues
+from horovod_sparse.cli.plan.report import Predicted, bucket_rows, chosen_plan
 from horovod_sparse.cost import AffineTime, CostModel
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.feedback import parse_recipe

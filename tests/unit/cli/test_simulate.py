@@ -9,9 +9,9 @@ import pytest
 pytest.importorskip("matplotlib")
 
 from horovod_sparse.cli.main import main
-from horovod_sparse.cli.simulate_picture import draw_studies
-from horovod_sparse.cli.simulate_study import Question, crossing_words, simulated_sizes, study_of
-from horovod_sparse.cli.simulate_table import bandwidth_text
+from horovod_sparse.cli.simulate.picture import draw_studies
+from horovod_sparse.cli.simulate.study import Question, crossing_words, simulated_sizes, study_of
+from horovod_sparse.cli.simulate.table import bandwidth_text
 from horovod_sparse.cost import AffineTime, AlphaBeta
 from horovod_sparse.feedback import parse_recipe
 from horovod_sparse.merging import ParameterFacts, Workload, single

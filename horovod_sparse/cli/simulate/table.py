@@ -7,10 +7,8 @@ from typing import Any
 
 from rich.console import Console
 
-from horovod_sparse.cli.main_console import plain_table, show
-from horovod_sparse.cli.simulate_study import Crossing, Question, Study, crossing_words
-
-__all__ = ["bandwidth_text", "numbers_of", "print_studies"]
+from horovod_sparse.cli.console import plain_table, show
+from horovod_sparse.cli.simulate.study import Crossing, Question, Study, crossing_words
 
 
 def print_studies(

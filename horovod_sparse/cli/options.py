@@ -21,17 +21,6 @@ from horovod_sparse.merging import (
     strategy_named,
 )
 
-__all__ = [
-    "bits_per_second",
-    "density",
-    "num_ranks",
-    "read_merging",
-    "read_recipe",
-    "read_tensor_selection",
-    "several",
-    "time",
-]
-
 _SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 _BITS = {"": 1.0, "bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
 

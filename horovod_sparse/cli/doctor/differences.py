@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from horovod_sparse.cli.doctor_findings import Finding, advice, good, problem
-
-__all__ = ["check_differences", "check_threads", "is_own"]
+from horovod_sparse.cli.doctor.findings import Finding, advice, good, problem
 
 Facts = Mapping[str, Any]
 

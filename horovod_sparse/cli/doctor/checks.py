@@ -6,11 +6,9 @@ import difflib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from horovod_sparse.cli.doctor_facts import SETTINGS
-from horovod_sparse.cli.doctor_findings import Finding, advice, good, problem
-from horovod_sparse.cli.doctor_ranks import is_own
-
-__all__ = ["check_installation", "check_launch", "check_settings"]
+from horovod_sparse.cli.doctor.differences import is_own
+from horovod_sparse.cli.doctor.facts import SETTINGS
+from horovod_sparse.cli.doctor.findings import Finding, advice, good, problem
 
 Facts = Mapping[str, Any]
 

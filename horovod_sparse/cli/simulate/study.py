@@ -15,8 +15,6 @@ from horovod_sparse.merging import Plan, Strategy, Workload
 from horovod_sparse.simulation import ScalePoint, break_even, crossings, scale_point, simulate_traffic
 from horovod_sparse.sparsifiers import HardThreshold
 
-__all__ = ["Crossing", "Question", "Study", "crossing_words", "simulated_sizes", "study_of"]
-
 #: an all-to-all of P ranks is P * P messages
 MOST_RANKS_ALL_TO_ALL = 512
 #: elements of all ranks' accumulators together: as many again are gradients, 1 GiB in all

@@ -13,8 +13,6 @@ from horovod_sparse.cost import Profile
 from horovod_sparse.errors import ArgumentError, HorovodSparseError
 from horovod_sparse.merging import LAYER_TABLES, ParameterFacts, Workload, layer_table
 
-__all__ = ["FORMAT", "Model", "read_model"]
-
 #: of a model's file, in words
 FORMAT = (
     '{"parameters": [[name, shape, seconds], ...], "forward_seconds": seconds}: parameters in forward order, '

@@ -14,8 +14,6 @@ from horovod_sparse.frontend import Where
 from horovod_sparse.frontend.failures import raise_together
 from horovod_sparse.frontend.lines import shared_lines
 
-__all__ = ["FRAMEWORKS", "Ranks", "bindings", "start", "usable_framework"]
-
 FRAMEWORKS = ("torch", "tensorflow")
 
 

@@ -6,12 +6,10 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from horovod_sparse.cli.doctor_findings import Finding, advice, good, problem
+from horovod_sparse.cli.doctor.findings import Finding, advice, good, problem
 from horovod_sparse.cost import Profile
 from horovod_sparse.merging import Plan, Strategy, Workload, predict
 from horovod_sparse.sparsifiers import Sparsifier
-
-__all__ = ["check_cache", "check_cycle", "cycle_of", "forecast", "num_names", "profile_at_cycle"]
 
 #: milliseconds that are tried
 _CANDIDATES = (0.5, 0.2, 0.1)

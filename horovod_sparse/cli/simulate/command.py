@@ -10,19 +10,17 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from horovod_sparse.cli.main_console import console as make_console
-from horovod_sparse.cli.main_console import show
-from horovod_sparse.cli.main_options import density, num_ranks, read_merging, read_recipe, several
-from horovod_sparse.cli.plan_cost import add_network, network_from, selection_from
-from horovod_sparse.cli.plan_model import FORMAT, read_model
-from horovod_sparse.cli.simulate_study import Question, study_of
-from horovod_sparse.cli.simulate_table import numbers_of, print_studies
+from horovod_sparse.cli.console import console as make_console
+from horovod_sparse.cli.console import show
+from horovod_sparse.cli.model import FORMAT, read_model
+from horovod_sparse.cli.options import density, num_ranks, read_merging, read_recipe, several
+from horovod_sparse.cli.simulate.study import Question, study_of
+from horovod_sparse.cli.simulate.table import numbers_of, print_studies
+from horovod_sparse.cli.source import add_network, network_from, selection_from
 from horovod_sparse.cost import AffineTime, AlphaBeta, Profile, network_of
 from horovod_sparse.errors import ArgumentError, ProfileMismatchError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.merging import LAYER_TABLES
-
-__all__ = ["add_arguments", "run"]
 
 _PICTURES = (".png", ".svg", ".pdf")
 _MOST_RANKS = 4096
@@ -102,8 +100,8 @@ def run(options: argparse.Namespace) -> int:
     elif options.json:
         Path(options.json).write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
     if options.plot:
-        from horovod_sparse.cli.plan_picture import save
-        from horovod_sparse.cli.simulate_picture import draw_studies
+        from horovod_sparse.cli.plan.picture import save
+        from horovod_sparse.cli.simulate.picture import draw_studies
 
         save(draw_studies(question, studies), options.plot)
         show(console, f"{options.plot} written")

@@ -9,16 +9,14 @@ from typing import Any
 
 from rich.console import Console
 
-from horovod_sparse.cli import plan_report, plan_table
-from horovod_sparse.cli.main_console import console as make_console
-from horovod_sparse.cli.main_console import show
-from horovod_sparse.cli.main_options import density, read_merging, read_recipe, read_tensor_selection
-from horovod_sparse.cli.plan_cost import Source, add_source, source_of
-from horovod_sparse.cli.plan_model import FORMAT, read_model
+from horovod_sparse.cli.console import console as make_console
+from horovod_sparse.cli.console import show
+from horovod_sparse.cli.model import FORMAT, read_model
+from horovod_sparse.cli.options import density, read_merging, read_recipe, read_tensor_selection
+from horovod_sparse.cli.plan import report as plan_report
+from horovod_sparse.cli.source import Source, add_source, source_of
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.merging import LAYER_TABLES, predict
-
-__all__ = ["add_arguments", "run"]
 
 _PICTURES = (".png", ".svg", ".pdf")
 
@@ -90,10 +88,10 @@ def run(options: argparse.Namespace) -> int:
     show(console, f"{model.name}, {sparsifier.describe()}, {name}: {plan}", "bold")
     show(console, source.words)
     if rows:
-        console.print(plan_table.bucket_table(rows, options.rows))
+        console.print(plan_report.bucket_table(rows, options.rows))
     if dense:
-        console.print(plan_table.dense_table(dense, sizes, options.rows))
-    console.print(plan_table.compared_table(predictions))
+        console.print(plan_report.dense_table(dense, sizes, options.rows))
+    console.print(plan_report.compared_table(predictions))
     _write(options, source, plan_report.as_json(rows, dense, predictions), plan.to_dict())
     if options.picture:
         _draw(options, predictions, console)
@@ -132,8 +130,8 @@ def _write(
 
 
 def _draw(options: argparse.Namespace, predictions: list[plan_report.Predicted], console: Console) -> None:
-    from horovod_sparse.cli.plan_measured import measured_step
-    from horovod_sparse.cli.plan_picture import draw_queues, save
+    from horovod_sparse.cli.plan.measured import measured_step
+    from horovod_sparse.cli.plan.picture import draw_queues, save
 
     panels = [predictions[0], *(one for one in predictions[1:] if one.name in options.beside)]
     measured = None if options.timeline is None else measured_step(options.timeline, predictions[0].plan)

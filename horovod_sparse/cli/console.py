@@ -10,8 +10,6 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["LAUNCHERS", "WIDTH", "console", "is_launched", "plain_table", "show"]
-
 #: holds a rank; set by horovodrun, Open MPI's mpirun, MPICH's, and srun
 LAUNCHERS = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 

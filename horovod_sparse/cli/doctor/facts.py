@@ -14,13 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from horovod_sparse.cli.doctor_cycle import cycle_of
-from horovod_sparse.cli.main_console import is_launched
-from horovod_sparse.cli.main_ranks import Ranks, bindings
+from horovod_sparse.cli.console import is_launched
+from horovod_sparse.cli.doctor.cycle import cycle_of
+from horovod_sparse.cli.ranks import Ranks, bindings
 from horovod_sparse.collectives import AllGather, Synchronization
 from horovod_sparse.frontend.calibration_collectives import Stopwatch
-
-__all__ = ["SETTINGS", "build_facts", "latency_of", "local_facts", "rank_facts"]
 
 _PACKAGES = (
     "horovod-sparse",

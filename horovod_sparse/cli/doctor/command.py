@@ -7,23 +7,21 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from horovod_sparse.cli.doctor_checks import check_installation, check_launch, check_settings
-from horovod_sparse.cli.doctor_cycle import check_cache, check_cycle, cycle_of, forecast, num_names
-from horovod_sparse.cli.doctor_facts import build_facts, local_facts, rank_facts
-from horovod_sparse.cli.doctor_findings import Finding, advice, print_findings, problem
-from horovod_sparse.cli.doctor_ranks import check_differences, check_threads
-from horovod_sparse.cli.main_console import console as make_console
-from horovod_sparse.cli.main_console import show
-from horovod_sparse.cli.main_options import density, read_merging, read_recipe
-from horovod_sparse.cli.main_ranks import FRAMEWORKS, Ranks, start, usable_framework
-from horovod_sparse.cli.plan_model import FORMAT, Model, read_model
+from horovod_sparse.cli.console import console as make_console
+from horovod_sparse.cli.console import show
+from horovod_sparse.cli.doctor.checks import check_installation, check_launch, check_settings
+from horovod_sparse.cli.doctor.cycle import check_cache, check_cycle, cycle_of, forecast, num_names
+from horovod_sparse.cli.doctor.differences import check_differences, check_threads
+from horovod_sparse.cli.doctor.facts import build_facts, local_facts, rank_facts
+from horovod_sparse.cli.doctor.findings import Finding, advice, print_findings, problem
+from horovod_sparse.cli.model import FORMAT, Model, read_model
+from horovod_sparse.cli.options import density, read_merging, read_recipe
+from horovod_sparse.cli.ranks import FRAMEWORKS, Ranks, start, usable_framework
 from horovod_sparse.cost import AffineTime, CostModel, Profile, profile_at
 from horovod_sparse.errors import HorovodMissingError, HorovodSparseError, ProfileMismatchError
 from horovod_sparse.frontend import QUICK, calibration, needed_kinds
 from horovod_sparse.merging import LAYER_TABLES, Plan, Strategy, needs_times
 from horovod_sparse.sparsifiers import Sparsifier
-
-__all__ = ["add_arguments", "run"]
 
 
 @dataclasses.dataclass(frozen=True)

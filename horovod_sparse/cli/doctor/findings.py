@@ -7,10 +7,8 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
-from horovod_sparse.cli.main_console import show
+from horovod_sparse.cli.console import show
 from horovod_sparse.errors import ArgumentError
-
-__all__ = ["LEVELS", "Finding", "advice", "good", "print_findings", "problem"]
 
 #: from bad to good, with the sign and the style of each
 LEVELS = {"problem": ("x", "bold red"), "advice": ("!", "yellow"), "good": ("+", "green")}

@@ -12,10 +12,8 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.patches import Patch
 
-from horovod_sparse.cli.plan_measured import MeasuredStep, stacked
-from horovod_sparse.cli.plan_report import Predicted
-
-__all__ = ["draw_queues", "save"]
+from horovod_sparse.cli.plan.measured import MeasuredStep, stacked
+from horovod_sparse.cli.plan.report import Predicted
 
 #: told apart without colour vision, and for more buckets a run from dark to light
 _FEW = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#B8A800", "#7A4FB5")

@@ -5,12 +5,10 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
-from horovod_sparse.cli.main_options import bits_per_second, num_ranks, time
+from horovod_sparse.cli.options import bits_per_second, num_ranks, time
 from horovod_sparse.cost import AlphaBeta, Fit, Profile, assumed_profile, profile_at
 from horovod_sparse.cost.sizes import TYPICAL_SELECTION
 from horovod_sparse.errors import ArgumentError, ProfileMismatchError
-
-__all__ = ["Source", "add_network", "network_from", "selection_from", "source_of"]
 
 #: what stands in for a network that nobody named
 BANDWIDTH, LATENCY, RANKS = 1e9, 50e-6, 8

@@ -12,9 +12,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
-from horovod_sparse.cli.simulate_study import Crossing, Question, Study
-
-__all__ = ["draw_studies"]
+from horovod_sparse.cli.simulate.study import Crossing, Question, Study
 
 _COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#B8A800", "#7A4FB5")
 _DENSE, _INK = "#8C8C8C", "#333333"

@@ -14,8 +14,6 @@ from typing import Any
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.merging import Plan
 
-__all__ = ["MeasuredSpan", "MeasuredStep", "measured_step", "read_events", "stacked"]
-
 _NEGOTIATE = "NEGOTIATE_"
 #: ``allgather.bucket3.conv.weight.0``: kind, number of the bucket, its first parameter, round
 _BUCKET = re.compile(r"^(?:\w+\.)?bucket(\d+)\.(.+)\.(\d+)$")

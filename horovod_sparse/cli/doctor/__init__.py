@@ -1,0 +1,1 @@
+"""`horovod-sparse doctor`: looks at an installation, its settings, and a launch."""

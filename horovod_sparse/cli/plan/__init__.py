@@ -1,0 +1,1 @@
+"""`horovod-sparse plan`: buckets, what stays dense and why, and predicted iterations."""
