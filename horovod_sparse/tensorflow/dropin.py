@@ -144,6 +144,12 @@ class DropIn:
         """The synchronization of all gradients of a call."""
         if call.optimizer is not None:
             refuse_double_momentum(self.recipe, call.optimizer)
+            if getattr(call.optimizer, "_is_wrapped_by_loss_scale_optimizer", False):
+                raise UnsupportedError(
+                    "a LossScaleOptimizer (which mixed_float16 puts around an optimizer) around one of "
+                    "horovod.tensorflow does not tell the scale, and an overflow would end training: use "
+                    "horovod_sparse.tensorflow.keras.DistributedOptimizer"
+                )
         synchronizer = self._synchronizer_for(call.process_set)
         positions = [
             i

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.tensorflow.local import scaled_locally
+from horovod_sparse.tensorflow.scaled import reduce_scaled
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
 from horovod_sparse.tensorflow.tensors import as_variable
 
@@ -42,6 +43,7 @@ class _Methods(tf.GradientTape):
         use_generic_names: bool = False,
         unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
         learning_rate: Any = None,
+        loss_scale: Any = None,
     ) -> Any:
         """Gradients, synchronized over ranks.
 
@@ -52,6 +54,9 @@ class _Methods(tf.GradientTape):
             use_generic_names: accepted for Horovod's sake; collectives have names of their own.
             unconnected_gradients: see `tf.GradientTape.gradient`.
             learning_rate: of this step, if it changes: error feedback then keeps up with it.
+            loss_scale: by which `target` is multiplied, a power of two: residuals are kept without it.
+                Gradients that are not finite on some rank are NaN on all then, and no error: see to it
+                that such a step is skipped (a `LossScaleOptimizer` does).
 
         Returns:
             As `sources`.
@@ -61,9 +66,19 @@ class _Methods(tf.GradientTape):
         gradients = tf.nest.flatten(local)  # None and tf.IndexedSlices are one leaf each
         is_local = [variable.ref() in self._local_sources for variable in variables]
         shared = [i for i, kept in enumerate(is_local) if not kept]
-        synchronized = self._synchronizer.synchronize(
-            [gradients[i] for i in shared], [variables[i] for i in shared], learning_rate
-        )
+        given, theirs = [gradients[i] for i in shared], [variables[i] for i in shared]
+        synchronizer: GradientSynchronizer = self._synchronizer
+        if loss_scale is None or not synchronizer.is_needed:
+            synchronized = synchronizer.synchronize(given, theirs, learning_rate)
+        else:
+            synchronized = reduce_scaled(
+                lambda unscaled: synchronizer.synchronize(unscaled, theirs, learning_rate),
+                given,
+                theirs,
+                tf.convert_to_tensor(as_variable(loss_scale)),
+                name=f"{synchronizer.name}.finite",
+                process_set=synchronizer.process_set,
+            )
         results = list(gradients)
         for i, gradient in zip(shared, synchronized, strict=True):
             results[i] = gradient

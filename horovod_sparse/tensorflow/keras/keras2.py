@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import sys
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import tensorflow as tf
+
 from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.tensorflow.checkpoint import CheckpointedState
 from horovod_sparse.tensorflow.keras.reduction import SparseReducer
+from horovod_sparse.tensorflow.scaled import reduce_scaled
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
 
-__all__ = ["attach"]
+__all__ = ["attach", "scaled_again"]
+
+#: frames between a LossScaleOptimizer and the attribute that it sets on the optimizer that it takes
+_LIMIT = 10
 
 
 class _Reduce:
@@ -19,9 +27,38 @@ class _Reduce:
 
     def __init__(self, optimizer: Any, reducer: SparseReducer) -> None:
         self._optimizer, self.reducer = optimizer, reducer
+        #: the LossScaleOptimizer around this one, if there is any
+        self.scaler: Callable[[], Any] = lambda: None
 
+    @tf.autograph.experimental.do_not_convert
     def __call__(self, grads: Sequence[Any], vars: Sequence[Any] = (), **_names: Any) -> list[Any]:
-        return self.reducer.reduce(grads, vars, _learning_rate(self._optimizer))
+        reducer, rate, scaler = self.reducer, _learning_rate(self._optimizer), self.scaler()
+        if scaler is None or not reducer.is_needed:
+            return reducer.reduce(grads, vars, rate)
+        return reduce_scaled(
+            lambda unscaled: reducer.reduce(unscaled, vars, rate),
+            grads,
+            vars,
+            scaler.loss_scale,
+            name=f"{reducer.synchronizer.name}.finite",
+            process_set=reducer.process_set,
+            skips=scaler.dynamic,  # a fixed scale lets nothing be skipped, on any rank
+        )
+
+    def scaled_by(self, scaler: Any) -> None:
+        """Says which LossScaleOptimizer has been put around this one: gradients are its, not the loss'.
+
+        Raises:
+            UnsupportedError: where gradients of several scales would be added up, or times be needed of
+                gradients that wait for one another.
+        """
+        if self._optimizer._agg_helper is not None:
+            raise UnsupportedError(
+                "backward_passes_per_step above 1 cannot be combined with a LossScaleOptimizer (which "
+                "mixed_float16 puts around an optimizer), whose scale may change between passes"
+            )
+        self.reducer.synchronizer.replanning.refuse("a LossScaleOptimizer")
+        self.scaler = weakref.ref(scaler)
 
 
 def attach(wrapped: Any, reducer: SparseReducer, again: Callable[[Any], Any]) -> Any:
@@ -53,6 +90,8 @@ def attach(wrapped: Any, reducer: SparseReducer, again: Callable[[Any], Any]) ->
     base: Any = cls.__bases__[0]
     # where Keras looks for the class that a saved model names; in Horovod there is none of that name
     cls.__module__ = base.__module__
+    # what a LossScaleOptimizer sets on the optimizer that it takes: nothing else tells of it
+    cls._is_wrapped_by_loss_scale_optimizer = property(_is_scaled, _scaled)
     for attribute in ("telemetry", "plan", "decision", "is_measured"):
         setattr(cls, attribute, property(partial(_of_synchronizer, attribute)))
     cls.replan = lambda self, plan=None, **more: _synchronizer(self).replan(plan, **more)
@@ -60,6 +99,39 @@ def attach(wrapped: Any, reducer: SparseReducer, again: Callable[[Any], Any]) ->
     cls.load_state_dict = lambda self, entry: self._horovod_sparse_keeper.load_state_dict(entry)
     cls.from_config = classmethod(lambda cls, config, **more: again(base.from_config(config, **more)))
     return wrapped
+
+
+def scaled_again(scaler: Any, wrapped: Any) -> Any:
+    """Another LossScaleOptimizer of the same kind, settings and state.
+
+    Args:
+        scaler: of Keras 2.
+        wrapped: what it shall be put around.
+    """
+    growth_steps = scaler.dynamic_growth_steps if scaler.dynamic else None
+    again = type(scaler)(wrapped, scaler.dynamic, scaler.initial_scale, growth_steps)
+    if scaler.dynamic:
+        state = again._loss_scale
+        state.current_loss_scale.assign(scaler._loss_scale.current_loss_scale)
+        state.counter.assign(scaler._loss_scale.counter)
+    return again
+
+
+def _is_scaled(optimizer: Any) -> bool:
+    return optimizer._allreduce_grads.scaler() is not None
+
+
+def _scaled(optimizer: Any, _value: bool) -> None:
+    frame = sys._getframe(1)
+    for _ in range(_LIMIT):
+        caller = frame.f_locals.get("self")
+        if getattr(caller, "__dict__", {}).get("_optimizer") is optimizer:
+            optimizer._allreduce_grads.scaled_by(caller)
+            return
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    raise UnsupportedError("what scales the loss was not found: this version of tf-keras is not supported")
 
 
 def _synchronizer(optimizer: Any) -> GradientSynchronizer:

@@ -68,6 +68,9 @@ def DistributedOptimizer(
       ``compile(..., jit_compile=False)`` there;
     * the optimizer's state is taken over where it has one (after ``keras.models.load_model``).
 
+    Under tf-keras a `LossScaleOptimizer` may go around or inside (``mixed_float16`` puts it around): it comes
+    out around what is distributed, and all ranks skip a step together there, too.
+
     Everywhere, where a sparsifier is given:
 
     * sums are taken in float32 or float64, so `gradient_predivide_factor` has nothing to protect: it is
@@ -161,6 +164,9 @@ def DistributedOptimizer(
             profile=profile,
         )
 
+    is_scaler = hasattr(optimizer, "inner_optimizer")
+    if is_scaler and not is_keras3(optimizer):  # there, what is distributed goes inside
+        return keras2.scaled_again(optimizer, again(optimizer.inner_optimizer))
     reducer: Reducer | None = None
     if is_sparse:
         refuse_double_momentum(compression.recipe, optimizer)
@@ -175,7 +181,6 @@ def DistributedOptimizer(
             profile=profile,
             sparse_as_dense=sparse_as_dense,
         )
-        is_scaler = hasattr(optimizer, "inner_optimizer")
         if backward_passes_per_step > 1 or is_scaler:
             synchronizer.replanning.refuse(
                 "a LossScaleOptimizer" if is_scaler else "backward_passes_per_step above 1"

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import tensorflow as tf
 
 from horovod_sparse.errors import UnsupportedError
-from horovod_sparse.tensorflow._horovod import hvd
 from horovod_sparse.tensorflow.local import scaled_locally
+from horovod_sparse.tensorflow.scaled import reduce_scaled, times
 from horovod_sparse.tensorflow.state import StateKeeper
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
 from horovod_sparse.tensorflow.tensors import as_variable
@@ -97,10 +97,7 @@ class Reduction:
     def reduce_if_finite(
         self, gradients: Sequence[Any], variables: Sequence[Any], learning_rate: Any, scale: Any
     ) -> list[Any]:
-        """As `reduce`, for gradients of a scaled loss; not finite on any rank, they become NaN on all.
-
-        Residuals are kept without the scale, which changes from step to step. Scales are powers of two, so
-        nothing is lost when gradients are multiplied by it again.
+        """As `reduce`, for gradients of a scaled loss: see `reduce_scaled`.
 
         Args:
             gradients: of the loss times the scale.
@@ -110,41 +107,14 @@ class Reduction:
         """
         if not self.reducer.is_needed:
             return list(gradients)
-        present = [gradient for gradient in gradients if gradient is not None]
-        bad = [tf.reduce_any(~tf.math.is_finite(_values(gradient))) for gradient in present]
-        num_bad = hvd.allreduce(
-            tf.cast(tf.reduce_any(bad), tf.int32),
-            op=hvd.Sum,
+        return reduce_scaled(
+            lambda unscaled: self.reduce(unscaled, variables, learning_rate),
+            gradients,
+            variables,
+            scale,
             name=self._name,
-            ignore_name_scope=True,
             process_set=self.reducer.process_set,
         )
-
-        def reduced() -> list[Any]:
-            unscaled = [_times(gradient, 1.0 / scale) for gradient in gradients]
-            sums = self.reduce(unscaled, variables, learning_rate)
-            return [_times(gradient, scale) for gradient in sums]
-
-        def skipped() -> list[Any]:
-            return [_times(gradient, float("nan")) for gradient in gradients]
-
-        if tf.executing_eagerly():
-            return skipped() if int(num_bad) else reduced()
-        # both branches give the same ones; which ones a reduction gives is known when it is traced
-        given: list[int] = []
-
-        def reduced_ones() -> list[Any]:
-            sums = reduced()
-            given[:] = [i for i, gradient in enumerate(sums) if gradient is not None]
-            return [sums[i] for i in given]
-
-        def skipped_ones() -> list[Any]:
-            zeros = [tf.zeros_like(as_variable(variable)) for variable in variables]
-            every = [zeros[i] if gradient is None else gradient for i, gradient in enumerate(gradients)]
-            return [_times(every[i], float("nan")) for i in given]
-
-        results = iter(tf.cond(tf.equal(num_bad, 0), reduced_ones, skipped_ones))
-        return [next(results) if i in given else None for i in range(len(gradients))]
 
 
 class Accumulation:
@@ -194,7 +164,7 @@ class Accumulation:
 
         def complete() -> None:
             factor = 1.0 / self.passes if self._average else 1.0
-            apply([None if sum_ is None else _times(sum_.read_value(), factor) for sum_ in sums])
+            apply([None if sum_ is None else times(sum_.read_value(), factor) for sum_ in sums])
             for sum_ in sums:
                 if sum_ is not None:
                     sum_.assign(tf.zeros_like(sum_))
@@ -213,15 +183,3 @@ class Accumulation:
                 zeros = tf.zeros(variable.shape, gradient.dtype)
                 self._sums[variable.ref()] = tf.Variable(zeros, trainable=False)
         return self._sums[variable.ref()]
-
-
-def _values(gradient: Any) -> tf.Tensor:
-    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
-
-
-def _times(gradient: Any, factor: Any) -> Any:
-    if gradient is None:
-        return None
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(_times(gradient.values, factor), gradient.indices, gradient.dense_shape)
-    return gradient * tf.cast(factor, gradient.dtype)

@@ -1,0 +1,100 @@
+"""Gradients of a scaled loss: reduced without the scale, or skipped on all ranks together.
+
+A loss is scaled so that small gradients survive in float16; the scale changes from step to step, and an
+overflow is no error but a sign that it is too large. Residuals outlive both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from horovod_sparse.tensorflow._horovod import hvd
+from horovod_sparse.tensorflow.tensors import as_variable
+
+__all__ = ["reduce_scaled", "times"]
+
+
+def reduce_scaled(
+    reduce: Callable[[list[Any]], list[Any]],
+    gradients: Sequence[Any],
+    variables: Sequence[Any],
+    scale: Any,
+    *,
+    name: str,
+    process_set: Any,
+    skips: bool = True,
+) -> list[Any]:
+    """Reduces gradients of a scaled loss; not finite on any rank, they become NaN on all.
+
+    Residuals are kept without the scale. Scales are powers of two, so nothing is lost when gradients are
+    multiplied by it again.
+
+    Args:
+        reduce: gives the reduced gradients of an unscaled loss.
+        gradients: of the loss times the scale; None, dense, or `tf.IndexedSlices`.
+        variables: of the gradients.
+        scale: number or scalar tensor.
+        name: of the collective in which the ranks agree whether all gradients are finite.
+        process_set: the ranks that take part.
+        skips: whether what is not finite makes all ranks skip the step; otherwise it is left to `reduce`.
+
+    Returns:
+        Reduced gradients, of the loss times the scale.
+    """
+
+    def reduced() -> list[Any]:
+        sums = reduce([times(gradient, 1.0 / scale) for gradient in gradients])
+        return [times(gradient, scale) for gradient in sums]
+
+    def skipped() -> list[Any]:
+        return [times(gradient, float("nan")) for gradient in gradients]
+
+    if not skips:
+        return reduced()
+    present = [gradient for gradient in gradients if gradient is not None]
+    bad = [tf.reduce_any(~tf.math.is_finite(_values(gradient))) for gradient in present]
+    num_bad = hvd.allreduce(
+        tf.cast(tf.reduce_any(bad), tf.int32),
+        op=hvd.Sum,
+        name=name,
+        ignore_name_scope=True,
+        process_set=process_set,
+    )
+    if tf.executing_eagerly():
+        return skipped() if int(num_bad) else reduced()
+    # both branches give the same ones; which ones a reduction gives is known when it is traced
+    given: list[int] = []
+
+    def reduced_ones() -> list[Any]:
+        sums = reduced()
+        given[:] = [i for i, gradient in enumerate(sums) if gradient is not None]
+        return [sums[i] for i in given]
+
+    def skipped_ones() -> list[Any]:
+        zeros = [tf.zeros_like(as_variable(variable)) for variable in variables]
+        every = [zeros[i] if gradient is None else gradient for i, gradient in enumerate(gradients)]
+        return [times(every[i], float("nan")) for i in given]
+
+    results = iter(tf.cond(tf.equal(num_bad, 0), reduced_ones, skipped_ones))
+    return [next(results) if i in given else None for i in range(len(gradients))]
+
+
+def times(gradient: Any, factor: Any) -> Any:
+    """A gradient times a number; None stays None, and `tf.IndexedSlices` such.
+
+    Example:
+        >>> float(times(tf.constant(3.0), 2.0))
+        6.0
+    """
+    if gradient is None:
+        return None
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(times(gradient.values, factor), gradient.indices, gradient.dense_shape)
+    return gradient * tf.cast(factor, gradient.dtype)
+
+
+def _values(gradient: Any) -> tf.Tensor:
+    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
