@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 __all__ = [
+    "LOCAL",
     "AllGather",
     "AllReduce",
     "AllToAll",
@@ -27,6 +28,10 @@ __all__ = [
 
 Words: TypeAlias = NDArray[np.int32]
 Result = TypeVar("Result")
+
+
+#: of a field of a sparsifier's state that differs from rank to rank: ``field(default=0.0, metadata=LOCAL)``
+LOCAL: Mapping[str, bool] = {"local": True}
 
 
 # arrays have no single truth value, so requests are compared by identity

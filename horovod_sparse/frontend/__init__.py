@@ -19,6 +19,7 @@ from horovod_sparse.frontend.dense import sum_densely
 from horovod_sparse.frontend.encoding import from_bytes, to_bytes
 from horovod_sparse.frontend.planning import make_plan
 from horovod_sparse.frontend.saved import redistributed, share_factor
+from horovod_sparse.frontend.standing import Standing, Start, agreed_start, kept_share
 from horovod_sparse.frontend.text import describe_recipe
 
 __all__ = [
@@ -30,8 +31,11 @@ __all__ = [
     "Choices",
     "Decision",
     "Extent",
+    "Standing",
+    "Start",
     "Where",
     "agreed_plan",
+    "agreed_start",
     "asked_for",
     "calibration",
     "carry_out",
@@ -40,6 +44,7 @@ __all__ = [
     "describe_model",
     "describe_recipe",
     "from_bytes",
+    "kept_share",
     "make_plan",
     "measured_step",
     "needed_kinds",

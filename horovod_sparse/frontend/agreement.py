@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from horovod_sparse.errors import StateMismatchError
 from horovod_sparse.merging import ParameterFacts, Plan
 
-__all__ = ["agreed_plan", "describe_model"]
+__all__ = ["agreed_plan", "check_same_model", "describe_model"]
 
 
 def describe_model(plan: Plan, parameters: Sequence[ParameterFacts]) -> bytes:
@@ -34,8 +35,21 @@ def agreed_plan(gathered: bytes) -> Plan:
         (('weight',),)
     """
     everyone = [json.loads(line) for line in gathered.splitlines()]
-    first_plan, first = everyone[0]
-    for rank, (_, other) in enumerate(everyone):
+    check_same_model([model for _, model in everyone])
+    return Plan.from_dict(everyone[0][0])
+
+
+def check_same_model(models: Sequence[Mapping[str, Any]]) -> None:
+    """Refuses ranks that train different models.
+
+    Args:
+        models: by rank: what must be equal of every parameter, by name.
+
+    Raises:
+        StateMismatchError: naming a parameter that differs.
+    """
+    first = models[0]
+    for rank, other in enumerate(models):
         if differing := sorted(
             name for name in first.keys() | other.keys() if first.get(name) != other.get(name)
         ):
@@ -45,4 +59,3 @@ def agreed_plan(gathered: bytes) -> Plan:
                 f"here and {other.get(name, 'missing')} there (elements, dtype, parameter group, density); "
                 f"{len(differing)} parameters differ. Check requires_grad, too"
             )
-    return Plan.from_dict(first_plan)

@@ -65,6 +65,9 @@ class BucketInfo:
 class SparsifierState:
     """Everything a checkpoint needs to go on; algorithms with more of it derive from this.
 
+    What a rank has for itself is marked `LOCAL`; all else is equal on all ranks after every step. A law
+    checks that, and the ranks do when Horovod starts again.
+
     Attributes:
         step: synchronizations done.
     """

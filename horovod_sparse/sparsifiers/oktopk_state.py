@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from horovod_sparse.arrays.protocol import Indices
+from horovod_sparse.collectives import LOCAL
 from horovod_sparse.sparsifiers.base import BucketInfo, SparsifierState
 from horovod_sparse.sparsifiers.windows import Window, equal_part
 
@@ -27,7 +28,7 @@ class OkTopkState(SparsifierState):
     """
 
     step: int = 0
-    local_threshold: float = 0.0
+    local_threshold: float = field(default=0.0, metadata=LOCAL)
     global_threshold: float = 0.0
     bounds: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from horovod_sparse.arrays.moments import Moments
 from horovod_sparse.arrays.protocol import Accumulator
-from horovod_sparse.collectives import AllGather, Request, Synchronization
+from horovod_sparse.collectives import LOCAL, AllGather, Request, Synchronization
 from horovod_sparse.sparsifiers.base import (
     BucketInfo,
     SparseSum,
@@ -54,10 +54,10 @@ class SIDCoState(SparsifierState):
         error: |ln(achieved / target)| when it was last looked at; negative before.
     """
 
-    num_stages: int = 1
-    recent: list[float] = field(default_factory=list)
-    direction: int = 1
-    error: float = -1.0
+    num_stages: int = field(default=1, metadata=LOCAL)
+    recent: list[float] = field(default_factory=list, metadata=LOCAL)
+    direction: int = field(default=1, metadata=LOCAL)
+    error: float = field(default=-1.0, metadata=LOCAL)
 
 
 @dataclass(frozen=True, kw_only=True)

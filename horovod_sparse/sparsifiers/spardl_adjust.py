@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from horovod_sparse.collectives import LOCAL
 from horovod_sparse.sparsifiers.base import SparsifierState
 
 __all__ = ["SparDLState", "adjust", "fresh_state", "num_between_teams", "restart"]
@@ -32,7 +33,7 @@ class SparDLState(SparsifierState):
     confirmed: bool = False
     teams: int = 0
     gather: str = ""
-    timed: list[float] = field(default_factory=list)
+    timed: list[float] = field(default_factory=list, metadata=LOCAL)
 
 
 def restart(state: SparDLState, teams: int) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from horovod_sparse.arrays.protocol import Accumulator
+from horovod_sparse.collectives import LOCAL
 from horovod_sparse.errors import ArgumentError
 
 __all__ = ["ThresholdScaling", "ThresholdState"]
@@ -23,9 +24,9 @@ class ThresholdState:
             negative where nothing is known of it.
     """
 
-    threshold: float = 0.0
+    threshold: float = field(default=0.0, metadata=LOCAL)
     correction: float = 1.0
-    share: float = -1.0
+    share: float = field(default=-1.0, metadata=LOCAL)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from horovod_sparse.feedback.state import shared_digest
 from support.cases import Case
 from support.history import History
 
@@ -60,7 +61,7 @@ def nothing_is_lost_within_a_step(history: History) -> None:
 
 
 def replicas_agree(history: History) -> None:
-    """Law 2: all ranks hold the same sum, bit for bit."""
+    """Law 2: all ranks hold the same sum, bit for bit, and so they do what their states share."""
     for step in history.steps:
         if step.abandoned:
             assert all(isinstance(result, Exception) for result in step.results)
@@ -70,8 +71,9 @@ def replicas_agree(history: History) -> None:
             assert other.indices.tobytes() == first.indices.tobytes()
             assert other.values.tobytes() == first.values.tobytes()
             assert other.counts.tolist() == first.counts.tolist()
-        state = history.cluster.buckets[0].state
-        assert all(bucket.state.step == state.step for bucket in history.cluster.buckets)
+    states = [bucket.state for bucket in history.cluster.buckets]
+    assert all(state.step == states[0].step for state in states)
+    assert len({shared_digest({"bucket": state}) for state in states}) == 1, states
 
 
 def sums_are_right(history: History) -> None:

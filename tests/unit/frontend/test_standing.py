@@ -1,0 +1,76 @@
+"""All ranks stand alike after a start of Horovod, or start their states anew together."""
+
+import dataclasses
+
+import pytest
+
+from horovod_sparse.errors import StateMismatchError
+from horovod_sparse.frontend import Standing, agreed_start
+from horovod_sparse.merging import ParameterFacts, Plan
+from horovod_sparse.simulation import Recorder, run_lockstep
+
+FACTS = (ParameterFacts("weight", 8), ParameterFacts("bias", 2))
+ONE, TWO = Plan((("weight", "bias"),)), Plan((("weight",), ("bias",)))
+
+
+def standings(size=3, **changed):
+    """Ranks that stand alike, but for what is changed: by field, a value for each rank."""
+    alike = [
+        Standing(5, "a", (rank, size), ONE, FACTS, {"op": "Average", "sparsifier": "topk:density=0.1"})
+        for rank in range(size)
+    ]
+    for field, values in changed.items():
+        alike = [dataclasses.replace(one, **{field: value}) for one, value in zip(alike, values, strict=True)]
+    return alike
+
+
+def started(ranks):
+    """What all ranks agree upon, and the number of collectives that took."""
+    recorder = Recorder()
+    first, *others = run_lockstep([agreed_start(standing) for standing in ranks], recorder)
+    assert others == [first] * len(others)
+    return first, len(recorder.kinds)
+
+
+def test_ranks_that_stand_alike_go_on() -> None:
+    start, rounds = started(standings())
+    assert (start.anew, start.step, start.plan, start.reason, rounds) == (False, 5, ONE, "", 1)
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"step": (5, 0, 5)}, "ranks [0, 2] have done 5 steps, ranks [1] 0"),
+        ({"step": (0, 5, 4)}, "ranks [0] have done 0 steps, ranks [1] 5, ranks [2] 4"),
+        ({"digest": ("a", "a", "b")}, "states differ"),
+        ({"place": ((0, 2), (1, 2), (2, 3))}, "rank 0 of 3 was rank 0 of 2"),
+        ({"place": ((0, 3), (2, 3), (1, 3))}, "rank 1 of 3 was rank 2 of 3"),
+    ],
+)
+def test_any_difference_makes_all_start_anew_at_the_furthest_step(changed, reason) -> None:
+    start, rounds = started(standings(**changed))
+    assert (start.anew, start.step, start.plan, start.reason, rounds) == (True, 5, ONE, reason, 1)
+
+
+@pytest.mark.parametrize(("steps", "plan"), [((5, 5, 5), ONE), ((0, 7, 7), TWO)])
+def test_the_plan_is_that_of_the_first_rank_that_is_furthest(steps, plan) -> None:
+    start, rounds = started(standings(step=steps, plan=(ONE, TWO, ONE)))
+    assert (start.anew, start.step, start.plan, rounds) == (True, max(steps), plan, 2)
+
+
+def refused(ranks):
+    ends = run_lockstep([agreed_start(standing) for standing in ranks], keep_errors=True)
+    assert all(isinstance(end, StateMismatchError) for end in ends)
+    (text,) = {str(end) for end in ends}
+    return text
+
+
+def test_a_setting_that_differs_is_named_on_all_ranks() -> None:
+    settings = [{"op": "Average"}, {"op": "Sum"}, {}]
+    text = refused(standings(settings=settings))
+    assert text.startswith("op differs: ranks [0] have Average, ranks [1] Sum, ranks [2] not given")
+
+
+def test_another_model_is_refused_on_all_ranks() -> None:
+    other = (ParameterFacts("weight", 8), ParameterFacts("bias", 3))
+    assert "bias is [2," in refused(standings(parameters=(FACTS, FACTS, other)))
