@@ -16,7 +16,7 @@ from horovod_sparse.sparsifiers import ALGORITHMS, DRAGONN, BucketInfo
 from horovod_sparse.sparsifiers.exclusive import ExclusiveThreshold
 from horovod_sparse.sparsifiers.windows import equal_part
 from horovod_sparse.wire import WireFormat, pack
-from horovod_sparse.wire.gathered import unpack_sum
+from horovod_sparse.wire.message import unpack_sum
 
 #: largest time of a step by that of one copy of the gradient
 BUDGETS = {"topk": 3.5, "micro": 2.5, "exdyna": 2.5, "randomk": 2.0}

@@ -18,7 +18,7 @@ from horovod_sparse.collectives import (
 )
 from horovod_sparse.errors import CollectiveMismatchError
 from horovod_sparse.simulation.recorder import Recorder
-from horovod_sparse.wire.gathered import SharedWords
+from horovod_sparse.wire.message import SharedWords
 
 __all__ = ["run_lockstep"]
 

@@ -12,8 +12,6 @@ from horovod_sparse.errors import ArgumentError, UnknownNameError
 from horovod_sparse.wire.index_codecs import INDEX_CODECS, IndexCodec
 from horovod_sparse.wire.value_codecs import VALUE_CODECS, ValueCodec
 
-__all__ = ["HEADER_WORDS", "WireFormat"]
-
 #: Length, count, health and norm; see `horovod_sparse.wire.message`.
 HEADER_WORDS = 4
 

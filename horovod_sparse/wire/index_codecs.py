@@ -17,8 +17,6 @@ from horovod_sparse.arrays.protocol import Indices
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.kernels import host_codecs_indices as kernels
 
-__all__ = ["INDEX_CODECS", "Block16", "Gaps", "IndexCodec", "Int32", "low_bits"]
-
 Words: TypeAlias = NDArray[np.uint32]
 
 

@@ -29,8 +29,8 @@ mean of the norms is the global error of ExDyna, Eq. (1).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,42 +38,6 @@ from numpy.typing import NDArray
 from horovod_sparse.arrays.protocol import FoldReport, Indices, Values
 from horovod_sparse.errors import ArgumentError, MessageError
 from horovod_sparse.wire.format import HEADER_WORDS, WireFormat
-from horovod_sparse.wire.gathered import Gathered, unpack_sum
-
-__all__ = ["HEADER_WORDS", "Message", "message_words", "pack", "unpack", "unpack_one"]
-
-
-@dataclass(frozen=True)
-class Message:
-    """What one rank sent.
-
-    Attributes:
-        indices: int32 [count], ascending positions within the bucket.
-        values: float [count], or None where only indices were sent.
-        first_nonfinite: position of the sender's first NaN or Inf, -1 if there is none.
-        norm: L2 norm of the sender's residual before it added this step's gradient, rounded to float32.
-    """
-
-    indices: Indices
-    values: Values | None
-    first_nonfinite: int
-    norm: float
-
-
-def message_words(count: int, words_per_value: int, quantum: int = 1) -> int:
-    """Length of a message in 32-bit words.
-
-    Args:
-        count: selected elements.
-        words_per_value: 0 (indices only), 1 (float32) or 2 (float64).
-        quantum: elements that the payload is rounded up to.
-
-    Example:
-        >>> message_words(3, 1), message_words(3, 1, quantum=1024)
-        (10, 2052)
-    """
-    padded = -(-count // quantum) * quantum
-    return HEADER_WORDS + padded * (1 + words_per_value)
 
 
 def pack(
@@ -104,7 +68,7 @@ def pack(
 
     Example:
         >>> message = pack(np.array([2, 5], np.int32), np.array([1.0, -2.0], np.float32), FoldReport())
-        >>> unpack_one(message, np.float32).values
+        >>> unpack_sum(message, 1, WireFormat(), 9, np.float32).values
         array([ 1., -2.], dtype=float32)
     """
     format = format or WireFormat(quantum=quantum)
@@ -134,91 +98,154 @@ def pack(
     return buffer
 
 
-def unpack_one(
-    buffer: NDArray[np.int32], dtype: np.dtype | type | None, num_elements: int | None = None
-) -> Message:
-    """Reads the message at the start of a buffer.
+@dataclass(frozen=True)
+class Gathered:
+    """What an allgather of messages brought.
+
+    Attributes:
+        indices: int32, the selections of all ranks one behind the other, in rank order.
+        values: float32 or float64, as long; None where only indices were sent.
+        counts: int64 [P], elements selected by each rank.
+        first_nonfinite: rank -> position of its first NaN or Inf, for ranks that have one.
+        norms: float64 [P], L2 norm of every rank's residual before it added this step's gradient; float32
+            on the way.
+    """
+
+    indices: Indices
+    values: Values | None
+    counts: NDArray[np.int64]
+    first_nonfinite: dict[int, int]
+    norms: NDArray[np.float64]
+
+
+class SharedWords(np.ndarray):
+    """A gathered buffer at which several ranks of one process look: decoded once for all of them.
+
+    P ranks that each decode P messages would do it P^2 times; the simulator gives them this. What comes
+    out is shared, and so read-only.
+
+    Attributes:
+        decoded: what was decoded already, by how it was asked for; None in views of the buffer.
+    """
+
+    decoded: dict[Any, Gathered] | None = None
+
+    @classmethod
+    def of(cls, buffer: NDArray[np.int32]) -> SharedWords:
+        """The same memory, read-only from now on."""
+        buffer.flags.writeable = False
+        shared = buffer.view(cls)
+        shared.decoded = {}
+        return shared
+
+
+def unpack_sum(
+    buffer: NDArray[np.int32], size: int, format: WireFormat, num_elements: int, dtype: Any
+) -> Gathered:
+    """Decodes an allgathered buffer into one array of indices and one of values.
+
+    Every index and every value is written once, to where the sum needs it.
 
     Args:
-        buffer: int32, starting with a message.
-        dtype: of the values, or None where only indices were sent.
-        num_elements: n of the bucket, to refuse indices outside of it.
+        buffer: int32, `size` messages one behind the other, packed with the same arguments.
+        size: P, number of ranks.
+        format: how the messages are written.
+        num_elements: n of the bucket.
+        dtype: of the accumulator, or None where only indices were sent.
 
     Returns:
-        The message; its arrays are views into the buffer.
+        The selections of all ranks, and what the headers tell.
 
     Raises:
-        MessageError: if lengths or indices are impossible.
+        MessageError: the buffer is not `size` messages of this format and bucket. Nothing outside of
+            the buffer is read, whatever stands in it.
+
+    Example:
+        >>> from horovod_sparse.arrays.protocol import FoldReport
+        >>> gaps = WireFormat(indices="gaps")
+        >>> one = pack(np.array([2, 5], np.int32), None, FoldReport(), format=gaps, num_elements=9)
+        >>> unpack_sum(np.concatenate([one, one]), 2, gaps, 9, None).indices
+        array([2, 5, 2, 5], dtype=int32)
     """
-    words_per_value = 0 if dtype is None else np.dtype(dtype).itemsize // 4
-    length, count = (int(buffer[0]), int(buffer[1])) if buffer.size >= HEADER_WORDS else (0, -1)
-    if count < 0 or not HEADER_WORDS + count * (1 + words_per_value) <= length <= buffer.size:
-        raise MessageError(
-            f"a message of {buffer.size} words claims {length} words and {count} elements; "
-            "all ranks must use the same version, sparsifier and dtype"
-        )
-    indices = buffer[HEADER_WORDS : HEADER_WORDS + count]
-    if (
-        count
-        and num_elements is not None
-        and not 0 <= int(indices.min()) <= int(indices.max()) < num_elements
-    ):
-        raise MessageError(
-            f"a message holds indices outside [0, {num_elements}); do all ranks have the same model?"
-        )
-    values = None
-    if dtype is not None:
-        start = HEADER_WORDS + count
-        words = buffer[start : start + count * words_per_value]
-        # a float64 view needs 8-byte alignment in numba; an odd start is copied
-        values = (words if words.ctypes.data % np.dtype(dtype).itemsize == 0 else words.copy()).view(dtype)
-    return Message(indices, values, int(buffer[2]) - 1, float(buffer[3:4].view(np.float32)[0]))
+    known = buffer.decoded if isinstance(buffer, SharedWords) else None
+    if known is None:
+        return _unpack(buffer, size, format, num_elements, dtype)
+    asked = size, format, num_elements, None if dtype is None else np.dtype(dtype)
+    if asked not in known:
+        known[asked] = _unpack(np.asarray(buffer), size, format, num_elements, dtype)
+        for array in (known[asked].indices, known[asked].values, known[asked].counts, known[asked].norms):
+            if array is not None:
+                array.flags.writeable = False
+    return known[asked]
 
 
-def unpack(
-    buffer: NDArray[np.int32],
-    size: int,
-    dtype: np.dtype | type | None,
-    num_elements: int | None = None,
-    *,
-    format: WireFormat | None = None,
-) -> Sequence[Message]:
-    """Splits an allgathered buffer into the messages of all ranks.
+def _unpack(
+    buffer: NDArray[np.int32], size: int, format: WireFormat, num_elements: int, dtype: Any
+) -> Gathered:
+    if buffer.dtype != np.int32 or buffer.ndim != 1:
+        raise MessageError(f"a gathered buffer is a row of int32, not {buffer.dtype} {buffer.shape}")
+    buffer = np.ascontiguousarray(buffer)
+    starts, counts, nonfinite = _scan(buffer, size, format, num_elements, dtype)
+    words = buffer.view(np.uint32)
+    total = sum(counts)
+    indices = np.empty(total, np.int32)
+    codec = format.value_codec(dtype)
+    values = None if codec is None else np.empty(total, np.dtype(dtype))
 
-    Args:
-        buffer: int32, `size` messages one behind the other.
-        size: number of ranks.
-        dtype: of the values, or None where only indices were sent.
-        num_elements: n of the bucket, to refuse indices outside of it; a format needs it.
-        format: how the messages are written; by default plainly, in any quantum.
+    header, begin = format.header_words(dtype), 0
+    for rank, (start, count) in enumerate(zip(starts, counts, strict=True)):
+        here = slice(begin, begin + count)
+        middle = start + header + format.index_codec.num_words(count, num_elements)
+        if not format.index_codec.decode(words[start + header : middle], num_elements, indices[here]):
+            raise MessageError(
+                f"the message of rank {rank} does not hold {count} "
+                f"{'ascending ' if format.ascending else ''}indices within [0, {num_elements}): "
+                "it was damaged, or the ranks do not have the same model"
+            )
+        if codec is not None and values is not None:
+            codec.decode(words[middle : middle + codec.num_words(count)], values[here])
+        begin += count
+    return Gathered(
+        indices=indices,
+        values=values,
+        counts=np.array(counts, np.int64),
+        first_nonfinite={rank: mark - 1 for rank, mark in enumerate(nonfinite) if mark},
+        norms=buffer.view(np.float32)[np.array(starts, np.int64) + 3].astype(np.float64),
+    )
 
-    Returns:
-        `size` messages in rank order.
 
-    Raises:
-        MessageError: if the buffer does not hold exactly `size` messages.
-    """
-    if format is not None:
-        if num_elements is None:
-            raise ArgumentError("num_elements", None, f"n of the bucket, which {format} needs")
-        return _split(unpack_sum(buffer, size, format, num_elements, dtype))
-    messages, start = [], 0
-    for _ in range(size):
-        messages.append(unpack_one(buffer[start:], dtype, num_elements))
-        start += int(buffer[start])
+def _scan(
+    buffer: NDArray[np.int32], size: int, format: WireFormat, num_elements: int, dtype: Any
+) -> tuple[list[int], list[int], list[int]]:
+    """Walks over the headers: where each message starts, its count, its mark for health."""
+    plain = format.is_plain(dtype)
+    header = format.header_words(dtype)
+    tag = 0 if plain else format.tag(num_elements, dtype)
+    starts, counts, nonfinite, start = [], [], [], 0
+    for rank in range(size):
+        if start + header > buffer.size:
+            raise MessageError(f"{buffer.size} words arrived, which end before the message of rank {rank}")
+        length, count, mark = buffer[start : start + 3].tolist()
+        if (length > 0) != plain or (not plain and int(buffer[start + HEADER_WORDS]) != tag):
+            raise MessageError(
+                f"the message of rank {rank} is not a {format} of a bucket of {num_elements} elements; "
+                "all ranks must use the same version, sparsifier, wire format, dtype and model"
+            )
+        length = abs(length)
+        if (
+            count < 0
+            or not 0 <= mark <= num_elements
+            or length > buffer.size - start
+            or length != format.message_words(count, num_elements, dtype)
+        ):
+            raise MessageError(
+                f"the message of rank {rank} claims {length} words and {count} elements, which is not "
+                f"how a {format} of a bucket of {num_elements} elements looks"
+            )
+        starts.append(start)
+        counts.append(count)
+        nonfinite.append(mark)
+        start += length
     if start != buffer.size:
         raise MessageError(f"{buffer.size} words arrived, {start} belong to the messages of {size} ranks")
-    return messages
-
-
-def _split(gathered: Gathered) -> Sequence[Message]:
-    ends = np.cumsum(gathered.counts)
-    return [
-        Message(
-            gathered.indices[end - count : end],
-            None if gathered.values is None else gathered.values[end - count : end],
-            gathered.first_nonfinite.get(rank, -1),
-            float(norm),
-        )
-        for rank, (end, count, norm) in enumerate(zip(ends, gathered.counts, gathered.norms, strict=True))
-    ]
+    return starts, counts, nonfinite

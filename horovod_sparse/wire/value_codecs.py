@@ -16,8 +16,6 @@ from numpy.typing import NDArray
 from horovod_sparse.arrays.protocol import Values
 from horovod_sparse.kernels import host_codecs_values as kernels
 
-__all__ = ["VALUE_CODECS", "BFloat16", "Float16", "Float32", "Float64", "Int8", "ValueCodec"]
-
 Words: TypeAlias = NDArray[np.uint32]
 
 

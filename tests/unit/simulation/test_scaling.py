@@ -21,7 +21,8 @@ from horovod_sparse.simulation import (
     simulated_cost,
 )
 from horovod_sparse.sparsifiers import base
-from horovod_sparse.wire import WireFormat, gathered
+from horovod_sparse.wire import WireFormat
+from horovod_sparse.wire import message as gathered
 
 NETWORK = AlphaBeta(alpha_seconds=1e-4, beta_seconds=1e-8)
 

@@ -13,7 +13,7 @@ from horovod_sparse.sparsifiers import BucketInfo, GTopK, SparDL
 from horovod_sparse.sparsifiers.bruck import bruck_all_gather
 from horovod_sparse.sparsifiers.spardl_adjust import adjust, fresh_state, num_between_teams
 from horovod_sparse.sparsifiers.spardl_layout import Layout
-from horovod_sparse.wire import WireFormat, unpack
+from horovod_sparse.wire import WireFormat, unpack_sum
 
 
 def floats(*values: float) -> np.ndarray:
@@ -49,7 +49,7 @@ def test_figure_5_messages_of_six_workers() -> None:
         assert isinstance(request, Exchange)
         (peer, words), *others = request.sends.items()
         assert (peer + 1, [rank + 1 for rank in request.sources], others) == (target, [source], [])
-        message = unpack(words, 1, np.float32, 60, format=WireFormat())[0]
+        message = unpack_sum(words, 1, WireFormat(), 60, np.float32)
         # values ascend, so the last element of every block is its largest
         assert message.indices.tolist() == [10 * block - 1 for block in blocks]
         assert message.values.tolist() == [10.0 * block for block in blocks]
