@@ -16,8 +16,7 @@ from horovod_sparse.collectives import (
     Exchange,
     Request,
 )
-from horovod_sparse.cost.alpha_beta import AlphaBeta
-from horovod_sparse.cost.times import AffineTime, SortingTime, TimeModel
+from horovod_sparse.cost.times import AffineTime, AlphaBeta, SortingTime, TimeModel
 from horovod_sparse.errors import ArgumentError, UnknownNameError
 from horovod_sparse.sparsifiers import BucketInfo, Sparsifier
 from horovod_sparse.sparsifiers.exclusive import ExclusiveThreshold

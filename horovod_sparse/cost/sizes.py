@@ -6,10 +6,10 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from horovod_sparse.cost.alpha_beta import AlphaBeta
 from horovod_sparse.cost.fitting import Fit
 from horovod_sparse.cost.model import COLLECTIVES
 from horovod_sparse.cost.profile import Profile
+from horovod_sparse.cost.times import AlphaBeta
 from horovod_sparse.errors import ArgumentError, ProfileMismatchError
 from horovod_sparse.sparsifiers import ALGORITHMS
 

@@ -2,10 +2,15 @@
 
 from horovod_sparse.merging.fixed import (
     DEFAULT_BUCKET_BYTES,
+    Fixed,
+    Strategy,
     explicit_groups,
+    fixed,
     fixed_bytes,
     fixed_elements,
+    layerwise,
     num_buckets,
+    single,
 )
 from horovod_sparse.merging.greedy import omgs
 from horovod_sparse.merging.joint import joint
@@ -20,7 +25,6 @@ from horovod_sparse.merging.selection import (
     min_elements,
     select_tensors,
 )
-from horovod_sparse.merging.strategies import Fixed, Strategy, fixed, layerwise, single
 from horovod_sparse.merging.tables import LAYER_TABLES, LayerTable, layer_table
 from horovod_sparse.merging.timeline import Span, Timeline, predict
 from horovod_sparse.merging.workload import Workload, plan_of_segments

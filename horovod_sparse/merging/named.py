@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from horovod_sparse.errors import ArgumentError, UnknownNameError
+from horovod_sparse.merging.fixed import Fixed, Strategy, layerwise, single
 from horovod_sparse.merging.greedy import omgs
 from horovod_sparse.merging.joint import joint
 from horovod_sparse.merging.optimal import optimal
-from horovod_sparse.merging.strategies import Fixed, Strategy, layerwise, single
 
 __all__ = ["STRATEGIES", "needs_times", "strategy_named"]
 

@@ -8,9 +8,9 @@ from numpy.typing import NDArray
 from horovod_sparse.cost import CostModel
 from horovod_sparse.merging.bounds import Bounds
 from horovod_sparse.merging.chain import SegmentTables, segment_tables
+from horovod_sparse.merging.fixed import fixed, layerwise, single
 from horovod_sparse.merging.greedy import omgs
 from horovod_sparse.merging.plan import Plan
-from horovod_sparse.merging.strategies import fixed, layerwise, single
 from horovod_sparse.merging.timeline import predict
 from horovod_sparse.merging.workload import Workload, plan_of_segments
 

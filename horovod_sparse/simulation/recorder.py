@@ -14,7 +14,7 @@ from horovod_sparse.collectives import (
     Request,
     num_bytes_sent,
 )
-from horovod_sparse.cost.alpha_beta import AlphaBeta, CollectiveCost
+from horovod_sparse.cost.times import AlphaBeta, CollectiveCost
 
 __all__ = ["Recorder"]
 
