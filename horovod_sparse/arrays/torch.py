@@ -14,7 +14,7 @@ from horovod_sparse.arrays.moments import Moments
 from horovod_sparse.arrays.protocol import FoldReport, Indices, Values
 from horovod_sparse.arrays.torch_apply import apply_scaled_sum, apply_sum, clear_at
 from horovod_sparse.arrays.torch_clipping import clip
-from horovod_sparse.arrays.torch_gradient import accumulating, checked_gradient
+from horovod_sparse.arrays.torch_gradient import KeptTensor, accumulating, checked_gradient
 from horovod_sparse.arrays.torch_journal import Journal
 from horovod_sparse.arrays.torch_report import PendingReport
 from horovod_sparse.arrays.torch_selection import Selection
@@ -122,7 +122,7 @@ class TorchAccumulator:
 
     def fold(
         self,
-        gradient: Tensor,
+        gradient: Tensor | KeptTensor,
         *,
         decay: float = 1.0,
         momentum: float | None = None,
@@ -135,7 +135,7 @@ class TorchAccumulator:
 
         Args:
             gradient: n elements in any shape and strides, on the accumulator's device; float32, float16,
-                bfloat16, or float64 if the accumulator is. Set to 0.
+                bfloat16, or float64 if the accumulator is. Set to 0. Or a `KeptTensor`, which is not.
             decay: factor of the old values.
             momentum: if given, the first companion becomes momentum * companion + gradient, and that is
                 added instead of the gradient.
@@ -152,11 +152,12 @@ class TorchAccumulator:
         """
         velocity = self._companions[0] if momentum is not None and self._companions else None
         factors = checked_factors(self.dtype, decay * keep_residual, momentum, nesterov, velocity is not None)
-        gradient = checked_gradient(gradient, self._values)
-        flat = gradient.reshape(-1)  # a view where strides allow it
+        keep = isinstance(gradient, KeptTensor)
+        gradient = checked_gradient(gradient.tensor if keep else gradient, self._values)
         with on_device(self.device):
             if clip_norm is not None:
-                clip(gradient, clip_norm)
+                gradient = clip(gradient, clip_norm, keep=keep)
+            flat = gradient.reshape(-1)  # a view where strides allow it
             report = self._kernels.fold(
                 self._values,
                 flat,
@@ -166,8 +167,9 @@ class TorchAccumulator:
                 self._journal.square_norm,
                 velocity,
                 plain=factors[0] == 1.0,
+                keep=keep,
             )
-            if flat.data_ptr() != gradient.data_ptr():
+            if not keep and flat.data_ptr() != gradient.data_ptr():
                 gradient.zero_()
             self._journal.restart(report[2:3], masking=masking)
             self._report = PendingReport(PendingCopy(report))

@@ -1,7 +1,8 @@
-"""Which gradients an accumulator takes."""
+"""Which gradients an accumulator takes, and whether they are cleared."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,9 +11,16 @@ import torch
 from horovod_sparse.arrays import gradients
 from horovod_sparse.errors import ArgumentError
 
-__all__ = ["accumulating", "checked_gradient"]
+__all__ = ["KeptTensor", "accumulating", "checked_gradient"]
 
 _NARROW = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class KeptTensor:
+    """A gradient that is folded and left as it is: what `GradientParts` are on the host."""
+
+    tensor: torch.Tensor
 
 
 def accumulating(dtype: Any) -> torch.dtype:

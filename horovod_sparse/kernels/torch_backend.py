@@ -34,6 +34,7 @@ class TensorKernels(Protocol):
         square_norm: Tensor,
         velocity: Tensor | None = None,
         plain: bool = False,
+        keep: bool = False,
     ) -> Tensor:
         """See `torch_plain.fold`."""
 

@@ -48,6 +48,7 @@ def fold(
     square_norm: Tensor,
     velocity: Tensor | None = None,
     plain: bool = False,
+    keep: bool = False,
 ) -> Tensor:
     """values = decay * values + step; gradient = 0; block maxima.
 
@@ -63,6 +64,7 @@ def fold(
         square_norm: float64, shape (1,): sum of squares of values before.
         velocity: like values, changed.
         plain: says that decay is 1, so that nothing need be multiplied.
+        keep: leaves the gradient as it is.
 
     Returns:
         float64, shape (4,): how many elements were not finite and counted as 0, the position of the first
@@ -99,7 +101,8 @@ def fold(
         first = torch.minimum(first, torch.where(wrong.any(), here, n))
         values[start:stop] = new
         maxima[start // block : -(-stop // block)] = _block_maxima(new, block)
-    gradient.zero_()
+    if not keep:
+        gradient.zero_()
     carried = decay.double() ** 2 * square_norm[0]
     return torch.stack([count.double(), first.double(), square, carried])
 

@@ -22,8 +22,8 @@ _CHUNK = 8192
 @triton.jit
 def _fold_tile(  # type: ignore[no-untyped-def]
     values, gradient, velocity, maxima, factors, squares, trouble, first, n,
-    PLAIN: tl.constexpr, MOMENTUM: tl.constexpr, MASKED: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    PLAIN: tl.constexpr, MOMENTUM: tl.constexpr, MASKED: tl.constexpr, KEEP: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """ROWS blocks from element `first` on; only a masked tile may reach beyond n."""
     rows = tl.arange(0, ROWS)
@@ -52,7 +52,8 @@ def _fold_tile(  # type: ignore[no-untyped-def]
     overflow = is_finite(total) == 0
     new = tl.where(overflow, tl.where(is_finite(kept), kept, old), total)
     tl.store(values + local, new, mask=mask)
-    tl.store(gradient + local, tl.zeros([ROWS, BLOCK], gradient.dtype.element_ty), mask=mask)
+    if not KEEP:
+        tl.store(gradient + local, tl.zeros([ROWS, BLOCK], gradient.dtype.element_ty), mask=mask)
     tops = tl.max(magnitude(new), axis=1)
     blocks = first // BLOCK + rows
     if MASKED:
@@ -81,7 +82,8 @@ def _fold_tile(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["n"])
 def _fold_kernel(  # type: ignore[no-untyped-def]
     values, gradient, velocity, maxima, factors, squares, trouble, n,
-    PLAIN: tl.constexpr, MOMENTUM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    PLAIN: tl.constexpr, MOMENTUM: tl.constexpr, KEEP: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     first = program.to(tl.int64) * (ROWS * BLOCK)
@@ -89,12 +91,12 @@ def _fold_kernel(  # type: ignore[no-untyped-def]
     if first + ROWS * BLOCK <= n:
         _fold_tile(
             values, gradient, velocity, maxima, factors, squares, trouble, first, n,
-            PLAIN, MOMENTUM, False, ROWS, BLOCK,
+            PLAIN, MOMENTUM, False, KEEP, ROWS, BLOCK,
         )  # fmt: skip
     else:
         _fold_tile(
             values, gradient, velocity, maxima, factors, squares, trouble, first, n,
-            PLAIN, MOMENTUM, True, ROWS, BLOCK,
+            PLAIN, MOMENTUM, True, KEEP, ROWS, BLOCK,
         )  # fmt: skip
 
 
@@ -123,6 +125,7 @@ def fold(
     square_norm: Tensor,
     velocity: Tensor | None = None,
     plain: bool = False,
+    keep: bool = False,
     tile: int = 0,
     warps: int = 4,
 ) -> Tensor:
@@ -137,7 +140,7 @@ def fold(
     report = torch.empty(4, dtype=torch.float64, device=values.device)
     _fold_kernel[(grid,)](
         values, gradient, values if velocity is None else velocity, maxima, factors, squares, trouble, n,
-        PLAIN=plain, MOMENTUM=velocity is not None, ROWS=tile // block, BLOCK=block,
+        PLAIN=plain, MOMENTUM=velocity is not None, KEEP=keep, ROWS=tile // block, BLOCK=block,
         **(OPTIONS | {"num_warps": warps}),
     )  # fmt: skip
     _report_kernel[(1,)](

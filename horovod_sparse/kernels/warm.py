@@ -46,11 +46,12 @@ def warm_up(dtype: str = "float32", *, momentum: bool = False, statistics: bool 
     layout = Layout(values.size)
     maxima = np.zeros(layout.num_blocks, bits_dtype(values.dtype))
     one, report = values.dtype.type(1), np.zeros(3)
-    host_fold.fold_plain(values, gradient, maxima, layout.block, one, report)
+    # gradients are kept until the sum is there: the kernels for that are others
+    host_fold.fold_plain(values, gradient, maxima, layout.block, one, report, True)
     if momentum:
         factors = np.zeros(4, values.dtype)
         host_fold_momentum.fold_momentum(
-            values, np.zeros_like(values), gradient, maxima, layout.block, factors, report
+            values, np.zeros_like(values), gradient, maxima, layout.block, factors, report, True
         )
     values[:] = 1
     _select(values, maxima, layout)

@@ -63,7 +63,8 @@ class ParameterBuckets:
         recipe = self._recipe.for_parameter(name, gradient.numel())
         bucket = Bucket(info, recipe, memory.accumulator(info, recipe), timed=True)
         new = _Entry(bucket, memory, weakref.ref(parameter))
-        if entry is not None and entry.parameter() is parameter and _fits(entry.bucket.info, info):
+        same = entry is not None and entry.parameter() is parameter
+        if entry is not None and same and entry.bucket.info.num_elements == info.num_elements:
             _take_over(new, entry)
         if name in self._saved:
             _load(new, self._saved.pop(name))
@@ -101,18 +102,14 @@ class ParameterBuckets:
         self._saved = {name: one for name, one in saved.items() if name not in self._entries}
 
 
-def _fits(old: BucketInfo, new: BucketInfo) -> bool:
-    return (old.num_elements, old.dtype) == (new.num_elements, new.dtype)
-
-
 def _tensor(array: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(np.array(array))
 
 
 def _take_over(new: _Entry, old: _Entry) -> None:
-    """Goes on with what was kept for the same parameter, which may have moved to another device."""
+    """Goes on with what was kept for the same parameter, which may have another type or device now."""
     new.bucket.learning_rate = old.bucket.learning_rate
-    if new.memory is old.memory:
+    if new.memory is old.memory and new.bucket.info.value_dtype == old.bucket.info.value_dtype:
         new.bucket.accumulator = old.bucket.accumulator
     else:
         new.bucket.accumulator.assign(old.bucket.accumulator.values())

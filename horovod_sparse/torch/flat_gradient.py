@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from horovod_sparse.torch.layout import alone, view_into
+from horovod_sparse.errors import UnsupportedError
+from horovod_sparse.torch.layout import alone, memory_strides, view_into
 from horovod_sparse.torch.memory import memory_of
 
 __all__ = ["FlatGradient"]
@@ -24,8 +25,9 @@ class FlatGradient:
     """The gradients of a bucket in one buffer, so that a bucket is folded in one pass.
 
     ``parameter.grad`` is a view into the buffer, to which autograd adds in place. Whoever replaces it
-    (the first backward, ``model.zero_grad()``, user code) costs one copy: `gather` takes the gradient
-    over and puts the view back.
+    (the first backward, ``model.zero_grad()``, user code), or moves the view's memory elsewhere
+    (``model.half()`` and ``model.float()``, ``share_memory()``, ``p.grad.data = ...``), costs one copy:
+    `gather` takes the gradient over and puts a view back.
 
     After a step the buffer holds zeros and the scattered sum. On the CPU `clear` then writes only to
     the scattered places, as long as nobody else has written to the buffer: the version counters that
@@ -40,6 +42,7 @@ class FlatGradient:
 
     def __init__(self, parameters: Sequence[torch.Tensor], name: str = "a bucket") -> None:
         self.parameters = tuple(parameters)
+        self.name = name
         lengths = [parameter.numel() for parameter in self.parameters]
         stops = np.cumsum(lengths)
         #: [start, stop) of every parameter
@@ -48,10 +51,13 @@ class FlatGradient:
         first = self.parameters[0]
         self.memory = memory_of(first.device, name)
         self.flat = _zeros(self.num_elements, first)
-        self.views = [
-            view_into(alone(self.flat, start, stop), 0, parameter)
-            for parameter, (start, stop) in zip(self.parameters, self.places, strict=True)
+        #: shape and order of every parameter's part, which stay when the parameter changes its own
+        self.layouts = [
+            torch.empty_strided(parameter.shape, memory_strides(parameter), device="meta")
+            for parameter in self.parameters
         ]
+        self.views = [self._view(number) for number in range(len(self.parameters))]
+        self._addresses = [view.data_ptr() for view in self.views]
         self._probes = np.concatenate(
             [
                 np.linspace(start, stop - 1, min(_NUM_PROBES, stop - start)).astype(np.int64)
@@ -70,19 +76,55 @@ class FlatGradient:
         """Counts every write that goes through PyTorch."""
         return sum(view._version for view in self.views)
 
+    def _view(self, number: int) -> torch.Tensor:
+        start, stop = self.places[number]
+        return view_into(alone(self.flat, start, stop), 0, self.layouts[number])
+
+    def _in_place(self, number: int) -> bool:
+        """Whether a parameter's gradient is its view, and the view is still one."""
+        view = self.views[number]
+        # `view.data = ...` leaves the tensor what it is, and its memory somewhere else
+        return self.parameters[number].grad is view and view.data_ptr() == self._addresses[number]
+
+    def _put_back(self, number: int) -> torch.Tensor:
+        """The parameter's view as its gradient; a new one, where the old one's memory was moved."""
+        if self.views[number].data_ptr() != self._addresses[number]:
+            self.views[number] = self._view(number)
+        self.parameters[number].grad = self.views[number]
+        return self.views[number]
+
+    def owns(self, parameter: torch.Tensor) -> bool:
+        """Whether the parameter's gradient lies in the buffer."""
+        return any(
+            mine is parameter and self._in_place(number) for number, mine in enumerate(self.parameters)
+        )
+
     def gather(self) -> None:
-        """Takes over gradients that lie elsewhere; a parameter without a gradient gets zeros."""
-        for parameter, view in zip(self.parameters, self.views, strict=True):
-            gradient = parameter.grad
-            if gradient is view:
+        """Takes over gradients that lie elsewhere; a parameter without a gradient gets zeros.
+
+        Raises:
+            UnsupportedError: for a gradient whose type or device is not the buffer's any more.
+        """
+        for number, parameter in enumerate(self.parameters):
+            if self._in_place(number):
                 continue
+            gradient = parameter.grad
+            self._check_kind(parameter)
+            view = self._put_back(number)
             if gradient is None:
                 view.zero_()
             elif gradient.is_sparse:
                 view.zero_().add_(gradient)
             else:
                 view.copy_(gradient)
-            parameter.grad = view
+
+    def _check_kind(self, parameter: torch.Tensor) -> None:
+        if (parameter.dtype, parameter.device) != (self.flat.dtype, self.flat.device):
+            raise UnsupportedError(
+                f"a parameter of the bucket of {self.name} was {self.flat.dtype} on {self.flat.device} when "
+                f"this step began, and is {parameter.dtype} on {parameter.device} now: convert or move a "
+                "model between two steps"
+            )
 
     def gather_existing(self) -> None:
         """As `gather`, but a parameter without a gradient keeps none."""
@@ -97,14 +139,31 @@ class FlatGradient:
         return self.num_elements * int(self.flat.element_size())
 
     def scatter(self, indices: np.ndarray, values: np.ndarray) -> int:
-        """Adds a sum to the buffer, which holds zeros.
+        """A sum as the gradients, in place of what they are.
 
         Returns:
             How many different elements it has.
         """
+        self.flat.zero_()
         num_union = self.memory.scatter(self.flat, indices, values, 1.0)
+        self._give_out()
         self._mark(indices)
         return num_union
+
+    def fill(self, total: torch.Tensor) -> None:
+        """All elements of a sum as the gradients, in place of what they are."""
+        self.flat.copy_(total)
+        self._give_out()
+
+    def _give_out(self) -> None:
+        """What the buffer holds as the parameters' gradients, whatever became of these meanwhile."""
+        for number, parameter in enumerate(self.parameters):
+            if self._in_place(number):
+                continue
+            if (parameter.dtype, parameter.device) == (self.flat.dtype, self.flat.device):
+                self._put_back(number)
+            else:
+                parameter.grad = self._view(number).to(parameter.device, parameter.dtype)
 
     def clear(self) -> None:
         """Zeros everywhere, written only where needed."""
@@ -118,8 +177,7 @@ class FlatGradient:
     def reset(self) -> None:
         """Zeros everywhere, and views as gradients, whatever was there before."""
         self.flat.zero_()
-        for parameter, view in zip(self.parameters, self.views, strict=True):
-            parameter.grad = view
+        self._give_out()
         self._mark(_NOWHERE)
 
 

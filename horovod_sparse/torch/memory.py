@@ -14,8 +14,9 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from horovod_sparse.arrays import Accumulator, HostAccumulator, apply_scaled_sum, clear_at
+from horovod_sparse.arrays import Accumulator, GradientParts, HostAccumulator, apply_scaled_sum, clear_at
 from horovod_sparse.arrays import torch as tensors
+from horovod_sparse.arrays.torch_gradient import KeptTensor
 from horovod_sparse.arrays.transfer import on_device, to_device, to_host
 from horovod_sparse.collectives import AllReduce, Synchronization
 from horovod_sparse.errors import NonFiniteGradientError, UnsupportedError
@@ -50,7 +51,7 @@ class GradientMemory(Protocol):
         """Keeps the work on one bucket in order."""
 
     def foldable(self, gradient: torch.Tensor) -> Any:
-        """The gradient's own memory as the accumulator folds it."""
+        """The gradient as the accumulator folds it, and leaves it: it is read until the sum is there."""
 
     def scatter(self, gradient: torch.Tensor, indices: np.ndarray, values: np.ndarray, scale: float) -> int:
         """Adds scale times a sum to a contiguous gradient of zeros; how many different elements it has."""
@@ -124,9 +125,9 @@ class HostMemory:
         """See `GradientMemory.streams`."""
         return NoStreams()
 
-    def foldable(self, gradient: torch.Tensor) -> np.ndarray:
+    def foldable(self, gradient: torch.Tensor) -> GradientParts:
         """See `GradientMemory.foldable`."""
-        return host_view(gradient)
+        return GradientParts([host_view(gradient)])
 
     def scatter(self, gradient: torch.Tensor, indices: np.ndarray, values: np.ndarray, scale: float) -> int:
         """See `GradientMemory.scatter`."""
@@ -182,9 +183,9 @@ class DeviceMemory:
         """See `GradientMemory.streams`."""
         return CudaStreams(self._device) if self._device.type == "cuda" else NoStreams()
 
-    def foldable(self, gradient: torch.Tensor) -> torch.Tensor:
+    def foldable(self, gradient: torch.Tensor) -> KeptTensor:
         """See `GradientMemory.foldable`."""
-        return gradient.detach()
+        return KeptTensor(gradient.detach())
 
     def scatter(self, gradient: torch.Tensor, indices: np.ndarray, values: np.ndarray, scale: float) -> int:
         """See `GradientMemory.scatter`."""

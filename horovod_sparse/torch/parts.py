@@ -170,7 +170,7 @@ class DenseParameter:
         started = time.perf_counter()
         total = task.value()
         self.streams.join()
-        self.gradient.flat.copy_(total * scale)
+        self.gradient.fill(total * scale)
         self.carried = None
         count = self.gradient.num_elements
         sent = (count + self.size) * total.element_size()

@@ -25,7 +25,7 @@ class PendingGradient:
     Attributes:
         name: of the parameter.
         bucket: of the parameter.
-        gradient: as Horovod gave it; zeros since it was folded.
+        gradient: as Horovod gave it.
         memory: where the gradient is.
         streams: in which the synchronization works.
         task: the synchronization.
@@ -53,7 +53,9 @@ class PendingGradient:
         started = time.perf_counter()
         self.streams.join()
         gradient = self.gradient
-        if not gradient.is_contiguous():
+        if gradient.is_contiguous():
+            gradient.zero_()
+        else:
             gradient = torch.zeros(gradient.shape, dtype=gradient.dtype, device=gradient.device)
         scale = factor / self.bucket.info.size
         num_union = self.memory.scatter(gradient, sum_.indices, sum_.values, scale)

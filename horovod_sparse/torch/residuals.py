@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+import torch
 
+from horovod_sparse.torch.layout import shaped, unshaped
 from horovod_sparse.torch.parts import DenseParameter, Part, SparseBucket
 
 __all__ = ["assign", "held"]
 
 
-def held(parts: Sequence[Part], num_companions: int) -> list[dict[str, np.ndarray]]:
-    """Residuals, then each companion of the feedback: copies by parameter, in its memory's order.
+def held(parts: Sequence[Part], num_companions: int) -> list[dict[str, torch.Tensor]]:
+    """Residuals, then each companion of the feedback: copies by parameter, contiguous and in its shape.
 
     Args:
         parts: of an optimizer.
@@ -21,20 +23,21 @@ def held(parts: Sequence[Part], num_companions: int) -> list[dict[str, np.ndarra
     Returns:
         1 + num_companions dicts from a parameter's name to its elements.
     """
-    arrays: list[dict[str, np.ndarray]] = [{} for _ in range(1 + num_companions)]
+    arrays: list[dict[str, torch.Tensor]] = [{} for _ in range(1 + num_companions)]
     for part in parts:
+        gradient = part.gradient
         if isinstance(part, DenseParameter) and part.carried is not None:
-            arrays[0][part.names[0]] = part.carried.copy()
+            arrays[0][part.names[0]] = shaped(part.carried, gradient.layouts[0])
         elif isinstance(part, SparseBucket):
             for by_name, values in zip(arrays, part.held(), strict=True):
-                for name, (start, stop) in zip(part.names, part.gradient.places, strict=True):
-                    by_name[name] = np.array(values[start:stop])
+                for name, span, layout in zip(part.names, gradient.places, gradient.layouts, strict=True):
+                    by_name[name] = shaped(values[slice(*span)], layout)
     return arrays
 
 
 def assign(
     parts: Sequence[Part],
-    arrays: Sequence[Mapping[str, np.ndarray]],
+    arrays: Sequence[Mapping[str, torch.Tensor]],
     learning_rates: Mapping[str, float | None],
 ) -> None:
     """Puts residuals and companions into the buckets, whose sparsifiers start anew.
@@ -47,13 +50,15 @@ def assign(
         learning_rates: of the last step, by parameter.
     """
     for part in parts:
+        gradient = part.gradient
         if isinstance(part, DenseParameter):
-            part.carried = arrays[0].get(part.names[0]) if arrays else None
+            values = arrays[0].get(part.names[0]) if arrays else None
+            part.carried = None if values is None else unshaped(values, gradient.layouts[0])
         elif isinstance(part, SparseBucket):
             part.restart(learning_rates.get(part.names[0]))
             filled = [np.array(values) for values in part.held()]
-            for by_name, values in zip(arrays, filled, strict=False):
-                for name, (start, stop) in zip(part.names, part.gradient.places, strict=True):
+            for by_name, into in zip(arrays, filled, strict=False):
+                for name, span, layout in zip(part.names, gradient.places, gradient.layouts, strict=True):
                     if name in by_name:
-                        values[start:stop] = by_name[name]
+                        into[slice(*span)] = unshaped(by_name[name], layout)
             part.assign(filled)

@@ -23,7 +23,6 @@ from horovod_sparse.errors import ArgumentError, StateMismatchError, Unsupported
 from horovod_sparse.feedback.state import from_plain, to_plain
 from horovod_sparse.merging import Plan
 from horovod_sparse.torch import residuals
-from horovod_sparse.torch.layout import shaped, unshaped
 from horovod_sparse.torch.synchronizer import GradientSynchronizer
 from horovod_sparse.torch.tensors import on_host
 
@@ -47,10 +46,7 @@ def save(synchronizer: GradientSynchronizer) -> dict[str, Any]:
         raise UnsupportedError(
             "an optimizer is saved between steps: call optimizer.step() or optimizer.synchronize() first"
         )
-    held = [
-        {name: shaped(values, synchronizer.facts[name][1]) for name, values in by_name.items()}
-        for by_name in residuals.held(synchronizer.parts, synchronizer.recipe.feedback.num_companions)
-    ]
+    held = residuals.held(synchronizer.parts, synchronizer.recipe.feedback.num_companions)
     return {
         "format": _FORMAT,
         "algorithm": synchronizer.recipe.sparsifier.name,
@@ -102,7 +98,7 @@ def load(synchronizer: GradientSynchronizer, entry: Mapping[str, Any] | None) ->
     }
     factor = _factor(entry["rank"], size, synchronizer.size)
     held = [
-        {name: unshaped(values, synchronizer.facts[name][1]) * factor for name, values in by_name.items()}
+        {name: values * factor for name, values in by_name.items()}
         for by_name in (entry["residuals"], *entry["companions"])
     ]
     residuals.assign(synchronizer.parts, held, rates)

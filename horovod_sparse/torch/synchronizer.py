@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from horovod_sparse.errors import NonFiniteGradientError, UnsupportedError
+from horovod_sparse.errors import HorovodSparseError, NonFiniteGradientError, UnsupportedError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.frontend import Asked, Decision
 from horovod_sparse.merging import ParameterFacts, Plan
@@ -18,6 +19,7 @@ from horovod_sparse.torch.driver import Driver
 from horovod_sparse.torch.explained import explain
 from horovod_sparse.torch.parts import DenseBucket, Part, SparseBucket
 from horovod_sparse.torch.parts_of_plan import parts_of
+from horovod_sparse.torch.tensors import dtype_name
 from horovod_sparse.torch.transport import transport_words
 from horovod_sparse.torch.warmup import WarmUp
 
@@ -76,7 +78,7 @@ class GradientSynchronizer:
         self.parts: list[Part] = []
         self.plan = plan
         self._part_of: dict[torch.Tensor, Part] = {}
-        self._view_of: dict[torch.Tensor, torch.Tensor] = {}
+        self._kinds: list[tuple[torch.Tensor, torch.dtype, torch.device]] = []
         self._place = (self.rank, self.size)
         # autograd runs the hooks of each device in a thread of its own
         self._hooks = threading.Lock()
@@ -111,11 +113,7 @@ class GradientSynchronizer:
             part.gradient.gather_existing()
         self.plan, self.parts = plan, parts
         self._part_of = {parameter: part for part in parts for parameter in part.gradient.parameters}
-        self._view_of = {
-            parameter: view
-            for part in parts
-            for parameter, view in zip(part.gradient.parameters, part.gradient.views, strict=True)
-        }
+        self._kinds = [(p, p.dtype, p.device) for p in self._part_of]
 
     def _learning_rate(self, group: int) -> float | None:
         # by number: load_state_dict makes new dicts of the groups
@@ -168,8 +166,32 @@ class GradientSynchronizer:
         """Before the first gradient of a step."""
         if not self.under_way:
             self.under_way = True
+            if any((p.dtype, p.device) != (dtype, device) for p, dtype, device in self._kinds):
+                self._follow()
             if self._place != (self.rank, self.size):  # Horovod was started again, with other ranks
                 self.replan(self.plan)
+
+    def _follow(self) -> None:
+        """Buckets of the types and on the devices that parameters have now; residuals are converted.
+
+        Raises:
+            UnsupportedError: where only some parameters of a bucket have changed, or to an unknown type.
+        """
+        before, told = self.facts, ""
+        self.facts = {}
+        for name, (fact, parameter) in before.items():
+            dtype, device = dtype_name(parameter) or str(parameter.dtype), str(parameter.device)
+            self.facts[name] = dataclasses.replace(fact, dtype=dtype, device=device), parameter
+            if self.facts[name][0] != fact and (not told or dtype_name(parameter) is None):
+                told = f"{name} was {fact.dtype} on {fact.device} and is {dtype} on {device} now"
+        try:
+            self.replan(self.plan)
+        except HorovodSparseError as error:
+            self.facts, self.under_way = before, False
+            raise UnsupportedError(
+                f"{told}, which its bucket cannot follow ({error}). Convert and move a model as a whole, or "
+                "before it is wrapped"
+            ) from error
 
     def synchronize(self) -> None:
         """Waits for all buckets, and scatters their sums into the gradients.
@@ -247,7 +269,7 @@ class GradientSynchronizer:
 
     def owns(self, parameter: torch.Tensor) -> bool:
         """Whether the parameter's gradient is one of the views."""
-        return parameter in self._view_of and parameter.grad is self._view_of[parameter]
+        return parameter in self._part_of and self._part_of[parameter].gradient.owns(parameter)
 
     def replan(self, plan: Plan) -> None:
         """Another plan, the residuals kept; the state of the sparsifiers starts anew."""

@@ -1,0 +1,204 @@
+"""What stands in a parameter's gradient is what is synchronized, wherever its memory is."""
+
+from __future__ import annotations
+
+import copy
+
+import horovod.torch as stock
+import numpy as np
+import pytest
+import torch
+
+import horovod_sparse.torch as hvd
+from horovod_sparse.errors import UnsupportedError
+from horovod_sparse.merging import Plan
+from support.linear import same_on_all_ranks
+from support.optimizers import residuals_of
+
+
+def model_of(seed: int = 0) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(
+        torch.nn.Conv2d(3, 4, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(36, 5)
+    )
+
+
+def by_half(model):
+    model.half()
+    model.float()
+
+
+def replace_data(model):
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.data = parameter.grad.data.clone()
+
+
+def replace_parameters(model):
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+
+
+def replace_gradients(model):
+    for parameter in model.parameters():
+        parameter.grad = None if parameter.grad is None else parameter.grad.clone()
+
+
+#: what users do to a model between steps, or between the passes of one
+MOVES = {
+    "half and float": by_half,
+    "double and float": lambda model: model.double().float(),
+    "shared memory": lambda model: model.share_memory(),
+    "channels last": lambda model: model.to(memory_format=torch.channels_last),
+    "channels last and back": lambda model: model.to(memory_format=torch.channels_last).to(
+        memory_format=torch.contiguous_format
+    ),
+    "p.grad.data": replace_data,
+    "p.data": replace_parameters,
+    "p.grad": replace_gradients,
+    "no gradients": lambda model: model.zero_grad(set_to_none=True),
+    "state": lambda model: model.load_state_dict(copy.deepcopy(model.state_dict()), assign=False),
+}
+
+
+def reference(move: str):
+    """The same for stock Horovod, which takes contiguous gradients alone; an order changes no sum."""
+    return (lambda model: None) if move.startswith("channels last") else MOVES[move]
+
+
+#: wrappers: each gives an optimizer for a model, with so many passes per step
+def _wrapped(optimizer, model, compression, passes, wrap=hvd, **more):
+    base = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
+    return wrap.DistributedOptimizer(
+        base,
+        named_parameters=model.named_parameters(),
+        compression=compression,
+        backward_passes_per_step=passes,
+        **more,
+    )
+
+
+TOPK = "topk:density=1.0"
+OURS = {
+    "stock": lambda model, n: _wrapped(None, model, stock.Compression.none, n, stock),
+    "own": lambda model, n: _wrapped(None, model, TOPK, n),
+    "own, small buckets": lambda model, n: _wrapped(None, model, TOPK, n, bucket_bytes=500),
+    "own, dense": lambda model, n: _wrapped(
+        None, model, TOPK, n, plan=Plan((("0.weight", "0.bias"),), ("3.weight", "3.bias"))
+    ),
+    "drop-in": lambda model, n: _wrapped(None, model, hvd.Compression.topk(density=1.0), n, stock),
+    "drop-in, groups": lambda model, n: _wrapped(
+        None, model, hvd.Compression.topk(density=1.0), n, stock, groups=2
+    ),
+}
+
+
+def train(name: str, move, rank: int, passes: int = 1, between_passes: bool = False) -> list[torch.Tensor]:
+    model = model_of()
+    optimizer = OURS[name](model, passes)
+    data = torch.randn(6, 4, 3, 5, 5, generator=torch.Generator().manual_seed(rank))
+    batches = iter(data)
+    for step in range(6 // passes):
+        optimizer.zero_grad()
+        for number in range(passes):
+            model(next(batches)).square().mean().backward()
+            if between_passes and number + 1 < passes:
+                move(model)
+        optimizer.step()
+        if step % 2 == 0 and not between_passes:
+            move(model)
+    return [parameter.detach().clone().contiguous() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_gradients_are_found_wherever_their_memory_is(move, rank):
+    expected = train("stock", reference(move), rank)
+    for name in list(OURS)[1:]:
+        found = train(name, MOVES[move], rank)
+        assert same_on_all_ranks(*found), name
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-6, msg=name)
+
+
+@pytest.mark.parametrize("move", sorted(set(MOVES) - {"no gradients"}))
+def test_gradients_may_move_between_the_passes_of_a_step(move, rank):
+    expected = train("stock", reference(move), rank, passes=2, between_passes=True)
+    for name in list(OURS)[1:]:
+        found = train(name, MOVES[move], rank, passes=2, between_passes=True)
+        assert same_on_all_ranks(*found), name
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-6, msg=name)
+
+
+@pytest.mark.parametrize("name", ["own", "own, small buckets", "own, dense"])
+def test_the_sum_arrives_though_gradients_move_before_the_step(name, rank):
+    model, twin = model_of(), model_of()
+    optimizer, dense = OURS[name](model, 1), OURS["stock"](twin, 1)
+    data = torch.randn(3, 4, 3, 5, 5, generator=torch.Generator().manual_seed(rank))
+    for move in ("shared memory", "channels last", "p.data"):
+        for one, its in ((model, optimizer), (twin, dense)):
+            its.zero_grad()
+            one(data[0]).square().mean().backward()
+            (MOVES[move] if one is model else reference(move))(one)
+            its.step()
+        for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", ["own", "own, small buckets", "own, dense", "drop-in"])
+@pytest.mark.parametrize("when", [0, 2])
+def test_a_model_may_become_double(name, when, rank):
+    results = []
+    for who in ("stock", name):
+        model = model_of()
+        optimizer = OURS[who](model, 1)
+        data = torch.randn(5, 4, 3, 5, 5, generator=torch.Generator().manual_seed(rank))
+        for step in range(5):
+            if step == when:
+                model.double()
+                for state in optimizer.state.values():
+                    state["momentum_buffer"] = state["momentum_buffer"].double()
+            optimizer.zero_grad()
+            model(data[step].to(model[0].weight.dtype)).square().mean().backward()
+            optimizer.step()
+        results.append([parameter.detach().clone() for parameter in model.parameters()])
+    assert same_on_all_ranks(*results[1])
+    assert results[1][0].dtype == torch.float64
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_residuals_follow_a_model_that_becomes_double_and_changes_its_layout(rank):
+    model = model_of()
+    optimizer = _wrapped(None, model, "topk:density=0.05", 1)
+    model(torch.randn(4, 3, 5, 5)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    before = {name: values.clone() for name, values in residuals_of(optimizer).items()}
+    assert any(values.count_nonzero() for values in before.values())
+    model.to(memory_format=torch.channels_last)
+    after = residuals_of(optimizer)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    optimizer.replan(Plan((tuple(sorted(before)),)))
+    assert all(torch.equal(before[name], values) for name, values in residuals_of(optimizer).items())
+    model.double()
+    optimizer.state.clear()
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.synchronize()  # with gradients of 0 residuals lose what is sent, and nothing else changes
+    for name, values in residuals_of(optimizer).items():
+        assert values.dtype == torch.float64
+        kept = values != 0
+        np.testing.assert_array_equal(values[kept].numpy(), before[name][kept].double().numpy())
+
+
+def test_a_part_of_a_bucket_that_becomes_double_is_refused_by_name(rank):
+    model = model_of()
+    optimizer = _wrapped(None, model, TOPK, 1)
+    model[3].double()
+    with pytest.raises(UnsupportedError, match=r"3\.(weight|bias) was float32 .* float64"):
+        model[3](torch.randn(4, 36, dtype=torch.float64)).square().mean().backward()
+    model[3].float()
+    model.zero_grad()
+    model(torch.randn(4, 3, 5, 5)).square().mean().backward()
+    optimizer.step()
