@@ -49,6 +49,13 @@ class Feedback(Protocol):
     def num_companions(self) -> int:
         """Arrays of n elements that it needs beside the residual."""
 
+    def decay(self, learning_rates: LearningRates) -> float:
+        """What `fold` multiplies the residual by: thresholds have to follow it.
+
+        Args:
+            learning_rates: of the previous step and of this one; None where unknown.
+        """
+
     def fold(
         self, accumulator: Any, gradient: Any, info: BucketInfo, learning_rates: LearningRates
     ) -> FoldReport:
@@ -100,12 +107,17 @@ class ErrorFeedback:
 
     The papers fold the learning rate in (``acc = e + eta * G``); Horovod's optimizers receive
     gradients and multiply by eta later. The two are equal while eta is constant. When eta changes,
-    `scale_residual` keeps the papers' form: the residual is multiplied by eta_before / eta_now, so
-    that a gradient is always applied with the learning rate of the step that computed it. Without
-    it (as the public programs do) old gradients are applied with the new learning rate.
+    old gradients are applied with the new learning rate, as the public programs do. `scale_residual`
+    keeps the papers' form: the residual is multiplied by eta_before / eta_now, so that a gradient is
+    always applied with the learning rate of the step that computed it.
+
+    That form is for plain SGD alone. Momentum and adaptive moments outlive the step: what a falling rate
+    has enlarged is in them still when the rate has come back, or spoils the estimate of a gradient's
+    size. In no order of rates is the residual enlarged more than ten times (see `Progress.at`).
 
     Args:
-        scale_residual: follow changes of the learning rate, as the papers' equations do.
+        scale_residual: follow changes of the learning rate, as the papers' equations do; for optimizers
+            without momentum or moments.
         clip_norm: of a rank's gradient of a bucket, times sqrt(P); None for no clipping. See
             `MomentumCorrection`.
 
@@ -113,12 +125,12 @@ class ErrorFeedback:
 
     Example:
         >>> ErrorFeedback().scale_residual
-        True
+        False
     """
 
     text_name: ClassVar[str] = "error"
 
-    scale_residual: bool = True
+    scale_residual: bool = False
     clip_norm: float | None = None
 
     def __post_init__(self) -> None:
@@ -129,13 +141,17 @@ class ErrorFeedback:
         """None but the residual."""
         return 0
 
+    def decay(self, learning_rates: LearningRates) -> float:
+        """See `Feedback.decay`."""
+        return residual_decay(self.scale_residual, learning_rates)
+
     def fold(
         self, accumulator: FoldableAccumulator, gradient: Any, info: BucketInfo, learning_rates: LearningRates
     ) -> FoldReport:
         """See `Feedback.fold`."""
         return accumulator.fold(
             gradient,
-            decay=residual_decay(self.scale_residual, learning_rates),
+            decay=self.decay(learning_rates),
             clip_norm=local_clip_norm(self.clip_norm, info),
         )
 
@@ -159,6 +175,10 @@ class NoFeedback:
     def num_companions(self) -> int:
         """None: not even a residual is carried on."""
         return 0
+
+    def decay(self, learning_rates: LearningRates) -> float:
+        """1: there is nothing to scale."""
+        return 1.0
 
     def fold(
         self, accumulator: FoldableAccumulator, gradient: Any, info: BucketInfo, learning_rates: LearningRates

@@ -15,6 +15,7 @@ import numpy as np
 from horovod_sparse.arrays.protocol import Accumulator
 from horovod_sparse.collectives import Request, Synchronization, num_bytes_sent
 from horovod_sparse.errors import NonFiniteGradientError
+from horovod_sparse.feedback.progress import Progress
 from horovod_sparse.feedback.recipe import Recipe
 from horovod_sparse.sparsifiers import BucketInfo, SparseSum
 
@@ -94,9 +95,44 @@ class Bucket:
         self.info, self.recipe, self.accumulator = info, recipe, accumulator
         self.members = tuple(members) or (Member(info.name, 0, info.num_elements),)
         self.state = recipe.sparsifier.init(info)
-        self.learning_rate: float | None = None
+        self._progress = Progress()
         self.last = BucketStep(info.name, info.num_elements)
         self._before: Any = None
+
+    @property
+    def progress(self) -> Progress:
+        """Steps, learning rates, and the residual's units, up to now."""
+        return dataclasses.replace(self._progress, step=self.state.step)
+
+    @property
+    def learning_rate(self) -> float | None:
+        """Whose gradients the residual is made of; see `Progress`."""
+        return self._progress.learning_rate
+
+    def restart(self, progress: Progress | None = None) -> None:
+        """The sparsifier's state anew. The residual stays what it is.
+
+        Args:
+            progress: of the bucket, or the buckets, whose training goes on here; none if left out.
+        """
+        self._progress = progress or Progress()
+        self.state = self.recipe.sparsifier.init(self.info)
+        self.state.step = self._progress.step
+        self.recipe.sparsifier.rescale(self.state, self._progress.scale)
+        self._before = None
+
+    def rescaled(self, factor: float) -> None:
+        """Has to be told where residual and gradients come in other units from now on (a new loss scale).
+
+        Whoever multiplies the residual calls this, between two steps: what the sparsifier remembers in its
+        units follows.
+
+        Args:
+            factor: what the residual has been multiplied by, above 0.
+        """
+        if factor != 1.0:
+            self._progress = self._progress.rescaled(factor)
+            self.recipe.sparsifier.rescale(self.state, factor)
 
     def step(self, gradient: Any, learning_rate: float | None = None) -> Synchronization[SparseSum]:
         """One synchronization: folds the gradient in, then the sparsifier's coroutine.
@@ -114,12 +150,13 @@ class Bucket:
         """
         report = BucketStep(self.info.name, self.info.num_elements)
         started = time.perf_counter()
-        self._before = copy.deepcopy(self.state)
         report.num_target = self.recipe.sparsifier.num_selected(self.info, self.state)
-        rates = (self.learning_rate, learning_rate)
-        self.recipe.feedback.fold(self.accumulator, gradient, self.info, rates)
-        if learning_rate is not None:
-            self.learning_rate = learning_rate
+        feedback, now = self.recipe.feedback, self._progress.at(learning_rate)
+        rates = (self.learning_rate, now.learning_rate)
+        feedback.fold(self.accumulator, gradient, self.info, rates)
+        self._progress = now
+        self.rescaled(feedback.decay(rates))
+        self._before = copy.deepcopy(self.state)  # what has followed the residual stays so
         report.fold_seconds = time.perf_counter() - started
 
         sum_ = yield from self._recorded(report)

@@ -41,7 +41,7 @@ class MomentumCorrection:
         clip_norm: largest L2 norm of a rank's gradient of a bucket, times sqrt(P); None for no clipping.
             Local clipping by ``clip_norm / sqrt(P)`` bounds the norm of the sum as global clipping by
             clip_norm would, if gradients of different ranks are independent.
-        scale_residual: see `ErrorFeedback`.
+        scale_residual: see `ErrorFeedback`; the velocity, made of gradients, is not scaled.
 
     Source: Lin et al., ICLR 2018 (DGC), Sections 3.1-3.3. Departure: clipping is by bucket, since a norm
     over all parameters is known only after the whole backward pass.
@@ -57,7 +57,7 @@ class MomentumCorrection:
     nesterov: bool = False
     masking: bool = True
     clip_norm: float | None = None
-    scale_residual: bool = True
+    scale_residual: bool = False
 
     def __post_init__(self) -> None:
         check_number(
@@ -70,13 +70,17 @@ class MomentumCorrection:
         """One: the velocity."""
         return 1
 
+    def decay(self, learning_rates: LearningRates) -> float:
+        """See `Feedback.decay`."""
+        return residual_decay(self.scale_residual, learning_rates)
+
     def fold(
         self, accumulator: FoldableAccumulator, gradient: Any, info: BucketInfo, learning_rates: LearningRates
     ) -> FoldReport:
         """See `Feedback.fold`."""
         return accumulator.fold(
             gradient,
-            decay=residual_decay(self.scale_residual, learning_rates),
+            decay=self.decay(learning_rates),
             momentum=self.momentum,
             nesterov=self.nesterov,
             masking=self.masking,

@@ -110,7 +110,7 @@ def from_plain(fresh: State, plain: Mapping[str, Any]) -> State:
 
     Raises:
         StateMismatchError: if fields or shapes differ: another algorithm, another bucket, or another
-            number of ranks.
+            number of ranks. Only fields with "added" in their metadata may be missing: they came later.
 
     Example:
         >>> from horovod_sparse.sparsifiers import SparsifierState
@@ -124,14 +124,17 @@ def from_plain(fresh: State, plain: Mapping[str, Any]) -> State:
 def _from_plain(fresh: Any, plain: Any, path: str) -> Any:
     if dataclasses.is_dataclass(fresh) and not isinstance(fresh, type):
         names = {item.name for item in dataclasses.fields(fresh)}
-        if not isinstance(plain, Mapping) or set(plain) != names:
+        # what older checkpoints have not got says so itself
+        added = {item.name for item in dataclasses.fields(fresh) if item.metadata.get("added")}
+        if not isinstance(plain, Mapping) or not names - added <= set(plain) <= names:
             found = sorted(plain) if isinstance(plain, Mapping) else type(plain).__name__
             raise StateMismatchError(
                 f"{path} has the fields {sorted(names)}, the saved state has {found}: it belongs to another "
                 "algorithm or to another version of it"
             )
+        given = {name: getattr(fresh, name) for name in added} | dict(plain)
         return type(fresh)(
-            **{name: _from_plain(getattr(fresh, name), plain[name], f"{path}.{name}") for name in names}
+            **{name: _from_plain(getattr(fresh, name), given[name], f"{path}.{name}") for name in names}
         )
     if isinstance(fresh, np.ndarray):
         as_numpy = getattr(plain, "numpy", None)  # PyTorch's and TensorFlow's tensors say it so

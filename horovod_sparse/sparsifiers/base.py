@@ -217,6 +217,16 @@ class Sparsifier(abc.ABC):
         """The state before the first step."""
         return SparsifierState()
 
+    def rescale(self, state: Any, factor: float) -> None:  # noqa: B027 (few have to do anything)
+        """Told that residual and gradients come in other units from now on: nothing to do here.
+
+        An algorithm that remembers something in units of the accumulator (a threshold) multiplies it.
+
+        Args:
+            state: made by `init`, changed in place.
+            factor: what the residual has been multiplied by, above 0.
+        """
+
     @abc.abstractmethod
     def synchronize(
         self, accumulator: Accumulator, state: Any, info: BucketInfo

@@ -57,6 +57,10 @@ class ExclusiveThreshold(Sparsifier):
         """Step 0, no threshold yet."""
         return ExclusiveState()
 
+    def rescale(self, state: ExclusiveState, factor: float) -> None:
+        """The threshold follows the residual; see `Sparsifier.rescale`."""
+        state.threshold.threshold *= factor
+
     @abc.abstractmethod
     def window(self, state: Any, info: BucketInfo) -> Window:
         """(start, stop) of what this rank searches in this step."""

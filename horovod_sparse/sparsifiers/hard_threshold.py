@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import numpy as np
@@ -21,10 +21,22 @@ from horovod_sparse.sparsifiers.base import (
     send_selection,
 )
 
-__all__ = ["HardThreshold"]
+__all__ = ["HardThreshold", "HardThresholdState"]
 
 _log = logging.getLogger(__name__)
 _hinted: set[str] = set()
+
+
+@dataclass
+class HardThresholdState(SparsifierState):
+    """State of hard threshold.
+
+    Attributes:
+        step: synchronizations done.
+        scale: what the residual has been multiplied by since the first step; the threshold is, too.
+    """
+
+    scale: float = field(default=1.0, metadata={"added": True})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +49,9 @@ class HardThreshold(Sparsifier):
     density 1 (in a warm-up, say) everything is sent.
 
     Args:
-        threshold: smallest magnitude that is sent, above 0, in units of the accumulator (gradients
-            added up, not multiplied by the learning rate).
+        threshold: smallest magnitude that is sent, above 0, in units of the accumulator as it is in the
+            first step (gradients added up, not multiplied by the learning rate). Where the residual is
+            scaled later on, the threshold follows it.
         density: k / n behind the guess.
 
     Source: Sahu et al., NeurIPS 2021 (hard-threshold sparsifier).
@@ -57,12 +70,20 @@ class HardThreshold(Sparsifier):
         if self.threshold is not None:
             check_number("threshold", self.threshold, "a number above 0", low=0.0, high=math.inf)
 
-    def threshold_for(self, info: BucketInfo, state: SparsifierState) -> float:
-        """The user's threshold, or the guess; 0 at density 1."""
+    def init(self, info: BucketInfo) -> HardThresholdState:
+        """Step 0, in the units of the first step."""
+        return HardThresholdState()
+
+    def rescale(self, state: HardThresholdState, factor: float) -> None:
+        """The threshold follows the residual; see `Sparsifier.rescale`."""
+        state.scale *= factor
+
+    def threshold_for(self, info: BucketInfo, state: HardThresholdState) -> float:
+        """The user's threshold, or the guess, in the residual's units; 0 at density 1."""
         if self.num_selected(info, state) == info.num_elements and self.density_at(state.step) == 1.0:
             return 0.0
         if self.threshold is not None:
-            return self.threshold
+            return self.threshold * state.scale
         guess = 1.0 / (2.0 * math.sqrt(self.num_selected(info, state)))
         if info.rank == 0 and info.name not in _hinted:
             _hinted.add(info.name)
@@ -71,10 +92,10 @@ class HardThreshold(Sparsifier):
                 guess,
                 info.name,
             )
-        return guess
+        return guess * state.scale
 
     def synchronize(
-        self, accumulator: Accumulator, state: SparsifierState, info: BucketInfo
+        self, accumulator: Accumulator, state: HardThresholdState, info: BucketInfo
     ) -> Synchronization[SparseSum]:
         """One allgather; see `Sparsifier.synchronize`."""
         threshold = self.threshold_for(info, state)

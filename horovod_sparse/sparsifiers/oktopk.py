@@ -81,6 +81,11 @@ class OkTopk(Sparsifier):
         """No thresholds yet, equal regions."""
         return OkTopkState(bounds=equal_regions(info))
 
+    def rescale(self, state: OkTopkState, factor: float) -> None:
+        """Both thresholds follow the residual; see `Sparsifier.rescale`."""
+        state.local_threshold *= factor
+        state.global_threshold *= factor
+
     def synchronize(
         self, accumulator: Accumulator, state: OkTopkState, info: BucketInfo
     ) -> Synchronization[SparseSum]:

@@ -146,11 +146,11 @@ class Buckets:
         """
         plan.check(self.parameters)
         kept = residuals.held(self.parts, self._recipe.feedback.num_companions)
-        rates = residuals.learning_rates(self.parts)
+        progress = residuals.progress(self.parts)
         self.parts, self.decision = [], decision
         self.version += 1
         self._make_parts(plan)
-        residuals.assign(self.parts, kept, rates)
+        residuals.assign(self.parts, kept, progress)
 
     def at(self, version: int, positions: Sequence[int]) -> list[Part]:
         """Parts by their positions in `parts`.

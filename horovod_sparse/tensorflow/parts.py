@@ -11,7 +11,7 @@ import numpy as np
 
 from horovod_sparse.arrays import GradientParts, HostAccumulator
 from horovod_sparse.collectives import AllReduce, Synchronization
-from horovod_sparse.feedback import Bucket, BucketStep, Member, Recipe
+from horovod_sparse.feedback import Bucket, BucketStep, Member, Progress, Recipe
 from horovod_sparse.frontend import sum_densely
 from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.sparsifiers.base import accumulator_dtype
@@ -101,7 +101,7 @@ class SparseBucket:
         members = [Member(item, *span) for item, span in zip(self.names, self.places, strict=True)]
         bucket = Bucket(info, self._recipe, memory, members)
         if before is not None:
-            bucket.learning_rate = before.learning_rate
+            bucket.restart(before.progress)
         return bucket
 
     def begin(self, learning_rate: float | None, gradients: Sequence[np.ndarray]) -> Synchronization[Any]:
@@ -135,11 +135,10 @@ class SparseBucket:
         accumulator = self.bucket.accumulator
         return (accumulator.values(), *getattr(accumulator, "companions", ()))
 
-    def restart(self, learning_rate: float | None = None) -> None:
-        """Zeros in residual and companions, and the sparsifier's state as before the first step."""
+    def restart(self, progress: Progress | None = None) -> None:
+        """Zeros in residual and companions, and the sparsifier's state anew; see `Bucket.restart`."""
         self.assign([np.zeros(array.size, array.dtype) for array in self.held()])
-        self.bucket.state = self.bucket.recipe.sparsifier.init(self.bucket.info)
-        self.bucket.learning_rate = learning_rate
+        self.bucket.restart(progress)
 
     def assign(self, held: Sequence[np.ndarray]) -> None:
         """Replaces what `held` gives."""

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from horovod_sparse.feedback import Progress, progress_of
 from horovod_sparse.tensorflow.parts import DenseVariable, Part, SparseBucket
 
-__all__ = ["assign", "held", "learning_rates"]
+__all__ = ["assign", "held", "progress"]
 
 
 def held(parts: Sequence[Part], num_companions: int) -> list[dict[str, np.ndarray]]:
@@ -32,20 +33,17 @@ def held(parts: Sequence[Part], num_companions: int) -> list[dict[str, np.ndarra
     return arrays
 
 
-def learning_rates(parts: Sequence[Part]) -> dict[str, float | None]:
-    """Of the last step, by variable."""
+def progress(parts: Sequence[Part]) -> dict[str, Progress]:
+    """Of the training so far, by variable."""
     return {
-        name: part.bucket.learning_rate
-        for part in parts
-        if isinstance(part, SparseBucket)
-        for name in part.names
+        name: part.bucket.progress for part in parts if isinstance(part, SparseBucket) for name in part.names
     }
 
 
 def assign(
     parts: Sequence[Part],
     arrays: Sequence[Mapping[str, np.ndarray]],
-    rates: Mapping[str, float | None],
+    known: Mapping[str, Progress],
 ) -> None:
     """Puts residuals and companions into the buckets, whose sparsifiers start anew.
 
@@ -54,14 +52,14 @@ def assign(
     Args:
         parts: of a synchronizer.
         arrays: as made by `held`; a variable that is not named gets zeros.
-        rates: as made by `learning_rates`.
+        known: as made by `progress`.
     """
     for part in parts:
         if isinstance(part, DenseVariable):
             own = arrays[0].get(part.names[0]) if arrays else None
             part.carried = None if own is None else np.array(own).reshape(-1)
         elif isinstance(part, SparseBucket):
-            part.restart(rates.get(part.names[0]))
+            part.restart(progress_of(part.names, known))
             filled = [np.array(values) for values in part.held()]
             for by_name, values in zip(arrays, filled, strict=False):
                 for name, (start, stop) in zip(part.names, part.places, strict=True):

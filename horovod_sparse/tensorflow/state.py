@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from horovod_sparse.errors import StateMismatchError, UnsupportedError
+from horovod_sparse.feedback import Progress
 from horovod_sparse.feedback.state import from_plain, to_plain
 from horovod_sparse.frontend import redistributed, share_factor
 from horovod_sparse.merging import Plan
@@ -67,7 +68,7 @@ def save(synchronizer: GradientSynchronizer) -> dict[str, Any]:
         "residuals": held[0],
         "companions": held[1:],
         "buckets": [
-            {"learning_rate": part.bucket.learning_rate, "state": to_plain(part.bucket.state)}
+            {**part.bucket.progress.to_plain(), "state": to_plain(part.bucket.state)}
             for part in synchronizer.sparse
         ],
     }
@@ -95,8 +96,8 @@ def load(synchronizer: GradientSynchronizer, entry: Mapping[str, Any]) -> None:
         from_plain(part.bucket.recipe.sparsifier.init(part.bucket.info), saved["state"])
         for part, saved in zip(synchronizer.sparse, entry["buckets"] if kept else (), strict=kept)
     ]
-    rates = {
-        name: saved["learning_rate"]
+    progress = {
+        name: Progress.from_plain(saved, saved["state"]["step"])
         for names, saved in zip(plan.buckets, entry["buckets"], strict=True)
         for name in names
     }
@@ -105,7 +106,7 @@ def load(synchronizer: GradientSynchronizer, entry: Mapping[str, Any]) -> None:
         {renamed[name]: np.asarray(values).reshape(-1) * factor for name, values in by_name.items()}
         for by_name in (entry["residuals"], *entry["companions"])
     ]
-    residuals.assign(synchronizer.parts, held, rates)
+    residuals.assign(synchronizer.parts, held, progress)
     synchronizer.step = int(entry["step"])
     for part, state in zip(synchronizer.sparse, states, strict=kept):
         part.bucket.state = state

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from horovod_sparse.errors import StateMismatchError, UnsupportedError
-from horovod_sparse.feedback import Bucket, Recipe
+from horovod_sparse.feedback import Bucket, Progress, Recipe
 from horovod_sparse.feedback.state import from_plain, to_plain
 from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.torch.memory import GradientMemory, memory_of
@@ -108,7 +108,7 @@ def _tensor(array: np.ndarray) -> torch.Tensor:
 
 def _take_over(new: _Entry, old: _Entry) -> None:
     """Goes on with what was kept for the same parameter, which may have another type or device now."""
-    new.bucket.learning_rate = old.bucket.learning_rate
+    new.bucket.restart(old.bucket.progress)
     if new.memory is old.memory and new.bucket.info.value_dtype == old.bucket.info.value_dtype:
         new.bucket.accumulator = old.bucket.accumulator
     else:
@@ -121,7 +121,7 @@ def _save(entry: _Entry) -> dict[str, Any]:
     return {
         "residual": _tensor(bucket.accumulator.values()),
         "companions": [_tensor(array) for array in entry.memory.companions(bucket.accumulator)],
-        "learning_rate": bucket.learning_rate,
+        **bucket.progress.to_plain(),
         "size": bucket.info.size,
         "sparsifier": to_plain(bucket.state, _tensor),
     }
@@ -148,8 +148,9 @@ def _check(entry: _Entry, saved: Mapping[str, Any]) -> Any:
 
 def _load(entry: _Entry, saved: Mapping[str, Any]) -> None:
     bucket = entry.bucket
-    bucket.state = _check(entry, saved)
+    state = _check(entry, saved)
+    bucket.restart(Progress.from_plain(saved, state.step))
+    bucket.state = state
     bucket.accumulator.assign(saved["residual"].numpy())
     companions = [companion.numpy() for companion in saved["companions"]]
     entry.memory.assign_companions(bucket.accumulator, companions)
-    bucket.learning_rate = saved["learning_rate"]

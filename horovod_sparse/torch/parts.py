@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from horovod_sparse.feedback import Bucket, BucketStep, Member, Recipe
+from horovod_sparse.feedback import Bucket, BucketStep, Member, Progress, Recipe
 from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.telemetry import BucketReport
 from horovod_sparse.torch.driver import Driver, Task
@@ -114,12 +114,11 @@ class SparseBucket:
         accumulator = self.bucket.accumulator
         return (accumulator.values(), *self.memory.companions(accumulator))
 
-    def restart(self, learning_rate: float | None = None) -> None:
-        """Zeros in residual and companions, and the sparsifier's state as before the first step."""
+    def restart(self, progress: Progress | None = None) -> None:
+        """Zeros in residual and companions, and the sparsifier's state anew; see `Bucket.restart`."""
         nothing = np.zeros(self.gradient.num_elements, self.bucket.info.value_dtype)
         self.assign([nothing] * len(self.held()))
-        self.bucket.state = self.bucket.recipe.sparsifier.init(self.bucket.info)
-        self.bucket.learning_rate = learning_rate
+        self.bucket.restart(progress)
 
     def assign(self, held: Sequence[np.ndarray]) -> None:
         """Replaces what `held` gives."""

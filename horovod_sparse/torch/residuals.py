@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
+from horovod_sparse.feedback import Progress, progress_of
 from horovod_sparse.torch.layout import shaped, unshaped
 from horovod_sparse.torch.parts import DenseParameter, Part, SparseBucket
 
@@ -38,7 +39,7 @@ def held(parts: Sequence[Part], num_companions: int) -> list[dict[str, torch.Ten
 def assign(
     parts: Sequence[Part],
     arrays: Sequence[Mapping[str, torch.Tensor]],
-    learning_rates: Mapping[str, float | None],
+    progress: Mapping[str, Progress],
 ) -> None:
     """Puts residuals and companions into the buckets, whose sparsifiers start anew.
 
@@ -47,7 +48,7 @@ def assign(
     Args:
         parts: of an optimizer.
         arrays: as made by `held`; a parameter that is not named gets zeros.
-        learning_rates: of the last step, by parameter.
+        progress: of the training so far, by parameter.
     """
     for part in parts:
         gradient = part.gradient
@@ -55,7 +56,7 @@ def assign(
             values = arrays[0].get(part.names[0]) if arrays else None
             part.carried = None if values is None else unshaped(values, gradient.layouts[0])
         elif isinstance(part, SparseBucket):
-            part.restart(learning_rates.get(part.names[0]))
+            part.restart(progress_of(part.names, progress))
             filled = [np.array(values) for values in part.held()]
             for by_name, into in zip(arrays, filled, strict=False):
                 for name, span, layout in zip(part.names, gradient.places, gradient.layouts, strict=True):

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from horovod_sparse.errors import ArgumentError, StateMismatchError, UnsupportedError
+from horovod_sparse.feedback import Progress
 from horovod_sparse.feedback.state import from_plain, to_plain
 from horovod_sparse.merging import Plan
 from horovod_sparse.torch import residuals
@@ -59,7 +60,7 @@ def save(synchronizer: GradientSynchronizer) -> dict[str, Any]:
         "companions": held[1:],
         "buckets": [
             {
-                "learning_rate": part.bucket.learning_rate,
+                **part.bucket.progress.to_plain(),
                 "state": to_plain(part.bucket.state, lambda array: torch.from_numpy(array.copy())),
             }
             for part in synchronizer.sparse
@@ -91,8 +92,8 @@ def load(synchronizer: GradientSynchronizer, entry: Mapping[str, Any] | None) ->
         from_plain(bucket.recipe.sparsifier.init(bucket.info), saved["state"])
         for bucket, saved in zip(buckets, entry["buckets"] if kept else (), strict=kept)
     ]
-    rates = {
-        name: saved["learning_rate"]
+    progress = {
+        name: Progress.from_plain(saved, saved["state"]["step"])
         for names, saved in zip(plan.buckets, entry["buckets"], strict=True)
         for name in names
     }
@@ -101,7 +102,7 @@ def load(synchronizer: GradientSynchronizer, entry: Mapping[str, Any] | None) ->
         {name: values * factor for name, values in by_name.items()}
         for by_name in (entry["residuals"], *entry["companions"])
     ]
-    residuals.assign(synchronizer.parts, held, rates)
+    residuals.assign(synchronizer.parts, held, progress)
     synchronizer.step = entry["step"]
     for bucket, state in zip(buckets, states, strict=kept):
         bucket.state = state

@@ -275,6 +275,6 @@ class GradientSynchronizer:
         """Another plan, the residuals kept; the state of the sparsifiers starts anew."""
         plan.check([fact for fact, _ in self.facts.values()])
         held = residuals.held(self.parts, self.recipe.feedback.num_companions)
-        rates = {name: part.bucket.learning_rate for part in self.sparse for name in part.names}
+        progress = {name: part.bucket.progress for part in self.sparse for name in part.names}
         self.build(plan)
-        residuals.assign(self.parts, held, rates)
+        residuals.assign(self.parts, held, progress)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import horovod_sparse.torch as hvd
-from horovod_sparse.feedback import recipe
+from horovod_sparse.feedback import parse_recipe
 from horovod_sparse.merging import Plan
 from horovod_sparse.simulation import SimulatedCluster
 from support.linear import LinearModel, dyadic, same_on_all_ranks
@@ -142,14 +142,13 @@ def test_parameter_groups_have_buckets_and_learning_rates_of_their_own(rank, siz
     rates = [(0.5, 0.5), (0.25, 0.5), (0.25, 0.125)]
     model = LinearModel(SHAPES)
     base = torch.optim.SGD([{"params": [getattr(model, n) for n in names]} for names in groups], lr=0.5)
+    scaled = "topk:density=0.1,feedback=error(scale_residual=true)"
     optimizer = hvd.DistributedOptimizer(
-        base, named_parameters=model.named_parameters(), compression="topk:density=0.1", op=stock.Sum
+        base, named_parameters=model.named_parameters(), compression=scaled, op=stock.Sum
     )
     assert optimizer.plan.buckets == (("second", "scalar"), ("bias", "first"))
     clusters = {
-        names: SimulatedCluster(
-            recipe("topk", density=0.1), sum(getattr(model, n).numel() for n in names), size
-        )
+        names: SimulatedCluster(parse_recipe(scaled), sum(getattr(model, n).numel() for n in names), size)
         for names in optimizer.plan.buckets
     }
     for step, both in enumerate(rates):

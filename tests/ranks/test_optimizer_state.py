@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import logging
 
@@ -11,8 +12,10 @@ import pytest
 import torch
 
 from horovod_sparse.errors import StateMismatchError, UnsupportedError
+from horovod_sparse.feedback import ErrorFeedback
 from horovod_sparse.merging import Plan
-from horovod_sparse.torch import SparseCompressor
+from horovod_sparse.sparsifiers.schedule import Exponential
+from horovod_sparse.torch import Compression, SparseCompressor
 from support.cases import CASES, case_id
 from support.linear import LinearModel, dyadic, same_on_all_ranks
 from support.optimizers import make, residuals_of, train_step
@@ -37,7 +40,10 @@ def test_resume_is_invisible(case, rank):
     results, saved, weights = [], None, None
     for resumed in (False, True):
         model = LinearModel(SHAPES)
-        optimizer = make(model, SparseCompressor(case.at(0.1)), bucket_bytes=700)
+        made = case.at(0.1)
+        if not case.loses_mass:
+            made = dataclasses.replace(made, feedback=ErrorFeedback(scale_residual=True))
+        optimizer = make(model, SparseCompressor(made), bucket_bytes=700)
         steps = range(6)
         if resumed:
             model.load_state_dict(weights)
@@ -55,6 +61,41 @@ def test_resume_is_invisible(case, rank):
         assert optimizer.telemetry.last.step == 6
     for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("how", ["replan", "plan", "size"])
+def test_schedules_go_on_where_sparsifiers_start_anew(how, rank):
+    """Steps count the training, not the plan; random-k's positions hang on them, and agree on all ranks."""
+    schedule = Exponential(steps=8, start=0.5)
+    made = Compression.randomk(density=0.01, schedule=schedule, feedback="error(scale_residual=true)")
+    model, other = LinearModel(SHAPES), Plan((("first", "second"),), ("bias",))
+    optimizer = make(model, made, bucket_bytes=700)
+    for step in range(5):
+        optimizer.param_groups[0]["lr"] = 0.5 ** (1 + step // 3)
+        train_step(model, optimizer, gradients(rank, step))
+    if how == "replan":
+        optimizer.replan(other)
+    else:
+        saved = through_a_file(optimizer.state_dict())
+        plan = {"plan": other} if how == "plan" else {"bucket_bytes": 700}
+        weights, model = model.state_dict(), LinearModel(SHAPES)
+        model.load_state_dict(weights)
+        optimizer = make(model, made, **plan)
+        optimizer.load_state_dict(saved if how == "plan" else changed(saved, resized=True))
+    assert optimizer.state_dict()["horovod_sparse"]["buckets"][0]["scale"] == 2.0
+    optimizer.param_groups[0]["lr"] = 0.125
+    for step in (5, 6):
+        train_step(model, optimizer, gradients(rank, step))
+        asked = [
+            (report.step.num_elements, report.step.num_target)
+            for report in optimizer.telemetry.last.buckets
+            if report.step.num_target < report.step.num_elements
+        ]
+        assert asked == [(n, max(1, round(schedule.density_at(step, 0.01) * n))) for n, _ in asked]
+    assert asked
+    assert same_on_all_ranks(*[parameter.detach() for parameter in model.parameters()])
+    buckets = optimizer.state_dict()["horovod_sparse"]["buckets"]
+    assert [(bucket["state"]["step"], bucket["scale"]) for bucket in buckets] == [(7, 4.0)] * len(buckets)
 
 
 def test_a_plain_optimizer_loads_it_and_passes_over_the_entry(rank):

@@ -155,12 +155,12 @@ def test_other_types(dtype, grouped, rank, size):
 
 def test_the_learning_rate_of_the_group_reaches_the_feedback(rank, size):
     """When the rate halves, residuals double (the papers' form); the simulator is told the same rate."""
-    recipe = Compression.topk(density=0.1).recipe
-    unscaled = dataclasses.replace(
-        recipe, feedback=dataclasses.replace(recipe.feedback, scale_residual=False)
+    unscaled = Compression.topk(density=0.1).recipe
+    scaled = dataclasses.replace(
+        unscaled, feedback=dataclasses.replace(unscaled.feedback, scale_residual=True)
     )
     sums = {}
-    for key, one in (("scaled", recipe), ("unscaled", unscaled)):
+    for key, one in (("scaled", scaled), ("unscaled", unscaled)):
         model = LinearModel(SHAPES)
         optimizer = wrapped(model, SparseCompressor(one), op=hvd.Sum)
         cluster = SimulatedCluster(one, 1200, size, name="first")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -93,6 +93,7 @@ def run(
     gradients: np.ndarray,
     memory: Callable[..., Any] = HostAccumulator,
     cluster: SimulatedCluster | None = None,
+    rates: Sequence[float] | None = None,
 ) -> History:
     """Runs the steps.
 
@@ -102,6 +103,7 @@ def run(
         gradients: [steps, P, n], of any float type; rounded to the scenario's dtype.
         memory: makes the accumulators.
         cluster: to go on with, instead of a fresh one.
+        rates: learning rate of every step; not known if left out.
     """
     if cluster is None:
         cluster = SimulatedCluster(
@@ -110,9 +112,9 @@ def run(
     given = [[as_gradient(values, scenario.dtype) for values in step] for step in gradients]
     exact = np.array([[wide(gradient) for gradient in step] for step in given])
     history = History(recipe, scenario, exact.reshape(gradients.shape), cluster)
-    for step in given:
+    for number, step in enumerate(given):
         cluster.recorder = Recorder()
-        results = cluster.synchronize(step, keep_errors=True)
+        results = cluster.synchronize(step, None if rates is None else rates[number], keep_errors=True)
         for result in results:
             if isinstance(result, Exception) and not isinstance(result, NonFiniteGradientError):
                 raise result

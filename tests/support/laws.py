@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from horovod_sparse.feedback.state import shared_digest
@@ -11,11 +13,13 @@ from support.history import History
 __all__ = [
     "check_all",
     "counts_as_promised",
+    "dense_bounds",
     "exclusive_means_exclusive",
     "nothing_is_lost",
     "replicas_agree",
     "sums_are_right",
     "traffic_as_declared",
+    "units_change_nothing",
 ]
 
 
@@ -133,6 +137,34 @@ def traffic_as_declared(history: History) -> None:
             sent = [by_rank[rank] for by_rank in history.steps[-1].recorder.bytes_sent]
             assert bucket.last.bytes_by_round == sent
             assert bucket.last.bytes_sent == sum(sent)
+
+
+def units_change_nothing(history: History, papers: History, rates: Sequence[float]) -> None:
+    """A residual that follows the learning rate: the selections and movements of ``acc = e + eta g``.
+
+    Args:
+        history: of gradients, with `rates` that are powers of two.
+        papers: of gradients times rates, without.
+        rates: of every step.
+    """
+    for rate, step, other in zip(rates, history.steps, papers.steps, strict=True):
+        for sum_, theirs in zip(step.sums, other.sums, strict=True):
+            assert sum_.counts.tolist() == theirs.counts.tolist()
+            assert sum_.indices.tobytes() == theirs.indices.tobytes()
+            np.testing.assert_array_equal(rate * sum_.values, theirs.values)
+
+
+def dense_bounds(history: History, growth: float) -> None:
+    """No element is ever sent, or held back, that is larger than `growth` times all gradients until then.
+
+    All of them at once is what dense steps would have applied one by one. Rounding for the wire is let
+    through: it may enlarge a small value beside a large one.
+    """
+    total = np.abs(history.gradients).sum(1)
+    for number, step in enumerate(history.steps):
+        most = 1.25 * growth * total[: number + 1].sum(0).max()
+        assert np.abs(history.dense(number)).max() <= most, f"step {number}"
+        assert np.abs(step.residuals).max() <= most, f"step {number}"
 
 
 def check_all(history: History, case: Case, *, exactly: bool = False) -> None:

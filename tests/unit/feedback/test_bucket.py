@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from horovod_sparse.arrays import HostAccumulator
-from horovod_sparse.feedback import Bucket, ErrorFeedback, Member, Recipe, recipe
+from horovod_sparse.feedback import Bucket, Member, Recipe, recipe
 from horovod_sparse.simulation import SimulatedCluster
-from horovod_sparse.sparsifiers import BucketInfo, TopK
+from horovod_sparse.sparsifiers import BucketInfo
 from support.cases import CASES, Case, case_id
 from support.gradients import layered
 from support.history import Scenario, random_gradients
@@ -27,7 +27,7 @@ def one_rank(made: Recipe) -> SimulatedCluster:
 
 def test_residual_follows_the_learning_rate() -> None:
     # k = 1 of 4 equal elements: index 0 goes, the others keep their gradient of 1.
-    cluster = one_rank(recipe("topk", density=0.25))
+    cluster = one_rank(recipe("topk", density=0.25, feedback="error(scale_residual=true)"))
     cluster.synchronize([ones(1.0)], learning_rate=0.5)
     assert cluster.residuals()[0].tolist() == [0, 1, 1, 1]
     # The rate falls from 0.5 to 0.125: what was computed under 0.5 is worth 0.5 / 0.125 = 4 gradients now.
@@ -45,7 +45,7 @@ def test_residual_follows_the_learning_rate() -> None:
 def test_what_is_applied_is_the_papers_form() -> None:
     """Sum of rate * applied = sum of rate * gradient, less rate * residual, through any schedule."""
     generator = np.random.default_rng(2)
-    cluster = SimulatedCluster(recipe("topk", density=0.1), 100, 2)
+    cluster = SimulatedCluster(recipe("topk", density=0.1, feedback="error(scale_residual=true)"), 100, 2)
     moved, wanted = np.zeros(100), np.zeros(100)
     for step in range(12):
         rate = 0.5 ** (step // 3)
@@ -56,15 +56,15 @@ def test_what_is_applied_is_the_papers_form() -> None:
     np.testing.assert_array_equal(moved + held, wanted)  # powers of two: exact
 
 
-def test_scaling_may_be_off() -> None:
-    cluster = one_rank(Recipe(TopK(density=0.25), ErrorFeedback(scale_residual=False)))
+def test_scaling_is_off_unless_asked_for() -> None:
+    cluster = one_rank(recipe("topk", density=0.25))
     cluster.synchronize([ones(1.0)], learning_rate=0.5)
     cluster.synchronize([ones(0.0)], learning_rate=0.125)
     assert cluster.residuals()[0].tolist() == [0, 0, 1, 1]
 
 
 def test_a_rate_of_zero_changes_nothing() -> None:
-    cluster = one_rank(recipe("topk", density=0.25))
+    cluster = one_rank(recipe("topk", density=0.25, feedback="error(scale_residual=true)"))
     for rate in (0.0, 0.5, 0.0):
         cluster.synchronize([np.array([9, 0, 0, 1], np.float32)], learning_rate=rate)
     assert cluster.residuals()[0].tolist() == [0, 0, 0, 3]

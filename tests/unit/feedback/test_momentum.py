@@ -185,7 +185,7 @@ def test_by_name() -> None:
 
 def test_what_is_applied_with_momentum_follows_the_learning_rate() -> None:
     """The residual is scaled when the rate changes; the velocity, a sum of gradients, is not."""
-    made = Recipe(TopK(density=0.25), MomentumCorrection(momentum=0.5))
+    made = Recipe(TopK(density=0.25), MomentumCorrection(momentum=0.5, scale_residual=True))
     cluster = SimulatedCluster(made, 4, 1)
     cluster.synchronize([np.array([8, 1, 1, 1], np.float32)], 0.5)
     # held: residual (0, 1, 1, 1), velocity (0, 1, 1, 1); the rate halves: residual 2, plus velocity 0.5

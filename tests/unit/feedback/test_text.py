@@ -29,11 +29,11 @@ def test_every_row(case: Case) -> None:
 
 _FEEDBACKS = [
     ErrorFeedback(),
-    ErrorFeedback(scale_residual=False),
+    ErrorFeedback(scale_residual=True),
     ErrorFeedback(clip_norm=0.5),
     NoFeedback(),
     MomentumCorrection(),
-    MomentumCorrection(momentum=0.5, nesterov=True, masking=False, clip_norm=1.5, scale_residual=False),
+    MomentumCorrection(momentum=0.5, nesterov=True, masking=False, clip_norm=1.5, scale_residual=True),
 ]
 _SCHEDULES = [
     None,

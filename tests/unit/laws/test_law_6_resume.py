@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from horovod_sparse.feedback import Progress
 from horovod_sparse.feedback.state import from_plain, to_plain
 from horovod_sparse.simulation import SimulatedCluster
 from support.cases import CASES, Case, case_id
@@ -20,7 +21,7 @@ def saved(cluster: SimulatedCluster) -> list[dict[str, Any]]:
     return [
         {
             "state": json.loads(json.dumps(to_plain(bucket.state, array=np.ndarray.tolist))),
-            "learning_rate": bucket.learning_rate,
+            **bucket.progress.to_plain(),
             "residual": bucket.accumulator.values().tobytes(),
         }
         for bucket in cluster.buckets
@@ -30,8 +31,8 @@ def saved(cluster: SimulatedCluster) -> list[dict[str, Any]]:
 def restored(case: Case, scenario: Scenario, checkpoints: list[dict[str, Any]]) -> SimulatedCluster:
     cluster = SimulatedCluster(case.recipe, scenario.num_elements, scenario.size, scenario.dtype)
     for bucket, checkpoint in zip(cluster.buckets, checkpoints, strict=True):
-        bucket.state = from_plain(case.recipe.sparsifier.init(bucket.info), checkpoint["state"])
-        bucket.learning_rate = checkpoint["learning_rate"]
+        bucket.restart(Progress.from_plain(checkpoint, checkpoint["state"]["step"]))
+        bucket.state = from_plain(bucket.state, checkpoint["state"])
         bucket.accumulator.assign(np.frombuffer(checkpoint["residual"], bucket.info.value_dtype))
     return cluster
 

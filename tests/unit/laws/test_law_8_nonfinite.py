@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 
 from horovod_sparse.arrays import HostAccumulator
 from horovod_sparse.errors import NonFiniteGradientError
-from horovod_sparse.feedback import Member
+from horovod_sparse.feedback import ErrorFeedback, Member
 from horovod_sparse.simulation import SimulatedCluster
 from support import laws
 from support.cases import CASES, Case, case_id
@@ -116,7 +117,8 @@ def test_a_step_can_be_abandoned_after_it_went_well(case: Case) -> None:
 @pytest.mark.parametrize("case", [case for case in CASES if not case.loses_mass], ids=case_id)
 def test_learning_rate_of_an_abandoned_step_counts_once(case: Case) -> None:
     """The residual is rescaled when the learning rate changes: once, also if that step is abandoned."""
-    cluster = SimulatedCluster(case.recipe, 64, 2)
+    scaled = dataclasses.replace(case.recipe, feedback=ErrorFeedback(scale_residual=True))
+    cluster = SimulatedCluster(scaled, 64, 2)
     first = np.arange(1, 65, dtype=np.float32) / 64
     cluster.synchronize([first.copy(), first.copy()], 0.5)
     held = cluster.residuals()
