@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 __all__ = [
+    "ADDED",
     "LOCAL",
     "AllGather",
     "AllReduce",
@@ -32,6 +33,8 @@ Result = TypeVar("Result")
 
 #: of a field of a sparsifier's state that differs from rank to rank: ``field(default=0.0, metadata=LOCAL)``
 LOCAL: Mapping[str, bool] = {"local": True}
+#: of a field that older checkpoints have not got: it keeps its first value then
+ADDED: Mapping[str, bool] = {"added": True}
 
 
 # arrays have no single truth value, so requests are compared by identity

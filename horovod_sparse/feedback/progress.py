@@ -8,8 +8,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["LARGEST_GROWTH", "Progress", "progress_of"]
-
 #: rates below this part of the largest one so far count as that part of it: no sequence of rates
 #: multiplies a residual by more
 LARGEST_GROWTH = 10.0

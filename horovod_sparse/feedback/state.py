@@ -110,7 +110,7 @@ def from_plain(fresh: State, plain: Mapping[str, Any]) -> State:
 
     Raises:
         StateMismatchError: if fields or shapes differ: another algorithm, another bucket, or another
-            number of ranks. Only fields with "added" in their metadata may be missing: they came later.
+            number of ranks. Fields marked `ADDED` may be missing: they came later.
 
     Example:
         >>> from horovod_sparse.sparsifiers import SparsifierState

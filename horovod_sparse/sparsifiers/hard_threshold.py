@@ -10,7 +10,7 @@ from typing import ClassVar
 import numpy as np
 
 from horovod_sparse.arrays.protocol import Accumulator
-from horovod_sparse.collectives import AllGather, Request, Synchronization
+from horovod_sparse.collectives import ADDED, AllGather, Request, Synchronization
 from horovod_sparse.sparsifiers.base import (
     BucketInfo,
     SparseSum,
@@ -36,7 +36,7 @@ class HardThresholdState(SparsifierState):
         scale: what the residual has been multiplied by since the first step; the threshold is, too.
     """
 
-    scale: float = field(default=1.0, metadata={"added": True})
+    scale: float = field(default=1.0, metadata=ADDED)
 
 
 @dataclass(frozen=True, kw_only=True)
