@@ -41,6 +41,8 @@ class Standing:
         plan: which parameters form which bucket.
         parameters: of the model.
         settings: what has to be equal on all ranks, in words, by argument.
+        label: by which the rank tells the names of this training's collectives from those of another that
+            has parameters of the same names; need not be equal.
     """
 
     step: int
@@ -49,6 +51,7 @@ class Standing:
     plan: Plan = field(default_factory=lambda: Plan(()))
     parameters: Sequence[ParameterFacts] = ()
     settings: Mapping[str, str] = field(default_factory=dict)
+    label: str = ""
 
     def model(self) -> dict[str, tuple[int, str, int, float]]:
         """What must be equal of every parameter; devices may differ where every rank has one of its own."""
@@ -66,12 +69,14 @@ class Start:
         step: of the training, the same on all ranks: the furthest of all.
         plan: of the first rank that is furthest.
         reason: why states start anew, in words; empty where they do not.
+        label: of the first rank.
     """
 
     anew: bool
     step: int
     plan: Plan
     reason: str = ""
+    label: str = ""
 
 
 def agreed_start(standing: Standing) -> Synchronization[Start]:
@@ -95,9 +100,16 @@ def agreed_start(standing: Standing) -> Synchronization[Start]:
     """
     plan, model = standing.plan.to_dict(), standing.model()
     everyone = yield from shared_lines(
-        [standing.step, standing.digest, standing.place, _digest([plan, model]), dict(standing.settings)]
+        [
+            standing.step,
+            standing.digest,
+            standing.place,
+            _digest([plan, model]),
+            dict(standing.settings),
+            standing.label,
+        ]
     )
-    steps, digests, places, plans, settings = zip(*everyone, strict=True)
+    steps, digests, places, plans, settings, labels = zip(*everyone, strict=True)
     _check_settings(settings)
     plan_differs = len(set(plans)) > 1
     if plan_differs:
@@ -114,7 +126,7 @@ def agreed_start(standing: Standing) -> Synchronization[Start]:
         reason = "plans differ"
     elif len(set(digests)) > 1:
         reason = "states differ"
-    return Start(bool(reason), max(steps), Plan.from_dict(plan), reason)
+    return Start(bool(reason), max(steps), Plan.from_dict(plan), reason, labels[0])
 
 
 def kept_share(old_size: int, size: int) -> float:

@@ -47,7 +47,9 @@ class SparseCompressor(hvd.compression.Compressor):
     the sparse sum into the gradient, and scales it with what has become of that number, divided by the
     number of ranks: so Average, Sum and gradient_predivide_factor act as on a dense gradient. Density
     applies to every parameter for itself. Gradients without elements or of an integer type stay dense.
-    With one rank stock Horovod never calls a compressor: gradients stay as they are.
+    With one rank stock Horovod never calls a compressor: gradients stay as they are, so the optimizer trains
+    without the momentum that momentum correction was to apply. ``horovod_sparse.torch.DistributedOptimizer``
+    does with one rank what it does with many.
 
     One compressor belongs to one optimizer. It may be pickled before `hvd.init()`: the recipe travels,
     residuals and parameters do not.

@@ -56,6 +56,8 @@ class Driver:
 
     def __init__(self, process_set: Any = hvd.global_process_set) -> None:
         self.process_set = process_set
+        #: goes before the names of all collectives; the same on all ranks
+        self.label = ""
         #: seconds that `wait` had nothing to do, ever
         self.idle_seconds = 0.0
         self._parked: dict[str, tuple[Task, Synchronization[Any], Handle]] = {}
@@ -201,7 +203,7 @@ class Driver:
         """Runs a coroutine to its next request and starts that."""
         try:
             request = coroutine.send(answer)
-            handle = start(request, f"{task.name}.{task.num_rounds}", self.process_set)
+            handle = start(request, f"{self.label}{task.name}.{task.num_rounds}", self.process_set)
         except StopIteration as stop:
             self._finish(task, result=stop.value)
         except BaseException as error:

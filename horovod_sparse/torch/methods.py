@@ -37,36 +37,31 @@ class Methods(torch.optim.Optimizer):
     _kept_entry: Mapping[str, Any] | None
 
     def _register_hooks(self) -> None:
-        """Called by Horovod's `__init__` where gradients are to be synchronized; `_attach` does it."""
-        self._is_distributed = True
+        """Called by Horovod's `__init__` with two ranks or more; `_attach` registers ours, with one, too."""
 
     def _attach(self: Any, compression: SparseCompressor, names: list[tuple[str, Any]], asked: Any) -> None:
         """Buckets and hooks, once Horovod's `__init__` has checked its arguments."""
         self._synchronizer, self._kept_entry = None, None
-        if not getattr(self, "_is_distributed", False):
+        if not self.process_set.included():
             return
         recipe = compression.recipe
         facts = planning.facts_of(names, self.param_groups, recipe.rules)
         recipe.rules.hint(facts)
-        way, plan, decision = planning.planned(
-            facts, recipe.sparsifier, self.process_set, groups=self._groups, **asked
-        )
+        first = planning.planned(facts, recipe.sparsifier, self.process_set, groups=self._groups, **asked)
         self._requires_update = {parameter for _, parameter in facts.values()}
         self._synchronizer = GradientSynchronizer(
             self,
             facts,
             recipe,
-            plan,
+            first,
             process_set=self.process_set,
             average=self.op == hvd.Average,
             sparse_as_dense=self.sparse_as_dense,
-            asked=way,
-            decision=decision,
         )
 
     @property
     def telemetry(self) -> Telemetry:
-        """What happened in the last step, and means. Empty where nothing is synchronized (one rank)."""
+        """What happened in the last step, and means. Empty on a rank that the process set leaves out."""
         return Telemetry() if self._synchronizer is None else self._synchronizer.telemetry
 
     @property
@@ -125,7 +120,8 @@ class Methods(torch.optim.Optimizer):
         """Synchronizes and lets the optimizer step.
 
         A closure's gradients are synchronized after each of its calls, before the optimizer uses them,
-        unless it called `synchronize` itself, or the step runs within `skip_synchronize`.
+        unless it called `synchronize` itself, or the step runs within `skip_synchronize`. LBFGS gets its
+        losses over all ranks, too (`op` of them), and returns such a one.
         """
         if closure is not None:
             inner = closure if not self._should_synchronize else self._synchronized_after(closure)
@@ -154,6 +150,9 @@ class Methods(torch.optim.Optimizer):
             if not self._synchronized:
                 self.synchronize()
             self._synchronized = False
+            if isinstance(self, torch.optim.LBFGS) and self._synchronizer is not None:
+                # it goes on or stops by the loss: with a loss of its own every rank would do so elsewhere
+                return self._synchronizer.reduced(loss)
             return loss
 
         return evaluate
@@ -196,8 +195,8 @@ class Methods(torch.optim.Optimizer):
     def load_state_dict(self: Any, state_dict: Mapping[str, Any]) -> None:
         """Loads what `state_dict` gave; `horovod_sparse.torch.state` says what other ranks or plans mean.
 
-        A step that is under way is ended and given up. With one rank, where nothing is synchronized,
-        residuals are kept aside and saved again.
+        A step that is under way is ended and given up. On a rank that the process set leaves out residuals
+        are kept aside and saved again.
 
         Raises:
             StateMismatchError: if parameters, shapes or the algorithm differ.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterable
 from typing import Any
@@ -52,7 +53,7 @@ def DistributedOptimizer(
 
     * gradients are views into their bucket's buffer, and `zero_grad` keeps them; see there;
     * a closure's gradients are synchronized before the optimizer uses them (Horovod synchronizes
-      before the closure runs, which leaves its gradients local);
+      before the closure runs, which leaves its gradients local); LBFGS gets its losses over all ranks;
     * learning rates are read while backward runs (error feedback follows their changes): change them
       before it, as schedulers do;
     * step hooks run once per step, after synchronization, and `defaults` are those of `optimizer`;
@@ -64,7 +65,15 @@ def DistributedOptimizer(
     * a NaN or Inf on any rank raises `NonFiniteGradientError` on every rank, and nothing is applied;
       a loss scaler that expects to find them in the gradients has to be told by catching it.
 
-    With one rank gradients stay as they are, as in Horovod.
+    One rank does what each of many does: it sparsifies, keeps a residual, and applies momentum correction
+    and clipping, without any message.
+
+    Making the optimizer needs no other rank, and ranks may make several in different orders. The first
+    step is where ranks agree, with three small messages: on the plan, which is rank 0's, and on their models
+    being the same. So a rank that does not take that step leaves the others waiting, and what only all
+    ranks together can find wrong is raised there. Each parameter belongs to the optimizer that was made
+    last for it; one that had it before raises an error in its next step. An optimizer and its model are
+    freed as those of PyTorch are.
 
     Args:
         optimizer: of PyTorch; its parameter groups are taken over.
@@ -100,8 +109,8 @@ def DistributedOptimizer(
 
     Raises:
         ArgumentError: for arguments that exclude each other, or are not allowed.
-        ProfileMismatchError: on every rank alike, if ranks were given different profiles or ask for
-            different plans, or a profile cannot be read or applied.
+        ProfileMismatchError: with one rank, if a profile cannot be read or applied. With more that is raised
+            by the first step, on every rank alike, and so is `StateMismatchError` for different models.
         UnsupportedError: for op=Adasum, SparseAdam, or parameters whose
             dtype or device cannot be synchronized.
         ValueError: as Horovod raises it, for wrong `named_parameters` or `groups`.
@@ -172,6 +181,14 @@ def _check(
     optimizer: Any, compression: SparseCompressor, op: Any, predivide: float, passes: int, process_set: Any
 ) -> None:
     """Horovod's own checks, and what a sparsifier cannot do."""
+    if hasattr(optimizer, "_allreduce_delay"):
+        raise ArgumentError(
+            "optimizer", type(optimizer), "one of PyTorch: this one is made by DistributedOptimizer already"
+        )
+    if process_set.process_set_id is None:
+        raise ArgumentError(
+            "process_set", str(process_set), "one that hvd.init() or hvd.add_process_set() has set up"
+        )
     if op == hvd.Adasum:
         raise UnsupportedError(
             "op=Adasum cannot be combined with a sparsifier: it combines whole parameter updates, and a "
@@ -179,6 +196,8 @@ def _check(
         )
     if op not in (hvd.Average, hvd.Sum):
         raise ArgumentError("op", op, "Average or Sum")
+    if not (math.isfinite(predivide) and predivide > 0):
+        raise ArgumentError("gradient_predivide_factor", predivide, "a finite number above 0")
     if predivide != 1.0 and op != hvd.Average:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
     if passes <= 0:

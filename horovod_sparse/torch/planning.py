@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,23 +13,35 @@ from horovod_sparse.feedback import ParameterRules
 from horovod_sparse.frontend import (
     Asked,
     Decision,
-    agreed_plan,
     asked_for,
-    check_agreement,
-    describe_model,
     make_plan,
     plan_by_times,
 )
-from horovod_sparse.frontend.failures import raise_together
 from horovod_sparse.merging import ParameterFacts, Plan
 from horovod_sparse.sparsifiers import Sparsifier
-from horovod_sparse.torch._horovod import hvd
-from horovod_sparse.torch.calibration import bucket_memory, carry_out_together, where_of
+from horovod_sparse.torch.calibration import bucket_memory, where_of
 from horovod_sparse.torch.tensors import dtype_name
 
-__all__ = ["agree", "facts_of", "make_plan", "planned"]
+__all__ = ["FirstPlan", "facts_of", "make_plan", "planned"]
 
 _NO_RULES = ParameterRules()
+
+
+@dataclass(frozen=True)
+class FirstPlan:
+    """What this rank would begin with; all ranks take the first rank's, once they have agreed.
+
+    Attributes:
+        plan: which parameters form which bucket.
+        asked: how plans are made; None where one was given, or none is asked for.
+        decision: why the plan was taken, where a profile decided.
+        failure: why the plan is not the one that was asked for.
+    """
+
+    plan: Plan
+    asked: Asked | None = None
+    decision: Decision | None = None
+    failure: Exception | None = None
 
 
 def facts_of(
@@ -78,8 +90,8 @@ def planned(
     merging: Any = None,
     tensor_selection: Any = None,
     profile: Any = None,
-) -> tuple[Asked | None, Plan, Decision | None]:
-    """The plan to begin with, the same on all ranks.
+) -> FirstPlan:
+    """The plan to begin with, as this rank's arguments ask for it. No collective.
 
     Args:
         facts: as made by `facts_of`.
@@ -92,15 +104,10 @@ def planned(
         tensor_selection: see `asked_for`.
         profile: see `asked_for`.
 
-    Returns:
-        How plans are made (None where one was given, or none is asked for), the plan, and why it was
-        taken where a profile decided.
-
     Raises:
         ArgumentError: for arguments that exclude each other, or a plan that does not fit.
-        ProfileMismatchError: on every rank alike, if ranks ask for different things, or a profile cannot
-            be read or applied.
-        StateMismatchError: on every rank alike, if their models differ.
+        ProfileMismatchError: with one rank, if a profile cannot be read or applied; with more it is kept
+            as the failure, for all ranks to know.
     """
     asked, plan = asked_for(
         merging=merging,
@@ -110,55 +117,21 @@ def planned(
         groups=groups,
         bucket_bytes=bucket_bytes,
     )
-    parameters = [fact for fact, _ in facts.values()]
-    together = _together(process_set)
-    if together:
-        carry_out_together(check_agreement(asked), process_set, "horovod_sparse.asked")
-    elif asked is not None and asked.failure is not None:
-        raise asked.failure
-    decision, made = None, None
     if asked is None:
-        made = make_plan(facts, plan=plan, groups=groups, bucket_bytes=bucket_bytes)
-    else:
-        failure: Exception | None = None
-        try:
-            if asked.measures and asked.profile is not None and asked.complete:
-                _, device, _ = bucket_memory(parameters)
-                where = where_of(process_set, device)
-                decision = plan_by_times(asked, where, parameters, sparsifier, asked.profile)
-                made = decision.plan
-            else:
-                made = asked.first_plan(parameters)
-                made.check(parameters)
-        except Exception as error:  # a rule of the user's may fail on one rank alone
-            failure = error
-        if together:
-            carry_out_together(raise_together(failure), process_set, "horovod_sparse.asked")
-        elif failure is not None:
-            raise failure
-    if made is None:
-        raise RuntimeError("no plan was made: this is a bug, please report it")
-    return asked, agree(made, parameters, process_set), decision
-
-
-def _together(process_set: Any) -> bool:
-    return bool(process_set.size() > 1 and os.environ.get("HOROVOD_ELASTIC") != "1")
-
-
-def agree(plan: Plan, parameters: Sequence[ParameterFacts], process_set: Any) -> Plan:
-    """The plan of the process set's first rank, after a check that all ranks have the same parameters.
-
-    One collective, at construction only. Ranks may list their parameters in different orders; a
-    parameter that another rank does not have, or has in another size, would hang the first step.
-
-    In elastic training a worker that joins makes its optimizer while the others synchronize their
-    state, so there is no collective and no check; every worker computes the same plan.
-
-    Raises:
-        StateMismatchError: on every rank, if the models differ.
-    """
-    if not _together(process_set):
-        return plan
-    message = torch.frombuffer(bytearray(describe_model(plan, parameters)), dtype=torch.uint8)
-    gathered = hvd.allgather(message, name="horovod_sparse.plan", process_set=process_set)
-    return agreed_plan(bytes(gathered.tolist()))
+        return FirstPlan(make_plan(facts, plan=plan, groups=groups, bucket_bytes=bucket_bytes))
+    parameters = [fact for fact, _ in facts.values()]
+    try:
+        if asked.failure is not None:
+            raise asked.failure
+        if asked.measures and asked.profile is not None and asked.complete:
+            _, device, _ = bucket_memory(parameters)
+            where = where_of(process_set, device)
+            decision = plan_by_times(asked, where, parameters, sparsifier, asked.profile)
+            return FirstPlan(decision.plan, asked, decision)
+        made = asked.first_plan(parameters)
+        made.check(parameters)
+        return FirstPlan(made, asked)
+    except Exception as failure:  # a rule of the user's may fail on one rank alone
+        if process_set.size() == 1:
+            raise
+        return FirstPlan(make_plan(facts), asked, failure=failure)

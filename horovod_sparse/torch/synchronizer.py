@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import threading
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from horovod_sparse.collectives import Synchronization
 from horovod_sparse.errors import HorovodSparseError, NonFiniteGradientError, UnsupportedError
 from horovod_sparse.feedback import Recipe
-from horovod_sparse.frontend import Asked, Decision
+from horovod_sparse.feedback.state import shared_digest
+from horovod_sparse.frontend import Standing, Start, agreed_start, check_agreement
+from horovod_sparse.frontend.failures import raise_together
 from horovod_sparse.merging import ParameterFacts, Plan
 from horovod_sparse.telemetry import StepReport, Telemetry
 from horovod_sparse.torch import residuals
+from horovod_sparse.torch._horovod import hvd
+from horovod_sparse.torch.calibration import carry_out_together
 from horovod_sparse.torch.driver import Driver
 from horovod_sparse.torch.explained import explain
+from horovod_sparse.torch.hooks import claim
 from horovod_sparse.torch.parts import DenseBucket, Part, SparseBucket
 from horovod_sparse.torch.parts_of_plan import parts_of
+from horovod_sparse.torch.planning import FirstPlan
 from horovod_sparse.torch.tensors import dtype_name
 from horovod_sparse.torch.transport import transport_words
 from horovod_sparse.torch.warmup import WarmUp
@@ -28,6 +36,18 @@ __all__ = ["GradientSynchronizer"]
 #: parts that a hook finds not done before it looks no further: with many buckets under way, looking at all
 #: of them in every hook would take longer than what is found is worth
 _PATIENCE = 4
+
+_numbers = itertools.count()
+
+
+def _next_label() -> str:
+    """Goes before the names of an optimizer's collectives; the first one's have nothing before them.
+
+    Two optimizers may have parameters of the same names (two networks that are trained in turn). The
+    number need not be the same on all ranks: all take the first rank's.
+    """
+    number = next(_numbers)
+    return f"optimizer{number}." if number else ""
 
 
 class GradientSynchronizer:
@@ -41,12 +61,11 @@ class GradientSynchronizer:
             waits for (`_allreduce_delay`, which Horovod's own methods set back too).
         facts: as made by `planning.facts_of`.
         recipe: what to do with a bucket.
-        plan: which parameters form which bucket.
+        first: plan to begin with, of this rank; that of the first rank is taken when all have agreed,
+            which they do in the first synchronization after every start of Horovod.
         process_set: the ranks that take part.
         average: whether sums are divided by the number of ranks.
         sparse_as_dense: whether gradients in COO form are taken.
-        asked: how plans are made, where they are made by times.
-        decision: where a profile has made it already.
     """
 
     def __init__(
@@ -54,37 +73,38 @@ class GradientSynchronizer:
         optimizer: Any,
         facts: Mapping[str, tuple[ParameterFacts, torch.Tensor]],
         recipe: Recipe,
-        plan: Plan,
+        first: FirstPlan,
         *,
         process_set: Any,
         average: bool,
         sparse_as_dense: bool,
-        asked: Asked | None = None,
-        decision: Decision | None = None,
     ) -> None:
         self.optimizer, self.facts, self.recipe = optimizer, dict(facts), recipe
         self.process_set, self.average, self.sparse_as_dense = process_set, average, sparse_as_dense
         self.driver = Driver(process_set)
         self.telemetry = Telemetry()
         self.warmup: WarmUp | None = None
-        if asked is not None:
+        if first.asked is not None:
             parameters = [fact for fact, _ in self.facts.values()]
-            self.warmup = WarmUp(asked, parameters, recipe.sparsifier, process_set, decision)
+            self.warmup = WarmUp(first.asked, parameters, recipe.sparsifier, process_set, first.decision)
+        self._first, self._label = first, _next_label()
+        #: Horovod's table of handles when the ranks agreed: every start of Horovod makes a new one
+        self._agreed_under: Any = hvd.mpi_ops._handle_map if self.size == 1 else None
+        self._retired = False
         self._name_of = {parameter: name for name, (_, parameter) in self.facts.items()}
         #: synchronizations done, those that were given up not counted
         self.step = 0
         #: whether a gradient has arrived since the last synchronization
         self.under_way = False
         self.parts: list[Part] = []
-        self.plan = plan
+        self.plan = first.plan
         self._part_of: dict[torch.Tensor, Part] = {}
         self._kinds: list[tuple[torch.Tensor, torch.dtype, torch.device]] = []
         self._place = (self.rank, self.size)
         # autograd runs the hooks of each device in a thread of its own
         self._hooks = threading.Lock()
-        self.build(plan)
-        for _, parameter in self.facts.values():
-            parameter.register_post_accumulate_grad_hook(self._on_gradient)
+        self.build(first.plan)
+        self._handles = claim(self, (parameter for _, parameter in self.facts.values()))
 
     @property
     def rank(self) -> int:
@@ -120,12 +140,12 @@ class GradientSynchronizer:
         rate = self.optimizer.param_groups[group].get("lr")
         return None if rate is None else float(rate)
 
-    def _on_gradient(self, parameter: torch.Tensor) -> None:
+    def on_gradient(self, parameter: torch.Tensor) -> None:
         """After every accumulation into a parameter's gradient. Never waits for other ranks."""
         with self._hooks:
             part = self._take(parameter)
             complete = self.optimizer._allreduce_delay[parameter] == 0
-            works = part.num_missing == 0 and complete
+            works = part.num_missing == 0 and complete and self._is_agreed
             warmup = self.warmup
             recording = warmup is not None and warmup.recording and complete
             entered = warmup.stamp() if warmup is not None and recording else None
@@ -193,25 +213,96 @@ class GradientSynchronizer:
                 "before it is wrapped"
             ) from error
 
+    @property
+    def _is_agreed(self) -> bool:
+        return self._agreed_under is hvd.mpi_ops._handle_map
+
+    def _agree(self) -> None:
+        """All ranks together, before their first bucket after a start of Horovod: what they go on with."""
+        if self._is_agreed:
+            return
+        handles = hvd.mpi_ops._handle_map
+        start = carry_out_together(self._agreement(), self.process_set, "horovod_sparse.agreement")
+        self.driver.label, self._agreed_under = start.label, handles
+        if start.anew:
+            self.replan(start.plan)
+            self.step = start.step
+            for part in self.parts:
+                part.streams.note()
+
+    def _agreement(self) -> Synchronization[Start]:
+        yield from check_agreement(self._first.asked)
+        yield from raise_together(self._first.failure)
+        states = {part.name: part.bucket.state for part in self.sparse}
+        standing = Standing(
+            self.step,
+            shared_digest(states),
+            self._place,
+            self.plan,
+            [fact for fact, _ in self.facts.values()],
+            label=self._label,
+        )
+        return (yield from agreed_start(standing))
+
+    def reduced(self, loss: Any) -> Any:
+        """A loss over all ranks, as gradients are: their mean, or their sum.
+
+        Args:
+            loss: of this rank, a number or a tensor of one element.
+        """
+        if self.size == 1:
+            return loss
+        value = torch.as_tensor(loss, dtype=torch.float64).detach().cpu().reshape(1)
+        op = hvd.Average if self.average else hvd.Sum
+        name = f"{self.driver.label}horovod_sparse.loss"
+        total = hvd.allreduce(value, op=op, name=name, process_set=self.process_set).reshape(())
+        return total.to(loss) if isinstance(loss, torch.Tensor) else float(total)
+
+    def retire(self) -> None:
+        """See `Owner.retire`. A step that is under way is given up."""
+        for handle in self._handles:
+            handle.remove()
+        if self.under_way:
+            self.give_up()
+        self._retired = True
+
+    def check_in_use(self) -> None:
+        """Refuses an optimizer that has been replaced.
+
+        Raises:
+            UnsupportedError: if another optimizer has been made for a parameter of this one.
+        """
+        if self._retired:
+            raise UnsupportedError(
+                "a parameter of this optimizer was given to another DistributedOptimizer afterwards, which "
+                f"synchronizes it now: use that one ({', '.join(list(self.facts)[:3])}, ...)"
+            )
+
     def synchronize(self) -> None:
         """Waits for all buckets, and scatters their sums into the gradients.
 
         Raises:
+            StateMismatchError: on every rank alike, if this is the first step and ranks have different
+                parameters.
             NonFiniteGradientError: on every rank alike, if a gradient is not finite on some rank. The
                 whole step is given up: gradients are zeros, what was finite stays in the residuals,
                 and training may go on.
             UnsupportedError: if a rank has called ``hvd.join()`` meanwhile.
-            ProfileMismatchError: on every rank alike, if this step ends the warm-up and no plan can be
-                made; gradients are synchronized, and the plan stays what it is.
+            ProfileMismatchError: on every rank alike, if this is the first step and ranks were given
+                different profiles or ask for different plans, or a profile cannot be read or applied; if
+                it ends the warm-up and no plan can be made: then gradients are synchronized, and the plan
+                stays what it is.
             HorovodInternalError: if Horovod failed.
         """
+        self.check_in_use()
         self._begin()
         idle_before = self.driver.idle_seconds
-        for part in self.parts:
-            if part.task is None:
-                part.start(self.driver)
-        tasks = [part.task for part in self.parts if part.task is not None]
         try:
+            self._agree()
+            for part in self.parts:
+                if part.task is None:
+                    part.start(self.driver)
+            tasks = [part.task for part in self.parts if part.task is not None]
             self.driver.wait(tasks)
         except BaseException as error:
             self.give_up()
@@ -245,6 +336,9 @@ class GradientSynchronizer:
     def finish_pending(self) -> None:
         """Ends a step that is under way, and gives it up: every rank has to do so."""
         if not self.under_way:
+            return
+        if not self._is_agreed:  # then nothing has been started
+            self.give_up()
             return
         for part in self.parts:
             if part.task is None:

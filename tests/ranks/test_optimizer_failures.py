@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from horovod_sparse.errors import NonFiniteGradientError, StateMismatchError, UnsupportedError
+from horovod_sparse.errors import NonFiniteGradientError, UnsupportedError
 from horovod_sparse.merging import Plan
 from horovod_sparse.torch import Compression
 from support.linear import LinearModel, dyadic, same_on_all_ranks
@@ -68,16 +68,6 @@ def test_a_bad_dense_parameter_names_its_rank(rank, size):
     found = train_step(model, optimizer, gradients(rank, 1))
     expected = sum(gradients(r, 1)["bias"] for r in range(size)) / size
     np.testing.assert_allclose(found["bias"].numpy(), expected, rtol=3e-7)
-
-
-def test_ranks_with_different_models_are_told_at_construction(rank):
-    shapes = SHAPES | {"bias": (7 + rank,)}
-    with pytest.raises(StateMismatchError, match="bias"):
-        make(LinearModel(shapes), "topk:density=0.1")
-    model = LinearModel(SHAPES)
-    model.second.requires_grad_(rank == 0)
-    with pytest.raises(StateMismatchError, match="second"):
-        make(model, "topk:density=0.1")
 
 
 def test_adasum_is_refused():

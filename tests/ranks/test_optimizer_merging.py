@@ -109,10 +109,10 @@ def refused_by_all(make_it, match):
 
 
 def test_ranks_with_different_profiles_are_refused_on_all(rank, tmp_path):
-    def of(given, merging="optimal", **arguments):
-        return lambda: make(
-            LinearModel(SHAPES), "topk:density=0.05", merging=merging, profile=given, **arguments
-        )
+    def of(given, merging="optimal"):
+        model = LinearModel(SHAPES)
+        optimizer = make(model, "topk:density=0.05", merging=merging, profile=given)
+        return lambda: train_step(model, optimizer, gradients(rank, 0))
 
     refused_by_all(of(profile(cycle_seconds=0.001 * (1 + rank))), "loaded another profile")
     refused_by_all(of(profile() if rank else None), "loaded another profile")

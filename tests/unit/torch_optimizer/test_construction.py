@@ -10,9 +10,8 @@ from horovod_sparse.merging import Plan  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
-def one_rank_that_synchronizes(monkeypatch, memory):
+def one_rank(memory):
     hvd.init()
-    monkeypatch.setenv("HOROVOD_ELASTIC", "1")  # hooks are then registered with one rank, too
 
 
 def model():
@@ -50,23 +49,6 @@ def test_what_one_rank_holds_back_comes_out_later():
         torch.testing.assert_close(p.detach(), first[i] - 0.1 * applied[i])
 
 
-def test_with_one_rank_horovod_changes_nothing_and_residuals_are_kept_aside(monkeypatch):
-    net = model()
-    saved = wrap(net).state_dict()
-    monkeypatch.delenv("HOROVOD_ELASTIC")
-    optimizer = wrap(net)
-    assert optimizer.plan is None
-    assert optimizer.telemetry.summary() == "no step yet"
-    optimizer.load_state_dict(saved)
-    assert optimizer.state_dict()["horovod_sparse"] is saved["horovod_sparse"]
-    net(torch.ones(1, 8)).sum().backward()
-    local = [p.grad.clone() for p in net.parameters()]
-    optimizer.step()
-    assert all(torch.equal(p.grad, g) for p, g in zip(net.parameters(), local, strict=True))
-    optimizer.zero_grad()
-    assert all(p.grad is None for p in net.parameters())
-
-
 def test_names_are_checked_as_horovod_checks_them():
     net = model()
     with pytest.raises(ValueError, match="unique"):
@@ -83,6 +65,13 @@ def test_names_are_checked_as_horovod_checks_them():
         wrap(net, backward_passes_per_step=0)
     with pytest.raises(ValueError, match="predivide"):
         wrap(net, gradient_predivide_factor=2.0, op=hvd.Sum)
+    for factor in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ArgumentError, match="gradient_predivide_factor"):
+            wrap(net, gradient_predivide_factor=factor)
+    with pytest.raises(ArgumentError, match="add_process_set"):
+        wrap(net, process_set=hvd.ProcessSet([0]))
+    with pytest.raises(ArgumentError, match="made by DistributedOptimizer already"):
+        hvd.DistributedOptimizer(wrap(net), net.named_parameters(), compression="topk")
 
 
 def test_arguments_that_exclude_each_other_are_named():

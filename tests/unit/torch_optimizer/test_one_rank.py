@@ -1,0 +1,132 @@
+"""One rank does what each of many does: equal to the simulator with P = 1, feedback included."""
+
+import gc
+import weakref
+
+import numpy as np
+import pytest
+import torch
+
+hvd = pytest.importorskip("horovod_sparse.torch")
+
+from horovod_sparse.errors import ArgumentError, UnsupportedError  # noqa: E402
+from horovod_sparse.simulation import SimulatedCluster  # noqa: E402
+from support.cases import CASES, case_id  # noqa: E402
+from support.linear import LinearModel, dyadic  # noqa: E402
+from support.optimizers import flat, in_bucket_order, make, train_step  # noqa: E402
+
+SHAPES = {"first": (40, 30), "bias": (7,), "second": (3, 5, 11)}
+NAMES = ("second", "bias", "first")
+
+
+@pytest.fixture(autouse=True)
+def one_rank():
+    hvd.init()
+
+
+def gradients(step: int) -> dict[str, np.ndarray]:
+    return {name: dyadic(shape, step, name) for name, shape in SHAPES.items()}
+
+
+FEEDBACKS = [
+    "error",
+    "momentum(momentum=0.9)",
+    "momentum(momentum=0.5,clip_norm=1.0)",
+    "error(clip_norm=0.5)",
+]
+
+
+@pytest.mark.parametrize("feedback", FEEDBACKS)
+def test_equals_the_simulator_with_one_rank(feedback):
+    compression = hvd.Compression.topk(density=0.1, feedback=feedback)
+    model = LinearModel(SHAPES)
+    optimizer = make(model, compression)
+    cluster = SimulatedCluster(compression.recipe, 1372, 1, name="bucket0.second")
+    for step in range(5):
+        found = train_step(model, optimizer, gradients(step))
+        expected = cluster.step([in_bucket_order(gradients(step), NAMES)], 0.5)
+        np.testing.assert_array_equal(flat(found, NAMES), expected)
+    assert optimizer.telemetry.last.step == 5
+
+
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+def test_every_algorithm_equals_the_simulator_with_one_rank(case):
+    model = LinearModel(SHAPES)
+    optimizer = make(model, hvd.SparseCompressor(case.at(0.1)))
+    cluster = SimulatedCluster(case.at(0.1), 1372, 1, name="bucket0.second")
+    for step in range(3):
+        found = train_step(model, optimizer, gradients(step))
+        expected = cluster.step([in_bucket_order(gradients(step), NAMES)], 0.5)
+        np.testing.assert_array_equal(flat(found, NAMES), expected)
+
+
+def test_momentum_correction_at_density_one_is_the_optimizers_own_momentum():
+    weights = []
+    for corrected in (True, False):
+        model = LinearModel(SHAPES)
+        if corrected:
+            # without masking all that is sent stays in the velocity
+            feedback = "momentum(momentum=0.5,masking=False)"
+            optimizer = make(model, hvd.Compression.topk(density=1.0, feedback=feedback))
+        else:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
+        for step in range(4):
+            model.backward(gradients(step))
+            optimizer.step()
+            optimizer.zero_grad()
+        weights.append([parameter.detach().clone() for parameter in model.parameters()])
+    for one, other in zip(*weights, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_models_and_optimizers_are_freed(steps):
+    references = []
+    for _ in range(3):
+        model = LinearModel(SHAPES)
+        optimizer = make(model, "topk:density=0.1")
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        for step in range(steps):
+            train_step(model, optimizer, gradients(step))
+            scheduler.step()
+        references += [weakref.ref(item) for item in (optimizer, model, *model.parameters())]
+        del model, optimizer, scheduler
+    gc.collect()
+    assert not any(reference() is not None for reference in references)
+
+
+def test_a_model_whose_optimizer_is_gone_is_an_ordinary_one():
+    model = LinearModel(SHAPES)
+    optimizer = make(model, "topk:density=0.1")
+    train_step(model, optimizer, gradients(0))
+    del optimizer
+    gc.collect()
+    for step in (1, 1):
+        model.zero_grad()
+        model.backward(gradients(step))
+        np.testing.assert_array_equal(model.first.grad.numpy(), gradients(step)["first"])
+
+
+def test_wrapping_a_model_again_gives_it_to_the_new_optimizer():
+    results = []
+    for again in (False, True):
+        model = LinearModel(SHAPES)
+        first = make(model, "topk:density=0.1")
+        if again:
+            model.backward(gradients(0))  # given up with its optimizer
+            second = make(model, "topk:density=0.1")
+            second.zero_grad()
+            with pytest.raises(UnsupportedError, match="given to another DistributedOptimizer"):
+                first.step()
+        else:
+            second = first
+        results.append([train_step(model, second, gradients(step)) for step in range(3)])
+    for one, other in zip(*results, strict=True):
+        for name in SHAPES:
+            assert torch.equal(one[name], other[name])
+
+
+def test_an_optimizer_that_is_wrapped_already_is_refused_by_name():
+    model = LinearModel(SHAPES)
+    with pytest.raises(ArgumentError, match="optimizer"):
+        hvd.DistributedOptimizer(make(model, "topk"), model.named_parameters(), compression="topk")
