@@ -18,14 +18,37 @@ from horovod_sparse.collectives import AllGather, AllReduce, AllToAll, Broadcast
 from horovod_sparse.errors import CollectiveMismatchError, UnsupportedError
 from horovod_sparse.tensorflow._horovod import hvd
 
-__all__ = ["Wire", "carry_out", "from_wire", "nothing", "to_wire", "wire_dtype"]
+__all__ = ["Wire", "carry_out", "from_wire", "known_to_elastic", "nothing", "to_wire", "wire_dtype"]
 
 #: What goes through an operation: the buffer, and how many elements of it go to (come from) each rank;
 #: the latter is empty where the kind needs no such thing.
 Wire = tuple[np.ndarray, np.ndarray]
 
+#: one of the words by which `hvd.elastic.run` knows Horovod's failures
+ELASTIC_WORD = "HorovodAllgather"
+
 _NO_SPLITS = np.empty(0, np.int32)
 _NOTHING = np.empty(0, np.int32)
+
+
+def known_to_elastic() -> Any:
+    """A context in which operations get names by which ``hvd.elastic.run`` knows Horovod's failures.
+
+    It looks for "HorovodAllreduce", "HorovodAllgather" or "HorovodBroadcast" in the error's text, where a
+    graph quotes the operation's name and not its type; a failure that it does not know ends the training as
+    if it were done. Collectives keep their names: Horovod is told to ignore the scopes before them. All
+    kinds are in one scope, the all-to-all, which it does not look for, too.
+
+    Example:
+        >>> @tf.function
+        ... def named():
+        ...     with tf.name_scope("outer"), known_to_elastic():
+        ...         return tf.zeros([], name="bucket.0")
+        >>> [operation.name for operation in named.get_concrete_function().graph.get_operations()][0]
+        'HorovodAllgather/bucket.0'
+    """
+    # the slash: no numbers are added to it, but to the names within, as if there were no scope
+    return tf.name_scope(f"{ELASTIC_WORD}/")
 
 
 def wire_dtype(kind: type[Request], value_dtype: np.dtype[Any]) -> np.dtype[Any]:
@@ -130,9 +153,10 @@ def carry_out(
         What `from_wire` takes.
     """
     common = {"name": name, "ignore_name_scope": True, "process_set": process_set}
-    if kind is AllReduce:
-        return hvd.allreduce(buffer, op=hvd.Sum, **common), tf.zeros([0], tf.int32)
-    if kind in (Exchange, AllToAll):
-        output, received = hvd.alltoall(buffer, splits=splits, **common)
-        return output, received
-    return hvd.allgather(buffer, **common), tf.zeros([0], tf.int32)
+    with known_to_elastic():
+        if kind is AllReduce:
+            return hvd.allreduce(buffer, op=hvd.Sum, **common), tf.zeros([0], tf.int32)
+        if kind in (Exchange, AllToAll):
+            output, received = hvd.alltoall(buffer, splits=splits, **common)
+            return output, received
+        return hvd.allgather(buffer, **common), tf.zeros([0], tf.int32)

@@ -142,12 +142,26 @@ def on_host(
     bucket would wait for the collectives of those before it, so this is called off here: inputs alone
     say what comes after what.
 
+    What it raises arrives as an `InvalidArgumentError`. Most errors would be an `UnknownError` to
+    TensorFlow: Horovod's failures come as such, and ``hvd.elastic.run`` takes one that it does not know for
+    the training's end.
+
     Args:
         function: takes and gives NumPy arrays.
         inputs: for its arguments.
         types: of its results.
     """
-    results = list(tf.numpy_function(function, list(inputs), list(types)))
+
+    def call(*arrays: np.ndarray) -> Any:
+        try:
+            return function(*arrays)
+        except (TypeError, ValueError):
+            raise
+        except Exception as error:
+            # TensorFlow looks at the kind, and quotes its name
+            raise type(type(error).__name__, (ValueError,), {})(str(error)) from error
+
+    results = list(tf.numpy_function(call, list(inputs), list(types)))
     if not tf.executing_eagerly():
         order = getattr(tf.compat.v1.get_default_graph(), "experimental_acd_manager", None)
         if order is not None:

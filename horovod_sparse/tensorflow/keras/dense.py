@@ -10,6 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from horovod_sparse.tensorflow._horovod import hvd
+from horovod_sparse.tensorflow.collectives import known_to_elastic
 from horovod_sparse.tensorflow.driver import refuse_xla
 from horovod_sparse.tensorflow.eager import EagerCalls
 from horovod_sparse.tensorflow.tensors import as_variable
@@ -95,12 +96,14 @@ class DenseReducer:
         for number, group in enumerate(self._positions(gradients, variables)):
             grouped.update(group)
             tensors = [gradients[i] for i in group]
-            sums = hvd.grouped_allreduce(tensors, name=f"{self._name}.group{number}", **self._common)
+            with known_to_elastic():
+                sums = hvd.grouped_allreduce(tensors, name=f"{self._name}.group{number}", **self._common)
             for i, sum_ in zip(group, sums, strict=True):
                 results[i] = sum_
         for i, gradient in enumerate(gradients):
             if gradient is not None and i not in grouped:
-                results[i] = hvd.allreduce(gradient, name=f"{self._name}.{i}", **self._common)
+                with known_to_elastic():
+                    results[i] = hvd.allreduce(gradient, name=f"{self._name}.{i}", **self._common)
         return results
 
     def _positions(self, gradients: list[Any], variables: list[Any]) -> list[list[int]]:
