@@ -18,7 +18,16 @@ from horovod_sparse.collectives import AllGather, AllReduce, AllToAll, Broadcast
 from horovod_sparse.errors import CollectiveMismatchError, UnsupportedError
 from horovod_sparse.tensorflow._horovod import hvd
 
-__all__ = ["Wire", "carry_out", "from_wire", "known_to_elastic", "nothing", "to_wire", "wire_dtype"]
+__all__ = [
+    "Wire",
+    "carry_out",
+    "from_wire",
+    "known_to_elastic",
+    "not_folded",
+    "nothing",
+    "to_wire",
+    "wire_dtype",
+]
 
 #: What goes through an operation: the buffer, and how many elements of it go to (come from) each rank;
 #: the latter is empty where the kind needs no such thing.
@@ -49,6 +58,27 @@ def known_to_elastic() -> Any:
     """
     # the slash: no numbers are added to it, but to the names within, as if there were no scope
     return tf.name_scope(f"{ELASTIC_WORD}/")
+
+
+def not_folded(gradient: Any) -> Any:
+    """A gradient as an operation of Horovod's has to get it in a graph: not as a constant.
+
+    To TensorFlow these operations are pure, so one whose input is a constant (the gradient of a sum is) is
+    carried out once, when the graph is optimized, and its result kept, also for another number of ranks.
+
+    Args:
+        gradient: a tensor or `tf.IndexedSlices`.
+    """
+    if isinstance(gradient, tf.IndexedSlices):
+        values, indices = not_folded(gradient.values), not_folded(gradient.indices)
+        return tf.IndexedSlices(values, indices, gradient.dense_shape)
+    if tf.executing_eagerly():
+        return gradient
+    # a shape that is known only when the graph runs; nothing is copied
+    one = tf.minimum(hvd.size_op(), 1)
+    same = tf.reshape(gradient, tf.shape(gradient) * one)
+    same.set_shape(gradient.shape)
+    return same
 
 
 def wire_dtype(kind: type[Request], value_dtype: np.dtype[Any]) -> np.dtype[Any]:

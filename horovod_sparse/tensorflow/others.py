@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from horovod_sparse.tensorflow._horovod import hvd
-from horovod_sparse.tensorflow.collectives import known_to_elastic
+from horovod_sparse.tensorflow.collectives import known_to_elastic, not_folded
 
 __all__ = ["reduce_densely"]
 
@@ -23,11 +23,14 @@ def reduce_densely(gradient: Any, name: str, process_set: Any, average: bool) ->
         average: whether values are divided by the number of ranks.
     """
     common = {"ignore_name_scope": True, "process_set": process_set}
+    gradient = not_folded(gradient)
     with known_to_elastic():
         if not isinstance(gradient, tf.IndexedSlices):
             return hvd.allreduce(gradient, op=hvd.Average if average else hvd.Sum, name=name, **common)
         values = hvd.allgather(gradient.values, name=f"{name}.values", **common)
         indices = hvd.allgather(gradient.indices, name=f"{name}.indices", **common)
+        # asked for when the graph runs: elastic training may go on with other ranks
+        size = hvd.size_op(process_set.process_set_id)
     if average:
-        values = values / tf.cast(process_set.size(), values.dtype)
+        values = values / tf.cast(size, values.dtype)
     return tf.IndexedSlices(values, indices, gradient.dense_shape)

@@ -10,12 +10,13 @@ from typing import Any, Protocol
 import numpy as np
 
 from horovod_sparse.arrays import GradientParts, HostAccumulator
-from horovod_sparse.collectives import AllReduce, Synchronization
+from horovod_sparse.collectives import AllReduce, Request, Synchronization
 from horovod_sparse.feedback import Bucket, BucketStep, Member, Progress, Recipe
 from horovod_sparse.frontend import sum_densely
 from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.sparsifiers.base import accumulator_dtype
 from horovod_sparse.telemetry import BucketReport
+from horovod_sparse.tensorflow.looped import is_looped
 from horovod_sparse.tensorflow.output import DenseOutput
 from horovod_sparse.tensorflow.task import Task
 from horovod_sparse.tensorflow.tensors import numpy_dtype
@@ -90,8 +91,8 @@ class SparseBucket:
         self.places = list(zip([0, *stops[:-1]], stops, strict=True))
         self._name, self._recipe, self._place = name, recipe, place
         self.bucket = self._made(None)
-        kinds = self.bucket.recipe.sparsifier.rounds(place()[1])
-        self.task = Task(collective, kinds, accumulator_dtype(dtype))
+        in_loop = is_looped(recipe.sparsifier, self.places[-1][1])
+        self.task = Task(collective, self._kinds(), accumulator_dtype(dtype), in_loop)
         self._output = DenseOutput(self.shapes, numpy_dtype(dtype))
 
     def _made(self, before: Bucket | None) -> Bucket:
@@ -104,6 +105,9 @@ class SparseBucket:
             bucket.restart(before.progress)
         return bucket
 
+    def _kinds(self) -> tuple[type[Request], ...]:
+        return self.bucket.recipe.sparsifier.rounds(self.bucket.info.size)
+
     def begin(self, learning_rate: float | None, gradients: Sequence[np.ndarray]) -> Synchronization[Any]:
         """See `Part.begin`."""
         if self.task.under_way:  # the last step ended in an error elsewhere
@@ -111,6 +115,8 @@ class SparseBucket:
             self.bucket.abandon()
         if (self.bucket.info.rank, self.bucket.info.size) != self._place():
             self.bucket = self._made(self.bucket)
+            if self.task.looped:  # any other graph is fixed
+                self.task.kinds = self._kinds()
         return self.bucket.step(GradientParts(gradients), learning_rate)
 
     def apply(self, scale: float) -> tuple[list[np.ndarray], BucketReport]:

@@ -12,6 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from horovod_sparse.tensorflow._horovod import hvd
+from horovod_sparse.tensorflow.collectives import known_to_elastic
 from horovod_sparse.tensorflow.tensors import as_variable
 
 __all__ = ["reduce_scaled", "times"]
@@ -56,13 +57,14 @@ def reduce_scaled(
         return reduced()
     present = [gradient for gradient in gradients if gradient is not None]
     bad = [tf.reduce_any(~tf.math.is_finite(_values(gradient))) for gradient in present]
-    num_bad = hvd.allreduce(
-        tf.cast(tf.reduce_any(bad), tf.int32),
-        op=hvd.Sum,
-        name=name,
-        ignore_name_scope=True,
-        process_set=process_set,
-    )
+    with known_to_elastic():
+        num_bad = hvd.allreduce(
+            tf.cast(tf.reduce_any(bad), tf.int32),
+            op=hvd.Sum,
+            name=name,
+            ignore_name_scope=True,
+            process_set=process_set,
+        )
     if tf.executing_eagerly():
         return skipped() if int(num_bad) else reduced()
     # both branches give the same ones; which ones a reduction gives is known when it is traced

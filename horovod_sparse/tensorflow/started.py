@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from horovod_sparse.tensorflow.buckets import Buckets
 from horovod_sparse.tensorflow.driver import unroll
+from horovod_sparse.tensorflow.looped import looped
 from horovod_sparse.tensorflow.parts import Part
 
 __all__ = ["Gradient", "Started", "start"]
@@ -86,4 +87,5 @@ def _unrolled(
         (part,) = buckets.at(version, [position])
         return part.begin(None if np.isnan(rate) else float(rate), arrays)
 
-    return unroll(part.task, begin, buckets.place, [rate, *inputs], process_set)
+    put = looped if part.task.looped else unroll
+    return put(part.task, begin, buckets.place, [rate, *inputs], process_set)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from horovod_sparse.collectives import AllGather, Request, Synchronization
+from horovod_sparse.collectives import AllGather, AllToAll, Request, Synchronization
 from horovod_sparse.errors import CollectiveMismatchError
 from horovod_sparse.tensorflow.collectives import Wire, from_wire, nothing, to_wire
 from horovod_sparse.tensorflow.courier import Courier, Journey, over_pairs
@@ -31,6 +31,8 @@ class Task:
         name: stable over ranks and steps; round r communicates as ``{name}.{r}``.
         kinds: of the requests, in order.
         value_dtype: float32 or float64: of allreduces.
+        looped: whether all kinds go through one operation, as often as `kinds` says when the graph runs: see
+            `horovod_sparse.tensorflow.looped`.
 
     Attributes:
         result: what the coroutine returned.
@@ -41,8 +43,10 @@ class Task:
         transport: how its messages between two ranks travel, and why so; empty where there are none.
     """
 
-    def __init__(self, name: str, kinds: tuple[type[Request], ...], value_dtype: np.dtype[Any]) -> None:
-        self.name, self.kinds, self.value_dtype = name, kinds, value_dtype
+    def __init__(
+        self, name: str, kinds: tuple[type[Request], ...], value_dtype: np.dtype[Any], looped: bool = False
+    ) -> None:
+        self.name, self.kinds, self.value_dtype, self.looped = name, kinds, value_dtype, looped
         self.place = (0, 1)
         self.result: Any = None
         self.error: BaseException | None = None
@@ -57,6 +61,11 @@ class Task:
     def under_way(self) -> bool:
         """Whether a coroutine waits for a collective: also where a failed step has left one behind."""
         return self._coroutine is not None or self._journey is not None
+
+    @property
+    def has_rounds(self) -> bool:
+        """Whether a round is left: also where the coroutine has failed, since the others go on."""
+        return self._round < len(self.kinds)
 
     def entrust(self, coroutine: Synchronization[Any], place: tuple[int, int], courier: Courier) -> None:
         """Runs a coroutine to its first request, and leaves the rest to the courier; `wait` ends it."""
@@ -148,6 +157,8 @@ class Task:
             return self._give_up(self._mismatch(f"asks for {type(request).__name__}"))
         try:
             self._request = request
+            if self.looped and isinstance(request, AllGather):
+                request = AllToAll((request.buffer,) * self.place[1])
             return to_wire(request, self.value_dtype, self.place)
         except Exception as error:
             return self._give_up(error)
@@ -168,6 +179,8 @@ class Task:
     def _nothing(self) -> Wire:
         # a rank alone may have no rounds
         kind = self.kinds[min(self._round, len(self.kinds) - 1)] if self.kinds else AllGather
+        if self.looped:
+            kind = AllToAll
         return nothing(kind, self.value_dtype, self.place[1])
 
 

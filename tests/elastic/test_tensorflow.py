@@ -44,3 +44,21 @@ def test_survivors_of_a_killed_worker_finish(tmp_path):
     [ended] = of(job.entries, "ended")
     assert ended["value"] == "finished"
     agree(job.entries)
+
+
+@pytest.mark.parametrize("compression", ["topk:density=0.2", "spardl:density=0.2"])
+def test_ranks_go_and_come(tmp_path, compression):
+    """2, 1, 2 and 3 ranks; functions are traced once on the rank that is there all the time."""
+    task = {"compression": compression, "slices": True, "batches": 12}
+    task |= {"killed": {HOSTS[1]: 3}, "until": {"6": 2, "9": 3}}
+    with elastic_job(tmp_path, WORKER, json.dumps(task)) as job:
+        job.wait_for(lambda entries: bool(of(entries, "batch", batch=6, size=1)))
+        job.set_hosts([HOSTS[0], HOSTS[2]])
+        job.wait_for(lambda entries: bool(of(entries, "batch", batch=9, size=2)))
+        job.set_hosts([HOSTS[0], HOSTS[2], HOSTS[3]])
+        assert job.wait() == 0, job.log
+    assert len(of(job.entries, "ended", value="finished")) == 3
+    agree(job.entries)
+    # row 3 of the table gets a gradient of 1 from every rank, so its average, too
+    for entry in of(job.entries, "batch"):
+        assert entry["table"][3] == pytest.approx([-0.1 * entry["batch"]] * 2, rel=1e-5)

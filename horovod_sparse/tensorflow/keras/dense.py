@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from horovod_sparse.tensorflow._horovod import hvd
-from horovod_sparse.tensorflow.collectives import known_to_elastic
+from horovod_sparse.tensorflow.collectives import known_to_elastic, not_folded
 from horovod_sparse.tensorflow.driver import refuse_xla
 from horovod_sparse.tensorflow.eager import EagerCalls
 from horovod_sparse.tensorflow.tensors import as_variable
@@ -95,7 +95,7 @@ class DenseReducer:
         grouped: set[int] = set()
         for number, group in enumerate(self._positions(gradients, variables)):
             grouped.update(group)
-            tensors = [gradients[i] for i in group]
+            tensors = [not_folded(gradients[i]) for i in group]
             with known_to_elastic():
                 sums = hvd.grouped_allreduce(tensors, name=f"{self._name}.group{number}", **self._common)
             for i, sum_ in zip(group, sums, strict=True):
@@ -103,7 +103,8 @@ class DenseReducer:
         for i, gradient in enumerate(gradients):
             if gradient is not None and i not in grouped:
                 with known_to_elastic():
-                    results[i] = hvd.allreduce(gradient, name=f"{self._name}.{i}", **self._common)
+                    given = not_folded(gradient)
+                    results[i] = hvd.allreduce(given, name=f"{self._name}.{i}", **self._common)
         return results
 
     def _positions(self, gradients: list[Any], variables: list[Any]) -> list[list[int]]:

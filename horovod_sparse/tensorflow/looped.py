@@ -1,0 +1,102 @@
+"""Rounds in a loop, for graphs that outlive the number of ranks for which they were traced.
+
+In elastic training a function is traced once, and ranks come and go. Most sparsifiers have the same rounds
+at any number of ranks; those that send between pairs have more of them the more ranks there are. So there
+the host says after every round whether there is another one. All kinds of request are one operation then,
+the all-to-all, to which an allgather gives the same for every rank.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from horovod_sparse.collectives import AllGather, AllToAll, Exchange, Synchronization
+from horovod_sparse.errors import ArgumentError
+from horovod_sparse.sparsifiers import BucketInfo, Sparsifier
+from horovod_sparse.tensorflow.collectives import Wire, carry_out
+from horovod_sparse.tensorflow.driver import HOST, on_host
+from horovod_sparse.tensorflow.task import Task
+
+__all__ = ["is_looped", "looped"]
+
+#: numbers of ranks at which rounds are compared: 1 has none, 2 has one stage, 3 has two
+_SIZES = (1, 2, 3)
+
+
+def is_looped(sparsifier: Sparsifier, num_elements: int) -> bool:
+    """Whether a bucket's rounds are to be in a loop: in elastic training, where their number may change.
+
+    Args:
+        sparsifier: of the bucket, not resolved.
+        num_elements: n.
+
+    Example:
+        >>> from horovod_sparse.sparsifiers import GTopK
+        >>> is_looped(GTopK(), 100)  # not in elastic training here
+        False
+    """
+    if os.environ.get("HOROVOD_ELASTIC") != "1":
+        return False
+    kinds = set()
+    for size in _SIZES:
+        try:
+            resolved = sparsifier.resolved(BucketInfo("any", num_elements, 0, size))
+            kinds.add(resolved.rounds(size))
+        except ArgumentError:  # its arguments do not go with this size
+            continue
+    return len(kinds) > 1 and {kind for rounds in kinds for kind in rounds} <= {Exchange, AllGather, AllToAll}
+
+
+def looped(
+    task: Task,
+    make: Callable[..., Synchronization[Any]],
+    place: Callable[[], tuple[int, int]],
+    inputs: Sequence[tf.Tensor],
+    process_set: Any,
+) -> tf.Tensor:
+    """The operations of one synchronization, of as many rounds as `task.kinds` has when the graph runs.
+
+    Args:
+        task: one that is `looped`.
+        make: see `horovod_sparse.tensorflow.driver.unroll`, as for the others.
+        place: see there.
+        inputs: see there.
+        process_set: see there.
+    """
+    types = [tf.int32, tf.int32, tf.bool]
+
+    def start(*arrays: np.ndarray) -> list[np.ndarray]:
+        task.legs.clear()
+        with task.working():
+            try:
+                coroutine = make(*arrays)
+            except Exception as error:
+                return given(task.fail(error, place()))
+            return given(task.start(coroutine, place()))
+
+    def resume(output: np.ndarray, splits: np.ndarray) -> list[np.ndarray]:
+        with task.working():
+            return given(task.resume(output, splits))
+
+    def given(wire: Wire) -> list[np.ndarray]:
+        return [*wire, np.array(task.has_rounds)]
+
+    def shaped(message: list[tf.Tensor]) -> list[tf.Tensor]:
+        for tensor, shape in zip(message, ([None], [None], []), strict=True):
+            tensor.set_shape(shape)
+        return message
+
+    def turn(buffer: tf.Tensor, splits: tf.Tensor, _more: tf.Tensor) -> list[tf.Tensor]:
+        with tf.device(HOST):
+            output, received = carry_out(AllToAll, buffer, splits, f"{task.name}.rounds", process_set)
+            return shaped(on_host(resume, [output, received], types))
+
+    with tf.device(HOST):
+        message = shaped(on_host(start, list(inputs), types))
+        ended = tf.while_loop(lambda _buffer, _splits, more: more, turn, message, parallel_iterations=1)
+        return tf.cast(ended[2], tf.int32)
