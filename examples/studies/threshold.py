@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from rich.progress import track
 
-from horovod_sparse.feedback import Recipe, recipe
+from horovod_sparse.feedback import ErrorFeedback, Recipe, recipe
 from horovod_sparse.sparsifiers.schedule import Exponential
 from horovod_sparse.thresholds import Sketch
 from studies import results
@@ -67,7 +67,12 @@ class Setting:
 
     def recipe(self, variant: str) -> Recipe:
         """What every rank does."""
-        return recipe(**RULES[variant], density=self.density, schedule=Exponential(steps=self.warmup_steps))
+        return recipe(
+            **RULES[variant],
+            density=self.density,
+            schedule=Exponential(steps=self.warmup_steps),
+            feedback=ErrorFeedback(scale_residual=True),
+        )
 
     def learning_rate_at(self, step: int) -> float:
         """Of a step, from 0."""

@@ -17,6 +17,7 @@ from horovod_sparse.frontend.correction import measured_step, probe_of
 from horovod_sparse.frontend.decision import Decision, check_agreement, decide, plan_by_times
 from horovod_sparse.frontend.dense import sum_densely
 from horovod_sparse.frontend.encoding import from_bytes, to_bytes
+from horovod_sparse.frontend.momentum import check_momentum
 from horovod_sparse.frontend.planning import make_plan
 from horovod_sparse.frontend.saved import redistributed, share_factor
 from horovod_sparse.frontend.standing import Standing, Start, agreed_start, kept_share
@@ -40,6 +41,7 @@ __all__ = [
     "calibration",
     "carry_out",
     "check_agreement",
+    "check_momentum",
     "decide",
     "describe_model",
     "describe_recipe",

@@ -10,6 +10,7 @@ depend: then no gradient is given to the optimizer.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +28,8 @@ from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
 from horovod_sparse.tensorflow.tensors import dtype_name
 
 __all__ = ["DropIn", "Pending"]
+
+_log = logging.getLogger("horovod_sparse")
 
 
 @dataclass(eq=False)
@@ -76,7 +79,7 @@ class DropIn:
     """What a `SparseCompressor` does in stock Horovod's tapes and optimizers.
 
     Gradients without elements or of an integer type stay dense. The learning rate is not known here, so
-    error feedback does not follow its changes.
+    a residual cannot follow its changes (`scale_residual`, of which a word is logged).
 
     Args:
         recipe: what to do with a bucket.
@@ -89,6 +92,11 @@ class DropIn:
         self.synchronizer: GradientSynchronizer | None = None
         self._slots: dict[int, _Slot] = {}
         self._gathering: _Gathering | None = None
+        if getattr(recipe.feedback, "scale_residual", False):
+            _log.warning(
+                "scale_residual=True changes nothing in horovod.tensorflow's own tapes and optimizers: they "
+                "do not tell the learning rate; use those of horovod_sparse.tensorflow"
+            )
 
     def compress(self, tensor: tf.Tensor) -> tuple[tf.Tensor, Pending | None]:
         """Puts the synchronization into the graph, if this is the first gradient of its call.

@@ -1,24 +1,22 @@
-"""Momentum is applied once: by the feedback, or by the optimizer."""
+"""What a feedback that applies momentum, or learning rates, must know of Keras' optimizers."""
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import tensorflow as tf
 
-from horovod_sparse.errors import ArgumentError
-from horovod_sparse.feedback import MomentumCorrection, Recipe
+from horovod_sparse.feedback import Recipe
+from horovod_sparse.frontend import check_momentum
 
 __all__ = ["refuse_double_momentum"]
 
-_log = logging.getLogger("horovod_sparse")
+#: settings that only optimizers have which adapt to gradients: Adam and its kin, RMSprop, Adagrad, Ftrl
+_MOMENTS = {"beta_1", "epsilon", "rho", "initial_accumulator_value"}
 
 
 def refuse_double_momentum(recipe: Recipe, optimizer: Any) -> None:
-    """Refuses an optimizer that would apply momentum after momentum correction has.
-
-    An optimizer with moments of another kind (Adam) is only warned of, as with PyTorch.
+    """Refuses an optimizer that would apply momentum after momentum correction; see `check_momentum`.
 
     Args:
         recipe: of the compressor.
@@ -34,19 +32,10 @@ def refuse_double_momentum(recipe: Recipe, optimizer: Any) -> None:
         Traceback (most recent call last):
         horovod_sparse.errors.ArgumentError: momentum=0.9 is not allowed: give momentum=0 to the optimizer...
     """
-    if not isinstance(recipe.feedback, MomentumCorrection):
-        return
-    with tf.init_scope():  # settings may be variables, and this be a graph
-        settings = getattr(optimizer, "inner_optimizer", optimizer).get_config()
-    if given := settings.get("momentum"):
-        raise ArgumentError(
-            "momentum",
-            float(given),
-            "momentum=0 to the optimizer, since the feedback "
-            f"MomentumCorrection(momentum={recipe.feedback.momentum}) applies momentum before selection; "
-            'or feedback="error" to the compression, to leave momentum to the optimizer',
-        )
-    if "beta_1" in settings:
-        _log.warning(
-            "momentum correction is made for SGD without momentum; this optimizer smooths gradients itself"
-        )
+
+    def of_optimizer() -> tuple[float, bool]:
+        with tf.init_scope():  # settings may be variables, and this be a graph
+            settings = getattr(optimizer, "inner_optimizer", optimizer).get_config()
+        return float(settings.get("momentum") or 0.0), bool(_MOMENTS & set(settings))
+
+    check_momentum(recipe, of_optimizer)

@@ -1,24 +1,21 @@
-"""Momentum is applied once: by the feedback, or by the optimizer."""
+"""What a feedback that applies momentum, or learning rates, must know of PyTorch's optimizers."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from horovod_sparse.errors import ArgumentError
-from horovod_sparse.feedback import MomentumCorrection, Recipe
+from horovod_sparse.feedback import Recipe
+from horovod_sparse.frontend import check_momentum
 
 __all__ = ["refuse_double_momentum"]
 
-_log = logging.getLogger("horovod_sparse")
+#: settings that only optimizers have which adapt to gradients: Adam and its kin, RMSprop, Adagrad, Rprop
+_MOMENTS = {"betas", "eps", "etas"}
 
 
 def refuse_double_momentum(recipe: Recipe, param_groups: Sequence[Mapping[str, Any]]) -> None:
-    """Refuses an optimizer that would apply momentum after momentum correction has.
-
-    An optimizer with moments of another kind (Adam) is only warned of: that is not DGC any more, but
-    may be meant.
+    """Refuses an optimizer that would apply momentum after momentum correction; see `check_momentum`.
 
     Args:
         recipe: of the compressor.
@@ -33,18 +30,9 @@ def refuse_double_momentum(recipe: Recipe, param_groups: Sequence[Mapping[str, A
         Traceback (most recent call last):
         horovod_sparse.errors.ArgumentError: momentum=0.9 is not allowed: give momentum=0 to the optimizer...
     """
-    if not isinstance(recipe.feedback, MomentumCorrection):
-        return
-    for group in param_groups:
-        if given := group.get("momentum", 0.0):
-            raise ArgumentError(
-                "momentum",
-                given,
-                "momentum=0 to the optimizer, since the feedback "
-                f"MomentumCorrection(momentum={recipe.feedback.momentum}) applies momentum before selection; "
-                'or feedback="error" to the compression, to leave momentum to the optimizer',
-            )
-    if any("betas" in group for group in param_groups):
-        _log.warning(
-            "momentum correction is made for SGD without momentum; this optimizer smooths gradients itself"
-        )
+
+    def of_optimizer() -> tuple[float, bool]:
+        momenta = [group.get("momentum", 0.0) for group in param_groups]
+        return max(momenta, default=0.0), any(_MOMENTS & set(group) for group in param_groups)
+
+    check_momentum(recipe, of_optimizer)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import tensorflow as tf
 
 import horovod_sparse.tensorflow as hvd
+from horovod_sparse.sparsifiers.schedule import Exponential
 
 
 def trained(variable, compression, steps, rank):
@@ -41,3 +43,23 @@ def test_checkpoint_goes_on_bit_for_bit(tmp_path, rank):
     np.testing.assert_array_equal(residual, expected)
     assert second.state_dict()["step"] == 12
     assert residual.any()
+
+
+@pytest.mark.parametrize("how", ["replan", "size"])
+def test_schedules_go_on_where_sparsifiers_start_anew(how, rank):
+    """Steps count the training, not the plan: the density falls on, and random-k's positions agree."""
+    schedule = Exponential(steps=8, start=0.5)
+    made = hvd.Compression.randomk(density=0.02, schedule=schedule)
+    variable = tf.Variable(tf.zeros(64))
+    trained(variable, made, range(4), rank)
+    if how == "replan":
+        made.replan(made.plan)
+    else:
+        saved = made.state_dict() | {"resized": True}
+        made = hvd.Compression.randomk(density=0.02, schedule=schedule)
+        made.load_state_dict(saved)
+    for step in (4, 5):
+        trained(variable, made, [step], rank)
+        assert made.telemetry.last.num_target == round(64 * schedule.density_at(step, 0.02))
+    weights = hvd.allgather(variable[None]).numpy()
+    assert (weights == weights[0]).all()

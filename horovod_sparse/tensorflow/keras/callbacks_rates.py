@@ -20,7 +20,8 @@ _log = logging.getLogger("horovod_sparse")
 class LearningRateScheduleCallback(tf.keras.callbacks.Callback):
     """Sets the learning rate to ``initial_lr * multiplier(epoch)`` from `start_epoch` to `end_epoch`.
 
-    Error feedback follows: residuals are scaled when the learning rate changes (see `ErrorFeedback`).
+    Error feedback can follow: with `scale_residual` residuals are scaled when the learning rate changes (see
+    `ErrorFeedback`).
 
     Momentum correction (Goyal et al. 2017, Section 3): SGD's velocity holds past learning rates, so it is
     multiplied by ``rate / rate_before`` when the rate changes. Horovod changes the momentum for one step

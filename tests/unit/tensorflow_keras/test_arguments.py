@@ -61,6 +61,23 @@ def test_moments_of_another_kind_are_warned_of(caplog):
     assert "momentum correction is made for SGD" in caplog.text
 
 
+def test_a_residual_that_follows_the_rate_is_for_plain_sgd(caplog):
+    """Momentum and moments remember what a falling learning rate has enlarged."""
+    scaled = "topk:density=0.1,feedback=error(scale_residual=true)"
+    hvd.DistributedOptimizer(sgd(), compression=scaled)
+    for optimizer in (keras.optimizers.Adam(), keras.optimizers.SGD(0.1, momentum=0.9)):
+        hvd.DistributedOptimizer(optimizer, compression="topk:density=0.1")
+    assert "scale_residual" not in caplog.text
+    for optimizer in (
+        keras.optimizers.Adam(),
+        keras.optimizers.RMSprop(),
+        keras.optimizers.SGD(0.1, momentum=0.9),
+    ):
+        caplog.clear()
+        hvd.DistributedOptimizer(optimizer, compression=scaled)
+        assert caplog.text.count("scale_residual=True is made for SGD without momentum") == 1
+
+
 def test_one_compressor_is_for_one_optimizer():
     compression = hvd.Compression.topk(density=0.1)
     hvd.DistributedOptimizer(sgd(), compression=compression, op=hvd.Sum)

@@ -1,5 +1,7 @@
 """What the optimizer's arguments are checked for, without a launch: Horovod with one rank."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -160,6 +162,24 @@ def test_gradients_in_coo_form_land_where_they_belong():
     wrap(strict, "topk:density=1.0")
     with pytest.raises(UnsupportedError, match="sparse_as_dense"):
         strict().backward()
+
+
+@pytest.mark.parametrize(
+    ("kind", "warned"),
+    [
+        (torch.optim.SGD, False),
+        (partial(torch.optim.SGD, momentum=0.9), True),
+        (torch.optim.AdamW, True),
+        (torch.optim.RMSprop, True),
+        (torch.optim.Adagrad, True),
+    ],
+)
+def test_a_residual_that_follows_the_rate_is_for_plain_sgd(kind, warned, caplog):
+    """Momentum and moments remember what a falling learning rate has enlarged."""
+    wrap(model(), optimizer=kind)
+    assert "scale_residual" not in caplog.text
+    wrap(model(), "topk:density=0.5,feedback=error(scale_residual=true)", optimizer=kind)
+    assert caplog.text.count("scale_residual=True is made for SGD without momentum") == warned
 
 
 def test_a_new_number_of_ranks_is_taken_up_with_residuals_kept(monkeypatch):
