@@ -18,6 +18,7 @@ from horovod_sparse.frontend.decision import Decision, check_agreement, decide, 
 from horovod_sparse.frontend.dense import sum_densely
 from horovod_sparse.frontend.encoding import from_bytes, to_bytes
 from horovod_sparse.frontend.momentum import check_momentum
+from horovod_sparse.frontend.names import common_names, next_label
 from horovod_sparse.frontend.planning import make_plan
 from horovod_sparse.frontend.saved import redistributed, share_factor
 from horovod_sparse.frontend.standing import Standing, Start, agreed_start, kept_share
@@ -42,6 +43,7 @@ __all__ = [
     "carry_out",
     "check_agreement",
     "check_momentum",
+    "common_names",
     "decide",
     "describe_model",
     "describe_recipe",
@@ -50,6 +52,7 @@ __all__ = [
     "make_plan",
     "measured_step",
     "needed_kinds",
+    "next_label",
     "plan_by_times",
     "probe_of",
     "redistributed",

@@ -24,13 +24,14 @@ class Buckets:
     Args:
         recipe: what to do with a bucket.
         process_set: the ranks that take part, which agree about a plan.
-        name: of the collectives; part i communicates as ``{name}.{i}``.
+        prefix: of the collectives' names.
         place: tells (rank, size) within the process set, at any time.
         **asked: how buckets are made: see `asked_for`.
 
     Attributes:
         asked: what `merging` and `tensor_selection` ask for, None without them.
         decision: why the plan was taken, where times decided about it.
+        label: of the collectives, known with the first gradients; part i communicates as ``{label}.{i}``.
         parts: buckets and dense variables, in the order in which they were planned.
         place: tells (rank, size) within the process set.
         version: number of the plan: graphs that were traced for another one are refused.
@@ -40,11 +41,12 @@ class Buckets:
         self,
         recipe: Recipe,
         process_set: Any,
-        name: str,
+        prefix: str,
         place: Place,
         **asked: Any,
     ) -> None:
-        self._recipe, self._process_set, self._name, self.place = recipe, process_set, name, place
+        self._recipe, self._process_set, self._prefix, self.place = recipe, process_set, prefix, place
+        self.label = ""
         if isinstance(asked.get("groups"), list):
             asked["groups"] = [[as_variable(variable) for variable in group] for group in asked["groups"]]
         self.asked, given = asked_for(**asked)
@@ -109,6 +111,8 @@ class Buckets:
         Returns:
             Whether there were any.
         """
+        if not self.label:
+            self.label = planning.label_of(self._prefix, self._process_set, variables)
         new = [
             variable
             for gradient, variable in zip(gradients, variables, strict=True)
@@ -116,18 +120,19 @@ class Buckets:
         ]
         if not new:
             return False
-        names = unique_names(new, list(self._facts))
-        facts = planning.facts_of(names, new, self._recipe.rules)
+        facts = planning.facts_of(unique_names(new, list(self._facts)), new, self._recipe.rules)
+        label, facts = planning.renamed(facts, self.label, self._process_set)
+        names = list(facts)
         self._recipe.rules.hint(facts)
-        name = f"{self._name}.plan{self._num_plans}"
         if self._num_plans == 0:
             arguments, sparsifier = self._given_for(new), self._recipe.sparsifier
             plan, self.decision = planning.planned(
-                facts, sparsifier, self._process_set, name, self.asked, arguments
+                facts, sparsifier, self._process_set, self.asked, arguments
             )
+            self.label = label
         else:  # what else was asked for concerned the variables that were there
             plan = make_plan(facts, bucket_bytes=self._given["bucket_bytes"])
-            plan = planning.agree(plan, facts, self._process_set, name)
+            plan = planning.agree(plan, facts, self._process_set)
         self._facts = {**self._facts, **facts}
         self._names.update({variable.ref(): name for name, variable in zip(names, new, strict=True)})
         self._make_parts(plan)
@@ -200,7 +205,7 @@ class Buckets:
     def _collective(self) -> str:
         """A name that no part has had before: another plan's requests are of other kinds."""
         self._num_parts += 1
-        return f"{self._name}.{self._num_parts - 1}"
+        return f"{self.label}.{self._num_parts - 1}"
 
 
 def is_sparsifiable(gradient: Any, variable: Any) -> bool:

@@ -23,10 +23,6 @@ from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
 
 __all__ = ["SparseCompressor"]
 
-#: By process set: the ranks of a set put compressors to use in the same order, as they do with Horovod's
-#: own tapes and optimizers; ranks outside of it do not.
-_numbers: dict[Any, int] = {}
-
 
 class SparseCompressor(Compressor):
     """A recipe, and what it remembers of every variable. Made by `Compression.topk(...)` and the like.
@@ -70,7 +66,7 @@ class SparseCompressor(Compressor):
         """The synchronizer for a tape or optimizer of ours: made at the first call, the same at later ones.
 
         Args:
-            **arguments: of `GradientSynchronizer`, but for the recipe and the name.
+            **arguments: of `GradientSynchronizer`, but for the recipe.
 
         Raises:
             ArgumentError: if it is bound already, with other arguments.
@@ -88,8 +84,7 @@ class SparseCompressor(Compressor):
         arguments["process_set"] = process_set
         comparable = {name: _comparable(value) for name, value in arguments.items()}
         if self._synchronizer is None:
-            name = _next_name(process_set)
-            self._synchronizer = GradientSynchronizer(self.recipe, name=name, **arguments)
+            self._synchronizer = GradientSynchronizer(self.recipe, **arguments)
             self._arguments = comparable
             self.keeper.attach(self._synchronizer)
         for name, value in comparable.items():
@@ -152,7 +147,7 @@ class SparseCompressor(Compressor):
                 "one of horovod.tensorflow"
             )
         if self._dropin is None:
-            self._dropin = DropIn(self.recipe, self.process_set, _next_name)
+            self._dropin = DropIn(self.recipe, self.process_set)
         return self._dropin.compress(tensor)
 
     @tf.autograph.experimental.do_not_convert
@@ -167,13 +162,6 @@ class SparseCompressor(Compressor):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (SparseCompressor, (self.recipe,))
-
-
-def _next_name(process_set: Any) -> str:
-    """For collectives, the same on all ranks of the set."""
-    number = process_set.process_set_id
-    _numbers[number] = _numbers.get(number, -1) + 1
-    return f"horovod_sparse.{number}.{_numbers[number]}"
 
 
 def _comparable(value: Any) -> Any:

@@ -11,7 +11,6 @@ depend: then no gradient is given to the optimizer.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,11 +83,10 @@ class DropIn:
     Args:
         recipe: what to do with a bucket.
         process_set: of the compressor, or None.
-        name: gives one for the collectives, for a process set.
     """
 
-    def __init__(self, recipe: Recipe, process_set: Any, name: Callable[[Any], str]) -> None:
-        self.recipe, self.process_set, self._name = recipe, process_set, name
+    def __init__(self, recipe: Recipe, process_set: Any) -> None:
+        self.recipe, self.process_set = recipe, process_set
         self.synchronizer: GradientSynchronizer | None = None
         self._slots: dict[int, _Slot] = {}
         self._gathering: _Gathering | None = None
@@ -181,7 +179,7 @@ class DropIn:
                 "process_set", self.process_set, f"the same as to the tape or optimizer, {theirs}, or none"
             )
         if self.synchronizer is None:
-            self.synchronizer = GradientSynchronizer(self.recipe, process_set=theirs, name=self._name(theirs))
+            self.synchronizer = GradientSynchronizer(self.recipe, process_set=theirs)
         if self.synchronizer.process_set is not theirs:
             raise UnsupportedError(
                 "one compressor serves one tape or optimizer; this one got two process sets"

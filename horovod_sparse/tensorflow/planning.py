@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,8 +19,10 @@ from horovod_sparse.frontend import (
     agreed_plan,
     carry_out,
     check_agreement,
+    common_names,
     describe_model,
     make_plan,
+    next_label,
     plan_by_times,
 )
 from horovod_sparse.frontend.failures import raise_together
@@ -29,7 +32,7 @@ from horovod_sparse.tensorflow._horovod import hvd
 from horovod_sparse.tensorflow.calibration import carry_out_together, where_of
 from horovod_sparse.tensorflow.tensors import dtype_name
 
-__all__ = ["Facts", "agree", "facts_of", "planned", "together"]
+__all__ = ["Facts", "agree", "facts_of", "label_of", "planned", "renamed", "together"]
 
 #: facts and variable, by name
 Facts = Mapping[str, tuple[ParameterFacts, Any]]
@@ -67,7 +70,6 @@ def planned(
     facts: Facts,
     sparsifier: Sparsifier,
     process_set: Any,
-    name: str,
     asked: Asked | None,
     arguments: Mapping[str, Any],
 ) -> tuple[Plan, Decision | None]:
@@ -77,7 +79,6 @@ def planned(
         facts: as made by `facts_of`.
         sparsifier: that the buckets have.
         process_set: the ranks.
-        name: of collectives.
         asked: how plans are made, if `merging` or `tensor_selection` ask for it; see `asked_for`.
         arguments: of `make_plan`, if not.
 
@@ -90,9 +91,9 @@ def planned(
             be read or applied.
         StateMismatchError: on every rank alike, if their models differ.
     """
-    together(check_agreement(asked), process_set, name)
+    together(check_agreement(asked), process_set)
     if asked is None:
-        return agree(make_plan(facts, **arguments), facts, process_set, name), None
+        return agree(make_plan(facts, **arguments), facts, process_set), None
     parameters = [fact for fact, _ in facts.values()]
     decision, first = None, Plan(())
     failure: Exception | None = None
@@ -105,29 +106,31 @@ def planned(
             first.check(parameters)
     except Exception as error:  # a rule of the user's may fail on one rank alone
         failure = error
-    together(raise_together(failure), process_set, name)
-    return agree(first, facts, process_set, name), decision
+    together(raise_together(failure), process_set)
+    return agree(first, facts, process_set), decision
 
 
-def together(coroutine: Synchronization[Any], process_set: Any, name: str) -> Any:
+def together(coroutine: Synchronization[Any], process_set: Any) -> Any:
     """What a coroutine returns that all ranks run now, also while a function is traced.
 
     In elastic training, where a worker that joins traces while the others go on, and with one rank, this
     rank runs it alone.
 
+    Its collectives have the same names whatever they are about: a rank that is about something else is an
+    error then, where it would wait for ever otherwise.
+
     Args:
         coroutine: yields requests.
         process_set: the ranks.
-        name: of collectives.
     """
     alone = process_set.size() == 1 or os.environ.get("HOROVOD_ELASTIC") == "1"
     if alone:
         return carry_out(coroutine, lambda request: request.buffer)  # type: ignore[union-attr]
     with tf.init_scope(), tf.device("/cpu:0"):
-        return carry_out_together(coroutine, process_set, name)
+        return carry_out_together(coroutine, process_set, _name(process_set))
 
 
-def agree(plan: Plan, facts: Facts, process_set: Any, name: str) -> Plan:
+def agree(plan: Plan, facts: Facts, process_set: Any) -> Plan:
     """The plan of the process set's first rank, after a check that all ranks have the same variables.
 
     One collective, when variables are seen for the first time (while a function is traced, or in the
@@ -137,7 +140,6 @@ def agree(plan: Plan, facts: Facts, process_set: Any, name: str) -> Plan:
         plan: of this rank.
         facts: as made by `facts_of`.
         process_set: the ranks that take part.
-        name: of the collective.
 
     Raises:
         StateMismatchError: on every rank, if the models differ.
@@ -147,5 +149,32 @@ def agree(plan: Plan, facts: Facts, process_set: Any, name: str) -> Plan:
     line = describe_model(plan, [fact for fact, _ in facts.values()])
     with tf.init_scope(), tf.device("/cpu:0"):
         message = tf.constant(np.frombuffer(line, np.uint8))
-        gathered = hvd.allgather(message, name=name, process_set=process_set)
+        gathered = hvd.allgather(message, name=_name(process_set), process_set=process_set)
         return agreed_plan(gathered.numpy().tobytes())
+
+
+def label_of(prefix: str, process_set: Any, variables: Sequence[Any]) -> str:
+    """A name for collectives about these variables, taken when the first of them is due: see `next_label`.
+
+    Args:
+        prefix: what it is for.
+        process_set: the ranks.
+        variables: of the model.
+    """
+    model = [(variable.shape, tf.as_dtype(variable.dtype).name) for variable in variables]
+    return next_label(f"{prefix}.{process_set.process_set_id}", model)
+
+
+def renamed(facts: Facts, label: str, process_set: Any) -> tuple[str, dict[str, tuple[ParameterFacts, Any]]]:
+    """The first rank's label, and the facts by its names: see `common_names`. A collective, as `agree` is."""
+    parameters = [fact for fact, _ in facts.values()]
+    label, names = together(common_names(label, parameters), process_set)
+    known = {
+        names[name]: (dataclasses.replace(fact, name=names[name]), variable)
+        for name, (fact, variable) in facts.items()
+    }
+    return label, known
+
+
+def _name(process_set: Any) -> str:
+    return f"horovod_sparse.{process_set.process_set_id}.plan"

@@ -21,12 +21,11 @@ class Replanning:
         buckets: of the synchronizer.
         sparsifier: that they have.
         process_set: the ranks.
-        name: of collectives.
     """
 
-    def __init__(self, buckets: Buckets, sparsifier: Sparsifier, process_set: Any, name: str) -> None:
+    def __init__(self, buckets: Buckets, sparsifier: Sparsifier, process_set: Any) -> None:
         self._buckets, self._sparsifier = buckets, sparsifier
-        self._process_set, self._name = process_set, name
+        self._process_set = process_set
         self._warmup: WarmUp | None = None
 
     @property
@@ -39,7 +38,7 @@ class Replanning:
         asked = self._buckets.asked
         if asked is not None and asked.measures:
             self._warmup = WarmUp(
-                asked, self._buckets.parameters, self._sparsifier, self._process_set, self._name
+                asked, self._buckets.parameters, self._sparsifier, self._process_set, self._buckets.label
             )
             if self._buckets.decision is not None:
                 self._warmup.stop()

@@ -13,75 +13,86 @@ import tensorflow as tf
 
 from horovod_sparse.tensorflow._horovod import hvd
 from horovod_sparse.tensorflow.collectives import known_to_elastic
+from horovod_sparse.tensorflow.planning import label_of
 from horovod_sparse.tensorflow.tensors import as_variable
 
-__all__ = ["reduce_scaled", "times"]
+__all__ = ["ScaledReduction", "times"]
 
 
-def reduce_scaled(
-    reduce: Callable[[list[Any]], list[Any]],
-    gradients: Sequence[Any],
-    variables: Sequence[Any],
-    scale: Any,
-    *,
-    name: str,
-    process_set: Any,
-    skips: bool = True,
-) -> list[Any]:
+class ScaledReduction:
     """Reduces gradients of a scaled loss; not finite on any rank, they become NaN on all.
 
     Residuals are kept without the scale. Scales are powers of two, so nothing is lost when gradients are
     multiplied by it again.
 
     Args:
-        reduce: gives the reduced gradients of an unscaled loss.
-        gradients: of the loss times the scale; None, dense, or `tf.IndexedSlices`.
-        variables: of the gradients.
-        scale: number or scalar tensor.
-        name: of the collective in which the ranks agree whether all gradients are finite.
         process_set: the ranks that take part.
-        skips: whether what is not finite makes all ranks skip the step; otherwise it is left to `reduce`.
-
-    Returns:
-        Reduced gradients, of the loss times the scale.
     """
 
-    def reduced() -> list[Any]:
-        sums = reduce([times(gradient, 1.0 / scale) for gradient in gradients])
-        return [times(gradient, scale) for gradient in sums]
+    def __init__(self, process_set: Any) -> None:
+        self._process_set, self._name = process_set, ""
 
-    def skipped() -> list[Any]:
-        return [times(gradient, float("nan")) for gradient in gradients]
+    def __call__(
+        self,
+        reduce: Callable[[list[Any]], list[Any]],
+        gradients: Sequence[Any],
+        variables: Sequence[Any],
+        scale: Any,
+        skips: bool = True,
+    ) -> list[Any]:
+        """Reduced gradients, of the loss times the scale.
 
-    if not skips:
-        return reduced()
-    present = [gradient for gradient in gradients if gradient is not None]
-    bad = [tf.reduce_any(~tf.math.is_finite(_values(gradient))) for gradient in present]
-    with known_to_elastic():
-        num_bad = hvd.allreduce(
-            tf.cast(tf.reduce_any(bad), tf.int32),
-            op=hvd.Sum,
-            name=name,
-            ignore_name_scope=True,
-            process_set=process_set,
-        )
-    if tf.executing_eagerly():
-        return skipped() if int(num_bad) else reduced()
-    # both branches give the same ones; which ones a reduction gives is known when it is traced
-    given: list[int] = []
+        Args:
+            reduce: gives the reduced gradients of an unscaled loss.
+            gradients: of the loss times the scale; None, dense, or `tf.IndexedSlices`.
+            variables: of the gradients.
+            scale: number or scalar tensor.
+            skips: whether what is not finite makes all ranks skip the step; otherwise it is left to `reduce`.
+        """
 
-    def reduced_ones() -> list[Any]:
-        sums = reduced()
-        given[:] = [i for i, gradient in enumerate(sums) if gradient is not None]
-        return [sums[i] for i in given]
+        def reduced() -> list[Any]:
+            sums = reduce([times(gradient, 1.0 / scale) for gradient in gradients])
+            return [times(gradient, scale) for gradient in sums]
 
-    def skipped_ones() -> list[Any]:
-        zeros = [tf.zeros_like(as_variable(variable)) for variable in variables]
-        every = [zeros[i] if gradient is None else gradient for i, gradient in enumerate(gradients)]
-        return [times(every[i], float("nan")) for i in given]
+        def skipped() -> list[Any]:
+            return [times(gradient, float("nan")) for gradient in gradients]
 
-    results = iter(tf.cond(tf.equal(num_bad, 0), reduced_ones, skipped_ones))
-    return [next(results) if i in given else None for i in range(len(gradients))]
+        if not skips:
+            return reduced()
+        num_bad = self._num_bad(gradients, variables)
+        if tf.executing_eagerly():
+            return skipped() if int(num_bad) else reduced()
+        # both branches give the same ones; which ones a reduction gives is known when it is traced
+        given: list[int] = []
+
+        def reduced_ones() -> list[Any]:
+            sums = reduced()
+            given[:] = [i for i, gradient in enumerate(sums) if gradient is not None]
+            return [sums[i] for i in given]
+
+        def skipped_ones() -> list[Any]:
+            zeros = [tf.zeros_like(as_variable(variable)) for variable in variables]
+            every = [zeros[i] if gradient is None else gradient for i, gradient in enumerate(gradients)]
+            return [times(every[i], float("nan")) for i in given]
+
+        results = iter(tf.cond(tf.equal(num_bad, 0), reduced_ones, skipped_ones))
+        return [next(results) if i in given else None for i in range(len(gradients))]
+
+    def _num_bad(self, gradients: Sequence[Any], variables: Sequence[Any]) -> tf.Tensor:
+        """On how many ranks a gradient is not finite."""
+        if not self._name:
+            every = [as_variable(variable) for variable in variables]
+            self._name = label_of("horovod_sparse.finite", self._process_set, every)
+        present = [gradient for gradient in gradients if gradient is not None]
+        bad = [tf.reduce_any(~tf.math.is_finite(_values(gradient))) for gradient in present]
+        with known_to_elastic():
+            return hvd.allreduce(
+                tf.cast(tf.reduce_any(bad), tf.int32),
+                op=hvd.Sum,
+                name=self._name,
+                ignore_name_scope=True,
+                process_set=self._process_set,
+            )
 
 
 def times(gradient: Any, factor: Any) -> Any:

@@ -23,6 +23,7 @@ from horovod_sparse.tensorflow.order import WAITING, Order
 from horovod_sparse.tensorflow.others import reduce_densely
 from horovod_sparse.tensorflow.parts import Part, SparseBucket
 from horovod_sparse.tensorflow.replanning import Replanning
+from horovod_sparse.tensorflow.scaled import ScaledReduction
 from horovod_sparse.tensorflow.started import Gradient, Started, start
 from horovod_sparse.tensorflow.steps import Steps
 from horovod_sparse.tensorflow.tensors import as_dense, as_rate, as_variable
@@ -44,7 +45,8 @@ class GradientSynchronizer:
         average: whether sums are divided by the number of ranks.
         sparse_as_dense: sparsify `tf.IndexedSlices` like any other gradient; they are gathered as they
             are otherwise.
-        name: of its collectives; those of two synchronizers at work at the same time must differ.
+        name: what names of its collectives begin with. The rest is taken when variables are seen, so that
+            ranks may make synchronizers for themselves; those at work at the same time differ in it.
         **asked: how buckets are made (`groups`, `merging` and the others): see `asked_for`.
 
     Attributes:
@@ -63,10 +65,11 @@ class GradientSynchronizer:
         **asked: Any,
     ) -> None:
         self.recipe, self.process_set = recipe, process_set or hvd.global_process_set
-        self.average, self.sparse_as_dense, self.name = average, sparse_as_dense, name
+        self.average, self.sparse_as_dense = average, sparse_as_dense
         self._buckets = Buckets(recipe, self.process_set, name, lambda: self.place, **asked)
+        self._scaled = ScaledReduction(self.process_set)
         self._steps = Steps()
-        self.replanning = Replanning(self._buckets, recipe.sparsifier, self.process_set, name)
+        self.replanning = Replanning(self._buckets, recipe.sparsifier, self.process_set)
         self._eagerly = EagerCalls(self._build)
         self._order = Order()
         self.on_planned: Callable[[], None] | None = None
@@ -194,6 +197,33 @@ class GradientSynchronizer:
                 raise self.last_error from None
             raise
 
+    def synchronize_scaled(
+        self,
+        gradients: Sequence[Gradient],
+        variables: Sequence[Any],
+        scale: Any,
+        learning_rate: Any = None,
+        skips: bool = True,
+    ) -> list[Gradient]:
+        """As `synchronize`, for gradients of a scaled loss: see `ScaledReduction`.
+
+        Args:
+            gradients: of the loss times the scale.
+            variables: see `synchronize`.
+            scale: number or scalar tensor, a power of two.
+            learning_rate: see `synchronize`.
+            skips: whether what is not finite on some rank becomes NaN on all, and no error.
+        """
+        if not self.is_needed:
+            return list(gradients)
+        return self._scaled(
+            lambda unscaled: self.synchronize(unscaled, variables, learning_rate),
+            gradients,
+            variables,
+            scale,
+            skips,
+        )
+
     def _build(self, gradients: Sequence[Gradient], variables: Sequence[Any], rate: tf.Tensor) -> list[Any]:
         """The operations of one synchronization, in the graph that is being traced."""
         started = self.start(gradients, variables, rate)
@@ -229,7 +259,7 @@ class GradientSynchronizer:
             return start(self._buckets, gradients, variables, rate, *common)
 
     def _reduce_other(self, gradient: Gradient, i: int) -> Gradient:
-        return reduce_densely(gradient, f"{self.name}.other{i}", self.process_set, self.average)
+        return reduce_densely(gradient, f"{self._buckets.label}.other{i}", self.process_set, self.average)
 
     def finish(self, parts: Sequence[Part], scale: float | None = None) -> list[np.ndarray]:
         """On the host, when all coroutines have ended: see `Steps.finish`.

@@ -9,7 +9,6 @@ import tensorflow as tf
 
 from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.tensorflow.local import scaled_locally
-from horovod_sparse.tensorflow.scaled import reduce_scaled
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
 from horovod_sparse.tensorflow.tensors import as_variable
 
@@ -68,17 +67,11 @@ class _Methods(tf.GradientTape):
         shared = [i for i, kept in enumerate(is_local) if not kept]
         given, theirs = [gradients[i] for i in shared], [variables[i] for i in shared]
         synchronizer: GradientSynchronizer = self._synchronizer
-        if loss_scale is None or not synchronizer.is_needed:
+        if loss_scale is None:
             synchronized = synchronizer.synchronize(given, theirs, learning_rate)
         else:
-            synchronized = reduce_scaled(
-                lambda unscaled: synchronizer.synchronize(unscaled, theirs, learning_rate),
-                given,
-                theirs,
-                tf.convert_to_tensor(as_variable(loss_scale)),
-                name=f"{synchronizer.name}.finite",
-                process_set=synchronizer.process_set,
-            )
+            scale = tf.convert_to_tensor(as_variable(loss_scale))
+            synchronized = synchronizer.synchronize_scaled(given, theirs, scale, learning_rate)
         results = list(gradients)
         for i, gradient in zip(shared, synchronized, strict=True):
             results[i] = gradient

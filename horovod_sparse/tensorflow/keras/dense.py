@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -13,12 +12,10 @@ from horovod_sparse.tensorflow._horovod import hvd
 from horovod_sparse.tensorflow.collectives import known_to_elastic, not_folded
 from horovod_sparse.tensorflow.driver import refuse_xla
 from horovod_sparse.tensorflow.eager import EagerCalls
+from horovod_sparse.tensorflow.planning import label_of
 from horovod_sparse.tensorflow.tensors import as_variable
 
 __all__ = ["DenseReducer"]
-
-#: ranks make reducers in the same order
-_numbers = itertools.count()
 
 
 class DenseReducer:
@@ -63,7 +60,7 @@ class DenseReducer:
             "postscale_factor": gradient_predivide_factor if average else 1.0,
             "ignore_name_scope": True,
         }
-        self._name = f"horovod_sparse.dense.{next(_numbers)}"
+        self._name = ""
         self._eagerly = EagerCalls(self._build)
 
     @property
@@ -83,6 +80,7 @@ class DenseReducer:
         if not self.is_needed:
             return list(gradients)
         variables = [as_variable(variable) for variable in variables]
+        self._name = self._name or label_of("horovod_sparse.dense", self.process_set, variables)
         given = list(gradients)
         if self._sparse_as_dense:
             given = [tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) else g for g in given]

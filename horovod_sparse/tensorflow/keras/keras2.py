@@ -6,6 +6,7 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import tensorflow as tf
@@ -13,7 +14,6 @@ import tensorflow as tf
 from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.tensorflow.checkpoint import CheckpointedState
 from horovod_sparse.tensorflow.keras.reduction import SparseReducer
-from horovod_sparse.tensorflow.scaled import reduce_scaled
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
 
 __all__ = ["attach", "scaled_again"]
@@ -32,17 +32,12 @@ class _Reduce:
 
     @tf.autograph.experimental.do_not_convert
     def __call__(self, grads: Sequence[Any], vars: Sequence[Any] = (), **_names: Any) -> list[Any]:
-        reducer, rate, scaler = self.reducer, _learning_rate(self._optimizer), self.scaler()
-        if scaler is None or not reducer.is_needed:
-            return reducer.reduce(grads, vars, rate)
-        return reduce_scaled(
-            lambda unscaled: reducer.reduce(unscaled, vars, rate),
-            grads,
-            vars,
-            scaler.loss_scale,
-            name=f"{reducer.synchronizer.name}.finite",
-            process_set=reducer.process_set,
-            skips=scaler.dynamic,  # a fixed scale lets nothing be skipped, on any rank
+        rate, scaler = _learning_rate(self._optimizer), self.scaler()
+        if scaler is None:
+            return self.reducer.reduce(grads, vars, rate)
+        # a fixed scale lets nothing be skipped, on any rank
+        return self.reducer.synchronizer.synchronize_scaled(
+            grads, vars, scaler.loss_scale, rate, skips=scaler.dynamic
         )
 
     def scaled_by(self, scaler: Any) -> None:
@@ -122,14 +117,15 @@ def _is_scaled(optimizer: Any) -> bool:
 
 
 def _scaled(optimizer: Any, _value: bool) -> None:
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     for _ in range(_LIMIT):
+        if frame is None:
+            break
         caller = frame.f_locals.get("self")
-        if getattr(caller, "__dict__", {}).get("_optimizer") is optimizer:
+        inner = getattr(caller, "__dict__", {}).get("_optimizer")
+        if inner is not None and inner is optimizer:
             optimizer._allreduce_grads.scaled_by(caller)
             return
-        if frame.f_back is None:
-            break
         frame = frame.f_back
     raise UnsupportedError("what scales the loss was not found: this version of tf-keras is not supported")
 

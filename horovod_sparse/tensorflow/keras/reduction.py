@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -10,15 +9,12 @@ import tensorflow as tf
 
 from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.tensorflow.local import scaled_locally
-from horovod_sparse.tensorflow.scaled import reduce_scaled, times
+from horovod_sparse.tensorflow.scaled import ScaledReduction, times
 from horovod_sparse.tensorflow.state import StateKeeper
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
 from horovod_sparse.tensorflow.tensors import as_variable
 
 __all__ = ["Accumulation", "Reducer", "Reduction", "SparseReducer"]
-
-#: ranks make optimizers in the same order
-_numbers = itertools.count()
 
 
 class Reducer(Protocol):
@@ -69,7 +65,7 @@ class Reduction:
     def __init__(self, reducer: Reducer, scale_local: bool) -> None:
         self.reducer, self._scale_local = reducer, scale_local
         self._local: set[Any] = set()
-        self._name = f"horovod_sparse.finite.{next(_numbers)}"
+        self._scaled = ScaledReduction(reducer.process_set)
 
     def keep_local(self, variable: Any) -> None:
         """Leaves a variable's gradient to this rank."""
@@ -97,7 +93,7 @@ class Reduction:
     def reduce_if_finite(
         self, gradients: Sequence[Any], variables: Sequence[Any], learning_rate: Any, scale: Any
     ) -> list[Any]:
-        """As `reduce`, for gradients of a scaled loss: see `reduce_scaled`.
+        """As `reduce`, for gradients of a scaled loss: see `ScaledReduction`.
 
         Args:
             gradients: of the loss times the scale.
@@ -107,13 +103,8 @@ class Reduction:
         """
         if not self.reducer.is_needed:
             return list(gradients)
-        return reduce_scaled(
-            lambda unscaled: self.reduce(unscaled, variables, learning_rate),
-            gradients,
-            variables,
-            scale,
-            name=self._name,
-            process_set=self.reducer.process_set,
+        return self._scaled(
+            lambda unscaled: self.reduce(unscaled, variables, learning_rate), gradients, variables, scale
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from horovod_sparse.tensorflow._horovod import hvd
+from horovod_sparse.tensorflow.functions import broadcast_variables
 from horovod_sparse.tensorflow.tensors import as_variable
 
 __all__ = ["broadcast", "model_variables", "optimizer_variables", "plain_optimizer"]
@@ -34,4 +34,4 @@ def plain_optimizer(optimizer: Any) -> Any:
 def broadcast(variables: Sequence[Any], root_rank: int) -> None:
     """Gives all ranks the values of one."""
     if variables:
-        hvd.broadcast_variables(variables, root_rank=root_rank)
+        broadcast_variables(variables, root_rank)
