@@ -23,18 +23,25 @@ from horovod_sparse.tensorflow.collectives import Wire, carry_out, wire_dtype
 from horovod_sparse.tensorflow.courier import Courier, between_pairs, courier_for
 from horovod_sparse.tensorflow.task import Task
 
-__all__ = ["HOST", "on_host", "refuse_xla", "settle", "unroll"]
+__all__ = ["HOST", "on_host", "refuse_graphs", "settle", "unroll"]
 
 #: where messages live: what has k elements stays on the host
 HOST = "/cpu:0"
 
 
-def refuse_xla() -> None:
-    """Refuses to be traced for XLA.
+def refuse_graphs() -> None:
+    """Refuses graphs that no host function can work in: XLA's, and those of TensorFlow 1.
 
     Raises:
-        UnsupportedError: within ``tf.function(jit_compile=True)``.
+        UnsupportedError: within ``tf.function(jit_compile=True)``, and without eager execution.
     """
+    with tf.init_scope():  # out of a tf.function, but not out of a tf.Graph
+        if not tf.executing_eagerly():
+            raise UnsupportedError(
+                "a graph of TensorFlow 1, which runs in a session, cannot be combined with a sparsifier: the "
+                "ranks agree about buckets while a step is built. Use eager execution or tf.function, or "
+                "compression=Compression.none"
+            )
     if GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
         raise UnsupportedError(
             "jit_compile=True cannot be combined with a sparsifier, which selects on the host between "

@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.feedback import Recipe
-from horovod_sparse.tensorflow.driver import HOST, on_host, refuse_xla
+from horovod_sparse.tensorflow.driver import HOST, on_host, refuse_graphs
 from horovod_sparse.tensorflow.momentum import refuse_double_momentum
 from horovod_sparse.tensorflow.started import Started
 from horovod_sparse.tensorflow.stock import StockCall, stock_call
@@ -108,7 +108,7 @@ class DropIn:
                 optimizers calls, and for a second tape or optimizer.
             ArgumentError: for momentum correction and an optimizer with momentum.
         """
-        refuse_xla()
+        refuse_graphs()
         call = stock_call(tensor)
         if not _is_sparsifiable(tensor):
             return tensor, None

@@ -17,7 +17,7 @@ from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.tensorflow._horovod import hvd
 from horovod_sparse.tensorflow.buckets import Buckets
 from horovod_sparse.tensorflow.courier import between_pairs
-from horovod_sparse.tensorflow.driver import refuse_xla, settle
+from horovod_sparse.tensorflow.driver import refuse_graphs, settle
 from horovod_sparse.tensorflow.eager import EagerCalls
 from horovod_sparse.tensorflow.order import WAITING, Order
 from horovod_sparse.tensorflow.others import reduce_densely
@@ -179,7 +179,7 @@ class GradientSynchronizer:
                 `tf.errors.OpError` that quotes it; `last_error` is the error itself.
             UnsupportedError: within ``tf.function(jit_compile=True)``.
         """
-        refuse_xla()
+        refuse_graphs()
         variables = [as_variable(variable) for variable in variables]
         gradients = list(gradients)
         if not self.is_needed:

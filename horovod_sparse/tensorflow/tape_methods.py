@@ -75,8 +75,8 @@ class _Methods(tf.GradientTape):
         results = list(gradients)
         for i, gradient in zip(shared, synchronized, strict=True):
             results[i] = gradient
-        if self._scale_local:
-            size = self._synchronizer.place[1]
+        if self._scale_local and any(is_local) and synchronizer.is_needed:
+            size = synchronizer.place[1]
             results = [
                 scaled_locally(gradient, size) if kept else gradient
                 for gradient, kept in zip(results, is_local, strict=True)

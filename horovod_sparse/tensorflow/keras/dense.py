@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from horovod_sparse.tensorflow._horovod import hvd
 from horovod_sparse.tensorflow.collectives import known_to_elastic, not_folded
-from horovod_sparse.tensorflow.driver import refuse_xla
+from horovod_sparse.tensorflow.driver import refuse_graphs
 from horovod_sparse.tensorflow.eager import EagerCalls
 from horovod_sparse.tensorflow.planning import label_of
 from horovod_sparse.tensorflow.tensors import as_variable
@@ -76,7 +76,7 @@ class DenseReducer:
         Raises:
             UnsupportedError: within ``tf.function(jit_compile=True)``.
         """
-        refuse_xla()
+        refuse_graphs()
         if not self.is_needed:
             return list(gradients)
         variables = [as_variable(variable) for variable in variables]

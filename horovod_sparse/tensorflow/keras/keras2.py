@@ -33,6 +33,8 @@ class _Reduce:
     @tf.autograph.experimental.do_not_convert
     def __call__(self, grads: Sequence[Any], vars: Sequence[Any] = (), **_names: Any) -> list[Any]:
         rate, scaler = _learning_rate(self._optimizer), self.scaler()
+        if (helper := self._optimizer._agg_helper) is not None:
+            grads = _emptied(helper, grads)
         if scaler is None:
             return self.reducer.reduce(grads, vars, rate)
         # a fixed scale lets nothing be skipped, on any rank
@@ -112,6 +114,19 @@ def scaled_again(scaler: Any, wrapped: Any) -> Any:
     return again
 
 
+def _emptied(helper: Any, gradients: Sequence[Any]) -> list[Any]:
+    """The sums of several passes, taken out of Horovod's helper, which counts anew.
+
+    It would do so itself after the reduction: and never, if that raises an error; a bad gradient would stay
+    in its sums, and its count run past the step.
+    """
+    with tf.control_dependencies([gradient for gradient in gradients if gradient is not None]):
+        sums = helper.locally_aggregated_grads.values()
+        done = [helper.counter.assign(0), *(sum_.assign(tf.zeros_like(sum_)) for sum_ in sums)]
+    with tf.control_dependencies([] if tf.executing_eagerly() else done):
+        return [None if gradient is None else tf.identity(gradient) for gradient in gradients]
+
+
 def _is_scaled(optimizer: Any) -> bool:
     return optimizer._allreduce_grads.scaler() is not None
 
@@ -140,8 +155,8 @@ def _of_synchronizer(attribute: str, optimizer: Any) -> Any:
 
 
 def _learning_rate(optimizer: Any) -> Any:
-    """Of this step: a schedule is asked in the graph."""
-    rate = optimizer.learning_rate
+    """Of this step, None where there is none: a schedule is asked in the graph."""
+    rate = getattr(optimizer, "learning_rate", None)
     if callable(rate) and not hasattr(rate, "dtype"):
         return rate(optimizer.iterations)
     return rate

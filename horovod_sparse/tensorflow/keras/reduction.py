@@ -155,11 +155,14 @@ class Accumulation:
 
         def complete() -> None:
             factor = 1.0 / self.passes if self._average else 1.0
-            apply([None if sum_ is None else times(sum_.read_value(), factor) for sum_ in sums])
-            for sum_ in sums:
-                if sum_ is not None:
-                    sum_.assign(tf.zeros_like(sum_))
-            count.assign(0)
+            totals = [None if sum_ is None else times(sum_.read_value(), factor) for sum_ in sums]
+            # before the step, which may end in an error: nothing of it stays for the next one
+            with tf.control_dependencies([total for total in totals if total is not None]):
+                done = [sum_.assign(tf.zeros_like(sum_)) for sum_ in sums if sum_ is not None]
+                done.append(count.assign(0))
+            with tf.control_dependencies([] if tf.executing_eagerly() else done):
+                totals = [None if total is None else tf.identity(total) for total in totals]
+            apply(totals)
 
         tf.cond(tf.equal(count, self.passes), complete, skip)
 
