@@ -1,0 +1,81 @@
+"""Tests that every rank of a launch runs alike: the same tests, in the same order, with the same end.
+
+Horovod is started once. After every test the ranks tell each other how it ended, so that all of them fail
+together; a rank that fails stops Horovod, which frees the others from any collective they are in.
+
+Import this before Horovod and before a framework: it sets what they read when they start.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+# process sets that single tests make
+os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
+# a collective that some rank never starts ends the test, not the user's patience
+os.environ.setdefault("HOROVOD_STALL_CHECK_TIME_SECONDS", "20")
+os.environ.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "60")
+
+
+def runtest_hook(hvd: Any, meet: Callable[[str], object], failures: tuple[type[BaseException], ...]) -> Any:
+    """For a conftest's `pytest_runtest_call`.
+
+    Args:
+        hvd: the front end, or Horovod.
+        meet: a collective that ends when all ranks have come to it, by the test's name.
+        failures: what it raises where Horovod was stopped on another rank.
+    """
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+        """One test on this rank; fails here, too, if it failed on another."""
+        try:
+            result = yield
+        except pytest.skip.Exception:  # decided by facts that all ranks share
+            raise
+        except BaseException:
+            item.session.shouldfail = "Horovod was stopped, since a test failed"
+            hvd.shutdown()
+            raise
+        try:
+            meet(item.name)
+        except failures:
+            item.session.shouldfail = "Horovod was stopped, since a test failed on another rank"
+            raise AssertionError("this test failed on another rank: look at that rank's output") from None
+        return result
+
+    return pytest_runtest_call
+
+
+def fixtures(hvd: Any) -> tuple[Any, Any, Any]:
+    """For a conftest's `rank`, `size` and `process_set`."""
+
+    @pytest.fixture(name="rank")
+    def rank() -> int:
+        return int(hvd.rank())
+
+    @pytest.fixture(name="size")
+    def size() -> int:
+        return int(hvd.size())
+
+    @pytest.fixture(name="process_set")
+    def process_set() -> Iterator[Callable[..., Any]]:
+        """Makes process sets, and removes them after the test."""
+        made = []
+
+        def make(ranks: Any) -> Any:
+            if len(ranks) == hvd.size():
+                return hvd.global_process_set
+            made.append(hvd.add_process_set(list(ranks)))
+            return made[-1]
+
+        yield make
+        for one in made:
+            if hvd.is_initialized():  # not after a failed test
+                hvd.remove_process_set(one)
+
+    return rank, size, process_set

@@ -1,0 +1,38 @@
+"""What the conftests of TensorFlow and of tf-keras have in common; see `launched`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+from support.launched import fixtures, runtest_hook
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+# isort: split
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import horovod_sparse.tensorflow as hvd
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    hvd.init()
+
+
+pytest_runtest_call = runtest_hook(
+    hvd, lambda name: hvd.allreduce(tf.constant(0.0), name=f"end.{name}"), (tf.errors.OpError, ValueError)
+)
+rank, size, process_set = fixtures(hvd)
+
+
+@pytest.fixture
+def everywhere() -> Callable[[np.ndarray], np.ndarray]:
+    """An array of every rank, stacked."""
+
+    def gather(array: np.ndarray) -> np.ndarray:
+        return hvd.allgather(tf.constant(array[None]), name="everywhere").numpy()
+
+    return gather
