@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import os
+from typing import Any
+
 from horovod_sparse.errors import HorovodMissingError
 
-__all__ = ["hvd"]
+__all__ = ["hvd", "is_elastic", "present_start"]
 
 try:
     import horovod.tensorflow as hvd
@@ -19,3 +23,37 @@ if not hasattr(hvd, "allgather"):
         "Horovod is installed, but it was built without TensorFlow (or for another one)",
         "HOROVOD_WITH_TENSORFLOW=1",
     )
+
+
+class _Start:
+    """Of Horovod: one object for each."""
+
+
+_present: list[_Start] = [_Start()]
+
+
+def _noted(init: Any) -> Any:
+    """`init`, after which `present_start` is another one, if it has started anything."""
+
+    @functools.wraps(init)
+    def noted(*arguments: Any, **named: Any) -> None:
+        starts = not hvd.is_initialized()
+        init(*arguments, **named)
+        if starts:
+            _present[0] = _Start()
+
+    return noted
+
+
+def present_start() -> object:
+    """A token of Horovod's present start: compare it with ``is``, and hold it to compare with later."""
+    return _present[0]
+
+
+def is_elastic() -> bool:
+    """Whether ranks may come and go, as Horovod's launcher says."""
+    return os.environ.get("HOROVOD_ELASTIC") == "1"
+
+
+# under all ways to start it: hvd.init() of ours and of Horovod's, and the elastic wrapper's
+hvd.mpi_ops._basics.init = _noted(hvd.mpi_ops._basics.init)

@@ -9,7 +9,6 @@ so every rank has started all that it has to start before it waits, in whatever 
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections import deque
@@ -22,7 +21,7 @@ import tensorflow as tf
 from horovod_sparse.collectives import AllGather, Exchange, Request, Synchronization
 from horovod_sparse.frontend.mpi_pairs import MpiPairs, mpi_for
 from horovod_sparse.sparsifiers.bruck import bruck_all_gather
-from horovod_sparse.tensorflow._horovod import hvd
+from horovod_sparse.tensorflow._horovod import hvd, is_elastic
 
 __all__ = ["Courier", "Journey", "between_pairs", "courier_for", "over_pairs"]
 
@@ -184,7 +183,7 @@ def courier_for(process_set: Any) -> tuple[Courier | None, str]:
 def _agreed(process_set: Any) -> tuple[Courier | None, str]:
     by_horovod = "Horovod's all-to-all ({})".format
     mpi, reason = mpi_for(hvd)
-    if os.environ.get("HOROVOD_ELASTIC") == "1":
+    if is_elastic():
         # who joins traces while the others train: nothing can be agreed upon
         return None, by_horovod("elastic training")
     with tf.init_scope():

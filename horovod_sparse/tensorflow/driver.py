@@ -162,7 +162,7 @@ def on_host(
     def call(*arrays: np.ndarray) -> Any:
         try:
             return function(*arrays)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, tf.errors.UnknownError):  # the last is a failure of Horovod's
             raise
         except Exception as error:
             # TensorFlow looks at the kind, and quotes its name

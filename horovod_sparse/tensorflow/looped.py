@@ -8,7 +8,6 @@ the all-to-all, to which an allgather gives the same for every rank.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ import tensorflow as tf
 from horovod_sparse.collectives import AllGather, AllToAll, Exchange, Synchronization
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.sparsifiers import BucketInfo, Sparsifier
+from horovod_sparse.tensorflow._horovod import is_elastic
 from horovod_sparse.tensorflow.collectives import Wire, carry_out
 from horovod_sparse.tensorflow.driver import HOST, on_host
 from horovod_sparse.tensorflow.task import Task
@@ -40,7 +40,7 @@ def is_looped(sparsifier: Sparsifier, num_elements: int) -> bool:
         >>> is_looped(GTopK(), 100)  # not in elastic training here
         False
     """
-    if os.environ.get("HOROVOD_ELASTIC") != "1":
+    if not is_elastic():
         return False
     kinds = set()
     for size in _SIZES:

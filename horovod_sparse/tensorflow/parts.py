@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ import numpy as np
 from horovod_sparse.arrays import GradientParts, HostAccumulator
 from horovod_sparse.collectives import AllReduce, Request, Synchronization
 from horovod_sparse.feedback import Bucket, BucketStep, Member, Progress, Recipe
-from horovod_sparse.frontend import sum_densely
+from horovod_sparse.frontend import kept_share, sum_densely
 from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.sparsifiers.base import accumulator_dtype
 from horovod_sparse.telemetry import BucketReport
@@ -51,6 +52,12 @@ class Part(Protocol):
     def abandon(self) -> None:
         """Takes the step back, as far as it came."""
 
+    def close(self) -> None:
+        """Takes the last step back if it has not come to its end, since something else in it failed."""
+
+    def start_anew(self, step: int) -> None:
+        """Goes on at this rank's present place, as a start of Horovod asks for: see `Starts`."""
+
 
 def make_accumulator(info: BucketInfo, recipe: Recipe) -> HostAccumulator:
     """The memory of a bucket: on the host, whatever device the gradients come from."""
@@ -70,8 +77,7 @@ class SparseBucket:
         shapes: of the variables.
         dtype: of the gradients.
         recipe: what to do with them.
-        place: tells (rank, size); where it has changed (Horovod was started again) the sparsifier starts
-            anew, and the residual is kept.
+        place: tells (rank, size).
     """
 
     def __init__(
@@ -94,29 +100,29 @@ class SparseBucket:
         in_loop = is_looped(recipe.sparsifier, self.places[-1][1])
         self.task = Task(collective, self._kinds(), accumulator_dtype(dtype), in_loop)
         self._output = DenseOutput(self.shapes, numpy_dtype(dtype))
+        self._is_open = False
+
+    @property
+    def made_for(self) -> tuple[int, int]:
+        """Rank and size that the sparsifier's state is made for."""
+        return self.bucket.info.rank, self.bucket.info.size
 
     def _made(self, before: Bucket | None) -> Bucket:
         rank, size = self._place()
         info = BucketInfo(self._name, self.places[-1][1], rank, size, self.dtype)
         memory = make_accumulator(info, self._recipe) if before is None else before.accumulator
         members = [Member(item, *span) for item, span in zip(self.names, self.places, strict=True)]
-        bucket = Bucket(info, self._recipe, memory, members)
-        if before is not None:
-            bucket.restart(before.progress)
-        return bucket
+        return Bucket(info, self._recipe, memory, members)
 
     def _kinds(self) -> tuple[type[Request], ...]:
         return self.bucket.recipe.sparsifier.rounds(self.bucket.info.size)
 
     def begin(self, learning_rate: float | None, gradients: Sequence[np.ndarray]) -> Synchronization[Any]:
         """See `Part.begin`."""
-        if self.task.under_way:  # the last step ended in an error elsewhere
-            self.task.drop()
-            self.bucket.abandon()
-        if (self.bucket.info.rank, self.bucket.info.size) != self._place():
-            self.bucket = self._made(self.bucket)
-            if self.task.looped:  # any other graph is fixed
-                self.task.kinds = self._kinds()
+        self.close()
+        if self.made_for != self._place():  # the process set's: Horovod itself has not been started
+            self.start_anew(self.bucket.progress.step)
+        self._is_open = True
         return self.bucket.step(GradientParts(gradients), learning_rate)
 
     def apply(self, scale: float) -> tuple[list[np.ndarray], BucketReport]:
@@ -124,6 +130,7 @@ class SparseBucket:
         started = time.perf_counter()
         sum_ = self.task.result
         arrays, num_union = self._output.write(sum_.indices, sum_.values, scale)
+        self._is_open = False
         return arrays, BucketReport(
             step=self.bucket.last,
             num_union=num_union,
@@ -135,6 +142,28 @@ class SparseBucket:
     def abandon(self) -> None:
         """See `Part.abandon`."""
         self.bucket.abandon()
+        self._is_open = False
+
+    def close(self) -> None:
+        """See `Part.close`."""
+        if self._is_open:
+            self.task.drop()
+            self.abandon()
+
+    def start_anew(self, step: int) -> None:
+        """The sparsifier's state anew; the residual is kept, so that its mean over ranks stays.
+
+        Args:
+            step: of the training.
+        """
+        before = self.bucket
+        self.bucket = self._made(before)
+        self.bucket.restart(dataclasses.replace(before.progress, step=step))
+        share = kept_share(before.info.size, self.bucket.info.size)
+        if share != 1.0:
+            self.assign([array * share for array in self.held()])
+        if self.task.looped:  # any other graph is fixed
+            self.task.kinds = self._kinds()
 
     def held(self) -> tuple[np.ndarray, ...]:
         """The residual, and what the feedback keeps beside it: views, [n] each."""
@@ -179,7 +208,7 @@ class DenseVariable:
         self.shapes, self.dtype = [tuple(shape)], dtype
         #: what error feedback still held for the variable when it became dense; joins the next gradient
         self.carried: np.ndarray | None = None
-        self._place = place
+        self._place, self._size = place, place()[1]
         self.task = Task(collective, (AllReduce,), accumulator_dtype(dtype))
 
     def begin(self, learning_rate: float | None, gradients: Sequence[np.ndarray]) -> Synchronization[Any]:
@@ -203,3 +232,15 @@ class DenseVariable:
 
     def abandon(self) -> None:
         """See `Part.abandon`; a dense gradient of an abandoned step is dropped, as Horovod would."""
+
+    def close(self) -> None:
+        """See `Part.close`; nothing is kept that could be taken back."""
+        if self.task.under_way:
+            self.task.drop()
+
+    def start_anew(self, step: int) -> None:
+        """See `Part.start_anew`."""
+        size = self._place()[1]
+        if self.carried is not None:
+            self.carried *= kept_share(self._size, size)
+        self._size = size

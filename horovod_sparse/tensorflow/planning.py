@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,7 +27,7 @@ from horovod_sparse.frontend import (
 from horovod_sparse.frontend.failures import raise_together
 from horovod_sparse.merging import ParameterFacts, Plan
 from horovod_sparse.sparsifiers import Sparsifier
-from horovod_sparse.tensorflow._horovod import hvd
+from horovod_sparse.tensorflow._horovod import hvd, is_elastic
 from horovod_sparse.tensorflow.calibration import carry_out_together, where_of
 from horovod_sparse.tensorflow.tensors import dtype_name
 
@@ -123,7 +122,7 @@ def together(coroutine: Synchronization[Any], process_set: Any) -> Any:
         coroutine: yields requests.
         process_set: the ranks.
     """
-    alone = process_set.size() == 1 or os.environ.get("HOROVOD_ELASTIC") == "1"
+    alone = process_set.size() == 1 or is_elastic()
     if alone:
         return carry_out(coroutine, lambda request: request.buffer)  # type: ignore[union-attr]
     with tf.init_scope(), tf.device("/cpu:0"):
@@ -144,7 +143,7 @@ def agree(plan: Plan, facts: Facts, process_set: Any) -> Plan:
     Raises:
         StateMismatchError: on every rank, if the models differ.
     """
-    if process_set.size() == 1 or os.environ.get("HOROVOD_ELASTIC") == "1":
+    if process_set.size() == 1 or is_elastic():
         return plan
     line = describe_model(plan, [fact for fact, _ in facts.values()])
     with tf.init_scope(), tf.device("/cpu:0"):

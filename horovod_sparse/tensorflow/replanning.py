@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,8 @@ from horovod_sparse.tensorflow.buckets import Buckets
 from horovod_sparse.tensorflow.warmup import WarmUp
 
 __all__ = ["Replanning"]
+
+_log = logging.getLogger("horovod_sparse")
 
 
 class Replanning:
@@ -62,6 +65,12 @@ class Replanning:
         """A synchronization has ended, or was given up, on all ranks."""
         if self._warmup is not None:
             (self._warmup.after_step if went_well else self._warmup.given_up)()
+
+    def stop(self) -> None:
+        """Measures nothing more by itself: ranks have come or gone, which count their steps otherwise."""
+        if self._warmup is not None and self._buckets.decision is None:
+            self._warmup.stop()
+            _log.info("the plan stays as it is until all ranks call replan(measure_steps=...)")
 
     def refuse(self, where: str) -> None:
         """Refuses to need times where none can be measured.

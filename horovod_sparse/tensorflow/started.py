@@ -45,6 +45,7 @@ def start(
     reduce: Callable[[Gradient, int], Gradient],
     stamped: Callable[[Sequence[Gradient], Mapping[str, int]], list[Gradient]],
     process_set: Any,
+    agree: Callable[[], None],
 ) -> Started:
     """Puts everything up to the end of the last round into the graph that is being traced.
 
@@ -56,6 +57,7 @@ def start(
         reduce: gives the sum of a gradient that no bucket takes, and gets its position.
         stamped: gives the gradients of these positions, by name, as they are or with their times taken.
         process_set: the ranks that take part.
+        agree: called on the host before every step of a bucket: see `Starts.agree`.
     """
     others, by_name = list(gradients), {}
     for i, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):
@@ -67,14 +69,19 @@ def start(
         others[i] = reduce(gradient, i)
     parts, given = buckets.of(by_name), stamped(gradients, by_name)
     tokens = [
-        _unrolled(buckets, part, [given[by_name[name]] for name in part.names], rate, process_set)
+        _unrolled(buckets, part, [given[by_name[name]] for name in part.names], rate, process_set, agree)
         for part in parts
     ]
     return Started(parts, tokens, [by_name[name] for part in parts for name in part.names], others)
 
 
 def _unrolled(
-    buckets: Buckets, part: Part, given: Sequence[Gradient], rate: tf.Tensor, process_set: Any
+    buckets: Buckets,
+    part: Part,
+    given: Sequence[Gradient],
+    rate: tf.Tensor,
+    process_set: Any,
+    agree: Callable[[], None],
 ) -> tf.Tensor:
     inputs = [
         tf.zeros(shape, part.dtype) if gradient is None else gradient
@@ -84,6 +91,7 @@ def _unrolled(
     version, position = buckets.version, buckets.parts.index(part)
 
     def begin(rate: np.ndarray, *arrays: np.ndarray) -> Any:
+        agree()
         (part,) = buckets.at(version, [position])
         return part.begin(None if np.isnan(rate) else float(rate), arrays)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ from horovod_sparse.feedback import Recipe
 from horovod_sparse.frontend import Decision
 from horovod_sparse.merging import Plan
 from horovod_sparse.telemetry import Telemetry
-from horovod_sparse.tensorflow._horovod import hvd
+from horovod_sparse.tensorflow._horovod import hvd, is_elastic
 from horovod_sparse.tensorflow.buckets import Buckets
 from horovod_sparse.tensorflow.courier import between_pairs
 from horovod_sparse.tensorflow.driver import refuse_graphs, settle
@@ -25,6 +24,7 @@ from horovod_sparse.tensorflow.parts import Part, SparseBucket
 from horovod_sparse.tensorflow.replanning import Replanning
 from horovod_sparse.tensorflow.scaled import ScaledReduction
 from horovod_sparse.tensorflow.started import Gradient, Started, start
+from horovod_sparse.tensorflow.starts import Starts
 from horovod_sparse.tensorflow.steps import Steps
 from horovod_sparse.tensorflow.tensors import as_dense, as_rate, as_variable
 
@@ -51,6 +51,7 @@ class GradientSynchronizer:
 
     Attributes:
         replanning: what is done about the plan.
+        starts: what is done when Horovod has been started.
         on_planned: called when variables have got their buckets, for saved state to be put into them.
     """
 
@@ -72,6 +73,9 @@ class GradientSynchronizer:
         self.replanning = Replanning(self._buckets, recipe.sparsifier, self.process_set)
         self._eagerly = EagerCalls(self._build)
         self._order = Order()
+        settings = {"compression": recipe.describe(), "op": "Average" if average else "Sum"}
+        self.starts = Starts(self._buckets, self._steps, self.replanning, settings, self.process_set)
+        self.starts.on_replanned = self._forget_functions
         self.on_planned: Callable[[], None] | None = None
 
     @property
@@ -82,7 +86,7 @@ class GradientSynchronizer:
     @property
     def is_needed(self) -> bool:
         """Whether there is anybody to synchronize with; gradients stay as they are otherwise."""
-        if os.environ.get("HOROVOD_ELASTIC") == "1":  # others may join
+        if is_elastic():  # others may join
             return bool(self.process_set.included())
         return bool(self.process_set.included()) and self.process_set.size() > 1
 
@@ -156,7 +160,11 @@ class GradientSynchronizer:
         """
         if self.is_needed:
             self.replanning.replan(plan, measure_steps)
-            self._eagerly = EagerCalls(self._build)
+            self._forget_functions()
+
+    def _forget_functions(self) -> None:
+        """Those that were traced for other buckets."""
+        self._eagerly = EagerCalls(self._build)
 
     @tf.autograph.experimental.do_not_convert
     def synchronize(
@@ -233,7 +241,7 @@ class GradientSynchronizer:
         like = [(tf.as_dtype(part.dtype), shape) for part in parts for shape in part.shapes]
         # by their positions: a graph shall not keep the memory of buckets that there are no more
         version, positions = self._buckets.version, [self.parts.index(part) for part in parts]
-        waits = any(between_pairs(part.task.kinds) for part in parts)
+        waits = is_elastic() or any(between_pairs(part.task.kinds) for part in parts)
         with WAITING.behind() if waits else contextlib.nullcontext():
             sums = settle(started.tokens, lambda: self.finish(self._buckets.at(version, positions)), like)
         for order in (self._order, WAITING) if waits else (self._order,):
@@ -254,8 +262,10 @@ class GradientSynchronizer:
             self.replanning.planned()
             if self.on_planned is not None:
                 self.on_planned()
-        with self._order.behind():
-            common = self._reduce_other, self.replanning.stamped, self.process_set
+            self.starts.agree()
+        # where ranks come and go a first bucket may wait for the other ranks
+        with self._order.behind(), WAITING.behind() if is_elastic() else contextlib.nullcontext():
+            common = self._reduce_other, self.replanning.stamped, self.process_set, self.starts.agree
             return start(self._buckets, gradients, variables, rate, *common)
 
     def _reduce_other(self, gradient: Gradient, i: int) -> Gradient:

@@ -46,6 +46,22 @@ def test_survivors_of_a_killed_worker_finish(tmp_path):
     agree(job.entries)
 
 
+@pytest.mark.parametrize(
+    ("compression", "way"), [("randomk:density=0.2", "graph"), ("exdyna:density=0.2", "eager")]
+)
+def test_a_worker_is_replaced_at_the_same_size(tmp_path, compression, way):
+    """The one that joins has done no step, and its rank and the size are those of the one that is gone."""
+    task = {"compression": compression, "way": way, "batches": 9, "killed": {HOSTS[1]: 4}}
+    with elastic_job(tmp_path, WORKER, json.dumps(task), least=2) as job:
+        job.wait_for(lambda entries: bool(of(entries, "dies")))
+        job.set_hosts([HOSTS[0], HOSTS[2]])
+        assert job.wait() == 0, job.log
+    assert len(of(job.entries, "ended", value="finished")) == 2
+    agree(job.entries)
+    for entry in of(job.entries, "batch"):
+        assert (entry["step"], entry["states"]) == (entry["batch"], [entry["batch"]])
+
+
 @pytest.mark.parametrize("compression", ["topk:density=0.2", "spardl:density=0.2"])
 def test_ranks_go_and_come(tmp_path, compression):
     """2, 1, 2 and 3 ranks; functions are traced once on the rank that is there all the time."""
@@ -61,4 +77,5 @@ def test_ranks_go_and_come(tmp_path, compression):
     agree(job.entries)
     # row 3 of the table gets a gradient of 1 from every rank, so its average, too
     for entry in of(job.entries, "batch"):
+        assert (entry["step"], entry["states"]) == (entry["batch"], [entry["batch"]])
         assert entry["table"][3] == pytest.approx([-0.1 * entry["batch"]] * 2, rel=1e-5)

@@ -126,7 +126,11 @@ def main(task: Task, folder: Path) -> None:
             step(tf.constant(float("nan") if bad else 1.0), tf.constant(float(hvd.rank())))
             state.batch += 1
             digest = hashlib.sha256(b"".join(item.numpy().tobytes() for item in variables)).hexdigest()[:12]
-            facts = {"table": table.numpy().tolist()} if task.slices else {}
+            facts: dict[str, Any] = {"table": table.numpy().tolist()} if task.slices else {}
+            if task.way != "stock":
+                entry = compression.state_dict()
+                states = [bucket["state"]["step"] for bucket in entry["buckets"]]
+                facts |= {"step": entry["step"], "states": states}
             diary.note("batch", batch=state.batch, rank=hvd.rank(), size=hvd.size(), digest=digest, **facts)
             state.commit()
         return "finished"

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from horovod_sparse.tensorflow._horovod import hvd
+from horovod_sparse.tensorflow._horovod import hvd, is_elastic
 from horovod_sparse.tensorflow.collectives import known_to_elastic, not_folded
 from horovod_sparse.tensorflow.driver import refuse_graphs
 from horovod_sparse.tensorflow.eager import EagerCalls
@@ -68,7 +67,7 @@ class DenseReducer:
         """Whether there is anybody to reduce with."""
         if not self.process_set.included():
             return False
-        return os.environ.get("HOROVOD_ELASTIC") == "1" or self.process_set.size() > 1
+        return is_elastic() or self.process_set.size() > 1
 
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any], _learning_rate: Any) -> list[Any]:
         """Reduced gradients; None stays None.
