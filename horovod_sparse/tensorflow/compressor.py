@@ -32,8 +32,9 @@ class SparseCompressor(Compressor):
     optimizer, and pass it whenever you wrap a tape.
 
     In our tapes and optimizers (`horovod_sparse.tensorflow`, `horovod_sparse.tensorflow.keras`)
-    gradients are merged into buckets. In stock Horovod's it really sends sparse data, too, though these
-    know nothing of it: see `DropIn`. With one rank gradients stay as they are, as in Horovod.
+    gradients are merged into buckets, and one rank does what each of many does. In stock Horovod's it really
+    sends sparse data, too, though these know nothing of it: see `DropIn`. With one rank they leave gradients
+    as they are, feedback included: a warning says so.
 
     It may be pickled before `hvd.init()`: the recipe travels, what it remembers does not.
 

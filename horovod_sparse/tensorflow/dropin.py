@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.feedback import Recipe
+from horovod_sparse.tensorflow._horovod import is_elastic
 from horovod_sparse.tensorflow.driver import HOST, on_host, refuse_graphs
 from horovod_sparse.tensorflow.momentum import refuse_double_momentum
 from horovod_sparse.tensorflow.started import Started
@@ -95,6 +96,7 @@ class DropIn:
                 "scale_residual=True changes nothing in horovod.tensorflow's own tapes and optimizers: they "
                 "do not tell the learning rate; use those of horovod_sparse.tensorflow"
             )
+        self._told = False
 
     def compress(self, tensor: tf.Tensor) -> tuple[tf.Tensor, Pending | None]:
         """Puts the synchronization into the graph, if this is the first gradient of its call.
@@ -157,6 +159,14 @@ class DropIn:
                     "horovod_sparse.tensorflow.keras.DistributedOptimizer"
                 )
         synchronizer = self._synchronizer_for(call.process_set)
+        if synchronizer.place[1] == 1 and not is_elastic() and not self._told:
+            self._told = True
+            _log.warning(
+                "with one rank horovod.tensorflow leaves gradients as they are: nothing is sparsified, and "
+                "%s does not act. The tapes and optimizers of horovod_sparse do with one rank what they do "
+                "with many",
+                self.recipe.feedback,
+            )
         positions = [
             i
             for i, gradient in enumerate(call.gradients)

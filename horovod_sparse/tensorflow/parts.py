@@ -100,7 +100,6 @@ class SparseBucket:
         in_loop = is_looped(recipe.sparsifier, self.places[-1][1])
         self.task = Task(collective, self._kinds(), accumulator_dtype(dtype), in_loop)
         self._output = DenseOutput(self.shapes, numpy_dtype(dtype))
-        self._is_open = False
 
     @property
     def made_for(self) -> tuple[int, int]:
@@ -122,7 +121,6 @@ class SparseBucket:
         self.close()
         if self.made_for != self._place():  # the process set's: Horovod itself has not been started
             self.start_anew(self.bucket.progress.step)
-        self._is_open = True
         return self.bucket.step(GradientParts(gradients), learning_rate)
 
     def apply(self, scale: float) -> tuple[list[np.ndarray], BucketReport]:
@@ -130,7 +128,7 @@ class SparseBucket:
         started = time.perf_counter()
         sum_ = self.task.result
         arrays, num_union = self._output.write(sum_.indices, sum_.values, scale)
-        self._is_open = False
+        self.task.settled = True
         return arrays, BucketReport(
             step=self.bucket.last,
             num_union=num_union,
@@ -142,11 +140,11 @@ class SparseBucket:
     def abandon(self) -> None:
         """See `Part.abandon`."""
         self.bucket.abandon()
-        self._is_open = False
+        self.task.settled = True
 
     def close(self) -> None:
         """See `Part.close`."""
-        if self._is_open:
+        if not self.task.settled:
             self.task.drop()
             self.abandon()
 

@@ -123,8 +123,8 @@ def load(synchronizer: GradientSynchronizer, entry: Mapping[str, Any]) -> None:
 class StateKeeper:
     """Saves and loads at any time: buckets exist only from the first gradient on, files may be earlier.
 
-    What is loaded waits until the variables have their buckets; with one rank, where nothing is
-    synchronized, it waits for ever, and is saved again.
+    What is loaded waits until the variables have their buckets; where nothing is synchronized (on a rank that
+    the process set leaves out) it waits for ever, and is saved again.
 
     Example:
         >>> StateKeeper().state_dict()

@@ -85,10 +85,11 @@ class GradientSynchronizer:
 
     @property
     def is_needed(self) -> bool:
-        """Whether there is anybody to synchronize with; gradients stay as they are otherwise."""
-        if is_elastic():  # others may join
-            return bool(self.process_set.included())
-        return bool(self.process_set.included()) and self.process_set.size() > 1
+        """Whether this rank takes part; its gradients stay as they are otherwise.
+
+        One rank alone does what each of many does.
+        """
+        return bool(self.process_set.included())
 
     @property
     def telemetry(self) -> Telemetry:

@@ -40,6 +40,7 @@ class Task:
         under_way: whether it waits for a collective.
         legs: begin and end of every piece of work of the last synchronization, in seconds of
             `time.perf_counter`.
+        settled: whether the last synchronization's result was used, or taken back; by whom it is set to True.
         transport: how its messages between two ranks travel, and why so; empty where there are none.
     """
 
@@ -54,6 +55,7 @@ class Task:
         self._request: Request | None = None
         self._round = 0
         self.legs: list[tuple[float, float]] = []
+        self.settled = True
         self.transport = ""
         self._journey: Journey | None = None
 
@@ -70,6 +72,7 @@ class Task:
     def entrust(self, coroutine: Synchronization[Any], place: tuple[int, int], courier: Courier) -> None:
         """Runs a coroutine to its first request, and leaves the rest to the courier; `wait` ends it."""
         self.drop()
+        self.settled = False
         self.result, self.error, self.place, self._round = None, None, place, 0
         self._journey = Journey(self.name, over_pairs(coroutine, *place))
         if not self._journey.ended:
@@ -94,6 +97,7 @@ class Task:
             What the first collective takes.
         """
         self.drop()
+        self.settled = False
         self.result, self.error, self.place, self._round = None, None, place, 0
         self._coroutine = coroutine
         return self._advance(None)
@@ -101,6 +105,7 @@ class Task:
     def fail(self, error: BaseException, place: tuple[int, int]) -> Wire:
         """As `start`, where there is no coroutine because making it failed."""
         self.drop()
+        self.settled = False
         self.result, self.error, self.place, self._round = None, error, place, 0
         return self._nothing()
 

@@ -180,3 +180,24 @@ def test_callbacks(kind, rank, size, everywhere):
     assert (weights == weights[0]).all()
     # error feedback has followed
     assert optimizer.state_dict()["buckets"][0]["learning_rate"] == pytest.approx(0.1 * size)
+
+
+def test_a_rank_alone_applies_momentum_correction(rank, size):
+    """As P = 1 of the same mathematics: at density 1, what the optimizer's own momentum does."""
+    sets = [stock.add_process_set([other]) for other in range(size)]
+    weights = []
+    for corrected in (True, False):
+        weight = tf.Variable(tf.zeros(20))
+        if corrected:
+            compression = hvd.Compression.topk(density=1.0, feedback="momentum(momentum=0.5,masking=False)")
+            sgd = tf.keras.optimizers.SGD(0.5)
+            optimizer = hvd.DistributedOptimizer(sgd, compression=compression, process_set=sets[rank])
+        else:
+            optimizer = tf.keras.optimizers.SGD(0.5, momentum=0.5)
+        for step in range(4):
+            target = tf.cos(tf.range(20, dtype=tf.float32) * (1.0 + step) + rank)
+            optimizer.minimize(lambda weight=weight, target=target: tf.reduce_sum(weight * target), [weight])
+        weights.append(weight.numpy())
+    np.testing.assert_allclose(*weights, rtol=1e-5, atol=1e-5)
+    for process_set in sets:
+        stock.remove_process_set(process_set)

@@ -1,0 +1,104 @@
+"""One rank does what each of many does: equal to the simulator with P = 1, feedback included."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+
+pytestmark = pytest.mark.tensorflow
+tf = pytest.importorskip("tensorflow")
+hvd = pytest.importorskip("horovod_sparse.tensorflow")
+keras_hvd = pytest.importorskip("horovod_sparse.tensorflow.keras")
+
+from horovod_sparse.simulation import SimulatedCluster  # noqa: E402
+
+LENGTH, RATE = 200, 0.5
+FEEDBACKS = [
+    "error",
+    "momentum(momentum=0.9)",
+    "momentum(momentum=0.5,clip_norm=1.0)",
+    "error(clip_norm=0.5)",
+]
+
+
+@pytest.fixture(autouse=True)
+def one_rank():
+    hvd.init()
+
+
+def targets(step: int) -> np.ndarray:
+    return np.cos(np.arange(LENGTH) * 0.7 + step).astype(np.float32)
+
+
+def made(feedback: str):
+    return hvd.Compression.topk(density=0.1, feedback=feedback)
+
+
+def by_tape(compression, weight, in_graph: bool):
+    def step(target):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(weight * target)
+        tape = hvd.DistributedGradientTape(tape, compression=compression)
+        weight.assign_sub(RATE * tape.gradient(loss, [weight])[0])
+
+    return tf.function(step) if in_graph else step
+
+
+def by_keras(compression, weight):
+    optimizer = keras_hvd.DistributedOptimizer(tf.keras.optimizers.SGD(RATE), compression=compression)
+
+    def step(target):
+        optimizer.apply_gradients([(target, weight)])
+
+    return step
+
+
+@pytest.mark.parametrize("way", ["graph", "eager", "keras"])
+@pytest.mark.parametrize("feedback", FEEDBACKS)
+def test_equals_the_simulator_with_one_rank(way, feedback):
+    compression, weight = made(feedback), tf.Variable(tf.zeros(LENGTH), name="weight")
+    step = by_keras(compression, weight) if way == "keras" else by_tape(compression, weight, way == "graph")
+    cluster = SimulatedCluster(compression.recipe, LENGTH, 1, name="bucket0.weight")
+    expected = np.zeros(LENGTH, np.float32)
+    for number in range(6):
+        step(tf.constant(targets(number)))
+        expected -= RATE * cluster.step([targets(number)], RATE if way == "keras" else None)
+        np.testing.assert_allclose(weight.numpy(), expected, rtol=1e-6, atol=1e-6)
+    assert compression.telemetry.last.step == 6
+
+
+def test_momentum_correction_at_density_one_is_the_optimizers_own_momentum():
+    weights = []
+    for feedback in ("momentum(momentum=0.5,masking=False)", None):
+        weight = tf.Variable(tf.zeros(LENGTH))
+        if feedback:
+            optimizer = keras_hvd.DistributedOptimizer(
+                tf.keras.optimizers.SGD(RATE),
+                compression=hvd.Compression.topk(density=1.0, feedback=feedback),
+            )
+        else:
+            optimizer = tf.keras.optimizers.SGD(RATE, momentum=0.5)
+        for number in range(5):
+            optimizer.apply_gradients([(tf.constant(targets(number)), weight)])
+        weights.append(weight.numpy())
+    np.testing.assert_allclose(*weights, rtol=1e-5, atol=1e-5)
+
+
+def test_stock_horovod_leaves_gradients_as_they_are_which_a_warning_says_once(caplog):
+    import horovod.tensorflow as stock
+
+    compression, weight = made("momentum(momentum=0.9)"), tf.Variable(tf.zeros(LENGTH))
+
+    @tf.function
+    def gradient(target):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(weight * target)
+        return stock.DistributedGradientTape(tape, compression=compression).gradient(loss, [weight])[0]
+
+    with caplog.at_level(logging.WARNING, "horovod_sparse"):
+        for number in range(3):
+            np.testing.assert_array_equal(gradient(tf.constant(targets(number))), targets(number))
+    told = [record.getMessage() for record in caplog.records if "with one rank" in record.getMessage()]
+    assert len(told) == 1 and "MomentumCorrection" in told[0]
