@@ -1,8 +1,10 @@
 """PyTorch front end: `import horovod_sparse.torch as hvd` in place of `import horovod.torch as hvd`.
 
-Every public name of `horovod.torch` is here; `Compression` has the sparsifiers beside Horovod's own.
+Every public name of `horovod.torch` is here; `Compression` has the sparsifiers beside Horovod's own. So are
+its modules: `compression` and `optimizer` are ours and pass on Horovod's names, all others are Horovod's.
 """
 
+import sys as _sys
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
@@ -16,6 +18,14 @@ from horovod.torch import *  # noqa: F403
 from horovod_sparse.torch.compression import Compression as Compression
 from horovod_sparse.torch.compression import SparseCompressor as SparseCompressor
 from horovod_sparse.torch.optimizer import DistributedOptimizer as DistributedOptimizer
+
+# import horovod_sparse.torch.elastic, and the like: the very modules, so that their classes are the same ones
+for _name, _module in list(_sys.modules.items()):
+    if _name.startswith("horovod.torch.") and _name not in (
+        "horovod.torch.compression",
+        "horovod.torch.optimizer",
+    ):
+        _sys.modules.setdefault(f"horovod_sparse.{_name.removeprefix('horovod.')}", _module)
 
 if _TYPE_CHECKING:
     # horovod.torch has no types: what the star brings is unknown to type checkers

@@ -31,6 +31,11 @@ Returns:
 """
 
 
+def __getattr__(name: str) -> Any:
+    """Horovod's names of the module that this one stands for: `Compressor`, `FP16Compressor`, ..."""
+    return getattr(hvd.compression, name)
+
+
 _CHOICES = Choices(SparseCompressor, ("named_parameters", "process_set"), _COMMON_ARGUMENTS, SparseCompressor)
 
 

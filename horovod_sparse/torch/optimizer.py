@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import warnings
 from collections.abc import Iterable
 from typing import Any
@@ -12,6 +13,7 @@ from horovod.torch.optimizer import _DistributedOptimizer as _Stock
 
 from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.merging import Plan
+from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.compression import Compression, SparseCompressor
 from horovod_sparse.torch.methods import Methods
@@ -22,6 +24,11 @@ __all__ = ["DistributedOptimizer"]
 #: Horovod's methods, and ours in place of some of them. __module__ stays Horovod's:
 #: hvd.broadcast_optimizer_state knows distributed optimizers by it, and would step any other.
 _METHODS = {**vars(_Stock), **{name: item for name, item in vars(Methods).items() if name[:2] != "__"}}
+
+
+def __getattr__(name: str) -> Any:
+    """Horovod's names of the module that this one stands for."""
+    return getattr(sys.modules[_Stock.__module__], name)
 
 
 def DistributedOptimizer(
@@ -47,7 +54,7 @@ def DistributedOptimizer(
     Arguments, order and meaning are those of ``horovod.torch.DistributedOptimizer``; so are
     `synchronize`, `skip_synchronize`, `set_backward_passes_per_step` and the assertions. Gradients
     are synchronized in buckets while backward goes on. With a `compression` that is no sparsifier,
-    Horovod's own optimizer is returned.
+    Horovod's own optimizer is returned, with a `telemetry` that stays empty.
 
     Departures, where a sparsifier is given:
 
@@ -139,7 +146,7 @@ def DistributedOptimizer(
     if not isinstance(compression, SparseCompressor):
         if given := [name for name, value in asked.items() if value is not None]:
             raise ArgumentError("compression", compression, f"a sparsifier, or leave {', '.join(given)} out")
-        return hvd.DistributedOptimizer(
+        dense = hvd.DistributedOptimizer(
             optimizer,
             named_parameters,
             compression,
@@ -151,6 +158,9 @@ def DistributedOptimizer(
             sparse_as_dense,
             process_set,
         )
+        # so that a script need not ask which compression it was given
+        dense.telemetry, dense.plan, dense.decision = Telemetry(), None, None
+        return dense
     if num_groups != 0:
         warnings.warn("num_groups has been replaced by groups", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups

@@ -313,8 +313,9 @@ def test_without_a_sparsifier_it_is_horovods_own(rank):
         model = LinearModel(SHAPES)
         optimizer = make(model, compression)
         assert optimizer.synchronize.__func__ is stock.optimizer._DistributedOptimizer.synchronize
-        assert not hasattr(optimizer, "telemetry")
         train_step(model, optimizer, gradients(rank, 0))
+        assert optimizer.telemetry.summary() == "no step yet"
+        assert optimizer.plan is None
 
 
 def test_frozen_and_empty_parameters_pass_by(rank, size):
