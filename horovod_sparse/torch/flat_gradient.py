@@ -165,6 +165,11 @@ class FlatGradient:
             else:
                 parameter.grad = self._view(number).to(parameter.device, parameter.dtype)
 
+    def to_coo(self) -> None:
+        """Gradients in COO form, of the elements that are not 0; the buffer is left alone."""
+        for number, parameter in enumerate(self.parameters):
+            parameter.grad = self.views[number].to_sparse()
+
     def clear(self) -> None:
         """Zeros everywhere, written only where needed."""
         if self._uncounted or self._versions() != self._version:

@@ -57,6 +57,7 @@ class Methods(torch.optim.Optimizer):
             process_set=self.process_set,
             average=self.op == hvd.Average,
             sparse_as_dense=self.sparse_as_dense,
+            to_coo=isinstance(self, torch.optim.SparseAdam),
         )
 
     @property

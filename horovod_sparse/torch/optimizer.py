@@ -63,11 +63,15 @@ def DistributedOptimizer(
       before the closure runs, which leaves its gradients local); LBFGS gets its losses over all ranks;
     * learning rates are read while backward runs (error feedback follows their changes): change them
       before it, as schedulers do;
+    * parameters that join later (`add_param_group`, a layer that is thawed) are synchronized from their first
+      step on, in buckets of their own; they join on all ranks before the same step (Horovod trains them on each
+      rank alone);
     * step hooks run once per step, after synchronization, and `defaults` are those of `optimizer`;
     * the sum over ranks is taken in float32 or float64, so `gradient_predivide_factor` has nothing to
       protect: it is accepted, and changes nothing but rounding;
     * sparse (COO) gradients: with ``sparse_as_dense=True`` they are sparsified as any other and stay
-      dense afterwards; otherwise they are refused;
+      dense afterwards; otherwise they are refused. SparseAdam, which takes no others, gets all of its
+      gradients in COO form, with either value: of the elements that are not 0;
     * `hvd.join()` is an error on the ranks that still train: every rank needs as many batches;
     * a NaN or Inf on any rank raises `NonFiniteGradientError` on every rank, and nothing is applied;
       a loss scaler that expects to find them in the gradients has to be told by catching it.
@@ -118,8 +122,7 @@ def DistributedOptimizer(
         ArgumentError: for arguments that exclude each other, or are not allowed.
         ProfileMismatchError: with one rank, if a profile cannot be read or applied. With more that is raised
             by the first step, on every rank alike, and so is `StateMismatchError` for different models.
-        UnsupportedError: for op=Adasum, SparseAdam, or parameters whose
-            dtype or device cannot be synchronized.
+        UnsupportedError: for op=Adasum, or parameters whose dtype or device cannot be synchronized.
         ValueError: as Horovod raises it, for wrong `named_parameters` or `groups`.
 
     Example:
@@ -212,11 +215,6 @@ def _check(
         raise ValueError("gradient_predivide_factor not supported with op != Average")
     if passes <= 0:
         raise ValueError("backward_passes_per_step must be > 0")
-    if isinstance(optimizer, torch.optim.SparseAdam):
-        raise UnsupportedError(
-            "SparseAdam needs gradients in sparse (COO) form, synchronized ones are dense: use Adam, or "
-            "compression=Compression.none"
-        )
     refuse_double_momentum(compression.recipe, optimizer.param_groups)
     theirs = compression.process_set
     if theirs is not None and theirs is not process_set:

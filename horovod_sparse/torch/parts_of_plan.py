@@ -20,6 +20,7 @@ def parts_of(
     recipe: Recipe,
     learning_rate: Callable[[int], float | None],
     place: tuple[int, int],
+    first: int = 0,
 ) -> list[Part]:
     """Buckets in the plan's order, then what stays dense. Fresh: their residuals are zeros.
 
@@ -29,9 +30,10 @@ def parts_of(
         recipe: what to do with a bucket.
         learning_rate: tells the present one of a parameter group.
         place: (rank, size) within the process set.
+        first: number of the first bucket.
     """
     parts: list[Part] = []
-    for number, names in enumerate(plan.buckets):
+    for number, names in enumerate(plan.buckets, first):
         parameters = [facts[name][1] for name in names]
         rate = partial(learning_rate, facts[names[0]][0].group)
         chosen = recipe.for_parameter(names[0], parameters[0].numel())

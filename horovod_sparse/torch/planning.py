@@ -22,7 +22,7 @@ from horovod_sparse.sparsifiers import Sparsifier
 from horovod_sparse.torch.calibration import bucket_memory, where_of
 from horovod_sparse.torch.tensors import dtype_name
 
-__all__ = ["FirstPlan", "facts_of", "make_plan", "planned"]
+__all__ = ["FirstPlan", "facts_of", "joining", "make_plan", "planned"]
 
 _NO_RULES = ParameterRules()
 
@@ -77,6 +77,31 @@ def facts_of(
         n, density = parameter.numel(), rules.density_of(name, parameter.numel()) or 0.0
         facts[name] = ParameterFacts(name, n, dtype, str(parameter.device), group, density), parameter
     return facts
+
+
+def joining(
+    optimizer: Any, known: Mapping[torch.Tensor, Any], rules: ParameterRules
+) -> dict[str, tuple[ParameterFacts, torch.Tensor]]:
+    """Facts of parameters that the optimizer has come to train since they were last asked for.
+
+    By `add_param_group`, or since they are not frozen any more. One that was never named is called as
+    Horovod calls parameters without names: by its place in the groups, which is the same on all ranks.
+
+    Args:
+        optimizer: that has them.
+        known: what is synchronized already.
+        rules: see `facts_of`.
+
+    Raises:
+        UnsupportedError: see `facts_of`.
+    """
+    new = [
+        (optimizer._parameter_names.get(parameter, f"allreduce.noname.{i}.{j}"), parameter)
+        for i, group in enumerate(optimizer.param_groups)
+        for j, parameter in enumerate(group["params"])
+        if parameter.requires_grad and parameter not in known
+    ]
+    return facts_of(new, optimizer.param_groups, rules) if new else {}
 
 
 def planned(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,11 +15,11 @@ from horovod_sparse.collectives import Synchronization
 from horovod_sparse.errors import HorovodSparseError, NonFiniteGradientError, UnsupportedError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.feedback.state import shared_digest
-from horovod_sparse.frontend import Standing, Start, agreed_start, check_agreement
+from horovod_sparse.frontend import Standing, Start, agreed_start, check_agreement, make_plan
 from horovod_sparse.frontend.failures import raise_together
 from horovod_sparse.merging import ParameterFacts, Plan
 from horovod_sparse.telemetry import StepReport, Telemetry
-from horovod_sparse.torch import residuals
+from horovod_sparse.torch import planning, residuals
 from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.calibration import carry_out_together
 from horovod_sparse.torch.driver import Driver
@@ -26,12 +27,13 @@ from horovod_sparse.torch.explained import explain
 from horovod_sparse.torch.hooks import claim
 from horovod_sparse.torch.parts import DenseBucket, Part, SparseBucket
 from horovod_sparse.torch.parts_of_plan import parts_of
-from horovod_sparse.torch.planning import FirstPlan
 from horovod_sparse.torch.tensors import dtype_name
 from horovod_sparse.torch.transport import transport_words
 from horovod_sparse.torch.warmup import WarmUp
 
 __all__ = ["GradientSynchronizer"]
+
+_log = logging.getLogger("horovod_sparse")
 
 #: parts that a hook finds not done before it looks no further: with many buckets under way, looking at all
 #: of them in every hook would take longer than what is found is worth
@@ -66,6 +68,7 @@ class GradientSynchronizer:
         process_set: the ranks that take part.
         average: whether sums are divided by the number of ranks.
         sparse_as_dense: whether gradients in COO form are taken.
+        to_coo: whether all gradients are given in COO form: what SparseAdam takes.
     """
 
     def __init__(
@@ -73,14 +76,16 @@ class GradientSynchronizer:
         optimizer: Any,
         facts: Mapping[str, tuple[ParameterFacts, torch.Tensor]],
         recipe: Recipe,
-        first: FirstPlan,
+        first: planning.FirstPlan,
         *,
         process_set: Any,
         average: bool,
         sparse_as_dense: bool,
+        to_coo: bool = False,
     ) -> None:
         self.optimizer, self.facts, self.recipe = optimizer, dict(facts), recipe
         self.process_set, self.average, self.sparse_as_dense = process_set, average, sparse_as_dense
+        self.to_coo = to_coo
         self.driver = Driver(process_set)
         self.telemetry = Telemetry()
         self.warmup: WarmUp | None = None
@@ -131,9 +136,15 @@ class GradientSynchronizer:
         parts = parts_of(plan, self.facts, self.recipe, self._learning_rate, self._place)
         for part in parts:
             part.gradient.gather_existing()
-        self.plan, self.parts = plan, parts
-        self._part_of = {parameter: part for part in parts for parameter in part.gradient.parameters}
-        self._kinds = [(p, p.dtype, p.device) for p in self._part_of]
+        self.plan, self.parts, self._part_of, self._kinds = plan, [], {}, []
+        self._enter(parts)
+
+    def _enter(self, parts: Sequence[Part]) -> None:
+        """Further parts."""
+        self.parts += parts
+        entered = {parameter: part for part in parts for parameter in part.gradient.parameters}
+        self._part_of |= entered
+        self._kinds += [(p, p.dtype, p.device) for p in entered]
 
     def _learning_rate(self, group: int) -> float | None:
         # by number: load_state_dict makes new dicts of the groups
@@ -169,7 +180,7 @@ class GradientSynchronizer:
             raise AssertionError(
                 "a gradient that has a gradient itself (create_graph=True) is not synchronized"
             )
-        if gradient.is_sparse and not self.sparse_as_dense:
+        if gradient.is_sparse and not (self.sparse_as_dense or self.to_coo):
             raise UnsupportedError(
                 f"{self.optimizer._parameter_names[parameter]} has a gradient in sparse (COO) form: pass "
                 "sparse_as_dense=True to sparsify it like any other, or make its layer with sparse=False"
@@ -230,6 +241,42 @@ class GradientSynchronizer:
             for part in self.parts:
                 part.streams.note()
 
+    def _take_in(self) -> None:
+        """Buckets of their own for parameters that the optimizer has come to train; all ranks alike.
+
+        A gradient that they have already is a part of this step.
+        """
+        new = planning.joining(self.optimizer, self._part_of, self.recipe.rules)
+        if not new:
+            return
+        parameters = [fact for fact, _ in new.values()]
+        asked = self._first.asked
+        plan = make_plan(new) if asked is None else asked.first_plan(parameters)
+        if self._is_agreed and self.size > 1:
+            _log.warning(
+                "%s joined the optimizer: waiting for all ranks to have the same parameters join",
+                ", ".join(new),
+            )
+            standing = Standing(self.step, "", self._place, plan, parameters, label=self.driver.label)
+            agreed = carry_out_together(agreed_start(standing), self.process_set, "horovod_sparse.agreement")
+            plan = agreed.plan
+        parts = parts_of(
+            plan, new, self.recipe, self._learning_rate, self._place, first=len(self.plan.buckets)
+        )
+        for part in parts:
+            part.gradient.gather_existing()
+        self.plan = Plan(self.plan.buckets + plan.buckets, self.plan.dense + plan.dense)
+        self._enter(parts)
+        for name, (fact, parameter) in new.items():
+            self.facts[name] = fact, parameter
+            self._name_of[parameter] = name
+            self.optimizer._parameter_names[parameter] = name
+            self.optimizer._requires_update.add(parameter)
+            self.optimizer._allreduce_delay[parameter] = 0
+        self._handles += claim(self, (parameter for _, parameter in new.values()))
+        if self.warmup is not None:
+            self.warmup.joined([fact for fact, _ in self.facts.values()])
+
     def _agreement(self) -> Synchronization[Start]:
         yield from check_agreement(self._first.asked)
         yield from raise_together(self._first.failure)
@@ -282,8 +329,8 @@ class GradientSynchronizer:
         """Waits for all buckets, and scatters their sums into the gradients.
 
         Raises:
-            StateMismatchError: on every rank alike, if this is the first step and ranks have different
-                parameters.
+            StateMismatchError: on every rank alike, if ranks have different parameters when the training
+                begins, or when parameters join it.
             NonFiniteGradientError: on every rank alike, if a gradient is not finite on some rank. The
                 whole step is given up: gradients are zeros, what was finite stays in the residuals,
                 and training may go on.
@@ -298,6 +345,7 @@ class GradientSynchronizer:
         self._begin()
         idle_before = self.driver.idle_seconds
         try:
+            self._take_in()
             self._agree()
             for part in self.parts:
                 if part.task is None:
@@ -315,6 +363,9 @@ class GradientSynchronizer:
             raise min(errors, key=lambda error: isinstance(error, NonFiniteGradientError))
         scale = 1.0 / self.size if self.average else 1.0
         reports = [part.apply(scale) for part in self.parts]
+        if self.to_coo:
+            for part in self.parts:
+                part.gradient.to_coo()
         self._make_ready()
         self.step += 1
         self.telemetry.transport = transport_words(self.process_set)

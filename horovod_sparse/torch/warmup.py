@@ -97,6 +97,19 @@ class WarmUp:
         self._left = num_steps
         self._begin()
 
+    def joined(self, parameters: Sequence[ParameterFacts]) -> None:
+        """Parameters have joined the training, on all ranks: what was measured without them decides nothing.
+
+        Args:
+            parameters: all of the model.
+        """
+        self._parameters, self._own = list(parameters), None
+        if self._recorder is not None or self._probe is not None:
+            counting = self._left > 0 or self._probe is not None
+            self._probe = None
+            self._record(_NUM_WARMUP, _NUM_STEPS)
+            self._left = 1 + _NUM_WARMUP + _NUM_STEPS if counting else 0
+
     def after_step(self, plan: Plan) -> Plan | None:
         """A synchronization under this plan has ended on all ranks.
 

@@ -91,8 +91,6 @@ def test_arguments_that_exclude_each_other_are_named():
         wrap(net, "topq")
     with pytest.raises(ArgumentError, match="op"):
         wrap(net, op=hvd.Max)
-    with pytest.raises(UnsupportedError, match="SparseAdam"):
-        wrap(net, optimizer=torch.optim.SparseAdam)
     with pytest.raises(UnsupportedError, match="complex64"):
         wrap(torch.nn.Linear(2, 2, dtype=torch.complex64))
 

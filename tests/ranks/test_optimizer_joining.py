@@ -1,0 +1,153 @@
+"""Parameters that the optimizer comes to train after it was wrapped: added groups, thawed layers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import horovod_sparse.torch as hvd
+from horovod_sparse.errors import StateMismatchError, UnsupportedError
+from support.linear import LinearModel, dyadic, same_on_all_ranks
+from support.optimizers import make, residuals_of
+
+SHAPES = {"first": (40, 30), "bias": (7,), "second": (3, 5, 11), "late": (6, 8)}
+
+
+def gradients(rank: int, step: int, names) -> dict[str, np.ndarray]:
+    return {name: dyadic(SHAPES[name], rank, step, name) for name in names}
+
+
+def thaw(model, optimizer):
+    model.late.requires_grad_(True)
+    model.bias.requires_grad_(True)
+
+
+def add_named(model, optimizer):
+    optimizer.add_param_group({"params": [model.late, model.bias], "lr": 0.25})
+
+
+def frozen(how):
+    """A model of which two parameters do not train yet, and its optimizer."""
+    model = LinearModel(SHAPES)
+    if how is thaw:
+        model.late.requires_grad_(False)
+        model.bias.requires_grad_(False)
+        return model, model.parameters()
+    return model, [model.first, model.second]
+
+
+@pytest.mark.parametrize("moment", ["before the first step", "between steps", "within a step"])
+@pytest.mark.parametrize("how", [thaw, add_named])
+@pytest.mark.parametrize("named", [True, False])
+def test_parameters_that_join_are_synchronized_from_then_on(how, named, moment, rank, size):
+    """With everything sent, weights are those of dense training on all ranks' gradients."""
+    model, parameters = frozen(how)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(parameters, lr=0.5),
+        named_parameters=model.named_parameters() if named else None,
+        compression="topk:density=1.0",
+        bucket_bytes=700,
+        op=hvd.Sum,
+    )
+    expected = {name: np.ones(shape) for name, shape in SHAPES.items()}
+    joined_in = {"before the first step": 0, "between steps": 2, "within a step": 2}[moment]
+    for step in range(5):
+        names = ["first", "second"]
+        if step == joined_in and moment == "within a step":
+            model.backward(gradients(rank, 100, ["second"]))  # and its first bucket is under way
+            names = ["first"]
+        if step == joined_in:
+            how(model, optimizer)
+        if step >= joined_in:
+            names += ["late", "bias"]
+        # on one rank some parameters have no gradient
+        mine = names if rank else [name for name in names if name != "bias"]
+        model.backward(gradients(rank, step, mine))
+        optimizer.step()
+        optimizer.zero_grad()
+        for name in names:
+            rate = 0.25 if how is add_named and name in ("late", "bias") else 0.5
+            for r in range(size):
+                if r or name != "bias":
+                    expected[name] -= rate * gradients(r, step, names)[name]
+        if step == joined_in and moment == "within a step":
+            expected["second"] -= 0.5 * sum(gradients(r, 100, ["second"])["second"] for r in range(size))
+    for name, parameter in model.named_parameters():
+        np.testing.assert_allclose(parameter.detach().numpy(), expected[name], rtol=1e-6, atol=1e-5)
+    assert same_on_all_ranks(*model.parameters())
+    assert len(optimizer.plan.names()) == 4
+
+
+def test_residuals_stay_where_they_were_and_are_saved_with_the_new_ones(rank, size):
+    model, parameters = frozen(thaw)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(parameters, lr=0.5), model.named_parameters(), compression="exdyna:density=0.05"
+    )
+    model.backward(gradients(rank, 0, ["first", "second"]))
+    optimizer.step()
+    optimizer.zero_grad()
+    held = residuals_of(optimizer)
+    thaw(model, optimizer)
+    optimizer.step()  # nobody has a gradient
+    optimizer.zero_grad()
+    after = residuals_of(optimizer)
+    assert set(after) == set(SHAPES)
+    assert not after["late"].count_nonzero()
+    assert held["first"].count_nonzero() > after["first"].count_nonzero() > 0
+    saved = optimizer.state_dict()
+    again = LinearModel(SHAPES)
+    resumed = make(again, "exdyna:density=0.05", plan=optimizer.plan)
+    again.load_state_dict(model.state_dict())
+    resumed.load_state_dict(saved)
+    for one, its in ((model, optimizer), (again, resumed)):
+        for step in (1, 2):
+            one.backward(gradients(rank, step, SHAPES))
+            its.step()
+            its.zero_grad()
+    for one, other in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert same_on_all_ranks(*model.parameters())
+
+
+def test_another_parameter_joins_on_each_rank_which_all_are_told(rank):
+    model, parameters = frozen(thaw)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(parameters, lr=0.5), model.named_parameters(), compression="topk:density=0.1"
+    )
+    model.backward(gradients(rank, 0, ["first", "second"]))
+    optimizer.step()
+    optimizer.zero_grad()
+    (model.late if rank else model.bias).requires_grad_(True)
+    model.backward(gradients(rank, 1, ["first", "second"]))
+    with pytest.raises(StateMismatchError, match=r"late|bias"):
+        optimizer.step()
+
+
+def test_a_type_that_cannot_be_synchronized_is_told_on_all_ranks(rank):
+    model = LinearModel(SHAPES)
+    optimizer = make(model, "topk:density=0.1")
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3, dtype=torch.complex64))]})
+    model.backward(gradients(rank, 0, SHAPES))
+    with pytest.raises(UnsupportedError, match="complex64"):
+        optimizer.step()
+
+
+def test_measuring_begins_again_with_parameters_that_join(rank):
+    model, parameters = frozen(thaw)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(parameters, lr=0.5),
+        model.named_parameters(),
+        compression="topk:density=0.1",
+        merging="optimal",
+    )
+    for step in range(20):
+        names = ["first", "second"] + (["late", "bias"] if step >= 3 else [])
+        if step == 3:
+            thaw(model, optimizer)
+        model.backward(gradients(rank, step, names))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert sorted(optimizer.decision.plan.names()) == sorted(SHAPES)
+    assert optimizer.plan == optimizer.decision.plan
+    assert same_on_all_ranks(*model.parameters())
