@@ -64,8 +64,8 @@ def DistributedOptimizer(
     * learning rates are read while backward runs (error feedback follows their changes): change them
       before it, as schedulers do;
     * parameters that join later (`add_param_group`, a layer that is thawed) are synchronized from their first
-      step on, in buckets of their own; they join on all ranks before the same step (Horovod trains them on each
-      rank alone);
+      step on, in buckets of their own; they join on all ranks before the same step (Horovod trains them on
+      each rank alone);
     * step hooks run once per step, after synchronization, and `defaults` are those of `optimizer`;
     * the sum over ranks is taken in float32 or float64, so `gradient_predivide_factor` has nothing to
       protect: it is accepted, and changes nothing but rounding;

@@ -55,6 +55,7 @@ class StockOptimizer:
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = weakref.ref(optimizer)
+        optimizer.register_step_post_hook(_refuse_closures)
         #: without `named_parameters` the optimizer has made names from positions in `param_groups`,
         #: which are the same on all ranks
         self.parameters = NamedParameters(
@@ -102,6 +103,23 @@ class StockOptimizer:
         for parameter in self.parameters.tensors:
             if parameter.grad is not None:
                 parameter.grad.zero_()
+
+
+def _refuse_closures(optimizer: Any, args: Any, kwargs: Any) -> None:
+    """Refuses a step whose closure has computed gradients, once it has ended.
+
+    Horovod's `step` synchronizes before it calls the closure. What backward gives in there is under way
+    when the optimizer wants it: it gets this rank's own gradient.
+
+    Raises:
+        UnsupportedError: on every rank that did so.
+    """
+    if any(handle is not None for handle, _ in optimizer._handles.values()):
+        raise UnsupportedError(
+            f"{type(optimizer).__name__}.step(closure) used gradients before they were synchronized: "
+            "Horovod's own optimizer waits for them before it calls the closure. Compute them before step(), "
+            "or use horovod_sparse.torch.DistributedOptimizer, which waits after the closure"
+        )
 
 
 def refuse_adasum(optimizer: Any | None, tensor: torch.Tensor) -> None:

@@ -217,3 +217,24 @@ def test_training_learns(rank, size):
     dense, sparse = losses.values()
     assert np.mean(sparse[-20:]) < 0.6 * np.mean(sparse[:5])
     assert np.mean(sparse[-20:]) < 1.5 * np.mean(dense[-20:])
+
+
+@pytest.mark.parametrize("kind", [torch.optim.LBFGS, torch.optim.SGD])
+def test_gradients_of_a_closure_are_refused_where_they_would_be_a_ranks_own(kind, rank):
+    model = torch.nn.Linear(6, 1)
+    optimizer = hvd.DistributedOptimizer(
+        kind(model.parameters(), lr=0.1),
+        model.named_parameters(),
+        compression=Compression.topk(density=1.0),
+    )
+
+    def closure():
+        model.zero_grad()
+        loss = model(torch.ones(4, 6)).square().mean()
+        loss.backward()
+        return loss
+
+    # LBFGS computes them twice, which Horovod itself notices
+    error = AssertionError if kind is torch.optim.LBFGS else UnsupportedError
+    with pytest.raises(error, match="step"):
+        optimizer.step(closure)
