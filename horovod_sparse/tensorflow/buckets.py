@@ -89,19 +89,29 @@ class Buckets:
         """The name of a variable that has its bucket."""
         return self._names.get(variable.ref())
 
+    def absent(self, variables: Sequence[Any]) -> dict[str, Any]:
+        """By name, the variables that share a bucket with some of these and are not among them."""
+        given = {self._names[variable.ref()] for variable in variables if variable.ref() in self._names}
+        return {
+            name: self._facts[name][1]
+            for part in self.parts
+            if given.intersection(part.names)
+            for name in part.names
+            if name not in given
+        }
+
     def of(self, names: Collection[str]) -> list[Part]:
         """The parts of these variables.
 
         Raises:
-            UnsupportedError: if another variable of one of them is missing.
+            UnsupportedError: if another variable of one of them has `tf.IndexedSlices` for once.
         """
         parts = [part for part in self.parts if any(name in names for name in part.names)]
         for part in parts:
             if absent := sorted(set(part.names) - set(names)):
                 raise UnsupportedError(
-                    f"{absent[0]} shares a bucket with {next(n for n in part.names if n in names)}, but is "
-                    "not synchronized together with it this time (or its gradient is tf.IndexedSlices now). "
-                    "Give always the same variables, or every set of variables a compressor of its own"
+                    f"{absent[0]} shares a bucket with {next(n for n in part.names if n in names)}, but its "
+                    "gradient is tf.IndexedSlices now: give sparse_as_dense=True"
                 )
         return parts
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -162,6 +162,19 @@ class SparseBucket:
             self.assign([array * share for array in self.held()])
         if self.task.looped:  # any other graph is fixed
             self.task.kinds = self._kinds()
+
+    def take_back(self, names: Collection[str]) -> None:
+        """Puts the last step's sum of these variables, which nobody applies, back where it came from.
+
+        Each rank's residual gets its share, which keeps the mean of the residuals.
+        """
+        sum_, share = self.task.result, 1.0 / self.bucket.info.size
+        for name, (start, stop) in zip(self.names, self.places, strict=True):
+            if name in names:
+                inside = (sum_.indices >= start) & (sum_.indices < stop)
+                indices, which = np.unique(sum_.indices[inside], return_inverse=True)
+                total = np.bincount(which, weights=sum_.values[inside], minlength=indices.size)
+                self.bucket.accumulator.add(indices, (total * share).astype(sum_.values.dtype))
 
     def held(self) -> tuple[np.ndarray, ...]:
         """The residual, and what the feedback keeps beside it: views, [n] each."""

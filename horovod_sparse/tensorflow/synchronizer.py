@@ -176,7 +176,9 @@ class GradientSynchronizer:
         Args:
             gradients: of the variables; None stays None (if its variable never had a gradient), and
                 `tf.IndexedSlices` stay such unless `sparse_as_dense`.
-            variables: of TensorFlow or Keras. A bucket's variables are always given together.
+            variables: of TensorFlow or Keras. All ranks give the same. One that shares a bucket with them and
+                is left out (a frozen layer, a tape over some variables) sends zeros; what its residual makes
+                the ranks send nevertheless returns to the residuals.
             learning_rate: of this step, for error feedback to follow: a number or a scalar tensor.
 
         Returns:
@@ -235,21 +237,33 @@ class GradientSynchronizer:
 
     def _build(self, gradients: Sequence[Gradient], variables: Sequence[Any], rate: tf.Tensor) -> list[Any]:
         """The operations of one synchronization, in the graph that is being traced."""
-        started = self.start(gradients, variables, rate)
-        results, parts = started.others, started.parts
+        absent = self._buckets.absent(variables)
+        every = [*gradients, *(None for _ in absent)]
+        started = self.start(every, [*variables, *absent.values()], rate)
+        results, parts, num_given = started.others, started.parts, len(gradients)
         if not parts:
-            return results
+            return results[:num_given]
         like = [(tf.as_dtype(part.dtype), shape) for part in parts for shape in part.shapes]
+        absent_names = frozenset(absent)
         # by their positions: a graph shall not keep the memory of buckets that there are no more
         version, positions = self._buckets.version, [self.parts.index(part) for part in parts]
+
+        def finish() -> list[np.ndarray]:
+            parts = self._buckets.at(version, positions)
+            arrays = self.finish(parts)
+            for part in parts:
+                if isinstance(part, SparseBucket):
+                    part.take_back(absent_names)
+            return arrays
+
         waits = is_elastic() or any(between_pairs(part.task.kinds) for part in parts)
         with WAITING.behind() if waits else contextlib.nullcontext():
-            sums = settle(started.tokens, lambda: self.finish(self._buckets.at(version, positions)), like)
+            sums = settle(started.tokens, finish, like)
         for order in (self._order, WAITING) if waits else (self._order,):
             order.note(sums[0])
         for position, sum_ in zip(started.positions, sums, strict=True):
             results[position] = sum_
-        return results
+        return results[:num_given]
 
     def start(self, gradients: Sequence[Gradient], variables: Sequence[Any], rate: tf.Tensor) -> Started:
         """Everything up to the end of the last round; for those who finish in a way of their own.

@@ -232,3 +232,17 @@ def test_best_model_is_written_once(tmp_path, rank, size):
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=SPARSE)
     fit(make_model(), optimizer, rank, size, callbacks=callbacks)
     assert path.exists() == (rank == 0)
+
+
+def test_a_layer_is_frozen_and_thawed_with_the_same_optimizer(rank, size, everywhere):
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=SPARSE)
+    layer, moved = model.layers[0], []
+    for trainable in (True, False, True):
+        layer.trainable = trainable
+        before = layer.kernel.numpy()
+        fit(model, optimizer, rank, size, epochs=1)
+        moved.append(not np.array_equal(before, layer.kernel.numpy()))
+    assert moved == [True, False, True]
+    weights = everywhere(flat(model))
+    assert (weights == weights[0]).all()

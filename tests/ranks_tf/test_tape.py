@@ -371,3 +371,39 @@ def test_wrong_uses_are_refused_by_name(rank, size):
         tape_of(dropped_in, wrap=stock.DistributedGradientTape, target=other)
     with pytest.raises(UnsupportedError, match="another compressor"):
         tape_of(dropped_in)
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("density", [0.2, 1.0])
+def test_a_tape_over_some_variables_leaves_the_others_alone(density, graph, rank, everywhere):
+    """Variables of one bucket: what is applied and what is held back are all there ever was, of each."""
+    first, second = (tf.Variable(tf.zeros(30), name=name) for name in ("first", "second"))
+    compression = hvd.Compression.topk(density=density)
+    given = {"first": np.zeros(30), "second": np.zeros(30)}
+
+    def step(number, variables):
+        with tf.GradientTape() as tape:
+            position = tf.range(30, dtype=tf.float32)
+            target = tf.cos(position * (1.0 + rank) + tf.cast(number, tf.float32))
+            loss = tf.add_n([tf.reduce_sum(variable * target) for variable in variables])
+        tape = hvd.DistributedGradientTape(tape, compression=compression)
+        for variable, gradient in zip(variables, tape.gradient(loss, variables), strict=True):
+            variable.assign_sub(gradient)
+
+    both, one = [first, second], [first]
+    steps = {len(chosen): (lambda number, chosen=chosen: step(number, chosen)) for chosen in (both, one)}
+    if graph:
+        steps = {key: tf.function(function) for key, function in steps.items()}
+    for number, chosen in enumerate([both, one, one, both, one]):
+        before = second.numpy()
+        steps[len(chosen)](tf.constant(number))
+        if chosen is one:
+            np.testing.assert_array_equal(second.numpy(), before)
+        for variable in chosen:
+            given[variable.name.split(":")[0]] += np.cos(np.arange(30) * (1.0 + rank) + number)
+    held = compression.state_dict()["residuals"]
+    assert [set(names) for names in compression.plan.buckets] == [{"first", "second"}]
+    for variable, name in ((first, "first"), (second, "second")):
+        waiting = everywhere(held[name]).mean(0)
+        np.testing.assert_allclose(waiting - variable.numpy(), everywhere(given[name]).mean(0), atol=2e-5)
+        assert waiting.any() == (density < 1.0)
