@@ -7,6 +7,7 @@ from collections.abc import Iterable
 __all__ = [
     "ArgumentError",
     "CollectiveMismatchError",
+    "EditedGradientError",
     "HorovodMissingError",
     "HorovodSparseError",
     "MessageError",
@@ -95,8 +96,9 @@ class HorovodMissingError(HorovodSparseError, ImportError):
 class NonFiniteGradientError(HorovodSparseError, ArithmeticError):
     """A gradient holds NaN or Inf on some rank; raised on every rank.
 
-    The step was given up on all ranks alike: nothing was applied, the residual keeps every
-    finite value, and the next step may go on.
+    The step was given up on all ranks alike: nothing was applied, and the next step may go on. All of
+    the affected rank's gradients of this step are dropped, as far as the front end still has them; those
+    of the other ranks wait in their residuals.
 
     Args:
         bucket: name of the bucket.
@@ -112,6 +114,31 @@ class NonFiniteGradientError(HorovodSparseError, ArithmeticError):
         return (
             f"the gradient of {self.bucket} is not finite ({places}). No rank applied this step; "
             "lower the learning rate, clip the gradient, or look at that parameter's loss"
+        )
+
+
+class EditedGradientError(HorovodSparseError, RuntimeError):
+    """A gradient was changed after its synchronization had begun; raised on every rank.
+
+    No rank applied the step. Gradients as they were before the change wait in the residuals.
+
+    Args:
+        bucket: name of the bucket that brought the news.
+        where: for each rank that changed gradients, which ones, where that is known on this rank.
+    """
+
+    def __init__(self, bucket: str, where: dict[int, str]) -> None:
+        self.bucket, self.where = bucket, where
+        super().__init__(bucket, where)
+
+    def __str__(self) -> str:
+        places = "; ".join(f"rank {rank}: {what}" for rank, what in sorted(self.where.items()))
+        return (
+            f"gradients were changed between backward and step ({places}), when their synchronization had "
+            "begun already: the change would be lost. No rank applied this step. Change them after "
+            "optimizer.synchronize(), and then call step() within optimizer.skip_synchronize(); or give "
+            "DistributedOptimizer of horovod_sparse.torch synchronize_at='step', with which changes of a "
+            "rank's own gradients count; or let its max_grad_norm=... clip what is applied"
         )
 
 

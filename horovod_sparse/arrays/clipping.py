@@ -1,4 +1,4 @@
-"""Scaling a gradient down to a norm, while it is folded."""
+"""Scaling a gradient down to a norm, while it is folded; and taking one out again."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from horovod_sparse.kernels.layout import native_bits
 if TYPE_CHECKING:
     from horovod_sparse.arrays.gradient_parts import GradientParts
 
-__all__ = ["check_norm", "clip_factor", "finite_norm", "scaled"]
+__all__ = ["check_norm", "clip_factor", "finite_norm", "scaled", "take_out", "wide"]
 
 Array = NDArray[Any]
 
@@ -92,8 +92,8 @@ def scaled(
     for start, piece in pieces:
         for first in range(0, piece.size, _CHUNK):
             chunk = piece[first : first + _CHUNK]
-            wide = _wide(chunk)
-            small = _narrow(wide * wide.dtype.type(factor), chunk.dtype)
+            large = wide(chunk)
+            small = _narrow(large * large.dtype.type(factor), chunk.dtype)
             if keep:
                 yield start + first, small
             else:
@@ -102,25 +102,44 @@ def scaled(
             yield start, piece
 
 
+def take_out(values: Array, step: Array) -> None:
+    """``values -= step``, where a fold has added it: what is not finite, or was not then, it has left out.
+
+    Args:
+        values: finite; changed.
+        step: of the same type and shape.
+
+    Example:
+        >>> values = np.array([3.0, 1.0, 2.0])
+        >>> take_out(values, np.array([1.0, np.inf, 2.0])); values
+        array([2., 1., 0.])
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        without = values - step
+        # a sum that overflows now may have done so then, when nothing was added
+        left_out = ~np.isfinite(values + step) & (np.abs(without) > np.abs(values))
+    values[...] = np.where(np.isfinite(without) & ~left_out, without, values)
+
+
 def _chunks(gradient: Array | GradientParts) -> Iterator[Array]:
     if not isinstance(gradient, np.ndarray):
         for _, piece in gradient.pieces(_CHUNK, 1):
             for start in range(0, piece.size, _CHUNK):
-                yield _wide(piece[start : start + _CHUNK])
+                yield wide(piece[start : start + _CHUNK])
         return
     array = np.ascontiguousarray(gradient)
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
     flat = native_bits(array)
     for start in range(0, flat.size, _CHUNK):
-        yield _wide(flat[start : start + _CHUNK])
+        yield wide(flat[start : start + _CHUNK])
 
 
 def _top(chunk: Array) -> float:
     return float(np.abs(chunk).max(where=np.isfinite(chunk), initial=0.0))
 
 
-def _wide(chunk: Array) -> Array:
+def wide(chunk: Array) -> Array:
     """A chunk as float32 or float64, from the kernels' form: half types as their bits."""
     if chunk.dtype == np.uint16:
         bits: Array = (chunk.astype(np.uint32) << 16).view(np.float32)
@@ -131,7 +150,7 @@ def _wide(chunk: Array) -> Array:
 
 
 def _narrow(wide: Array, dtype: np.dtype[Any]) -> Array:
-    """The inverse of `_wide`, rounded to nearest even."""
+    """The inverse of `wide`, rounded to nearest even."""
     if dtype == np.int16:
         half: Array = wide.astype(np.float16).view(np.int16)
         return half

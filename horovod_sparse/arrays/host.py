@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ from numpy.typing import NDArray
 
 from horovod_sparse import kernels
 from horovod_sparse.arrays.blocks import BlockMaxima
-from horovod_sparse.arrays.clipping import clip_factor, scaled
+from horovod_sparse.arrays.clipping import clip_factor, scaled, take_out, wide
 from horovod_sparse.arrays.gradient_parts import GradientParts
 from horovod_sparse.arrays.gradients import (
     accumulating,
@@ -73,6 +74,8 @@ class HostAccumulator:
         self._maxima = BlockMaxima(self._values, self._layout)
         self._journal = Journal((self._values, *self._companions))
         self._report = FoldReport()
+        # of the last fold: the gradient's weight in the values, the velocity it went into, its norm's limit
+        self._folded: tuple[float, Array | None, float | None] = 1.0, None, None
         self._square_norm = (
             float(host_fold.squares_of(memory, 0, num_elements)) if memory is not None else 0.0
         )
@@ -149,11 +152,17 @@ class HostAccumulator:
             velocity,
             keep_gradient=isinstance(array, GradientParts),
         )
+        weight = 1.0 if velocity is None else float(factors[2] + factors[3])
+        self._folded = weight, velocity, clip_norm
         carried = float(factors[0]) ** 2 * self._square_norm
         self._square_norm = folded.square_norm
         self._norm_at_start = self._square_norm
         self._report = FoldReport(folded.num_nonfinite, folded.first_nonfinite, folded.square_norm, carried)
         return self._report
+
+    def refuse(self) -> None:
+        """Lets the report of the last fold say that this rank refuses the step."""
+        self._report = dataclasses.replace(self._report, first_nonfinite=self.num_elements)
 
     def _exact_maxima(self) -> Array:
         # Cleared elements leave upper bounds; they are made exact only when that is needed.
@@ -254,6 +263,23 @@ class HostAccumulator:
         self._maxima.exact(places)
         if places:
             self._square_norm = self._norm_at_start
+
+    def drop(self, gradient: Any) -> None:
+        """Takes the last fold's gradient out again; see `Accumulator.drop`."""
+        array = checked_gradient(gradient, self.num_elements, self.dtype)
+        weight, velocity, clip_norm = self._folded
+        parts = pieces(array, 1024 * self._layout.block, self._layout.block)
+        if clip_norm is not None:
+            parts = scaled(parts, clip_factor(array, clip_norm), keep=True)
+        for start, piece in parts:
+            step = wide(piece).astype(self.dtype)
+            take_out(self._values[start : start + piece.size], weight * step)
+            if velocity is not None:
+                take_out(velocity[start : start + piece.size], step)
+        self._square_norm = float(host_fold.squares_of(self._values, 0, self.num_elements))
+        self._norm_at_start = self._square_norm
+        self._maxima.forget()
+        self._journal.forget()
 
     def values(self) -> Values:
         """All n values: a view, to be read only (use `assign` to change them)."""

@@ -28,7 +28,8 @@ class FoldReport:
     Attributes:
         num_nonfinite: gradient elements that were NaN or Inf (or whose sum with the residual
             overflowed) and were taken as 0.
-        first_nonfinite: position of the first of them in the bucket, -1 if there is none.
+        first_nonfinite: position of the first of them in the bucket, -1 if there is none; n where the rank
+            refuses the step for another reason (`Accumulator.refuse`).
         square_norm: sum of squares of the accumulator after the pass.
         carried_square_norm: sum of squares of what the residual brought into it, decay included: what
             the last step left behind.
@@ -70,6 +71,9 @@ class Accumulator(Protocol):
     def fold(self, gradient: Any, *, decay: float = 1.0) -> FoldReport:
         """Values = decay * values + gradient; gradient = 0; block maxima. The one pass over n elements."""
 
+    def refuse(self) -> None:
+        """Lets the report of the last fold say that this rank refuses the step."""
+
     def largest(self, num_selected: int, start: int = 0, stop: int | None = None) -> Indices:
         """Exactly the `num_selected` largest magnitudes in [start, stop); ties go to the lowest index."""
 
@@ -105,6 +109,16 @@ class Accumulator(Protocol):
 
     def abandon(self) -> None:
         """Takes back every `clear`, `add`, `put` and `mask` since the last fold, bit for bit."""
+
+    def drop(self, gradient: Any) -> None:
+        """Takes the last fold's gradient out of the values (and of a velocity) again, after `abandon`.
+
+        What was there before, decay included, comes back to the rounding of the sum: where the gradient
+        was more than 2**24 times larger nothing is left of it, and the value is 0.
+
+        Args:
+            gradient: as it was folded; it must have been kept.
+        """
 
     def values(self) -> Values:
         """All n values as a host array, a view where that is possible (checkpoints, tests)."""

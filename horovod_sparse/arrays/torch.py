@@ -13,7 +13,7 @@ from horovod_sparse.arrays.gradients import checked_factors
 from horovod_sparse.arrays.moments import Moments
 from horovod_sparse.arrays.protocol import FoldReport, Indices, Values
 from horovod_sparse.arrays.torch_apply import apply_scaled_sum, apply_sum, clear_at
-from horovod_sparse.arrays.torch_clipping import clip
+from horovod_sparse.arrays.torch_clipping import clip, take_out
 from horovod_sparse.arrays.torch_gradient import KeptTensor, accumulating, checked_gradient
 from horovod_sparse.arrays.torch_journal import Journal
 from horovod_sparse.arrays.torch_report import PendingReport
@@ -89,6 +89,8 @@ class TorchAccumulator:
         # On the device, where kernels read them in the accumulator's precision: a launch argument has less.
         self._factors: tuple[NDArray[Any], Tensor] = (np.empty(0), torch.empty(0))
         self._report: FoldReport = FoldReport()
+        # of the last fold: the gradient's weight in the values, the velocity it went into, its norm's limit
+        self._folded: tuple[float, Tensor | None, float | None] = 1.0, None, None
 
     @property
     def num_elements(self) -> int:
@@ -152,6 +154,8 @@ class TorchAccumulator:
         """
         velocity = self._companions[0] if momentum is not None and self._companions else None
         factors = checked_factors(self.dtype, decay * keep_residual, momentum, nesterov, velocity is not None)
+        weight = 1.0 if velocity is None else float(factors[2] + factors[3])
+        self._folded = weight, velocity, clip_norm
         keep = isinstance(gradient, KeptTensor)
         gradient = checked_gradient(gradient.tensor if keep else gradient, self._values)
         with on_device(self.device):
@@ -174,6 +178,13 @@ class TorchAccumulator:
             self._journal.restart(report[2:3], masking=masking)
             self._report = PendingReport(PendingCopy(report))
         return self._report
+
+    def refuse(self) -> None:
+        """Lets the report of the last fold say that this rank refuses the step; waits for the device."""
+        report = self._report
+        self._report = FoldReport(
+            report.num_nonfinite, self.num_elements, report.square_norm, report.carried_square_norm
+        )
 
     def _on_device(self, factors: NDArray[Any]) -> Tensor:
         if not np.array_equal(self._factors[0], factors):
@@ -259,6 +270,20 @@ class TorchAccumulator:
         """Takes back every change since the last fold, bit for bit."""
         with on_device(self.device):
             self._journal.abandon(self._selection.maxima, self._layout)
+
+    def drop(self, gradient: KeptTensor) -> None:
+        """Takes the last fold's gradient out again; see `Accumulator.drop`."""
+        weight, velocity, clip_norm = self._folded
+        step = checked_gradient(gradient.tensor, self._values)
+        with on_device(self.device):
+            if clip_norm is not None:
+                step = clip(step, clip_norm, keep=True)
+            step = step.reshape(-1).to(self._values.dtype)
+            take_out(self._values, weight * step)
+            if velocity is not None:
+                take_out(velocity, step)
+            self._selection.maxima = None
+            self._journal.restart()
 
     def values(self) -> Values:
         """All n values, to be read only: a view on the CPU, else a copy (use `assign` to change them)."""

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from horovod_sparse.arrays.clipping import check_norm
 
-__all__ = ["clip"]
+__all__ = ["clip", "take_out"]
 
 
 def clip(gradient: Tensor, clip_norm: float, *, keep: bool = False) -> Tensor:
@@ -40,3 +40,10 @@ def clip(gradient: Tensor, clip_norm: float, *, keep: bool = False) -> Tensor:
     wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
     clipped = wide * factor.to(wide.dtype)
     return clipped if keep else gradient.copy_(clipped)
+
+
+def take_out(values: Tensor, step: Tensor) -> None:
+    """``values -= step``, where a fold has added it; see `clipping.take_out`."""
+    without = values - step
+    left_out = ~torch.isfinite(values + step) & (without.abs() > values.abs())
+    values.copy_(torch.where(torch.isfinite(without) & ~left_out, without, values))

@@ -14,7 +14,7 @@ import numpy as np
 
 from horovod_sparse.arrays.protocol import Accumulator
 from horovod_sparse.collectives import Request, Synchronization, num_bytes_sent
-from horovod_sparse.errors import NonFiniteGradientError
+from horovod_sparse.errors import EditedGradientError, NonFiniteGradientError
 from horovod_sparse.feedback.progress import Progress
 from horovod_sparse.feedback.recipe import Recipe
 from horovod_sparse.sparsifiers import BucketInfo, SparseSum
@@ -98,6 +98,7 @@ class Bucket:
         self._progress = Progress()
         self.last = BucketStep(info.name, info.num_elements)
         self._before: Any = None
+        self._gradient: Any = None
 
     @property
     def progress(self) -> Progress:
@@ -134,12 +135,16 @@ class Bucket:
             self._progress = self._progress.rescaled(factor)
             self.recipe.sparsifier.rescale(self.state, factor)
 
-    def step(self, gradient: Any, learning_rate: float | None = None) -> Synchronization[SparseSum]:
+    def step(
+        self, gradient: Any, learning_rate: float | None = None, *, refused: bool = False
+    ) -> Synchronization[SparseSum]:
         """One synchronization: folds the gradient in, then the sparsifier's coroutine.
 
         Args:
             gradient: [n]; zeros afterwards.
             learning_rate: of this step, where the front end knows it.
+            refused: whether this rank takes part for the others' sake alone: gradients were changed after
+                their synchronization had begun, here or in another bucket. All ranks are told.
 
         Returns:
             The sum over ranks (not divided).
@@ -147,6 +152,7 @@ class Bucket:
         Raises:
             NonFiniteGradientError: on every rank, if any rank's gradient is not finite; this bucket
                 is then as before the step, except that what was finite has been added to the residual.
+            EditedGradientError: on every rank, if any rank refuses the step.
         """
         report = BucketStep(self.info.name, self.info.num_elements)
         started = time.perf_counter()
@@ -157,6 +163,9 @@ class Bucket:
         self._progress = now
         self.rescaled(feedback.decay(rates))
         self._before = copy.deepcopy(self.state)  # what has followed the residual stays so
+        self._gradient = gradient
+        if refused:
+            self.accumulator.refuse()
         report.fold_seconds = time.perf_counter() - started
 
         sum_ = yield from self._recorded(report)
@@ -170,6 +179,9 @@ class Bucket:
         report.residual_norm = math.sqrt(self.accumulator.square_norm)
         self.last = report
         if sum_.first_nonfinite:
+            edited = [rank for rank, at in sum_.first_nonfinite.items() if at == self.info.num_elements]
+            if edited:
+                raise EditedGradientError(self.info.name, dict.fromkeys(edited, "its own error says which"))
             places = {rank: self.member_at(position) for rank, position in sum_.first_nonfinite.items()}
             raise NonFiniteGradientError(self.info.name, places)
         return sum_
@@ -192,14 +204,24 @@ class Bucket:
             report.kinds_by_round.append(type(request).__name__)
             result = yield request
 
-    def abandon(self) -> None:
+    def abandon(self, *, drop: bool = False) -> None:
         """Takes the last step back, after its collectives: the selection returns to the residual.
 
         The gradient stays folded in, and so does the learning rate that the residual was scaled to.
+
+        Args:
+            drop: the gradient, which `step` was given as one that is kept, leaves the residual, too.
         """
         if self._before is not None:
             self.accumulator.abandon()
             self.state, self._before = self._before, None
+        if drop and self._gradient is not None:
+            self.accumulator.drop(self._gradient)
+            self._gradient = None
+
+    def accept(self) -> None:
+        """The last step is applied, on all ranks: its gradient will not be dropped."""
+        self._gradient = None
 
     def member_at(self, position: int) -> str:
         """Name of the parameter that holds an element of the bucket."""

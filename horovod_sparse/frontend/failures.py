@@ -1,12 +1,16 @@
-"""An error of one rank, raised on all: so that no rank waits for one that has given up."""
+"""Errors of one rank, raised on all, so that no rank waits for one that has given up; and what they mean."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
 from horovod_sparse import errors
-from horovod_sparse.collectives import Synchronization
+from horovod_sparse.collectives import AllReduce, Synchronization
 from horovod_sparse.frontend.lines import shared_lines
 
-__all__ = ["raise_together"]
+__all__ = ["has_bad_gradient", "raise_together", "some_of", "tell_edits", "worst"]
 
 #: errors that are made of their message, and so can be made again elsewhere
 _TEXT_ALONE = ("ProfileMismatchError", "StateMismatchError", "UnsupportedError")
@@ -42,3 +46,40 @@ def _of_rank(rank: int, name: str, text: str) -> errors.HorovodSparseError:
         kind: type[errors.HorovodSparseError] = getattr(errors, name)
         return kind(f"on rank {rank}: {text}")
     return errors.HorovodSparseError(f"on rank {rank}: {name}: {text}")
+
+
+def tell_edits(edited: Sequence[str], rank: int, size: int) -> Synchronization[None]:
+    """Raises on every rank if any rank has changed gradients after their synchronization had begun.
+
+    Args:
+        edited: names of the parameters, on this rank.
+        rank: of this process.
+        size: P.
+
+    Raises:
+        EditedGradientError: on every rank alike; it names parameters of this rank alone.
+    """
+    marks = np.zeros(size, np.float32)
+    marks[rank] = bool(edited)
+    marks = np.array((yield AllReduce(marks)))
+    where = {int(one): "its own error says which" for one in np.flatnonzero(marks)}
+    if edited:
+        where[rank] = some_of(edited)
+    if where:
+        raise errors.EditedGradientError("a step", where)
+
+
+def some_of(names: Sequence[str]) -> str:
+    """The first few of many names."""
+    return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+
+
+def worst(failures: Iterable[BaseException]) -> BaseException:
+    """Of a step's errors the one to look at: what stands on this rank alone, or else an edit."""
+    kinds = (errors.EditedGradientError, errors.NonFiniteGradientError)
+    return min(failures, key=lambda error: 1 + kinds.index(type(error)) if type(error) in kinds else 0)
+
+
+def has_bad_gradient(failures: Iterable[BaseException], rank: int) -> bool:
+    """Whether a gradient of this rank is not finite: all of the rank's gradients are dropped then."""
+    return any(isinstance(error, errors.NonFiniteGradientError) and rank in error.where for error in failures)

@@ -49,7 +49,7 @@ class Part(Protocol):
     def apply(self, scale: float) -> tuple[list[np.ndarray], BucketReport]:
         """Scale times the sum over ranks, dense, by variable. The task is done."""
 
-    def abandon(self) -> None:
+    def abandon(self, *, drop: bool = False) -> None:
         """Takes the step back, as far as it came."""
 
     def close(self) -> None:
@@ -129,6 +129,7 @@ class SparseBucket:
         sum_ = self.task.result
         arrays, num_union = self._output.write(sum_.indices, sum_.values, scale)
         self.task.settled = True
+        self.bucket.accept()
         return arrays, BucketReport(
             step=self.bucket.last,
             num_union=num_union,
@@ -137,9 +138,9 @@ class SparseBucket:
             apply_seconds=time.perf_counter() - started,
         )
 
-    def abandon(self) -> None:
+    def abandon(self, *, drop: bool = False) -> None:
         """See `Part.abandon`."""
-        self.bucket.abandon()
+        self.bucket.abandon(drop=drop)
         self.task.settled = True
 
     def close(self) -> None:
@@ -241,7 +242,7 @@ class DenseVariable:
         norms = np.zeros(self._place()[1])
         return [dense], BucketReport(step, count, dense.nbytes, norms, apply_seconds=took)
 
-    def abandon(self) -> None:
+    def abandon(self, *, drop: bool = False) -> None:
         """See `Part.abandon`; a dense gradient of an abandoned step is dropped, as Horovod would."""
 
     def close(self) -> None:

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from horovod_sparse.errors import NonFiniteGradientError
+from horovod_sparse.frontend.failures import has_bad_gradient, worst
 from horovod_sparse.telemetry import StepReport, Telemetry
-from horovod_sparse.tensorflow.parts import Part
+from horovod_sparse.tensorflow.parts import Part, SparseBucket
 from horovod_sparse.tensorflow.task import idle_seconds
 
 __all__ = ["Steps"]
@@ -51,9 +51,9 @@ class Steps:
             errors = [part.task.error for part in parts if part.task.error is not None]
             if errors:
                 for part in parts:
-                    part.abandon()
-                # one of another kind stands on this rank alone, and is the one to look at
-                self.last_error = min(errors, key=lambda error: isinstance(error, NonFiniteGradientError))
+                    rank = part.bucket.info.rank if isinstance(part, SparseBucket) else -1
+                    part.abandon(drop=has_bad_gradient(errors, rank))
+                self.last_error = worst(errors)
                 raise self.last_error
             self.last_error = None
             applied = [part.apply(scale) for part in parts]

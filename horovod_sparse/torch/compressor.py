@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,14 +16,16 @@ from horovod_sparse.errors import (
 )
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.frontend import describe_recipe
+from horovod_sparse.frontend.failures import has_bad_gradient, tell_edits, worst
 from horovod_sparse.telemetry import BucketReport, StepReport, Telemetry
 from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.buckets import ParameterBuckets
 from horovod_sparse.torch.driver import Driver
+from horovod_sparse.torch.loss_scale import ScaleOfStep, watch_scalers
 from horovod_sparse.torch.memory import memory_of
 from horovod_sparse.torch.momentum import refuse_double_momentum
 from horovod_sparse.torch.parameters import NamedParameters
-from horovod_sparse.torch.pending import PendingGradient
+from horovod_sparse.torch.pending import PendingGradient, probes
 from horovod_sparse.torch.stock import StockOptimizer, calling_optimizer, refuse_adasum
 from horovod_sparse.torch.tensors import dtype_name
 from horovod_sparse.torch.transport import transport_words
@@ -78,6 +80,9 @@ class SparseCompressor(hvd.compression.Compressor):
         self._stock: weakref.WeakKeyDictionary[Any, StockOptimizer] = weakref.WeakKeyDictionary()
         self._driver: Driver | None = None
         self._pending: dict[str, PendingGradient] = {}
+        #: of the losses whose gradients these are
+        self.loss_scale = ScaleOfStep()
+        watch_scalers()
         self._settled = True  # whether all that is pending has ended well
         self._reports: list[BucketReport] = []
         self._idle_before = 0.0
@@ -121,9 +126,24 @@ class SparseCompressor(hvd.compression.Compressor):
         driver.advance(_PATIENCE)  # backward is going on: the moment for rounds that are due
         memory = memory_of(tensor.device, name)
         streams = memory.streams()
-        step = streams.run(bucket.step(memory.foldable(tensor), rate))
+        self.loss_scale.note()
+        scale = self.loss_scale.value
+        step = streams.run(bucket.step(memory.foldable(tensor, scale), rate))
         task = driver.start(f"sparse.{name}", step)
-        self._pending[name] = PendingGradient(name, bucket, tensor, memory, streams, task, stock)
+        self._pending[name] = PendingGradient(
+            name,
+            bucket,
+            tensor,
+            memory,
+            streams,
+            task,
+            stock,
+            weakref.ref(parameter),
+            loss_scale=scale,
+            version=tensor._version,
+            address=tensor.data_ptr(),
+            seen=probes(tensor),
+        )
         self._settled = False
         return torch.ones(1, dtype=torch.float64), self._pending[name]
 
@@ -152,6 +172,9 @@ class SparseCompressor(hvd.compression.Compressor):
             raise UnsupportedError(f"the synchronization of {ctx.name} was given up, or is done already")
         if not self._settled:
             self._settle(driver)
+        if ctx.overflow:
+            del self._pending[ctx.name]
+            return ctx.gradient.fill_(torch.inf)
         gradient, report = ctx.finish(float(tensor.item()))
         self._reports.append(report)
         del self._pending[ctx.name]
@@ -245,23 +268,34 @@ class SparseCompressor(hvd.compression.Compressor):
 
     def _settle(self, driver: Driver) -> None:
         """Waits for all that is pending; gives all of it up where something failed."""
+        self.loss_scale.end()
+        edits = None
+        if all(pending.stock is not None for pending in self._pending.values()):
+            edited = [name for name, pending in self._pending.items() if pending.edited]
+            rank, size = driver.process_set.rank(), driver.process_set.size()
+            edits = driver.start("horovod_sparse.edited", tell_edits(sorted(edited), rank, size))
         try:
             driver.wait()
         except BaseException:
             self.reset()
             raise
-        if any(pending.task.error is not None for pending in self._pending.values()):
-            self._give_up()
+        errors = [pending.task.error for pending in self._pending.values()]
+        errors += [edits.error] if edits is not None else []
+        if any(error is not None for error in errors):
+            self._give_up([error for error in errors if error is not None])
         self._settled = True
 
-    def _give_up(self) -> None:
+    def _give_up(self, errors: Sequence[BaseException]) -> None:
         """No rank applies this step: every rank sees the same errors, since all tasks have ended."""
         given_up = sorted(self._pending.values(), key=lambda pending: pending.name)
+        first = worst(errors)
         for pending in given_up:
-            pending.give_up()
+            pending.give_up(drop=has_bad_gradient(errors, pending.bucket.info.rank))
+        if isinstance(first, NonFiniteGradientError) and self.loss_scale.scaler is not None:
+            for pending in given_up:
+                pending.overflow = True
+            return
         self._pending.clear()
-        errors = [pending.task.error for pending in given_up if pending.task.error is not None]
         for stock in {pending.stock for pending in given_up if pending.stock is not None}:
             stock.forget_step()
-        # an error of another kind stands on this rank alone, and is the one to look at
-        raise min(errors, key=lambda error: isinstance(error, NonFiniteGradientError))
+        raise first

@@ -17,6 +17,8 @@ __all__ = ["FlatGradient"]
 _log = logging.getLogger("horovod_sparse")
 
 _NOWHERE = np.empty(0, np.int32)
+#: relative error of a gradient that went through bfloat16 and back
+_HALF_ROUNDING = 2.0**-7
 #: places per parameter that are looked at to notice a change that PyTorch did not count
 _NUM_PROBES = 16
 
@@ -65,6 +67,7 @@ class FlatGradient:
             ]
         )
         self._uncounted = False
+        self._noted: tuple[list[int], np.ndarray | None] = [], None
         self._mark(_NOWHERE)
 
     def _mark(self, scattered: np.ndarray) -> None:
@@ -133,10 +136,59 @@ class FlatGradient:
         for parameter in missing:
             parameter.grad = None
 
+    def note(self) -> None:
+        """Remembers the gradients as they are: from now on nobody may change them."""
+        self._noted = [view._version for view in self.views], self._probed()
+
+    def edited(self) -> list[int]:
+        """Which parameters' gradients were changed since `note`: by number.
+
+        PyTorch's version counters tell, and whether the tensor is another one. What goes past them
+        (``p.grad.data.mul_(...)``) is looked for at 16 places of every parameter, on the CPU. Memory that
+        has moved (``model.half()`` and ``float()``) has changed where values differ by more than halves do.
+        """
+        versions, probed = self._noted
+        changed = [
+            number
+            for number, parameter in enumerate(self.parameters)
+            if parameter.grad is not self.views[number]
+            or self.views[number]._version != versions[number]
+            or (not self._in_place(number) and self._differs(number))
+        ]
+        now = self._probed()
+        if probed is not None and now is not None and (differing := np.flatnonzero(probed != now)).size:
+            stops = np.array([stop for _, stop in self.places])
+            changed += np.searchsorted(stops, self._probes[differing], side="right").tolist()
+        return sorted(set(changed))
+
+    def _probed(self) -> np.ndarray | None:
+        """What stands at the probed places, bit for bit; None where looking would make the host wait."""
+        if self.flat.device.type != "cpu":
+            return None
+        width = {2: torch.int16, 4: torch.int32, 8: torch.int64}[self.flat.element_size()]
+        return np.asarray(self.flat.view(width).numpy()[self._probes])
+
+    def _differs(self, number: int) -> bool:
+        moved, noted = self.views[number], self._view(number)
+        if moved.shape != noted.shape:
+            return True
+        moved, noted = moved.double().cpu(), noted.double().cpu()
+        tolerance = _HALF_ROUNDING * max(float(noted.abs().max()), 1e-30)
+        return not torch.allclose(moved, noted, rtol=_HALF_ROUNDING, atol=tolerance, equal_nan=True)
+
     @property
     def num_bytes(self) -> int:
         """Of the buffer."""
         return self.num_elements * int(self.flat.element_size())
+
+    def overflow(self) -> None:
+        """Inf in the first parameter's gradient, for a loss scaler to find."""
+        self.reset()
+        self.views[0].fill_(torch.inf)
+
+    def only_scaled(self) -> None:
+        """Gradients were multiplied by a number since the last sum: zeros are still zeros."""
+        self._version = self._versions()
 
     def scatter(self, indices: np.ndarray, values: np.ndarray) -> int:
         """A sum as the gradients, in place of what they are.
@@ -153,6 +205,7 @@ class FlatGradient:
     def fill(self, total: torch.Tensor) -> None:
         """All elements of a sum as the gradients, in place of what they are."""
         self.flat.copy_(total)
+        self._uncounted = True  # zeros are needed everywhere
         self._give_out()
 
     def _give_out(self) -> None:

@@ -19,14 +19,15 @@ from horovod_sparse.arrays import torch as tensors
 from horovod_sparse.arrays.torch_gradient import KeptTensor
 from horovod_sparse.arrays.transfer import on_device, to_device, to_host
 from horovod_sparse.collectives import AllReduce, Synchronization
-from horovod_sparse.errors import NonFiniteGradientError, UnsupportedError
+from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.frontend import sum_densely
+from horovod_sparse.frontend.dense import REFUSED, check_health
 from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.torch.streams import CudaStreams, NoStreams, Streams
 from horovod_sparse.torch.tensors import host_view
 
-__all__ = ["DeviceMemory", "GradientMemory", "HostMemory", "memory_of"]
+__all__ = ["DeviceMemory", "GradientMemory", "HostMemory", "memory_of", "unscaled"]
 
 #: types of devices whose memory NumPy can read
 HOST_DEVICES = frozenset({"cpu"})
@@ -50,8 +51,8 @@ class GradientMemory(Protocol):
     def streams(self) -> Streams:
         """Keeps the work on one bucket in order."""
 
-    def foldable(self, gradient: torch.Tensor) -> Any:
-        """The gradient as the accumulator folds it, and leaves it: it is read until the sum is there."""
+    def foldable(self, gradient: torch.Tensor, loss_scale: float = 1.0) -> Any:
+        """The gradient over the loss's scale, as the accumulator folds it, and leaves it as it is."""
 
     def scatter(self, gradient: torch.Tensor, indices: np.ndarray, values: np.ndarray, scale: float) -> int:
         """Adds scale times a sum to a contiguous gradient of zeros; how many different elements it has."""
@@ -64,7 +65,13 @@ class GradientMemory(Protocol):
         """
 
     def sum_dense(
-        self, name: str, gradient: torch.Tensor, carried: np.ndarray | None, place: tuple[int, int]
+        self,
+        name: str,
+        gradient: torch.Tensor,
+        carried: np.ndarray | None,
+        place: tuple[int, int],
+        *,
+        refused: bool = False,
     ) -> Synchronization[torch.Tensor]:
         """The sum over ranks of a flat gradient's elements; see `sum_densely`. Half types in float32."""
 
@@ -101,6 +108,18 @@ def _device_memory(device: torch.device) -> DeviceMemory:
     return DeviceMemory(device)
 
 
+def unscaled(gradient: torch.Tensor, loss_scale: float) -> torch.Tensor:
+    """A gradient over the scale of its loss, half types in float32; the gradient itself where that is 1.
+
+    Example:
+        >>> unscaled(torch.tensor([1.0], dtype=torch.float16), 2.0**20).item() * 2**20
+        1.0
+    """
+    if loss_scale == 1.0:
+        return gradient.detach()
+    return gradient.detach().to(torch.promote_types(gradient.dtype, torch.float32)) * (1.0 / loss_scale)
+
+
 def _arguments(recipe: Recipe) -> dict[str, Any]:
     return {"density": recipe.sparsifier.density, "companions": recipe.feedback.num_companions}
 
@@ -125,9 +144,9 @@ class HostMemory:
         """See `GradientMemory.streams`."""
         return NoStreams()
 
-    def foldable(self, gradient: torch.Tensor) -> GradientParts:
+    def foldable(self, gradient: torch.Tensor, loss_scale: float = 1.0) -> GradientParts:
         """See `GradientMemory.foldable`."""
-        return GradientParts([host_view(gradient)])
+        return GradientParts([host_view(unscaled(gradient, loss_scale))])
 
     def scatter(self, gradient: torch.Tensor, indices: np.ndarray, values: np.ndarray, scale: float) -> int:
         """See `GradientMemory.scatter`."""
@@ -146,11 +165,17 @@ class HostMemory:
         return changed
 
     def sum_dense(
-        self, name: str, gradient: torch.Tensor, carried: np.ndarray | None, place: tuple[int, int]
+        self,
+        name: str,
+        gradient: torch.Tensor,
+        carried: np.ndarray | None,
+        place: tuple[int, int],
+        *,
+        refused: bool = False,
     ) -> Synchronization[torch.Tensor]:
         """See `GradientMemory.sum_dense`."""
         wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32)).numpy()
-        total = yield from sum_densely(name, wide, 0 if carried is None else carried, place)
+        total = yield from sum_densely(name, wide, 0 if carried is None else carried, place, refused=refused)
         return torch.from_numpy(total)
 
 
@@ -183,9 +208,9 @@ class DeviceMemory:
         """See `GradientMemory.streams`."""
         return CudaStreams(self._device) if self._device.type == "cuda" else NoStreams()
 
-    def foldable(self, gradient: torch.Tensor) -> KeptTensor:
+    def foldable(self, gradient: torch.Tensor, loss_scale: float = 1.0) -> KeptTensor:
         """See `GradientMemory.foldable`."""
-        return KeptTensor(gradient.detach())
+        return KeptTensor(unscaled(gradient, loss_scale))
 
     def scatter(self, gradient: torch.Tensor, indices: np.ndarray, values: np.ndarray, scale: float) -> int:
         """See `GradientMemory.scatter`."""
@@ -198,7 +223,13 @@ class DeviceMemory:
         return False
 
     def sum_dense(
-        self, name: str, gradient: torch.Tensor, carried: np.ndarray | None, place: tuple[int, int]
+        self,
+        name: str,
+        gradient: torch.Tensor,
+        carried: np.ndarray | None,
+        place: tuple[int, int],
+        *,
+        refused: bool = False,
     ) -> Synchronization[torch.Tensor]:
         """See `GradientMemory.sum_dense`. The elements stay on the device; the ranks' health is read."""
         rank, size = place
@@ -207,10 +238,12 @@ class DeviceMemory:
             buffer = torch.zeros(count + size, dtype=wide.dtype, device=self._device)
             own = buffer[:count]
             torch.add(wide, 0 if carried is None else to_device(carried, self._device), out=own)
-            buffer[count + rank].copy_(~torch.isfinite(own).all())
+            if refused:
+                buffer[count + rank].fill_(REFUSED)
+            else:
+                buffer[count + rank].copy_(~torch.isfinite(own).all())
         total: Any = yield AllReduce(buffer)
-        if unhealthy := np.flatnonzero(to_host(total[count:])).tolist():
-            raise NonFiniteGradientError(name, dict.fromkeys(unhealthy, name))
+        check_health(name, to_host(total[count:]))
         return total[:count]
 
 

@@ -16,7 +16,7 @@ from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.torch import planning, state
 from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.compressor import SparseCompressor
-from horovod_sparse.torch.synchronizer import GradientSynchronizer
+from horovod_sparse.torch.synchronizer import GradientSynchronizer, clip_gradients
 
 __all__ = ["Methods"]
 
@@ -34,14 +34,25 @@ class Methods(torch.optim.Optimizer):
     """
 
     _synchronizer: GradientSynchronizer | None
+    _max_grad_norm: float | None
+    #: whether a loss scaler has had gradients synchronized for the step to come
+    _for_scaler = False
     _kept_entry: Mapping[str, Any] | None
 
     def _register_hooks(self) -> None:
         """Called by Horovod's `__init__` with two ranks or more; `_attach` registers ours, with one, too."""
 
-    def _attach(self: Any, compression: SparseCompressor, names: list[tuple[str, Any]], asked: Any) -> None:
+    def _attach(
+        self: Any,
+        compression: SparseCompressor,
+        names: list[tuple[str, Any]],
+        asked: Any,
+        synchronize_at: str,
+        max_grad_norm: float | None,
+    ) -> None:
         """Buckets and hooks, once Horovod's `__init__` has checked its arguments."""
         self._synchronizer, self._kept_entry = None, None
+        self._max_grad_norm = max_grad_norm
         if not self.process_set.included():
             return
         recipe = compression.recipe
@@ -58,6 +69,7 @@ class Methods(torch.optim.Optimizer):
             average=self.op == hvd.Average,
             sparse_as_dense=self.sparse_as_dense,
             to_coo=isinstance(self, torch.optim.SparseAdam),
+            in_backward=synchronize_at == "backward",
         )
 
     @property
@@ -111,11 +123,31 @@ class Methods(torch.optim.Optimizer):
         else:
             synchronizer.replan(warmup.decide_now().plan)
 
-    def synchronize(self) -> None:
-        """Waits until all gradients are synchronized; see `GradientSynchronizer.synchronize`."""
-        if self._synchronizer is not None:
-            self._synchronizer.synchronize()
+    def synchronize(self: Any) -> None:
+        """Waits until all gradients are synchronized, and clips them if `max_grad_norm` was given.
+
+        See `GradientSynchronizer.synchronize`. Changes of gradients have their place after it:
+
+            optimizer.synchronize()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        """
+        synchronizer = self._synchronizer
+        if synchronizer is not None:
+            synchronizer.synchronize()
+        if self._max_grad_norm is not None and (synchronizer is None or synchronizer.overflow is None):
+            if synchronizer is None:
+                clip_gradients(self.param_groups, self._max_grad_norm)
+            else:
+                synchronizer.clip(self._max_grad_norm)
         self._synchronized = True
+
+    def _synchronize_for_scaler(self: Any) -> None:
+        """Called before a loss scaler unscales gradients; `step` has nothing left to synchronize then."""
+        if self._synchronizer is not None and self._should_synchronize and not self._synchronized:
+            self.synchronize()
+            self._for_scaler = True
 
     def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
         """Synchronizes and lets the optimizer step.
@@ -128,7 +160,7 @@ class Methods(torch.optim.Optimizer):
             inner = closure if not self._should_synchronize else self._synchronized_after(closure)
             self._synchronized = False
             return super(self.__class__, self).step(inner)
-        if self._should_synchronize:
+        if self._should_synchronize and not (self._synchronized and self._for_scaler):
             if self._synchronized:
                 warnings.warn(
                     "optimizer.step() called without optimizer.skip_synchronize() context after "
@@ -137,7 +169,9 @@ class Methods(torch.optim.Optimizer):
                     stacklevel=2,
                 )
             self.synchronize()
-        self._synchronized = False
+        self._synchronized = self._for_scaler = False
+        if self._synchronizer is not None and self._synchronizer.overflow is not None:
+            raise self._synchronizer.overflow  # by who scales losses, but does not step by the scaler
         return super(self.__class__, self).step()
 
     # PyTorch wraps step() of every optimizer class with its step hooks. The user's class has them already:

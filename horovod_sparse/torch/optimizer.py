@@ -13,6 +13,7 @@ from horovod.torch.optimizer import _DistributedOptimizer as _Stock
 
 from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.merging import Plan
+from horovod_sparse.sparsifiers.base import check_number
 from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.compression import Compression, SparseCompressor
@@ -48,6 +49,8 @@ def DistributedOptimizer(
     merging: Any = None,
     tensor_selection: Any = None,
     profile: Any = None,
+    synchronize_at: str = "backward",
+    max_grad_norm: float | None = None,
 ) -> Any:
     """Wraps an optimizer so that gradients are synchronized over ranks, sparsely.
 
@@ -73,8 +76,13 @@ def DistributedOptimizer(
       dense afterwards; otherwise they are refused. SparseAdam, which takes no others, gets all of its
       gradients in COO form, with either value: of the elements that are not 0;
     * `hvd.join()` is an error on the ranks that still train: every rank needs as many batches;
-    * a NaN or Inf on any rank raises `NonFiniteGradientError` on every rank, and nothing is applied;
-      a loss scaler that expects to find them in the gradients has to be told by catching it.
+    * a NaN or Inf on any rank raises `NonFiniteGradientError` on every rank, and nothing is applied. Where
+      the loss was scaled by a `torch.amp.GradScaler` nothing is raised, and gradients are Inf on every
+      rank: the scaler skips the step on all of them, and lowers its scale. Gradients are unscaled before
+      error feedback takes them in; ``scaler.unscale_(optimizer)`` synchronizes them first;
+    * gradients read as the rank's own until `synchronize` or `step`, but must not be changed meanwhile:
+      their synchronization has begun, so that raises `EditedGradientError` on every rank. Clip after
+      `synchronize`, and step within `skip_synchronize`, or see `synchronize_at` and `max_grad_norm`.
 
     One rank does what each of many does: it sparsifies, keeps a residual, and applies momentum correction
     and clipping, without any message.
@@ -110,6 +118,12 @@ def DistributedOptimizer(
             facts that says yes or no.
         profile: a `horovod_sparse.cost.Profile`, or the path of a saved one, the same on all ranks: what it
             holds is not measured. ``optimizer.decision.profile.save(path)`` makes one.
+        synchronize_at: "backward" begins to synchronize while backward goes on; "step" when `step` or
+            `synchronize` is called, and nothing overlaps: whatever was done to a rank's own gradients until
+            then counts (Lightning's ``gradient_clip_val``, clipping by Hugging Face's Trainer).
+        max_grad_norm: clips what is applied: scales all synchronized gradients down to this norm over all
+            of them, as ``torch.nn.utils.clip_grad_norm_`` after `synchronize` does. (The `clip_norm` of
+            a feedback clips each rank's own gradients before they are accumulated, by bucket.)
 
     `plan` and `groups` exclude each other and all of `bucket_bytes`, `merging` and `tensor_selection`;
     `bucket_bytes` is short for ``merging=fixed(bytes=...)``; "joint" decides about tensors itself.
@@ -137,6 +151,10 @@ def DistributedOptimizer(
         >>> loss.backward()
         >>> _ = optimizer.step()
     """
+    if synchronize_at not in ("backward", "step"):
+        raise ArgumentError("synchronize_at", synchronize_at, "'backward' or 'step'")
+    if max_grad_norm is not None:
+        check_number("max_grad_norm", max_grad_norm, "a norm above 0, or None", low=0.0, high=math.inf)
     if isinstance(compression, str):
         compression = Compression.parse(compression)
     asked = {
@@ -147,7 +165,12 @@ def DistributedOptimizer(
         "profile": profile,
     }
     if not isinstance(compression, SparseCompressor):
-        if given := [name for name, value in asked.items() if value is not None]:
+        own = {
+            **asked,
+            "max_grad_norm": max_grad_norm,
+            "synchronize_at": None if synchronize_at == "backward" else synchronize_at,
+        }
+        if given := [name for name, value in own.items() if value is not None]:
             raise ArgumentError("compression", compression, f"a sparsifier, or leave {', '.join(given)} out")
         dense = hvd.DistributedOptimizer(
             optimizer,
@@ -186,7 +209,7 @@ def DistributedOptimizer(
         names = [(name, parameter) for parameter, name in wrapped._parameter_names.items()]
         order = {id(p): i for i, p in enumerate(p for group in wrapped.param_groups for p in group["params"])}
         names.sort(key=lambda pair: order[id(pair[1])])
-    wrapped._attach(compression, names, asked)
+    wrapped._attach(compression, names, asked, synchronize_at, max_grad_norm)
     return wrapped
 
 

@@ -14,6 +14,7 @@ from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.telemetry import BucketReport
 from horovod_sparse.torch.driver import Driver, Task
 from horovod_sparse.torch.flat_gradient import FlatGradient
+from horovod_sparse.torch.memory import unscaled
 from horovod_sparse.torch.streams import Streams
 from horovod_sparse.torch.tensors import dtype_name
 
@@ -37,14 +38,20 @@ class Part(Protocol):
     num_missing: int
     task: Task | None
 
-    def start(self, driver: Driver) -> None:
-        """Takes the gradients and starts their synchronization."""
+    def start(self, driver: Driver, loss_scale: float = 1.0, *, refused: bool = False) -> None:
+        """Takes the gradients and starts their synchronization.
+
+        Args:
+            driver: of the optimizer.
+            loss_scale: by which gradients are larger than they would be without a loss scaler.
+            refused: see `Bucket.step`.
+        """
 
     def apply(self, scale: float) -> BucketReport:
-        """Puts scale times the sum over ranks where the gradients are. The task is done."""
+        """Puts scale (and the loss's) times the sum over ranks where the gradients are. The task is done."""
 
-    def abandon(self) -> None:
-        """Takes the step back, as far as it came."""
+    def abandon(self, *, drop: bool = False) -> None:
+        """Takes the step back, as far as it came; with `drop` this rank's gradient, too."""
 
 
 class SparseBucket:
@@ -80,11 +87,15 @@ class SparseBucket:
         self.bucket = Bucket(info, recipe, accumulator, members, timed=True)
         self.num_missing = len(self.names)
         self.task: Task | None = None
+        self._loss_scale = 1.0
 
-    def start(self, driver: Driver) -> None:
+    def start(self, driver: Driver, loss_scale: float = 1.0, *, refused: bool = False) -> None:
         """See `Part.start`."""
         self.gradient.gather()
-        step = self.bucket.step(self.memory.foldable(self.gradient.flat), self.learning_rate())
+        self.gradient.note()
+        self._loss_scale = loss_scale
+        foldable = self.memory.foldable(self.gradient.flat, loss_scale)
+        step = self.bucket.step(foldable, self.learning_rate(), refused=refused)
         self.task = driver.start(self.name, self.streams.run(step))
 
     def apply(self, scale: float) -> BucketReport:
@@ -93,8 +104,10 @@ class SparseBucket:
         started = time.perf_counter()
         sum_ = task.value()
         self.streams.join()
+        scale *= self._loss_scale
         values = sum_.values if scale == 1.0 else sum_.values * sum_.values.dtype.type(scale)
         num_union = self.gradient.scatter(sum_.indices, values)
+        self.bucket.accept()
         return BucketReport(
             step=self.bucket.last,
             num_union=num_union,
@@ -104,10 +117,10 @@ class SparseBucket:
             apply_seconds=time.perf_counter() - started,
         )
 
-    def abandon(self) -> None:
+    def abandon(self, *, drop: bool = False) -> None:
         """See `Part.abandon`."""
         self.streams.join()
-        self.bucket.abandon()
+        self.bucket.abandon(drop=drop)
 
     def held(self) -> tuple[np.ndarray, ...]:
         """The residual, and what the feedback keeps beside it: [n] each, to be read only."""
@@ -155,12 +168,15 @@ class DenseParameter:
         self.carried: np.ndarray | None = None
         self.num_missing = 1
         self.task: Task | None = None
+        self._loss_scale = 1.0
 
-    def start(self, driver: Driver) -> None:
+    def start(self, driver: Driver, loss_scale: float = 1.0, *, refused: bool = False) -> None:
         """See `Part.start`."""
         self.gradient.gather()
-        flat, place = self.gradient.flat, (self.rank, self.size)
-        step = self.gradient.memory.sum_dense(self.names[0], flat, self.carried, place)
+        self.gradient.note()
+        self._loss_scale = loss_scale
+        flat, place = unscaled(self.gradient.flat, loss_scale), (self.rank, self.size)
+        step = self.gradient.memory.sum_dense(self.names[0], flat, self.carried, place, refused=refused)
         self.task = driver.start(f"dense.{self.names[0]}", self.streams.run(step))
 
     def apply(self, scale: float) -> BucketReport:
@@ -169,7 +185,7 @@ class DenseParameter:
         started = time.perf_counter()
         total = task.value()
         self.streams.join()
-        self.gradient.fill(total * scale)
+        self.gradient.fill(total * (scale * self._loss_scale))
         self.carried = None
         count = self.gradient.num_elements
         sent = (count + self.size) * total.element_size()
@@ -177,7 +193,7 @@ class DenseParameter:
         waited, took = task.waited_seconds, time.perf_counter() - started
         return BucketReport(step, count, self.gradient.num_bytes, np.zeros(self.size), waited, took)
 
-    def abandon(self) -> None:
+    def abandon(self, *, drop: bool = False) -> None:
         """See `Part.abandon`; a dense gradient of an abandoned step is dropped, as Horovod would."""
 
 

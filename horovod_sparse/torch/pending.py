@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +16,18 @@ from horovod_sparse.torch.memory import GradientMemory
 from horovod_sparse.torch.stock import StockOptimizer
 from horovod_sparse.torch.streams import Streams
 
-__all__ = ["PendingGradient"]
+__all__ = ["PendingGradient", "probes"]
+
+
+#: elements of a gradient that are looked at to notice a change that PyTorch did not count
+_NUM_PROBES = 16
+
+
+def probes(gradient: torch.Tensor) -> torch.Tensor | None:
+    """A few elements of a gradient; None where looking would make the host wait."""
+    if gradient.device.type != "cpu" or not gradient.is_contiguous():
+        return None
+    return gradient.detach().view(-1)[:: max(1, gradient.numel() // _NUM_PROBES)].clone()
 
 
 @dataclass(eq=False)
@@ -30,6 +42,12 @@ class PendingGradient:
         streams: in which the synchronization works.
         task: the synchronization.
         stock: the optimizer that asked for it, if one is known.
+        parameter: whose gradient it is.
+        loss_scale: by which the gradient is larger than it would be without a loss scaler.
+        version: of the gradient, as PyTorch counts changes.
+        address: of its memory.
+        seen: a few of its elements.
+        overflow: whether the step is given up, and a loss scaler finds out by a gradient of Inf.
     """
 
     name: str
@@ -39,6 +57,12 @@ class PendingGradient:
     streams: Streams
     task: Task
     stock: StockOptimizer | None
+    parameter: weakref.ref[torch.Tensor]
+    loss_scale: float = 1.0
+    version: int = 0
+    address: int = 0
+    seen: torch.Tensor | None = None
+    overflow: bool = False
 
     def finish(self, factor: float) -> tuple[torch.Tensor, BucketReport]:
         """Writes the sum into the gradient; O(k).
@@ -57,8 +81,9 @@ class PendingGradient:
             gradient.zero_()
         else:
             gradient = torch.zeros(gradient.shape, dtype=gradient.dtype, device=gradient.device)
-        scale = factor / self.bucket.info.size
+        scale = factor / self.bucket.info.size * self.loss_scale
         num_union = self.memory.scatter(gradient, sum_.indices, sum_.values, scale)
+        self.bucket.accept()
         report = BucketReport(
             step=self.bucket.last,
             num_union=num_union,
@@ -69,12 +94,25 @@ class PendingGradient:
         )
         return gradient, report
 
-    def abandon(self) -> None:
-        """Returns the selection to the residual."""
+    def abandon(self, *, drop: bool = False) -> None:
+        """Returns the selection to the residual; with `drop` the gradient leaves it."""
         self.streams.join()
-        self.bucket.abandon()
+        self.bucket.abandon(drop=drop)
 
-    def give_up(self) -> None:
+    def give_up(self, *, drop: bool = False) -> None:
         """Returns the selection to the residual; the gradient is 0."""
-        self.abandon()
+        self.abandon(drop=drop)
         self.gradient.zero_()
+
+    @property
+    def edited(self) -> bool:
+        """Whether the gradient was changed since `compress` was given it."""
+        owner = self.parameter()
+        if (owner is not None and owner.grad is not self.gradient) or self.gradient._version != self.version:
+            return True
+        seen = probes(self.gradient)
+        if seen is None or self.seen is None or self.gradient.data_ptr() != self.address:
+            return False  # model.half() and model.float() move memory, and round
+        return not torch.equal(seen.isfinite(), self.seen.isfinite()) or not torch.equal(
+            seen.nan_to_num(), self.seen.nan_to_num()
+        )

@@ -12,11 +12,16 @@ from typing import Any
 import torch
 
 from horovod_sparse.collectives import Synchronization
-from horovod_sparse.errors import HorovodSparseError, NonFiniteGradientError, UnsupportedError
+from horovod_sparse.errors import (
+    EditedGradientError,
+    HorovodSparseError,
+    NonFiniteGradientError,
+    UnsupportedError,
+)
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.feedback.state import shared_digest
 from horovod_sparse.frontend import Standing, Start, agreed_start, check_agreement, make_plan
-from horovod_sparse.frontend.failures import raise_together
+from horovod_sparse.frontend.failures import has_bad_gradient, raise_together, some_of, worst
 from horovod_sparse.merging import ParameterFacts, Plan
 from horovod_sparse.telemetry import StepReport, Telemetry
 from horovod_sparse.torch import planning, residuals
@@ -25,13 +30,14 @@ from horovod_sparse.torch.calibration import carry_out_together
 from horovod_sparse.torch.driver import Driver
 from horovod_sparse.torch.explained import explain
 from horovod_sparse.torch.hooks import claim
+from horovod_sparse.torch.loss_scale import ScaleOfStep, watch_scalers
 from horovod_sparse.torch.parts import DenseBucket, Part, SparseBucket
 from horovod_sparse.torch.parts_of_plan import parts_of
 from horovod_sparse.torch.tensors import dtype_name
 from horovod_sparse.torch.transport import transport_words
 from horovod_sparse.torch.warmup import WarmUp
 
-__all__ = ["GradientSynchronizer"]
+__all__ = ["GradientSynchronizer", "clip_gradients"]
 
 _log = logging.getLogger("horovod_sparse")
 
@@ -52,6 +58,11 @@ def _next_label() -> str:
     return f"optimizer{number}." if number else ""
 
 
+def clip_gradients(param_groups: Sequence[Mapping[str, Any]], max_norm: float) -> torch.Tensor:
+    """Scales the gradients of an optimizer down to a norm over all of them; returns what it was."""
+    return torch.nn.utils.clip_grad_norm_([p for group in param_groups for p in group["params"]], max_norm)
+
+
 class GradientSynchronizer:
     """Starts every bucket when its last gradient is there, and puts the sums where gradients are.
 
@@ -69,6 +80,7 @@ class GradientSynchronizer:
         average: whether sums are divided by the number of ranks.
         sparse_as_dense: whether gradients in COO form are taken.
         to_coo: whether all gradients are given in COO form: what SparseAdam takes.
+        in_backward: whether buckets are started while backward goes on, or all of them by `synchronize`.
     """
 
     def __init__(
@@ -82,6 +94,7 @@ class GradientSynchronizer:
         average: bool,
         sparse_as_dense: bool,
         to_coo: bool = False,
+        in_backward: bool = True,
     ) -> None:
         self.optimizer, self.facts, self.recipe = optimizer, dict(facts), recipe
         self.process_set, self.average, self.sparse_as_dense = process_set, average, sparse_as_dense
@@ -101,8 +114,14 @@ class GradientSynchronizer:
         self.step = 0
         #: whether a gradient has arrived since the last synchronization
         self.under_way = False
+        #: of the losses whose gradients these are
+        self.loss_scale = ScaleOfStep()
+        #: what a loss scaler is told by gradients of Inf, instead of being raised
+        self.overflow: NonFiniteGradientError | None = None
         self.parts: list[Part] = []
         self.plan = first.plan
+        self._in_backward, self._num_waiting = in_backward, 0
+        self._held: list[Part] = []
         self._part_of: dict[torch.Tensor, Part] = {}
         self._kinds: list[tuple[torch.Tensor, torch.dtype, torch.device]] = []
         self._place = (self.rank, self.size)
@@ -110,6 +129,7 @@ class GradientSynchronizer:
         self._hooks = threading.Lock()
         self.build(first.plan)
         self._handles = claim(self, (parameter for _, parameter in self.facts.values()))
+        watch_scalers()
 
     @property
     def rank(self) -> int:
@@ -137,6 +157,7 @@ class GradientSynchronizer:
         for part in parts:
             part.gradient.gather_existing()
         self.plan, self.parts, self._part_of, self._kinds = plan, [], {}, []
+        self._num_waiting = 0
         self._enter(parts)
 
     def _enter(self, parts: Sequence[Part]) -> None:
@@ -145,6 +166,7 @@ class GradientSynchronizer:
         entered = {parameter: part for part in parts for parameter in part.gradient.parameters}
         self._part_of |= entered
         self._kinds += [(p, p.dtype, p.device) for p in entered]
+        self._num_waiting += len(parts)
 
     def _learning_rate(self, group: int) -> float | None:
         # by number: load_state_dict makes new dicts of the groups
@@ -156,17 +178,27 @@ class GradientSynchronizer:
         with self._hooks:
             part = self._take(parameter)
             complete = self.optimizer._allreduce_delay[parameter] == 0
-            works = part.num_missing == 0 and complete and self._is_agreed
+            ready = part.num_missing == 0 and complete and self._in_backward
+            # the last one waits for `synchronize`: it tells all ranks whether one has changed gradients
+            works = ready and self._is_agreed and self._num_waiting > 1
+            if ready and not works:
+                part.gradient.gather()
+                part.gradient.note()
+                self._held.append(part)
             warmup = self.warmup
             recording = warmup is not None and warmup.recording and complete
             entered = warmup.stamp() if warmup is not None and recording else None
             if works:
-                part.start(self.driver)
+                self._start(part)
             works = works or self.driver.num_parked > 0
             self.driver.advance(_PATIENCE)
             if warmup is not None and recording:
                 left = warmup.stamp() if works else entered
                 warmup.arrived(self._name_of[parameter], entered, left)
+
+    def _start(self, part: Part, *, refused: bool = False) -> None:
+        part.start(self.driver, self.loss_scale.value, refused=refused)
+        self._num_waiting -= 1
 
     def _take(self, parameter: torch.Tensor) -> Part:
         """The part whose gradient is now complete but for `num_missing` parameters."""
@@ -186,6 +218,7 @@ class GradientSynchronizer:
                 "sparse_as_dense=True to sparsify it like any other, or make its layer with sparse=False"
             )
         self._begin()
+        self.loss_scale.note()
         part = self._part_of[parameter]
         part.streams.note()
         delays[parameter] -= 1
@@ -196,7 +229,8 @@ class GradientSynchronizer:
     def _begin(self) -> None:
         """Before the first gradient of a step."""
         if not self.under_way:
-            self.under_way = True
+            self.under_way, self.overflow = True, None
+            self.optimizer._synchronized = False
             if any((p.dtype, p.device) != (dtype, device) for p, dtype, device in self._kinds):
                 self._follow()
             if self._place != (self.rank, self.size):  # Horovod was started again, with other ranks
@@ -287,9 +321,15 @@ class GradientSynchronizer:
             self._place,
             self.plan,
             [fact for fact, _ in self.facts.values()],
+            settings=self._settings(),
             label=self._label,
         )
         return (yield from agreed_start(standing))
+
+    def _settings(self) -> dict[str, str]:
+        """Arguments that change what is applied, which would let replicas drift apart."""
+        limit = getattr(self.optimizer, "_max_grad_norm", None)
+        return {"op": "Average" if self.average else "Sum", "max_grad_norm": str(limit)}
 
     def reduced(self, loss: Any) -> Any:
         """A loss over all ranks, as gradients are: their mean, or their sum.
@@ -328,12 +368,17 @@ class GradientSynchronizer:
     def synchronize(self) -> None:
         """Waits for all buckets, and scatters their sums into the gradients.
 
+        Where a loss scaler looks for them, a gradient that is not finite raises nothing: the step is given
+        up, and gradients are Inf on every rank alike.
+
         Raises:
             StateMismatchError: on every rank alike, if ranks have different parameters when the training
                 begins, or when parameters join it.
             NonFiniteGradientError: on every rank alike, if a gradient is not finite on some rank. The
-                whole step is given up: gradients are zeros, what was finite stays in the residuals,
+                whole step is given up: gradients are zeros, those of other ranks stay in the residuals,
                 and training may go on.
+            EditedGradientError: on every rank alike, if gradients were changed on some rank after their
+                synchronization had begun.
             UnsupportedError: if a rank has called ``hvd.join()`` meanwhile.
             ProfileMismatchError: on every rank alike, if this is the first step and ranks were given
                 different profiles or ask for different plans, or a profile cannot be read or applied; if
@@ -343,13 +388,15 @@ class GradientSynchronizer:
         """
         self.check_in_use()
         self._begin()
+        self.loss_scale.settle()
         idle_before = self.driver.idle_seconds
+        edited = self._edited()
         try:
             self._take_in()
             self._agree()
             for part in self.parts:
                 if part.task is None:
-                    part.start(self.driver)
+                    self._start(part, refused=bool(edited))
             tasks = [part.task for part in self.parts if part.task is not None]
             self.driver.wait(tasks)
         except BaseException as error:
@@ -358,9 +405,8 @@ class GradientSynchronizer:
             raise
         errors = [task.error for task in tasks if task.error is not None]
         if errors:
-            self.give_up()
-            # one of another kind stands on this rank alone, and is the one to look at
-            raise min(errors, key=lambda error: isinstance(error, NonFiniteGradientError))
+            self._refuse(errors, edited)
+            return
         scale = 1.0 / self.size if self.average else 1.0
         reports = [part.apply(scale) for part in self.parts]
         if self.to_coo:
@@ -373,12 +419,38 @@ class GradientSynchronizer:
         if self.warmup is not None and (plan := self.warmup.after_step(self.plan)) is not None:
             self.replan(plan)
 
-    def give_up(self) -> None:
-        """Takes the step back as far as it came: gradients are zeros, selections return to residuals."""
+    def _edited(self) -> list[str]:
+        """Parameters whose gradients were changed after their synchronization had begun."""
+        return [
+            part.names[number]
+            for part in self.parts
+            if part.task is not None or part in self._held
+            for number in part.gradient.edited()
+        ]
+
+    def _refuse(self, errors: Sequence[BaseException], edited: Sequence[str]) -> None:
+        """No rank applies this step; raises why not, unless a loss scaler is to find out."""
+        error, bad = worst(errors), has_bad_gradient(errors, self.rank)
+        if isinstance(error, NonFiniteGradientError) and self.loss_scale.scaler is not None:
+            self.give_up(drop=bad)
+            self.parts[0].gradient.overflow()
+            self.overflow = error
+            return
+        self.give_up(drop=bad)
+        if isinstance(error, EditedGradientError) and edited:
+            error.where[self.rank] = some_of(edited)
+        raise error
+
+    def give_up(self, *, drop: bool = False) -> None:
+        """Takes the step back as far as it came: gradients are zeros, selections return to residuals.
+
+        Args:
+            drop: this rank's gradients leave the residuals, too: some of them are not finite.
+        """
         self.driver.clear()
         for part in self.parts:
             if part.task is not None:
-                part.abandon()
+                part.abandon(drop=drop)
             part.gradient.reset()
         self._make_ready()
         if self.warmup is not None:
@@ -393,7 +465,7 @@ class GradientSynchronizer:
             return
         for part in self.parts:
             if part.task is None:
-                part.start(self.driver)
+                self._start(part)
         try:
             self.driver.wait()
         finally:
@@ -405,7 +477,19 @@ class GradientSynchronizer:
         delays, passes = self.optimizer._allreduce_delay, self.optimizer.backward_passes_per_step
         for parameter in delays:
             delays[parameter] = passes
-        self.under_way = False
+        self.under_way, self._held, self._num_waiting = False, [], len(self.parts)
+        self.loss_scale.end()
+
+    def clip(self, max_norm: float) -> None:
+        """Scales all gradients of the optimizer down to a norm, as `torch.nn.utils.clip_grad_norm_` does.
+
+        Args:
+            max_norm: of gradients without the loss's scale.
+        """
+        norm = clip_gradients(self.optimizer.param_groups, max_norm * self.loss_scale.value)
+        if norm.device.type == "cpu" and torch.isfinite(norm):
+            for part in self.parts:
+                part.gradient.only_scaled()
 
     def zero_grad(self) -> None:
         """Zeros in all gradients, which stay views; see `FlatGradient.clear`."""

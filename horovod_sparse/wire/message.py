@@ -234,7 +234,7 @@ def _scan(
         length = abs(length)
         if (
             count < 0
-            or not 0 <= mark <= num_elements
+            or not 0 <= mark <= num_elements + 1  # that of a rank which refuses the step: see FoldReport
             or length > buffer.size - start
             or length != format.message_words(count, num_elements, dtype)
         ):

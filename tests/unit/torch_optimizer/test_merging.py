@@ -186,9 +186,9 @@ def test_work_for_a_bucket_is_not_counted_as_backward(monkeypatch):
 
     start = SparseBucket.start
 
-    def slow(self, driver):
+    def slow(self, *arguments, **named):
         time.sleep(0.02)
-        start(self, driver)
+        start(self, *arguments, **named)
 
     monkeypatch.setattr(SparseBucket, "start", slow)
     net = model()

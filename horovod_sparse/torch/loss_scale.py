@@ -1,0 +1,109 @@
+"""The scale of the loss whose backward pass is under way: what `torch.amp.GradScaler` has multiplied it by.
+
+Residuals outlive a scale, so a gradient has to be divided by it before error feedback takes it in, which is
+while backward goes on. A scaler tells its scale to nobody. So, once a sparsifier is in use, two methods of
+`torch.amp.GradScaler` do a little more than before, for whoever calls them (a loop, Lightning, Accelerate):
+
+* `scale` marks the scaled loss, so that its backward pass, and no other, is known to be scaled;
+* `unscale_`, which `step` calls too, has one of our optimizers synchronize first: what is unscaled, looked
+  at, clipped and applied is then the sum over ranks, and every rank finds the same overflow.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+__all__ = ["ScaleOfStep", "scaled_by", "watch_scalers"]
+
+_log = logging.getLogger("horovod_sparse")
+
+#: scalers of the backward passes under way, the innermost last
+_under_way: list[torch.amp.GradScaler] = []
+
+
+def watch_scalers() -> None:
+    """Lets scalers tell their scale from now on; changes nothing where that is done already."""
+    scaler = torch.amp.GradScaler
+    if not hasattr(scaler.scale, "horovod_sparse"):
+        scaler.scale = _telling(scaler.scale)
+        scaler.unscale_ = _after_synchronization(scaler.unscale_)
+
+
+def scaled_by() -> torch.amp.GradScaler | None:
+    """The scaler of the loss whose backward pass is under way; None if it is not scaled."""
+    return _under_way[-1] if _under_way else None
+
+
+class ScaleOfStep:
+    """The scale of the gradients of one step, however many backward passes it has.
+
+    Example:
+        >>> scale = ScaleOfStep(); scale.note(); scale.value
+        1.0
+    """
+
+    def __init__(self) -> None:
+        #: of the step under way, or of the last one; None where losses are not scaled
+        self.scaler: torch.amp.GradScaler | None = None
+        self.value = 1.0
+        self._is_noted = False
+
+    def note(self) -> None:
+        """A gradient has arrived. Asks the scaler once in a step: the number may be on a GPU."""
+        if not self._is_noted:
+            self.scaler, self._is_noted = scaled_by(), True
+            self.value = 1.0 if self.scaler is None else float(self.scaler.get_scale())
+
+    def settle(self) -> None:
+        """The step's gradients are complete; where none has arrived they are scaled as in the last step."""
+        if not self._is_noted and self.scaler is not None:
+            self.value = float(self.scaler.get_scale())
+
+    def end(self) -> None:
+        """The step is over."""
+        self._is_noted = False
+
+
+def _telling(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def scale(self: torch.amp.GradScaler, outputs: Any) -> Any:
+        scaled = original(self, outputs)
+        return _marked(self, scaled) if self.is_enabled() else scaled
+
+    scale.horovod_sparse = True  # type: ignore[attr-defined]
+    return scale
+
+
+def _marked(scaler: torch.amp.GradScaler, scaled: Any) -> Any:
+    if isinstance(scaled, torch.Tensor):
+        if scaled.requires_grad:
+            scaled.register_hook(lambda gradient: _begin(scaler))
+        return scaled
+    if isinstance(scaled, (list, tuple)):
+        for item in scaled:
+            _marked(scaler, item)
+        return scaled
+    return map(functools.partial(_marked, scaler), scaled) if isinstance(scaled, Iterable) else scaled
+
+
+def _begin(scaler: torch.amp.GradScaler) -> None:
+    """The backward pass of a scaled loss begins: runs before the hook of any parameter."""
+    _under_way.append(scaler)
+    # at the end of this pass; not at that of a pass within it (checkpointing)
+    torch.autograd.Variable._execution_engine.queue_callback(_under_way.pop)
+
+
+def _after_synchronization(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def unscale_(self: torch.amp.GradScaler, optimizer: Any) -> None:
+        synchronize = getattr(optimizer, "_synchronize_for_scaler", None)
+        if synchronize is not None and self.is_enabled():
+            synchronize()
+        original(self, optimizer)
+
+    return unscale_

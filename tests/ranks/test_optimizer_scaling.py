@@ -1,0 +1,176 @@
+"""Loss scaling by torch.amp.GradScaler, in the loops that its users write."""
+
+from __future__ import annotations
+
+import contextlib
+
+import horovod.torch as stock
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import horovod_sparse.torch as hvd
+from horovod_sparse.errors import NonFiniteGradientError
+from support.linear import LinearModel, dyadic, same_on_all_ranks
+from support.optimizers import make, residuals_of
+
+SHAPES = {"first": (40, 30), "bias": (7,), "scalar": (), "second": (3, 5, 11)}
+#: a scale that grows and falls, at the ends of steps
+SCALES = [2.0**10, 2.0**11, 2.0**11, 2.0**9, 2.0**16, 2.0**16, 2.0**8, 2.0**9]
+RECIPES = ["topk:density=0.05", "micro:density=0.05", "hard_threshold:threshold=0.5", "topk:density=1.0"]
+
+
+def gradients(rank: int, step: int):
+    return {name: dyadic(shape, rank, step, name) for name, shape in SHAPES.items()}
+
+
+def loss_of(model, given):
+    parameters = dict(model.named_parameters())
+    return sum((parameters[name] * torch.tensor(value).float()).sum() for name, value in given.items())
+
+
+def backward(model, given, scaler=None):
+    loss = loss_of(model, given)
+    (loss if scaler is None else scaler.scale(loss)).backward()
+
+
+def plain(model, optimizer, given, scaler):
+    backward(model, given, scaler)
+    scaler.step(optimizer)
+
+
+def unscaling(model, optimizer, given, scaler):
+    backward(model, given, scaler)
+    scaler.unscale_(optimizer)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+    scaler.step(optimizer)
+
+
+def recipe_of_horovod(model, optimizer, given, scaler):
+    backward(model, given, scaler)
+    optimizer.synchronize()
+    scaler.unscale_(optimizer)
+    with optimizer.skip_synchronize():
+        scaler.step(optimizer)
+
+
+LOOPS = {"plain": plain, "unscale_": unscaling, "synchronize": recipe_of_horovod}
+
+
+def own(model, text, **arguments):
+    return make(model, text, bucket_bytes=700, **arguments)
+
+
+def drop_in(model, text):
+    base = torch.optim.SGD(model.parameters(), lr=0.5)
+    return stock.DistributedOptimizer(base, model.named_parameters(), hvd.Compression.parse(text))
+
+
+def train(wrap, text, loop, rank, *, scales=SCALES, bad=None, size=2):
+    """Weights after every step; without a loop, in steps that are not scaled."""
+    model = LinearModel(SHAPES)
+    optimizer = wrap(model, text)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scales[0], growth_interval=10**6)
+    history = []
+    for step, _ in enumerate(scales):
+        optimizer.zero_grad()
+        given = gradients(rank, step)
+        if step == bad and rank == size - 1:
+            given["second"].reshape(-1)[3] = torch.inf
+        if loop is None:
+            with contextlib.suppress(NonFiniteGradientError):
+                backward(model, given)
+                optimizer.step()
+        else:
+            LOOPS[loop](model, optimizer, given, scaler)
+            if step == bad:
+                scaler.update()
+                assert scaler.get_scale() == scales[step] / 2
+            scaler.update(scales[min(step + 1, len(scales) - 1)])
+        history.append(torch.cat([p.detach().reshape(-1).clone() for p in model.parameters()]))
+    return history, optimizer
+
+
+@pytest.mark.parametrize("text", RECIPES)
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_scale_that_changes_changes_no_update(text, loop, rank):
+    expected, unscaled = train(own, text, None, rank)
+    found, optimizer = train(own, text, loop, rank)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)  # all scales are powers of two
+    for name, values in residuals_of(optimizer).items():
+        assert torch.equal(values, residuals_of(unscaled)[name])
+    assert same_on_all_ranks(found[-1])
+
+
+@pytest.mark.parametrize("text", RECIPES[:2])
+def test_scales_with_stock_horovod(text, rank):
+    expected, _ = train(drop_in, text, None, rank)
+    found, _ = train(drop_in, text, "synchronize", rank)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("wrap", [own, drop_in])
+@pytest.mark.parametrize("loop", LOOPS)
+def test_an_overflow_on_one_rank_skips_the_step_on_all(wrap, loop, rank, size):
+    """As if the step had been refused and caught: and the scale falls on every rank."""
+    if wrap is drop_in and loop != "synchronize":
+        pytest.skip("stock Horovod synchronizes by hand before it unscales")
+    expected, _ = train(wrap, "topk:density=0.05", None, rank, bad=3, size=size)
+    found, _ = train(wrap, "topk:density=0.05", loop, rank, bad=3, size=size)
+    assert torch.equal(found[3], found[2])
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+    assert same_on_all_ranks(found[-1])
+
+
+def test_scales_that_are_no_powers_of_two(rank):
+    scales = [3.0 * scale for scale in SCALES]
+    expected, _ = train(own, "topk:density=1.0", None, rank, scales=scales)
+    found, _ = train(own, "topk:density=1.0", "plain", rank, scales=scales)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_clipping_and_passes_in_true_units(rank):
+    results = []
+    for scaled in (False, True):
+        model = LinearModel(SHAPES)
+        optimizer = own(model, "topk:density=0.1", max_grad_norm=0.25, backward_passes_per_step=2)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, enabled=scaled)
+        for step in range(4):
+            optimizer.zero_grad()
+            for number in range(2):
+                backward(model, gradients(rank, 2 * step + number), scaler)
+            scaler.step(optimizer)
+            scaler.update(2.0 ** (8 + step))
+        results.append(torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
+
+
+def test_only_the_scaled_of_two_losses_counts_as_scaled(rank):
+    """A generator that is not scaled, after a discriminator that is, with a pass within its pass."""
+    results = []
+    for scaled in (False, True):
+        models = [LinearModel(SHAPES), LinearModel(SHAPES)]
+        optimizers = [own(model, "topk:density=0.1") for model in models]
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, enabled=scaled)
+        for step in range(3):
+            for number, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+                optimizer.zero_grad()
+                if number == 0:
+                    loss = checkpoint(
+                        lambda one, model=model, step=step: one * loss_of(model, gradients(rank, step)),
+                        torch.ones((), requires_grad=True),
+                        use_reentrant=True,
+                    )
+                    scaler.scale(loss).backward()
+                    scaler.step(optimizer)
+                    scaler.update()
+                else:
+                    backward(model, gradients(rank, step))
+                    optimizer.step()
+        results.append([p.detach().clone() for model in models for p in model.parameters()])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
