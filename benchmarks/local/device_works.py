@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import time
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -15,10 +15,9 @@ from benchmarks.common.timing import Work
 from benchmarks.local.works import layered_gradient
 from horovod_sparse.arrays.torch import TorchAccumulator, apply_sum, clear_at
 from horovod_sparse.kernels import torch_plain
-from horovod_sparse.kernels.torch_backend import TensorKernels, kernels_for
+from horovod_sparse.kernels.torch_backend import TensorKernels
+from horovod_sparse.sparsifiers.hashing import HashFunction, survivors
 
-# Of the hash of DRAGONN's row: any words of 64 bits do.
-_MULTIPLIER, _OFFSET = 0x9E3779B97F4A7C15, 97
 # Tiles and warps that `--tune` compares.
 _SHAPES = ((1024, 4), (2048, 4), (2048, 8), (4096, 4), (4096, 8), (8192, 8))
 
@@ -49,6 +48,7 @@ class DeviceWorks:
         self._union = np.roll(picks[0], -picks[0].size // 3)
         self._gathered = np.concatenate(picks)
         self._sums = generator.standard_normal(self._gathered.size, dtype=np.float32)
+        self._hash = HashFunction.draw(generator, self._k)
         self._step = 0
 
     def _picks(self, generator: np.random.Generator) -> NDArray[np.int32]:
@@ -103,18 +103,18 @@ class DeviceWorks:
         apply_sum(self._gradient, self._union, self._sums[: self._union.size])
 
     def step_dragonn(self) -> None:
-        """A step of DRAGONN with an exact threshold and the hash on the device, but for the network."""
+        """A step of DRAGONN with an exact threshold, but for the network."""
         accumulator = self._accumulators["dragonn"]
         accumulator.fold(self._gradient)
         hits = accumulator.at_least(accumulator.kth_magnitude(self._k))
-        slots = self._hash(torch.from_numpy(hits).to(self._device)).cpu().numpy()
-        sent = slots[slots >= 0]
+        sent = self._hashed(hits)
         accumulator.take(sent)
         accumulator.clear(sent)
         apply_sum(self._gradient, self._gathered, self._sums)
 
-    def _hash(self, hits: Any) -> Any:
-        return kernels_for(self._device).hash_write(hits, _MULTIPLIER, _OFFSET, self._k)
+    def _hashed(self, hits: NDArray[np.int32]) -> NDArray[np.int32]:
+        # on the host, as the sparsifier does it
+        return survivors(hits, self._hash.slots(hits), self._k)
 
     def baseline(self) -> Work:
         """One copy of the gradient: 8 bytes per element. A fold must move 16."""
@@ -141,7 +141,6 @@ class DeviceWorks:
             self._refold()
             threshold[0] = part.kth_magnitude(k)
 
-        hits = torch.from_numpy(union).to(self._device)
         plain = TorchAccumulator(
             self._n, density=self._density, device=self._device, kernels=cast(TensorKernels, torch_plain)
         )
@@ -160,7 +159,7 @@ class DeviceWorks:
                 lambda: apply_sum(gradient, self._gathered, self._sums),
                 self._refold,
             ),
-            Work("hash k", lambda: self._hash(hits)),
+            Work("hash k on the host", lambda: self._hashed(union)),
         ]
         return works + (self._shapes() if tune else [])
 

@@ -82,9 +82,6 @@ class TensorKernels(Protocol):
     def add_sum(self, dense: Tensor, indices: Tensor, new: Tensor, unique: bool) -> Tensor:
         """See `torch_plain.add_sum`."""
 
-    def hash_write(self, indices: Tensor, multiplier: int, offset: int, num_slots: int) -> Tensor:
-        """See `torch_plain.hash_write`."""
-
 
 def kernels_for(device: torch.device) -> TensorKernels:
     """The fastest implementation for a device: Triton for CUDA where it is installed, else plain PyTorch."""

@@ -21,7 +21,6 @@ __all__ = [
     "clear",
     "count_at_least",
     "fold",
-    "hash_write",
     "kth",
     "largest",
     "moments",
@@ -186,35 +185,3 @@ def add_sum(dense: Tensor, indices: Tensor, new: Tensor, unique: bool) -> Tensor
         total = torch.where(total.view(int_type(total.dtype)) == 0, -total, total)
     dense[slots] = total.to(dense.dtype)
     return touches
-
-
-def hash_write(indices: Tensor, multiplier: int, offset: int, num_slots: int) -> Tensor:
-    """Writes every index into its slot; see `sparsifiers.hashing.HashFunction` for the function.
-
-    Args:
-        indices: int32, not negative.
-        multiplier, offset: of the function, as they are (unsigned) or as signed words of 64 bits.
-        num_slots: m, in [1, 2**31).
-
-    Returns:
-        int32, shape (m,): the highest index of each slot, -1 where none fell.
-    """
-    slots = torch.full((num_slots,), -1, dtype=torch.int32, device=indices.device)
-    low = 0xFFFFFFFF
-    # products of two words of 64 bits wrap, signed as unsigned; a signed shift copies the sign, hence `low`
-    words = (indices.long() * signed_word(multiplier) + signed_word(offset)) >> 32 & low
-    words ^= words >> 16
-    for factor, shift in ((0x7FEB352D, 15), (0x846CA68B, 16)):
-        words = words * factor & low
-        words ^= words >> shift
-    return slots.scatter_reduce_(0, words * num_slots >> 32, indices, "amax")
-
-
-def signed_word(word: int) -> int:
-    """The same 64 bits as a signed number.
-
-    Example:
-        >>> signed_word(2**64 - 1), signed_word(5)
-        (-1, 5)
-    """
-    return word - 2**64 if word >= 2**63 else word

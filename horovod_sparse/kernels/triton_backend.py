@@ -5,7 +5,7 @@ from __future__ import annotations
 from horovod_sparse.kernels.triton_fold import fold
 from horovod_sparse.kernels.triton_kth import kth
 from horovod_sparse.kernels.triton_maxima import raise_maxima, refresh_maxima, scan_maxima
-from horovod_sparse.kernels.triton_scatter import add, add_sum, clear, hash_write, put
+from horovod_sparse.kernels.triton_scatter import add, add_sum, clear, put
 from horovod_sparse.kernels.triton_select import at_least, largest
 from horovod_sparse.kernels.triton_statistics import count_at_least, moments
 
@@ -16,7 +16,6 @@ __all__ = [
     "clear",
     "count_at_least",
     "fold",
-    "hash_write",
     "kth",
     "largest",
     "moments",

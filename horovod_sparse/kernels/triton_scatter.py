@@ -1,4 +1,4 @@
-"""What touches k elements only, on a GPU: clear, put, add, the sum's scatter, DRAGONN's hash."""
+"""What touches k elements only, on a GPU: clear, put, add, the sum's scatter."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from horovod_sparse.kernels.torch_plain import signed_word
 from horovod_sparse.kernels.triton_bits import OPTIONS, programs
 
-__all__ = ["add", "add_sum", "clear", "hash_write", "put"]
+__all__ = ["add", "add_sum", "clear", "put"]
 
 # Elements per program: every one is a memory transaction of its own, so many small programs.
 _LANES = 256
@@ -130,28 +129,3 @@ def add_sum(dense: Tensor, indices: Tensor, new: Tensor, unique: bool) -> Tensor
         dense, indices, new, touches, k, HALF=dense.itemsize == 2, UNIQUE=unique, LANES=_LANES, **_OPTIONS
     )
     return touches
-
-
-@triton.jit(do_not_specialize=["multiplier", "offset", "num_slots", "k"])
-def _hash_kernel(  # type: ignore[no-untyped-def]
-    indices, slots, multiplier, offset, num_slots, k, LANES: tl.constexpr
-):
-    lanes = tl.program_id(0) * LANES + tl.arange(0, LANES)
-    mask = lanes < k
-    index = tl.load(indices + lanes, mask=mask, other=0)
-    words = ((index.to(tl.int64) * multiplier + offset) >> 32) & 0xFFFFFFFF
-    words ^= words >> 16
-    words = (words * 0x7FEB352D) & 0xFFFFFFFF
-    words ^= words >> 15
-    words = (words * 0x846CA68B) & 0xFFFFFFFF
-    words ^= words >> 16
-    tl.atomic_max(slots + ((words * num_slots) >> 32), index, mask=mask)
-
-
-def hash_write(indices: Tensor, multiplier: int, offset: int, num_slots: int) -> Tensor:
-    """See `torch_plain.hash_write`."""
-    slots = torch.full((num_slots,), -1, dtype=torch.int32, device=indices.device)
-    k = indices.numel()
-    words = (signed_word(multiplier), signed_word(offset))
-    _hash_kernel[(programs(k, _LANES),)](indices, slots, *words, num_slots, k, LANES=_LANES, **_OPTIONS)
-    return slots

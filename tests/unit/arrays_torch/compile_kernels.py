@@ -89,7 +89,6 @@ def launch_all(dtype: torch.dtype, gradient: torch.dtype) -> None:
     triton_backend.add(values, indices, values[:k])
     for unique in (True, False):
         triton_backend.add_sum(dense, indices, torch.zeros(k, dtype=dtype), unique)
-    triton_backend.hash_write(indices, 2**64 - 12345, 2**63 - 678, k)
 
 
 def main() -> None:

@@ -14,7 +14,6 @@ from horovod_sparse import arrays
 from horovod_sparse.arrays.torch import apply_sum, clear_at
 from horovod_sparse.arrays.torch_apply import _stand_apart
 from horovod_sparse.errors import ArgumentError, MessageError
-from horovod_sparse.sparsifiers.hashing import HashFunction, survivors
 from support.gradients import DTYPES, as_gradient
 
 
@@ -85,22 +84,6 @@ def test_exclusive_windows_stand_apart() -> None:
     assert not _stand_apart(np.array([0, 3, 4, 3, 9], np.int32))
     assert not _stand_apart(np.array([0, 5, 2, 7], np.int32))  # they overlap: not known to be unique
     assert not _stand_apart(np.array([1, 1], np.int32))
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_highest_index_wins_its_slot(place: Any, seed: int) -> None:
-    """By the very function that DRAGONN draws; with high bits set in some of the drawn words."""
-    function = HashFunction.draw(np.random.default_rng(seed), 64)
-    indices = np.arange(0, 2**31 - 1, 21_000_000, dtype=np.int32)
-    on_device = torch.from_numpy(indices).to(place.device)
-    arguments = (function.multiplier, function.offset, function.num_slots)
-    slots = place.kernels.hash_write(on_device, *arguments).cpu().numpy()
-    expected = np.full(64, -1, np.int32)
-    for index, slot in zip(indices, function.slots(indices), strict=True):
-        expected[slot] = index
-    np.testing.assert_array_equal(slots, expected)
-    assert (expected == -1).any()
-    np.testing.assert_array_equal(np.sort(slots[slots >= 0]), survivors(indices, function.slots(indices), 64))
 
 
 def test_damaged_messages_write_nothing(place: Any) -> None:
