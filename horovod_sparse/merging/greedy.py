@@ -6,7 +6,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from horovod_sparse.cost import CostModel
+from horovod_sparse.merging.fixed import layerwise, single
 from horovod_sparse.merging.plan import Plan
+from horovod_sparse.merging.timeline import predict
 from horovod_sparse.merging.workload import Workload, plan_of_segments
 
 __all__ = ["omgs"]
@@ -24,6 +26,12 @@ def omgs(workload: Workload, cost: CostModel) -> Plan:
     The paper proves it optimal for one decision at a time; a later merge can undo the reason of an
     earlier one, so it is not for all of them together: see `optimal`.
 
+    That stands on the paper's selection, which a merge never makes shorter. Where a selection costs
+    something however small its bucket (``t_s = a + b n``, what is measured here), a merge may pay although
+    the network is idle. There the gain itself is tested: l is merged if the step ends earlier then, and at
+    last the plan is compared with no merging and with one bucket. So by its model (`predict`) it is never
+    worse than either, and still not the best of all.
+
     Args:
         workload: parameters (the paper's layers) and their backward times.
         cost: t_s is `selection`, t_c is `communication`, alpha its `fixed_seconds`.
@@ -38,24 +46,46 @@ def omgs(workload: Workload, cost: CostModel) -> Plan:
     """
     elements, backward = _chain(workload, cost)
     num_layers = elements.size
-    alpha = cost.communication.fixed_seconds
+    by_gain = cost.selection.fixed_seconds > 0.0
     merged = np.zeros(num_layers, bool)
     # layer l of the paper stands at l - 1
     for layer in range(num_layers - 1, 0, -1):
-        start_backward, start_communication = _starts(elements, backward, cost)
-        here, below = elements[layer], elements[layer - 1]
-        ready = start_backward[layer] + backward[layer] + backward[layer - 1]
-        apart = ready + cost.selection.seconds(here) + cost.selection.seconds(below)
-        together = ready + cost.selection.seconds(here + below)
-        busy_until = start_communication[layer] + cost.communication.seconds(here)
-        if apart < busy_until and start_communication[layer] + alpha > together:
+        if (_gains if by_gain else _pays_at_once)(layer, elements, backward, cost):
             merged[layer] = True
-            backward[layer - 1] += backward[layer]
-            elements[layer - 1] += elements[layer]
-            backward[layer] = elements[layer] = 0.0
+            elements, backward = _merge(layer, elements, backward)
     # in backward order, a segment ends behind every layer that was not merged into the next
     ends = [num_layers - layer for layer in range(num_layers - 1, -1, -1) if not merged[layer]]
-    return plan_of_segments(workload, ends)
+    plan = plan_of_segments(workload, ends)
+    if not by_gain:
+        return plan
+    others = (layerwise(workload, cost), single(workload, cost))
+    return min(plan, *others, key=lambda one: predict(workload, one, cost).iteration_seconds)
+
+
+def _pays_at_once(layer: int, elements: Times, backward: Times, cost: CostModel) -> bool:
+    """Q3 and Q5."""
+    start_backward, start_communication, _ = _timeline(elements, backward, cost)
+    here, below = elements[layer], elements[layer - 1]
+    ready = start_backward[layer] + backward[layer] + backward[layer - 1]
+    apart = ready + cost.selection.seconds(here) + cost.selection.seconds(below)
+    together = ready + cost.selection.seconds(here + below)
+    busy_until = start_communication[layer] + cost.communication.seconds(here)
+    alpha = cost.communication.fixed_seconds
+    return bool(apart < busy_until and start_communication[layer] + alpha > together)
+
+
+def _gains(layer: int, elements: Times, backward: Times, cost: CostModel) -> bool:
+    """Whether the step ends earlier with this merge, the layers below as they are."""
+    return _timeline(*_merge(layer, elements, backward), cost)[2] < _timeline(elements, backward, cost)[2]
+
+
+def _merge(layer: int, elements: Times, backward: Times) -> tuple[Times, Times]:
+    """Elements and times with a layer merged into the one below."""
+    elements, backward = elements.copy(), backward.copy()
+    for amounts in (elements, backward):
+        amounts[layer - 1] += amounts[layer]
+        amounts[layer] = 0.0
+    return elements, backward
 
 
 def _chain(workload: Workload, cost: CostModel) -> tuple[Times, Times]:
@@ -72,8 +102,8 @@ def _chain(workload: Workload, cost: CostModel) -> tuple[Times, Times]:
     return np.array(elements[::-1]), np.array(backward[::-1])
 
 
-def _starts(elements: Times, backward: Times, cost: CostModel) -> tuple[Times, Times]:
-    """When backward and communication of every layer begin, Eqs. (6) to (8)."""
+def _timeline(elements: Times, backward: Times, cost: CostModel) -> tuple[Times, Times, float]:
+    """When backward and communication of every layer begin, Eqs. (6) to (8), and when the last ends, (17)."""
     selection = cost.selection.seconds(elements)
     communication = cost.communication.seconds(elements)
     ends = np.cumsum((backward + selection)[::-1])[::-1]  # of selection
@@ -82,4 +112,4 @@ def _starts(elements: Times, backward: Times, cost: CostModel) -> tuple[Times, T
     for layer in range(elements.size - 1, -1, -1):
         start_communication[layer] = max(ends[layer], free)
         free = start_communication[layer] + communication[layer]
-    return start_backward, start_communication
+    return start_backward, start_communication, free
