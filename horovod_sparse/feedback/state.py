@@ -33,7 +33,7 @@ def to_plain(state: Any, array: Callable[[np.ndarray], Any] = np.copy) -> dict[s
     Example:
         >>> from horovod_sparse.sparsifiers import BucketInfo, MiCRO
         >>> to_plain(MiCRO().init(BucketInfo("w", 8)))
-        {'step': 0, 'threshold': {'threshold': 0.0, 'correction': 1.0, 'share': -1.0}}
+        {'step': 0, 'threshold': {'threshold': 0.0, 'correction': 1.0, 'share': -1.0, ...}}
     """
     plain: dict[str, Any] = _to_plain(state, array, type(state).__name__)
     return plain

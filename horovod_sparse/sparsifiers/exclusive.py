@@ -36,6 +36,11 @@ class ExclusiveState(SparsifierState):
 
     threshold: ThresholdState = field(default_factory=ThresholdState)
 
+    @property
+    def turn(self) -> int:
+        """How often ranks have changed windows: in every step in which something was to be sent."""
+        return self.step - self.threshold.paused
+
 
 @dataclass(frozen=True, kw_only=True)
 class ExclusiveThreshold(Sparsifier):

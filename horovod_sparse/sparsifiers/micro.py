@@ -37,4 +37,4 @@ class MiCRO(ExclusiveThreshold):
 
     def window(self, state: ExclusiveState, info: BucketInfo) -> Window:
         """Part (t + i) mod P of equal parts."""
-        return equal_part(info.num_elements, info.size, (state.step + info.rank) % info.size)
+        return equal_part(info.num_elements, info.size, (state.turn + info.rank) % info.size)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from horovod_sparse.arrays.protocol import Accumulator
-from horovod_sparse.collectives import LOCAL
+from horovod_sparse.collectives import ADDED, LOCAL
 from horovod_sparse.errors import ArgumentError
 
 __all__ = ["ThresholdScaling", "ThresholdState"]
@@ -22,11 +22,15 @@ class ThresholdState:
         correction: c of the sketch rule; the searched order is c * k.
         share: part of the last union that lies in the window this rank searches next, in [0, 1];
             negative where nothing is known of it.
+        ahead: elements by which unions were longer than wanted, in all, where few are wanted.
+        paused: steps in which, for that reason, nobody was to send anything; their turns are not used up.
     """
 
     threshold: float = field(default=0.0, metadata=LOCAL)
     correction: float = 1.0
     share: float = field(default=-1.0, metadata=LOCAL)
+    ahead: int = field(default=0, metadata=ADDED)
+    paused: int = field(default=0, metadata=ADDED)
 
 
 @dataclass(frozen=True)

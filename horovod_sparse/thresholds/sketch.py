@@ -15,6 +15,8 @@ __all__ = ["Sketch"]
 
 #: elements in a window at which its share of the last union tells as much as chance hides
 _CHANCE = 10
+#: below so many elements the union is counted: rounding every rank's part of it to whole ones is felt
+_FEW = 32
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,11 @@ class Sketch:
     large on average, because the window that a rank is about to search is the one it has cleared
     longest ago. Steering the order (not the threshold) is stable: the count answers it linearly.
 
+    Where k is below 32 whole elements are coarse: with k = 1 the largest element of each of several ranks may
+    lie in its window. There all ranks keep account of how many elements too many were sent so far, and want
+    up to half as many fewer in the next step, which may be none; what was too few is made up for by k at
+    most. So the union is k on average. The fewer elements, the more of the correction is that, not c.
+
     Args:
         exponent: strength of the correction, in (0, 1].
         limit: c stays within [1 / limit, limit].
@@ -62,9 +69,14 @@ class Sketch:
             raise ArgumentError("memory", self.memory, "a weight in [0, 1)")
 
     @staticmethod
-    def _order(num_selected: int, state: ThresholdState) -> int:
+    def _target(num_selected: int, state: ThresholdState) -> int:
+        """k, less a part of what was sent too much where few are wanted: all of it would be too much."""
+        part = 0.5 * (1.0 - min(1.0, num_selected / _FEW))
+        return max(0, num_selected - math.ceil(part * state.ahead))
+
+    def _order(self, num_selected: int, state: ThresholdState) -> int:
         """c * k: as many elements reach the threshold, unless several are equal to it."""
-        return max(1, round(num_selected * state.correction))
+        return max(1, round(self._target(num_selected, state) * state.correction))
 
     def find(self, accumulator: Accumulator, num_selected: int, state: ThresholdState) -> float:
         """This step's threshold: 0 (everything that is not 0) when all elements are wanted."""
@@ -83,10 +95,13 @@ class Sketch:
             >>> Sketch().wanted(num_hits=4000, num_selected=10_000, state=state)
             2687
         """
+        target = self._target(num_selected, state)
+        if target == 0:
+            return 0
         hits = min(num_hits, self._order(num_selected, state))  # many magnitudes equal the threshold
         if state.share < 0.0 or state.threshold == 0.0:
             return hits
-        expected = state.share * state.correction * num_selected
+        expected = state.share * state.correction * target
         weight = self.memory * expected / (expected + _CHANCE)
         # + 1 and - 1: a window that gave nothing may give something again
         return round(math.expm1(weight * math.log1p(expected) + (1.0 - weight) * math.log1p(hits)))
@@ -99,6 +114,11 @@ class Sketch:
             >>> Sketch().steer(200, 100, state); round(state.correction, 4)
             0.7071
         """
-        if count:
-            corrected = state.correction * (num_selected / count) ** self.exponent
+        target = self._target(num_selected, state)
+        few = num_selected < _FEW
+        state.ahead = max(state.ahead + count - num_selected, -2 * num_selected) if few else 0
+        state.paused += target == 0
+        if count and target:
+            exponent = self.exponent * min(1.0, num_selected / _FEW)  # two that steer at once would oversteer
+            corrected = state.correction * (target / count) ** exponent
             state.correction = min(max(corrected, 1.0 / self.limit), self.limit)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from horovod_sparse.feedback import recipe
 from horovod_sparse.simulation import SimulatedCluster
 from support.cases import CASES, Case, CountBand, case_id
 from support.gradients import gaussian, laplace, layered
@@ -47,3 +48,22 @@ def test_union_count_stays_near_target(case: Case, draw: Any, size: int) -> None
     error = np.abs(counts / target - 1.0)
     assert 1.0 / band.first <= counts[0] / target <= band.first
     assert error[4:].mean() <= band.settled
+
+
+@pytest.mark.parametrize("name", ["micro", "exdyna"])
+@pytest.mark.parametrize(
+    ("size", "num_elements", "k"), [(8, 64, 1), (16, 64, 1), (8, 300, 2), (4, 64, 4), (8, 64, 9)]
+)
+@pytest.mark.parametrize("changing", [True, False])
+def test_few_elements_are_as_many_as_promised_on_average(
+    name: str, size: int, num_elements: int, k: int, changing: bool
+) -> None:
+    """Where every rank's own part of k would be less than one element, or a few."""
+    generator, num_steps = np.random.default_rng(k), 240
+    cluster = SimulatedCluster(recipe(name, density=k / num_elements), num_elements, size)
+    gradients, union = generator.standard_normal((size, num_elements), np.float32), 0
+    for _ in range(num_steps):
+        if changing:
+            gradients = generator.standard_normal((size, num_elements), np.float32)
+        union += cluster.synchronize([*gradients.copy()])[0].indices.size
+    assert abs(union / (k * num_steps) - 1) < 0.06

@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from horovod_sparse.errors import StateMismatchError
 from horovod_sparse.feedback import Progress
 from horovod_sparse.feedback.state import from_plain, to_plain
 from horovod_sparse.simulation import SimulatedCluster
+from horovod_sparse.sparsifiers import BucketInfo, MiCRO
 from support.cases import CASES, Case, case_id
 from support.gradients import layered
 from support.history import Scenario, random_gradients, run
@@ -68,3 +70,16 @@ def test_a_fresh_state_is_noticed(case: Case) -> None:
     whole = run(case.recipe, scenario, gradients)
     fresh = run(case.recipe, scenario, gradients[5:])
     assert fresh.steps[0].residuals[0].tobytes() != whole.steps[5].residuals[0].tobytes()
+
+
+def test_a_state_of_an_earlier_version_loads() -> None:
+    """What was added since begins as in a fresh state; anything else that is missing is an error."""
+    state = MiCRO().init(BucketInfo("w", 8))
+    state.step, state.threshold.correction = 7, 2.0
+    plain = to_plain(state)
+    for name in ("ahead", "paused"):
+        del plain["threshold"][name]
+    assert from_plain(MiCRO().init(BucketInfo("w", 8)), plain) == state
+    del plain["threshold"]["correction"]
+    with pytest.raises(StateMismatchError, match="correction"):
+        from_plain(state, plain)
