@@ -32,10 +32,13 @@ __all__ = ["DRAGONN"]
 class DRAGONN(Sparsifier):
     """Each rank writes what passes a sampled threshold into m hashed slots, and sends those.
 
-    ``slot[h(i)] = i`` for every hit i: one write each, no compaction, no second pass. Hits that fall into
-    a taken slot overwrite it; the loser stays in the residual. One round: an allgather of m slots, of the
-    same length whenever anything was hit, which keeps Horovod's response cache on its fast path. Density
-    is per rank.
+    ``slot[h(i)] = i`` for every hit i, one write each. Hits that fall into a taken slot overwrite it; the
+    loser stays in the residual. One round: an allgather of m slots, of the same length whenever anything was
+    hit, which keeps Horovod's response cache on its fast path. Density is per rank.
+
+    The paper's point is that a GPU need not gather the hits. Here they are gathered where the gradient is, as
+    for every threshold, and hashed on the host, about k of them: what is measured is the method, not that
+    saving.
 
     Where m reaches n every element has a slot of its own (the identity is a hash function without
     collisions), so density 1 is dense.
@@ -45,10 +48,11 @@ class DRAGONN(Sparsifier):
         slots_per_selected: m / k, above 0. About 37 % of k slots stay empty when k hits are hashed into
             them, and as many hits wait for the next step.
         sample_fraction: share of elements in the sample behind the threshold.
-        seed: of hash functions and samples; a new function is drawn in every step, so that the same two
-            elements do not collide for ever.
+        seed: of hash functions, orders of writing and samples; new ones are drawn in every step, so that
+            the same two elements do not collide for ever, with the same outcome.
 
-    Source: DRAGONN (ICML 2022), Algorithm 1. Departures: empty slots are dropped by the sender and the
+    Source: DRAGONN (ICML 2022), Algorithm 1. Departures: hits are gathered and hashed on the host; which
+    write comes last is drawn, not left to the device; empty slots are dropped by the sender and the
     message filled up to m, instead of sending -1 (the paper's decoder adds value 0 at index 0 for them:
     the same sum); m is given in multiples of k, since buckets differ in size.
 
@@ -93,7 +97,8 @@ class DRAGONN(Sparsifier):
         hits = accumulator.at_least(threshold)
         if m == info.num_elements:
             return hits, threshold
-        return survivors(hits, HashFunction.draw(generator, m).slots(hits), m), threshold
+        slots = HashFunction.draw(generator, m).slots(hits)
+        return survivors(hits, slots, m, int(generator.integers(max(1, hits.size)))), threshold
 
     def synchronize(
         self, accumulator: Accumulator, state: SparsifierState, info: BucketInfo

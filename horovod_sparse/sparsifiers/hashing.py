@@ -71,13 +71,15 @@ class HashFunction:
         return words.astype(np.int64)
 
 
-def survivors(indices: Indices, slots: np.ndarray, num_slots: int) -> Indices:
+def survivors(indices: Indices, slots: np.ndarray, num_slots: int, last: int = -1) -> Indices:
     """One write for each hit, later ones overwrite: the hits that are left in the slots at the end.
 
     Args:
         indices: int32 [hits], ascending.
         slots: int64 [hits], where each is written.
         num_slots: m.
+        last: position of the hit that is written last; the others are written in ascending order, around
+            the circle. With the same one in all steps, and few slots, some hits would never be left.
 
     Returns:
         int32, ascending; at most m.
@@ -85,8 +87,13 @@ def survivors(indices: Indices, slots: np.ndarray, num_slots: int) -> Indices:
     Example:
         >>> survivors(np.array([3, 5, 9], np.int32), np.array([1, 0, 1]), 3)
         array([5, 9], dtype=int32)
+        >>> survivors(np.array([3, 5, 9], np.int32), np.array([1, 0, 1]), 3, last=0)
+        array([3, 5], dtype=int32)
     """
-    written = np.full(num_slots, -1, np.int32)
-    # Ascending: the last write is the highest. Plain assignment does not promise which of several stays.
-    np.maximum.at(written, slots, indices)
-    return indices[written[slots] == indices]
+    if not indices.size:
+        return indices
+    turns = (np.arange(indices.size) - (last + 1)) % indices.size
+    written = np.full(num_slots, -1, np.int64)
+    # plain assignment does not promise which of several writes stays
+    np.maximum.at(written, slots, turns)
+    return indices[written[slots] == turns]

@@ -85,9 +85,10 @@ class SIDCo(Sparsifier):
         seed: of the sample's start, which depends on seed, bucket, rank and step alone.
 
     Source: Abdelmoniem et al., MLSys 2021 (SIDCo). Departures: fits are made to a strided sample, as
-    DGC's; zeros are left out; the first M follows from the density; and the direction in which M moves,
-    since which way helps depends on the tail: a single exponential fit passes too many of a heavy one and
-    too few of a Gaussian, and further stages mend both.
+    DGC's; zeros are left out; the first M follows from the density; where a fit puts the threshold above
+    every magnitude, as it would for ever where they are nearly equal, the k largest are sent; and the
+    direction in which M moves, since which way helps depends on the tail: a single exponential fit passes
+    too many of a heavy one and too few of a Gaussian, and further stages mend both.
 
     Example:
         >>> SIDCo(density=0.001, distribution="pareto").describe()
@@ -160,9 +161,12 @@ class SIDCo(Sparsifier):
         self, accumulator: Accumulator, state: SIDCoState, info: BucketInfo
     ) -> Synchronization[SparseSum]:
         """One allgather; see `Sparsifier.synchronize`."""
-        threshold = self.find(accumulator, state, info)
+        k, threshold = self.num_selected(info, state), self.find(accumulator, state, info)
         indices = accumulator.at_least(threshold)
-        self._adapt(state, indices.size / self.num_selected(info, state))
+        self._adapt(state, indices.size / k)
+        if not indices.size:  # the fit ends above every magnitude, as it does for equal ones
+            indices = accumulator.largest(k)
+            indices = indices[accumulator.take(indices) != 0]
         state.step += 1
         sum_ = yield from send_selection(accumulator, indices, info, self.wire)
         sum_.facts.update(threshold=threshold, stages=float(state.num_stages))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from horovod_sparse.sparsifiers.mail import ceil_log2
@@ -68,11 +69,15 @@ class Layout:
         """Elements that a block keeps: k / Q, in whole numbers that add up to k.
 
         ``floor((stop k + s) / n) - floor((start k + s) / n)``; the shift s moves by a block's length every
-        step, so that with k < Q every block has its turn. A block of m elements never gets more than m.
+        step, and by one more where it would come back too early. So it takes every value below n once in any
+        n steps, and a block of m elements gets m k elements in them, whatever divides what. A block of m
+        elements never gets more than m in a step.
         """
         n, k = self.num_elements, self.num_selected
         start, stop = self.window(block)
-        shift = self.step * -(-n // self.team_size) % n
+        length = -(-n // self.team_size)
+        num_offsets = math.gcd(n, length)
+        shift = (self.step * length + self.step // (n // num_offsets) % num_offsets) % n
         return (stop * k + shift) // n - (start * k + shift) // n
 
     def bag(self, position: int, stage: int) -> list[int]:

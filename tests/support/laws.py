@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from horovod_sparse.feedback.state import shared_digest
+from horovod_sparse.simulation import SimulatedCluster
 from support.cases import Case
 from support.history import History
 
@@ -15,6 +16,7 @@ __all__ = [
     "counts_as_promised",
     "dense_bounds",
     "exclusive_means_exclusive",
+    "nobody_starves",
     "nothing_is_lost",
     "replicas_agree",
     "sums_are_right",
@@ -165,6 +167,36 @@ def dense_bounds(history: History, growth: float) -> None:
         most = 1.25 * growth * total[: number + 1].sum(0).max()
         assert np.abs(history.dense(number)).max() <= most, f"step {number}"
         assert np.abs(step.residuals).max() <= most, f"step {number}"
+
+
+def nobody_starves(cluster: SimulatedCluster, growth: np.ndarray, swing: np.ndarray, most_steps: int) -> int:
+    """Law 9: what keeps growing is sent in finitely many steps, and again after that.
+
+    Every step adds `growth` to the ranks' residuals, and `swing` with a sign that alternates, so that what
+    swings comes back to 0 by itself. Whatever grows on a rank has to leave its residual twice, and the
+    element has to be applied twice.
+
+    Args:
+        cluster: fresh.
+        growth: float32 [P, n]; the ranks' values of an element have one sign.
+        swing: float32 [P, n]; 0 where something grows.
+        most_steps: that this may take.
+
+    Returns:
+        Steps that it took.
+    """
+    left, applied = np.zeros(growth.shape, int), np.zeros(growth.shape[1], int)
+    before = np.zeros_like(growth)
+    for step in range(most_steps):
+        gradients = growth + (swing if step % 2 else -swing)
+        applied += cluster.step([*gradients.copy()]) != 0.0
+        after = np.array(cluster.residuals())
+        left += np.abs(after) < 0.99 * np.abs(before + gradients)  # rounding for the wire leaves a little
+        before = after
+        if (left[growth != 0.0] >= 2).all() and (applied[growth.any(0)] >= 2).all():
+            return step + 1
+    starved = np.argwhere((growth != 0.0) & ((left < 2) | (applied < 2))).tolist()
+    raise AssertionError(f"in {most_steps} steps these (rank, element) were not sent twice: {starved[:8]}")
 
 
 def check_all(history: History, case: Case, *, exactly: bool = False) -> None:

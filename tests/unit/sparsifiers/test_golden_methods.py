@@ -159,16 +159,19 @@ def test_sidco_changes_the_number_of_stages(tail: str, first: float, feedback: s
     )
     cluster.buckets[0].state.num_stages = 1
     generator = np.random.default_rng(1)
-    stages, sent = [], []
+    stages, sent, passed = [], [], []
     for _ in range(60):
         heavy = generator.standard_t(3, n).astype(np.float32)
         gaussian = generator.standard_normal(n, np.float32)
+        sizes = np.abs(heavy if tail == "heavy" else gaussian)
         cluster.synchronize([heavy if tail == "heavy" else gaussian])
         stages.append(cluster.buckets[0].state.num_stages)
         sent.append(cluster.buckets[0].last.num_selected / k)
+        passed.append(np.count_nonzero(sizes >= cluster.buckets[0].last.facts["threshold"]) / k)
     assert stages[:4] == [1, 1, 1, 1], "it is looked at every five steps"
     assert all(abs(after - before) <= 1 for before, after in itertools.pairwise(stages))
-    assert sent[0] > first if first > 0 else sent[0] < -first
+    assert passed[0] > first if first > 0 else passed[0] < -first
+    assert sent[0] == passed[0] if passed[0] else sent[0] == 1, "where nothing passes the k largest are sent"
     assert max(stages) > 1
     assert abs(np.mean(sent[-20:]) - 1) < 0.25
 
