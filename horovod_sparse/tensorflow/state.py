@@ -150,12 +150,16 @@ class StateKeeper:
     def load_state_dict(self, entry: Mapping[str, Any] | None) -> None:
         """Continues from an entry; from no residual, if it is empty or None.
 
+        A step that has not come to its end, since Horovod has failed, is given up before.
+
         Raises:
             StateMismatchError: if it does not fit, now or with the first gradients.
         """
         self._waiting = entry or None
         if self._synchronizer is None:
             return
+        for part in self._synchronizer.parts:
+            part.close()
         if self._synchronizer.parts and entry:
             self._put()
         elif not entry:

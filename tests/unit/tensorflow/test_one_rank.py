@@ -102,3 +102,22 @@ def test_stock_horovod_leaves_gradients_as_they_are_which_a_warning_says_once(ca
             np.testing.assert_array_equal(gradient(tf.constant(targets(number))), targets(number))
     told = [record.getMessage() for record in caplog.records if "with one rank" in record.getMessage()]
     assert len(told) == 1 and "MomentumCorrection" in told[0]
+
+
+def test_a_step_that_failed_does_not_touch_what_is_loaded_afterwards():
+    """As in elastic training: Horovod fails in the middle of a step, and what was committed is restored."""
+    residuals = []
+    for fails in (False, True):
+        compression, weight = made("error"), tf.Variable(tf.zeros(LENGTH), name="weight")
+        step = by_tape(compression, weight, in_graph=True)
+        step(tf.constant(targets(0)))
+        committed = compression.state_dict()
+        if fails:
+            (part,) = compression.synchronizer.parts
+            part.task.start(part.begin(None, [targets(1)]), (0, 1))
+        compression.load_state_dict(committed)
+        assert compression.state_dict()["step"] == 1
+        step(tf.constant(targets(2)))
+        (residual,) = compression.state_dict()["residuals"].values()
+        residuals.append(residual)
+    np.testing.assert_array_equal(*residuals)
