@@ -6,16 +6,16 @@ Every public name of `horovod.tensorflow` is here; `Compression` has the sparsif
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
-# first: it says how to get Horovod where the next line would only say that there is none
-from horovod_sparse.tensorflow import _horovod as _horovod
+# first: it says how to get Horovod where others would only say that there is none
+from horovod_sparse.tensorflow._horovod import *  # noqa: F403
 
 # isort: split
-from horovod.tensorflow import *  # noqa: F403
-
-# isort: split
+import horovod_sparse.tensorflow.elastic  # noqa: F401
 from horovod_sparse.tensorflow.compression import Compression as Compression
 from horovod_sparse.tensorflow.compression import SparseCompressor as SparseCompressor
+from horovod_sparse.tensorflow.functions import broadcast_variables as broadcast_variables
 from horovod_sparse.tensorflow.optimizer import DistributedOptimizer as DistributedOptimizer
+from horovod_sparse.tensorflow.sync_batch_norm import SyncBatchNormalization as SyncBatchNormalization
 from horovod_sparse.tensorflow.tape import DistributedGradientTape as DistributedGradientTape
 from horovod_sparse.tensorflow.tape import PartialDistributedGradientTape as PartialDistributedGradientTape
 

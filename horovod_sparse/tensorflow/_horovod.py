@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
+from types import ModuleType
 from typing import Any
 
 from horovod_sparse.errors import HorovodMissingError
-
-__all__ = ["hvd", "is_elastic", "present_start"]
 
 try:
     import horovod.tensorflow as hvd
@@ -57,3 +57,23 @@ def is_elastic() -> bool:
 
 # under all ways to start it: hvd.init() of ours and of Horovod's, and the elastic wrapper's
 hvd.mpi_ops._basics.init = _noted(hvd.mpi_ops._basics.init)
+
+#: modules of Horovod's that have nothing of ours, and so are reached by our names, too
+_SHARED = ("gradient_aggregation", "mpi_ops", "util")
+
+
+def _is_other(name: str, item: Any) -> bool:
+    """Whether a module of ours has this name: Horovod's `keras` is there if anybody has imported it."""
+    is_own = isinstance(item, ModuleType) and item.__name__ == f"{hvd.__name__}.{name}"
+    return is_own and name not in _SHARED
+
+
+for _name in _SHARED:
+    sys.modules[f"{__package__}.{_name}"] = getattr(hvd, _name)
+
+#: what ``from ... import *`` gives: all that is public in Horovod
+__all__ = [name for name, item in vars(hvd).items() if name[0] != "_" and not _is_other(name, item)]
+
+
+def __getattr__(name: str) -> Any:
+    return getattr(hvd, name)

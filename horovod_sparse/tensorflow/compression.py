@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from horovod.tensorflow.compression import Compressor, FP16Compressor, NoneCompressor
+
 from horovod_sparse.frontend import Choices
 from horovod_sparse.tensorflow._horovod import hvd
 from horovod_sparse.tensorflow.compressor import SparseCompressor
 
-__all__ = ["Compression", "SparseCompressor"]
+__all__ = ["Compression", "Compressor", "FP16Compressor", "NoneCompressor", "SparseCompressor"]
 
 _COMMON_ARGUMENTS = """
 Arguments that every algorithm takes:

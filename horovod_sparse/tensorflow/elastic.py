@@ -1,0 +1,136 @@
+"""As `horovod.tensorflow.elastic`: states that survive failures, of Keras 3, too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from horovod.common.elastic import ObjectState
+from horovod.tensorflow.elastic import TensorFlowKerasState as _StockKerasState
+from horovod.tensorflow.elastic import TensorFlowState as _StockState
+from horovod.tensorflow.elastic import run
+
+from horovod_sparse.errors import ArgumentError, UnsupportedError
+from horovod_sparse.tensorflow._horovod import hvd
+from horovod_sparse.tensorflow.functions import broadcast_object, broadcast_variables
+from horovod_sparse.tensorflow.tensors import as_variable
+
+__all__ = ["TensorFlowKerasState", "TensorFlowState", "run"]
+
+
+class _Variables:
+    """Variables, and the values that they had when they were saved last."""
+
+    def __init__(self, variables: Iterable[Any]) -> None:
+        self.variables = [as_variable(variable) for variable in variables]
+        self.save()
+
+    def save(self) -> None:
+        self._values: Sequence[np.ndarray] = [variable.numpy() for variable in self.variables]
+
+    def restore(self) -> None:
+        for variable, value in zip(self.variables, self._values, strict=True):
+            variable.assign(value)
+
+    def sync(self) -> None:
+        broadcast_variables(self.variables, 0)
+        self.save()
+
+
+class TensorFlowKerasState(_StockKerasState):
+    """A model and its optimizer, as a state for ``hvd.elastic.run``.
+
+    Departures from Horovod's: models of Keras 3 are taken; the optimizer gets its variables here, so that
+    a worker that joins has as many as the others; states of random generators stay each rank's own, and
+    so do residuals.
+
+    Args:
+        model: of Keras, built.
+        optimizer: the model's if left out.
+        backend: accepted for Horovod's sake.
+        **attributes: more that is saved and synchronized, as attributes of this object.
+
+    Raises:
+        ArgumentError: if the model is not built, or has no optimizer.
+        UnsupportedError: without eager execution.
+    """
+
+    def __init__(self, model: Any, optimizer: Any = None, backend: Any = None, **attributes: Any) -> None:
+        _refuse_graphs()
+        if not getattr(model, "built", True):
+            raise ArgumentError("model", model.name, "a model that is built: model.build(input_shape)")
+        self.model, self.optimizer, self.backend = model, optimizer or model.optimizer, backend
+        if self.optimizer is None:
+            raise ArgumentError("optimizer", None, "an optimizer, or compile the model with one")
+        _build(self.optimizer, model.trainable_variables)
+        self._kept = _Variables([])
+        self._save_model()
+        ObjectState.__init__(self, bcast_object=broadcast_object, get_rank=hvd.rank, **attributes)
+
+    def sync(self) -> None:
+        """Gives all ranks what rank 0 has, and saves it."""
+        _Variables(self._variables()).sync()
+        self._save_model()
+        ObjectState.sync(self)
+
+    def _variables(self) -> list[Any]:
+        theirs = self.optimizer.variables
+        return [*self.model.weights, *(theirs() if callable(theirs) else theirs)]
+
+    def _save_model(self) -> None:
+        self._kept = _Variables(self._variables())
+
+    def _load_model(self) -> None:
+        self._kept.restore()
+
+
+class TensorFlowState(_StockState):
+    """Variables, as a state for ``hvd.elastic.run``; those of Keras 3 are taken, too.
+
+    Departure from Horovod's: variables are broadcast by `sync`, which every start of Horovod calls on all
+    ranks, and not when this object is made, which a worker that joins does alone.
+
+    Args:
+        variables: to be kept.
+        session: accepted for Horovod's sake: must be None.
+        **attributes: more that is saved and synchronized, as attributes of this object.
+
+    Raises:
+        ArgumentError: without variables.
+        UnsupportedError: without eager execution.
+    """
+
+    def __init__(
+        self, variables: Iterable[Any] | None = None, session: Any = None, **attributes: Any
+    ) -> None:
+        _refuse_graphs()
+        self.variables, self.session = list(variables or ()), session
+        if not self.variables:
+            raise ArgumentError("variables", variables, "variables: eagerly there are no global ones")
+        self._kept = _Variables(self.variables)
+        ObjectState.__init__(self, bcast_object=broadcast_object, get_rank=hvd.rank, **attributes)
+
+    def sync(self) -> None:
+        """Gives all ranks what rank 0 has, and saves it."""
+        self._kept.sync()
+        ObjectState.sync(self)
+
+    def _save_model(self) -> None:
+        self._kept.save()
+
+    def _load_model(self) -> None:
+        self._kept.restore()
+
+
+def _build(optimizer: Any, variables: Sequence[Any]) -> None:
+    if hasattr(optimizer, "_create_all_weights"):  # tf-keras, of the old kind
+        optimizer._create_all_weights(variables)
+    elif not getattr(optimizer, "built", getattr(optimizer, "_built", False)):
+        optimizer.build(variables)
+
+
+def _refuse_graphs() -> None:
+    if not tf.executing_eagerly():
+        raise UnsupportedError("elastic states of TensorFlow 1: use eager execution, or horovod's own")

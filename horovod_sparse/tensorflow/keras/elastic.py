@@ -1,0 +1,29 @@
+"""As `horovod.tensorflow.keras.elastic`: the state of a model, of Keras 3, too, and its callbacks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+from horovod.tensorflow.keras.elastic import (
+    CommitStateCallback,
+    UpdateBatchStateCallback,
+    UpdateEpochStateCallback,
+)
+
+from horovod_sparse.tensorflow.elastic import TensorFlowKerasState, run
+
+__all__ = ["CommitStateCallback", "KerasState", "UpdateBatchStateCallback", "UpdateEpochStateCallback", "run"]
+
+
+class KerasState(TensorFlowKerasState):
+    """A model and its optimizer: see `TensorFlowKerasState`.
+
+    Args:
+        model: of Keras, built.
+        optimizer: the model's if left out.
+        **attributes: more that is saved and synchronized, as attributes of this object.
+    """
+
+    def __init__(self, model: Any, optimizer: Any = None, **attributes: Any) -> None:
+        super().__init__(model, optimizer, backend=tf.keras.backend, **attributes)

@@ -1,0 +1,169 @@
+"""What Horovod has beside its optimizers, with variables and layers of Keras 3."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import horovod_sparse.tensorflow as hvd
+import horovod_sparse.tensorflow.keras as hvd_keras
+from horovod_sparse.errors import ArgumentError, NonFiniteGradientError, UnsupportedError
+from support.keras_models import fit, flat, keras, make_model
+
+pytestmark = pytest.mark.tensorflow
+
+
+def test_every_kind_of_variable_is_broadcast(rank, size):
+    """States of random generators among them, and names that differ."""
+    keras.utils.set_random_seed(rank)
+    model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(2), keras.layers.Dropout(0.5)])
+    dtypes = (tf.bfloat16, tf.float16, tf.int8, tf.uint64, tf.bool, tf.float64)
+    variables = [tf.Variable(tf.cast([rank, 1], dtype), name=f"of_rank_{rank}") for dtype in dtypes]
+    variables += [tf.Variable(tf.zeros([0])), *(variable.value for variable in model.variables)]
+    assert len(model.variables) == 3  # one of them the dropout's
+    expected = hvd.broadcast_object([variable.numpy() for variable in variables], root_rank=size - 1)
+    hvd.broadcast_variables([*variables[:7], *model.variables], root_rank=size - 1)
+    for variable, values in zip(variables, expected, strict=True):
+        np.testing.assert_array_equal(variable.numpy(), values)
+    with pytest.raises(UnsupportedError, match="string"):
+        hvd.broadcast_variables([tf.Variable("words")], 0)
+
+
+@pytest.mark.parametrize("kind", [hvd.elastic.TensorFlowKerasState, hvd_keras.elastic.KerasState])
+def test_the_state_of_a_model(kind, rank, size):
+    """What was not committed is taken back, momentum included, which the optimizer had not at first."""
+    model = make_model(seed=rank)
+    optimizer = hvd_keras.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9), compression="topk")
+    state = kind(model, optimizer, batch=20 + rank, epoch=10 + rank)
+    state.sync()
+    np.testing.assert_array_equal(flat(model), flat(make_model(seed=0)))
+    assert (state.batch, state.epoch) == (20, 10)
+    callbacks = [
+        hvd_keras.elastic.UpdateBatchStateCallback(state),
+        hvd_keras.elastic.UpdateEpochStateCallback(state),
+        hvd_keras.elastic.CommitStateCallback(state, batches_per_commit=100),
+    ]
+    state.epoch = 0
+    fit(model, optimizer, rank, size, epochs=1, callbacks=callbacks)
+    assert (state.batch, state.epoch) == (0, 1)
+    committed, moving = flat(model), [variable.numpy() for variable in optimizer.variables]
+    assert int(optimizer.iterations) == 6
+    fit(model, optimizer, rank, size, epochs=1)
+    state.batch = 21
+    assert (flat(model) != committed).any()
+    state.restore()
+    np.testing.assert_array_equal(flat(model), committed)
+    for variable, value in zip(optimizer.variables, moving, strict=True):
+        np.testing.assert_array_equal(variable.numpy(), value)
+    assert state.batch == 0
+    with pytest.raises(ArgumentError, match="built"):
+        kind(keras.Sequential([keras.layers.Dense(2)]), optimizer)
+
+
+def test_the_state_of_variables(rank):
+    """Synchronized when all ranks ask for it: a worker that joins makes its state alone."""
+    variables = [tf.Variable([1.0 + rank] * 3), make_model(seed=rank).layers[0].kernel]
+    if rank == 0:
+        hvd.elastic.TensorFlowState(variables, batch=1)
+    state = hvd.elastic.TensorFlowState(variables, batch=20 + rank)
+    state.sync()
+    np.testing.assert_array_equal(variables[0].numpy(), [1.0] * 3)
+    np.testing.assert_array_equal(variables[1].numpy(), make_model(seed=0).layers[0].kernel.numpy())
+    assert state.batch == 20
+    variables[0].assign([5.0] * 3)
+    state.restore()
+    np.testing.assert_array_equal(variables[0].numpy(), [1.0] * 3)
+    variables[0].assign([5.0] * 3)
+    state.commit()
+    state.restore()
+    np.testing.assert_array_equal(variables[0].numpy(), [5.0] * 3)
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+def test_statistics_are_those_of_all_ranks(graph, rank, size):
+    """As of one batch that holds all: outputs, moving averages, gradients; batches of different sizes."""
+    everything = tf.random.stateless_normal([2 * size * (size + 1) // 2, 3], seed=[1, 2])
+    start = rank * (rank + 1)
+    mine = everything[start : start + 2 * (rank + 1)]
+    if rank == 0:  # whose names of layers differ then
+        keras.layers.BatchNormalization()
+    whole, layer = keras.layers.BatchNormalization(axis=1), hvd.SyncBatchNormalization(axis=1)
+    whole.build(everything.shape)
+    layer.build(mine.shape)
+
+    def outputs(layer, inputs, weights):
+        with tf.GradientTape() as tape:
+            tape.watch(inputs)
+            twice = layer(layer(inputs, training=True), training=True)
+            loss = tf.reduce_sum(twice * weights)
+        return twice, tape.gradient(loss, inputs)
+
+    weights = tf.random.stateless_normal(everything.shape, seed=[3, 4])
+    expected = outputs(whole, everything, weights)
+    run = tf.function(outputs) if graph else outputs
+    for one, other in zip(run(layer, mine, weights[start : start + len(mine)]), expected, strict=True):
+        np.testing.assert_allclose(one, other[start : start + len(mine)], rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(layer.moving_mean, whole.moving_mean, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(layer.moving_variance, whole.moving_variance, rtol=1e-4, atol=1e-6)
+
+
+def test_statistics_are_saved_with_a_model(tmp_path, rank):
+    model = keras.Sequential([keras.layers.Input((3,)), hvd.SyncBatchNormalization()])
+    model.save(str(tmp_path / f"{rank}.keras"))
+    again = keras.models.load_model(str(tmp_path / f"{rank}.keras"))
+    assert isinstance(again.layers[0], hvd.SyncBatchNormalization)
+    with pytest.raises(ArgumentError, match="fused"):
+        hvd.SyncBatchNormalization(fused=True)
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("of_local", [False, True])
+def test_a_rank_outside_of_the_process_set_keeps_its_gradient(graph, of_local, rank):
+    members, weight = hvd.add_process_set([0]), tf.Variable([1.0, 2.0])
+    compression = hvd.Compression.topk(density=1.0)
+
+    def step():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(weight * (rank + 1.0))
+        tape = hvd.DistributedGradientTape(tape, compression=compression, process_set=members)
+        if of_local:
+            tape.register_local_source(weight)
+        return tape.gradient(loss, [weight])[0]
+
+    np.testing.assert_array_equal((tf.function(step) if graph else step)(), [rank + 1.0] * 2)
+    hvd.remove_process_set(members)
+
+
+def test_passes_of_a_bad_step_are_not_added_to_the_next(rank):
+    """An error on the way: the next passes begin anew."""
+    weight = keras.Variable([1.0, 1.0])
+    optimizer = hvd_keras.DistributedOptimizer(
+        keras.optimizers.SGD(1.0), compression="topk:density=1.0", backward_passes_per_step=2
+    )
+    optimizer.apply([tf.constant([np.inf if rank == 0 else 0.0, 0.0])], [weight])
+    with pytest.raises(NonFiniteGradientError):
+        optimizer.apply([tf.zeros([2])], [weight])
+    for _ in range(2):
+        optimizer.apply([tf.constant([1.0, 2.0])], [weight])
+    np.testing.assert_array_equal(weight.numpy(), [-1.0, -3.0])
+
+
+def test_graphs_of_tensorflow_1_are_refused(rank):
+    import horovod.tensorflow as stock
+
+    def gradients(wrap):
+        with tf.Graph().as_default():
+            weight = tf.compat.v1.get_variable("weight", [2], use_resource=True)
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(weight)
+            return wrap(tape, compression=hvd.Compression.topk(density=1.0)).gradient(loss, [weight])
+
+    for wrap in (hvd.DistributedGradientTape, stock.DistributedGradientTape):
+        with pytest.raises(UnsupportedError, match="graph of TensorFlow 1"):
+            gradients(wrap)
+    with pytest.raises(UnsupportedError, match="optimizer of TensorFlow 1"):
+        plain = tf.compat.v1.train.GradientDescentOptimizer(0.1)
+        hvd.DistributedOptimizer(plain, compression=hvd.Compression.topk(density=1.0))
+    with tf.Graph().as_default(), pytest.raises(UnsupportedError, match="eager"):
+        hvd.elastic.TensorFlowState([])

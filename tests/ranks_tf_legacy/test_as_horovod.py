@@ -1,0 +1,108 @@
+"""tf-keras: what Horovod's own optimizers can do, ours can with everything sent."""
+
+from __future__ import annotations
+
+import horovod.tensorflow.keras as stock
+import numpy as np
+import pytest
+import tensorflow as tf
+from tf_keras.src.optimizers.legacy.optimizer_v2 import OptimizerV2
+
+import horovod_sparse.tensorflow.keras as hvd
+from horovod_sparse.errors import NonFiniteGradientError
+from support.keras_models import keras
+
+EVERYTHING = "topk:density=1.0"
+
+
+class Adds(OptimizerV2):
+    """Of the user: without a learning rate."""
+
+    def get_config(self):
+        return super().get_config()
+
+    def _resource_apply_dense(self, grad, var, apply_state=None):
+        return var.assign_add(grad)
+
+
+@pytest.mark.parametrize("average", [False, True])
+def test_passes_and_local_variables_of_an_optimizer_without_a_rate(average, rank):
+    """Gradients are slices, variables in nested lists, steps in a graph."""
+
+    def trained(wrap, **arguments):
+        optimizer = wrap(
+            Adds("adds"),
+            backward_passes_per_step=2,
+            average_aggregated_gradients=average,
+            sparse_as_dense=True,
+            **arguments,
+        )
+        assert int(optimizer.iterations) == 0
+        xs, ys = ([tf.Variable(value) for _ in range(3)] for value in ([0.0], [1.0, 2.0]))
+        optimizer.register_local_var(xs[0])
+        optimizer.register_local_var(ys[0])
+
+        @tf.function
+        def step():
+            pairs = optimizer._compute_gradients(
+                lambda: xs - (rank + 1.0) * tf.gather(ys, [0], axis=1), var_list=[xs, ys]
+            )
+            optimizer.apply_gradients(pairs, experimental_aggregate_gradients=False)
+
+        for _ in range(5):
+            step()
+        return np.array(xs), np.array(ys), int(optimizer.iterations)
+
+    ours = trained(hvd.DistributedOptimizer, compression=EVERYTHING)
+    for own, theirs in zip(ours, trained(stock.DistributedOptimizer), strict=True):
+        np.testing.assert_allclose(own, theirs)
+
+
+@pytest.mark.parametrize("kind", ["new", "legacy"])
+def test_passes_of_a_bad_step_are_not_added_to_the_next(kind, rank):
+    """Horovod lets infinities through, and goes on; here it is an error, and training goes on after it."""
+    optimizers = keras.optimizers if kind == "new" else keras.optimizers.legacy
+    optimizer = hvd.DistributedOptimizer(
+        optimizers.SGD(1.0), compression=EVERYTHING, backward_passes_per_step=2
+    )
+    weight, factor = tf.Variable(0.0), tf.Variable(np.float32(np.inf) if rank == 0 else 0.0)
+
+    def step():
+        pairs = optimizer._compute_gradients(lambda: factor * weight, var_list=[weight])
+        optimizer.apply_gradients(pairs)
+
+    step()
+    weight.assign(0.0)
+    factor.assign(0.0)
+    with pytest.raises(NonFiniteGradientError):
+        step()
+    factor.assign(1.0)
+    step()
+    step()
+    assert float(weight) == -2.0
+    assert int(optimizer._agg_helper.counter) == 0
+
+
+def test_an_optimizer_outside_of_its_process_set(rank):
+    """Which makes its gradients itself."""
+
+    class Given(keras.optimizers.Optimizer):
+        def __init__(self, name="given", **arguments):
+            super().__init__(name=name, **arguments)
+            self._learning_rate = self._build_learning_rate(0.1)
+
+        def get_gradients(self, loss, params):
+            return [tf.constant([rank + 1.0])]
+
+        def update_step(self, gradient, variable):
+            variable.assign_add(gradient)
+
+        def get_config(self):
+            return super().get_config()
+
+    members, variable = hvd.add_process_set([0]), tf.Variable([0.0])
+    optimizer = hvd.DistributedOptimizer(Given(), process_set=members, compression=EVERYTHING)
+    (gradient,) = optimizer.get_gradients(None, [variable])
+    optimizer.apply_gradients([(gradient, variable)])
+    assert float(variable[0]) == rank + 1.0
+    hvd.remove_process_set(members)
