@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from typing import Any
 
@@ -10,7 +9,7 @@ import tensorflow as tf
 from horovod.tensorflow.sync_batch_norm import SyncBatchNormalization as _stock
 
 from horovod_sparse.errors import ArgumentError
-from horovod_sparse.tensorflow._horovod import hvd
+from horovod_sparse.tensorflow._horovod import hvd, is_elastic
 from horovod_sparse.tensorflow.collectives import known_to_elastic
 from horovod_sparse.tensorflow.planning import label_of
 from horovod_sparse.tensorflow.tensors import as_variable
@@ -75,7 +74,7 @@ class _SyncBatchNormalization(tf.keras.layers.BatchNormalization):
 
     def _moments(self, inputs: Any, mask: Any) -> Any:
         mean, variance = super()._moments(inputs, mask)
-        if hvd.size() == 1 and os.environ.get("HOROVOD_ELASTIC") != "1":
+        if hvd.size() == 1 and not is_elastic():
             return mean, variance
         if self._horovod_sparse_sum is None:
             self._horovod_sparse_sum = _Sum(self.moving_mean)
