@@ -308,6 +308,39 @@ def test_embeddings(sparse, rank):
     assert same_on_all_ranks(model.weight)
 
 
+def test_two_networks_that_are_turned_off_and_on_in_turn(rank):
+    """A generator is trained through its discriminator; whose turn it is not requires no gradient."""
+    results = []
+    for module, compression in ((hvd, hvd.Compression.topk(density=1.0)), (stock, stock.Compression.none)):
+        torch.manual_seed(4)
+        networks = {"generator": torch.nn.Conv2d(1, 10, 1), "discriminator": torch.nn.Conv2d(10, 1, 1)}
+        optimizers = {
+            name: module.DistributedOptimizer(
+                torch.optim.SGD(network.parameters(), lr=0.01),
+                named_parameters=network.named_parameters(),
+                compression=compression,
+            )
+            for name, network in networks.items()
+        }
+        data = torch.rand(1, 1, 10, 10, generator=torch.Generator().manual_seed(rank))
+        for _ in range(4):
+            for turn in networks:
+                for name, network in networks.items():
+                    network.requires_grad_(name == turn)
+                for optimizer in optimizers.values():
+                    optimizer.zero_grad()
+                networks["discriminator"](networks["generator"](data)).mean().backward()
+                for name, network in networks.items():
+                    for parameter in network.parameters():
+                        given = parameter.grad is not None and parameter.grad.count_nonzero() > 0
+                        assert given == (name == turn), "read between backward and step"
+                optimizers[turn].step()
+        results.append([p for network in networks.values() for p in network.parameters()])
+        assert same_on_all_ranks(*results[-1])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 @pytest.mark.parametrize("sparse_as_dense", [True, False])
 def test_sparse_adam_gets_gradients_in_its_form(sparse_as_dense, rank, size):
     """Ranks look up different words, and as many as they like; one of them none at all in some steps."""
