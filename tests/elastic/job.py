@@ -26,6 +26,14 @@ HOSTS = ("localhost", "127.0.0.1", "127.1", "127.0.1", "Localhost", "LOCALHOST")
 _SECONDS = 150.0
 
 
+#: survivors wait for a worker that joins, which has to import a framework first: more than the usual 30 s
+_ENVIRONMENT = {
+    "PYTHONUNBUFFERED": "1",
+    "TF_CPP_MIN_LOG_LEVEL": "2",
+    "HOROVOD_GLOO_TIMEOUT_SECONDS": "120",
+}
+
+
 class Diary:
     """What one worker writes down, one JSON object per line; of a worker's script.
 
@@ -84,7 +92,7 @@ class Job:
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "PYTHONUNBUFFERED": "1", "TF_CPP_MIN_LOG_LEVEL": "2", **environment},
+            env={**os.environ, **_ENVIRONMENT, **environment},
             start_new_session=True,
         )
 
