@@ -47,7 +47,13 @@ def test_survivors_of_a_killed_worker_finish(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("compression", "way"), [("randomk:density=0.2", "graph"), ("exdyna:density=0.2", "eager")]
+    ("compression", "way"),
+    [
+        ("randomk:density=0.2", "graph"),
+        ("exdyna:density=0.2", "eager"),
+        ("randomk:density=0.2", "keras"),
+        ("randomk:density=0.2", "stock"),
+    ],
 )
 def test_a_worker_is_replaced_at_the_same_size(tmp_path, compression, way):
     """The one that joins has done no step, and its rank and the size are those of the one that is gone."""
@@ -58,7 +64,7 @@ def test_a_worker_is_replaced_at_the_same_size(tmp_path, compression, way):
         assert job.wait() == 0, job.log
     assert len(of(job.entries, "ended", value="finished")) == 2
     agree(job.entries)
-    for entry in of(job.entries, "batch"):
+    for entry in of(job.entries, "batch") if way != "stock" else ():  # where no state can be asked for
         assert (entry["step"], entry["states"]) == (entry["batch"], [entry["batch"]])
 
 

@@ -37,7 +37,8 @@ class Task:
     Attributes:
         compression: as text; "none" for stock Horovod's dense way.
         batches: in all.
-        way: "graph" and "eager": a tape; "stock": stock Horovod's tape with our compressor.
+        way: "graph" and "eager": a tape; "stock": stock Horovod's tape with our compressor; "keras": an
+            optimizer of Keras 3.
         killed: by host, the batch in which its worker kills itself.
         nan: by host, the batch in which its gradient is NaN.
         until: the number of ranks there must be before the last batches, by batch: the job waits there.
@@ -92,18 +93,30 @@ def main(task: Task, folder: Path) -> None:
     variables = [weight, table] if task.slices else [weight]
     compression = hvd.Compression.parse(task.compression)
 
+    def loss_of(factor: Any, rank: Any) -> Any:
+        # a different optimum on every rank; that of the sum is known
+        loss = factor * tf.reduce_sum((weight - tf.range(LENGTH, dtype=tf.float32) - rank) ** 2)
+        if task.slices:
+            loss += tf.reduce_sum(tf.gather(table, [tf.cast(rank, tf.int32), 3]))
+        return loss
+
     def gradients(factor: Any, rank: Any) -> list[Any]:
         with tf.GradientTape() as tape:
-            # a different optimum on every rank; that of the sum is known
-            loss = factor * tf.reduce_sum((weight - tf.range(LENGTH, dtype=tf.float32) - rank) ** 2)
-            if task.slices:
-                loss += tf.reduce_sum(tf.gather(table, [tf.cast(rank, tf.int32), 3]))
+            loss = loss_of(factor, rank)
         tape = (hvd if task.way != "stock" else stock()).DistributedGradientTape(
             tape, compression=compression
         )
         return list(tape.gradient(loss, variables))
 
+    if task.way == "keras":
+        optimizer = keras_optimizer(task.rate, compression)
+
     def step(factor: Any, rank: Any) -> None:
+        if task.way == "keras":
+            with tf.GradientTape() as tape:
+                loss = loss_of(factor, rank)
+            optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+            return
         for variable, gradient in zip(variables, gradients(factor, rank), strict=True):
             dense = tf.convert_to_tensor(gradient)
             variable.assign_sub(task.rate * dense)
@@ -138,6 +151,14 @@ def main(task: Task, folder: Path) -> None:
     ended = train(State(variables, batch=0))
     away = float(np.abs(weight.numpy() - np.arange(LENGTH) - (hvd.size() - 1) / 2).max())
     diary.note("ended", value=ended, away=away, size=hvd.size())
+
+
+def keras_optimizer(rate: float, compression: Any) -> Any:
+    import horovod_sparse.tensorflow.keras
+
+    return horovod_sparse.tensorflow.keras.DistributedOptimizer(
+        tf.keras.optimizers.SGD(rate), compression=compression
+    )
 
 
 def stock() -> Any:
