@@ -44,7 +44,7 @@ class TensorFlowKerasState(_StockKerasState):
 
     Departures from Horovod's: models of Keras 3 are taken; the optimizer gets its variables here, so that
     a worker that joins has as many as the others; states of random generators stay each rank's own, and
-    so do residuals.
+    so do residuals, which are saved and restored with the optimizer.
 
     Args:
         model: of Keras, built.
@@ -81,9 +81,16 @@ class TensorFlowKerasState(_StockKerasState):
 
     def _save_model(self) -> None:
         self._kept = _Variables(self._variables())
+        self._residuals = self.optimizer.state_dict() if self._is_ours else None
 
     def _load_model(self) -> None:
         self._kept.restore()
+        if self._is_ours:  # a step that has failed is given up so
+            self.optimizer.load_state_dict(self._residuals)
+
+    @property
+    def _is_ours(self) -> bool:
+        return hasattr(self.optimizer, "telemetry") and hasattr(self.optimizer, "load_state_dict")
 
 
 class TensorFlowState(_StockState):

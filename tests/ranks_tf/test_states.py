@@ -49,6 +49,7 @@ def test_the_state_of_a_model(kind, rank, size):
     assert (state.batch, state.epoch) == (0, 1)
     committed, moving = flat(model), [variable.numpy() for variable in optimizer.variables]
     assert int(optimizer.iterations) == 6
+    held = optimizer.state_dict()
     fit(model, optimizer, rank, size, epochs=1)
     state.batch = 21
     assert (flat(model) != committed).any()
@@ -56,6 +57,10 @@ def test_the_state_of_a_model(kind, rank, size):
     np.testing.assert_array_equal(flat(model), committed)
     for variable, value in zip(optimizer.variables, moving, strict=True):
         np.testing.assert_array_equal(variable.numpy(), value)
+    restored = optimizer.state_dict()
+    assert restored["step"] == held["step"] == 6
+    for name, residual in held["residuals"].items():
+        np.testing.assert_array_equal(restored["residuals"][name], residual)
     assert state.batch == 0
     with pytest.raises(ArgumentError, match="built"):
         kind(keras.Sequential([keras.layers.Dense(2)]), optimizer)
