@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from horovod_sparse.feedback import parse_recipe
 from horovod_sparse.simulation import SimulatedCluster
 from horovod_sparse.sparsifiers.spardl_layout import Layout
 from support import laws
@@ -106,3 +107,22 @@ def test_a_large_block_of_spardl_does_not_wait_long() -> None:
                 if layout.quota(block):
                     turns[block].append(step)
         assert max(np.diff(steps).max() for steps in turns) <= 18
+
+
+@pytest.mark.parametrize(
+    ("text", "growth", "most_steps"),
+    [
+        # bounds that moved in step with the turns kept element 1 out of rank 0's part
+        (
+            "exdyna:density=0.3,rebalance=paper",
+            [[0, 4, 0], [0, 0, 4], [4, 0, 0], [1, 0, 0]],
+            400,
+        ),
+        # one slot for two hits: the higher index won every time
+        ("dragonn:density=0.25,slots_per_selected=0.5", [[4, 1, 1, 1, 1, 1, 1, 4]], 400),
+    ],
+)
+def test_turns_that_never_came(text: str, growth: list[list[int]], most_steps: int) -> None:
+    grows = np.array(growth, np.float32)
+    cluster = SimulatedCluster(parse_recipe(text), grows.shape[1], grows.shape[0])
+    laws.nobody_starves(cluster, grows, np.zeros_like(grows), most_steps)
