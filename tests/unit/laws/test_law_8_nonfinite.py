@@ -73,7 +73,10 @@ def test_every_rank_says_where(
 
 @rows
 def test_the_residual_takes_every_finite_value(case: Case) -> None:
-    """After an abandoned step each rank holds its residual + gradient, bit for bit: nothing was sent."""
+    """After an abandoned step each rank holds its residual + gradient, bit for bit: nothing was sent.
+
+    A bucket cannot know of the others; front ends then drop all of a bad rank's gradient (`Bucket.abandon`).
+    """
     gradients = random_gradients(_SCENARIO)
     gradients[_SICK_STEP, 1, 7] = np.nan
     history = run(case.recipe, _SCENARIO, gradients)
