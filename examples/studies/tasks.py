@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-__all__ = ["Task", "digits_task", "text_task"]
+__all__ = ["Task", "digits_task", "small_digits_task", "text_task"]
 
 Batches = Iterator[tuple[np.ndarray, np.ndarray]]
 
@@ -72,6 +72,20 @@ class TextNet(nn.Module):
 
 def digits_task(width: int = 1920, batch_size: int = 16) -> Task:
     """A CNN on handwritten digits: 1.0 million parameters at the default width."""
+    return _digits("CNN on digits", lambda: DigitNet(width), batch_size)
+
+
+def small_digits_task(width: int = 64, batch_size: int = 16) -> Task:
+    """A perceptron on digits of 7 x 7 points: 3 850 parameters at the default width, made for many runs."""
+
+    def perceptron() -> nn.Module:
+        hidden = (nn.Linear(49, width), nn.ReLU(), nn.Linear(width, 10))
+        return nn.Sequential(nn.AvgPool2d(4), nn.Flatten(), *hidden)
+
+    return _digits("perceptron on small digits", perceptron, batch_size)
+
+
+def _digits(name: str, make_model: Callable[[], nn.Module], batch_size: int) -> Task:
     train, test = digits.load()
 
     def batches(rank: int, size: int, num_steps: int, seed: int) -> Batches:
@@ -88,8 +102,8 @@ def digits_task(width: int = 1920, batch_size: int = 16) -> Task:
         return float((guesses == torch.from_numpy(test.labels)).double().mean())
 
     return Task(
-        "CNN on digits",
-        lambda: DigitNet(width),
+        name,
+        make_model,
         batches,
         lambda model, images, labels: functional.cross_entropy(model(images), labels),
         accuracy,

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -27,6 +28,7 @@ class Trace:
         imbalance: f(t), ExDyna Eq. (5); NaN where the algorithm does not tell.
         global_error: ExDyna Eq. (1), of what the ranks held back when the step began.
         losses: mean over ranks, of the training batches.
+        applied_norms: L2 norms of the gradients that the optimizer got.
         num_elements: n.
         score: of the trained model on the test data (see `Task.score`).
         seconds: of the whole training.
@@ -38,6 +40,7 @@ class Trace:
     imbalance: list[float] = field(default_factory=list)
     global_error: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
+    applied_norms: list[float] = field(default_factory=list)
     score: float = math.nan
     seconds: float = 0.0
 
@@ -51,11 +54,14 @@ def train(
     learning_rate_at: Callable[[int], float],
     seed: int = 0,
     progress: Callable[[Iterator[int]], Iterator[int]] = iter,
+    make_optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer] | None = None,
+    edit: Callable[[torch.optim.Optimizer, torch.Tensor], None] | None = None,
 ) -> Trace:
     """Trains with sparsified gradients.
 
     All ranks hold the same model, so one model computes their gradients, one after the other, each from
-    its own share of the data. The synchronized sum is applied by plain or momentum SGD, as the task says.
+    its own share of the data. The synchronized sum is applied by plain or momentum SGD, as the task says,
+    or by another optimizer.
 
     Args:
         task: model and data.
@@ -65,6 +71,8 @@ def train(
         learning_rate_at: rate of every step (from 0); error feedback is told, too.
         seed: of the model's start and of the order of the data.
         progress: wraps the steps, for a progress bar.
+        make_optimizer: makes another optimizer than the task's SGD; its rate is set in every step.
+        edit: called with the optimizer and the averaged gradient, [n], which it may change, before a step.
     """
     torch.manual_seed(seed)
     model = task.make_model()
@@ -77,7 +85,9 @@ def train(
         part.view_as(parameter)
         for part, parameter in zip(flat.split([p.numel() for p in parameters]), parameters, strict=True)
     ]
-    optimizer = torch.optim.SGD(parameters, lr=1.0, momentum=task.momentum)
+    if make_optimizer is None:
+        make_optimizer = partial(torch.optim.SGD, lr=1.0, momentum=task.momentum)
+    optimizer = make_optimizer(parameters)
     streams = [task.batches(rank, size, num_steps, seed) for rank in range(size)]
     started = time.perf_counter()
     for step in progress(iter(range(num_steps))):
@@ -95,6 +105,9 @@ def train(
             0, torch.from_numpy(sum_.indices.astype(np.int64)), torch.from_numpy(sum_.values.copy())
         )
         flat *= 1.0 / size  # as the optimizers do it
+        if edit is not None:
+            edit(optimizer, flat)
+        trace.applied_norms.append(float(flat.norm()))
         for parameter, view in zip(parameters, views, strict=True):
             parameter.grad = view
         optimizer.param_groups[0]["lr"] = rate

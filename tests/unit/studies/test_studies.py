@@ -14,8 +14,8 @@ pytest.importorskip("mlxtend")
 pytest.importorskip("matplotlib")
 pytest.importorskip("rich")
 
-from studies import convergence, feedback, residuals, results, threshold
-from studies.tasks import Task, digits_task, text_task
+from studies import convergence, feedback, residuals, results, schedules, threshold
+from studies.tasks import Task, digits_task, small_digits_task, text_task
 from studies.training import train
 
 from horovod_sparse.feedback import recipe
@@ -108,6 +108,45 @@ def test_scaling_the_residual_matters_from_the_drop_on(tiny_digits: Task) -> Non
     assert scaled[7:] != unscaled[7:]
     lines = feedback.table({"setting": setting, "runs": runs}).splitlines()
     assert [line.split(" |")[0] for line in lines[2:]] == ["| exdyna, scaled", "| exdyna, unscaled"]
+
+
+def test_every_optimizer_schedule_and_remedy_runs() -> None:
+    task, setting = small_digits_task(width=4, batch_size=2), {"density": 0.1, "size": 2, "num_steps": 12}
+    wanted = [
+        *(f"{schedule}/SGD/topk/seed 0" for schedule in schedules.SCHEDULES),
+        *(f"warm restarts/{how}/dense/seed 0" for how in schedules.OPTIMIZERS),
+        *(f"warm restarts/{how}/topk/seed 0" for how in schedules.OPTIMIZERS),
+        *(f"warm restarts/{how}/exdyna/seed 0" for how in schedules.OPTIMIZERS),
+        *(
+            name
+            for name in schedules.names()
+            if name.split("/")[1] in schedules.REMEDIES and "topk/seed 0" in name
+        ),
+        "warm restarts/SGD/topk, scaled/seed 0",
+    ]
+    wanted = list(dict.fromkeys(wanted))
+    runs = {name: schedules.measure(task, name, setting) for name in wanted}
+    facts = {name: (run["final_loss"], run["largest_applied"]) for name, run in runs.items()}
+    remedies = [name for name in wanted if name.split("/")[1] in schedules.REMEDIES]
+    assert len(remedies) == len(schedules.REMEDIES) - 2
+    for name in remedies:
+        assert facts[name] != facts["warm restarts/momentum/topk/seed 0"], name
+    assert all(np.isfinite(run["largest_applied"]) for run in runs.values())
+    rows = schedules.table({"runs": runs}).splitlines()[2:]
+    assert [row.split(" |")[0] for row in rows] == [
+        f"| {optimizer}, warm restarts" for optimizer in schedules.OPTIMIZERS
+    ]
+
+
+def test_a_rate_ends_where_its_schedule_says() -> None:
+    ends = {name: (rate(0.0), rate(1.0)) for name, rate in schedules.SCHEDULES.items()}
+    assert ends == {
+        "constant": (1.0, 1.0),
+        "warm-up": (0.0, 1.0),
+        "cosine to 0": (1.0, 0.0),
+        "one-cycle": (0.0, pytest.approx(0.0, abs=1e-12)),
+        "warm restarts": (1.0, 0.0),
+    }
 
 
 def test_every_algorithm_has_a_row() -> None:

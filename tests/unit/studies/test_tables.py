@@ -11,18 +11,24 @@ pytest.importorskip("mlxtend")
 pytest.importorskip("matplotlib")
 pytest.importorskip("rich")
 
-from studies import convergence, feedback, results, threshold
+from studies import convergence, feedback, results, schedules, threshold
 
-STUDIES = {"threshold": threshold, "feedback": feedback, "convergence": convergence}
+STUDIES = {
+    "threshold": (threshold, threshold.table),
+    "feedback": (feedback, feedback.table),
+    "schedules": (schedules, schedules.table),
+    "remedies": (schedules, schedules.remedies_table),
+    "convergence": (convergence, convergence.table),
+}
 
 
 @pytest.mark.parametrize("name", STUDIES)
 def test_a_table_is_what_was_measured(name: str) -> None:
-    study: ModuleType = STUDIES[name]
+    study: ModuleType = STUDIES[name][0]
     measured = results.load(study.FILE)
     assert measured["runs"], f"{study.FILE.name} has no runs"
     document = results.DOCUMENT.read_text()
-    assert results.with_table(document, name, study.table(measured)) == document
+    assert results.with_table(document, name, STUDIES[name][1](measured)) == document
 
 
 def test_pictures_that_are_shown_exist() -> None:
