@@ -4,7 +4,7 @@ from horovod_sparse.feedback.base import ErrorFeedback, Feedback, NoFeedback
 from horovod_sparse.feedback.bucket import Bucket, BucketStep, Member
 from horovod_sparse.feedback.momentum import MomentumCorrection
 from horovod_sparse.feedback.named import FEEDBACKS
-from horovod_sparse.feedback.progress import Progress, progress_of
+from horovod_sparse.feedback.progress import Progress, progress_of, resumed
 from horovod_sparse.feedback.recipe import Recipe, parse_recipe, recipe, recipe_signature
 from horovod_sparse.feedback.rules import ParameterRules
 
@@ -24,4 +24,5 @@ __all__ = [
     "progress_of",
     "recipe",
     "recipe_signature",
+    "resumed",
 ]

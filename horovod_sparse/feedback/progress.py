@@ -90,3 +90,22 @@ def progress_of(names: Iterable[str], known: Mapping[str, Progress]) -> Progress
     found = [known[name] for name in names if name in known]
     step = max((one.step for one in found or known.values()), default=0)
     return dataclasses.replace(found[0] if found else Progress(), step=step)
+
+
+def resumed(own: Progress, told: Mapping[str, Any] | None, step: int) -> Progress:
+    """Where all ranks start a bucket's state anew at one step of the training.
+
+    Args:
+        own: of this rank's bucket.
+        told: of a rank that is furthest, as `Progress.to_plain` gave it: for a worker that has just come.
+        step: that all go on from.
+
+    Example:
+        >>> resumed(Progress(), Progress(7, 0.1).to_plain(), 7).learning_rate
+        0.1
+        >>> resumed(Progress(5, 0.2), Progress(7, 0.1).to_plain(), 7).learning_rate
+        0.2
+    """
+    if own.step == 0 and told is not None:
+        return Progress.from_plain(told, step)
+    return dataclasses.replace(own, step=step)

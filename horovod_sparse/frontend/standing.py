@@ -19,6 +19,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from horovod_sparse.collectives import Synchronization
 from horovod_sparse.errors import StateMismatchError
@@ -41,8 +42,11 @@ class Standing:
         plan: which parameters form which bucket.
         parameters: of the model.
         settings: what has to be equal on all ranks, in words, by argument.
+        measuring: how far this rank has come with what all measure together, before all plan anew together.
         label: by which the rank tells the names of this training's collectives from those of another that
             has parameters of the same names; need not be equal.
+        told: what others have to know to start anew where this rank stands, by bucket: plain values, such as
+            `horovod_sparse.feedback.Progress.to_plain` gives.
     """
 
     step: int
@@ -51,7 +55,9 @@ class Standing:
     plan: Plan = field(default_factory=lambda: Plan(()))
     parameters: Sequence[ParameterFacts] = ()
     settings: Mapping[str, str] = field(default_factory=dict)
+    measuring: str = ""
     label: str = ""
+    told: Mapping[str, Any] = field(default_factory=dict)
 
     def model(self) -> dict[str, tuple[int, str, int, float]]:
         """What must be equal of every parameter; devices may differ where every rank has one of its own."""
@@ -70,6 +76,8 @@ class Start:
         plan: of the first rank that is furthest.
         reason: why states start anew, in words; empty where they do not.
         label: of the first rank.
+        told: by that rank, where states start anew.
+        measures: whether what is measured may go on, since all have come equally far.
     """
 
     anew: bool
@@ -77,10 +85,12 @@ class Start:
     plan: Plan
     reason: str = ""
     label: str = ""
+    told: Mapping[str, Any] = field(default_factory=dict)
+    measures: bool = True
 
 
 def agreed_start(standing: Standing) -> Synchronization[Start]:
-    """Compares where all ranks stand: one collective, and one more where plans or parameters differ.
+    """Compares where all ranks stand: one collective, and one more where something differs.
 
     Args:
         standing: of this rank.
@@ -106,27 +116,31 @@ def agreed_start(standing: Standing) -> Synchronization[Start]:
             standing.place,
             _digest([plan, model]),
             dict(standing.settings),
+            standing.measuring,
             standing.label,
         ]
     )
-    steps, digests, places, plans, settings, labels = zip(*everyone, strict=True)
+    steps, digests, places, plans, settings, measuring, labels = zip(*everyone, strict=True)
     _check_settings(settings)
-    plan_differs = len(set(plans)) > 1
-    if plan_differs:
-        described = yield from shared_lines([plan, model])
-        check_same_model([model for _, model in described])
-        plan = described[steps.index(max(steps))][0]
     reason = ""
     if moved := [rank for rank, place in enumerate(places) if place != [rank, len(everyone)]]:
         rank = moved[0]
         reason = f"rank {rank} of {len(everyone)} was rank {places[rank][0]} of {places[rank][1]}"
     elif len(set(steps)) > 1:
         reason = _apart("have done {} steps", steps)
-    elif plan_differs:
+    elif len(set(plans)) > 1:
         reason = "plans differ"
     elif len(set(digests)) > 1:
         reason = "states differ"
-    return Start(bool(reason), max(steps), Plan.from_dict(plan), reason, labels[0])
+    measures = len(set(measuring)) == 1
+    if not reason:
+        return Start(False, standing.step, standing.plan, label=labels[0], measures=measures)
+    furthest = max(steps)
+    told = dict(standing.told) if standing.step == furthest else {}
+    everyone = yield from shared_lines([plan, model, told])
+    check_same_model([model for _, model, _ in everyone])
+    plan, _, told = everyone[steps.index(furthest)]
+    return Start(True, furthest, Plan.from_dict(plan), reason, labels[0], told, measures)
 
 
 def kept_share(old_size: int, size: int) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -11,8 +12,10 @@ import numpy as np
 import torch
 
 from horovod_sparse.errors import StateMismatchError, UnsupportedError
-from horovod_sparse.feedback import Bucket, Progress, Recipe
-from horovod_sparse.feedback.state import from_plain, to_plain
+from horovod_sparse.feedback import Bucket, Progress, Recipe, resumed
+from horovod_sparse.feedback.state import from_plain, shared_digest, to_plain
+from horovod_sparse.frontend import Standing, Start, kept_share
+from horovod_sparse.merging import Plan
 from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.torch.memory import GradientMemory, memory_of
 from horovod_sparse.torch.tensors import dtype_name, on_host
@@ -38,17 +41,18 @@ class ParameterBuckets:
         self._recipe = recipe
         self._entries: dict[str, _Entry] = {}
         self._saved: dict[str, Mapping[str, Any]] = {}  # loaded before the bucket exists
+        #: with what states began that all ranks started anew: those of new buckets, too
+        self._start = Start(False, 0, Plan(()))
 
-    def get(self, name: str, parameter: torch.Tensor, gradient: torch.Tensor, rank: int, size: int) -> Bucket:
-        """The parameter's bucket.
-
-        After a change of rank or size (Horovod was started again) the residual is kept, and the
-        sparsifier starts afresh: its state may be laid out for the old number of ranks.
+    def get(
+        self, name: str, parameter: torch.Tensor, gradient: torch.Tensor, place: tuple[int, int]
+    ) -> Bucket:
+        """The parameter's bucket, at a place (rank, size).
 
         Raises:
             UnsupportedError: if the name already belongs to another parameter.
         """
-        info = BucketInfo(name, gradient.numel(), rank, size, str(dtype_name(gradient)))
+        info = BucketInfo(name, gradient.numel(), *place, str(dtype_name(gradient)))
         memory = memory_of(gradient.device, name)
         entry = self._entries.get(name)
         if entry is not None:
@@ -63,6 +67,7 @@ class ParameterBuckets:
         recipe = self._recipe.for_parameter(name, gradient.numel())
         bucket = Bucket(info, recipe, memory.accumulator(info, recipe), timed=True)
         new = _Entry(bucket, memory, weakref.ref(parameter))
+        bucket.restart(resumed(Progress(), self._start.told.get(name), self._start.step))
         same = entry is not None and entry.parameter() is parameter
         if entry is not None and same and entry.bucket.info.num_elements == info.num_elements:
             _take_over(new, entry)
@@ -70,6 +75,45 @@ class ParameterBuckets:
             _load(new, self._saved.pop(name))
         self._entries[name] = new
         return new.bucket
+
+    def take_up(
+        self, name: str, parameter: torch.Tensor, gradient: torch.Tensor, place: tuple[int, int]
+    ) -> None:
+        """Makes the parameter's bucket where its state was loaded before, so that `standing` knows of it."""
+        if name in self._saved and name not in self._entries:
+            self.get(name, parameter, gradient, place)
+
+    def standing(self, place: tuple[int, int]) -> Standing:
+        """Where this rank stands; at a place, unless its states were made for another."""
+        buckets = {
+            name: entry.bucket for name, entry in self._entries.items() if entry.parameter() is not None
+        }
+        places = {(bucket.info.rank, bucket.info.size) for bucket in buckets.values()}
+        return Standing(
+            max((bucket.state.step for bucket in buckets.values()), default=0),
+            shared_digest({name: bucket.state for name, bucket in buckets.items()}),
+            next(iter(places - {place}), place),
+            settings={"compression": self._recipe.describe()},
+            told={name: bucket.progress.to_plain() for name, bucket in buckets.items()},
+        )
+
+    def start_anew(self, start: Start, place: tuple[int, int]) -> None:
+        """Fresh states, as all ranks have agreed; residuals are kept, and so is their mean."""
+        self._start = start
+        for name, entry in list(self._entries.items()):
+            if entry.parameter() is None:
+                del self._entries[name]
+                continue
+            old = entry.bucket
+            info = dataclasses.replace(old.info, rank=place[0], size=place[1])
+            recipe = self._recipe.for_parameter(name, info.num_elements)
+            entry.bucket = Bucket(info, recipe, old.accumulator, timed=True)
+            entry.bucket.restart(resumed(old.progress, start.told.get(name), start.step))
+            factor = kept_share(old.info.size, info.size)
+            if factor != 1.0:
+                companions = [values * factor for values in entry.memory.companions(old.accumulator)]
+                old.accumulator.assign(old.accumulator.values() * old.info.value_dtype.type(factor))
+                entry.memory.assign_companions(old.accumulator, companions)
 
     def state_dict(self) -> dict[str, Any]:
         """Residual, learning rate and the sparsifier's state by parameter name: tensors and plain values."""

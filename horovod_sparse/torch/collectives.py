@@ -13,6 +13,7 @@ import torch
 from horovod_sparse.collectives import AllGather, AllReduce, AllToAll, Broadcast, Exchange, Request
 from horovod_sparse.errors import ArgumentError, CollectiveMismatchError
 from horovod_sparse.torch._horovod import hvd
+from horovod_sparse.torch.handles import finished, held_besides, present_start
 from horovod_sparse.torch.transport import start_exchange
 
 __all__ = ["Handle", "start"]
@@ -45,19 +46,19 @@ class _HorovodHandle:
     """One of Horovod's handles, and how its tensors become the answer to the request."""
 
     def __init__(self, handle: int, tensor: torch.Tensor, answer: Callable[[Any], Any]) -> None:
-        self._handle, self._answer = handle, answer
+        self._handle, self._answer = held_besides(handle), answer
         self._tensor = tensor  # Horovod reads its memory until the collective is done
 
     def is_known(self) -> bool:
         # hvd.init() makes a new map and gives numbers out anew, so the number alone says nothing
-        entry = hvd.mpi_ops._handle_map.get(self._handle)
+        entry = present_start().get(self._handle)
         return entry is not None and entry[0] is self._tensor
 
     def done(self) -> bool:
         return bool(hvd.poll(self._handle))
 
     def result(self) -> Any:
-        return self._answer(hvd.synchronize(self._handle))
+        return self._answer(finished(self._handle))
 
 
 class _LocalHandle:

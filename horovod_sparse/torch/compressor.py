@@ -14,13 +14,15 @@ from horovod_sparse.errors import (
     NonFiniteGradientError,
     UnsupportedError,
 )
-from horovod_sparse.feedback import Recipe
-from horovod_sparse.frontend import describe_recipe
+from horovod_sparse.feedback import Bucket, Recipe
+from horovod_sparse.frontend import agreed_start, describe_recipe
 from horovod_sparse.frontend.failures import has_bad_gradient, tell_edits, worst
 from horovod_sparse.telemetry import BucketReport, StepReport, Telemetry
 from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.buckets import ParameterBuckets
+from horovod_sparse.torch.calibration import carry_out_together
 from horovod_sparse.torch.driver import Driver
+from horovod_sparse.torch.handles import holder_of, present_start
 from horovod_sparse.torch.loss_scale import ScaleOfStep, watch_scalers
 from horovod_sparse.torch.memory import memory_of
 from horovod_sparse.torch.momentum import refuse_double_momentum
@@ -83,7 +85,11 @@ class SparseCompressor(hvd.compression.Compressor):
         #: of the losses whose gradients these are
         self.loss_scale = ScaleOfStep()
         watch_scalers()
+        #: by parameter, what Horovod gets in its gradient's place, and who holds it besides; see `handles`
+        self._dummies: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._pending_under: Any = None  # the start of Horovod in which they were asked for
         self._settled = True  # whether all that is pending has ended well
+        self._agreed_under: Any = None  # the start in which all ranks agreed what their states are
         self._reports: list[BucketReport] = []
         self._idle_before = 0.0
         # autograd runs the hooks of each device in a thread of its own
@@ -117,35 +123,55 @@ class SparseCompressor(hvd.compression.Compressor):
             return tensor, None
         name, parameter = owner
         driver = self._driver_for(stock)
+        self._forget_what_is_over()
         self._forget(name, driver)
-        size = driver.process_set.size()
-        bucket = self._buckets.get(name, parameter, tensor, driver.process_set.rank(), size)
         rate = stock.learning_rate(parameter) if stock is not None else None
         if not self._pending:
             self._reports, self._idle_before = [], driver.idle_seconds
         driver.advance(_PATIENCE)  # backward is going on: the moment for rounds that are due
+        self._buckets.take_up(name, parameter, tensor, _place_in(driver))
         memory = memory_of(tensor.device, name)
-        streams = memory.streams()
         self.loss_scale.note()
-        scale = self.loss_scale.value
-        step = streams.run(bucket.step(memory.foldable(tensor, scale), rate))
-        task = driver.start(f"sparse.{name}", step)
-        self._pending[name] = PendingGradient(
+        pending = PendingGradient(
             name,
-            bucket,
             tensor,
             memory,
-            streams,
-            task,
+            memory.streams(),
+            rate,
             stock,
             weakref.ref(parameter),
-            loss_scale=scale,
+            loss_scale=self.loss_scale.value,
             version=tensor._version,
             address=tensor.data_ptr(),
             seen=probes(tensor),
         )
-        self._settled = False
-        return torch.ones(1, dtype=torch.float64), self._pending[name]
+        pending.streams.note()
+        self._pending[name], self._pending_under, self._settled = pending, present_start(), False
+        if driver.process_set.size() == 1:
+            self._agree(driver)  # with itself
+        if self._agreed_under is present_start():
+            pending.begin(self._bucket_of(pending, driver), driver)
+        if name not in self._dummies:
+            self._dummies[name] = _held_dummy()
+        dummy, _ = self._dummies[name]
+        return dummy.fill_(1.0), pending
+
+    def _bucket_of(self, pending: PendingGradient, driver: Driver) -> Bucket:
+        parameter = pending.parameter()
+        if parameter is None:
+            raise UnsupportedError(f"{pending.name} was freed while its gradient was synchronized")
+        return self._buckets.get(pending.name, parameter, pending.gradient, _place_in(driver))
+
+    def _agree(self, driver: Driver) -> None:
+        """All ranks together, before anything is sent after a start of Horovod, or after a load."""
+        if self._agreed_under is present_start():
+            return
+        under, place = present_start(), _place_in(driver)
+        standing = self._buckets.standing(place)
+        start = carry_out_together(agreed_start(standing), driver.process_set, "horovod_sparse.dropin")
+        if start.anew:
+            self._buckets.start_anew(start, place)
+        self._agreed_under = under
 
     def decompress(self, tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
         """Waits for a gradient's synchronization, and gives the dense gradient.
@@ -193,6 +219,7 @@ class SparseCompressor(hvd.compression.Compressor):
         """
         if self._driver is not None:
             self._driver.clear()
+        self._settled = True
         for pending in self._pending.values():
             pending.abandon()
         self._pending.clear()
@@ -206,6 +233,7 @@ class SparseCompressor(hvd.compression.Compressor):
         Raises:
             UnsupportedError: in the middle of a step.
         """
+        self._forget_what_is_over()
         if self._pending:
             raise UnsupportedError("a compressor is saved between steps: call optimizer.step() first")
         return self._buckets.state_dict()
@@ -213,12 +241,16 @@ class SparseCompressor(hvd.compression.Compressor):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from what `state_dict` gave on this rank, at the same number of ranks.
 
+        All ranks load between the same two steps, or any before the first: in the next step they compare what
+        they have. Where that is not of one step and one run, sparsifiers start anew on all of them.
+
         Raises:
             StateMismatchError: if it belongs to another algorithm, model or number of ranks. For
                 parameters whose first gradient is still to come that is found out then.
         """
         self.reset()
         self._buckets.load_state_dict(state, self.parameters.names if self.parameters else None)
+        self._agreed_under = None
 
     def __repr__(self) -> str:
         return describe_recipe(self.recipe)
@@ -263,8 +295,14 @@ class SparseCompressor(hvd.compression.Compressor):
         """Takes back a step that its optimizer has given up between `compress` and `decompress`."""
         if name in self._pending:
             driver.advance()
-            if self._pending[name].task.done:
+            task = self._pending[name].task
+            if task is None or task.done:
                 self._pending.pop(name).abandon()
+
+    def _forget_what_is_over(self) -> None:
+        """Takes back a step that was under way when Horovod was started again."""
+        if self._pending and self._pending_under is not present_start():
+            self.reset()
 
     def _settle(self, driver: Driver) -> None:
         """Waits for all that is pending; gives all of it up where something failed."""
@@ -275,22 +313,26 @@ class SparseCompressor(hvd.compression.Compressor):
             rank, size = driver.process_set.rank(), driver.process_set.size()
             edits = driver.start("horovod_sparse.edited", tell_edits(sorted(edited), rank, size))
         try:
+            self._agree(driver)
+            for pending in self._pending.values():
+                if pending.task is None:
+                    pending.begin(self._bucket_of(pending, driver), driver)
             driver.wait()
         except BaseException:
             self.reset()
             raise
-        errors = [pending.task.error for pending in self._pending.values()]
+        errors = [pending.task.error for pending in self._pending.values() if pending.task is not None]
         errors += [edits.error] if edits is not None else []
         if any(error is not None for error in errors):
-            self._give_up([error for error in errors if error is not None])
+            self._give_up([error for error in errors if error is not None], _place_in(driver)[0])
         self._settled = True
 
-    def _give_up(self, errors: Sequence[BaseException]) -> None:
+    def _give_up(self, errors: Sequence[BaseException], rank: int) -> None:
         """No rank applies this step: every rank sees the same errors, since all tasks have ended."""
         given_up = sorted(self._pending.values(), key=lambda pending: pending.name)
         first = worst(errors)
         for pending in given_up:
-            pending.give_up(drop=has_bad_gradient(errors, pending.bucket.info.rank))
+            pending.give_up(drop=has_bad_gradient(errors, rank))
         if isinstance(first, NonFiniteGradientError) and self.loss_scale.scaler is not None:
             for pending in given_up:
                 pending.overflow = True
@@ -299,3 +341,13 @@ class SparseCompressor(hvd.compression.Compressor):
         for stock in {pending.stock for pending in given_up if pending.stock is not None}:
             stock.forget_step()
         raise first
+
+
+def _place_in(driver: Driver) -> tuple[int, int]:
+    """(rank, size) of this process within the driver's process set."""
+    return int(driver.process_set.rank()), int(driver.process_set.size())
+
+
+def _held_dummy() -> tuple[torch.Tensor, torch.Tensor]:
+    dummy = torch.ones(1, dtype=torch.float64)
+    return dummy, holder_of(dummy)

@@ -71,6 +71,9 @@ class Driver:
     def start(self, name: str, coroutine: Synchronization[Any]) -> Task:
         """Runs a coroutine to its first request and starts that; does not wait.
 
+        After a failure of Horovod that the next `wait` is to raise nothing is started: the task has ended
+        with it.
+
         Args:
             name: of the task, the same on all ranks.
             coroutine: yields requests.
@@ -87,6 +90,10 @@ class Driver:
                 "first (optimizer.synchronize() or step()), and let no two optimizers share a compressor"
             )
         task = Task(name)
+        if self._failure is not None:
+            coroutine.close()
+            self._finish(task, error=self._failure)
+            return task
         self._resume(task, coroutine, None)
         return task
 

@@ -230,6 +230,9 @@ class Methods(torch.optim.Optimizer):
     def load_state_dict(self: Any, state_dict: Mapping[str, Any]) -> None:
         """Loads what `state_dict` gave; `horovod_sparse.torch.state` says what other ranks or plans mean.
 
+        All ranks load between the same two steps, or any before the first: in the next step they compare what
+        they have. Where that is not of one step and one run, sparsifiers start anew on all of them.
+
         A step that is under way is ended and given up. On a rank that the process set leaves out residuals
         are kept aside and saved again.
 

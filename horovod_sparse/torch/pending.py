@@ -11,7 +11,7 @@ import torch
 from horovod_sparse.feedback import Bucket
 from horovod_sparse.sparsifiers import SparseSum
 from horovod_sparse.telemetry import BucketReport
-from horovod_sparse.torch.driver import Task
+from horovod_sparse.torch.driver import Driver, Task
 from horovod_sparse.torch.memory import GradientMemory
 from horovod_sparse.torch.stock import StockOptimizer
 from horovod_sparse.torch.streams import Streams
@@ -36,11 +36,10 @@ class PendingGradient:
 
     Attributes:
         name: of the parameter.
-        bucket: of the parameter.
         gradient: as Horovod gave it.
         memory: where the gradient is.
         streams: in which the synchronization works.
-        task: the synchronization.
+        learning_rate: of this step, where it is known.
         stock: the optimizer that asked for it, if one is known.
         parameter: whose gradient it is.
         loss_scale: by which the gradient is larger than it would be without a loss scaler.
@@ -48,14 +47,15 @@ class PendingGradient:
         address: of its memory.
         seen: a few of its elements.
         overflow: whether the step is given up, and a loss scaler finds out by a gradient of Inf.
+        bucket: of the parameter, from `begin` on.
+        task: the synchronization, from `begin` on.
     """
 
     name: str
-    bucket: Bucket
     gradient: torch.Tensor
     memory: GradientMemory
     streams: Streams
-    task: Task
+    learning_rate: float | None
     stock: StockOptimizer | None
     parameter: weakref.ref[torch.Tensor]
     loss_scale: float = 1.0
@@ -63,6 +63,14 @@ class PendingGradient:
     address: int = 0
     seen: torch.Tensor | None = None
     overflow: bool = False
+    bucket: Bucket | None = None
+    task: Task | None = None
+
+    def begin(self, bucket: Bucket, driver: Driver) -> None:
+        """Folds the gradient into the parameter's bucket and starts its synchronization; does not wait."""
+        self.bucket = bucket
+        step = bucket.step(self.memory.foldable(self.gradient, self.loss_scale), self.learning_rate)
+        self.task = driver.start(f"sparse.{self.name}", self.streams.run(step))
 
     def finish(self, factor: float) -> tuple[torch.Tensor, BucketReport]:
         """Writes the sum into the gradient; O(k).
@@ -73,6 +81,8 @@ class PendingGradient:
         Returns:
             The gradient (a fresh one if it was not contiguous), and what happened to it.
         """
+        if self.bucket is None or self.task is None:
+            raise RuntimeError("the synchronization has not begun: this is a bug, please report it")
         sum_: SparseSum = self.task.value()
         started = time.perf_counter()
         self.streams.join()
@@ -96,8 +106,9 @@ class PendingGradient:
 
     def abandon(self, *, drop: bool = False) -> None:
         """Returns the selection to the residual; with `drop` the gradient leaves it."""
-        self.streams.join()
-        self.bucket.abandon(drop=drop)
+        if self.bucket is not None:
+            self.streams.join()
+            self.bucket.abandon(drop=drop)
 
     def give_up(self, *, drop: bool = False) -> None:
         """Returns the selection to the residual; the gradient is 0."""

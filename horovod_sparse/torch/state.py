@@ -8,6 +8,9 @@ resume exactly. What happens otherwise:
 * another plan: residuals are kept, sparsifier states start anew (one line in the log);
 * another number of ranks: residuals are kept and scaled, see `redistribute`; states start anew;
 * all ranks load one rank's file: each gets that rank's residual, an estimate of the mean;
+* ranks load files of different steps, or some load and others do not: residuals are kept, states start anew
+  on all ranks, at the furthest step (`horovod_sparse.frontend.standing`);
+* elastic training takes back what this worker saved at another number of ranks: residuals times Q / P;
 * a checkpoint without the entry (a dense run's): residuals start at zero.
 """
 
@@ -22,6 +25,7 @@ import torch
 from horovod_sparse.errors import ArgumentError, StateMismatchError, UnsupportedError
 from horovod_sparse.feedback import Progress
 from horovod_sparse.feedback.state import from_plain, to_plain
+from horovod_sparse.frontend import kept_share
 from horovod_sparse.merging import Plan
 from horovod_sparse.torch import residuals
 from horovod_sparse.torch.synchronizer import GradientSynchronizer
@@ -79,10 +83,12 @@ def load(synchronizer: GradientSynchronizer, entry: Mapping[str, Any] | None) ->
         StateMismatchError: if parameters, shapes or the algorithm differ. Nothing has been loaded then.
     """
     if entry is None:
+        synchronizer.take_place()
         residuals.assign(synchronizer.parts, (), {})
         synchronizer.step = 0
         return
     _check(synchronizer, entry)
+    synchronizer.take_place()
     entry = on_host(entry)
     plan = Plan.from_dict(entry["plan"])
     size = entry["size"]
@@ -97,7 +103,9 @@ def load(synchronizer: GradientSynchronizer, entry: Mapping[str, Any] | None) ->
         for names, saved in zip(plan.buckets, entry["buckets"], strict=True)
         for name in names
     }
-    factor = _factor(entry["rank"], size, synchronizer.size)
+    # in elastic training, what this worker saved when there were more or fewer: no other has a share in it
+    own = size in synchronizer.sizes
+    factor = kept_share(size, synchronizer.size) if own else _factor(entry["rank"], size, synchronizer.size)
     held = [
         {name: values * factor for name, values in by_name.items()}
         for by_name in (entry["residuals"], *entry["companions"])

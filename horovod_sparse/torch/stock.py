@@ -18,6 +18,7 @@ import torch
 
 from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.torch._horovod import hvd
+from horovod_sparse.torch.handles import finished
 from horovod_sparse.torch.parameters import NamedParameters
 
 __all__ = ["StockOptimizer", "calling_optimizer", "refuse_adasum"]
@@ -93,7 +94,7 @@ class StockOptimizer:
             if callable(handle):
                 handle()
             elif handle is not None:
-                hvd.synchronize(handle)
+                finished(handle)
         optimizer._handles.clear()
         for parameter in optimizer._allreduce_delay:
             optimizer._allreduce_delay[parameter] = optimizer.backward_passes_per_step

@@ -18,9 +18,9 @@ from horovod_sparse.errors import (
     NonFiniteGradientError,
     UnsupportedError,
 )
-from horovod_sparse.feedback import Recipe
+from horovod_sparse.feedback import Recipe, resumed
 from horovod_sparse.feedback.state import shared_digest
-from horovod_sparse.frontend import Standing, Start, agreed_start, check_agreement, make_plan
+from horovod_sparse.frontend import Standing, Start, agreed_start, check_agreement, kept_share, make_plan
 from horovod_sparse.frontend.failures import has_bad_gradient, raise_together, some_of, worst
 from horovod_sparse.merging import ParameterFacts, Plan
 from horovod_sparse.telemetry import StepReport, Telemetry
@@ -29,6 +29,7 @@ from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.calibration import carry_out_together
 from horovod_sparse.torch.driver import Driver
 from horovod_sparse.torch.explained import explain
+from horovod_sparse.torch.handles import present_start
 from horovod_sparse.torch.hooks import claim
 from horovod_sparse.torch.loss_scale import ScaleOfStep, watch_scalers
 from horovod_sparse.torch.parts import DenseBucket, Part, SparseBucket
@@ -106,8 +107,8 @@ class GradientSynchronizer:
             parameters = [fact for fact, _ in self.facts.values()]
             self.warmup = WarmUp(first.asked, parameters, recipe.sparsifier, process_set, first.decision)
         self._first, self._label = first, _next_label()
-        #: Horovod's table of handles when the ranks agreed: every start of Horovod makes a new one
-        self._agreed_under: Any = hvd.mpi_ops._handle_map if self.size == 1 else None
+        #: the start of Horovod in which the ranks agreed last
+        self._agreed_under: Any = present_start() if self.size == 1 else None
         self._retired = False
         self._name_of = {parameter: name for name, (_, parameter) in self.facts.items()}
         #: synchronizations done, those that were given up not counted
@@ -124,7 +125,9 @@ class GradientSynchronizer:
         self._held: list[Part] = []
         self._part_of: dict[torch.Tensor, Part] = {}
         self._kinds: list[tuple[torch.Tensor, torch.dtype, torch.device]] = []
+        #: (rank, size) that states are made for, and all sizes there have been
         self._place = (self.rank, self.size)
+        self.sizes = {self.size}
         # autograd runs the hooks of each device in a thread of its own
         self._hooks = threading.Lock()
         self.build(first.plan)
@@ -152,7 +155,6 @@ class GradientSynchronizer:
 
     def build(self, plan: Plan) -> None:
         """Fresh buckets for a plan. Gradients stay what they are."""
-        self._place = (self.rank, self.size)
         parts = parts_of(plan, self.facts, self.recipe, self._learning_rate, self._place)
         for part in parts:
             part.gradient.gather_existing()
@@ -233,8 +235,6 @@ class GradientSynchronizer:
             self.optimizer._synchronized = False
             if any((p.dtype, p.device) != (dtype, device) for p, dtype, device in self._kinds):
                 self._follow()
-            if self._place != (self.rank, self.size):  # Horovod was started again, with other ranks
-                self.replan(self.plan)
 
     def _follow(self) -> None:
         """Buckets of the types and on the devices that parameters have now; residuals are converted.
@@ -260,20 +260,19 @@ class GradientSynchronizer:
 
     @property
     def _is_agreed(self) -> bool:
-        return self._agreed_under is hvd.mpi_ops._handle_map
+        return self._agreed_under is present_start()
 
     def _agree(self) -> None:
         """All ranks together, before their first bucket after a start of Horovod: what they go on with."""
         if self._is_agreed:
             return
-        handles = hvd.mpi_ops._handle_map
+        under = present_start()
         start = carry_out_together(self._agreement(), self.process_set, "horovod_sparse.agreement")
-        self.driver.label, self._agreed_under = start.label, handles
+        self.driver.label, self._agreed_under = start.label, under
         if start.anew:
-            self.replan(start.plan)
-            self.step = start.step
-            for part in self.parts:
-                part.streams.note()
+            self._start_anew(start)
+        if self.warmup is not None and not start.measures:
+            self.warmup.stop_measuring()
 
     def _take_in(self) -> None:
         """Buckets of their own for parameters that the optimizer has come to train; all ranks alike.
@@ -314,22 +313,61 @@ class GradientSynchronizer:
     def _agreement(self) -> Synchronization[Start]:
         yield from check_agreement(self._first.asked)
         yield from raise_together(self._first.failure)
-        states = {part.name: part.bucket.state for part in self.sparse}
+        buckets = {part.name: part.bucket for part in self.sparse}
         standing = Standing(
             self.step,
-            shared_digest(states),
+            shared_digest({name: bucket.state for name, bucket in buckets.items()}),
             self._place,
             self.plan,
             [fact for fact, _ in self.facts.values()],
-            settings=self._settings(),
+            self._settings(),
+            measuring="" if self.warmup is None else self.warmup.position,
             label=self._label,
+            told={name: part.bucket.progress.to_plain() for part in self.sparse for name in part.names},
         )
         return (yield from agreed_start(standing))
 
     def _settings(self) -> dict[str, str]:
         """Arguments that change what is applied, which would let replicas drift apart."""
         limit = getattr(self.optimizer, "_max_grad_norm", None)
-        return {"op": "Average" if self.average else "Sum", "max_grad_norm": str(limit)}
+        return {
+            "compression": self.recipe.describe(),
+            "op": "Average" if self.average else "Sum",
+            "max_grad_norm": str(limit),
+        }
+
+    def _start_anew(self, start: Start) -> None:
+        """Fresh states, as all ranks have agreed; residuals are kept, and so is their mean."""
+        old_size, self._place, self.step = self._place[1], (self.rank, self.size), start.step
+        self.sizes.add(self.size)
+        factor = kept_share(old_size, self.size)
+        if self.rank == 0 and start.step > 0:
+            _log.warning(
+                "sparsifier states start anew at step %d, residuals are kept: %s", start.step, start.reason
+            )
+        held = residuals.held(self.parts, self.recipe.feedback.num_companions)
+        progress = {
+            name: resumed(part.bucket.progress, start.told.get(name), start.step)
+            for part in self.sparse
+            for name in part.names
+        }
+        self.build(start.plan)
+        if factor != 1.0:
+            held = [{name: values * factor for name, values in by_name.items()} for by_name in held]
+        residuals.assign(self.parts, held, progress)
+        for part in self.parts:
+            part.streams.note()
+
+    def take_place(self) -> None:
+        """Fresh buckets for the place that this rank has now, of which the residuals are not kept.
+
+        For what is about to be loaded. In the next step all ranks compare what they have.
+        """
+        if self._place != (self.rank, self.size):
+            self._place = (self.rank, self.size)
+            self.sizes.add(self.size)
+            self.build(self.plan)
+        self._agreed_under = None
 
     def reduced(self, loss: Any) -> Any:
         """A loss over all ranks, as gradients are: their mean, or their sum.
@@ -457,7 +495,11 @@ class GradientSynchronizer:
             self.warmup.given_up()
 
     def finish_pending(self) -> None:
-        """Ends a step that is under way, and gives it up: every rank has to do so."""
+        """Ends a step that is under way, and gives it up: every rank has to do so.
+
+        If Horovod has failed there is nothing to wait for: elastic training takes back an older state then,
+        and starts Horovod again.
+        """
         if not self.under_way:
             return
         if not self._is_agreed:  # then nothing has been started
@@ -468,6 +510,8 @@ class GradientSynchronizer:
                 self._start(part)
         try:
             self.driver.wait()
+        except hvd.HorovodInternalError as error:
+            _log.info("a step was given up, since Horovod has failed: %s", error)
         finally:
             self.give_up()
 

@@ -21,6 +21,7 @@ import torch
 from horovod_sparse.collectives import Exchange
 from horovod_sparse.frontend.mpi_pairs import MpiPairs, mpi_for
 from horovod_sparse.torch._horovod import hvd
+from horovod_sparse.torch.handles import finished, held_besides, present_start
 
 __all__ = ["chosen_transport", "forget_transports", "start_exchange", "transport_words"]
 
@@ -47,20 +48,21 @@ class _Choice:
     """
 
     def __init__(self, process_set: Any, number: int) -> None:
-        self.handles = hvd.mpi_ops._handle_map  # hvd.init() makes a new one
+        self.start = present_start()
         self.name, self.words = "undecided", ""
         self.pairs: MpiPairs | None = None
         self._process_set, self._number = process_set, number
         self._mpi, self._reason = mpi_for(hvd)
         self._able = torch.tensor([0 if self._mpi is None else 1], dtype=torch.int32)
         name = f"horovod_sparse.transport.{process_set.process_set_id}.{number}"
-        self._handle = hvd.allreduce_async(self._able, op=hvd.Sum, name=name, process_set=process_set)
+        handle = hvd.allreduce_async(self._able, op=hvd.Sum, name=name, process_set=process_set)
+        self._handle = held_besides(handle)
         self._maker: threading.Thread | None = None
         self._made: MpiPairs | BaseException | None = None
 
     def is_known(self) -> bool:
         """Whether Horovod is still the one that the ranks agreed through."""
-        return hvd.mpi_ops._handle_map is self.handles
+        return present_start() is self.start
 
     def agreed(self) -> bool:
         """Whether all ranks have said what they can."""
@@ -73,7 +75,7 @@ class _Choice:
         if self._maker is None:
             if not self.agreed():
                 return False
-            able = int(hvd.synchronize(self._handle)[0])
+            able = int(finished(self._handle)[0])
             if able < self._process_set.size():
                 reason = self._reason or f"{self._process_set.size() - able} other ranks cannot use it"
                 self._settle("alltoall", f"Horovod's all-to-all ({reason})")
@@ -111,12 +113,12 @@ def _key(process_set: Any) -> _Key:
 
 
 def _choice_of(process_set: Any) -> _Choice:
-    key, handles = _key(process_set), hvd.mpi_ops._handle_map
+    key, start = _key(process_set), present_start()
     if key not in _choices or not _choices[key].is_known():
-        since, number = _numbers.get(key, (handles, 0))
-        if since is not handles:  # Horovod was started anew: all ranks count from 0 again
+        since, number = _numbers.get(key, (start, 0))
+        if since is not start:  # Horovod was started anew: all ranks count from 0 again
             number = 0
-        _numbers[key] = handles, number + 1
+        _numbers[key] = start, number + 1
         _choices[key] = _Choice(process_set, number)
     return _choices[key]
 

@@ -150,6 +150,19 @@ class WarmUp:
             self._own = dataclasses.replace(self._own, probe_seconds=statistics.median(iterations))
         return self.decide_now().plan
 
+    @property
+    def position(self) -> str:
+        """How far measuring has come; ranks that go on together have come equally far."""
+        return f"{self._left} {-1 if self._probe is None else len(self._probe[1])}"
+
+    def stop_measuring(self) -> None:
+        """Some rank has not measured what the others have: none goes on, and nothing is decided."""
+        _log.warning(
+            "the plan stays what it is, since workers have come that have not measured what the others have: "
+            "call optimizer.replan() on all ranks to measure and plan anew"
+        )
+        self._keep()
+
     def stop(self) -> None:
         """Decides nothing more by itself: the user has given a plan."""
         self._keep()

@@ -48,8 +48,9 @@ def test_ranks_that_stand_alike_go_on() -> None:
     ],
 )
 def test_any_difference_makes_all_start_anew_at_the_furthest_step(changed, reason) -> None:
-    start, rounds = started(standings(**changed))
-    assert (start.anew, start.step, start.plan, start.reason, rounds) == (True, 5, ONE, reason, 1)
+    start, rounds = started(standings(**changed, told=[{"bucket": rank} for rank in range(3)]))
+    assert (start.anew, start.step, start.plan, start.reason, rounds) == (True, 5, ONE, reason, 2)
+    assert start.told == {"bucket": changed.get("step", (5,)).index(5)}
 
 
 @pytest.mark.parametrize(("steps", "plan"), [((5, 5, 5), ONE), ((0, 7, 7), TWO)])

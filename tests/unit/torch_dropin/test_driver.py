@@ -5,12 +5,14 @@ from __future__ import annotations
 import horovod.torch as hvd
 import numpy as np
 import pytest
+import torch
 
 from horovod_sparse.collectives import AllGather, AllReduce, AllToAll, Broadcast, Exchange
 from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.torch import driver as module
 from horovod_sparse.torch.collectives import start
 from horovod_sparse.torch.driver import Driver
+from horovod_sparse.torch.handles import holder_of
 
 
 class Held:
@@ -174,3 +176,17 @@ def test_patience_looks_at_the_longest_parked_only(held):
     assert tasks[0].num_rounds == 2 and tasks[5].num_rounds == 1
     driver.advance()
     assert tasks[5].num_rounds == 2
+
+
+def test_a_tensor_is_held_though_horovod_changes_its_shape_meanwhile(monkeypatch):
+    """Outputs are made without elements, and get theirs from Horovod's thread."""
+    output = torch.zeros(0, dtype=torch.int32)
+    expand = torch.Tensor.expand
+
+    def slowly(tensor, shape):
+        expanded = expand(tensor, shape)
+        output.resize_(5)
+        return expanded
+
+    monkeypatch.setattr(torch.Tensor, "expand", slowly)
+    assert holder_of(output).grad is output

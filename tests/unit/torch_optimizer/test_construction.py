@@ -8,6 +8,7 @@ import torch
 hvd = pytest.importorskip("horovod_sparse.torch")
 
 from horovod_sparse.errors import ArgumentError, UnknownNameError, UnsupportedError  # noqa: E402
+from horovod_sparse.frontend import Start  # noqa: E402
 from horovod_sparse.merging import Plan  # noqa: E402
 
 
@@ -112,9 +113,10 @@ def test_without_names_parameters_have_those_of_horovod():
 
 def test_a_gradient_with_a_gradient_is_refused():
     net = model()
-    wrap(net)
+    optimizer = wrap(net)
     with pytest.raises(AssertionError, match="create_graph"):
         net(torch.ones(1, 8)).square().sum().backward(create_graph=True)
+    del optimizer  # its hooks live as long as it does
 
 
 def test_old_argument_num_groups_still_works():
@@ -180,8 +182,8 @@ def test_a_residual_that_follows_the_rate_is_for_plain_sgd(kind, warned, caplog)
     assert caplog.text.count("scale_residual=True is made for SGD without momentum") == warned
 
 
-def test_a_new_number_of_ranks_is_taken_up_with_residuals_kept(monkeypatch):
-    """As after an elastic reset: the next step's buckets know their new place."""
+def test_a_new_number_of_ranks_is_taken_up_with_the_mean_of_residuals_kept(monkeypatch):
+    """As after an elastic reset, once all ranks have said where they stand."""
     net = model()
     optimizer = wrap(net, "exdyna:density=0.1")
     net(torch.ones(1, 8)).sum().backward()
@@ -190,11 +192,16 @@ def test_a_new_number_of_ranks_is_taken_up_with_residuals_kept(monkeypatch):
     synchronizer = optimizer._synchronizer
     monkeypatch.setattr(type(synchronizer), "size", 3)
     optimizer.zero_grad()
-    synchronizer._begin()
+    synchronizer._start_anew(Start(True, 7, synchronizer.plan))
     after = optimizer.state_dict()["horovod_sparse"]
     assert [part.bucket.info.size for part in synchronizer.sparse] == [3]
-    assert after["size"] == 3
+    assert (after["size"], after["step"], after["buckets"][0]["state"]["step"]) == (3, 7, 7)
     for name, values in before["residuals"].items():
-        assert torch.equal(values, after["residuals"][name])
+        assert torch.equal(3 * values, after["residuals"][name])  # held by one rank of three now
     assert any(values.count_nonzero() for values in after["residuals"].values())
     assert len(after["buckets"][0]["state"]["partitions"]["num_blocks"]) == 3
+    optimizer.load_state_dict({**optimizer.state_dict(), "horovod_sparse": before})  # back to what was saved
+    again = optimizer.state_dict()["horovod_sparse"]
+    assert again["step"] == 1
+    for name, values in after["residuals"].items():
+        assert torch.equal(values, again["residuals"][name])

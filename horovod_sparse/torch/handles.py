@@ -1,0 +1,79 @@
+"""What Horovod's handles and starts are like underneath: which start it is, and who frees tensors.
+
+Reads the table of handles that Horovod 0.28.1 keeps in Python. Every ``hvd.init()`` makes a new one and gives
+numbers out anew, so the table itself tells one start from another.
+
+**Who frees tensors.** When a worker is lost, Horovod's thread lets go of all tensors under way while it holds
+a mutex. A tensor wants the interpreter's lock when Python's reference is the only one left; and a hook that
+starts a collective holds that lock and waits for that mutex: both wait for ever. (Horovod's own optimizer is
+spared, because a parameter holds the gradient that it sends.) So every tensor that Horovod gets from us has a
+holder besides, which is let go of when the collective has ended well, or when Horovod starts again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from horovod_sparse.torch._horovod import hvd
+
+__all__ = ["finished", "held_besides", "holder_of", "present_start"]
+
+#: a start of Horovod, and the holders of what is under way in it, by handle
+_holders: tuple[Any, dict[int, list[torch.Tensor]]] = (None, {})
+
+
+def present_start() -> Any:
+    """A token of Horovod's present start: compare it with ``is``, and hold it to compare with later."""
+    return hvd.mpi_ops._handle_map
+
+
+def holder_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Holds a tensor as a parameter does its gradient, without Python, as long as it lives itself.
+
+    Example:
+        >>> holder_of(torch.ones(2, dtype=torch.int32)).grad
+        tensor([1, 1], dtype=torch.int32)
+    """
+    while True:
+        holder = tensor.new_empty(()).expand(tensor.shape)
+        try:
+            holder.grad = tensor
+        except RuntimeError:
+            # PyTorch wants both of one shape; Horovod's thread may have given an output its own meanwhile
+            if holder.shape == tensor.shape:
+                raise
+        else:
+            return holder
+
+
+def held_besides(handle: int) -> int:
+    """Of a collective that was just started: gives its tensors holders. Returns the handle."""
+    global _holders
+    start = present_start()
+    if _holders[0] is not start:
+        _holders = start, {}
+    _holders[1][handle] = [holder_of(tensor) for tensor in _tensors_in(start[handle])]
+    return handle
+
+
+def finished(handle: int) -> Any:
+    """What a collective gave; waits for it.
+
+    Raises:
+        HorovodInternalError: if it failed. Its tensors are kept then until Horovod starts again.
+    """
+    result = hvd.synchronize(handle)
+    if _holders[0] is present_start():
+        _holders[1].pop(handle, None)
+    return result
+
+
+def _tensors_in(entry: Any) -> Iterator[torch.Tensor]:
+    if isinstance(entry, torch.Tensor):
+        yield entry
+    elif isinstance(entry, tuple):
+        for item in entry:
+            yield from _tensors_in(item)
