@@ -11,6 +11,7 @@ depend: then no gradient is given to the optimizer.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,7 @@ from horovod_sparse.feedback import Recipe
 from horovod_sparse.tensorflow._horovod import is_elastic
 from horovod_sparse.tensorflow.driver import HOST, on_host, refuse_graphs
 from horovod_sparse.tensorflow.momentum import refuse_double_momentum
+from horovod_sparse.tensorflow.parts import SparseBucket
 from horovod_sparse.tensorflow.started import Started
 from horovod_sparse.tensorflow.stock import StockCall, stock_call
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
@@ -54,6 +56,7 @@ class _Gathering:
         graph: in which all of them are synchronized: a branch of the first gradient's `tf.cond`.
         outer: in which that `tf.cond` stands.
         started: the synchronization.
+        absent: names of the variables that send zeros, and whose sums Horovod does not ask for.
         done: depends on its end; in `graph`.
         arrays: sums of this step, by position, until they are fetched.
     """
@@ -62,6 +65,7 @@ class _Gathering:
     graph: Any
     outer: Any
     started: Started
+    absent: frozenset[str]
     done: tf.Tensor | None = None
     arrays: dict[int, np.ndarray] = field(default_factory=dict)
 
@@ -77,6 +81,9 @@ class Pending:
 
 class DropIn:
     """What a `SparseCompressor` does in stock Horovod's tapes and optimizers.
+
+    A variable whose gradient is None for once, which it is on all ranks then, gets None, as Horovod has it;
+    what the others in its bucket make the ranks send of its residual returns there.
 
     Gradients without elements or of an integer type stay dense. The learning rate is not known here, so
     a residual cannot follow its changes (`scale_residual`, of which a word is logged).
@@ -132,6 +139,9 @@ class DropIn:
             gathering.frame = None  # the call has ended long ago, and holds all of its tensors
             scale = float(factor[0]) / synchronizer.place[1]
             sums = synchronizer.finish(gathering.started.parts, scale)
+            for part in gathering.started.parts:
+                if isinstance(part, SparseBucket):
+                    part.take_back(gathering.absent)
             gathering.arrays = dict(zip(gathering.started.positions, sums, strict=True))
             return [np.zeros((), np.int32)]
 
@@ -174,14 +184,27 @@ class DropIn:
             and not isinstance(gradient, tf.IndexedSlices)
             and _is_sparsifiable(gradient)
         ]
-        gradients = [call.gradients[i] for i in positions]
         slots = [self._slot(call, i) for i in positions]
+        absent = self._absent(slots)
+        gradients = [*(call.gradients[i] for i in positions), *(None for _ in absent)]
+        slots, positions = [*slots, *absent.values()], [*positions, *absent]
         started = synchronizer.start(gradients, slots, tf.constant(float("nan"), tf.float64))
         started = Started(
             started.parts, started.tokens, [positions[i] for i in started.positions], started.others
         )
         graph = tf.compat.v1.get_default_graph()
-        return _Gathering(call.frame, graph, getattr(graph, "outer_graph", None), started)
+        names = frozenset(str(synchronizer.name_of(slot)) for slot in absent.values())
+        return _Gathering(call.frame, graph, getattr(graph, "outer_graph", None), started, names)
+
+    def _absent(self, slots: Sequence[_Slot]) -> dict[int, _Slot]:
+        """By position: those without a gradient, on all ranks alike, that share a bucket with these."""
+        assert self.synchronizer is not None
+        beside = {name for part in self.synchronizer.beside(slots) for name in part.names}
+        return {
+            position: slot
+            for position, slot in self._slots.items()
+            if slot not in slots and self.synchronizer.name_of(slot) in beside
+        }
 
     def _synchronizer_for(self, theirs: Any) -> GradientSynchronizer:
         if self.process_set is not None and theirs is not self.process_set:

@@ -15,7 +15,7 @@ class EagerCalls:
 
     Args:
         build: called with gradients (None where there is none), variables and a scalar tensor, in a graph;
-            gives one gradient per variable, None where it got None.
+            gives one gradient per variable, or None: not always where it got None.
 
     Example:
         >>> calls = EagerCalls(lambda gradients, variables, factor: [
@@ -38,9 +38,7 @@ class EagerCalls:
             def call(given: list[Any], scalar: tf.Tensor) -> list[Any]:
                 waiting = iter(given)
                 every = [None if absent else next(waiting) for absent in missing]
-                return [item for item in self._build(every, variables, scalar) if item is not None]
+                return self._build(every, variables, scalar)
 
             self._functions[key] = tf.function(call, autograph=False, reduce_retracing=True)
-        present = self._functions[key]([item for item in gradients if item is not None], scalar)
-        results = iter(present)
-        return [None if absent else next(results) for absent in missing]
+        return list(self._functions[key]([item for item in gradients if item is not None], scalar))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -264,6 +264,15 @@ class GradientSynchronizer:
         for position, sum_ in zip(started.positions, sums, strict=True):
             results[position] = sum_
         return results[:num_given]
+
+    def beside(self, variables: Collection[Any]) -> list[SparseBucket]:
+        """The buckets that these variables have, those that have one."""
+        names = {self._buckets.name_of(variable) for variable in variables} - {None}
+        return [part for part in self.sparse if names & set(part.names)]
+
+    def name_of(self, variable: Any) -> str | None:
+        """The name of a variable that has its bucket."""
+        return self._buckets.name_of(variable)
 
     def start(self, gradients: Sequence[Gradient], variables: Sequence[Any], rate: tf.Tensor) -> Started:
         """Everything up to the end of the last round; for those who finish in a way of their own.

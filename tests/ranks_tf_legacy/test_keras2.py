@@ -201,3 +201,26 @@ def test_a_rank_alone_applies_momentum_correction(rank, size):
     np.testing.assert_allclose(*weights, rtol=1e-5, atol=1e-5)
     for process_set in sets:
         stock.remove_process_set(process_set)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("eagerly", [False, True])
+def test_a_gradient_that_is_none_for_once_moves_no_other_variable(kind, eagerly):
+    size, factors = stock.size(), (1.0, 10.0, 100.0)
+    weights = [tf.Variable(tf.zeros([2]), name=f"w{i}") for i in range(3)]
+    optimizer = hvd.DistributedOptimizer(sgd(kind, 1.0, 0.0), compression=EVERYTHING, op=stock.Sum)
+    if kind == "new":
+        optimizer.build(weights)
+
+    def step(known):
+        def loss():
+            return tf.add_n([factors[i] * tf.reduce_sum(weights[i]) for i in known])
+
+        optimizer.minimize(loss, weights)
+
+    for known in ((0, 1, 2), (1, 2), (0, 1)):
+        (functools.partial(step, known) if eagerly else tf.function(functools.partial(step, known)))()
+    times = (2, 3, 2)
+    assert [w.numpy().tolist() for w in weights] == [
+        [-size * count * factor] * 2 for count, factor in zip(times, factors, strict=True)
+    ]

@@ -1,0 +1,124 @@
+"""Gradients that are None in one step and not in another: each variable gets its own."""
+
+from __future__ import annotations
+
+import horovod.tensorflow as stock
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import horovod_sparse.tensorflow as hvd
+import horovod_sparse.tensorflow.keras as hvd_keras
+
+pytestmark = pytest.mark.tensorflow
+
+#: of every variable; the same shape, so that a mix-up is not noticed by its shape
+FACTORS = (1.0, 10.0, 100.0)
+
+
+def _gradients(wrap, compression, variables, absent, graph, factor=1.0):
+    """Of one step, in which the loss does not know the absent ones."""
+
+    def step():
+        with tf.GradientTape() as tape:
+            known = [i for i in range(len(variables)) if i not in absent]
+            loss = tf.add_n([factor * FACTORS[i] * tf.reduce_sum(variables[i]) for i in known])
+        tape = wrap(tape, compression=compression, op=hvd.Sum)
+        return tape.gradient(loss, variables)
+
+    return [None if g is None else g.numpy().tolist() for g in (tf.function(step) if graph else step)()]
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("layerwise", [False, True])
+def test_a_tape_gives_every_variable_its_own(rank, size, graph, layerwise):
+    """Ours gives zeros for a variable that had a gradient before, where all is sent."""
+    variables = [tf.Variable(tf.ones([2]), name=f"w{i}") for i in range(3)]
+    compression = hvd.Compression.topk(density=1.0)
+
+    def wrap(tape, **arguments):
+        more = {"bucket_bytes": 1} if layerwise else {}
+        return hvd.DistributedGradientTape(tape, **arguments, **more)
+
+    full = [[size * factor] * 2 for factor in FACTORS]
+    assert _gradients(wrap, compression, variables, (), graph) == full
+    for absent in ({0}, {1}, {2}, {0, 2}):
+        expected = [[0.0] * 2 if i in absent else full[i] for i in range(3)]
+        assert _gradients(wrap, compression, variables, absent, graph) == expected
+    assert _gradients(wrap, compression, variables, (), graph) == full
+
+
+@pytest.mark.parametrize("absent", [{0}, {2}])
+def test_absent_on_one_rank_alone(rank, size, absent):
+    """What the others send for it arrives, on this rank as well."""
+    variables = [tf.Variable(tf.ones([2]), name=f"w{i}") for i in range(3)]
+    compression = hvd.Compression.topk(density=1.0)
+    _gradients(hvd.DistributedGradientTape, compression, variables, (), False)
+    own = absent if rank == 0 else ()
+    gradients = _gradients(hvd.DistributedGradientTape, compression, variables, own, False)
+    expected = [[(size - (i in absent)) * factor] * 2 for i, factor in enumerate(FACTORS)]
+    assert gradients == expected
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("wrapper", ["ours", "stock"])
+def test_nothing_is_lost(rank, size, graph, wrapper, everywhere):
+    """At a low density: what was given to the tape is applied, or held back."""
+    variables = [tf.Variable(tf.ones([8]), name=f"w{i}") for i in range(3)]
+    compression = hvd.Compression.topk(density=0.25)
+    wrap = {"ours": hvd.DistributedGradientTape, "stock": stock.DistributedGradientTape}[wrapper]
+    given, applied = np.zeros(3), np.zeros(3)
+    for absent in ((), {0}, (), {1}, {2}, {0, 1}, ()):
+        gradients = _gradients(wrap, compression, variables, absent, graph, factor=rank + 1.0)
+        for i, gradient in enumerate(gradients):
+            if i not in absent:
+                given[i] += 8 * (rank + 1.0) * FACTORS[i]
+            else:
+                assert wrapper == "ours" or gradient is None
+            applied[i] += 0.0 if gradient is None else np.sum(gradient)
+    inner = compression.synchronizer or compression._dropin.synchronizer
+    (part,) = inner.sparse
+    held = {
+        name: part.bucket.accumulator.values()[slice(*place)].sum()
+        for name, place in zip(part.names, part.places, strict=True)
+    }
+    sums = everywhere(np.array([[held[f"w{i}"] for i in range(3)], given])).sum(axis=0)
+    np.testing.assert_allclose(applied + sums[0], sums[1], rtol=1e-6)
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+def test_stocks_tape_goes_on(rank, size, graph):
+    """As stock's own does: None for the absent ones, and the others' own for the others."""
+    variables = [tf.Variable(tf.ones([2]), name=f"w{i}") for i in range(3)]
+    compression = hvd.Compression.topk(density=1.0)
+    full = [[size * factor] * 2 for factor in FACTORS]
+    assert _gradients(stock.DistributedGradientTape, compression, variables, (), graph) == full
+    for absent in ({0}, {1}, {2}, {0, 1}):
+        expected = [None if i in absent else full[i] for i in range(3)]
+        for sparse in (stock.Compression.none, compression)[len(absent) == 2 :]:
+            assert _gradients(stock.DistributedGradientTape, sparse, variables, absent, graph) == expected
+    assert _gradients(stock.DistributedGradientTape, compression, variables, (), graph) == full
+
+
+@pytest.mark.parametrize("absent", [0, 1])
+def test_keras_gives_every_variable_its_own(rank, size, absent):
+    """Eagerly as in a graph: two optimizers that differ in nothing else."""
+    results = []
+    for eagerly in (False, True):
+        weights = [tf.Variable(tf.zeros([2]), name=f"w{i}") for i in range(3)]
+        optimizer = hvd_keras.DistributedOptimizer(
+            tf.keras.optimizers.SGD(1.0), compression=hvd_keras.Compression.topk(density=1.0), op=hvd.Sum
+        )
+        if hasattr(optimizer, "build"):
+            optimizer.build(weights)
+
+        def step(given, optimizer=optimizer, weights=weights):
+            gradients = [None if g is None else g + tf.zeros([2]) for g in given]
+            optimizer.apply_gradients(zip(gradients, weights, strict=True))
+
+        run = step if eagerly else tf.function(step)
+        run([tf.fill([2], factor) for factor in FACTORS])
+        run([None if i == absent else tf.fill([2], factor) for i, factor in enumerate(FACTORS)])
+        results.append([weight.numpy().tolist() for weight in weights])
+    expected = [[-(1.0 + (i != absent)) * size * factor] * 2 for i, factor in enumerate(FACTORS)]
+    assert results == [expected, expected]
