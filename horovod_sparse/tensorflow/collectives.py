@@ -19,6 +19,7 @@ from horovod_sparse.errors import CollectiveMismatchError, UnsupportedError
 from horovod_sparse.tensorflow._horovod import hvd
 
 __all__ = [
+    "NO_SPLITS",
     "Wire",
     "carry_out",
     "from_wire",
@@ -36,7 +37,7 @@ Wire = tuple[np.ndarray, np.ndarray]
 #: one of the words by which `hvd.elastic.run` knows Horovod's failures
 ELASTIC_WORD = "HorovodAllgather"
 
-_NO_SPLITS = np.empty(0, np.int32)
+NO_SPLITS = np.empty(0, np.int32)
 _NOTHING = np.empty(0, np.int32)
 
 
@@ -93,7 +94,7 @@ def wire_dtype(kind: type[Request], value_dtype: np.dtype[Any]) -> np.dtype[Any]
 
 def nothing(kind: type[Request], value_dtype: np.dtype[Any], size: int) -> Wire:
     """What a rank sends that has failed: empty messages, so that no rank waits, and each one notices."""
-    splits = np.zeros(size, np.int32) if kind in (Exchange, AllToAll) else _NO_SPLITS
+    splits = np.zeros(size, np.int32) if kind in (Exchange, AllToAll) else NO_SPLITS
     return np.empty(0, wire_dtype(kind, value_dtype)), splits
 
 
@@ -111,19 +112,19 @@ def to_wire(request: Request, value_dtype: np.dtype[Any], place: tuple[int, int]
     """
     rank, size = place
     if isinstance(request, AllGather):
-        return np.ascontiguousarray(request.buffer, np.int32), _NO_SPLITS
+        return np.ascontiguousarray(request.buffer, np.int32), NO_SPLITS
     if isinstance(request, AllReduce):
         if request.buffer.dtype != value_dtype:
             raise CollectiveMismatchError(
                 f"an allreduce of {request.buffer.dtype} in a bucket of {value_dtype}: in a graph its type "
                 "is fixed, and is that of the accumulator"
             )
-        return np.ascontiguousarray(request.buffer), _NO_SPLITS
+        return np.ascontiguousarray(request.buffer), NO_SPLITS
     if isinstance(request, Broadcast):
         if request.buffer.nbytes % 4:
             raise UnsupportedError(f"a broadcast of {request.buffer.dtype}, which are not whole words")
         words = np.ascontiguousarray(request.buffer).view(np.int32)
-        return (words if request.root == rank else _NOTHING), _NO_SPLITS
+        return (words if request.root == rank else _NOTHING), NO_SPLITS
     if isinstance(request, AllToAll):
         buffers = list(request.buffers)
     else:  # Horovod has no send: an all-to-all in which most messages are empty

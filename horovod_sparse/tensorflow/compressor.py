@@ -19,6 +19,7 @@ from horovod_sparse.tensorflow._horovod import hvd
 from horovod_sparse.tensorflow.checkpoint import CheckpointedState
 from horovod_sparse.tensorflow.dropin import DropIn, Pending
 from horovod_sparse.tensorflow.state import StateKeeper
+from horovod_sparse.tensorflow.stock import keep_functions_with_compressors
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
 
 __all__ = ["SparseCompressor"]
@@ -48,6 +49,8 @@ class SparseCompressor(Compressor):
         self._synchronizer: GradientSynchronizer | None = None
         self._arguments: dict[str, Any] = {}
         self._dropin: DropIn | None = None
+        #: what stock Horovod has made for it
+        self.stock_functions: dict[Any, Any] = {}
         self.keeper = StateKeeper()
 
     @property
@@ -148,6 +151,7 @@ class SparseCompressor(Compressor):
                 "one of horovod.tensorflow"
             )
         if self._dropin is None:
+            keep_functions_with_compressors()
             self._dropin = DropIn(self.recipe, self.process_set)
         return self._dropin.compress(tensor)
 

@@ -10,7 +10,10 @@ within a bucket data dependencies fix the order.
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,11 +22,11 @@ from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from horovod_sparse.collectives import AllToAll, Exchange, Synchronization
 from horovod_sparse.errors import UnsupportedError
-from horovod_sparse.tensorflow.collectives import Wire, carry_out, wire_dtype
+from horovod_sparse.tensorflow.collectives import NO_SPLITS, Wire, carry_out, wire_dtype
 from horovod_sparse.tensorflow.courier import Courier, between_pairs, courier_for
 from horovod_sparse.tensorflow.task import Task
 
-__all__ = ["HOST", "on_host", "refuse_graphs", "settle", "unroll"]
+__all__ = ["HOST", "HostFunctions", "Job", "refuse_graphs", "settle", "unroll"]
 
 #: where messages live: what has k elements stays on the host
 HOST = "/cpu:0"
@@ -49,137 +52,204 @@ def refuse_graphs() -> None:
         )
 
 
+class HostFunctions:
+    """Host functions of graphs: kept as long as this object and a graph that they are made in.
+
+    TensorFlow keeps for ever what it is given to call, and Keras its graphs. So neither gets to know more
+    than a weak reference: with this object go residuals and all else that the functions work on.
+    """
+
+    def __init__(self) -> None:
+        self._by_graph: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
+
+    def run(
+        self, function: Callable[..., Any], inputs: Sequence[tf.Tensor], types: Sequence[tf.DType]
+    ) -> list[tf.Tensor]:
+        """A host function in a graph: run in every step, as soon as its inputs are there.
+
+        Within `tf.function`, operations with side effects run one after the other, as they were built. A
+        bucket would wait for the collectives of those before it, so this is called off here: inputs alone
+        say what comes after what.
+
+        What it raises arrives as an `InvalidArgumentError`. Most errors would be an `UnknownError` to
+        TensorFlow: Horovod's failures come as such, and ``hvd.elastic.run`` takes one that it does not know
+        for the training's end.
+
+        Args:
+            function: takes and gives NumPy arrays; holds no tensors, which would keep their graph.
+            inputs: for its arguments.
+            types: of its results.
+        """
+        results = list(tf.numpy_function(self._weakly(function), list(inputs), list(types)))
+        order = getattr(tf.compat.v1.get_default_graph(), "experimental_acd_manager", None)
+        if order is not None:
+            operation = results[0].op
+            while operation.type != "PyFunc":  # TensorFlow's debuggers put operations of theirs behind it
+                operation = operation.inputs[0].op
+            order.run_independently(operation)
+        return results
+
+    def _weakly(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        graph: Any = tf.compat.v1.get_default_graph()
+        while hasattr(graph, "outer_graph"):  # a branch's graph goes when its operation has been made
+            self._by_graph.setdefault(graph, []).append(function)
+            graph = graph.outer_graph
+        reference = weakref.ref(function)
+
+        def call(*arrays: np.ndarray) -> Any:
+            living = reference()
+            if living is None:
+                raise UnsupportedError(
+                    "this graph outlives the compressor or the optimizer that it was traced for: keep it"
+                )
+            try:
+                return living(*arrays)
+            except (TypeError, ValueError, tf.errors.UnknownError):  # the last is a failure of Horovod's
+                raise
+            except Exception as error:
+                # TensorFlow looks at the kind, and quotes its name
+                raise type(type(error).__name__, (ValueError,), {})(str(error)) from error
+
+        return call
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """A synchronization to be put into a graph.
+
+    Attributes:
+        task: holds the coroutine between host functions, in every step anew.
+        make: called with the learning rate and the gradients as NumPy arrays (TensorFlow's memory, to be
+            read, during the call and the coroutine's first leg only); gives the coroutine.
+    """
+
+    task: Task
+    make: Callable[..., Synchronization[Any]]
+
+    def begin(self, rate: np.ndarray, arrays: Sequence[np.ndarray], place: tuple[int, int]) -> Wire:
+        """Runs the coroutine to its first request; gives what the first collective takes."""
+        self.task.legs.clear()
+        with self.task.working():
+            try:
+                coroutine = self.make(rate, *arrays)
+            except Exception as error:
+                return self.task.fail(error, place)
+            return self.task.start(coroutine, place)
+
+    def entrust(
+        self, rate: np.ndarray, arrays: Sequence[np.ndarray], place: tuple[int, int], courier: Courier
+    ) -> None:
+        """As `begin`, and leaves the rest to the courier; `task.wait` ends it."""
+        self.task.legs.clear()
+        try:
+            coroutine = self.make(rate, *arrays)
+        except Exception as error:
+            self.task.fail(error, place)
+        else:
+            self.task.entrust(coroutine, place, courier)
+
+
 def unroll(
-    task: Task,
-    make: Callable[..., Synchronization[Any]],
+    jobs: Sequence[Job],
+    gradients: Sequence[Sequence[tf.Tensor]],
+    rate: tf.Tensor,
     place: Callable[[], tuple[int, int]],
-    inputs: Sequence[tf.Tensor],
     process_set: Any,
+    host: HostFunctions,
 ) -> tf.Tensor:
-    """The operations of one synchronization. Builds them; runs nothing, except eagerly.
+    """The operations of synchronizations that begin together. Builds them; runs nothing.
+
+    Each has its own collectives, but what the host does between two rounds is one call for all of them:
+    calling Python costs as much as a small bucket.
 
     Where messages go between pairs of ranks and MPI can be used, that is one operation: a courier has the
     rest, and `task.wait` ends it.
 
     Args:
-        task: holds the coroutine between host functions, in every step anew.
-        make: called with the inputs as NumPy arrays (TensorFlow's memory, to be read, during the call
-            and the coroutine's first leg only); gives the coroutine.
+        jobs: of the same kinds of requests.
+        gradients: of each of them.
+        rate: of this step: see `as_rate`.
         place: tells (rank, size) within the process set, when the graph runs.
-        inputs: what `make` needs of the graph.
         process_set: who takes part.
+        host: keeps the host functions.
 
     Returns:
-        int32 [], ready when the coroutine has ended, well or not, or is under way with the courier; for
+        int32 [], ready when the coroutines have ended, well or not, or are under way with the courier; for
         `settle`.
     """
-    if between_pairs(task.kinds):
-        courier, task.transport = courier_for(process_set)
-        if courier is not None:
-            return _entrusted(task, make, place, inputs, courier)
+    tasks, kinds = [job.task for job in jobs], jobs[0].task.kinds
+    sizes = [len(tensors) for tensors in gradients]
 
-    def start(*arrays: np.ndarray) -> list[np.ndarray]:
-        task.legs.clear()
-        with task.working():
-            try:
-                coroutine = make(*arrays)
-            except Exception as error:
-                return given(task.fail(error, place()), 0)
-            return given(task.start(coroutine, place()), 0)
+    def apart(arrays: Sequence[Any], sizes: Sequence[int]) -> list[Sequence[Any]]:
+        ends = list(itertools.accumulate(sizes))
+        return [arrays[end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
-    def resume(output: np.ndarray, splits: np.ndarray, round_number: np.ndarray) -> list[np.ndarray]:
-        with task.working():
-            return given(task.resume(output, splits), int(round_number) + 1)
+    inputs = [rate, *(tensor for tensors in gradients for tensor in tensors)]
+    courier: Courier | None = None
+    if between_pairs(kinds):
+        courier, transport = courier_for(process_set)
+        for task in tasks:
+            task.transport = transport
 
-    def given(wire: Wire, round_number: int) -> list[np.ndarray]:
-        if round_number == len(task.kinds):
-            return [np.zeros((), np.int32)]
-        return list(wire) if has_splits(round_number) else [wire[0]]
-
-    def has_splits(round_number: int) -> bool:
-        return task.kinds[round_number] in (Exchange, AllToAll)
-
-    def types(round_number: int) -> list[tf.DType]:
-        if round_number == len(task.kinds):
-            return [tf.int32]
-        kind = task.kinds[round_number]
-        return [tf.as_dtype(wire_dtype(kind, task.value_dtype)), *([tf.int32] * has_splits(round_number))]
-
-    with tf.device(HOST):
-        message = on_host(start, list(inputs), types(0))
-        for number, kind in enumerate(task.kinds):
-            for tensor in message:
-                tensor.set_shape([None])
-            splits = message[1] if has_splits(number) else None
-            output, received = carry_out(kind, message[0], splits, f"{task.name}.{number}", process_set)
-            message = on_host(resume, [output, received, tf.constant(number, tf.int32)], types(number + 1))
-        message[0].set_shape([])
-        return message[0]
-
-
-def _entrusted(
-    task: Task,
-    make: Callable[..., Synchronization[Any]],
-    place: Callable[[], tuple[int, int]],
-    inputs: Sequence[tf.Tensor],
-    courier: Courier,
-) -> tf.Tensor:
-    def start(*arrays: np.ndarray) -> list[np.ndarray]:
-        task.legs.clear()
-        try:
-            coroutine = make(*arrays)
-        except Exception as error:
-            task.fail(error, place())
-        else:
-            task.entrust(coroutine, place(), courier)
+    def entrust(rate: np.ndarray, *arrays: np.ndarray) -> list[np.ndarray]:
+        assert courier is not None
+        for job, own in zip(jobs, apart(arrays, sizes), strict=True):
+            job.entrust(rate, own, place(), courier)
         return [np.zeros((), np.int32)]
 
+    def start(rate: np.ndarray, *arrays: np.ndarray) -> list[np.ndarray]:
+        own = apart(arrays, sizes)
+        return given([job.begin(rate, mine, place()) for job, mine in zip(jobs, own, strict=True)], 0)
+
+    def resume(number: np.ndarray, *outputs: np.ndarray) -> list[np.ndarray]:
+        wires = []
+        for task, own in zip(tasks, apart(outputs, [1 + has_splits(int(number))] * len(tasks)), strict=True):
+            with task.working():
+                wires.append(task.resume(own[0], own[1] if len(own) > 1 else NO_SPLITS))
+        return given(wires, int(number) + 1)
+
+    def given(wires: Sequence[Wire], number: int) -> list[np.ndarray]:
+        if number == len(kinds):
+            return [np.zeros((), np.int32)]
+        return [array for wire in wires for array in wire[: 1 + has_splits(number)]]
+
+    def has_splits(number: int) -> bool:
+        return kinds[number] in (Exchange, AllToAll)
+
+    def types(number: int) -> list[tf.DType]:
+        if number == len(kinds):
+            return [tf.int32]
+        return [
+            tf.as_dtype(dtype)
+            for task in tasks
+            for dtype in (wire_dtype(kinds[number], task.value_dtype), np.int32)[: 1 + has_splits(number)]
+        ]
+
     with tf.device(HOST):
-        token = on_host(start, list(inputs), [tf.int32])[0]
-        token.set_shape([])
-        return token
-
-
-def on_host(
-    function: Callable[..., Any], inputs: Sequence[tf.Tensor], types: Sequence[tf.DType]
-) -> list[tf.Tensor]:
-    """A host function in a graph: run in every step, as soon as its inputs are there.
-
-    Within `tf.function`, operations with side effects run one after the other, as they were built. A
-    bucket would wait for the collectives of those before it, so this is called off here: inputs alone
-    say what comes after what.
-
-    What it raises arrives as an `InvalidArgumentError`. Most errors would be an `UnknownError` to
-    TensorFlow: Horovod's failures come as such, and ``hvd.elastic.run`` takes one that it does not know for
-    the training's end.
-
-    Args:
-        function: takes and gives NumPy arrays.
-        inputs: for its arguments.
-        types: of its results.
-    """
-
-    def call(*arrays: np.ndarray) -> Any:
-        try:
-            return function(*arrays)
-        except (TypeError, ValueError, tf.errors.UnknownError):  # the last is a failure of Horovod's
-            raise
-        except Exception as error:
-            # TensorFlow looks at the kind, and quotes its name
-            raise type(type(error).__name__, (ValueError,), {})(str(error)) from error
-
-    results = list(tf.numpy_function(call, list(inputs), list(types)))
-    if not tf.executing_eagerly():
-        order = getattr(tf.compat.v1.get_default_graph(), "experimental_acd_manager", None)
-        if order is not None:
-            order.run_independently(results[0].op)
-    return results
+        if courier is not None:
+            messages = host.run(entrust, inputs, [tf.int32])
+        else:
+            messages = host.run(start, inputs, types(0))
+            for number, kind in enumerate(kinds):
+                answers = [tf.constant(number, tf.int32)]
+                for task, own in zip(
+                    tasks, apart(messages, [1 + has_splits(number)] * len(tasks)), strict=True
+                ):
+                    for tensor in own:
+                        tensor.set_shape([None])
+                    splits = own[1] if len(own) > 1 else None
+                    answer = carry_out(kind, own[0], splits, f"{task.name}.{number}", process_set)
+                    answers += answer[: len(own)]
+                messages = host.run(resume, answers, types(number + 1))
+        messages[0].set_shape([])
+        return messages[0]
 
 
 def settle(
     tokens: Sequence[tf.Tensor],
     finish: Callable[[], list[np.ndarray]],
     like: Sequence[tuple[tf.DType, Any]],
+    host: HostFunctions,
 ) -> list[tf.Tensor]:
     """What comes of several synchronizations, when all of them have ended.
 
@@ -189,13 +259,14 @@ def settle(
         tokens: of `unroll`.
         finish: gives the results, or raises. Arrays aligned to 64 bytes are not copied.
         like: dtype and shape of every result.
+        host: keeps the host functions.
     """
 
     def call(*_tokens: np.ndarray) -> list[np.ndarray]:
         return finish()
 
     with tf.device(HOST):
-        results = on_host(call, list(tokens), [dtype for dtype, _ in like])
+        results = host.run(call, list(tokens), [dtype for dtype, _ in like])
     for result, (_, shape) in zip(results, like, strict=True):
         result.set_shape(shape)
     return list(results)

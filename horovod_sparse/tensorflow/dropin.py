@@ -5,7 +5,8 @@ other, each within a `tf.cond`. The first call puts the synchronization of *all*
 merged into buckets; Horovod gets one number per gradient, 1, to allreduce. What becomes of that number,
 divided by the number of ranks, is the scale of the sums: so Average, Sum and gradient_predivide_factor
 act as on dense gradients. An error is raised in that first part of the graph, on which all others
-depend: then no gradient is given to the optimizer.
+depend: then no gradient is given to the optimizer, and nothing that comes later in the graph is done.
+Eagerly, which is only where TensorFlow is told to run functions so, the first call synchronizes at once.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ import tensorflow as tf
 from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.tensorflow._horovod import is_elastic
-from horovod_sparse.tensorflow.driver import HOST, on_host, refuse_graphs
+from horovod_sparse.tensorflow.driver import HOST, refuse_graphs
 from horovod_sparse.tensorflow.momentum import refuse_double_momentum
-from horovod_sparse.tensorflow.parts import SparseBucket
-from horovod_sparse.tensorflow.started import Started
+from horovod_sparse.tensorflow.order import gate_callers
+from horovod_sparse.tensorflow.parts import Part, SparseBucket
 from horovod_sparse.tensorflow.stock import StockCall, stock_call
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
-from horovod_sparse.tensorflow.tensors import dtype_name
+from horovod_sparse.tensorflow.tensors import as_rate, dtype_name, numpy_dtype
 
 __all__ = ["DropIn", "Pending"]
 
@@ -48,26 +49,47 @@ class _Slot:
 
 
 @dataclass(eq=False)
+class _OnHost:
+    """What the host functions of a call of Horovod's work on.
+
+    Attributes:
+        parts: that are synchronized.
+        absent: names of the variables that send zeros, and whose sums Horovod does not ask for.
+        fetched: whether the sums are asked for a second time, in another graph.
+        arrays: the sums of this step until then.
+    """
+
+    parts: Sequence[Part]
+    absent: frozenset[str]
+    fetched: bool = False
+    arrays: list[np.ndarray] = field(default_factory=list)
+
+
+@dataclass(eq=False)
 class _Gathering:
     """The gradients of one call of Horovod's, in one trace.
 
     Attributes:
-        frame: of that call, while it lasts.
+        frame: of that call.
+        waiting: positions of the gradients that are not given back yet.
+        host: for host functions.
+        positions: of the sums, among the gradients.
+        tokens: of their ends; none eagerly, where they have ended.
         graph: in which all of them are synchronized: a branch of the first gradient's `tf.cond`.
         outer: in which that `tf.cond` stands.
-        started: the synchronization.
-        absent: names of the variables that send zeros, and whose sums Horovod does not ask for.
-        done: depends on its end; in `graph`.
-        arrays: sums of this step, by position, until they are fetched.
+        sums: by position: in `graph`.
+        elsewhere: the same, in `outer`.
     """
 
     frame: Any
-    graph: Any
-    outer: Any
-    started: Started
-    absent: frozenset[str]
-    done: tf.Tensor | None = None
-    arrays: dict[int, np.ndarray] = field(default_factory=dict)
+    waiting: set[int]
+    host: _OnHost
+    positions: list[int]
+    tokens: list[tf.Tensor] = field(default_factory=list)
+    graph: Any = None
+    outer: Any = None
+    sums: dict[int, tf.Tensor] | None = None
+    elsewhere: dict[int, tf.Tensor] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,7 +141,8 @@ class DropIn:
         """
         refuse_graphs()
         call = stock_call(tensor)
-        if not _is_sparsifiable(tensor):
+        # Horovod traces what it does with several ranks outside of them, too
+        if not _is_sparsifiable(tensor) or not call.process_set.included():
             return tensor, None
         if self._gathering is None or self._gathering.frame is not call.frame:
             self._gathering = self._gathered(call)
@@ -132,31 +155,66 @@ class DropIn:
             tensor: what Horovod has made of what `compress` gave it.
             pending: from `compress`.
         """
-        gathering, position, synchronizer = pending.gathering, pending.position, self.synchronizer
+        gathering, (dtype, shape) = pending.gathering, pending.like
+        gathering.waiting.discard(pending.position)
+        if not gathering.waiting:
+            self._gathering = None  # its frame holds all tensors of the call
+        if not gathering.tokens:
+            assert gathering.sums is not None  # compress() has waited for them
+            return gathering.sums.pop(pending.position) * tf.cast(tensor[0], dtype)
+        with tf.device(HOST):
+            if gathering.sums is None:
+                gathering.sums = self._settled(gathering, tensor)
+            sums = gathering.sums
+            if tf.compat.v1.get_default_graph() is not gathering.graph:
+                # the first gradient's tf.cond has been closed since
+                if gathering.elsewhere is None:
+                    with gathering.outer.as_default():
+                        gathering.elsewhere = self._fetched(gathering)
+                sums = gathering.elsewhere
+            with tf.control_dependencies([tensor]):
+                result = tf.identity(sums[pending.position])
+        result.set_shape(shape)
+        if not gathering.waiting:
+            gate_callers(tf.compat.v1.get_default_graph())
+        return result
+
+    def _settled(self, gathering: _Gathering, ones: tf.Tensor) -> dict[int, tf.Tensor]:
+        """The sums by position, in the graph of the synchronization."""
+        synchronizer, host = self.synchronizer, gathering.host
         assert synchronizer is not None  # compress() has made it
 
         def finish(factor: np.ndarray) -> list[np.ndarray]:
-            gathering.frame = None  # the call has ended long ago, and holds all of its tensors
-            scale = float(factor[0]) / synchronizer.place[1]
-            sums = synchronizer.finish(gathering.started.parts, scale)
-            for part in gathering.started.parts:
-                if isinstance(part, SparseBucket):
-                    part.take_back(gathering.absent)
-            gathering.arrays = dict(zip(gathering.started.positions, sums, strict=True))
-            return [np.zeros((), np.int32)]
+            sums = synchronizer.finish(host.parts, float(factor[0]) / synchronizer.place[1])
+            _take_back(host.parts, host.absent)
+            host.arrays = sums if host.fetched else []
+            return sums
 
-        def fetch(_done: np.ndarray, _factor: np.ndarray) -> np.ndarray:
-            return gathering.arrays.pop(position)
+        with tf.control_dependencies(gathering.tokens):
+            sums = synchronizer.host.run(finish, [ones], _types(host.parts))
+        return dict(zip(gathering.positions, sums, strict=True))
 
-        dtype, shape = pending.like
-        with tf.device(HOST):
-            if gathering.done is None:
-                with tf.control_dependencies(gathering.started.tokens):
-                    gathering.done = on_host(finish, [tensor], [tf.int32])[0]
-            # without side effects, as TensorFlow counts them: other gradients need not wait for this one
-            result = tf.numpy_function(fetch, [_reachable(gathering), tensor], dtype, stateful=False)
-        result.set_shape(shape)
-        return result
+    def _fetched(self, gathering: _Gathering) -> dict[int, tf.Tensor]:
+        """The sums by position, in the graph around that of the synchronization."""
+        synchronizer, host = self.synchronizer, gathering.host
+        assert synchronizer is not None
+        host.fetched = True
+
+        def fetch(_done: np.ndarray) -> list[np.ndarray]:
+            arrays, host.arrays = host.arrays, []
+            # with one rank Horovod goes the other way
+            return arrays or [
+                np.zeros(shape, numpy_dtype(part.dtype)) for part in host.parts for shape in part.shapes
+            ]
+
+        for operation in reversed(gathering.outer.get_operations()):
+            is_cond = operation.type in ("If", "StatelessIf")
+            if is_cond and operation.get_attr("then_branch").name == gathering.graph.name:
+                sums = synchronizer.host.run(fetch, [operation.outputs[0]], _types(host.parts))
+                return dict(zip(gathering.positions, sums, strict=True))
+        raise UnsupportedError(
+            "Horovod's own tf.cond was not found: this version of TensorFlow is not supported"
+        )
 
     def _gathered(self, call: StockCall) -> _Gathering:
         """The synchronization of all gradients of a call."""
@@ -187,14 +245,25 @@ class DropIn:
         slots = [self._slot(call, i) for i in positions]
         absent = self._absent(slots)
         gradients = [*(call.gradients[i] for i in positions), *(None for _ in absent)]
-        slots, positions = [*slots, *absent.values()], [*positions, *absent]
-        started = synchronizer.start(gradients, slots, tf.constant(float("nan"), tf.float64))
-        started = Started(
-            started.parts, started.tokens, [positions[i] for i in started.positions], started.others
-        )
-        graph = tf.compat.v1.get_default_graph()
+        slots, every = [*slots, *absent.values()], [*positions, *absent]
         names = frozenset(str(synchronizer.name_of(slot)) for slot in absent.values())
-        return _Gathering(call.frame, graph, getattr(graph, "outer_graph", None), started, names)
+        if tf.executing_eagerly():
+            sums = synchronizer.synchronize(gradients, slots)
+            _take_back(synchronizer.beside(list(absent.values())), names)
+            gathering = _Gathering(call.frame, set(positions), _OnHost([], names), positions)
+            gathering.sums = dict(zip(every, sums, strict=True))
+            return gathering
+        started = synchronizer.start(gradients, slots, as_rate(None))
+        graph = tf.compat.v1.get_default_graph()
+        return _Gathering(
+            call.frame,
+            set(positions),
+            _OnHost(started.parts, names),
+            [every[i] for i in started.positions],
+            started.tokens,
+            graph,
+            getattr(graph, "outer_graph", None),
+        )
 
     def _absent(self, slots: Sequence[_Slot]) -> dict[int, _Slot]:
         """By position: those without a gradient, on all ranks alike, that share a bucket with these."""
@@ -239,14 +308,11 @@ def _is_sparsifiable(gradient: tf.Tensor) -> bool:
     return dtype_name(gradient.dtype) is not None and gradient.shape.num_elements() != 0
 
 
-def _reachable(gathering: _Gathering) -> tf.Tensor:
-    """What depends on the end of the synchronization, in the graph that is being traced now."""
-    assert gathering.done is not None
-    if tf.compat.v1.get_default_graph() is gathering.graph:
-        return gathering.done
-    # the first gradient's tf.cond has been closed since: its result
-    for operation in reversed(gathering.outer.get_operations()):
-        is_cond = operation.type in ("If", "StatelessIf")
-        if is_cond and operation.get_attr("then_branch").name == gathering.graph.name:
-            return operation.outputs[0]
-    raise UnsupportedError("Horovod's own tf.cond was not found: this version of TensorFlow is not supported")
+def _take_back(parts: Sequence[Part], names: frozenset[str]) -> None:
+    for part in parts:
+        if isinstance(part, SparseBucket):
+            part.take_back(names)
+
+
+def _types(parts: Sequence[Part]) -> list[tf.DType]:
+    return [tf.as_dtype(part.dtype) for part in parts for _ in part.names]

@@ -27,7 +27,7 @@ class EagerCalls:
 
     def __init__(self, build: Callable[[list[Any], list[Any], tf.Tensor], list[Any]]) -> None:
         self._build = build
-        self._functions: dict[Any, Callable[..., Any]] = {}
+        self._functions: dict[Any, Any] = {}
 
     def __call__(self, gradients: Sequence[Any], variables: list[Any], scalar: tf.Tensor) -> list[Any]:
         """As `build`."""
@@ -41,4 +41,7 @@ class EagerCalls:
                 return self._build(every, variables, scalar)
 
             self._functions[key] = tf.function(call, autograph=False, reduce_retracing=True)
-        return list(self._functions[key]([item for item in gradients if item is not None], scalar))
+        given, function = [item for item in gradients if item is not None], self._functions[key]
+        if tf.config.functions_run_eagerly():  # the user's, to be looked into; of this one a graph is made
+            function = function.get_concrete_function(given, scalar)
+        return list(function(given, scalar))

@@ -14,13 +14,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from horovod_sparse.collectives import AllGather, AllToAll, Exchange, Synchronization
+from horovod_sparse.collectives import AllGather, AllToAll, Exchange
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.sparsifiers import BucketInfo, Sparsifier
 from horovod_sparse.tensorflow._horovod import is_elastic
 from horovod_sparse.tensorflow.collectives import Wire, carry_out
-from horovod_sparse.tensorflow.driver import HOST, on_host
-from horovod_sparse.tensorflow.task import Task
+from horovod_sparse.tensorflow.driver import HOST, HostFunctions, Job
 
 __all__ = ["is_looped", "looped"]
 
@@ -53,31 +52,27 @@ def is_looped(sparsifier: Sparsifier, num_elements: int) -> bool:
 
 
 def looped(
-    task: Task,
-    make: Callable[..., Synchronization[Any]],
+    job: Job,
+    gradients: Sequence[tf.Tensor],
+    rate: tf.Tensor,
     place: Callable[[], tuple[int, int]],
-    inputs: Sequence[tf.Tensor],
     process_set: Any,
+    host: HostFunctions,
 ) -> tf.Tensor:
     """The operations of one synchronization, of as many rounds as `task.kinds` has when the graph runs.
 
     Args:
-        task: one that is `looped`.
-        make: see `horovod_sparse.tensorflow.driver.unroll`, as for the others.
+        job: whose task is `looped`.
+        gradients: see `horovod_sparse.tensorflow.driver.unroll`, as for the others.
+        rate: see there.
         place: see there.
-        inputs: see there.
         process_set: see there.
+        host: see there.
     """
-    types = [tf.int32, tf.int32, tf.bool]
+    task, types = job.task, [tf.int32, tf.int32, tf.bool]
 
-    def start(*arrays: np.ndarray) -> list[np.ndarray]:
-        task.legs.clear()
-        with task.working():
-            try:
-                coroutine = make(*arrays)
-            except Exception as error:
-                return given(task.fail(error, place()))
-            return given(task.start(coroutine, place()))
+    def start(rate: np.ndarray, *arrays: np.ndarray) -> list[np.ndarray]:
+        return given(job.begin(rate, arrays, place()))
 
     def resume(output: np.ndarray, splits: np.ndarray) -> list[np.ndarray]:
         with task.working():
@@ -94,9 +89,9 @@ def looped(
     def turn(buffer: tf.Tensor, splits: tf.Tensor, _more: tf.Tensor) -> list[tf.Tensor]:
         with tf.device(HOST):
             output, received = carry_out(AllToAll, buffer, splits, f"{task.name}.rounds", process_set)
-            return shaped(on_host(resume, [output, received], types))
+            return shaped(host.run(resume, [output, received], types))
 
     with tf.device(HOST):
-        message = shaped(on_host(start, list(inputs), types))
+        message = shaped(host.run(start, [rate, *gradients], types))
         ended = tf.while_loop(lambda _buffer, _splits, more: more, turn, message, parallel_iterations=1)
         return tf.cast(ended[2], tf.int32)

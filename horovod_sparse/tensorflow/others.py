@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from horovod_sparse.tensorflow._horovod import hvd
 from horovod_sparse.tensorflow.collectives import known_to_elastic, not_folded
+from horovod_sparse.tensorflow.local import divided_by_ranks
 
 __all__ = ["reduce_densely"]
 
@@ -29,8 +30,6 @@ def reduce_densely(gradient: Any, name: str, process_set: Any, average: bool) ->
             return hvd.allreduce(gradient, op=hvd.Average if average else hvd.Sum, name=name, **common)
         values = hvd.allgather(gradient.values, name=f"{name}.values", **common)
         indices = hvd.allgather(gradient.indices, name=f"{name}.indices", **common)
-        # asked for when the graph runs: elastic training may go on with other ranks
-        size = hvd.size_op(process_set.process_set_id)
     if average:
-        values = values / tf.cast(size, values.dtype)
+        values = divided_by_ranks(values, process_set)
     return tf.IndexedSlices(values, indices, gradient.dense_shape)

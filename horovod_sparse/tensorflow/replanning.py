@@ -10,6 +10,7 @@ from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.merging import Plan
 from horovod_sparse.sparsifiers import Sparsifier
 from horovod_sparse.tensorflow.buckets import Buckets
+from horovod_sparse.tensorflow.driver import HostFunctions
 from horovod_sparse.tensorflow.warmup import WarmUp
 
 __all__ = ["Replanning"]
@@ -46,17 +47,18 @@ class Replanning:
             if self._buckets.decision is not None:
                 self._warmup.stop()
 
-    def stamped(self, gradients: Sequence[Any], by_name: Mapping[str, int]) -> list[Any]:
+    def stamped(self, gradients: Sequence[Any], by_name: Mapping[str, int], host: HostFunctions) -> list[Any]:
         """The gradients, their times taken if that is wanted.
 
         Args:
             gradients: None where there is none.
             by_name: positions of those that have buckets, by the names of their variables.
+            host: keeps the host functions.
         """
         given = list(gradients)
         if self._warmup is not None and self._warmup.recording:
             present = {name: i for name, i in by_name.items() if given[i] is not None}
-            stamped = self._warmup.stamped([given[i] for i in present.values()], list(present))
+            stamped = self._warmup.stamped([given[i] for i in present.values()], list(present), host)
             for i, gradient in zip(present.values(), stamped, strict=True):
                 given[i] = gradient
         return given

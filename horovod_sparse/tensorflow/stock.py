@@ -18,7 +18,7 @@ import tensorflow as tf
 from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.tensorflow._horovod import hvd
 
-__all__ = ["StockCall", "stock_call"]
+__all__ = ["StockCall", "keep_functions_with_compressors", "stock_call"]
 
 #: AutoGraph converts Horovod's functions where it traces them, and calls them so
 _CONVERTED = "tf__"
@@ -107,3 +107,46 @@ def _optimizer(frame: FrameType | None) -> Any:
             return caller
         frame = frame.f_back
     return None
+
+
+class _Functions(dict[Any, Any]):
+    """Horovod's cache of functions, by their arguments: a compressor of ours keeps its own."""
+
+    def __contains__(self, key: Any) -> bool:
+        own, rest = _of_compressor(key)
+        return super().__contains__(key) if own is None else rest in own
+
+    def __getitem__(self, key: Any) -> Any:
+        own, rest = _of_compressor(key)
+        return super().__getitem__(key) if own is None else own[rest]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        own, rest = _of_compressor(key)
+        if own is None:
+            super().__setitem__(key, value)
+        else:
+            own[rest] = value
+
+
+def _of_compressor(key: Any) -> tuple[dict[Any, Any] | None, Any]:
+    """What the compressor in a key of Horovod's keeps, and the key without it."""
+    arguments, eagerly = key
+    for i, argument in enumerate(arguments):
+        own = getattr(argument, "stock_functions", None)
+        if own is not None:
+            return own, (arguments[:i], arguments[i + 1 :], eagerly)
+    return None, key
+
+
+def keep_functions_with_compressors() -> None:
+    """Makes compressors of ours free: Horovod keeps each one that it has seen for ever, as a key.
+
+    What is kept beside the key refers to the compressor, so a dict with weak keys would not do.
+    """
+    function = hvd._make_cached_allreduce_grads_fn
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    cell = cells.get("cache")
+    if cell is not None and not isinstance(cell.cell_contents, _Functions):
+        entries, cell.cell_contents = cell.cell_contents, _Functions()
+        for key, value in entries.items():
+            cell.cell_contents[key] = value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,13 +16,14 @@ from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.tensorflow._horovod import hvd, is_elastic
 from horovod_sparse.tensorflow.buckets import Buckets
 from horovod_sparse.tensorflow.courier import between_pairs
-from horovod_sparse.tensorflow.driver import refuse_graphs, settle
+from horovod_sparse.tensorflow.driver import HostFunctions, refuse_graphs, settle
 from horovod_sparse.tensorflow.eager import EagerCalls
-from horovod_sparse.tensorflow.order import WAITING, Order
+from horovod_sparse.tensorflow.order import WAITING, Order, gate, ungated
 from horovod_sparse.tensorflow.others import reduce_densely
 from horovod_sparse.tensorflow.parts import Part, SparseBucket
 from horovod_sparse.tensorflow.replanning import Replanning
 from horovod_sparse.tensorflow.scaled import ScaledReduction
+from horovod_sparse.tensorflow.second_order import refuse_differentiation
 from horovod_sparse.tensorflow.started import Gradient, Started, start
 from horovod_sparse.tensorflow.starts import Starts
 from horovod_sparse.tensorflow.steps import Steps
@@ -52,6 +53,7 @@ class GradientSynchronizer:
     Attributes:
         replanning: what is done about the plan.
         starts: what is done when Horovod has been started.
+        host: keeps what graphs call.
         on_planned: called when variables have got their buckets, for saved state to be put into them.
     """
 
@@ -72,7 +74,7 @@ class GradientSynchronizer:
         self._steps = Steps()
         self.replanning = Replanning(self._buckets, recipe.sparsifier, self.process_set)
         self._eagerly = EagerCalls(self._build)
-        self._order = Order()
+        self._order, self.host = Order(), HostFunctions()
         settings = {"compression": recipe.describe(), "op": "Average" if average else "Sum"}
         self.starts = Starts(self._buckets, self._steps, self.replanning, settings, self.process_set)
         self.starts.on_replanned = self._forget_functions
@@ -237,12 +239,22 @@ class GradientSynchronizer:
 
     def _build(self, gradients: Sequence[Gradient], variables: Sequence[Any], rate: tf.Tensor) -> list[Any]:
         """The operations of one synchronization, in the graph that is being traced."""
+        with ungated():
+            results, end = self._ended(gradients, variables, rate)
+        if end is not None:
+            gate(end)
+        return results
+
+    def _ended(
+        self, gradients: Sequence[Gradient], variables: Sequence[Any], rate: tf.Tensor
+    ) -> tuple[list[Any], tf.Tensor | None]:
+        """What `_build` gives, and what is there when it ends; None where no part takes part."""
         absent = self._buckets.absent(variables)
         every = [*gradients, *(None for _ in absent)]
         started = self.start(every, [*variables, *absent.values()], rate)
         results, parts, num_given = started.others, started.parts, len(gradients)
         if not parts:
-            return results[:num_given]
+            return results[:num_given], None
         like = [(tf.as_dtype(part.dtype), shape) for part in parts for shape in part.shapes]
         absent_names = frozenset(absent)
         # by their positions: a graph shall not keep the memory of buckets that there are no more
@@ -258,12 +270,16 @@ class GradientSynchronizer:
 
         waits = is_elastic() or any(between_pairs(part.task.kinds) for part in parts)
         with WAITING.behind() if waits else contextlib.nullcontext():
-            sums = settle(started.tokens, finish, like)
+            sums = settle(started.tokens, finish, like, self.host)
         for order in (self._order, WAITING) if waits else (self._order,):
             order.note(sums[0])
+        end = sums[0]
+        given = [every[i] for i in started.positions if every[i] is not None]
+        if given:
+            sums = refuse_differentiation(sums, given)
         for position, sum_ in zip(started.positions, sums, strict=True):
             results[position] = sum_
-        return results[:num_given]
+        return results[:num_given], end
 
     def beside(self, variables: Collection[Any]) -> list[SparseBucket]:
         """The buckets that these variables have, those that have one."""
@@ -280,7 +296,7 @@ class GradientSynchronizer:
         Args:
             gradients: as for `synchronize`.
             variables: likewise; or what can pass for them (`shape`, `dtype`, `name`, `ref`).
-            rate: float64 [], NaN where it is not known.
+            rate: see `as_rate`.
         """
         if self._buckets.add(gradients, variables):
             self.replanning.planned()
@@ -289,8 +305,11 @@ class GradientSynchronizer:
             self.starts.agree()
         # where ranks come and go a first bucket may wait for the other ranks
         with self._order.behind(), WAITING.behind() if is_elastic() else contextlib.nullcontext():
-            common = self._reduce_other, self.replanning.stamped, self.process_set, self.starts.agree
+            common = self._reduce_other, self._stamped, self.process_set, self.starts.agree, self.host
             return start(self._buckets, gradients, variables, rate, *common)
+
+    def _stamped(self, gradients: Sequence[Gradient], by_name: Mapping[str, int]) -> list[Gradient]:
+        return self.replanning.stamped(gradients, by_name, self.host)
 
     def _reduce_other(self, gradient: Gradient, i: int) -> Gradient:
         return reduce_densely(gradient, f"{self._buckets.label}.other{i}", self.process_set, self.average)

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.tensorflow.local import scaled_locally
+from horovod_sparse.tensorflow.order import ungated
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
 from horovod_sparse.tensorflow.tensors import as_variable
 
@@ -60,7 +61,10 @@ class _Methods(tf.GradientTape):
         Returns:
             As `sources`.
         """
-        local = super(self.__class__, self).gradient(target, sources, output_gradients, unconnected_gradients)
+        with ungated():  # of a tape before it
+            local = super(self.__class__, self).gradient(
+                target, sources, output_gradients, unconnected_gradients
+            )
         variables = [as_variable(source) for source in tf.nest.flatten(sources)]
         gradients = tf.nest.flatten(local)  # None and tf.IndexedSlices are one leaf each
         is_local = [variable.ref() in self._local_sources for variable in variables]
@@ -75,10 +79,10 @@ class _Methods(tf.GradientTape):
         results = list(gradients)
         for i, gradient in zip(shared, synchronized, strict=True):
             results[i] = gradient
-        if self._scale_local and any(is_local) and synchronizer.is_needed:
-            size = synchronizer.place[1]
+        if self._scale_local:
+            process_set = synchronizer.process_set
             results = [
-                scaled_locally(gradient, size) if kept else gradient
+                scaled_locally(gradient, process_set) if kept else gradient
                 for gradient, kept in zip(results, is_local, strict=True)
             ]
         return tf.nest.pack_sequence_as(sources, results)

@@ -58,16 +58,16 @@ def as_dense(gradient: Any) -> Any:
 
 
 def as_rate(learning_rate: Any) -> tf.Tensor:
-    """A learning rate as a float64 scalar on the host, NaN where it is None: not known.
+    """A learning rate as float64 [1] on the host, [0] where it is None: not known.
 
     Example:
-        >>> float(as_rate(0.5)), float(as_rate(None))
-        (0.5, nan)
+        >>> as_rate(0.5).numpy().tolist(), as_rate(None).numpy().tolist()
+        ([0.5], [])
     """
     with tf.device("/cpu:0"):
         if learning_rate is None:
-            return tf.constant(float("nan"), tf.float64)
-        return tf.cast(as_variable(learning_rate), tf.float64)
+            return tf.zeros([0], tf.float64)
+        return tf.reshape(tf.cast(as_variable(learning_rate), tf.float64), [1])
 
 
 def unique_names(variables: Sequence[Any], taken: Sequence[str] = ()) -> list[str]:

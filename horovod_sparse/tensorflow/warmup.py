@@ -22,7 +22,7 @@ from horovod_sparse.frontend import Asked, BackwardRecorder, BackwardTimes, Deci
 from horovod_sparse.merging import ParameterFacts
 from horovod_sparse.sparsifiers import Sparsifier
 from horovod_sparse.tensorflow.calibration import carry_out_together, where_of
-from horovod_sparse.tensorflow.driver import HOST, on_host
+from horovod_sparse.tensorflow.driver import HOST, HostFunctions
 
 __all__ = ["WarmUp"]
 
@@ -81,12 +81,15 @@ class WarmUp:
         with self._lock:
             self._left, self.recording = 0, False
 
-    def stamped(self, gradients: Sequence[tf.Tensor], names: Sequence[str]) -> list[tf.Tensor]:
+    def stamped(
+        self, gradients: Sequence[tf.Tensor], names: Sequence[str], host: HostFunctions
+    ) -> list[tf.Tensor]:
         """The gradients, given on when all of them are there; each one's time is taken before.
 
         Args:
             gradients: of the variables, in a graph.
             names: of the variables.
+            host: keeps the host functions.
         """
 
         def stamp(name: str) -> Any:
@@ -98,7 +101,7 @@ class WarmUp:
 
         with tf.device(HOST):
             tokens = [
-                on_host(stamp(name), [gradient], [tf.int64])[0]
+                host.run(stamp(name), [gradient], [tf.int64])[0]
                 for gradient, name in zip(gradients, names, strict=True)
             ]
         with tf.control_dependencies(tokens):

@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import time
 
+import horovod.tensorflow as stock
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import horovod_sparse.tensorflow as hvd
+from horovod_sparse.merging import Plan
 
 pytestmark = pytest.mark.tensorflow
 
 #: seconds after which a bucket that waits for another one is given up
 LIMIT = 20.0
+#: float32 elements of a bucket that the host serves alone
+LARGE = 1 << 18
 
 
 def _two_buckets():
@@ -22,7 +26,7 @@ def _two_buckets():
 
     Were the other one to wait for it, the step would take until a limit; the time it took comes back.
     """
-    early, late = tf.Variable(tf.ones([32])), tf.Variable(tf.ones([32]))
+    early, late = tf.Variable(tf.ones([LARGE])), tf.Variable(tf.ones([LARGE]))
     synchronizer = hvd.Compression.exdyna(density=0.5).bind(bucket_bytes=1)
     waited = []
 
@@ -40,13 +44,13 @@ def _two_buckets():
     @tf.function
     def run(first, second):
         slow = tf.numpy_function(backward, [second], tf.float32, stateful=False)
-        slow.set_shape([32])
+        slow.set_shape([LARGE])
         return synchronizer.synchronize([first, slow], [early, late])
 
     def step(value):
         if synchronizer.parts:
             quick().task.legs.clear()
-        run(tf.fill([32], value), tf.ones([32]))
+        run(tf.fill([LARGE], value), tf.ones([LARGE]))
         return waited[-1]
 
     return synchronizer, step
@@ -104,7 +108,7 @@ def test_horovods_timeline_shows_it(rank, size, tmp_path):
 
 def test_no_bucket_waits_for_another(rank, size):
     """Ranks whose gradients come in opposite orders neither hang nor wait for the last one."""
-    variables = [tf.Variable(tf.ones([32])) for _ in range(4)]
+    variables = [tf.Variable(tf.ones([LARGE])) for _ in range(4)]
     synchronizer = hvd.Compression.exdyna(density=0.5).bind(bucket_bytes=1, average=False)
 
     def delayed(seconds):
@@ -121,13 +125,65 @@ def test_no_bucket_waits_for_another(rank, size):
         late = []
         for i, gradient in enumerate(gradients):
             slow = tf.numpy_function(delayed(delays[i]), [gradient], tf.float32, stateful=False)
-            slow.set_shape([32])
+            slow.set_shape([LARGE])
             late.append(slow)
         return synchronizer.synchronize(late, variables)
 
     for _ in range(4):
-        sums = step(*[tf.fill([32], float(i + 1)) for i in range(4)])
+        sums = step(*[tf.fill([LARGE], float(i + 1)) for i in range(4)])
     held = [part.bucket.accumulator.values() for part in synchronizer.sparse]
     assert all(np.isfinite(values).all() for values in held)
     assert synchronizer.step == 4
     assert len(sums) == 4
+
+
+@pytest.fixture
+def host_calls(monkeypatch):
+    """How often graphs that are traced from now on call Python, by name of the function."""
+    calls, make = [], tf.numpy_function
+
+    def counted(function, *arguments, **more):
+        def call(*arrays):
+            calls.append(function)
+            return function(*arrays)
+
+        return make(call, *arguments, **more)
+
+    monkeypatch.setattr(tf, "numpy_function", counted)
+    return calls
+
+
+@pytest.mark.parametrize("way", ["layerwise", "dense", "stock"])
+def test_many_small_variables_cost_few_calls(rank, size, way, host_calls):
+    """One per round for all that is small, and one at the end; stock Horovod's tape takes one more."""
+    variables = [tf.Variable(tf.ones([40]), name=f"w{i}") for i in range(40)]
+    compression = hvd.Compression.topk(density=0.1)
+    wrap = stock.DistributedGradientTape if way == "stock" else hvd.DistributedGradientTape
+    more = {} if way == "stock" else {"merging": "layerwise"}
+    if way == "dense":
+        more = {"plan": Plan((), tuple(f"w{i}" for i in reversed(range(40))))}
+
+    @tf.function
+    def step():
+        with tf.GradientTape() as tape:
+            loss = tf.add_n([tf.reduce_sum((rank + 1.0) * v) for v in variables])
+        return wrap(tape, compression=compression, op=hvd.Sum, **more).gradient(loss, variables)
+
+    step()
+    host_calls.clear()
+    sums = step()
+    assert len(host_calls) == (4 if way == "stock" else 3)
+    inner = compression.synchronizer or compression._dropin.synchronizer
+    assert len(inner.parts) == (1 if way == "stock" else 40)
+    assert way != "dense" or all(sum_.numpy()[0] == size * (size + 1) / 2 for sum_ in sums)
+
+
+def test_a_large_bucket_is_served_alone_and_small_ones_together(rank, size, host_calls):
+    shapes = [[40], [LARGE], [50], [LARGE], [60]]
+    variables = [tf.Variable(tf.ones(shape), name=f"w{i}") for i, shape in enumerate(shapes)]
+    synchronizer = hvd.Compression.topk(density=0.1).bind(bucket_bytes=1)
+    step = tf.function(lambda: synchronizer.synchronize([tf.ones(shape) for shape in shapes], variables))
+    step()
+    host_calls.clear()
+    step()
+    assert len(host_calls) == 3 * 2 + 1

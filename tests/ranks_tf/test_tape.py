@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import horovod.tensorflow as stock
 import numpy as np
 import pytest
@@ -10,6 +12,8 @@ import tensorflow as tf
 import horovod_sparse.tensorflow as hvd
 from horovod_sparse.errors import ArgumentError, NonFiniteGradientError, UnsupportedError
 from horovod_sparse.merging import Plan
+from horovod_sparse.tensorflow.local import scaled_locally
+from horovod_sparse.tensorflow.others import reduce_densely
 
 pytestmark = pytest.mark.tensorflow
 
@@ -253,6 +257,64 @@ def test_process_sets_synchronize_among_themselves(rank, size, wrapper, process_
     dense = _train(stock.DistributedGradientTape, stock.Compression.none, True, gradients, process_set=pairs)
     compression = hvd.Compression.exdyna(density=1.0)
     assert np.array_equal(_train(WRAPPERS[wrapper], compression, True, gradients, process_set=pairs), dense)
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("wrapper", [*WRAPPERS, "partial"])
+def test_a_rank_outside_of_the_process_set_gets_its_own(rank, size, wrapper, graph, process_set):
+    """As in stock Horovod; the others go on, and all of them meet afterwards."""
+    inner = process_set([0])
+    local, shared = tf.Variable(tf.ones([2])), tf.Variable(tf.ones([3]))
+    compression = hvd.Compression.topk(density=1.0)
+
+    def run(wrap, compression):
+        made = functools.partial(gradients, wrap, compression)
+        return [gradient.numpy().tolist() for gradient in (tf.function(made) if graph else made)()]
+
+    def gradients(wrap, compression):
+        with tf.GradientTape() as tape:
+            loss = (rank + 1.0) * (tf.reduce_sum(shared) + tf.reduce_sum(local))
+        tape = wrap(tape, compression=compression, process_set=inner)
+        if wrapper == "partial":
+            tape.register_local_source(local)
+        return tape.gradient(loss, [local, shared])
+
+    expected = run(stock.DistributedGradientTape, stock.Compression.none)
+    assert expected == [[rank + 1.0] * 2, [rank + 1.0] * 3]
+    wrap = WRAPPERS.get(wrapper, hvd.DistributedGradientTape)
+    for _ in range(2):
+        assert run(wrap, compression) == expected
+    assert float(hvd.allreduce(tf.ones([]), op=hvd.Sum, name="afterwards")) == size
+
+
+@pytest.mark.parametrize("what", ["slices", "local", "local slices"])
+def test_in_elastic_training_a_graph_asks_how_many_ranks_there_are(rank, size, what, monkeypatch):
+    """Not when it is traced, where there may have been more of them."""
+
+    class Before:
+        """The ranks when the function was traced."""
+
+        process_set_id = 0
+
+        @staticmethod
+        def size():
+            return size + 1
+
+    monkeypatch.setenv("HOROVOD_ELASTIC", "1")
+
+    @tf.function
+    def step():
+        slices = tf.IndexedSlices(tf.ones([1, 2]), tf.constant([0]), tf.constant([3, 2]))
+        if what == "slices":
+            return reduce_densely(slices, "elastic.slices", Before, average=True)
+        return scaled_locally(slices if what == "local slices" else slices.values, Before)
+
+    result = step()
+    if what == "slices":
+        assert tf.convert_to_tensor(result).numpy()[0].tolist() == [1.0, 1.0]
+    else:
+        values = result if what == "local" else result.values
+        assert values.numpy().tolist() == [pytest.approx([1.0 / size] * 2)]
 
 
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])

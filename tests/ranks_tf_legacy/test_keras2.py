@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import pickle
 
 import horovod.tensorflow as stock
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 import tensorflow as tf
 
 import horovod_sparse.tensorflow.keras as hvd
+from horovod_sparse.errors import UnsupportedError
 from support.keras_models import fit, flat, keras, make_model, trained_densely
 
 EVERYTHING = "topk:density=1.0"
@@ -224,3 +227,33 @@ def test_a_gradient_that_is_none_for_once_moves_no_other_variable(kind, eagerly)
     assert [w.numpy().tolist() for w in weights] == [
         [-size * count * factor] * 2 for count, factor in zip(times, factors, strict=True)
     ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_copies_are_distributed_or_refused(kind, rank, size):
+    optimizer = hvd.DistributedOptimizer(sgd(kind, 0.5, 0.0), compression=EVERYTHING, op=stock.Sum)
+    for again in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        weight = tf.Variable(tf.zeros([4]))
+        again.minimize(lambda weight=weight: (rank + 1.0) * tf.reduce_sum(weight), [weight])
+        assert weight.numpy().tolist() == [-0.5 * size * (size + 1) / 2] * 4
+    model = make_model()
+    model.compile(optimizer, "mse")
+    with pytest.raises(UnsupportedError, match="clone_model"):
+        copy.deepcopy(model)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_that_is_given_up_in_a_graph_counts_nothing(kind, rank, size):
+    optimizer = hvd.DistributedOptimizer(sgd(kind), compression=EVERYTHING)
+    weight = tf.Variable(tf.ones([4]))
+
+    @tf.function
+    def step(factor):
+        optimizer.minimize(lambda: tf.reduce_sum(factor * weight), [weight])
+
+    step(tf.ones([4]))
+    before = weight.numpy()
+    with pytest.raises(tf.errors.OpError, match="not finite"):
+        step(tf.fill([4], np.nan if rank == 0 else 1.0))
+    np.testing.assert_array_equal(weight.numpy(), before)
+    assert int(optimizer.iterations.numpy()) == 1

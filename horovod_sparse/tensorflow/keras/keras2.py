@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.tensorflow.checkpoint import CheckpointedState
+from horovod_sparse.tensorflow.keras.copies import refuse_copies
 from horovod_sparse.tensorflow.keras.reduction import SparseReducer
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
 
@@ -83,7 +84,7 @@ def attach(wrapped: Any, reducer: SparseReducer, again: Callable[[Any], Any]) ->
     # optimizers of the old kind do not find it by themselves
     wrapped._track_trackable(state, name="horovod_sparse", overwrite=True)
 
-    cls = type(wrapped)
+    cls: Any = type(wrapped)
     base: Any = cls.__bases__[0]
     # where Keras looks for the class that a saved model names; in Horovod there is none of that name
     cls.__module__ = base.__module__
@@ -94,8 +95,27 @@ def attach(wrapped: Any, reducer: SparseReducer, again: Callable[[Any], Any]) ->
     cls.replan = lambda self, plan=None, **more: _synchronizer(self).replan(plan, **more)
     cls.state_dict = lambda self: self._horovod_sparse_keeper.state_dict()
     cls.load_state_dict = lambda self, entry: self._horovod_sparse_keeper.load_state_dict(entry)
+    cls.get_config = _config_of(cls.get_config)
+    cls.__reduce__ = lambda self: (_made_again, (again, base, self.get_config()))
+    cls.__deepcopy__ = lambda self, memo: _made_again(again, base, self.get_config())
     cls.from_config = classmethod(lambda cls, config, **more: again(base.from_config(config, **more)))
     return wrapped
+
+
+def _made_again(again: Callable[[Any], Any], base: Any, config: dict[str, Any]) -> Any:
+    """As Keras 3 copies and pickles optimizers: settings, and no state."""
+    return again(base.from_config(config))
+
+
+def _config_of(method: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:
+    """`get_config`, which is also called where a model is copied through a file."""
+    model = tf.keras.Model
+
+    def get_config(self: Any) -> dict[str, Any]:
+        refuse_copies(model.__deepcopy__, model.__reduce__)
+        return method(self)
+
+    return get_config
 
 
 def scaled_again(scaler: Any, wrapped: Any) -> Any:

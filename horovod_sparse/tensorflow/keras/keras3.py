@@ -11,6 +11,7 @@ from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.frontend import Decision
 from horovod_sparse.merging import Plan
 from horovod_sparse.telemetry import Telemetry
+from horovod_sparse.tensorflow.keras.copies import refuse_copies
 from horovod_sparse.tensorflow.keras.reduction import Accumulation, Reduction, SparseReducer
 from horovod_sparse.tensorflow.keras.saved import KerasState
 from horovod_sparse.tensorflow.state import StateKeeper
@@ -67,6 +68,10 @@ def wrap(
     return wrapped
 
 
+def _made_again(again: Callable[[Any], Any], base: Any, config: dict[str, Any]) -> Any:
+    return again(base.from_config(config))
+
+
 def _wrong_order() -> UnsupportedError:
     return UnsupportedError(
         "a LossScaleOptimizer around a DistributedOptimizer lets every rank decide alone whether to skip a "
@@ -100,6 +105,15 @@ def _derived(base: Any, is_scaler: bool, again: Callable[[Any], Any]) -> Any:
         def from_config(cls, config: dict[str, Any], **arguments: Any) -> Any:
             """Another optimizer with the same settings, distributed in the same way, with no residual."""
             return again(base.from_config(config, **arguments))
+
+        def __reduce__(self) -> Any:
+            # as Keras pickles and copies optimizers: settings, and no state
+            return _made_again, (again, base, super().get_config())
+
+        def get_config(self) -> dict[str, Any]:
+            """The settings; also called where a file is written."""
+            refuse_copies(keras.Model.__reduce__)
+            return super().get_config()
 
         def __setattr__(self, name: str, value: Any) -> None:
             # a LossScaleOptimizer does so with the optimizer that it is made around

@@ -25,6 +25,38 @@ def is_keras3(optimizer: Any) -> bool:
     return hasattr(optimizer, "stateless_apply")
 
 
+class _Again:
+    """Wraps another optimizer in the same way; it may not share the residuals of the first.
+
+    Args:
+        arguments: of `DistributedOptimizer`, by name.
+    """
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        self._arguments = arguments
+
+    def __call__(self, other: Any) -> Any:
+        arguments, compression = self._arguments, self._arguments["compression"]
+        if isinstance(compression, SparseCompressor):
+            own = SparseCompressor(compression.recipe, compression.process_set)
+            arguments = {**arguments, "compression": own}
+        return DistributedOptimizer(other, **arguments)
+
+    def __reduce__(self) -> Any:
+        if self._arguments["process_set"] is not hvd.global_process_set:
+            raise UnsupportedError(
+                "an optimizer of some ranks alone cannot be copied or pickled: wrap a plain optimizer again, "
+                "with the same process_set"
+            )
+        return _again_for, (
+            {name: value for name, value in self._arguments.items() if name != "process_set"},
+        )
+
+
+def _again_for(arguments: dict[str, Any]) -> _Again:
+    return _Again({**arguments, "process_set": hvd.global_process_set})
+
+
 def DistributedOptimizer(
     optimizer: Any,
     name: str | None = None,
@@ -139,31 +171,27 @@ def DistributedOptimizer(
             "horovod.tensorflow.DistributedOptimizer, with Compression.none or .fp16"
         )
 
-    def again(other: Any) -> Any:
-        """A new optimizer may not share the residuals of this one."""
-        own = SparseCompressor(compression.recipe, compression.process_set) if is_sparse else compression
-        return DistributedOptimizer(
-            other,
-            name,
-            device_dense,
-            device_sparse,
-            own,
-            sparse_as_dense,
-            gradient_predivide_factor,
-            op,
-            backward_passes_per_step,
-            average_aggregated_gradients,
-            0,
-            groups,
-            process_set,
-            scale_local_gradients,
-            bucket_bytes=bucket_bytes,
-            plan=plan,
-            merging=merging,
-            tensor_selection=tensor_selection,
-            profile=profile,
-        )
-
+    again = _Again(
+        {
+            "name": name,
+            "device_dense": device_dense,
+            "device_sparse": device_sparse,
+            "compression": compression,
+            "sparse_as_dense": sparse_as_dense,
+            "gradient_predivide_factor": gradient_predivide_factor,
+            "op": op,
+            "backward_passes_per_step": backward_passes_per_step,
+            "average_aggregated_gradients": average_aggregated_gradients,
+            "groups": groups,
+            "process_set": process_set,
+            "scale_local_gradients": scale_local_gradients,
+            "bucket_bytes": bucket_bytes,
+            "plan": plan,
+            "merging": merging,
+            "tensor_selection": tensor_selection,
+            "profile": profile,
+        }
+    )
     is_scaler = hasattr(optimizer, "inner_optimizer")
     if is_scaler and not is_keras3(optimizer):  # there, what is distributed goes inside
         return keras2.scaled_again(optimizer, again(optimizer.inner_optimizer))

@@ -84,9 +84,8 @@ class Reduction:
                 results[i] = gradient
         if not self._scale_local or not self.reducer.is_needed:
             return results
-        size = self.reducer.process_set.size()
         return [
-            scaled_locally(gradient, size) if kept else gradient
+            scaled_locally(gradient, self.reducer.process_set) if kept else gradient
             for gradient, kept in zip(results, is_local, strict=True)
         ]
 

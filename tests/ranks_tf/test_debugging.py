@@ -1,0 +1,69 @@
+"""TensorFlow's switches for looking into functions: with them on, training does what it does without."""
+
+from __future__ import annotations
+
+import horovod.tensorflow as stock
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import horovod_sparse.tensorflow as hvd
+import horovod_sparse.tensorflow.keras as hvd_keras
+
+pytestmark = pytest.mark.tensorflow
+
+WRAPPERS = {"ours": hvd.DistributedGradientTape, "stock": stock.DistributedGradientTape}
+
+
+@pytest.fixture(params=["functions eagerly", "check numerics"])
+def switch(request):
+    """Turned on when it is called, off after the test."""
+    if request.param == "functions eagerly":
+        yield lambda: tf.config.run_functions_eagerly(True)
+        tf.config.run_functions_eagerly(False)
+    else:
+        yield tf.debugging.enable_check_numerics
+        tf.debugging.disable_check_numerics()
+
+
+def _descend(wrap, rank, *, op, dtype=tf.float32):
+    weights = [tf.Variable(tf.ones([40], dtype), name="a"), tf.Variable(tf.ones([3, 5], dtype), name="b")]
+    compression = hvd.Compression.exdyna(density=0.2)
+
+    @tf.function
+    def step(factor):
+        with tf.GradientTape() as tape:
+            loss = tf.add_n([tf.reduce_sum(tf.cast(factor, dtype) * w * w) for w in weights])
+        tape = wrap(tape, compression=compression, op=op)
+        for weight, gradient in zip(weights, tape.gradient(loss, weights), strict=True):
+            weight.assign_sub(0.125 * gradient)
+
+    for number in range(4):
+        step(tf.linspace(1.0 + rank + number, 0.5, 40)[:1])
+    return np.concatenate([weight.numpy().reshape(-1) for weight in weights])
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Sum], ids=["average", "sum"])
+def test_a_tape_trains_as_without_it(rank, size, wrapper, op, switch):
+    expected = _descend(WRAPPERS[wrapper], rank, op=op)
+    switch()
+    np.testing.assert_allclose(_descend(WRAPPERS[wrapper], rank, op=op), expected, rtol=1e-6)
+
+
+def test_keras_fits_as_without_it(rank, size, switch):
+    def trained():
+        tf.keras.utils.set_random_seed(1)
+        model = tf.keras.Sequential([tf.keras.Input((3,)), tf.keras.layers.Dense(4)])
+        optimizer = hvd_keras.DistributedOptimizer(
+            tf.keras.optimizers.SGD(0.1), compression="topk:density=0.5"
+        )
+        model.compile(optimizer, "mse", jit_compile=False)
+        inputs = np.random.default_rng(rank).standard_normal((8, 3)).astype(np.float32)
+        model.fit(inputs, np.ones((8, 4), np.float32), batch_size=4, epochs=1, shuffle=False, verbose=0)
+        assert optimizer.telemetry.num_steps == 2
+        return np.concatenate([weight.numpy().reshape(-1) for weight in model.weights])
+
+    expected = trained()
+    switch()
+    np.testing.assert_allclose(trained(), expected, rtol=1e-6)

@@ -1,0 +1,115 @@
+"""A step that is given up changes nothing, in a graph either: what needs no gradient waits for its end."""
+
+from __future__ import annotations
+
+import horovod.tensorflow as stock
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import horovod_sparse.tensorflow as hvd
+import horovod_sparse.tensorflow.keras as hvd_keras
+from horovod_sparse.errors import NonFiniteGradientError
+
+pytestmark = pytest.mark.tensorflow
+
+
+def _adamw():
+    """Its decay moves weights, and its count goes on, whatever the gradient is."""
+    return tf.keras.optimizers.AdamW(0.1, weight_decay=0.04)
+
+
+def _by_tape(wrap):
+    compression, optimizer = hvd.Compression.topk(density=0.5), _adamw()
+
+    def apply(loss, tape, weights):
+        gradients = wrap(tape, compression=compression).gradient(loss, weights)
+        optimizer.apply_gradients(zip(gradients, weights, strict=True))
+
+    return optimizer, apply
+
+
+def _by_optimizer():
+    optimizer = hvd_keras.DistributedOptimizer(_adamw(), compression="topk:density=0.5")
+
+    def apply(loss, tape, weights):
+        optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+
+    return optimizer, apply
+
+
+WAYS = {
+    "tape": lambda: _by_tape(hvd.DistributedGradientTape),
+    "stock tape": lambda: _by_tape(stock.DistributedGradientTape),
+    "optimizer": _by_optimizer,
+}
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("way", WAYS)
+def test_nothing_is_applied_and_nothing_is_counted(rank, size, way, graph, everywhere):
+    optimizer, apply = WAYS[way]()
+    weights = [tf.Variable(tf.ones([4]), name="one"), tf.Variable(tf.ones([3]), name="two")]
+    own = tf.Variable(0)
+    optimizer.build(weights)
+
+    def step(given):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(given * weights[0]) + tf.reduce_sum(weights[1])
+        apply(loss, tape, weights)
+        own.assign_add(1)
+
+    run = tf.function(step) if graph else step
+
+    def seen():
+        values = [weight.numpy() for weight in weights]
+        return np.concatenate([*values, [int(optimizer.iterations.numpy()), own.numpy()]])
+
+    run(tf.ones([4]))
+    before = seen()
+    sick = tf.constant([1.0, np.nan, 1.0, 1.0]) if rank == size - 1 else tf.ones([4])
+    for _ in range(3):
+        with pytest.raises((NonFiniteGradientError, tf.errors.OpError), match="finite"):
+            run(sick)
+        np.testing.assert_array_equal(seen(), before)
+    run(tf.ones([4]))
+    assert (seen()[-2:] == 2).all() and (seen()[:-2] < before[:-2]).all()
+    assert (everywhere(seen()) == seen()).all()
+
+
+def test_the_next_tape_does_not_wait(rank, size):
+    """Two tapes in one function: backward of the second goes on while the first one's sums are under way."""
+    first, second = tf.Variable(tf.ones([4])), tf.Variable(tf.ones([4]))
+    compressions = [hvd.Compression.topk(density=1.0) for _ in range(2)]
+
+    @tf.function
+    def step():
+        with tf.GradientTape() as tape, tf.GradientTape() as other:
+            losses = tf.reduce_sum(first * first), tf.reduce_sum(second * second * second)
+        for one, loss, variable, compression in zip(
+            (tape, other), losses, (first, second), compressions, strict=True
+        ):
+            one = hvd.DistributedGradientTape(one, compression=compression)
+            (gradient,) = one.gradient(loss, [variable])
+            variable.assign_sub(0.25 * gradient)
+
+    graph = step.get_concrete_function().graph
+    updates = [operation for operation in graph.get_operations() if operation.type == "AssignSubVariableOp"]
+    starts = [operation for operation in graph.get_operations() if operation.type == "PyFunc"]
+    ends = [updates[0].inputs[1].op]
+    assert len(updates) == 2 and starts
+    step()
+    assert first.numpy().tolist() == [0.5] * 4 and second.numpy().tolist() == [0.25] * 4
+
+    def behind(operation):
+        """All that an operation waits for."""
+        seen, waiting = set(), [operation]
+        while waiting:
+            one = waiting.pop()
+            if one.name not in seen:
+                seen.add(one.name)
+                waiting += [*(tensor.op for tensor in one.inputs), *one.control_inputs]
+        return seen
+
+    last = next(op for op in reversed(starts) if op.inputs and op.inputs[0].dtype == tf.float64)
+    assert not {op.name for op in ends} & behind(last), "its start waits for the first one's end"

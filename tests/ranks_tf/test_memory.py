@@ -1,0 +1,75 @@
+"""What is no longer used is freed: optimizers, compressors, and the residuals that they keep."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import horovod.tensorflow as stock
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import horovod_sparse.tensorflow as hvd
+import horovod_sparse.tensorflow.keras as hvd_keras
+from horovod_sparse.feedback import Bucket
+
+pytestmark = pytest.mark.tensorflow
+
+
+def _by_tape(wrap, graph):
+    compression, weight = hvd.Compression.topk(density=0.5), tf.Variable(tf.ones([100]))
+
+    def step():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(weight * weight)
+        weight.assign_sub(wrap(tape, compression=compression).gradient(loss, [weight])[0])
+
+    step = tf.function(step) if graph else step
+    for _ in range(2):
+        step()
+    return compression
+
+
+def _by_optimizer(fit):
+    optimizer = hvd_keras.DistributedOptimizer(tf.keras.optimizers.SGD(0.1), compression="topk:density=0.5")
+    model = tf.keras.Sequential([tf.keras.Input((3,)), tf.keras.layers.Dense(4)])
+    model.compile(optimizer, "mse", jit_compile=False, run_eagerly=not fit)
+    model.fit(np.ones((4, 3), np.float32), np.ones((4, 4), np.float32), verbose=0)
+    return optimizer
+
+
+WAYS = {
+    "tape": lambda graph: _by_tape(hvd.DistributedGradientTape, graph),
+    "stock tape": lambda graph: _by_tape(stock.DistributedGradientTape, graph),
+    "optimizer": _by_optimizer,
+}
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("way", WAYS)
+def test_nothing_is_left_of_it(rank, size, way, graph):
+    gc.collect()
+    before = {id(one) for one in gc.get_objects() if type(one) is Bucket}
+    used = weakref.ref(WAYS[way](graph))
+    tf.keras.backend.clear_session()
+    gc.collect()
+    left = [one for one in gc.get_objects() if type(one) is Bucket and id(one) not in before]
+    assert used() is None and not left
+
+
+def test_a_graph_that_outlives_its_compressor_says_so(rank, size):
+    weight = tf.Variable(tf.ones([100]))
+
+    def made():
+        synchronizer = hvd.Compression.topk(density=1.0).bind(average=False)
+        return tf.function(lambda: synchronizer.synchronize([tf.ones([100])], [weight])[0])
+
+    function = made()
+    gc.collect()
+    assert function().numpy().tolist() == [float(size)] * 100, "the function keeps it"
+    step = function.get_concrete_function()
+    del function
+    gc.collect()
+    with pytest.raises(tf.errors.OpError, match="outlives"):
+        step()
