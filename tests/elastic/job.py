@@ -26,11 +26,12 @@ HOSTS = ("localhost", "127.0.0.1", "127.1", "127.0.1", "Localhost", "LOCALHOST")
 _SECONDS = 150.0
 
 
-#: survivors wait for a worker that joins, which has to import a framework first: more than the usual 30 s
+#: survivors wait for a worker that joins, which has to import a framework first: more than the usual 30 s.
+#: As long may one of several survivors wait for another before it notices that a third one is gone.
 _ENVIRONMENT = {
     "PYTHONUNBUFFERED": "1",
     "TF_CPP_MIN_LOG_LEVEL": "2",
-    "HOROVOD_GLOO_TIMEOUT_SECONDS": "120",
+    "HOROVOD_GLOO_TIMEOUT_SECONDS": "60",
 }
 
 
