@@ -10,7 +10,7 @@ from tf_keras.src.optimizers.legacy.optimizer_v2 import OptimizerV2
 
 import horovod_sparse.tensorflow.keras as hvd
 from horovod_sparse.errors import NonFiniteGradientError
-from support.keras_models import keras
+from support.keras_models import flat, keras, make_model
 
 EVERYTHING = "topk:density=1.0"
 
@@ -106,3 +106,18 @@ def test_an_optimizer_outside_of_its_process_set(rank):
     optimizer.apply_gradients([(gradient, variable)])
     assert float(variable[0]) == rank + 1.0
     hvd.remove_process_set(members)
+
+
+@pytest.mark.parametrize("kind", ["new", "legacy"])
+def test_a_folder_of_a_saved_model_is_loaded(kind, tmp_path, rank, size):
+    """Keras restores the weights of one, and no state of its optimizer; so does Horovod."""
+    optimizers = keras.optimizers if kind == "new" else keras.optimizers.legacy
+    model = make_model(seed=3)
+    model.compile(hvd.DistributedOptimizer(optimizers.Adam(0.1), compression=EVERYTHING), loss="mse")
+    inputs, outputs = np.ones((4, 8), np.float32), np.ones((4, 3), np.float32)
+    model.train_on_batch(inputs, outputs)
+    model.save(str(tmp_path / f"{rank}"), save_format="tf")
+    again = hvd.load_model(str(tmp_path / f"{rank}"), compression=EVERYTHING)
+    np.testing.assert_array_equal(flat(again), flat(model))
+    again.train_on_batch(inputs, outputs)
+    assert again.optimizer.telemetry.num_steps == 1

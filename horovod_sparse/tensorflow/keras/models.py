@@ -33,7 +33,8 @@ def load_model(
 
     Returns:
         A compiled model. Residuals start at zero under tf-keras; under Keras 3 a file that a rank saved
-        has this rank's.
+        has this rank's. From a SavedModel folder of tf-keras Keras restores the weights, and no state of the
+        optimizer; so does this.
     """
     known = {cls.__name__: cls for cls in custom_optimizers or ()} | dict(custom_objects or {})
     model = tf.keras.models.load_model(filepath, custom_objects=known)
@@ -47,6 +48,7 @@ def load_model(
         if weights := restored.get_weights():  # files of format "keras" have none of the old kind
             model.optimizer.set_weights(weights)
     else:
+        restored.build(model.trainable_variables)  # of a SavedModel it is not
         model.optimizer.build(model.trainable_variables)
         for variable, value in zip(model.optimizer.variables, restored.variables, strict=True):
             variable.assign(value)
