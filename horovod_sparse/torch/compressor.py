@@ -46,8 +46,9 @@ class SparseCompressor(hvd.compression.Compressor):
 
     In stock ``horovod.torch.DistributedOptimizer(optimizer, named_parameters=..., compression=...)``
     it really sends sparse data, though that optimizer knows nothing of it: `compress` folds the gradient
-    into the parameter's residual (the gradient is 0 from then on), starts the sparsifier's collectives
-    under the parameter's name, and hands Horovod one number, 1, to allreduce. `decompress` waits, writes
+    into the parameter's residual, starts the sparsifier's collectives under the parameter's name (after
+    Horovod's start in `decompress`, when all ranks have compared their states), and hands Horovod one
+    number, 1, to allreduce. `decompress` waits, writes
     the sparse sum into the gradient, and scales it with what has become of that number, divided by the
     number of ranks: so Average, Sum and gradient_predivide_factor act as on a dense gradient. Density
     applies to every parameter for itself. Gradients without elements or of an integer type stay dense.
@@ -99,7 +100,7 @@ class SparseCompressor(hvd.compression.Compressor):
         """Starts a gradient's synchronization; does not wait.
 
         Args:
-            tensor: the `.grad` of a parameter. Zeros afterwards.
+            tensor: the `.grad` of a parameter.
 
         Returns:
             One float64 for Horovod to allreduce, and what `decompress` needs. A gradient that stays
