@@ -41,15 +41,3 @@ def test_a_worker_is_replaced_at_an_unchanged_size(tmp_path):
         assert job.wait() == 0, job.log
     lawful(job.entries, 2)
     assert of(job.entries, "batch", host=HOSTS[2])
-
-
-def test_ranks_go_and_come_and_the_mean_of_residuals_stays(tmp_path):
-    """3, 2 and 3 ranks. One is killed between backward and step, where the others average a loss."""
-    task = {"trained": ALL, "killed": [(2, 4, "between")], "metric": True, "batches": 10, "until": {"7": 3}}
-    with elastic_job(tmp_path, WORKER, json.dumps(task), hosts=HOSTS[:3], least=2) as job:
-        job.wait_for(lambda entries: bool(of(entries, "batch", batch=7, size=2)))
-        [gone] = of(job.entries, "dies")
-        job.set_hosts([host for host in HOSTS[:4] if host != gone["host"]])
-        assert job.wait() == 0, job.log
-    lawful(job.entries, 3)
-    assert {entry["size"] for entry in of(job.entries, "batch")} == {2, 3}
