@@ -15,10 +15,10 @@ import numpy as np
 import torch
 
 from horovod_sparse.arrays import Accumulator, GradientParts, HostAccumulator, apply_scaled_sum, clear_at
-from horovod_sparse.arrays import torch as tensors
-from horovod_sparse.arrays.torch_gradient import KeptTensor
-from horovod_sparse.arrays.transfer import on_device, to_device, to_host
 from horovod_sparse.collectives import AllReduce, Synchronization
+from horovod_sparse.device import accumulator as tensors
+from horovod_sparse.device.gradient import KeptTensor
+from horovod_sparse.device.transfer import on_device, to_device, to_host
 from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.frontend import sum_densely

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from horovod_sparse.arrays import HostAccumulator
-from horovod_sparse.arrays.torch import TorchAccumulator
+from horovod_sparse.device.accumulator import TorchAccumulator
 from horovod_sparse.errors import NonFiniteGradientError, UnsupportedError
 from horovod_sparse.feedback import parse_recipe
 from horovod_sparse.sparsifiers import BucketInfo

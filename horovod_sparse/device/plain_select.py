@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from horovod_sparse.device.bits import magnitudes
 from horovod_sparse.kernels.layout import Layout
-from horovod_sparse.kernels.torch_bits import magnitudes
 
 __all__ = ["at_least", "kth", "largest"]
 

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from horovod_sparse.arrays import FoldReport
-from horovod_sparse.arrays.torch import TorchAccumulator
+from horovod_sparse.device import backend as torch_backend
+from horovod_sparse.device import plain as torch_plain
+from horovod_sparse.device.accumulator import TorchAccumulator
 from horovod_sparse.errors import ArgumentError, MessageError
-from horovod_sparse.kernels import torch_backend, torch_plain
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from horovod_sparse.arrays import HostAccumulator, apply_sum
-from horovod_sparse.arrays import torch as torch_arrays
+from horovod_sparse.device import accumulator as torch_arrays
 from horovod_sparse.errors import NonFiniteGradientError
 from horovod_sparse.feedback import Bucket, parse_recipe
 from horovod_sparse.simulation import run_lockstep

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from horovod_sparse.device.backend import TensorKernels
 from horovod_sparse.kernels.layout import Layout
-from horovod_sparse.kernels.torch_backend import TensorKernels
 
 __all__ = ["Journal", "sum_of_squares"]
 

@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from horovod_sparse.device.triton.bits import OPTIONS, is_finite, magnitude, programs
 from horovod_sparse.kernels.layout import Layout
-from horovod_sparse.kernels.triton_bits import OPTIONS, is_finite, magnitude, programs
 
 __all__ = ["fold"]
 
@@ -129,7 +129,7 @@ def fold(
     tile: int = 0,
     warps: int = 4,
 ) -> Tensor:
-    """See `torch_plain.fold`; tile and warps are for measurements."""
+    """See `plain.fold`; tile and warps are for measurements."""
     n, block = layout.num_elements, layout.block
     if not tile:
         # Three arrays, or words of 64 bits, fill the registers with half as many elements.

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from horovod_sparse.kernels.triton_bits import OPTIONS, programs
+from horovod_sparse.device.triton.bits import OPTIONS, programs
 
 __all__ = ["BINS", "Radix", "advance", "digits"]
 

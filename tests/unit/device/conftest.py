@@ -46,18 +46,18 @@ def _why_no_triton() -> str | None:
 
 
 def _places() -> Iterator[Any]:
-    yield pytest.param(("torch_plain", "cpu", 100, 3000), id="plain-cpu")
+    yield pytest.param(("plain", "cpu", 100, 3000), id="plain-cpu")
     reason = _why_no_triton()
     if HAS_GPU:
-        yield pytest.param(("torch_plain", "cuda", 30, 30_000), id="plain-cuda")
-        budget = ("triton_backend", "cuda", 100, 300_000)
+        yield pytest.param(("plain", "cuda", 30, 30_000), id="plain-cuda")
+        budget = ("triton.backend", "cuda", 100, 300_000)
     else:
-        budget = ("triton_backend", "cpu", 6, 700)
+        budget = ("triton.backend", "cpu", 6, 700)
     yield pytest.param(budget, id="triton", marks=pytest.mark.skipif(bool(reason), reason=reason or "-"))
 
 
 @pytest.fixture(params=_places())
 def place(request: pytest.FixtureRequest) -> Place:
     name, device, num_examples, max_elements = request.param
-    kernels = importlib.import_module(f"horovod_sparse.kernels.{name}")
+    kernels = importlib.import_module(f"horovod_sparse.device.{name}")
     return Place(kernels, device, num_examples, max_elements)

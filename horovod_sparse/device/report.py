@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from horovod_sparse.arrays.protocol import FoldReport
-from horovod_sparse.arrays.transfer import PendingCopy
+from horovod_sparse.device.transfer import PendingCopy
 
 __all__ = ["PendingReport"]
 
@@ -15,7 +15,7 @@ class PendingReport(FoldReport):
     not make the host wait for it.
 
     Args:
-        copy: of what the fold kernel returns (see `torch_plain.fold`).
+        copy: of what the fold kernel returns (see `plain.fold`).
     """
 
     def __init__(self, copy: PendingCopy) -> None:

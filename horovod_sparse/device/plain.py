@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from horovod_sparse.device.bits import infinity_bits, int_type, magnitudes
+from horovod_sparse.device.plain_select import at_least, kth, largest
+from horovod_sparse.device.plain_statistics import count_at_least, moments
 from horovod_sparse.kernels.layout import Layout
-from horovod_sparse.kernels.torch_bits import infinity_bits, int_type, magnitudes
-from horovod_sparse.kernels.torch_plain_select import at_least, kth, largest
-from horovod_sparse.kernels.torch_plain_statistics import count_at_least, moments
 
 __all__ = [
     "add",

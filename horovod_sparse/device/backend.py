@@ -10,7 +10,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-from horovod_sparse.kernels import torch_plain
+from horovod_sparse.device import plain
 from horovod_sparse.kernels.layout import Layout
 
 __all__ = ["TensorKernels", "kernels_for"]
@@ -22,7 +22,7 @@ _OLDEST_TRITON = (3, 4)
 
 
 class TensorKernels(Protocol):
-    """The primitives on tensors: what `torch_plain` says they do, whoever does it."""
+    """The primitives on tensors: what `plain` says they do, whoever does it."""
 
     def fold(
         self,
@@ -36,56 +36,56 @@ class TensorKernels(Protocol):
         plain: bool = False,
         keep: bool = False,
     ) -> Tensor:
-        """See `torch_plain.fold`."""
+        """See `plain.fold`."""
 
     def scan_maxima(self, values: Tensor, maxima: Tensor, layout: Layout) -> None:
-        """See `torch_plain.scan_maxima`."""
+        """See `plain.scan_maxima`."""
 
     def refresh_maxima(self, values: Tensor, maxima: Tensor, layout: Layout, indices: Tensor) -> None:
-        """See `torch_plain.refresh_maxima`."""
+        """See `plain.refresh_maxima`."""
 
     def raise_maxima(self, values: Tensor, maxima: Tensor, layout: Layout, indices: Tensor) -> None:
-        """See `torch_plain.raise_maxima`."""
+        """See `plain.raise_maxima`."""
 
     def at_least(
         self, values: Tensor, maxima: Tensor, layout: Layout, bits: int, start: int, stop: int, capacity: int
     ) -> tuple[Tensor, Tensor]:
-        """See `torch_plain_select.at_least`."""
+        """See `plain_select.at_least`."""
 
     def kth(
         self, values: Tensor, maxima: Tensor, layout: Layout, k: int, start: int, stop: int, dense: bool
     ) -> Tensor:
-        """See `torch_plain_select.kth`."""
+        """See `plain_select.kth`."""
 
     def largest(
         self, values: Tensor, maxima: Tensor, layout: Layout, k: int, start: int, stop: int, dense: bool
     ) -> tuple[Tensor, Tensor]:
-        """See `torch_plain_select.largest`."""
+        """See `plain_select.largest`."""
 
     def count_at_least(
         self, values: Tensor, maxima: Tensor, layout: Layout, thresholds: Sequence[int]
     ) -> Tensor:
-        """See `torch_plain_statistics.count_at_least`."""
+        """See `plain_statistics.count_at_least`."""
 
     def moments(self, values: Tensor, bits: int) -> Tensor:
-        """See `torch_plain_statistics.moments`."""
+        """See `plain_statistics.moments`."""
 
     def clear(self, values: Tensor, indices: Tensor) -> Tensor:
-        """See `torch_plain.clear`."""
+        """See `plain.clear`."""
 
     def put(self, values: Tensor, indices: Tensor, new: Tensor) -> None:
-        """See `torch_plain.put`."""
+        """See `plain.put`."""
 
     def add(self, values: Tensor, indices: Tensor, new: Tensor) -> Tensor:
-        """See `torch_plain.add`."""
+        """See `plain.add`."""
 
     def add_sum(self, dense: Tensor, indices: Tensor, new: Tensor, unique: bool) -> Tensor:
-        """See `torch_plain.add_sum`."""
+        """See `plain.add_sum`."""
 
 
 def kernels_for(device: torch.device) -> TensorKernels:
     """The fastest implementation for a device: Triton for CUDA where it is installed, else plain PyTorch."""
-    return _triton() if device.type == "cuda" else cast(TensorKernels, torch_plain)
+    return _triton() if device.type == "cuda" else cast(TensorKernels, plain)
 
 
 @functools.cache
@@ -98,10 +98,10 @@ def _triton() -> TensorKernels:
             raise ImportError(
                 f"Triton {triton.__version__} is older than {'.'.join(map(str, _OLDEST_TRITON))}"
             )
-        from horovod_sparse.kernels import triton_backend
+        from horovod_sparse.device.triton import backend as triton_backend
     except ImportError as error:
         _log.warning(
             "sparsifiers on CUDA use plain PyTorch, several times slower than their Triton kernels: %s", error
         )
-        return cast(TensorKernels, torch_plain)
+        return cast(TensorKernels, plain)
     return cast(TensorKernels, triton_backend)

@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from horovod_sparse.device.triton.bits import OPTIONS, TILE, magnitude, programs
 from horovod_sparse.kernels.layout import Layout
-from horovod_sparse.kernels.triton_bits import OPTIONS, TILE, magnitude, programs
 
 __all__ = ["raise_maxima", "refresh_maxima", "scan_maxima"]
 
@@ -26,7 +26,7 @@ def _scan_kernel(values, maxima, n, ROWS: tl.constexpr, BLOCK: tl.constexpr):  #
 
 
 def scan_maxima(values: Tensor, maxima: Tensor, layout: Layout) -> None:
-    """See `torch_plain.scan_maxima`."""
+    """See `plain.scan_maxima`."""
     n, block = layout.num_elements, layout.block
     _scan_kernel[(programs(n),)](values, maxima, n, ROWS=TILE // block, BLOCK=block, **OPTIONS)
 
@@ -45,7 +45,7 @@ def _refresh_kernel(  # type: ignore[no-untyped-def]
 
 
 def refresh_maxima(values: Tensor, maxima: Tensor, layout: Layout, indices: Tensor) -> None:
-    """See `torch_plain.refresh_maxima`."""
+    """See `plain.refresh_maxima`."""
     k = indices.numel()
     _refresh_kernel[(programs(k, _LANES),)](
         values, maxima, indices, layout.num_elements, k, LANES=_LANES, BLOCK=layout.block, **OPTIONS
@@ -62,6 +62,6 @@ def _raise_kernel(values, maxima, indices, block, k, LANES: tl.constexpr):  # ty
 
 
 def raise_maxima(values: Tensor, maxima: Tensor, layout: Layout, indices: Tensor) -> None:
-    """See `torch_plain.raise_maxima`."""
+    """See `plain.raise_maxima`."""
     k = indices.numel()
     _raise_kernel[(programs(k, 256),)](values, maxima, indices, layout.block, k, LANES=256, **OPTIONS)

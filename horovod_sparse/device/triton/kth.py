@@ -13,11 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from horovod_sparse.device.bits import int_type, num_magnitude_bits
+from horovod_sparse.device.triton.bits import OPTIONS
+from horovod_sparse.device.triton.blocks import MAX_PROGRAMS, Passing, list_blocks, look
+from horovod_sparse.device.triton.radix import BINS, Radix, advance, digits
 from horovod_sparse.kernels.layout import Layout
-from horovod_sparse.kernels.torch_bits import int_type, num_magnitude_bits
-from horovod_sparse.kernels.triton_bits import OPTIONS
-from horovod_sparse.kernels.triton_blocks import MAX_PROGRAMS, Passing, list_blocks, look
-from horovod_sparse.kernels.triton_radix import BINS, Radix, advance, digits
 
 __all__ = ["find_kth", "kth"]
 
@@ -69,7 +69,7 @@ def find_kth(
     dense: bool,
     capacity: int | None = None,
 ) -> tuple[Tensor, Passing | None]:
-    """As `torch_plain.kth`; also the blocks that may hold one of the k largest, None with `dense`.
+    """As `plain.kth`; also the blocks that may hold one of the k largest, None with `dense`.
 
     Args:
         capacity: room for candidates; found from k if left out.
@@ -114,5 +114,5 @@ def find_kth(
 
 
 def kth(values: Tensor, maxima: Tensor, layout: Layout, k: int, start: int, stop: int, dense: bool) -> Tensor:
-    """See `torch_plain.kth`."""
+    """See `plain.kth`."""
     return find_kth(values, maxima, layout, k, start, stop, dense)[0]

@@ -10,12 +10,12 @@ from numpy.typing import NDArray
 
 from horovod_sparse.arrays.moments import Moments
 from horovod_sparse.arrays.protocol import Indices, Values
-from horovod_sparse.arrays.torch_journal import Journal
-from horovod_sparse.arrays.transfer import PendingCopy, to_host
+from horovod_sparse.device.backend import TensorKernels
+from horovod_sparse.device.bits import int_type
+from horovod_sparse.device.journal import Journal
+from horovod_sparse.device.transfer import PendingCopy, to_host
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.kernels.layout import Layout, bits_of, float_of
-from horovod_sparse.kernels.torch_backend import TensorKernels
-from horovod_sparse.kernels.torch_bits import int_type
 
 __all__ = ["Selection"]
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from horovod_sparse.device.bits import magnitudes
 from horovod_sparse.kernels.layout import Layout
-from horovod_sparse.kernels.torch_bits import magnitudes
 
 __all__ = ["count_at_least", "moments"]
 

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from horovod_sparse.arrays import HostAccumulator
-from horovod_sparse.arrays.torch import TorchAccumulator
+from horovod_sparse.device.accumulator import TorchAccumulator
 from horovod_sparse.kernels import reference
 from support.gradients import DTYPES, as_gradient
 

@@ -20,9 +20,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction, mangle_type
 
-from horovod_sparse.kernels import triton_backend
+from horovod_sparse.device.bits import int_type
+from horovod_sparse.device.triton import backend as triton_backend
 from horovod_sparse.kernels.layout import Layout
-from horovod_sparse.kernels.torch_bits import int_type
 
 launches: list[tuple[JITFunction, dict[str, Any], dict[str, Any]]] = []
 

@@ -9,10 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from horovod_sparse.device.triton.bits import OPTIONS, magnitude, programs
+from horovod_sparse.device.triton.blocks import list_blocks
+from horovod_sparse.device.triton.select import count_tiles
 from horovod_sparse.kernels.layout import Layout
-from horovod_sparse.kernels.triton_bits import OPTIONS, magnitude, programs
-from horovod_sparse.kernels.triton_blocks import list_blocks
-from horovod_sparse.kernels.triton_select import count_tiles
 
 __all__ = ["count_at_least", "moments"]
 
@@ -20,7 +20,7 @@ _TILE = 2048
 
 
 def count_at_least(values: Tensor, maxima: Tensor, layout: Layout, thresholds: Sequence[int]) -> Tensor:
-    """See `torch_plain.count_at_least`."""
+    """See `plain.count_at_least`."""
     counts = []
     for bits in thresholds:
         passing = list_blocks(maxima, layout.block, 0, layout.num_elements, bits)
@@ -52,7 +52,7 @@ def _moments_kernel(  # type: ignore[no-untyped-def]
 
 
 def moments(values: Tensor, bits: int) -> Tensor:
-    """See `torch_plain.moments`."""
+    """See `plain.moments`."""
     grid = programs(values.numel(), _TILE)
     partials = torch.empty((4, grid), dtype=torch.float64, device=values.device)
     _moments_kernel[(grid,)](values, values.numel(), bits, partials, grid, TILE=_TILE, **OPTIONS)

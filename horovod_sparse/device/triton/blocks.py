@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from horovod_sparse.kernels.triton_bits import OPTIONS, TILE, programs
-from horovod_sparse.kernels.triton_radix import BINS, Radix, advance
+from horovod_sparse.device.triton.bits import OPTIONS, TILE, programs
+from horovod_sparse.device.triton.radix import BINS, Radix, advance
 
 __all__ = ["MAX_PROGRAMS", "Passing", "list_blocks", "look"]
 

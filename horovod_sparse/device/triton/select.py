@@ -13,11 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from horovod_sparse.device.bits import int_type
+from horovod_sparse.device.triton.bits import OPTIONS
+from horovod_sparse.device.triton.blocks import MAX_PROGRAMS, Passing, list_blocks, look
+from horovod_sparse.device.triton.kth import find_kth
 from horovod_sparse.kernels.layout import Layout
-from horovod_sparse.kernels.torch_bits import int_type
-from horovod_sparse.kernels.triton_bits import OPTIONS
-from horovod_sparse.kernels.triton_blocks import MAX_PROGRAMS, Passing, list_blocks, look
-from horovod_sparse.kernels.triton_kth import find_kth
 
 __all__ = ["at_least", "count_tiles", "largest"]
 
@@ -124,7 +124,7 @@ def _select(
 def at_least(
     values: Tensor, maxima: Tensor, layout: Layout, bits: int, start: int, stop: int, capacity: int
 ) -> tuple[Tensor, Tensor]:
-    """See `torch_plain.at_least`."""
+    """See `plain.at_least`."""
     passing = list_blocks(maxima, layout.block, start, stop, bits)
     # The bound of the list is the threshold.
     out = _select(values, layout, passing, passing.facts, False, start, stop, capacity)
@@ -134,7 +134,7 @@ def at_least(
 def largest(
     values: Tensor, maxima: Tensor, layout: Layout, k: int, start: int, stop: int, dense: bool
 ) -> tuple[Tensor, Tensor]:
-    """See `torch_plain.largest`."""
+    """See `plain.largest`."""
     report, passing = find_kth(values, maxima, layout, k, start, stop, dense)
     if passing is None:
         passing = list_blocks(maxima, layout.block, start, stop, 0)

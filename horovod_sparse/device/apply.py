@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from horovod_sparse.arrays.transfer import to_device, to_host
+from horovod_sparse.device.backend import TensorKernels, kernels_for
+from horovod_sparse.device.transfer import to_device, to_host
 from horovod_sparse.errors import ArgumentError, MessageError
 from horovod_sparse.kernels.host_apply import checked
-from horovod_sparse.kernels.torch_backend import TensorKernels, kernels_for
 
 __all__ = ["apply_scaled_sum", "apply_sum", "clear_at"]
 

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from horovod_sparse.kernels.triton_bits import OPTIONS, programs
+from horovod_sparse.device.triton.bits import OPTIONS, programs
 
 __all__ = ["add", "add_sum", "clear", "put"]
 
@@ -34,7 +34,7 @@ def _put_kernel(  # type: ignore[no-untyped-def]
 
 
 def clear(values: Tensor, indices: Tensor) -> Tensor:
-    """See `torch_plain.clear`."""
+    """See `plain.clear`."""
     # Read in a launch of its own: a lane must not see what another one has cleared already.
     old = values.index_select(0, indices)
     k = indices.numel()
@@ -45,7 +45,7 @@ def clear(values: Tensor, indices: Tensor) -> Tensor:
 
 
 def put(values: Tensor, indices: Tensor, new: Tensor) -> None:
-    """See `torch_plain.put`."""
+    """See `plain.put`."""
     k = indices.numel()
     _put_kernel[(programs(k, _LANES),)](
         values, indices, new, k, ADD=False, CLEAR=False, LANES=_LANES, **_OPTIONS
@@ -53,7 +53,7 @@ def put(values: Tensor, indices: Tensor, new: Tensor) -> None:
 
 
 def add(values: Tensor, indices: Tensor, new: Tensor) -> Tensor:
-    """See `torch_plain.add`."""
+    """See `plain.add`."""
     old = values.index_select(0, indices)
     k = indices.numel()
     _put_kernel[(programs(k, _LANES),)](
@@ -122,7 +122,7 @@ def _add_sum_kernel(  # type: ignore[no-untyped-def]
 
 
 def add_sum(dense: Tensor, indices: Tensor, new: Tensor, unique: bool) -> Tensor:
-    """See `torch_plain.add_sum`."""
+    """See `plain.add_sum`."""
     k = indices.numel()
     touches = torch.zeros(1, dtype=torch.int32, device=dense.device)
     _add_sum_kernel[(programs(k, _LANES),)](
