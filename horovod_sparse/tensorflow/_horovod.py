@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 import sys
 from types import ModuleType
@@ -59,7 +60,7 @@ def is_elastic() -> bool:
 hvd.mpi_ops._basics.init = _noted(hvd.mpi_ops._basics.init)
 
 #: modules of Horovod's that have nothing of ours, and so are reached by our names, too
-_SHARED = ("gradient_aggregation", "mpi_ops", "util")
+_SHARED = ("gradient_aggregation", "gradient_aggregation_eager", "mpi_ops", "util")
 
 
 def _is_other(name: str, item: Any) -> bool:
@@ -69,7 +70,7 @@ def _is_other(name: str, item: Any) -> bool:
 
 
 for _name in _SHARED:
-    sys.modules[f"{__package__}.{_name}"] = getattr(hvd, _name)
+    sys.modules[f"{__package__}.{_name}"] = importlib.import_module(f"{hvd.__name__}.{_name}")
 
 #: what ``from ... import *`` gives: all that is public in Horovod
 __all__ = [name for name, item in vars(hvd).items() if name[0] != "_" and not _is_other(name, item)]

@@ -68,12 +68,14 @@ def test_micro_sends_what_others_hold_too() -> None:
     first = cluster.synchronize([floats(8, 1, 2, 0), floats(3, 1, 4, 9)])[0]
     assert pairs(first) == [(0, 11.0), (3, 9.0)]
     assert [residual.tolist() for residual in cluster.residuals()] == [[0, 1, 2, 0], [0, 1, 4, 0]]
-    # The union had 2 elements, k is 1: c = (1 / 2) ** 0.7 = 0.6156, and round(0.6156) = 1 is still the order.
-    # Step 2, parts swapped, gradients 0: rank 0's threshold is 2, searches part 1: selects 2.
+    # The union had 2 elements, k is 1: one too many, so in step 2 nobody sends, and no turn is used up.
+    # Step 3, parts swapped, gradients 0: rank 0's threshold is 2, searches part 1: selects 2.
     #         rank 1's threshold is 4, searches part 0, where it holds (0, 1): selects nothing.
-    second = cluster.synchronize([np.zeros(4, np.float32), np.zeros(4, np.float32)])[0]
-    assert pairs(second) == [(2, 6.0)]
-    assert second.counts.tolist() == [1, 0]
+    nothing = [np.zeros(4, np.float32), np.zeros(4, np.float32)]
+    assert pairs(cluster.synchronize(nothing)[0]) == []
+    third = cluster.synchronize(nothing)[0]
+    assert pairs(third) == [(2, 6.0)]
+    assert third.counts.tolist() == [1, 0]
     assert [residual.tolist() for residual in cluster.residuals()] == [[0, 1, 0, 0], [0, 1, 0, 0]]
 
 

@@ -15,6 +15,7 @@ from horovod_sparse.arrays import HostAccumulator
 from horovod_sparse.feedback import recipe
 from horovod_sparse.simulation import SimulatedCluster
 from horovod_sparse.sparsifiers import DGC, DRAGONN, BucketInfo, HardThreshold, MSTopK, SIDCo, SparsifierState
+from horovod_sparse.sparsifiers.hard_threshold import HardThresholdState
 from horovod_sparse.thresholds.sampled import SampledThreshold
 from horovod_sparse.thresholds.statistical import Excess, fit_named
 
@@ -208,7 +209,7 @@ def test_hard_threshold_sends_what_reaches_it(caplog: Any) -> None:
     info = BucketInfo("guessed once", 16)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            assert HardThreshold(density=0.25).threshold_for(info, SparsifierState()) == 0.25
+            assert HardThreshold(density=0.25).threshold_for(info, HardThresholdState()) == 0.25
     assert caplog.text.count("guessed once") == 1 and "threshold=" in caplog.text
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 tf = pytest.importorskip("tensorflow")
@@ -132,12 +133,12 @@ def test_settings_and_state_are_taken_over():
     assert hvd.DistributedOptimizer(sgd(), name="other", compression="topk").name == "other"
 
 
-def test_one_rank_trains_as_without_horovod():
-    """And has nothing to save."""
-    variable, expected = keras.Variable([1.0, 2.0]), keras.Variable([1.0, 2.0])
+def test_one_rank_does_what_each_of_many_does():
+    """The largest half is applied, the other waits in the residual."""
+    variable = keras.Variable([1.0, 2.0])
     wrapped = hvd.DistributedOptimizer(sgd(), compression="topk:density=0.5")
     wrapped.apply([tf.constant([1.0, 3.0])], [variable])
-    sgd().apply([tf.constant([1.0, 3.0])], [expected])
-    assert variable.numpy().tolist() == expected.numpy().tolist()
-    assert wrapped.telemetry.last is None
-    assert wrapped.state_dict() == {}
+    np.testing.assert_allclose(variable.numpy(), [1.0, 2.0 - 0.1 * 3.0])
+    assert wrapped.telemetry.last.density_selected == 0.5
+    (residual,) = wrapped.state_dict()["residuals"].values()
+    assert residual.tolist() == [1.0, 0.0]

@@ -159,9 +159,10 @@ def test_gradients_in_coo_form_land_where_they_belong():
         assert net.last.grad.tolist() == [1, 1, 1], step
         optimizer.zero_grad()
     strict = Picks()
-    wrap(strict, "topk:density=1.0")
+    kept = wrap(strict, "topk:density=1.0")
     with pytest.raises(UnsupportedError, match="sparse_as_dense"):
         strict().backward()
+    assert kept.telemetry.last is None
 
 
 @pytest.mark.parametrize(
