@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.common.timing import Work
-from horovod_sparse.arrays import FoldReport, HostAccumulator, apply_sum
+from horovod_sparse.arrays import FoldReport, GradientParts, HostAccumulator, apply_sum, clear_all
 from horovod_sparse.collectives import AllGather, Request
 from horovod_sparse.feedback import Bucket, recipe
 from horovod_sparse.sparsifiers import ALGORITHMS, DRAGONN, BucketInfo
@@ -96,7 +96,10 @@ class StepWorks:
         return request.buffer.copy()  # type: ignore[union-attr]
 
     def run(self, bucket: Bucket) -> None:
-        """A step: fold, selection, packing, unpacking of P messages, applying the sum."""
+        """A step: fold, selection, packing, unpacking of P messages, zeros and the sum in the gradient.
+
+        As the front ends do it: the gradient stays readable until its sum is there.
+        """
         others = self._whole
         if isinstance(bucket.recipe.sparsifier, ExclusiveThreshold):
             others = self._windowed
@@ -104,12 +107,13 @@ class StepWorks:
             others = self._slots
         if bucket.recipe.sparsifier.name in ("micro", "exdyna", "cltk"):
             bucket.state.step = 0  # this rank searches the first window, or leads
-        coroutine = bucket.step(self._gradient)
+        coroutine = bucket.step(GradientParts([self._gradient]))
         request = next(coroutine)
         try:
             while True:
                 request = coroutine.send(self._answer(request, others))
         except StopIteration as stop:
+            clear_all(self._gradient)
             apply_sum(self._gradient, stop.value.indices, stop.value.values)
 
     def _step(self, name: str) -> Work:

@@ -7,7 +7,7 @@ from horovod_sparse.arrays.host import HostAccumulator
 from horovod_sparse.arrays.moments import Moments
 from horovod_sparse.arrays.protocol import Accumulator, FoldReport, Indices, Values
 from horovod_sparse.arrays.scaled_sum import apply_scaled_sum
-from horovod_sparse.kernels import apply_sum, clear_at
+from horovod_sparse.kernels import apply_sum, clear_all, clear_at
 
 __all__ = [
     "Accumulator",
@@ -19,5 +19,6 @@ __all__ = [
     "Values",
     "apply_scaled_sum",
     "apply_sum",
+    "clear_all",
     "clear_at",
 ]

@@ -6,7 +6,7 @@ Importing this package compiles nothing: every kernel is compiled at its first c
 from __future__ import annotations
 
 from horovod_sparse.kernels.host import at_least, kth_magnitude, largest
-from horovod_sparse.kernels.host_apply import apply_sum, clear_at
+from horovod_sparse.kernels.host_apply import apply_sum, clear_all, clear_at
 from horovod_sparse.kernels.host_folds import Folded, fold, fold_factors
 from horovod_sparse.kernels.layout import Layout, block_size
 from horovod_sparse.kernels.warm import warm_up
@@ -17,6 +17,7 @@ __all__ = [
     "apply_sum",
     "at_least",
     "block_size",
+    "clear_all",
     "clear_at",
     "fold",
     "fold_factors",

@@ -196,7 +196,7 @@ class FlatGradient:
         Returns:
             How many different elements it has.
         """
-        self.flat.zero_()
+        self.memory.zero(self.flat)
         num_union = self.memory.scatter(self.flat, indices, values, 1.0)
         self._give_out()
         self._mark(indices)
@@ -226,7 +226,7 @@ class FlatGradient:
     def clear(self) -> None:
         """Zeros everywhere, written only where needed."""
         if self._uncounted or self._versions() != self._version:
-            self.flat.zero_()
+            self.memory.zero(self.flat)
         elif self._scattered.size and self.memory.clear(self.flat, self._scattered, self._probes):
             self._uncounted = True
             _log.info("a gradient was changed through .data: zero_grad() clears whole buffers from now on")
@@ -234,7 +234,7 @@ class FlatGradient:
 
     def reset(self) -> None:
         """Zeros everywhere, and views as gradients, whatever was there before."""
-        self.flat.zero_()
+        self.memory.zero(self.flat)
         self._give_out()
         self._mark(_NOWHERE)
 

@@ -14,7 +14,14 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from horovod_sparse.arrays import Accumulator, GradientParts, HostAccumulator, apply_scaled_sum, clear_at
+from horovod_sparse.arrays import (
+    Accumulator,
+    GradientParts,
+    HostAccumulator,
+    apply_scaled_sum,
+    clear_all,
+    clear_at,
+)
 from horovod_sparse.collectives import AllReduce, Synchronization
 from horovod_sparse.device import accumulator as tensors
 from horovod_sparse.device.gradient import KeptTensor
@@ -56,6 +63,9 @@ class GradientMemory(Protocol):
 
     def scatter(self, gradient: torch.Tensor, indices: np.ndarray, values: np.ndarray, scale: float) -> int:
         """Adds scale times a sum to a contiguous gradient of zeros; how many different elements it has."""
+
+    def zero(self, gradient: torch.Tensor) -> None:
+        """Zeros everywhere in a flat gradient, whatever it holds."""
 
     def clear(self, gradient: torch.Tensor, scattered: np.ndarray, probes: np.ndarray) -> bool:
         """Zeros everywhere in a flat gradient that should hold something at the scattered places only.
@@ -152,16 +162,20 @@ class HostMemory:
         """See `GradientMemory.scatter`."""
         return apply_scaled_sum(host_view(gradient), indices, values, scale)
 
+    def zero(self, gradient: torch.Tensor) -> None:
+        """See `GradientMemory.zero`."""
+        clear_all(host_view(gradient))
+
     def clear(self, gradient: torch.Tensor, scattered: np.ndarray, probes: np.ndarray) -> bool:
         """See `GradientMemory.clear`."""
         if scattered.size > _SPARSE_SHARE * gradient.numel():
-            gradient.zero_()
+            self.zero(gradient)
             return False
         array = host_view(gradient)
         clear_at(array, scattered)
         changed = bool(array[probes].any())
         if changed:
-            gradient.zero_()
+            self.zero(gradient)
         return changed
 
     def sum_dense(
@@ -216,6 +230,10 @@ class DeviceMemory:
         """See `GradientMemory.scatter`."""
         with on_device(self._device):
             return tensors.apply_scaled_sum(gradient, indices, values, scale)
+
+    def zero(self, gradient: torch.Tensor) -> None:
+        """See `GradientMemory.zero`."""
+        gradient.zero_()
 
     def clear(self, gradient: torch.Tensor, scattered: np.ndarray, probes: np.ndarray) -> bool:
         """See `GradientMemory.clear`. Looking at the probes would make the host wait: all is cleared."""
