@@ -219,10 +219,14 @@ class Buckets:
 
 
 def is_sparsifiable(gradient: Any, variable: Any) -> bool:
-    """Whether a bucket can take a gradient: floating point, not None, no slices, not empty."""
+    """Whether a bucket can take a gradient: floating point, not None, no slices, not empty.
+
+    And not that of a tensor, which is another one in every step: it has no residual.
+    """
     return (
         gradient is not None
         and not isinstance(gradient, tf.IndexedSlices)
+        and not isinstance(variable, tf.Tensor)
         and dtype_name(variable.dtype) is not None
         and tf.TensorShape(variable.shape).num_elements() != 0
     )

@@ -52,6 +52,7 @@ class SparseCompressor(Compressor):
         #: what stock Horovod has made for it
         self.stock_functions: dict[Any, Any] = {}
         self.keeper = StateKeeper()
+        keep_functions_with_compressors()
 
     @property
     def telemetry(self) -> Telemetry:
@@ -151,7 +152,6 @@ class SparseCompressor(Compressor):
                 "one of horovod.tensorflow"
             )
         if self._dropin is None:
-            keep_functions_with_compressors()
             self._dropin = DropIn(self.recipe, self.process_set)
         return self._dropin.compress(tensor)
 

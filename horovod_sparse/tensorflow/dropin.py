@@ -42,6 +42,7 @@ class _Slot:
     name: str
     shape: tuple[int, ...]
     dtype: tf.DType
+    position: int
     variable: Any = None
 
     def ref(self) -> Any:
@@ -118,7 +119,7 @@ class DropIn:
     def __init__(self, recipe: Recipe, process_set: Any) -> None:
         self.recipe, self.process_set = recipe, process_set
         self.synchronizer: GradientSynchronizer | None = None
-        self._slots: dict[int, _Slot] = {}
+        self._slots: list[_Slot] = []
         self._gathering: _Gathering | None = None
         if getattr(recipe.feedback, "scale_residual", False):
             _log.warning(
@@ -245,11 +246,11 @@ class DropIn:
         slots = [self._slot(call, i) for i in positions]
         absent = self._absent(slots)
         gradients = [*(call.gradients[i] for i in positions), *(None for _ in absent)]
-        slots, every = [*slots, *absent.values()], [*positions, *absent]
-        names = frozenset(str(synchronizer.name_of(slot)) for slot in absent.values())
+        slots, every = [*slots, *absent], [*positions, *(-1 - i for i in range(len(absent)))]
+        names = frozenset(str(synchronizer.name_of(slot)) for slot in absent)
         if tf.executing_eagerly():
             sums = synchronizer.synchronize(gradients, slots)
-            _take_back(synchronizer.beside(list(absent.values())), names)
+            _take_back(synchronizer.beside(absent), names)
             gathering = _Gathering(call.frame, set(positions), _OnHost([], names), positions)
             gathering.sums = dict(zip(every, sums, strict=True))
             return gathering
@@ -265,15 +266,13 @@ class DropIn:
             getattr(graph, "outer_graph", None),
         )
 
-    def _absent(self, slots: Sequence[_Slot]) -> dict[int, _Slot]:
-        """By position: those without a gradient, on all ranks alike, that share a bucket with these."""
+    def _absent(self, slots: Sequence[_Slot]) -> list[_Slot]:
+        """Those without a gradient, on all ranks alike, that share a bucket with these."""
         assert self.synchronizer is not None
         beside = {name for part in self.synchronizer.beside(slots) for name in part.names}
-        return {
-            position: slot
-            for position, slot in self._slots.items()
-            if slot not in slots and self.synchronizer.name_of(slot) in beside
-        }
+        return [
+            slot for slot in self._slots if slot not in slots and self.synchronizer.name_of(slot) in beside
+        ]
 
     def _synchronizer_for(self, theirs: Any) -> GradientSynchronizer:
         if self.process_set is not None and theirs is not self.process_set:
@@ -289,18 +288,25 @@ class DropIn:
         return self.synchronizer
 
     def _slot(self, call: StockCall, position: int) -> _Slot:
+        """Of a gradient's variable; where that is not known, of its position."""
         gradient, variable = call.gradients[position], call.variable(position)
-        shape = tuple(gradient.shape)
-        slot = self._slots.get(position)
-        if slot is None:
-            slot = self._slots[position] = _Slot(call.name(position), shape, gradient.dtype, variable)
-        differs = slot.variable is not None and variable is not None and slot.variable is not variable
-        if differs or (slot.shape, slot.dtype) != (shape, gradient.dtype):
+        like = tuple(gradient.shape), gradient.dtype
+        known = [slot for slot in self._slots if variable is not None and slot.variable is variable]
+        here = [slot for slot in self._slots if slot.position == position]
+        if not known:
+            known = here if variable is None else [slot for slot in here if slot.variable is None]
+        if not known:
+            self._slots.append(_Slot(call.name(position), *like, position, variable))
+            return self._slots[-1]
+        slot = known[0]
+        if (slot.shape, slot.dtype) != like:
             raise UnsupportedError(
                 f"gradient {position} was that of {slot.name}, {slot.dtype.name} {slot.shape}, and now it is "
-                f"that of {call.name(position)}, {gradient.dtype.name} {shape}: give every tape or optimizer "
-                "a compressor of its own"
+                f"that of {call.name(position)}, {like[1].name} {like[0]}: give every tape or optimizer a "
+                "compressor of its own"
             )
+        if slot.variable is None:
+            slot.variable = variable
         return slot
 
 

@@ -32,7 +32,9 @@ class EagerCalls:
     def __call__(self, gradients: Sequence[Any], variables: list[Any], scalar: tf.Tensor) -> list[Any]:
         """As `build`."""
         missing = tuple(gradient is None for gradient in gradients)
-        key = (tuple(id(variable) for variable in variables), missing)
+        # a tensor is another one in every step, and only its place among the others counts
+        ids = tuple(None if isinstance(variable, tf.Tensor) else id(variable) for variable in variables)
+        key = (ids, missing)
         if key not in self._functions:
 
             def call(given: list[Any], scalar: tf.Tensor) -> list[Any]:

@@ -109,6 +109,25 @@ def _optimizer(frame: FrameType | None) -> Any:
     return None
 
 
+class _ByVariables:
+    """A function of Horovod's for eager use, traced for each list of variables by itself.
+
+    One trace would serve all variables of equal shapes, and give one's residual to another.
+
+    Args:
+        function: of gradients, variables, and whether names are generic.
+    """
+
+    def __init__(self, function: Any) -> None:
+        self._function, self._own = function, dict[Any, Any]()
+
+    def __call__(self, grads: Any, vars: Any = None, *more: Any, **named: Any) -> Any:
+        key = tuple(variable.ref() for variable in vars or () if hasattr(variable, "ref"))
+        if key not in self._own:
+            self._own[key] = tf.function(self._function.python_function)
+        return self._own[key](grads, vars, *more, **named)
+
+
 class _Functions(dict[Any, Any]):
     """Horovod's cache of functions, by their arguments: a compressor of ours keeps its own."""
 
@@ -125,7 +144,7 @@ class _Functions(dict[Any, Any]):
         if own is None:
             super().__setitem__(key, value)
         else:
-            own[rest] = value
+            own[rest] = _ByVariables(value) if hasattr(value, "python_function") else value
 
 
 def _of_compressor(key: Any) -> tuple[dict[Any, Any] | None, Any]:

@@ -100,6 +100,27 @@ def test_stocks_tape_goes_on(rank, size, graph):
     assert _gradients(stock.DistributedGradientTape, compression, variables, (), graph) == full
 
 
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+def test_stocks_tape_knows_variables_by_identity(graph):
+    """Whatever is asked for, in whatever order: residuals stay with their variables, as in our tape."""
+    variables = [tf.Variable(tf.zeros([4]), name=name) for name in "ab"]
+    given = [tf.constant([4.0, 3.0, 2.0, 1.0]), tf.constant([0.4, 0.3, 0.2, 0.1])]
+    seen = []
+    for wrap in (hvd.DistributedGradientTape, stock.DistributedGradientTape):
+        compression, results = hvd.Compression.topk(density=0.25), []
+        for asked in ((0, 1), (1, 0), (1,), (0,), (0, 1), (1,), (1, 0)):
+
+            def step(wrap=wrap, compression=compression, asked=asked):
+                with tf.GradientTape() as tape:
+                    loss = tf.add_n([tf.reduce_sum(v * x) for v, x in zip(variables, given, strict=True)])
+                return wrap(tape, compression=compression).gradient(loss, [variables[i] for i in asked])
+
+            sums = (tf.function(step) if graph else step)()
+            results.append([(i, array.numpy().tolist()) for i, array in zip(asked, sums, strict=True)])
+        seen.append(results)
+    assert seen[0] == seen[1]
+
+
 @pytest.mark.parametrize("absent", [0, 1])
 def test_keras_gives_every_variable_its_own(rank, size, absent):
     """Eagerly as in a graph: two optimizers that differ in nothing else."""

@@ -176,6 +176,38 @@ def test_loss_scaling_skips_on_all_ranks(rank, size, everywhere):
     assert not np.array_equal(flat(model), before)
 
 
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_fixed_loss_scale_is_none_of_the_sparsifiers_business(passes):
+    """Thresholds and norms are of gradients, and so are residuals."""
+    results = []
+    for scale in (None, 1024.0):
+        weight = keras.Variable(np.zeros(4, np.float32))
+        optimizer = hvd.DistributedOptimizer(
+            keras.optimizers.SGD(1.0, loss_scale_factor=scale),
+            compression="hard_threshold:threshold=1.0",
+            backward_passes_per_step=passes,
+        )
+        optimizer.build([weight])
+        for _ in range(passes):
+            optimizer.apply([tf.constant([2.0, 0.5, -1.5, 0.1]) * (scale or 1.0) / passes], [weight])
+        residual = np.concatenate(list(optimizer.state_dict()["residuals"].values()))
+        results.append([weight.numpy().tolist(), residual.tolist()])
+    assert results[1] == results[0] == [[-2.0, 0.0, 1.5, 0.0], [0.0, 0.5, 0.0, pytest.approx(0.1)]]
+
+
+@pytest.mark.parametrize("compression", ["topk:density=1.0", "none"])
+def test_a_pass_without_a_gradient_takes_none_from_the_others(compression):
+    first, second = (keras.Variable(np.zeros(2, np.float32), name=name) for name in ("first", "second"))
+    plain = keras.optimizers.SGD(1.0)
+    optimizer = hvd.DistributedOptimizer(plain, compression=compression, backward_passes_per_step=2)
+    optimizer.build([first, second])
+    one, seen = tf.ones([2]), []
+    for given in [(one, one), (None, one), (None, one), (one, one), (None, one), (None, one)]:
+        optimizer.apply(list(given), [first, second])
+        seen.append((float(first.numpy()[0]), float(second.numpy()[0])))
+    assert seen[1::2] == [(-1.0, -2.0), (-2.0, -4.0), (-2.0, -6.0)]
+
+
 def test_nan_is_an_error_on_every_rank(rank, size):
     model = make_model()
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=SPARSE)

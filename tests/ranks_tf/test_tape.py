@@ -429,10 +429,29 @@ def test_wrong_uses_are_refused_by_name(rank, size):
         hvd.allreduce(tf.ones([3]), compression=hvd.Compression.topk())
     dropped_in = hvd.Compression.topk(density=1.0)
     tape_of(dropped_in, wrap=stock.DistributedGradientTape)
-    with pytest.raises(UnsupportedError, match="of its own"):
-        tape_of(dropped_in, wrap=stock.DistributedGradientTape, target=other)
+    tape_of(dropped_in, wrap=stock.DistributedGradientTape, target=other)  # variables are known
     with pytest.raises(UnsupportedError, match="another compressor"):
         tape_of(dropped_in)
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+def test_gradients_of_tensors_are_summed_densely(rank, size, graph):
+    """A tensor is another one in every step: there is nothing to keep a residual for."""
+    compression, variable = hvd.Compression.topk(density=0.25), tf.Variable(tf.ones([4]))
+
+    def step(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            loss = tf.reduce_sum(variable * x * x)
+        return hvd.DistributedGradientTape(tape, compression=compression).gradient(loss, [variable, x])[1]
+
+    step = tf.function(step) if graph else step
+    for number in range(3):
+        x = tf.range(4.0) * (rank + 1.0) + float(number)
+        mean = np.arange(4.0) * (size + 1.0) + 2.0 * number
+        np.testing.assert_allclose(step(x), mean, rtol=1e-6)
+    assert len(compression.synchronizer.names) == 1
+    assert graph or len(compression.synchronizer._eagerly._functions) == 1
 
 
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])

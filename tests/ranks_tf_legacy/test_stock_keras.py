@@ -104,3 +104,20 @@ def test_momentum_twice_is_refused(legacy):
     with pytest.raises(Exception, match=r"momentum=0\.9.*momentum=0 to the optimizer") as caught:
         _fitted(compression, legacy, True, momentum=0.9)
     assert isinstance(caught.value, ArgumentError) or "ArgumentError: momentum" in str(caught.value)
+
+
+@pytest.mark.parametrize("legacy", [False, True], ids=["new", "legacy"])
+def test_a_layer_is_frozen_and_thawed_with_the_same_optimizer(legacy):
+    results = []
+    for compression in (stock.Compression.none, hvd.Compression.topk(density=1.0)):
+        model, (images, labels) = _model(), _samples()
+        kinds = tf_keras.optimizers.legacy if legacy else tf_keras.optimizers
+        optimizer = stock_keras.DistributedOptimizer(kinds.SGD(0.125), compression=compression)
+        if not legacy:
+            optimizer.build(model.trainable_variables)
+        for trains in (True, False, True):
+            model.layers[0].trainable = trains
+            model.compile(optimizer, loss=tf_keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+            model.fit(images, labels, batch_size=12, shuffle=False, verbose=0)
+        results.append(_flat(model))
+    np.testing.assert_allclose(results[1], results[0], rtol=0, atol=1e-6)

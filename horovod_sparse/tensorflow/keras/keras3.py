@@ -190,12 +190,19 @@ def _derived(base: Any, is_scaler: bool, again: Callable[[Any], Any]) -> Any:
             if is_scaler:
                 scale = self.dynamic_scale.value
                 return apply(reduction.reduce_if_finite(grads, variables, rate, scale), variables)
+            fixed = self.loss_scale_factor  # of SGD(loss_scale_factor=...), which divides by it afterwards
+
+            def reduced(gradients: Sequence[Any]) -> list[Any]:
+                if fixed is None or not isinstance(reduction.reducer, SparseReducer):
+                    return reduction.reduce(gradients, variables, rate)
+                return reduction.reduce_if_finite(gradients, variables, rate, fixed, skips=False)
+
             accumulation = self._horovod_sparse_accumulation
             if accumulation is None:
-                return apply(reduction.reduce(grads, variables, rate), variables)
+                return apply(reduced(grads), variables)
 
             def complete(sums: list[Any]) -> None:
-                apply(reduction.reduce(sums, variables, rate), variables)
+                apply(reduced(sums), variables)
 
             def skip() -> None:
                 self._iterations.assign_add(1)  # as Horovod does: schedules count passes

@@ -90,7 +90,12 @@ class Reduction:
         ]
 
     def reduce_if_finite(
-        self, gradients: Sequence[Any], variables: Sequence[Any], learning_rate: Any, scale: Any
+        self,
+        gradients: Sequence[Any],
+        variables: Sequence[Any],
+        learning_rate: Any,
+        scale: Any,
+        skips: bool = True,
     ) -> list[Any]:
         """As `reduce`, for gradients of a scaled loss: see `ScaledReduction`.
 
@@ -98,12 +103,17 @@ class Reduction:
             gradients: of the loss times the scale.
             variables: of the gradients.
             learning_rate: of this step.
-            scale: scalar tensor.
+            scale: number or scalar tensor.
+            skips: whether what is not finite on some rank becomes NaN on all, and no error.
         """
         if not self.reducer.is_needed:
             return list(gradients)
         return self._scaled(
-            lambda unscaled: self.reduce(unscaled, variables, learning_rate), gradients, variables, scale
+            lambda unscaled: self.reduce(unscaled, variables, learning_rate),
+            gradients,
+            variables,
+            scale,
+            skips,
         )
 
 
@@ -139,8 +149,11 @@ class Accumulation:
         Raises:
             UnsupportedError: for `tf.IndexedSlices`, unless they are made dense.
         """
+        # of one that has none in this pass, what the passes before it had
         sums = [
-            None if gradient is None else self._sum_of(gradient, variable)
+            self._sums.get(as_variable(variable).ref())
+            if gradient is None
+            else self._sum_of(gradient, variable)
             for gradient, variable in zip(gradients, variables, strict=True)
         ]
         if self._count is None:
@@ -148,7 +161,7 @@ class Accumulation:
                 self._count = tf.Variable(0, trainable=False, dtype=tf.int64)
         count = self._count
         for sum_, gradient in zip(sums, gradients, strict=True):
-            if sum_ is not None:
+            if sum_ is not None and gradient is not None:
                 sum_.assign_add(tf.convert_to_tensor(gradient))
         count.assign_add(1)
 
