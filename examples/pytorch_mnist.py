@@ -54,6 +54,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=32, help="images per rank and step")
     parser.add_argument("--learning-rate", type=float, default=0.02)
     parser.add_argument("--momentum", type=float, default=0.9)
+    parser.add_argument("--optimizer", choices=("sgd", "adam"), default="sgd")
+    parser.add_argument(
+        "--schedule",
+        choices=("cosine", "restarts"),
+        default="cosine",
+        help="of the learning rate: to 0 once, or four times from its start",
+    )
     parser.add_argument(
         "--warmup-epochs", type=float, default=1.0, help="in which the density falls from 0.25 to its own"
     )
@@ -116,7 +123,10 @@ def main() -> None:
     torch.manual_seed(args.seed)
     train, test = digits.load()
     model = Net()
-    sgd = torch.optim.SGD(model.parameters(), lr=args.learning_rate * hvd.size(), momentum=args.momentum)
+    rate = args.learning_rate * hvd.size()
+    inner: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=args.momentum)
+    if args.optimizer == "adam":
+        inner = torch.optim.Adam(model.parameters(), lr=rate)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 
     steps = digits.steps_per_epoch(train, hvd.size(), args.batch_size)
@@ -124,13 +134,16 @@ def main() -> None:
     chosen = compression(args, steps)
     planning = {"merging": args.merging, "tensor_selection": args.tensor_selection, "profile": args.profile}
     optimizer = make_optimizer(
-        sgd,
+        inner,
         named_parameters=model.named_parameters(),
         compression=chosen,
         **{name: value for name, value in planning.items() if value is not None},
     )
     # towards 0: what ranks still hold back in the end is then worth little, too
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.epochs * steps)
+    falls = 4 if args.schedule == "restarts" else 1
+    schedule = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(
+        optimizer, -(-args.epochs * steps // falls)
+    )
 
     started, step_seconds = time.perf_counter(), []
     for epoch in track(range(args.epochs), description=args.compression, disable=hvd.rank() != 0):

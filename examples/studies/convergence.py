@@ -34,6 +34,12 @@ EXAMPLE = Path(__file__).parents[1] / "pytorch_mnist.py"
 DENSITY, SEEDS, SIZE = 0.01, (0, 1, 2), 2
 #: what makes no promise to converge at this density; docs/results.md says why
 UNPROMISING = ("hard_threshold", "randomk")
+#: other trainings, each with a dense one of its own: arguments by what follows the comma
+TRAININGS = {
+    "Adam": ["--optimizer", "adam", "--learning-rate", "0.001"],
+    "restarts": ["--schedule", "restarts"],
+    "restarts, no momentum": ["--schedule", "restarts", "--momentum", "0", "--learning-rate", "0.2"],
+}
 #: also shown without the warm-up, and in Horovod's own optimizer with compression= alone ("drop-in")
 TWO, SMALL = ("exdyna", "topk"), "dense_below=1024"
 
@@ -53,7 +59,21 @@ def variants() -> dict[str, list[str]]:
             *rows[name][2:],
             "--stock",
         ]
+    for words, arguments in TRAININGS.items():
+        for name in ("none", *TWO):
+            rows[f"{name}, {words}"] = [*rows[name], *arguments]
     return rows
+
+
+def dense_beside(variant: str) -> str:
+    """The row that a row is compared with: dense training, with the same optimizer and schedule.
+
+    Example:
+        >>> dense_beside("topk, Adam"), dense_beside("topk, drop-in")
+        ('none, Adam', 'none')
+    """
+    _, _, words = variant.partition(", ")
+    return f"none, {words}" if words in TRAININGS else "none"
 
 
 def command(variant: str, seed: int, json_file: str) -> list[str]:
@@ -115,12 +135,12 @@ def summary(result: dict[str, Any]) -> dict[str, dict[str, float]]:
 def table(result: dict[str, Any]) -> str:
     """Accuracy and traffic of every row, in Markdown."""
     rows, facts = [], summary(result)
-    dense = facts["none"]
     order = [name for name in variants() if name in facts] + [
         name for name in facts if name not in variants()
     ]
     for variant in order:
         fact = facts[variant]
+        dense = facts.get(dense_beside(variant), facts["none"])
         rows.append(
             [
                 variant,
@@ -143,6 +163,7 @@ def draw(result: dict[str, Any]) -> None:
     facts = summary(result)
     order = [name for name in variants() if name in facts][::-1]
     figure, axes = plt.subplots(figsize=(8, 0.3 * len(order) + 1.2), layout="constrained")
+    order = [name for name in order if dense_beside(name) == "none"]
     dense = 100 * facts["none"]["mean"]
     axes.axvspan(dense - 1.0, dense, color="#1f5fbf", alpha=0.12, label="within 1 point of dense")
     for height, variant in enumerate(order):
