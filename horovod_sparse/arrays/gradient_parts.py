@@ -41,7 +41,12 @@ class GradientParts:
 
     def __init__(self, arrays: Sequence[Array]) -> None:
         # writeable: numba compiles kernels once more for memory that is not
-        given = [np.require(array, requirements=["C", "A", "W"]) for array in arrays]
+        given = [
+            array
+            if isinstance(array, np.ndarray) and array.flags.carray
+            else np.require(array, requirements=["C", "A", "W"])
+            for array in arrays
+        ]
         if len({array.dtype for array in given}) != 1:
             raise ArgumentError("gradient", [array.dtype.name for array in given], "arrays of one type")
         self.dtype = given[0].dtype

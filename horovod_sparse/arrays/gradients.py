@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -65,6 +66,7 @@ def residual_memory(num_elements: int, kind: type[np.floating[Any]], memory: Arr
     return memory
 
 
+@functools.lru_cache(maxsize=32)  # they are the same in most folds
 def checked_factors(
     dtype: np.dtype[Any], decay: float, momentum: float | None, nesterov: bool, has_velocity: bool
 ) -> Array:
@@ -78,7 +80,7 @@ def checked_factors(
         has_velocity: whether there is a velocity.
 
     Returns:
-        shape (4,).
+        shape (4,), not to be written to.
 
     Raises:
         ArgumentError: a factor is outside what is allowed, or there is no velocity for the momentum.
@@ -113,7 +115,7 @@ def checked_gradient(gradient: Any, num_elements: int, dtype: np.dtype[Any]) -> 
     if array.size != num_elements:
         shape = getattr(array, "shape", (array.size,))
         raise ArgumentError("gradient", shape, f"an array of {num_elements} elements")
-    if accumulating(array.dtype) != dtype:
+    if array.dtype != dtype and accumulating(array.dtype) != dtype:
         raise ArgumentError("gradient", array.dtype.name, f"a type that accumulates in {dtype.name}")
     if isinstance(array, np.ndarray) and not array.flags.writeable:
         raise ArgumentError("gradient", "read-only memory", "memory that can be set to 0")

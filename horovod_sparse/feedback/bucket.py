@@ -18,8 +18,13 @@ from horovod_sparse.errors import EditedGradientError, NonFiniteGradientError
 from horovod_sparse.feedback.progress import Progress
 from horovod_sparse.feedback.recipe import Recipe
 from horovod_sparse.sparsifiers import BucketInfo, SparseSum
+from horovod_sparse.sparsifiers.base import SparsifierState
 
 __all__ = ["Bucket", "BucketStep", "Member"]
+
+
+#: what needs no copy
+_NUMBERS = frozenset({int, float, bool, str, type(None)})
 
 
 @dataclass(frozen=True)
@@ -162,7 +167,7 @@ class Bucket:
         feedback.fold(self.accumulator, gradient, self.info, rates)
         self._progress = now
         self.rescaled(feedback.decay(rates))
-        self._before = copy.deepcopy(self.state)  # what has followed the residual stays so
+        self._before = _copied(self.state)  # what has followed the residual stays so
         self._gradient = gradient
         if refused:
             self.accumulator.refuse()
@@ -173,7 +178,7 @@ class Bucket:
         report.num_received = sum_.indices.size
         report.facts.update(sum_.facts)
         if sum_.norms is not None:
-            report.global_error = float(np.mean(sum_.norms))
+            report.global_error = float(np.add.reduce(sum_.norms)) / len(sum_.norms)
         if sum_.first_nonfinite:
             self.abandon()
         report.residual_norm = math.sqrt(self.accumulator.square_norm)
@@ -229,3 +234,13 @@ class Bucket:
             if member.start <= position < member.stop:
                 return member.name
         return f"element {position}"
+
+
+def _copied(state: SparsifierState) -> SparsifierState:
+    """As `copy.deepcopy`, which takes longer than a small bucket's other work, for a few numbers."""
+    held = vars(state)
+    if not all(type(value) in _NUMBERS for value in held.values()):
+        return copy.deepcopy(state)
+    same = object.__new__(type(state))
+    vars(same).update(held)
+    return same

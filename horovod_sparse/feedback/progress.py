@@ -49,6 +49,8 @@ class Progress:
             return self
         largest = max(learning_rate, self.largest_rate or 0.0)
         counted = max(learning_rate, largest / LARGEST_GROWTH)
+        if (counted, largest) == (self.learning_rate, self.largest_rate):
+            return self
         return dataclasses.replace(self, learning_rate=counted, largest_rate=largest)
 
     def rescaled(self, factor: float) -> Progress:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import functools
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -126,6 +127,10 @@ class Traffic:
         return self.bytes_sent <= bytes_sent <= most
 
 
+#: a value that is asked for several times a step, and checks itself when it is made
+_wire_format = functools.lru_cache(maxsize=64)(WireFormat)
+
+
 def check_number(
     argument: str, value: object, allowed: str, *, low: float, high: float, include_low: bool = False
 ) -> None:
@@ -188,7 +193,7 @@ class Sparsifier(abc.ABC):
     @property
     def wire(self) -> WireFormat:
         """How selections are written."""
-        return WireFormat(self.values, self.indices, self.quantum)
+        return _wire_format(self.values, self.indices, self.quantum)
 
     def density_at(self, step: int) -> float:
         """The density that is asked for in a step (from 0)."""

@@ -193,13 +193,14 @@ def unroll(
 
     def entrust(rate: np.ndarray, *arrays: np.ndarray) -> list[np.ndarray]:
         assert courier is not None
+        here = place()
         for job, own in zip(jobs, apart(arrays, sizes), strict=True):
-            job.entrust(rate, own, place(), courier)
+            job.entrust(rate, own, here, courier)
         return [np.zeros((), np.int32)]
 
     def start(rate: np.ndarray, *arrays: np.ndarray) -> list[np.ndarray]:
-        own = apart(arrays, sizes)
-        return given([job.begin(rate, mine, place()) for job, mine in zip(jobs, own, strict=True)], 0)
+        own, here = apart(arrays, sizes), place()
+        return given([job.begin(rate, mine, here) for job, mine in zip(jobs, own, strict=True)], 0)
 
     def resume(number: np.ndarray, *outputs: np.ndarray) -> list[np.ndarray]:
         wires = []

@@ -68,6 +68,8 @@ class DenseOutput:
         self._places = np.cumsum([0, *padded[:-1]])
         self._num_elements = int(sum(padded))
         self._shifts = (self._places - self._starts).astype(np.int32)
+        self._is_shifted = bool(self._shifts.any())
+        self._computable = _computable(dtype)
         self._memories: list[_Memory] = []
 
     def write(self, indices: np.ndarray, values: np.ndarray, scale: float) -> tuple[list[np.ndarray], int]:
@@ -83,12 +85,10 @@ class DenseOutput:
         """
         memory = self._free_memory()
         where = indices
-        if self._shifts.any():
+        if self._is_shifted:
             where = indices + self._shifts[np.searchsorted(self._starts, indices, side="right") - 1]
         memory.scattered = where
-        num_union = apply_scaled_sum(
-            native_bits(memory.flat).view(_computable(self.dtype)), where, values, scale
-        )
+        num_union = apply_scaled_sum(native_bits(memory.flat).view(self._computable), where, values, scale)
         arrays = [
             memory.flat[place : place + length].reshape(shape)
             for place, length, shape in zip(self._places, self._lengths, self.shapes, strict=True)

@@ -133,7 +133,7 @@ class SparseBucket:
         return arrays, BucketReport(
             step=self.bucket.last,
             num_union=num_union,
-            dense_bytes=self.bucket.info.num_elements * numpy_dtype(self.dtype).itemsize,
+            dense_bytes=self.bucket.info.num_elements * self._output.dtype.itemsize,
             norms=sum_.norms,
             apply_seconds=time.perf_counter() - started,
         )

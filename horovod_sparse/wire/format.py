@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,7 +76,7 @@ class WireFormat:
             array([9.9975586e-02, 6.5504000e+04], dtype=float32)
         """
         codec = self.value_codec(values.dtype)
-        if codec is None or self.exact or self.values == values.dtype.name:
+        if codec is None or self.exact or self.values == _name_of(values.dtype):
             return values
         words = np.empty(codec.num_words(values.size), np.uint32)
         codec.encode(np.ascontiguousarray(values), words)
@@ -110,8 +111,9 @@ class WireFormat:
 
     def is_plain(self, dtype: Any) -> bool:
         """Whether indices are int32 and values stand there as the accumulator has them."""
-        written_as_is = dtype is None or self.values in ("exact", np.dtype(dtype).name)
-        return self.indices == "int32" and written_as_is
+        return self.indices == "int32" and (
+            dtype is None or self.values == "exact" or self.values == _name_of(dtype)
+        )
 
     @property
     def index_codec(self) -> IndexCodec:
@@ -126,7 +128,7 @@ class WireFormat:
         """
         if dtype is None:
             return None
-        name = np.dtype(dtype).name
+        name = _name_of(dtype)
         if name not in ("float32", "float64"):
             raise ArgumentError("values", name, "float32 or float64, as accumulators have them")
         return VALUE_CODECS[name if self.values in (None, "exact") else self.values]
@@ -140,3 +142,9 @@ class WireFormat:
         code = 1 + (0 if codec is None else codec.code) + 8 * self.index_codec.code
         word = code | (num_elements & 0xFFFFFF) << 8
         return word - 2**32 if word >= 2**31 else word
+
+
+@functools.lru_cache(maxsize=32)
+def _name_of(dtype: Any) -> str:
+    """The name of a dtype. NumPy puts it together in Python anew whenever it is asked."""
+    return np.dtype(dtype).name

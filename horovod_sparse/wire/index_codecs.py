@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from horovod_sparse.arrays.protocol import Indices
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.kernels import host_codecs_indices as kernels
+from horovod_sparse.kernels.host_scatter import find_outside
 
 Words: TypeAlias = NDArray[np.uint32]
 
@@ -55,7 +56,7 @@ class Int32:
     def decode(self, words: Words, num_elements: int, out: Indices) -> bool:
         """A copy, and a check of the range."""
         out[:] = words.view(np.int32)
-        return out.size == 0 or 0 <= int(out.min()) <= int(out.max()) < num_elements
+        return int(find_outside(out, num_elements)) < 0
 
 
 class Block16:

@@ -39,6 +39,8 @@ from horovod_sparse.arrays.protocol import FoldReport, Indices, Values
 from horovod_sparse.errors import ArgumentError, MessageError
 from horovod_sparse.wire.format import HEADER_WORDS, WireFormat
 
+_LARGEST = float(np.finfo(np.float32).max)
+
 
 def pack(
     indices: Indices,
@@ -83,9 +85,8 @@ def pack(
     length = format.message_words(count, n, dtype)
 
     buffer = np.empty(length, np.int32)
-    buffer[:3] = length if plain else -length, count, report.first_nonfinite + 1
-    norm = min(math.sqrt(report.carried_square_norm), float(np.finfo(np.float32).max))
-    buffer[3:4].view(np.float32)[0] = norm
+    buffer[0], buffer[1], buffer[2] = length if plain else -length, count, report.first_nonfinite + 1
+    buffer.view(np.float32)[3] = min(math.sqrt(report.carried_square_norm), _LARGEST)
     if not plain:
         buffer[HEADER_WORDS] = format.tag(n, dtype)
     words, end = buffer.view(np.uint32), format.header_words(dtype)
@@ -189,14 +190,14 @@ def _unpack(
     words = buffer.view(np.uint32)
     total = sum(counts)
     indices = np.empty(total, np.int32)
-    codec = format.value_codec(dtype)
+    index_codec, codec = format.index_codec, format.value_codec(dtype)
     values = None if codec is None else np.empty(total, np.dtype(dtype))
 
     header, begin = format.header_words(dtype), 0
     for rank, (start, count) in enumerate(zip(starts, counts, strict=True)):
         here = slice(begin, begin + count)
-        middle = start + header + format.index_codec.num_words(count, num_elements)
-        if not format.index_codec.decode(words[start + header : middle], num_elements, indices[here]):
+        middle = start + header + index_codec.num_words(count, num_elements)
+        if not index_codec.decode(words[start + header : middle], num_elements, indices[here]):
             raise MessageError(
                 f"the message of rank {rank} does not hold {count} "
                 f"{'ascending ' if format.ascending else ''}indices within [0, {num_elements}): "
@@ -210,7 +211,7 @@ def _unpack(
         values=values,
         counts=np.array(counts, np.int64),
         first_nonfinite={rank: mark - 1 for rank, mark in enumerate(nonfinite) if mark},
-        norms=buffer.view(np.float32)[np.array(starts, np.int64) + 3].astype(np.float64),
+        norms=words.view(np.float32)[[start + 3 for start in starts]].astype(np.float64),
     )
 
 
