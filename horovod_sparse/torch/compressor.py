@@ -25,7 +25,7 @@ from horovod_sparse.torch.driver import Driver
 from horovod_sparse.torch.handles import holder_of, present_start
 from horovod_sparse.torch.loss_scale import ScaleOfStep, watch_scalers
 from horovod_sparse.torch.memory import memory_of
-from horovod_sparse.torch.momentum import refuse_double_momentum
+from horovod_sparse.torch.momentum import refuse_double_momentum, refuse_later_momentum
 from horovod_sparse.torch.parameters import NamedParameters
 from horovod_sparse.torch.pending import PendingGradient, probes
 from horovod_sparse.torch.stock import StockOptimizer, calling_optimizer, refuse_adasum
@@ -266,6 +266,8 @@ class SparseCompressor(hvd.compression.Compressor):
             refuse_double_momentum(self.recipe, optimizer.param_groups)
             self._stock[optimizer] = StockOptimizer(optimizer)
             self.recipe.rules.hint(self._stock[optimizer].parameters.names)
+        elif not self._pending:
+            refuse_later_momentum(self.recipe, optimizer.param_groups)
         return self._stock[optimizer]
 
     def _owner(self, gradient: torch.Tensor, stock: StockOptimizer | None) -> tuple[str, torch.Tensor] | None:

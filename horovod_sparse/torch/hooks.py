@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
@@ -9,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-__all__ = ["Owner", "claim"]
+__all__ = ["Owner", "claim", "claim_for_stock"]
 
 
 class Owner(Protocol):
@@ -54,13 +55,41 @@ def claim(owner: Owner, parameters: Iterable[torch.Tensor]) -> list[Any]:
         Handles, to remove the hooks.
     """
     taken = list(parameters)
+    _own(owner, taken)
+    return [parameter.register_post_accumulate_grad_hook(_Hook(owner)) for parameter in taken]
+
+
+class _StockOwner:
+    """Horovod's own optimizer, which has hooks of its own."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = weakref.ref(optimizer)
+
+    def on_gradient(self, parameter: torch.Tensor) -> None:
+        """Nobody calls this."""
+
+    def retire(self) -> None:
+        """Its hooks begin nothing any more: they wait for passes that do not come."""
+        if (optimizer := self._optimizer()) is not None:
+            optimizer._grad_accs.clear()
+            optimizer._allreduce_delay = dict.fromkeys(optimizer._allreduce_delay, sys.maxsize)
+
+
+def claim_for_stock(optimizer: Any) -> None:
+    """As `claim`, for an optimizer of Horovod's own."""
+    optimizer._owner_of_parameters = _StockOwner(optimizer)
+    _own(optimizer._owner_of_parameters, [p for group in optimizer.param_groups for p in group["params"]])
+
+
+def _own(owner: Owner, taken: list[torch.Tensor]) -> None:
+    """Notes the owner, and retires those before it."""
     before = {id(one): one for one in (_owner_of(parameter) for parameter in taken) if one is not None}
     for one in before.values():
-        if one is not owner:
+        # what Horovod's own do with one another is its own affair
+        if one is not owner and not (isinstance(one, _StockOwner) and isinstance(owner, _StockOwner)):
             one.retire()
     for parameter in taken:
         _owners[parameter] = weakref.ref(owner)
-    return [parameter.register_post_accumulate_grad_hook(_Hook(owner)) for parameter in taken]
 
 
 def _owner_of(parameter: torch.Tensor) -> Owner | None:

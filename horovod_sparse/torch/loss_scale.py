@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -22,8 +23,20 @@ __all__ = ["ScaleOfStep", "scaled_by", "watch_scalers"]
 
 _log = logging.getLogger("horovod_sparse")
 
-#: scalers of the backward passes under way, the innermost last
-_under_way: list[torch.amp.GradScaler] = []
+
+class _Pass:
+    """A backward pass of a scaled loss: PyTorch holds its `end` until the pass has ended, or has failed."""
+
+    def __init__(self, scaler: torch.amp.GradScaler) -> None:
+        self.scaler = scaler
+
+    def end(self) -> None:
+        """PyTorch calls this where the pass has not failed."""
+        _under_way[:] = [one for one in _under_way if one() not in (None, self)]
+
+
+#: the passes under way, the innermost last; those that have failed are dead
+_under_way: list[weakref.ref[_Pass]] = []
 
 
 def watch_scalers() -> None:
@@ -36,7 +49,8 @@ def watch_scalers() -> None:
 
 def scaled_by() -> torch.amp.GradScaler | None:
     """The scaler of the loss whose backward pass is under way; None if it is not scaled."""
-    return _under_way[-1] if _under_way else None
+    alive = [one for one in (reference() for reference in _under_way) if one is not None]
+    return alive[-1].scaler if alive else None
 
 
 class ScaleOfStep:
@@ -93,9 +107,10 @@ def _marked(scaler: torch.amp.GradScaler, scaled: Any) -> Any:
 
 def _begin(scaler: torch.amp.GradScaler) -> None:
     """The backward pass of a scaled loss begins: runs before the hook of any parameter."""
-    _under_way.append(scaler)
+    begun = _Pass(scaler)
+    _under_way.append(weakref.ref(begun))
     # at the end of this pass; not at that of a pass within it (checkpointing)
-    torch.autograd.Variable._execution_engine.queue_callback(_under_way.pop)
+    torch.autograd.Variable._execution_engine.queue_callback(begun.end)
 
 
 def _after_synchronization(original: Callable[..., None]) -> Callable[..., None]:

@@ -141,11 +141,15 @@ class Methods(torch.optim.Optimizer):
                 clip_gradients(self.param_groups, self._max_grad_norm)
             else:
                 synchronizer.clip(self._max_grad_norm)
-        self._synchronized = True
+        if synchronizer is not None:
+            synchronizer.convert()
+        self._synchronized, self._for_scaler = True, False
 
     def _synchronize_for_scaler(self: Any) -> None:
         """Called before a loss scaler unscales gradients; `step` has nothing left to synchronize then."""
-        if self._synchronizer is not None and self._should_synchronize and not self._synchronized:
+        # a scaler asks once for a step: where it has asked before, it has skipped that step
+        is_due = self._for_scaler or not self._synchronized
+        if self._synchronizer is not None and self._should_synchronize and is_due:
             self.synchronize()
             self._for_scaler = True
 

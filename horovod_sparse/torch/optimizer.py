@@ -17,6 +17,7 @@ from horovod_sparse.sparsifiers.base import check_number
 from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.compression import Compression, SparseCompressor
+from horovod_sparse.torch.hooks import claim_for_stock
 from horovod_sparse.torch.methods import Methods
 from horovod_sparse.torch.momentum import refuse_double_momentum
 
@@ -184,6 +185,7 @@ def DistributedOptimizer(
             sparse_as_dense,
             process_set,
         )
+        claim_for_stock(dense)
         # so that a script need not ask which compression it was given
         dense.telemetry, dense.plan, dense.decision = Telemetry(), None, None
         return dense

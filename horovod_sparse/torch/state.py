@@ -11,6 +11,8 @@ resume exactly. What happens otherwise:
 * ranks load files of different steps, or some load and others do not: residuals are kept, states start anew
   on all ranks, at the furthest step (`horovod_sparse.frontend.standing`);
 * elastic training takes back what this worker saved at another number of ranks: residuals times Q / P;
+* of parameters that have joined the training (`add_param_group`, thawed layers): join them before what was
+  saved with them is loaded; what was saved before they had joined loads at any time;
 * a checkpoint without the entry (a dense run's): residuals start at zero.
 """
 
@@ -91,6 +93,8 @@ def load(synchronizer: GradientSynchronizer, entry: Mapping[str, Any] | None) ->
     synchronizer.take_place()
     entry = on_host(entry)
     plan = Plan.from_dict(entry["plan"])
+    if not set(plan.names()) <= set(synchronizer.facts):
+        synchronizer.take_in()
     size = entry["size"]
     kept = plan == synchronizer.plan and size == synchronizer.size and not entry.get("resized")
     buckets = [part.bucket for part in synchronizer.sparse]
@@ -195,18 +199,20 @@ def _check(synchronizer: GradientSynchronizer, entry: Mapping[str, Any]) -> None
             f"the saved state is of {entry['recipe']}, the optimizer uses {synchronizer.recipe.describe()}: "
             "use the same algorithm, or delete state_dict['horovod_sparse'] to start with no residual"
         )
-    known = set(synchronizer.facts)
+    known = synchronizer.facts | synchronizer.joining()
     saved = set(Plan.from_dict(entry["plan"]).names())
-    if saved != known:
+    # of parameters that have joined, residuals are saved or zeros
+    unknown, lacking = saved - set(known), set(synchronizer.facts) - saved - synchronizer.joined
+    if unknown or lacking:
         raise StateMismatchError(
-            f"the saved state is of another model: it has {sorted(saved - known) or 'nothing'} that this one "
-            f"has not, and lacks {sorted(known - saved) or 'nothing'}"
+            f"the saved state is of another model: it has {sorted(unknown) or 'nothing'} that this one "
+            f"has not, and lacks {sorted(lacking) or 'nothing'}"
         )
     if len(entry["companions"]) != synchronizer.recipe.feedback.num_companions:
         raise StateMismatchError(
             f"the saved state is of another feedback than {synchronizer.recipe.feedback}"
         )
     for name, values in entry["residuals"].items():
-        shape = tuple(synchronizer.facts[name][1].shape)
+        shape = tuple(known[name][1].shape)
         if tuple(values.shape) != shape:
             raise StateMismatchError(f"{name} has shape {shape}, the saved state has {tuple(values.shape)}")

@@ -32,6 +32,7 @@ from horovod_sparse.torch.explained import explain
 from horovod_sparse.torch.handles import present_start
 from horovod_sparse.torch.hooks import claim
 from horovod_sparse.torch.loss_scale import ScaleOfStep, watch_scalers
+from horovod_sparse.torch.momentum import refuse_later_momentum
 from horovod_sparse.torch.parts import DenseBucket, Part, SparseBucket
 from horovod_sparse.torch.parts_of_plan import parts_of
 from horovod_sparse.torch.tensors import dtype_name
@@ -110,6 +111,8 @@ class GradientSynchronizer:
         #: the start of Horovod in which the ranks agreed last
         self._agreed_under: Any = present_start() if self.size == 1 else None
         self._retired = False
+        #: names of parameters that have joined since the optimizer was made
+        self.joined: set[str] = set()
         self._name_of = {parameter: name for name, (_, parameter) in self.facts.items()}
         #: synchronizations done, those that were given up not counted
         self.step = 0
@@ -274,12 +277,16 @@ class GradientSynchronizer:
         if self.warmup is not None and not start.measures:
             self.warmup.stop_measuring()
 
-    def _take_in(self) -> None:
+    def joining(self) -> dict[str, tuple[ParameterFacts, torch.Tensor]]:
+        """Parameters that the optimizer has come to train, and that have no bucket yet."""
+        return planning.joining(self.optimizer, self._part_of, self.recipe.rules)
+
+    def take_in(self) -> None:
         """Buckets of their own for parameters that the optimizer has come to train; all ranks alike.
 
         A gradient that they have already is a part of this step.
         """
-        new = planning.joining(self.optimizer, self._part_of, self.recipe.rules)
+        new = self.joining()
         if not new:
             return
         parameters = [fact for fact, _ in new.values()]
@@ -300,6 +307,7 @@ class GradientSynchronizer:
             part.gradient.gather_existing()
         self.plan = Plan(self.plan.buckets + plan.buckets, self.plan.dense + plan.dense)
         self._enter(parts)
+        self.joined |= set(new)
         for name, (fact, parameter) in new.items():
             self.facts[name] = fact, parameter
             self._name_of[parameter] = name
@@ -410,6 +418,7 @@ class GradientSynchronizer:
         up, and gradients are Inf on every rank alike.
 
         Raises:
+            ArgumentError: if the optimizer has come to have momentum that the feedback applies already.
             StateMismatchError: on every rank alike, if ranks have different parameters when the training
                 begins, or when parameters join it.
             NonFiniteGradientError: on every rank alike, if a gradient is not finite on some rank. The
@@ -430,7 +439,8 @@ class GradientSynchronizer:
         idle_before = self.driver.idle_seconds
         edited = self._edited()
         try:
-            self._take_in()
+            refuse_later_momentum(self.recipe, self.optimizer.param_groups)
+            self.take_in()
             self._agree()
             for part in self.parts:
                 if part.task is None:
@@ -447,9 +457,6 @@ class GradientSynchronizer:
             return
         scale = 1.0 / self.size if self.average else 1.0
         reports = [part.apply(scale) for part in self.parts]
-        if self.to_coo:
-            for part in self.parts:
-                part.gradient.to_coo()
         self._make_ready()
         self.step += 1
         self.telemetry.transport = transport_words(self.process_set)
@@ -534,6 +541,12 @@ class GradientSynchronizer:
         if norm.device.type == "cpu" and torch.isfinite(norm):
             for part in self.parts:
                 part.gradient.only_scaled()
+
+    def convert(self) -> None:
+        """Gradients in the form that the optimizer takes, once they have been clipped."""
+        if self.to_coo and self.overflow is None:
+            for part in self.parts:
+                part.gradient.to_coo()
 
     def zero_grad(self) -> None:
         """Zeros in all gradients, which stay views; see `FlatGradient.clear`."""

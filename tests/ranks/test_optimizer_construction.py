@@ -99,6 +99,25 @@ def test_wrapping_again_goes_on_from_where_the_weights_are(rank):
     assert same_on_all_ranks(*model.parameters())
 
 
+def test_dense_and_sparse_training_in_turn(rank):
+    """Every optimizer is still there when the next one is made, with its hooks."""
+    model, plain, kept = LinearModel(SHAPES), LinearModel(SHAPES), []
+    dense = stock.DistributedOptimizer(torch.optim.SGD(plain.parameters(), lr=0.5), plain.named_parameters())
+    for turn, text in enumerate(["none", "topk:density=1.0", "none", "topk:density=1.0"]):
+        own = torch.optim.SGD(model.parameters(), lr=0.5)
+        kept.append(hvd.DistributedOptimizer(own, model.named_parameters(), hvd.Compression.parse(text)))
+        for step in range(2):
+            for one, optimizer in ((model, kept[-1]), (plain, dense)):
+                one.backward(
+                    {name: dyadic(shape, rank, 2 * turn + step, name) for name, shape in SHAPES.items()}
+                )
+                optimizer.step()
+                optimizer.zero_grad()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+    assert same_on_all_ranks(*model.parameters())
+
+
 def test_ranks_with_different_models_are_told_in_the_first_step(rank):
     model = LinearModel(SHAPES | {"bias": (7 + rank,)})
     optimizer = make(model, "topk:density=0.1")

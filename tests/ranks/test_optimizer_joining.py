@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -107,6 +109,58 @@ def test_residuals_stay_where_they_were_and_are_saved_with_the_new_ones(rank, si
             its.zero_grad()
     for one, other in zip(model.parameters(), again.parameters(), strict=True):
         assert torch.equal(one, other)
+    assert same_on_all_ranks(*model.parameters())
+
+
+@pytest.mark.parametrize("how", [thaw, add_named])
+def test_a_new_process_loads_what_was_saved_with_parameters_that_had_joined(how, rank):
+    """Before its first step; and goes on as if it had never stopped."""
+    results, saved, weights = [], None, None
+    for resumed in (False, True):
+        model, parameters = frozen(how)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(parameters, lr=0.5), model.named_parameters(), compression="exdyna:density=0.05"
+        )
+        if resumed:
+            how(model, optimizer)
+            model.load_state_dict(weights)
+            optimizer.load_state_dict(saved)
+        for step in range(4 if resumed else 0, 6):
+            if step == 2:
+                how(model, optimizer)
+            if step == 4 and not resumed:
+                saved = copy.deepcopy(optimizer.state_dict())
+                weights = copy.deepcopy(model.state_dict())
+            model.backward(gradients(rank, step, SHAPES if step >= 2 else ["first", "second"]))
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append([p.detach().clone() for p in model.parameters()] + [*residuals_of(optimizer).values()])
+        assert optimizer.telemetry.last.step == 6
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_what_was_saved_before_a_layer_was_thawed_is_taken_back_after_it(rank):
+    """As elastic training does, which thaws nothing back."""
+    model, parameters = frozen(thaw)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(parameters, lr=0.5), model.named_parameters(), compression="topk:density=0.1"
+    )
+    model.backward(gradients(rank, 0, ["first", "second"]))
+    optimizer.step()
+    saved, held = copy.deepcopy(optimizer.state_dict()), residuals_of(optimizer)
+    optimizer.zero_grad()
+    thaw(model, optimizer)
+    model.backward(gradients(rank, 1, SHAPES))
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.load_state_dict(saved)
+    after = residuals_of(optimizer)
+    assert not after.pop("late").count_nonzero()
+    assert not after.pop("bias").count_nonzero()
+    assert all(torch.equal(after[name], held[name]) for name in held)
+    model.backward(gradients(rank, 1, SHAPES))
+    optimizer.step()
     assert same_on_all_ranks(*model.parameters())
 
 

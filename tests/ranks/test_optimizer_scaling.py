@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import horovod_sparse.torch as hvd
 from horovod_sparse.errors import NonFiniteGradientError
+from horovod_sparse.torch.loss_scale import scaled_by, watch_scalers
 from support.linear import LinearModel, dyadic, same_on_all_ranks
 from support.optimizers import make, residuals_of
 
@@ -174,3 +175,36 @@ def test_only_the_scaled_of_two_losses_counts_as_scaled(rank):
         results.append([p.detach().clone() for model in models for p in model.parameters()])
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+
+
+def test_a_rank_without_gradients_takes_part_after_a_step_that_its_scaler_skipped(rank):
+    model, other = LinearModel(SHAPES), LinearModel({"other": (3,)})
+    optimizer = own(model, "topk:density=1.0")
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step in range(4):
+        optimizer.zero_grad()
+        given = gradients(rank, step)
+        if step == 1:
+            given["second"].reshape(-1)[3] = torch.inf
+        if step == 2 and rank:
+            backward(other, {"other": dyadic((3,), rank, step, "other")}, scaler)
+        else:
+            backward(model, given, scaler)
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == 512.0
+    assert optimizer.telemetry.last.step == 3
+    assert same_on_all_ranks(*model.parameters())
+
+
+def test_a_scaled_backward_pass_that_fails_leaves_no_scale_behind():
+    def fail(gradient):
+        raise MemoryError
+
+    layer = torch.nn.Linear(2, 1)
+    layer.weight.register_hook(fail)
+    scaler = torch.amp.GradScaler("cpu")
+    watch_scalers()
+    with pytest.raises(MemoryError):
+        scaler.scale(layer(torch.ones(1, 2)).sum()).backward()
+    assert scaled_by() is None
