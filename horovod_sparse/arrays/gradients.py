@@ -68,7 +68,12 @@ def residual_memory(num_elements: int, kind: type[np.floating[Any]], memory: Arr
 
 @functools.lru_cache(maxsize=32)  # they are the same in most folds
 def checked_factors(
-    dtype: np.dtype[Any], decay: float, momentum: float | None, nesterov: bool, has_velocity: bool
+    dtype: np.dtype[Any],
+    decay: float,
+    momentum: float | None,
+    nesterov: bool,
+    has_companion: bool,
+    low_pass: float | None = None,
 ) -> Array:
     """The factors of a fold, for `kernels.fold`.
 
@@ -77,20 +82,29 @@ def checked_factors(
         decay: factor of the old values.
         momentum: factor of the old velocity, or None.
         nesterov: Nesterov's form of momentum.
-        has_velocity: whether there is a velocity.
+        has_companion: whether there is a velocity, or what a low-pass filter sums up.
+        low_pass: beta of a low-pass filter, or None.
 
     Returns:
         shape (4,), not to be written to.
 
     Raises:
-        ArgumentError: a factor is outside what is allowed, or there is no velocity for the momentum.
+        ArgumentError: a factor is outside what is allowed, or there is no companion for the momentum or the
+            filter, or both of them are asked for.
     """
     with np.errstate(over="ignore"):
         factors = fold_factors(dtype, decay, momentum or 0.0, nesterov)
     if not np.isfinite(factors[0]):
         raise ArgumentError("decay", decay, f"a number that {dtype.name} can hold")
-    if momentum is not None and not has_velocity:
-        raise ArgumentError("momentum", momentum, "None, or make the accumulator with companions=1")
+    for name, factor in (("momentum", momentum), ("low_pass", low_pass)):
+        if factor is not None and not has_companion:
+            raise ArgumentError(name, factor, "None, or make the accumulator with companions=1")
+    if low_pass is not None:
+        if momentum is not None or not 0.0 < low_pass <= 1.0:
+            raise ArgumentError("low_pass", low_pass, "a number in (0, 1], without momentum")
+        # sum = decay * sum + gradient; values = (1 - beta) * gradient + beta * sum
+        beta = dtype.type(low_pass)
+        return np.array([0.0, factors[0], 1 - beta, beta], dtype)
     if momentum is not None and not 0.0 <= momentum <= 1.0:
         raise ArgumentError("momentum", momentum, "a number in [0, 1]")
     return factors

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,8 @@ __all__ = ["HostAccumulator"]
 
 Array = NDArray[Any]
 
+_SQUARED = 8192
+
 
 class HostAccumulator:
     """Residual plus gradient of one bucket, in NumPy memory; implements `Accumulator`.
@@ -40,8 +43,9 @@ class HostAccumulator:
         num_elements: n.
         dtype: of the gradients; the accumulator is float64 for float64, else float32.
         density: kept fraction that selections will have, in (0, 1]; it decides the block size.
-        companions: how many arrays of n elements are kept beside the values and cleared with them
-            (the velocity of momentum correction is the first).
+        companions: how many arrays of n elements are kept beside the values. They are cleared with them
+            (the velocity of momentum correction), or the first follows them (what a low-pass filter
+            sums up): each change of a value is one of its own, too.
         memory: the residual's own memory, shape (n,), of the accumulator's type; its values stay, and
             nobody else may write to it from now on. None: new, zeros.
 
@@ -71,6 +75,8 @@ class HostAccumulator:
         self._values = residual_memory(self._layout.num_elements, accumulating(dtype), memory)
         self._companions = tuple(np.zeros_like(self._values) for _ in range(companions))
         self._cleared = (self._values, *self._companions)
+        # what is held back: the values, or the companion that follows them
+        self._held = self._values
         self._maxima = BlockMaxima(self._values, self._layout)
         self._journal = Journal((self._values, *self._companions))
         self._report = FoldReport()
@@ -97,12 +103,12 @@ class HostAccumulator:
 
     @property
     def square_norm(self) -> float:
-        """Sum of squares of the values as they are now; see `Accumulator.square_norm`."""
+        """Sum of squares of what is held back now; see `Accumulator.square_norm`."""
         return self._square_norm
 
     @property
     def companions(self) -> tuple[Array, ...]:
-        """Arrays of n elements that are cleared and restored with the values."""
+        """Arrays of n elements that are cleared with the values, or follow them; restored with them."""
         return self._companions
 
     def fold(
@@ -115,6 +121,7 @@ class HostAccumulator:
         masking: bool = True,
         keep_residual: bool = True,
         clip_norm: float | None = None,
+        low_pass: float | None = None,
     ) -> FoldReport:
         """values = decay * values + gradient; gradient = 0; block maxima. The one pass over n elements.
 
@@ -128,18 +135,26 @@ class HostAccumulator:
             masking: whether `clear` clears the companions too, until the next fold.
             keep_residual: False forgets the old values (no error feedback).
             clip_norm: if given, a gradient whose finite elements have a larger L2 norm is scaled down to it.
+            low_pass: if given, beta: the first companion becomes decay * companion + gradient, and values
+                (1 - beta) * gradient + beta * companion; until the next fold it follows their changes.
 
         Returns:
             What the pass learned.
 
         Raises:
-            ArgumentError: shape or type do not fit, or momentum without a companion.
+            ArgumentError: shape or type do not fit, or momentum or a filter without a companion.
         """
-        velocity = self._companions[0] if momentum is not None and self._companions else None
-        factors = checked_factors(self.dtype, decay * keep_residual, momentum, nesterov, velocity is not None)
+        follows, beside = low_pass is not None, momentum is not None or low_pass is not None
+        velocity = self._companions[0] if beside and self._companions else None
+        factors = checked_factors(
+            self.dtype, decay * keep_residual, momentum, nesterov, velocity is not None, low_pass
+        )
         array = checked_gradient(gradient, self.num_elements, self.dtype)
         self._journal.forget()
-        self._cleared = (self._values, *(self._companions if masking else ()))
+        self._cleared = (self._values, *(self._companions if masking and not follows else ()))
+        held = self._values if velocity is None or not follows else velocity
+        if held is not self._held:  # what was held back stands elsewhere until now, or has been loaded
+            self._held, self._square_norm = held, self._squares_of(held)
         parts = pieces(array, 1024 * self._layout.block, self._layout.block)
         if clip_norm is not None:
             parts = scaled(parts, clip_factor(array, clip_norm), keep=isinstance(array, GradientParts))
@@ -154,8 +169,8 @@ class HostAccumulator:
         )
         weight = 1.0 if velocity is None else float(factors[2] + factors[3])
         self._folded = weight, velocity, clip_norm
-        carried = float(factors[0]) ** 2 * self._square_norm
-        self._square_norm = folded.square_norm
+        carried = float(factors[1 if follows else 0]) ** 2 * self._square_norm
+        self._square_norm = self._squares_of(held) if follows else folded.square_norm
         self._norm_at_start = self._square_norm
         self._report = FoldReport(folded.num_nonfinite, folded.first_nonfinite, folded.square_norm, carried)
         return self._report
@@ -214,13 +229,16 @@ class HostAccumulator:
         return out
 
     def clear(self, indices: Indices) -> None:
-        """Sets the values there, and (with masking) the companions', to 0."""
+        """Sets the values there, and (with masking) the companions', to 0; a companion may follow instead."""
         where = checked(indices, self.num_elements)
-        old = self._journal.remember(where)
+        olds = self._journal.remember(where)
         for array in self._cleared:
             host_scatter.clear_at(array, where)
-        # all of them: 0 exactly, not the rounding of the fold's sum
-        self._square_norm = 0.0 if where.size == self.num_elements else self._norm_without(old)
+        self._follow(where, -olds[0])
+        if where.size < self.num_elements:
+            self._renorm(where, olds)
+        else:  # all of them: 0 exactly, not the rounding of the fold's sum
+            self._square_norm = 0.0 if self._held is self._values else self._squares_of(self._held)
 
     def add(self, indices: Indices, values: Values) -> None:
         """Adds to the values there; what would not stay finite adds nothing. Indices are unique."""
@@ -228,22 +246,29 @@ class HostAccumulator:
         new = compiled_for(values, self.dtype)
         if new.size != where.size:
             raise ArgumentError("values", new.size, f"one for each of the {where.size} indices")
-        old = self._journal.remember(where)
+        olds = self._journal.remember(where)
         with np.errstate(over="ignore", invalid="ignore"):
-            finite = np.isfinite(old + new)
-        host_scatter.add_at(self._values, where, new if finite.all() else np.where(finite, new, 0))
-        self._square_norm = self._norm_without(old) + squares(self.take(where))
+            finite = np.isfinite(olds[0] + new)
+            if self._held is not self._values:
+                finite &= np.isfinite(olds[1] + new)
+        new = new if finite.all() else np.where(finite, new, new.dtype.type(0))
+        host_scatter.add_at(self._values, where, new)
+        self._follow(where, new)
+        self._renorm(where, olds)
         self._maxima.grew(where)
 
     def put(self, indices: Indices, values: Values) -> None:
-        """Exactly these finite values there; the companions stay. Indices are unique."""
+        """Exactly these finite values there; companions stay, or follow. Indices are unique."""
         where = checked(indices, self.num_elements)
         new = compiled_for(values, self.dtype)
         if new.size != where.size:
             raise ArgumentError("values", new.size, f"one for each of the {where.size} indices")
-        old = self._journal.remember(where)
+        olds = self._journal.remember(where)
         host_scatter.put_at(self._values, where, new)
-        self._square_norm = self._norm_without(old) + squares(new)
+        # one after the other: the difference of two large values need not be finite
+        self._follow(where, -olds[0])
+        self._follow(where, new)
+        self._renorm(where, olds)
         self._maxima.grew(where)
 
     def mask(self, indices: Indices) -> None:
@@ -254,8 +279,32 @@ class HostAccumulator:
             for companion in self._companions:
                 host_scatter.clear_at(companion, where)
 
-    def _norm_without(self, old: Values) -> float:
-        return max(0.0, self._square_norm - squares(old))
+    def _follow(self, where: Indices, change: Values) -> None:
+        if self._held is not self._values:
+            # not `add_at`, to which a zero's sign means something
+            host_scatter.put_at(self._held, where, self._held_at(where) + change)
+
+    def _held_at(self, where: Indices) -> Values:
+        out = np.empty(where.size, self.dtype)
+        host_scatter.take_at(self._held, where, out)
+        return out
+
+    def _renorm(self, where: Indices, olds: tuple[Values, ...]) -> None:
+        # the first two of the journal's arrays: the values, and the companion that follows them
+        old = olds[0] if self._held is self._values else olds[1]
+        self._square_norm = max(0.0, self._square_norm - squares(old)) + squares(self._held_at(where))
+
+    def _squares_of(self, array: Array) -> float:
+        # by parts that BLAS adds up in one thread and in cache, each exact enough: twice as fast
+        total = 0.0
+        with np.errstate(over="ignore"):
+            for start in range(0, array.size, _SQUARED):
+                part = array[start : start + _SQUARED]
+                square = float(np.dot(part, part))
+                if not 1e-30 < square < math.inf:
+                    square = float(host_fold.squares_of(part, 0, part.size))
+                total += square
+        return total
 
     def abandon(self) -> None:
         """Takes back every change since the last fold, bit for bit."""
@@ -276,7 +325,7 @@ class HostAccumulator:
             take_out(self._values[start : start + piece.size], weight * step)
             if velocity is not None:
                 take_out(velocity[start : start + piece.size], step)
-        self._square_norm = float(host_fold.squares_of(self._values, 0, self.num_elements))
+        self._square_norm = self._squares_of(self._held)
         self._norm_at_start = self._square_norm
         self._maxima.forget()
         self._journal.forget()
@@ -287,8 +336,14 @@ class HostAccumulator:
         view.flags.writeable = False
         return view
 
+    def residual(self) -> Values:
+        """What is held back, all n elements; see `Accumulator.residual`."""
+        view = self._held.view()
+        view.flags.writeable = False
+        return view
+
     def assign(self, values: Values) -> None:
-        """Replaces all n values (loading a checkpoint).
+        """Replaces all n values (loading a checkpoint). Companions are replaced after it, in place.
 
         Args:
             values: n elements of any float type, in any shape.
@@ -303,7 +358,7 @@ class HostAccumulator:
         if not np.isfinite(new).all():
             raise ArgumentError("values", "NaN or Inf", "finite numbers")
         self._values[...] = new.reshape(-1)
-        self._square_norm = float(host_fold.squares_of(self._values, 0, self.num_elements))
+        self._held, self._square_norm = self._values, self._squares_of(self._values)
         self._norm_at_start = self._square_norm
         self._maxima.forget()
         self._journal.forget()

@@ -33,14 +33,14 @@ class Journal:
         self._changes: list[_Change] = []
         self._seen = 0
 
-    def remember(self, indices: Indices) -> Values:
+    def remember(self, indices: Indices) -> tuple[Values, ...]:
         """Notes what stands at some places, just before it is changed.
 
         Args:
             indices: int32, shape (k,), checked.
 
         Returns:
-            What stands there in the first array, shape (k,).
+            What stands there in each of the arrays, shape (k,).
         """
         olds = []
         for array in self._arrays:
@@ -49,7 +49,7 @@ class Journal:
             olds.append(old)
         # A copy: the caller may reuse its array, and the journal must not change with it.
         self._changes.append(_Change(indices.copy(), tuple(olds)))
-        return olds[0]
+        return self._changes[-1].olds
 
     def unseen(self) -> Iterator[Indices]:
         """The places of all changes that no earlier call has given out."""

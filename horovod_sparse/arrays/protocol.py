@@ -31,8 +31,8 @@ class FoldReport:
         first_nonfinite: position of the first of them in the bucket, -1 if there is none; n where the rank
             refuses the step for another reason (`Accumulator.refuse`).
         square_norm: sum of squares of the accumulator after the pass.
-        carried_square_norm: sum of squares of what the residual brought into it, decay included: what
-            the last step left behind.
+        carried_square_norm: sum of squares of the residual before it, decay included: what the last step
+            left behind.
     """
 
     num_nonfinite: int = 0
@@ -62,7 +62,7 @@ class Accumulator(Protocol):
 
     @property
     def square_norm(self) -> float:
-        """Sum of squares of the values as they are now, in O(1).
+        """Sum of squares of what is held back now (`residual`), in O(1).
 
         That of the last fold, less what was cleared since: it keeps the rounding of the fold's sum,
         about 1e-6 of that.
@@ -96,22 +96,32 @@ class Accumulator(Protocol):
         """The values there, as a fresh array."""
 
     def clear(self, indices: Indices) -> None:
-        """Sets the values there to 0 (and whatever a feedback keeps beside them)."""
+        """Sets the values there to 0.
+
+        What a feedback keeps beside them is set to 0, too, or stays, or follows: then what stood there is
+        subtracted from it. The last fold has said which.
+        """
 
     def add(self, indices: Indices, values: Values) -> None:
-        """Adds to the values there (what a rank gives back to its residual). Indices are unique."""
+        """Adds to the values there, and to what follows them (what a rank gives back to its residual).
+
+        Indices are unique.
+        """
 
     def put(self, indices: Indices, values: Values) -> None:
-        """Exactly these finite values there; what a feedback keeps beside them stays. Indices are unique."""
+        """Exactly these finite values there; what a feedback keeps beside them stays, or follows.
+
+        Indices are unique.
+        """
 
     def mask(self, indices: Indices) -> None:
-        """Clears what a feedback keeps beside the values there, as `clear` does; the values stay."""
+        """Clears what a feedback clears with the values there, as `clear` does; the values stay."""
 
     def abandon(self) -> None:
         """Takes back every `clear`, `add`, `put` and `mask` since the last fold, bit for bit."""
 
     def drop(self, gradient: Any) -> None:
-        """Takes the last fold's gradient out of the values (and of a velocity) again, after `abandon`.
+        """Takes the last fold's gradient out of the values (and their companion) again, after `abandon`.
 
         What was there before, decay included, comes back to the rounding of the sum: where the gradient
         was more than 2**24 times larger nothing is left of it, and the value is 0.
@@ -122,6 +132,12 @@ class Accumulator(Protocol):
 
     def values(self) -> Values:
         """All n values as a host array, a view where that is possible (checkpoints, tests)."""
+
+    def residual(self) -> Values:
+        """What is held back, as a host array: gradients that were folded and not sent.
+
+        The values, unless the last fold has filtered them: then the companion that follows them.
+        """
 
     def assign(self, values: Values) -> None:
         """Replaces all n values (loading a checkpoint)."""

@@ -38,8 +38,9 @@ class TorchAccumulator:
         num_elements: n.
         dtype: of the gradients, as a name or a dtype; the accumulator is float64 for float64, else float32.
         density: kept fraction that selections will have, in (0, 1]; it decides the block size.
-        companions: how many tensors of n elements are kept beside the values and cleared with them
-            (the velocity of momentum correction is the first).
+        companions: how many tensors of n elements are kept beside the values. They are cleared with them
+            (the velocity of momentum correction), or the first follows them (what a low-pass filter
+            sums up): each change of a value is one of its own, too.
         device: where the memory is.
         memory: the residual's own memory, shape (n,), contiguous, of the accumulator's type; its values
             stay, and nobody else may write to it from now on. None: new, zeros, on `device`.
@@ -114,12 +115,12 @@ class TorchAccumulator:
 
     @property
     def square_norm(self) -> float:
-        """Sum of squares of the values as they are now; see `Accumulator.square_norm`."""
+        """Sum of squares of what is held back now; see `Accumulator.square_norm`."""
         return float(to_host(self._journal.square_norm)[0])
 
     @property
     def companions(self) -> tuple[Tensor, ...]:
-        """Tensors of n elements that are cleared and restored with the values."""
+        """Tensors of n elements that are cleared with the values, or follow them; restored with them."""
         return self._companions
 
     def fold(
@@ -132,6 +133,7 @@ class TorchAccumulator:
         masking: bool = True,
         keep_residual: bool = True,
         clip_norm: float | None = None,
+        low_pass: float | None = None,
     ) -> FoldReport:
         """values = decay * values + gradient; gradient = 0; block maxima. The one pass over n elements.
 
@@ -145,15 +147,21 @@ class TorchAccumulator:
             masking: whether `clear` clears the companions too, until the next fold.
             keep_residual: False forgets the old values (no error feedback).
             clip_norm: if given, a gradient whose finite elements have a larger L2 norm is scaled down to it.
+            low_pass: if given, beta: the first companion becomes decay * companion + gradient, and values
+                (1 - beta) * gradient + beta * companion; until the next fold it follows their changes.
 
         Returns:
             What the pass learned; reading its numbers may wait for the device.
 
         Raises:
-            ArgumentError: shape, type or device do not fit, or momentum without a companion.
+            ArgumentError: shape, type or device do not fit, or momentum or a filter without a companion.
         """
-        velocity = self._companions[0] if momentum is not None and self._companions else None
-        factors = checked_factors(self.dtype, decay * keep_residual, momentum, nesterov, velocity is not None)
+        beside = momentum is not None or low_pass is not None
+        velocity = self._companions[0] if beside and self._companions else None
+        followed = velocity if low_pass is not None else None
+        factors = checked_factors(
+            self.dtype, decay * keep_residual, momentum, nesterov, velocity is not None, low_pass
+        )
         weight = 1.0 if velocity is None else float(factors[2] + factors[3])
         self._folded = weight, velocity, clip_norm
         keep = isinstance(gradient, KeptTensor)
@@ -162,20 +170,26 @@ class TorchAccumulator:
             if clip_norm is not None:
                 gradient = clip(gradient, clip_norm, keep=keep)
             flat = gradient.reshape(-1)  # a view where strides allow it
+            norm_before = self._journal.norm_before(followed)
             report = self._kernels.fold(
                 self._values,
                 flat,
                 self._selection.new_maxima(),
                 self._layout,
                 self._on_device(factors),
-                self._journal.square_norm,
+                norm_before,
                 velocity,
                 plain=factors[0] == 1.0,
                 keep=keep,
             )
             if not keep and flat.data_ptr() != gradient.data_ptr():
                 gradient.zero_()
-            self._journal.restart(report[2:3], masking=masking)
+            if followed is None:
+                self._journal.restart(report[2:3], masking=masking)
+            else:
+                # the kernel takes the values for what was held back
+                torch.mul(norm_before, float(factors[1]) ** 2, out=report[3:4])
+                self._journal.restart(masking=masking, followed=followed)
             self._report = PendingReport(PendingCopy(report))
         return self._report
 
@@ -227,7 +241,7 @@ class TorchAccumulator:
             return to_host(self._values.index_select(0, self._places(indices)))
 
     def clear(self, indices: Indices) -> None:
-        """Sets the values there, and the companions', to 0."""
+        """Sets the values there, and (with masking) the companions', to 0; a companion may follow instead."""
         with on_device(self.device):
             self._journal.clear(self._places(indices))
 
@@ -240,11 +254,13 @@ class TorchAccumulator:
                 raise ArgumentError("values", new.size, f"one for each of the {where.numel()} indices")
             added = to_device(new, self.device)
             fine = torch.isfinite(self._values.index_select(0, where) + added)
+            if (followed := self._journal.followed) is not None:
+                fine &= torch.isfinite(followed.index_select(0, where) + added)
             self._journal.add(where, torch.where(fine, added, 0.0))
             self._grew(where)
 
     def put(self, indices: Indices, values: Values) -> None:
-        """Exactly these finite values there; the companions stay. Indices are unique."""
+        """Exactly these finite values there; companions stay, or follow. Indices are unique."""
         with on_device(self.device):
             where = self._places(indices)
             new = np.ascontiguousarray(values, self.dtype).reshape(-1)
@@ -283,16 +299,18 @@ class TorchAccumulator:
             if velocity is not None:
                 take_out(velocity, step)
             self._selection.maxima = None
-            self._journal.restart()
+            self._journal.restart(followed=self._journal.followed)
 
     def values(self) -> Values:
         """All n values, to be read only: a view on the CPU, else a copy (use `assign` to change them)."""
-        view = self._values.detach().cpu().numpy().view()
-        view.flags.writeable = False
-        return view
+        return _on_host(self._values)
+
+    def residual(self) -> Values:
+        """What is held back, all n elements; see `Accumulator.residual`."""
+        return _on_host(self._values if self._journal.followed is None else self._journal.followed)
 
     def assign(self, values: Any) -> None:
-        """Replaces all n values (loading a checkpoint).
+        """Replaces all n values (loading a checkpoint). Companions are replaced after it, in place.
 
         Args:
             values: n elements of any float type, in any shape; an array, or a tensor on any device.
@@ -309,3 +327,9 @@ class TorchAccumulator:
         self._values.copy_(new)
         self._selection.maxima = None
         self._journal.restart()
+
+
+def _on_host(tensor: Tensor) -> Values:
+    view = tensor.detach().cpu().numpy().view()
+    view.flags.writeable = False
+    return view

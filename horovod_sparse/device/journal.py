@@ -33,33 +33,55 @@ class Journal:
     Args:
         kernels: what carries them out.
         values: n elements.
-        companions: like values, cleared with them.
+        companions: like values; cleared with them, or the first follows them.
     """
 
     def __init__(self, kernels: TensorKernels, values: Tensor, companions: tuple[Tensor, ...]) -> None:
         self._kernels, self._values, self._companions = kernels, values, companions
         self._changes: list[_Change] = []
         self._masking = True
+        #: the companion that changes as the values do, and is what is held back; None: the values are
+        self.followed: Tensor | None = None
         # Changes up to here are in the block maxima; those after only keep them upper bounds.
         self._refreshed = 0
         self._start_norm = self.square_norm = sum_of_squares(values)
 
-    def restart(self, square_norm: Tensor | None = None, masking: bool = True) -> None:
-        """Forgets all changes: the values are new, and so is their sum of squares (computed if left out).
+    def restart(
+        self, square_norm: Tensor | None = None, masking: bool = True, followed: Tensor | None = None
+    ) -> None:
+        """Forgets all changes: what is held back is new, and so is its sum of squares (computed if left out).
 
         Args:
             square_norm: float64, shape (1,).
             masking: whether companions are cleared with the values from now on.
+            followed: the companion that follows them instead.
         """
-        self._masking = masking
+        self._masking, self.followed = masking and followed is None, followed
         self._changes.clear()
         self._refreshed = 0
         self._start_norm = self.square_norm = (
-            sum_of_squares(self._values) if square_norm is None else square_norm
+            sum_of_squares(self._values if followed is None else followed)
+            if square_norm is None
+            else square_norm
         )
 
-    def _without(self, old: Tensor) -> Tensor:
-        return (self.square_norm - sum_of_squares(old)).clamp_(min=0.0)
+    def norm_before(self, followed: Tensor | None) -> Tensor:
+        """Sum of squares of what was held back until now, for a fold after which `followed` holds it."""
+        if followed is self.followed:
+            return self.square_norm
+        return sum_of_squares(self._values if followed is None else followed)
+
+    def _follow(self, indices: Tensor, change: Tensor) -> None:
+        if self.followed is not None:
+            self._kernels.add(self.followed, indices, change)
+
+    def _renorm(self, change: _Change, new: Tensor | None = None) -> None:
+        """Keeps the sum of squares along; `new` are the values there now, None for zeros."""
+        old = change.values
+        if self.followed is not None:
+            old, new = change.companions[0], self.followed[change.indices.long()]
+        norm = (self.square_norm - sum_of_squares(old)).clamp_(min=0.0)
+        self.square_norm = norm if new is None else norm + sum_of_squares(new)
 
     def clear(self, indices: Tensor) -> None:
         """Sets values, and companions if there is masking, to 0 there."""
@@ -68,27 +90,34 @@ class Journal:
             self._kernels.clear(companion, indices) if self._masking else companion[indices.long()]
             for companion in self._companions
         )
-        self._changes.append(_Change(indices, old, companions))
-        if indices.numel() == self._values.numel():
+        self._changes.append(change := _Change(indices, old, companions))
+        self._follow(indices, -old)
+        if indices.numel() < self._values.numel():
+            self._renorm(change)
+        elif self.followed is not None:
+            self.square_norm = sum_of_squares(self.followed)
+        else:
             # All of them: 0 exactly, not the rounding of the fold's sum.
             self.square_norm = torch.zeros_like(self.square_norm)
-        else:
-            self.square_norm = self._without(old)
 
     def add(self, indices: Tensor, new: Tensor) -> None:
-        """Adds to the values there; indices are unique."""
+        """Adds to the values there, and to what follows them; indices are unique."""
         old = self._kernels.add(self._values, indices, new)
         companions = tuple(companion[indices.long()] for companion in self._companions)
-        self._changes.append(_Change(indices, old, companions))
-        self.square_norm = self._without(old) + sum_of_squares(old + new)
+        self._changes.append(change := _Change(indices, old, companions))
+        self._follow(indices, new)
+        self._renorm(change, old + new)
 
     def put(self, indices: Tensor, new: Tensor) -> None:
-        """Replaces the values there; indices are unique."""
+        """Replaces the values there, and lets a companion follow; indices are unique."""
         old = self._values[indices.long()]
         self._kernels.put(self._values, indices, new)
         companions = tuple(companion[indices.long()] for companion in self._companions)
-        self._changes.append(_Change(indices, old, companions))
-        self.square_norm = self._without(old) + sum_of_squares(new)
+        self._changes.append(change := _Change(indices, old, companions))
+        # one after the other: the difference of two large values need not be finite
+        self._follow(indices, -old)
+        self._follow(indices, new)
+        self._renorm(change, new)
 
     def mask(self, indices: Tensor) -> None:
         """Sets companions to 0 there, if there is masking."""
@@ -113,4 +142,4 @@ class Journal:
             for change in self._changes:
                 self._kernels.refresh_maxima(self._values, maxima, layout, change.indices)
         if self._changes:
-            self.restart(self._start_norm, self._masking)
+            self.restart(self._start_norm, self._masking, self.followed)

@@ -1,7 +1,8 @@
-"""Error feedback and momentum correction around a sparsifier, and the bucket that holds it all."""
+"""Error feedback, plain and filtered, and momentum correction; the bucket that holds all of it."""
 
 from horovod_sparse.feedback.base import ErrorFeedback, Feedback, NoFeedback
 from horovod_sparse.feedback.bucket import Bucket, BucketStep, Member
+from horovod_sparse.feedback.lowpass import LowPass
 from horovod_sparse.feedback.momentum import MomentumCorrection
 from horovod_sparse.feedback.named import FEEDBACKS
 from horovod_sparse.feedback.progress import Progress, progress_of, resumed
@@ -14,6 +15,7 @@ __all__ = [
     "BucketStep",
     "ErrorFeedback",
     "Feedback",
+    "LowPass",
     "Member",
     "MomentumCorrection",
     "NoFeedback",

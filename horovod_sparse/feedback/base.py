@@ -37,6 +37,7 @@ class FoldableAccumulator(Protocol):
         masking: bool = True,
         keep_residual: bool = True,
         clip_norm: float | None = None,
+        low_pass: float | None = None,
     ) -> FoldReport:
         """See `HostAccumulator.fold`."""
 

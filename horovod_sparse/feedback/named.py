@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from horovod_sparse.errors import ArgumentError, UnknownNameError
 from horovod_sparse.feedback.base import ErrorFeedback, Feedback, NoFeedback
+from horovod_sparse.feedback.lowpass import LowPass
 from horovod_sparse.feedback.momentum import MomentumCorrection
 
 __all__ = ["FEEDBACKS", "feedback_named"]
 
-FEEDBACKS: dict[str, type] = {"error": ErrorFeedback, "momentum": MomentumCorrection, "none": NoFeedback}
+FEEDBACKS: dict[str, type] = {
+    "error": ErrorFeedback,
+    "lowpass": LowPass,
+    "momentum": MomentumCorrection,
+    "none": NoFeedback,
+}
 
 
 def feedback_named(name: str | Feedback) -> Feedback:

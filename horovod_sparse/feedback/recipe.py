@@ -10,6 +10,7 @@ from typing import Any
 
 from horovod_sparse.errors import UnknownNameError
 from horovod_sparse.feedback.base import ErrorFeedback, Feedback
+from horovod_sparse.feedback.lowpass import LowPass
 from horovod_sparse.feedback.momentum import MomentumCorrection
 from horovod_sparse.feedback.named import feedback_named
 from horovod_sparse.feedback.rules import ParameterRules
@@ -53,11 +54,14 @@ class Recipe:
     def for_dense(self) -> Recipe:
         """The recipe for a parameter that is sent whole: the same feedback around an allreduce.
 
-        Momentum is not masked there: a velocity that is cleared in every step would be none.
+        Momentum is not masked there: a velocity that is cleared in every step would be none. Nothing is left
+        to be filtered; what was held back before, in a sparse bucket, joins the next gradient whole.
         """
         feedback = self.feedback
         if isinstance(feedback, MomentumCorrection):
             feedback = dataclasses.replace(feedback, masking=False)
+        elif isinstance(feedback, LowPass):
+            feedback = dataclasses.replace(feedback, beta=1.0)
         return Recipe(Dense(), feedback)
 
     def describe(self) -> str:
@@ -100,8 +104,8 @@ def recipe(name: str, **arguments: Any) -> Recipe:
 
     Args:
         name: of the algorithm, as in `Compression`.
-        **arguments: of the algorithm; `feedback` ("error", "momentum", "none", or a `Feedback`); and
-            those of `ParameterRules`. What has arguments itself may be given as text:
+        **arguments: of the algorithm; `feedback` ("error", "lowpass", "momentum", "none", or a `Feedback`);
+            and those of `ParameterRules`. What has arguments itself may be given as text:
             ``schedule="exponential(steps=400)"``.
 
     Raises:

@@ -20,7 +20,7 @@ from horovod_sparse.frontend.encoding import from_bytes, to_bytes
 from horovod_sparse.frontend.momentum import check_momentum
 from horovod_sparse.frontend.names import common_names, next_label
 from horovod_sparse.frontend.planning import make_plan
-from horovod_sparse.frontend.saved import redistributed, share_factor
+from horovod_sparse.frontend.saved import companions_fit, feedback_name, redistributed, share_factor
 from horovod_sparse.frontend.standing import Standing, Start, agreed_start, kept_share
 from horovod_sparse.frontend.text import describe_recipe
 
@@ -44,9 +44,11 @@ __all__ = [
     "check_agreement",
     "check_momentum",
     "common_names",
+    "companions_fit",
     "decide",
     "describe_model",
     "describe_recipe",
+    "feedback_name",
     "from_bytes",
     "kept_share",
     "make_plan",

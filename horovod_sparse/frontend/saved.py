@@ -1,4 +1,4 @@
-"""Saved residuals at another number of ranks, whatever kind of arrays they are."""
+"""Saved residuals: at another number of ranks, and whether they are of the same feedback."""
 
 from __future__ import annotations
 
@@ -6,8 +6,34 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from horovod_sparse.errors import ArgumentError, StateMismatchError
+from horovod_sparse.feedback import Feedback, LowPass
 
-__all__ = ["redistributed", "share_factor"]
+__all__ = ["companions_fit", "feedback_name", "redistributed", "share_factor"]
+
+
+def feedback_name(feedback: Feedback) -> str:
+    """By which an entry says what its companions are."""
+    return getattr(feedback, "text_name", type(feedback).__name__)
+
+
+def companions_fit(saved: Mapping[str, Any], feedback: Feedback) -> bool:
+    """Whether what was saved beside the residuals is what a feedback keeps there.
+
+    Args:
+        saved: with "companions", and "feedback" if it is not of an earlier version.
+        feedback: that it is loaded for.
+
+    Example:
+        >>> saved = {"companions": ["a velocity"], "feedback": "momentum"}
+        >>> companions_fit(saved, LowPass())
+        False
+    """
+    if len(saved["companions"]) != feedback.num_companions:
+        return False
+    name = saved.get("feedback")
+    if name is None:  # saved before there was a filter
+        return not isinstance(feedback, LowPass)
+    return feedback.num_companions == 0 or name == feedback_name(feedback)
 
 
 def share_factor(old_rank: int, old_size: int, size: int) -> float:

@@ -88,4 +88,4 @@ class SimulatedCluster:
 
     def residuals(self) -> list[np.ndarray]:
         """What every rank holds back, [n] each, as copies."""
-        return [bucket.accumulator.values().copy() for bucket in self.buckets]
+        return [bucket.accumulator.residual().copy() for bucket in self.buckets]

@@ -28,8 +28,8 @@ class CLTK(Sparsifier):
     Args:
         density: k / n, in (0, 1].
 
-    Source: ScaleCom (Chen et al., NeurIPS 2020), Algorithm 1, cyclic local top-k. Departure: the residual is
-    not low-pass filtered, which is the algorithm with beta = 1.
+    Source: ScaleCom (Chen et al., NeurIPS 2020), Algorithm 1, cyclic local top-k. Its low-pass filter of the
+    residual is a feedback, `LowPass`; the default is error feedback, which is the algorithm with beta = 1.
 
     Example:
         >>> CLTK(density=0.01).rounds(4)

@@ -24,7 +24,7 @@ import numpy as np
 from horovod_sparse.errors import StateMismatchError, UnsupportedError
 from horovod_sparse.feedback import Progress
 from horovod_sparse.feedback.state import from_plain, to_plain
-from horovod_sparse.frontend import redistributed, share_factor
+from horovod_sparse.frontend import companions_fit, feedback_name, redistributed, share_factor
 from horovod_sparse.merging import Plan
 from horovod_sparse.tensorflow import residuals
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
@@ -67,6 +67,7 @@ def save(synchronizer: GradientSynchronizer) -> dict[str, Any]:
         "plan": synchronizer.plan.to_dict(),
         "residuals": held[0],
         "companions": held[1:],
+        "feedback": feedback_name(synchronizer.recipe.feedback),
         "buckets": [
             {**part.bucket.progress.to_plain(), "state": to_plain(part.bucket.state)}
             for part in synchronizer.sparse
@@ -205,7 +206,7 @@ def _checked(synchronizer: GradientSynchronizer, entry: Mapping[str, Any]) -> di
             f"the saved state is of {entry['recipe']}, now {synchronizer.recipe.describe()} is used: use the "
             "same algorithm, or load without the state of horovod_sparse to start with no residual"
         )
-    if len(entry["companions"]) != synchronizer.recipe.feedback.num_companions:
+    if not companions_fit(entry, synchronizer.recipe.feedback):
         raise StateMismatchError(
             f"the saved state is of another feedback than {synchronizer.recipe.feedback}"
         )

@@ -14,7 +14,7 @@ import torch
 from horovod_sparse.errors import StateMismatchError, UnsupportedError
 from horovod_sparse.feedback import Bucket, Progress, Recipe, resumed
 from horovod_sparse.feedback.state import from_plain, shared_digest, to_plain
-from horovod_sparse.frontend import Standing, Start, kept_share
+from horovod_sparse.frontend import Standing, Start, companions_fit, feedback_name, kept_share
 from horovod_sparse.merging import Plan
 from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.torch.memory import GradientMemory, memory_of
@@ -165,6 +165,7 @@ def _save(entry: _Entry) -> dict[str, Any]:
     return {
         "residual": _tensor(bucket.accumulator.values()),
         "companions": [_tensor(array) for array in entry.memory.companions(bucket.accumulator)],
+        "feedback": feedback_name(bucket.recipe.feedback),
         **bucket.progress.to_plain(),
         "size": bucket.info.size,
         "sparsifier": to_plain(bucket.state, _tensor),
@@ -174,18 +175,18 @@ def _save(entry: _Entry) -> dict[str, Any]:
 def _check(entry: _Entry, saved: Mapping[str, Any]) -> Any:
     """The saved state of the sparsifier, if everything fits the bucket."""
     bucket, info = entry.bucket, entry.bucket.info
-    companions = bucket.recipe.feedback.num_companions
+    feedback = bucket.recipe.feedback
     if int(saved["size"]) != info.size:
         raise StateMismatchError(
             f"the saved state of {info.name} is one of {saved['size']} ranks, now there are {info.size}: "
             "load it into as many ranks, start with an empty residual, or train with "
             "horovod_sparse.torch.DistributedOptimizer, whose state can be redistributed"
         )
-    if saved["residual"].numel() != info.num_elements or len(saved["companions"]) != companions:
+    if saved["residual"].numel() != info.num_elements or not companions_fit(saved, feedback):
         raise StateMismatchError(
             f"the saved state of {info.name} has {saved['residual'].numel()} elements and "
             f"{len(saved['companions'])} arrays beside the residual, the parameter has {info.num_elements} "
-            f"and {companions}: it belongs to another model or to another feedback"
+            f"and {feedback}: it belongs to another model or to another feedback"
         )
     return from_plain(bucket.recipe.sparsifier.init(info), saved["sparsifier"])
 

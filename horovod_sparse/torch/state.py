@@ -27,7 +27,7 @@ import torch
 from horovod_sparse.errors import ArgumentError, StateMismatchError, UnsupportedError
 from horovod_sparse.feedback import Progress
 from horovod_sparse.feedback.state import from_plain, to_plain
-from horovod_sparse.frontend import kept_share
+from horovod_sparse.frontend import companions_fit, feedback_name, kept_share
 from horovod_sparse.merging import Plan
 from horovod_sparse.torch import residuals
 from horovod_sparse.torch.synchronizer import GradientSynchronizer
@@ -64,6 +64,7 @@ def save(synchronizer: GradientSynchronizer) -> dict[str, Any]:
         "plan": synchronizer.plan.to_dict(),
         "residuals": held[0],
         "companions": held[1:],
+        "feedback": feedback_name(synchronizer.recipe.feedback),
         "buckets": [
             {
                 **part.bucket.progress.to_plain(),
@@ -208,7 +209,7 @@ def _check(synchronizer: GradientSynchronizer, entry: Mapping[str, Any]) -> None
             f"the saved state is of another model: it has {sorted(unknown) or 'nothing'} that this one "
             f"has not, and lacks {sorted(lacking) or 'nothing'}"
         )
-    if len(entry["companions"]) != synchronizer.recipe.feedback.num_companions:
+    if not companions_fit(entry, synchronizer.recipe.feedback):
         raise StateMismatchError(
             f"the saved state is of another feedback than {synchronizer.recipe.feedback}"
         )

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from horovod_sparse.feedback import NoFeedback, Recipe, recipe
+from horovod_sparse.feedback import ErrorFeedback, LowPass, Recipe, recipe
 
 __all__ = ["CASES", "Case", "CountBand", "case_id"]
 
@@ -85,8 +85,8 @@ def case_id(case: Case) -> str:
         value = getattr(sparsifier, item.name)
         if item.name != "density" and value != item.default:
             changed.append(f"{item.name}={value}")
-    if isinstance(case.recipe.feedback, NoFeedback):
-        changed.append("feedback=none")
+    if case.recipe.feedback != ErrorFeedback():
+        changed.append(f"feedback={case.recipe.feedback.text_name}")
     return "-".join([sparsifier.name, *changed])
 
 
@@ -124,6 +124,8 @@ CASES: tuple[Case, ...] = (
     _case("randomk", values="float16", promises=_SHARED),
     _case("cltk", promises=_SHARED),
     _case("cltk", values="int8", promises=_SHARED),
+    # half: numbers of few bits stay so
+    _case("cltk", feedback=LowPass(beta=0.5), promises=_SHARED),
     _case("hard_threshold", threshold=0.5),
     _case("hard_threshold", threshold=0.5, values="bfloat16", indices="block16"),
     _case("dgc"),
@@ -143,7 +145,9 @@ CASES: tuple[Case, ...] = (
     _case("spardl", teams="auto", trial_steps=0, latency_seconds=1.0),
     _case("spardl", teams="auto", trial_steps=0, latency_seconds=1.0, values="int8", gather="allgather"),
     _case("gtopk", values="float16", indices="gaps", promises=_SHARED),
+    _case("gtopk", values="float16", indices="gaps", feedback=LowPass(beta=0.5), promises=_SHARED),
     _case("oktopk"),
+    _case("oktopk", feedback=LowPass(beta=0.5)),
     _case("oktopk", threshold_steps=2, region_steps=3, values="int8", indices="gaps"),
     _case("topk_dsa"),
     _case("topk_dsa", values="int8", indices="block16"),

@@ -40,6 +40,7 @@ class ReferenceAccumulator:
         self._values = np.zeros(num_elements, dtype)
         self.companions = tuple(np.zeros(num_elements, dtype) for _ in range(companions))
         self._masked = self.companions
+        self._followed: np.ndarray | None = None
         self._folded = self._values.copy(), [companion.copy() for companion in self.companions]
         self._report = FoldReport()
 
@@ -57,7 +58,7 @@ class ReferenceAccumulator:
 
     @property
     def square_norm(self) -> float:
-        return float(np.sum(np.square(self._values, dtype=np.float64)))
+        return float(np.sum(np.square(self.residual(), dtype=np.float64)))
 
     def fold(
         self,
@@ -69,9 +70,12 @@ class ReferenceAccumulator:
         masking: bool = True,
         keep_residual: bool = True,
         clip_norm: float | None = None,
+        low_pass: float | None = None,
     ) -> FoldReport:
         old, one = self._values, self.dtype.type
-        self._masked = self.companions if masking else ()
+        self._masked = self.companions if masking and low_pass is None else ()
+        self._followed = self.companions[0] if low_pass is not None else None
+        carried = (decay if keep_residual else 0.0) ** 2 * self.square_norm
         step = widen(gradient, self.dtype)
         with np.errstate(over="ignore", invalid="ignore", under="ignore"):
             if clip_norm is not None:
@@ -84,9 +88,15 @@ class ReferenceAccumulator:
                 bad |= ~np.isfinite(speed)
                 velocity[:] = np.where(np.isfinite(speed), speed, one(momentum) * velocity)
                 step = step + one(momentum) * velocity if nesterov else velocity
-            kept = one(decay if keep_residual else 0.0) * old
+            if low_pass is not None:
+                held = self.companions[0]
+                step = np.where(bad, one(0), step)
+                summed = one(decay) * held + step
+                bad |= ~np.isfinite(summed)
+                held[:] = np.where(np.isfinite(summed), summed, one(decay) * held)
+                step = (1 - one(low_pass)) * step + one(low_pass) * held
+            kept = one(decay if keep_residual and low_pass is None else 0.0) * old
             new = kept + step
-        carried = (decay if keep_residual else 0.0) ** 2 * self.square_norm
         bad |= ~np.isfinite(new)
         self._values = np.where(np.isfinite(new), new, np.where(np.isfinite(kept), kept, old))
         gradient[:] = 0
@@ -94,7 +104,7 @@ class ReferenceAccumulator:
         self._report = FoldReport(
             num_nonfinite=int(bad.sum()),
             first_nonfinite=int(np.argmax(bad)) if bad.any() else -1,
-            square_norm=self.square_norm,
+            square_norm=float(np.sum(np.square(self._values, dtype=np.float64))),
             carried_square_norm=carried,
         )
         return self._report
@@ -129,14 +139,22 @@ class ReferenceAccumulator:
         return self._values[indices]
 
     def clear(self, indices: Indices) -> None:
+        self._follow(indices, -self._values[indices])
         for array in (self._values, *self._masked):
             array[indices] = 0
 
     def add(self, indices: Indices, values: Values) -> None:
         self._values[indices] += values
+        self._follow(indices, values)
 
     def put(self, indices: Indices, values: Values) -> None:
+        self._follow(indices, -self._values[indices])
         self._values[indices] = values
+        self._follow(indices, values)
+
+    def _follow(self, indices: Indices, change: Values) -> None:
+        if self._followed is not None:
+            self._followed[indices] += change
 
     def mask(self, indices: Indices) -> None:
         for array in self._masked:
@@ -150,6 +168,9 @@ class ReferenceAccumulator:
 
     def values(self) -> Values:
         return self._values
+
+    def residual(self) -> Values:
+        return self._values if self._followed is None else self._followed
 
     def assign(self, values: Values) -> None:
         self._values[:] = values

@@ -44,11 +44,12 @@ def scenarios(draw: st.DrawFn, max_elements: int) -> dict[str, Any]:
                     {
                         "decay": st.sampled_from([1.0, 0.3, 2.0]),
                         "momentum": st.sampled_from([None, 0.0, 0.9]),
+                        "low_pass": st.sampled_from([None, 0.1, 1.0]),
                         "nesterov": st.booleans(),
                         "masking": st.booleans(),
                         "keep_residual": st.sampled_from([True, True, False]),
                     }
-                ),
+                ).map(lambda fold: fold | {"momentum": None} if fold["low_pass"] else fold),
                 min_size=1,
                 max_size=2,
             )
@@ -113,6 +114,7 @@ def check_state(host: Any, ours: Any) -> None:
     scale = host.report.square_norm
     if np.isfinite(scale):
         assert ours.square_norm == pytest.approx(host.square_norm, rel=1e-5, abs=1e-5 * scale)
+    np.testing.assert_array_equal(bits(ours.residual()), bits(host.residual()))
 
 
 def run(scenario: dict[str, Any], place: Any) -> None:
@@ -121,6 +123,7 @@ def run(scenario: dict[str, Any], place: Any) -> None:
     shared = {"density": scenario["density"], "companions": 1}
     host = HostAccumulator(n, dtype, **shared)
     ours = TorchAccumulator(n, dtype, device=place.device, kernels=place.kernels, **shared)
+    largest = 0.0
     for fold in scenario["folds"]:
         gradient = gradient_of(scenario, generator)
         tensor = as_tensor(gradient, dtype, place.device)
@@ -130,6 +133,10 @@ def run(scenario: dict[str, Any], place: Any) -> None:
         assert report.first_nonfinite == expected.first_nonfinite
         if np.isfinite(expected.square_norm):
             assert report.square_norm == pytest.approx(expected.square_norm, rel=1e-5)
+        if np.isfinite(expected.carried_square_norm):
+            carried = pytest.approx(expected.carried_square_norm, rel=1e-5, abs=1e-4 * largest)
+            assert report.carried_square_norm == carried
+        largest = host.square_norm
         check_state(host, ours)
         check_selection(host, ours, generator)
         check_statistics(host, ours, generator)

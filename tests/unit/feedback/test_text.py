@@ -9,6 +9,7 @@ import pytest
 from horovod_sparse.errors import ArgumentError, UnknownNameError
 from horovod_sparse.feedback import (
     ErrorFeedback,
+    LowPass,
     MomentumCorrection,
     NoFeedback,
     ParameterRules,
@@ -32,6 +33,8 @@ _FEEDBACKS = [
     ErrorFeedback(scale_residual=True),
     ErrorFeedback(clip_norm=0.5),
     NoFeedback(),
+    LowPass(),
+    LowPass(beta=0.25, clip_norm=1.5, scale_residual=True),
     MomentumCorrection(),
     MomentumCorrection(momentum=0.5, nesterov=True, masking=False, clip_norm=1.5, scale_residual=True),
 ]
@@ -93,7 +96,10 @@ def test_by_hand() -> None:
         ("topk:=0.2", "NAME:ARGUMENT=VALUE"),
         ("topk:schedule=expontial(steps=4)", "unknown schedule 'expontial'.*exponential, linear, stairs"),
         ("topk:schedule=linear(stps=4)", "argument of linear 'stps'.*steps"),
-        ("topk:feedback=momentun(momentum=0.5)", "unknown feedback 'momentun'.*error, momentum, none"),
+        (
+            "topk:feedback=momentun(momentum=0.5)",
+            "unknown feedback 'momentun'.*error, lowpass, momentum, none",
+        ),
         ("topk:feedback=momentum(momentum=2)", "momentum=2"),
         ("topk:density=linear(steps=4)", "unknown density 'linear'"),
         ("topk:schedule=linear", "schedule='linear'"),

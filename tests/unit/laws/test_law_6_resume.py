@@ -25,6 +25,7 @@ def saved(cluster: SimulatedCluster) -> list[dict[str, Any]]:
             "state": json.loads(json.dumps(to_plain(bucket.state, array=np.ndarray.tolist))),
             **bucket.progress.to_plain(),
             "residual": bucket.accumulator.values().tobytes(),
+            "companions": [companion.tobytes() for companion in bucket.accumulator.companions],
         }
         for bucket in cluster.buckets
     ]
@@ -36,6 +37,8 @@ def restored(case: Case, scenario: Scenario, checkpoints: list[dict[str, Any]]) 
         bucket.restart(Progress.from_plain(checkpoint, checkpoint["state"]["step"]))
         bucket.state = from_plain(bucket.state, checkpoint["state"])
         bucket.accumulator.assign(np.frombuffer(checkpoint["residual"], bucket.info.value_dtype))
+        for companion, values in zip(bucket.accumulator.companions, checkpoint["companions"], strict=True):
+            companion[...] = np.frombuffer(values, bucket.info.value_dtype)
     return cluster
 
 

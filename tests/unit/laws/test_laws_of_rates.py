@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,7 +34,8 @@ _ORDERS = (
 
 
 def scaled(case: Case) -> Recipe:
-    return dataclasses.replace(case.recipe, feedback=ErrorFeedback(scale_residual=True))
+    feedback: Any = case.recipe.feedback
+    return dataclasses.replace(case.recipe, feedback=dataclasses.replace(feedback, scale_residual=True))
 
 
 @pytest.mark.parametrize("case", _KEEPING, ids=case_id)
