@@ -52,7 +52,7 @@ def _pytorch_step(text: str, gradient: np.ndarray) -> Work:
         part.gradient.flat.copy_(source)
 
     def run() -> None:
-        synchronizer._on_gradient(parameter)
+        synchronizer.on_gradient(parameter)
         optimizer.synchronize()
 
     return Work(f"{text.partition(':')[0]}, PyTorch", run, prepare)

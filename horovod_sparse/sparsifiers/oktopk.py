@@ -27,6 +27,7 @@ from horovod_sparse.sparsifiers.oktopk_state import (
     steered,
 )
 from horovod_sparse.sparsifiers.regions import cut_and_pack, reduce_in_regions, split_traffic
+from horovod_sparse.sparsifiers.spardl_residuals import discards_meet
 from horovod_sparse.sparsifiers.sparse_vectors import SparseVector, missing_in
 from horovod_sparse.sparsifiers.windows import equal_part
 from horovod_sparse.wire import unpack_sum
@@ -50,7 +51,8 @@ class OkTopk(Sparsifier):
     spreads the sums evenly where they are not, and an allgather of them. Both thresholds are exact
     order statistics every `threshold_steps` steps, and steered by their counts in between. Regions are
     drawn anew every `region_steps` steps, so that each receives about as much. Density is global: about
-    k elements come back. A rank's residual is cleared where its own selection came back.
+    k elements come back. A rank's residual is cleared where its own selection came back; in one of 16
+    steps what did not pass stays, summed up, with the owner of its region.
 
     Args:
         density: k / n of the union, in (0, 1].
@@ -59,7 +61,8 @@ class OkTopk(Sparsifier):
 
     Source: Li & Hoefler, PPoPP 2022. Departures: new regions hold from the next step on, and the exact
     global threshold is found from magnitudes that travel with the counts, so that the rounds of every
-    step are the same; a threshold of 0 (an all-zero gradient) is found anew in the next step.
+    step are the same; a threshold of 0 (an all-zero gradient) is found anew in the next step; the
+    paper always leaves with its rank what did not pass, where parts that cancel never meet.
 
     Example:
         >>> OkTopk(density=0.01).rounds(4) == (AllToAll, AllGather, AllToAll, AllGather)
@@ -104,8 +107,14 @@ class OkTopk(Sparsifier):
 
         applied = ~missing_in(indices, sum_.indices)
         accumulator.clear(indices[applied])
+        left = applied
+        if discards_meet(state.step):  # the others leave, too, for the owners of their regions
+            accumulator.put(indices[~applied], np.zeros_like(selection.values[~applied]))
+            dropped = missing_in(total.indices, kept.indices)
+            accumulator.add(total.indices[dropped], total.values[dropped])
+            left = np.ones_like(applied)
         for where, lost in (
-            (indices[applied], None if error is None else error[applied]),
+            (indices[left], None if error is None else error[left]),
             (kept.indices, kept_error),
             (shared.indices, shared_error),
         ):

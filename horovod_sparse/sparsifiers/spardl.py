@@ -25,7 +25,7 @@ from horovod_sparse.sparsifiers.spardl_adjust import SparDLState, adjust, fresh_
 from horovod_sparse.sparsifiers.spardl_choice import is_power_of_two, teams_by_cost
 from horovod_sparse.sparsifiers.spardl_layout import Layout
 from horovod_sparse.sparsifiers.spardl_phases import Phases
-from horovod_sparse.sparsifiers.spardl_residuals import RESIDUAL_MODES
+from horovod_sparse.sparsifiers.spardl_residuals import RESIDUAL_MODES, discards_meet
 from horovod_sparse.sparsifiers.spardl_traffic import spardl_traffic
 from horovod_sparse.sparsifiers.spardl_trials import Trials, candidates_of
 
@@ -194,7 +194,7 @@ class SparDL(Sparsifier):
         else:
             final = yield from phases.gather_among_all(block)
 
-        phases.ledger.settle(final.vector.indices, self.residuals)
+        phases.ledger.settle(final.vector.indices, self.residuals, in_place=discards_meet(state.step))
         if trials is not None:
             yield from trials.timed(state, started)
         state.step += 1

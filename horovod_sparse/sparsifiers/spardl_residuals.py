@@ -9,9 +9,28 @@ from horovod_sparse.sparsifiers.mail import rounded
 from horovod_sparse.sparsifiers.sparse_vectors import SparseVector, missing_in, shared_out
 from horovod_sparse.wire import WireFormat
 
-__all__ = ["RESIDUAL_MODES", "Ledger"]
+__all__ = ["RESIDUAL_MODES", "Ledger", "discards_meet"]
 
 RESIDUAL_MODES = ("global", "partial", "local")
+#: 2**32 divided by the golden ratio: its multiples lie evenly, at whichever distance they are taken
+_GOLDEN = 2654435769
+
+
+def discards_meet(step: int) -> bool:
+    """Whether what a step discards stays with the ranks that dropped it: in one of 16 steps.
+
+    Discards that go back to where they came from never meet. Where the gradients of two ranks cancel, as
+    those of ranks with different data do in the end, both ranks would choose that element for ever, and hold
+    back ever more of it, and what grows more slowly would never have its turn. Where they meet they cancel.
+
+    The steps keep time with nothing, so that every block that has its turn now and then has it in some of
+    them.
+
+    Example:
+        >>> [step for step in range(80) if discards_meet(step)]
+        [12, 33, 46, 67]
+    """
+    return (step + 1) * _GOLDEN % 2**32 < 2**28
 
 
 class Ledger:
@@ -61,7 +80,7 @@ class Ledger:
             self.receive(share)
         return seen
 
-    def settle(self, final: Indices, mode: str) -> None:
+    def settle(self, final: Indices, mode: str, *, in_place: bool = False) -> None:
         """Leaves in the accumulator what is to be carried to the next step.
 
         Args:
@@ -69,12 +88,13 @@ class Ledger:
             mode: "global": local and end-procedure discards stay at the rank they came from, in-procedure
                 ones at the rank that dropped them; nothing is lost. "partial": in-procedure discards are
                 lost. "local": only what was never sent is kept. Rounding errors stay in all modes.
+            in_place: whether "global" keeps every discard at the rank that dropped it.
 
         The velocity of momentum correction is masked where this rank's own value has left it for good, and
         nowhere else: not where the value came back, and not where it only passed through.
         """
         if mode == "global":
-            for indices, before in reversed(self._changes):
+            for indices, before in [] if in_place else reversed(self._changes):
                 unsent = missing_in(indices, final)
                 self._put(indices[unsent], before[unsent])
             for indices in self._selected:

@@ -42,8 +42,13 @@ class OkTopkReference:
     counts: list[int] = field(default_factory=list)
     passed: int = 0
 
-    def synchronize(self, gradients: np.ndarray) -> np.ndarray:
-        """One step; the synchronized sum, dense, NaN where nothing came back."""
+    def synchronize(self, gradients: np.ndarray, owners: np.ndarray | None = None) -> np.ndarray:
+        """One step; the synchronized sum, dense, NaN where nothing came back.
+
+        Args:
+            gradients: [P, n].
+            owners: [n], ranks that keep the sums that do not come back, where that is not as in the paper.
+        """
         size, n = gradients.shape
         self.local = self.local or [0.0] * size
         accumulators = self.residuals + gradients
@@ -60,6 +65,10 @@ class OkTopkReference:
         chosen = union & (np.abs(total) >= self.whole)
         # Algorithm 2: what was selected here and came back leaves the residual
         self.residuals = np.where(selected & chosen, 0.0, accumulators)
+        if owners is not None:
+            self.residuals[selected] = 0.0
+            dropped = np.flatnonzero(union & ~chosen)
+            self.residuals[owners[dropped], dropped] += total[dropped]
         self.counts, self.passed = selected.sum(axis=1).tolist(), int(chosen.sum())
         return np.where(chosen, total, np.nan)
 

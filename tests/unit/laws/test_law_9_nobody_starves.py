@@ -26,7 +26,8 @@ def starve(case: Case, size: int, num_elements: int, k: int, pattern: str, seed:
         num_elements: n.
         k: of the density.
         pattern: what grows: everything alike, everything at four speeds, a fifth, one element on one rank, a
-            tenth slowly while all else swings widely.
+            tenth slowly while all else swings widely, everything while a third grows fast on all ranks and
+            adds up to 0.
         seed: of the numbers.
     """
     random, shape = np.random.default_rng(seed), (size, num_elements)
@@ -35,6 +36,10 @@ def starve(case: Case, size: int, num_elements: int, k: int, pattern: str, seed:
         growth[:] = 1
     elif pattern == "some":
         growth[random.random(shape) > 0.2] = 0
+    elif pattern == "cancelling":
+        fast = random.random(num_elements) < 1 / 3
+        growth[:, fast] *= 8
+        growth[-1, fast] = -growth[:-1, fast].sum(0)
     elif pattern != "all":
         some = random.random(shape) < (0.1 if pattern == "one among others" else 0.0)
         some[random.integers(size), random.integers(num_elements)] = True
@@ -51,7 +56,13 @@ def starve(case: Case, size: int, num_elements: int, k: int, pattern: str, seed:
 @pytest.mark.parametrize("case", _KEEP, ids=case_id)
 @pytest.mark.parametrize(
     ("size", "num_elements", "k", "pattern"),
-    [(8, 10, 1, "all"), (1, 47, 1, "equal"), (3, 24, 2, "one among others"), (16, 12, 5, "some")],
+    [
+        (8, 10, 1, "all"),
+        (1, 47, 1, "equal"),
+        (3, 24, 2, "one among others"),
+        (16, 12, 5, "some"),
+        (3, 12, 2, "cancelling"),
+    ],
 )
 def test_shapes_at_which_some_did(case: Case, size: int, num_elements: int, k: int, pattern: str) -> None:
     starve(case, size, num_elements, k, pattern)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from horovod_sparse.arrays.protocol import FoldReport
@@ -39,6 +39,7 @@ def dense(vector: SparseVector) -> np.ndarray:
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@settings(deadline=None)
 @given(data=st.data())
 def test_any_two_vectors(dtype: type, data: st.DataObject) -> None:
     first, second = data.draw(vectors(dtype)), data.draw(vectors(dtype))

@@ -1,6 +1,7 @@
 """How the optimizer makes its plan: what its arguments lead to without a launch, and what hooks measure."""
 
 import dataclasses
+import itertools
 import logging
 import time
 
@@ -146,9 +147,12 @@ def test_replanning_without_a_plan_needs_a_way_to_make_one():
         wrap(model(), merging="optimal", profile=NO_TIMES).replan()
 
 
-def test_hooks_measure_the_backward_of_every_parameter():
-    """Layers that sleep in backward: the times that hooks find are the seconds slept."""
-    seconds = {"0.weight": 0.004, "2.weight": 0.002}
+def test_hooks_measure_the_backward_of_every_parameter(monkeypatch):
+    """Backward alone makes the clock go on, but for a little at every look: hooks find which layer it was."""
+    seconds, tick = {"0.weight": 0.004, "2.weight": 0.002}, 1e-6
+    clock = itertools.count()  # looks
+    passed = [0.0]
+    monkeypatch.setattr(HostStamps, "now", lambda stamps: passed[0] + tick * next(clock))
 
     class Slow(torch.autograd.Function):
         @staticmethod
@@ -158,7 +162,7 @@ def test_hooks_measure_the_backward_of_every_parameter():
 
         @staticmethod
         def backward(context, gradient):
-            time.sleep(seconds[context.name])
+            passed[0] += seconds[context.name]
             return gradient, None
 
     net = model()
@@ -174,8 +178,8 @@ def test_hooks_measure_the_backward_of_every_parameter():
     found = optimizer.decision.profile.backward_seconds
     assert sorted(found) == sorted(NAMES)
     for name, value in seconds.items():
-        assert value <= found[name] < value + 0.1
-    assert found["0.weight"] > found["2.weight"] > 5 * found["0.bias"]
+        assert value <= found[name] <= value + 4 * tick
+    assert found["0.bias"] <= 4 * tick
     assert optimizer.decision.profile.forward_seconds > 0.0
     assert optimizer.plan == optimizer.decision.plan
 
