@@ -171,10 +171,10 @@ def main() -> None:
         # what dense Horovod puts into its allreduce; telemetry replaces it where we sent the gradient
         "bytes_per_step": num_parameters * (2 if args.compression == "fp16" else 4),
     }
-    # Horovod's own optimizer has none; then the compressor tells
+    # Horovod's own optimizer has none; then the compressor tells. Dense training has nothing to tell
     telemetry = getattr(chosen if args.stock else optimizer, "telemetry", None)
-    if telemetry is not None:
-        mean = telemetry.mean
+    mean = None if telemetry is None else telemetry.mean
+    if mean is not None:
         result |= {
             "bytes_per_step": mean.bytes_sent,
             "density_asked": mean.density_target,
@@ -189,7 +189,7 @@ def main() -> None:
             f"test accuracy {result['accuracy']:.1%}, "
             f"{result['bytes_per_step']:,.0f} bytes of gradient per step and rank"
         )
-        if telemetry is not None:
+        if telemetry is not None and mean is not None:
             print(telemetry.summary())
         if getattr(optimizer, "decision", None) is not None:
             print(optimizer.decision)

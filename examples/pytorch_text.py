@@ -101,8 +101,8 @@ def main() -> None:
         "steps": args.steps,
         "seconds": time.perf_counter() - started,
     }
-    if hasattr(optimizer, "telemetry"):
-        mean = optimizer.telemetry.mean
+    mean = optimizer.telemetry.mean
+    if mean is not None:  # dense training has nothing to tell
         result |= {"bytes_per_step": mean.bytes_sent, "density_union": mean.density_union}
     if hvd.rank() == 0:
         print(f"{result['bits_per_character']:.3f} bits per character of the test text")
