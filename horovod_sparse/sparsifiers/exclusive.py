@@ -65,6 +65,7 @@ class ExclusiveThreshold(Sparsifier):
     def rescale(self, state: ExclusiveState, factor: float) -> None:
         """The threshold follows the residual; see `Sparsifier.rescale`."""
         state.threshold.threshold *= factor
+        state.threshold.scale *= factor
 
     @abc.abstractmethod
     def window(self, state: Any, info: BucketInfo) -> Window:

@@ -24,6 +24,7 @@ class ThresholdState:
             negative where nothing is known of it.
         ahead: elements by which unions were longer than wanted, in all, where few are wanted.
         paused: steps in which, for that reason, nobody was to send anything; their turns are not used up.
+        scale: what the residual has been multiplied by since the first step; a first threshold is, too.
     """
 
     threshold: float = field(default=0.0, metadata=LOCAL)
@@ -31,6 +32,7 @@ class ThresholdState:
     share: float = field(default=-1.0, metadata=LOCAL)
     ahead: int = field(default=0, metadata=ADDED)
     paused: int = field(default=0, metadata=ADDED)
+    scale: float = field(default=1.0, metadata=ADDED | LOCAL)
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ class ThresholdScaling:
     def find(self, accumulator: Accumulator, num_selected: int, state: ThresholdState) -> float:
         """This step's threshold."""
         if state.threshold == 0.0:
-            state.threshold = 1.0 / (2.0 * math.sqrt(num_selected))
+            state.threshold = state.scale / (2.0 * math.sqrt(num_selected))
         return 0.0 if num_selected >= accumulator.num_elements else state.threshold
 
     def steer(self, count: int, num_selected: int, state: ThresholdState) -> None:

@@ -7,7 +7,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from horovod_sparse.feedback import resumed
+from horovod_sparse.feedback import parse_recipe, resumed
+from horovod_sparse.simulation import SimulatedCluster
 from support import laws
 from support.cases import CASES, Case, case_id
 from support.gradients import dyadic
@@ -42,3 +43,15 @@ def test_states_that_start_anew_in_the_middle_agree_and_lose_nothing(case: Case,
     if not case.loses_mass:
         history.gradients[0, 0] += held  # what was held when they started is there as if it had just come
         laws.nothing_is_lost(history)
+
+
+@pytest.mark.parametrize("name", ["micro", "exdyna"])
+def test_a_first_threshold_is_in_the_units_that_the_residual_has_now(name: str) -> None:
+    text = f"{name}:density=0.1,threshold=paper,feedback=error(scale_residual=true)"
+    cluster, zeros = SimulatedCluster(parse_recipe(text), 100, 2), np.zeros(100, np.float32)
+    first = cluster.synchronize([zeros.copy(), zeros.copy()], 1.0)[0].facts["threshold"]
+    cluster.synchronize([zeros.copy(), zeros.copy()], 0.125)
+    for bucket in cluster.buckets:
+        bucket.restart(bucket.progress)
+    again = cluster.synchronize([zeros.copy(), zeros.copy()], 0.125)[0].facts["threshold"]
+    assert again == 8.0 * first
