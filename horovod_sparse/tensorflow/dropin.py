@@ -106,7 +106,8 @@ class DropIn:
     """What a `SparseCompressor` does in stock Horovod's tapes and optimizers.
 
     A variable whose gradient is None for once, which it is on all ranks then, gets None, as Horovod has it;
-    what the others in its bucket make the ranks send of its residual returns there.
+    what the others in its bucket make the ranks send of its residual returns there. Variables are known by
+    identity: they may come in another order, or be frozen.
 
     Gradients without elements or of an integer type stay dense. The learning rate is not known here, so
     a residual cannot follow its changes (`scale_residual`, of which a word is logged).
@@ -137,7 +138,7 @@ class DropIn:
 
         Raises:
             UnsupportedError: for Adasum, within XLA, where something else than Horovod's tapes and
-                optimizers calls, and for a second tape or optimizer.
+                optimizers calls, and for another process set.
             ArgumentError: for momentum correction and an optimizer with momentum.
         """
         refuse_graphs()
@@ -243,7 +244,9 @@ class DropIn:
             and not isinstance(gradient, tf.IndexedSlices)
             and _is_sparsifiable(gradient)
         ]
-        slots = [self._slot(call, i) for i in positions]
+        slots: list[_Slot] = []
+        for i in positions:
+            slots.append(self._slot(call, i, slots))
         absent = self._absent(slots)
         gradients = [*(call.gradients[i] for i in positions), *(None for _ in absent)]
         slots, every = [*slots, *absent], [*positions, *(-1 - i for i in range(len(absent)))]
@@ -287,12 +290,13 @@ class DropIn:
             )
         return self.synchronizer
 
-    def _slot(self, call: StockCall, position: int) -> _Slot:
-        """Of a gradient's variable; where that is not known, of its position."""
+    def _slot(self, call: StockCall, position: int, taken: Sequence[_Slot]) -> _Slot:
+        """Of a gradient's variable, which may come twice; where that is not known, of its position."""
         gradient, variable = call.gradients[position], call.variable(position)
         like = tuple(gradient.shape), gradient.dtype
-        known = [slot for slot in self._slots if variable is not None and slot.variable is variable]
-        here = [slot for slot in self._slots if slot.position == position]
+        free = [slot for slot in self._slots if slot not in taken]
+        known = [slot for slot in free if variable is not None and slot.variable is variable]
+        here = [slot for slot in free if slot.position == position]
         if not known:
             known = here if variable is None else [slot for slot in here if slot.variable is None]
         if not known:

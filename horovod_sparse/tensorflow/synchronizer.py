@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.frontend import Decision
 from horovod_sparse.merging import Plan
@@ -190,10 +191,12 @@ class GradientSynchronizer:
             NonFiniteGradientError: on every rank, if a gradient is not finite on some rank. The step is
                 given up and the next one may follow. In a graph it arrives as a
                 `tf.errors.OpError` that quotes it; `last_error` is the error itself.
-            UnsupportedError: within ``tf.function(jit_compile=True)``.
+            UnsupportedError: within ``tf.function(jit_compile=True)``, and for two gradients of one variable.
         """
         refuse_graphs()
         variables = [as_variable(variable) for variable in variables]
+        if len({variable.ref() for variable in variables}) < len(variables):
+            raise UnsupportedError("a variable is given twice: give it once, with the sum of its gradients")
         gradients = list(gradients)
         if not self.is_needed:
             return gradients

@@ -68,7 +68,9 @@ class _Methods(tf.GradientTape):
         variables = [as_variable(source) for source in tf.nest.flatten(sources)]
         gradients = tf.nest.flatten(local)  # None and tf.IndexedSlices are one leaf each
         is_local = [variable.ref() in self._local_sources for variable in variables]
-        shared = [i for i, kept in enumerate(is_local) if not kept]
+        # one that is asked for twice (of layers that share it) has one gradient
+        first = {variable.ref(): i for i, variable in reversed(list(enumerate(variables)))}
+        shared = [i for i in sorted(first.values()) if not is_local[i]]
         given, theirs = [gradients[i] for i in shared], [variables[i] for i in shared]
         synchronizer: GradientSynchronizer = self._synchronizer
         if loss_scale is None:
@@ -79,6 +81,7 @@ class _Methods(tf.GradientTape):
         results = list(gradients)
         for i, gradient in zip(shared, synchronized, strict=True):
             results[i] = gradient
+        results = [results[first[variable.ref()]] for variable in variables]
         if self._scale_local:
             process_set = synchronizer.process_set
             results = [

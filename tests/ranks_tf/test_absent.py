@@ -121,6 +121,25 @@ def test_stocks_tape_knows_variables_by_identity(graph):
     assert seen[0] == seen[1]
 
 
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("wrapper", ["ours", "stock"])
+def test_a_variable_is_asked_for_twice(rank, size, graph, wrapper):
+    """As of two layers that share it."""
+    wrap = {"ours": hvd.DistributedGradientTape, "stock": stock.DistributedGradientTape}[wrapper]
+    first, second = (tf.Variable(tf.ones([2]), name=name) for name in ("first", "second"))
+    compression = hvd.Compression.topk(density=1.0)
+
+    def step():
+        with tf.GradientTape() as tape:
+            loss = (rank + 1.0) * tf.reduce_sum(first + 10.0 * second)
+        return wrap(tape, compression=compression, op=hvd.Sum).gradient(loss, [first, second, first])
+
+    total = size * (size + 1) / 2
+    for _ in range(2):
+        gradients = (tf.function(step) if graph else step)()
+        assert [float(gradient[0]) for gradient in gradients] == [total, 10 * total, total]
+
+
 @pytest.mark.parametrize("absent", [0, 1])
 def test_keras_gives_every_variable_its_own(rank, size, absent):
     """Eagerly as in a graph: two optimizers that differ in nothing else."""
