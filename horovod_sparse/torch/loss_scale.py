@@ -73,6 +73,11 @@ class ScaleOfStep:
             self.scaler, self._is_noted = scaled_by(), True
             self.value = 1.0 if self.scaler is None else float(self.scaler.get_scale())
 
+    def expect(self, scaler: torch.amp.GradScaler | None) -> None:
+        """Who asks for the step, where no gradient of this rank has told: all ranks step alike."""
+        if not self._is_noted:
+            self.scaler, self.value = scaler, 1.0
+
     def settle(self) -> None:
         """The step's gradients are complete; where none has arrived they are scaled as in the last step."""
         if not self._is_noted and self.scaler is not None:
@@ -118,7 +123,7 @@ def _after_synchronization(original: Callable[..., None]) -> Callable[..., None]
     def unscale_(self: torch.amp.GradScaler, optimizer: Any) -> None:
         synchronize = getattr(optimizer, "_synchronize_for_scaler", None)
         if synchronize is not None and self.is_enabled():
-            synchronize()
+            synchronize(self)
         original(self, optimizer)
 
     return unscale_

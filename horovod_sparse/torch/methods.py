@@ -145,11 +145,12 @@ class Methods(torch.optim.Optimizer):
             synchronizer.convert()
         self._synchronized, self._for_scaler = True, False
 
-    def _synchronize_for_scaler(self: Any) -> None:
+    def _synchronize_for_scaler(self: Any, scaler: torch.amp.GradScaler) -> None:
         """Called before a loss scaler unscales gradients; `step` has nothing left to synchronize then."""
         # a scaler asks once for a step: where it has asked before, it has skipped that step
         is_due = self._for_scaler or not self._synchronized
         if self._synchronizer is not None and self._should_synchronize and is_due:
+            self._synchronizer.loss_scale.expect(scaler)
             self.synchronize()
             self._for_scaler = True
 
@@ -172,6 +173,8 @@ class Methods(torch.optim.Optimizer):
                     "context, as with Horovod's own optimizer.",
                     stacklevel=2,
                 )
+            if self._synchronizer is not None:
+                self._synchronizer.loss_scale.expect(None)
             self.synchronize()
         self._synchronized = self._for_scaler = False
         if self._synchronizer is not None and self._synchronizer.overflow is not None:
@@ -210,6 +213,8 @@ class Methods(torch.optim.Optimizer):
             return
         if synchronizer.under_way:
             raise AssertionError(_IN_FLIGHT.format(method="zero_grad"))
+        if self._for_scaler:  # the scaler has skipped the step that gradients were synchronized for
+            self._synchronized = self._for_scaler = False
         synchronizer.zero_grad()
         for group in self.param_groups:
             for parameter in group["params"]:

@@ -177,7 +177,8 @@ def test_only_the_scaled_of_two_losses_counts_as_scaled(rank):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
 
 
-def test_a_rank_without_gradients_takes_part_after_a_step_that_its_scaler_skipped(rank):
+@pytest.mark.parametrize("later", ["scaled", "plain"])
+def test_a_rank_without_gradients_takes_part_after_a_step_that_its_scaler_skipped(later, rank):
     model, other = LinearModel(SHAPES), LinearModel({"other": (3,)})
     optimizer = own(model, "topk:density=1.0")
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -186,12 +187,16 @@ def test_a_rank_without_gradients_takes_part_after_a_step_that_its_scaler_skippe
         given = gradients(rank, step)
         if step == 1:
             given["second"].reshape(-1)[3] = torch.inf
-        if step == 2 and rank:
-            backward(other, {"other": dyadic((3,), rank, step, "other")}, scaler)
+        used = scaler if step < 2 or later == "scaled" else None
+        if step in (0, 2) and rank:
+            backward(other, {"other": dyadic((3,), rank, step, "other")}, used)
         else:
-            backward(model, given, scaler)
-        scaler.step(optimizer)
-        scaler.update()
+            backward(model, given, used)
+        if used is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
     assert scaler.get_scale() == 512.0
     assert optimizer.telemetry.last.step == 3
     assert same_on_all_ranks(*model.parameters())
