@@ -32,7 +32,7 @@ class ThresholdState:
     share: float = field(default=-1.0, metadata=LOCAL)
     ahead: int = field(default=0, metadata=ADDED)
     paused: int = field(default=0, metadata=ADDED)
-    scale: float = field(default=1.0, metadata=ADDED | LOCAL)
+    scale: float = field(default=1.0, metadata={**ADDED, **LOCAL})
 
 
 @dataclass(frozen=True)

@@ -83,4 +83,4 @@ def test_three_memories_agree(case):
 
         for rank, residual in enumerate(cluster.residuals()):
             for bucket in (torch_ranks[rank], tensorflow_ranks[rank]):
-                assert np.array_equal(bucket.bucket.accumulator.values(), residual)
+                assert np.array_equal(bucket.bucket.accumulator.residual(), residual)
