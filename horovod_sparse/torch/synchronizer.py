@@ -447,6 +447,10 @@ class GradientSynchronizer:
                     self._start(part, refused=bool(edited))
             tasks = [part.task for part in self.parts if part.task is not None]
             self.driver.wait(tasks)
+        except HorovodSparseError:
+            # what hooks have begun is ended first: its names are Horovod's until then
+            self.finish_pending()
+            raise
         except BaseException as error:
             self.give_up()
             explain(error)
