@@ -139,7 +139,8 @@ def test_the_sum_arrives_though_gradients_move_before_the_step(name, rank):
         for one, its in ((model, optimizer), (twin, dense)):
             its.zero_grad()
             one(data[0]).square().mean().backward()
-            (MOVES[move] if one is model else reference(move))(one)
+            if one is model:  # stock Horovod is summing up in the gradients' own memory by now: it must stay
+                MOVES[move](one)
             its.step()
         for one, other in zip(model.parameters(), twin.parameters(), strict=True):
             torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-6)
