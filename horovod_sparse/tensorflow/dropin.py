@@ -229,6 +229,13 @@ class DropIn:
                     "horovod_sparse.tensorflow.keras.DistributedOptimizer"
                 )
         synchronizer = self._synchronizer_for(call.process_set)
+        if is_elastic() and not self._told:
+            self._told = True
+            _log.warning(
+                "elastic training with tapes and optimizers of horovod.tensorflow itself: where a worker "
+                "joins a training under way, its graph and those of the others may wait for each other. Use "
+                "the tapes and optimizers of horovod_sparse.tensorflow, which do not"
+            )
         if synchronizer.place[1] == 1 and not is_elastic() and not self._told:
             self._told = True
             _log.warning(
