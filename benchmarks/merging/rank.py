@@ -15,7 +15,7 @@ from benchmarks.common import ranks
 from benchmarks.common.samples import plain, summarize, timed
 from benchmarks.merging.models import make_network
 from horovod_sparse.cost import Profile
-from horovod_sparse.frontend import measured_step
+from horovod_sparse.frontend.correction import measured_step
 from horovod_sparse.merging import Plan, Timeline, fixed, predict
 
 #: arguments of the optimizer, by the name that results have

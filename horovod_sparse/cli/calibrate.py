@@ -21,7 +21,7 @@ from horovod_sparse.cli.options import density, read_recipe, time
 from horovod_sparse.cli.ranks import FRAMEWORKS, Ranks, start
 from horovod_sparse.cost import COLLECTIVES, Fit, Profile, profile_at
 from horovod_sparse.errors import ArgumentError
-from horovod_sparse.frontend import QUICK, THOROUGH, Extent, calibration, needed_kinds
+from horovod_sparse.frontend.calibration import QUICK, THOROUGH, Extent, calibration, needed_kinds
 from horovod_sparse.sparsifiers import ALGORITHMS, Sparsifier
 
 _DEFAULT = ("exdyna", "micro", "topk", "dragonn")

@@ -10,9 +10,9 @@ from typing import Any
 
 from horovod_sparse.collectives import Synchronization
 from horovod_sparse.errors import HorovodMissingError, HorovodSparseError
-from horovod_sparse.frontend import Where
-from horovod_sparse.frontend.failures import raise_together
-from horovod_sparse.frontend.lines import shared_lines
+from horovod_sparse.frontend.agreement import shared_lines
+from horovod_sparse.frontend.calibration import Where
+from horovod_sparse.frontend.collective_errors import raise_together
 
 FRAMEWORKS = ("torch", "tensorflow")
 

@@ -6,12 +6,10 @@ import dataclasses
 from collections.abc import Sequence
 
 from horovod_sparse.cost import CostModel, Profile
-from horovod_sparse.frontend.asked import whole_parameters
-from horovod_sparse.frontend.backward_times import BackwardTimes
+from horovod_sparse.frontend.calibration.backward_times import BackwardTimes
+from horovod_sparse.frontend.plan_request import whole_parameters
 from horovod_sparse.merging import ParameterFacts, Plan, Workload, predict
 from horovod_sparse.sparsifiers import Sparsifier
-
-__all__ = ["corrected", "measured_step", "probe_of"]
 
 #: buckets that a probe must have more than the plan in use: from fewer nothing can be told
 _FEWEST_MORE = 16

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from horovod_sparse.collectives import Synchronization
 from horovod_sparse.cost import CostModel, Profile, check_same_profile
 from horovod_sparse.errors import ProfileMismatchError
-from horovod_sparse.frontend.asked import Asked
-from horovod_sparse.frontend.backward_times import BackwardTimes, mean_times
+from horovod_sparse.frontend.agreement import shared_lines
 from horovod_sparse.frontend.calibration import QUICK, Extent, Where, calibration
-from horovod_sparse.frontend.calibration_buckets import BucketMemory
+from horovod_sparse.frontend.calibration.backward_times import BackwardTimes, mean_times
+from horovod_sparse.frontend.calibration.buckets import BucketMemory
+from horovod_sparse.frontend.collective_errors import raise_together
 from horovod_sparse.frontend.correction import corrected, measured_step
-from horovod_sparse.frontend.failures import raise_together
-from horovod_sparse.frontend.lines import shared_lines
+from horovod_sparse.frontend.plan_request import PlanRequest
 from horovod_sparse.merging import (
     DEFAULT_BUCKET_BYTES,
     ParameterFacts,
@@ -30,8 +30,6 @@ from horovod_sparse.merging import (
     single,
 )
 from horovod_sparse.sparsifiers import Sparsifier
-
-__all__ = ["Decision", "check_agreement", "decide", "plan_by_times"]
 
 _log = logging.getLogger("horovod_sparse")
 
@@ -60,16 +58,16 @@ class Decision:
         return f"{self.asked}: {self.plan}; predicted per iteration: {taken}; others: {', '.join(others)}"
 
 
-def check_agreement(asked: Asked | None) -> Synchronization[None]:
+def check_agreement(request: PlanRequest | None) -> Synchronization[None]:
     """Refuses ranks that ask for different things: other arguments, other profiles, one that is broken.
 
     Raises:
         ProfileMismatchError: on every rank alike.
     """
-    profile = None if asked is None else asked.profile
-    failure = None if asked is None or asked.failure is None else str(asked.failure)
+    profile = None if request is None else request.profile
+    failure = None if request is None or request.failure is None else str(request.failure)
     mine = {
-        "asked": None if asked is None else asked.describe(),
+        "asked": None if request is None else request.describe(),
         "digest": "no profile" if profile is None else profile.digest(),
         "failure": failure,
     }
@@ -87,7 +85,7 @@ def check_agreement(asked: Asked | None) -> Synchronization[None]:
 
 
 def decide(
-    asked: Asked,
+    request: PlanRequest,
     where: Where,
     parameters: Sequence[ParameterFacts],
     sparsifier: Sparsifier,
@@ -105,7 +103,7 @@ def decide(
     rank: what can go wrong on one rank alone is told to the others, and all raise.
 
     Args:
-        asked: by this rank's arguments.
+        request: by this rank's arguments.
         where: this rank, and what a profile says of the cluster.
         parameters: of the model, the same on all ranks; their order matters on rank 0.
         sparsifier: that the buckets have.
@@ -124,8 +122,8 @@ def decide(
         ProfileMismatchError: on all ranks, if their profiles differ, or cannot be applied here.
         HorovodSparseError: on all ranks, if planning failed on rank 0.
     """
-    yield from check_agreement(asked)
-    if asked.profile is None:
+    yield from check_agreement(request)
+    if request.profile is None:
         profile = yield from calibration(
             where,
             [sparsifier],
@@ -135,7 +133,7 @@ def decide(
             starting_seconds=starting_seconds,
         )
     else:
-        profile = asked.profile
+        profile = request.profile
         profile.check(size=where.size, framework=where.framework)  # refuses what cannot be applied
     if not profile.backward_seconds:
         measured = yield from mean_times(times)
@@ -145,12 +143,12 @@ def decide(
             forward_seconds=measured.forward_seconds,
         )
         if current is not None:
-            own = asked.profile is None
+            own = request.profile is None
             profile = corrected(profile, measured, current, parameters, sparsifier, where.size, own)
     decision, failure = None, None
     if where.rank == 0:
         try:
-            decision = plan_by_times(asked, where, parameters, sparsifier, profile)
+            decision = plan_by_times(request, where, parameters, sparsifier, profile)
         except Exception as error:
             failure = error
     yield from raise_together(failure)
@@ -159,11 +157,11 @@ def decide(
         told = [decision.plan.to_dict(), dict(decision.predicted_seconds)]
     everyone = yield from shared_lines(told)
     plan, predicted = everyone[0]
-    return Decision(Plan.from_dict(plan), asked.describe(), predicted, profile)
+    return Decision(Plan.from_dict(plan), request.describe(), predicted, profile)
 
 
 def plan_by_times(
-    asked: Asked,
+    request: PlanRequest,
     where: Where,
     parameters: Sequence[ParameterFacts],
     sparsifier: Sparsifier,
@@ -172,7 +170,7 @@ def plan_by_times(
     """The plan that a complete profile leads to; needs no collective.
 
     Args:
-        asked: what is wanted.
+        request: what is wanted.
         where: it shall be applied.
         parameters: of the model.
         sparsifier: that the buckets have.
@@ -182,7 +180,7 @@ def plan_by_times(
         ProfileMismatchError: if the profile cannot be applied here: it lacks something, or is of another
             model. What merely makes predictions worse is logged.
     """
-    if asked.profile is not None:
+    if request.profile is not None:
         for difference in profile.check(
             size=where.size,
             framework=where.framework,
@@ -191,10 +189,10 @@ def plan_by_times(
         ):
             _log.warning("%s", difference)
     workload, cost = measured_step(profile, parameters, sparsifier, where.size)
-    chosen = workload.dense | dense_of(select_tensors(asked.selection, workload.parameters, cost))
-    plan = asked.strategy(workload.with_dense(chosen), cost)
+    chosen = workload.dense | dense_of(select_tensors(request.selection, workload.parameters, cost))
+    plan = request.strategy(workload.with_dense(chosen), cost)
     plan.check(workload.parameters)
-    return Decision(plan, asked.describe(), _predicted(workload, plan, cost), profile)
+    return Decision(plan, request.describe(), _predicted(workload, plan, cost), profile)
 
 
 def _predicted(workload: Workload, plan: Plan, cost: CostModel) -> dict[str, float]:

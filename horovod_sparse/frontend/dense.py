@@ -9,8 +9,6 @@ import numpy as np
 from horovod_sparse.collectives import AllReduce, Synchronization
 from horovod_sparse.errors import EditedGradientError, NonFiniteGradientError
 
-__all__ = ["REFUSED", "check_health", "sum_densely"]
-
 #: mark of a rank that refuses the step; 1 is that of NaN or Inf
 REFUSED = 2.0
 

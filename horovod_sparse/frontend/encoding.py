@@ -12,8 +12,6 @@ import numpy as np
 
 from horovod_sparse.errors import StateMismatchError
 
-__all__ = ["from_bytes", "to_bytes"]
-
 _TREE = "tree"
 
 

@@ -9,7 +9,8 @@ import tensorflow as tf
 
 from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.feedback import Recipe
-from horovod_sparse.frontend import Decision, asked_for, make_plan
+from horovod_sparse.frontend.decision import Decision
+from horovod_sparse.frontend.plan_request import make_plan, plan_request
 from horovod_sparse.merging import ParameterFacts, Plan
 from horovod_sparse.tensorflow import planning, residuals
 from horovod_sparse.tensorflow.parts import DenseBucket, DenseVariable, Part, Place, SparseBucket
@@ -26,10 +27,10 @@ class Buckets:
         process_set: the ranks that take part, which agree about a plan.
         prefix: of the collectives' names.
         place: tells (rank, size) within the process set, at any time.
-        **asked: how buckets are made: see `asked_for`.
+        **asked: how buckets are made: see `plan_request`.
 
     Attributes:
-        asked: what `merging` and `tensor_selection` ask for, None without them.
+        request: what `merging` and `tensor_selection` ask for, None without them.
         decision: why the plan was taken, where times decided about it.
         label: of the collectives, known with the first gradients; part i communicates as ``{label}.{i}``.
         parts: buckets and dense variables, in the order in which they were planned.
@@ -49,7 +50,7 @@ class Buckets:
         self.label = ""
         if isinstance(asked.get("groups"), list):
             asked["groups"] = [[as_variable(variable) for variable in group] for group in asked["groups"]]
-        self.asked, given = asked_for(**asked)
+        self.request, given = plan_request(**asked)
         self._given: dict[str, Any] = {key: asked.get(key) for key in ("groups", "bucket_bytes")}
         self._given["plan"] = given
         self.decision: Decision | None = None
@@ -137,7 +138,7 @@ class Buckets:
         if self._num_plans == 0:
             arguments, sparsifier = self._given_for(new), self._recipe.sparsifier
             plan, self.decision = planning.planned(
-                facts, sparsifier, self._process_set, self.asked, arguments
+                facts, sparsifier, self._process_set, self.request, arguments
             )
             self.label = label
         else:  # what else was asked for concerned the variables that were there

@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from horovod_sparse.frontend import from_bytes, to_bytes
+from horovod_sparse.frontend.encoding import from_bytes, to_bytes
 from horovod_sparse.tensorflow.state import StateKeeper
 
 __all__ = ["CheckpointedState"]

@@ -7,7 +7,7 @@ from typing import Any
 
 from horovod.tensorflow.compression import Compressor, FP16Compressor, NoneCompressor
 
-from horovod_sparse.frontend import Choices
+from horovod_sparse.frontend.compression import Choices
 from horovod_sparse.tensorflow._horovod import hvd
 from horovod_sparse.tensorflow.compressor import SparseCompressor
 

@@ -12,7 +12,8 @@ from horovod.tensorflow.compression import Compressor
 
 from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.feedback import Recipe
-from horovod_sparse.frontend import Decision, describe_recipe
+from horovod_sparse.frontend.compression import describe_recipe
+from horovod_sparse.frontend.decision import Decision
 from horovod_sparse.merging import Plan
 from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.tensorflow._horovod import hvd

@@ -19,7 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from horovod_sparse.collectives import AllGather, Exchange, Request, Synchronization
-from horovod_sparse.frontend.mpi_pairs import MpiPairs, mpi_for
+from horovod_sparse.frontend.transport import MpiPairs, mpi_for
 from horovod_sparse.sparsifiers.bruck import bruck_all_gather
 from horovod_sparse.tensorflow._horovod import hvd, is_elastic
 

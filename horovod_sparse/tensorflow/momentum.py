@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from horovod_sparse.feedback import Recipe
-from horovod_sparse.frontend import check_momentum
+from horovod_sparse.frontend.momentum import check_momentum
 
 __all__ = ["refuse_double_momentum"]
 

@@ -13,7 +13,8 @@ import numpy as np
 from horovod_sparse.arrays import GradientParts, HostAccumulator
 from horovod_sparse.collectives import AllReduce, Request, Synchronization
 from horovod_sparse.feedback import Bucket, BucketStep, Member, Progress, Recipe
-from horovod_sparse.frontend import kept_share, sum_densely
+from horovod_sparse.frontend.agreement import kept_share
+from horovod_sparse.frontend.dense import sum_densely
 from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.sparsifiers.base import accumulator_dtype
 from horovod_sparse.telemetry import BucketReport

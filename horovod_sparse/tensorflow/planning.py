@@ -12,19 +12,11 @@ import tensorflow as tf
 from horovod_sparse.collectives import Synchronization
 from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.feedback import ParameterRules
-from horovod_sparse.frontend import (
-    Asked,
-    Decision,
-    agreed_plan,
-    carry_out,
-    check_agreement,
-    common_names,
-    describe_model,
-    make_plan,
-    next_label,
-    plan_by_times,
-)
-from horovod_sparse.frontend.failures import raise_together
+from horovod_sparse.frontend.agreement import agreed_plan, common_names, describe_model, next_label
+from horovod_sparse.frontend.calibration import carry_out
+from horovod_sparse.frontend.collective_errors import raise_together
+from horovod_sparse.frontend.decision import Decision, check_agreement, plan_by_times
+from horovod_sparse.frontend.plan_request import PlanRequest, make_plan
 from horovod_sparse.merging import ParameterFacts, Plan
 from horovod_sparse.sparsifiers import Sparsifier
 from horovod_sparse.tensorflow._horovod import hvd, is_elastic
@@ -69,7 +61,7 @@ def planned(
     facts: Facts,
     sparsifier: Sparsifier,
     process_set: Any,
-    asked: Asked | None,
+    request: PlanRequest | None,
     arguments: Mapping[str, Any],
 ) -> tuple[Plan, Decision | None]:
     """The plan to begin with, the same on all ranks.
@@ -78,7 +70,7 @@ def planned(
         facts: as made by `facts_of`.
         sparsifier: that the buckets have.
         process_set: the ranks.
-        asked: how plans are made, if `merging` or `tensor_selection` ask for it; see `asked_for`.
+        request: how plans are made, if `merging` or `tensor_selection` ask for it; see `plan_request`.
         arguments: of `make_plan`, if not.
 
     Returns:
@@ -90,18 +82,18 @@ def planned(
             be read or applied.
         StateMismatchError: on every rank alike, if their models differ.
     """
-    together(check_agreement(asked), process_set)
-    if asked is None:
+    together(check_agreement(request), process_set)
+    if request is None:
         return agree(make_plan(facts, **arguments), facts, process_set), None
     parameters = [fact for fact, _ in facts.values()]
     decision, first = None, Plan(())
     failure: Exception | None = None
     try:
-        if asked.measures and asked.profile is not None and asked.complete:
-            decision = plan_by_times(asked, where_of(process_set), parameters, sparsifier, asked.profile)
+        if request.measures and request.profile is not None and request.complete:
+            decision = plan_by_times(request, where_of(process_set), parameters, sparsifier, request.profile)
             first = decision.plan
         else:
-            first = asked.first_plan(parameters)
+            first = request.first_plan(parameters)
             first.check(parameters)
     except Exception as error:  # a rule of the user's may fail on one rank alone
         failure = error

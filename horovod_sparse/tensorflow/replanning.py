@@ -39,10 +39,10 @@ class Replanning:
 
     def planned(self) -> None:
         """Variables have got their first buckets: measures, where times decide and no profile has them."""
-        asked = self._buckets.asked
-        if asked is not None and asked.measures:
+        request = self._buckets.request
+        if request is not None and request.measures:
             self._warmup = WarmUp(
-                asked, self._buckets.parameters, self._sparsifier, self._process_set, self._buckets.label
+                request, self._buckets.parameters, self._sparsifier, self._process_set, self._buckets.label
             )
             if self._buckets.decision is not None:
                 self._warmup.stop()
@@ -83,11 +83,11 @@ class Replanning:
         Raises:
             UnsupportedError: if times are needed, and not known yet.
         """
-        asked = self._buckets.asked
-        if asked is None or not asked.measures or asked.complete or self._buckets.decision is not None:
+        request = self._buckets.request
+        if request is None or not request.measures or request.complete or self._buckets.decision is not None:
             return
         raise UnsupportedError(
-            f"{asked.describe()} needs backward times, and with {where} none can be taken of a single "
+            f"{request.describe()} needs backward times, and with {where} none can be taken of a single "
             "gradient: give a profile that has them, as decision.profile.save(path) writes it after a run "
             "in a tf.function without"
         )

@@ -16,7 +16,7 @@ from typing import Any
 import tensorflow as tf
 
 from horovod_sparse.feedback.state import shared_digest
-from horovod_sparse.frontend import Standing, agreed_start
+from horovod_sparse.frontend.agreement import Standing, agreed_start
 from horovod_sparse.tensorflow._horovod import present_start
 from horovod_sparse.tensorflow.buckets import Buckets
 from horovod_sparse.tensorflow.calibration import carry_out_together

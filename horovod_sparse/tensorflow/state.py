@@ -24,7 +24,7 @@ import numpy as np
 from horovod_sparse.errors import StateMismatchError, UnsupportedError
 from horovod_sparse.feedback import Progress
 from horovod_sparse.feedback.state import from_plain, to_plain
-from horovod_sparse.frontend import companions_fit, feedback_name, redistributed, share_factor
+from horovod_sparse.frontend.state import companions_fit, feedback_name, redistributed, share_factor
 from horovod_sparse.merging import Plan
 from horovod_sparse.tensorflow import residuals
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from horovod_sparse.frontend.failures import has_bad_gradient, worst
+from horovod_sparse.frontend.collective_errors import has_bad_gradient, worst
 from horovod_sparse.telemetry import StepReport, Telemetry
 from horovod_sparse.tensorflow.parts import Part, SparseBucket
 from horovod_sparse.tensorflow.task import idle_seconds

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.feedback import Recipe
-from horovod_sparse.frontend import Decision
+from horovod_sparse.frontend.decision import Decision
 from horovod_sparse.merging import Plan
 from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.tensorflow._horovod import hvd, is_elastic
@@ -49,7 +49,7 @@ class GradientSynchronizer:
             are otherwise.
         name: what names of its collectives begin with. The rest is taken when variables are seen, so that
             ranks may make synchronizers for themselves; those at work at the same time differ in it.
-        **asked: how buckets are made (`groups`, `merging` and the others): see `asked_for`.
+        **asked: how buckets are made (`groups`, `merging` and the others): see `plan_request`.
 
     Attributes:
         replanning: what is done about the plan.

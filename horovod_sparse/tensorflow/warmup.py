@@ -18,7 +18,9 @@ from typing import Any
 import tensorflow as tf
 
 from horovod_sparse.errors import ArgumentError
-from horovod_sparse.frontend import Asked, BackwardRecorder, BackwardTimes, Decision, decide
+from horovod_sparse.frontend.calibration.backward_times import BackwardRecorder, BackwardTimes
+from horovod_sparse.frontend.decision import Decision, decide
+from horovod_sparse.frontend.plan_request import PlanRequest
 from horovod_sparse.merging import ParameterFacts
 from horovod_sparse.sparsifiers import Sparsifier
 from horovod_sparse.tensorflow.calibration import carry_out_together, where_of
@@ -36,7 +38,7 @@ class WarmUp:
     """Measures backward in a training's first steps, and decides about the plan when it is asked to.
 
     Args:
-        asked: what the arguments of the tape or optimizer ask for.
+        request: what the arguments of the tape or optimizer ask for.
         parameters: the variables, in the order in which the model uses them.
         sparsifier: that the buckets have.
         process_set: the ranks.
@@ -48,13 +50,13 @@ class WarmUp:
 
     def __init__(
         self,
-        asked: Asked,
+        request: PlanRequest,
         parameters: Sequence[ParameterFacts],
         sparsifier: Sparsifier,
         process_set: Any,
         name: str,
     ) -> None:
-        self.asked = asked
+        self.request = request
         self._parameters, self._sparsifier = list(parameters), sparsifier
         self._process_set, self._name = process_set, name
         self._lock = threading.Lock()
@@ -121,7 +123,7 @@ class WarmUp:
                     self._own = self._recorder.times()
                 _log.info(
                     "backward is measured: replan() makes the plan, for functions traced after it (%s)",
-                    self.asked.describe(),
+                    self.request.describe(),
                 )
 
     def given_up(self) -> None:
@@ -137,7 +139,7 @@ class WarmUp:
         """
         largest = max(self._parameters, key=lambda parameter: parameter.num_elements)
         coroutine = decide(
-            self.asked,
+            self.request,
             where_of(self._process_set),
             self._parameters,
             self._sparsifier,

@@ -14,7 +14,8 @@ import torch
 from horovod_sparse.errors import StateMismatchError, UnsupportedError
 from horovod_sparse.feedback import Bucket, Progress, Recipe, resumed
 from horovod_sparse.feedback.state import from_plain, shared_digest, to_plain
-from horovod_sparse.frontend import Standing, Start, companions_fit, feedback_name, kept_share
+from horovod_sparse.frontend.agreement import Standing, Start, kept_share
+from horovod_sparse.frontend.state import companions_fit, feedback_name
 from horovod_sparse.merging import Plan
 from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.torch.memory import GradientMemory, memory_of

@@ -13,8 +13,8 @@ from horovod_sparse.arrays.protocol import Accumulator
 from horovod_sparse.collectives import Request, Synchronization
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.feedback import Recipe
-from horovod_sparse.frontend import Where, carry_out
-from horovod_sparse.frontend.calibration_buckets import BucketMemory, HostBucketMemory
+from horovod_sparse.frontend.calibration import Where, carry_out
+from horovod_sparse.frontend.calibration.buckets import BucketMemory, HostBucketMemory
 from horovod_sparse.merging import ParameterFacts
 from horovod_sparse.sparsifiers import BucketInfo, SparseSum
 from horovod_sparse.torch._horovod import hvd

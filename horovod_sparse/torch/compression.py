@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from horovod_sparse.frontend import Choices
+from horovod_sparse.frontend.compression import Choices
 from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.compressor import SparseCompressor
 

@@ -15,8 +15,9 @@ from horovod_sparse.errors import (
     UnsupportedError,
 )
 from horovod_sparse.feedback import Bucket, Recipe
-from horovod_sparse.frontend import agreed_start, describe_recipe
-from horovod_sparse.frontend.failures import has_bad_gradient, tell_edits, worst
+from horovod_sparse.frontend.agreement import agreed_start
+from horovod_sparse.frontend.collective_errors import has_bad_gradient, tell_edits, worst
+from horovod_sparse.frontend.compression import describe_recipe
 from horovod_sparse.telemetry import BucketReport, StepReport, Telemetry
 from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.buckets import ParameterBuckets

@@ -28,8 +28,7 @@ from horovod_sparse.device.gradient import KeptTensor
 from horovod_sparse.device.transfer import on_device, to_device, to_host
 from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.feedback import Recipe
-from horovod_sparse.frontend import sum_densely
-from horovod_sparse.frontend.dense import REFUSED, check_health
+from horovod_sparse.frontend.dense import REFUSED, check_health, sum_densely
 from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.torch.streams import CudaStreams, NoStreams, Streams
 from horovod_sparse.torch.tensors import host_view

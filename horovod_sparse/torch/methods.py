@@ -10,7 +10,7 @@ import torch
 from horovod.torch.optimizer import _DistributedOptimizer as _Stock
 
 from horovod_sparse.errors import ArgumentError
-from horovod_sparse.frontend import Decision
+from horovod_sparse.frontend.decision import Decision
 from horovod_sparse.merging import Plan
 from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.torch import planning, state

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from horovod_sparse.feedback import MomentumCorrection, Recipe
-from horovod_sparse.frontend import check_momentum
+from horovod_sparse.frontend.momentum import check_momentum
 
 __all__ = ["refuse_double_momentum", "refuse_later_momentum"]
 

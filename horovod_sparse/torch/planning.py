@@ -10,13 +10,8 @@ import torch
 
 from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.feedback import ParameterRules
-from horovod_sparse.frontend import (
-    Asked,
-    Decision,
-    asked_for,
-    make_plan,
-    plan_by_times,
-)
+from horovod_sparse.frontend.decision import Decision, plan_by_times
+from horovod_sparse.frontend.plan_request import PlanRequest, make_plan, plan_request
 from horovod_sparse.merging import ParameterFacts, Plan
 from horovod_sparse.sparsifiers import Sparsifier
 from horovod_sparse.torch.calibration import bucket_memory, where_of
@@ -33,13 +28,13 @@ class FirstPlan:
 
     Attributes:
         plan: which parameters form which bucket.
-        asked: how plans are made; None where one was given, or none is asked for.
+        request: how plans are made; None where one was given, or none is asked for.
         decision: why the plan was taken, where a profile decided.
         failure: why the plan is not the one that was asked for.
     """
 
     plan: Plan
-    asked: Asked | None = None
+    request: PlanRequest | None = None
     decision: Decision | None = None
     failure: Exception | None = None
 
@@ -122,19 +117,19 @@ def planned(
         facts: as made by `facts_of`.
         sparsifier: that the buckets have.
         process_set: the ranks.
-        plan: and the others: the optimizer's arguments; see `asked_for`.
+        plan: and the others: the optimizer's arguments; see `plan_request`.
         groups: Horovod's argument.
         bucket_bytes: see `fixed_bytes`.
-        merging: see `asked_for`.
-        tensor_selection: see `asked_for`.
-        profile: see `asked_for`.
+        merging: see `plan_request`.
+        tensor_selection: see `plan_request`.
+        profile: see `plan_request`.
 
     Raises:
         ArgumentError: for arguments that exclude each other, or a plan that does not fit.
         ProfileMismatchError: with one rank, if a profile cannot be read or applied; with more it is kept
             as the failure, for all ranks to know.
     """
-    asked, plan = asked_for(
+    request, plan = plan_request(
         merging=merging,
         tensor_selection=tensor_selection,
         profile=profile,
@@ -142,21 +137,21 @@ def planned(
         groups=groups,
         bucket_bytes=bucket_bytes,
     )
-    if asked is None:
+    if request is None:
         return FirstPlan(make_plan(facts, plan=plan, groups=groups, bucket_bytes=bucket_bytes))
     parameters = [fact for fact, _ in facts.values()]
     try:
-        if asked.failure is not None:
-            raise asked.failure
-        if asked.measures and asked.profile is not None and asked.complete:
+        if request.failure is not None:
+            raise request.failure
+        if request.measures and request.profile is not None and request.complete:
             _, device, _ = bucket_memory(parameters)
             where = where_of(process_set, device)
-            decision = plan_by_times(asked, where, parameters, sparsifier, asked.profile)
-            return FirstPlan(decision.plan, asked, decision)
-        made = asked.first_plan(parameters)
+            decision = plan_by_times(request, where, parameters, sparsifier, request.profile)
+            return FirstPlan(decision.plan, request, decision)
+        made = request.first_plan(parameters)
         made.check(parameters)
-        return FirstPlan(made, asked)
+        return FirstPlan(made, request)
     except Exception as failure:  # a rule of the user's may fail on one rank alone
         if process_set.size() == 1:
             raise
-        return FirstPlan(make_plan(facts), asked, failure=failure)
+        return FirstPlan(make_plan(facts), request, failure=failure)

@@ -9,7 +9,7 @@ resume exactly. What happens otherwise:
 * another number of ranks: residuals are kept and scaled, see `redistribute`; states start anew;
 * all ranks load one rank's file: each gets that rank's residual, an estimate of the mean;
 * ranks load files of different steps, or some load and others do not: residuals are kept, states start anew
-  on all ranks, at the furthest step (`horovod_sparse.frontend.standing`);
+  on all ranks, at the furthest step (`horovod_sparse.frontend.agreement`);
 * elastic training takes back what this worker saved at another number of ranks: residuals times Q / P;
 * of parameters that have joined the training (`add_param_group`, thawed layers): join them before what was
   saved with them is loaded; what was saved before they had joined loads at any time;
@@ -27,7 +27,8 @@ import torch
 from horovod_sparse.errors import ArgumentError, StateMismatchError, UnsupportedError
 from horovod_sparse.feedback import Progress
 from horovod_sparse.feedback.state import from_plain, to_plain
-from horovod_sparse.frontend import companions_fit, feedback_name, kept_share
+from horovod_sparse.frontend.agreement import kept_share
+from horovod_sparse.frontend.state import companions_fit, feedback_name
 from horovod_sparse.merging import Plan
 from horovod_sparse.torch import residuals
 from horovod_sparse.torch.synchronizer import GradientSynchronizer

@@ -20,8 +20,10 @@ from horovod_sparse.errors import (
 )
 from horovod_sparse.feedback import Recipe, resumed
 from horovod_sparse.feedback.state import shared_digest
-from horovod_sparse.frontend import Standing, Start, agreed_start, check_agreement, kept_share, make_plan
-from horovod_sparse.frontend.failures import has_bad_gradient, raise_together, some_of, worst
+from horovod_sparse.frontend.agreement import Standing, Start, agreed_start, kept_share
+from horovod_sparse.frontend.collective_errors import has_bad_gradient, raise_together, some_of, worst
+from horovod_sparse.frontend.decision import check_agreement
+from horovod_sparse.frontend.plan_request import make_plan
 from horovod_sparse.merging import ParameterFacts, Plan
 from horovod_sparse.telemetry import StepReport, Telemetry
 from horovod_sparse.torch import planning, residuals
@@ -104,9 +106,9 @@ class GradientSynchronizer:
         self.driver = Driver(process_set)
         self.telemetry = Telemetry()
         self.warmup: WarmUp | None = None
-        if first.asked is not None:
+        if first.request is not None:
             parameters = [fact for fact, _ in self.facts.values()]
-            self.warmup = WarmUp(first.asked, parameters, recipe.sparsifier, process_set, first.decision)
+            self.warmup = WarmUp(first.request, parameters, recipe.sparsifier, process_set, first.decision)
         self._first, self._label = first, _next_label()
         #: the start of Horovod in which the ranks agreed last
         self._agreed_under: Any = present_start() if self.size == 1 else None
@@ -290,8 +292,8 @@ class GradientSynchronizer:
         if not new:
             return
         parameters = [fact for fact, _ in new.values()]
-        asked = self._first.asked
-        plan = make_plan(new) if asked is None else asked.first_plan(parameters)
+        request = self._first.request
+        plan = make_plan(new) if request is None else request.first_plan(parameters)
         if self._is_agreed and self.size > 1:
             _log.warning(
                 "%s joined the optimizer: waiting for all ranks to have the same parameters join",
@@ -319,7 +321,7 @@ class GradientSynchronizer:
             self.warmup.joined([fact for fact, _ in self.facts.values()])
 
     def _agreement(self) -> Synchronization[Start]:
-        yield from check_agreement(self._first.asked)
+        yield from check_agreement(self._first.request)
         yield from raise_together(self._first.failure)
         buckets = {part.name: part.bucket for part in self.sparse}
         standing = Standing(

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from horovod_sparse.collectives import Exchange
-from horovod_sparse.frontend.mpi_pairs import MpiPairs, mpi_for
+from horovod_sparse.frontend.transport import MpiPairs, mpi_for
 from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.handles import finished, held_besides, present_start
 

@@ -12,7 +12,10 @@ from typing import Any
 import torch
 
 from horovod_sparse.errors import ArgumentError
-from horovod_sparse.frontend import Asked, BackwardRecorder, BackwardTimes, Decision, decide, probe_of
+from horovod_sparse.frontend.calibration.backward_times import BackwardRecorder, BackwardTimes
+from horovod_sparse.frontend.correction import probe_of
+from horovod_sparse.frontend.decision import Decision, decide
+from horovod_sparse.frontend.plan_request import PlanRequest
 from horovod_sparse.merging import ParameterFacts, Plan
 from horovod_sparse.sparsifiers import Sparsifier
 from horovod_sparse.torch.calibration import Starts, bucket_memory, carry_out_together, where_of
@@ -36,7 +39,7 @@ class WarmUp:
     plan is made by times when `decide_now` is called, by all together.
 
     Args:
-        asked: what the optimizer's arguments ask for.
+        request: what the optimizer's arguments ask for.
         parameters: of the model, in the order in which it uses them.
         sparsifier: that the buckets have.
         process_set: the ranks.
@@ -45,13 +48,13 @@ class WarmUp:
 
     def __init__(
         self,
-        asked: Asked,
+        request: PlanRequest,
         parameters: Sequence[ParameterFacts],
         sparsifier: Sparsifier,
         process_set: Any,
         decision: Decision | None = None,
     ) -> None:
-        self.asked, self.decision = asked, decision
+        self.request, self.decision = request, decision
         self._parameters, self._sparsifier, self._process_set = list(parameters), sparsifier, process_set
         self._stamps = stamps_for(parameter.device for parameter in parameters)
         self._recorder: BackwardRecorder | None = None
@@ -61,7 +64,7 @@ class WarmUp:
         # end of the last step under the probe, and its iterations so far; None where there is none
         self._probe: tuple[Any, list[float]] | None = None
         elastic = os.environ.get("HOROVOD_ELASTIC") == "1"
-        if not asked.measures or decision is not None:
+        if not request.measures or decision is not None:
             return
         if elastic:
             _log.warning(
@@ -129,7 +132,7 @@ class WarmUp:
             self._keep()
         if self._left == 1:
             self._keep()
-            probe = probe_of(plan) if self.asked.profile is None else None
+            probe = probe_of(plan) if self.request.profile is None else None
             if probe is None:
                 return self.decide_now().plan
             self._probe = None, []
@@ -186,7 +189,7 @@ class WarmUp:
         where = where_of(self._process_set, device)
         starts = Starts()
         coroutine = decide(
-            self.asked,
+            self.request,
             where,
             self._parameters,
             self._sparsifier,

@@ -19,7 +19,7 @@ from horovod_sparse.cli.options import density, read_merging, read_recipe
 from horovod_sparse.cli.ranks import FRAMEWORKS, Ranks, start, usable_framework
 from horovod_sparse.cost import AffineTime, CostModel, Profile, profile_at
 from horovod_sparse.errors import HorovodMissingError, HorovodSparseError, ProfileMismatchError
-from horovod_sparse.frontend import QUICK, calibration, needed_kinds
+from horovod_sparse.frontend.calibration import QUICK, calibration, needed_kinds
 from horovod_sparse.merging import LAYER_TABLES, Plan, Strategy, needs_times
 from horovod_sparse.sparsifiers import Sparsifier
 

@@ -18,7 +18,7 @@ from horovod_sparse.cli.console import is_launched
 from horovod_sparse.cli.doctor.cycle import cycle_of
 from horovod_sparse.cli.ranks import Ranks, bindings
 from horovod_sparse.collectives import AllGather, Synchronization
-from horovod_sparse.frontend.calibration_collectives import Stopwatch
+from horovod_sparse.frontend.calibration.collectives import Stopwatch
 
 _PACKAGES = (
     "horovod-sparse",

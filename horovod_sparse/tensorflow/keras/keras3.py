@@ -8,7 +8,7 @@ from typing import Any
 import keras
 
 from horovod_sparse.errors import UnsupportedError
-from horovod_sparse.frontend import Decision
+from horovod_sparse.frontend.decision import Decision
 from horovod_sparse.merging import Plan
 from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.tensorflow.keras.copies import refuse_copies

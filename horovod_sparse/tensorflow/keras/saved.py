@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from horovod_sparse.frontend import from_bytes, to_bytes
+from horovod_sparse.frontend.encoding import from_bytes, to_bytes
 from horovod_sparse.tensorflow.checkpoint import CheckpointedState
 
 __all__ = ["KerasState"]

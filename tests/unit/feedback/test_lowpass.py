@@ -14,7 +14,7 @@ from horovod_sparse.device.accumulator import TorchAccumulator
 from horovod_sparse.device.gradient import KeptTensor
 from horovod_sparse.errors import ArgumentError, NonFiniteGradientError
 from horovod_sparse.feedback import ErrorFeedback, LowPass, MomentumCorrection, Recipe, parse_recipe, recipe
-from horovod_sparse.frontend import companions_fit, redistributed
+from horovod_sparse.frontend.state import companions_fit, redistributed
 from horovod_sparse.simulation import SimulatedCluster
 from horovod_sparse.sparsifiers.dense import Dense
 from support.gradients import DTYPES, dyadic, gaussian

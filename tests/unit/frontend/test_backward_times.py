@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from horovod_sparse.errors import ArgumentError, ProfileMismatchError
-from horovod_sparse.frontend.backward_times import BackwardRecorder, BackwardTimes, mean_times
+from horovod_sparse.frontend.calibration.backward_times import BackwardRecorder, BackwardTimes, mean_times
 from horovod_sparse.simulation import run_lockstep
 
 

@@ -12,7 +12,7 @@ from horovod_sparse.collectives import AllGather, AllToAll, Broadcast, Exchange,
 from horovod_sparse.cost import COLLECTIVES
 from horovod_sparse.errors import ArgumentError, UnknownNameError
 from horovod_sparse.frontend.calibration import Extent, Where, calibration, carry_out, needed_kinds
-from horovod_sparse.frontend.calibration_buckets import HostBucketMemory
+from horovod_sparse.frontend.calibration.buckets import HostBucketMemory
 from horovod_sparse.simulation import run_lockstep
 from horovod_sparse.sparsifiers import ALGORITHMS, ExDyna, TopK
 

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from horovod_sparse.cost import Fit, Profile
-from horovod_sparse.frontend.backward_times import BackwardTimes
+from horovod_sparse.frontend.calibration.backward_times import BackwardTimes
 from horovod_sparse.frontend.correction import corrected, measured_step, probe_of
 from horovod_sparse.merging import ParameterFacts, Plan, fixed, predict
 from horovod_sparse.sparsifiers import TopK

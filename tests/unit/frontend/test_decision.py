@@ -10,10 +10,10 @@ import pytest
 
 from horovod_sparse.cost import Fit, Profile
 from horovod_sparse.errors import ArgumentError, HorovodSparseError, ProfileMismatchError, UnknownNameError
-from horovod_sparse.frontend.asked import asked_for
-from horovod_sparse.frontend.backward_times import BackwardTimes
 from horovod_sparse.frontend.calibration import Extent, Where
+from horovod_sparse.frontend.calibration.backward_times import BackwardTimes
 from horovod_sparse.frontend.decision import check_agreement, decide, plan_by_times
+from horovod_sparse.frontend.plan_request import plan_request
 from horovod_sparse.merging import ParameterFacts, Plan, fixed, min_elements
 from horovod_sparse.simulation import run_lockstep
 from horovod_sparse.sparsifiers import TopK
@@ -49,7 +49,7 @@ def decided(askeds, times=BACKWARD, facts=FACTS, size=2, **arguments):
 
 
 def asked(**arguments):
-    return asked_for(**arguments)[0]
+    return plan_request(**arguments)[0]
 
 
 @pytest.mark.parametrize(
@@ -73,21 +73,21 @@ def asked(**arguments):
 )
 def test_what_contradicts_is_named(arguments, match):
     with pytest.raises(ArgumentError, match=match):
-        asked_for(**arguments)
+        plan_request(**arguments)
 
 
 def test_misspelt_names_come_with_the_known_ones():
     with pytest.raises(UnknownNameError, match="optimal"):
-        asked_for(merging="optimum")
+        plan_request(merging="optimum")
     with pytest.raises(UnknownNameError, match="min_elements"):
-        asked_for(tensor_selection="costs")
+        plan_request(tensor_selection="costs")
 
 
 def test_what_needs_no_times_is_planned_at_once():
     plan = Plan((("d", "c", "b", "a"),))
-    assert asked_for(merging=plan) == (None, plan)
-    assert asked_for(groups=2) == (None, None)
-    assert asked_for() == (None, None)
+    assert plan_request(merging=plan) == (None, plan)
+    assert plan_request(groups=2) == (None, None)
+    assert plan_request() == (None, None)
     assert asked(merging="single").first_plan(FACTS) == plan
     assert asked(merging="layerwise").first_plan(FACTS).buckets == (("d",), ("c",), ("b",), ("a",))
     chosen = asked(merging=fixed(num_elements=8192), tensor_selection=min_elements(100))

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from horovod_sparse.frontend.saved import redistributed
+from horovod_sparse.frontend.state import redistributed
 from horovod_sparse.simulation import SimulatedCluster
 from support.cases import CASES, Case, case_id
 from support.gradients import layered

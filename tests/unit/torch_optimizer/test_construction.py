@@ -8,7 +8,7 @@ import torch
 hvd = pytest.importorskip("horovod_sparse.torch")
 
 from horovod_sparse.errors import ArgumentError, UnknownNameError, UnsupportedError  # noqa: E402
-from horovod_sparse.frontend import Start  # noqa: E402
+from horovod_sparse.frontend.agreement import Start  # noqa: E402
 from horovod_sparse.merging import Plan  # noqa: E402
 
 

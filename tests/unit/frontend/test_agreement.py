@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from horovod_sparse.errors import StateMismatchError
-from horovod_sparse.frontend import Standing, agreed_start
+from horovod_sparse.frontend.agreement import Standing, agreed_start
 from horovod_sparse.merging import ParameterFacts, Plan
 from horovod_sparse.simulation import Recorder, run_lockstep
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,21 +19,22 @@ from horovod_sparse.merging import (
     TensorSelection,
     Workload,
     dense_of,
+    explicit_groups,
     fixed,
+    fixed_bytes,
     joint,
     needs_times,
+    num_buckets,
     select_tensors,
     strategy_named,
 )
-
-__all__ = ["Asked", "asked_for", "whole_parameters"]
 
 #: what stands in for times where none are looked at
 _NO_COST = CostModel(AffineTime(), AffineTime())
 
 
 @dataclass(frozen=True)
-class Asked:
+class PlanRequest:
     """A way to make plans, as the arguments of an optimizer ask for it.
 
     Attributes:
@@ -86,7 +87,7 @@ def whole_parameters(parameters: Sequence[ParameterFacts]) -> frozenset[str]:
     return frozenset(parameter.name for parameter in parameters if parameter.density == 1.0)
 
 
-def asked_for(
+def plan_request(
     *,
     merging: Any = None,
     tensor_selection: Any = None,
@@ -94,7 +95,7 @@ def asked_for(
     plan: Plan | None = None,
     groups: Any = None,
     bucket_bytes: int | None = None,
-) -> tuple[Asked | None, Plan | None]:
+) -> tuple[PlanRequest | None, Plan | None]:
     """What the arguments ask for, if they do not contradict each other.
 
     ==================  =========================================================================
@@ -111,7 +112,7 @@ def asked_for(
             and a cost model, or a `Plan`.
         tensor_selection: "cost", "all", `min_elements(...)`, or a function of a parameter.
         profile: a `Profile`, or the path of a saved one. A file that cannot be read is a failure that all
-            ranks have to hear of, so it is not raised here: see `Asked.failure`.
+            ranks have to hear of, so it is not raised here: see `PlanRequest.failure`.
         plan: which parameters form which bucket.
         groups: Horovod's argument.
         bucket_bytes: of gradient in a bucket.
@@ -125,9 +126,9 @@ def asked_for(
         UnknownNameError: for a misspelt name.
 
     Example:
-        >>> asked_for(merging="optimal", tensor_selection="cost")[0].measures
+        >>> plan_request(merging="optimal", tensor_selection="cost")[0].measures
         True
-        >>> asked_for(merging="optimal", bucket_bytes=1000)
+        >>> plan_request(merging="optimal", bucket_bytes=1000)
         Traceback (most recent call last):
         horovod_sparse.errors.ArgumentError: merging and bucket_bytes=('optimal', 1000) is not allowed: ...
     """
@@ -155,7 +156,7 @@ def asked_for(
     if not isinstance(selection, str) and not callable(selection):
         raise ArgumentError("tensor_selection", selection, "'cost', 'all', min_elements(...) or a function")
     given, failure = _profile(profile)
-    return Asked(
+    return PlanRequest(
         _name_of(strategy if merging is None else merging), strategy, selection, given, failure
     ), None
 
@@ -186,3 +187,39 @@ def _only_one(**named: Any) -> None:
     given = {name: value for name, value in named.items() if value is not None}
     if len(given) > 1:
         raise ArgumentError(" and ".join(given), tuple(given.values()), "only one of them")
+
+
+def make_plan(
+    facts: Mapping[str, tuple[ParameterFacts, Any]],
+    *,
+    plan: Plan | None = None,
+    groups: Any = None,
+    bucket_bytes: int | None = None,
+) -> Plan:
+    """The plan that the arguments ask for, at most one of which may be given.
+
+    Args:
+        facts: by name, of every parameter, and the parameter itself.
+        plan: taken as it is.
+        groups: Horovod's argument: a number of buckets, or lists of parameters.
+        bucket_bytes: see `fixed_bytes`.
+
+    Raises:
+        ArgumentError: if several are given, or the plan does not fit the parameters.
+    """
+    named = {"plan": plan, "groups": groups, "bucket_bytes": bucket_bytes}
+    given = [name for name, value in named.items() if value is not None]
+    if len(given) > 1:
+        raise ArgumentError(" and ".join(given), tuple(named[name] for name in given), "only one of them")
+    parameters = [fact for fact, _ in facts.values()]
+    if plan is not None:
+        made = plan
+    elif isinstance(groups, list):
+        name_of = {id(parameter): name for name, (_, parameter) in facts.items()}
+        made = explicit_groups(parameters, [[name_of.get(id(p), "") for p in group] for group in groups])
+    elif groups is not None:
+        made = num_buckets(parameters, groups)
+    else:
+        made = fixed_bytes(parameters, DEFAULT_BUCKET_BYTES if bucket_bytes is None else bucket_bytes)
+    made.check(parameters)
+    return made

@@ -11,16 +11,14 @@ from horovod_sparse.collectives import Request, Synchronization
 from horovod_sparse.cost import DENSE, Fit, Profile, fit_selection, fit_time
 from horovod_sparse.cost.model import COLLECTIVES
 from horovod_sparse.errors import ArgumentError
-from horovod_sparse.frontend.calibration_buckets import (
+from horovod_sparse.frontend.calibration.buckets import (
     BucketMemory,
     HostBucketMemory,
     bucket_times,
     dense_times,
 )
-from horovod_sparse.frontend.calibration_collectives import Stopwatch, collective_times
+from horovod_sparse.frontend.calibration.collectives import Stopwatch, collective_times
 from horovod_sparse.sparsifiers import Sparsifier
-
-__all__ = ["QUICK", "THOROUGH", "Extent", "Where", "calibration", "carry_out", "needed_kinds"]
 
 Result = TypeVar("Result")
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from horovod_sparse.errors import UnknownNameError
-from horovod_sparse.feedback import Recipe, parse_recipe, recipe, recipe_signature
+from horovod_sparse.feedback import FEEDBACKS, Recipe, parse_recipe, recipe, recipe_signature
 from horovod_sparse.sparsifiers import ALGORITHMS
-
-__all__ = ["Choices"]
 
 #: Horovod's own
 _STOCK = ("none", "fp16")
@@ -70,3 +69,24 @@ class Choices:
         if text.partition(":")[0].strip() not in ALGORITHMS:
             raise UnknownNameError("compression", text, [*_STOCK, *ALGORITHMS])
         return parse_recipe(text)
+
+
+def describe_recipe(recipe: Recipe) -> str:
+    """The call of `Compression` that makes it; arguments at their default are left out.
+
+    Example:
+        >>> from horovod_sparse.feedback import parse_recipe
+        >>> describe_recipe(parse_recipe("topk:density=0.01,feedback=none"))
+        "Compression.topk(density=0.01, feedback='none')"
+    """
+    sparsifier, feedback = recipe.sparsifier, recipe.feedback
+    own = {item.name: item.default for item in dataclasses.fields(sparsifier)}
+    arguments = {name: getattr(sparsifier, name) for name in own}
+    shown = [
+        f"{name}={value!r}" for name, value in arguments.items() if name == "density" or value != own[name]
+    ]
+    names = [name for name, make in FEEDBACKS.items() if make() == feedback]
+    if names != ["error"]:
+        shown.append(f"feedback={(names[0] if names else feedback)!r}")
+    shown += [f"{name}={value!r}" for name, value in recipe.rules.arguments().items()]
+    return f"Compression.{sparsifier.name}({', '.join(shown)})"

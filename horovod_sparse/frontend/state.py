@@ -8,8 +8,6 @@ from typing import Any
 from horovod_sparse.errors import ArgumentError, StateMismatchError
 from horovod_sparse.feedback import Feedback, LowPass
 
-__all__ = ["companions_fit", "feedback_name", "redistributed", "share_factor"]
-
 
 def feedback_name(feedback: Feedback) -> str:
     """By which an entry says what its companions are."""

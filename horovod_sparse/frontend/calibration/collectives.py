@@ -19,8 +19,6 @@ from horovod_sparse.collectives import (
 from horovod_sparse.cost.model import COLLECTIVES
 from horovod_sparse.errors import UnknownNameError
 
-__all__ = ["Stopwatch", "collective_times", "request_of"]
-
 #: sizes of a collective that are measured whatever time they take: fewer fix no line
 _FEWEST_SIZES = 3
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from horovod_sparse.errors import ArgumentError, StateMismatchError
-from horovod_sparse.frontend import from_bytes, redistributed, share_factor, to_bytes
+from horovod_sparse.frontend.encoding import from_bytes, to_bytes
+from horovod_sparse.frontend.state import redistributed, share_factor
 
 
 @pytest.mark.parametrize(("old_size", "size"), [(2, 3), (3, 2), (4, 1), (1, 4), (2, 5), (5, 2), (3, 3)])

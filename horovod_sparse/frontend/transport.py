@@ -18,8 +18,6 @@ from numpy.typing import NDArray
 from horovod_sparse.collectives import Exchange
 from horovod_sparse.errors import CollectiveMismatchError, UnknownNameError
 
-__all__ = ["TRANSPORT_VARIABLE", "MpiPairs", "mpi_for"]
-
 Words = NDArray[np.int32]
 
 #: "auto", or "alltoall" to do without MPI's messages

@@ -13,11 +13,9 @@ from horovod_sparse.arrays import HostAccumulator, apply_scaled_sum
 from horovod_sparse.arrays.protocol import Accumulator
 from horovod_sparse.collectives import AllReduce, Synchronization
 from horovod_sparse.feedback import Bucket, Recipe
-from horovod_sparse.frontend.calibration_collectives import Stopwatch
+from horovod_sparse.frontend.calibration.collectives import Stopwatch
 from horovod_sparse.frontend.dense import sum_densely
 from horovod_sparse.sparsifiers import BucketInfo, SparseSum, Sparsifier
-
-__all__ = ["BucketMemory", "BucketTimes", "HostBucketMemory", "bucket_times", "dense_times"]
 
 #: a second density, so that time per element and time per selected element can be told apart
 _DENSER = 4.0

@@ -8,9 +8,7 @@ import numpy as np
 
 from horovod_sparse import errors
 from horovod_sparse.collectives import AllReduce, Synchronization
-from horovod_sparse.frontend.lines import shared_lines
-
-__all__ = ["has_bad_gradient", "raise_together", "some_of", "tell_edits", "worst"]
+from horovod_sparse.frontend.agreement import shared_lines
 
 #: errors that are made of their message, and so can be made again elsewhere
 _TEXT_ALONE = ("ProfileMismatchError", "StateMismatchError", "UnsupportedError")

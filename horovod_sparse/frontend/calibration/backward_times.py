@@ -10,9 +10,7 @@ from typing import Any
 
 from horovod_sparse.collectives import Synchronization
 from horovod_sparse.errors import ArgumentError, ProfileMismatchError
-from horovod_sparse.frontend.lines import shared_lines
-
-__all__ = ["BackwardRecorder", "BackwardTimes", "mean_times"]
+from horovod_sparse.frontend.agreement import shared_lines
 
 
 @dataclass(frozen=True)
