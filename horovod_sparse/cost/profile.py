@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from horovod_sparse.checks import check_count, check_seconds
 from horovod_sparse.cost.fitting import Fit
 from horovod_sparse.cost.model import COLLECTIVES, CostModel, communication_of
 from horovod_sparse.cost.times import AffineTime
@@ -60,13 +61,12 @@ class Profile:
     device: str = "cpu"
 
     def __post_init__(self) -> None:
-        if isinstance(self.size, bool) or not isinstance(self.size, int) or self.size < 1:
-            raise ArgumentError("size", self.size, "a number of ranks, 1 or more")
+        check_count("size", self.size, "a number of ranks, 1 or more")
+        object.__setattr__(self, "size", int(self.size))  # JSON knows no whole number of NumPy's
         if unknown := sorted(set(self.collectives) - set(COLLECTIVES.values())):
             raise ArgumentError("collectives", unknown, f"only {sorted(COLLECTIVES.values())}")
         for name, seconds in self.backward_seconds.items():
-            if not (isinstance(seconds, (int, float)) and math.isfinite(seconds) and seconds >= 0.0):
-                raise ArgumentError(f"backward_seconds[{name!r}]", seconds, "seconds, 0 or more")
+            check_seconds(f"backward_seconds[{name!r}]", seconds, "seconds, 0 or more")
 
     def to_json(self) -> str:
         """The profile as text; equal profiles give equal text."""

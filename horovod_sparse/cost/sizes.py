@@ -6,11 +6,12 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
+from horovod_sparse.checks import check_count
 from horovod_sparse.cost.fitting import Fit
 from horovod_sparse.cost.model import COLLECTIVES
 from horovod_sparse.cost.profile import Profile
 from horovod_sparse.cost.times import AlphaBeta
-from horovod_sparse.errors import ArgumentError, ProfileMismatchError
+from horovod_sparse.errors import ProfileMismatchError
 from horovod_sparse.sparsifiers import ALGORITHMS
 
 __all__ = ["assumed_profile", "network_of", "num_rounds", "profile_at", "share_of_bytes"]
@@ -73,8 +74,7 @@ def profile_at(profile: Profile, size: int) -> Profile:
         >>> round(sixteen.fixed_seconds, 6), round(sixteen.seconds_per_unit, 12)
         (0.0035, 1.5e-08)
     """
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise ArgumentError("size", size, "a number of ranks, 1 or more")
+    check_count("size", size, "a number of ranks, 1 or more")
     if size == profile.size:
         return profile
     if profile.size == 1:
@@ -144,8 +144,7 @@ def assumed_profile(
         >>> round(profile.collectives["allreduce"].fixed_seconds, 6)
         0.0004
     """
-    if isinstance(size, bool) or not isinstance(size, int) or size < 2:
-        raise ArgumentError("size", size, "a number of ranks, 2 or more")
+    check_count("size", size, "a number of ranks, 2 or more", low=2)
     alpha, beta = network.alpha_seconds, network.beta_seconds
     collectives = {
         kind: Fit(num_rounds(kind, size) * alpha, share_of_bytes(kind, size) * beta)

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from horovod_sparse.errors import ArgumentError
+from horovod_sparse.checks import check_seconds
 
 
 class TimeModel(Protocol):
@@ -100,17 +100,6 @@ class SortingTime:
             amounts = np.asarray(amount, np.float64)
             return self.gamma_seconds * amounts * np.log2(np.maximum(amounts, 1.0))
         return float(self.gamma_seconds * amount * np.log2(amount)) if amount > 1 else 0.0
-
-
-def check_seconds(argument: str, value: object) -> None:
-    """Refuses what is not a finite number of 0 or more.
-
-    Raises:
-        ArgumentError: naming the argument.
-    """
-    number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
-    if not number or not np.isfinite(float(value)) or float(value) < 0.0:  # type: ignore[arg-type]
-        raise ArgumentError(argument, value, "a finite number of seconds, 0 or more")
 
 
 @dataclass(frozen=True)

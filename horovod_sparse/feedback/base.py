@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, TypeAlias, runtime_checkable
 
 from horovod_sparse.arrays.protocol import FoldReport
-from horovod_sparse.sparsifiers.base import BucketInfo, check_number
+from horovod_sparse.checks import check_number
+from horovod_sparse.sparsifiers.base import BucketInfo
 
 __all__ = [
     "ErrorFeedback",

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from horovod_sparse.arrays.protocol import FoldReport
+from horovod_sparse.checks import check_number
 from horovod_sparse.feedback.base import (
     FoldableAccumulator,
     LearningRates,
@@ -13,7 +14,7 @@ from horovod_sparse.feedback.base import (
     local_clip_norm,
     residual_decay,
 )
-from horovod_sparse.sparsifiers.base import BucketInfo, check_number
+from horovod_sparse.sparsifiers.base import BucketInfo
 
 __all__ = ["LowPass"]
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+from horovod_sparse.checks import check_count, check_density
 from horovod_sparse.errors import ArgumentError
-from horovod_sparse.sparsifiers.base import check_count, check_number
 
 __all__ = ["ParameterRules"]
 
@@ -60,7 +60,7 @@ class ParameterRules:
         for pair in pairs:
             if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], str):
                 raise ArgumentError("densities", self.densities, allowed)
-            check_number(f"densities[{pair[0]!r}]", pair[1], "a kept fraction in (0, 1]", low=0.0, high=1.0)
+            check_density(f"densities[{pair[0]!r}]", pair[1], "a kept fraction in (0, 1]")
         object.__setattr__(self, "densities", pairs)
 
     def __bool__(self) -> bool:

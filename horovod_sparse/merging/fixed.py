@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from horovod_sparse.checks import check_count
 from horovod_sparse.cost import CostModel
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.merging.plan import MAX_BUCKET_ELEMENTS, Kind, ParameterFacts, Plan, same_kind
@@ -41,8 +42,7 @@ def fixed_bytes(parameters: Sequence[ParameterFacts], bucket_bytes: int = DEFAUL
         >>> fixed_bytes(facts, bucket_bytes=120).buckets
         (('c', 'b'), ('a',))
     """
-    if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 1:
-        raise ArgumentError("bucket_bytes", bucket_bytes, "a whole number of bytes, 1 or more")
+    check_count("bucket_bytes", bucket_bytes, "a whole number of bytes, 1 or more")
     buckets: list[list[str]] = []
     filling: dict[Kind, tuple[list[str], int, int]] = {}
     for parameter in reversed(parameters):
@@ -78,8 +78,7 @@ def fixed_elements(parameters: Sequence[ParameterFacts], num_elements: int) -> P
         >>> fixed_elements(facts, num_elements=30).buckets
         (('c', 'b'), ('a',))
     """
-    if isinstance(num_elements, bool) or not isinstance(num_elements, int) or num_elements < 1:
-        raise ArgumentError("num_elements", num_elements, "a whole number, 1 or more")
+    check_count("num_elements", num_elements)
     buckets: list[list[str]] = []
     filling: dict[Kind, tuple[list[str], int]] = {}
     for parameter in reversed(parameters):
@@ -104,8 +103,7 @@ def num_buckets(parameters: Sequence[ParameterFacts], count: int) -> Plan:
         >>> num_buckets([ParameterFacts(name, 1) for name in "abcde"], 2).buckets
         (('e', 'd', 'c'), ('b', 'a'))
     """
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise ArgumentError("groups", count, "a whole number, 1 or more, or a list of lists of parameters")
+    check_count("groups", count, "a whole number, 1 or more, or a list of lists of parameters")
     backward = list(reversed(parameters))
     quotient, remainder = divmod(len(backward), count)
     groups, start = [], 0
@@ -208,8 +206,8 @@ def fixed(*, num_elements: int | None = None, bytes: int | None = None) -> Fixed
     if sum(value is not None for value in given.values()) != 1:
         raise ArgumentError("fixed", given, "either num_elements or bytes")
     for name, value in given.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ArgumentError(name, value, "a whole number, 1 or more")
+        if value is not None:
+            check_count(name, value)
     return Fixed(num_elements, bytes)
 
 

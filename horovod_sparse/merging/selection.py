@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from horovod_sparse.checks import check_count
 from horovod_sparse.cost import CostModel
 from horovod_sparse.errors import ArgumentError, UnknownNameError
 from horovod_sparse.merging.plan import ParameterFacts
@@ -63,8 +64,7 @@ def min_elements(num_elements: int) -> MinElements:
         >>> min_elements(1024)(ParameterFacts("bias", 512))
         False
     """
-    if isinstance(num_elements, bool) or not isinstance(num_elements, int) or num_elements < 1:
-        raise ArgumentError("min_elements", num_elements, "a whole number, 1 or more")
+    check_count("min_elements", num_elements)
     return MinElements(num_elements)
 
 

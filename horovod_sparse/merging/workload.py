@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from horovod_sparse.checks import check_seconds
 from horovod_sparse.errors import ArgumentError, ProfileMismatchError
 from horovod_sparse.merging.plan import MAX_BUCKET_ELEMENTS, ParameterFacts, Plan, same_kind
 
@@ -45,10 +45,8 @@ class Workload:
             given = f"{len(self.backward_seconds)} times for {len(self.parameters)} parameters"
             raise ArgumentError("backward_seconds", given, "one time for every parameter")
         for parameter, seconds in zip(self.parameters, self.backward_seconds, strict=True):
-            if not (math.isfinite(seconds) and seconds >= 0.0):
-                raise ArgumentError(f"backward_seconds of {parameter.name}", seconds, "seconds, 0 or more")
-        if not (math.isfinite(self.forward_seconds) and self.forward_seconds >= 0.0):
-            raise ArgumentError("forward_seconds", self.forward_seconds, "seconds, 0 or more")
+            check_seconds(f"backward_seconds of {parameter.name}", seconds, "seconds, 0 or more")
+        check_seconds("forward_seconds", self.forward_seconds, "seconds, 0 or more")
         if self.parameters and not any(self.backward_seconds):
             raise ProfileMismatchError("backward takes no time for any parameter: nothing was measured")
         if unknown := sorted(self.dense - {parameter.name for parameter in self.parameters}):

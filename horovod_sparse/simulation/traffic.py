@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from horovod_sparse.checks import check_count
 from horovod_sparse.cost import AlphaBeta, CollectiveCost
-from horovod_sparse.errors import ArgumentError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.simulation.cluster import SimulatedCluster
 from horovod_sparse.simulation.recorder import Recorder
@@ -72,8 +72,7 @@ def bucket_traffic(
         >>> traffic.bytes_sent, traffic.rounds  # 4 header words, 10 indices, 10 values; log2(4) rounds
         (96.0, 2)
     """
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise ArgumentError("steps", steps, "a whole number, 1 or more")
+    check_count("steps", steps)
     network = network or AlphaBeta()
     cluster = SimulatedCluster(recipe, num_elements, size)
     random = np.random.default_rng(seed)

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from horovod_sparse.arrays.protocol import Accumulator, Indices, Values
+from horovod_sparse.checks import check_density
 from horovod_sparse.collectives import AllGather, Request, Synchronization
 from horovod_sparse.errors import ArgumentError, MessageError
 from horovod_sparse.sparsifiers.description import arguments_text
@@ -23,8 +24,6 @@ __all__ = [
     "SparsifierState",
     "Traffic",
     "accumulator_dtype",
-    "check_count",
-    "check_number",
 ]
 
 
@@ -131,30 +130,6 @@ class Traffic:
 _wire_format = functools.lru_cache(maxsize=64)(WireFormat)
 
 
-def check_number(
-    argument: str, value: object, allowed: str, *, low: float, high: float, include_low: bool = False
-) -> None:
-    """Refuses a number outside (low, high] (or [low, high]), naming the argument.
-
-    Raises:
-        ArgumentError: if it is not a number, or outside.
-    """
-    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
-        raise ArgumentError(argument, value, allowed)
-    if not (low <= value <= high if include_low else low < value <= high):
-        raise ArgumentError(argument, value, allowed)
-
-
-def check_count(argument: str, value: object, allowed: str, *, low: int = 1) -> None:
-    """Refuses what is not a whole number from `low` on, naming the argument.
-
-    Raises:
-        ArgumentError: if it is not whole, or too small.
-    """
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < low:
-        raise ArgumentError(argument, value, allowed)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Sparsifier(abc.ABC):
     """One algorithm, described: a frozen, picklable value that exists before `hvd.init()`.
@@ -183,7 +158,7 @@ class Sparsifier(abc.ABC):
     schedule: Schedule | None = None
 
     def __post_init__(self) -> None:
-        check_number("density", self.density, "a kept fraction in (0, 1]", low=0.0, high=1.0)
+        check_density("density", self.density, "a kept fraction in (0, 1]")
         WireFormat(self.values, self.indices, self.quantum)
         if self.schedule is not None and not hasattr(self.schedule, "density_at"):
             raise ArgumentError(

@@ -9,6 +9,7 @@ from typing import ClassVar
 import numpy as np
 
 from horovod_sparse.arrays.protocol import Accumulator, Indices
+from horovod_sparse.checks import check_count, check_number
 from horovod_sparse.collectives import AllGather, Request, Synchronization
 from horovod_sparse.sparsifiers.base import (
     BucketInfo,
@@ -16,8 +17,6 @@ from horovod_sparse.sparsifiers.base import (
     Sparsifier,
     SparsifierState,
     Traffic,
-    check_count,
-    check_number,
     send_selection,
 )
 from horovod_sparse.sparsifiers.hashing import HashFunction, survivors

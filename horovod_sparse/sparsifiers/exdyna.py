@@ -8,8 +8,9 @@ from typing import ClassVar
 import numpy as np
 
 from horovod_sparse.arrays.protocol import Indices
+from horovod_sparse.checks import check_count, check_number
 from horovod_sparse.errors import UnknownNameError
-from horovod_sparse.sparsifiers.base import BucketInfo, check_count, check_number
+from horovod_sparse.sparsifiers.base import BucketInfo
 from horovod_sparse.sparsifiers.exclusive import ExclusiveState, ExclusiveThreshold
 from horovod_sparse.sparsifiers.partitions import Partitions, move_one_block, move_proportionally, partition
 from horovod_sparse.sparsifiers.windows import Window

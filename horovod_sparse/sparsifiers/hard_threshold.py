@@ -10,6 +10,7 @@ from typing import ClassVar
 import numpy as np
 
 from horovod_sparse.arrays.protocol import Accumulator
+from horovod_sparse.checks import check_number
 from horovod_sparse.collectives import ADDED, AllGather, Request, Synchronization
 from horovod_sparse.sparsifiers.base import (
     BucketInfo,
@@ -17,7 +18,6 @@ from horovod_sparse.sparsifiers.base import (
     Sparsifier,
     SparsifierState,
     Traffic,
-    check_number,
     send_selection,
 )
 

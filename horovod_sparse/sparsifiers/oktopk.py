@@ -9,15 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from horovod_sparse.arrays.protocol import Accumulator, FoldReport, Indices, Values
+from horovod_sparse.checks import check_count
 from horovod_sparse.collectives import AllGather, AllToAll, Request, Synchronization
-from horovod_sparse.sparsifiers.base import (
-    BucketInfo,
-    SparseSum,
-    Sparsifier,
-    Traffic,
-    check_count,
-    exchange_selections,
-)
+from horovod_sparse.sparsifiers.base import BucketInfo, SparseSum, Sparsifier, Traffic, exchange_selections
 from horovod_sparse.sparsifiers.mail import rounded
 from horovod_sparse.sparsifiers.oktopk_state import (
     OkTopkState,

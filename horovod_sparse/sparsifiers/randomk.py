@@ -8,6 +8,7 @@ from typing import ClassVar
 import numpy as np
 
 from horovod_sparse.arrays.protocol import Accumulator, Indices
+from horovod_sparse.checks import check_count
 from horovod_sparse.collectives import AllGather, Request, Synchronization
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.sparsifiers.base import (
@@ -16,7 +17,6 @@ from horovod_sparse.sparsifiers.base import (
     Sparsifier,
     SparsifierState,
     Traffic,
-    check_count,
     send_selection,
 )
 from horovod_sparse.sparsifiers.randomness import step_generator

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
+from horovod_sparse.checks import check_count, check_density, check_number
 from horovod_sparse.errors import ArgumentError
 
 __all__ = ["SCHEDULES", "Exponential", "Linear", "Schedule", "Stairs"]
@@ -15,17 +17,6 @@ class Schedule(Protocol):
 
     def density_at(self, step: int, final: float) -> float:
         """Density of a step (from 0); `final` is the sparsifier's own, for after the schedule's end."""
-
-
-def _check_density(argument: str, density: object) -> None:
-    number = isinstance(density, (int, float)) and not isinstance(density, bool)
-    if not number or not 0.0 < density <= 1.0:  # type: ignore[operator]
-        raise ArgumentError(argument, density, "a density in (0, 1]")
-
-
-def _check_whole(argument: str, count: object) -> None:
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise ArgumentError(argument, count, "a whole number, 1 or more")
 
 
 @dataclass(frozen=True)
@@ -45,17 +36,16 @@ class _Warmup:
     start: float = 0.25
 
     def __post_init__(self) -> None:
-        _check_density("start", self.start)
+        check_density("start", self.start)
         if self.steps is not None:
-            _check_whole("steps", self.steps)
+            check_count("steps", self.steps)
             if self.epochs is not None or self.steps_per_epoch is not None:
                 raise ArgumentError("steps", self.steps, "either steps, or epochs and steps_per_epoch")
             return
         if self.epochs is None or self.steps_per_epoch is None:
             raise ArgumentError("steps", None, "steps, or epochs and steps_per_epoch")
-        _check_whole("steps_per_epoch", self.steps_per_epoch)
-        if isinstance(self.epochs, bool) or not self.epochs > 0:
-            raise ArgumentError("epochs", self.epochs, "a number of epochs above 0")
+        check_count("steps_per_epoch", self.steps_per_epoch)
+        check_number("epochs", self.epochs, "a number of epochs above 0", low=0.0, high=math.inf)
 
     @property
     def length(self) -> int:
@@ -149,7 +139,7 @@ class Stairs:
             raise ArgumentError("densities", densities, "a list of densities, each in (0, 1]")
         object.__setattr__(self, "densities", tuple(densities))  # lists are what users write
         for density in self.densities:
-            _check_density("densities", density)
+            check_density("densities", density)
         self._length()
 
     def _length(self) -> _Warmup:

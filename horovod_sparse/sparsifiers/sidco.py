@@ -12,6 +12,7 @@ import numpy as np
 
 from horovod_sparse.arrays.moments import Moments
 from horovod_sparse.arrays.protocol import Accumulator
+from horovod_sparse.checks import check_count, check_number
 from horovod_sparse.collectives import LOCAL, AllGather, Request, Synchronization
 from horovod_sparse.sparsifiers.base import (
     BucketInfo,
@@ -19,8 +20,6 @@ from horovod_sparse.sparsifiers.base import (
     Sparsifier,
     SparsifierState,
     Traffic,
-    check_count,
-    check_number,
     send_selection,
 )
 from horovod_sparse.sparsifiers.randomness import step_generator

@@ -10,16 +10,10 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from horovod_sparse.arrays.protocol import Accumulator
+from horovod_sparse.checks import check_count, check_number
 from horovod_sparse.collectives import AllGather, Exchange, Request, Synchronization
 from horovod_sparse.errors import ArgumentError, UnknownNameError
-from horovod_sparse.sparsifiers.base import (
-    BucketInfo,
-    SparseSum,
-    Sparsifier,
-    Traffic,
-    check_count,
-    check_number,
-)
+from horovod_sparse.sparsifiers.base import BucketInfo, SparseSum, Sparsifier, Traffic
 from horovod_sparse.sparsifiers.mail import ceil_log2
 from horovod_sparse.sparsifiers.spardl_adjust import SparDLState, adjust, fresh_state, num_between_teams
 from horovod_sparse.sparsifiers.spardl_choice import is_power_of_two, teams_by_cost

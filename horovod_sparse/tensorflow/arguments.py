@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from horovod_sparse.checks import check_count
 from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.tensorflow._horovod import hvd
 
@@ -29,9 +30,8 @@ def checked_groups(op: Any, gradient_predivide_factor: float, num_groups: int, g
         raise ArgumentError("gradient_predivide_factor", gradient_predivide_factor, "1.0, or op=Average")
     if groups is None and num_groups:
         groups = num_groups
-    is_number = isinstance(groups, int) and not isinstance(groups, bool) and groups >= 1
-    if groups is not None and not isinstance(groups, list) and not is_number:
-        raise ArgumentError("groups", groups, "a number of 1 or more, or lists of variables")
+    if groups is not None and not isinstance(groups, list):
+        check_count("groups", groups, "a number of 1 or more, or lists of variables")
     return groups
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from horovod_sparse.errors import ArgumentError
+from horovod_sparse.checks import check_count
 from horovod_sparse.frontend.calibration.backward_times import BackwardRecorder, BackwardTimes
 from horovod_sparse.frontend.decision import Decision, decide
 from horovod_sparse.frontend.plan_request import PlanRequest
@@ -74,8 +74,7 @@ class WarmUp:
         Raises:
             ArgumentError: if it is no number of steps.
         """
-        if isinstance(num_steps, bool) or not isinstance(num_steps, int) or num_steps < 1:
-            raise ArgumentError("measure_steps", num_steps, "a whole number of steps, or leave it out")
+        check_count("measure_steps", num_steps, "a whole number of steps, or leave it out")
         self._record(0, num_steps)
 
     def stop(self) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from horovod_sparse.arrays.protocol import Accumulator
-from horovod_sparse.errors import ArgumentError
+from horovod_sparse.checks import check_density
 
 __all__ = ["SampledThreshold"]
 
@@ -32,9 +32,7 @@ class SampledThreshold:
     fraction: float = 0.01
 
     def __post_init__(self) -> None:
-        number = isinstance(self.fraction, (int, float)) and not isinstance(self.fraction, bool)
-        if not number or not 0.0 < self.fraction <= 1.0:
-            raise ArgumentError("sample_fraction", self.fraction, "a fraction in (0, 1]")
+        check_density("sample_fraction", self.fraction, "a fraction in (0, 1]")
 
     def stride(self, num_elements: int, k: int) -> int:
         """Distance of sampled elements.

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from horovod.torch.optimizer import _DistributedOptimizer as _Stock
 
+from horovod_sparse.checks import check_number
 from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.merging import Plan
-from horovod_sparse.sparsifiers.base import check_number
 from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.compression import Compression, SparseCompressor
@@ -234,8 +234,8 @@ def _check(
         )
     if op not in (hvd.Average, hvd.Sum):
         raise ArgumentError("op", op, "Average or Sum")
-    if not (math.isfinite(predivide) and predivide > 0):
-        raise ArgumentError("gradient_predivide_factor", predivide, "a finite number above 0")
+    allowed = "a finite number above 0"
+    check_number("gradient_predivide_factor", predivide, allowed, low=0.0, high=math.inf, include_high=False)
     if predivide != 1.0 and op != hvd.Average:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
     if passes <= 0:

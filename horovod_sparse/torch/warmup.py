@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from horovod_sparse.errors import ArgumentError
+from horovod_sparse.checks import check_count
 from horovod_sparse.frontend.calibration.backward_times import BackwardRecorder, BackwardTimes
 from horovod_sparse.frontend.correction import probe_of
 from horovod_sparse.frontend.decision import Decision, decide
@@ -94,8 +94,7 @@ class WarmUp:
         Raises:
             ArgumentError: if it is no number of steps.
         """
-        if isinstance(num_steps, bool) or not isinstance(num_steps, int) or num_steps < 1:
-            raise ArgumentError("measure_steps", num_steps, "a whole number of steps, or leave it out")
+        check_count("measure_steps", num_steps, "a whole number of steps, or leave it out")
         self._record(0, num_steps)
         self._left = num_steps
         self._begin()

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from horovod_sparse.arrays.protocol import Values
+from horovod_sparse.checks import check_count
 from horovod_sparse.errors import ArgumentError, UnknownNameError
 from horovod_sparse.wire.index_codecs import INDEX_CODECS, IndexCodec
 from horovod_sparse.wire.value_codecs import VALUE_CODECS, ValueCodec
@@ -48,8 +49,7 @@ class WireFormat:
             raise UnknownNameError("way to write values", str(self.values), ["exact", *VALUE_CODECS])
         if self.indices not in INDEX_CODECS:
             raise UnknownNameError("way to write indices", str(self.indices), INDEX_CODECS)
-        if isinstance(self.quantum, bool) or not isinstance(self.quantum, int) or self.quantum < 1:
-            raise ArgumentError("quantum", self.quantum, "a whole number of elements, 1 or more")
+        check_count("quantum", self.quantum, "a whole number of elements, 1 or more")
 
     @property
     def exact(self) -> bool:

@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from horovod_sparse.checks import check_count
 from horovod_sparse.collectives import Synchronization
-from horovod_sparse.errors import ArgumentError, ProfileMismatchError
+from horovod_sparse.errors import ProfileMismatchError
 from horovod_sparse.frontend.agreement import shared_lines
 
 
@@ -66,9 +67,8 @@ class BackwardRecorder:
         num_steps: int = 5,
         seconds_between: Callable[[Any, Any], float] | None = None,
     ) -> None:
-        for argument, value, least in (("num_warmup", num_warmup, 0), ("num_steps", num_steps, 1)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ArgumentError(argument, value, f"a whole number, {least} or more")
+        check_count("num_warmup", num_warmup, low=0)
+        check_count("num_steps", num_steps)
         self._names, self._to_skip, self._num_steps = tuple(names), num_warmup, num_steps
         self._between = seconds_between or (lambda start, stop: operator.sub(stop, start))
         self._begun: Any = None

@@ -7,7 +7,8 @@ from typing import Any
 import tensorflow as tf
 from horovod.tensorflow.keras import DistributedOptimizer as _stock
 
-from horovod_sparse.errors import ArgumentError, UnsupportedError
+from horovod_sparse.checks import check_count
+from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.merging import Plan
 from horovod_sparse.tensorflow._horovod import hvd
 from horovod_sparse.tensorflow.arguments import checked_groups, refuse_sparse_arguments
@@ -150,9 +151,7 @@ def DistributedOptimizer(
         UnsupportedError: for Adasum, or an optimizer that cannot be wrapped.
     """
     groups = checked_groups(op, gradient_predivide_factor, num_groups, groups)
-    is_number = isinstance(backward_passes_per_step, int) and not isinstance(backward_passes_per_step, bool)
-    if not is_number or backward_passes_per_step < 1:
-        raise ArgumentError("backward_passes_per_step", backward_passes_per_step, "a number of 1 or more")
+    check_count("backward_passes_per_step", backward_passes_per_step, "a number of 1 or more")
     if isinstance(compression, str):
         compression = Compression.parse(compression)
     is_sparse = isinstance(compression, SparseCompressor)

@@ -1,0 +1,90 @@
+"""Checks of numbers that a user gives: whole numbers, densities, seconds, and what lies between two bounds.
+
+Each refuses with the argument's name, what was given, and what is allowed. True and False are no numbers.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from horovod_sparse.errors import ArgumentError
+
+
+def check_number(
+    argument: str,
+    value: object,
+    allowed: str,
+    *,
+    low: float,
+    high: float,
+    include_low: bool = False,
+    include_high: bool = True,
+) -> None:
+    """Refuses a number outside (low, high], naming the argument.
+
+    Args:
+        argument: as the user wrote it.
+        value: that was given.
+        allowed: what is accepted, in words.
+        low: bound from below.
+        high: bound from above.
+        include_low: whether `low` itself is accepted.
+        include_high: whether `high` itself is accepted.
+
+    Raises:
+        ArgumentError: if it is not a number, or outside.
+
+    Example:
+        >>> check_number("beta", 1.5, "a part in (0, 1]", low=0.0, high=1.0)
+        Traceback (most recent call last):
+        horovod_sparse.errors.ArgumentError: beta=1.5 is not allowed: give a part in (0, 1]
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+        raise ArgumentError(argument, value, allowed)
+    above = low <= value if include_low else low < value
+    below = value <= high if include_high else value < high
+    if not (above and below):
+        raise ArgumentError(argument, value, allowed)
+
+
+def check_density(argument: str, value: object, allowed: str = "a density in (0, 1]") -> None:
+    """Refuses what is not a kept fraction, naming the argument.
+
+    Raises:
+        ArgumentError: if it is not a number in (0, 1].
+    """
+    check_number(argument, value, allowed, low=0.0, high=1.0)
+
+
+def check_seconds(
+    argument: str, value: object, allowed: str = "a finite number of seconds, 0 or more"
+) -> None:
+    """Refuses what is not a finite number of 0 or more, naming the argument.
+
+    Raises:
+        ArgumentError: if it is not a number, or outside.
+    """
+    check_number(argument, value, allowed, low=0.0, high=math.inf, include_low=True, include_high=False)
+
+
+def check_count(argument: str, value: object, allowed: str = "", *, low: int = 1) -> None:
+    """Refuses what is not a whole number from `low` on, naming the argument.
+
+    Args:
+        argument: as the user wrote it.
+        value: that was given.
+        allowed: what is accepted, in words; "a whole number, LOW or more" if left out.
+        low: the smallest that is accepted.
+
+    Raises:
+        ArgumentError: if it is not whole, or too small.
+
+    Example:
+        >>> check_count("steps", 2.0)
+        Traceback (most recent call last):
+        horovod_sparse.errors.ArgumentError: steps=2.0 is not allowed: give a whole number, 1 or more
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < low:
+        raise ArgumentError(argument, value, allowed or f"a whole number, {low} or more")
