@@ -15,7 +15,7 @@ from horovod.tensorflow.elastic import run
 from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.tensorflow._horovod import hvd
 from horovod_sparse.tensorflow.functions import broadcast_object, broadcast_variables
-from horovod_sparse.tensorflow.tensors import as_variable
+from horovod_sparse.tensorflow.tensors import as_variable, variables_of
 
 __all__ = ["TensorFlowKerasState", "TensorFlowState", "run"]
 
@@ -76,8 +76,7 @@ class TensorFlowKerasState(_StockKerasState):
         ObjectState.sync(self)
 
     def _variables(self) -> list[Any]:
-        theirs = self.optimizer.variables
-        return [*self.model.weights, *(theirs() if callable(theirs) else theirs)]
+        return [*self.model.weights, *variables_of(self.optimizer)]
 
     def _save_model(self) -> None:
         self._kept = _Variables(self._variables())

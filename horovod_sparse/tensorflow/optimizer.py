@@ -9,10 +9,8 @@ import tensorflow as tf
 from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.merging import Plan
 from horovod_sparse.tensorflow._horovod import hvd
-from horovod_sparse.tensorflow.arguments import refuse_sparse_arguments
-from horovod_sparse.tensorflow.compression import Compression, SparseCompressor
-
-__all__ = ["DistributedOptimizer"]
+from horovod_sparse.tensorflow.arguments import Arguments
+from horovod_sparse.tensorflow.compression import Compression
 
 
 def DistributedOptimizer(
@@ -69,59 +67,15 @@ def DistributedOptimizer(
         ArgumentError: for an argument that is not allowed.
         UnsupportedError: for a sparsifier with an optimizer of TensorFlow 1.
     """
-    if isinstance(compression, str):
-        compression = Compression.parse(compression)
+    arguments = Arguments.of(locals()).parsed()
     if not isinstance(optimizer, tf.compat.v1.train.Optimizer):
-        from horovod_sparse.tensorflow.keras import optimizer as keras_optimizer  # Keras is slow to import
+        from horovod_sparse.tensorflow.keras import optimizer as of_keras  # Keras is slow to import
 
-        return keras_optimizer.DistributedOptimizer(
-            optimizer,
-            name,
-            device_dense,
-            device_sparse,
-            compression,
-            sparse_as_dense,
-            gradient_predivide_factor,
-            op,
-            backward_passes_per_step,
-            average_aggregated_gradients,
-            num_groups,
-            groups,
-            process_set,
-            scale_local_gradients,
-            bucket_bytes=bucket_bytes,
-            plan=plan,
-            merging=merging,
-            tensor_selection=tensor_selection,
-            profile=profile,
-        )
-    if isinstance(compression, SparseCompressor):
+        return of_keras.DistributedOptimizer(optimizer, **arguments.taken_by(of_keras.DistributedOptimizer))
+    if arguments.is_sparse:
         raise UnsupportedError(
             f"{type(optimizer).__name__} is an optimizer of TensorFlow 1, which runs in sessions: use one of "
             "Keras, or a DistributedGradientTape, or compression=Compression.none"
         )
-    refuse_sparse_arguments(
-        compression,
-        bucket_bytes=bucket_bytes,
-        plan=plan,
-        merging=merging,
-        tensor_selection=tensor_selection,
-        profile=profile,
-    )
-    return hvd.DistributedOptimizer(
-        optimizer,
-        name,
-        use_locking,
-        device_dense,
-        device_sparse,
-        compression,
-        sparse_as_dense,
-        backward_passes_per_step,
-        op,
-        gradient_predivide_factor,
-        average_aggregated_gradients,
-        num_groups,
-        groups,
-        process_set,
-        scale_local_gradients,
-    )
+    arguments.refuse_sparse()
+    return hvd.DistributedOptimizer(optimizer, **arguments.taken_by(hvd.DistributedOptimizer))

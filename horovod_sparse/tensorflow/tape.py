@@ -9,12 +9,10 @@ import tensorflow as tf
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.merging import Plan
 from horovod_sparse.tensorflow._horovod import hvd
-from horovod_sparse.tensorflow.arguments import checked_groups, checked_layers, refuse_sparse_arguments
-from horovod_sparse.tensorflow.compression import Compression, SparseCompressor
+from horovod_sparse.tensorflow.arguments import Arguments, checked_layers
+from horovod_sparse.tensorflow.compression import Compression
 from horovod_sparse.tensorflow.tape_methods import distributed
 from horovod_sparse.tensorflow.tensors import as_variable
-
-__all__ = ["DistributedGradientTape", "PartialDistributedGradientTape"]
 
 
 # Wrapping a tape happens within the user's tf.function: AutoGraph has nothing to do in here but to take
@@ -90,47 +88,18 @@ def DistributedGradientTape(
         ArgumentError: for an argument that is not allowed.
         UnsupportedError: for Adasum.
     """
-    if not isinstance(compression, SparseCompressor):
+    arguments = Arguments.of(locals())
+    if not arguments.is_sparse:
         if isinstance(compression, str):
             raise ArgumentError(
                 "compression",
                 compression,
                 "Compression.parse(text), made once outside of the training loop: it keeps the residuals",
             )
-        refuse_sparse_arguments(
-            compression,
-            bucket_bytes=bucket_bytes,
-            plan=plan,
-            merging=merging,
-            tensor_selection=tensor_selection,
-            profile=profile,
-        )
-        return hvd.DistributedGradientTape(
-            gradtape,
-            device_dense,
-            device_sparse,
-            compression,
-            sparse_as_dense,
-            op,
-            gradient_predivide_factor,
-            num_groups,
-            groups,
-            process_set,
-            scale_local_gradients,
-        )
-    groups = checked_groups(op, gradient_predivide_factor, num_groups, groups)
-    synchronizer = compression.bind(
-        process_set=process_set,
-        average=op == hvd.Average,
-        groups=groups,
-        bucket_bytes=bucket_bytes,
-        plan=plan,
-        merging=merging,
-        tensor_selection=tensor_selection,
-        profile=profile,
-        sparse_as_dense=sparse_as_dense,
-    )
-    return distributed(gradtape, synchronizer, scale_local_gradients)
+        arguments.refuse_sparse()
+        stock = hvd.DistributedGradientTape
+        return stock(gradtape, **arguments.taken_by(stock))
+    return distributed(gradtape, arguments.checked().synchronizer(), scale_local_gradients)
 
 
 @tf.autograph.experimental.do_not_convert
@@ -178,25 +147,9 @@ def PartialDistributedGradientTape(
     Raises:
         ArgumentError: if something in `local_layers` is no layer.
     """
+    arguments = Arguments.of(locals())
     layers = checked_layers(local_layers)
-    tape = DistributedGradientTape(
-        gradtape,
-        device_dense,
-        device_sparse,
-        compression,
-        sparse_as_dense,
-        op,
-        gradient_predivide_factor,
-        num_groups,
-        groups,
-        process_set,
-        scale_local_gradients,
-        bucket_bytes=bucket_bytes,
-        plan=plan,
-        merging=merging,
-        tensor_selection=tensor_selection,
-        profile=profile,
-    )
+    tape = DistributedGradientTape(gradtape, **arguments.taken_by(DistributedGradientTape))
     for layer in layers:
         for variable in layer.trainable_weights:
             tape.register_local_source(as_variable(variable))

@@ -52,6 +52,12 @@ def as_variable(variable: Any) -> Any:
     return variable
 
 
+def variables_of(optimizer: Any) -> list[Any]:
+    """Slots, iterations and learning rate of an optimizer of Keras; residuals are not among them."""
+    variables = optimizer.variables
+    return list(variables() if callable(variables) else variables)
+
+
 def as_dense(gradient: Any) -> Any:
     """A gradient with its `tf.IndexedSlices` added up in a tensor; any other as it is."""
     return tf.convert_to_tensor(gradient) if isinstance(gradient, tf.IndexedSlices) else gradient

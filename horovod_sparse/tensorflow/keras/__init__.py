@@ -17,6 +17,8 @@ import horovod_sparse.tensorflow.keras.callbacks as callbacks  # noqa: F401
 import horovod_sparse.tensorflow.keras.elastic as elastic  # noqa: F401
 from horovod_sparse.tensorflow.compression import Compression as Compression
 from horovod_sparse.tensorflow.compression import SparseCompressor as SparseCompressor
-from horovod_sparse.tensorflow.keras.models import load_model as load_model
 from horovod_sparse.tensorflow.keras.optimizer import DistributedOptimizer as DistributedOptimizer
-from horovod_sparse.tensorflow.keras.partial import PartialDistributedOptimizer as PartialDistributedOptimizer
+from horovod_sparse.tensorflow.keras.optimizer import (
+    PartialDistributedOptimizer as PartialDistributedOptimizer,
+)
+from horovod_sparse.tensorflow.keras.optimizer import load_model as load_model

@@ -2,22 +2,314 @@
 
 from __future__ import annotations
 
-from horovod_sparse.tensorflow.keras.callbacks_plan import ReplanCallback
-from horovod_sparse.tensorflow.keras.callbacks_ranks import (
-    BestModelCheckpoint,
-    BroadcastGlobalVariablesCallback,
-    MetricAverageCallback,
-)
-from horovod_sparse.tensorflow.keras.callbacks_rates import (
-    LearningRateScheduleCallback,
-    LearningRateWarmupCallback,
-)
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
 
-__all__ = [
-    "BestModelCheckpoint",
-    "BroadcastGlobalVariablesCallback",
-    "LearningRateScheduleCallback",
-    "LearningRateWarmupCallback",
-    "MetricAverageCallback",
-    "ReplanCallback",
-]
+import numpy as np
+import tensorflow as tf
+
+from horovod_sparse.errors import ArgumentError
+from horovod_sparse.tensorflow._horovod import hvd
+from horovod_sparse.tensorflow.functions import broadcast_variables
+from horovod_sparse.tensorflow.tensors import as_variable, variables_of
+
+
+class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
+    """Gives all ranks the model's and the optimizer's variables of one of them when training starts.
+
+    Before the first batch, where the model is built by then (`fit` of Keras 3 builds it); what does not
+    exist yet follows after the first batch, as in Horovod. Residuals stay each rank's own, and so do
+    states of random generators.
+
+    Args:
+        root_rank: whose variables they are.
+        device: where the broadcast happens.
+        local_variables: variables that are left alone.
+    """
+
+    def __init__(
+        self, root_rank: int, device: str = "", local_variables: Any | Sequence[Any] | None = None
+    ) -> None:
+        super().__init__()
+        self.root_rank, self.device = root_rank, device
+        self.broadcast_done = False
+        self._done: set[Any] = set()
+        self._local: set[Any] = set()
+        if local_variables is None:
+            local_variables = []
+        elif not isinstance(local_variables, (list, tuple, set)):
+            local_variables = [local_variables]
+        for variable in local_variables:
+            self.register_local_var(variable)
+
+    def register_local_var(self, variable: Any) -> None:
+        """Leaves a variable alone.
+
+        Raises:
+            ArgumentError: if it is none.
+        """
+        variable = as_variable(variable)
+        if not hasattr(variable, "ref"):
+            raise ArgumentError("local_variables", variable, "variables of TensorFlow or Keras")
+        self._local.add(variable.ref())
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Broadcasts what is there."""
+        model, optimizer = self.model, self.model.optimizer
+        if not self.broadcast_done and model.built:
+            if optimizer is not None and hasattr(optimizer, "build") and not _is_built(optimizer):
+                optimizer.build(model.trainable_variables)
+            self._broadcast()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Broadcasts what the first batch has made."""
+        if not self.broadcast_done:
+            self._broadcast()
+            self.broadcast_done = True
+
+    def _broadcast(self) -> None:
+        # not the states of random generators, variables in Keras 3: dropout is to differ from rank to rank
+        variables = list(self.model.weights)
+        if self.model.optimizer is not None:
+            variables += variables_of(self.model.optimizer)
+        refs = {as_variable(variable).ref(): as_variable(variable) for variable in variables}
+        new = [variable for ref, variable in refs.items() if ref not in self._done | self._local]
+        self._done.update(refs)
+        if new:
+            with tf.device(self.device):
+                broadcast_variables(new, self.root_rank)
+
+
+class MetricAverageCallback(tf.keras.callbacks.Callback):
+    """Averages metrics over ranks at the end of every epoch.
+
+    Stands before callbacks that use metrics (`ReduceLROnPlateau`, `ModelCheckpoint`, ...), which then act
+    alike on all ranks.
+
+    Args:
+        device: where the sum is taken.
+    """
+
+    def __init__(self, device: str = "") -> None:
+        super().__init__()
+        self.device = device
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Replaces numbers in `logs`; the ranks must have the same ones."""
+        if not logs:
+            return
+        names = sorted(name for name, value in logs.items() if np.ndim(value) == 0)
+        with tf.device(self.device):
+            values = tf.constant([float(logs[name]) for name in names], tf.float64)
+            averages = hvd.allreduce(values, op=hvd.Average, name=f"horovod_sparse.metrics.{len(names)}")
+        logs.update(zip(names, averages.numpy().tolist(), strict=True))
+
+
+class BestModelCheckpoint(tf.keras.callbacks.ModelCheckpoint):
+    """`ModelCheckpoint` with ``save_best_only``, written by rank 0 alone.
+
+    Put `MetricAverageCallback` before it, if `monitor` is a metric that ranks measure separately.
+
+    Args:
+        monitor: see `keras.callbacks.ModelCheckpoint`, as for the others.
+        verbose: see there.
+        save_weights_only: see there.
+        mode: see there.
+        save_freq: see there.
+        filepath: see there.
+    """
+
+    def __init__(
+        self,
+        monitor: str = "val_loss",
+        verbose: int = 0,
+        save_weights_only: bool = False,
+        mode: str = "auto",
+        save_freq: Any = "epoch",
+        filepath: str | None = None,
+    ) -> None:
+        default = "best.weights.h5" if save_weights_only else "best.keras"
+        super().__init__(
+            filepath or default,
+            monitor=monitor,
+            verbose=verbose,
+            save_best_only=True,
+            save_weights_only=save_weights_only,
+            mode=mode,
+            save_freq=save_freq,
+        )
+
+    def _save_model(self, *args: Any, **arguments: Any) -> None:
+        if hvd.rank() == 0:
+            super()._save_model(*args, **arguments)
+
+
+def _is_built(optimizer: Any) -> bool:
+    return bool(getattr(optimizer, "built", getattr(optimizer, "_built", False)))
+
+
+_log = logging.getLogger("horovod_sparse")
+
+
+class LearningRateScheduleCallback(tf.keras.callbacks.Callback):
+    """Sets the learning rate to ``initial_lr * multiplier(epoch)`` from `start_epoch` to `end_epoch`.
+
+    Error feedback can follow: with `scale_residual` residuals are scaled when the learning rate changes (see
+    `ErrorFeedback`).
+
+    Momentum correction (Goyal et al. 2017, Section 3): SGD's velocity holds past learning rates, so it is
+    multiplied by ``rate / rate_before`` when the rate changes. Horovod changes the momentum for one step
+    instead, which comes to the same; in Keras 3 momentum is a number that was traced into the graph.
+
+    Args:
+        initial_lr: learning rate of the optimizer when training starts.
+        multiplier: a function of the epoch, or a constant c for ``c ** (epoch - start_epoch)``.
+        start_epoch: first epoch in which it acts.
+        end_epoch: first one in which it does no more; None for never.
+        staircase: whether it acts once per epoch, with whole numbers; otherwise in every batch, with
+            ``epoch + batch / steps_per_epoch``.
+        momentum_correction: see above.
+        steps_per_epoch: read from the training's parameters if left out.
+
+    Raises:
+        ArgumentError: if `initial_lr` is missing.
+    """
+
+    def __init__(
+        self,
+        initial_lr: float,
+        multiplier: float | Callable[[float], float],
+        start_epoch: int = 0,
+        end_epoch: int | None = None,
+        staircase: bool = True,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+    ) -> None:
+        super().__init__()
+        if initial_lr is None:
+            raise ArgumentError("initial_lr", initial_lr, "the optimizer's learning rate at the start")
+        self.initial_lr, self.start_epoch, self.end_epoch = initial_lr, start_epoch, end_epoch
+        self.staircase, self.momentum_correction = staircase, momentum_correction
+        self.steps_per_epoch = steps_per_epoch
+        self.current_epoch = 0
+        if callable(multiplier):
+            self.multiplier: Callable[[float], float] = multiplier
+        else:
+            factor = multiplier
+            self.multiplier = lambda epoch: factor ** (epoch - start_epoch)
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Finds out how many steps an epoch has."""
+        if self.steps_per_epoch is None and not self.staircase:
+            self.steps_per_epoch = self.params.get("steps")
+            if not self.steps_per_epoch:
+                raise ArgumentError(
+                    "steps_per_epoch", None, "their number: this training does not know how many it does"
+                )
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Remembers the epoch."""
+        self.current_epoch = epoch
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Sets the rate."""
+        epoch = self.current_epoch
+        if epoch < self.start_epoch or (self.end_epoch is not None and epoch >= self.end_epoch):
+            return
+        if self.staircase:
+            if batch == 0:
+                self._adjust(epoch)
+        elif self.steps_per_epoch:
+            self._adjust(epoch + batch / self.steps_per_epoch)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Reports the rate as ``lr``, as Horovod does."""
+        if logs is not None:
+            logs["lr"] = self._rate()
+
+    def _rate(self) -> float:
+        return float(tf.keras.backend.get_value(self.model.optimizer.learning_rate))
+
+    def _adjust(self, epoch: float) -> None:
+        before, now = self._rate(), self.initial_lr * self.multiplier(epoch)
+        optimizer = self.model.optimizer
+        if hasattr(optimizer.learning_rate, "assign"):
+            optimizer.learning_rate.assign(now)
+        else:
+            optimizer.learning_rate = now
+        if self.momentum_correction and before and before != now:
+            for velocity in _velocities(getattr(optimizer, "inner_optimizer", optimizer)):
+                velocity.assign(velocity * (now / before))
+
+
+class LearningRateWarmupCallback(LearningRateScheduleCallback):
+    """Raises the learning rate from ``initial_lr / size`` to `initial_lr` over the first epochs.
+
+    ``lr(epoch) = initial_lr / size * (epoch * (size - 1) / warmup_epochs + 1)``, with the epoch's fraction
+    counted at the end of a batch, as in Horovod.
+
+    Source: Goyal et al. 2017, "Accurate, Large Minibatch SGD".
+
+    Args:
+        initial_lr: learning rate of the optimizer, for all ranks together.
+        warmup_epochs: over which it is raised.
+        momentum_correction: see `LearningRateScheduleCallback`.
+        steps_per_epoch: see there.
+        verbose: 1 for a line on rank 0 when warm-up ends.
+    """
+
+    def __init__(
+        self,
+        initial_lr: float,
+        warmup_epochs: int = 5,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+        verbose: int = 0,
+    ) -> None:
+        def multiplier(epoch: float) -> float:
+            at_end = epoch + 1.0 / (self.steps_per_epoch or 1)
+            return (at_end * (hvd.size() - 1) / warmup_epochs + 1) / hvd.size()
+
+        super().__init__(
+            initial_lr, multiplier, 0, warmup_epochs, False, momentum_correction, steps_per_epoch
+        )
+        self.verbose = verbose
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Reports the rate, and the end of warm-up."""
+        super().on_epoch_end(epoch, logs)
+        if self.verbose and self.end_epoch is not None and epoch == self.end_epoch - 1 and hvd.rank() == 0:
+            print(f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {self._rate():g}.")
+
+
+def _velocities(optimizer: Any) -> list[Any]:
+    """The variables that hold past learning rates: of optimizers that have a momentum."""
+    if not getattr(optimizer, "momentum", None):
+        return []
+    for name in ("momentums", "_momentums"):
+        found = getattr(optimizer, name, None)
+        if found:
+            return [variable for variable in found if variable is not None]
+    if hasattr(optimizer, "get_slot"):  # tf-keras, old kind
+        return [variable for variable in optimizer.variables() if "momentum" in variable.name]
+    return []
+
+
+class ReplanCallback(tf.keras.callbacks.Callback):
+    """Calls the optimizer's `replan` once its first steps are measured, and has the step traced again.
+
+    For ``DistributedOptimizer(..., merging="optimal")`` and the like. All ranks have taken as many steps by
+    then, so all do so after the same batch. Without a need for times it does nothing.
+
+    Example:
+        >>> callbacks = [ReplanCallback()]
+    """
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Looks whether enough is measured."""
+        optimizer = self.model.optimizer
+        if getattr(optimizer, "is_measured", False):
+            optimizer.replan()
+            # `fit` looks the function up before every batch
+            self.model.make_train_function(force=True)

@@ -1,17 +1,44 @@
-"""Copies of a model that is compiled with a distributed optimizer."""
+"""Copies of distributed optimizers, and of models that are compiled with one."""
 
 from __future__ import annotations
 
+import dataclasses
 import sys
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 from horovod_sparse.errors import UnsupportedError
-
-__all__ = ["refuse_copies"]
+from horovod_sparse.tensorflow.arguments import Arguments
+from horovod_sparse.tensorflow.compression import SparseCompressor
 
 #: frames that are looked at, from an optimizer's settings to the copy that asks for them
 _LIMIT = 60
+
+
+class Again:
+    """Wraps another optimizer in the same way; it may not share the residuals of the first.
+
+    Args:
+        wrap: `DistributedOptimizer`.
+        arguments: of it.
+    """
+
+    def __init__(self, wrap: Callable[..., Any], arguments: Arguments) -> None:
+        self._wrap, self._arguments = wrap, arguments
+
+    def __call__(self, other: Any) -> Any:
+        """The other, wrapped."""
+        arguments, compression = self._arguments, self._arguments.compression
+        if isinstance(compression, SparseCompressor):
+            own = SparseCompressor(compression.recipe, compression.process_set)
+            arguments = dataclasses.replace(arguments, compression=own)
+        return self._wrap(other, **arguments.taken_by(self._wrap))
+
+
+def made_again(again: Again, base: Any, config: dict[str, Any]) -> Any:
+    """As Keras copies and pickles optimizers: settings, and no state."""
+    return again(base.from_config(config))
 
 
 def refuse_copies(*makers: Any) -> None:

@@ -13,11 +13,9 @@ import tensorflow as tf
 
 from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.tensorflow.checkpoint import CheckpointedState
-from horovod_sparse.tensorflow.keras.copies import refuse_copies
+from horovod_sparse.tensorflow.keras.copies import Again, made_again, refuse_copies
 from horovod_sparse.tensorflow.keras.reduction import SparseReducer
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
-
-__all__ = ["attach", "scaled_again"]
 
 #: frames between a LossScaleOptimizer and the attribute that it sets on the optimizer that it takes
 _LIMIT = 10
@@ -59,7 +57,7 @@ class _Reduce:
         self.scaler = weakref.ref(scaler)
 
 
-def attach(wrapped: Any, reducer: SparseReducer, again: Callable[[Any], Any]) -> Any:
+def attach(wrapped: Any, reducer: SparseReducer, again: Again) -> Any:
     """Puts a sparse reduction into what Horovod has made of an optimizer.
 
     Local variables, several passes per step and scaling stay Horovod's.
@@ -96,15 +94,10 @@ def attach(wrapped: Any, reducer: SparseReducer, again: Callable[[Any], Any]) ->
     cls.state_dict = lambda self: self._horovod_sparse_keeper.state_dict()
     cls.load_state_dict = lambda self, entry: self._horovod_sparse_keeper.load_state_dict(entry)
     cls.get_config = _config_of(cls.get_config)
-    cls.__reduce__ = lambda self: (_made_again, (again, base, self.get_config()))
-    cls.__deepcopy__ = lambda self, memo: _made_again(again, base, self.get_config())
+    cls.__reduce__ = lambda self: (made_again, (again, base, self.get_config()))
+    cls.__deepcopy__ = lambda self, memo: made_again(again, base, self.get_config())
     cls.from_config = classmethod(lambda cls, config, **more: again(base.from_config(config, **more)))
     return wrapped
-
-
-def _made_again(again: Callable[[Any], Any], base: Any, config: dict[str, Any]) -> Any:
-    """As Keras 3 copies and pickles optimizers: settings, and no state."""
-    return again(base.from_config(config))
 
 
 def _config_of(method: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:

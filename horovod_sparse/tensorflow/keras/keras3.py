@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
+import numpy as np
 
 from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.frontend.decision import Decision
+from horovod_sparse.frontend.encoding import from_bytes, to_bytes
 from horovod_sparse.merging import Plan
 from horovod_sparse.telemetry import Telemetry
-from horovod_sparse.tensorflow.keras.copies import refuse_copies
+from horovod_sparse.tensorflow.checkpoint import CheckpointedState
+from horovod_sparse.tensorflow.keras.copies import Again, made_again, refuse_copies
 from horovod_sparse.tensorflow.keras.reduction import Accumulation, Reduction, SparseReducer
-from horovod_sparse.tensorflow.keras.saved import KerasState
 from horovod_sparse.tensorflow.state import StateKeeper
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
-
-__all__ = ["wrap"]
 
 
 def wrap(
@@ -25,7 +25,7 @@ def wrap(
     reduction: Reduction,
     accumulation: Accumulation | None,
     name: str | None,
-    again: Callable[[Any], Any],
+    again: Again,
 ) -> Any:
     """An optimizer of a class derived from that of `optimizer`, with its settings and its state.
 
@@ -68,10 +68,6 @@ def wrap(
     return wrapped
 
 
-def _made_again(again: Callable[[Any], Any], base: Any, config: dict[str, Any]) -> Any:
-    return again(base.from_config(config))
-
-
 def _wrong_order() -> UnsupportedError:
     return UnsupportedError(
         "a LossScaleOptimizer around a DistributedOptimizer lets every rank decide alone whether to skip a "
@@ -81,7 +77,7 @@ def _wrong_order() -> UnsupportedError:
     )
 
 
-def _derived(base: Any, is_scaler: bool, again: Callable[[Any], Any]) -> Any:
+def _derived(base: Any, is_scaler: bool, again: Again) -> Any:
     class Distributed(base):
         """What differs from the user's optimizer."""
 
@@ -98,7 +94,7 @@ def _derived(base: Any, is_scaler: bool, again: Callable[[Any], Any]) -> Any:
             if isinstance(reducer, SparseReducer):
                 self._horovod_sparse_keeper = reducer.keeper
                 #: Keras and tf.train.Checkpoint save it; it is in no list of variables
-                self.horovod_sparse = KerasState(self._horovod_sparse_keeper)
+                self.horovod_sparse = SavedState(self._horovod_sparse_keeper)
             self._horovod_sparse_reduction = reduction
 
         @classmethod
@@ -107,8 +103,7 @@ def _derived(base: Any, is_scaler: bool, again: Callable[[Any], Any]) -> Any:
             return again(base.from_config(config, **arguments))
 
         def __reduce__(self) -> Any:
-            # as Keras pickles and copies optimizers: settings, and no state
-            return _made_again, (again, base, super().get_config())
+            return made_again, (again, base, super().get_config())
 
         def get_config(self) -> dict[str, Any]:
             """The settings; also called where a file is written."""
@@ -212,3 +207,34 @@ def _derived(base: Any, is_scaler: bool, again: Callable[[Any], Any]) -> Any:
     Distributed.__name__, Distributed.__qualname__ = base.__name__, base.__qualname__
     Distributed.__module__, Distributed.__doc__ = base.__module__, base.__doc__
     return Distributed
+
+
+_KEY = "state"
+
+#: what Keras 3 looks for when it saves an object's attributes, and does not export
+_Saveable: Any = next(
+    (cls for cls in keras.optimizers.Optimizer.__mro__ if cls.__name__ == "KerasSaveable"), object
+)
+
+
+class SavedState(CheckpointedState, _Saveable):
+    """Saved beside the optimizer's variables (`BackupAndRestore`, ``model.save``), not among them.
+
+    An optimizer that is not distributed passes over it.
+
+    Args:
+        keeper: of the synchronizer.
+    """
+
+    def _obj_type(self) -> str:
+        # Keras knows no others than its own; of this one it expects nothing
+        return "Loss"
+
+    def save_own_variables(self, store: Any) -> None:
+        """Called by Keras."""
+        store[_KEY] = np.frombuffer(to_bytes(self._keeper.state_dict()), np.uint8)
+
+    def load_own_variables(self, store: Any) -> None:
+        """Called by Keras; after a dense run there is nothing to load, and no residual."""
+        known = _KEY in store.keys()  # noqa: SIM118 (Keras' stores are no mappings)
+        self._keeper.load_state_dict(from_bytes(np.asarray(store[_KEY]).tobytes()) if known else None)

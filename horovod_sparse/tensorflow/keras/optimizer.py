@@ -2,60 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import tensorflow as tf
 from horovod.tensorflow.keras import DistributedOptimizer as _stock
 
 from horovod_sparse.checks import check_count
-from horovod_sparse.errors import UnsupportedError
+from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.merging import Plan
 from horovod_sparse.tensorflow._horovod import hvd
-from horovod_sparse.tensorflow.arguments import checked_groups, refuse_sparse_arguments
-from horovod_sparse.tensorflow.compression import Compression, SparseCompressor
+from horovod_sparse.tensorflow.arguments import Arguments, checked_layers
+from horovod_sparse.tensorflow.compression import Compression
 from horovod_sparse.tensorflow.keras import keras2
-from horovod_sparse.tensorflow.keras.dense import DenseReducer
-from horovod_sparse.tensorflow.keras.reduction import Accumulation, Reducer, Reduction, SparseReducer
+from horovod_sparse.tensorflow.keras.copies import Again
+from horovod_sparse.tensorflow.keras.reduction import (
+    Accumulation,
+    DenseReducer,
+    Reduction,
+    SparseReducer,
+    is_keras3,
+)
 from horovod_sparse.tensorflow.momentum import refuse_double_momentum
-
-__all__ = ["DistributedOptimizer", "is_keras3"]
-
-
-def is_keras3(optimizer: Any) -> bool:
-    """Whether it is an optimizer of Keras 3: Keras 2 has no `stateless_apply`."""
-    return hasattr(optimizer, "stateless_apply")
-
-
-class _Again:
-    """Wraps another optimizer in the same way; it may not share the residuals of the first.
-
-    Args:
-        arguments: of `DistributedOptimizer`, by name.
-    """
-
-    def __init__(self, arguments: dict[str, Any]) -> None:
-        self._arguments = arguments
-
-    def __call__(self, other: Any) -> Any:
-        arguments, compression = self._arguments, self._arguments["compression"]
-        if isinstance(compression, SparseCompressor):
-            own = SparseCompressor(compression.recipe, compression.process_set)
-            arguments = {**arguments, "compression": own}
-        return DistributedOptimizer(other, **arguments)
-
-    def __reduce__(self) -> Any:
-        if self._arguments["process_set"] is not hvd.global_process_set:
-            raise UnsupportedError(
-                "an optimizer of some ranks alone cannot be copied or pickled: wrap a plain optimizer again, "
-                "with the same process_set"
-            )
-        return _again_for, (
-            {name: value for name, value in self._arguments.items() if name != "process_set"},
-        )
-
-
-def _again_for(arguments: dict[str, Any]) -> _Again:
-    return _Again({**arguments, "process_set": hvd.global_process_set})
 
 
 def DistributedOptimizer(
@@ -150,81 +119,21 @@ def DistributedOptimizer(
         ArgumentError: for an argument that is not allowed.
         UnsupportedError: for Adasum, or an optimizer that cannot be wrapped.
     """
-    groups = checked_groups(op, gradient_predivide_factor, num_groups, groups)
+    arguments = Arguments.of(locals()).checked()
     check_count("backward_passes_per_step", backward_passes_per_step, "a number of 1 or more")
-    if isinstance(compression, str):
-        compression = Compression.parse(compression)
-    is_sparse = isinstance(compression, SparseCompressor)
-    if not is_sparse:
-        refuse_sparse_arguments(
-            compression,
-            bucket_bytes=bucket_bytes,
-            plan=plan,
-            merging=merging,
-            tensor_selection=tensor_selection,
-            profile=profile,
-        )
+    arguments = arguments.parsed()
+    if not arguments.is_sparse:
+        arguments.refuse_sparse()
     if isinstance(optimizer, tf.compat.v1.train.Optimizer) or not hasattr(optimizer, "get_config"):
         raise UnsupportedError(
             f"{type(optimizer).__name__} is no optimizer of Keras. Optimizers of TensorFlow 1 are wrapped by "
             "horovod.tensorflow.DistributedOptimizer, with Compression.none or .fp16"
         )
-
-    again = _Again(
-        {
-            "name": name,
-            "device_dense": device_dense,
-            "device_sparse": device_sparse,
-            "compression": compression,
-            "sparse_as_dense": sparse_as_dense,
-            "gradient_predivide_factor": gradient_predivide_factor,
-            "op": op,
-            "backward_passes_per_step": backward_passes_per_step,
-            "average_aggregated_gradients": average_aggregated_gradients,
-            "groups": groups,
-            "process_set": process_set,
-            "scale_local_gradients": scale_local_gradients,
-            "bucket_bytes": bucket_bytes,
-            "plan": plan,
-            "merging": merging,
-            "tensor_selection": tensor_selection,
-            "profile": profile,
-        }
-    )
-    is_scaler = hasattr(optimizer, "inner_optimizer")
+    again, is_scaler = Again(DistributedOptimizer, arguments), hasattr(optimizer, "inner_optimizer")
     if is_scaler and not is_keras3(optimizer):  # there, what is distributed goes inside
         return keras2.scaled_again(optimizer, again(optimizer.inner_optimizer))
-    reducer: Reducer | None = None
-    if is_sparse:
-        refuse_double_momentum(compression.recipe, optimizer)
-        synchronizer = compression.bind(
-            process_set=process_set,
-            average=op == hvd.Average,
-            groups=groups,
-            bucket_bytes=bucket_bytes,
-            plan=plan,
-            merging=merging,
-            tensor_selection=tensor_selection,
-            profile=profile,
-            sparse_as_dense=sparse_as_dense,
-        )
-        if backward_passes_per_step > 1 or is_scaler:
-            synchronizer.replanning.refuse(
-                "a LossScaleOptimizer" if is_scaler else "backward_passes_per_step above 1"
-            )
-        reducer = SparseReducer(synchronizer, compression.keeper)
-    elif is_keras3(optimizer):
-        reducer = DenseReducer(
-            compression,
-            op=op,
-            gradient_predivide_factor=gradient_predivide_factor,
-            groups=groups,
-            process_set=process_set,
-            sparse_as_dense=sparse_as_dense,
-            device_dense=device_dense,
-            device_sparse=device_sparse,
-        )
-    if is_keras3(optimizer) and reducer is not None:
+    reducer = _reducer(arguments, optimizer, is_scaler) if arguments.is_sparse else None
+    if is_keras3(optimizer):
         from horovod_sparse.tensorflow.keras import keras3  # Keras 3 need not be installed
 
         accumulation = None
@@ -232,21 +141,112 @@ def DistributedOptimizer(
             accumulation = Accumulation(
                 backward_passes_per_step, average_aggregated_gradients, sparse_as_dense
             )
-        reduction = Reduction(reducer, scale_local_gradients)
+        reduction = Reduction(reducer or DenseReducer(arguments), scale_local_gradients)
         return keras3.wrap(optimizer, reduction, accumulation, name, again)
-    wrapped = _stock(
-        optimizer,
-        name=name,
-        device_dense=device_dense,
-        device_sparse=device_sparse,
-        compression=hvd.Compression.none if is_sparse else compression,
-        sparse_as_dense=sparse_as_dense,
-        gradient_predivide_factor=gradient_predivide_factor,
-        op=op,
-        backward_passes_per_step=backward_passes_per_step,
-        average_aggregated_gradients=average_aggregated_gradients,
-        groups=groups,
-        process_set=reducer.process_set if reducer is not None else process_set,
-        scale_local_gradients=scale_local_gradients,
-    )
-    return keras2.attach(wrapped, reducer, again) if isinstance(reducer, SparseReducer) else wrapped
+    if reducer is None:
+        return _stock(optimizer, **arguments.taken_by(_stock))
+    dense = replace(arguments, compression=hvd.Compression.none, process_set=reducer.process_set)
+    return keras2.attach(_stock(optimizer, **dense.taken_by(_stock)), reducer, again)
+
+
+def _reducer(arguments: Arguments, optimizer: Any, is_scaler: bool) -> SparseReducer:
+    refuse_double_momentum(arguments.compression.recipe, optimizer)
+    synchronizer = arguments.synchronizer()
+    if arguments.backward_passes_per_step > 1 or is_scaler:
+        synchronizer.replanning.refuse(
+            "a LossScaleOptimizer" if is_scaler else "backward_passes_per_step above 1"
+        )
+    return SparseReducer(synchronizer, arguments.compression.keeper)
+
+
+def PartialDistributedOptimizer(
+    optimizer: Any,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: Any = hvd.Average,
+    groups: Any = None,
+    process_set: Any = hvd.global_process_set,
+    local_layers: Any = None,
+    scale_local_gradients: bool = True,
+    **more: Any,
+) -> Any:
+    """As `DistributedOptimizer`, but the gradients of some layers stay local.
+
+    Arguments and order are those of ``horovod.keras.PartialDistributedOptimizer``.
+
+    Args:
+        optimizer: see `DistributedOptimizer`, as for all other arguments.
+        name: see there.
+        device_dense: see there.
+        device_sparse: see there.
+        compression: see there.
+        sparse_as_dense: see there.
+        gradient_predivide_factor: see there.
+        op: see there.
+        groups: see there.
+        process_set: see there.
+        local_layers: a layer, or several; built already.
+        scale_local_gradients: see there.
+        **more: see there: what Horovod's function does not take.
+
+    Raises:
+        ArgumentError: if something in `local_layers` is no layer, or is not built yet.
+    """
+    arguments = Arguments.of(locals())
+    layers = checked_layers(local_layers)
+    if not all(layer.built for layer in layers):
+        raise ArgumentError(
+            "local_layers", local_layers, "layers that are built: they have no variables before"
+        )
+    given = {**arguments.taken_by(PartialDistributedOptimizer), **more}
+    wrapped = DistributedOptimizer(optimizer, **given)
+    for layer in layers:
+        for variable in layer.trainable_weights:
+            wrapped.register_local_var(variable)
+    return wrapped
+
+
+def load_model(
+    filepath: Any,
+    custom_optimizers: Sequence[type] | None = None,
+    custom_objects: Mapping[str, Any] | None = None,
+    compression: Any = Compression.none,
+    legacy_opts: bool = False,
+    **arguments: Any,
+) -> Any:
+    """Loads a saved model, and wraps its optimizer, whose state is kept.
+
+    Args:
+        filepath: of the model.
+        custom_optimizers: classes of optimizers that are not in Keras.
+        custom_objects: names and classes that the file refers to.
+        compression: see `DistributedOptimizer`.
+        legacy_opts: accepted for Horovod's sake: the file knows which optimizer it holds.
+        **arguments: more for `DistributedOptimizer`.
+
+    Returns:
+        A compiled model. Residuals start at zero under tf-keras; under Keras 3 a file that a rank saved
+        has this rank's. From a SavedModel folder of tf-keras Keras restores the weights, and no state of the
+        optimizer; so does this.
+    """
+    known = {cls.__name__: cls for cls in custom_optimizers or ()} | dict(custom_objects or {})
+    model = tf.keras.models.load_model(filepath, custom_objects=known)
+    restored = model.optimizer
+    model.optimizer = DistributedOptimizer(restored, compression=compression, **arguments)
+    if is_keras3(restored):  # variables are taken over already; residuals are in the file alone
+        if str(filepath).endswith(".keras"):
+            model.load_weights(filepath)
+    elif hasattr(restored, "_create_all_weights"):
+        model.optimizer._create_all_weights(model.trainable_variables)
+        if weights := restored.get_weights():  # files of format "keras" have none of the old kind
+            model.optimizer.set_weights(weights)
+    else:
+        restored.build(model.trainable_variables)  # of a SavedModel it is not
+        model.optimizer.build(model.trainable_variables)
+        for variable, value in zip(model.optimizer.variables, restored.variables, strict=True):
+            variable.assign(value)
+    return model

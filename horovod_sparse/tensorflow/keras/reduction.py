@@ -8,13 +8,22 @@ from typing import Any, Protocol
 import tensorflow as tf
 
 from horovod_sparse.errors import UnsupportedError
+from horovod_sparse.tensorflow._horovod import hvd, is_elastic
+from horovod_sparse.tensorflow.arguments import Arguments
+from horovod_sparse.tensorflow.collectives import known_to_elastic, not_folded
+from horovod_sparse.tensorflow.driver import refuse_graphs
+from horovod_sparse.tensorflow.eager import EagerCalls
 from horovod_sparse.tensorflow.local import scaled_locally
+from horovod_sparse.tensorflow.planning import label_of
 from horovod_sparse.tensorflow.scaled import ScaledReduction, times
 from horovod_sparse.tensorflow.state import StateKeeper
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
-from horovod_sparse.tensorflow.tensors import as_variable
+from horovod_sparse.tensorflow.tensors import as_dense, as_variable
 
-__all__ = ["Accumulation", "Reducer", "Reduction", "SparseReducer"]
+
+def is_keras3(optimizer: Any) -> bool:
+    """Whether it is an optimizer of Keras 3: Keras 2 has no `stateless_apply`."""
+    return hasattr(optimizer, "stateless_apply")
 
 
 class Reducer(Protocol):
@@ -189,3 +198,88 @@ class Accumulation:
                 zeros = tf.zeros(variable.shape, gradient.dtype)
                 self._sums[variable.ref()] = tf.Variable(zeros, trainable=False)
         return self._sums[variable.ref()]
+
+
+class DenseReducer:
+    """Sums or averages gradients over ranks, whole, compressed as Horovod's own compressors do.
+
+    Args:
+        arguments: of the optimizer. Its compression is Horovod's (`Compression.none` or `.fp16`), or one of
+            the user; `groups` are reduced together; `sparse_as_dense` is for `tf.IndexedSlices`.
+    """
+
+    def __init__(self, arguments: Arguments) -> None:
+        self.process_set, self._sparse_as_dense = arguments.process_set, arguments.sparse_as_dense
+        self._groups, factor = arguments.groups, arguments.gradient_predivide_factor
+        if isinstance(arguments.groups, list):
+            self._groups = [[as_variable(variable).ref() for variable in group] for group in arguments.groups]
+        average = arguments.op == hvd.Average
+        self._common = {
+            "op": arguments.op,
+            "compression": arguments.compression,
+            "process_set": arguments.process_set,
+            "device_dense": arguments.device_dense,
+            "device_sparse": arguments.device_sparse,
+            "prescale_factor": 1.0 / factor if average else 1.0,
+            "postscale_factor": factor if average else 1.0,
+            "ignore_name_scope": True,
+        }
+        self._name = ""
+        self._eagerly = EagerCalls(self._build)
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether there is anybody to reduce with."""
+        if not self.process_set.included():
+            return False
+        return is_elastic() or self.process_set.size() > 1
+
+    def reduce(self, gradients: Sequence[Any], variables: Sequence[Any], _learning_rate: Any) -> list[Any]:
+        """Reduced gradients; None stays None.
+
+        Raises:
+            UnsupportedError: within ``tf.function(jit_compile=True)``.
+        """
+        refuse_graphs()
+        if not self.is_needed:
+            return list(gradients)
+        variables = [as_variable(variable) for variable in variables]
+        self._name = self._name or label_of("horovod_sparse.dense", self.process_set, variables)
+        given = [as_dense(gradient) for gradient in gradients] if self._sparse_as_dense else list(gradients)
+        if not tf.executing_eagerly():
+            return self._build(given, variables, tf.zeros([]))
+        return self._eagerly(given, variables, tf.zeros([]))
+
+    def _build(self, gradients: list[Any], variables: list[Any], _scalar: tf.Tensor) -> list[Any]:
+        results = list(gradients)
+        grouped: set[int] = set()
+        for number, group in enumerate(self._positions(gradients, variables)):
+            grouped.update(group)
+            tensors = [not_folded(gradients[i]) for i in group]
+            with known_to_elastic():
+                sums = hvd.grouped_allreduce(tensors, name=f"{self._name}.group{number}", **self._common)
+            for i, sum_ in zip(group, sums, strict=True):
+                results[i] = sum_
+        for i, gradient in enumerate(gradients):
+            if gradient is not None and i not in grouped:
+                with known_to_elastic():
+                    given = not_folded(gradient)
+                    results[i] = hvd.allreduce(given, name=f"{self._name}.{i}", **self._common)
+        return results
+
+    def _positions(self, gradients: list[Any], variables: list[Any]) -> list[list[int]]:
+        """Positions of dense gradients of one dtype, group by group: what one call can reduce."""
+        dense = [i for i, gradient in enumerate(gradients) if isinstance(gradient, tf.Tensor)]
+        if self._groups is None:
+            return []
+        if isinstance(self._groups, int):
+            per_group = -(-len(dense) // self._groups)
+            asked = [dense[i : i + per_group] for i in range(0, len(dense), per_group)]
+        else:
+            at = {variables[i].ref(): i for i in dense}
+            asked = [[at[ref] for ref in group if ref in at] for group in self._groups]
+        return [
+            [i for i in group if gradients[i].dtype == dtype]
+            for group in asked
+            for dtype in dict.fromkeys(gradients[i].dtype for i in group)
+        ]
