@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from horovod_sparse.merging.tables import layer_table
+from horovod_sparse.merging.workload import layer_table
 
 MODELS = ("resnet50", "mlp50")
 #: widths of the computed network: narrow and wide layers in turn, so that sizes differ as in a real one

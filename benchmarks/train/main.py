@@ -22,7 +22,7 @@ from benchmarks.common.options import (
 )
 from benchmarks.common.tables import train_tables
 from horovod_sparse.errors import HorovodSparseError
-from horovod_sparse.merging.tables import LAYER_TABLES
+from horovod_sparse.merging.workload import LAYER_TABLES
 
 _BASELINES = ("dense", "dense float16")
 _REAL_MODELS = ("cnn", "lstm", "mlp")

@@ -2,8 +2,15 @@
 
 from horovod_sparse.cost.fitting import Fit, fit_selection, fit_time
 from horovod_sparse.cost.model import COLLECTIVES, CostModel, communication_of, omgs_cost, starting_cost
-from horovod_sparse.cost.profile import DENSE, PROFILE_VERSION, Profile, check_same_profile
-from horovod_sparse.cost.sizes import assumed_profile, network_of, profile_at
+from horovod_sparse.cost.profile import (
+    DENSE,
+    PROFILE_VERSION,
+    Profile,
+    assumed_profile,
+    check_same_profile,
+    network_of,
+    profile_at,
+)
 from horovod_sparse.cost.times import AffineTime, AlphaBeta, CollectiveCost, SortingTime, TimeModel
 
 __all__ = [

@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 from horovod_sparse.cost.times import AffineTime
 from horovod_sparse.errors import ArgumentError
 
-__all__ = ["Fit", "fit_selection", "fit_time"]
-
 #: Relative residuals beyond this pull linearly instead of quadratically (Huber).
 _HUBER = 0.05
 _REPETITIONS = 12

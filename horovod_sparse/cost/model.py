@@ -21,8 +21,6 @@ from horovod_sparse.errors import ArgumentError, UnknownNameError
 from horovod_sparse.sparsifiers import BucketInfo, Sparsifier
 from horovod_sparse.sparsifiers.exclusive import ExclusiveThreshold
 
-__all__ = ["COLLECTIVES", "CostModel", "communication_of", "omgs_cost", "starting_cost"]
-
 #: The kinds of collective that are measured, by the names that profiles use.
 COLLECTIVES: dict[type[Request], str] = {
     AllGather: "allgather",

@@ -13,7 +13,6 @@ from horovod_sparse.merging.fixed import (
     single,
 )
 from horovod_sparse.merging.greedy import omgs
-from horovod_sparse.merging.joint import joint
 from horovod_sparse.merging.named import STRATEGIES, needs_times, strategy_named
 from horovod_sparse.merging.optimal import optimal
 from horovod_sparse.merging.plan import ParameterFacts, Plan, same_kind
@@ -22,12 +21,12 @@ from horovod_sparse.merging.selection import (
     MinElements,
     TensorSelection,
     dense_of,
+    joint,
     min_elements,
     select_tensors,
 )
-from horovod_sparse.merging.tables import LAYER_TABLES, LayerTable, layer_table
 from horovod_sparse.merging.timeline import Span, Timeline, predict
-from horovod_sparse.merging.workload import Workload, plan_of_segments
+from horovod_sparse.merging.workload import LAYER_TABLES, LayerTable, Workload, layer_table, plan_of_segments
 
 __all__ = [
     "DEFAULT_BUCKET_BYTES",

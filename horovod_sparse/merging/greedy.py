@@ -11,8 +11,6 @@ from horovod_sparse.merging.plan import Plan
 from horovod_sparse.merging.timeline import predict
 from horovod_sparse.merging.workload import Workload, plan_of_segments
 
-__all__ = ["omgs"]
-
 Times = NDArray[np.float64]
 
 

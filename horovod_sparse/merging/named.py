@@ -7,10 +7,8 @@ from typing import Any
 from horovod_sparse.errors import ArgumentError, UnknownNameError
 from horovod_sparse.merging.fixed import Fixed, Strategy, layerwise, single
 from horovod_sparse.merging.greedy import omgs
-from horovod_sparse.merging.joint import joint
 from horovod_sparse.merging.optimal import optimal
-
-__all__ = ["STRATEGIES", "needs_times", "strategy_named"]
+from horovod_sparse.merging.selection import joint
 
 #: What `merging=` takes by name; `fixed(...)` takes an argument and so is given itself.
 STRATEGIES: dict[str, Strategy] = {

@@ -9,8 +9,6 @@ from typing import Any, TypeAlias
 
 from horovod_sparse.errors import ArgumentError
 
-__all__ = ["ParameterFacts", "Plan", "same_kind"]
-
 #: Indices travel as int32.
 MAX_BUCKET_ELEMENTS = 2**31 - 1
 

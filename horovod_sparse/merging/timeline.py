@@ -9,8 +9,6 @@ from horovod_sparse.cost import CostModel
 from horovod_sparse.merging.plan import Plan
 from horovod_sparse.merging.workload import Workload
 
-__all__ = ["Span", "Timeline", "predict"]
-
 
 @dataclass(frozen=True)
 class Span:

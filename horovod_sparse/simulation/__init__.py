@@ -1,13 +1,12 @@
 """P ranks in one process: the same coroutines, counted."""
 
-from horovod_sparse.simulation.break_even import break_even
 from horovod_sparse.simulation.cluster import SimulatedCluster
-from horovod_sparse.simulation.lockstep import run_lockstep
-from horovod_sparse.simulation.recorder import Recorder
+from horovod_sparse.simulation.lockstep import Recorder, run_lockstep
 from horovod_sparse.simulation.scaling import (
     ScalePoint,
     SimulatedCost,
     SimulatedTraffic,
+    break_even,
     crossings,
     scale_point,
     scaling_curve,

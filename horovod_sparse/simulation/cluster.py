@@ -9,11 +9,8 @@ import numpy as np
 
 from horovod_sparse.arrays import Accumulator, HostAccumulator
 from horovod_sparse.feedback import Bucket, Recipe
-from horovod_sparse.simulation.lockstep import run_lockstep
-from horovod_sparse.simulation.recorder import Recorder
+from horovod_sparse.simulation.lockstep import Recorder, run_lockstep
 from horovod_sparse.sparsifiers import BucketInfo, SparseSum
-
-__all__ = ["SimulatedCluster"]
 
 
 class SimulatedCluster:

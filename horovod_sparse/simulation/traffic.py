@@ -10,9 +10,7 @@ from horovod_sparse.checks import check_count
 from horovod_sparse.cost import AlphaBeta, CollectiveCost
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.simulation.cluster import SimulatedCluster
-from horovod_sparse.simulation.recorder import Recorder
-
-__all__ = ["BucketTraffic", "bucket_traffic"]
+from horovod_sparse.simulation.lockstep import Recorder
 
 
 @dataclass(frozen=True)

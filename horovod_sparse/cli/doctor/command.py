@@ -9,11 +9,24 @@ from typing import Any
 
 from horovod_sparse.cli.console import console as make_console
 from horovod_sparse.cli.console import show
-from horovod_sparse.cli.doctor.checks import check_installation, check_launch, check_settings
-from horovod_sparse.cli.doctor.cycle import check_cache, check_cycle, cycle_of, forecast, num_names
-from horovod_sparse.cli.doctor.differences import check_differences, check_threads
-from horovod_sparse.cli.doctor.facts import build_facts, local_facts, rank_facts
-from horovod_sparse.cli.doctor.findings import Finding, advice, print_findings, problem
+from horovod_sparse.cli.doctor.checks import (
+    check_differences,
+    check_installation,
+    check_launch,
+    check_settings,
+    check_threads,
+)
+from horovod_sparse.cli.doctor.cycle import check_cache, check_cycle, forecast, num_names
+from horovod_sparse.cli.doctor.facts import (
+    Finding,
+    advice,
+    build_facts,
+    cycle_of,
+    local_facts,
+    print_findings,
+    problem,
+    rank_facts,
+)
 from horovod_sparse.cli.model import FORMAT, Model, read_model
 from horovod_sparse.cli.options import density, read_merging, read_recipe
 from horovod_sparse.cli.ranks import FRAMEWORKS, Ranks, start, usable_framework

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from horovod_sparse.cli.doctor.findings import Finding, advice, good, problem
+from horovod_sparse.cli.doctor.facts import Finding, advice, cycle_of, good, problem
 from horovod_sparse.cost import Profile
 from horovod_sparse.merging import Plan, Strategy, Workload, predict
 from horovod_sparse.sparsifiers import Sparsifier
@@ -15,22 +15,8 @@ from horovod_sparse.sparsifiers import Sparsifier
 _CANDIDATES = (0.5, 0.2, 0.1)
 #: a shorter cycle is advised if it saves so much of an iteration
 _WORTH = 0.03
-#: Horovod's own defaults
-_CYCLE_MS, _CACHE = 1.0, 1024
-
-
-def cycle_of(settings: Mapping[str, str]) -> float | None:
-    """HOROVOD_CYCLE_TIME in milliseconds; None if it is no number.
-
-    Example:
-        >>> cycle_of({}), cycle_of({"HOROVOD_CYCLE_TIME": "0.1"}), cycle_of({"HOROVOD_CYCLE_TIME": "fast"})
-        (1.0, 0.1, None)
-    """
-    try:
-        value = float(settings.get("HOROVOD_CYCLE_TIME", _CYCLE_MS))
-    except ValueError:
-        return None
-    return value if 0.0 <= value < float("inf") else None
+#: Horovod's own default
+_CACHE = 1024
 
 
 def profile_at_cycle(profile: Profile, cycle_seconds: float) -> Profile:

@@ -1,4 +1,4 @@
-"""What the doctor looks at on a rank: versions, builds, settings, threads; plain values that travel."""
+"""What the doctor looks at on a rank, plain values that travel, and the form of what it finds."""
 
 from __future__ import annotations
 
@@ -8,16 +8,19 @@ import importlib.util
 import os
 import platform
 import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from statistics import median
 from typing import Any
 
 import numpy as np
+from rich.console import Console
 
-from horovod_sparse.cli.console import is_launched
-from horovod_sparse.cli.doctor.cycle import cycle_of
+from horovod_sparse.cli.console import is_launched, show
 from horovod_sparse.cli.ranks import Ranks, bindings
 from horovod_sparse.collectives import AllGather, Synchronization
+from horovod_sparse.errors import ArgumentError
 from horovod_sparse.frontend.calibration.collectives import Stopwatch
 
 _PACKAGES = (
@@ -56,6 +59,8 @@ SETTINGS = (
 )
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS", "TF_NUM_INTRAOP_THREADS")
 _REPETITIONS = 25
+#: Horovod's own default
+_CYCLE_MS = 1.0
 
 
 def local_facts() -> dict[str, Any]:
@@ -178,3 +183,81 @@ def latency_of(ranks: Ranks) -> Synchronization[float]:
         own.append(time.perf_counter() - started)
     shared = yield from watch.shared(own)
     return float(median(shared.tolist()))
+
+
+def cycle_of(settings: Mapping[str, str]) -> float | None:
+    """HOROVOD_CYCLE_TIME in milliseconds; None if it is no number.
+
+    Example:
+        >>> cycle_of({}), cycle_of({"HOROVOD_CYCLE_TIME": "0.1"}), cycle_of({"HOROVOD_CYCLE_TIME": "fast"})
+        (1.0, 0.1, None)
+    """
+    try:
+        value = float(settings.get("HOROVOD_CYCLE_TIME", _CYCLE_MS))
+    except ValueError:
+        return None
+    return value if 0.0 <= value < float("inf") else None
+
+
+#: from bad to good, with the sign and the style of each
+LEVELS = {"problem": ("x", "bold red"), "advice": ("!", "yellow"), "good": ("+", "green")}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at.
+
+    Attributes:
+        level: "problem" (something fails, or is slow for no reason), "advice" or "good".
+        topic: a word or two: "cycle time".
+        what: was found.
+        why: it matters; empty for what is good.
+        do: what to do; likewise.
+    """
+
+    level: str
+    topic: str
+    what: str
+    why: str = ""
+    do: str = ""
+
+    def __post_init__(self) -> None:
+        if self.level not in LEVELS:
+            raise ArgumentError("level", self.level, f"one of {', '.join(LEVELS)}")
+        if self.level != "good" and not (self.why and self.do):
+            raise ArgumentError("why and do", (self.why, self.do), "both, for what is not good")
+
+
+def good(topic: str, what: str) -> Finding:
+    """What is as it should be."""
+    return Finding("good", topic, what)
+
+
+def advice(topic: str, what: str, why: str, do: str) -> Finding:
+    """What could be better."""
+    return Finding("advice", topic, what, why, do)
+
+
+def problem(topic: str, what: str, why: str, do: str) -> Finding:
+    """What is wrong."""
+    return Finding("problem", topic, what, why, do)
+
+
+def print_findings(to: Console, findings: Iterable[Finding]) -> None:
+    """Problems first, then advice, then what is good; each with its reason and remedy.
+
+    Args:
+        to: where to.
+        findings: in any order; the order within a level is kept.
+    """
+    found = sorted(findings, key=lambda finding: list(LEVELS).index(finding.level))
+    for finding in found:
+        sign, style = LEVELS[finding.level]
+        show(to, f"{sign} {finding.topic}: {finding.what}", style)
+        if finding.why:
+            show(to, f"    why  {finding.why}")
+            show(to, f"    do   {finding.do}")
+    counts = {level: sum(finding.level == level for finding in found) for level in LEVELS}
+    problems, advised = counts["problem"], counts["advice"]
+    text = f"{problems} problem{'' if problems == 1 else 's'}, {advised} piece{'' if advised == 1 else 's'}"
+    show(to, f"{text} of advice, {counts['good']} good", "bold")

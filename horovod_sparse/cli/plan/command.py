@@ -12,9 +12,16 @@ from rich.console import Console
 from horovod_sparse.cli.console import console as make_console
 from horovod_sparse.cli.console import show
 from horovod_sparse.cli.model import FORMAT, read_model
-from horovod_sparse.cli.options import density, read_merging, read_recipe, read_tensor_selection
+from horovod_sparse.cli.options import (
+    Source,
+    add_source,
+    density,
+    read_merging,
+    read_recipe,
+    read_tensor_selection,
+    source_of,
+)
 from horovod_sparse.cli.plan import report as plan_report
-from horovod_sparse.cli.source import Source, add_source, source_of
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.merging import LAYER_TABLES, predict
 

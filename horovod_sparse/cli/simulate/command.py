@@ -13,10 +13,17 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from horovod_sparse.cli.console import console as make_console
 from horovod_sparse.cli.console import show
 from horovod_sparse.cli.model import FORMAT, read_model
-from horovod_sparse.cli.options import density, num_ranks, read_merging, read_recipe, several
-from horovod_sparse.cli.simulate.study import Question, study_of
-from horovod_sparse.cli.simulate.table import numbers_of, print_studies
-from horovod_sparse.cli.source import add_network, network_from, selection_from
+from horovod_sparse.cli.options import (
+    add_network,
+    density,
+    network_from,
+    num_ranks,
+    read_merging,
+    read_recipe,
+    selection_from,
+    several,
+)
+from horovod_sparse.cli.simulate.study import Question, numbers_of, print_studies, study_of
 from horovod_sparse.cost import AffineTime, AlphaBeta, Profile, network_of
 from horovod_sparse.errors import ArgumentError, ProfileMismatchError
 from horovod_sparse.feedback import Recipe

@@ -6,7 +6,13 @@ import pytest
 
 from horovod_sparse.cli import ranks as main_ranks
 from horovod_sparse.cli.doctor import command as doctor
-from horovod_sparse.cli.doctor.checks import check_installation, check_launch, check_settings
+from horovod_sparse.cli.doctor.checks import (
+    check_differences,
+    check_installation,
+    check_launch,
+    check_settings,
+    check_threads,
+)
 from horovod_sparse.cli.doctor.cycle import (
     check_cache,
     check_cycle,
@@ -14,9 +20,7 @@ from horovod_sparse.cli.doctor.cycle import (
     num_names,
     profile_at_cycle,
 )
-from horovod_sparse.cli.doctor.differences import check_differences, check_threads
-from horovod_sparse.cli.doctor.facts import local_facts
-from horovod_sparse.cli.doctor.findings import Finding
+from horovod_sparse.cli.doctor.facts import Finding, local_facts
 from horovod_sparse.cli.main import main
 from horovod_sparse.cost import AlphaBeta, Fit, Profile, assumed_profile
 from horovod_sparse.errors import ArgumentError, HorovodMissingError

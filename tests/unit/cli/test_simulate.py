@@ -10,8 +10,13 @@ pytest.importorskip("matplotlib")
 
 from horovod_sparse.cli.main import main
 from horovod_sparse.cli.simulate.picture import draw_studies
-from horovod_sparse.cli.simulate.study import Question, crossing_words, simulated_sizes, study_of
-from horovod_sparse.cli.simulate.table import bandwidth_text
+from horovod_sparse.cli.simulate.study import (
+    Question,
+    bandwidth_text,
+    crossing_words,
+    simulated_sizes,
+    study_of,
+)
 from horovod_sparse.cost import AffineTime, AlphaBeta
 from horovod_sparse.feedback import parse_recipe
 from horovod_sparse.merging import ParameterFacts, Workload, single

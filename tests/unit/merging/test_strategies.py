@@ -30,9 +30,7 @@ from horovod_sparse.merging import (
     single,
     strategy_named,
 )
-from horovod_sparse.merging.bounds import Bounds
-from horovod_sparse.merging.chain import segment_tables
-from horovod_sparse.merging.optimal import _search, best_segments
+from horovod_sparse.merging.optimal import Bounds, _search, best_segments, segment_tables
 from horovod_sparse.merging.selection import dense_of
 from support.merging_models import all_plans, costs, seconds, workloads
 

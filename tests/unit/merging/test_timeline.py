@@ -11,7 +11,7 @@ from hypothesis import given
 from horovod_sparse.cost import AffineTime, CostModel
 from horovod_sparse.errors import ArgumentError, ProfileMismatchError
 from horovod_sparse.merging import ParameterFacts, Plan, Span, Workload, layerwise, predict
-from horovod_sparse.merging.chain import segment_tables
+from horovod_sparse.merging.optimal import segment_tables
 from support.merging_models import costs, workloads
 
 A, B, C = (ParameterFacts(name, size) for name, size in (("a", 10), ("b", 20), ("c", 30)))
