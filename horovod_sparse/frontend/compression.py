@@ -1,4 +1,4 @@
-"""What `Compression` offers in either front end: one factory per algorithm, and reading from text."""
+"""What `Compression` is in every front end: one factory per algorithm, read from text and told as text."""
 
 from __future__ import annotations
 
@@ -15,60 +15,69 @@ from horovod_sparse.sparsifiers import ALGORITHMS
 _STOCK = ("none", "fp16")
 
 
-class Choices:
-    """The factories of a front end's `Compression`; a new algorithm needs no change here.
+class Algorithms(type):
+    """Metaclass of a front end's `Compression`: one factory per algorithm; a new algorithm needs no change.
 
     Args:
-        make: makes a compressor from a recipe and the binding arguments.
+        make: the compressor's class, called with a recipe and the binding arguments.
         binding: names of keyword arguments beside those of the algorithm, None by default.
         help_text: says what they are; follows the algorithm's own help.
-        returns: type of the compressor.
     """
 
+    def __new__(cls, name: str, bases: tuple[type, ...], body: dict[str, Any], **_arguments: Any) -> Any:
+        """A class as any other; `__init__` has a use for the arguments."""
+        return super().__new__(cls, name, bases, body)
+
     def __init__(
-        self, make: Callable[..., Any], binding: Sequence[str], help_text: str, returns: type
+        cls,
+        name: str,
+        bases: tuple[type, ...],
+        body: dict[str, Any],
+        *,
+        make: type,
+        binding: Sequence[str],
+        help_text: str,
     ) -> None:
-        self._make, self._binding, self._help, self._returns = make, tuple(binding), help_text, returns
-        #: by the algorithm's name
-        self.factories = {name: self._factory(name) for name in ALGORITHMS}
+        super().__init__(name, bases, body)
+        cls._factories = {item: _factory(item, make, binding, help_text) for item in ALGORITHMS}
 
-    def _factory(self, name: str) -> Callable[..., Any]:
-        def make(**arguments: Any) -> Any:
-            bound = {item: arguments.pop(item, None) for item in self._binding}
-            return self._make(recipe(name, **arguments), **bound)
-
-        make.__name__ = name
-        make.__qualname__ = f"Compression.{name}"
-        make.__doc__ = f"{inspect.getdoc(ALGORITHMS[name])}\n{self._help}"
-        own = recipe_signature(name).parameters.values()
-        binding = [
-            inspect.Parameter(item, inspect.Parameter.KEYWORD_ONLY, default=None) for item in self._binding
-        ]
-        make.__signature__ = inspect.Signature([*own, *binding], return_annotation=self._returns)  # type: ignore[attr-defined]
-        return make
-
-    def named(self, name: str) -> Callable[..., Any]:
-        """The factory of an algorithm.
-
-        Raises:
-            AttributeError: if there is none, with the known names.
-        """
-        if name in self.factories:
-            return self.factories[name]
+    def __getattr__(cls, name: str) -> Callable[..., Any]:
+        if name in ALGORITHMS:
+            return cls._factories[name]
         raise AttributeError(str(UnknownNameError("compression", name, [*_STOCK, "parse", *ALGORITHMS])))
 
-    def parsed(self, text: str) -> Recipe | None:
-        """The recipe that a text describes; None for one of Horovod's own, by name.
+    def __dir__(cls) -> list[str]:
+        return sorted({*super().__dir__(), *ALGORITHMS})
 
-        Raises:
-            UnknownNameError: for a misspelt algorithm or argument, with the valid ones.
-            ArgumentError: for a value that is not allowed.
-        """
-        if text in _STOCK:
-            return None
-        if text.partition(":")[0].strip() not in ALGORITHMS:
-            raise UnknownNameError("compression", text, [*_STOCK, *ALGORITHMS])
-        return parse_recipe(text)
+
+def _factory(name: str, make_compressor: type, binding: Sequence[str], help_text: str) -> Callable[..., Any]:
+    def make(**arguments: Any) -> Any:
+        bound = {item: arguments.pop(item, None) for item in binding}
+        return make_compressor(recipe(name, **arguments), **bound)
+
+    make.__name__ = name
+    make.__qualname__ = f"Compression.{name}"
+    make.__doc__ = f"{inspect.getdoc(ALGORITHMS[name])}\n{help_text}"
+    parameters = [
+        *recipe_signature(name).parameters.values(),
+        *(inspect.Parameter(item, inspect.Parameter.KEYWORD_ONLY, default=None) for item in binding),
+    ]
+    make.__signature__ = inspect.Signature(parameters, return_annotation=make_compressor)  # type: ignore[attr-defined]
+    return make
+
+
+def recipe_of(text: str) -> Recipe | None:
+    """The recipe that `Compression.parse` is given as text; None for one of Horovod's own, by name.
+
+    Raises:
+        UnknownNameError: for a misspelt algorithm or argument, with the valid ones.
+        ArgumentError: for a value that is not allowed.
+    """
+    if text in _STOCK:
+        return None
+    if text.partition(":")[0].strip() not in ALGORITHMS:
+        raise UnknownNameError("compression", text, [*_STOCK, *ALGORITHMS])
+    return parse_recipe(text)
 
 
 def describe_recipe(recipe: Recipe) -> str:

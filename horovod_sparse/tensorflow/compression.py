@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from horovod.tensorflow.compression import Compressor, FP16Compressor, NoneCompressor
+from horovod.tensorflow.compression import Compressor as Compressor
+from horovod.tensorflow.compression import FP16Compressor as FP16Compressor
+from horovod.tensorflow.compression import NoneCompressor as NoneCompressor
 
-from horovod_sparse.frontend.compression import Choices
+from horovod_sparse.frontend.compression import Algorithms, recipe_of
 from horovod_sparse.tensorflow._horovod import hvd
 from horovod_sparse.tensorflow.compressor import SparseCompressor
-
-__all__ = ["Compression", "Compressor", "FP16Compressor", "NoneCompressor", "SparseCompressor"]
 
 _COMMON_ARGUMENTS = """
 Arguments that every algorithm takes:
@@ -23,20 +22,13 @@ Returns:
     It keeps the residuals: make it once, outside of the training loop, one for every tape or optimizer.
 """
 
-_CHOICES = Choices(SparseCompressor, ("process_set",), _COMMON_ARGUMENTS, SparseCompressor)
 
-
-class _Algorithms(type):
-    """Gives the namespace one factory per algorithm; a new algorithm needs no change here."""
-
-    def __getattr__(cls, name: str) -> Callable[..., SparseCompressor]:
-        return _CHOICES.named(name)
-
-    def __dir__(cls) -> list[str]:
-        return sorted({*super().__dir__(), *_CHOICES.factories})
-
-
-class Compression(metaclass=_Algorithms):
+class Compression(
+    metaclass=Algorithms,
+    make=SparseCompressor,
+    binding=("process_set",),
+    help_text=_COMMON_ARGUMENTS,
+):
     """What the argument `compression=` takes; a superset of `horovod.tensorflow.Compression`.
 
     ``Compression.topk(density=0.01)``, and likewise for every algorithm: ``help(Compression.exdyna)``
@@ -71,7 +63,7 @@ class Compression(metaclass=_Algorithms):
             >>> Compression.parse("none") is Compression.none
             True
         """
-        recipe = _CHOICES.parsed(text)
+        recipe = recipe_of(text)
         if recipe is None:
             return getattr(Compression, text)
         return SparseCompressor(recipe, process_set)

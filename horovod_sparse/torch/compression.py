@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from horovod_sparse.frontend.compression import Choices
+from horovod_sparse.frontend.compression import Algorithms, recipe_of
 from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.compressor import SparseCompressor
-
-__all__ = ["Compression", "SparseCompressor"]
 
 _COMMON_ARGUMENTS = """
 Arguments that every algorithm takes:
@@ -36,20 +34,12 @@ def __getattr__(name: str) -> Any:
     return getattr(hvd.compression, name)
 
 
-_CHOICES = Choices(SparseCompressor, ("named_parameters", "process_set"), _COMMON_ARGUMENTS, SparseCompressor)
-
-
-class _Algorithms(type):
-    """Gives the namespace one factory per algorithm; a new algorithm needs no change here."""
-
-    def __getattr__(cls, name: str) -> Callable[..., SparseCompressor]:
-        return _CHOICES.named(name)
-
-    def __dir__(cls) -> list[str]:
-        return sorted({*super().__dir__(), *_CHOICES.factories})
-
-
-class Compression(metaclass=_Algorithms):
+class Compression(
+    metaclass=Algorithms,
+    make=SparseCompressor,
+    binding=("named_parameters", "process_set"),
+    help_text=_COMMON_ARGUMENTS,
+):
     """What the argument `compression=` takes; a superset of `horovod.torch.Compression`.
 
     ``Compression.topk(density=0.01)``, and likewise for every algorithm: ``help(Compression.exdyna)``
@@ -94,7 +84,7 @@ dense, dense_below, densities, density, feedback, indices, quantum, schedule, va
             >>> Compression.parse("none") is Compression.none
             True
         """
-        recipe = _CHOICES.parsed(text)
+        recipe = recipe_of(text)
         if recipe is None:
             return getattr(Compression, text)
         return SparseCompressor(recipe, named_parameters, process_set)
