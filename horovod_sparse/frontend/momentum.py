@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.feedback import MomentumCorrection, Recipe
 
 _log = logging.getLogger("horovod_sparse")
 
+#: settings that only optimizers have which adapt to gradients: Adam and its kin, RMSprop, Adagrad, Ftrl
+_MOMENTS = {"betas", "eps", "etas", "beta_1", "epsilon", "rho", "initial_accumulator_value"}
 
-def check_momentum(recipe: Recipe, of_optimizer: Callable[[], tuple[float, bool]]) -> None:
+
+def refuse_double_momentum(recipe: Recipe, settings: Callable[[], Sequence[Mapping[str, Any]]]) -> None:
     """Refuses momentum after momentum correction, and warns of what is made for plain SGD.
 
     An optimizer with moments of another kind (Adam) is only warned of where the feedback corrects
@@ -20,15 +24,15 @@ def check_momentum(recipe: Recipe, of_optimizer: Callable[[], tuple[float, bool]
 
     Args:
         recipe: of the compressor.
-        of_optimizer: gives its momentum (0 for none), and whether it adapts to gradients, as Adam, RMSprop
-            and Adagrad do; asked only where that matters.
+        settings: gives those of the optimizer, by name, for every group of parameters that has its own;
+            asked only where that matters.
 
     Raises:
         ArgumentError: the optimizer has momentum, and the feedback is `MomentumCorrection`.
 
     Example:
         >>> from horovod_sparse.feedback import recipe
-        >>> check_momentum(recipe("dgc", feedback="momentum"), lambda: (0.9, False))
+        >>> refuse_double_momentum(recipe("dgc", feedback="momentum"), lambda: [{"lr": 0.1, "momentum": 0.9}])
         Traceback (most recent call last):
         horovod_sparse.errors.ArgumentError: momentum=0.9 is not allowed: give momentum=0 to the optimizer...
     """
@@ -36,7 +40,9 @@ def check_momentum(recipe: Recipe, of_optimizer: Callable[[], tuple[float, bool]
     corrects, scales = isinstance(feedback, MomentumCorrection), getattr(feedback, "scale_residual", False)
     if not (corrects or scales):
         return
-    momentum, has_moments = of_optimizer()
+    groups = settings()
+    momentum = max((float(group.get("momentum") or 0.0) for group in groups), default=0.0)
+    has_moments = any(_MOMENTS & set(group) for group in groups)
     if isinstance(feedback, MomentumCorrection) and momentum:
         raise ArgumentError(
             "momentum",
@@ -54,3 +60,20 @@ def check_momentum(recipe: Recipe, of_optimizer: Callable[[], tuple[float, bool]
             "scale_residual=True is made for SGD without momentum: this optimizer remembers gradients longer "
             "than a step, and will remember what a falling learning rate has enlarged; leave it out"
         )
+
+
+def refuse_later_momentum(recipe: Recipe, groups: Sequence[Mapping[str, Any]]) -> None:
+    """As `refuse_double_momentum`, for what groups have come to have since: called in every step.
+
+    A loaded checkpoint brings the momentum of the run that saved it, a schedule (``OneCycleLR``) sets one,
+    and so may a group that is added.
+
+    Args:
+        recipe: of the compressor.
+        groups: the optimizer's settings, as they are now.
+
+    Raises:
+        ArgumentError: see `refuse_double_momentum`.
+    """
+    if isinstance(recipe.feedback, MomentumCorrection) and any(group.get("momentum") for group in groups):
+        refuse_double_momentum(recipe, lambda: groups)

@@ -21,14 +21,14 @@ import tensorflow as tf
 
 from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.feedback import Recipe
+from horovod_sparse.frontend.momentum import refuse_double_momentum
 from horovod_sparse.tensorflow._horovod import is_elastic
 from horovod_sparse.tensorflow.driver import HOST, refuse_graphs
-from horovod_sparse.tensorflow.momentum import refuse_double_momentum
 from horovod_sparse.tensorflow.order import gate_callers
 from horovod_sparse.tensorflow.parts import Part, SparseBucket
 from horovod_sparse.tensorflow.stock import StockCall, stock_call
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
-from horovod_sparse.tensorflow.tensors import as_rate, dtype_name, numpy_dtype
+from horovod_sparse.tensorflow.tensors import as_rate, dtype_name, numpy_dtype, settings_of
 
 __all__ = ["DropIn", "Pending"]
 
@@ -221,7 +221,7 @@ class DropIn:
     def _gathered(self, call: StockCall) -> _Gathering:
         """The synchronization of all gradients of a call."""
         if call.optimizer is not None:
-            refuse_double_momentum(self.recipe, call.optimizer)
+            refuse_double_momentum(self.recipe, lambda: [settings_of(call.optimizer)])
             if getattr(call.optimizer, "_is_wrapped_by_loss_scale_optimizer", False):
                 raise UnsupportedError(
                     "a LossScaleOptimizer (which mixed_float16 puts around an optimizer) around one of "

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-__all__ = ["as_dense", "as_rate", "as_variable", "dtype_name", "numpy_dtype", "unique_names"]
+__all__ = ["as_dense", "as_rate", "as_variable", "dtype_name", "numpy_dtype", "settings_of", "unique_names"]
 
 _NAMES = {
     tf.float32: "float32",
@@ -74,6 +74,18 @@ def as_rate(learning_rate: Any) -> tf.Tensor:
         if learning_rate is None:
             return tf.zeros([0], tf.float64)
         return tf.reshape(tf.cast(as_variable(learning_rate), tf.float64), [1])
+
+
+def settings_of(optimizer: Any) -> dict[str, Any]:
+    """What an optimizer of Keras is set to, by name; of one that scales the loss, the one in it.
+
+    Example:
+        >>> settings_of(tf.keras.optimizers.SGD(0.1, momentum=0.5))["momentum"]
+        0.5
+    """
+    with tf.init_scope():  # settings may be variables, and this be a graph
+        settings: dict[str, Any] = getattr(optimizer, "inner_optimizer", optimizer).get_config()
+        return settings
 
 
 def unique_names(variables: Sequence[Any], taken: Sequence[str] = ()) -> list[str]:

@@ -18,6 +18,7 @@ from horovod_sparse.feedback import Bucket, Recipe
 from horovod_sparse.frontend.agreement import agreed_start
 from horovod_sparse.frontend.collective_errors import has_bad_gradient, tell_edits, worst
 from horovod_sparse.frontend.compression import describe_recipe
+from horovod_sparse.frontend.momentum import refuse_double_momentum, refuse_later_momentum
 from horovod_sparse.telemetry import BucketReport, StepReport, Telemetry
 from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.buckets import ParameterBuckets
@@ -26,7 +27,6 @@ from horovod_sparse.torch.driver import Driver
 from horovod_sparse.torch.handles import holder_of, present_start
 from horovod_sparse.torch.loss_scale import ScaleOfStep, watch_scalers
 from horovod_sparse.torch.memory import memory_of
-from horovod_sparse.torch.momentum import refuse_double_momentum, refuse_later_momentum
 from horovod_sparse.torch.parameters import NamedParameters
 from horovod_sparse.torch.pending import PendingGradient, probes
 from horovod_sparse.torch.stock import StockOptimizer, calling_optimizer, refuse_adasum
@@ -264,7 +264,7 @@ class SparseCompressor(hvd.compression.Compressor):
         if optimizer is None:
             return None
         if optimizer not in self._stock:
-            refuse_double_momentum(self.recipe, optimizer.param_groups)
+            refuse_double_momentum(self.recipe, lambda: optimizer.param_groups)
             self._stock[optimizer] = StockOptimizer(optimizer)
             self.recipe.rules.hint(self._stock[optimizer].parameters.names)
         elif not self._pending:

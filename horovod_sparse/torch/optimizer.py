@@ -13,13 +13,13 @@ from horovod.torch.optimizer import _DistributedOptimizer as _Stock
 
 from horovod_sparse.checks import check_number
 from horovod_sparse.errors import ArgumentError, UnsupportedError
+from horovod_sparse.frontend.momentum import refuse_double_momentum
 from horovod_sparse.merging import Plan
 from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.compression import Compression, SparseCompressor
 from horovod_sparse.torch.hooks import claim_for_stock
 from horovod_sparse.torch.methods import Methods
-from horovod_sparse.torch.momentum import refuse_double_momentum
 
 __all__ = ["DistributedOptimizer"]
 
@@ -240,7 +240,7 @@ def _check(
         raise ValueError("gradient_predivide_factor not supported with op != Average")
     if passes <= 0:
         raise ValueError("backward_passes_per_step must be > 0")
-    refuse_double_momentum(compression.recipe, optimizer.param_groups)
+    refuse_double_momentum(compression.recipe, lambda: optimizer.param_groups)
     theirs = compression.process_set
     if theirs is not None and theirs is not process_set:
         raise ArgumentError("process_set", process_set, f"the same as to the compressor, {theirs}")

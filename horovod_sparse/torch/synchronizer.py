@@ -23,6 +23,7 @@ from horovod_sparse.feedback.state import shared_digest
 from horovod_sparse.frontend.agreement import Standing, Start, agreed_start, kept_share
 from horovod_sparse.frontend.collective_errors import has_bad_gradient, raise_together, some_of, worst
 from horovod_sparse.frontend.decision import check_agreement
+from horovod_sparse.frontend.momentum import refuse_later_momentum
 from horovod_sparse.frontend.plan_request import make_plan
 from horovod_sparse.merging import ParameterFacts, Plan
 from horovod_sparse.telemetry import StepReport, Telemetry
@@ -34,7 +35,6 @@ from horovod_sparse.torch.explained import explain
 from horovod_sparse.torch.handles import present_start
 from horovod_sparse.torch.hooks import claim
 from horovod_sparse.torch.loss_scale import ScaleOfStep, watch_scalers
-from horovod_sparse.torch.momentum import refuse_later_momentum
 from horovod_sparse.torch.parts import DenseBucket, Part, SparseBucket
 from horovod_sparse.torch.parts_of_plan import parts_of
 from horovod_sparse.torch.tensors import dtype_name

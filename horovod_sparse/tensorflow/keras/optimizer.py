@@ -11,6 +11,7 @@ from horovod.tensorflow.keras import DistributedOptimizer as _stock
 
 from horovod_sparse.checks import check_count
 from horovod_sparse.errors import ArgumentError, UnsupportedError
+from horovod_sparse.frontend.momentum import refuse_double_momentum
 from horovod_sparse.merging import Plan
 from horovod_sparse.tensorflow._horovod import hvd
 from horovod_sparse.tensorflow.arguments import Arguments, checked_layers
@@ -24,7 +25,6 @@ from horovod_sparse.tensorflow.keras.reduction import (
     SparseReducer,
     is_keras3,
 )
-from horovod_sparse.tensorflow.momentum import refuse_double_momentum
 
 
 def DistributedOptimizer(
