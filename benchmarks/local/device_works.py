@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 
 from benchmarks.common.timing import Work
 from benchmarks.local.works import layered_gradient
-from horovod_sparse.device import plain as torch_plain
-from horovod_sparse.device.accumulator import TorchAccumulator, apply_sum, clear_at
-from horovod_sparse.device.backend import TensorKernels
+from horovod_sparse.pytorch import plain as torch_plain
+from horovod_sparse.pytorch.accumulator import TorchAccumulator
+from horovod_sparse.pytorch.backend import TensorKernels
+from horovod_sparse.pytorch.gradients import apply_sum, clear_at
 from horovod_sparse.sparsifiers.hashing import HashFunction, survivors
 
 # Tiles and warps that `--tune` compares.
@@ -164,7 +165,7 @@ class DeviceWorks:
         return works + (self._shapes() if tune else [])
 
     def _shapes(self) -> list[Work]:
-        fold = importlib.import_module("horovod_sparse.device.triton.fold").fold
+        fold = importlib.import_module("horovod_sparse.pytorch.triton.fold").fold
         part = self._accumulators["parts"]
         arguments = (
             part._values,

@@ -16,10 +16,10 @@ from horovod_sparse.feedback import Recipe
 from horovod_sparse.frontend.calibration import Where, carry_out
 from horovod_sparse.frontend.calibration.buckets import BucketMemory, HostBucketMemory
 from horovod_sparse.merging import ParameterFacts
+from horovod_sparse.pytorch.memory import HOST_DEVICES, DeviceMemory
 from horovod_sparse.sparsifiers import BucketInfo, SparseSum
 from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.driver import Driver
-from horovod_sparse.torch.memory import HOST_DEVICES, DeviceMemory
 
 __all__ = ["DeviceBucketMemory", "Starts", "bucket_memory", "carry_out_together", "cycle_seconds", "where_of"]
 

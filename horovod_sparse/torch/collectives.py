@@ -16,8 +16,6 @@ from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.handles import finished, held_besides, present_start
 from horovod_sparse.torch.transport import start_exchange
 
-__all__ = ["Handle", "start"]
-
 _log = logging.getLogger("horovod_sparse")
 
 

@@ -19,22 +19,18 @@ from horovod_sparse.frontend.agreement import agreed_start
 from horovod_sparse.frontend.collective_errors import has_bad_gradient, tell_edits, worst
 from horovod_sparse.frontend.compression import describe_recipe
 from horovod_sparse.frontend.momentum import refuse_double_momentum, refuse_later_momentum
+from horovod_sparse.pytorch.layout import dtype_name
+from horovod_sparse.pytorch.loss_scale import ScaleOfStep, watch_scalers
+from horovod_sparse.pytorch.memory import memory_of
+from horovod_sparse.pytorch.parameter_buckets import NamedParameters, ParameterBuckets
 from horovod_sparse.telemetry import BucketReport, StepReport, Telemetry
 from horovod_sparse.torch._horovod import hvd
-from horovod_sparse.torch.buckets import ParameterBuckets
 from horovod_sparse.torch.calibration import carry_out_together
 from horovod_sparse.torch.driver import Driver
 from horovod_sparse.torch.handles import holder_of, present_start
-from horovod_sparse.torch.loss_scale import ScaleOfStep, watch_scalers
-from horovod_sparse.torch.memory import memory_of
-from horovod_sparse.torch.parameters import NamedParameters
 from horovod_sparse.torch.pending import PendingGradient, probes
 from horovod_sparse.torch.stock import StockOptimizer, calling_optimizer, refuse_adasum
-from horovod_sparse.torch.tensors import dtype_name
 from horovod_sparse.torch.transport import transport_words
-
-__all__ = ["SparseCompressor"]
-
 
 #: parked gradients that a hook looks at in vain; collectives end nearly in the order they were started in
 _PATIENCE = 4

@@ -13,8 +13,6 @@ from horovod_sparse.torch.collectives import Handle, start
 from horovod_sparse.torch.task import Task
 from horovod_sparse.torch.transport import forget_transports
 
-__all__ = ["Driver", "Task"]
-
 #: How long `wait` polls without a pause before it sleeps between polls, and for how long then. Measured
 #: with 2 ranks on 2 busy cores, two rounds per task, cycle 1 ms: 2.2 ms for 1 task and for 30 tasks, with
 #: a fifth of a core; polling without sleep 30 to 90 ms, since it takes the core from Horovod's thread;

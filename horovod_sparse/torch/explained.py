@@ -5,8 +5,6 @@ from __future__ import annotations
 from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.torch._horovod import hvd
 
-__all__ = ["explain"]
-
 
 def explain(error: BaseException) -> None:
     """Raises what the user can change instead of a failure of Horovod's, where that is known.

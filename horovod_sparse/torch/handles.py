@@ -19,8 +19,6 @@ import torch
 
 from horovod_sparse.torch._horovod import hvd
 
-__all__ = ["finished", "held_besides", "holder_of", "present_start"]
-
 #: a start of Horovod, and the holders of what is under way in it, by handle
 _holders: tuple[Any, dict[int, list[torch.Tensor]]] = (None, {})
 

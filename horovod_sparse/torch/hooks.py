@@ -10,8 +10,6 @@ from typing import Any, Protocol
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-__all__ = ["Owner", "claim", "claim_for_stock"]
-
 
 class Owner(Protocol):
     """Who is told of gradients."""

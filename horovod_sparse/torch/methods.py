@@ -18,8 +18,6 @@ from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.compressor import SparseCompressor
 from horovod_sparse.torch.synchronizer import GradientSynchronizer, clip_gradients
 
-__all__ = ["Methods"]
-
 _IN_FLIGHT = (
     "optimizer.{method}() was called after loss.backward() but before optimizer.step() or "
     "optimizer.synchronize(). This is prohibited as it can cause a race condition."

@@ -21,8 +21,6 @@ from horovod_sparse.torch.compression import Compression, SparseCompressor
 from horovod_sparse.torch.hooks import claim_for_stock
 from horovod_sparse.torch.methods import Methods
 
-__all__ = ["DistributedOptimizer"]
-
 #: Horovod's methods, and ours in place of some of them. __module__ stays Horovod's:
 #: hvd.broadcast_optimizer_state knows distributed optimizers by it, and would step any other.
 _METHODS = {**vars(_Stock), **{name: item for name, item in vars(Methods).items() if name[:2] != "__"}}

@@ -10,15 +10,13 @@ import numpy as np
 import torch
 
 from horovod_sparse.feedback import Bucket, BucketStep, Member, Progress, Recipe
+from horovod_sparse.pytorch.flat_gradient import FlatGradient
+from horovod_sparse.pytorch.layout import dtype_name
+from horovod_sparse.pytorch.memory import unscaled
+from horovod_sparse.pytorch.streams import Streams
 from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.telemetry import BucketReport
 from horovod_sparse.torch.driver import Driver, Task
-from horovod_sparse.torch.flat_gradient import FlatGradient
-from horovod_sparse.torch.memory import unscaled
-from horovod_sparse.torch.streams import Streams
-from horovod_sparse.torch.tensors import dtype_name
-
-__all__ = ["DenseBucket", "DenseParameter", "Part", "SparseBucket"]
 
 
 class Part(Protocol):

@@ -11,8 +11,6 @@ from horovod_sparse.feedback import Recipe
 from horovod_sparse.merging import ParameterFacts, Plan
 from horovod_sparse.torch.parts import DenseBucket, DenseParameter, Part, SparseBucket
 
-__all__ = ["parts_of"]
-
 
 def parts_of(
     plan: Plan,

@@ -9,15 +9,12 @@ from dataclasses import dataclass
 import torch
 
 from horovod_sparse.feedback import Bucket
+from horovod_sparse.pytorch.memory import GradientMemory
+from horovod_sparse.pytorch.streams import Streams
 from horovod_sparse.sparsifiers import SparseSum
 from horovod_sparse.telemetry import BucketReport
 from horovod_sparse.torch.driver import Driver, Task
-from horovod_sparse.torch.memory import GradientMemory
 from horovod_sparse.torch.stock import StockOptimizer
-from horovod_sparse.torch.streams import Streams
-
-__all__ = ["PendingGradient", "probes"]
-
 
 #: elements of a gradient that are looked at to notice a change that PyTorch did not count
 _NUM_PROBES = 16

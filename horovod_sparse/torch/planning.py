@@ -13,9 +13,9 @@ from horovod_sparse.feedback import ParameterRules
 from horovod_sparse.frontend.decision import Decision, plan_by_times
 from horovod_sparse.frontend.plan_request import PlanRequest, make_plan, plan_request
 from horovod_sparse.merging import ParameterFacts, Plan
+from horovod_sparse.pytorch.layout import dtype_name
 from horovod_sparse.sparsifiers import Sparsifier
 from horovod_sparse.torch.calibration import bucket_memory, where_of
-from horovod_sparse.torch.tensors import dtype_name
 
 __all__ = ["FirstPlan", "facts_of", "joining", "make_plan", "planned"]
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from horovod_sparse.feedback import Progress, progress_of
-from horovod_sparse.torch.layout import shaped, unshaped
+from horovod_sparse.pytorch.layout import shaped, unshaped
 from horovod_sparse.torch.parts import DenseParameter, Part, SparseBucket
 
 __all__ = ["assign", "held"]

@@ -30,9 +30,9 @@ from horovod_sparse.feedback.state import from_plain, to_plain
 from horovod_sparse.frontend.agreement import kept_share
 from horovod_sparse.frontend.state import companions_fit, feedback_name
 from horovod_sparse.merging import Plan
+from horovod_sparse.pytorch.layout import on_host
 from horovod_sparse.torch import residuals
 from horovod_sparse.torch.synchronizer import GradientSynchronizer
-from horovod_sparse.torch.tensors import on_host
 
 __all__ = ["ENTRY", "load", "redistribute", "save"]
 

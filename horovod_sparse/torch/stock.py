@@ -17,11 +17,9 @@ from typing import Any
 import torch
 
 from horovod_sparse.errors import UnsupportedError
+from horovod_sparse.pytorch.parameter_buckets import NamedParameters
 from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.handles import finished
-from horovod_sparse.torch.parameters import NamedParameters
-
-__all__ = ["StockOptimizer", "calling_optimizer", "refuse_adasum"]
 
 #: the methods of the stock optimizer that call `compress`, directly or from a list comprehension
 _CALLERS = {"_allreduce_grad_async", "_grouped_allreduce_grad_async"}

@@ -26,6 +26,8 @@ from horovod_sparse.frontend.decision import check_agreement
 from horovod_sparse.frontend.momentum import refuse_later_momentum
 from horovod_sparse.frontend.plan_request import make_plan
 from horovod_sparse.merging import ParameterFacts, Plan
+from horovod_sparse.pytorch.layout import dtype_name
+from horovod_sparse.pytorch.loss_scale import ScaleOfStep, watch_scalers
 from horovod_sparse.telemetry import StepReport, Telemetry
 from horovod_sparse.torch import planning, residuals
 from horovod_sparse.torch._horovod import hvd
@@ -34,14 +36,10 @@ from horovod_sparse.torch.driver import Driver
 from horovod_sparse.torch.explained import explain
 from horovod_sparse.torch.handles import present_start
 from horovod_sparse.torch.hooks import claim
-from horovod_sparse.torch.loss_scale import ScaleOfStep, watch_scalers
 from horovod_sparse.torch.parts import DenseBucket, Part, SparseBucket
 from horovod_sparse.torch.parts_of_plan import parts_of
-from horovod_sparse.torch.tensors import dtype_name
 from horovod_sparse.torch.transport import transport_words
 from horovod_sparse.torch.warmup import WarmUp
-
-__all__ = ["GradientSynchronizer", "clip_gradients"]
 
 _log = logging.getLogger("horovod_sparse")
 

@@ -6,8 +6,6 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Task"]
-
 
 @dataclass(eq=False)
 class Task:

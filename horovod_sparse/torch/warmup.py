@@ -17,11 +17,9 @@ from horovod_sparse.frontend.correction import probe_of
 from horovod_sparse.frontend.decision import Decision, decide
 from horovod_sparse.frontend.plan_request import PlanRequest
 from horovod_sparse.merging import ParameterFacts, Plan
+from horovod_sparse.pytorch.streams import stamps_for
 from horovod_sparse.sparsifiers import Sparsifier
 from horovod_sparse.torch.calibration import Starts, bucket_memory, carry_out_together, where_of
-from horovod_sparse.torch.stamps import stamps_for
-
-__all__ = ["WarmUp"]
 
 _log = logging.getLogger("horovod_sparse")
 

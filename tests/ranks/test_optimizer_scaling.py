@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import horovod_sparse.torch as hvd
 from horovod_sparse.errors import NonFiniteGradientError
-from horovod_sparse.torch.loss_scale import scaled_by, watch_scalers
+from horovod_sparse.pytorch.loss_scale import scaled_by, watch_scalers
 from support.linear import LinearModel, dyadic, same_on_all_ranks
 from support.optimizers import make, residuals_of
 

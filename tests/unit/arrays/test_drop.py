@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from horovod_sparse.arrays import GradientParts, HostAccumulator
-from horovod_sparse.device.accumulator import TorchAccumulator
-from horovod_sparse.device.gradient import KeptTensor
+from horovod_sparse.pytorch.accumulator import TorchAccumulator
+from horovod_sparse.pytorch.gradients import KeptTensor
 
 N = 700
 FOLDS = {

@@ -20,9 +20,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction, mangle_type
 
-from horovod_sparse.device.bits import int_type
-from horovod_sparse.device.triton import backend as triton_backend
 from horovod_sparse.kernels.layout import Layout
+from horovod_sparse.pytorch import triton as triton_kernels
+from horovod_sparse.pytorch.plain import int_type
 
 launches: list[tuple[JITFunction, dict[str, Any], dict[str, Any]]] = []
 
@@ -74,21 +74,21 @@ def launch_all(dtype: torch.dtype, gradient: torch.dtype) -> None:
     factors, norm = torch.ones(4, dtype=dtype), torch.zeros(1, dtype=torch.float64)
     indices = torch.arange(k, dtype=torch.int32)
     dense = torch.zeros(n, dtype=gradient)
-    triton_backend.fold(values, dense, maxima, layout, factors, norm, plain=True)
-    triton_backend.fold(values, dense, maxima, layout, factors, norm, values.clone())
-    triton_backend.scan_maxima(values, maxima, layout)
-    triton_backend.refresh_maxima(values, maxima, layout, indices)
-    triton_backend.raise_maxima(values, maxima, layout, indices)
-    triton_backend.at_least(values, maxima, layout, 1 << 29, 3, n - 3, 4 * k)
-    triton_backend.largest(values, maxima, layout, k, 0, n, False)
-    triton_backend.kth(values, maxima, layout, 50_000, 0, n, True)
-    triton_backend.count_at_least(values, maxima, layout, [1, 1 << 29])
-    triton_backend.moments(values, 1)
-    triton_backend.clear(values, indices)
-    triton_backend.put(values, indices, values[:k])
-    triton_backend.add(values, indices, values[:k])
+    triton_kernels.fold(values, dense, maxima, layout, factors, norm, plain=True)
+    triton_kernels.fold(values, dense, maxima, layout, factors, norm, values.clone())
+    triton_kernels.scan_maxima(values, maxima, layout)
+    triton_kernels.refresh_maxima(values, maxima, layout, indices)
+    triton_kernels.raise_maxima(values, maxima, layout, indices)
+    triton_kernels.at_least(values, maxima, layout, 1 << 29, 3, n - 3, 4 * k)
+    triton_kernels.largest(values, maxima, layout, k, 0, n, False)
+    triton_kernels.kth(values, maxima, layout, 50_000, 0, n, True)
+    triton_kernels.count_at_least(values, maxima, layout, [1, 1 << 29])
+    triton_kernels.moments(values, 1)
+    triton_kernels.clear(values, indices)
+    triton_kernels.put(values, indices, values[:k])
+    triton_kernels.add(values, indices, values[:k])
     for unique in (True, False):
-        triton_backend.add_sum(dense, indices, torch.zeros(k, dtype=dtype), unique)
+        triton_kernels.add_sum(dense, indices, torch.zeros(k, dtype=dtype), unique)
 
 
 def main() -> None:

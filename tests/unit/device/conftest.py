@@ -50,14 +50,14 @@ def _places() -> Iterator[Any]:
     reason = _why_no_triton()
     if HAS_GPU:
         yield pytest.param(("plain", "cuda", 30, 30_000), id="plain-cuda")
-        budget = ("triton.backend", "cuda", 100, 300_000)
+        budget = ("triton", "cuda", 100, 300_000)
     else:
-        budget = ("triton.backend", "cpu", 6, 700)
+        budget = ("triton", "cpu", 6, 700)
     yield pytest.param(budget, id="triton", marks=pytest.mark.skipif(bool(reason), reason=reason or "-"))
 
 
 @pytest.fixture(params=_places())
 def place(request: pytest.FixtureRequest) -> Place:
     name, device, num_examples, max_elements = request.param
-    kernels = importlib.import_module(f"horovod_sparse.device.{name}")
+    kernels = importlib.import_module(f"horovod_sparse.pytorch.{name}")
     return Place(kernels, device, num_examples, max_elements)

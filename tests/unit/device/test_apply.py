@@ -11,9 +11,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from horovod_sparse import arrays
-from horovod_sparse.device.accumulator import apply_sum, clear_at
-from horovod_sparse.device.apply import _stand_apart
 from horovod_sparse.errors import ArgumentError, MessageError
+from horovod_sparse.pytorch.gradients import _stand_apart, apply_sum, clear_at
 from support.gradients import DTYPES, as_gradient
 
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from horovod_sparse.arrays import FoldReport
-from horovod_sparse.device import backend as torch_backend
-from horovod_sparse.device import plain as torch_plain
-from horovod_sparse.device.accumulator import TorchAccumulator
 from horovod_sparse.errors import ArgumentError, MessageError
+from horovod_sparse.pytorch import backend as torch_backend
+from horovod_sparse.pytorch import plain as torch_plain
+from horovod_sparse.pytorch.accumulator import TorchAccumulator
 
 
 @pytest.mark.parametrize(

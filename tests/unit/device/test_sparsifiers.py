@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from horovod_sparse.arrays import HostAccumulator, apply_sum
-from horovod_sparse.device import accumulator as torch_arrays
 from horovod_sparse.errors import NonFiniteGradientError
 from horovod_sparse.feedback import Bucket, parse_recipe
+from horovod_sparse.pytorch import gradients as gradients_of_torch
+from horovod_sparse.pytorch.accumulator import TorchAccumulator
 from horovod_sparse.simulation import run_lockstep
 from horovod_sparse.sparsifiers import BucketInfo
 
@@ -24,10 +25,7 @@ def test_steps(place: Any, name: str) -> None:
     infos = [BucketInfo("w", _ELEMENTS, rank, _RANKS) for rank in range(_RANKS)]
     host = [Bucket(info, recipe, HostAccumulator(_ELEMENTS, density=0.02)) for info in infos]
     memory = {"device": place.device, "kernels": place.kernels}
-    ours = [
-        Bucket(info, recipe, torch_arrays.TorchAccumulator(_ELEMENTS, density=0.02, **memory))
-        for info in infos
-    ]
+    ours = [Bucket(info, recipe, TorchAccumulator(_ELEMENTS, density=0.02, **memory)) for info in infos]
     generator = np.random.default_rng(11)
     for step in range(3):
         gradients = generator.standard_normal((_RANKS, _ELEMENTS)).astype(np.float32)
@@ -48,6 +46,6 @@ def test_steps(place: Any, name: str) -> None:
             continue
         for rank, (sum_, reference) in enumerate(zip(found, expected, strict=True)):
             np.testing.assert_array_equal(sum_.indices, reference.indices)
-            touched = torch_arrays.apply_sum(tensors[rank], sum_.indices, sum_.values, place.kernels)
+            touched = gradients_of_torch.apply_sum(tensors[rank], sum_.indices, sum_.values, place.kernels)
             assert touched == apply_sum(gradients[rank], reference.indices, reference.values)
             np.testing.assert_array_equal(tensors[rank].cpu().numpy(), gradients[rank])

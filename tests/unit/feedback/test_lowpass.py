@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from horovod_sparse.arrays import GradientParts, HostAccumulator
-from horovod_sparse.device.accumulator import TorchAccumulator
-from horovod_sparse.device.gradient import KeptTensor
 from horovod_sparse.errors import ArgumentError, NonFiniteGradientError
 from horovod_sparse.feedback import ErrorFeedback, LowPass, MomentumCorrection, Recipe, parse_recipe, recipe
 from horovod_sparse.frontend.state import companions_fit, redistributed
+from horovod_sparse.pytorch.accumulator import TorchAccumulator
+from horovod_sparse.pytorch.gradients import KeptTensor
 from horovod_sparse.simulation import SimulatedCluster
 from horovod_sparse.sparsifiers.dense import Dense
 from support.gradients import DTYPES, dyadic, gaussian

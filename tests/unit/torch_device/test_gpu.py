@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from horovod_sparse.device.accumulator import TorchAccumulator
 from horovod_sparse.feedback import parse_recipe
+from horovod_sparse.pytorch.accumulator import TorchAccumulator
 from horovod_sparse.torch import SparseCompressor
 from support.linear import dyadic
 from support.optimizers import make

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from horovod_sparse.arrays import HostAccumulator
-from horovod_sparse.device.accumulator import TorchAccumulator
 from horovod_sparse.errors import NonFiniteGradientError, UnsupportedError
 from horovod_sparse.feedback import parse_recipe
+from horovod_sparse.pytorch.accumulator import TorchAccumulator
+from horovod_sparse.pytorch.memory import DeviceMemory, memory_of
 from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.torch import SparseCompressor
-from horovod_sparse.torch.memory import DeviceMemory, memory_of
 from support.linear import LinearModel, dyadic
 from support.memories import choose_memory
 from support.optimizers import make, train_step

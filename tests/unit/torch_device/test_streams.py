@@ -7,7 +7,7 @@ import contextlib
 import pytest
 import torch
 
-from horovod_sparse.torch.streams import CudaStreams
+from horovod_sparse.pytorch.streams import CudaStreams
 
 
 class Stream:

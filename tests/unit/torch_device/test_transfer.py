@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from horovod_sparse.device import transfer
+from horovod_sparse.pytorch import transfer
 
 CUDA = SimpleNamespace(type="cuda")
 

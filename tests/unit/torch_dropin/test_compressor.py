@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from horovod_sparse.errors import NonFiniteGradientError, StateMismatchError, UnsupportedError
+from horovod_sparse.pytorch.parameter_buckets import NamedParameters
 from horovod_sparse.torch import Compression
-from horovod_sparse.torch.parameters import NamedParameters
 from support.linear import LinearModel, dyadic
 
 SHAPES = {"first": (6, 5), "second": (11,)}

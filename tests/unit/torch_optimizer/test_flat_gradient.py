@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from horovod_sparse.torch.flat_gradient import FlatGradient
-from horovod_sparse.torch.layout import memory_strides, shaped, unshaped
+from horovod_sparse.pytorch.flat_gradient import FlatGradient
+from horovod_sparse.pytorch.layout import memory_strides, shaped, unshaped
 from support.memories import choose_memory
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]

@@ -1,4 +1,4 @@
-"""The order of a bucket's work on a GPU, whichever hook does the next piece of it.
+"""The order of a bucket's work on a GPU, whichever hook does the next piece of it, and when it was done.
 
 What autograd promises (checked in PyTorch's sources): a hook of a parameter, post-accumulate or of the
 `AccumulateGrad` node, runs on autograd's thread of the parameter's device, with the stream current on which
@@ -17,14 +17,13 @@ All of these are events between streams. The host waits only where a sparsifier 
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import time
+from collections.abc import Generator, Iterable
 from typing import Any, Protocol, TypeVar
 
 import torch
 
 from horovod_sparse.collectives import Synchronization
-
-__all__ = ["CudaStreams", "NoStreams", "Streams"]
 
 Result = TypeVar("Result")
 
@@ -103,3 +102,65 @@ class CudaStreams:
         stream = self._cuda.current_stream(self._device)
         if self._home is not None and stream != self._home:
             stream.wait_stream(self._home)
+
+
+class Stamps(Protocol):
+    """Takes stamps, and tells the seconds between two of them."""
+
+    def now(self) -> Any:
+        """A stamp; waits for nothing."""
+
+    def seconds_between(self, start: Any, stop: Any) -> float:
+        """May wait for the stamps."""
+
+
+class HostStamps:
+    """The host's clock. On the CPU a hook runs when its gradient is there: nothing is waited for."""
+
+    def now(self) -> float:
+        """See `Stamps.now`."""
+        return time.perf_counter()
+
+    def seconds_between(self, start: float, stop: float) -> float:
+        """See `Stamps.seconds_between`."""
+        return stop - start
+
+
+class EventStamps:
+    """Events of a GPU: a hook runs when its gradient's kernel has been queued, the event when it is done.
+
+    Args:
+        device: of all gradients.
+        cuda: PyTorch's module, or what stands for it in tests.
+    """
+
+    def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
+        self._device, self._cuda = device, cuda
+
+    def now(self) -> Any:
+        """See `Stamps.now`."""
+        event = self._cuda.Event(enable_timing=True)
+        event.record(self._cuda.current_stream(self._device))
+        return event
+
+    def seconds_between(self, start: Any, stop: Any) -> float:
+        """See `Stamps.seconds_between`."""
+        start.synchronize()
+        stop.synchronize()
+        return float(start.elapsed_time(stop)) / 1e3
+
+
+def stamps_for(devices: Iterable[str]) -> Stamps:
+    """Events where all gradients are on one GPU; the host's clock otherwise.
+
+    Args:
+        devices: of the parameters.
+
+    Example:
+        >>> type(stamps_for(["cpu", "cpu"])).__name__
+        'HostStamps'
+    """
+    distinct = {torch.device(name) for name in devices}
+    if len(distinct) == 1 and (device := distinct.pop()).type == "cuda":
+        return EventStamps(device)
+    return HostStamps()

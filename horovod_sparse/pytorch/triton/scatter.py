@@ -7,9 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from horovod_sparse.device.triton.bits import OPTIONS, programs
-
-__all__ = ["add", "add_sum", "clear", "put"]
+from horovod_sparse.pytorch.triton.bits import OPTIONS, programs
 
 # Elements per program: every one is a memory transaction of its own, so many small programs.
 _LANES = 256

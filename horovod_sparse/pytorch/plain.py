@@ -1,34 +1,70 @@
 """Every primitive in plain PyTorch, on any device: the reference of the Triton kernels, and their stand-in.
 
 All tensors of a call are on one device. `values` is float32 or float64 of shape (n,), `maxima` holds
-magnitude bits (int32 or int64) of blocks of `layout.block` elements, `indices` are int32.
+magnitude bits (int32 or int64) of blocks of `layout.block` elements, `indices` are int32. Magnitude bits, the
+bits without the sign, order like the magnitudes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from horovod_sparse.device.bits import infinity_bits, int_type, magnitudes
-from horovod_sparse.device.plain_select import at_least, kth, largest
-from horovod_sparse.device.plain_statistics import count_at_least, moments
 from horovod_sparse.kernels.layout import Layout
 
-__all__ = [
-    "add",
-    "add_sum",
-    "at_least",
-    "clear",
-    "count_at_least",
-    "fold",
-    "kth",
-    "largest",
-    "moments",
-    "put",
-    "raise_maxima",
-    "refresh_maxima",
-    "scan_maxima",
-]
+
+def device_block_size(density: float) -> int:
+    """Elements per block on an accelerator, for a density.
+
+    The k-th largest block maximum bounds the k-th largest element, and about k blocks pass it. They
+    are read again, so 1/8 of the blocks should pass: one read in 32 bytes of traffic. Larger blocks
+    than 1024 would save nothing any more, smaller ones than 32 are not one transaction.
+
+    Args:
+        density: kept fraction, in (0, 1].
+
+    Returns:
+        A power of two from 32 to 1024.
+
+    Example:
+        >>> [device_block_size(density) for density in (0.1, 0.001, 1e-6)]
+        [32, 128, 1024]
+    """
+    block = 1024
+    while block > 32 and block * density > 0.125 + 0.01:
+        block //= 2
+    return block
+
+
+def int_type(dtype: torch.dtype) -> torch.dtype:
+    """The signed type as wide as float32 or float64: magnitude bits are below its sign."""
+    return torch.int64 if dtype == torch.float64 else torch.int32
+
+
+def num_magnitude_bits(dtype: torch.dtype) -> int:
+    """31 or 63."""
+    return 63 if dtype == torch.float64 else 31
+
+
+def infinity_bits(dtype: torch.dtype) -> int:
+    """Magnitude bits of Inf: smaller are finite, larger are NaN."""
+    return 0x7FF0000000000000 if dtype == torch.float64 else 0x7F800000
+
+
+def magnitudes(values: torch.Tensor) -> torch.Tensor:
+    """The bits without the sign; they order like the magnitudes, Inf and NaN on top.
+
+    Args:
+        values: float32 or float64.
+
+    Returns:
+        int32 or int64, a fresh tensor.
+    """
+    kind = int_type(values.dtype)
+    return values.view(kind) & torch.iinfo(kind).max
+
 
 # Elements that are worked on together, which bounds the memory for intermediates; blocks divide it.
 _TILE = 1 << 22
@@ -185,3 +221,125 @@ def add_sum(dense: Tensor, indices: Tensor, new: Tensor, unique: bool) -> Tensor
         total = torch.where(total.view(int_type(total.dtype)) == 0, -total, total)
     dense[slots] = total.to(dense.dtype)
     return touches
+
+
+def _candidates(
+    values: Tensor, maxima: Tensor, layout: Layout, threshold: int | Tensor, start: int, stop: int
+) -> tuple[Tensor, Tensor]:
+    """Positions (int64, ascending) and magnitude bits of what reaches the threshold in a window."""
+    block = layout.block
+    first, last = start // block, -(-stop // block)
+    passing = first + (maxima[first:last] >= threshold).nonzero().view(-1)
+    where = (passing[:, None] * block + torch.arange(block, device=values.device)).view(-1)
+    where = where[(where >= start) & (where < stop)]
+    keys = magnitudes(values[where])
+    hits = keys >= threshold
+    return where[hits], keys[hits]
+
+
+def at_least(
+    values: Tensor, maxima: Tensor, layout: Layout, bits: int, start: int, stop: int, capacity: int
+) -> tuple[Tensor, Tensor]:
+    """Positions in [start, stop) whose magnitude bits are >= bits, ascending.
+
+    Args:
+        maxima: upper bounds.
+        bits: 1 or more.
+        capacity: how many there is room for.
+
+    Returns:
+        How many there are (int32, shape (1,)), and the positions: only the first that many of them count,
+        and if there was not room for all, none.
+    """
+    found, _ = _candidates(values, maxima, layout, bits, start, stop)
+    count = torch.full((1,), found.numel(), dtype=torch.int32, device=values.device)
+    return count, found[:capacity].to(torch.int32)
+
+
+def _smallest(
+    values: Tensor, maxima: Tensor, layout: Layout, k: int, start: int, stop: int
+) -> tuple[int, Tensor, Tensor]:
+    """Magnitude bits of the k-th largest, and positions and bits of the candidates for the k largest."""
+    first, last = layout.whole_blocks(start, stop)
+    floor: int | Tensor = 1
+    if k <= last - first:
+        floor = maxima[first:last].topk(k).values[-1].clamp_(min=1)
+    where, keys = _candidates(values, maxima, layout, floor, start, stop)
+    if keys.numel() < k:
+        return 0, where, keys
+    return int(keys.topk(k).values[-1]), where, keys
+
+
+def kth(values: Tensor, maxima: Tensor, layout: Layout, k: int, start: int, stop: int, dense: bool) -> Tensor:
+    """The k-th largest magnitude of a window, 1 <= k <= stop - start.
+
+    Args:
+        maxima: exact.
+        dense: read the whole window instead of looking for candidates; always right here.
+
+    Returns:
+        int64, shape (2,): its magnitude bits, and 1 if there was no room for the candidates and the call
+        must be repeated with `dense`.
+    """
+    smallest, _, _ = _smallest(values, maxima, layout, k, start, stop)
+    return torch.tensor([smallest, 0], dtype=torch.int64, device=values.device)
+
+
+def largest(
+    values: Tensor, maxima: Tensor, layout: Layout, k: int, start: int, stop: int, dense: bool
+) -> tuple[Tensor, Tensor]:
+    """Exactly the k largest of a window, 0 < k <= stop - start, ascending; ties go to the lowest index.
+
+    Args:
+        maxima, dense: as in `kth`.
+
+    Returns:
+        What `kth` returns, and the positions, int32, shape (k,).
+    """
+    smallest, where, keys = _smallest(values, maxima, layout, k, start, stop)
+    if smallest == 0:
+        where = torch.arange(start, stop, device=values.device)
+        keys = magnitudes(values[start:stop])
+    ties = keys == smallest
+    larger = keys > smallest
+    chosen = larger | (ties & (ties.cumsum(0) <= k - larger.sum()))
+    report = torch.tensor([smallest, 0], dtype=torch.int64, device=values.device)
+    return report, where[chosen].to(torch.int32)
+
+
+# Elements that are worked on together, which bounds the memory for intermediates.
+_TILE = 1 << 22
+
+
+def count_at_least(values: Tensor, maxima: Tensor, layout: Layout, thresholds: Sequence[int]) -> Tensor:
+    """How many magnitudes reach each threshold.
+
+    Args:
+        maxima: upper bounds.
+        thresholds: magnitude bits, 1 or more.
+
+    Returns:
+        int64, one per threshold.
+    """
+    counts = torch.zeros(len(thresholds), dtype=torch.int64, device=values.device)
+    for piece in values.split(_TILE):
+        keys = magnitudes(piece)
+        counts += torch.stack([(keys >= bits).sum() for bits in thresholds]) if thresholds else 0
+    return counts
+
+
+def moments(values: Tensor, bits: int) -> Tensor:
+    """Number, sum, sum of squares and sum of logarithms of the magnitudes that reach a threshold.
+
+    Args:
+        bits: magnitude bits, 1 or more.
+
+    Returns:
+        float64, shape (4,).
+    """
+    out = torch.zeros(4, dtype=torch.float64, device=values.device)
+    for piece in values.split(_TILE):
+        size = piece[magnitudes(piece) >= bits].abs().double()
+        number = torch.full((), size.numel(), dtype=torch.float64, device=values.device)
+        out += torch.stack([number, size.sum(), size.square().sum(), size.log().sum()])
+    return out

@@ -7,10 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from horovod_sparse.device.backend import TensorKernels
 from horovod_sparse.kernels.layout import Layout
-
-__all__ = ["Journal", "sum_of_squares"]
+from horovod_sparse.pytorch.backend import TensorKernels
 
 
 def sum_of_squares(values: Tensor) -> Tensor:

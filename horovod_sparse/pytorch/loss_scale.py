@@ -19,8 +19,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["ScaleOfStep", "scaled_by", "watch_scalers"]
-
 _log = logging.getLogger("horovod_sparse")
 
 

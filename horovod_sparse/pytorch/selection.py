@@ -10,14 +10,12 @@ from numpy.typing import NDArray
 
 from horovod_sparse.arrays.moments import Moments
 from horovod_sparse.arrays.protocol import Indices, Values
-from horovod_sparse.device.backend import TensorKernels
-from horovod_sparse.device.bits import int_type
-from horovod_sparse.device.journal import Journal
-from horovod_sparse.device.transfer import PendingCopy, to_host
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.kernels.layout import Layout, bits_of, float_of
-
-__all__ = ["Selection"]
+from horovod_sparse.pytorch.backend import TensorKernels
+from horovod_sparse.pytorch.journal import Journal
+from horovod_sparse.pytorch.plain import int_type
+from horovod_sparse.pytorch.transfer import PendingCopy, to_host
 
 # Room for indices that is always there; a copy of 16 KB takes no longer than one of a word.
 _ROOM = 4096

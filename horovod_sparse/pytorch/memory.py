@@ -23,17 +23,15 @@ from horovod_sparse.arrays import (
     clear_at,
 )
 from horovod_sparse.collectives import AllReduce, Synchronization
-from horovod_sparse.device import accumulator as tensors
-from horovod_sparse.device.gradient import KeptTensor
-from horovod_sparse.device.transfer import on_device, to_device, to_host
 from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.frontend.dense import REFUSED, check_health, sum_densely
+from horovod_sparse.pytorch import gradients
+from horovod_sparse.pytorch.accumulator import TorchAccumulator
+from horovod_sparse.pytorch.layout import host_view
+from horovod_sparse.pytorch.streams import CudaStreams, NoStreams, Streams
+from horovod_sparse.pytorch.transfer import on_device, to_device, to_host
 from horovod_sparse.sparsifiers import BucketInfo
-from horovod_sparse.torch.streams import CudaStreams, NoStreams, Streams
-from horovod_sparse.torch.tensors import host_view
-
-__all__ = ["DeviceMemory", "GradientMemory", "HostMemory", "memory_of", "unscaled"]
 
 #: types of devices whose memory NumPy can read
 HOST_DEVICES = frozenset({"cpu"})
@@ -202,17 +200,15 @@ class DeviceMemory:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def accumulator(self, info: BucketInfo, recipe: Recipe) -> tensors.TorchAccumulator:
+    def accumulator(self, info: BucketInfo, recipe: Recipe) -> TorchAccumulator:
         """See `GradientMemory.accumulator`."""
-        return tensors.TorchAccumulator(
-            info.num_elements, info.dtype, device=self._device, **_arguments(recipe)
-        )
+        return TorchAccumulator(info.num_elements, info.dtype, device=self._device, **_arguments(recipe))
 
-    def companions(self, accumulator: tensors.TorchAccumulator) -> tuple[np.ndarray, ...]:
+    def companions(self, accumulator: TorchAccumulator) -> tuple[np.ndarray, ...]:
         """See `GradientMemory.companions`."""
         return tuple(to_host(companion) for companion in accumulator.companions)
 
-    def assign_companions(self, accumulator: tensors.TorchAccumulator, values: Sequence[np.ndarray]) -> None:
+    def assign_companions(self, accumulator: TorchAccumulator, values: Sequence[np.ndarray]) -> None:
         """See `GradientMemory.assign_companions`."""
         for companion, new in zip(accumulator.companions, values, strict=True):
             companion.copy_(torch.from_numpy(np.array(new)).reshape(-1))
@@ -221,14 +217,14 @@ class DeviceMemory:
         """See `GradientMemory.streams`."""
         return CudaStreams(self._device) if self._device.type == "cuda" else NoStreams()
 
-    def foldable(self, gradient: torch.Tensor, loss_scale: float = 1.0) -> KeptTensor:
+    def foldable(self, gradient: torch.Tensor, loss_scale: float = 1.0) -> gradients.KeptTensor:
         """See `GradientMemory.foldable`."""
-        return KeptTensor(unscaled(gradient, loss_scale))
+        return gradients.KeptTensor(unscaled(gradient, loss_scale))
 
     def scatter(self, gradient: torch.Tensor, indices: np.ndarray, values: np.ndarray, scale: float) -> int:
         """See `GradientMemory.scatter`."""
         with on_device(self._device):
-            return tensors.apply_scaled_sum(gradient, indices, values, scale)
+            return gradients.apply_scaled_sum(gradient, indices, values, scale)
 
     def zero(self, gradient: torch.Tensor) -> None:
         """See `GradientMemory.zero`."""

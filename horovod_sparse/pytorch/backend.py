@@ -10,10 +10,8 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-from horovod_sparse.device import plain
 from horovod_sparse.kernels.layout import Layout
-
-__all__ = ["TensorKernels", "kernels_for"]
+from horovod_sparse.pytorch import plain
 
 _log = logging.getLogger("horovod_sparse")
 
@@ -50,25 +48,25 @@ class TensorKernels(Protocol):
     def at_least(
         self, values: Tensor, maxima: Tensor, layout: Layout, bits: int, start: int, stop: int, capacity: int
     ) -> tuple[Tensor, Tensor]:
-        """See `plain_select.at_least`."""
+        """See `plain.at_least`."""
 
     def kth(
         self, values: Tensor, maxima: Tensor, layout: Layout, k: int, start: int, stop: int, dense: bool
     ) -> Tensor:
-        """See `plain_select.kth`."""
+        """See `plain.kth`."""
 
     def largest(
         self, values: Tensor, maxima: Tensor, layout: Layout, k: int, start: int, stop: int, dense: bool
     ) -> tuple[Tensor, Tensor]:
-        """See `plain_select.largest`."""
+        """See `plain.largest`."""
 
     def count_at_least(
         self, values: Tensor, maxima: Tensor, layout: Layout, thresholds: Sequence[int]
     ) -> Tensor:
-        """See `plain_statistics.count_at_least`."""
+        """See `plain.count_at_least`."""
 
     def moments(self, values: Tensor, bits: int) -> Tensor:
-        """See `plain_statistics.moments`."""
+        """See `plain.moments`."""
 
     def clear(self, values: Tensor, indices: Tensor) -> Tensor:
         """See `plain.clear`."""
@@ -98,10 +96,10 @@ def _triton() -> TensorKernels:
             raise ImportError(
                 f"Triton {triton.__version__} is older than {'.'.join(map(str, _OLDEST_TRITON))}"
             )
-        from horovod_sparse.device.triton import backend as triton_backend
+        from horovod_sparse.pytorch import triton as triton_kernels
     except ImportError as error:
         _log.warning(
             "sparsifiers on CUDA use plain PyTorch, several times slower than their Triton kernels: %s", error
         )
         return cast(TensorKernels, plain)
-    return cast(TensorKernels, triton_backend)
+    return cast(TensorKernels, triton_kernels)

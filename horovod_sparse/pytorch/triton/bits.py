@@ -7,8 +7,6 @@ from typing import Any
 import triton
 import triton.language as tl
 
-__all__ = ["OPTIONS", "TILE", "WARPS", "is_finite", "magnitude", "programs"]
-
 # Elements per program of most kernels, and its warps.
 TILE = 4096
 WARPS = 8

@@ -12,20 +12,21 @@ from torch import Tensor
 from horovod_sparse.arrays.gradients import checked_factors
 from horovod_sparse.arrays.moments import Moments
 from horovod_sparse.arrays.protocol import FoldReport, Indices, Values
-from horovod_sparse.device.apply import apply_scaled_sum, apply_sum, clear_at
-from horovod_sparse.device.backend import TensorKernels, kernels_for
-from horovod_sparse.device.bits import device_block_size
-from horovod_sparse.device.clipping import clip, take_out
-from horovod_sparse.device.gradient import KeptTensor, accumulating, checked_gradient
-from horovod_sparse.device.journal import Journal
-from horovod_sparse.device.report import PendingReport
-from horovod_sparse.device.selection import Selection
-from horovod_sparse.device.transfer import PendingCopy, on_device, to_device, to_host
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.kernels.host_apply import checked
 from horovod_sparse.kernels.layout import Layout
-
-__all__ = ["TorchAccumulator", "apply_scaled_sum", "apply_sum", "clear_at"]
+from horovod_sparse.pytorch.backend import TensorKernels, kernels_for
+from horovod_sparse.pytorch.gradients import (
+    KeptTensor,
+    accumulating,
+    checked_gradient,
+    clip,
+    take_out,
+)
+from horovod_sparse.pytorch.journal import Journal
+from horovod_sparse.pytorch.plain import device_block_size
+from horovod_sparse.pytorch.selection import Selection
+from horovod_sparse.pytorch.transfer import PendingCopy, PendingReport, on_device, to_device, to_host
 
 
 class TorchAccumulator:

@@ -9,10 +9,8 @@ import numpy as np
 import torch
 
 from horovod_sparse.errors import UnsupportedError
-from horovod_sparse.torch.layout import alone, memory_strides, view_into
-from horovod_sparse.torch.memory import memory_of
-
-__all__ = ["FlatGradient"]
+from horovod_sparse.pytorch.layout import alone, memory_strides, view_into
+from horovod_sparse.pytorch.memory import memory_of
 
 _log = logging.getLogger("horovod_sparse")
 

@@ -1,19 +1,95 @@
-"""Scatter into and clear gradients that are tensors, with checked indices."""
+"""Gradients that are tensors: which an accumulator takes, how they are clipped, how sums are written."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from horovod_sparse.device.backend import TensorKernels, kernels_for
-from horovod_sparse.device.transfer import to_device, to_host
+from horovod_sparse.arrays import gradients
+from horovod_sparse.arrays.clipping import check_norm
 from horovod_sparse.errors import ArgumentError, MessageError
 from horovod_sparse.kernels.host_apply import checked
+from horovod_sparse.pytorch.backend import TensorKernels, kernels_for
+from horovod_sparse.pytorch.transfer import to_device, to_host
 
-__all__ = ["apply_scaled_sum", "apply_sum", "clear_at"]
+_NARROW = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class KeptTensor:
+    """A gradient that is folded and left as it is: what `GradientParts` are on the host."""
+
+    tensor: torch.Tensor
+
+
+def accumulating(dtype: Any) -> torch.dtype:
+    """As `gradients.accumulating`, as a dtype of PyTorch.
+
+    Example:
+        >>> accumulating("bfloat16"), accumulating(torch.float64)
+        (torch.float32, torch.float64)
+    """
+    return torch.float64 if gradients.accumulating(dtype) is np.float64 else torch.float32
+
+
+def checked_gradient(gradient: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """A gradient that fits the accumulator's values, without its history.
+
+    Raises:
+        ArgumentError: number of elements, device or type do not fit.
+    """
+    if gradient.numel() != values.numel():
+        raise ArgumentError("gradient", tuple(gradient.shape), f"a tensor of {values.numel()} elements")
+    if gradient.device != values.device:
+        raise ArgumentError("gradient", gradient.device, f"a tensor on {values.device}")
+    if gradient.dtype not in ((torch.float64,) if values.dtype == torch.float64 else _NARROW):
+        raise ArgumentError("gradient", gradient.dtype, f"a type that accumulates in {values.dtype}")
+    return gradient.detach()
+
+
+def clip(gradient: Tensor, clip_norm: float, *, keep: bool = False) -> Tensor:
+    """``gradient *= min(1, clip_norm / norm)``, the norm being that of the finite elements; never waits.
+
+    Args:
+        gradient: any shape and strides. Changed; NaN and Inf stay what they are.
+        clip_norm: above 0.
+        keep: leave the gradient as it is.
+
+    Returns:
+        The gradient, or with `keep` a clipped copy of it.
+
+    Raises:
+        ArgumentError: clip_norm is not above 0.
+
+    Example:
+        >>> gradient = torch.tensor([3.0, float("nan"), 4.0])
+        >>> clip(gradient, 1.0)
+        tensor([0.6000,    nan, 0.8000])
+    """
+    check_norm(clip_norm)
+    if gradient.numel() == 0:
+        return gradient
+    finite = torch.nan_to_num(gradient.double(), nan=0.0, posinf=0.0, neginf=0.0)
+    top = finite.abs().max()
+    # Relative to the largest, so that no square overflows.
+    norm = top * torch.linalg.vector_norm(finite / torch.where(top > 0, top, 1.0))
+    factor = torch.where(norm > clip_norm, clip_norm / norm, 1.0)
+    wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+    clipped = wide * factor.to(wide.dtype)
+    return clipped if keep else gradient.copy_(clipped)
+
+
+def take_out(values: Tensor, step: Tensor) -> None:
+    """``values -= step``, where a fold has added it; see `clipping.take_out`."""
+    without = values - step
+    left_out = ~torch.isfinite(values + step) & (without.abs() > values.abs())
+    values.copy_(torch.where(torch.isfinite(without) & ~left_out, without, values))
+
 
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 

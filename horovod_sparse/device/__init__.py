@@ -1,1 +1,0 @@
-"""Buckets in tensors of PyTorch on any device, and Triton's kernels for those on a GPU; knows no Horovod."""
