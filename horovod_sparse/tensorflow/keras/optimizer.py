@@ -25,6 +25,7 @@ from horovod_sparse.tensorflow.keras.reduction import (
     SparseReducer,
     is_keras3,
 )
+from horovod_sparse.tensorflow.tensors import settings_of
 
 
 def DistributedOptimizer(
@@ -150,7 +151,7 @@ def DistributedOptimizer(
 
 
 def _reducer(arguments: Arguments, optimizer: Any, is_scaler: bool) -> SparseReducer:
-    refuse_double_momentum(arguments.compression.recipe, optimizer)
+    refuse_double_momentum(arguments.compression.recipe, lambda: [settings_of(optimizer)])
     synchronizer = arguments.synchronizer()
     if arguments.backward_passes_per_step > 1 or is_scaler:
         synchronizer.replanning.refuse(
