@@ -14,19 +14,6 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = [
-    "ADDED",
-    "LOCAL",
-    "AllGather",
-    "AllReduce",
-    "AllToAll",
-    "Broadcast",
-    "Exchange",
-    "Request",
-    "Synchronization",
-    "num_bytes_sent",
-]
-
 Words: TypeAlias = NDArray[np.int32]
 Result = TypeVar("Result")
 

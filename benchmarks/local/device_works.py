@@ -17,7 +17,7 @@ from horovod_sparse.pytorch import plain as torch_plain
 from horovod_sparse.pytorch.accumulator import TorchAccumulator
 from horovod_sparse.pytorch.backend import TensorKernels
 from horovod_sparse.pytorch.gradients import apply_sum, clear_at
-from horovod_sparse.sparsifiers.hashing import HashFunction, survivors
+from horovod_sparse.sparsifiers.dragonn import HashFunction, survivors
 
 # Tiles and warps that `--tune` compares.
 _SHAPES = ((1024, 4), (2048, 4), (2048, 8), (4096, 4), (4096, 8), (8192, 8))

@@ -14,7 +14,7 @@ from horovod_sparse.collectives import AllGather, Request
 from horovod_sparse.feedback import Bucket, recipe
 from horovod_sparse.sparsifiers import ALGORITHMS, DRAGONN, BucketInfo
 from horovod_sparse.sparsifiers.exclusive import ExclusiveThreshold
-from horovod_sparse.sparsifiers.windows import equal_part
+from horovod_sparse.sparsifiers.rounds.regions import equal_part
 from horovod_sparse.wire import WireFormat, pack
 from horovod_sparse.wire.message import unpack_sum
 

@@ -16,8 +16,8 @@ from horovod_sparse.feedback.named import feedback_named
 from horovod_sparse.feedback.rules import ParameterRules
 from horovod_sparse.feedback.text import NESTED, parse_arguments, parse_value
 from horovod_sparse.sparsifiers import ALGORITHMS, Sparsifier
+from horovod_sparse.sparsifiers.base import value_text
 from horovod_sparse.sparsifiers.dense import Dense
-from horovod_sparse.sparsifiers.description import value_text
 
 __all__ = ["Recipe", "parse_recipe", "recipe", "recipe_signature"]
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
 import functools
+import zlib
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -13,18 +15,58 @@ from horovod_sparse.arrays.protocol import Accumulator, Indices, Values
 from horovod_sparse.checks import check_density
 from horovod_sparse.collectives import AllGather, Request, Synchronization
 from horovod_sparse.errors import ArgumentError, MessageError
-from horovod_sparse.sparsifiers.description import arguments_text
 from horovod_sparse.sparsifiers.schedule import Schedule
 from horovod_sparse.wire import Gathered, WireFormat, pack, unpack_sum
 
-__all__ = [
-    "BucketInfo",
-    "SparseSum",
-    "Sparsifier",
-    "SparsifierState",
-    "Traffic",
-    "accumulator_dtype",
-]
+
+def arguments_text(described: Any, always: tuple[str, ...] = ()) -> str:
+    """``argument=value,argument=value`` of a dataclass; arguments at their default are left out.
+
+    Args:
+        described: the dataclass.
+        always: arguments that are never left out.
+    """
+    return ",".join(
+        f"{item.name}={value_text(getattr(described, item.name))}"
+        for item in dataclasses.fields(described)
+        if item.name in always or getattr(described, item.name) != item.default
+    )
+
+
+def value_text(value: Any) -> str:
+    """A value as `feedback.text.parse_value` reads it.
+
+    Args:
+        value: a number, a word, a tuple or dict of such, or a dataclass with a `text_name`.
+
+    Example:
+        >>> from horovod_sparse.sparsifiers.schedule import Exponential
+        >>> value_text(Exponential(steps=5)), value_text("paper"), value_text(0.5), value_text(("*.bias",))
+        ('exponential(steps=5)', 'paper', '0.5', "('*.bias',)")
+    """
+    name = getattr(type(value), "text_name", None)
+    if name is not None:
+        return f"{name}({arguments_text(value)})"
+    return value if isinstance(value, str) else repr(value)
+
+
+def step_generator(seed: int, bucket: str, step: int, rank: int | None = None) -> np.random.Generator:
+    """A fresh generator for one step of one bucket.
+
+    No state has to be saved to resume, and the global seeds of NumPy or a framework are never touched.
+
+    Args:
+        seed: the user's.
+        bucket: name of the bucket.
+        step: synchronizations done before.
+        rank: for numbers of a rank's own; None for numbers that all ranks share.
+
+    Example:
+        >>> bool(step_generator(0, "w", 3).random() == step_generator(0, "w", 3).random())
+        True
+    """
+    entropy = [seed, zlib.crc32(bucket.encode()), step, 0 if rank is None else 1 + rank]
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence(entropy)))
 
 
 def accumulator_dtype(gradient_dtype: str) -> np.dtype[Any]:

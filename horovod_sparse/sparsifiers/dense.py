@@ -10,9 +10,7 @@ import numpy as np
 from horovod_sparse.arrays.protocol import Accumulator
 from horovod_sparse.collectives import Request, Synchronization
 from horovod_sparse.sparsifiers.base import BucketInfo, SparseSum, Sparsifier, SparsifierState, Traffic
-from horovod_sparse.sparsifiers.shared import sum_at, sum_rounds, sum_traffic
-
-__all__ = ["Dense"]
+from horovod_sparse.sparsifiers.rounds.shared import sum_at, sum_rounds, sum_traffic
 
 
 @dataclass(frozen=True, kw_only=True)

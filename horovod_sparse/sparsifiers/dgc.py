@@ -18,11 +18,9 @@ from horovod_sparse.sparsifiers.base import (
     SparsifierState,
     Traffic,
     send_selection,
+    step_generator,
 )
-from horovod_sparse.sparsifiers.randomness import step_generator
-from horovod_sparse.thresholds.sampled import SampledThreshold
-
-__all__ = ["DGC"]
+from horovod_sparse.thresholds import SampledThreshold
 
 _TOO_MANY, _TOO_FEW, _LOWER, _ATTEMPTS = 1.3, 0.8, 0.8, 10
 

@@ -18,11 +18,9 @@ from horovod_sparse.sparsifiers.base import (
     Traffic,
     exchange_selections,
 )
-from horovod_sparse.sparsifiers.shared import sum_at, sum_rounds, sum_traffic
-from horovod_sparse.sparsifiers.windows import Window
+from horovod_sparse.sparsifiers.rounds.regions import Window
+from horovod_sparse.sparsifiers.rounds.shared import sum_at, sum_rounds, sum_traffic
 from horovod_sparse.thresholds import ThresholdRule, ThresholdState, threshold_rule
-
-__all__ = ["ExclusiveState", "ExclusiveThreshold"]
 
 
 @dataclass

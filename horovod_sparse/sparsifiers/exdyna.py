@@ -12,10 +12,137 @@ from horovod_sparse.checks import check_count, check_number
 from horovod_sparse.errors import UnknownNameError
 from horovod_sparse.sparsifiers.base import BucketInfo
 from horovod_sparse.sparsifiers.exclusive import ExclusiveState, ExclusiveThreshold
-from horovod_sparse.sparsifiers.partitions import Partitions, move_one_block, move_proportionally, partition
-from horovod_sparse.sparsifiers.windows import Window
+from horovod_sparse.sparsifiers.rounds.regions import Window
 
-__all__ = ["ExDyna", "ExDynaState"]
+#: elements per part at which half of a step's imbalance is chance; 0 to 60 were tried in the simulator
+_CHANCE = 10
+
+
+@dataclass
+class Partitions:
+    """Contiguous parts of a bucket, in whole blocks.
+
+    Attributes:
+        block_length: elements of a block (sz_blk).
+        num_blocks: int64 [P], blocks of every part (blk_part). What is left over beyond all blocks
+            belongs to the last part.
+    """
+
+    block_length: int
+    num_blocks: np.ndarray
+
+    def window(self, part: int, num_elements: int) -> Window:
+        """(start, stop) of a part, in elements."""
+        first = int(self.num_blocks[:part].sum())
+        stop = (first + int(self.num_blocks[part])) * self.block_length
+        return first * self.block_length, num_elements if part == self.num_blocks.size - 1 else stop
+
+
+def partition(num_elements: int, size: int, num_blocks: int = 1024) -> Partitions:
+    """Cuts a bucket into blocks and gives every rank nearly the same number of them.
+
+    Args:
+        num_elements: n.
+        size: P.
+        num_blocks: n_b where the bucket is large enough. At least 4 P blocks are made, so that blocks
+            can move, and blocks shrink below 32 elements only when there are too few elements for that.
+            Rounding the block length down makes room for further blocks: they are made too.
+
+    Returns:
+        The partitions; remainder blocks go to the first parts, one each.
+
+    Source: ExDyna, Algorithm 2. Departures: n_b is chosen from n and P (the printed form makes empty
+    blocks below 32 * n_b elements), and less than one block is left over for the last part (the
+    printed form leaves it up to half of the bucket, which no move of blocks could balance).
+
+    Example:
+        >>> partition(100_000, 3)
+        Partitions(block_length=96, num_blocks=array([347, 347, 347]))
+        >>> partition(10, 4)
+        Partitions(block_length=1, num_blocks=array([3, 3, 2, 2]))
+    """
+    wanted = max(num_blocks, 4 * size)
+    if num_elements < 32 * wanted:
+        wanted = max(min(num_elements, 4 * size), num_elements // 32)
+    block_length = max(num_elements // max(wanted, 1), 1)
+    if block_length >= 32:
+        block_length -= block_length % 32
+    quotient, remainder = divmod(num_elements // block_length, size)
+    parts = np.full(size, quotient, np.int64)
+    parts[:remainder] += 1
+    return Partitions(block_length, parts)
+
+
+def move_one_block(
+    partitions: Partitions, counts: np.ndarray, num_elements: int, *, alpha: float = 1.05, num_moved: int = 1
+) -> None:
+    """Moves a block between neighbours where one selected too much and the other too little.
+
+    Args:
+        partitions: changed in place.
+        counts: int [P], elements selected in every part (not: by every rank).
+        num_elements: n.
+        alpha: a part is too full above alpha times the mean and too empty below 1 / alpha of it.
+        num_moved: blocks that move at once (blk_move).
+
+    Source: ExDyna, Algorithm 3, lines 7-28, with min_blk = n_b / (4 P). Departure: when nothing was
+    selected at all nothing moves (the printed form divides by zero).
+    """
+    blocks, k = partitions.num_blocks, counts.astype(np.float64)
+    mean = float(k.sum()) / blocks.size
+    if mean == 0.0:
+        return
+    min_blocks = int(blocks.sum()) // (4 * blocks.size)
+    moved_elements = num_moved * partitions.block_length * float(k.sum()) / num_elements
+    for i in range(blocks.size - 1):
+        left, right = k[i] / mean, k[i + 1] / mean
+        if left > alpha and right < 1.0 / alpha:
+            source, target = i, i + 1
+        elif left < 1.0 / alpha and right > alpha:
+            source, target = i + 1, i
+        else:
+            continue
+        if blocks[source] - num_moved < min_blocks:
+            continue
+        blocks[source] -= num_moved
+        blocks[target] += num_moved
+        k[source] -= moved_elements
+        k[target] += moved_elements
+
+
+def move_proportionally(partitions: Partitions, selected: Indices, *, step: float = 0.5) -> None:
+    """Moves every boundary part of the way to where the parts would have selected equally many.
+
+    Args:
+        partitions: changed in place.
+        selected: int32, the union of all ranks' selections, in any order.
+        step: fraction of the way, in (0, 1], where every part gave many; with m elements per part on
+            average, m / (m + 10) of it.
+
+    Ours, beside the paper's rule. All ranks know not only how many elements each part gave but which,
+    so the boundaries that would have given equal counts are known to a block: quantiles of the selected
+    positions. Counts alone, with elements taken as evenly spread within a part, are not enough: where
+    a few dense blocks lie near a boundary, such a step jumps over them, and jumps back, for ever. Going
+    part of the way averages out the chance in single steps, less where there is more of it: bounds that
+    follow chance make a rank search anew where it searched last, and the union count suffers. Every
+    part keeps one block.
+    """
+    blocks = partitions.num_blocks
+    size, total = blocks.size, int(blocks.sum())
+    if size == 1 or total < size or selected.size == 0:
+        return
+    per_block = np.bincount(np.minimum(selected // partitions.block_length, total - 1), minlength=total)
+    # a little for every block: where nothing was selected the cumulative count still has to rise
+    cumulative = np.concatenate([[0.0], np.cumsum(per_block + selected.size * 1e-3 / total)])
+    ideal = np.interp(np.arange(1, size) * cumulative[-1] / size, cumulative, np.arange(total + 1))
+    bounds = np.cumsum(blocks)[:-1]
+    step *= selected.size / (selected.size + _CHANCE * size)
+    inner = np.rint(bounds + step * (ideal - bounds)).astype(np.int64)
+    for i in range(size - 1):  # from the left: room for this part; from the right: room for those behind
+        low = (inner[i - 1] if i else 0) + 1
+        inner[i] = min(max(inner[i], low), total - (size - 1 - i))
+    blocks[:] = np.diff(np.concatenate([[0], inner, [total]]))
+
 
 #: rounds of P steps, in the last of which bounds stay
 _LAPS = 16

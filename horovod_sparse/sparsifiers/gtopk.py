@@ -10,10 +10,14 @@ import numpy as np
 from horovod_sparse.arrays.protocol import Accumulator
 from horovod_sparse.collectives import Exchange, Request, Synchronization
 from horovod_sparse.sparsifiers.base import BucketInfo, SparseSum, Sparsifier, SparsifierState, Traffic
-from horovod_sparse.sparsifiers.mail import Mail, ceil_log2, mail_words, rounded
-from horovod_sparse.sparsifiers.sparse_vectors import SparseVector, added, missing_in, split_largest
-
-__all__ = ["GTopK"]
+from horovod_sparse.sparsifiers.rounds.pairs import Mail, ceil_log2, mail_words
+from horovod_sparse.sparsifiers.rounds.sparse_vectors import (
+    SparseVector,
+    added,
+    missing_in,
+    rounded,
+    split_largest,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,8 +21,6 @@ from horovod_sparse.sparsifiers.base import (
     send_selection,
 )
 
-__all__ = ["HardThreshold", "HardThresholdState"]
-
 _log = logging.getLogger(__name__)
 _hinted: set[str] = set()
 

@@ -7,9 +7,7 @@ from typing import ClassVar
 
 from horovod_sparse.sparsifiers.base import BucketInfo
 from horovod_sparse.sparsifiers.exclusive import ExclusiveState, ExclusiveThreshold
-from horovod_sparse.sparsifiers.windows import Window, equal_part
-
-__all__ = ["MiCRO"]
+from horovod_sparse.sparsifiers.rounds.regions import Window, equal_part
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,8 +19,6 @@ from horovod_sparse.sparsifiers.base import (
     send_selection,
 )
 
-__all__ = ["MSTopK"]
-
 #: from so few elements above the lower threshold on, counting goes on among them alone
 _FEW = 4
 

@@ -18,11 +18,9 @@ from horovod_sparse.sparsifiers.base import (
     SparsifierState,
     Traffic,
     send_selection,
+    step_generator,
 )
-from horovod_sparse.sparsifiers.randomness import step_generator
-from horovod_sparse.sparsifiers.shared import sum_at, sum_rounds, sum_traffic
-
-__all__ = ["RandomK"]
+from horovod_sparse.sparsifiers.rounds.shared import sum_at, sum_rounds, sum_traffic
 
 
 def draw_positions(generator: np.random.Generator, num_elements: int, k: int) -> Indices:

@@ -9,8 +9,6 @@ from typing import Any, ClassVar, Protocol
 from horovod_sparse.checks import check_count, check_density, check_number
 from horovod_sparse.errors import ArgumentError
 
-__all__ = ["SCHEDULES", "Exponential", "Linear", "Schedule", "Stairs"]
-
 
 class Schedule(Protocol):
     """The density of every step."""

@@ -18,8 +18,6 @@ from horovod_sparse.sparsifiers.base import (
     send_selection,
 )
 
-__all__ = ["TopK"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class TopK(Sparsifier):

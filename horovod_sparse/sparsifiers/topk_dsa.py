@@ -19,13 +19,9 @@ from horovod_sparse.sparsifiers.base import (
     Traffic,
     exchange_selections,
 )
-from horovod_sparse.sparsifiers.mail import rounded
-from horovod_sparse.sparsifiers.regions import reduce_in_regions, split_traffic
-from horovod_sparse.sparsifiers.sparse_vectors import SparseVector
-from horovod_sparse.sparsifiers.windows import Window, equal_part
+from horovod_sparse.sparsifiers.rounds.regions import Window, equal_part, reduce_in_regions, split_traffic
+from horovod_sparse.sparsifiers.rounds.sparse_vectors import SparseVector, rounded
 from horovod_sparse.wire import WireFormat
-
-__all__ = ["TopkDSA"]
 
 
 @dataclass(frozen=True, kw_only=True)

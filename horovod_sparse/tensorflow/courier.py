@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from horovod_sparse.collectives import AllGather, Exchange, Request, Synchronization
 from horovod_sparse.frontend.transport import MpiPairs, mpi_for
-from horovod_sparse.sparsifiers.bruck import bruck_all_gather
+from horovod_sparse.sparsifiers.rounds.pairs import bruck_all_gather
 from horovod_sparse.tensorflow._horovod import hvd, is_elastic
 
 __all__ = ["Courier", "Journey", "between_pairs", "courier_for", "over_pairs"]

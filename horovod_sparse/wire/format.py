@@ -11,8 +11,7 @@ import numpy as np
 from horovod_sparse.arrays.protocol import Values
 from horovod_sparse.checks import check_count
 from horovod_sparse.errors import ArgumentError, UnknownNameError
-from horovod_sparse.wire.index_codecs import INDEX_CODECS, IndexCodec
-from horovod_sparse.wire.value_codecs import VALUE_CODECS, ValueCodec
+from horovod_sparse.wire.codecs import INDEX_CODECS, VALUE_CODECS, IndexCodec, ValueCodec
 
 #: Length, count, health and norm; see `horovod_sparse.wire.message`.
 HEADER_WORDS = 4

@@ -1,6 +1,6 @@
 """ExDyna's Algorithms 2 and 3, line by line as printed, to compare our own form with.
 
-Nothing is shared with `horovod_sparse.sparsifiers.partitions`, and nothing is made pleasant: names,
+Nothing is shared with `horovod_sparse.sparsifiers.exdyna`, and nothing is made pleasant: names,
 order and the two separate conditions are the paper's. Where the scan of the paper lost a sign (lines
 17, 18 and 28) it is restored from the mirrored case.
 """

@@ -11,7 +11,7 @@ import pytest
 from horovod_sparse.collectives import AllToAll, Exchange
 from horovod_sparse.feedback import parse_recipe
 from horovod_sparse.sparsifiers import ALGORITHMS, Sparsifier
-from horovod_sparse.sparsifiers.description import value_text
+from horovod_sparse.sparsifiers.base import value_text
 from horovod_sparse.wire import WireFormat
 
 _TEXT = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from horovod_sparse.feedback import parse_recipe
 from horovod_sparse.simulation import SimulatedCluster
-from horovod_sparse.sparsifiers.spardl_layout import Layout
+from horovod_sparse.sparsifiers.spardl.layout import Layout
 from support import laws
 from support.cases import CASES, Case, case_id
 

@@ -10,9 +10,9 @@ from horovod_sparse.collectives import Exchange
 from horovod_sparse.feedback import recipe
 from horovod_sparse.simulation import SimulatedCluster, run_lockstep
 from horovod_sparse.sparsifiers import BucketInfo, GTopK, SparDL
-from horovod_sparse.sparsifiers.bruck import bruck_all_gather
-from horovod_sparse.sparsifiers.spardl_adjust import adjust, fresh_state, num_between_teams
-from horovod_sparse.sparsifiers.spardl_layout import Layout
+from horovod_sparse.sparsifiers.rounds.pairs import bruck_all_gather
+from horovod_sparse.sparsifiers.spardl.layout import Layout
+from horovod_sparse.sparsifiers.spardl.teams import adjust, fresh_state, num_between_teams
 from horovod_sparse.wire import WireFormat, unpack_sum
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from horovod_sparse.feedback import recipe
 from horovod_sparse.simulation import SimulatedCluster
-from horovod_sparse.sparsifiers.spardl_residuals import discards_meet
+from horovod_sparse.sparsifiers.rounds.sparse_vectors import discards_meet
 from support.gradients import dyadic
 from support.sparse_allreduce_reference import OkTopkReference, topk_dsa_step
 

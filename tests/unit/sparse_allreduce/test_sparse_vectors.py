@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from horovod_sparse.arrays.protocol import FoldReport
 from horovod_sparse.errors import MessageError
-from horovod_sparse.sparsifiers.notes import Notes
-from horovod_sparse.sparsifiers.sparse_vectors import (
+from horovod_sparse.sparsifiers.rounds.pairs import Notes
+from horovod_sparse.sparsifiers.rounds.sparse_vectors import (
     SparseVector,
     added,
     cut,

@@ -16,7 +16,7 @@ from horovod_sparse.cost import CollectiveCost
 from horovod_sparse.feedback import recipe
 from horovod_sparse.simulation import SimulatedCluster
 from horovod_sparse.sparsifiers import BucketInfo, SparDL
-from horovod_sparse.sparsifiers.spardl_choice import cheapest_teams, spardl_cost
+from horovod_sparse.sparsifiers.spardl.teams import cheapest_teams, spardl_cost
 from support.gradients import gaussian
 
 _HEADER, _NOTE, _FRAME = 4, 2, 1  # words: of a message, of a rank's note, of a message within a message

@@ -13,10 +13,10 @@ from horovod_sparse.errors import ArgumentError
 from horovod_sparse.feedback import Bucket, recipe
 from horovod_sparse.feedback.state import from_plain, to_plain
 from horovod_sparse.simulation import Recorder, run_lockstep
-from horovod_sparse.sparsifiers import BucketInfo, SparDL, spardl, spardl_trials
+from horovod_sparse.sparsifiers import BucketInfo, SparDL
 from horovod_sparse.sparsifiers.schedule import Linear
-from horovod_sparse.sparsifiers.spardl_choice import teams_by_cost
-from horovod_sparse.sparsifiers.spardl_trials import candidates_of
+from horovod_sparse.sparsifiers.spardl import spardl, teams
+from horovod_sparse.sparsifiers.spardl.teams import candidates_of, teams_by_cost
 from support.gradients import layered
 
 _N = 600
@@ -59,7 +59,7 @@ def run_steps(
     size = len(buckets)
     clock = Clock(buckets, seconds)
     monkeypatch.setattr(spardl, "time", clock)
-    monkeypatch.setattr(spardl_trials, "time", clock)
+    monkeypatch.setattr(teams, "time", clock)
     generator = np.random.default_rng([seed, size])
     held = [bucket.accumulator.values().copy() for bucket in buckets]
     wanted, applied, magnitude = np.sum(held, axis=0, dtype=np.float64), np.zeros(_N), np.zeros(_N)

@@ -16,8 +16,8 @@ from horovod_sparse.feedback import recipe
 from horovod_sparse.simulation import SimulatedCluster
 from horovod_sparse.sparsifiers import DGC, DRAGONN, BucketInfo, HardThreshold, MSTopK, SIDCo, SparsifierState
 from horovod_sparse.sparsifiers.hard_threshold import HardThresholdState
-from horovod_sparse.thresholds.sampled import SampledThreshold
-from horovod_sparse.thresholds.statistical import Excess, fit_named
+from horovod_sparse.sparsifiers.sidco import Excess, fit_named
+from horovod_sparse.thresholds import SampledThreshold
 
 
 def folded(values: Any) -> HostAccumulator:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from horovod_sparse.sparsifiers.hashing import HashFunction, survivors
+from horovod_sparse.sparsifiers.dragonn import HashFunction, survivors
 
 _SEEDS = 400
 _N = 1024

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from horovod_sparse.sparsifiers import BucketInfo, ExDyna
-from horovod_sparse.sparsifiers.partitions import (
+from horovod_sparse.sparsifiers.exdyna import (
     Partitions,
     move_one_block,
     move_proportionally,

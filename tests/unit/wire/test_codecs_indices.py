@@ -6,7 +6,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from horovod_sparse.errors import ArgumentError
-from horovod_sparse.wire.index_codecs import INDEX_CODECS, low_bits
+from horovod_sparse.wire.codecs import INDEX_CODECS, low_bits
 
 quick = settings(max_examples=200, deadline=None, derandomize=True, database=None)
 LARGEST = 2**31 - 1

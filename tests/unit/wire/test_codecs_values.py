@@ -11,7 +11,7 @@ from hypothesis.extra import numpy as hnp
 
 from horovod_sparse.errors import ArgumentError, UnknownNameError
 from horovod_sparse.wire import WireFormat
-from horovod_sparse.wire.value_codecs import VALUE_CODECS
+from horovod_sparse.wire.codecs import VALUE_CODECS
 
 quick = settings(max_examples=150, deadline=None, derandomize=True, database=None)
 LOSSY = ["float32", "float16", "bfloat16", "int8"]

@@ -10,10 +10,8 @@ from numpy.typing import NDArray
 from horovod_sparse.arrays.protocol import Accumulator, FoldReport, Indices, Values
 from horovod_sparse.collectives import AllGather, AllReduce, AllToAll, Request, Synchronization
 from horovod_sparse.sparsifiers.base import BucketInfo, SparseSum, Traffic
-from horovod_sparse.sparsifiers.windows import Window, equal_part
+from horovod_sparse.sparsifiers.rounds.regions import Window, equal_part
 from horovod_sparse.wire import WireFormat
-
-__all__ = ["sum_at", "sum_rounds", "sum_traffic"]
 
 #: behind the values of an allreduce: a column of these per rank, which only that rank fills
 _NUMBERS_PER_RANK = 3

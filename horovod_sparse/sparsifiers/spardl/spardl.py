@@ -13,17 +13,26 @@ from horovod_sparse.arrays.protocol import Accumulator
 from horovod_sparse.checks import check_count, check_number
 from horovod_sparse.collectives import AllGather, Exchange, Request, Synchronization
 from horovod_sparse.errors import ArgumentError, UnknownNameError
-from horovod_sparse.sparsifiers.base import BucketInfo, SparseSum, Sparsifier, Traffic
-from horovod_sparse.sparsifiers.mail import ceil_log2
-from horovod_sparse.sparsifiers.spardl_adjust import SparDLState, adjust, fresh_state, num_between_teams
-from horovod_sparse.sparsifiers.spardl_choice import is_power_of_two, teams_by_cost
-from horovod_sparse.sparsifiers.spardl_layout import Layout
-from horovod_sparse.sparsifiers.spardl_phases import Phases
-from horovod_sparse.sparsifiers.spardl_residuals import RESIDUAL_MODES, discards_meet
-from horovod_sparse.sparsifiers.spardl_traffic import spardl_traffic
-from horovod_sparse.sparsifiers.spardl_trials import Trials, candidates_of
-
-__all__ = ["SparDL"]
+from horovod_sparse.sparsifiers.base import (
+    BucketInfo,
+    SparseSum,
+    Sparsifier,
+    Traffic,
+)
+from horovod_sparse.sparsifiers.rounds.pairs import ceil_log2
+from horovod_sparse.sparsifiers.rounds.sparse_vectors import discards_meet
+from horovod_sparse.sparsifiers.spardl.layout import Layout, spardl_traffic
+from horovod_sparse.sparsifiers.spardl.phases import RESIDUAL_MODES, Phases
+from horovod_sparse.sparsifiers.spardl.teams import (
+    SparDLState,
+    Trials,
+    adjust,
+    candidates_of,
+    fresh_state,
+    is_power_of_two,
+    num_between_teams,
+    teams_by_cost,
+)
 
 _BETWEEN = ("auto", "recursive", "bruck")
 _GATHER = ("auto", "allgather", "bruck")

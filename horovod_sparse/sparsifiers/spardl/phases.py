@@ -1,4 +1,4 @@
-"""The phases of SparDL as coroutines: within teams, between teams, and the final all-gather."""
+"""The phases of SparDL as coroutines, and the residuals of what they discard."""
 
 from __future__ import annotations
 
@@ -7,18 +7,105 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_sparse.arrays.protocol import Accumulator
+from horovod_sparse.arrays.protocol import Accumulator, Indices, Values
 from horovod_sparse.collectives import Exchange, Synchronization
 from horovod_sparse.sparsifiers.base import BucketInfo, SparseSum, exchange_selections
-from horovod_sparse.sparsifiers.bruck import bruck_all_gather
-from horovod_sparse.sparsifiers.mail import Mail
-from horovod_sparse.sparsifiers.spardl_layout import Layout
-from horovod_sparse.sparsifiers.spardl_residuals import Ledger
-from horovod_sparse.sparsifiers.sparse_vectors import SparseVector, added, joined, split_largest
-from horovod_sparse.sparsifiers.windows import equal_part
+from horovod_sparse.sparsifiers.rounds.pairs import Mail, bruck_all_gather
+from horovod_sparse.sparsifiers.rounds.regions import equal_part
+from horovod_sparse.sparsifiers.rounds.sparse_vectors import (
+    SparseVector,
+    added,
+    joined,
+    missing_in,
+    rounded,
+    shared_out,
+    split_largest,
+)
+from horovod_sparse.sparsifiers.spardl.layout import Layout
 from horovod_sparse.wire import WireFormat
 
-__all__ = ["FinalSum", "Phases"]
+RESIDUAL_MODES = ("global", "partial", "local")
+
+
+class Ledger:
+    """Every change of a rank's accumulator in one step, so that it can be settled at the end.
+
+    While the step runs, the accumulator holds this rank's blocks as they are summed up: what is selected
+    leaves it, what arrives is added, and what is discarded is simply what remains. Three kinds of
+    discards remain, in the paper's words: *local* (never sent), *end-procedure* (sent or received, at
+    an index that is not in the final sum) and *in-procedure* (received and dropped, at an index that
+    came to the final sum by another way). `settle` does what Algorithm 1 does in its lines 11 to 13.
+
+    Args:
+        accumulator: of this rank.
+        wire: how values are written.
+    """
+
+    def __init__(self, accumulator: Accumulator, wire: WireFormat) -> None:
+        self._accumulator, self._wire = accumulator, wire
+        self._changes: list[tuple[Indices, Values]] = []
+        self._selected: list[Indices] = []
+        self._rounding: list[SparseVector] = []
+
+    def select(self, indices: Indices) -> SparseVector:
+        """Takes the selection of a block, or of several, out of the accumulator."""
+        values = self._accumulator.take(indices)
+        self._changes.append((indices, values))
+        self._selected.append(indices)
+        self._accumulator.put(indices, np.zeros_like(values))
+        return SparseVector(indices, values)
+
+    def receive(self, vector: SparseVector) -> None:
+        """Adds what another rank of the team has sent."""
+        self._changes.append((vector.indices, self._accumulator.take(vector.indices)))
+        self._accumulator.add(vector.indices, vector.values)
+
+    def discard(self, vector: SparseVector, num_holders: int = 1, holder: int = 0) -> None:
+        """Keeps this rank's share of what it has dropped, as so many ranks have that hold the same."""
+        if len(vector):
+            self.receive(SparseVector(vector.indices, shared_out(vector.values, num_holders, holder)))
+
+    def round(self, vector: SparseVector, num_holders: int = 1, holder: int = 0) -> SparseVector:
+        """The vector as receivers will see it; this rank's share of the rounding error is kept."""
+        seen, error = rounded(vector, self._wire)
+        if error is not None:
+            share = SparseVector(vector.indices, shared_out(error, num_holders, holder))
+            self._rounding.append(share)
+            self.receive(share)
+        return seen
+
+    def settle(self, final: Indices, mode: str, *, in_place: bool = False) -> None:
+        """Leaves in the accumulator what is to be carried to the next step.
+
+        Args:
+            final: ascending indices of the final sum.
+            mode: "global": local and end-procedure discards stay at the rank they came from, in-procedure
+                ones at the rank that dropped them; nothing is lost. "partial": in-procedure discards are
+                lost. "local": only what was never sent is kept. Rounding errors stay in all modes.
+            in_place: whether "global" keeps every discard at the rank that dropped it.
+
+        The velocity of momentum correction is masked where this rank's own value has left it for good, and
+        nowhere else: not where the value came back, and not where it only passed through.
+        """
+        if mode == "global":
+            for indices, before in [] if in_place else reversed(self._changes):
+                unsent = missing_in(indices, final)
+                self._put(indices[unsent], before[unsent])
+            for indices in self._selected:
+                self._accumulator.mask(indices[~missing_in(indices, final)])
+            return
+        for indices, before in reversed(self._changes):
+            self._put(indices, before)
+        for indices in self._selected:
+            self._accumulator.clear(indices if mode == "local" else indices[~missing_in(indices, final)])
+        for error in self._rounding:
+            applied = ~missing_in(error.indices, final)
+            self._accumulator.add(error.indices[applied], error.values[applied])
+
+    def _put(self, indices: Indices, values: Values) -> None:
+        """Exactly these values: a sum less what was added to it need not be what it was."""
+        if indices.size:
+            self._accumulator.put(indices, np.ascontiguousarray(values))
 
 
 @dataclass(frozen=True)

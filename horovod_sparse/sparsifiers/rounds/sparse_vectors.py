@@ -12,11 +12,12 @@ from horovod_sparse.arrays.protocol import Indices, Values
 from horovod_sparse.kernels.host_kth import kth_of
 from horovod_sparse.kernels.host_merge import absent, keys_of, merge_add, split_at
 from horovod_sparse.kernels.layout import bits_dtype
-
-__all__ = ["SparseVector", "added", "cut", "empty", "joined", "missing_in", "shared_out", "split_largest"]
+from horovod_sparse.wire import WireFormat
 
 #: bits of a value that survive when it is shared out among ranks whose number is no power of two
 _SHARE_BITS = {"float32": 12, "float64": 26}
+#: 2**32 divided by the golden ratio: its multiples lie evenly, at whichever distance they are taken
+_GOLDEN = 2654435769
 
 
 @dataclass(frozen=True)
@@ -146,3 +147,28 @@ def shared_out(values: Values, num_parts: int, part: int) -> Values:
     bits = equal.view(bits_dtype(values.dtype))
     bits &= ~bits.dtype.type((1 << _SHARE_BITS[values.dtype.name]) - 1)
     return values - values.dtype.type(num_parts - 1) * equal if part == 0 else equal
+
+
+def rounded(vector: SparseVector, wire: WireFormat) -> tuple[SparseVector, Values | None]:
+    """A vector as receivers will see it, and what that takes away (None: nothing)."""
+    values = wire.round(vector.values)
+    if values is vector.values:
+        return vector, None
+    return SparseVector(vector.indices, values), vector.values - values
+
+
+def discards_meet(step: int) -> bool:
+    """Whether what a step discards stays with the ranks that dropped it: in one of 16 steps.
+
+    Discards that go back to where they came from never meet. Where the gradients of two ranks cancel, as
+    those of ranks with different data do in the end, both ranks would choose that element for ever, and hold
+    back ever more of it, and what grows more slowly would never have its turn. Where they meet they cancel.
+
+    The steps keep time with nothing, so that every block that has its turn now and then has it in some of
+    them.
+
+    Example:
+        >>> [step for step in range(80) if discards_meet(step)]
+        [12, 33, 46, 67]
+    """
+    return (step + 1) * _GOLDEN % 2**32 < 2**28

@@ -11,12 +11,8 @@ from numpy.typing import NDArray
 from horovod_sparse.arrays.protocol import FoldReport, Values
 from horovod_sparse.collectives import AllToAll, Synchronization
 from horovod_sparse.sparsifiers.base import BucketInfo, Traffic
-from horovod_sparse.sparsifiers.mail import rounded
-from horovod_sparse.sparsifiers.sparse_vectors import SparseVector, added, cut, empty
-from horovod_sparse.sparsifiers.windows import Window
+from horovod_sparse.sparsifiers.rounds.sparse_vectors import SparseVector, added, cut, empty, rounded
 from horovod_sparse.wire import Gathered, WireFormat, pack, unpack_sum
-
-__all__ = ["cut_and_pack", "reduce_in_regions", "split_traffic"]
 
 Words: TypeAlias = NDArray[np.int32]
 
@@ -79,3 +75,27 @@ def split_traffic(count: int, info: BucketInfo, wire: WireFormat) -> Traffic:
     plain = wire.is_plain(info.value_dtype) and wire.quantum == 1
     most = others * words[0] + words[1] - words[0] if plain else others * words[1]
     return Traffic(AllToAll, 4 * others * words[0], 4 * most if others else 0)
+
+
+#: (start, stop), in elements
+Window: TypeAlias = tuple[int, int]
+
+
+def equal_part(num_elements: int, num_parts: int, part: int) -> Window:
+    """Bounds of one of nearly equal parts; the remainder goes to the first parts, one each.
+
+    Args:
+        num_elements: n.
+        num_parts: P.
+        part: in [0, P).
+
+    Returns:
+        (start, stop).
+
+    Example:
+        >>> [equal_part(10, 4, part) for part in range(4)]
+        [(0, 3), (3, 6), (6, 8), (8, 10)]
+    """
+    length, remainder = divmod(num_elements, num_parts)
+    start = part * length + min(part, remainder)
+    return start, start + length + (part < remainder)

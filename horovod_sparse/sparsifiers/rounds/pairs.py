@@ -1,0 +1,183 @@
+"""Messages between pairs of ranks: a sparse vector and notes behind it, and Bruck's all-gather of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from horovod_sparse.arrays.protocol import FoldReport
+from horovod_sparse.collectives import Exchange, Synchronization
+from horovod_sparse.errors import MessageError
+from horovod_sparse.sparsifiers.base import BucketInfo
+from horovod_sparse.sparsifiers.rounds.sparse_vectors import SparseVector
+from horovod_sparse.wire import WireFormat, pack, unpack_sum
+
+
+def ceil_log2(number: int) -> int:
+    """The least m with 2**m >= number.
+
+    Example:
+        >>> [ceil_log2(number) for number in (1, 2, 3, 4, 5)]
+        [0, 1, 2, 2, 3]
+    """
+    return (number - 1).bit_length()
+
+
+def mail_words(count: int, num_notes: int, info: BucketInfo, wire: WireFormat) -> int:
+    """Length of a message in 32-bit words.
+
+    Args:
+        count: elements.
+        num_notes: ranks whose notes are in it.
+        info: the facts of the bucket.
+        wire: how elements are written.
+    """
+    return wire.message_words(count, info.num_elements, info.value_dtype) + WORDS_PER_NOTE * num_notes
+
+
+class Mail:
+    """Writes and reads the messages of one rank in one step.
+
+    Args:
+        report: of this rank's fold, for its note.
+        info: the facts of the bucket.
+        wire: how elements are written.
+    """
+
+    def __init__(self, report: FoldReport, info: BucketInfo, wire: WireFormat) -> None:
+        self.notes = Notes(report, info.rank, info.size)
+        self._info, self._wire = info, wire
+
+    def write(self, vector: SparseVector, ranks: Sequence[int] = ()) -> NDArray[np.int32]:
+        """One message: the vector, whose values must have been rounded, and the notes of some ranks."""
+        n = self._info.num_elements
+        words = pack(vector.indices, vector.values, FoldReport(), format=self._wire, num_elements=n)
+        return np.concatenate([words, self.notes.write(ranks)]) if ranks else words
+
+    def read(self, words: NDArray[np.int32], ranks: Sequence[int] = ()) -> SparseVector:
+        """The vector of a message; takes in its notes, which are those of the same ranks.
+
+        Raises:
+            MessageError: it is not such a message.
+        """
+        end = words.size - WORDS_PER_NOTE * len(ranks)
+        if end < 0:
+            raise MessageError(f"a message of {words.size} words cannot hold the notes of {len(ranks)} ranks")
+        gathered = unpack_sum(words[:end], 1, self._wire, self._info.num_elements, self._info.value_dtype)
+        self.notes.read(words[end:], ranks)
+        if gathered.values is None:
+            raise MessageError("a message without values")
+        return SparseVector(gathered.indices, gathered.values)
+
+
+#: position of what is not finite, and a norm
+WORDS_PER_NOTE = 2
+
+
+class Notes:
+    """One row per rank: 1 + position of its first NaN or Inf (0: none), and its residual's norm.
+
+    A rank begins with its own row. A message carries the rows of the ranks that both sides know to be
+    known to the sender, so no row says whose it is, and lengths do not depend on the data. A row that
+    arrives twice changes nothing.
+
+    Args:
+        report: of this rank's fold.
+        rank: of this process.
+        size: P.
+
+    Example:
+        >>> one, two = Notes(FoldReport(), 0, 2), Notes(FoldReport(1, first_nonfinite=7), 1, 2)
+        >>> one.read(two.write([1]), [1])
+        >>> one.first_nonfinite
+        {1: 7}
+    """
+
+    def __init__(self, report: FoldReport, rank: int, size: int) -> None:
+        self._rows = np.zeros((size, WORDS_PER_NOTE), np.int32)
+        norm = min(math.sqrt(report.carried_square_norm), float(np.finfo(np.float32).max))
+        self._rows[rank, 0] = report.first_nonfinite + 1
+        self._rows[rank, 1:].view(np.float32)[0] = norm
+
+    def write(self, ranks: Sequence[int]) -> NDArray[np.int32]:
+        """The rows of some ranks, as words."""
+        return self._rows[list(ranks)].reshape(-1)
+
+    def read(self, words: NDArray[np.int32], ranks: Sequence[int]) -> None:
+        """Takes in the rows of some ranks.
+
+        Raises:
+            MessageError: there are not as many words as that.
+        """
+        if words.size != WORDS_PER_NOTE * len(ranks):
+            raise MessageError(
+                f"{words.size} words arrived where the notes of {len(ranks)} ranks were awaited; "
+                "all ranks must use the same version, sparsifier and arguments"
+            )
+        self._rows[list(ranks)] = words.reshape(-1, WORDS_PER_NOTE)
+
+    @property
+    def first_nonfinite(self) -> dict[int, int]:
+        """Rank -> position of its first NaN or Inf, for ranks that have one."""
+        return {int(rank): int(self._rows[rank, 0]) - 1 for rank in np.flatnonzero(self._rows[:, 0] > 0)}
+
+    @property
+    def norms(self) -> NDArray[np.float64]:
+        """Of all ranks' residuals, as they began the step; [P]."""
+        return np.ascontiguousarray(self._rows[:, 1]).view(np.float32).astype(np.float64)
+
+
+Words = NDArray[np.int32]
+
+
+def bruck_bags(num_members: int) -> list[int]:
+    """How many messages a member sends in each round: all it holds, or what the other still lacks.
+
+    Example:
+        >>> bruck_bags(6)
+        [1, 2, 2]
+    """
+    return [min(1 << stage, num_members - (1 << stage)) for stage in range(ceil_log2(num_members))]
+
+
+def bruck_all_gather(message: Words, members: Sequence[int], me: int) -> Synchronization[list[Words]]:
+    """Every member's message, for every member, in ``ceil(log2 m)`` rounds for any number m.
+
+    In round t a member sends what it holds to the member 2**t before it, and receives from the member
+    2**t behind it. One word per message says how long it is.
+
+    Args:
+        message: of this member.
+        members: their ranks.
+        me: which of them this rank is.
+
+    Returns:
+        The messages in the order of the members.
+
+    Source: Bruck et al., TPDS 1997.
+    """
+    m, held = len(members), [message]
+    for stage, num_sent in enumerate(bruck_bags(m)):
+        distance = 1 << stage
+        target, source = members[(me - distance) % m], members[(me + distance) % m]
+        arrived = yield Exchange({target: _framed(held[:num_sent])}, (source,))
+        held += _unframed(arrived[source], num_sent)
+    return [held[(member - me) % m] for member in range(m)]
+
+
+def _framed(messages: Sequence[Words]) -> Words:
+    lengths = np.array([message.size for message in messages], np.int32)
+    return np.concatenate([lengths, *messages])
+
+
+def _unframed(words: Words, num_messages: int) -> list[Words]:
+    lengths = words[:num_messages]
+    if words.size < num_messages or (lengths < 0).any() or int(lengths.sum()) + num_messages != words.size:
+        raise MessageError(
+            f"{words.size} words arrived that are not {num_messages} messages; all ranks must use the same "
+            "version, sparsifier and arguments"
+        )
+    return np.split(words[num_messages:], np.cumsum(lengths, dtype=np.int64)[:-1])

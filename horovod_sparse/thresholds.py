@@ -1,0 +1,289 @@
+"""How a threshold is found, in a sample or exactly, and steered by how many elements it let pass."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import ClassVar, Protocol, runtime_checkable
+
+import numpy as np
+
+from horovod_sparse.arrays.protocol import Accumulator
+from horovod_sparse.checks import check_density
+from horovod_sparse.collectives import ADDED, LOCAL
+from horovod_sparse.errors import ArgumentError, UnknownNameError
+
+
+@dataclass
+class ThresholdState:
+    """What a threshold rule carries from step to step.
+
+    Attributes:
+        threshold: the last threshold used (magnitude, in units of the accumulator), 0 before the first.
+        correction: c of the sketch rule; the searched order is c * k.
+        share: part of the last union that lies in the window this rank searches next, in [0, 1];
+            negative where nothing is known of it.
+        ahead: elements by which unions were longer than wanted, in all, where few are wanted.
+        paused: steps in which, for that reason, nobody was to send anything; their turns are not used up.
+        scale: what the residual has been multiplied by since the first step; a first threshold is, too.
+    """
+
+    threshold: float = field(default=0.0, metadata=LOCAL)
+    correction: float = 1.0
+    share: float = field(default=-1.0, metadata=LOCAL)
+    ahead: int = field(default=0, metadata=ADDED)
+    paused: int = field(default=0, metadata=ADDED)
+    scale: float = field(default=1.0, metadata={**ADDED, **LOCAL})
+
+
+@dataclass(frozen=True)
+class ThresholdScaling:
+    """`paper`: the next threshold is this one times 1 + gamma, 1 + gamma / 4, or 1 - gamma.
+
+    The factor is chosen by count / k: above beta, within (1 / beta, beta], below. From a bad start
+    this takes hundreds of steps, and inside its band the threshold only ever grows; kept for
+    comparison with the papers. The first threshold, which the papers leave open, is
+    1 / (2 * sqrt(k)), as in their public programs.
+
+    Args:
+        beta: width of the band around count = k.
+        gamma: step of the scaling.
+
+    Source: ExDyna, Algorithm 5 (the same constants in MiCRO's public program).
+    """
+
+    text_name: ClassVar[str] = "paper"
+
+    beta: float = 1.1
+    gamma: float = 0.005
+
+    def __post_init__(self) -> None:
+        if not self.beta >= 1.0:
+            raise ArgumentError("beta", self.beta, "a factor of 1 or more")
+        if not 0.0 < self.gamma < 1.0:
+            raise ArgumentError("gamma", self.gamma, "a number in (0, 1)")
+
+    def wanted(self, num_hits: int, num_selected: int, state: ThresholdState) -> int:
+        """All hits, as printed."""
+        return num_hits
+
+    def find(self, accumulator: Accumulator, num_selected: int, state: ThresholdState) -> float:
+        """This step's threshold."""
+        if state.threshold == 0.0:
+            state.threshold = state.scale / (2.0 * math.sqrt(num_selected))
+        return 0.0 if num_selected >= accumulator.num_elements else state.threshold
+
+    def steer(self, count: int, num_selected: int, state: ThresholdState) -> None:
+        """Scales the threshold by what the union count says.
+
+        Example:
+            >>> state = ThresholdState(threshold=1.0)
+            >>> ThresholdScaling().steer(200, 100, state); round(state.threshold, 6)
+            1.005
+            >>> ThresholdScaling().steer(100, 100, state); round(state.threshold, 6)
+            1.006256
+        """
+        exam = count / num_selected
+        if exam > self.beta:
+            state.threshold *= 1.0 + self.gamma
+        elif exam > 1.0 / self.beta:
+            state.threshold *= 1.0 + self.gamma / 4.0
+        else:
+            state.threshold *= 1.0 - self.gamma
+
+
+#: elements in a window at which its share of the last union tells as much as chance hides
+_CHANCE = 10
+#: below so many elements the union is counted: rounding every rank's part of it to whole ones is felt
+_FEW = 32
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """`sketch`: the threshold is an exact order statistic of the rank's own accumulator, in two steps.
+
+    The fused pass leaves the maximum of every block, which makes order statistics nearly free, so
+    nothing has to be guessed: no start value, no tail model, no message. Ranks may use different
+    thresholds: replicas agree because all apply the same union.
+
+    First, the magnitude of order c * k in the whole accumulator says how many elements of the rank's
+    window are large: h hits. In step one these are sent. But a rank's gradient may be ten times what it
+    was a step ago (one misread image in a small batch), and since every window was cleared at another
+    time, h then says more about the order of steps than about the window. So, second, from step two on
+
+        count = (c * share * k) ** memory * h ** (1 - memory)
+
+    elements are sent, the largest of the window, where share is the window's part in the last union,
+    which all ranks know. Shares add up to 1, so the union count is k up to what is left of the
+    fluctuation of h, while h still moves the shares to where the large elements are. Where so few
+    elements are expected that the last share is chance, h alone decides.
+
+    c starts at 1 and follows the union count, ``c <- c * (k / count) ** exponent``: h alone is too
+    large on average, because the window that a rank is about to search is the one it has cleared
+    longest ago. Steering the order (not the threshold) is stable: the count answers it linearly.
+
+    Where k is below 32 whole elements are coarse: with k = 1 the largest element of each of several ranks may
+    lie in its window. There all ranks keep account of how many elements too many were sent so far, and want
+    up to half as many fewer in the next step, which may be none; what was too few is made up for by k at
+    most. So the union is k on average. The fewer elements, the more of the correction is that, not c.
+
+    Args:
+        exponent: strength of the correction, in (0, 1].
+        limit: c stays within [1 / limit, limit].
+        memory: weight of the last share, in [0, 1); 0 sends all hits.
+    """
+
+    text_name: ClassVar[str] = "sketch"
+
+    exponent: float = 0.5
+    limit: float = 16.0
+    memory: float = 0.85
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.exponent <= 1.0:
+            raise ArgumentError("exponent", self.exponent, "a number in (0, 1]")
+        if not self.limit >= 1.0:
+            raise ArgumentError("limit", self.limit, "a factor of 1 or more")
+        if not 0.0 <= self.memory < 1.0:
+            raise ArgumentError("memory", self.memory, "a weight in [0, 1)")
+
+    @staticmethod
+    def _target(num_selected: int, state: ThresholdState) -> int:
+        """k, less a part of what was sent too much where few are wanted: all of it would be too much."""
+        part = 0.5 * (1.0 - min(1.0, num_selected / _FEW))
+        return max(0, num_selected - math.ceil(part * state.ahead))
+
+    def _order(self, num_selected: int, state: ThresholdState) -> int:
+        """c * k: as many elements reach the threshold, unless several are equal to it."""
+        return max(1, round(self._target(num_selected, state) * state.correction))
+
+    def find(self, accumulator: Accumulator, num_selected: int, state: ThresholdState) -> float:
+        """This step's threshold: 0 (everything that is not 0) when all elements are wanted."""
+        order = self._order(num_selected, state)
+        if num_selected >= accumulator.num_elements:
+            state.threshold = 0.0
+        else:
+            state.threshold = accumulator.kth_magnitude(min(order, accumulator.num_elements))
+        return state.threshold
+
+    def wanted(self, num_hits: int, num_selected: int, state: ThresholdState) -> int:
+        """How many elements of its window a rank sends.
+
+        Example:
+            >>> state = ThresholdState(threshold=0.5, share=0.25)
+            >>> Sketch().wanted(num_hits=4000, num_selected=10_000, state=state)
+            2687
+        """
+        target = self._target(num_selected, state)
+        if target == 0:
+            return 0
+        hits = min(num_hits, self._order(num_selected, state))  # many magnitudes equal the threshold
+        if state.share < 0.0 or state.threshold == 0.0:
+            return hits
+        expected = state.share * state.correction * target
+        weight = self.memory * expected / (expected + _CHANCE)
+        # + 1 and - 1: a window that gave nothing may give something again
+        return round(math.expm1(weight * math.log1p(expected) + (1.0 - weight) * math.log1p(hits)))
+
+    def steer(self, count: int, num_selected: int, state: ThresholdState) -> None:
+        """Corrects c by what the union count says; an empty union says nothing about c.
+
+        Example:
+            >>> state = ThresholdState()
+            >>> Sketch().steer(200, 100, state); round(state.correction, 4)
+            0.7071
+        """
+        target = self._target(num_selected, state)
+        few = num_selected < _FEW
+        state.ahead = max(state.ahead + count - num_selected, -2 * num_selected) if few else 0
+        state.paused += target == 0
+        if count and target:
+            exponent = self.exponent * min(1.0, num_selected / _FEW)  # two that steer at once would oversteer
+            corrected = state.correction * (target / count) ** exponent
+            state.correction = min(max(corrected, 1.0 / self.limit), self.limit)
+
+
+@runtime_checkable
+class ThresholdRule(Protocol):
+    """Finds a threshold for a step, and learns from the count that it led to."""
+
+    def find(self, accumulator: Accumulator, num_selected: int, state: ThresholdState) -> float:
+        """This step's threshold."""
+
+    def wanted(self, num_hits: int, num_selected: int, state: ThresholdState) -> int:
+        """How many elements of its window a rank sends, when `num_hits` there reach the threshold."""
+
+    def steer(self, count: int, num_selected: int, state: ThresholdState) -> None:
+        """Learns from the union count of this step."""
+
+
+RULES: dict[str, type] = {"sketch": Sketch, "paper": ThresholdScaling}
+
+
+def threshold_rule(rule: str | ThresholdRule) -> ThresholdRule:
+    """A rule by its name, or the rule itself.
+
+    Raises:
+        UnknownNameError: there is no rule of that name.
+        ArgumentError: it is neither a name nor a rule.
+
+    Example:
+        >>> threshold_rule("sketch")
+        Sketch(exponent=0.5, limit=16.0, memory=0.85)
+    """
+    if isinstance(rule, str):
+        if rule not in RULES:
+            raise UnknownNameError("threshold rule", rule, RULES)
+        made: ThresholdRule = RULES[rule]()
+        return made
+    if not isinstance(rule, ThresholdRule):
+        raise ArgumentError("threshold", rule, f"one of {', '.join(sorted(RULES))}, or a ThresholdRule")
+    return rule
+
+
+#: a quantile of fewer sampled hits than this jumps about
+_LEAST_SAMPLED_HITS = 64
+
+
+@dataclass(frozen=True)
+class SampledThreshold:
+    """The k-th largest magnitude, estimated from every stride-th element behind a random start.
+
+    ``threshold = (k m / n)-th largest of m sampled magnitudes``
+
+    Args:
+        fraction: of the elements that is sampled, in (0, 1]; more are taken where the quantile of so
+            few would not be stable.
+
+    Source: Lin et al., ICLR 2018 (DGC), Section 3 and its public program.
+    """
+
+    fraction: float = 0.01
+
+    def __post_init__(self) -> None:
+        check_density("sample_fraction", self.fraction, "a fraction in (0, 1]")
+
+    def stride(self, num_elements: int, k: int) -> int:
+        """Distance of sampled elements.
+
+        Example:
+            >>> SampledThreshold(0.01).stride(1_000_000, 10_000), SampledThreshold(0.01).stride(1000, 10)
+            (100, 1)
+        """
+        enough = max(
+            math.ceil(self.fraction * num_elements), math.ceil(_LEAST_SAMPLED_HITS * num_elements / k)
+        )
+        return max(1, num_elements // enough)
+
+    def find(self, accumulator: Accumulator, k: int, generator: np.random.Generator) -> float:
+        """The estimate for this step's accumulator.
+
+        Args:
+            accumulator: of the bucket.
+            k: elements wanted.
+            generator: draws the start.
+        """
+        stride = self.stride(accumulator.num_elements, k)
+        sample = accumulator.sample_magnitudes(stride, int(generator.integers(stride)))
+        order = min(sample.size, max(1, round(k * sample.size / accumulator.num_elements)))
+        return float(np.partition(sample, sample.size - order)[sample.size - order])

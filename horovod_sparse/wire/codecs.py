@@ -1,0 +1,332 @@
+"""How indices and values are written: 32 or fewer bits an index, 64, 32, 16 or 8 bits a value.
+
+The length of each is a function of the count (and of n) alone, which never falls when the count grows. So a
+message of a fixed count has a fixed length, a declared cost is exact, and a corrupted length is noticed.
+
+A value that was written is always finite: what is beyond the largest number saturates, NaN becomes 0.
+The sender keeps the difference in its residual (`WireFormat.round`), so nothing is lost for good.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar, Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from horovod_sparse.arrays.protocol import Indices, Values
+from horovod_sparse.errors import ArgumentError
+from horovod_sparse.kernels import host_codecs_indices, host_codecs_values
+from horovod_sparse.kernels.host_scatter import find_outside
+
+Words: TypeAlias = NDArray[np.uint32]
+
+
+class IndexCodec(Protocol):
+    """Indices of one selection into 32-bit words, and back."""
+
+    code: ClassVar[int]
+
+    def num_words(self, count: int, num_elements: int) -> int:
+        """Length of `count` indices below `num_elements`; never falls when count grows."""
+
+    def encode(self, indices: Indices, num_elements: int, words: Words) -> None:
+        """Fills `words`, which has the length that `num_words` says.
+
+        Raises:
+            ArgumentError: the indices cannot be written this way.
+        """
+
+    def decode(self, words: Words, num_elements: int, out: Indices) -> bool:
+        """Fills `out`, as long as the count; False if the words cannot be that many indices."""
+
+
+class Int32:
+    """Every index as it is, in any order: one word each."""
+
+    code: ClassVar[int] = 0
+
+    def num_words(self, count: int, num_elements: int) -> int:
+        """One word per index."""
+        return count
+
+    def encode(self, indices: Indices, num_elements: int, words: Words) -> None:
+        """A copy."""
+        words.view(np.int32)[:] = indices
+
+    def decode(self, words: Words, num_elements: int, out: Indices) -> bool:
+        """A copy, and a check of the range."""
+        out[:] = words.view(np.int32)
+        return int(find_outside(out, num_elements)) < 0
+
+
+class Block16:
+    """The lower 16 bits of ascending indices, after the number of indices in each block of 65 536.
+
+    ``words = ceil(n / 65536) + ceil(count / 2)``
+
+    Decodes fastest: half a nanosecond per index.
+    """
+
+    code: ClassVar[int] = 1
+
+    def num_words(self, count: int, num_elements: int) -> int:
+        """One word per block, half a word per index; none at all for none."""
+        return _num_blocks(num_elements) + (count + 1) // 2 if count else 0
+
+    def encode(self, indices: Indices, num_elements: int, words: Words) -> None:
+        """Counts, then offsets; see `IndexCodec.encode`."""
+        _check_ascending(indices, num_elements, "block16")
+        if indices.size:
+            words[:] = 0
+            host_codecs_indices.encode_blocks(indices, *_split_blocks(words, num_elements))
+
+    def decode(self, words: Words, num_elements: int, out: Indices) -> bool:
+        """See `IndexCodec.decode`."""
+        if out.size == 0:
+            return True
+        counts, offsets = _split_blocks(words, num_elements)
+        return bool(host_codecs_indices.decode_blocks(counts, offsets, num_elements, out))
+
+
+class Gaps:
+    """Ascending indices in Elias-Fano code: about 2 + log2(n / count) bits each, 12 at density 0.001.
+
+    The lower l bits of every index stand side by side. What is left of it, index >> l, grows slowly:
+    its growth is written in unary, as bit (index >> l) + i of a second part for the i-th index.
+
+    ``bits = count * l + count + ((n - 1) >> l),  words = ceil(bits / 32) + 1``
+
+    l is the one that makes this smallest. Entropy is log2(n / count) + 1.44 bits, so half a bit per
+    index is given away; for it, the length is known before coding, which Golomb codes cannot say.
+
+    Source: Elias, "Efficient Storage and Retrieval by Content and Address of Static Files", 1974.
+    Departure: no table for access in the middle, since messages are always read from the front.
+
+    Example:
+        By hand: n = 16 and three indices give l = 2. Lower parts of 5, 6 and 13 are 01, 10, 01, lowest
+        bit first in the word: 0b011001. Upper parts are 1, 1 and 3, so bits 1 + 0, 1 + 1 and 3 + 2.
+
+        >>> words = np.zeros(Gaps().num_words(3, 16), np.uint32)
+        >>> Gaps().encode(np.array([5, 6, 13], np.int32), 16, words)
+        >>> [bin(word) for word in words]
+        ['0b11001', '0b100110']
+    """
+
+    code: ClassVar[int] = 2
+
+    def num_words(self, count: int, num_elements: int) -> int:
+        """The smallest length over all l; one word more, because both parts begin with a word."""
+        if count == 0:
+            return 0
+        low = low_bits(count, num_elements)
+        return -(-(count * (low + 1) + ((num_elements - 1) >> low)) // 32) + 1
+
+    def encode(self, indices: Indices, num_elements: int, words: Words) -> None:
+        """Lower parts, then gaps; see `IndexCodec.encode`."""
+        _check_ascending(indices, num_elements, "gaps")
+        if indices.size:
+            words[:] = 0
+            low = low_bits(indices.size, num_elements)
+            host_codecs_indices.encode_gaps(indices, low, _low_words(indices.size, low), words)
+
+    def decode(self, words: Words, num_elements: int, out: Indices) -> bool:
+        """See `IndexCodec.decode`."""
+        if out.size == 0:
+            return True
+        low = low_bits(out.size, num_elements)
+        low_words = _low_words(out.size, low)
+        return bool(host_codecs_indices.decode_gaps(words, out.size, low, low_words, num_elements, out))
+
+
+def low_bits(count: int, num_elements: int) -> int:
+    """The l for which count * l + ((n - 1) >> l) is smallest.
+
+    One bit more costs `count` bits and takes off ceil(((n - 1) >> l) / 2), which falls with l; so l
+    grows as long as (n - 1) >> l is above 2 * count.
+
+    Args:
+        count: indices, 1 or more.
+        num_elements: n.
+
+    Example:
+        >>> low_bits(1, 16), low_bits(25_600, 25_600_000), low_bits(16, 16)
+        (3, 9, 0)
+    """
+    return ((num_elements - 1) // (2 * count + 1)).bit_length()
+
+
+def _low_words(count: int, low: int) -> int:
+    return -(-count * low // 32)
+
+
+def _num_blocks(num_elements: int) -> int:
+    return -(-num_elements >> host_codecs_indices.BLOCK_BITS)
+
+
+def _split_blocks(words: Words, num_elements: int) -> tuple[Words, NDArray[Any]]:
+    blocks = _num_blocks(num_elements)
+    return words[:blocks], words[blocks:].view(np.uint16)
+
+
+def _check_ascending(indices: Indices, num_elements: int, name: str) -> None:
+    position = int(host_codecs_indices.find_descent(indices, num_elements))
+    if position >= 0:
+        before = "" if position == 0 else f" after {int(indices[position - 1])}"
+        raise ArgumentError(
+            "indices",
+            f"{int(indices[position])}{before} (position {position})",
+            f'strictly ascending indices within [0, {num_elements}) to "{name}", or take indices="int32"',
+        )
+
+
+#: The ways by name.
+INDEX_CODECS: Mapping[str, IndexCodec] = MappingProxyType(
+    {"int32": Int32(), "block16": Block16(), "gaps": Gaps()}
+)
+
+
+class ValueCodec(Protocol):
+    """Values of one selection into 32-bit words, and back."""
+
+    code: ClassVar[int]
+
+    def num_words(self, count: int) -> int:
+        """Length of `count` values; never falls when count grows."""
+
+    def encode(self, values: Values, words: Words) -> None:
+        """Float32 or float64 into `words`, which has the length that `num_words` says."""
+
+    def decode(self, words: Words, out: Values) -> None:
+        """Fills `out`, float32 or float64, as long as the count."""
+
+
+class Float32:
+    """Four bytes each: exact for float32, rounded for float64."""
+
+    code: ClassVar[int] = 1
+
+    def num_words(self, count: int) -> int:
+        """One word per value."""
+        return count
+
+    def encode(self, values: Values, words: Words) -> None:
+        """A copy of float32, as it is; float64 is rounded, at most to the largest float32."""
+        if values.dtype == np.float64:
+            largest = float(np.finfo(np.float32).max)
+            values = np.nan_to_num(np.clip(values, -largest, largest))
+        words.view(np.float32)[:] = values
+
+    def decode(self, words: Words, out: Values) -> None:
+        """See `ValueCodec.decode`."""
+        out[:] = words.view(np.float32)
+
+
+class Float64:
+    """Eight bytes each: exact."""
+
+    code: ClassVar[int] = 2
+
+    def num_words(self, count: int) -> int:
+        """Two words per value."""
+        return 2 * count
+
+    def encode(self, values: Values, words: Words) -> None:
+        """A copy."""
+        words[:] = np.ascontiguousarray(values, np.float64).view(np.uint32)
+
+    def decode(self, words: Words, out: Values) -> None:
+        """See `ValueCodec.decode`."""
+        out[:] = words.view(np.float64)  # may begin in the middle of eight bytes; NumPy copies that
+
+
+class Float16:
+    """IEEE half precision, two bytes each: 11 significant bits, up to 65504, steps of 6e-8 around 0.
+
+    Values below 3e-8 become 0 and stay in the residual: with gradients that small take bfloat16.
+    """
+
+    code: ClassVar[int] = 3
+
+    def num_words(self, count: int) -> int:
+        """Half a word per value."""
+        return (count + 1) // 2
+
+    def encode(self, values: Values, words: Words) -> None:
+        """To the nearest, ties to even; float64 by way of float32."""
+        words[-1:] = 0
+        host_codecs_values.encode_float16(values, words.view(np.int16))
+
+    def decode(self, words: Words, out: Values) -> None:
+        """See `ValueCodec.decode`."""
+        host_codecs_values.decode_half(words.view(np.int16), out)
+
+
+class BFloat16:
+    """The upper half of float32, two bytes each: 8 significant bits, the full range of float32."""
+
+    code: ClassVar[int] = 4
+
+    def num_words(self, count: int) -> int:
+        """Half a word per value."""
+        return (count + 1) // 2
+
+    def encode(self, values: Values, words: Words) -> None:
+        """To the nearest, ties to even; float64 by way of float32."""
+        words[-1:] = 0
+        host_codecs_values.encode_bfloat16(values, words.view(np.uint16))
+
+    def decode(self, words: Words, out: Values) -> None:
+        """See `ValueCodec.decode`."""
+        host_codecs_values.decode_half(words.view(np.uint16), out)
+
+
+class Int8:
+    """One byte each, and one float32 scale per 64 values.
+
+    ``scale = max |value| / 127,  code = round(value / scale)`` (ties to even)
+
+    Scales are rounded up to 17 significant bits, so that code * scale is exact in float32: every rank
+    decodes the same, and rounding twice changes nothing. A block of zeros has scale 0; so has one whose
+    scale would be subnormal (below 1.2e-38), which then stays in the residual.
+
+    Example:
+        By hand: the largest is 127 * 0.5, so the scale is 0.5, and 3.2 = 6.4 * 0.5 becomes 6 * 0.5.
+
+        >>> words = np.zeros(Int8().num_words(2), np.uint32)
+        >>> Int8().encode(np.array([-63.5, 3.2], np.float32), words)
+        >>> words[:1].view(np.float32), words[1:].view(np.int8)[:2]
+        (array([0.5], dtype=float32), array([-127,    6], dtype=int8))
+    """
+
+    code: ClassVar[int] = 5
+
+    def num_words(self, count: int) -> int:
+        """A word per block, a quarter of a word per value."""
+        return -(-count // host_codecs_values.INT8_BLOCK) + (count + 3) // 4
+
+    def encode(self, values: Values, words: Words) -> None:
+        """Scales, then codes."""
+        words[-1:] = 0
+        blocks = -(-values.size // host_codecs_values.INT8_BLOCK)
+        scales = words[:blocks]
+        host_codecs_values.encode_int8(values, scales, scales.view(np.float32), words[blocks:].view(np.int8))
+
+    def decode(self, words: Words, out: Values) -> None:
+        """See `ValueCodec.decode`."""
+        blocks = -(-out.size // host_codecs_values.INT8_BLOCK)
+        host_codecs_values.decode_int8(words[blocks:].view(np.int8), words[:blocks].view(np.float32), out)
+
+
+#: The ways by name.
+VALUE_CODECS: Mapping[str, ValueCodec] = MappingProxyType(
+    {
+        "float32": Float32(),
+        "float64": Float64(),
+        "float16": Float16(),
+        "bfloat16": BFloat16(),
+        "int8": Int8(),
+    }
+)
