@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 __all__ = [
     "ArgumentError",
+    "CheckpointError",
     "CollectiveMismatchError",
     "EditedGradientError",
     "HorovodMissingError",
@@ -152,6 +153,10 @@ class MessageError(HorovodSparseError, RuntimeError):
 
 class StateMismatchError(HorovodSparseError, RuntimeError):
     """Saved state does not fit: another algorithm, model, or number of ranks."""
+
+
+class CheckpointError(HorovodSparseError, RuntimeError):
+    """A checkpoint could not be written, or what is on disk is incomplete, changed or damaged."""
 
 
 class ProfileMismatchError(HorovodSparseError, ValueError):

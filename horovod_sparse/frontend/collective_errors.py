@@ -11,7 +11,7 @@ from horovod_sparse.collectives import AllReduce, Synchronization
 from horovod_sparse.frontend.agreement import shared_lines
 
 #: errors that are made of their message, and so can be made again elsewhere
-_TEXT_ALONE = ("ProfileMismatchError", "StateMismatchError", "UnsupportedError")
+_TEXT_ALONE = ("CheckpointError", "ProfileMismatchError", "StateMismatchError", "UnsupportedError")
 
 
 def raise_together(failure: Exception | None) -> Synchronization[None]:
