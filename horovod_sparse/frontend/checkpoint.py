@@ -314,9 +314,8 @@ def _write(path: Path, entry: Mapping[str, Any]) -> None:
     arrays: list[np.ndarray] = []
     text = json.dumps(_to_json(entry, arrays, "entry")).encode()
     with open(path, "wb") as file:
-        np.savez(
-            file, text=np.frombuffer(text, np.uint8), **{str(i): array for i, array in enumerate(arrays)}
-        )
+        named: dict[str, Any] = {str(i): array for i, array in enumerate(arrays)}
+        np.savez(file, text=np.frombuffer(text, np.uint8), **named)
         file.flush()
         os.fsync(file.fileno())
 
