@@ -9,9 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.common.timing import Work
-from horovod_sparse.arrays import FoldReport, GradientParts, HostAccumulator, apply_sum, clear_all
+from horovod_sparse.arrays import FoldReport, GradientParts, HostAccumulator
 from horovod_sparse.collectives import AllGather, Request
 from horovod_sparse.feedback import Bucket, recipe
+from horovod_sparse.kernels import apply_sum, clear_all
 from horovod_sparse.sparsifiers import ALGORITHMS, DRAGONN, BucketInfo
 from horovod_sparse.sparsifiers.exclusive import ExclusiveThreshold
 from horovod_sparse.sparsifiers.rounds.regions import equal_part

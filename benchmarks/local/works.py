@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.common.timing import Work
-from horovod_sparse.arrays import HostAccumulator, apply_sum, clear_at
+from horovod_sparse.arrays import HostAccumulator
+from horovod_sparse.kernels import apply_sum, clear_at
 
 
 def layered_gradient(num_elements: int, seed: int = 0) -> NDArray[np.float32]:

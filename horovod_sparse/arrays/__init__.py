@@ -1,13 +1,10 @@
-"""The few tensor primitives a sparsifier needs, and the memories that have them."""
+"""The few tensor primitives a sparsifier needs, and the host memory that has them."""
 
 from __future__ import annotations
 
-from horovod_sparse.arrays.gradient_parts import GradientParts
+from horovod_sparse.arrays.gradients import GradientParts
 from horovod_sparse.arrays.host import HostAccumulator
-from horovod_sparse.arrays.moments import Moments
-from horovod_sparse.arrays.protocol import Accumulator, FoldReport, Indices, Values
-from horovod_sparse.arrays.scaled_sum import apply_scaled_sum
-from horovod_sparse.kernels import apply_sum, clear_all, clear_at
+from horovod_sparse.arrays.protocol import Accumulator, FoldReport, Indices, Moments, Values
 
 __all__ = [
     "Accumulator",
@@ -17,8 +14,4 @@ __all__ = [
     "Indices",
     "Moments",
     "Values",
-    "apply_scaled_sum",
-    "apply_sum",
-    "clear_all",
-    "clear_at",
 ]

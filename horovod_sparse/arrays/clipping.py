@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from horovod_sparse.errors import ArgumentError
-from horovod_sparse.kernels.layout import native_bits
+from horovod_sparse.kernels.layout import narrow, native_bits, wide
 
 if TYPE_CHECKING:
-    from horovod_sparse.arrays.gradient_parts import GradientParts
+    from horovod_sparse.arrays.gradients import GradientParts
 
 __all__ = ["check_norm", "clip_factor", "finite_norm", "scaled", "take_out", "wide"]
 
@@ -93,7 +93,7 @@ def scaled(
         for first in range(0, piece.size, _CHUNK):
             chunk = piece[first : first + _CHUNK]
             large = wide(chunk)
-            small = _narrow(large * large.dtype.type(factor), chunk.dtype)
+            small = narrow(large * large.dtype.type(factor), chunk.dtype)
             if keep:
                 yield start + first, small
             else:
@@ -137,26 +137,3 @@ def _chunks(gradient: Array | GradientParts) -> Iterator[Array]:
 
 def _top(chunk: Array) -> float:
     return float(np.abs(chunk).max(where=np.isfinite(chunk), initial=0.0))
-
-
-def wide(chunk: Array) -> Array:
-    """A chunk as float32 or float64, from the kernels' form: half types as their bits."""
-    if chunk.dtype == np.uint16:
-        bits: Array = (chunk.astype(np.uint32) << 16).view(np.float32)
-        return bits
-    if chunk.dtype == np.int16:
-        return chunk.view(np.float16).astype(np.float32)
-    return chunk
-
-
-def _narrow(wide: Array, dtype: np.dtype[Any]) -> Array:
-    """The inverse of `wide`, rounded to nearest even."""
-    if dtype == np.int16:
-        half: Array = wide.astype(np.float16).view(np.int16)
-        return half
-    if dtype != np.uint16:
-        return wide
-    bits = wide.view(np.uint32)
-    rounded = (bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16
-    # Adding to the bits of a NaN could make it a number.
-    return np.where(np.isnan(wide), 0x7FC0, rounded).astype(np.uint16)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_sparse import kernels
-from horovod_sparse.arrays.blocks import BlockMaxima
-from horovod_sparse.arrays.clipping import clip_factor, scaled, take_out, wide
-from horovod_sparse.arrays.gradient_parts import GradientParts
+from horovod_sparse.arrays.clipping import clip_factor, scaled, take_out
 from horovod_sparse.arrays.gradients import (
+    GradientParts,
     accumulating,
     checked_factors,
     checked_gradient,
@@ -21,15 +21,128 @@ from horovod_sparse.arrays.gradients import (
     residual_memory,
     squares,
 )
-from horovod_sparse.arrays.host_journal import Journal
-from horovod_sparse.arrays.moments import Moments
-from horovod_sparse.arrays.protocol import FoldReport, Indices, Values
+from horovod_sparse.arrays.protocol import FoldReport, Indices, Moments, Values
 from horovod_sparse.errors import ArgumentError
-from horovod_sparse.kernels import host_fold, host_scatter, host_statistics
-from horovod_sparse.kernels.host_apply import checked, compiled_for
-from horovod_sparse.kernels.layout import Layout, bits_dtype, bits_of
+from horovod_sparse.kernels.host import fold as folding
+from horovod_sparse.kernels.host import maxima as block_maxima
+from horovod_sparse.kernels.host import scatter, select, statistics
+from horovod_sparse.kernels.host.scatter import checked, compiled_for
+from horovod_sparse.kernels.layout import Layout, bits_dtype, bits_of, block_size, wide
 
-__all__ = ["HostAccumulator"]
+
+@dataclass(frozen=True)
+class _Change:
+    indices: Indices
+    olds: tuple[Values, ...]
+
+
+class Journal:
+    """The changes of single elements since the last fold, in k-sized memory.
+
+    Args:
+        arrays: what changes together, each of shape (n,) and of one type.
+    """
+
+    def __init__(self, arrays: tuple[NDArray[Any], ...]) -> None:
+        self._arrays = arrays
+        self._changes: list[_Change] = []
+        self._seen = 0
+
+    def remember(self, indices: Indices) -> tuple[Values, ...]:
+        """Notes what stands at some places, just before it is changed.
+
+        Args:
+            indices: int32, shape (k,), checked.
+
+        Returns:
+            What stands there in each of the arrays, shape (k,).
+        """
+        olds = []
+        for array in self._arrays:
+            old = np.empty(indices.size, array.dtype)
+            scatter.take_at(array, indices, old)
+            olds.append(old)
+        # A copy: the caller may reuse its array, and the journal must not change with it.
+        self._changes.append(_Change(indices.copy(), tuple(olds)))
+        return self._changes[-1].olds
+
+    def unseen(self) -> Iterator[Indices]:
+        """The places of all changes that no earlier call has given out."""
+        first, self._seen = self._seen, len(self._changes)
+        for change in self._changes[first:]:
+            yield change.indices
+
+    def undo(self) -> list[Indices]:
+        """Restores every array bit for bit, the last change first, and forgets.
+
+        Returns:
+            The places that changed.
+        """
+        for change in reversed(self._changes):
+            for array, old in zip(self._arrays, change.olds, strict=True):
+                scatter.put_at(array, change.indices, old)
+        places = [change.indices for change in self._changes]
+        self.forget()
+        return places
+
+    def forget(self) -> None:
+        """Drops everything: what changed stays changed."""
+        self._changes.clear()
+        self._seen = 0
+
+
+Array = NDArray[Any]
+
+
+class BlockMaxima:
+    """Magnitude bits of the largest element of every block, made when they are first needed.
+
+    Args:
+        values: float32 or float64, shape (n,).
+        layout: of the blocks.
+    """
+
+    def __init__(self, values: Array, layout: Layout) -> None:
+        self._values, self._layout = values, layout
+        self._array = np.empty(0, bits_dtype(values.dtype))
+        self._known = False
+
+    def to_be_written(self) -> Array:
+        """Memory for all maxima, which the caller fills."""
+        if self._array.size != self._layout.num_blocks:
+            self._array = np.empty(self._layout.num_blocks, self._array.dtype)
+        self._known = True
+        return self._array
+
+    def bounds(self) -> Array:
+        """Upper bounds: exact, but for what was cleared since."""
+        if not self._known:
+            block_maxima.scan_maxima(self._values, self.to_be_written(), self._layout.block)
+        return self._array
+
+    def exact(self, changed: Iterable[Indices]) -> Array:
+        """Exact maxima.
+
+        Args:
+            changed: the places that changed since they were exact last.
+
+        Returns:
+            shape (num_blocks,).
+        """
+        maxima = self.bounds()
+        for indices in changed:
+            block_maxima.refresh_maxima(self._values, maxima, self._layout.block, indices)
+        return maxima
+
+    def grew(self, indices: Indices) -> None:
+        """Makes them upper bounds again after elements may have grown."""
+        if self._known:
+            block_maxima.raise_maxima(self._values, self._array, self._layout.block, indices)
+
+    def forget(self) -> None:
+        """All values were replaced."""
+        self._known = False
+
 
 Array = NDArray[Any]
 
@@ -71,7 +184,7 @@ class HostAccumulator:
     ) -> None:
         if not 0.0 < density <= 1.0:
             raise ArgumentError("density", density, "a number in (0, 1]")
-        self._layout = Layout(int(num_elements), kernels.block_size(density))
+        self._layout = Layout(int(num_elements), block_size(density))
         self._values = residual_memory(self._layout.num_elements, accumulating(dtype), memory)
         self._companions = tuple(np.zeros_like(self._values) for _ in range(companions))
         self._cleared = (self._values, *self._companions)
@@ -82,9 +195,7 @@ class HostAccumulator:
         self._report = FoldReport()
         # of the last fold: the gradient's weight in the values, the velocity it went into, its norm's limit
         self._folded: tuple[float, Array | None, float | None] = 1.0, None, None
-        self._square_norm = (
-            float(host_fold.squares_of(memory, 0, num_elements)) if memory is not None else 0.0
-        )
+        self._square_norm = float(folding.squares_of(memory, 0, num_elements)) if memory is not None else 0.0
 
     @property
     def num_elements(self) -> int:
@@ -158,7 +269,7 @@ class HostAccumulator:
         parts = pieces(array, 1024 * self._layout.block, self._layout.block)
         if clip_norm is not None:
             parts = scaled(parts, clip_factor(array, clip_norm), keep=isinstance(array, GradientParts))
-        folded = kernels.fold(
+        folded = folding.fold(
             self._values,
             parts,
             self._maxima.to_be_written(),
@@ -185,15 +296,15 @@ class HostAccumulator:
 
     def largest(self, num_selected: int, start: int = 0, stop: int | None = None) -> Indices:
         """Exactly the `num_selected` largest magnitudes in [start, stop); ties go to the lowest index."""
-        return kernels.largest(self._values, self._exact_maxima(), self._layout, num_selected, start, stop)
+        return select.largest(self._values, self._exact_maxima(), self._layout, num_selected, start, stop)
 
     def kth_magnitude(self, k: int, start: int = 0, stop: int | None = None) -> float:
         """Exact k-th largest magnitude (k from 1) in [start, stop)."""
-        return kernels.kth_magnitude(self._values, self._exact_maxima(), self._layout, k, start, stop)
+        return select.kth_magnitude(self._values, self._exact_maxima(), self._layout, k, start, stop)
 
     def at_least(self, threshold: float, start: int = 0, stop: int | None = None) -> Indices:
         """All positions in [start, stop) whose magnitude is >= threshold and not 0."""
-        return kernels.at_least(self._values, self._maxima.bounds(), self._layout, threshold, start, stop)
+        return select.at_least(self._values, self._maxima.bounds(), self._layout, threshold, start, stop)
 
     def count_at_least(self, thresholds: Any) -> NDArray[np.int64]:
         """How many magnitudes are >= each threshold and not 0, for several thresholds in one read.
@@ -206,13 +317,13 @@ class HostAccumulator:
         """
         keys = np.array([bits_of(float(t), self.dtype) for t in thresholds], bits_dtype(self.dtype))
         counts = np.zeros(keys.size, np.int64)
-        host_statistics.count_at_least(self._values, self._maxima.bounds(), self._layout.block, keys, counts)
+        statistics.count_at_least(self._values, self._maxima.bounds(), self._layout.block, keys, counts)
         return counts
 
     def moments(self, threshold: float = 0.0) -> Moments:
         """Moments of the magnitudes that are >= threshold and not 0, in one read."""
         out = np.zeros(4)
-        host_statistics.moments_at_least(self._values, bits_of(threshold, self.dtype), out)
+        statistics.moments_at_least(self._values, bits_of(threshold, self.dtype), out)
         return Moments(int(out[0]), float(out[1]), float(out[2]), float(out[3]))
 
     def sample_magnitudes(self, stride: int, offset: int = 0) -> Values:
@@ -225,7 +336,7 @@ class HostAccumulator:
         """The values there, as a fresh array."""
         where = checked(indices, self.num_elements)
         out = np.empty(where.size, self.dtype)
-        host_scatter.take_at(self._values, where, out)
+        scatter.take_at(self._values, where, out)
         return out
 
     def clear(self, indices: Indices) -> None:
@@ -233,7 +344,7 @@ class HostAccumulator:
         where = checked(indices, self.num_elements)
         olds = self._journal.remember(where)
         for array in self._cleared:
-            host_scatter.clear_at(array, where)
+            scatter.zero_at(array, where)
         self._follow(where, -olds[0])
         if where.size < self.num_elements:
             self._renorm(where, olds)
@@ -252,7 +363,7 @@ class HostAccumulator:
             if self._held is not self._values:
                 finite &= np.isfinite(olds[1] + new)
         new = new if finite.all() else np.where(finite, new, new.dtype.type(0))
-        host_scatter.add_at(self._values, where, new)
+        scatter.add_at(self._values, where, new)
         self._follow(where, new)
         self._renorm(where, olds)
         self._maxima.grew(where)
@@ -264,7 +375,7 @@ class HostAccumulator:
         if new.size != where.size:
             raise ArgumentError("values", new.size, f"one for each of the {where.size} indices")
         olds = self._journal.remember(where)
-        host_scatter.put_at(self._values, where, new)
+        scatter.put_at(self._values, where, new)
         # one after the other: the difference of two large values need not be finite
         self._follow(where, -olds[0])
         self._follow(where, new)
@@ -277,16 +388,16 @@ class HostAccumulator:
             where = checked(indices, self.num_elements)
             self._journal.remember(where)
             for companion in self._companions:
-                host_scatter.clear_at(companion, where)
+                scatter.zero_at(companion, where)
 
     def _follow(self, where: Indices, change: Values) -> None:
         if self._held is not self._values:
             # not `add_at`, to which a zero's sign means something
-            host_scatter.put_at(self._held, where, self._held_at(where) + change)
+            scatter.put_at(self._held, where, self._held_at(where) + change)
 
     def _held_at(self, where: Indices) -> Values:
         out = np.empty(where.size, self.dtype)
-        host_scatter.take_at(self._held, where, out)
+        scatter.take_at(self._held, where, out)
         return out
 
     def _renorm(self, where: Indices, olds: tuple[Values, ...]) -> None:
@@ -302,7 +413,7 @@ class HostAccumulator:
                 part = array[start : start + _SQUARED]
                 square = float(np.dot(part, part))
                 if not 1e-30 < square < math.inf:
-                    square = float(host_fold.squares_of(part, 0, part.size))
+                    square = float(folding.squares_of(part, 0, part.size))
                 total += square
         return total
 

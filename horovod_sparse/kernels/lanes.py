@@ -1,11 +1,12 @@
-"""Sixteen numbers at once: explicit vectors for numba.
+"""Sixteen numbers at once: explicit vectors for numba; which lanes pass; and the same for single numbers.
 
 Left to itself LLVM does not vectorize a loop that adds, stores, clears and takes block maxima at the
 same time, so the kernels say what they mean: `Lanes` is an LLVM vector of 16 elements, which becomes
 one AVX-512 register, two of AVX2 or four of NEON, whatever the machine has.
 
 Half types have no arithmetic of their own here. They are passed as what holds their bits, int16 for
-float16 and uint16 for bfloat16, and become float32 when they are loaded.
+float16 and uint16 for bfloat16, and become float32 when they are loaded. Which lanes pass is one bit
+per lane in a uint64, bit 0 for lane 0.
 """
 
 from __future__ import annotations
@@ -15,24 +16,6 @@ from typing import Any
 from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic, models, register_model
-
-__all__ = [
-    "LANES",
-    "Lanes",
-    "add",
-    "and_bits",
-    "larger",
-    "load",
-    "magnitudes",
-    "multiply",
-    "prefetch",
-    "splat",
-    "store",
-    "sum_of",
-    "top_of",
-    "widen_half",
-    "zeros_like",
-]
 
 LANES = 16
 
@@ -165,7 +148,6 @@ def _emit_larger(builder: Any, left: Any, right: Any) -> Any:
 add = intrinsic(_binary(lambda builder, left, right: builder.fadd(left, right)))
 multiply = intrinsic(_binary(lambda builder, left, right: builder.fmul(left, right)))
 larger = intrinsic(_binary(_emit_larger))
-and_bits = intrinsic(_binary(lambda builder, left, right: builder.and_(left, right)))
 
 
 @intrinsic
@@ -227,3 +209,147 @@ def prefetch(typingctx: Any, array: Any, index: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(array, types.intp), codegen
+
+
+@intrinsic
+def read(typingctx: Any, array: Any, index: Any) -> Any:
+    """array[index] without wraparound; half types arrive as float32."""
+    half = array.dtype in (types.int16, types.uint16)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = builder.gep(context.make_array(array)(context, builder, args[0]).data, [args[1]])
+        value = builder.load(pointer)
+        return widen_half(builder, value, array.dtype, 0) if half else value
+
+    return (types.float32 if half else array.dtype)(array, types.intp), codegen
+
+
+@intrinsic
+def raw_bits(typingctx: Any, number: Any) -> Any:
+    """The bits of a float as an unsigned integer."""
+    bits = _bits_type(number)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.IntType(bits.bitwidth))
+
+    return bits(number), codegen
+
+
+@intrinsic
+def magnitude(typingctx: Any, number: Any) -> Any:
+    """The bits of a float without its sign."""
+    bits = _bits_type(number)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        word = ir.IntType(bits.bitwidth)
+        return builder.and_(builder.bitcast(args[0], word), ir.Constant(word, (1 << (bits.bitwidth - 1)) - 1))
+
+    return bits(number), codegen
+
+
+@intrinsic
+def infinity(typingctx: Any, bits: Any) -> Any:
+    """The magnitude bits of Inf, in the type of the argument (uint32 or uint64)."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        value = 0x7FF0000000000000 if bits.bitwidth == 64 else 0x7F800000
+        return ir.Constant(ir.IntType(bits.bitwidth), value)
+
+    return bits(bits), codegen
+
+
+@intrinsic
+def digit(typingctx: Any, bits: Any, shift: Any, mask: Any) -> Any:
+    """(bits >> shift) & mask as int64."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        word = ir.IntType(64)
+        value = builder.zext(args[0], word) if bits.bitwidth < 64 else args[0]
+        return builder.and_(builder.lshr(value, args[1]), args[2])
+
+    return types.int64(bits, types.int64, types.int64), codegen
+
+
+@intrinsic
+def as_key(typingctx: Any, like: Any, number: Any) -> Any:
+    """An integer in the unsigned type of `like`: numba would widen, or go through float64."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        word = ir.IntType(like.bitwidth)
+        return builder.trunc(args[1], word) if like.bitwidth < 64 else args[1]
+
+    return like(like, types.int64), codegen
+
+
+@intrinsic
+def successor(typingctx: Any, bits: Any) -> Any:
+    """bits + 1 in the same type."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.add(args[0], ir.Constant(ir.IntType(bits.bitwidth), 1))
+
+    return bits(bits), codegen
+
+
+@intrinsic
+def mask_at_least(typingctx: Any, lanes: Any, threshold: Any) -> Any:
+    """One bit per unsigned lane that is >= the lane of threshold."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        hits = builder.icmp_unsigned(">=", args[0], args[1])
+        return builder.zext(builder.bitcast(hits, ir.IntType(LANES)), ir.IntType(64))
+
+    return types.uint64(lanes, lanes), codegen
+
+
+@intrinsic
+def lane_of(typingctx: Any, lanes: Any, lane: Any) -> Any:
+    """One lane."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.extract_element(args[0], args[1])
+
+    return lanes.element(lanes, types.int64), codegen
+
+
+@intrinsic
+def first_bit(typingctx: Any, mask: Any) -> Any:
+    """Position of the lowest bit set in a uint64 that is not 0."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.cttz(args[0], ir.Constant(ir.IntType(1), 1))
+
+    return types.int64(mask), codegen
+
+
+@intrinsic
+def without_first_bit(typingctx: Any, mask: Any) -> Any:
+    """The mask with its lowest bit cleared."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.and_(args[0], builder.sub(args[0], ir.Constant(ir.IntType(64), 1)))
+
+    return types.uint64(types.uint64), codegen
+
+
+@intrinsic
+def without_last_bit(typingctx: Any, mask: Any, marks: Any) -> Any:
+    """The mask without its bit at the place of the highest bit set in marks (which is not 0)."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        word = ir.IntType(64)
+        behind = builder.ctlz(args[1], ir.Constant(ir.IntType(1), 1))
+        highest = builder.lshr(ir.Constant(word, 1 << 63), behind)
+        return builder.and_(args[0], builder.not_(highest))
+
+    return types.uint64(types.uint64, types.uint64), codegen
+
+
+@intrinsic
+def count_bits(typingctx: Any, mask: Any) -> Any:
+    """How many bits of a uint64 are set."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.ctpop(args[0])
+
+    return types.int64(mask), codegen

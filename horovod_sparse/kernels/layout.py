@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_sparse.errors import ArgumentError, MessageError
+from horovod_sparse.errors import ArgumentError
 
 __all__ = ["Layout", "bits_dtype", "bits_of", "block_size", "float_of", "native_bits"]
 
@@ -138,10 +138,28 @@ def native_bits(array: Array) -> Array:
     raise ArgumentError("dtype", array.dtype.name, known)
 
 
-def check_indices(indices: Any, position: int, num_elements: int) -> None:
-    """Raises MessageError if a kernel found an index outside (position >= 0)."""
-    if position >= 0:
-        raise MessageError(
-            f"index {int(indices[position])} (position {position}) is outside a bucket of {num_elements} "
-            "elements: the ranks do not hold the same plan, or a message was damaged"
-        )
+def wide(chunk: Array) -> Array:
+    """Numbers as float32 or float64, from the form of `native_bits`: half types as their bits."""
+    if chunk.dtype == np.uint16:
+        bits: Array = (chunk.astype(np.uint32) << 16).view(np.float32)
+        return bits
+    return chunk.view(np.float16).astype(np.float32) if chunk.dtype == np.int16 else chunk
+
+
+def narrow(numbers: Array, dtype: Any) -> Array:
+    """The inverse of `wide`, to nearest, ties to even.
+
+    Args:
+        numbers: float32 or float64.
+        dtype: int16 (bits of float16), uint16 (bits of bfloat16), or that of the numbers.
+    """
+    if dtype == np.int16:
+        with np.errstate(over="ignore"):
+            return numbers.astype(np.float16).view(np.int16)
+    if dtype != np.uint16:
+        return numbers
+    bits = numbers.view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    # Adding to the bits of a NaN could make it a number.
+    quiet = (bits >> np.uint32(16)) | np.uint32(0x40)
+    return np.where(np.isnan(numbers), quiet, rounded).astype(np.uint16)

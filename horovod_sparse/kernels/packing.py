@@ -16,7 +16,7 @@ from numba.extending import intrinsic
 
 from horovod_sparse.kernels import lanes as v
 from horovod_sparse.kernels.compile import kernel
-from horovod_sparse.kernels.masks import count_bits, first_bit, lane_of, without_first_bit
+from horovod_sparse.kernels.lanes import count_bits, first_bit, lane_of, without_first_bit
 
 __all__ = ["PACKS", "append", "append_keys", "append_positions"]
 

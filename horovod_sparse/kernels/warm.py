@@ -8,16 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from horovod_sparse.errors import ArgumentError
-from horovod_sparse.kernels import (
-    host,
-    host_apply,
-    host_fold,
-    host_fold_momentum,
-    host_kth,
-    host_maxima,
-    host_scatter,
-    host_statistics,
-)
+from horovod_sparse.kernels.host import fold, kth, scatter, select
+from horovod_sparse.kernels.host import maxima as block_maxima
+from horovod_sparse.kernels.host import statistics as estimates
 from horovod_sparse.kernels.layout import Layout, bits_dtype, native_bits
 
 __all__ = ["warm_up"]
@@ -47,10 +40,10 @@ def warm_up(dtype: str = "float32", *, momentum: bool = False, statistics: bool 
     maxima = np.zeros(layout.num_blocks, bits_dtype(values.dtype))
     one, report = values.dtype.type(1), np.zeros(3)
     # gradients are kept until the sum is there: the kernels for that are others
-    host_fold.fold_plain(values, gradient, maxima, layout.block, one, report, True)
+    fold.fold_plain(values, gradient, maxima, layout.block, one, report, True)
     if momentum:
         factors = np.zeros(4, values.dtype)
-        host_fold_momentum.fold_momentum(
+        fold.fold_momentum(
             values, np.zeros_like(values), gradient, maxima, layout.block, factors, report, True
         )
     values[:] = 1
@@ -58,27 +51,27 @@ def warm_up(dtype: str = "float32", *, momentum: bool = False, statistics: bool 
     _scatter(values, maxima, layout, gradient)
     if statistics:
         keys = maxima[:2].copy()
-        host_statistics.count_at_least(values, maxima, layout.block, keys, np.zeros(2, np.int64))
-        host_statistics.moments_at_least(values, keys[0], np.zeros(4))
+        estimates.count_at_least(values, maxima, layout.block, keys, np.zeros(2, np.int64))
+        estimates.moments_at_least(values, keys[0], np.zeros(4))
 
 
 def _select(values: NDArray[Any], maxima: NDArray[Any], layout: Layout) -> None:
-    host_maxima.scan_maxima(values, maxima, layout.block)
-    host.at_least(values, maxima, layout, 0.5)
-    host.largest(values, maxima, layout, 5)
-    host.largest(values, maxima, layout, values.size // 2)
-    host_kth.kth_of_values(values, maxima, 1, values.itemsize * 8 - 1, 0, values.size)
+    block_maxima.scan_maxima(values, maxima, layout.block)
+    select.at_least(values, maxima, layout, 0.5)
+    select.largest(values, maxima, layout, 5)
+    select.largest(values, maxima, layout, values.size // 2)
+    kth.kth_of_values(values, maxima, 1, values.itemsize * 8 - 1, 0, values.size)
 
 
 def _scatter(values: NDArray[Any], maxima: NDArray[Any], layout: Layout, gradient: NDArray[Any]) -> None:
     indices = np.arange(3, dtype=np.int32)
     taken = np.empty(3, values.dtype)
-    host_scatter.take_at(values, indices, taken)
-    host_scatter.clear_at(values, indices)
-    host_scatter.put_at(values, indices, taken)
-    host_scatter.add_at(values, indices, taken)
-    host_maxima.refresh_maxima(values, maxima, layout.block, indices)
-    host_maxima.raise_maxima(values, maxima, layout.block, indices)
+    scatter.take_at(values, indices, taken)
+    scatter.zero_at(values, indices)
+    scatter.put_at(values, indices, taken)
+    scatter.add_at(values, indices, taken)
+    block_maxima.refresh_maxima(values, maxima, layout.block, indices)
+    block_maxima.raise_maxima(values, maxima, layout.block, indices)
     dense = gradient.view(np.float16) if gradient.dtype == np.int16 else gradient
-    host_apply.apply_sum(dense, indices, taken)
-    host_apply.clear_at(dense, indices)
+    scatter.apply_sum(dense, indices, taken)
+    scatter.clear_at(dense, indices)

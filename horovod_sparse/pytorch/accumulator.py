@@ -10,10 +10,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from horovod_sparse.arrays.gradients import checked_factors
-from horovod_sparse.arrays.moments import Moments
-from horovod_sparse.arrays.protocol import FoldReport, Indices, Values
+from horovod_sparse.arrays.protocol import FoldReport, Indices, Moments, Values
 from horovod_sparse.errors import ArgumentError
-from horovod_sparse.kernels.host_apply import checked
+from horovod_sparse.kernels.host.scatter import checked
 from horovod_sparse.kernels.layout import Layout
 from horovod_sparse.pytorch.backend import TensorKernels, kernels_for
 from horovod_sparse.pytorch.gradients import (

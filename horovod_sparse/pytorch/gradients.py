@@ -13,7 +13,7 @@ from torch import Tensor
 from horovod_sparse.arrays import gradients
 from horovod_sparse.arrays.clipping import check_norm
 from horovod_sparse.errors import ArgumentError, MessageError
-from horovod_sparse.kernels.host_apply import checked
+from horovod_sparse.kernels.host.scatter import checked
 from horovod_sparse.pytorch.backend import TensorKernels, kernels_for
 from horovod_sparse.pytorch.transfer import to_device, to_host
 

@@ -8,8 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from horovod_sparse.arrays.moments import Moments
-from horovod_sparse.arrays.protocol import Indices, Values
+from horovod_sparse.arrays.protocol import Indices, Moments, Values
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.kernels.layout import Layout, bits_of, float_of
 from horovod_sparse.pytorch.backend import TensorKernels

@@ -10,8 +10,7 @@ from typing import ClassVar, Protocol
 
 import numpy as np
 
-from horovod_sparse.arrays.moments import Moments
-from horovod_sparse.arrays.protocol import Accumulator
+from horovod_sparse.arrays.protocol import Accumulator, Moments
 from horovod_sparse.checks import check_count, check_number
 from horovod_sparse.collectives import LOCAL, AllGather, Request, Synchronization
 from horovod_sparse.errors import UnknownNameError

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from horovod_sparse.arrays import apply_scaled_sum, clear_at
+from horovod_sparse.kernels import apply_scaled_sum, clear_at
 from horovod_sparse.kernels.layout import native_bits
 
 __all__ = ["DenseOutput"]

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from horovod_sparse.arrays.protocol import Indices, Values
 from horovod_sparse.errors import ArgumentError
-from horovod_sparse.kernels import host_codecs_indices, host_codecs_values
-from horovod_sparse.kernels.host_scatter import find_outside
+from horovod_sparse.kernels.host import codecs as kernels
+from horovod_sparse.kernels.host.scatter import find_outside
 
 Words: TypeAlias = NDArray[np.uint32]
 
@@ -81,14 +81,14 @@ class Block16:
         _check_ascending(indices, num_elements, "block16")
         if indices.size:
             words[:] = 0
-            host_codecs_indices.encode_blocks(indices, *_split_blocks(words, num_elements))
+            kernels.encode_blocks(indices, *_split_blocks(words, num_elements))
 
     def decode(self, words: Words, num_elements: int, out: Indices) -> bool:
         """See `IndexCodec.decode`."""
         if out.size == 0:
             return True
         counts, offsets = _split_blocks(words, num_elements)
-        return bool(host_codecs_indices.decode_blocks(counts, offsets, num_elements, out))
+        return bool(kernels.decode_blocks(counts, offsets, num_elements, out))
 
 
 class Gaps:
@@ -130,7 +130,7 @@ class Gaps:
         if indices.size:
             words[:] = 0
             low = low_bits(indices.size, num_elements)
-            host_codecs_indices.encode_gaps(indices, low, _low_words(indices.size, low), words)
+            kernels.encode_gaps(indices, low, _low_words(indices.size, low), words)
 
     def decode(self, words: Words, num_elements: int, out: Indices) -> bool:
         """See `IndexCodec.decode`."""
@@ -138,7 +138,7 @@ class Gaps:
             return True
         low = low_bits(out.size, num_elements)
         low_words = _low_words(out.size, low)
-        return bool(host_codecs_indices.decode_gaps(words, out.size, low, low_words, num_elements, out))
+        return bool(kernels.decode_gaps(words, out.size, low, low_words, num_elements, out))
 
 
 def low_bits(count: int, num_elements: int) -> int:
@@ -163,7 +163,7 @@ def _low_words(count: int, low: int) -> int:
 
 
 def _num_blocks(num_elements: int) -> int:
-    return -(-num_elements >> host_codecs_indices.BLOCK_BITS)
+    return -(-num_elements >> kernels.BLOCK_BITS)
 
 
 def _split_blocks(words: Words, num_elements: int) -> tuple[Words, NDArray[Any]]:
@@ -172,7 +172,7 @@ def _split_blocks(words: Words, num_elements: int) -> tuple[Words, NDArray[Any]]
 
 
 def _check_ascending(indices: Indices, num_elements: int, name: str) -> None:
-    position = int(host_codecs_indices.find_descent(indices, num_elements))
+    position = int(kernels.find_descent(indices, num_elements))
     if position >= 0:
         before = "" if position == 0 else f" after {int(indices[position - 1])}"
         raise ArgumentError(
@@ -257,11 +257,11 @@ class Float16:
     def encode(self, values: Values, words: Words) -> None:
         """To the nearest, ties to even; float64 by way of float32."""
         words[-1:] = 0
-        host_codecs_values.encode_float16(values, words.view(np.int16))
+        kernels.encode_float16(values, words.view(np.int16))
 
     def decode(self, words: Words, out: Values) -> None:
         """See `ValueCodec.decode`."""
-        host_codecs_values.decode_half(words.view(np.int16), out)
+        kernels.decode_half(words.view(np.int16), out)
 
 
 class BFloat16:
@@ -276,11 +276,11 @@ class BFloat16:
     def encode(self, values: Values, words: Words) -> None:
         """To the nearest, ties to even; float64 by way of float32."""
         words[-1:] = 0
-        host_codecs_values.encode_bfloat16(values, words.view(np.uint16))
+        kernels.encode_bfloat16(values, words.view(np.uint16))
 
     def decode(self, words: Words, out: Values) -> None:
         """See `ValueCodec.decode`."""
-        host_codecs_values.decode_half(words.view(np.uint16), out)
+        kernels.decode_half(words.view(np.uint16), out)
 
 
 class Int8:
@@ -305,19 +305,19 @@ class Int8:
 
     def num_words(self, count: int) -> int:
         """A word per block, a quarter of a word per value."""
-        return -(-count // host_codecs_values.INT8_BLOCK) + (count + 3) // 4
+        return -(-count // kernels.INT8_BLOCK) + (count + 3) // 4
 
     def encode(self, values: Values, words: Words) -> None:
         """Scales, then codes."""
         words[-1:] = 0
-        blocks = -(-values.size // host_codecs_values.INT8_BLOCK)
+        blocks = -(-values.size // kernels.INT8_BLOCK)
         scales = words[:blocks]
-        host_codecs_values.encode_int8(values, scales, scales.view(np.float32), words[blocks:].view(np.int8))
+        kernels.encode_int8(values, scales, scales.view(np.float32), words[blocks:].view(np.int8))
 
     def decode(self, words: Words, out: Values) -> None:
         """See `ValueCodec.decode`."""
-        blocks = -(-out.size // host_codecs_values.INT8_BLOCK)
-        host_codecs_values.decode_int8(words[blocks:].view(np.int8), words[:blocks].view(np.float32), out)
+        blocks = -(-out.size // kernels.INT8_BLOCK)
+        kernels.decode_int8(words[blocks:].view(np.int8), words[:blocks].view(np.float32), out)
 
 
 #: The ways by name.

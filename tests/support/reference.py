@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from horovod_sparse.arrays.moments import Moments
-from horovod_sparse.arrays.protocol import FoldReport, Indices, Values
+from horovod_sparse.arrays.protocol import FoldReport, Indices, Moments, Values
 
 __all__ = ["ReferenceAccumulator"]
 

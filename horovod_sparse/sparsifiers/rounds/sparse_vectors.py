@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from horovod_sparse.arrays.protocol import Indices, Values
-from horovod_sparse.kernels.host_kth import kth_of
-from horovod_sparse.kernels.host_merge import absent, keys_of, merge_add, split_at
+from horovod_sparse.kernels.host.kth import kth_of
+from horovod_sparse.kernels.host.merge import absent, keys_of, merge_add, split_at
 from horovod_sparse.kernels.layout import bits_dtype
 from horovod_sparse.wire import WireFormat
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from horovod_sparse.arrays import GradientParts, HostAccumulator
-from horovod_sparse.arrays import gradient_parts as module
+from horovod_sparse.arrays import gradients as module
 from horovod_sparse.errors import ArgumentError
 
 

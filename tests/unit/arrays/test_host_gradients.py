@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from horovod_sparse.arrays import HostAccumulator
-from horovod_sparse.kernels import reference
+from support import kernels_reference as reference
 from unit.kernels.drawing import SEEDS, bfloat16_bits, make
 
 NAMES = ("float32", "float64", "float16", "bfloat16")

@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from horovod_sparse.arrays import HostAccumulator
-from horovod_sparse.kernels import reference
 from horovod_sparse.pytorch.accumulator import TorchAccumulator
+from support import kernels_reference as reference
 from support.gradients import DTYPES, as_gradient
 
 # Magnitudes that tie, vanish, or are not numbers; between them anything.

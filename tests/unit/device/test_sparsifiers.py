@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from horovod_sparse.arrays import HostAccumulator, apply_sum
+from horovod_sparse.arrays import HostAccumulator
 from horovod_sparse.errors import NonFiniteGradientError
 from horovod_sparse.feedback import Bucket, parse_recipe
+from horovod_sparse.kernels import apply_sum
 from horovod_sparse.pytorch import gradients as gradients_of_torch
 from horovod_sparse.pytorch.accumulator import TorchAccumulator
 from horovod_sparse.simulation import run_lockstep

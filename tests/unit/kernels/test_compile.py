@@ -12,9 +12,10 @@ import pytest
 import horovod_sparse
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.kernels import warm_up
-from horovod_sparse.kernels.host_fold import fold_plain
+from horovod_sparse.kernels.host.fold import fold_plain
 
 PACKAGE = Path(horovod_sparse.__file__).parent
+TESTS = Path(__file__).parents[2]
 
 
 def run(program, path=PACKAGE.parent, **environment):
@@ -38,7 +39,7 @@ def test_importing_compiles_nothing_and_imports_no_framework():
     program = """
 import sys
 import horovod_sparse.kernels, horovod_sparse.arrays
-from horovod_sparse.kernels.host_fold import fold_plain
+from horovod_sparse.kernels.host.fold import fold_plain
 from numba.core.registry import CPUDispatcher
 compiled = [
     name
@@ -63,7 +64,7 @@ def test_warm_up_runs(dtype):
 
 ONE_KERNEL = """
 import numpy as np
-from horovod_sparse.kernels.host_scatter import take_at
+from horovod_sparse.kernels.host.scatter import take_at
 kind = np.{kind}
 out = np.zeros(3, kind)
 take_at(np.arange(9, dtype=kind), np.array([1, 3, 5], np.int32), out)
@@ -96,21 +97,22 @@ def test_a_read_only_installation(tmp_path):
     copy, home = tmp_path / "site" / "horovod_sparse", tmp_path / "home"
     home.mkdir()
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    for folder in (copy, copy / "kernels"):
+    for folder in (copy, copy / "kernels", copy / "kernels" / "host"):
         folder.chmod(stat.S_IREAD | stat.S_IEXEC)
     try:
-        if os.access(copy / "kernels", os.W_OK):
+        if os.access(copy / "kernels" / "host", os.W_OK):
             # root may write anywhere: an unwritable cache folder has to be a file
-            for folder in (copy, copy / "kernels"):
+            for folder in (copy, copy / "kernels", copy / "kernels" / "host"):
                 folder.chmod(stat.S_IRWXU)
-            (copy / "kernels" / "__pycache__").write_text("in the way")
+            for folder in (copy / "kernels", copy / "kernels" / "host"):
+                (folder / "__pycache__").write_text("in the way")
         environment = {"HOME": str(home), "XDG_CACHE_HOME": str(home / "cache")}
         program = ONE_KERNEL.format(kind="float32")
         assert finish(run(program, copy.parent, **environment)).endswith(" 1")
         assert finish(run(program, copy.parent, **environment)).endswith(" 0")
         assert list(home.rglob("*.nbi"))
     finally:
-        for folder in (copy, copy / "kernels"):
+        for folder in (copy, copy / "kernels", copy / "kernels" / "host"):
             folder.chmod(stat.S_IRWXU)
 
 
@@ -119,8 +121,7 @@ def test_a_processor_without_avx512():
     program = """
 from horovod_sparse.kernels import packing
 import numpy as np
-from horovod_sparse import kernels
-from horovod_sparse.kernels import reference
+from support import kernels_reference as reference
 from horovod_sparse.arrays import HostAccumulator
 assert not packing.PACKS
 generator = np.random.default_rng(0)
@@ -139,4 +140,4 @@ for n in (1, 100, 5000, 70_001):
 print("fine")
 """
     # the cache key holds the processor, so this does not disturb what was compiled for the real one
-    assert finish(run(program, NUMBA_CPU_NAME="generic")) == "fine"
+    assert finish(run(program, NUMBA_CPU_NAME="generic", PYTHONPATH=f"{PACKAGE.parent}:{TESTS}")) == "fine"

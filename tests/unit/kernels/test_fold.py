@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from horovod_sparse import kernels
-from horovod_sparse.kernels import reference
+from horovod_sparse.kernels.host import fold as kernels
 from horovod_sparse.kernels.layout import Layout, bits_dtype, native_bits
+from support import kernels_reference as reference
 from unit.kernels.drawing import KINDS, SEEDS, SIZES, bfloat16_bits, make, spoil
 
 HELD = {"float32": np.float32, "float64": np.float64, "float16": np.float16, "bfloat16": np.uint16}

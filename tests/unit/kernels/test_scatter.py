@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from horovod_sparse import kernels
 from horovod_sparse.errors import ArgumentError, MessageError
-from horovod_sparse.kernels import reference
+from support import kernels_reference as reference
 from unit.kernels.drawing import FLOATS, SEEDS, bfloat16_bits, make
 
 

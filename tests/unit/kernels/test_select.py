@@ -5,10 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from horovod_sparse import kernels
 from horovod_sparse.errors import ArgumentError
-from horovod_sparse.kernels import host, host_kth, reference
+from horovod_sparse.kernels.host import select
+from horovod_sparse.kernels.host.kth import kth_of, sample
 from horovod_sparse.kernels.layout import Layout, bits_dtype
+from support import kernels_reference as reference
 from unit.kernels.drawing import FLOATS, KINDS, SEEDS, arrays, make, windows
 
 BLOCKS = st.sampled_from([32, 64, 256])
@@ -23,9 +24,9 @@ def way(request):
     """Each of the three ways to an exact rank, for all sizes and ranks."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param != "blocks":
-            patch.setattr(host, "_fits_buffer", lambda *_: False)
+            patch.setattr(select, "_fits_buffer", lambda *_: False)
         if request.param == "digits":
-            patch.setattr(host, "between", lambda *_: (0, -1))
+            patch.setattr(select, "between", lambda *_: (0, -1))
         yield request.param
 
 
@@ -40,7 +41,7 @@ def ranks(n, data):
 def test_largest(way, values, block, data):
     start, stop = data.draw(windows(values.size))
     k = ranks(stop - start, data)
-    got = kernels.largest(values, maxima_of(values, block), Layout(values.size, block), k, start, stop)
+    got = select.largest(values, maxima_of(values, block), Layout(values.size, block), k, start, stop)
     assert got.dtype == np.int32
     np.testing.assert_array_equal(got, reference.largest(values, k, start, stop))
 
@@ -53,9 +54,9 @@ def test_kth_magnitude(way, values, block, data):
     layout, maxima = Layout(values.size, block), maxima_of(values, block)
     if not 1 <= k <= stop - start:
         with pytest.raises(ArgumentError, match="k="):
-            kernels.kth_magnitude(values, maxima, layout, k, start, stop)
+            select.kth_magnitude(values, maxima, layout, k, start, stop)
         return
-    got = kernels.kth_magnitude(values, maxima, layout, k, start, stop)
+    got = select.kth_magnitude(values, maxima, layout, k, start, stop)
     assert got == reference.kth_magnitude(values, k, start, stop)
 
 
@@ -71,9 +72,9 @@ def test_every_kind_at_many_ranks(way, kind):
         layout, maxima = Layout(n, block), maxima_of(values, block)
         order = np.argsort(-np.abs(values[start:stop]), kind="stable") + start
         for k in range(1, stop - start, 37):
-            got = kernels.largest(values, maxima, layout, k, start, stop)
+            got = select.largest(values, maxima, layout, k, start, stop)
             np.testing.assert_array_equal(got, np.sort(order[:k]))
-            assert kernels.kth_magnitude(values, maxima, layout, k, start, stop) == abs(values[order[k - 1]])
+            assert select.kth_magnitude(values, maxima, layout, k, start, stop) == abs(values[order[k - 1]])
 
 
 @given(values=arrays(), block=BLOCKS, data=st.data(), slack=st.booleans())
@@ -101,7 +102,7 @@ def test_at_least(values, block, data, slack):
     maxima = maxima_of(values, block)
     if slack:  # upper bounds are enough
         maxima = maxima + maxima.dtype.type(1000)
-    got = kernels.at_least(values, maxima, Layout(values.size, block), threshold, start, stop)
+    got = select.at_least(values, maxima, Layout(values.size, block), threshold, start, stop)
     assert got.dtype == np.int32
     np.testing.assert_array_equal(got, reference.at_least(values, threshold, start, stop))
 
@@ -109,7 +110,7 @@ def test_at_least(values, block, data, slack):
 @pytest.mark.parametrize("block", [32, 64, 256])
 def test_many_hits_fill_many_buffers(block):
     values = make("gaussian", 100_003, 5)
-    got = kernels.at_least(values, maxima_of(values, block), Layout(values.size, block), 0.01)
+    got = select.at_least(values, maxima_of(values, block), Layout(values.size, block), 0.01)
     np.testing.assert_array_equal(got, reference.at_least(values, 0.01, 0, values.size))
 
 
@@ -119,7 +120,7 @@ def test_many_hits_fill_many_buffers(block):
 def test_top_k_of_torch(kind, k, dtype):
     torch = pytest.importorskip("torch")
     values = make(kind, 200_003, 11, dtype)
-    got = kernels.largest(values, maxima_of(values, 64), Layout(values.size, 64), k)
+    got = select.largest(values, maxima_of(values, 64), Layout(values.size, 64), k)
     expected = torch.topk(torch.from_numpy(values).abs(), k, sorted=True).values.numpy()
     assert np.unique(got).size == k
     assert (np.diff(got) > 0).all()
@@ -136,7 +137,7 @@ def test_kth_of_integers(bits, n, seed, data):
     )
     before = keys.copy()
     k = data.draw(st.integers(1, n))
-    kth, larger = host_kth.kth_of(keys, k, bits)
+    kth, larger = kth_of(keys, k, bits)
     assert kth == np.sort(keys)[-k]
     assert larger == (keys > kth).sum()
     np.testing.assert_array_equal(keys, before)
@@ -148,7 +149,7 @@ def test_a_sample_takes_one_of_each_stretch(values, m):
     if values.size < m:
         return
     keys = np.zeros(m, bits_dtype(values.dtype))
-    host_kth.sample(values, 0, values.size, keys)
+    sample(values, 0, values.size, keys)
     stretch = values.size // m
     sizes = np.abs(values[: stretch * m]).reshape(m, stretch)
     assert (sizes == keys.view(values.dtype)[:, None]).any(axis=1).all()
@@ -157,7 +158,7 @@ def test_a_sample_takes_one_of_each_stretch(values, m):
 def test_a_threshold_between_two_float32():
     values, layout = np.array([1.0, 2.0, 2.0000002], np.float32), Layout(3)
     for threshold, expected in ((2.0, [1, 2]), (2.0 + 1e-9, [2]), (2.0000003, []), (1.0 - 1e-12, [0, 1, 2])):
-        assert kernels.at_least(values, maxima_of(values, 64), layout, threshold).tolist() == expected
+        assert select.at_least(values, maxima_of(values, 64), layout, threshold).tolist() == expected
 
 
 def test_windows_and_arguments_are_checked():
@@ -165,11 +166,11 @@ def test_windows_and_arguments_are_checked():
     maxima = maxima_of(values, 64)
     for start, stop in [(-1, 5), (5, 4), (0, 101)]:
         with pytest.raises(ArgumentError, match="start, stop"):
-            kernels.largest(values, maxima, layout, 1, start, stop)
+            select.largest(values, maxima, layout, 1, start, stop)
     with pytest.raises(ArgumentError, match="num_selected"):
-        kernels.largest(values, maxima, layout, -1)
+        select.largest(values, maxima, layout, -1)
     with pytest.raises(ArgumentError, match="threshold"):
-        kernels.at_least(values, maxima, layout, float("nan"))
+        select.at_least(values, maxima, layout, float("nan"))
     with pytest.raises(ArgumentError, match="block"):
         Layout(100, 48)
     with pytest.raises(ArgumentError, match="num_elements"):

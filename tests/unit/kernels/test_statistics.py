@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from horovod_sparse.kernels import reference
-from horovod_sparse.kernels.host_statistics import count_at_least, moments_at_least
+from horovod_sparse.kernels.host.statistics import count_at_least, moments_at_least
 from horovod_sparse.kernels.layout import bits_dtype, bits_of
+from support import kernels_reference as reference
 from unit.kernels.drawing import SEEDS, arrays, make
 
 

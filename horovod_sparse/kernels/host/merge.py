@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from horovod_sparse.kernels.compile import kernel
-from horovod_sparse.kernels.scalars import magnitude
+from horovod_sparse.kernels.lanes import magnitude
 
 __all__ = ["absent", "keys_of", "merge_add", "split_at"]
 

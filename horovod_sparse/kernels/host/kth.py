@@ -6,9 +6,8 @@ import numpy as np
 
 from horovod_sparse.kernels import lanes as v
 from horovod_sparse.kernels.compile import kernel
-from horovod_sparse.kernels.masks import count_bits, mask_at_least
+from horovod_sparse.kernels.lanes import count_bits, digit, magnitude, mask_at_least, raw_bits
 from horovod_sparse.kernels.packing import append_keys
-from horovod_sparse.kernels.scalars import digit, magnitude, raw_bits
 
 __all__ = ["between", "kth_of", "kth_of_values", "sample"]
 

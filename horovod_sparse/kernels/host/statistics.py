@@ -3,21 +3,104 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
+from llvmlite import ir
+from numba.core import types
+from numba.extending import intrinsic
 
-from horovod_sparse.kernels import bit_fields as f
 from horovod_sparse.kernels import lanes as v
 from horovod_sparse.kernels.compile import kernel
-from horovod_sparse.kernels.masks import count_bits, mask_at_least
-from horovod_sparse.kernels.scalars import magnitude
-
-__all__ = ["count_at_least", "moments_at_least"]
+from horovod_sparse.kernels.lanes import count_bits, magnitude, mask_at_least
 
 # A product of so many fractions below 2 stays below 2**64; then its exponent is taken out.
 _STRETCH = 64 * v.LANES
 _SMALLEST_NORMAL_32 = float(np.finfo(np.float32).tiny)
 _SMALLEST_NORMAL_64 = float(np.finfo(np.float64).tiny)
+
+
+def _float_type(bits: Any) -> Any:
+    return types.float64 if bits.bitwidth == 64 else types.float32
+
+
+def _shape(bits: Any) -> tuple[int, int]:
+    """Bits of the fraction, and the exponent field of 1.0."""
+    return (52, 1023) if bits.bitwidth == 64 else (23, 127)
+
+
+@intrinsic
+def or_zero(typingctx: Any, lanes: Any, threshold: Any) -> Any:
+    """The unsigned lanes that are >= threshold, 0 for the others."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        hits = builder.icmp_unsigned(">=", args[0], args[1])
+        return builder.select(hits, args[0], ir.Constant(args[0].type, None))
+
+    return lanes(lanes, lanes), codegen
+
+
+@intrinsic
+def as_floats(typingctx: Any, lanes: Any) -> Any:
+    """Unsigned lanes read as floats."""
+    result = v.Lanes(_float_type(lanes.element))
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], context.get_value_type(result))
+
+    return result(lanes), codegen
+
+
+@intrinsic
+def exponents_of(typingctx: Any, lanes: Any) -> Any:
+    """The exponent fields of magnitude bits (127 or 1023 for 1.0, 0 for 0)."""
+    places, _ = _shape(lanes.element)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        word = ir.IntType(lanes.element.bitwidth)
+        return builder.lshr(args[0], v.spread(ir.Constant(word, places)))
+
+    return lanes(lanes), codegen
+
+
+@intrinsic
+def fractions_of(typingctx: Any, lanes: Any) -> Any:
+    """1.fraction of magnitude bits, as floats in [1, 2); 1 for 0."""
+    places, one = _shape(lanes.element)
+    result = v.Lanes(_float_type(lanes.element))
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        word = ir.IntType(lanes.element.bitwidth)
+        fraction = builder.and_(args[0], v.spread(ir.Constant(word, (1 << places) - 1)))
+        with_one = builder.or_(fraction, v.spread(ir.Constant(word, one << places)))
+        return builder.bitcast(with_one, context.get_value_type(result))
+
+    return result(lanes), codegen
+
+
+@intrinsic
+def add_words(typingctx: Any, left: Any, right: Any) -> Any:
+    """Sum of integer lanes."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.add(args[0], args[1])
+
+    return left(left, left), codegen
+
+
+@intrinsic
+def total_of(typingctx: Any, lanes: Any) -> Any:
+    """Sum over unsigned lanes, as int64."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        long = ir.VectorType(ir.IntType(64), v.LANES)
+        vector = builder.zext(args[0], long) if lanes.element.bitwidth < 64 else args[0]
+        kind = ir.FunctionType(ir.IntType(64), [long])
+        name = f"llvm.vector.reduce.add.v{v.LANES}i64"
+        function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+        return builder.call(function, [vector])
+
+    return types.int64(lanes), codegen
 
 
 @kernel
@@ -83,7 +166,7 @@ def moments_at_least(values, threshold, out):  # type: ignore[no-untyped-def]
     exponents = 0
     if values.size == 0:
         return
-    products = f.fractions_of(v.zeros_like(thresholds))
+    products = fractions_of(v.zeros_like(thresholds))
     for stretch in range(0, whole, _STRETCH):
         sums = v.zeros_like(products)
         squares = v.zeros_like(products)
@@ -93,13 +176,13 @@ def moments_at_least(values, threshold, out):  # type: ignore[no-untyped-def]
         for i in range(stretch, stretch + _STRETCH, v.LANES):
             sizes = v.magnitudes(v.load(values, i))
             count += count_bits(mask_at_least(sizes, thresholds))
-            kept = f.or_zero(sizes, normals)
+            kept = or_zero(sizes, normals)
             num_normal += count_bits(mask_at_least(kept, normals))
-            numbers = f.as_floats(kept)
+            numbers = as_floats(kept)
             sums = v.add(sums, numbers)
             squares = v.add(squares, v.multiply(numbers, numbers))
-            words = f.add_words(words, f.exponents_of(kept))
-            products = v.multiply(products, f.fractions_of(kept))
+            words = add_words(words, exponents_of(kept))
+            products = v.multiply(products, fractions_of(kept))
         if count == 0:
             continue
         total = v.sum_of(squares)
@@ -111,9 +194,9 @@ def moments_at_least(values, threshold, out):  # type: ignore[no-untyped-def]
             continue
         # From here products hold [1, 2) again: their exponents move to the sum of exponents.
         grown = v.magnitudes(products)
-        exponents += f.total_of(f.exponents_of(grown)) - v.LANES * bias
-        products = f.fractions_of(grown)
-        exponents += f.total_of(words) - count * bias
+        exponents += total_of(exponents_of(grown)) - v.LANES * bias
+        products = fractions_of(grown)
+        exponents += total_of(words) - count * bias
         out[0] += count
         out[1] += v.sum_of(sums)
         out[2] += total

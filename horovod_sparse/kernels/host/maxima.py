@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from horovod_sparse.kernels import lanes as v
 from horovod_sparse.kernels.compile import kernel
-from horovod_sparse.kernels.scalars import magnitude
+from horovod_sparse.kernels.lanes import magnitude
 
 __all__ = ["raise_maxima", "refresh_maxima", "scan_maxima"]
 

@@ -1,0 +1,277 @@
+"""What touches k elements only: take, clear, scatter-add.
+
+Kernels first, then what calls them with checked arguments, for dense arrays of any supported type.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from horovod_sparse.errors import ArgumentError, MessageError
+from horovod_sparse.kernels import lanes as v
+from horovod_sparse.kernels.compile import kernel
+from horovod_sparse.kernels.lanes import raw_bits, read
+from horovod_sparse.kernels.layout import narrow, native_bits
+
+Array = NDArray[Any]
+
+# Indices looked ahead: every element is a cache line of its own, far from the last.
+_AHEAD = 24
+
+
+@kernel
+def find_outside(indices, num_elements):  # type: ignore[no-untyped-def]
+    """Position of an index outside [0, num_elements), or -1."""
+    low, high = 0, 0
+    for i in range(indices.size):
+        low = min(low, indices[i])
+        high = max(high, indices[i])
+    if low >= 0 and (high < num_elements or indices.size == 0):
+        return -1
+    for i in range(indices.size):
+        if indices[i] < 0 or indices[i] >= num_elements:
+            return i
+    return -1
+
+
+@kernel
+def take_at(values, indices, out):  # type: ignore[no-untyped-def]
+    """out = values[indices]."""
+    m = indices.size
+    for i in range(m):
+        if i + _AHEAD < m:
+            v.prefetch(values, indices[i + _AHEAD])
+        out[i] = values[indices[i]]
+
+
+@kernel
+def put_at(values, indices, new):  # type: ignore[no-untyped-def]
+    """values[indices] = new; of repeated indices the last one counts."""
+    m = indices.size
+    for i in range(m):
+        if i + _AHEAD < m:
+            v.prefetch(values, indices[i + _AHEAD])
+        values[indices[i]] = new[i]
+
+
+@kernel
+def zero_at(values, indices):  # type: ignore[no-untyped-def]
+    """values[indices] = 0."""
+    m = indices.size
+    for i in range(m):
+        if i + _AHEAD < m:
+            v.prefetch(values, indices[i + _AHEAD])
+        values[indices[i]] = 0
+
+
+@kernel
+def add_at(values, indices, new):  # type: ignore[no-untyped-def]
+    """values[indices] += new, in order; returns how many different elements held +0.0 before.
+
+    A sum that comes out as +0.0 is stored as -0.0, which is the same number and tells that it was
+    touched: the count stays right where values cancel.
+    """
+    m = indices.size
+    first_touches = 0
+    for i in range(m):
+        if i + _AHEAD < m:
+            v.prefetch(values, indices[i + _AHEAD])
+        old = values[indices[i]]
+        first_touches += raw_bits(old) == 0
+        total = old + new[i]
+        values[indices[i]] = total if raw_bits(total) != 0 else -total
+    return first_touches
+
+
+@kernel
+def add_runs_at(values, indices, new, narrowed):  # type: ignore[no-untyped-def]
+    """Sums runs of equal indices in float32 on top of what a half-precision array holds there.
+
+    Args:
+        values: bits of float16 (int16) or bfloat16 (uint16), shape (n,).
+        indices: int32, ascending, may repeat.
+        new: float32, in the same order.
+        narrowed: float32, overwritten: the sums, one per run, to be rounded by the caller.
+
+    Returns:
+        Number of runs, and how many of their elements held +0.0.
+    """
+    runs, first_touches, i = 0, 0, 0
+    while i < indices.size:
+        index = indices[i]
+        first_touches += values[index] == 0
+        total = read(values, index)
+        while i < indices.size and indices[i] == index:
+            total += new[i]
+            i += 1
+        indices[runs] = index
+        narrowed[runs] = total
+        runs += 1
+    return runs, first_touches
+
+
+def checked(indices: Any, num_elements: int) -> NDArray[np.int32]:
+    """Indices as contiguous int32, all within [0, num_elements).
+
+    Args:
+        indices: integers, shape (k,).
+        num_elements: n of what they point into.
+
+    Returns:
+        The same array where it already is contiguous int32.
+
+    Raises:
+        MessageError: one points outside.
+    """
+    given = np.asarray(indices)
+    if given.dtype != np.int32:
+        if given.size and given.dtype.kind not in "iu":
+            raise MessageError(f"indices are {given.dtype.name}, not integers")
+        if given.size and (given.min() < 0 or given.max() >= num_elements):
+            raise _outside(given, int(np.argmax((given < 0) | (given >= num_elements))), num_elements)
+    ready = compiled_for(given, np.int32)
+    if (position := find_outside(ready, num_elements)) >= 0:
+        raise _outside(ready, position, num_elements)
+    return ready
+
+
+def _outside(indices: Array, position: int, num_elements: int) -> MessageError:
+    return MessageError(
+        f"index {int(indices[position])} (position {position}) is outside a bucket of {num_elements} "
+        "elements: the ranks do not hold the same plan, or a message was damaged"
+    )
+
+
+def compiled_for(array: Any, kind: Any) -> Array:
+    """The array, or a copy, in the one form that the kernels are compiled for.
+
+    What comes out of a message may be read-only or start at an odd address, and numba would compile
+    every kernel once more for each such kind.
+
+    Args:
+        array: numbers, shape (k,).
+        kind: the dtype wanted.
+
+    Returns:
+        shape (k,), contiguous, aligned, writeable, in native byte order.
+    """
+    if isinstance(array, np.ndarray) and array.ndim == 1 and array.dtype == kind and array.flags.carray:
+        return array  # at once: NumPy takes longer to find that out than a kernel for a small bucket
+    return np.require(np.asarray(array).reshape(-1), kind, ["C", "A", "W"])
+
+
+def _flat(dense: Array) -> Array:
+    if not dense.flags.carray or not dense.dtype.isnative:
+        raise ArgumentError("dense", dense.strides, "a contiguous, aligned and writeable array")
+    return native_bits(dense)
+
+
+def apply_sum(dense: Array, indices: Any, values: Any) -> int:
+    """Adds values to a dense array (a zeroed gradient, usually) at the given places.
+
+    Repeated indices add up: in order for float32 and float64; in float32 with a single rounding at the
+    end for float16 and bfloat16. A sum that cancels to zero is stored as -0.0.
+
+    Args:
+        dense: float32, float64, float16, bfloat16 or uint16 (the bits of bfloat16), contiguous; changed.
+        indices: shape (k,), within [0, n), in any order, may repeat.
+        values: shape (k,).
+
+    Returns:
+        How many different elements held +0.0 before: the size of the union, if dense was zero.
+
+    Raises:
+        ArgumentError: dense is not contiguous or has another type.
+        MessageError: an index is outside, or the lengths differ; nothing was written then.
+
+    Example:
+        >>> gradient = np.zeros(4, np.float32)
+        >>> apply_sum(gradient, np.array([1, 3, 1]), np.array([1.0, 2.0, 0.5]))
+        2
+        >>> gradient.tolist()
+        [0.0, 1.5, 0.0, 2.0]
+    """
+    flat = _flat(dense)
+    where = checked(indices, flat.size)
+    kind = np.dtype(np.float64) if flat.dtype == np.float64 else np.dtype(np.float32)
+    new = compiled_for(values, kind)
+    if new.size != where.size:
+        raise MessageError(f"{where.size} indices came with {new.size} values")
+    if flat.dtype.kind == "f":
+        return int(add_at(flat, where, new))
+    order = np.argsort(where, kind="stable")
+    where, new = where[order], new[order]
+    totals = np.empty_like(new)
+    runs, first_touches = add_runs_at(flat, where, new, totals)
+    put_at(flat, where[:runs], narrow(totals[:runs], flat.dtype))
+    return int(first_touches)
+
+
+def clear_all(dense: Array) -> None:
+    """Sets a dense array to 0, past the caches where it is large: half the time of an ordinary loop.
+
+    Args:
+        dense: contiguous, of any type that is 0 where all bits are.
+
+    Raises:
+        ArgumentError: dense is not contiguous.
+
+    Example:
+        >>> gradient = np.ones(3, np.float32)
+        >>> clear_all(gradient); gradient
+        array([0., 0., 0.], dtype=float32)
+    """
+    if not dense.flags.carray:
+        raise ArgumentError("dense", dense.strides, "a contiguous, aligned and writeable array")
+    ctypes.memset(dense.ctypes.data, 0, dense.nbytes)
+
+
+def clear_at(dense: Array, indices: Any) -> None:
+    """Sets the given places of a dense array to 0.
+
+    Args:
+        dense: as in `apply_sum`.
+        indices: shape (k,), within [0, n).
+
+    Raises:
+        MessageError: an index is outside; nothing was written then.
+    """
+    flat = _flat(dense)
+    zero_at(flat, checked(indices, flat.size))
+
+
+def apply_scaled_sum(dense: Array, indices: Array, values: Array, scale: float) -> int:
+    """Writes ``scale * sum`` into a dense array of zeros, where the sum has something.
+
+    Sums are scaled, not summands, as Horovod does it: what cancels is 0, and where all ranks hold the
+    same value an average is that value. Half types are summed and scaled in float32, rounded once.
+
+    Args:
+        dense: zeros, contiguous; float32, float64, float16, bfloat16 or uint16 (the bits of bfloat16).
+        indices: int32 [k], within [0, n); repeated ones add up.
+        values: float32 or float64 [k].
+        scale: factor of the sums; 1 divided by the number of ranks for an average.
+
+    Returns:
+        How many different elements the sum has.
+
+    Example:
+        >>> gradient = np.zeros(3, np.float32)
+        >>> apply_scaled_sum(gradient, np.array([2, 0, 2]), np.array([1.0, 4.0, 2.0]), 0.5)
+        2
+        >>> gradient.tolist()
+        [2.0, 0.0, 1.5]
+    """
+    if scale == 1.0:
+        return apply_sum(dense, indices, values)
+    if dense.dtype not in (np.float32, np.float64):
+        return apply_sum(dense, indices, values * values.dtype.type(scale))
+    num_union = apply_sum(dense, indices, values)
+    # an index that stands twice is written twice with the same value
+    flat = dense.reshape(-1)
+    flat[indices] = flat[indices] * flat.dtype.type(scale)
+    return num_union
