@@ -17,18 +17,7 @@ import tensorflow as tf
 from horovod_sparse.collectives import AllGather, AllReduce, AllToAll, Broadcast, Exchange, Request
 from horovod_sparse.errors import CollectiveMismatchError, UnsupportedError
 from horovod_sparse.tensorflow._horovod import hvd
-
-__all__ = [
-    "NO_SPLITS",
-    "Wire",
-    "carry_out",
-    "from_wire",
-    "known_to_elastic",
-    "not_folded",
-    "nothing",
-    "to_wire",
-    "wire_dtype",
-]
+from horovod_sparse.tensorflow.tensors import divided_by_ranks
 
 #: What goes through an operation: the buffer, and how many elements of it go to (come from) each rank;
 #: the latter is empty where the kind needs no such thing.
@@ -191,3 +180,25 @@ def carry_out(
             output, received = hvd.alltoall(buffer, splits=splits, **common)
             return output, received
         return hvd.allgather(buffer, **common), tf.zeros([0], tf.int32)
+
+
+def reduce_densely(gradient: Any, name: str, process_set: Any, average: bool) -> Any:
+    """The sum or average over ranks, of the kind of the gradient.
+
+    Args:
+        gradient: a tensor, or `tf.IndexedSlices`: those of all ranks come one behind the other then, by
+            two allgathers, as in `hvd.allreduce`.
+        name: of the collectives.
+        process_set: the ranks that take part.
+        average: whether values are divided by the number of ranks.
+    """
+    common = {"ignore_name_scope": True, "process_set": process_set}
+    gradient = not_folded(gradient)
+    with known_to_elastic():
+        if not isinstance(gradient, tf.IndexedSlices):
+            return hvd.allreduce(gradient, op=hvd.Average if average else hvd.Sum, name=name, **common)
+        values = hvd.allgather(gradient.values, name=f"{name}.values", **common)
+        indices = hvd.allgather(gradient.indices, name=f"{name}.indices", **common)
+    if average:
+        values = divided_by_ranks(values, process_set)
+    return tf.IndexedSlices(values, indices, gradient.dense_shape)

@@ -11,142 +11,23 @@ within a bucket data dependencies fix the order.
 from __future__ import annotations
 
 import itertools
-import weakref
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
-from horovod_sparse.collectives import AllToAll, Exchange, Synchronization
-from horovod_sparse.errors import UnsupportedError
+from horovod_sparse.collectives import AllToAll, Exchange
 from horovod_sparse.tensorflow.collectives import NO_SPLITS, Wire, carry_out, wire_dtype
-from horovod_sparse.tensorflow.courier import Courier, between_pairs, courier_for
-from horovod_sparse.tensorflow.task import Task
-
-__all__ = ["HOST", "HostFunctions", "Job", "refuse_graphs", "settle", "unroll"]
-
-#: where messages live: what has k elements stays on the host
-HOST = "/cpu:0"
-
-
-def refuse_graphs() -> None:
-    """Refuses graphs that no host function can work in: XLA's, and those of TensorFlow 1.
-
-    Raises:
-        UnsupportedError: within ``tf.function(jit_compile=True)``, and without eager execution.
-    """
-    with tf.init_scope():  # out of a tf.function, but not out of a tf.Graph
-        if not tf.executing_eagerly():
-            raise UnsupportedError(
-                "a graph of TensorFlow 1, which runs in a session, cannot be combined with a sparsifier: the "
-                "ranks agree about buckets while a step is built. Use eager execution or tf.function, or "
-                "compression=Compression.none"
-            )
-    if GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
-        raise UnsupportedError(
-            "jit_compile=True cannot be combined with a sparsifier, which selects on the host between "
-            "collectives: use tf.function without jit_compile, or model.compile(..., jit_compile=False)"
-        )
-
-
-class HostFunctions:
-    """Host functions of graphs: kept as long as this object and a graph that they are made in.
-
-    TensorFlow keeps for ever what it is given to call, and Keras its graphs. So neither gets to know more
-    than a weak reference: with this object go residuals and all else that the functions work on.
-    """
-
-    def __init__(self) -> None:
-        self._by_graph: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
-
-    def run(
-        self, function: Callable[..., Any], inputs: Sequence[tf.Tensor], types: Sequence[tf.DType]
-    ) -> list[tf.Tensor]:
-        """A host function in a graph: run in every step, as soon as its inputs are there.
-
-        Within `tf.function`, operations with side effects run one after the other, as they were built. A
-        bucket would wait for the collectives of those before it, so this is called off here: inputs alone
-        say what comes after what.
-
-        What it raises arrives as an `InvalidArgumentError`. Most errors would be an `UnknownError` to
-        TensorFlow: Horovod's failures come as such, and ``hvd.elastic.run`` takes one that it does not know
-        for the training's end.
-
-        Args:
-            function: takes and gives NumPy arrays; holds no tensors, which would keep their graph.
-            inputs: for its arguments.
-            types: of its results.
-        """
-        results = list(tf.numpy_function(self._weakly(function), list(inputs), list(types)))
-        order = getattr(tf.compat.v1.get_default_graph(), "experimental_acd_manager", None)
-        if order is not None:
-            operation = results[0].op
-            while operation.type != "PyFunc":  # TensorFlow's debuggers put operations of theirs behind it
-                operation = operation.inputs[0].op
-            order.run_independently(operation)
-        return results
-
-    def _weakly(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        graph: Any = tf.compat.v1.get_default_graph()
-        while hasattr(graph, "outer_graph"):  # a branch's graph goes when its operation has been made
-            self._by_graph.setdefault(graph, []).append(function)
-            graph = graph.outer_graph
-        reference = weakref.ref(function)
-
-        def call(*arrays: np.ndarray) -> Any:
-            living = reference()
-            if living is None:
-                raise UnsupportedError(
-                    "this graph outlives the compressor or the optimizer that it was traced for: keep it"
-                )
-            try:
-                return living(*arrays)
-            except (TypeError, ValueError, tf.errors.UnknownError):  # the last is a failure of Horovod's
-                raise
-            except Exception as error:
-                # TensorFlow looks at the kind, and quotes its name
-                raise type(type(error).__name__, (ValueError,), {})(str(error)) from error
-
-        return call
-
-
-@dataclass(frozen=True, eq=False)
-class Job:
-    """A synchronization to be put into a graph.
-
-    Attributes:
-        task: holds the coroutine between host functions, in every step anew.
-        make: called with the learning rate and the gradients as NumPy arrays (TensorFlow's memory, to be
-            read, during the call and the coroutine's first leg only); gives the coroutine.
-    """
-
-    task: Task
-    make: Callable[..., Synchronization[Any]]
-
-    def begin(self, rate: np.ndarray, arrays: Sequence[np.ndarray], place: tuple[int, int]) -> Wire:
-        """Runs the coroutine to its first request; gives what the first collective takes."""
-        self.task.legs.clear()
-        with self.task.working():
-            try:
-                coroutine = self.make(rate, *arrays)
-            except Exception as error:
-                return self.task.fail(error, place)
-            return self.task.start(coroutine, place)
-
-    def entrust(
-        self, rate: np.ndarray, arrays: Sequence[np.ndarray], place: tuple[int, int], courier: Courier
-    ) -> None:
-        """As `begin`, and leaves the rest to the courier; `task.wait` ends it."""
-        self.task.legs.clear()
-        try:
-            coroutine = self.make(rate, *arrays)
-        except Exception as error:
-            self.task.fail(error, place)
-        else:
-            self.task.entrust(coroutine, place, courier)
+from horovod_sparse.tensorflow.graph import HOST, HostFunctions
+from horovod_sparse.tensorflow.looped import looped
+from horovod_sparse.tensorflow.parts import Part
+from horovod_sparse.tensorflow.task import Job
+from horovod_sparse.tensorflow.tensors import numpy_dtype
+from horovod_sparse.tensorflow.transport import Courier, between_pairs, courier_for
+from horovod_sparse.tensorflow.variable_buckets import VariableBuckets
 
 
 def unroll(
@@ -271,3 +152,115 @@ def settle(
     for result, (_, shape) in zip(results, like, strict=True):
         result.set_shape(shape)
     return list(results)
+
+
+#: tf.Tensor, tf.IndexedSlices or None
+Gradient = Any
+
+#: of gradients: what a batch of small parts comes to. Folding so many takes about as long as calling Python.
+_BATCH_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, eq=False)
+class Unsettled:
+    """A synchronization in a graph up to its end, which `settle` makes.
+
+    Attributes:
+        parts: that take part.
+        tokens: of their ends: see `unroll`.
+        positions: of all parts' variables, one part behind the other, among those given.
+        results: the gradients; where no part has them, their sums.
+    """
+
+    parts: list[Part]
+    tokens: list[tf.Tensor]
+    positions: list[int]
+    results: list[Gradient]
+
+
+def start(
+    buckets: VariableBuckets,
+    gradients: Sequence[Gradient],
+    variables: Sequence[Any],
+    rate: tf.Tensor,
+    reduce: Callable[[Gradient, int], Gradient],
+    stamped: Callable[[Sequence[Gradient], Mapping[str, int]], list[Gradient]],
+    process_set: Any,
+    agree: Callable[[], None],
+    host: HostFunctions,
+) -> Unsettled:
+    """Puts everything up to the end of the last round into the graph that is being traced.
+
+    Args:
+        buckets: which have these variables.
+        gradients: None where there is none, and for a variable with a bucket zeros are sent.
+        variables: of the gradients.
+        rate: see `as_rate`.
+        reduce: gives the sum of a gradient that no bucket takes, and gets its position.
+        stamped: gives the gradients of these positions, by name, as they are or with their times taken.
+        process_set: the ranks that take part.
+        agree: called on the host before every step of a bucket: see `GradientSynchronizer`.
+        host: keeps the host functions.
+    """
+    results, by_name = list(gradients), {}
+    for i, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):
+        name = buckets.name_of(variable)
+        if gradient is None or (name is not None and not isinstance(gradient, tf.IndexedSlices)):
+            if name is not None:
+                by_name[name] = i
+            continue
+        results[i] = reduce(gradient, i)
+    parts, given = buckets.of(by_name), stamped(gradients, by_name)
+    tokens = []
+    for batch in _together(parts):
+        jobs = [_job(buckets, part, agree) for part in batch]
+        tensors = [_tensors(part, [given[by_name[name]] for name in part.names]) for part in batch]
+        common = rate, buckets.place, process_set, host
+        if batch[0].task.looped:
+            tokens += [looped(job, own, *common) for job, own in zip(jobs, tensors, strict=True)]
+        else:
+            tokens.append(unroll(jobs, tensors, *common))
+    return Unsettled(parts, tokens, [by_name[name] for part in parts for name in part.names], results)
+
+
+def _together(parts: Sequence[Part]) -> list[list[Part]]:
+    """Parts in batches that the host serves together: small ones in backward order, until they are large.
+
+    A large one is alone: its collectives are under way as soon as its gradients are there.
+    """
+    batches: list[list[Part]] = []
+    filling: dict[Any, list[Part]] = {}  # by the requests that they make
+    for part in parts:
+        requests = part.task.looped, part.task.kinds
+        batch = filling.get(requests) if _num_bytes(part) < _BATCH_BYTES else None
+        if batch is None:
+            batches.append(batch := [])
+        batch.append(part)
+        if _num_bytes(part) < _BATCH_BYTES:
+            filling[requests] = batch
+            if sum(map(_num_bytes, batch)) >= _BATCH_BYTES:
+                del filling[requests]
+    return batches
+
+
+def _num_bytes(part: Part) -> int:
+    return sum(math.prod(shape) for shape in part.shapes) * numpy_dtype(part.dtype).itemsize
+
+
+def _tensors(part: Part, given: Sequence[Gradient]) -> list[tf.Tensor]:
+    return [
+        tf.zeros(shape, part.dtype) if gradient is None else gradient
+        for gradient, shape in zip(given, part.shapes, strict=True)
+    ]
+
+
+def _job(buckets: VariableBuckets, part: Part, agree: Callable[[], None]) -> Job:
+    # by its position: a graph shall not keep the memory of buckets that there are no more
+    version, position = buckets.version, buckets.parts.index(part)
+
+    def begin(rate: np.ndarray, *arrays: np.ndarray) -> Any:
+        agree()
+        (part,) = buckets.at(version, [position])
+        return part.begin(float(rate[0]) if rate.size else None, arrays)
+
+    return Job(part.task, begin)

@@ -23,7 +23,7 @@ from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.frontend.momentum import refuse_double_momentum
 from horovod_sparse.tensorflow._horovod import is_elastic
-from horovod_sparse.tensorflow.driver import HOST, refuse_graphs
+from horovod_sparse.tensorflow.graph import HOST, refuse_graphs
 from horovod_sparse.tensorflow.order import gate_callers
 from horovod_sparse.tensorflow.parts import Part, SparseBucket
 from horovod_sparse.tensorflow.stock import StockCall, stock_call

@@ -19,7 +19,8 @@ from horovod_sparse.errors import ArgumentError
 from horovod_sparse.sparsifiers import BucketInfo, Sparsifier
 from horovod_sparse.tensorflow._horovod import is_elastic
 from horovod_sparse.tensorflow.collectives import Wire, carry_out
-from horovod_sparse.tensorflow.driver import HOST, HostFunctions, Job
+from horovod_sparse.tensorflow.graph import HOST, HostFunctions
+from horovod_sparse.tensorflow.task import Job
 
 __all__ = ["is_looped", "looped"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
+import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
@@ -15,15 +16,14 @@ from horovod_sparse.collectives import AllReduce, Request, Synchronization
 from horovod_sparse.feedback import Bucket, BucketStep, Member, Progress, Recipe
 from horovod_sparse.frontend.agreement import kept_share
 from horovod_sparse.frontend.dense import sum_densely
+from horovod_sparse.kernels import apply_scaled_sum, clear_at
+from horovod_sparse.kernels.layout import native_bits
 from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.sparsifiers.base import accumulator_dtype
 from horovod_sparse.telemetry import BucketReport
 from horovod_sparse.tensorflow.looped import is_looped
-from horovod_sparse.tensorflow.output import DenseOutput
 from horovod_sparse.tensorflow.task import Task
 from horovod_sparse.tensorflow.tensors import numpy_dtype
-
-__all__ = ["DenseBucket", "DenseVariable", "Part", "Place", "SparseBucket", "make_accumulator"]
 
 #: tells (rank, size) within the process set, at any time
 Place = Callable[[], tuple[int, int]]
@@ -57,7 +57,7 @@ class Part(Protocol):
         """Takes the last step back if it has not come to its end, since something else in it failed."""
 
     def start_anew(self, step: int) -> None:
-        """Goes on at this rank's present place, as a start of Horovod asks for: see `Starts`."""
+        """Goes on at this rank's present place, as a start of Horovod asks for."""
 
 
 def make_accumulator(info: BucketInfo, recipe: Recipe) -> HostAccumulator:
@@ -257,3 +257,100 @@ class DenseVariable:
         if self.carried is not None:
             self.carried *= kept_share(self._size, size)
         self._size = size
+
+
+#: TensorFlow copies arrays that are not aligned so
+_ALIGNMENT = 64
+#: scattered elements above this share of the memory are cleared faster by clearing all of it
+_SPARSE_SHARE = 1 / 8
+#: memories that are kept: eager loops hold the last step's gradients while they compute the next ones
+_NUM_KEPT = 2
+
+
+class _Memory:
+    def __init__(self, num_elements: int, dtype: np.dtype[Any]) -> None:
+        raw = np.zeros(num_elements * dtype.itemsize + _ALIGNMENT, np.uint8)
+        start = -raw.ctypes.data % _ALIGNMENT
+        self.flat = raw[start : start + num_elements * dtype.itemsize].view(dtype)
+        self.scattered: np.ndarray = np.empty(0, np.int32)
+        self.lent: list[weakref.ref[np.ndarray]] = []
+
+    @property
+    def is_free(self) -> bool:
+        return not any(ref() is not None for ref in self.lent)
+
+    def clear(self) -> None:
+        if self.scattered.size > _SPARSE_SHARE * self.flat.size:
+            self.flat[...] = 0
+        elif self.scattered.size:
+            clear_at(self.flat, self.scattered)
+
+
+class DenseOutput:
+    """Gives out the dense gradients of a bucket's parameters; writes k elements, not n.
+
+    TensorFlow takes an aligned NumPy array as a tensor's memory, never writes to it, and lets go of
+    the array with the last tensor. Memory whose arrays are all let go of is used for a later step,
+    where only the places that hold something have to be cleared.
+
+    Args:
+        shapes: of the parameters, in bucket order.
+        dtype: of the gradients, as NumPy (or ml_dtypes) knows it.
+
+    Example:
+        >>> output = DenseOutput([(2,), (1, 3)], np.dtype(np.float32))
+        >>> arrays, num_union = output.write(np.array([1, 4], np.int32), np.ones(2, np.float32), 0.5)
+        >>> [array.tolist() for array in arrays], num_union
+        ([[0.0, 0.5], [[0.0, 0.0, 0.5]]], 2)
+    """
+
+    def __init__(self, shapes: Sequence[tuple[int, ...]], dtype: np.dtype[Any]) -> None:
+        self.shapes, self.dtype = [tuple(shape) for shape in shapes], dtype
+        self._lengths = [math.prod(shape) for shape in self.shapes]
+        self._starts = np.cumsum([0, *self._lengths[:-1]])
+        per_line = _ALIGNMENT // dtype.itemsize
+        padded = [-(-length // per_line) * per_line for length in self._lengths]
+        self._places = np.cumsum([0, *padded[:-1]])
+        self._num_elements = int(sum(padded))
+        self._shifts = (self._places - self._starts).astype(np.int32)
+        self._is_shifted = bool(self._shifts.any())
+        self._computable = _computable(dtype)
+        self._memories: list[_Memory] = []
+
+    def write(self, indices: np.ndarray, values: np.ndarray, scale: float) -> tuple[list[np.ndarray], int]:
+        """Scatters a sum into zeros.
+
+        Args:
+            indices: int32 [k], within the bucket; repeated ones add up.
+            values: float32 or float64 [k].
+            scale: of the sums.
+
+        Returns:
+            One array per parameter, and how many different elements were written.
+        """
+        memory = self._free_memory()
+        where = indices
+        if self._is_shifted:
+            where = indices + self._shifts[np.searchsorted(self._starts, indices, side="right") - 1]
+        memory.scattered = where
+        num_union = apply_scaled_sum(native_bits(memory.flat).view(self._computable), where, values, scale)
+        arrays = [
+            memory.flat[place : place + length].reshape(shape)
+            for place, length, shape in zip(self._places, self._lengths, self.shapes, strict=True)
+        ]
+        memory.lent = [weakref.ref(array) for array in arrays]
+        return arrays, num_union
+
+    def _free_memory(self) -> _Memory:
+        for memory in self._memories:
+            if memory.is_free:
+                memory.clear()
+                return memory
+        memory = _Memory(self._num_elements, self.dtype)
+        self._memories = [*self._memories[-(_NUM_KEPT - 1) :], memory]
+        return memory
+
+
+def _computable(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """The dtype that scattering knows: bfloat16 as its bits."""
+    return np.dtype(np.uint16) if dtype.name == "bfloat16" else dtype

@@ -9,8 +9,8 @@ from typing import Any
 from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.merging import Plan
 from horovod_sparse.sparsifiers import Sparsifier
-from horovod_sparse.tensorflow.buckets import Buckets
-from horovod_sparse.tensorflow.driver import HostFunctions
+from horovod_sparse.tensorflow.graph import HostFunctions
+from horovod_sparse.tensorflow.variable_buckets import VariableBuckets
 from horovod_sparse.tensorflow.warmup import WarmUp
 
 __all__ = ["Replanning"]
@@ -27,7 +27,7 @@ class Replanning:
         process_set: the ranks.
     """
 
-    def __init__(self, buckets: Buckets, sparsifier: Sparsifier, process_set: Any) -> None:
+    def __init__(self, buckets: VariableBuckets, sparsifier: Sparsifier, process_set: Any) -> None:
         self._buckets, self._sparsifier = buckets, sparsifier
         self._process_set = process_set
         self._warmup: WarmUp | None = None

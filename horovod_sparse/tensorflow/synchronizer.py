@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import threading
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -11,26 +14,27 @@ import tensorflow as tf
 
 from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.feedback import Recipe
+from horovod_sparse.feedback.state import shared_digest
+from horovod_sparse.frontend.agreement import Standing, Start, agreed_start
+from horovod_sparse.frontend.collective_errors import has_bad_gradient, worst
 from horovod_sparse.frontend.decision import Decision
 from horovod_sparse.merging import Plan
-from horovod_sparse.telemetry import Telemetry
-from horovod_sparse.tensorflow._horovod import hvd, is_elastic
-from horovod_sparse.tensorflow.buckets import Buckets
-from horovod_sparse.tensorflow.courier import between_pairs
-from horovod_sparse.tensorflow.driver import HostFunctions, refuse_graphs, settle
-from horovod_sparse.tensorflow.eager import EagerCalls
+from horovod_sparse.telemetry import StepReport, Telemetry
+from horovod_sparse.tensorflow._horovod import hvd, is_elastic, present_start
+from horovod_sparse.tensorflow.calibration import carry_out_together
+from horovod_sparse.tensorflow.collectives import reduce_densely
+from horovod_sparse.tensorflow.driver import Gradient, Unsettled, settle, start
+from horovod_sparse.tensorflow.graph import EagerCalls, HostFunctions, refuse_differentiation, refuse_graphs
 from horovod_sparse.tensorflow.order import WAITING, Order, gate, ungated
-from horovod_sparse.tensorflow.others import reduce_densely
 from horovod_sparse.tensorflow.parts import Part, SparseBucket
 from horovod_sparse.tensorflow.replanning import Replanning
 from horovod_sparse.tensorflow.scaled import ScaledReduction
-from horovod_sparse.tensorflow.second_order import refuse_differentiation
-from horovod_sparse.tensorflow.started import Gradient, Started, start
-from horovod_sparse.tensorflow.starts import Starts
-from horovod_sparse.tensorflow.steps import Steps
+from horovod_sparse.tensorflow.task import idle_seconds
 from horovod_sparse.tensorflow.tensors import as_dense, as_rate, as_variable
+from horovod_sparse.tensorflow.transport import between_pairs
+from horovod_sparse.tensorflow.variable_buckets import VariableBuckets
 
-__all__ = ["GradientSynchronizer"]
+_log = logging.getLogger("horovod_sparse")
 
 
 class GradientSynchronizer:
@@ -53,8 +57,11 @@ class GradientSynchronizer:
 
     Attributes:
         replanning: what is done about the plan.
-        starts: what is done when Horovod has been started.
         host: keeps what graphs call.
+        telemetry: what happened in the last step, and on average.
+        step: synchronizations done, those that were given up not counted.
+        last_error: what the last step raised on the host, None if it ended well. In a graph, TensorFlow
+            raises an error of its own that only quotes it.
         on_planned: called when variables have got their buckets, for saved state to be put into them.
     """
 
@@ -70,15 +77,16 @@ class GradientSynchronizer:
     ) -> None:
         self.recipe, self.process_set = recipe, process_set or hvd.global_process_set
         self.average, self.sparse_as_dense = average, sparse_as_dense
-        self._buckets = Buckets(recipe, self.process_set, name, lambda: self.place, **asked)
+        self._buckets = VariableBuckets(recipe, self.process_set, name, lambda: self.place, **asked)
         self._scaled = ScaledReduction(self.process_set)
-        self._steps = Steps()
         self.replanning = Replanning(self._buckets, recipe.sparsifier, self.process_set)
         self._eagerly = EagerCalls(self._build)
         self._order, self.host = Order(), HostFunctions()
-        settings = {"compression": recipe.describe(), "op": "Average" if average else "Sum"}
-        self.starts = Starts(self._buckets, self._steps, self.replanning, settings, self.process_set)
-        self.starts.on_replanned = self._forget_functions
+        #: Horovod's start since which all ranks go on alike
+        self._start: object = None
+        self._agreeing, self._finishing = threading.Lock(), threading.Lock()
+        self.telemetry, self.step = Telemetry(), 0
+        self.last_error: BaseException | None = None
         self.on_planned: Callable[[], None] | None = None
 
     @property
@@ -93,28 +101,6 @@ class GradientSynchronizer:
         One rank alone does what each of many does.
         """
         return bool(self.process_set.included())
-
-    @property
-    def telemetry(self) -> Telemetry:
-        """What happened in the last step, and on average."""
-        return self._steps.telemetry
-
-    @property
-    def step(self) -> int:
-        """Synchronizations done, those that were given up not counted."""
-        return self._steps.number
-
-    @step.setter
-    def step(self, number: int) -> None:
-        self._steps.number = number
-
-    @property
-    def last_error(self) -> BaseException | None:
-        """What the last step raised on the host, None if it ended well.
-
-        In a graph, TensorFlow raises an error of its own that only quotes it.
-        """
-        return self._steps.last_error
 
     @property
     def parts(self) -> list[Part]:
@@ -255,7 +241,7 @@ class GradientSynchronizer:
         absent = self._buckets.absent(variables)
         every = [*gradients, *(None for _ in absent)]
         started = self.start(every, [*variables, *absent.values()], rate)
-        results, parts, num_given = started.others, started.parts, len(gradients)
+        results, parts, num_given = started.results, started.parts, len(gradients)
         if not parts:
             return results[:num_given], None
         like = [(tf.as_dtype(part.dtype), shape) for part in parts for shape in part.shapes]
@@ -293,7 +279,7 @@ class GradientSynchronizer:
         """The name of a variable that has its bucket."""
         return self._buckets.name_of(variable)
 
-    def start(self, gradients: Sequence[Gradient], variables: Sequence[Any], rate: tf.Tensor) -> Started:
+    def start(self, gradients: Sequence[Gradient], variables: Sequence[Any], rate: tf.Tensor) -> Unsettled:
         """Everything up to the end of the last round; for those who finish in a way of their own.
 
         Args:
@@ -305,10 +291,10 @@ class GradientSynchronizer:
             self.replanning.planned()
             if self.on_planned is not None:
                 self.on_planned()
-            self.starts.agree()
+            self._agree()
         # where ranks come and go a first bucket may wait for the other ranks
         with self._order.behind(), WAITING.behind() if is_elastic() else contextlib.nullcontext():
-            common = self._reduce_other, self._stamped, self.process_set, self.starts.agree, self.host
+            common = self._reduce_other, self._stamped, self.process_set, self._agree, self.host
             return start(self._buckets, gradients, variables, rate, *common)
 
     def _stamped(self, gradients: Sequence[Gradient], by_name: Mapping[str, int]) -> list[Gradient]:
@@ -318,18 +304,92 @@ class GradientSynchronizer:
         return reduce_densely(gradient, f"{self._buckets.label}.other{i}", self.process_set, self.average)
 
     def finish(self, parts: Sequence[Part], scale: float | None = None) -> list[np.ndarray]:
-        """On the host, when all coroutines have ended: see `Steps.finish`.
+        """Dense gradients out of what the coroutines have returned, on the host, when all of them have ended.
 
         Args:
             parts: that were started together.
             scale: of the sums; as `average` says if left out.
+
+        Returns:
+            One gradient per variable, one part behind the other.
+
+        Raises:
+            NonFiniteGradientError: or what else ended a coroutine; the step is taken back.
         """
         if scale is None:
             scale = 1.0 / self.place[1] if self.average else 1.0
         try:
-            arrays = self._steps.finish(parts, scale)
+            arrays = self._finished(parts, scale)
         except BaseException:
             self.replanning.after_step(went_well=False)
             raise
         self.replanning.after_step(went_well=True)
         return arrays
+
+    def _finished(self, parts: Sequence[Part], scale: float) -> list[np.ndarray]:
+        for part in parts:
+            part.task.wait()
+        now = time.perf_counter()
+        with self._finishing:
+            errors = [part.task.error for part in parts if part.task.error is not None]
+            if errors:
+                for part in parts:
+                    rank = part.bucket.info.rank if isinstance(part, SparseBucket) else -1
+                    part.abandon(drop=has_bad_gradient(errors, rank))
+                self.last_error = worst(errors)
+                raise self.last_error
+            self.last_error = None
+            applied = [part.apply(scale) for part in parts]
+            self.step += 1
+            transports = {part.task.transport for part in parts} - {""}
+            self.telemetry.transport = "; ".join(sorted(transports))
+            waited = idle_seconds([part.task for part in parts], now)
+            self.telemetry.add(StepReport.of(self.step, [report for _, report in applied], waited))
+            return [array for arrays, _ in applied for array in arrays]
+
+    def _agree(self) -> None:
+        """After every start of Horovod: all ranks say where they stand, and go on alike. A collective then.
+
+        Whoever comes first to a bucket does so for all buckets: a rank that traces a function for the first
+        time before its buckets are in the graph, so that they may still become those of the others; any other
+        rank in the first host function of its next step. Both wait for each other: what is traced needs no
+        collective otherwise in elastic training, where the others may have been traced long ago.
+
+        Raises:
+            StateMismatchError: on every rank alike: they do not train the same.
+        """
+        if self._start is present_start():
+            return
+        with self._agreeing:  # several buckets may come at the same time
+            if self._start is present_start():
+                return
+            for part in self.parts:
+                part.close()
+            # a graph that is being traced, or none in a host function's thread
+            with tf.init_scope(), tf.device("/cpu:0"):
+                standing, name = agreed_start(self._standing()), f"{self._buckets.label}.start"
+                start = carry_out_together(standing, self.process_set, name)
+            if start.anew:
+                self._start_anew(start)
+            self._start = present_start()
+
+    def _standing(self) -> Standing:
+        return Standing(
+            self.step,
+            shared_digest({part.names[0]: part.bucket.state for part in self.sparse}),
+            self.sparse[0].made_for if self.sparse else self.place,
+            self.plan,
+            self._buckets.parameters,
+            {"compression": self.recipe.describe(), "op": "Average" if self.average else "Sum"},
+        )
+
+    def _start_anew(self, start: Start) -> None:
+        if start.plan != self.plan:
+            self._buckets.replan(start.plan)
+            self._forget_functions()
+        for part in self.parts:
+            part.start_anew(start.step)
+        self.step = start.step
+        self.replanning.stop()
+        reason = start.reason
+        _log.info("Horovod has started: sparsifiers start anew at step %d, since %s", start.step, reason)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,7 @@ import numpy as np
 from horovod_sparse.collectives import AllGather, AllToAll, Request, Synchronization
 from horovod_sparse.errors import CollectiveMismatchError
 from horovod_sparse.tensorflow.collectives import Wire, from_wire, nothing, to_wire
-from horovod_sparse.tensorflow.courier import Courier, Journey, over_pairs
-
-__all__ = ["Task", "idle_seconds"]
+from horovod_sparse.tensorflow.transport import Courier, Journey, over_pairs
 
 _log = logging.getLogger("horovod_sparse")
 
@@ -187,6 +186,42 @@ class Task:
         if self.looped:
             kind = AllToAll
         return nothing(kind, self.value_dtype, self.place[1])
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """A synchronization to be put into a graph.
+
+    Attributes:
+        task: holds the coroutine between host functions, in every step anew.
+        make: called with the learning rate and the gradients as NumPy arrays (TensorFlow's memory, to be
+            read, during the call and the coroutine's first leg only); gives the coroutine.
+    """
+
+    task: Task
+    make: Callable[..., Synchronization[Any]]
+
+    def begin(self, rate: np.ndarray, arrays: Sequence[np.ndarray], place: tuple[int, int]) -> Wire:
+        """Runs the coroutine to its first request; gives what the first collective takes."""
+        self.task.legs.clear()
+        with self.task.working():
+            try:
+                coroutine = self.make(rate, *arrays)
+            except Exception as error:
+                return self.task.fail(error, place)
+            return self.task.start(coroutine, place)
+
+    def entrust(
+        self, rate: np.ndarray, arrays: Sequence[np.ndarray], place: tuple[int, int], courier: Courier
+    ) -> None:
+        """As `begin`, and leaves the rest to the courier; `task.wait` ends it."""
+        self.task.legs.clear()
+        try:
+            coroutine = self.make(rate, *arrays)
+        except Exception as error:
+            self.task.fail(error, place)
+        else:
+            self.task.entrust(coroutine, place, courier)
 
 
 def idle_seconds(tasks: Sequence[Task], now: float) -> float:

@@ -24,7 +24,7 @@ from horovod_sparse.frontend.plan_request import PlanRequest
 from horovod_sparse.merging import ParameterFacts
 from horovod_sparse.sparsifiers import Sparsifier
 from horovod_sparse.tensorflow.calibration import carry_out_together, where_of
-from horovod_sparse.tensorflow.driver import HOST, HostFunctions
+from horovod_sparse.tensorflow.graph import HOST, HostFunctions
 
 __all__ = ["WarmUp"]
 

@@ -18,8 +18,8 @@ from horovod_sparse.errors import (
 )
 from horovod_sparse.merging import Plan
 from horovod_sparse.simulation import SimulatedCluster
-from horovod_sparse.tensorflow.local import scaled_locally
-from horovod_sparse.tensorflow.others import reduce_densely
+from horovod_sparse.tensorflow.collectives import reduce_densely
+from horovod_sparse.tensorflow.tensors import scaled_locally
 
 pytestmark = pytest.mark.tensorflow
 

@@ -11,14 +11,12 @@ from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.tensorflow._horovod import hvd, is_elastic
 from horovod_sparse.tensorflow.arguments import Arguments
 from horovod_sparse.tensorflow.collectives import known_to_elastic, not_folded
-from horovod_sparse.tensorflow.driver import refuse_graphs
-from horovod_sparse.tensorflow.eager import EagerCalls
-from horovod_sparse.tensorflow.local import scaled_locally
+from horovod_sparse.tensorflow.graph import EagerCalls, refuse_graphs
 from horovod_sparse.tensorflow.planning import label_of
 from horovod_sparse.tensorflow.scaled import ScaledReduction, times
 from horovod_sparse.tensorflow.state import StateKeeper
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
-from horovod_sparse.tensorflow.tensors import as_dense, as_variable
+from horovod_sparse.tensorflow.tensors import as_dense, as_variable, scaled_locally
 
 
 def is_keras3(optimizer: Any) -> bool:

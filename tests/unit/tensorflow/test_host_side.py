@@ -19,7 +19,7 @@ from horovod_sparse.errors import (  # noqa: E402
     UnknownNameError,
 )
 from horovod_sparse.merging import Plan, fixed, min_elements  # noqa: E402
-from horovod_sparse.tensorflow.output import DenseOutput  # noqa: E402
+from horovod_sparse.tensorflow.parts import DenseOutput  # noqa: E402
 from horovod_sparse.tensorflow.task import Task  # noqa: E402
 from horovod_sparse.tensorflow.tensors import numpy_dtype  # noqa: E402
 

@@ -23,8 +23,6 @@ from horovod_sparse.frontend.transport import MpiPairs, mpi_for
 from horovod_sparse.sparsifiers.rounds.pairs import bruck_all_gather
 from horovod_sparse.tensorflow._horovod import hvd, is_elastic
 
-__all__ = ["Courier", "Journey", "between_pairs", "courier_for", "over_pairs"]
-
 _log = logging.getLogger("horovod_sparse")
 #: between two looks at messages under way
 _SLEEP_SECONDS = 20e-6

@@ -16,10 +16,8 @@ from horovod_sparse.tensorflow import planning, residuals
 from horovod_sparse.tensorflow.parts import DenseBucket, DenseVariable, Part, Place, SparseBucket
 from horovod_sparse.tensorflow.tensors import as_variable, dtype_name, unique_names
 
-__all__ = ["Buckets"]
 
-
-class Buckets:
+class VariableBuckets:
     """The buckets and dense variables of a tape or optimizer, made when gradients are seen.
 
     Args:

@@ -1,0 +1,214 @@
+"""What work on the host needs of a graph: functions that it calls, no graph without them, no derivatives.
+
+Called eagerly, the same work is traced once; what is selected has no gradient.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.eager import record
+from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
+
+from horovod_sparse.errors import UnsupportedError
+
+#: where messages live: what has k elements stays on the host
+HOST = "/cpu:0"
+
+
+def refuse_graphs() -> None:
+    """Refuses graphs that no host function can work in: XLA's, and those of TensorFlow 1.
+
+    Raises:
+        UnsupportedError: within ``tf.function(jit_compile=True)``, and without eager execution.
+    """
+    with tf.init_scope():  # out of a tf.function, but not out of a tf.Graph
+        if not tf.executing_eagerly():
+            raise UnsupportedError(
+                "a graph of TensorFlow 1, which runs in a session, cannot be combined with a sparsifier: the "
+                "ranks agree about buckets while a step is built. Use eager execution or tf.function, or "
+                "compression=Compression.none"
+            )
+    if GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
+        raise UnsupportedError(
+            "jit_compile=True cannot be combined with a sparsifier, which selects on the host between "
+            "collectives: use tf.function without jit_compile, or model.compile(..., jit_compile=False)"
+        )
+
+
+class HostFunctions:
+    """Host functions of graphs: kept as long as this object and a graph that they are made in.
+
+    TensorFlow keeps for ever what it is given to call, and Keras its graphs. So neither gets to know more
+    than a weak reference: with this object go residuals and all else that the functions work on.
+    """
+
+    def __init__(self) -> None:
+        self._by_graph: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
+
+    def run(
+        self, function: Callable[..., Any], inputs: Sequence[tf.Tensor], types: Sequence[tf.DType]
+    ) -> list[tf.Tensor]:
+        """A host function in a graph: run in every step, as soon as its inputs are there.
+
+        Within `tf.function`, operations with side effects run one after the other, as they were built. A
+        bucket would wait for the collectives of those before it, so this is called off here: inputs alone
+        say what comes after what.
+
+        What it raises arrives as an `InvalidArgumentError`. Most errors would be an `UnknownError` to
+        TensorFlow: Horovod's failures come as such, and ``hvd.elastic.run`` takes one that it does not know
+        for the training's end.
+
+        Args:
+            function: takes and gives NumPy arrays; holds no tensors, which would keep their graph.
+            inputs: for its arguments.
+            types: of its results.
+        """
+        results = list(tf.numpy_function(self._weakly(function), list(inputs), list(types)))
+        order = getattr(tf.compat.v1.get_default_graph(), "experimental_acd_manager", None)
+        if order is not None:
+            operation = results[0].op
+            while operation.type != "PyFunc":  # TensorFlow's debuggers put operations of theirs behind it
+                operation = operation.inputs[0].op
+            order.run_independently(operation)
+        return results
+
+    def _weakly(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        graph: Any = tf.compat.v1.get_default_graph()
+        while hasattr(graph, "outer_graph"):  # a branch's graph goes when its operation has been made
+            self._by_graph.setdefault(graph, []).append(function)
+            graph = graph.outer_graph
+        reference = weakref.ref(function)
+
+        def call(*arrays: np.ndarray) -> Any:
+            living = reference()
+            if living is None:
+                raise UnsupportedError(
+                    "this graph outlives the compressor or the optimizer that it was traced for: keep it"
+                )
+            try:
+                return living(*arrays)
+            except (TypeError, ValueError, tf.errors.UnknownError):  # the last is a failure of Horovod's
+                raise
+            except Exception as error:
+                # TensorFlow looks at the kind, and quotes its name
+                raise type(type(error).__name__, (ValueError,), {})(str(error)) from error
+
+        return call
+
+
+class EagerCalls:
+    """Functions that do eagerly what a graph would do; one for each list of variables.
+
+    Args:
+        build: called with gradients (None where there is none), variables and a scalar tensor, in a graph;
+            gives one gradient per variable, or None: not always where it got None.
+
+    Example:
+        >>> calls = EagerCalls(lambda gradients, variables, factor: [
+        ...     None if gradient is None else gradient * factor for gradient in gradients])
+        >>> six, nothing = calls([tf.constant(2.0), None], [1, 2], tf.constant(3.0))
+        >>> float(six), nothing
+        (6.0, None)
+    """
+
+    def __init__(self, build: Callable[[list[Any], list[Any], tf.Tensor], list[Any]]) -> None:
+        self._build = build
+        self._functions: dict[Any, Any] = {}
+
+    def __call__(self, gradients: Sequence[Any], variables: list[Any], scalar: tf.Tensor) -> list[Any]:
+        """As `build`."""
+        missing = tuple(gradient is None for gradient in gradients)
+        # a tensor is another one in every step, and only its place among the others counts
+        ids = tuple(None if isinstance(variable, tf.Tensor) else id(variable) for variable in variables)
+        key = (ids, missing)
+        if key not in self._functions:
+
+            def call(given: list[Any], scalar: tf.Tensor) -> list[Any]:
+                waiting = iter(given)
+                every = [None if absent else next(waiting) for absent in missing]
+                return self._build(every, variables, scalar)
+
+            self._functions[key] = tf.function(call, autograph=False, reduce_retracing=True)
+        given, function = [item for item in gradients if item is not None], self._functions[key]
+        if tf.config.functions_run_eagerly():  # the user's, to be looked into; of this one a graph is made
+            function = function.get_concrete_function(given, scalar)
+        return list(function(given, scalar))
+
+
+#: of operations that pass tensors on, to look their gradients up by
+_SUMS, _GRADIENTS = "HorovodSparseSums", "HorovodSparseGradients"
+
+
+def refuse_differentiation(sums: Sequence[tf.Tensor], gradients: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """The sums, in the graph that is being traced; an error where a gradient goes through them.
+
+    Args:
+        sums: over ranks.
+        gradients: that they are the sums of, dense, one or more.
+
+    Example:
+        >>> @tf.function
+        ... def penalty(x):
+        ...     with tf.GradientTape() as tape:
+        ...         tape.watch(x)
+        ...         y = x * x
+        ...     return refuse_differentiation([tf.stop_gradient(y)], [y])[0]
+        >>> x = tf.constant(3.0)
+        >>> float(penalty(x))
+        9.0
+        >>> with tf.GradientTape() as tape:
+        ...     tape.watch(x)
+        ...     z = penalty(x)
+        >>> tape.gradient(z, x)
+        Traceback (most recent call last):
+        tensorflow.python.framework.errors_impl.InvalidArgumentError: ...
+    """
+    sources = list(gradients)
+    graph = tf.compat.v1.get_default_graph()
+    smallest = min(range(len(sources)), key=lambda i: sources[i].shape.num_elements() or 0)
+    with record.stop_recording():
+        # one operation that all gradients go into, and of which a small tensor is kept
+        with graph.gradient_override_map({"IdentityN": _GRADIENTS}):
+            anchor = tf.identity_n(sources)[smallest]
+        with graph.gradient_override_map({"IdentityN": _SUMS}):
+            linked: list[tf.Tensor] = tf.identity_n([*sums, anchor])[:-1]
+    # tapes in this graph do not look at the operation's gradient
+    record.record_operation(_SUMS, linked, sources, _refuse)
+    return linked
+
+
+def _refuse(*_gradients: Any) -> Any:
+    raise UnsupportedError(
+        "the gradient of a sparsely synchronized gradient is asked for: there is none, since what is sent is "
+        "selected. Differentiate before synchronizing (tf.GradientTape inside, the distributed one outside), "
+        "or use compression=Compression.none"
+    )
+
+
+def _from_sums(operation: tf.Operation, *_gradients: tf.Tensor) -> list[Any]:
+    return [*[None] * (len(operation.inputs) - 1), tf.zeros_like(operation.inputs[-1])]
+
+
+def _from_gradients(operation: tf.Operation, *_gradients: tf.Tensor) -> list[tf.Tensor]:
+    """Raises when it is run: it is built whenever a function is called under a tape."""
+
+    def refuse() -> Any:
+        try:
+            _refuse()
+        except UnsupportedError as error:  # by a kind that TensorFlow gives on, and by its name
+            raise ValueError(f"UnsupportedError: {error}") from None
+
+    refusal = tf.numpy_function(refuse, [], tf.float32)
+    refusal.set_shape([])
+    return [tf.zeros_like(tensor) + tf.cast(refusal, tensor.dtype) for tensor in operation.inputs]
+
+
+with contextlib.suppress(KeyError):  # where this module is imported a second time, by doctests
+    tf.RegisterGradient(_SUMS)(_from_sums)
+    tf.RegisterGradient(_GRADIENTS)(_from_gradients)
