@@ -19,56 +19,6 @@ from horovod_sparse.sparsifiers.schedule import Schedule
 from horovod_sparse.wire import Gathered, WireFormat, pack, unpack_sum
 
 
-def arguments_text(described: Any, always: tuple[str, ...] = ()) -> str:
-    """``argument=value,argument=value`` of a dataclass; arguments at their default are left out.
-
-    Args:
-        described: the dataclass.
-        always: arguments that are never left out.
-    """
-    return ",".join(
-        f"{item.name}={value_text(getattr(described, item.name))}"
-        for item in dataclasses.fields(described)
-        if item.name in always or getattr(described, item.name) != item.default
-    )
-
-
-def value_text(value: Any) -> str:
-    """A value as `feedback.text.parse_value` reads it.
-
-    Args:
-        value: a number, a word, a tuple or dict of such, or a dataclass with a `text_name`.
-
-    Example:
-        >>> from horovod_sparse.sparsifiers.schedule import Exponential
-        >>> value_text(Exponential(steps=5)), value_text("paper"), value_text(0.5), value_text(("*.bias",))
-        ('exponential(steps=5)', 'paper', '0.5', "('*.bias',)")
-    """
-    name = getattr(type(value), "text_name", None)
-    if name is not None:
-        return f"{name}({arguments_text(value)})"
-    return value if isinstance(value, str) else repr(value)
-
-
-def step_generator(seed: int, bucket: str, step: int, rank: int | None = None) -> np.random.Generator:
-    """A fresh generator for one step of one bucket.
-
-    No state has to be saved to resume, and the global seeds of NumPy or a framework are never touched.
-
-    Args:
-        seed: the user's.
-        bucket: name of the bucket.
-        step: synchronizations done before.
-        rank: for numbers of a rank's own; None for numbers that all ranks share.
-
-    Example:
-        >>> bool(step_generator(0, "w", 3).random() == step_generator(0, "w", 3).random())
-        True
-    """
-    entropy = [seed, zlib.crc32(bucket.encode()), step, 0 if rank is None else 1 + rank]
-    return np.random.Generator(np.random.Philox(np.random.SeedSequence(entropy)))
-
-
 def accumulator_dtype(gradient_dtype: str) -> np.dtype[Any]:
     """The dtype residuals have: float64 for float64, float32 for float32 and the half types.
 
@@ -289,6 +239,61 @@ class Sparsifier(abc.ABC):
         return f"{self.name}:{arguments_text(self, always=('density',))}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class SelectAndGather(Sparsifier):
+    """The case of most algorithms: every rank selects, and one allgather brings all selections to all ranks.
+
+    A subclass gives `select`. What it selects leaves the accumulator, but for what rounding takes away.
+    """
+
+    @abc.abstractmethod
+    def select(
+        self, accumulator: Accumulator, k: int, state: Any, info: BucketInfo
+    ) -> Indices | tuple[Indices, dict[str, float]]:
+        """What this rank sends in this step.
+
+        Args:
+            accumulator: residual + gradient of this rank.
+            k: elements that density asks for.
+            state: made by `init`, before its step is counted; changed in place.
+            info: the facts of the bucket.
+
+        Returns:
+            Positions, int32 [count], ascending and unique; with them, where there are any, facts for the
+            telemetry (`SparseSum.facts`).
+        """
+
+    def message_format(self, info: BucketInfo, step: int) -> WireFormat:
+        """How the selections of a step are written."""
+        return self.wire
+
+    def synchronize(
+        self, accumulator: Accumulator, state: Any, info: BucketInfo
+    ) -> Synchronization[SparseSum]:
+        """Selects, then one allgather; see `Sparsifier.synchronize`."""
+        selected = self.select(accumulator, self.num_selected(info, state), state, info)
+        indices, facts = selected if isinstance(selected, tuple) else (selected, {})
+        wire = self.message_format(info, state.step)
+        state.step += 1
+        values = accumulator.take(indices)
+        sent = values if wire.exact else wire.round(values)
+        accumulator.clear(indices)
+        if sent is not values:
+            accumulator.add(indices, values - sent)
+        sum_ = SparseSum.of((yield from exchange_selections(accumulator, indices, sent, info, wire)))
+        sum_.facts.update(facts)
+        return sum_
+
+    def rounds(self, size: int) -> tuple[type[Request], ...]:
+        """One allgather."""
+        return (AllGather,)
+
+    def traffic(self, info: BucketInfo, counts: np.ndarray, step: int = 0) -> tuple[Traffic, ...]:
+        """Indices and values of what was selected."""
+        wire, count = self.message_format(info, step), int(counts[info.rank])
+        return (Traffic(AllGather, wire.message_bytes(count, info.num_elements, info.value_dtype)),)
+
+
 def exchange_selections(
     accumulator: Accumulator, indices: Indices, values: Values | None, info: BucketInfo, wire: WireFormat
 ) -> Synchronization[Gathered]:
@@ -309,23 +314,51 @@ def exchange_selections(
     return unpack_sum(gathered, info.size, wire, n, None if values is None else info.value_dtype)
 
 
-def send_selection(
-    accumulator: Accumulator, indices: Indices, info: BucketInfo, wire: WireFormat
-) -> Synchronization[SparseSum]:
-    """Sends what the accumulator holds at this rank's selection, and sums all ranks' selections.
+def step_generator(seed: int, bucket: str, step: int, rank: int | None = None) -> np.random.Generator:
+    """A fresh generator for one step of one bucket.
 
-    What is sent leaves the accumulator; what rounding for the wire takes away stays in it.
+    No state has to be saved to resume, and the global seeds of NumPy or a framework are never touched.
 
     Args:
-        accumulator: of this rank.
-        indices: int32 [count], ascending and unique.
-        info: the facts of the bucket.
-        wire: how it is written.
+        seed: the user's.
+        bucket: name of the bucket.
+        step: synchronizations done before.
+        rank: for numbers of a rank's own; None for numbers that all ranks share.
+
+    Example:
+        >>> bool(step_generator(0, "w", 3).random() == step_generator(0, "w", 3).random())
+        True
     """
-    values = accumulator.take(indices)
-    sent = wire.round(values)
-    accumulator.clear(indices)
-    if sent is not values:
-        accumulator.add(indices, values - sent)
-    gathered = yield from exchange_selections(accumulator, indices, sent, info, wire)
-    return SparseSum.of(gathered)
+    entropy = [seed, zlib.crc32(bucket.encode()), step, 0 if rank is None else 1 + rank]
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence(entropy)))
+
+
+def arguments_text(described: Any, always: tuple[str, ...] = ()) -> str:
+    """``argument=value,argument=value`` of a dataclass; arguments at their default are left out.
+
+    Args:
+        described: the dataclass.
+        always: arguments that are never left out.
+    """
+    return ",".join(
+        f"{item.name}={value_text(getattr(described, item.name))}"
+        for item in dataclasses.fields(described)
+        if item.name in always or getattr(described, item.name) != item.default
+    )
+
+
+def value_text(value: Any) -> str:
+    """A value as `feedback.text.parse_value` reads it.
+
+    Args:
+        value: a number, a word, a tuple or dict of such, or a dataclass with a `text_name`.
+
+    Example:
+        >>> from horovod_sparse.sparsifiers.schedule import Exponential
+        >>> value_text(Exponential(steps=5)), value_text("paper"), value_text(0.5), value_text(("*.bias",))
+        ('exponential(steps=5)', 'paper', '0.5', "('*.bias',)")
+    """
+    name = getattr(type(value), "text_name", None)
+    if name is not None:
+        return f"{name}({arguments_text(value)})"
+    return value if isinstance(value, str) else repr(value)

@@ -5,28 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
-
 from horovod_sparse.arrays.protocol import Accumulator, Indices
 from horovod_sparse.checks import check_count
-from horovod_sparse.collectives import AllGather, Request, Synchronization
 from horovod_sparse.errors import UnknownNameError
-from horovod_sparse.sparsifiers.base import (
-    BucketInfo,
-    SparseSum,
-    Sparsifier,
-    SparsifierState,
-    Traffic,
-    send_selection,
-    step_generator,
-)
+from horovod_sparse.sparsifiers.base import BucketInfo, SelectAndGather, SparsifierState, step_generator
 from horovod_sparse.thresholds import SampledThreshold
 
 _TOO_MANY, _TOO_FEW, _LOWER, _ATTEMPTS = 1.3, 0.8, 0.8, 10
 
 
 @dataclass(frozen=True, kw_only=True)
-class DGC(Sparsifier):
+class DGC(SelectAndGather):
     """Each rank sends about its k largest magnitudes, found by a threshold from a sample.
 
     The threshold is the k-th largest of a strided sample, scaled. If more than 1.3 k elements pass, the
@@ -66,10 +55,11 @@ class DGC(Sparsifier):
             raise UnknownNameError("threshold of dgc", str(self.threshold), ("sampled", "exact"))
         check_count("seed", self.seed, "a whole number, 0 or more", low=0)
 
-    def select(self, accumulator: Accumulator, k: int, generator: np.random.Generator) -> Indices:
-        """About k positions, ascending."""
+    def select(self, accumulator: Accumulator, k: int, state: SparsifierState, info: BucketInfo) -> Indices:
+        """About the k largest magnitudes; see `SelectAndGather.select`."""
         if self.threshold == "exact" or k >= accumulator.num_elements:
             return accumulator.largest(k)
+        generator = step_generator(self.seed, info.name, state.step, info.rank)
         threshold = SampledThreshold(self.sample_fraction).find(accumulator, k, generator)
         indices = accumulator.at_least(threshold)
         for _ in range(_ATTEMPTS):
@@ -80,21 +70,3 @@ class DGC(Sparsifier):
         if indices.size > _TOO_MANY * k:
             return accumulator.largest(k)
         return indices
-
-    def synchronize(
-        self, accumulator: Accumulator, state: SparsifierState, info: BucketInfo
-    ) -> Synchronization[SparseSum]:
-        """One allgather; see `Sparsifier.synchronize`."""
-        generator = step_generator(self.seed, info.name, state.step, info.rank)
-        indices = self.select(accumulator, self.num_selected(info, state), generator)
-        state.step += 1
-        return (yield from send_selection(accumulator, indices, info, self.wire))
-
-    def rounds(self, size: int) -> tuple[type[Request], ...]:
-        """One allgather."""
-        return (AllGather,)
-
-    def traffic(self, info: BucketInfo, counts: np.ndarray, step: int = 0) -> tuple[Traffic, ...]:
-        """Indices and values of what was selected."""
-        num_bytes = self.wire.message_bytes(int(counts[info.rank]), info.num_elements, info.value_dtype)
-        return (Traffic(AllGather, num_bytes),)

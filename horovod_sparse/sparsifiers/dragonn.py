@@ -10,16 +10,7 @@ import numpy as np
 
 from horovod_sparse.arrays.protocol import Accumulator, Indices
 from horovod_sparse.checks import check_count, check_number
-from horovod_sparse.collectives import AllGather, Request, Synchronization
-from horovod_sparse.sparsifiers.base import (
-    BucketInfo,
-    SparseSum,
-    Sparsifier,
-    SparsifierState,
-    Traffic,
-    send_selection,
-    step_generator,
-)
+from horovod_sparse.sparsifiers.base import BucketInfo, SelectAndGather, SparsifierState, step_generator
 from horovod_sparse.thresholds import SampledThreshold
 from horovod_sparse.wire import WireFormat
 
@@ -113,7 +104,7 @@ def survivors(indices: Indices, slots: np.ndarray, num_slots: int, last: int = -
 
 
 @dataclass(frozen=True, kw_only=True)
-class DRAGONN(Sparsifier):
+class DRAGONN(SelectAndGather):
     """Each rank writes what passes a sampled threshold into m hashed slots, and sends those.
 
     ``slot[h(i)] = i`` for every hit i, one write each. Hits that fall into a taken slot overwrite it; the
@@ -165,42 +156,22 @@ class DRAGONN(Sparsifier):
             return k
         return min(info.num_elements, max(1, round(self.slots_per_selected * k)))
 
-    def _message(self, num_slots: int) -> WireFormat:
-        """The wire format with all messages as long as all slots."""
-        return WireFormat(self.values, self.indices, math.ceil(num_slots / self.quantum) * self.quantum)
+    def message_format(self, info: BucketInfo, step: int) -> WireFormat:
+        """All messages as long as all slots, whatever was hit."""
+        slots = self.num_slots(info, SparsifierState(step))
+        return WireFormat(self.values, self.indices, math.ceil(slots / self.quantum) * self.quantum)
 
     def select(
-        self, accumulator: Accumulator, state: SparsifierState, info: BucketInfo
-    ) -> tuple[Indices, float]:
-        """What is left in the slots, and the threshold."""
-        k, m = self.num_selected(info, state), self.num_slots(info, state)
+        self, accumulator: Accumulator, k: int, state: SparsifierState, info: BucketInfo
+    ) -> tuple[Indices, dict[str, float]]:
+        """What is left in the slots; see `SelectAndGather.select`."""
+        m, threshold = self.num_slots(info, state), 0.0
         generator = step_generator(self.seed, info.name, state.step, info.rank)
-        threshold = 0.0
         if k < info.num_elements:
             threshold = SampledThreshold(self.sample_fraction).find(accumulator, k, generator)
-        hits = accumulator.at_least(threshold)
-        if m == info.num_elements:
-            return hits, threshold
-        slots = HashFunction.draw(generator, m).slots(hits)
-        return survivors(hits, slots, m, int(generator.integers(max(1, hits.size)))), threshold
-
-    def synchronize(
-        self, accumulator: Accumulator, state: SparsifierState, info: BucketInfo
-    ) -> Synchronization[SparseSum]:
-        """One allgather; see `Sparsifier.synchronize`."""
-        m = self.num_slots(info, state)
-        indices, threshold = self.select(accumulator, state, info)
-        state.step += 1
-        sum_ = yield from send_selection(accumulator, indices, info, self._message(m))
-        sum_.facts.update(threshold=threshold, empty_slots=1.0 - indices.size / m)
-        return sum_
-
-    def rounds(self, size: int) -> tuple[type[Request], ...]:
-        """One allgather."""
-        return (AllGather,)
-
-    def traffic(self, info: BucketInfo, counts: np.ndarray, step: int = 0) -> tuple[Traffic, ...]:
-        """m slots of index and value, whatever was hit."""
-        message = self._message(self.num_slots(info, SparsifierState(step)))
-        num_bytes = message.message_bytes(int(counts[info.rank]), info.num_elements, info.value_dtype)
-        return (Traffic(AllGather, num_bytes),)
+        indices = accumulator.at_least(threshold)
+        if m < info.num_elements:
+            slots = HashFunction.draw(generator, m).slots(indices)
+            last = int(generator.integers(max(1, indices.size)))
+            indices = survivors(indices, slots, m, last)
+        return indices, {"threshold": threshold, "empty_slots": 1.0 - indices.size / m}

@@ -7,19 +7,10 @@ import math
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-import numpy as np
-
-from horovod_sparse.arrays.protocol import Accumulator
+from horovod_sparse.arrays.protocol import Accumulator, Indices
 from horovod_sparse.checks import check_number
-from horovod_sparse.collectives import ADDED, AllGather, Request, Synchronization
-from horovod_sparse.sparsifiers.base import (
-    BucketInfo,
-    SparseSum,
-    Sparsifier,
-    SparsifierState,
-    Traffic,
-    send_selection,
-)
+from horovod_sparse.collectives import ADDED
+from horovod_sparse.sparsifiers.base import BucketInfo, SelectAndGather, SparsifierState
 
 _log = logging.getLogger(__name__)
 _hinted: set[str] = set()
@@ -38,7 +29,7 @@ class HardThresholdState(SparsifierState):
 
 
 @dataclass(frozen=True, kw_only=True)
-class HardThreshold(Sparsifier):
+class HardThreshold(SelectAndGather):
     """Each rank sends all elements with |acc| >= threshold; all apply the sum.
 
     One round: an allgather of as many indices and values as pass. The count follows the gradient's
@@ -92,22 +83,9 @@ class HardThreshold(Sparsifier):
             )
         return guess * state.scale
 
-    def synchronize(
-        self, accumulator: Accumulator, state: HardThresholdState, info: BucketInfo
-    ) -> Synchronization[SparseSum]:
-        """One allgather; see `Sparsifier.synchronize`."""
+    def select(
+        self, accumulator: Accumulator, k: int, state: HardThresholdState, info: BucketInfo
+    ) -> tuple[Indices, dict[str, float]]:
+        """What reaches the threshold; see `SelectAndGather.select`."""
         threshold = self.threshold_for(info, state)
-        indices = accumulator.at_least(threshold)
-        state.step += 1
-        sum_ = yield from send_selection(accumulator, indices, info, self.wire)
-        sum_.facts["threshold"] = threshold
-        return sum_
-
-    def rounds(self, size: int) -> tuple[type[Request], ...]:
-        """One allgather."""
-        return (AllGather,)
-
-    def traffic(self, info: BucketInfo, counts: np.ndarray, step: int = 0) -> tuple[Traffic, ...]:
-        """Indices and values of what passed."""
-        num_bytes = self.wire.message_bytes(int(counts[info.rank]), info.num_elements, info.value_dtype)
-        return (Traffic(AllGather, num_bytes),)
+        return accumulator.at_least(threshold), {"threshold": threshold}

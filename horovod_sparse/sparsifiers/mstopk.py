@@ -9,22 +9,14 @@ import numpy as np
 
 from horovod_sparse.arrays.protocol import Accumulator, Indices
 from horovod_sparse.checks import check_count
-from horovod_sparse.collectives import AllGather, Request, Synchronization
-from horovod_sparse.sparsifiers.base import (
-    BucketInfo,
-    SparseSum,
-    Sparsifier,
-    SparsifierState,
-    Traffic,
-    send_selection,
-)
+from horovod_sparse.sparsifiers.base import BucketInfo, SelectAndGather, SparsifierState
 
 #: from so few elements above the lower threshold on, counting goes on among them alone
 _FEW = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class MSTopK(Sparsifier):
+class MSTopK(SelectAndGather):
     """Each rank sends exactly k elements: all above a threshold found by bisection, then a fill.
 
     Bisection between 0 and the maximum magnitude counts how many elements pass, and keeps the highest
@@ -57,8 +49,8 @@ class MSTopK(Sparsifier):
         super().__post_init__()
         check_count("num_passes", self.num_passes, "a whole number, 1 or more")
 
-    def select(self, accumulator: Accumulator, k: int) -> Indices:
-        """Exactly k positions, ascending."""
+    def select(self, accumulator: Accumulator, k: int, state: SparsifierState, info: BucketInfo) -> Indices:
+        """Exactly k positions; see `SelectAndGather.select`."""
         if k >= accumulator.num_elements:
             return accumulator.largest(k)
         # at least k elements reach `low` (if there are so many that are not 0), fewer than k reach `high`
@@ -94,20 +86,3 @@ class MSTopK(Sparsifier):
         between = np.flatnonzero((sizes >= low) & ~chosen)
         chosen[between[: k - int(np.count_nonzero(chosen))]] = True
         return reserve[chosen]
-
-    def synchronize(
-        self, accumulator: Accumulator, state: SparsifierState, info: BucketInfo
-    ) -> Synchronization[SparseSum]:
-        """One allgather; see `Sparsifier.synchronize`."""
-        indices = self.select(accumulator, self.num_selected(info, state))
-        state.step += 1
-        return (yield from send_selection(accumulator, indices, info, self.wire))
-
-    def rounds(self, size: int) -> tuple[type[Request], ...]:
-        """One allgather."""
-        return (AllGather,)
-
-    def traffic(self, info: BucketInfo, counts: np.ndarray, step: int = 0) -> tuple[Traffic, ...]:
-        """k indices and k values."""
-        num_bytes = self.wire.message_bytes(int(counts[info.rank]), info.num_elements, info.value_dtype)
-        return (Traffic(AllGather, num_bytes),)

@@ -9,15 +9,14 @@ import numpy as np
 
 from horovod_sparse.arrays.protocol import Accumulator, Indices
 from horovod_sparse.checks import check_count
-from horovod_sparse.collectives import AllGather, Request, Synchronization
+from horovod_sparse.collectives import Request, Synchronization
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.sparsifiers.base import (
     BucketInfo,
+    SelectAndGather,
     SparseSum,
-    Sparsifier,
     SparsifierState,
     Traffic,
-    send_selection,
     step_generator,
 )
 from horovod_sparse.sparsifiers.rounds.shared import sum_at, sum_rounds, sum_traffic
@@ -57,7 +56,7 @@ def draw_positions(generator: np.random.Generator, num_elements: int, k: int) ->
 
 
 @dataclass(frozen=True, kw_only=True)
-class RandomK(Sparsifier):
+class RandomK(SelectAndGather):
     """k uniformly random positions, their values summed over ranks.
 
     With `shared` positions (default) all ranks draw the same ones, so no index is ever sent: one
@@ -96,24 +95,27 @@ class RandomK(Sparsifier):
         k = self.num_selected(info, SparsifierState(step))
         return draw_positions(generator, info.num_elements, k)
 
+    def select(self, accumulator: Accumulator, k: int, state: SparsifierState, info: BucketInfo) -> Indices:
+        """The positions of this step; see `SelectAndGather.select`."""
+        return self.positions(info, state.step)
+
     def synchronize(
         self, accumulator: Accumulator, state: SparsifierState, info: BucketInfo
     ) -> Synchronization[SparseSum]:
-        """One allreduce, or one allgather; see `Sparsifier.synchronize`."""
+        """One allreduce (shared) or one allgather; see `Sparsifier.synchronize`."""
+        if not self.shared:
+            return (yield from super().synchronize(accumulator, state, info))
         indices = self.positions(info, state.step)
         state.step += 1
-        if not self.shared:
-            return (yield from send_selection(accumulator, indices, info, self.wire))
         counts = np.full(info.size, indices.size)
         return (yield from sum_at(accumulator, indices, counts, info, self.wire))
 
     def rounds(self, size: int) -> tuple[type[Request], ...]:
         """One allreduce (shared) or one allgather."""
-        return sum_rounds(self.wire) if self.shared else (AllGather,)
+        return sum_rounds(self.wire) if self.shared else super().rounds(size)
 
     def traffic(self, info: BucketInfo, counts: np.ndarray, step: int = 0) -> tuple[Traffic, ...]:
         """Values only (shared), or indices and values."""
-        k = int(counts[info.rank])
         if self.shared:
-            return sum_traffic(k, info, self.wire)
-        return (Traffic(AllGather, self.wire.message_bytes(k, info.num_elements, info.value_dtype)),)
+            return sum_traffic(int(counts[info.rank]), info, self.wire)
+        return super().traffic(info, counts, step)

@@ -10,19 +10,11 @@ from typing import ClassVar, Protocol
 
 import numpy as np
 
-from horovod_sparse.arrays.protocol import Accumulator, Moments
+from horovod_sparse.arrays.protocol import Accumulator, Indices, Moments
 from horovod_sparse.checks import check_count, check_number
-from horovod_sparse.collectives import LOCAL, AllGather, Request, Synchronization
+from horovod_sparse.collectives import LOCAL
 from horovod_sparse.errors import UnknownNameError
-from horovod_sparse.sparsifiers.base import (
-    BucketInfo,
-    SparseSum,
-    Sparsifier,
-    SparsifierState,
-    Traffic,
-    send_selection,
-    step_generator,
-)
+from horovod_sparse.sparsifiers.base import BucketInfo, SelectAndGather, SparsifierState, step_generator
 from horovod_sparse.thresholds import SampledThreshold
 
 
@@ -165,7 +157,7 @@ class SIDCoState(SparsifierState):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SIDCo(Sparsifier):
+class SIDCo(SelectAndGather):
     """Each rank sends |acc| >= threshold, the threshold being a quantile of a fitted distribution.
 
     Stage 1 fits all magnitudes and finds where the share `first_density` lies above; each further stage
@@ -248,9 +240,8 @@ class SIDCo(Sparsifier):
             moments = moments_above(threshold)
         return threshold
 
-    def find(self, accumulator: Accumulator, state: SIDCoState, info: BucketInfo) -> float:
+    def find(self, accumulator: Accumulator, k: int, state: SIDCoState, info: BucketInfo) -> float:
         """This step's threshold."""
-        k = self.num_selected(info, state)
         if k >= info.num_elements:
             return 0.0
         stride = SampledThreshold(self.sample_fraction).stride(info.num_elements, k)
@@ -261,20 +252,17 @@ class SIDCo(Sparsifier):
         share = max(1, round(k * sample.size / info.num_elements))
         return self.threshold(partial(_moments, sample), share, state.num_stages)
 
-    def synchronize(
-        self, accumulator: Accumulator, state: SIDCoState, info: BucketInfo
-    ) -> Synchronization[SparseSum]:
-        """One allgather; see `Sparsifier.synchronize`."""
-        k, threshold = self.num_selected(info, state), self.find(accumulator, state, info)
+    def select(
+        self, accumulator: Accumulator, k: int, state: SIDCoState, info: BucketInfo
+    ) -> tuple[Indices, dict[str, float]]:
+        """What reaches the threshold; see `SelectAndGather.select`."""
+        threshold = self.find(accumulator, k, state, info)
         indices = accumulator.at_least(threshold)
         self._adapt(state, indices.size / k)
         if not indices.size:  # the fit ends above every magnitude, as it does for equal ones
             indices = accumulator.largest(k)
             indices = indices[accumulator.take(indices) != 0]
-        state.step += 1
-        sum_ = yield from send_selection(accumulator, indices, info, self.wire)
-        sum_.facts.update(threshold=threshold, stages=float(state.num_stages))
-        return sum_
+        return indices, {"threshold": threshold, "stages": float(state.num_stages)}
 
     def _adapt(self, state: SIDCoState, achieved: float) -> None:
         state.recent.append(achieved)
@@ -291,12 +279,3 @@ class SIDCo(Sparsifier):
             state.direction = -state.direction
         state.num_stages = min(max(state.num_stages + state.direction, 1), self.max_stages)
         state.error = error
-
-    def rounds(self, size: int) -> tuple[type[Request], ...]:
-        """One allgather."""
-        return (AllGather,)
-
-    def traffic(self, info: BucketInfo, counts: np.ndarray, step: int = 0) -> tuple[Traffic, ...]:
-        """Indices and values of what passed."""
-        num_bytes = self.wire.message_bytes(int(counts[info.rank]), info.num_elements, info.value_dtype)
-        return (Traffic(AllGather, num_bytes),)

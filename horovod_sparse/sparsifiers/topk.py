@@ -5,22 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
-
-from horovod_sparse.arrays.protocol import Accumulator
-from horovod_sparse.collectives import AllGather, Request, Synchronization
-from horovod_sparse.sparsifiers.base import (
-    BucketInfo,
-    SparseSum,
-    Sparsifier,
-    SparsifierState,
-    Traffic,
-    send_selection,
-)
+from horovod_sparse.arrays.protocol import Accumulator, Indices
+from horovod_sparse.sparsifiers.base import BucketInfo, SelectAndGather, SparsifierState
 
 
 @dataclass(frozen=True, kw_only=True)
-class TopK(Sparsifier):
+class TopK(SelectAndGather):
     """Each rank sends exactly its k largest magnitudes; all apply the sum.
 
     ``selection_i = arg top-k |acc_i|,  sum = sum_i acc_i[selection_i]``
@@ -42,19 +32,6 @@ class TopK(Sparsifier):
 
     name: ClassVar[str] = "topk"
 
-    def synchronize(
-        self, accumulator: Accumulator, state: SparsifierState, info: BucketInfo
-    ) -> Synchronization[SparseSum]:
-        """One allgather; see `Sparsifier.synchronize`."""
-        indices = accumulator.largest(self.num_selected(info, state))
-        state.step += 1
-        return (yield from send_selection(accumulator, indices, info, self.wire))
-
-    def rounds(self, size: int) -> tuple[type[Request], ...]:
-        """One allgather."""
-        return (AllGather,)
-
-    def traffic(self, info: BucketInfo, counts: np.ndarray, step: int = 0) -> tuple[Traffic, ...]:
-        """Indices and values of k elements."""
-        num_bytes = self.wire.message_bytes(int(counts[info.rank]), info.num_elements, info.value_dtype)
-        return (Traffic(AllGather, num_bytes),)
+    def select(self, accumulator: Accumulator, k: int, state: SparsifierState, info: BucketInfo) -> Indices:
+        """The k largest magnitudes; see `SelectAndGather.select`."""
+        return accumulator.largest(k)

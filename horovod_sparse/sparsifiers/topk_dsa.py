@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from horovod_sparse.arrays.protocol import Accumulator, Values
 from horovod_sparse.collectives import AllGather, AllToAll, Request, Synchronization
-from horovod_sparse.errors import MessageError
 from horovod_sparse.sparsifiers.base import (
     BucketInfo,
     SparseSum,
@@ -21,7 +20,6 @@ from horovod_sparse.sparsifiers.base import (
 )
 from horovod_sparse.sparsifiers.rounds.regions import Window, equal_part, reduce_in_regions, split_traffic
 from horovod_sparse.sparsifiers.rounds.sparse_vectors import SparseVector, rounded
-from horovod_sparse.wire import WireFormat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,11 +81,9 @@ class TopkDSA(Sparsifier):
         sparse = sum(
             self.wire.message_words(int(size), info.num_elements, info.value_dtype) for size in sizes
         )
-        return sum(self._dense_words(region, info) for region in regions) < sparse
-
-    def _dense_words(self, region: Window, info: BucketInfo) -> int:
-        codec = self.wire.value_codec(info.value_dtype)
-        return 0 if codec is None else codec.num_words(region[1] - region[0])
+        return (
+            sum(self.wire.num_value_words(stop - start, info.value_dtype) for start, stop in regions) < sparse
+        )
 
     def _gather_dense(
         self, total: SparseVector, accumulator: Accumulator, regions: list[Window], info: BucketInfo
@@ -98,17 +94,12 @@ class TopkDSA(Sparsifier):
         values[total.indices - start] = total.values
         seen = self.wire.round(values)
         accumulator.add(total.indices, (values - seen)[total.indices - start])
-        codec = self.wire.value_codec(info.value_dtype)
-        if codec is None:
-            raise MessageError("values without a way to write them")
-        words = np.empty(codec.num_words(values.size), np.uint32)
-        codec.encode(seen, words)
-        gathered = np.ascontiguousarray((yield AllGather(words.view(np.int32)))).view(np.uint32)
+        gathered = yield AllGather(self.wire.encode_values(seen))
         dense, begin = np.empty(info.num_elements, info.value_dtype), 0
-        for region in regions:
-            length = self._dense_words(region, info)
-            codec.decode(gathered[begin : begin + length], dense[region[0] : region[1]])
-            begin += length
+        for start, stop in regions:
+            end = begin + self.wire.num_value_words(stop - start, info.value_dtype)
+            dense[start:stop] = self.wire.decode_values(gathered[begin:end], stop - start, info.value_dtype)
+            begin = end
         indices = np.flatnonzero(dense).astype(np.int32)
         return indices, dense[indices]
 
@@ -118,16 +109,14 @@ class TopkDSA(Sparsifier):
 
     def traffic(self, info: BucketInfo, counts: np.ndarray, step: int = 0) -> tuple[Traffic, ...]:
         """How much goes to other regions, and how long the union is there, depends on the data."""
-        region = equal_part(info.num_elements, info.size, info.rank)
-        longest = min(region[1] - region[0], int(counts.sum()))
-        sparse = [4 * _words(count, info, self.wire) for count in (0, longest)]
-        dense = 4 * self._dense_words(region, info)
+        start, stop = equal_part(info.num_elements, info.size, info.rank)
+        longest = min(stop - start, int(counts.sum()))
+        sparse = [
+            self.wire.message_bytes(count, info.num_elements, info.value_dtype) for count in (0, longest)
+        ]
+        dense = 4 * self.wire.num_value_words(stop - start, info.value_dtype)
         return (
             split_traffic(int(counts[info.rank]), info, self.wire),
             Traffic(AllGather, 4),
             Traffic(AllGather, min(sparse[0], dense), max(sparse[1], dense)),
         )
-
-
-def _words(count: int, info: BucketInfo, wire: WireFormat) -> int:
-    return wire.message_words(count, info.num_elements, info.value_dtype)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from horovod_sparse.arrays.protocol import Values
 from horovod_sparse.checks import check_count
@@ -50,7 +51,7 @@ class WireFormat:
             raise UnknownNameError("way to write indices", str(self.indices), INDEX_CODECS)
         check_count("quantum", self.quantum, "a whole number of elements, 1 or more")
 
-    @property
+    @functools.cached_property
     def exact(self) -> bool:
         """Whether no value is ever changed, whatever dtype the accumulator has."""
         return self.values in ("exact", "float64")
@@ -74,14 +75,25 @@ class WireFormat:
             >>> WireFormat("float16").round(np.array([0.1, 1e6], np.float32))
             array([9.9975586e-02, 6.5504000e+04], dtype=float32)
         """
-        codec = self.value_codec(values.dtype)
-        if codec is None or self.exact or self.values == _name_of(values.dtype):
+        if self.exact or self.values == _name_of(values.dtype):
             return values
-        words = np.empty(codec.num_words(values.size), np.uint32)
-        codec.encode(np.ascontiguousarray(values), words)
-        rounded = np.empty(values.shape, values.dtype)
-        codec.decode(words, rounded)
-        return rounded
+        return self.decode_values(self.encode_values(values), values.size, values.dtype)
+
+    def num_value_words(self, count: int, dtype: Any) -> int:
+        """Length of the values alone, in 32-bit words."""
+        return self.value_codec(dtype).num_words(count)
+
+    def encode_values(self, values: Values) -> NDArray[np.int32]:
+        """Values alone as words, for rounds whose indices all ranks know."""
+        words = np.empty(self.num_value_words(values.size, values.dtype), np.uint32)
+        self.value_codec(values.dtype).encode(np.ascontiguousarray(values), words)
+        return words.view(np.int32)
+
+    def decode_values(self, words: NDArray[np.int32], count: int, dtype: Any) -> Values:
+        """What `encode_values` has written."""
+        values = np.empty(count, dtype)
+        self.value_codec(dtype).decode(np.ascontiguousarray(words).view(np.uint32), values)
+        return values
 
     def message_words(self, count: int, num_elements: int, dtype: Any) -> int:
         """Length of a message, header and padding included, in 32-bit words; exact.
@@ -95,18 +107,11 @@ class WireFormat:
             >>> WireFormat().message_words(3, 100, np.float32), WireFormat().message_words(3, 100, None)
             (10, 7)
         """
-        padded = -(-count // self.quantum) * self.quantum
-        codec = self.value_codec(dtype)
-        payload = self.index_codec.num_words(padded, num_elements)
-        return self.header_words(dtype) + payload + (0 if codec is None else codec.num_words(padded))
+        return sections(self, count, num_elements, dtype).length
 
     def message_bytes(self, count: int, num_elements: int, dtype: Any) -> int:
         """Length of a message in bytes; what `Traffic.bytes_sent` declares."""
         return 4 * self.message_words(count, num_elements, dtype)
-
-    def header_words(self, dtype: Any) -> int:
-        """Four, and a fifth that names the format unless messages are plain."""
-        return HEADER_WORDS + (not self.is_plain(dtype))
 
     def is_plain(self, dtype: Any) -> bool:
         """Whether indices are int32 and values stand there as the accumulator has them."""
@@ -114,33 +119,77 @@ class WireFormat:
             dtype is None or self.values == "exact" or self.values == _name_of(dtype)
         )
 
-    @property
-    def index_codec(self) -> IndexCodec:
-        """What writes the indices."""
-        return INDEX_CODECS[self.indices]
-
-    def value_codec(self, dtype: Any) -> ValueCodec | None:
-        """What writes values of an accumulator's dtype; None for None.
+    def value_codec(self, dtype: Any) -> ValueCodec:
+        """What writes values of an accumulator's dtype.
 
         Raises:
             ArgumentError: the dtype is neither float32 nor float64.
         """
-        if dtype is None:
-            return None
         name = _name_of(dtype)
         if name not in ("float32", "float64"):
             raise ArgumentError("values", name, "float32 or float64, as accumulators have them")
         return VALUE_CODECS[name if self.values in (None, "exact") else self.values]
 
-    def tag(self, num_elements: int, dtype: Any) -> int:
-        """The fifth header word, as int32: the codecs' codes, and 24 bits of n.
 
-        Ranks whose format or bucket differs find out before they decode.
-        """
-        codec = self.value_codec(dtype)
-        code = 1 + (0 if codec is None else codec.code) + 8 * self.index_codec.code
+class Sections(NamedTuple):
+    """What a message of some number of elements consists of.
+
+    Attributes:
+        tag: fifth word of the header: the codecs' codes, and 24 bits of n, so that ranks whose format or
+            bucket differs find out before they decode. None where messages are plain and have four words.
+        header: where the header ends and indices begin, in words.
+        indices: where indices end and values begin.
+        values: where values end and padding begins.
+        length: of the whole message.
+        index_codec: what writes the indices.
+        value_codec: what writes the values; None where only indices are sent.
+    """
+
+    tag: int | None
+    header: int
+    indices: int
+    values: int
+    length: int
+    index_codec: IndexCodec
+    value_codec: ValueCodec | None
+
+
+# asked for by every sender once, and by every receiver once for each rank's message
+@functools.lru_cache(maxsize=1024)
+def sections(format: WireFormat, count: int, num_elements: int, dtype: Any) -> Sections:
+    """The sections of a message.
+
+    Args:
+        format: how it is written.
+        count: selected elements.
+        num_elements: n of the bucket.
+        dtype: of the accumulator, or None where only indices are sent.
+    """
+    index_codec = INDEX_CODECS[format.indices]
+    value_codec = None if dtype is None else format.value_codec(dtype)
+
+    def words(count: int) -> tuple[int, int]:
+        return (
+            index_codec.num_words(count, num_elements),
+            0 if value_codec is None else value_codec.num_words(count),
+        )
+
+    tag, header = None, HEADER_WORDS
+    if not format.is_plain(dtype):
+        code = 1 + (0 if value_codec is None else value_codec.code) + 8 * index_codec.code
         word = code | (num_elements & 0xFFFFFF) << 8
-        return word - 2**32 if word >= 2**31 else word
+        tag, header = word - 2**32 if word >= 2**31 else word, HEADER_WORDS + 1
+    index_words, value_words = words(count)
+    length = header + sum(words(-(-count // format.quantum) * format.quantum))
+    return Sections(
+        tag,
+        header,
+        header + index_words,
+        header + index_words + value_words,
+        length,
+        index_codec,
+        value_codec,
+    )
 
 
 @functools.lru_cache(maxsize=32)

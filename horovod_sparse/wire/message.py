@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 
 from horovod_sparse.arrays.protocol import FoldReport, Indices, Values
 from horovod_sparse.errors import ArgumentError, MessageError
-from horovod_sparse.wire.format import HEADER_WORDS, WireFormat
+from horovod_sparse.wire.format import HEADER_WORDS, Sections, WireFormat, sections
 
 _LARGEST = float(np.finfo(np.float32).max)
 
@@ -77,25 +77,21 @@ def pack(
     dtype, count = None if values is None else values.dtype, indices.size
     if values is not None and values.shape != indices.shape:
         raise ArgumentError("values", f"shape {values.shape}", f"as many values as indices, {indices.shape}")
-    plain = format.is_plain(dtype)
-    if num_elements is None and not plain:
+    if num_elements is None and not format.is_plain(dtype):
         raise ArgumentError("num_elements", None, f"n of the bucket, which {format} needs")
     n = num_elements or 0
-    codec = format.value_codec(dtype)
-    length = format.message_words(count, n, dtype)
-
-    buffer = np.empty(length, np.int32)
-    buffer[0], buffer[1], buffer[2] = length if plain else -length, count, report.first_nonfinite + 1
+    at = sections(format, count, n, dtype)
+    buffer = np.empty(at.length, np.int32)
+    buffer[0], buffer[1] = at.length if at.tag is None else -at.length, count
+    buffer[2] = report.first_nonfinite + 1
     buffer.view(np.float32)[3] = min(math.sqrt(report.carried_square_norm), _LARGEST)
-    if not plain:
-        buffer[HEADER_WORDS] = format.tag(n, dtype)
-    words, end = buffer.view(np.uint32), format.header_words(dtype)
-    start, end = end, end + format.index_codec.num_words(count, n)
-    format.index_codec.encode(indices, n, words[start:end])
-    if values is not None and codec is not None:
-        start, end = end, end + codec.num_words(count)
-        codec.encode(np.ascontiguousarray(values), words[start:end])
-    buffer[end:] = 0
+    if at.tag is not None:
+        buffer[HEADER_WORDS] = at.tag
+    words = buffer.view(np.uint32)
+    at.index_codec.encode(indices, n, words[at.header : at.indices])
+    if values is not None and at.value_codec is not None:
+        at.value_codec.encode(np.ascontiguousarray(values), words[at.indices : at.values])
+    buffer[at.values :] = 0
     return buffer
 
 
@@ -186,48 +182,43 @@ def _unpack(
     if buffer.dtype != np.int32 or buffer.ndim != 1:
         raise MessageError(f"a gathered buffer is a row of int32, not {buffer.dtype} {buffer.shape}")
     buffer = np.ascontiguousarray(buffer)
-    starts, counts, nonfinite = _scan(buffer, size, format, num_elements, dtype)
-    words = buffer.view(np.uint32)
-    total = sum(counts)
-    indices = np.empty(total, np.int32)
-    index_codec, codec = format.index_codec, format.value_codec(dtype)
-    values = None if codec is None else np.empty(total, np.dtype(dtype))
+    heads = _scan(buffer, size, format, num_elements, dtype)
+    words, total = buffer.view(np.uint32), sum(count for _, count, _, _ in heads)
+    indices, values = np.empty(total, np.int32), None if dtype is None else np.empty(total, dtype)
 
-    header, begin = format.header_words(dtype), 0
-    for rank, (start, count) in enumerate(zip(starts, counts, strict=True)):
+    begin = 0
+    for rank, (start, count, _, at) in enumerate(heads):
         here = slice(begin, begin + count)
-        middle = start + header + index_codec.num_words(count, num_elements)
-        if not index_codec.decode(words[start + header : middle], num_elements, indices[here]):
+        body = words[start + at.header : start + at.indices]
+        if not at.index_codec.decode(body, num_elements, indices[here]):
             raise MessageError(
                 f"the message of rank {rank} does not hold {count} "
                 f"{'ascending ' if format.ascending else ''}indices within [0, {num_elements}): "
                 "it was damaged, or the ranks do not have the same model"
             )
-        if codec is not None and values is not None:
-            codec.decode(words[middle : middle + codec.num_words(count)], values[here])
+        if values is not None and at.value_codec is not None:
+            at.value_codec.decode(words[start + at.indices : start + at.values], values[here])
         begin += count
     return Gathered(
         indices=indices,
         values=values,
-        counts=np.array(counts, np.int64),
-        first_nonfinite={rank: mark - 1 for rank, mark in enumerate(nonfinite) if mark},
-        norms=words.view(np.float32)[[start + 3 for start in starts]].astype(np.float64),
+        counts=np.array([count for _, count, _, _ in heads], np.int64),
+        first_nonfinite={rank: mark - 1 for rank, (_, _, mark, _) in enumerate(heads) if mark},
+        norms=words.view(np.float32)[[start + 3 for start, *_ in heads]].astype(np.float64),
     )
 
 
 def _scan(
     buffer: NDArray[np.int32], size: int, format: WireFormat, num_elements: int, dtype: Any
-) -> tuple[list[int], list[int], list[int]]:
-    """Walks over the headers: where each message starts, its count, its mark for health."""
-    plain = format.is_plain(dtype)
-    header = format.header_words(dtype)
-    tag = 0 if plain else format.tag(num_elements, dtype)
-    starts, counts, nonfinite, start = [], [], [], 0
+) -> list[tuple[int, int, int, Sections]]:
+    """Walks over the headers: where each message starts, its count, its mark for health, its sections."""
+    tag, header = sections(format, 0, num_elements, dtype)[:2]
+    heads, start = [], 0
     for rank in range(size):
         if start + header > buffer.size:
             raise MessageError(f"{buffer.size} words arrived, which end before the message of rank {rank}")
         length, count, mark = buffer[start : start + 3].tolist()
-        if (length > 0) != plain or (not plain and int(buffer[start + HEADER_WORDS]) != tag):
+        if (length > 0) != (tag is None) or (tag is not None and int(buffer[start + HEADER_WORDS]) != tag):
             raise MessageError(
                 f"the message of rank {rank} is not a {format} of a bucket of {num_elements} elements; "
                 "all ranks must use the same version, sparsifier, wire format, dtype and model"
@@ -237,16 +228,14 @@ def _scan(
             count < 0
             or not 0 <= mark <= num_elements + 1  # that of a rank which refuses the step: see FoldReport
             or length > buffer.size - start
-            or length != format.message_words(count, num_elements, dtype)
+            or length != sections(format, count, num_elements, dtype).length
         ):
             raise MessageError(
                 f"the message of rank {rank} claims {length} words and {count} elements, which is not "
                 f"how a {format} of a bucket of {num_elements} elements looks"
             )
-        starts.append(start)
-        counts.append(count)
-        nonfinite.append(mark)
+        heads.append((start, count, mark, sections(format, count, num_elements, dtype)))
         start += length
     if start != buffer.size:
         raise MessageError(f"{buffer.size} words arrived, {start} belong to the messages of {size} ranks")
-    return starts, counts, nonfinite
+    return heads

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numpy.typing import NDArray
 
 from horovod_sparse.arrays.protocol import Accumulator, FoldReport, Indices, Values
 from horovod_sparse.collectives import AllGather, AllReduce, AllToAll, Request, Synchronization
@@ -67,7 +66,9 @@ def sum_traffic(
         padded = -(-num_indices // wire.quantum) * wire.quantum
         health = _NUMBERS_PER_RANK * info.size if ask_health else 0
         return (Traffic(AllReduce, (padded + health) * info.value_dtype.itemsize),)
-    words = [_part_words(stop - start, info, wire) for start, stop in _parts(num_indices, info.size)]
+    words = [
+        wire.num_value_words(stop - start, info.value_dtype) for start, stop in _parts(num_indices, info.size)
+    ]
     health = _HEALTH_WORDS if ask_health else 0
     sent = sum(health + count for rank, count in enumerate(words) if rank != info.rank)
     return (Traffic(AllToAll, 4 * sent), Traffic(AllGather, 4 * words[info.rank]))
@@ -127,7 +128,8 @@ def _reduce_in_parts(
         health[1:].view(np.float32)[0] = _norm(accumulator.report)
     messages = []
     for start, stop in parts:
-        words, seen = _encode(values[start:stop], info, wire)
+        words = wire.encode_values(values[start:stop])
+        seen = wire.decode_values(words, stop - start, values.dtype)
         messages.append(np.concatenate([health, words]))
         accumulator.add(indices[start:stop], values[start:stop] - seen)
     arrived = yield AllToAll(tuple(messages))
@@ -135,15 +137,15 @@ def _reduce_in_parts(
     start, stop = parts[info.rank]
     total = np.zeros(stop - start, values.dtype)
     for message in arrived:
-        total += _decode(message[health.size :], stop - start, info, wire)
-    words, seen = _encode(total, info, wire)
-    accumulator.add(indices[start:stop], total - seen)
+        total += wire.decode_values(message[health.size :], stop - start, values.dtype)
+    words = wire.encode_values(total)
+    accumulator.add(indices[start:stop], total - wire.decode_values(words, total.size, values.dtype))
     gathered = yield AllGather(words)
 
     summed, begin = np.empty(indices.size, values.dtype), 0
     for start, stop in parts:
-        length = _part_words(stop - start, info, wire)
-        summed[start:stop] = _decode(gathered[begin : begin + length], stop - start, info, wire)
+        length = wire.num_value_words(stop - start, values.dtype)
+        summed[start:stop] = wire.decode_values(gathered[begin : begin + length], stop - start, values.dtype)
         begin += length
     sum_ = SparseSum(indices, summed, counts)
     if ask_health:
@@ -155,25 +157,3 @@ def _reduce_in_parts(
 
 def _parts(num_indices: int, size: int) -> list[Window]:
     return [equal_part(num_indices, size, part) for part in range(size)]
-
-
-def _part_words(count: int, info: BucketInfo, wire: WireFormat) -> int:
-    codec = wire.value_codec(info.value_dtype)
-    return 0 if codec is None else codec.num_words(count)
-
-
-def _encode(values: Values, info: BucketInfo, wire: WireFormat) -> tuple[NDArray[np.int32], Values]:
-    """Values as words, and as the receivers will see them."""
-    words = np.empty(_part_words(values.size, info, wire), np.uint32)
-    codec = wire.value_codec(info.value_dtype)
-    if codec is not None:
-        codec.encode(np.ascontiguousarray(values), words)
-    return words.view(np.int32), _decode(words.view(np.int32), values.size, info, wire)
-
-
-def _decode(words: NDArray[np.int32], count: int, info: BucketInfo, wire: WireFormat) -> Values:
-    values = np.zeros(count, info.value_dtype)
-    codec = wire.value_codec(info.value_dtype)
-    if codec is not None:
-        codec.decode(np.ascontiguousarray(words).view(np.uint32), values)
-    return values

@@ -83,7 +83,7 @@ _RAMP = np.arange(1, 101)  # magnitudes 1 to 100, k = 10: the tenth largest is 9
 )
 def test_dgc_selects_hierarchically(guess: float, asked: list[float], sent: Any) -> None:
     accumulator = Sampled(_RAMP, [guess] * 10)
-    found = DGC(density=0.1).select(accumulator, 10, np.random.default_rng(0))
+    found = DGC(density=0.1).select(accumulator, 10, SparsifierState(), BucketInfo("b", 100))
     assert found.tolist() == list(sent)
     assert accumulator.asked == pytest.approx(asked)
 
@@ -177,15 +177,19 @@ def test_sidco_changes_the_number_of_stages(tail: str, first: float, feedback: s
     assert abs(np.mean(sent[-20:]) - 1) < 0.25
 
 
+#: state and facts of a bucket, which bisection does not look at
+_FRESH = (SparsifierState(), BucketInfo("b", 100_000))
+
+
 def test_mstopk_by_hand() -> None:
     # 1 ... 16, k = 3. Bisection between 0 and the number after 16: just above 8 (8 reach it: 9 to 16),
     # just above 12 (4: 13 to 16), just above 14 (2), then just above 13 (3 = k: 14, 15, 16).
     accumulator = folded(np.arange(1, 17))
-    assert MSTopK(density=0.2).select(accumulator, 3).tolist() == [13, 14, 15]
+    assert MSTopK(density=0.2).select(accumulator, 3, *_FRESH).tolist() == [13, 14, 15]
     # One pass only: 9 to 16 reach the lower threshold, nothing the upper one: 9, 10, 11 fill up.
-    assert MSTopK(density=0.2, num_passes=1).select(accumulator, 3).tolist() == [8, 9, 10]
+    assert MSTopK(density=0.2, num_passes=1).select(accumulator, 3, *_FRESH).tolist() == [8, 9, 10]
     # Three: 13 and more reach the lower one, 15 and 16 the upper one: both, and 13 fills up.
-    assert MSTopK(density=0.2, num_passes=3).select(accumulator, 3).tolist() == [12, 14, 15]
+    assert MSTopK(density=0.2, num_passes=3).select(accumulator, 3, *_FRESH).tolist() == [12, 14, 15]
 
 
 @pytest.mark.parametrize("draw", ["standard_normal", "standard_cauchy", "standard_exponential", "random"])
@@ -193,8 +197,10 @@ def test_mstopk_by_hand() -> None:
 def test_mstopk_is_top_k(draw: str, k: int) -> None:
     values = getattr(np.random.default_rng(4), draw)(100_000).astype(np.float32)
     accumulator = folded(values)
-    np.testing.assert_array_equal(MSTopK(num_passes=60).select(accumulator, k), accumulator.largest(k))
-    few = MSTopK(num_passes=12).select(accumulator, k)
+    np.testing.assert_array_equal(
+        MSTopK(num_passes=60).select(accumulator, k, *_FRESH), accumulator.largest(k)
+    )
+    few = MSTopK(num_passes=12).select(accumulator, k, *_FRESH)
     assert few.size == np.unique(few).size == k
 
 

@@ -116,7 +116,7 @@ def test_another_format_is_refused(format, dtype):
     [message], _ = packed(format, n, dtype, [40])
 
     def written(item):
-        codec = item.value_codec(dtype)
+        codec = None if dtype is None else item.value_codec(dtype)
         return item.indices, None if codec is None else codec.code
 
     for other in FORMATS:
