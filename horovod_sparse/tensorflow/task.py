@@ -70,9 +70,7 @@ class Task:
 
     def entrust(self, coroutine: Synchronization[Any], place: tuple[int, int], courier: Courier) -> None:
         """Runs a coroutine to its first request, and leaves the rest to the courier; `wait` ends it."""
-        self.drop()
-        self.settled = False
-        self.result, self.error, self.place, self._round = None, None, place, 0
+        self._begin(place)
         self._journey = Journey(self.name, over_pairs(coroutine, *place))
         if not self._journey.ended:
             courier.take(self._journey)
@@ -95,17 +93,14 @@ class Task:
         Returns:
             What the first collective takes.
         """
-        self.drop()
-        self.settled = False
-        self.result, self.error, self.place, self._round = None, None, place, 0
+        self._begin(place)
         self._coroutine = coroutine
         return self._advance(None)
 
     def fail(self, error: BaseException, place: tuple[int, int]) -> Wire:
         """As `start`, where there is no coroutine because making it failed."""
-        self.drop()
-        self.settled = False
-        self.result, self.error, self.place, self._round = None, error, place, 0
+        self._begin(place)
+        self.error = error
         return self._nothing()
 
     def resume(self, output: np.ndarray, splits: np.ndarray) -> Wire:
@@ -144,6 +139,11 @@ class Task:
             _log.warning("%s: its last synchronization did not end, and is given up", self.name)
             self._coroutine.close()
             self._coroutine = None
+
+    def _begin(self, place: tuple[int, int]) -> None:
+        self.drop()
+        self.settled = False
+        self.result, self.error, self.place, self._round = None, None, place, 0
 
     def _advance(self, answer: Any) -> Wire:
         assert self._coroutine is not None  # the callers have looked

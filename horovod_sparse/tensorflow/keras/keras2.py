@@ -14,7 +14,7 @@ import tensorflow as tf
 from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.tensorflow.checkpoint import CheckpointedState
 from horovod_sparse.tensorflow.keras.copies import Again, made_again, refuse_copies
-from horovod_sparse.tensorflow.keras.reduction import SparseReducer
+from horovod_sparse.tensorflow.state import StateKeeper
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
 
 #: frames between a LossScaleOptimizer and the attribute that it sets on the optimizer that it takes
@@ -24,8 +24,8 @@ _LIMIT = 10
 class _Reduce:
     """Called by Horovod's optimizers, and by their helpers that add up several passes."""
 
-    def __init__(self, optimizer: Any, reducer: SparseReducer) -> None:
-        self._optimizer, self.reducer = optimizer, reducer
+    def __init__(self, optimizer: Any, synchronizer: GradientSynchronizer) -> None:
+        self._optimizer, self.synchronizer = optimizer, synchronizer
         #: the LossScaleOptimizer around this one, if there is any
         self.scaler: Callable[[], Any] = lambda: None
 
@@ -35,9 +35,9 @@ class _Reduce:
         if (helper := self._optimizer._agg_helper) is not None:
             grads = _emptied(helper, grads)
         if scaler is None:
-            return self.reducer.reduce(grads, vars, rate)
+            return self.synchronizer.synchronize(grads, vars, rate)
         # a fixed scale lets nothing be skipped, on any rank
-        return self.reducer.synchronizer.synchronize_scaled(
+        return self.synchronizer.synchronize_scaled(
             grads, vars, scaler.loss_scale, rate, skips=scaler.dynamic
         )
 
@@ -53,29 +53,29 @@ class _Reduce:
                 "backward_passes_per_step above 1 cannot be combined with a LossScaleOptimizer (which "
                 "mixed_float16 puts around an optimizer), whose scale may change between passes"
             )
-        self.reducer.synchronizer.replanning.refuse("a LossScaleOptimizer")
+        self.synchronizer.replanning.refuse("a LossScaleOptimizer")
         self.scaler = weakref.ref(scaler)
 
 
-def attach(wrapped: Any, reducer: SparseReducer, again: Again) -> Any:
+def attach(wrapped: Any, synchronizer: GradientSynchronizer, keeper: StateKeeper, again: Again) -> Any:
     """Puts a sparse reduction into what Horovod has made of an optimizer.
 
     Local variables, several passes per step and scaling stay Horovod's.
 
     Args:
         wrapped: by `horovod.tensorflow.keras.DistributedOptimizer`.
-        reducer: of the gradients.
+        synchronizer: of the gradients.
+        keeper: of its state.
         again: wraps another optimizer in the same way.
     """
     if not hasattr(wrapped, "_allreduce_grads"):
         raise UnsupportedError(f"{type(wrapped).__name__} is no optimizer that Horovod can wrap")
-    reduce = _Reduce(wrapped, reducer)
+    reduce = _Reduce(wrapped, synchronizer)
     helper = wrapped._agg_helper
     # past Keras' own __setattr__, which follows what it is given
     object.__setattr__(wrapped, "_allreduce_grads", reduce)
     if helper is not None:
         helper.allreduce_grads = reduce
-    keeper = reducer.keeper
     object.__setattr__(wrapped, "_horovod_sparse_keeper", keeper)
     state = CheckpointedState(keeper)
     object.__setattr__(wrapped, "horovod_sparse", state)
@@ -159,7 +159,7 @@ def _scaled(optimizer: Any, _value: bool) -> None:
 
 
 def _synchronizer(optimizer: Any) -> GradientSynchronizer:
-    synchronizer: GradientSynchronizer = optimizer._allreduce_grads.reducer.synchronizer
+    synchronizer: GradientSynchronizer = optimizer._allreduce_grads.synchronizer
     return synchronizer
 
 

@@ -15,7 +15,7 @@ from horovod_sparse.merging import Plan
 from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.tensorflow.checkpoint import CheckpointedState
 from horovod_sparse.tensorflow.keras.copies import Again, made_again, refuse_copies
-from horovod_sparse.tensorflow.keras.reduction import Accumulation, Reduction, SparseReducer
+from horovod_sparse.tensorflow.keras.reduction import Accumulation, Reduction
 from horovod_sparse.tensorflow.state import StateKeeper
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
 
@@ -24,6 +24,7 @@ def wrap(
     optimizer: Any,
     reduction: Reduction,
     accumulation: Accumulation | None,
+    keeper: StateKeeper | None,
     name: str | None,
     again: Again,
 ) -> Any:
@@ -36,6 +37,7 @@ def wrap(
         optimizer: of Keras 3.
         reduction: what is done with gradients.
         accumulation: of several passes; None for one.
+        keeper: of the synchronizer's state; None without a sparsifier.
         name: of the optimizer; its own, if None.
         again: wraps another optimizer in the same way.
 
@@ -64,7 +66,7 @@ def wrap(
         wrapped.build(optimizer._trainable_variables)
         for variable, restored in zip(wrapped.variables, optimizer.variables, strict=True):
             variable.assign(restored)
-    wrapped._attach(reduction, accumulation)
+    wrapped._attach(reduction, accumulation, keeper)
     return wrapped
 
 
@@ -87,14 +89,13 @@ def _derived(base: Any, is_scaler: bool, again: Again) -> Any:
         def _made(cls: Any, config: dict[str, Any], name: str | None) -> Any:
             return super().from_config(config if name is None else {**config, "name": name})
 
-        def _attach(self, reduction: Reduction, accumulation: Accumulation | None) -> None:
-            self._horovod_sparse_accumulation = accumulation
-            self._horovod_sparse_keeper: StateKeeper | None = None
-            reducer = reduction.reducer
-            if isinstance(reducer, SparseReducer):
-                self._horovod_sparse_keeper = reducer.keeper
+        def _attach(
+            self, reduction: Reduction, accumulation: Accumulation | None, keeper: StateKeeper | None
+        ) -> None:
+            self._horovod_sparse_accumulation, self._horovod_sparse_keeper = accumulation, keeper
+            if keeper is not None:
                 #: Keras and tf.train.Checkpoint save it; it is in no list of variables
-                self.horovod_sparse = SavedState(self._horovod_sparse_keeper)
+                self.horovod_sparse = SavedState(keeper)
             self._horovod_sparse_reduction = reduction
 
         @classmethod
@@ -120,7 +121,7 @@ def _derived(base: Any, is_scaler: bool, again: Again) -> Any:
         def _horovod_sparse_synchronizer(self) -> GradientSynchronizer | None:
             reduction = self._horovod_sparse_reduction
             reducer = None if reduction is None else reduction.reducer
-            return reducer.synchronizer if isinstance(reducer, SparseReducer) else None
+            return reducer if isinstance(reducer, GradientSynchronizer) else None
 
         @property
         def telemetry(self) -> Telemetry:
@@ -188,7 +189,7 @@ def _derived(base: Any, is_scaler: bool, again: Again) -> Any:
             fixed = self.loss_scale_factor  # of SGD(loss_scale_factor=...), which divides by it afterwards
 
             def reduced(gradients: Sequence[Any]) -> list[Any]:
-                if fixed is None or not isinstance(reduction.reducer, SparseReducer):
+                if fixed is None or not isinstance(reduction.reducer, GradientSynchronizer):
                     return reduction.reduce(gradients, variables, rate)
                 return reduction.reduce_if_finite(gradients, variables, rate, fixed, skips=False)
 

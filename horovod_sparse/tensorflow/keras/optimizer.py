@@ -22,9 +22,9 @@ from horovod_sparse.tensorflow.keras.reduction import (
     Accumulation,
     DenseReducer,
     Reduction,
-    SparseReducer,
     is_keras3,
 )
+from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
 from horovod_sparse.tensorflow.tensors import settings_of
 
 
@@ -133,7 +133,8 @@ def DistributedOptimizer(
     again, is_scaler = Again(DistributedOptimizer, arguments), hasattr(optimizer, "inner_optimizer")
     if is_scaler and not is_keras3(optimizer):  # there, what is distributed goes inside
         return keras2.scaled_again(optimizer, again(optimizer.inner_optimizer))
-    reducer = _reducer(arguments, optimizer, is_scaler) if arguments.is_sparse else None
+    keeper = arguments.compression.keeper if arguments.is_sparse else None
+    synchronizer = _synchronizer(arguments, optimizer, is_scaler) if arguments.is_sparse else None
     if is_keras3(optimizer):
         from horovod_sparse.tensorflow.keras import keras3  # Keras 3 need not be installed
 
@@ -142,22 +143,24 @@ def DistributedOptimizer(
             accumulation = Accumulation(
                 backward_passes_per_step, average_aggregated_gradients, sparse_as_dense
             )
-        reduction = Reduction(reducer or DenseReducer(arguments), scale_local_gradients)
-        return keras3.wrap(optimizer, reduction, accumulation, name, again)
-    if reducer is None:
+        reduction = Reduction(synchronizer or DenseReducer(arguments), scale_local_gradients)
+        return keras3.wrap(optimizer, reduction, accumulation, keeper, name, again)
+    if synchronizer is None:
         return _stock(optimizer, **arguments.taken_by(_stock))
-    dense = replace(arguments, compression=hvd.Compression.none, process_set=reducer.process_set)
-    return keras2.attach(_stock(optimizer, **dense.taken_by(_stock)), reducer, again)
+    dense = replace(arguments, compression=hvd.Compression.none, process_set=synchronizer.process_set)
+    return keras2.attach(
+        _stock(optimizer, **dense.taken_by(_stock)), synchronizer, arguments.compression.keeper, again
+    )
 
 
-def _reducer(arguments: Arguments, optimizer: Any, is_scaler: bool) -> SparseReducer:
+def _synchronizer(arguments: Arguments, optimizer: Any, is_scaler: bool) -> GradientSynchronizer:
     refuse_double_momentum(arguments.compression.recipe, lambda: [settings_of(optimizer)])
     synchronizer = arguments.synchronizer()
     if arguments.backward_passes_per_step > 1 or is_scaler:
         synchronizer.replanning.refuse(
             "a LossScaleOptimizer" if is_scaler else "backward_passes_per_step above 1"
         )
-    return SparseReducer(synchronizer, arguments.compression.keeper)
+    return synchronizer
 
 
 def PartialDistributedOptimizer(

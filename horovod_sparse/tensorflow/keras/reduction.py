@@ -14,8 +14,6 @@ from horovod_sparse.tensorflow.collectives import known_to_elastic, not_folded
 from horovod_sparse.tensorflow.graph import EagerCalls, refuse_graphs
 from horovod_sparse.tensorflow.planning import label_of
 from horovod_sparse.tensorflow.scaled import ScaledReduction, times
-from horovod_sparse.tensorflow.state import StateKeeper
-from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
 from horovod_sparse.tensorflow.tensors import as_dense, as_variable, scaled_locally
 
 
@@ -25,38 +23,20 @@ def is_keras3(optimizer: Any) -> bool:
 
 
 class Reducer(Protocol):
-    """Sums gradients over the ranks of a process set, sparsely or densely."""
+    """Sums gradients over the ranks of a process set: a `GradientSynchronizer`, or a `DenseReducer`."""
 
-    process_set: Any
+    @property
+    def process_set(self) -> Any:
+        """The ranks."""
 
     @property
     def is_needed(self) -> bool:
         """Whether there is anybody to reduce with."""
 
-    def reduce(self, gradients: Sequence[Any], variables: Sequence[Any], learning_rate: Any) -> list[Any]:
+    def synchronize(
+        self, gradients: Sequence[Any], variables: Sequence[Any], learning_rate: Any = None
+    ) -> list[Any]:
         """Reduced gradients, one per variable; called eagerly or while a graph is traced."""
-
-
-class SparseReducer:
-    """A `GradientSynchronizer` as a `Reducer`.
-
-    Args:
-        synchronizer: of the gradients.
-        keeper: of its state.
-    """
-
-    def __init__(self, synchronizer: GradientSynchronizer, keeper: StateKeeper) -> None:
-        self.synchronizer, self.process_set = synchronizer, synchronizer.process_set
-        self.keeper = keeper
-
-    @property
-    def is_needed(self) -> bool:
-        """See `Reducer`."""
-        return self.synchronizer.is_needed
-
-    def reduce(self, gradients: Sequence[Any], variables: Sequence[Any], learning_rate: Any) -> list[Any]:
-        """See `Reducer`."""
-        return self.synchronizer.synchronize(gradients, variables, learning_rate)
 
 
 class Reduction:
@@ -84,7 +64,7 @@ class Reduction:
         is_local = [as_variable(variable).ref() in self._local for variable in variables]
         shared = [i for i, kept in enumerate(is_local) if not kept]
         if shared:
-            reduced = self.reducer.reduce(
+            reduced = self.reducer.synchronize(
                 [gradients[i] for i in shared], [variables[i] for i in shared], learning_rate
             )
             for i, gradient in zip(shared, reduced, strict=True):
@@ -232,7 +212,9 @@ class DenseReducer:
             return False
         return is_elastic() or self.process_set.size() > 1
 
-    def reduce(self, gradients: Sequence[Any], variables: Sequence[Any], _learning_rate: Any) -> list[Any]:
+    def synchronize(
+        self, gradients: Sequence[Any], variables: Sequence[Any], learning_rate: Any = None
+    ) -> list[Any]:
         """Reduced gradients; None stays None.
 
         Raises:
