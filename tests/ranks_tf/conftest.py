@@ -7,8 +7,4 @@ TensorFlow takes seconds to start, so all of them share one launch.
 
 from __future__ import annotations
 
-import os
-
-os.environ.setdefault("HOROVOD_TIMELINE", "DYNAMIC")  # a test starts it
-
 from support.launched_tensorflow import *  # noqa: F403

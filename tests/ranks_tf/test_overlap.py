@@ -82,6 +82,25 @@ def _spans(path):
     return spans
 
 
+@pytest.fixture
+def timeline(monkeypatch):
+    """Horovod begun again, so that its timeline can be started: from then on its writer keeps a core busy."""
+    if hvd.mpi_enabled():
+        pytest.skip("MPI does not begin twice in a process")
+
+    def begin_again():
+        hvd.allreduce(tf.zeros([]), name="before Horovod ends")
+        hvd.shutdown()
+        hvd.init()
+
+    monkeypatch.setenv("HOROVOD_TIMELINE", "DYNAMIC")
+    begin_again()
+    yield
+    monkeypatch.delenv("HOROVOD_TIMELINE")
+    begin_again()
+
+
+@pytest.mark.usefixtures("timeline")
 def test_horovods_timeline_shows_it(rank, size, tmp_path):
     """By its clock, both rounds of a bucket end long before the other bucket's gradient is there."""
     synchronizer, step = _two_buckets()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,40 +14,40 @@ from support.cases import CASES, Case, CountBand, case_id
 from support.gradients import gaussian, laplace, layered
 
 _NUM_ELEMENTS, _NUM_STEPS, _DROP_AT = 400_000, 24, 14
-_DENSITY = 0.025  # k = 10 000, the least that the promise is made for
+_DENSITY, _TARGET = 0.025, 10_000  # the least that the promise is made for
 
 
-def counts_of(case: Case, size: int, draw: Callable[..., np.ndarray]) -> tuple[int, np.ndarray]:
-    """k, and the union count of every step; all gradients drop tenfold in the middle."""
+def counts_of(cases: Sequence[Case], size: int, draw: Callable[..., np.ndarray]) -> np.ndarray:
+    """The union count by case and step, over k; all gradients drop tenfold in the middle."""
     generator = np.random.default_rng(7)
-    cluster = SimulatedCluster(case.at(_DENSITY), _NUM_ELEMENTS, size)
+    clusters = [SimulatedCluster(case.at(_DENSITY), _NUM_ELEMENTS, size) for case in cases]
     signal = draw(generator, (_NUM_ELEMENTS,)).astype(np.float32)
-    counts = []
+    spread = np.abs(signal) if draw is layered else np.float32(1.0)
+    counts = np.zeros((len(cases), _NUM_STEPS))
     for step in range(_NUM_STEPS):
-        scale = 0.1 if step >= _DROP_AT else 1.0
+        scale = np.float32(0.1 if step >= _DROP_AT else 1.0)
         # what all ranks see alike, and as much noise of their own
         noise = generator.standard_normal((size, _NUM_ELEMENTS), np.float32)
-        spread = np.abs(signal) if draw is layered else np.float32(1.0)
-        counts.append(cluster.synchronize([scale * (signal + spread * own) for own in noise])[0].indices.size)
-    return cluster.buckets[0].last.num_target, np.array(counts)
+        noise *= scale * spread
+        noise += scale * signal
+        for row, cluster in zip(counts, clusters, strict=True):
+            row[step] = cluster.synchronize([*noise.copy()])[0].indices.size
+    assert all(cluster.buckets[0].last.num_target == _TARGET for cluster in clusters)
+    return counts / _TARGET
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("draw", [gaussian, laplace, layered])
 @pytest.mark.parametrize("size", [2, 8])
-@pytest.mark.parametrize(
-    "case",
-    [case for case in CASES if case.count_band and case.recipe.sparsifier.quantum == 1],
-    ids=case_id,
-)
-def test_union_count_stays_near_target(case: Case, draw: Any, size: int) -> None:
-    band = case.count_band
-    assert isinstance(band, CountBand)
-    target, counts = counts_of(case, size, draw)
-    assert target >= band.from_target
-    error = np.abs(counts / target - 1.0)
-    assert 1.0 / band.first <= counts[0] / target <= band.first
-    assert error[4:].mean() <= band.settled
+def test_union_count_stays_near_target(draw: Any, size: int) -> None:
+    """Of every rule that promises it: drawing the numbers takes longer than selecting them."""
+    cases = [case for case in CASES if case.count_band and case.recipe.sparsifier.quantum == 1]
+    for case, counts in zip(cases, counts_of(cases, size, draw), strict=True):
+        band = case.count_band
+        assert isinstance(band, CountBand)
+        assert band.from_target <= _TARGET
+        assert 1.0 / band.first <= counts[0] <= band.first, case_id(case)
+        assert np.abs(counts[4:] - 1.0).mean() <= band.settled, case_id(case)
 
 
 @pytest.mark.parametrize("name", ["micro", "exdyna"])

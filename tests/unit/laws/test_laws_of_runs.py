@@ -1,9 +1,6 @@
-"""Laws 1, 2, 4, 5 and 7 over all rows of the table, sizes and dtypes: one run, many looks."""
+"""Laws 1, 2, 4, 5 and 7 over all rows of the table, sizes and dtypes."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,10 +11,8 @@ from hypothesis.extra import numpy as hnp
 from support import laws
 from support.cases import CASES, Case, case_id
 from support.gradients import DTYPES, dyadic, gaussian, layered
-from support.history import History, Scenario, random_gradients, run
+from support.history import Scenario, random_gradients, run
 from support.reference import ReferenceAccumulator
-
-Run = tuple[Case, History]
 
 _RANKS = (1, 2, 3, 4, 8)
 _SCENARIOS = (
@@ -27,60 +22,13 @@ _SCENARIOS = (
 )
 
 
-def runs(which: Callable[[Case], bool] = lambda case: True) -> list[Any]:
-    """Rows times scenarios, with readable names."""
-    return [
-        pytest.param((case, scenario), id=f"{case_id(case)}-{scenario}")
-        for case in CASES
-        if which(case)
-        for scenario in _SCENARIOS
-    ]
-
-
-@pytest.fixture(scope="session", params=runs())
-def lawful_run(request: Any) -> Run:
-    """A case and what came of it; a session fixture, so that all laws look at one run before the next."""
-    case, scenario = request.param
+@pytest.mark.parametrize("scenario", _SCENARIOS, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+def test_all_laws_hold_in_either_memory(case: Case, scenario: Scenario) -> None:
     draw = layered if scenario.num_elements >= 1000 else gaussian
-    return case, run(case.recipe, scenario, random_gradients(scenario, draw))
-
-
-def test_sums_are_well_formed(lawful_run: Run) -> None:
-    laws.sums_are_right(lawful_run[1])
-
-
-@pytest.mark.parametrize("lawful_run", runs(lambda case: not case.loses_mass), indirect=True)
-def test_law_1_nothing_is_lost(lawful_run: Run) -> None:
-    laws.nothing_is_lost(lawful_run[1])
-
-
-@pytest.mark.parametrize("lawful_run", runs(lambda case: case.loses_mass), indirect=True)
-def test_law_1_without_feedback_holds_within_a_step(lawful_run: Run) -> None:
-    laws.nothing_is_lost_within_a_step(lawful_run[1])
-
-
-def test_law_2_replicas_agree(lawful_run: Run) -> None:
-    laws.replicas_agree(lawful_run[1])
-
-
-@pytest.mark.parametrize("lawful_run", runs(lambda case: case.exclusive), indirect=True)
-def test_law_4_exclusive_means_exclusive(lawful_run: Run) -> None:
-    laws.exclusive_means_exclusive(lawful_run[1])
-
-
-@pytest.mark.parametrize("lawful_run", runs(lambda case: case.exact_count), indirect=True)
-def test_law_5_counts_are_exact(lawful_run: Run) -> None:
-    case, history = lawful_run
-    laws.counts_as_promised(history, case)
-
-
-def test_law_7_traffic_is_as_declared(lawful_run: Run) -> None:
-    laws.traffic_as_declared(lawful_run[1])
-
-
-def test_the_plain_memory_gives_the_same_bits(lawful_run: Run) -> None:
-    case, fast = lawful_run
-    plain = run(case.recipe, fast.scenario, fast.gradients, ReferenceAccumulator)
+    fast = run(case.recipe, scenario, random_gradients(scenario, draw))
+    laws.check_all(fast, case)
+    plain = run(case.recipe, scenario, fast.gradients, ReferenceAccumulator)
     for step, other in zip(fast.steps, plain.steps, strict=True):
         assert step.sums[0].indices.tobytes() == other.sums[0].indices.tobytes()
         assert step.sums[0].values.tobytes() == other.sums[0].values.tobytes()
