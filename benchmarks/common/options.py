@@ -26,7 +26,8 @@ def count(text: str) -> int:
     return value
 
 
-def _density(text: str) -> float:
+def density(text: str) -> float:
+    """A kept fraction."""
     value = float(text)
     if not 0.0 < value <= 1.0:
         raise argparse.ArgumentTypeError(f"{text} is not in (0, 1]")
@@ -49,7 +50,7 @@ def add_common(parser: argparse.ArgumentParser, sparsifiers: Sequence[str], base
         baselines: all that there are.
     """
     add = parser.add_argument
-    add("--density", type=_density, default=0.001, help="kept fraction (default %(default)s)")
+    add("--density", type=density, default=0.001, help="kept fraction (default %(default)s)")
     add("--hosts", type=_host_counts, help="P, or several with commas (default: all that are up, or 8)")
     add("--rate", help="of every port (default: that of the running cluster, or 1gbit)")
     add("--name", default="cluster", help="cluster to use if it is up (default %(default)s)")

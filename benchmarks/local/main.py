@@ -20,25 +20,12 @@ from pathlib import Path
 for _variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS"):
     os.environ.setdefault(_variable, "1")
 
+from benchmarks.common.options import count, density  # noqa: E402
 from benchmarks.common.timing import Timing, Work, measure  # noqa: E402
 from benchmarks.local.steps import StepWorks  # noqa: E402
 from benchmarks.local.works import LocalWorks  # noqa: E402
 
 _MEMORY_BUDGET = 0.05
-
-
-def _density(text: str) -> float:
-    value = float(text)
-    if not 0.0 < value <= 1.0:
-        raise argparse.ArgumentTypeError(f"{text} is not in (0, 1]")
-    return value
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
-    return value
 
 
 def _add_chosen(parser: argparse.ArgumentParser) -> None:
@@ -53,10 +40,10 @@ def _add_chosen(parser: argparse.ArgumentParser) -> None:
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="scripts/bench local", description=__doc__)
-    parser.add_argument("--elements", type=_positive, default=25_600_000, help="n (default %(default)s)")
-    parser.add_argument("--density", type=_density, default=0.001, help="kept fraction (default %(default)s)")
-    parser.add_argument("--ranks", type=_positive, default=8, help="P (default %(default)s)")
-    parser.add_argument("--repeat", type=_positive, default=15, help="rounds (default %(default)s)")
+    parser.add_argument("--elements", type=count, default=25_600_000, help="n (default %(default)s)")
+    parser.add_argument("--density", type=density, default=0.001, help="kept fraction (default %(default)s)")
+    parser.add_argument("--ranks", type=count, default=8, help="P (default %(default)s)")
+    parser.add_argument("--repeat", type=count, default=15, help="rounds (default %(default)s)")
     parser.add_argument(
         "--json", nargs="?", const="-", metavar="FILE", help="write JSON to FILE, or to stdout"
     )

@@ -12,6 +12,8 @@ from support.keras_models import fit, flat, keras, make_model, share
 
 SPARSE = "exdyna:density=0.05"
 
+pytestmark = pytest.mark.once
+
 
 def distributed(compression=SPARSE, **arguments):
     return hvd.DistributedOptimizer(

@@ -12,7 +12,7 @@ import horovod_sparse.tensorflow.keras as hvd_keras
 from horovod_sparse.errors import StateMismatchError
 from support.keras_models import fit, flat, keras, make_model
 
-pytestmark = pytest.mark.tensorflow
+pytestmark = [pytest.mark.tensorflow, pytest.mark.once]
 
 
 def _optimizer(kind):
