@@ -42,6 +42,11 @@ from horovod_sparse.wire.format import HEADER_WORDS, Sections, WireFormat, secti
 _LARGEST = float(np.finfo(np.float32).max)
 
 
+def carried_norm(report: FoldReport) -> float:
+    """L2 norm of the residual that this rank began the step with, as float32 can hold it."""
+    return min(math.sqrt(report.carried_square_norm), _LARGEST)
+
+
 def pack(
     indices: Indices,
     values: Values | None,
@@ -84,7 +89,7 @@ def pack(
     buffer = np.empty(at.length, np.int32)
     buffer[0], buffer[1] = at.length if at.tag is None else -at.length, count
     buffer[2] = report.first_nonfinite + 1
-    buffer.view(np.float32)[3] = min(math.sqrt(report.carried_square_norm), _LARGEST)
+    buffer.view(np.float32)[3] = carried_norm(report)
     if at.tag is not None:
         buffer[HEADER_WORDS] = at.tag
     words = buffer.view(np.uint32)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,7 +12,7 @@ from horovod_sparse.collectives import Exchange, Synchronization
 from horovod_sparse.errors import MessageError
 from horovod_sparse.sparsifiers.base import BucketInfo
 from horovod_sparse.sparsifiers.rounds.sparse_vectors import SparseVector
-from horovod_sparse.wire import WireFormat, pack, unpack_sum
+from horovod_sparse.wire import WireFormat, carried_norm, pack, unpack_sum
 
 
 def ceil_log2(number: int) -> int:
@@ -98,9 +97,8 @@ class Notes:
 
     def __init__(self, report: FoldReport, rank: int, size: int) -> None:
         self._rows = np.zeros((size, WORDS_PER_NOTE), np.int32)
-        norm = min(math.sqrt(report.carried_square_norm), float(np.finfo(np.float32).max))
         self._rows[rank, 0] = report.first_nonfinite + 1
-        self._rows[rank, 1:].view(np.float32)[0] = norm
+        self._rows[rank, 1:].view(np.float32)[0] = carried_norm(report)
 
     def write(self, ranks: Sequence[int]) -> NDArray[np.int32]:
         """The rows of some ranks, as words."""

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import math
+from typing import TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from horovod_sparse.arrays.protocol import Accumulator, FoldReport, Indices, Values
 from horovod_sparse.collectives import AllGather, AllReduce, AllToAll, Request, Synchronization
 from horovod_sparse.sparsifiers.base import BucketInfo, SparseSum, Traffic
 from horovod_sparse.sparsifiers.rounds.regions import Window, equal_part
-from horovod_sparse.wire import WireFormat
+from horovod_sparse.wire import WireFormat, carried_norm
 
 #: behind the values of an allreduce: a column of these per rank, which only that rank fills
 _NUMBERS_PER_RANK = 3
@@ -18,6 +19,8 @@ _NUMBERS_PER_RANK = 3
 _HALF = 1 << 16
 #: in front of a part's values: position of what is not finite, and the norm
 _HEALTH_WORDS = 2
+#: the values summed up; 1 + position of every rank's first NaN or Inf, or 0; norms (none if not asked for)
+_Sum: TypeAlias = tuple[Values, NDArray[np.integer], NDArray[np.float64]]
 
 
 def sum_at(
@@ -49,8 +52,12 @@ def sum_at(
     values = accumulator.take(indices)
     accumulator.clear(indices)
     if wire.exact:
-        return (yield from _allreduce(accumulator, indices, values, counts, info, wire, ask_health))
-    return (yield from _reduce_in_parts(accumulator, indices, values, counts, info, wire, ask_health))
+        report = accumulator.report if ask_health else None
+        summed, marks, norms = yield from _allreduce(values, report, info, wire)
+    else:
+        summed, marks, norms = yield from _sum_in_parts(accumulator, indices, values, info, wire, ask_health)
+    nonfinite = {rank: int(mark) - 1 for rank, mark in enumerate(marks) if mark > 0}
+    return SparseSum(indices, summed, counts, nonfinite, norms if ask_health else None)
 
 
 def sum_rounds(wire: WireFormat) -> tuple[type[Request], ...]:
@@ -75,57 +82,33 @@ def sum_traffic(
 
 
 def _allreduce(
-    accumulator: Accumulator,
-    indices: Indices,
-    values: Values,
-    counts: np.ndarray,
-    info: BucketInfo,
-    wire: WireFormat,
-    ask_health: bool,
-) -> Synchronization[SparseSum]:
-    k = indices.size
+    values: Values, report: FoldReport | None, info: BucketInfo, wire: WireFormat
+) -> Synchronization[_Sum]:
+    k = values.size
     padded = -(-k // wire.quantum) * wire.quantum
-    buffer = np.zeros(padded + (_NUMBERS_PER_RANK * info.size if ask_health else 0), values.dtype)
+    buffer = np.zeros(padded + (_NUMBERS_PER_RANK * info.size if report is not None else 0), values.dtype)
     buffer[:k] = values
-    if ask_health:
-        _own_column(accumulator.report, info, buffer[padded:].reshape(_NUMBERS_PER_RANK, info.size))
+    if report is not None:  # this rank's column; summed up, those of all ranks
+        columns = buffer[padded:].reshape(_NUMBERS_PER_RANK, info.size)
+        columns[:, info.rank] = *divmod(report.first_nonfinite + 1, _HALF), carried_norm(report)
     summed = yield AllReduce(buffer)
-    sum_ = SparseSum(indices, summed[:k], counts)
-    if ask_health:
-        columns = summed[padded:].reshape(_NUMBERS_PER_RANK, info.size).astype(np.float64)
-        sum_.first_nonfinite = _sick((columns[0] * _HALF + columns[1]).astype(np.int64))
-        sum_.norms = columns[2]
-    return sum_
+    high, low, norms = summed[padded:].reshape(_NUMBERS_PER_RANK, -1).astype(np.float64)
+    return summed[:k], (high * _HALF + low).astype(np.int64), norms
 
 
-def _own_column(report: FoldReport, info: BucketInfo, columns: Values) -> None:
-    """Health and norm of this rank, zeros for the others; summed up, those of all ranks."""
-    columns[:, info.rank] = *divmod(report.first_nonfinite + 1, _HALF), _norm(report)
-
-
-def _norm(report: FoldReport) -> float:
-    return min(math.sqrt(report.carried_square_norm), float(np.finfo(np.float32).max))
-
-
-def _sick(marks: np.ndarray) -> dict[int, int]:
-    """Rank -> position, from 1 + position of every rank, or 0."""
-    return {rank: int(mark) - 1 for rank, mark in enumerate(marks) if mark > 0}
-
-
-def _reduce_in_parts(
+def _sum_in_parts(
     accumulator: Accumulator,
     indices: Indices,
     values: Values,
-    counts: np.ndarray,
     info: BucketInfo,
     wire: WireFormat,
     ask_health: bool,
-) -> Synchronization[SparseSum]:
+) -> Synchronization[_Sum]:
     parts = _parts(indices.size, info.size)
     health = np.zeros(_HEALTH_WORDS if ask_health else 0, np.int32)
     if ask_health:
         health[0] = accumulator.report.first_nonfinite + 1
-        health[1:].view(np.float32)[0] = _norm(accumulator.report)
+        health[1:].view(np.float32)[0] = carried_norm(accumulator.report)
     messages = []
     for start, stop in parts:
         words = wire.encode_values(values[start:stop])
@@ -144,15 +127,12 @@ def _reduce_in_parts(
 
     summed, begin = np.empty(indices.size, values.dtype), 0
     for start, stop in parts:
-        length = wire.num_value_words(stop - start, values.dtype)
-        summed[start:stop] = wire.decode_values(gathered[begin : begin + length], stop - start, values.dtype)
-        begin += length
-    sum_ = SparseSum(indices, summed, counts)
-    if ask_health:
-        heads = np.stack([message[:_HEALTH_WORDS] for message in arrived])
-        sum_.first_nonfinite = _sick(heads[:, 0])
-        sum_.norms = np.ascontiguousarray(heads[:, 1]).view(np.float32).astype(np.float64)
-    return sum_
+        end = begin + wire.num_value_words(stop - start, values.dtype)
+        summed[start:stop] = wire.decode_values(gathered[begin:end], stop - start, values.dtype)
+        begin = end
+    heads = np.stack([message[: health.size] for message in arrived]).reshape(info.size, -1)
+    norms = np.ascontiguousarray(heads[:, 1:]).view(np.float32).astype(np.float64).reshape(-1)
+    return summed, heads[:, :1].reshape(-1), norms
 
 
 def _parts(num_indices: int, size: int) -> list[Window]:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
-from numpy.typing import NDArray
 
 from horovod_sparse.arrays.protocol import Accumulator, Indices, Values
 from horovod_sparse.collectives import Exchange, Synchronization
@@ -108,21 +105,6 @@ class Ledger:
             self._accumulator.put(indices, np.ascontiguousarray(values))
 
 
-@dataclass(frozen=True)
-class FinalSum:
-    """What the last phase ends in: the same on all ranks.
-
-    Attributes:
-        vector: the sum.
-        first_nonfinite: see `SparseSum`.
-        norms: see `SparseSum`.
-    """
-
-    vector: SparseVector
-    first_nonfinite: dict[int, int]
-    norms: NDArray[np.float64]
-
-
 class Phases:
     """One step of one rank.
 
@@ -131,8 +113,7 @@ class Phases:
         info: the facts of the bucket.
         layout: of teams and blocks in this step.
         wire: how elements are written.
-        notes_travel: whether notes go with the messages between teams (the last phase needs that where
-            it is not an allgather among all ranks).
+        notes_travel: whether notes go with the messages between teams: where the last phase is Bruck's.
     """
 
     def __init__(
@@ -143,6 +124,7 @@ class Phases:
         self._mail = Mail(accumulator.report, info, wire)
         self._notes_travel = notes_travel
         self._team, self._position = layout.place(info.rank)
+        self._counts = np.full(info.size, layout.num_selected, np.int64)
 
     def scatter_reduce(self) -> Synchronization[SparseVector]:
         """Spar-Reduce-Scatter: this team's sum of this rank's block, its largest elements only.
@@ -212,7 +194,7 @@ class Phases:
         """Whose notes go with a message between teams."""
         return [self._layout.rank(team, self._position) for team in teams] if self._notes_travel else []
 
-    def gather_within_team(self, block: SparseVector) -> Synchronization[FinalSum]:
+    def gather_within_team(self, block: SparseVector) -> Synchronization[SparseSum]:
         """All blocks for all ranks, by Bruck's all-gather within every team."""
         layout, mail = self._layout, self._mail
         block = self.ledger.round(block, layout.teams, self._team)
@@ -220,22 +202,28 @@ class Phases:
         message = mail.write(block, layout.column(self._position))
         messages = yield from bruck_all_gather(message, team, self._position)
         blocks = [mail.read(words, layout.column(position)) for position, words in enumerate(messages)]
-        return FinalSum(joined(blocks, block.values.dtype), mail.notes.first_nonfinite, mail.notes.norms)
+        final = joined(blocks, block.values.dtype)
+        return SparseSum(
+            final.indices, final.values, self._counts, mail.notes.first_nonfinite, mail.notes.norms
+        )
 
-    def gather_among_all(self, block: SparseVector) -> Synchronization[FinalSum]:
+    def gather_among_all(self, block: SparseVector) -> Synchronization[SparseSum]:
         """All blocks for all ranks by one allgather: every team gives its d-th part of each block."""
         layout = self._layout
         start, stop = equal_part(len(block), layout.teams, self._team)
         part = self.ledger.round(SparseVector(block.indices[start:stop], block.values[start:stop]))
-        gathered = yield from exchange_selections(
-            self._accumulator, part.indices, part.values, self._info, self._wire
+        sum_ = SparseSum.of(
+            (
+                yield from exchange_selections(
+                    self._accumulator, part.indices, part.values, self._info, self._wire
+                )
+            )
         )
-        sum_ = SparseSum.of(gathered)
-        indices, values = sum_.indices, sum_.values
         if layout.teams > 1:
-            ends = np.cumsum(gathered.counts)
+            ends = np.cumsum(sum_.counts)
             order = [rank for position in range(layout.team_size) for rank in layout.column(position)]
-            pieces = [slice(ends[rank] - gathered.counts[rank], ends[rank]) for rank in order]
-            indices = np.concatenate([indices[piece] for piece in pieces])
-            values = np.concatenate([values[piece] for piece in pieces])
-        return FinalSum(SparseVector(indices, values), gathered.first_nonfinite, gathered.norms)
+            pieces = [slice(ends[rank] - sum_.counts[rank], ends[rank]) for rank in order]
+            sum_.indices = np.concatenate([sum_.indices[piece] for piece in pieces])
+            sum_.values = np.concatenate([sum_.values[piece] for piece in pieces])
+        sum_.counts = self._counts
+        return sum_

@@ -193,17 +193,16 @@ class SparDL(Sparsifier):
             if not keeps_all:
                 adjust(state, num_after, quota, layout.teams)
         if plan.gather == "bruck":
-            final = yield from phases.gather_within_team(block)
+            sum_ = yield from phases.gather_within_team(block)
         else:
-            final = yield from phases.gather_among_all(block)
+            sum_ = yield from phases.gather_among_all(block)
 
-        phases.ledger.settle(final.vector.indices, self.residuals, in_place=discards_meet(state.step))
+        phases.ledger.settle(sum_.indices, self.residuals, in_place=discards_meet(state.step))
         if trials is not None:
             yield from trials.timed(state, started)
         state.step += 1
-        counts = np.full(info.size, k, np.int64)
-        vector = final.vector
-        return SparseSum(vector.indices, vector.values, counts, final.first_nonfinite, final.norms, facts)
+        sum_.facts.update(facts)
+        return sum_
 
     def rounds(self, size: int) -> tuple[type[Request], ...]:
         """Exchanges within teams, between them, and the last phase.

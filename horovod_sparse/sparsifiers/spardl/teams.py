@@ -63,6 +63,10 @@ def teams_by_cost(
 
     Returns:
         (d, seconds).
+
+    Example:
+        >>> [teams_by_cost(16, 1e6, latency, 8e-9)[0][0] for latency in (1e-6, 1.0)]
+        [2, 16]
     """
 
     def seconds(teams: int) -> float:
@@ -76,18 +80,6 @@ def teams_by_cost(
     if between == "recursive":
         divisors = [teams for teams in divisors if is_power_of_two(teams)]
     return sorted(((teams, seconds(teams)) for teams in divisors), key=lambda pair: pair[1])
-
-
-def cheapest_teams(
-    size: int, bytes_of_union: float, latency_seconds: float, seconds_per_byte: float, between: str = "auto"
-) -> int:
-    """The divisor d of P with the least predicted time; see `teams_by_cost`.
-
-    Example:
-        >>> [cheapest_teams(16, 1e6, latency, 8e-9) for latency in (1e-6, 1.0)]
-        [2, 16]
-    """
-    return teams_by_cost(size, bytes_of_union, latency_seconds, seconds_per_byte, between)[0][0]
 
 
 #: the first stride, as a share of the range that h may have

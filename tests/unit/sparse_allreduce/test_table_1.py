@@ -16,7 +16,7 @@ from horovod_sparse.cost import CollectiveCost
 from horovod_sparse.feedback import recipe
 from horovod_sparse.simulation import SimulatedCluster
 from horovod_sparse.sparsifiers import BucketInfo, SparDL
-from horovod_sparse.sparsifiers.spardl.teams import cheapest_teams, spardl_cost
+from horovod_sparse.sparsifiers.spardl.teams import spardl_cost, teams_by_cost
 from support.gradients import gaussian
 
 _HEADER, _NOTE, _FRAME = 4, 2, 1  # words: of a message, of a rank's note, of a message within a message
@@ -215,6 +215,6 @@ def test_auto_takes_the_cheapest(size: int) -> None:
         assert costs[chosen] == min(costs.values()) and chosen == min(
             d for d in costs if costs[d] == costs[chosen]
         )
-    slow_start, slow_wire = cheapest_teams(size, 1.0, 1.0, 0.0), cheapest_teams(size, 1.0, 0.0, 1.0)
+    slow_start, slow_wire = teams_by_cost(size, 1.0, 1.0, 0.0)[0][0], teams_by_cost(size, 1.0, 0.0, 1.0)[0][0]
     # two workers have the choice of one team of two or two teams of one
     assert (slow_start, slow_wire) == (2, 1) if size == 2 else slow_start != slow_wire
