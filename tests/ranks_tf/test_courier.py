@@ -10,7 +10,7 @@ import tensorflow as tf
 import horovod_sparse.tensorflow as hvd
 from horovod_sparse.feedback import recipe
 from horovod_sparse.simulation import SimulatedCluster
-from horovod_sparse.tensorflow import courier
+from horovod_sparse.tensorflow import transport
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
 
 pytestmark = pytest.mark.tensorflow
@@ -21,7 +21,7 @@ NUM_BUCKETS, N = 5, 400
 @pytest.fixture(params=["auto", "alltoall"])
 def way(request, monkeypatch):
     """Which transport the next choice makes."""
-    monkeypatch.setattr(courier, "_couriers", {})
+    monkeypatch.setattr(transport, "_couriers", {})
     monkeypatch.setenv("HOROVOD_SPARSE_TRANSPORT", request.param)
     return request.param
 
