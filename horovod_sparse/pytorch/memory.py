@@ -18,7 +18,7 @@ from horovod_sparse.arrays import Accumulator, GradientParts, HostAccumulator
 from horovod_sparse.collectives import AllReduce, Synchronization
 from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.feedback import Recipe
-from horovod_sparse.frontend.dense import REFUSED, check_health, sum_densely
+from horovod_sparse.frontend.parts import REFUSED, check_health, sum_densely
 from horovod_sparse.kernels import apply_scaled_sum, clear_all, clear_at
 from horovod_sparse.pytorch import gradients
 from horovod_sparse.pytorch.accumulator import TorchAccumulator

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import time
 import weakref
@@ -14,8 +15,9 @@ import numpy as np
 from horovod_sparse.arrays import GradientParts, HostAccumulator
 from horovod_sparse.collectives import AllReduce, Request, Synchronization
 from horovod_sparse.feedback import Bucket, BucketStep, Member, Progress, Recipe
+from horovod_sparse.frontend import parts
 from horovod_sparse.frontend.agreement import kept_share
-from horovod_sparse.frontend.dense import sum_densely
+from horovod_sparse.frontend.parts import sum_densely
 from horovod_sparse.kernels import apply_scaled_sum, clear_at
 from horovod_sparse.kernels.layout import native_bits
 from horovod_sparse.sparsifiers import BucketInfo
@@ -29,17 +31,15 @@ from horovod_sparse.tensorflow.tensors import numpy_dtype
 Place = Callable[[], tuple[int, int]]
 
 
-class Part(Protocol):
+class Part(parts.Part, Protocol):
     """Variables that are synchronized together.
 
     Attributes:
-        names: of the variables.
         shapes: of the variables.
         dtype: of the gradients, by name.
         task: runs in every step anew.
     """
 
-    names: tuple[str, ...]
     shapes: list[tuple[int, ...]]
     dtype: str
     task: Task
@@ -68,7 +68,27 @@ def make_accumulator(info: BucketInfo, recipe: Recipe) -> HostAccumulator:
     )
 
 
-class SparseBucket:
+class _Laid:
+    """The variables of a part, one behind the other."""
+
+    shapes: list[tuple[int, ...]]
+
+    @functools.cached_property
+    def places(self) -> list[tuple[int, int]]:
+        """[start, stop) of every variable."""
+        stops = np.cumsum([math.prod(shape) for shape in self.shapes]).tolist()
+        return list(zip([0, *stops[:-1]], stops, strict=True))
+
+    def shaped(self, number: int, values: np.ndarray) -> np.ndarray:
+        """See `Part.shaped`."""
+        return np.array(values).reshape(self.shapes[number])
+
+    def flat(self, number: int, values: Any) -> np.ndarray:
+        """See `Part.flat`."""
+        return np.asarray(values).reshape(-1)
+
+
+class SparseBucket(_Laid):
     """A bucket of variables, sparsified.
 
     Args:
@@ -93,9 +113,6 @@ class SparseBucket:
     ) -> None:
         self.names: tuple[str, ...] = tuple(names)
         self.shapes, self.dtype = [tuple(shape) for shape in shapes], dtype
-        stops = np.cumsum([math.prod(shape) for shape in self.shapes]).tolist()
-        #: [start, stop) of every variable
-        self.places = list(zip([0, *stops[:-1]], stops, strict=True))
         self._name, self._recipe, self._place = name, recipe, place
         self.bucket = self._made(None)
         in_loop = is_looped(recipe.sparsifier, self.places[-1][1])
@@ -179,17 +196,21 @@ class SparseBucket:
                 self.bucket.accumulator.add(indices, (total * share).astype(sum_.values.dtype))
 
     def held(self) -> tuple[np.ndarray, ...]:
-        """The residual, and what the feedback keeps beside it: views, [n] each."""
+        """See `Part.held`: views."""
         accumulator = self.bucket.accumulator
         return (accumulator.values(), *getattr(accumulator, "companions", ()))
 
+    def blank(self) -> list[np.ndarray]:
+        """See `Part.blank`."""
+        return [np.zeros(array.size, array.dtype) for array in self.held()]
+
     def restart(self, progress: Progress | None = None) -> None:
-        """Zeros in residual and companions, and the sparsifier's state anew; see `Bucket.restart`."""
-        self.assign([np.zeros(array.size, array.dtype) for array in self.held()])
+        """See `Part.restart`."""
+        self.assign(self.blank())
         self.bucket.restart(progress)
 
     def assign(self, held: Sequence[np.ndarray]) -> None:
-        """Replaces what `held` gives."""
+        """See `Part.assign`."""
         self.bucket.accumulator.assign(held[0])
         for array, values in zip(self.held()[1:], held[1:], strict=True):
             array[...] = values
@@ -203,7 +224,7 @@ class DenseBucket(SparseBucket):
     """
 
 
-class DenseVariable:
+class DenseVariable(_Laid):
     """A variable that a plan leaves dense: an allreduce of all its elements.
 
     Half types are summed in float32.
@@ -245,6 +266,22 @@ class DenseVariable:
 
     def abandon(self, *, drop: bool = False) -> None:
         """See `Part.abandon`; a dense gradient of an abandoned step is dropped, as Horovod would."""
+
+    def held(self) -> tuple[np.ndarray, ...]:
+        """See `Part.held`."""
+        return () if self.carried is None else (self.carried,)
+
+    def blank(self) -> list[np.ndarray]:
+        """See `Part.blank`."""
+        return [np.zeros(self.places[-1][1], accumulator_dtype(self.dtype))]
+
+    def restart(self, progress: Progress | None = None) -> None:
+        """See `Part.restart`."""
+        self.carried = None
+
+    def assign(self, held: Sequence[np.ndarray]) -> None:
+        """See `Part.assign`."""
+        (self.carried,) = held
 
     def close(self) -> None:
         """See `Part.close`; nothing is kept that could be taken back."""

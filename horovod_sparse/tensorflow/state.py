@@ -24,9 +24,9 @@ import numpy as np
 from horovod_sparse.errors import StateMismatchError, UnsupportedError
 from horovod_sparse.feedback import Progress
 from horovod_sparse.feedback.state import from_plain, to_plain
+from horovod_sparse.frontend.parts import assign_residuals, held_residuals
 from horovod_sparse.frontend.state import companions_fit, feedback_name, redistributed, share_factor
 from horovod_sparse.merging import Plan
-from horovod_sparse.tensorflow import residuals
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
 
 __all__ = ["StateKeeper", "load", "redistribute", "save"]
@@ -55,7 +55,7 @@ def save(synchronizer: GradientSynchronizer) -> dict[str, Any]:
     if any(part.task.under_way for part in synchronizer.parts):
         raise UnsupportedError("residuals are saved between steps: a step is under way, or was interrupted")
     rank, size = synchronizer.place
-    held = residuals.held(synchronizer.parts, synchronizer.recipe.feedback.num_companions)
+    held = held_residuals(synchronizer.parts, synchronizer.recipe.feedback.num_companions)
     return {
         "format": _FORMAT,
         "algorithm": synchronizer.recipe.sparsifier.name,
@@ -107,7 +107,7 @@ def load(synchronizer: GradientSynchronizer, entry: Mapping[str, Any]) -> None:
         {renamed[name]: np.asarray(values).reshape(-1) * factor for name, values in by_name.items()}
         for by_name in (entry["residuals"], *entry["companions"])
     ]
-    residuals.assign(synchronizer.parts, held, progress)
+    assign_residuals(synchronizer.parts, held, progress)
     synchronizer.step = int(entry["step"])
     for part, state in zip(synchronizer.sparse, states, strict=kept):
         part.bucket.state = state
@@ -165,7 +165,7 @@ class StateKeeper:
             self._put()
         elif not entry:
             self._synchronizer.step = 0
-            residuals.assign(self._synchronizer.parts, (), {})
+            assign_residuals(self._synchronizer.parts, (), {})
 
     def _put(self) -> None:
         waiting, synchronizer = self._waiting, self._synchronizer

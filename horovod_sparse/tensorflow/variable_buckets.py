@@ -10,9 +10,10 @@ import tensorflow as tf
 from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.frontend.decision import Decision
+from horovod_sparse.frontend.parts import assign_residuals, held_residuals
 from horovod_sparse.frontend.plan_request import make_plan, plan_request
 from horovod_sparse.merging import ParameterFacts, Plan
-from horovod_sparse.tensorflow import planning, residuals
+from horovod_sparse.tensorflow import planning
 from horovod_sparse.tensorflow.parts import DenseBucket, DenseVariable, Part, Place, SparseBucket
 from horovod_sparse.tensorflow.tensors import as_variable, dtype_name, unique_names
 
@@ -159,12 +160,17 @@ class VariableBuckets:
             ArgumentError: if it does not fit. Nothing has changed then.
         """
         plan.check(self.parameters)
-        kept = residuals.held(self.parts, self._recipe.feedback.num_companions)
-        progress = residuals.progress(self.parts)
+        kept = held_residuals(self.parts, self._recipe.feedback.num_companions)
+        progress = {
+            name: part.bucket.progress
+            for part in self.parts
+            if isinstance(part, SparseBucket)
+            for name in part.names
+        }
         self.parts, self.decision = [], decision
         self.version += 1
         self._make_parts(plan)
-        residuals.assign(self.parts, kept, progress)
+        assign_residuals(self.parts, kept, progress)
 
     def at(self, version: int, positions: Sequence[int]) -> list[Part]:
         """Parts by their positions in `parts`.

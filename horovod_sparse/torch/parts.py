@@ -10,27 +10,27 @@ import numpy as np
 import torch
 
 from horovod_sparse.feedback import Bucket, BucketStep, Member, Progress, Recipe
+from horovod_sparse.frontend import parts
 from horovod_sparse.pytorch.flat_gradient import FlatGradient
-from horovod_sparse.pytorch.layout import dtype_name
+from horovod_sparse.pytorch.layout import dtype_name, shaped, unshaped
 from horovod_sparse.pytorch.memory import unscaled
 from horovod_sparse.pytorch.streams import Streams
 from horovod_sparse.sparsifiers import BucketInfo
+from horovod_sparse.sparsifiers.base import accumulator_dtype
 from horovod_sparse.telemetry import BucketReport
 from horovod_sparse.torch.driver import Driver, Task
 
 
-class Part(Protocol):
+class Part(parts.Part, Protocol):
     """Parameters that are synchronized together.
 
     Attributes:
-        names: of the parameters.
         gradient: their memory.
         streams: told of every gradient that is written.
         num_missing: parameters whose gradient is not complete yet in this step.
         task: under way, None before `start`.
     """
 
-    names: tuple[str, ...]
     gradient: FlatGradient
     streams: Streams
     num_missing: int
@@ -52,7 +52,26 @@ class Part(Protocol):
         """Takes the step back, as far as it came; with `drop` this rank's gradient, too."""
 
 
-class SparseBucket:
+class _Laid:
+    """The parameters of a part, as their gradients lie in its memory."""
+
+    gradient: FlatGradient
+
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        """[start, stop) of every parameter."""
+        return self.gradient.places
+
+    def shaped(self, number: int, values: np.ndarray) -> torch.Tensor:
+        """See `Part.shaped`: contiguous."""
+        return shaped(values, self.gradient.layouts[number])
+
+    def flat(self, number: int, values: torch.Tensor) -> np.ndarray:
+        """See `Part.flat`."""
+        return unshaped(values, self.gradient.layouts[number])
+
+
+class SparseBucket(_Laid):
     """A bucket of parameters, sparsified.
 
     Args:
@@ -121,18 +140,22 @@ class SparseBucket:
         self.bucket.abandon(drop=drop)
 
     def held(self) -> tuple[np.ndarray, ...]:
-        """The residual, and what the feedback keeps beside it: [n] each, to be read only."""
+        """See `Part.held`."""
         accumulator = self.bucket.accumulator
         return (accumulator.values(), *self.memory.companions(accumulator))
 
+    def blank(self) -> list[np.ndarray]:
+        """See `Part.blank`."""
+        count, info = 1 + self.bucket.recipe.feedback.num_companions, self.bucket.info
+        return [np.zeros(info.num_elements, info.value_dtype) for _ in range(count)]
+
     def restart(self, progress: Progress | None = None) -> None:
-        """Zeros in residual and companions, and the sparsifier's state anew; see `Bucket.restart`."""
-        nothing = np.zeros(self.gradient.num_elements, self.bucket.info.value_dtype)
-        self.assign([nothing] * len(self.held()))
+        """See `Part.restart`."""
+        self.assign(self.blank())
         self.bucket.restart(progress)
 
     def assign(self, held: Sequence[np.ndarray]) -> None:
-        """Replaces what `held` gives."""
+        """See `Part.assign`."""
         self.bucket.accumulator.assign(held[0])
         self.memory.assign_companions(self.bucket.accumulator, held[1:])
 
@@ -145,7 +168,7 @@ class DenseBucket(SparseBucket):
     """
 
 
-class DenseParameter:
+class DenseParameter(_Laid):
     """A parameter that a plan leaves dense: an allreduce of all its elements.
 
     Half types are summed in float32. The ranks' health travels behind the elements, so that a NaN is
@@ -193,6 +216,23 @@ class DenseParameter:
 
     def abandon(self, *, drop: bool = False) -> None:
         """See `Part.abandon`; a dense gradient of an abandoned step is dropped, as Horovod would."""
+
+    def held(self) -> tuple[np.ndarray, ...]:
+        """See `Part.held`."""
+        return () if self.carried is None else (self.carried,)
+
+    def blank(self) -> list[np.ndarray]:
+        """See `Part.blank`."""
+        dtype = accumulator_dtype(dtype_name(self.gradient.flat) or "unknown")
+        return [np.zeros(self.gradient.num_elements, dtype)]
+
+    def restart(self, progress: Progress | None = None) -> None:
+        """See `Part.restart`."""
+        self.carried = None
+
+    def assign(self, held: Sequence[np.ndarray]) -> None:
+        """See `Part.assign`."""
+        (self.carried,) = held
 
 
 def _finished(task: Task | None) -> Task:

@@ -28,10 +28,10 @@ from horovod_sparse.errors import ArgumentError, StateMismatchError, Unsupported
 from horovod_sparse.feedback import Progress
 from horovod_sparse.feedback.state import from_plain, to_plain
 from horovod_sparse.frontend.agreement import kept_share
+from horovod_sparse.frontend.parts import assign_residuals, held_residuals
 from horovod_sparse.frontend.state import companions_fit, feedback_name
 from horovod_sparse.merging import Plan
 from horovod_sparse.pytorch.layout import on_host
-from horovod_sparse.torch import residuals
 from horovod_sparse.torch.synchronizer import GradientSynchronizer
 
 __all__ = ["ENTRY", "load", "redistribute", "save"]
@@ -54,7 +54,7 @@ def save(synchronizer: GradientSynchronizer) -> dict[str, Any]:
         raise UnsupportedError(
             "an optimizer is saved between steps: call optimizer.step() or optimizer.synchronize() first"
         )
-    held = residuals.held(synchronizer.parts, synchronizer.recipe.feedback.num_companions)
+    held = held_residuals(synchronizer.parts, synchronizer.recipe.feedback.num_companions)
     return {
         "format": _FORMAT,
         "algorithm": synchronizer.recipe.sparsifier.name,
@@ -88,7 +88,7 @@ def load(synchronizer: GradientSynchronizer, entry: Mapping[str, Any] | None) ->
     """
     if entry is None:
         synchronizer.take_place()
-        residuals.assign(synchronizer.parts, (), {})
+        assign_residuals(synchronizer.parts, (), {})
         synchronizer.step = 0
         return
     _check(synchronizer, entry)
@@ -116,7 +116,7 @@ def load(synchronizer: GradientSynchronizer, entry: Mapping[str, Any] | None) ->
         {name: values * factor for name, values in by_name.items()}
         for by_name in (entry["residuals"], *entry["companions"])
     ]
-    residuals.assign(synchronizer.parts, held, progress)
+    assign_residuals(synchronizer.parts, held, progress)
     synchronizer.step = entry["step"]
     for bucket, state in zip(buckets, states, strict=kept):
         bucket.state = state

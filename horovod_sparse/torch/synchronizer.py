@@ -24,12 +24,13 @@ from horovod_sparse.frontend.agreement import Standing, Start, agreed_start, kep
 from horovod_sparse.frontend.collective_errors import has_bad_gradient, raise_together, some_of, worst
 from horovod_sparse.frontend.decision import check_agreement
 from horovod_sparse.frontend.momentum import refuse_later_momentum
+from horovod_sparse.frontend.parts import assign_residuals, held_residuals
 from horovod_sparse.frontend.plan_request import make_plan
 from horovod_sparse.merging import ParameterFacts, Plan
 from horovod_sparse.pytorch.layout import dtype_name
 from horovod_sparse.pytorch.loss_scale import ScaleOfStep, watch_scalers
 from horovod_sparse.telemetry import StepReport, Telemetry
-from horovod_sparse.torch import planning, residuals
+from horovod_sparse.torch import planning
 from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.calibration import carry_out_together
 from horovod_sparse.torch.driver import Driver
@@ -353,7 +354,7 @@ class GradientSynchronizer:
             _log.warning(
                 "sparsifier states start anew at step %d, residuals are kept: %s", start.step, start.reason
             )
-        held = residuals.held(self.parts, self.recipe.feedback.num_companions)
+        held = held_residuals(self.parts, self.recipe.feedback.num_companions)
         progress = {
             name: resumed(part.bucket.progress, start.told.get(name), start.step)
             for part in self.sparse
@@ -362,7 +363,7 @@ class GradientSynchronizer:
         self.build(start.plan)
         if factor != 1.0:
             held = [{name: values * factor for name, values in by_name.items()} for by_name in held]
-        residuals.assign(self.parts, held, progress)
+        assign_residuals(self.parts, held, progress)
         for part in self.parts:
             part.streams.note()
 
@@ -564,7 +565,7 @@ class GradientSynchronizer:
     def replan(self, plan: Plan) -> None:
         """Another plan, the residuals kept; the state of the sparsifiers starts anew."""
         plan.check([fact for fact, _ in self.facts.values()])
-        held = residuals.held(self.parts, self.recipe.feedback.num_companions)
+        held = held_residuals(self.parts, self.recipe.feedback.num_companions)
         progress = {name: part.bucket.progress for part in self.sparse for name in part.names}
         self.build(plan)
-        residuals.assign(self.parts, held, progress)
+        assign_residuals(self.parts, held, progress)

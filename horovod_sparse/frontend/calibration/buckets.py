@@ -14,7 +14,7 @@ from horovod_sparse.arrays.protocol import Accumulator
 from horovod_sparse.collectives import AllReduce, Synchronization
 from horovod_sparse.feedback import Bucket, Recipe
 from horovod_sparse.frontend.calibration.collectives import Stopwatch
-from horovod_sparse.frontend.dense import sum_densely
+from horovod_sparse.frontend.parts import sum_densely
 from horovod_sparse.kernels import apply_scaled_sum
 from horovod_sparse.sparsifiers import BucketInfo, SparseSum, Sparsifier
 

@@ -1,0 +1,144 @@
+"""What is synchronized as one, a bucket or a parameter that stays dense: what all front ends see alike.
+
+What parts hold back belongs to parameters: by their names it is saved, and survives other buckets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from horovod_sparse.collectives import AllReduce, Synchronization
+from horovod_sparse.errors import EditedGradientError, NonFiniteGradientError
+from horovod_sparse.feedback import Progress, progress_of
+
+
+class Part(Protocol):
+    """Parameters that are synchronized together.
+
+    Attributes:
+        names: of the parameters.
+        places: [start, stop) of each among the part's n elements.
+    """
+
+    names: tuple[str, ...]
+
+    @property
+    def places(self) -> Sequence[tuple[int, int]]:
+        """See the attributes."""
+
+    def held(self) -> tuple[np.ndarray, ...]:
+        """What waits here, [n] each, to be read only: residual and companions; nothing if nothing waits."""
+
+    def blank(self) -> list[np.ndarray]:
+        """Zeros for all that may wait here: [n] each, in the order of `held`."""
+
+    def assign(self, held: Sequence[np.ndarray]) -> None:
+        """Replaces what `held` gives."""
+
+    def restart(self, progress: Progress | None = None) -> None:
+        """Nothing waits any more, and the sparsifier's state is a new one; see `Bucket.restart`."""
+
+    def shaped(self, number: int, values: np.ndarray) -> Any:
+        """A copy of the elements of a parameter, by its number: as checkpoints hold them, in its shape."""
+
+    def flat(self, number: int, values: Any) -> np.ndarray:
+        """The inverse of `shaped`."""
+
+
+def held_residuals(parts: Sequence[Part], num_companions: int) -> list[dict[str, Any]]:
+    """Residuals, then each companion of the feedback: copies by parameter, in its shape.
+
+    Args:
+        parts: of one training.
+        num_companions: arrays that the feedback keeps beside the residual.
+
+    Returns:
+        1 + num_companions dicts from a parameter's name to its values.
+    """
+    arrays: list[dict[str, Any]] = [{} for _ in range(1 + num_companions)]
+    for part in parts:
+        for by_name, values in zip(arrays, part.held(), strict=False):
+            for number, (name, place) in enumerate(zip(part.names, part.places, strict=True)):
+                by_name[name] = part.shaped(number, values[slice(*place)])
+    return arrays
+
+
+def assign_residuals(
+    parts: Sequence[Part], arrays: Sequence[Mapping[str, Any]], progress: Mapping[str, Progress]
+) -> None:
+    """Puts residuals and companions into the parts, whose sparsifiers start anew.
+
+    A parameter that stays dense takes its residual into its next gradient: nothing is lost.
+
+    Args:
+        parts: of one training.
+        arrays: as made by `held_residuals`; a parameter that is not named gets zeros.
+        progress: of the training so far, by parameter.
+    """
+    for part in parts:
+        part.restart(progress_of(part.names, progress))
+        if not any(name in by_name for by_name in arrays for name in part.names):
+            continue
+        filled = part.blank()
+        for by_name, into in zip(arrays, filled, strict=False):
+            for number, (name, place) in enumerate(zip(part.names, part.places, strict=True)):
+                if name in by_name:
+                    into[slice(*place)] = part.flat(number, by_name[name])
+        part.assign(filled)
+
+
+#: mark of a rank that refuses the step; 1 is that of NaN or Inf
+REFUSED = 2.0
+
+
+def sum_densely(
+    name: str, gradient: np.ndarray, carried: Any, place: tuple[int, int], *, refused: bool = False
+) -> Synchronization[np.ndarray]:
+    """The sum over ranks of all elements, by an allreduce.
+
+    The ranks' health travels behind the elements, so that a NaN is met with the same error as in a
+    bucket.
+
+    Args:
+        name: of the parameter.
+        gradient: float32 or float64 [n]; read before the first request only.
+        carried: [n], added to it, or 0: what error feedback still held.
+        place: (rank, size) within the process set.
+        refused: see `Bucket.step`.
+
+    Returns:
+        [n], of the gradient's type.
+
+    Raises:
+        NonFiniteGradientError: on every rank, if any rank's gradient is not finite.
+        EditedGradientError: on every rank, if any rank refuses the step.
+    """
+    rank, size = place
+    buffer = np.zeros(gradient.size + size, gradient.dtype)
+    own = buffer[: gradient.size]
+    np.add(gradient, carried, out=own)
+    buffer[own.size + rank] = REFUSED if refused else not np.isfinite(own).all()
+    count = own.size
+    total: np.ndarray = yield AllReduce(buffer)
+    check_health(name, total[count:])
+    return total[:count]
+
+
+def check_health(name: str, marks: np.ndarray) -> None:
+    """Raises what a dense parameter's ranks have to say of themselves.
+
+    Args:
+        name: of the parameter.
+        marks: [P]: 0 for a rank that is well, `REFUSED`, or another number for NaN or Inf.
+
+    Raises:
+        NonFiniteGradientError: if a rank's gradient is not finite.
+        EditedGradientError: if a rank refuses the step.
+    """
+    if edited := np.flatnonzero(marks == REFUSED).tolist():
+        raise EditedGradientError(name, dict.fromkeys(edited, "its own error says which"))
+    if unhealthy := np.flatnonzero(marks).tolist():
+        raise NonFiniteGradientError(name, dict.fromkeys(unhealthy, name))
