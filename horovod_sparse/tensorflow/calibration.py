@@ -9,7 +9,8 @@ import numpy as np
 
 from horovod_sparse.collectives import AllToAll, Exchange, Request, Synchronization
 from horovod_sparse.errors import ArgumentError
-from horovod_sparse.frontend.calibration import Where, carry_out
+from horovod_sparse.frontend.calibration import Where
+from horovod_sparse.frontend.engine import carry_out
 from horovod_sparse.tensorflow import collectives
 from horovod_sparse.tensorflow._horovod import hvd
 

@@ -19,9 +19,8 @@ from horovod_sparse.frontend.decision import Decision
 from horovod_sparse.merging import Plan
 from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.tensorflow._horovod import hvd
-from horovod_sparse.tensorflow.checkpoint import CheckpointedState
 from horovod_sparse.tensorflow.dropin import DropIn, Pending
-from horovod_sparse.tensorflow.state import StateKeeper
+from horovod_sparse.tensorflow.state import CheckpointedState, StateKeeper
 from horovod_sparse.tensorflow.stock import keep_functions_with_compressors
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
 

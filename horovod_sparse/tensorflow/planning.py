@@ -13,9 +13,9 @@ from horovod_sparse.collectives import Synchronization
 from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.feedback import ParameterRules
 from horovod_sparse.frontend.agreement import agreed_plan, common_names, describe_model, next_label
-from horovod_sparse.frontend.calibration import carry_out
 from horovod_sparse.frontend.collective_errors import raise_together
 from horovod_sparse.frontend.decision import Decision, check_agreement, plan_by_times
+from horovod_sparse.frontend.engine import carry_out
 from horovod_sparse.frontend.plan_request import PlanRequest, make_plan
 from horovod_sparse.merging import ParameterFacts, Plan
 from horovod_sparse.sparsifiers import Sparsifier

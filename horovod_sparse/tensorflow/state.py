@@ -1,13 +1,6 @@
 """Residuals and sparsifier states of a synchronizer, to be saved and loaded.
 
-Residuals belong to variables, states of sparsifiers to buckets. Both differ from rank to rank, so every
-rank saves a file of its own to resume exactly. What happens otherwise:
-
-* same ranks, same plan: training continues bit for bit;
-* another plan: residuals are kept, sparsifier states start anew (one line in the log);
-* another number of ranks: residuals are kept and scaled, see `redistribute`; states start anew;
-* all ranks load one rank's file: each gets that rank's residual, an estimate of the mean;
-* a checkpoint without the entry (a dense run's): residuals start at zero.
+`horovod_sparse.frontend.state` says what is in an entry and what other plans and ranks mean.
 
 Variables are known by name, or by their order where names differ but shapes agree: Keras numbers the
 layers of a second model in the same process anew.
@@ -15,24 +8,16 @@ layers of a second model in the same process anew.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
+import tensorflow as tf
 
 from horovod_sparse.errors import StateMismatchError, UnsupportedError
-from horovod_sparse.feedback import Progress
-from horovod_sparse.feedback.state import from_plain, to_plain
-from horovod_sparse.frontend.parts import assign_residuals, held_residuals
-from horovod_sparse.frontend.state import companions_fit, feedback_name, redistributed, share_factor
-from horovod_sparse.merging import Plan
+from horovod_sparse.frontend.encoding import from_bytes, to_bytes
+from horovod_sparse.frontend.parts import assign_residuals
+from horovod_sparse.frontend.state import check_entry, load_entry, redistributed, saved_entry, share_factor
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
-
-__all__ = ["StateKeeper", "load", "redistribute", "save"]
-
-_FORMAT = 1
-_log = logging.getLogger("horovod_sparse")
 
 
 def _shapes_by_name(synchronizer: GradientSynchronizer) -> dict[str, tuple[int, ...]]:
@@ -54,25 +39,8 @@ def save(synchronizer: GradientSynchronizer) -> dict[str, Any]:
     """
     if any(part.task.under_way for part in synchronizer.parts):
         raise UnsupportedError("residuals are saved between steps: a step is under way, or was interrupted")
-    rank, size = synchronizer.place
-    held = held_residuals(synchronizer.parts, synchronizer.recipe.feedback.num_companions)
-    return {
-        "format": _FORMAT,
-        "algorithm": synchronizer.recipe.sparsifier.name,
-        "recipe": synchronizer.recipe.describe(),
-        "rank": rank,
-        "size": size,
-        "step": synchronizer.step,
-        "variables": {name: list(shape) for name, shape in _shapes_by_name(synchronizer).items()},
-        "plan": synchronizer.plan.to_dict(),
-        "residuals": held[0],
-        "companions": held[1:],
-        "feedback": feedback_name(synchronizer.recipe.feedback),
-        "buckets": [
-            {**part.bucket.progress.to_plain(), "state": to_plain(part.bucket.state)}
-            for part in synchronizer.sparse
-        ],
-    }
+    shapes = _shapes_by_name(synchronizer)
+    return saved_entry(synchronizer, variables={name: list(shape) for name, shape in shapes.items()})
 
 
 def load(synchronizer: GradientSynchronizer, entry: Mapping[str, Any]) -> None:
@@ -86,39 +54,8 @@ def load(synchronizer: GradientSynchronizer, entry: Mapping[str, Any]) -> None:
         StateMismatchError: if variables, shapes or the algorithm differ. Nothing has been loaded then.
     """
     renamed = _checked(synchronizer, entry)
-    saved_plan = Plan.from_dict(entry["plan"])
-    plan = Plan(
-        tuple(tuple(renamed[name] for name in bucket) for bucket in saved_plan.buckets),
-        tuple(renamed[name] for name in saved_plan.dense),
-    )
-    _, size = synchronizer.place
-    kept = plan == synchronizer.plan and entry["size"] == size and not entry.get("resized")
-    states = [
-        from_plain(part.bucket.recipe.sparsifier.init(part.bucket.info), saved["state"])
-        for part, saved in zip(synchronizer.sparse, entry["buckets"] if kept else (), strict=kept)
-    ]
-    progress = {
-        name: Progress.from_plain(saved, saved["state"]["step"])
-        for names, saved in zip(plan.buckets, entry["buckets"], strict=True)
-        for name in names
-    }
-    factor = share_factor(entry["rank"], entry["size"], size)
-    held = [
-        {renamed[name]: np.asarray(values).reshape(-1) * factor for name, values in by_name.items()}
-        for by_name in (entry["residuals"], *entry["companions"])
-    ]
-    assign_residuals(synchronizer.parts, held, progress)
-    synchronizer.step = int(entry["step"])
-    for part, state in zip(synchronizer.sparse, states, strict=kept):
-        part.bucket.state = state
-    if not kept:
-        what = f"another plan ({plan})" if entry["size"] == size else f"{entry['size']} ranks"
-        _log.warning(
-            "the checkpoint is of %s, now %d ranks, %s: residuals are kept, sparsifier states start anew",
-            what,
-            size,
-            synchronizer.plan,
-        )
+    factor = share_factor(entry["rank"], entry["size"], synchronizer.place[1])
+    load_entry(synchronizer, entry, factor, renamed)
 
 
 class StateKeeper:
@@ -180,6 +117,27 @@ class StateKeeper:
         load(synchronizer, waiting)
 
 
+class CheckpointedState(tf.train.experimental.PythonState):
+    """Residuals and sparsifier states in a checkpoint; differs from rank to rank.
+
+    Args:
+        keeper: of the synchronizer.
+    """
+
+    def __init__(self, keeper: StateKeeper) -> None:
+        super().__init__()
+        self._keeper = keeper
+
+    def serialize(self) -> bytes:
+        """Called when a checkpoint is saved."""
+        return to_bytes(self._keeper.state_dict())
+
+    def deserialize(self, string_value: Any) -> None:
+        """Called when a checkpoint is restored."""
+        value = string_value.numpy() if hasattr(string_value, "numpy") else string_value
+        self._keeper.load_state_dict(from_bytes(value))
+
+
 def redistribute(entries: Sequence[Mapping[str, Any]], rank: int, size: int) -> dict[str, Any]:
     """The entry for one rank of another number of ranks, so that the mean residual is kept exactly.
 
@@ -197,19 +155,11 @@ def redistribute(entries: Sequence[Mapping[str, Any]], rank: int, size: int) -> 
 
 def _checked(synchronizer: GradientSynchronizer, entry: Mapping[str, Any]) -> dict[str, str]:
     """What the saved names are called here."""
-    if entry.get("format") != _FORMAT:
-        raise StateMismatchError(
-            f"the saved state has format {entry.get('format')}, this version reads format {_FORMAT}"
-        )
-    if entry["algorithm"] != synchronizer.recipe.sparsifier.name:
-        raise StateMismatchError(
-            f"the saved state is of {entry['recipe']}, now {synchronizer.recipe.describe()} is used: use the "
-            "same algorithm, or load without the state of horovod_sparse to start with no residual"
-        )
-    if not companions_fit(entry, synchronizer.recipe.feedback):
-        raise StateMismatchError(
-            f"the saved state is of another feedback than {synchronizer.recipe.feedback}"
-        )
+    advice = (
+        "now {} is used: use the same algorithm, or load without the state of horovod_sparse to start with "
+        "no residual"
+    )
+    check_entry(entry, synchronizer.recipe, advice)
     known = _shapes_by_name(synchronizer)
     saved = {name: tuple(shape) for name, shape in entry["variables"].items()}
     if saved == known:

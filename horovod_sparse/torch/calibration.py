@@ -13,8 +13,9 @@ from horovod_sparse.arrays.protocol import Accumulator
 from horovod_sparse.collectives import Request, Synchronization
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.feedback import Recipe
-from horovod_sparse.frontend.calibration import Where, carry_out
+from horovod_sparse.frontend.calibration import Where
 from horovod_sparse.frontend.calibration.buckets import BucketMemory, HostBucketMemory
+from horovod_sparse.frontend.engine import carry_out
 from horovod_sparse.merging import ParameterFacts
 from horovod_sparse.pytorch.memory import HOST_DEVICES, DeviceMemory
 from horovod_sparse.sparsifiers import BucketInfo, SparseSum

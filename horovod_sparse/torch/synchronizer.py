@@ -149,6 +149,11 @@ class GradientSynchronizer:
         return int(self.process_set.size())
 
     @property
+    def place(self) -> tuple[int, int]:
+        """Rank and size of this process within the process set."""
+        return self.rank, self.size
+
+    @property
     def sparse(self) -> list[SparseBucket]:
         """The parts that are sparsified, in the plan's order."""
         return [

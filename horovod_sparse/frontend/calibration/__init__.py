@@ -5,9 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
-from horovod_sparse.collectives import Request, Synchronization
+from horovod_sparse.collectives import Synchronization
 from horovod_sparse.cost import DENSE, Fit, Profile, fit_selection, fit_time
 from horovod_sparse.cost.model import COLLECTIVES
 from horovod_sparse.errors import ArgumentError
@@ -19,8 +18,6 @@ from horovod_sparse.frontend.calibration.buckets import (
 )
 from horovod_sparse.frontend.calibration.collectives import Stopwatch, collective_times
 from horovod_sparse.sparsifiers import Sparsifier
-
-Result = TypeVar("Result")
 
 #: sizes at which the work for dense parameters is timed: the smaller ones, as all of each is communicated
 _DENSE_SIZES = 3
@@ -192,36 +189,3 @@ def calibration(
         decoding,
         device=where.device,
     )
-
-
-def carry_out(coroutine: Synchronization[Result], execute: Callable[[Request], Any]) -> Result:
-    """Runs a coroutine with a function that carries out one request and waits for what comes back.
-
-    Args:
-        coroutine: yields requests.
-        execute: gives the answer to a request.
-
-    Returns:
-        What the coroutine returns.
-
-    Example:
-        >>> import numpy as np
-        >>> from horovod_sparse.collectives import AllReduce
-        >>> def double():
-        ...     total = yield AllReduce(np.ones(1))
-        ...     return float(total[0])
-        >>> carry_out(double(), lambda request: 2.0 * request.buffer)
-        2.0
-    """
-    answer: Any = None
-    while True:
-        try:
-            request = coroutine.send(answer)
-        except StopIteration as stop:
-            result: Result = stop.value
-            return result
-        try:
-            answer = execute(request)
-        except BaseException:
-            coroutine.close()
-            raise

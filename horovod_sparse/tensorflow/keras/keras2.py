@@ -12,9 +12,8 @@ from typing import Any
 import tensorflow as tf
 
 from horovod_sparse.errors import UnsupportedError
-from horovod_sparse.tensorflow.checkpoint import CheckpointedState
 from horovod_sparse.tensorflow.keras.copies import Again, made_again, refuse_copies
-from horovod_sparse.tensorflow.state import StateKeeper
+from horovod_sparse.tensorflow.state import CheckpointedState, StateKeeper
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
 
 #: frames between a LossScaleOptimizer and the attribute that it sets on the optimizer that it takes

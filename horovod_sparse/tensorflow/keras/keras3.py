@@ -13,10 +13,9 @@ from horovod_sparse.frontend.decision import Decision
 from horovod_sparse.frontend.encoding import from_bytes, to_bytes
 from horovod_sparse.merging import Plan
 from horovod_sparse.telemetry import Telemetry
-from horovod_sparse.tensorflow.checkpoint import CheckpointedState
 from horovod_sparse.tensorflow.keras.copies import Again, made_again, refuse_copies
 from horovod_sparse.tensorflow.keras.reduction import Accumulation, Reduction
-from horovod_sparse.tensorflow.state import StateKeeper
+from horovod_sparse.tensorflow.state import CheckpointedState, StateKeeper
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
 
 

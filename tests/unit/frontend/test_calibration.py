@@ -11,8 +11,9 @@ from horovod_sparse.arrays import HostAccumulator
 from horovod_sparse.collectives import AllGather, AllToAll, Broadcast, Exchange, num_bytes_sent
 from horovod_sparse.cost import COLLECTIVES
 from horovod_sparse.errors import ArgumentError, UnknownNameError
-from horovod_sparse.frontend.calibration import Extent, Where, calibration, carry_out, needed_kinds
+from horovod_sparse.frontend.calibration import Extent, Where, calibration, needed_kinds
 from horovod_sparse.frontend.calibration.buckets import HostBucketMemory
+from horovod_sparse.frontend.engine import carry_out
 from horovod_sparse.simulation import run_lockstep
 from horovod_sparse.sparsifiers import ALGORITHMS, ExDyna, TopK
 

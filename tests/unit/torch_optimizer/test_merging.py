@@ -261,7 +261,8 @@ def test_buckets_are_measured_where_most_elements_are():
 
 def test_memory_of_a_device_holds_what_the_hosts_does():
     """On PyTorch's own kernels, which the CPU has too."""
-    from horovod_sparse.frontend.calibration import Extent, Where, calibration, carry_out
+    from horovod_sparse.frontend.calibration import Extent, Where, calibration
+    from horovod_sparse.frontend.engine import carry_out
     from horovod_sparse.simulation import run_lockstep
     from horovod_sparse.sparsifiers import TopK
 
