@@ -9,9 +9,9 @@ The sender keeps the difference in its residual (`WireFormat.round`), so nothing
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, ClassVar, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +27,7 @@ Words: TypeAlias = NDArray[np.uint32]
 class IndexCodec(Protocol):
     """Indices of one selection into 32-bit words, and back."""
 
-    code: ClassVar[int]
+    code: int
 
     def num_words(self, count: int, num_elements: int) -> int:
         """Length of `count` indices below `num_elements`; never falls when count grows."""
@@ -46,7 +46,7 @@ class IndexCodec(Protocol):
 class Int32:
     """Every index as it is, in any order: one word each."""
 
-    code: ClassVar[int] = 0
+    code = 0
 
     def num_words(self, count: int, num_elements: int) -> int:
         """One word per index."""
@@ -70,7 +70,7 @@ class Block16:
     Decodes fastest: half a nanosecond per index.
     """
 
-    code: ClassVar[int] = 1
+    code = 1
 
     def num_words(self, count: int, num_elements: int) -> int:
         """One word per block, half a word per index; none at all for none."""
@@ -115,7 +115,7 @@ class Gaps:
         ['0b11001', '0b100110']
     """
 
-    code: ClassVar[int] = 2
+    code = 2
 
     def num_words(self, count: int, num_elements: int) -> int:
         """The smallest length over all l; one word more, because both parts begin with a word."""
@@ -191,7 +191,7 @@ INDEX_CODECS: Mapping[str, IndexCodec] = MappingProxyType(
 class ValueCodec(Protocol):
     """Values of one selection into 32-bit words, and back."""
 
-    code: ClassVar[int]
+    code: int
 
     def num_words(self, count: int) -> int:
         """Length of `count` values; never falls when count grows."""
@@ -206,7 +206,7 @@ class ValueCodec(Protocol):
 class Float32:
     """Four bytes each: exact for float32, rounded for float64."""
 
-    code: ClassVar[int] = 1
+    code = 1
 
     def num_words(self, count: int) -> int:
         """One word per value."""
@@ -227,7 +227,7 @@ class Float32:
 class Float64:
     """Eight bytes each: exact."""
 
-    code: ClassVar[int] = 2
+    code = 2
 
     def num_words(self, count: int) -> int:
         """Two words per value."""
@@ -242,13 +242,16 @@ class Float64:
         out[:] = words.view(np.float64)  # may begin in the middle of eight bytes; NumPy copies that
 
 
-class Float16:
-    """IEEE half precision, two bytes each: 11 significant bits, up to 65504, steps of 6e-8 around 0.
+class Half:
+    """Two bytes each, by the name of the format.
 
-    Values below 3e-8 become 0 and stay in the residual: with gradients that small take bfloat16.
+    "float16" is IEEE half precision: 11 significant bits, up to 65504, steps of 6e-8 around 0. Values below
+    3e-8 become 0 and stay in the residual: with gradients that small take "bfloat16", the upper half of
+    float32: 8 significant bits, its full range.
     """
 
-    code: ClassVar[int] = 3
+    def __init__(self, code: int, dtype: type, encode: Callable[[Values, NDArray[Any]], None]) -> None:
+        self.code, self._dtype, self._encode = code, dtype, encode
 
     def num_words(self, count: int) -> int:
         """Half a word per value."""
@@ -257,30 +260,11 @@ class Float16:
     def encode(self, values: Values, words: Words) -> None:
         """To the nearest, ties to even; float64 by way of float32."""
         words[-1:] = 0
-        kernels.encode_float16(values, words.view(np.int16))
+        self._encode(values, words.view(self._dtype))
 
     def decode(self, words: Words, out: Values) -> None:
         """See `ValueCodec.decode`."""
-        kernels.decode_half(words.view(np.int16), out)
-
-
-class BFloat16:
-    """The upper half of float32, two bytes each: 8 significant bits, the full range of float32."""
-
-    code: ClassVar[int] = 4
-
-    def num_words(self, count: int) -> int:
-        """Half a word per value."""
-        return (count + 1) // 2
-
-    def encode(self, values: Values, words: Words) -> None:
-        """To the nearest, ties to even; float64 by way of float32."""
-        words[-1:] = 0
-        kernels.encode_bfloat16(values, words.view(np.uint16))
-
-    def decode(self, words: Words, out: Values) -> None:
-        """See `ValueCodec.decode`."""
-        kernels.decode_half(words.view(np.uint16), out)
+        kernels.decode_half(words.view(self._dtype), out)
 
 
 class Int8:
@@ -301,7 +285,7 @@ class Int8:
         (array([0.5], dtype=float32), array([-127,    6], dtype=int8))
     """
 
-    code: ClassVar[int] = 5
+    code = 5
 
     def num_words(self, count: int) -> int:
         """A word per block, a quarter of a word per value."""
@@ -325,8 +309,8 @@ VALUE_CODECS: Mapping[str, ValueCodec] = MappingProxyType(
     {
         "float32": Float32(),
         "float64": Float64(),
-        "float16": Float16(),
-        "bfloat16": BFloat16(),
+        "float16": Half(3, np.int16, kernels.encode_float16),
+        "bfloat16": Half(4, np.uint16, kernels.encode_bfloat16),
         "int8": Int8(),
     }
 )

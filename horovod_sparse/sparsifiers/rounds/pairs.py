@@ -26,25 +26,12 @@ def ceil_log2(number: int) -> int:
 
 
 def mail_words(count: int, num_notes: int, info: BucketInfo, wire: WireFormat) -> int:
-    """Length of a message in 32-bit words.
-
-    Args:
-        count: elements.
-        num_notes: ranks whose notes are in it.
-        info: the facts of the bucket.
-        wire: how elements are written.
-    """
+    """Length of a message in 32-bit words: of so many elements, and the notes of so many ranks."""
     return wire.message_words(count, info.num_elements, info.value_dtype) + WORDS_PER_NOTE * num_notes
 
 
 class Mail:
-    """Writes and reads the messages of one rank in one step.
-
-    Args:
-        report: of this rank's fold, for its note.
-        info: the facts of the bucket.
-        wire: how elements are written.
-    """
+    """Writes and reads the messages of one rank in one step; its note is of this fold's report."""
 
     def __init__(self, report: FoldReport, info: BucketInfo, wire: WireFormat) -> None:
         self.notes = Notes(report, info.rank, info.size)

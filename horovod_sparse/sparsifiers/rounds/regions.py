@@ -22,12 +22,6 @@ def cut_and_pack(
 ) -> tuple[tuple[Words, ...], Values | None]:
     """Messages of consecutive parts of a vector, each rounded by itself, as its receiver will see it.
 
-    Args:
-        parts: one behind the other.
-        report: of this rank's fold, for the headers.
-        info: the facts of the bucket.
-        wire: how elements are written.
-
     Returns:
         The messages, and what rounding takes away from all parts together (None: nothing).
     """

@@ -135,15 +135,11 @@ def spardl_traffic(
             return mail_words(stop - start, 0, info, wire)
 
         return (*rounds, declared(AllGather, [ends(part_words, quota)]))
+
+    def block_words(count: int) -> int:
+        return 1 + mail_words(count, d, info, wire)
+
     for num_sent in bruck_bags(layout.team_size):
         blocks = [(position + offset) % layout.team_size for offset in range(num_sent)]
-        rounds.append(
-            declared(
-                Exchange,
-                [
-                    ends(lambda count: 1 + mail_words(count, d, info, wire), layout.quota(block))
-                    for block in blocks
-                ],
-            )
-        )
+        rounds.append(declared(Exchange, [ends(block_words, layout.quota(block)) for block in blocks]))
     return tuple(rounds)

@@ -13,12 +13,7 @@ from horovod_sparse.arrays.protocol import Accumulator
 from horovod_sparse.checks import check_count, check_number
 from horovod_sparse.collectives import AllGather, Exchange, Request, Synchronization
 from horovod_sparse.errors import ArgumentError, UnknownNameError
-from horovod_sparse.sparsifiers.base import (
-    BucketInfo,
-    SparseSum,
-    Sparsifier,
-    Traffic,
-)
+from horovod_sparse.sparsifiers.base import BucketInfo, SparseSum, Sparsifier, Traffic
 from horovod_sparse.sparsifiers.rounds.pairs import ceil_log2
 from horovod_sparse.sparsifiers.rounds.sparse_vectors import discards_meet
 from horovod_sparse.sparsifiers.spardl.layout import Layout, spardl_traffic
