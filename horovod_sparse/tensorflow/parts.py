@@ -23,8 +23,7 @@ from horovod_sparse.kernels.layout import native_bits
 from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.sparsifiers.base import accumulator_dtype
 from horovod_sparse.telemetry import BucketReport
-from horovod_sparse.tensorflow.looped import is_looped
-from horovod_sparse.tensorflow.task import Task
+from horovod_sparse.tensorflow.task import Task, is_looped
 from horovod_sparse.tensorflow.tensors import numpy_dtype
 
 #: tells (rank, size) within the process set, at any time

@@ -6,7 +6,8 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,17 +15,14 @@ import tensorflow as tf
 
 from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.feedback import Recipe
-from horovod_sparse.feedback.state import shared_digest
-from horovod_sparse.frontend.agreement import Standing, Start, agreed_start
 from horovod_sparse.frontend.collective_errors import has_bad_gradient, worst
 from horovod_sparse.frontend.decision import Decision
 from horovod_sparse.merging import Plan
 from horovod_sparse.telemetry import StepReport, Telemetry
 from horovod_sparse.tensorflow._horovod import hvd, is_elastic, present_start
-from horovod_sparse.tensorflow.calibration import carry_out_together
 from horovod_sparse.tensorflow.collectives import reduce_densely
-from horovod_sparse.tensorflow.driver import Gradient, Unsettled, settle, start
-from horovod_sparse.tensorflow.graph import EagerCalls, HostFunctions, refuse_differentiation, refuse_graphs
+from horovod_sparse.tensorflow.driver import Driver
+from horovod_sparse.tensorflow.graph import EagerCalls, refuse_differentiation, refuse_graphs
 from horovod_sparse.tensorflow.order import WAITING, Order, gate, ungated
 from horovod_sparse.tensorflow.parts import Part, SparseBucket
 from horovod_sparse.tensorflow.replanning import Replanning
@@ -35,6 +33,27 @@ from horovod_sparse.tensorflow.transport import between_pairs
 from horovod_sparse.tensorflow.variable_buckets import VariableBuckets
 
 _log = logging.getLogger("horovod_sparse")
+
+
+#: tf.Tensor, tf.IndexedSlices or None
+Gradient = Any
+
+
+@dataclass(frozen=True, eq=False)
+class Unsettled:
+    """A synchronization in a graph up to its end.
+
+    Attributes:
+        parts: that take part.
+        tokens: of their ends: see `Driver.start`.
+        positions: of all parts' variables, one part behind the other, among those given.
+        results: the gradients; where no part has them, their sums.
+    """
+
+    parts: list[Part]
+    tokens: list[tf.Tensor]
+    positions: list[int]
+    results: list[Gradient]
 
 
 class GradientSynchronizer:
@@ -81,7 +100,8 @@ class GradientSynchronizer:
         self._scaled = ScaledReduction(self.process_set)
         self.replanning = Replanning(self._buckets, recipe.sparsifier, self.process_set)
         self._eagerly = EagerCalls(self._build)
-        self._order, self.host = Order(), HostFunctions()
+        self._driver = Driver(self._buckets, self.process_set, self._agree)
+        self._order, self.host = Order(), self._driver.host
         #: Horovod's start since which all ranks go on alike
         self._start: object = None
         self._agreeing, self._finishing = threading.Lock(), threading.Lock()
@@ -259,7 +279,7 @@ class GradientSynchronizer:
 
         waits = is_elastic() or any(between_pairs(part.task.kinds) for part in parts)
         with WAITING.behind() if waits else contextlib.nullcontext():
-            sums = settle(started.tokens, finish, like, self.host)
+            sums = self._driver.settle(started.tokens, finish, like)
         for order in (self._order, WAITING) if waits else (self._order,):
             order.note(sums[0])
         end = sums[0]
@@ -292,16 +312,26 @@ class GradientSynchronizer:
             if self.on_planned is not None:
                 self.on_planned()
             self._agree()
+        results, by_name = list(gradients), {}
         # where ranks come and go a first bucket may wait for the other ranks
         with self._order.behind(), WAITING.behind() if is_elastic() else contextlib.nullcontext():
-            common = self._reduce_other, self._stamped, self.process_set, self._agree, self.host
-            return start(self._buckets, gradients, variables, rate, *common)
-
-    def _stamped(self, gradients: Sequence[Gradient], by_name: Mapping[str, int]) -> list[Gradient]:
-        return self.replanning.stamped(gradients, by_name, self.host)
-
-    def _reduce_other(self, gradient: Gradient, i: int) -> Gradient:
-        return reduce_densely(gradient, f"{self._buckets.label}.other{i}", self.process_set, self.average)
+            for i, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):
+                name = self.name_of(variable)
+                if name is not None and not isinstance(gradient, tf.IndexedSlices):
+                    by_name[name] = i
+                elif gradient is not None:
+                    label = f"{self._buckets.label}.other{i}"
+                    results[i] = reduce_densely(gradient, label, self.process_set, self.average)
+            parts, given = self._buckets.of(by_name), self.replanning.stamped(gradients, by_name, self.host)
+            tensors = [
+                [
+                    tf.zeros(shape, part.dtype) if given[by_name[name]] is None else given[by_name[name]]
+                    for name, shape in zip(part.names, part.shapes, strict=True)
+                ]
+                for part in parts
+            ]
+            tokens = self._driver.start(parts, tensors, rate)
+        return Unsettled(parts, tokens, [by_name[name] for part in parts for name in part.names], results)
 
     def finish(self, parts: Sequence[Part], scale: float | None = None) -> list[np.ndarray]:
         """Dense gradients out of what the coroutines have returned, on the host, when all of them have ended.
@@ -363,33 +393,12 @@ class GradientSynchronizer:
         with self._agreeing:  # several buckets may come at the same time
             if self._start is present_start():
                 return
-            for part in self.parts:
-                part.close()
-            # a graph that is being traced, or none in a host function's thread
-            with tf.init_scope(), tf.device("/cpu:0"):
-                standing, name = agreed_start(self._standing()), f"{self._buckets.label}.start"
-                start = carry_out_together(standing, self.process_set, name)
+            settings = {"compression": self.recipe.describe(), "op": "Average" if self.average else "Sum"}
+            before, start = self._buckets.version, self._buckets.agreed_start(self.step, settings)
             if start.anew:
-                self._start_anew(start)
+                if self._buckets.version != before:
+                    self._forget_functions()
+                self.step, why = start.step, start.reason
+                self.replanning.stop()
+                _log.info("Horovod has started: sparsifiers start anew at step %d, since %s", self.step, why)
             self._start = present_start()
-
-    def _standing(self) -> Standing:
-        return Standing(
-            self.step,
-            shared_digest({part.names[0]: part.bucket.state for part in self.sparse}),
-            self.sparse[0].made_for if self.sparse else self.place,
-            self.plan,
-            self._buckets.parameters,
-            {"compression": self.recipe.describe(), "op": "Average" if self.average else "Sum"},
-        )
-
-    def _start_anew(self, start: Start) -> None:
-        if start.plan != self.plan:
-            self._buckets.replan(start.plan)
-            self._forget_functions()
-        for part in self.parts:
-            part.start_anew(start.step)
-        self.step = start.step
-        self.replanning.stop()
-        reason = start.reason
-        _log.info("Horovod has started: sparsifiers start anew at step %d, since %s", start.step, reason)

@@ -5,18 +5,22 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from horovod_sparse.collectives import AllGather, AllToAll, Request, Synchronization
-from horovod_sparse.errors import CollectiveMismatchError
+from horovod_sparse.collectives import AllGather, AllToAll, Exchange, Request, Synchronization
+from horovod_sparse.errors import ArgumentError, CollectiveMismatchError
+from horovod_sparse.sparsifiers import BucketInfo, Sparsifier
+from horovod_sparse.tensorflow._horovod import is_elastic
 from horovod_sparse.tensorflow.collectives import Wire, from_wire, nothing, to_wire
 from horovod_sparse.tensorflow.transport import Courier, Journey, over_pairs
 
 _log = logging.getLogger("horovod_sparse")
+
+#: numbers of ranks at which rounds are compared: 1 has none, 2 has one stage, 3 has two
+_SIZES = (1, 2, 3)
 
 
 class Task:
@@ -31,7 +35,7 @@ class Task:
         kinds: of the requests, in order.
         value_dtype: float32 or float64: of allreduces.
         looped: whether all kinds go through one operation, as often as `kinds` says when the graph runs: see
-            `horovod_sparse.tensorflow.looped`.
+            `is_looped`.
 
     Attributes:
         result: what the coroutine returned.
@@ -188,42 +192,6 @@ class Task:
         return nothing(kind, self.value_dtype, self.place[1])
 
 
-@dataclass(frozen=True, eq=False)
-class Job:
-    """A synchronization to be put into a graph.
-
-    Attributes:
-        task: holds the coroutine between host functions, in every step anew.
-        make: called with the learning rate and the gradients as NumPy arrays (TensorFlow's memory, to be
-            read, during the call and the coroutine's first leg only); gives the coroutine.
-    """
-
-    task: Task
-    make: Callable[..., Synchronization[Any]]
-
-    def begin(self, rate: np.ndarray, arrays: Sequence[np.ndarray], place: tuple[int, int]) -> Wire:
-        """Runs the coroutine to its first request; gives what the first collective takes."""
-        self.task.legs.clear()
-        with self.task.working():
-            try:
-                coroutine = self.make(rate, *arrays)
-            except Exception as error:
-                return self.task.fail(error, place)
-            return self.task.start(coroutine, place)
-
-    def entrust(
-        self, rate: np.ndarray, arrays: Sequence[np.ndarray], place: tuple[int, int], courier: Courier
-    ) -> None:
-        """As `begin`, and leaves the rest to the courier; `task.wait` ends it."""
-        self.task.legs.clear()
-        try:
-            coroutine = self.make(rate, *arrays)
-        except Exception as error:
-            self.task.fail(error, place)
-        else:
-            self.task.entrust(coroutine, place, courier)
-
-
 def idle_seconds(tasks: Sequence[Task], now: float) -> float:
     """How long this rank has had nothing to do but wait for collectives.
 
@@ -243,3 +211,27 @@ def idle_seconds(tasks: Sequence[Task], now: float) -> float:
     later = [leg for task in tasks for leg in task.legs if leg[1] > since]
     busy = sum(end - max(begin, since) for begin, end in later)
     return max(0.0, now - since - busy)
+
+
+def is_looped(sparsifier: Sparsifier, num_elements: int) -> bool:
+    """Whether a bucket's rounds are to be in a loop: in elastic training, where their number may change.
+
+    Args:
+        sparsifier: of the bucket, not resolved.
+        num_elements: n.
+
+    Example:
+        >>> from horovod_sparse.sparsifiers import GTopK
+        >>> is_looped(GTopK(), 100)  # not in elastic training here
+        False
+    """
+    if not is_elastic():
+        return False
+    kinds = set()
+    for size in _SIZES:
+        try:
+            resolved = sparsifier.resolved(BucketInfo("any", num_elements, 0, size))
+            kinds.add(resolved.rounds(size))
+        except ArgumentError:  # its arguments do not go with this size
+            continue
+    return len(kinds) > 1 and {kind for rounds in kinds for kind in rounds} <= {Exchange, AllGather, AllToAll}

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.feedback import Recipe
+from horovod_sparse.feedback.state import shared_digest
+from horovod_sparse.frontend.agreement import Standing, Start, agreed_start
 from horovod_sparse.frontend.decision import Decision
 from horovod_sparse.frontend.parts import assign_residuals, held_residuals
 from horovod_sparse.frontend.plan_request import make_plan, plan_request
 from horovod_sparse.merging import ParameterFacts, Plan
 from horovod_sparse.tensorflow import planning
+from horovod_sparse.tensorflow.calibration import carry_out_together
 from horovod_sparse.tensorflow.parts import DenseBucket, DenseVariable, Part, Place, SparseBucket
 from horovod_sparse.tensorflow.tensors import as_variable, dtype_name, unique_names
 
@@ -171,6 +174,37 @@ class VariableBuckets:
         self.version += 1
         self._make_parts(plan)
         assign_residuals(self.parts, kept, progress)
+
+    def agreed_start(self, step: int, settings: Mapping[str, str]) -> Start:
+        """Exchanges where all ranks stand; sparsifiers start anew where that differs. A collective.
+
+        Args:
+            step: of the training.
+            settings: what has to be equal on all ranks, in words, by argument.
+
+        Raises:
+            StateMismatchError: on every rank alike: they do not train the same.
+        """
+        for part in self.parts:
+            part.close()
+        standing = Standing(
+            step,
+            shared_digest({part.names[0]: part.bucket.state for part in self.sparse}),
+            self.sparse[0].made_for if self.sparse else self.place(),
+            self.plan,
+            self.parameters,
+            settings,
+        )
+        # a graph that is being traced, or none in a host function's thread
+        with tf.init_scope(), tf.device("/cpu:0"):
+            coroutine = agreed_start(standing)
+            start: Start = carry_out_together(coroutine, self._process_set, f"{self.label}.start")
+        if start.anew:
+            if start.plan != self.plan:
+                self.replan(start.plan)
+            for part in self.parts:
+                part.start_anew(start.step)
+        return start
 
     def at(self, version: int, positions: Sequence[int]) -> list[Part]:
         """Parts by their positions in `parts`.
