@@ -54,7 +54,8 @@ def not_folded(gradient: Any) -> Any:
     """A gradient as an operation of Horovod's has to get it in a graph: not as a constant.
 
     To TensorFlow these operations are pure, so one whose input is a constant (the gradient of a sum is) is
-    carried out once, when the graph is optimized, and its result kept, also for another number of ranks.
+    carried out once, when the graph is optimized, and its result kept, also for another number of ranks. If
+    one rank alone traces again, it waits for the others then, which do not.
 
     Args:
         gradient: a tensor or `tf.IndexedSlices`.
@@ -64,9 +65,12 @@ def not_folded(gradient: Any) -> Any:
         return tf.IndexedSlices(values, indices, gradient.dense_shape)
     if tf.executing_eagerly():
         return gradient
-    # a shape that is known only when the graph runs; nothing is copied
-    one = tf.minimum(hvd.size_op(), 1)
-    same = tf.reshape(gradient, tf.shape(gradient) * one)
+    one = tf.minimum(hvd.size_op(), 1)  # which nobody knows before the graph runs
+    if gradient.shape.rank == 0:
+        return gradient * tf.cast(one, gradient.dtype)
+    # all of it: where that begins is known only then. Nothing is copied. A shape of that kind would not do:
+    # a vector's follows from its number of elements
+    same = tf.slice(gradient, tf.fill([tf.rank(gradient)], one - 1), tf.fill([tf.rank(gradient)], -1))
     same.set_shape(gradient.shape)
     return same
 

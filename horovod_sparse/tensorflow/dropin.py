@@ -2,11 +2,12 @@
 
 Horovod calls both once, when it traces, around an allreduce of its own, for one gradient after the
 other, each within a `tf.cond`. The first call puts the synchronization of *all* gradients into the graph,
-merged into buckets; Horovod gets one number per gradient, 1, to allreduce. What becomes of that number,
+merged into buckets; Horovod gets one number per gradient, 1, to allreduce. What becomes of the first one,
 divided by the number of ranks, is the scale of the sums: so Average, Sum and gradient_predivide_factor
-act as on dense gradients. An error is raised in that first part of the graph, on which all others
-depend: then no gradient is given to the optimizer, and nothing that comes later in the graph is done.
-Eagerly, which is only where TensorFlow is told to run functions so, the first call synchronizes at once.
+act as on dense gradients. Nothing in a graph asks for the others, so they are not sent. An error is raised
+in that first part of the graph, on which all others depend: then no gradient is given to the optimizer, and
+nothing that comes later in the graph is done. Eagerly, which is only where TensorFlow is told to run
+functions so, the first call synchronizes at once.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.frontend.momentum import refuse_double_momentum
 from horovod_sparse.tensorflow._horovod import is_elastic
+from horovod_sparse.tensorflow.collectives import not_folded
 from horovod_sparse.tensorflow.graph import HOST, refuse_graphs
 from horovod_sparse.tensorflow.order import gate_callers
 from horovod_sparse.tensorflow.parts import Part, SparseBucket
@@ -148,7 +150,9 @@ class DropIn:
             return tensor, None
         if self._gathering is None or self._gathering.frame is not call.frame:
             self._gathering = self._gathered(call)
-        return tf.ones([1], tf.float64), Pending(self._gathering, call.position, (tensor.dtype, tensor.shape))
+        pending = Pending(self._gathering, call.position, (tensor.dtype, tensor.shape))
+        # as a constant it would be allreduced when a graph is optimized, which other ranks may not do now
+        return not_folded(tf.ones([1], tf.float64)), pending
 
     def decompress(self, tensor: tf.Tensor, pending: Pending) -> tf.Tensor:
         """The synchronized gradient, when those of all variables have ended well.
@@ -174,8 +178,7 @@ class DropIn:
                     with gathering.outer.as_default():
                         gathering.elsewhere = self._fetched(gathering)
                 sums = gathering.elsewhere
-            with tf.control_dependencies([tensor]):
-                result = tf.identity(sums[pending.position])
+            result = tf.identity(sums[pending.position])
         result.set_shape(shape)
         if not gathering.waiting:
             gate_callers(tf.compat.v1.get_default_graph())
@@ -229,13 +232,6 @@ class DropIn:
                     "horovod_sparse.tensorflow.keras.DistributedOptimizer"
                 )
         synchronizer = self._synchronizer_for(call.process_set)
-        if is_elastic() and not self._told:
-            self._told = True
-            _log.warning(
-                "elastic training with tapes and optimizers of horovod.tensorflow itself: where a worker "
-                "joins a training under way, its graph and those of the others may wait for each other. Use "
-                "the tapes and optimizers of horovod_sparse.tensorflow, which do not"
-            )
         if synchronizer.place[1] == 1 and not is_elastic() and not self._told:
             self._told = True
             _log.warning(

@@ -12,7 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from horovod_sparse.tensorflow._horovod import hvd
-from horovod_sparse.tensorflow.collectives import known_to_elastic
+from horovod_sparse.tensorflow.collectives import known_to_elastic, not_folded
 from horovod_sparse.tensorflow.planning import label_of
 from horovod_sparse.tensorflow.tensors import as_variable
 
@@ -87,7 +87,7 @@ class ScaledReduction:
         bad = [tf.reduce_any(~tf.math.is_finite(_values(gradient))) for gradient in present]
         with known_to_elastic():
             return hvd.allreduce(
-                tf.cast(tf.reduce_any(bad), tf.int32),
+                not_folded(tf.cast(tf.reduce_any(bad), tf.int32)),
                 op=hvd.Sum,
                 name=self._name,
                 ignore_name_scope=True,

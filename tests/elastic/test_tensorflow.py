@@ -52,6 +52,8 @@ def test_survivors_of_a_killed_worker_finish(tmp_path):
         ("randomk:density=0.2", "graph"),
         ("exdyna:density=0.2", "eager"),
         ("randomk:density=0.2", "keras"),
+        ("randomk:density=0.2", "stock"),
+        ("exdyna:density=0.2", "stock"),
     ],
 )
 def test_a_worker_is_replaced_at_the_same_size(tmp_path, compression, way):
@@ -63,8 +65,9 @@ def test_a_worker_is_replaced_at_the_same_size(tmp_path, compression, way):
         assert job.wait() == 0, job.log
     assert len(of(job.entries, "ended", value="finished")) == 2
     agree(job.entries)
-    for entry in of(job.entries, "batch"):
-        assert (entry["step"], entry["states"]) == (entry["batch"], [entry["batch"]])
+    if way != "stock":  # which does not say where it stands
+        for entry in of(job.entries, "batch"):
+            assert (entry["step"], entry["states"]) == (entry["batch"], [entry["batch"]])
 
 
 @pytest.mark.parametrize("compression", ["topk:density=0.2", "spardl:density=0.2"])

@@ -127,3 +127,27 @@ def test_wrong_uses_are_refused_by_name(rank, size):
     tape_of(dropped_in, wrap=stock.DistributedGradientTape, target=other)  # variables are known
     with pytest.raises(UnsupportedError, match="another compressor"):
         tape_of(dropped_in)
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_rank_may_trace_again_alone(rank, size, wrapper, everywhere):
+    """For a last batch of another length, say: what is traced runs nothing that the others do not."""
+    compression, weight = hvd.Compression.topk(density=1.0), tf.Variable(tf.zeros([4]), name="weight")
+    # rows that are always the same: stock Horovod itself waits with these
+    table = tf.Variable(tf.zeros([6, 2]), name="table")
+    variables = [weight, table][: 2 - (wrapper == "stock")]
+
+    @tf.function
+    def step(batch):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(weight * tf.range(1.0, 5.0)) + 0.0 * tf.reduce_sum(batch)
+            loss += tf.reduce_sum(tf.gather(table, [1, 4]))
+        tape = WRAPPERS[wrapper](tape, compression=compression)
+        for variable, gradient in zip(variables, tape.gradient(loss, variables), strict=True):
+            variable.assign_sub(gradient)
+
+    for length in (3, 3 + (rank == 0), 3):
+        step(tf.ones([length]))
+    assert step.experimental_get_tracing_count() == 1 + (rank == 0)
+    assert (everywhere(weight.numpy()) == [-3.0, -6.0, -9.0, -12.0]).all()
+    assert table.numpy()[:, 0].tolist() == ([0.0] * 6 if wrapper == "stock" else [0, -3.0, 0, 0, -3.0, 0])
