@@ -102,7 +102,12 @@ class ExclusiveThreshold(Sparsifier):
             accumulator, gathered.indices, gathered.counts, info, self.wire, ask_health=False
         )
         sum_.first_nonfinite, sum_.norms = gathered.first_nonfinite, gathered.norms
-        sum_.facts.update(self._facts(threshold, num_selected, sum_.counts, info))
+        union = int(sum_.counts.sum())
+        sum_.facts.update(  # imbalance: f(t) of ExDyna, Eq. (5); density error: Eq. (6)
+            threshold=threshold,
+            imbalance=info.size * int(sum_.counts.max()) / union if union else 1.0,
+            density_error=abs(num_selected - union) / info.num_elements,
+        )
         rule.steer(gathered.indices.size, num_selected, state.threshold)
         self.observe(state, info, sum_.counts, gathered.indices)
         state.step += 1
@@ -120,16 +125,6 @@ class ExclusiveThreshold(Sparsifier):
             Traffic(AllGather, num_bytes),
             *sum_traffic(int(counts.sum()), info, self.wire, ask_health=False),
         )
-
-    @staticmethod
-    def _facts(threshold: float, num_selected: int, counts: np.ndarray, info: BucketInfo) -> dict[str, float]:
-        """Threshold; f(t) and the density error of ExDyna, Eqs. (5) and (6)."""
-        union = int(counts.sum())
-        return {
-            "threshold": threshold,
-            "imbalance": info.size * int(counts.max()) / union if union else 1.0,
-            "density_error": abs(num_selected - union) / info.num_elements,
-        }
 
 
 def _share(union: Indices, window: Window) -> float:

@@ -66,16 +66,17 @@ def propose_regions(selection: Indices, info: BucketInfo) -> NDArray[np.int64]:
     return selection[np.arange(1, info.size) * selection.size // info.size].astype(np.int64)
 
 
-def steered(threshold: float, count: int, low: float, high: float, factor: float) -> float:
-    """The threshold for the next step: lower if fewer than `low` passed, higher if more than `high`.
+def steered(threshold: float, count: int, k: int, band: tuple[float, float], factor: float) -> float:
+    """The threshold for the next step: lower if fewer than `band` times k passed, higher if more.
 
     Example:
-        >>> [steered(1.0, count, 60, 120, 1.25) for count in (50, 100, 150)]
+        >>> [steered(1.0, count, 100, (0.6, 1.2), 1.25) for count in (50, 100, 150)]
         [0.8, 1.0, 1.25]
     """
-    if count < low:
+    low, high = band
+    if count < low * k:
         return threshold / factor
-    return threshold * factor if count > high else threshold
+    return threshold * factor if count > high * k else threshold
 
 
 #: the sums are spread out again if one rank has more than this many times its share of them
@@ -165,12 +166,9 @@ class OkTopk(Sparsifier):
             if lost is not None:
                 accumulator.add(where, lost)
         facts = {"local_threshold": state.local_threshold, "threshold": state.global_threshold}
-        low, high = _LOCAL_BAND
-        state.local_threshold = steered(state.local_threshold, indices.size, low * k, high * k, _LOCAL_FACTOR)
-        low, high = _GLOBAL_BAND
-        state.global_threshold = steered(
-            state.global_threshold, int(sizes.sum()), low * k, high * k, _GLOBAL_FACTOR
-        )
+        state.local_threshold = steered(state.local_threshold, indices.size, k, _LOCAL_BAND, _LOCAL_FACTOR)
+        passed = int(sizes.sum())
+        state.global_threshold = steered(state.global_threshold, passed, k, _GLOBAL_BAND, _GLOBAL_FACTOR)
         state.step += 1
         return SparseSum(sum_.indices, sum_.values, selected, arrived.first_nonfinite, arrived.norms, facts)
 

@@ -228,18 +228,18 @@ def _scan(
                 f"the message of rank {rank} is not a {format} of a bucket of {num_elements} elements; "
                 "all ranks must use the same version, sparsifier, wire format, dtype and model"
             )
-        length = abs(length)
+        length, at = abs(length), sections(format, max(count, 0), num_elements, dtype)
         if (
             count < 0
             or not 0 <= mark <= num_elements + 1  # that of a rank which refuses the step: see FoldReport
             or length > buffer.size - start
-            or length != sections(format, count, num_elements, dtype).length
+            or length != at.length
         ):
             raise MessageError(
                 f"the message of rank {rank} claims {length} words and {count} elements, which is not "
                 f"how a {format} of a bucket of {num_elements} elements looks"
             )
-        heads.append((start, count, mark, sections(format, count, num_elements, dtype)))
+        heads.append((start, count, mark, at))
         start += length
     if start != buffer.size:
         raise MessageError(f"{buffer.size} words arrived, {start} belong to the messages of {size} ranks")

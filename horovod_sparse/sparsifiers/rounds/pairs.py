@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from horovod_sparse.arrays.protocol import FoldReport
-from horovod_sparse.collectives import Exchange, Synchronization
+from horovod_sparse.collectives import Exchange, Synchronization, Words
 from horovod_sparse.errors import MessageError
 from horovod_sparse.sparsifiers.base import BucketInfo
 from horovod_sparse.sparsifiers.rounds.sparse_vectors import SparseVector
@@ -37,13 +37,13 @@ class Mail:
         self.notes = Notes(report, info.rank, info.size)
         self._info, self._wire = info, wire
 
-    def write(self, vector: SparseVector, ranks: Sequence[int] = ()) -> NDArray[np.int32]:
+    def write(self, vector: SparseVector, ranks: Sequence[int] = ()) -> Words:
         """One message: the vector, whose values must have been rounded, and the notes of some ranks."""
         n = self._info.num_elements
         words = pack(vector.indices, vector.values, FoldReport(), format=self._wire, num_elements=n)
         return np.concatenate([words, self.notes.write(ranks)]) if ranks else words
 
-    def read(self, words: NDArray[np.int32], ranks: Sequence[int] = ()) -> SparseVector:
+    def read(self, words: Words, ranks: Sequence[int] = ()) -> SparseVector:
         """The vector of a message; takes in its notes, which are those of the same ranks.
 
         Raises:
@@ -87,11 +87,11 @@ class Notes:
         self._rows[rank, 0] = report.first_nonfinite + 1
         self._rows[rank, 1:].view(np.float32)[0] = carried_norm(report)
 
-    def write(self, ranks: Sequence[int]) -> NDArray[np.int32]:
+    def write(self, ranks: Sequence[int]) -> Words:
         """The rows of some ranks, as words."""
         return self._rows[list(ranks)].reshape(-1)
 
-    def read(self, words: NDArray[np.int32], ranks: Sequence[int]) -> None:
+    def read(self, words: Words, ranks: Sequence[int]) -> None:
         """Takes in the rows of some ranks.
 
         Raises:
@@ -113,9 +113,6 @@ class Notes:
     def norms(self) -> NDArray[np.float64]:
         """Of all ranks' residuals, as they began the step; [P]."""
         return np.ascontiguousarray(self._rows[:, 1]).view(np.float32).astype(np.float64)
-
-
-Words = NDArray[np.int32]
 
 
 def bruck_bags(num_members: int) -> list[int]:

@@ -6,15 +6,12 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from horovod_sparse.arrays.protocol import FoldReport, Values
-from horovod_sparse.collectives import AllToAll, Synchronization
+from horovod_sparse.collectives import AllToAll, Synchronization, Words
 from horovod_sparse.sparsifiers.base import BucketInfo, Traffic
 from horovod_sparse.sparsifiers.rounds.sparse_vectors import SparseVector, added, cut, empty, rounded
 from horovod_sparse.wire import Gathered, WireFormat, pack, unpack_sum
-
-Words: TypeAlias = NDArray[np.int32]
 
 
 def cut_and_pack(

@@ -207,6 +207,7 @@ def candidates_of(by_cost: Sequence[tuple[int, float]], gather: str) -> list[Cho
     return found[:_MOST]
 
 
+@dataclass(frozen=True)
 class Trials:
     """Which candidate a step uses, and what the first steps say about them.
 
@@ -219,15 +220,15 @@ class Trials:
         num_steps: for each, 2 or more.
     """
 
-    def __init__(self, candidates: Sequence[Choice], num_steps: int) -> None:
-        self._candidates, self._num_steps = list(candidates), num_steps
+    candidates: Sequence[Choice]
+    num_steps: int
 
     def current(self, state: SparDLState) -> Choice:
         """What this step uses. Algorithm 2 begins anew when it changes."""
         if state.teams:
             return Choice(state.teams, state.gather)
-        number, steps_before = divmod(len(state.timed), self._num_steps)
-        choice = self._candidates[number]
+        number, steps_before = divmod(len(state.timed), self.num_steps)
+        choice = self.candidates[number]
         if steps_before == 0:
             restart(state, choice.teams)
         return choice
@@ -242,14 +243,14 @@ class Trials:
         if state.teams:
             return
         state.timed.append(time.perf_counter() - started)
-        if len(state.timed) < len(self._candidates) * self._num_steps:
+        if len(state.timed) < len(self.candidates) * self.num_steps:
             return
-        fastest = np.array(state.timed).reshape(len(self._candidates), -1)[:, 1:].min(axis=1)
+        fastest = np.array(state.timed).reshape(len(self.candidates), -1)[:, 1:].min(axis=1)
         gathered = np.ascontiguousarray((yield AllGather(fastest.view(np.int32)))).view(np.float64)
-        slowest_rank = gathered.reshape(-1, len(self._candidates)).max(axis=0)
+        slowest_rank = gathered.reshape(-1, len(self.candidates)).max(axis=0)
         best = int(np.argmin(slowest_rank))
         if slowest_rank[best] > _CLEARLY * slowest_rank[0]:
             best = 0
-        choice = self._candidates[best]
+        choice = self.candidates[best]
         state.teams, state.gather, state.timed = choice.teams, choice.gather, []
         restart(state, choice.teams)
