@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from horovod_sparse.feedback import ErrorFeedback, MomentumCorrection, Recipe, recipe
-from horovod_sparse.feedback.base import LearningRates
+from horovod_sparse.feedback.feedbacks import LearningRates
 from horovod_sparse.sparsifiers.schedule import Exponential
 from studies import results
 from studies.tasks import Task, small_digits_task

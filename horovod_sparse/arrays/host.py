@@ -19,7 +19,6 @@ from horovod_sparse.arrays.gradients import (
     checked_gradient,
     pieces,
     residual_memory,
-    squares,
 )
 from horovod_sparse.arrays.protocol import FoldReport, Indices, Moments, Values
 from horovod_sparse.errors import ArgumentError
@@ -57,13 +56,9 @@ class Journal:
         Returns:
             What stands there in each of the arrays, shape (k,).
         """
-        olds = []
-        for array in self._arrays:
-            old = np.empty(indices.size, array.dtype)
-            scatter.take_at(array, indices, old)
-            olds.append(old)
+        olds = tuple(scatter.taken(array, indices) for array in self._arrays)
         # A copy: the caller may reuse its array, and the journal must not change with it.
-        self._changes.append(_Change(indices.copy(), tuple(olds)))
+        self._changes.append(_Change(indices.copy(), olds))
         return self._changes[-1].olds
 
     def unseen(self) -> Iterator[Indices]:
@@ -234,26 +229,9 @@ class HostAccumulator:
         clip_norm: float | None = None,
         low_pass: float | None = None,
     ) -> FoldReport:
-        """values = decay * values + gradient; gradient = 0; block maxima. The one pass over n elements.
+        """Values = decay * values + gradient, with what a feedback adds; see `Accumulator.fold`.
 
-        Args:
-            gradient: n elements in any shape and strides; float32, float16, bfloat16 (or its bits as
-                uint16), or float64 if the accumulator is. Set to 0. Or `GradientParts`, which are not.
-            decay: factor of the old values.
-            momentum: if given, the first companion becomes momentum * companion + gradient, and that is
-                added instead of the gradient.
-            nesterov: with momentum, add gradient + momentum * companion.
-            masking: whether `clear` clears the companions too, until the next fold.
-            keep_residual: False forgets the old values (no error feedback).
-            clip_norm: if given, a gradient whose finite elements have a larger L2 norm is scaled down to it.
-            low_pass: if given, beta: the first companion becomes decay * companion + gradient, and values
-                (1 - beta) * gradient + beta * companion; until the next fold it follows their changes.
-
-        Returns:
-            What the pass learned.
-
-        Raises:
-            ArgumentError: shape or type do not fit, or momentum or a filter without a companion.
+        bfloat16 may come as its bits, in uint16.
         """
         follows, beside = low_pass is not None, momentum is not None or low_pass is not None
         velocity = self._companions[0] if beside and self._companions else None
@@ -334,10 +312,7 @@ class HostAccumulator:
 
     def take(self, indices: Indices) -> Values:
         """The values there, as a fresh array."""
-        where = checked(indices, self.num_elements)
-        out = np.empty(where.size, self.dtype)
-        scatter.take_at(self._values, where, out)
-        return out
+        return scatter.taken(self._values, checked(indices, self.num_elements))
 
     def clear(self, indices: Indices) -> None:
         """Sets the values there, and (with masking) the companions', to 0; a companion may follow instead."""
@@ -345,11 +320,14 @@ class HostAccumulator:
         olds = self._journal.remember(where)
         for array in self._cleared:
             scatter.zero_at(array, where)
-        self._follow(where, -olds[0])
-        if where.size < self.num_elements:
-            self._renorm(where, olds)
+        if self._held is not self._values:
+            self._follow(where, -olds[0])
+            whole = where.size == self.num_elements
+            self._square_norm = self._squares_of(self._held) if whole else self._renormed(where, olds)
+        elif where.size < self.num_elements:
+            self._square_norm = max(0.0, self._square_norm - _squares(olds[0]))
         else:  # all of them: 0 exactly, not the rounding of the fold's sum
-            self._square_norm = 0.0 if self._held is self._values else self._squares_of(self._held)
+            self._square_norm = 0.0
 
     def add(self, indices: Indices, values: Values) -> None:
         """Adds to the values there; what would not stay finite adds nothing. Indices are unique."""
@@ -365,7 +343,7 @@ class HostAccumulator:
         new = new if finite.all() else np.where(finite, new, new.dtype.type(0))
         scatter.add_at(self._values, where, new)
         self._follow(where, new)
-        self._renorm(where, olds)
+        self._square_norm = self._renormed(where, olds)
         self._maxima.grew(where)
 
     def put(self, indices: Indices, values: Values) -> None:
@@ -379,7 +357,7 @@ class HostAccumulator:
         # one after the other: the difference of two large values need not be finite
         self._follow(where, -olds[0])
         self._follow(where, new)
-        self._renorm(where, olds)
+        self._square_norm = self._renormed(where, olds)
         self._maxima.grew(where)
 
     def mask(self, indices: Indices) -> None:
@@ -393,17 +371,12 @@ class HostAccumulator:
     def _follow(self, where: Indices, change: Values) -> None:
         if self._held is not self._values:
             # not `add_at`, to which a zero's sign means something
-            scatter.put_at(self._held, where, self._held_at(where) + change)
+            scatter.put_at(self._held, where, scatter.taken(self._held, where) + change)
 
-    def _held_at(self, where: Indices) -> Values:
-        out = np.empty(where.size, self.dtype)
-        scatter.take_at(self._held, where, out)
-        return out
-
-    def _renorm(self, where: Indices, olds: tuple[Values, ...]) -> None:
+    def _renormed(self, where: Indices, olds: tuple[Values, ...]) -> float:
         # the first two of the journal's arrays: the values, and the companion that follows them
         old = olds[0] if self._held is self._values else olds[1]
-        self._square_norm = max(0.0, self._square_norm - squares(old)) + squares(self._held_at(where))
+        return max(0.0, self._square_norm - _squares(old)) + _squares(scatter.taken(self._held, where))
 
     def _squares_of(self, array: Array) -> float:
         # by parts that BLAS adds up in one thread and in cache, each exact enough: twice as fast
@@ -473,3 +446,9 @@ class HostAccumulator:
         self._norm_at_start = self._square_norm
         self._maxima.forget()
         self._journal.forget()
+
+
+def _squares(values: Values) -> float:
+    """Sum of squares in float64, of k values."""
+    wider = values.astype(np.float64)
+    return float(np.dot(wider, wider))

@@ -101,8 +101,43 @@ class Accumulator(Protocol):
         about 1e-6 of that.
         """
 
-    def fold(self, gradient: Any, *, decay: float = 1.0) -> FoldReport:
-        """Values = decay * values + gradient; gradient = 0; block maxima. The one pass over n elements."""
+    @property
+    def companions(self) -> tuple[Any, ...]:
+        """Arrays of n elements, kept beside the values and restored with them: a velocity, for example."""
+
+    def fold(
+        self,
+        gradient: Any,
+        *,
+        decay: float = 1.0,
+        momentum: float | None = None,
+        nesterov: bool = False,
+        masking: bool = True,
+        keep_residual: bool = True,
+        clip_norm: float | None = None,
+        low_pass: float | None = None,
+    ) -> FoldReport:
+        """Values = decay * values + gradient; gradient = 0; block maxima. The one pass over n elements.
+
+        Args:
+            gradient: n elements in any shape and strides, where the memory is, of a type that accumulates in
+                its own. Set to 0. Or of a kind that is kept: `GradientParts`, `KeptTensor`.
+            decay: factor of the old values.
+            momentum: if given, the first companion becomes momentum * companion + gradient, and that is
+                added instead of the gradient.
+            nesterov: with momentum, add gradient + momentum * companion.
+            masking: whether `clear` clears the companions too, until the next fold.
+            keep_residual: False forgets the old values (no error feedback).
+            clip_norm: if given, a gradient whose finite elements have a larger L2 norm is scaled down to it.
+            low_pass: if given, beta: the first companion becomes decay * companion + gradient, and values
+                (1 - beta) * gradient + beta * companion; until the next fold it follows their changes.
+
+        Returns:
+            What the pass learned; reading its numbers may wait for a device.
+
+        Raises:
+            ArgumentError: shape, type or device do not fit, or momentum or a filter without a companion.
+        """
 
     def refuse(self) -> None:
         """Lets the report of the last fold say that this rank refuses the step."""

@@ -11,8 +11,6 @@ import numpy as np
 
 from horovod_sparse.errors import StateMismatchError
 
-__all__ = ["from_plain", "shared_digest", "to_plain"]
-
 State = TypeVar("State")
 
 

@@ -8,11 +8,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from horovod_sparse.errors import ArgumentError, UnknownNameError
-from horovod_sparse.feedback.named import FEEDBACKS
+from horovod_sparse.feedback.feedbacks import FEEDBACKS
 from horovod_sparse.sparsifiers.schedule import SCHEDULES
 from horovod_sparse.thresholds import RULES
-
-__all__ = ["NESTED", "parse_arguments", "parse_value", "split_outside"]
 
 #: what may stand as ``name(...)`` for an argument
 NESTED: dict[str, Mapping[str, type]] = {"feedback": FEEDBACKS, "schedule": SCHEDULES, "threshold": RULES}

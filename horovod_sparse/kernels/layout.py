@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -43,17 +43,15 @@ class Layout:
 
     num_elements: int
     block: int = 64
+    #: how many blocks there are
+    num_blocks: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not 0 <= self.num_elements < 2**31:
             raise ArgumentError("num_elements", self.num_elements, "fewer than 2**31 elements per bucket")
         if self.block <= 0 or self.block % 32:
             raise ArgumentError("block", self.block, "a multiple of 32")
-
-    @property
-    def num_blocks(self) -> int:
-        """How many blocks there are."""
-        return -(-self.num_elements // self.block)
+        object.__setattr__(self, "num_blocks", -(-self.num_elements // self.block))
 
     def window(self, start: int, stop: int | None) -> tuple[int, int]:
         """Checks a window.

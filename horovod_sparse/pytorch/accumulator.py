@@ -135,27 +135,7 @@ class TorchAccumulator:
         clip_norm: float | None = None,
         low_pass: float | None = None,
     ) -> FoldReport:
-        """values = decay * values + gradient; gradient = 0; block maxima. The one pass over n elements.
-
-        Args:
-            gradient: n elements in any shape and strides, on the accumulator's device; float32, float16,
-                bfloat16, or float64 if the accumulator is. Set to 0. Or a `KeptTensor`, which is not.
-            decay: factor of the old values.
-            momentum: if given, the first companion becomes momentum * companion + gradient, and that is
-                added instead of the gradient.
-            nesterov: with momentum, add gradient + momentum * companion.
-            masking: whether `clear` clears the companions too, until the next fold.
-            keep_residual: False forgets the old values (no error feedback).
-            clip_norm: if given, a gradient whose finite elements have a larger L2 norm is scaled down to it.
-            low_pass: if given, beta: the first companion becomes decay * companion + gradient, and values
-                (1 - beta) * gradient + beta * companion; until the next fold it follows their changes.
-
-        Returns:
-            What the pass learned; reading its numbers may wait for the device.
-
-        Raises:
-            ArgumentError: shape, type or device do not fit, or momentum or a filter without a companion.
-        """
+        """Values = decay * values + gradient, with what a feedback adds; see `Accumulator.fold`."""
         beside = momentum is not None or low_pass is not None
         velocity = self._companions[0] if beside and self._companions else None
         followed = velocity if low_pass is not None else None

@@ -197,7 +197,7 @@ class SparseBucket(_Laid):
     def held(self) -> tuple[np.ndarray, ...]:
         """See `Part.held`: views."""
         accumulator = self.bucket.accumulator
-        return (accumulator.values(), *getattr(accumulator, "companions", ()))
+        return (accumulator.values(), *accumulator.companions)
 
     def blank(self) -> list[np.ndarray]:
         """See `Part.blank`."""

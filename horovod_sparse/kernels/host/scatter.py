@@ -164,6 +164,13 @@ def compiled_for(array: Any, kind: Any) -> Array:
     return np.require(np.asarray(array).reshape(-1), kind, ["C", "A", "W"])
 
 
+def taken(values: Array, indices: Array) -> Array:
+    """The values at places that are `checked`, as a fresh array."""
+    out = np.empty(indices.size, values.dtype)
+    take_at(values, indices, out)
+    return out
+
+
 def _flat(dense: Array) -> Array:
     if not dense.flags.carray or not dense.dtype.isnative:
         raise ArgumentError("dense", dense.strides, "a contiguous, aligned and writeable array")

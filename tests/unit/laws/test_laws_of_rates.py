@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from horovod_sparse.feedback import ErrorFeedback, Recipe, recipe
-from horovod_sparse.feedback.progress import LARGEST_GROWTH
+from horovod_sparse.feedback.bucket import LARGEST_GROWTH
 from horovod_sparse.simulation import SimulatedCluster
 from horovod_sparse.thresholds import ThresholdScaling
 from support import laws
