@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,9 +27,13 @@ from horovod_sparse.kernels.host import scatter, select, statistics
 from horovod_sparse.kernels.host.scatter import checked, compiled_for
 from horovod_sparse.kernels.layout import Layout, bits_dtype, bits_of, block_size, wide
 
+Array = NDArray[Any]
 
-@dataclass(frozen=True)
-class _Change:
+# Elements whose squares are added up at once.
+_SQUARED = 8192
+
+
+class _Change(NamedTuple):
     indices: Indices
     olds: tuple[Values, ...]
 
@@ -86,9 +89,6 @@ class Journal:
         self._seen = 0
 
 
-Array = NDArray[Any]
-
-
 class BlockMaxima:
     """Magnitude bits of the largest element of every block, made when they are first needed.
 
@@ -137,11 +137,6 @@ class BlockMaxima:
     def forget(self) -> None:
         """All values were replaced."""
         self._known = False
-
-
-Array = NDArray[Any]
-
-_SQUARED = 8192
 
 
 class HostAccumulator:
