@@ -17,7 +17,7 @@ from horovod_sparse.arrays import GradientParts, HostAccumulator
 from horovod_sparse.collectives import Request, Synchronization
 from horovod_sparse.feedback import Bucket, NoFeedback, Recipe, parse_recipe
 from horovod_sparse.sparsifiers import BucketInfo, SparseSum
-from horovod_sparse.torch.driver import Driver
+from horovod_sparse.torch.driver import HorovodDriver
 from horovod_sparse.torch.transport import transport_words
 
 #: repetitions before those that count: Ok-Topk finds its thresholds and regions in the first
@@ -58,7 +58,7 @@ class Method:
     """
 
     def __init__(
-        self, name: str, text: str, memory: HostAccumulator, driver: Driver, place: tuple[int, int]
+        self, name: str, text: str, memory: HostAccumulator, driver: HorovodDriver, place: tuple[int, int]
     ) -> None:
         self.name, self._driver = name, driver
         rank, size = place
@@ -103,7 +103,7 @@ def measure(settings: dict[str, Any]) -> dict[str, Any]:
     place = (hvd.rank(), hvd.size())
     source = GradientSource(random_layers(settings["elements"]), hvd.rank())
     memory = HostAccumulator(settings["elements"], density=settings["density"])
-    driver = Driver()
+    driver = HorovodDriver()
     methods = [Method(name, text, memory, driver, place) for name, text in settings["sparsifiers"].items()]
     drawn = np.empty(settings["elements"], np.float32)
     whole: dict[str, list[Sample]] = {method.name: [] for method in methods}

@@ -51,6 +51,7 @@ class FlatGradient:
         first = self.parameters[0]
         self.memory = memory_of(first.device, name)
         self.flat = _zeros(self.num_elements, first)
+        self.num_bytes = self.num_elements * int(self.flat.element_size())
         #: shape and order of every parameter's part, which stay when the parameter changes its own
         self.layouts = [
             torch.empty_strided(parameter.shape, memory_strides(parameter), device="meta")
@@ -94,12 +95,6 @@ class FlatGradient:
         self.parameters[number].grad = self.views[number]
         return self.views[number]
 
-    def owns(self, parameter: torch.Tensor) -> bool:
-        """Whether the parameter's gradient lies in the buffer."""
-        return any(
-            mine is parameter and self._in_place(number) for number, mine in enumerate(self.parameters)
-        )
-
     def gather(self) -> None:
         """Takes over gradients that lie elsewhere; a parameter without a gradient gets zeros.
 
@@ -134,12 +129,13 @@ class FlatGradient:
         for parameter in missing:
             parameter.grad = None
 
-    def note(self) -> None:
-        """Remembers the gradients as they are: from now on nobody may change them."""
+    def settle(self) -> None:
+        """As `gather`, and remembers the gradients as they are: from now on nobody may change them."""
+        self.gather()
         self._noted = [view._version for view in self.views], self._probed()
 
     def edited(self) -> list[int]:
-        """Which parameters' gradients were changed since `note`: by number.
+        """Which parameters' gradients were changed since `settle`: by number.
 
         PyTorch's version counters tell, and whether the tensor is another one. What goes past them
         (``p.grad.data.mul_(...)``) is looked for at 16 places of every parameter, on the CPU. Memory that
@@ -174,11 +170,6 @@ class FlatGradient:
         tolerance = _HALF_ROUNDING * max(float(noted.abs().max()), 1e-30)
         return not torch.allclose(moved, noted, rtol=_HALF_ROUNDING, atol=tolerance, equal_nan=True)
 
-    @property
-    def num_bytes(self) -> int:
-        """Of the buffer."""
-        return self.num_elements * int(self.flat.element_size())
-
     def overflow(self) -> None:
         """Inf in the first parameter's gradient, for a loss scaler to find."""
         self.reset()
@@ -194,8 +185,7 @@ class FlatGradient:
         Returns:
             How many different elements it has.
         """
-        self.memory.zero(self.flat)
-        num_union = self.memory.scatter(self.flat, indices, values, 1.0)
+        num_union = self.memory.write(self.flat, indices, values, 1.0)
         self._give_out()
         self._mark(indices)
         return num_union
@@ -221,14 +211,23 @@ class FlatGradient:
         for number, parameter in enumerate(self.parameters):
             parameter.grad = self.views[number].to_sparse()
 
-    def clear(self) -> None:
-        """Zeros everywhere, written only where needed."""
+    def clear(self) -> list[torch.Tensor]:
+        """Zeros everywhere, written only where needed.
+
+        Returns:
+            Parameters that have a gradient which lies elsewhere, and is left alone.
+        """
         if self._uncounted or self._versions() != self._version:
             self.memory.zero(self.flat)
         elif self._scattered.size and self.memory.clear(self.flat, self._scattered, self._probes):
             self._uncounted = True
             _log.info("a gradient was changed through .data: zero_grad() clears whole buffers from now on")
         self._mark(_NOWHERE)
+        return [
+            parameter
+            for number, parameter in enumerate(self.parameters)
+            if parameter.grad is not None and not self._in_place(number)
+        ]
 
     def reset(self) -> None:
         """Zeros everywhere, and views as gradients, whatever was there before."""

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch.utils import dlpack
 
+from horovod_sparse.pytorch.memory import host_view
+
 _NAMES = {
     torch.float32: "float32",
     torch.float64: "float64",
@@ -25,21 +27,6 @@ def dtype_name(tensor: torch.Tensor) -> str | None:
         ('bfloat16', None)
     """
     return _NAMES.get(tensor.dtype)
-
-
-def host_view(tensor: torch.Tensor) -> np.ndarray:
-    """A CPU tensor's memory as an array of the same shape and strides; bfloat16 as its bits in uint16.
-
-    Example:
-        >>> host_view(torch.ones(2, dtype=torch.bfloat16))
-        array([16256, 16256], dtype=uint16)
-    """
-    tensor = tensor.detach()
-    if tensor.dtype == torch.bfloat16:
-        bits: np.ndarray = tensor.view(torch.int16).numpy().view(np.uint16)
-        return bits
-    array: np.ndarray = tensor.numpy()
-    return array
 
 
 def on_host(saved: Any) -> Any:

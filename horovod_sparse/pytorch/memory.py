@@ -22,8 +22,7 @@ from horovod_sparse.frontend.parts import REFUSED, check_health, sum_densely
 from horovod_sparse.kernels import apply_scaled_sum, clear_all, clear_at
 from horovod_sparse.pytorch import gradients
 from horovod_sparse.pytorch.accumulator import TorchAccumulator
-from horovod_sparse.pytorch.layout import host_view
-from horovod_sparse.pytorch.streams import CudaStreams, NoStreams, Streams
+from horovod_sparse.pytorch.streams import CudaStreams
 from horovod_sparse.pytorch.transfer import on_device, to_device, to_host
 from horovod_sparse.sparsifiers import BucketInfo
 
@@ -46,14 +45,19 @@ class GradientMemory(Protocol):
     def assign_companions(self, accumulator: Any, values: Sequence[np.ndarray]) -> None:
         """Replaces what `companions` gives."""
 
-    def streams(self) -> Streams:
-        """Keeps the work on one bucket in order."""
+    def streams(self) -> CudaStreams | None:
+        """Keeps the work on one bucket in order; None where that is the order in which it is asked for."""
 
     def foldable(self, gradient: torch.Tensor, loss_scale: float = 1.0) -> Any:
         """The gradient over the loss's scale, as the accumulator folds it, and leaves it as it is."""
 
     def scatter(self, gradient: torch.Tensor, indices: np.ndarray, values: np.ndarray, scale: float) -> int:
         """Adds scale times a sum to a contiguous gradient of zeros; how many different elements it has."""
+
+    def write(self, gradient: torch.Tensor, indices: np.ndarray, values: np.ndarray, scale: float) -> int:
+        """As `scatter`, whatever the gradient holds."""
+        self.zero(gradient)
+        return self.scatter(gradient, indices, values, scale)
 
     def zero(self, gradient: torch.Tensor) -> None:
         """Zeros everywhere in a flat gradient, whatever it holds."""
@@ -121,12 +125,27 @@ def unscaled(gradient: torch.Tensor, loss_scale: float) -> torch.Tensor:
     return gradient.detach().to(torch.promote_types(gradient.dtype, torch.float32)) * (1.0 / loss_scale)
 
 
+def host_view(tensor: torch.Tensor) -> np.ndarray:
+    """A CPU tensor's memory as an array of the same shape and strides; bfloat16 as its bits in uint16.
+
+    Example:
+        >>> host_view(torch.ones(2, dtype=torch.bfloat16))
+        array([16256, 16256], dtype=uint16)
+    """
+    tensor = tensor.detach()
+    if tensor.dtype == torch.bfloat16:
+        bits: np.ndarray = tensor.view(torch.int16).numpy().view(np.uint16)
+        return bits
+    array: np.ndarray = tensor.numpy()
+    return array
+
+
 def _arguments(recipe: Recipe) -> dict[str, Any]:
     return {"density": recipe.sparsifier.density, "companions": recipe.feedback.num_companions}
 
 
-class HostMemory:
-    """NumPy's view of PyTorch's memory; implements `GradientMemory`."""
+class HostMemory(GradientMemory):
+    """NumPy's view of PyTorch's memory."""
 
     def accumulator(self, info: BucketInfo, recipe: Recipe) -> HostAccumulator:
         """See `GradientMemory.accumulator`."""
@@ -141,9 +160,8 @@ class HostMemory:
         for companion, new in zip(accumulator.companions, values, strict=True):
             companion[...] = new.reshape(-1)
 
-    def streams(self) -> NoStreams:
+    def streams(self) -> None:
         """See `GradientMemory.streams`."""
-        return NoStreams()
 
     def foldable(self, gradient: torch.Tensor, loss_scale: float = 1.0) -> GradientParts:
         """See `GradientMemory.foldable`."""
@@ -184,8 +202,8 @@ class HostMemory:
         return torch.from_numpy(total)
 
 
-class DeviceMemory:
-    """Tensors on one device; implements `GradientMemory`.
+class DeviceMemory(GradientMemory):
+    """Tensors on one device.
 
     Args:
         device: where they are.
@@ -207,9 +225,9 @@ class DeviceMemory:
         for companion, new in zip(accumulator.companions, values, strict=True):
             companion.copy_(torch.from_numpy(np.array(new)).reshape(-1))
 
-    def streams(self) -> Streams:
+    def streams(self) -> CudaStreams | None:
         """See `GradientMemory.streams`."""
-        return CudaStreams(self._device) if self._device.type == "cuda" else NoStreams()
+        return CudaStreams(self._device) if self._device.type == "cuda" else None
 
     def foldable(self, gradient: torch.Tensor, loss_scale: float = 1.0) -> gradients.KeptTensor:
         """See `GradientMemory.foldable`."""

@@ -28,35 +28,8 @@ from horovod_sparse.collectives import Synchronization
 Result = TypeVar("Result")
 
 
-class Streams(Protocol):
-    """Order of the work on one bucket."""
-
-    def note(self) -> None:
-        """A gradient of the bucket was written on the current stream."""
-
-    def run(self, coroutine: Synchronization[Result]) -> Synchronization[Result]:
-        """The coroutine, whose work comes after all gradients noted; begins where it is called."""
-
-    def join(self) -> None:
-        """What is started on the current stream from now on comes after the coroutine's work."""
-
-
-class NoStreams:
-    """For devices that do everything in the order in which it is asked for."""
-
-    def note(self) -> None:
-        """See `Streams.note`."""
-
-    def run(self, coroutine: Synchronization[Result]) -> Synchronization[Result]:
-        """See `Streams.run`."""
-        return coroutine
-
-    def join(self) -> None:
-        """See `Streams.join`."""
-
-
 class CudaStreams:
-    """The streams of one GPU.
+    """The streams of one GPU, in the order of the work on one bucket.
 
     Args:
         device: of the bucket's gradients.
@@ -69,13 +42,13 @@ class CudaStreams:
         self._home: Any = None
 
     def note(self) -> None:
-        """See `Streams.note`."""
+        """A gradient of the bucket was written on the current stream."""
         stream = self._cuda.current_stream(self._device)
         if stream not in self._writers:
             self._writers.append(stream)
 
     def run(self, coroutine: Synchronization[Result]) -> Synchronization[Result]:
-        """See `Streams.run`."""
+        """The coroutine, whose work comes after all gradients noted; begins where it is called."""
         self._home = self._cuda.current_stream(self._device)
         for writer in self._writers:
             if writer != self._home:
@@ -98,7 +71,7 @@ class CudaStreams:
             coroutine.close()
 
     def join(self) -> None:
-        """See `Streams.join`."""
+        """What is started on the current stream from now on comes after the coroutine's work."""
         stream = self._cuda.current_stream(self._device)
         if self._home is not None and stream != self._home:
             stream.wait_stream(self._home)

@@ -20,7 +20,7 @@ from horovod_sparse.merging import ParameterFacts
 from horovod_sparse.pytorch.memory import HOST_DEVICES, DeviceMemory
 from horovod_sparse.sparsifiers import BucketInfo, SparseSum
 from horovod_sparse.torch._horovod import hvd
-from horovod_sparse.torch.driver import Driver
+from horovod_sparse.torch.driver import HorovodDriver
 
 __all__ = ["DeviceBucketMemory", "Starts", "bucket_memory", "carry_out_together", "cycle_seconds", "where_of"]
 
@@ -61,7 +61,7 @@ def carry_out_together(
         name: of the collectives.
         starts: is told how long each start took.
     """
-    driver = Driver(process_set)
+    driver = HorovodDriver(process_set)
 
     def execute(request: Request) -> Any:
         started = time.perf_counter()

@@ -5,39 +5,19 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
 from horovod_sparse.collectives import AllGather, AllReduce, AllToAll, Broadcast, Exchange, Request
 from horovod_sparse.errors import ArgumentError, CollectiveMismatchError
+from horovod_sparse.pytorch.driver import Handle
 from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.handles import finished, held_besides, present_start
 from horovod_sparse.torch.transport import start_exchange
 
 _log = logging.getLogger("horovod_sparse")
-
-
-class Handle(Protocol):
-    """A collective under way."""
-
-    def is_known(self) -> bool:
-        """Whether Horovod still knows it: not after it was shut down, and perhaps started again."""
-
-    def done(self) -> bool:
-        """Whether `result` returns at once.
-
-        Raises:
-            ValueError: if Horovod has been shut down.
-        """
-
-    def result(self) -> Any:
-        """What comes back for the request; waits for it. May be asked once.
-
-        Raises:
-            HorovodInternalError: if the collective failed on some rank.
-        """
 
 
 class _HorovodHandle:

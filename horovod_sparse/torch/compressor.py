@@ -26,7 +26,7 @@ from horovod_sparse.pytorch.parameter_buckets import NamedParameters, ParameterB
 from horovod_sparse.telemetry import BucketReport, StepReport, Telemetry
 from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.calibration import carry_out_together
-from horovod_sparse.torch.driver import Driver
+from horovod_sparse.torch.driver import HorovodDriver
 from horovod_sparse.torch.handles import holder_of, present_start
 from horovod_sparse.torch.pending import PendingGradient, probes
 from horovod_sparse.torch.stock import StockOptimizer, calling_optimizer, refuse_adasum
@@ -78,7 +78,7 @@ class SparseCompressor(hvd.compression.Compressor):
         self.telemetry = Telemetry()
         self._buckets = ParameterBuckets(recipe)
         self._stock: weakref.WeakKeyDictionary[Any, StockOptimizer] = weakref.WeakKeyDictionary()
-        self._driver: Driver | None = None
+        self._driver: HorovodDriver | None = None
         self._pending: dict[str, PendingGradient] = {}
         #: of the losses whose gradients these are
         self.loss_scale = ScaleOfStep()
@@ -143,7 +143,8 @@ class SparseCompressor(hvd.compression.Compressor):
             address=tensor.data_ptr(),
             seen=probes(tensor),
         )
-        pending.streams.note()
+        if pending.streams is not None:
+            pending.streams.note()
         self._pending[name], self._pending_under, self._settled = pending, present_start(), False
         if driver.process_set.size() == 1:
             self._agree(driver)  # with itself
@@ -154,13 +155,13 @@ class SparseCompressor(hvd.compression.Compressor):
         dummy, _ = self._dummies[name]
         return dummy.fill_(1.0), pending
 
-    def _bucket_of(self, pending: PendingGradient, driver: Driver) -> Bucket:
+    def _bucket_of(self, pending: PendingGradient, driver: HorovodDriver) -> Bucket:
         parameter = pending.parameter()
         if parameter is None:
             raise UnsupportedError(f"{pending.name} was freed while its gradient was synchronized")
         return self._buckets.get(pending.name, parameter, pending.gradient, _place_in(driver))
 
-    def _agree(self, driver: Driver) -> None:
+    def _agree(self, driver: HorovodDriver) -> None:
         """All ranks together, before anything is sent after a start of Horovod, or after a load."""
         if self._agreed_under is present_start():
             return
@@ -278,7 +279,7 @@ class SparseCompressor(hvd.compression.Compressor):
             )
         return parameters.owner_or_copy(gradient)
 
-    def _driver_for(self, stock: StockOptimizer | None) -> Driver:
+    def _driver_for(self, stock: StockOptimizer | None) -> HorovodDriver:
         theirs = stock.process_set if stock is not None else None
         process_set = self.process_set or theirs or hvd.global_process_set
         if theirs is not None and theirs is not process_set:
@@ -288,10 +289,10 @@ class SparseCompressor(hvd.compression.Compressor):
         if self._driver is None or self._driver.process_set is not process_set:
             if self._pending:
                 raise UnsupportedError("one compressor serves one optimizer; this one got two process sets")
-            self._driver = Driver(process_set)
+            self._driver = HorovodDriver(process_set)
         return self._driver
 
-    def _forget(self, name: str, driver: Driver) -> None:
+    def _forget(self, name: str, driver: HorovodDriver) -> None:
         """Takes back a step that its optimizer has given up between `compress` and `decompress`."""
         if name in self._pending:
             driver.advance()
@@ -304,7 +305,7 @@ class SparseCompressor(hvd.compression.Compressor):
         if self._pending and self._pending_under is not present_start():
             self.reset()
 
-    def _settle(self, driver: Driver) -> None:
+    def _settle(self, driver: HorovodDriver) -> None:
         """Waits for all that is pending; gives all of it up where something failed."""
         self.loss_scale.end()
         edits = None
@@ -343,7 +344,7 @@ class SparseCompressor(hvd.compression.Compressor):
         raise first
 
 
-def _place_in(driver: Driver) -> tuple[int, int]:
+def _place_in(driver: HorovodDriver) -> tuple[int, int]:
     """(rank, size) of this process within the driver's process set."""
     return int(driver.process_set.rank()), int(driver.process_set.size())
 

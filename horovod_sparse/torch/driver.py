@@ -1,40 +1,19 @@
-"""Runs the coroutines of many buckets at once, over Horovod's asynchronous collectives."""
+"""The driver over Horovod's collectives, and those of its failures that the user can do something about."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
-from horovod_sparse.collectives import Synchronization
 from horovod_sparse.errors import UnsupportedError
+from horovod_sparse.pytorch.driver import Driver
 from horovod_sparse.torch._horovod import hvd
-from horovod_sparse.torch.collectives import Handle, start
-from horovod_sparse.torch.task import Task
+from horovod_sparse.torch.collectives import start
 from horovod_sparse.torch.transport import forget_transports
 
-#: How long `wait` polls without a pause before it sleeps between polls, and for how long then. Measured
-#: with 2 ranks on 2 busy cores, two rounds per task, cycle 1 ms: 2.2 ms for 1 task and for 30 tasks, with
-#: a fifth of a core; polling without sleep 30 to 90 ms, since it takes the core from Horovod's thread;
-#: hvd.synchronize, which yields but does not sleep, 2.1 ms (MPI) and 10 ms (Gloo), with most of a core.
-_SPIN_SECONDS, _SLEEP_SECONDS = 50e-6, 20e-6
-#: The sleep grows to this share of the wait, but not beyond Horovod's default cycle: a result cannot come
-#: sooner than the next cycle. With 8 ranks on 2 cores, fixed sleeps of 20 us took 4 to 6 ms of CPU time
-#: from every rank in a step of 100 ms, and from Horovod's threads, which then came later.
-_SLEEP_SHARE, _LONGEST_SLEEP_SECONDS = 0.1, 1e-3
-#: How long collectives in flight get to end after one of them has failed.
-_DRAIN_SECONDS = 1.0
 
-
-class Driver:
-    """Starts coroutines, parks them while their collectives are under way, and resumes them.
-
-    Nothing blocks except `wait`, and `wait` resumes every parked coroutine that can go on, not only
-    those it is waiting for. So ranks may start tasks in different orders and wait for them in
-    different orders, with any number of rounds, and none waits for a collective that another rank
-    would start only after being waited for in turn.
-
-    A driver belongs to the thread that uses it.
+class HorovodDriver(Driver):
+    """See `Driver`; over Horovod.
 
     Args:
         process_set: the ranks that take part.
@@ -45,7 +24,7 @@ class Driver:
         >>> def double():
         ...     total = yield AllReduce(np.ones(1))
         ...     return 2.0 * float(total[0])
-        >>> driver = Driver()
+        >>> driver = HorovodDriver()
         >>> task = driver.start("double", double())
         >>> driver.wait([task])
         >>> task.value() == 2.0 * hvd.size()
@@ -53,190 +32,26 @@ class Driver:
     """
 
     def __init__(self, process_set: Any = hvd.global_process_set) -> None:
+        super().__init__(
+            partial(start, process_set=process_set),
+            hvd.HorovodInternalError,
+            partial(forget_transports, process_set),
+        )
         self.process_set = process_set
-        #: goes before the names of all collectives; the same on all ranks
-        self.label = ""
-        #: seconds that `wait` had nothing to do, ever
-        self.idle_seconds = 0.0
-        self._parked: dict[str, tuple[Task, Synchronization[Any], Handle]] = {}
-        self._failure: BaseException | None = None
 
-    @property
-    def num_parked(self) -> int:
-        """Tasks whose collective is under way."""
-        return len(self._parked)
 
-    def start(self, name: str, coroutine: Synchronization[Any]) -> Task:
-        """Runs a coroutine to its first request and starts that; does not wait.
+def explain(error: BaseException) -> None:
+    """Raises what the user can change instead of a failure of Horovod's, where that is known.
 
-        After a failure of Horovod that the next `wait` is to raise nothing is started: the task has ended
-        with it.
+    Args:
+        error: as the driver raised it.
 
-        Args:
-            name: of the task, the same on all ranks.
-            coroutine: yields requests.
-
-        Raises:
-            UnsupportedError: if a task of this name is under way.
-        """
-        if name in self._parked:
-            self._advance()  # what was started before a restart of Horovod is not under way any more
-        if name in self._parked:
-            coroutine.close()
-            raise UnsupportedError(
-                f"{name} is synchronized while its last synchronization is still under way: wait for it "
-                "first (optimizer.synchronize() or step()), and let no two optimizers share a compressor"
-            )
-        task = Task(name)
-        if self._failure is not None:
-            coroutine.close()
-            self._finish(task, error=self._failure)
-            return task
-        self._resume(task, coroutine, None)
-        return task
-
-    def advance(self, patience: int | None = None) -> None:
-        """Resumes every parked task whose collective is done, as long as there is one. Never waits.
-
-        A failure of Horovod met here is raised by the next `wait`, outside of the backward pass.
-
-        Args:
-            patience: looks at the longest parked first, and no further after so many that are not done;
-                at all if left out. For hooks of many small tensors, where looking at all of them every
-                time costs more than what is found.
-        """
-        self._advance(patience)
-
-    def wait(self, tasks: Iterable[Task] | None = None) -> None:
-        """Waits until tasks are done, and resumes every parked one meanwhile.
-
-        What a coroutine raises stays in its task: see `Task.value`.
-
-        Args:
-            tasks: to wait for; all if left out.
-
-        Raises:
-            HorovodInternalError: if Horovod failed. No task is under way any more; those that were
-                have this error too.
-        """
-        awaited = None if tasks is None else list(tasks)
-        self._advance()
-        idle_since, looking = time.perf_counter(), 0.0
-        while True:
-            self._raise_failure()
-            pending = [task for task in (self._tasks() if awaited is None else awaited) if not task.done]
-            if not pending:
-                return
-            paused = time.perf_counter()
-            if paused - idle_since > _SPIN_SECONDS:
-                patient = min(_SLEEP_SHARE * (paused - idle_since), _LONGEST_SLEEP_SECONDS)
-                time.sleep(max(_SLEEP_SECONDS, patient, looking))
-            resumed = time.perf_counter()
-            moved = self._advance()
-            now = time.perf_counter()
-            looking = 0.0 if moved else now - resumed  # with many parked tasks, half a core at most
-            idle = (resumed if moved else now) - paused  # polling in vain is idleness, resuming is work
-            self.idle_seconds += idle
-            for task in pending:
-                task.waited_seconds += idle
-            if moved:
-                idle_since = now
-
-    def clear(self) -> None:
-        """Gives up every task under way, without waiting for other ranks (after a failure, or a reset).
-
-        Their coroutines are closed, and their error is the failure, or says that they were given up.
-        """
-        error = self._failure or UnsupportedError("the synchronization was given up before its end")
-        for task, coroutine, _ in list(self._parked.values()):
-            coroutine.close()
-            self._finish(task, error=error)
-        forget_transports(self.process_set)
-
-    def _tasks(self) -> list[Task]:
-        return [task for task, _, _ in self._parked.values()]
-
-    def _advance(self, patience: int | None = None) -> bool:
-        """Whether `advance` found anything to do."""
-        moved, again = False, True
-        while again and self._failure is None:
-            again, num_vain = False, 0
-            for task, coroutine, handle in list(self._parked.values()):
-                if task.done:  # a failure, met while resuming another task, has ended this one too
-                    continue
-                done = self._is_done(handle)
-                if done is None:
-                    coroutine.close()
-                    self._finish(task, error=hvd.HorovodInternalError("Horovod was shut down meanwhile"))
-                elif done:
-                    self._take(task, coroutine, handle)
-                else:
-                    num_vain += 1
-                    if num_vain == patience:
-                        break
-                    continue
-                moved = again = True
-        return moved
-
-    @staticmethod
-    def _is_done(handle: Handle) -> bool | None:
-        """None if Horovod does not know the collective any more."""
-        try:
-            return handle.done() if handle.is_known() else None
-        except ValueError:
-            return None
-
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            self.clear()
-            failure, self._failure = self._failure, None
-            raise failure
-
-    def _take(self, task: Task, coroutine: Synchronization[Any], handle: Handle) -> None:
-        """Takes a collective's result and goes on with the coroutine."""
-        try:
-            answer = handle.result()
-        except hvd.HorovodInternalError as error:
-            self._fail(error)
-        except Exception as error:  # the messages do not fit the request
-            coroutine.close()
-            self._finish(task, error=error)
-        else:
-            self._resume(task, coroutine, answer)
-
-    def _resume(self, task: Task, coroutine: Synchronization[Any], answer: Any) -> None:
-        """Runs a coroutine to its next request and starts that."""
-        try:
-            request = coroutine.send(answer)
-            handle = start(request, f"{self.label}{task.name}.{task.num_rounds}", self.process_set)
-        except StopIteration as stop:
-            self._finish(task, result=stop.value)
-        except BaseException as error:
-            coroutine.close()
-            self._finish(task, error=error)
-            if isinstance(error, hvd.HorovodInternalError):
-                self._fail(error)
-            elif not isinstance(error, Exception):
-                raise  # the user's interrupt
-        else:
-            task.num_rounds += 1
-            self._parked[task.name] = (task, coroutine, handle)
-
-    def _finish(self, task: Task, *, result: Any = None, error: BaseException | None = None) -> None:
-        self._parked.pop(task.name, None)
-        task.result, task.error = result, error
-        task.finished, task.done = time.perf_counter(), True
-
-    def _fail(self, error: BaseException) -> None:
-        """Horovod failed: lets go of all that is in flight, so that names are free for a new start."""
-        self._failure = error
-        deadline = time.perf_counter() + _DRAIN_SECONDS
-        for _, _, handle in list(self._parked.values()):
-            try:
-                while self._is_done(handle) is False and time.perf_counter() < deadline:
-                    time.sleep(_SLEEP_SECONDS)
-                if self._is_done(handle):
-                    handle.result()
-            except Exception:  # one failure is reported; the others follow from it
-                continue
-        self.clear()
+    Raises:
+        UnsupportedError: if a rank has joined.
+    """
+    if isinstance(error, hvd.HorovodInternalError) and "join" in str(error).lower():
+        raise UnsupportedError(
+            "a rank has called hvd.join(): Horovod can fill in for a joined rank in an allreduce only, and "
+            "sparse synchronization needs every rank's message. Give every rank the same number of batches "
+            f"(drop_last=True, or a padding sampler) ({error})"
+        ) from error

@@ -139,7 +139,7 @@ class Methods(torch.optim.Optimizer):
                 clip_gradients(self.param_groups, self._max_grad_norm)
             else:
                 synchronizer.clip(self._max_grad_norm)
-        if synchronizer is not None:
+        if synchronizer is not None and synchronizer.to_coo:
             synchronizer.convert()
         self._synchronized, self._for_scaler = True, False
 
@@ -171,7 +171,7 @@ class Methods(torch.optim.Optimizer):
                     "context, as with Horovod's own optimizer.",
                     stacklevel=2,
                 )
-            if self._synchronizer is not None:
+            if self._synchronizer is not None and not self._synchronizer.under_way:
                 self._synchronizer.loss_scale.expect(None)
             self.synchronize()
         self._synchronized = self._for_scaler = False
@@ -213,13 +213,7 @@ class Methods(torch.optim.Optimizer):
             raise AssertionError(_IN_FLIGHT.format(method="zero_grad"))
         if self._for_scaler:  # the scaler has skipped the step that gradients were synchronized for
             self._synchronized = self._for_scaler = False
-        synchronizer.zero_grad()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                gradient = parameter.grad
-                if gradient is None or synchronizer.owns(parameter):
-                    continue
-                parameter.grad = None if set_to_none else torch.zeros_like(gradient)
+        synchronizer.zero_grad(set_to_none)
 
     def state_dict(self: Any) -> dict[str, Any]:
         """The optimizer's own state, and this rank's residuals in the entry 'horovod_sparse'.

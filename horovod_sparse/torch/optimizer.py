@@ -18,8 +18,8 @@ from horovod_sparse.merging import Plan
 from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.compression import Compression, SparseCompressor
-from horovod_sparse.torch.hooks import claim_for_stock
 from horovod_sparse.torch.methods import Methods
+from horovod_sparse.torch.owners import claim_for_stock
 
 #: Horovod's methods, and ours in place of some of them. __module__ stays Horovod's:
 #: hvd.broadcast_optimizer_state knows distributed optimizers by it, and would step any other.

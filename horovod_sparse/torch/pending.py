@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import torch
 
 from horovod_sparse.feedback import Bucket
+from horovod_sparse.pytorch.driver import Driver, Task
 from horovod_sparse.pytorch.memory import GradientMemory
-from horovod_sparse.pytorch.streams import Streams
+from horovod_sparse.pytorch.streams import CudaStreams
 from horovod_sparse.sparsifiers import SparseSum
 from horovod_sparse.telemetry import BucketReport
-from horovod_sparse.torch.driver import Driver, Task
 from horovod_sparse.torch.stock import StockOptimizer
 
 #: elements of a gradient that are looked at to notice a change that PyTorch did not count
@@ -35,7 +35,7 @@ class PendingGradient:
         name: of the parameter.
         gradient: as Horovod gave it.
         memory: where the gradient is.
-        streams: in which the synchronization works.
+        streams: in which the synchronization works, where there are several.
         learning_rate: of this step, where it is known.
         stock: the optimizer that asked for it, if one is known.
         parameter: whose gradient it is.
@@ -51,7 +51,7 @@ class PendingGradient:
     name: str
     gradient: torch.Tensor
     memory: GradientMemory
-    streams: Streams
+    streams: CudaStreams | None
     learning_rate: float | None
     stock: StockOptimizer | None
     parameter: weakref.ref[torch.Tensor]
@@ -67,7 +67,9 @@ class PendingGradient:
         """Folds the gradient into the parameter's bucket and starts its synchronization; does not wait."""
         self.bucket = bucket
         step = bucket.step(self.memory.foldable(self.gradient, self.loss_scale), self.learning_rate)
-        self.task = driver.start(f"sparse.{self.name}", self.streams.run(step))
+        if self.streams is not None:
+            step = self.streams.run(step)
+        self.task = driver.start(f"sparse.{self.name}", step)
 
     def finish(self, factor: float) -> tuple[torch.Tensor, BucketReport]:
         """Writes the sum into the gradient; O(k).
@@ -82,14 +84,13 @@ class PendingGradient:
             raise RuntimeError("the synchronization has not begun: this is a bug, please report it")
         sum_: SparseSum = self.task.value()
         started = time.perf_counter()
-        self.streams.join()
+        if self.streams is not None:
+            self.streams.join()
         gradient = self.gradient
-        if gradient.is_contiguous():
-            gradient.zero_()
-        else:
-            gradient = torch.zeros(gradient.shape, dtype=gradient.dtype, device=gradient.device)
+        if not gradient.is_contiguous():
+            gradient = torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device)
         scale = factor / self.bucket.info.size * self.loss_scale
-        num_union = self.memory.scatter(gradient, sum_.indices, sum_.values, scale)
+        num_union = self.memory.write(gradient, sum_.indices, sum_.values, scale)
         self.bucket.accept()
         report = BucketReport(
             step=self.bucket.last,
@@ -104,7 +105,8 @@ class PendingGradient:
     def abandon(self, *, drop: bool = False) -> None:
         """Returns the selection to the residual; with `drop` the gradient leaves it."""
         if self.bucket is not None:
-            self.streams.join()
+            if self.streams is not None:
+                self.streams.join()
             self.bucket.abandon(drop=drop)
 
     def give_up(self, *, drop: bool = False) -> None:

@@ -2,45 +2,34 @@
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from horovod_sparse.collectives import Synchronization
 from horovod_sparse.errors import (
     EditedGradientError,
     HorovodSparseError,
     NonFiniteGradientError,
     UnsupportedError,
 )
-from horovod_sparse.feedback import Recipe, resumed
-from horovod_sparse.feedback.state import shared_digest
-from horovod_sparse.frontend.agreement import Standing, Start, agreed_start, kept_share
-from horovod_sparse.frontend.collective_errors import has_bad_gradient, raise_together, some_of, worst
-from horovod_sparse.frontend.decision import check_agreement
+from horovod_sparse.feedback import MomentumCorrection, Recipe
+from horovod_sparse.frontend.collective_errors import has_bad_gradient, some_of, worst
 from horovod_sparse.frontend.momentum import refuse_later_momentum
-from horovod_sparse.frontend.parts import assign_residuals, held_residuals
-from horovod_sparse.frontend.plan_request import make_plan
-from horovod_sparse.merging import ParameterFacts, Plan
-from horovod_sparse.pytorch.layout import dtype_name
+from horovod_sparse.merging import ParameterFacts
 from horovod_sparse.pytorch.loss_scale import ScaleOfStep, watch_scalers
+from horovod_sparse.pytorch.parts import Part
 from horovod_sparse.telemetry import StepReport, Telemetry
 from horovod_sparse.torch import planning
 from horovod_sparse.torch._horovod import hvd
-from horovod_sparse.torch.calibration import carry_out_together
-from horovod_sparse.torch.driver import Driver
-from horovod_sparse.torch.explained import explain
+from horovod_sparse.torch.bucketing import Bucketing
+from horovod_sparse.torch.driver import explain
 from horovod_sparse.torch.handles import present_start
-from horovod_sparse.torch.hooks import claim
-from horovod_sparse.torch.parts import DenseBucket, Part, SparseBucket
-from horovod_sparse.torch.parts_of_plan import parts_of
+from horovod_sparse.torch.owners import claim
 from horovod_sparse.torch.transport import transport_words
-from horovod_sparse.torch.warmup import WarmUp
 
 _log = logging.getLogger("horovod_sparse")
 
@@ -48,25 +37,27 @@ _log = logging.getLogger("horovod_sparse")
 #: of them in every hook would take longer than what is found is worth
 _PATIENCE = 4
 
-_numbers = itertools.count()
-
-
-def _next_label() -> str:
-    """Goes before the names of an optimizer's collectives; the first one's have nothing before them.
-
-    Two optimizers may have parameters of the same names (two networks that are trained in turn). The
-    number need not be the same on all ranks: all take the first rank's.
-    """
-    number = next(_numbers)
-    return f"optimizer{number}." if number else ""
-
 
 def clip_gradients(param_groups: Sequence[Mapping[str, Any]], max_norm: float) -> torch.Tensor:
     """Scales the gradients of an optimizer down to a norm over all of them; returns what it was."""
     return torch.nn.utils.clip_grad_norm_([p for group in param_groups for p in group["params"]], max_norm)
 
 
-class GradientSynchronizer:
+def _hook(synchronizer: weakref.ref[GradientSynchronizer]) -> Callable[[torch.Tensor], None]:
+    """Tells a synchronizer of gradients as long as it lives.
+
+    PyTorch's garbage collection does not see what a hook on a parameter refers to. A hook that referred to
+    the synchronizer, which refers to the parameter, would keep both for ever.
+    """
+
+    def arrived(parameter: torch.Tensor) -> None:
+        if (alive := synchronizer()) is not None:
+            alive.on_gradient(parameter)
+
+    return arrived
+
+
+class GradientSynchronizer(Bucketing):
     """Starts every bucket when its last gradient is there, and puts the sums where gradients are.
 
     Nothing waits but `synchronize`. Hooks do O(1) Python work each; all work on elements is the fused
@@ -99,90 +90,31 @@ class GradientSynchronizer:
         to_coo: bool = False,
         in_backward: bool = True,
     ) -> None:
-        self.optimizer, self.facts, self.recipe = optimizer, dict(facts), recipe
-        self.process_set, self.average, self.sparse_as_dense = process_set, average, sparse_as_dense
-        self.to_coo = to_coo
-        self.driver = Driver(process_set)
+        self.sparse_as_dense, self.to_coo = sparse_as_dense, to_coo
+        self._corrects_momentum = isinstance(recipe.feedback, MomentumCorrection)
         self.telemetry = Telemetry()
-        self.warmup: WarmUp | None = None
-        if first.request is not None:
-            parameters = [fact for fact, _ in self.facts.values()]
-            self.warmup = WarmUp(first.request, parameters, recipe.sparsifier, process_set, first.decision)
-        self._first, self._label = first, _next_label()
-        #: the start of Horovod in which the ranks agreed last
-        self._agreed_under: Any = present_start() if self.size == 1 else None
         self._retired = False
-        #: names of parameters that have joined since the optimizer was made
-        self.joined: set[str] = set()
-        self._name_of = {parameter: name for name, (_, parameter) in self.facts.items()}
-        #: synchronizations done, those that were given up not counted
-        self.step = 0
         #: whether a gradient has arrived since the last synchronization
         self.under_way = False
         #: of the losses whose gradients these are
         self.loss_scale = ScaleOfStep()
         #: what a loss scaler is told by gradients of Inf, instead of being raised
         self.overflow: NonFiniteGradientError | None = None
-        self.parts: list[Part] = []
-        self.plan = first.plan
-        self._in_backward, self._num_waiting = in_backward, 0
+        self._in_backward, self._num_started = in_backward, 0
         self._held: list[Part] = []
-        self._part_of: dict[torch.Tensor, Part] = {}
-        self._kinds: list[tuple[torch.Tensor, torch.dtype, torch.device]] = []
-        #: (rank, size) that states are made for, and all sizes there have been
-        self._place = (self.rank, self.size)
-        self.sizes = {self.size}
         # autograd runs the hooks of each device in a thread of its own
         self._hooks = threading.Lock()
-        self.build(first.plan)
-        self._handles = claim(self, (parameter for _, parameter in self.facts.values()))
+        self._handles: list[Any] = []
+        super().__init__(optimizer, facts, recipe, first, process_set, average)
+        self.claim(self.facts)
         watch_scalers()
 
-    @property
-    def rank(self) -> int:
-        """Of this process, within the process set."""
-        return int(self.process_set.rank())
-
-    @property
-    def size(self) -> int:
-        """Ranks in the process set."""
-        return int(self.process_set.size())
-
-    @property
-    def place(self) -> tuple[int, int]:
-        """Rank and size of this process within the process set."""
-        return self.rank, self.size
-
-    @property
-    def sparse(self) -> list[SparseBucket]:
-        """The parts that are sparsified, in the plan's order."""
-        return [
-            part
-            for part in self.parts
-            if isinstance(part, SparseBucket) and not isinstance(part, DenseBucket)
-        ]
-
-    def build(self, plan: Plan) -> None:
-        """Fresh buckets for a plan. Gradients stay what they are."""
-        parts = parts_of(plan, self.facts, self.recipe, self._learning_rate, self._place)
-        for part in parts:
-            part.gradient.gather_existing()
-        self.plan, self.parts, self._part_of, self._kinds = plan, [], {}, []
-        self._num_waiting = 0
-        self._enter(parts)
-
-    def _enter(self, parts: Sequence[Part]) -> None:
-        """Further parts."""
-        self.parts += parts
-        entered = {parameter: part for part in parts for parameter in part.gradient.parameters}
-        self._part_of |= entered
-        self._kinds += [(p, p.dtype, p.device) for p in entered]
-        self._num_waiting += len(parts)
-
-    def _learning_rate(self, group: int) -> float | None:
-        # by number: load_state_dict makes new dicts of the groups
-        rate = self.optimizer.param_groups[group].get("lr")
-        return None if rate is None else float(rate)
+    def claim(self, facts: Mapping[str, tuple[ParameterFacts, torch.Tensor]]) -> None:
+        """As `Bucketing.claim`, and hears of their gradients."""
+        parameters = [parameter for _, parameter in facts.values()]
+        claim(self, parameters)
+        hook = _hook(weakref.ref(self))
+        self._handles += [parameter.register_post_accumulate_grad_hook(hook) for parameter in parameters]
 
     def on_gradient(self, parameter: torch.Tensor) -> None:
         """After every accumulation into a parameter's gradient. Never waits for other ranks."""
@@ -191,25 +123,25 @@ class GradientSynchronizer:
             complete = self.optimizer._allreduce_delay[parameter] == 0
             ready = part.num_missing == 0 and complete and self._in_backward
             # the last one waits for `synchronize`: it tells all ranks whether one has changed gradients
-            works = ready and self._is_agreed and self._num_waiting > 1
+            works = ready and len(self.parts) - self._num_started > 1 and self._is_agreed
             if ready and not works:
-                part.gradient.gather()
-                part.gradient.note()
+                part.gradient.settle()
                 self._held.append(part)
             warmup = self.warmup
             recording = warmup is not None and warmup.recording and complete
             entered = warmup.stamp() if warmup is not None and recording else None
             if works:
                 self._start(part)
-            works = works or self.driver.num_parked > 0
-            self.driver.advance(_PATIENCE)
+            if self.driver.parked:
+                works = True
+                self.driver.advance(_PATIENCE)
             if warmup is not None and recording:
                 left = warmup.stamp() if works else entered
                 warmup.arrived(self._name_of[parameter], entered, left)
 
     def _start(self, part: Part, *, refused: bool = False) -> None:
         part.start(self.driver, self.loss_scale.value, refused=refused)
-        self._num_waiting -= 1
+        self._num_started += 1
 
     def _take(self, parameter: torch.Tensor) -> Part:
         """The part whose gradient is now complete but for `num_missing` parameters."""
@@ -228,10 +160,12 @@ class GradientSynchronizer:
                 f"{self.optimizer._parameter_names[parameter]} has a gradient in sparse (COO) form: pass "
                 "sparse_as_dense=True to sparsify it like any other, or make its layer with sparse=False"
             )
-        self._begin()
-        self.loss_scale.note()
+        if not self.under_way:
+            self._begin()
+            self.loss_scale.note()
         part = self._part_of[parameter]
-        part.streams.note()
+        if part.streams is not None:
+            part.streams.note()
         delays[parameter] -= 1
         if delays[parameter] == 0:
             part.num_missing -= 1
@@ -239,149 +173,14 @@ class GradientSynchronizer:
 
     def _begin(self) -> None:
         """Before the first gradient of a step."""
-        if not self.under_way:
-            self.under_way, self.overflow = True, None
-            self.optimizer._synchronized = False
-            if any((p.dtype, p.device) != (dtype, device) for p, dtype, device in self._kinds):
-                self._follow()
-
-    def _follow(self) -> None:
-        """Buckets of the types and on the devices that parameters have now; residuals are converted.
-
-        Raises:
-            UnsupportedError: where only some parameters of a bucket have changed, or to an unknown type.
-        """
-        before, told = self.facts, ""
-        self.facts = {}
-        for name, (fact, parameter) in before.items():
-            dtype, device = dtype_name(parameter) or str(parameter.dtype), str(parameter.device)
-            self.facts[name] = dataclasses.replace(fact, dtype=dtype, device=device), parameter
-            if self.facts[name][0] != fact and (not told or dtype_name(parameter) is None):
-                told = f"{name} was {fact.dtype} on {fact.device} and is {dtype} on {device} now"
-        try:
-            self.replan(self.plan)
-        except HorovodSparseError as error:
-            self.facts, self.under_way = before, False
-            raise UnsupportedError(
-                f"{told}, which its bucket cannot follow ({error}). Convert and move a model as a whole, or "
-                "before it is wrapped"
-            ) from error
-
-    @property
-    def _is_agreed(self) -> bool:
-        return self._agreed_under is present_start()
-
-    def _agree(self) -> None:
-        """All ranks together, before their first bucket after a start of Horovod: what they go on with."""
-        if self._is_agreed:
-            return
-        under = present_start()
-        start = carry_out_together(self._agreement(), self.process_set, "horovod_sparse.agreement")
-        self.driver.label, self._agreed_under = start.label, under
-        if start.anew:
-            self._start_anew(start)
-        if self.warmup is not None and not start.measures:
-            self.warmup.stop_measuring()
-
-    def joining(self) -> dict[str, tuple[ParameterFacts, torch.Tensor]]:
-        """Parameters that the optimizer has come to train, and that have no bucket yet."""
-        return planning.joining(self.optimizer, self._part_of, self.recipe.rules)
-
-    def take_in(self) -> None:
-        """Buckets of their own for parameters that the optimizer has come to train; all ranks alike.
-
-        A gradient that they have already is a part of this step.
-        """
-        new = self.joining()
-        if not new:
-            return
-        parameters = [fact for fact, _ in new.values()]
-        request = self._first.request
-        plan = make_plan(new) if request is None else request.first_plan(parameters)
-        if self._is_agreed and self.size > 1:
-            _log.warning(
-                "%s joined the optimizer: waiting for all ranks to have the same parameters join",
-                ", ".join(new),
-            )
-            standing = Standing(self.step, "", self._place, plan, parameters, label=self.driver.label)
-            agreed = carry_out_together(agreed_start(standing), self.process_set, "horovod_sparse.agreement")
-            plan = agreed.plan
-        parts = parts_of(
-            plan, new, self.recipe, self._learning_rate, self._place, first=len(self.plan.buckets)
-        )
-        for part in parts:
-            part.gradient.gather_existing()
-        self.plan = Plan(self.plan.buckets + plan.buckets, self.plan.dense + plan.dense)
-        self._enter(parts)
-        self.joined |= set(new)
-        for name, (fact, parameter) in new.items():
-            self.facts[name] = fact, parameter
-            self._name_of[parameter] = name
-            self.optimizer._parameter_names[parameter] = name
-            self.optimizer._requires_update.add(parameter)
-            self.optimizer._allreduce_delay[parameter] = 0
-        self._handles += claim(self, (parameter for _, parameter in new.values()))
-        if self.warmup is not None:
-            self.warmup.joined([fact for fact, _ in self.facts.values()])
-
-    def _agreement(self) -> Synchronization[Start]:
-        yield from check_agreement(self._first.request)
-        yield from raise_together(self._first.failure)
-        buckets = {part.name: part.bucket for part in self.sparse}
-        standing = Standing(
-            self.step,
-            shared_digest({name: bucket.state for name, bucket in buckets.items()}),
-            self._place,
-            self.plan,
-            [fact for fact, _ in self.facts.values()],
-            self._settings(),
-            measuring="" if self.warmup is None else self.warmup.position,
-            label=self._label,
-            told={name: part.bucket.progress.to_plain() for part in self.sparse for name in part.names},
-        )
-        return (yield from agreed_start(standing))
-
-    def _settings(self) -> dict[str, str]:
-        """Arguments that change what is applied, which would let replicas drift apart."""
-        limit = getattr(self.optimizer, "_max_grad_norm", None)
-        return {
-            "compression": self.recipe.describe(),
-            "op": "Average" if self.average else "Sum",
-            "max_grad_norm": str(limit),
-        }
-
-    def _start_anew(self, start: Start) -> None:
-        """Fresh states, as all ranks have agreed; residuals are kept, and so is their mean."""
-        old_size, self._place, self.step = self._place[1], (self.rank, self.size), start.step
-        self.sizes.add(self.size)
-        factor = kept_share(old_size, self.size)
-        if self.rank == 0 and start.step > 0:
-            _log.warning(
-                "sparsifier states start anew at step %d, residuals are kept: %s", start.step, start.reason
-            )
-        held = held_residuals(self.parts, self.recipe.feedback.num_companions)
-        progress = {
-            name: resumed(part.bucket.progress, start.told.get(name), start.step)
-            for part in self.sparse
-            for name in part.names
-        }
-        self.build(start.plan)
-        if factor != 1.0:
-            held = [{name: values * factor for name, values in by_name.items()} for by_name in held]
-        assign_residuals(self.parts, held, progress)
-        for part in self.parts:
-            part.streams.note()
-
-    def take_place(self) -> None:
-        """Fresh buckets for the place that this rank has now, of which the residuals are not kept.
-
-        For what is about to be loaded. In the next step all ranks compare what they have.
-        """
-        if self._place != (self.rank, self.size):
-            self._place = (self.rank, self.size)
-            self.sizes.add(self.size)
-            self.build(self.plan)
-        self._agreed_under = None
+        self.under_way, self.overflow = True, None
+        self.optimizer._synchronized = False
+        if any((p.dtype, p.device) != (dtype, device) for p, dtype, device in self._kinds):
+            try:
+                self.follow()
+            except UnsupportedError:
+                self.under_way = False
+                raise
 
     def reduced(self, loss: Any) -> Any:
         """A loss over all ranks, as gradients are: their mean, or their sum.
@@ -440,14 +239,18 @@ class GradientSynchronizer:
             HorovodInternalError: if Horovod failed.
         """
         self.check_in_use()
-        self._begin()
-        self.loss_scale.settle()
+        if not self.under_way:
+            self._begin()
+            self.loss_scale.settle()
         idle_before = self.driver.idle_seconds
         edited = self._edited()
         try:
-            refuse_later_momentum(self.recipe, self.optimizer.param_groups)
-            self.take_in()
-            self._agree()
+            if self._corrects_momentum:
+                refuse_later_momentum(self.recipe, self.optimizer.param_groups)
+            if any(p not in self._part_of for group in self.optimizer.param_groups for p in group["params"]):
+                self.take_in()
+            if self._agreed_under is not present_start():
+                self.agree()
             for part in self.parts:
                 if part.task is None:
                     self._start(part, refused=bool(edited))
@@ -465,11 +268,13 @@ class GradientSynchronizer:
         if errors:
             self._refuse(errors, edited)
             return
-        scale = 1.0 / self.size if self.average else 1.0
+        size = int(self.process_set.size())
+        scale = 1.0 / size if self.average else 1.0
         reports = [part.apply(scale) for part in self.parts]
         self._make_ready()
         self.step += 1
-        self.telemetry.transport = transport_words(self.process_set)
+        if size > 1:
+            self.telemetry.transport = transport_words(self.process_set)
         self.telemetry.add(StepReport.of(self.step, reports, self.driver.idle_seconds - idle_before))
         if self.warmup is not None and (plan := self.warmup.after_step(self.plan)) is not None:
             self.replan(plan)
@@ -538,7 +343,7 @@ class GradientSynchronizer:
         delays, passes = self.optimizer._allreduce_delay, self.optimizer.backward_passes_per_step
         for parameter in delays:
             delays[parameter] = passes
-        self.under_way, self._held, self._num_waiting = False, [], len(self.parts)
+        self.under_way, self._held, self._num_started = False, [], 0
         self.loss_scale.end()
 
     def clip(self, max_norm: float) -> None:
@@ -553,24 +358,24 @@ class GradientSynchronizer:
                 part.gradient.only_scaled()
 
     def convert(self) -> None:
-        """Gradients in the form that the optimizer takes, once they have been clipped."""
-        if self.to_coo and self.overflow is None:
+        """Gradients in COO form, once they have been clipped."""
+        if self.overflow is None:
             for part in self.parts:
                 part.gradient.to_coo()
 
-    def zero_grad(self) -> None:
-        """Zeros in all gradients, which stay views; see `FlatGradient.clear`."""
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Zeros in all gradients that are views, which they stay; see `FlatGradient.clear`.
+
+        Args:
+            set_to_none: whether other gradients become None, or zeros.
+        """
+        elsewhere = [
+            parameter
+            for group in self.optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None and parameter not in self._part_of
+        ]
         for part in self.parts:
-            part.gradient.clear()
-
-    def owns(self, parameter: torch.Tensor) -> bool:
-        """Whether the parameter's gradient is one of the views."""
-        return parameter in self._part_of and self._part_of[parameter].gradient.owns(parameter)
-
-    def replan(self, plan: Plan) -> None:
-        """Another plan, the residuals kept; the state of the sparsifiers starts anew."""
-        plan.check([fact for fact, _ in self.facts.values()])
-        held = held_residuals(self.parts, self.recipe.feedback.num_companions)
-        progress = {name: part.bucket.progress for part in self.sparse for name in part.names}
-        self.build(plan)
-        assign_residuals(self.parts, held, progress)
+            elsewhere += part.gradient.clear()
+        for parameter in elsewhere:
+            parameter.grad = None if set_to_none else torch.zeros_like(parameter.grad)

@@ -192,6 +192,6 @@ def start_exchange(request: Exchange, name: str, process_set: Any, by_horovod: S
         by_horovod: starts it with Horovod's own collectives.
 
     Returns:
-        A handle, as `horovod_sparse.torch.collectives.Handle` says.
+        A handle, as `horovod_sparse.pytorch.driver.Handle` says.
     """
     return _ExchangeHandle(request, name, process_set, by_horovod)

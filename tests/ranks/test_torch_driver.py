@@ -12,7 +12,7 @@ import pytest
 
 from horovod_sparse.collectives import AllGather, AllReduce, AllToAll, Broadcast, Exchange
 from horovod_sparse.errors import CollectiveMismatchError
-from horovod_sparse.torch.driver import Driver
+from horovod_sparse.torch.driver import HorovodDriver
 
 
 def all_kinds(rank: int, size: int):
@@ -59,7 +59,7 @@ def test_every_kind_of_request(members, rank, size, process_set):
     chosen = process_set(ranks)
     if rank not in ranks:
         return
-    driver = Driver(chosen)
+    driver = HorovodDriver(chosen)
     inner = ranks.index(rank)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # PyTorch warns of memory that is read-only
@@ -68,7 +68,7 @@ def test_every_kind_of_request(members, rank, size, process_set):
     for task in tasks:
         check_all_kinds(task.value(), inner, len(ranks))
         assert task.num_rounds == 7 + len(ranks) and task.finished >= task.started
-    assert driver.num_parked == 0
+    assert not driver.parked
 
 
 def rounds(rank: int, seed: int, number: int):
@@ -82,7 +82,7 @@ def rounds(rank: int, seed: int, number: int):
 
 def test_order_is_free(rank, size):
     """Every rank starts, advances and waits in an order of its own."""
-    driver, shuffle = Driver(), random.Random(rank)
+    driver, shuffle = HorovodDriver(), random.Random(rank)
     for _ in range(10):
         names = list(range(15))
         shuffle.shuffle(names)
@@ -96,7 +96,7 @@ def test_order_is_free(rank, size):
             driver.wait([tasks[number]])
             first = sum(r + number for r in range(size))
             assert tasks[number].value() == first * size ** (number % 4)
-    assert driver.num_parked == 0
+    assert not driver.parked
 
 
 def test_an_error_ends_its_task_alone(rank, size):
@@ -104,7 +104,7 @@ def test_an_error_ends_its_task_alone(rank, size):
         yield AllReduce(np.ones(1))
         raise KeyError("of this task")
 
-    driver = Driver()
+    driver = HorovodDriver()
     bad = driver.start("bad", failing())
     good = driver.start("good", rounds(rank, 1, 3))
     driver.wait()  # raises nothing
@@ -115,7 +115,7 @@ def test_an_error_ends_its_task_alone(rank, size):
 
 
 def test_waiting_is_counted_and_advancing_is_not_waiting(rank, size):
-    driver = Driver()
+    driver = HorovodDriver()
     hvd.barrier()
     if rank == 0:
         time.sleep(0.3)  # the others have nothing to do for as long
@@ -134,7 +134,7 @@ def test_a_message_that_nobody_awaits_is_a_named_error(rank, size):
     def wrong():
         yield Exchange({(rank + 1) % size: np.ones(1, np.int32)}, ())
 
-    driver = Driver()
+    driver = HorovodDriver()
     errors = []
     for _ in range(3):
         task = driver.start("wrong", wrong())
@@ -154,12 +154,12 @@ def test_a_failure_of_horovod_comes_out_of_wait(rank, size):
     def disagreeing():
         yield AllReduce(np.ones(1 + rank))
 
-    driver = Driver()
+    driver = HorovodDriver()
     tasks = [driver.start("fine", rounds(rank, 0, 50)), driver.start("disagreeing", disagreeing())]
     with pytest.raises(hvd.HorovodInternalError, match=r"(?i)mismatched"):
         driver.wait()
     assert all(isinstance(task.error, hvd.HorovodInternalError) for task in tasks)
-    assert driver.num_parked == 0
+    assert not driver.parked
     hvd.barrier()
     again = driver.start("disagreeing", rounds(rank, 0, 1))
     driver.wait()

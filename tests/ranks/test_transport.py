@@ -18,7 +18,7 @@ from horovod_sparse.feedback import Bucket, recipe
 from horovod_sparse.simulation import SimulatedCluster
 from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.torch import transport
-from horovod_sparse.torch.driver import Driver
+from horovod_sparse.torch.driver import HorovodDriver
 from horovod_sparse.torch.state import redistribute
 from support.linear import LinearModel
 from support.optimizers import make, residuals_of, train_step
@@ -59,7 +59,7 @@ def ring(rank: int, size: int, length: int, rounds: int):
 
 def test_the_choice_is_made_once_and_known(way, rank, size):
     assert transport.chosen_transport() == "undecided"
-    driver = Driver()
+    driver = HorovodDriver()
     driver.start("once", ring(rank, size, 1, 1))
     driver.wait()
     assert transport.chosen_transport() == ("mpi" if on_mpi(way) else "alltoall")
@@ -67,7 +67,7 @@ def test_the_choice_is_made_once_and_known(way, rank, size):
 
 def test_many_exchanges_in_any_order(each_way_once, rank, size):
     """Small and large messages, each rank starting in an order of its own, names used again and again."""
-    driver, shuffle = Driver(), random.Random(rank)
+    driver, shuffle = HorovodDriver(), random.Random(rank)
     for _ in range(4):
         names = list(range(12))
         shuffle.shuffle(names)
@@ -85,7 +85,7 @@ def test_many_exchanges_in_any_order(each_way_once, rank, size):
                 source = (rank - 1 - turn % (size - 1)) % size
                 count = length * (source + 1) + turn
                 assert arrived == {source: (count, {source} if count else set())}
-    assert driver.num_parked == 0
+    assert not driver.parked
 
 
 def test_nothing_is_taken_for_a_message_of_a_new_start(way, rank, size):
@@ -100,7 +100,7 @@ def test_nothing_is_taken_for_a_message_of_a_new_start(way, rank, size):
             heard.append((yield Exchange({(rank + 1) % size: message}, ((rank - 1) % size,))))
         return heard
 
-    driver = Driver()
+    driver = HorovodDriver()
     # rank 0 never starts the second round, in which the others have sent already
     task = driver.start("given up", talk(1, 1 if rank == 0 else 2))
     while task.num_rounds < 2 and not task.done:
@@ -118,7 +118,7 @@ def test_nothing_is_taken_for_a_message_of_a_new_start(way, rank, size):
 
 def test_starting_waits_for_nobody(way, rank, size):
     """All but one rank start, and have other things to do together before the last one does."""
-    driver, late = Driver(), size - 1
+    driver, late = HorovodDriver(), size - 1
     task = driver.start("waits", ring(rank, size, 9, 2)) if rank != late else None
     driver.advance()
     hvd.barrier()
@@ -136,7 +136,7 @@ def test_teams_are_settled_by_timing(each_way_once, rank, size):
     """Several buckets at once, in orders of their own: all ranks settle alike, and nothing is lost."""
     if size < 4:
         pytest.skip("two or three ranks have one team, or as many as ranks")
-    n, num_buckets, driver, shuffle = 2000, 3, Driver(), random.Random(rank)
+    n, num_buckets, driver, shuffle = 2000, 3, HorovodDriver(), random.Random(rank)
     made = recipe("spardl", density=0.02, teams="auto", trial_steps=2)
     buckets = [
         Bucket(BucketInfo(f"timed{b}", n, rank, size), made, HostAccumulator(n, density=0.02), timed=True)
@@ -213,7 +213,7 @@ def sparsifiers(size: int) -> list[tuple[str, dict]]:
 
 def test_results_are_those_of_the_simulator(each_way_once, rank, size):
     """Bit for bit, on every rank, with several buckets under way at once."""
-    driver, n, num_steps = Driver(), 3000, 3
+    driver, n, num_steps = HorovodDriver(), 3000, 3
     rows = sparsifiers(size)
     generator = np.random.default_rng(size)
     gradients = generator.standard_normal((len(rows), num_steps, size, n)).astype(np.float32)
@@ -286,7 +286,7 @@ def test_within_a_process_set(way, rank, size, process_set):
     chosen = process_set(ranks)
     if rank not in ranks:
         return
-    driver, inner = Driver(chosen), ranks.index(rank)
+    driver, inner = HorovodDriver(chosen), ranks.index(rank)
     task = driver.start("inner", ring(inner, len(ranks), 5, 3))
     driver.wait()
     other = 1 - inner

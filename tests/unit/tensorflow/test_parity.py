@@ -11,9 +11,9 @@ from support.cases import CASES, case_id
 tf = pytest.importorskip("tensorflow")
 torch = pytest.importorskip("torch")
 
-from horovod_sparse.pytorch.layout import host_view  # noqa: E402
+from horovod_sparse.pytorch.memory import host_view  # noqa: E402
+from horovod_sparse.pytorch.parts import SparseBucket as TorchBucket  # noqa: E402
 from horovod_sparse.tensorflow.parts import SparseBucket as TensorFlowBucket  # noqa: E402
-from horovod_sparse.torch.parts import SparseBucket as TorchBucket  # noqa: E402
 
 pytestmark = pytest.mark.tensorflow
 

@@ -11,7 +11,7 @@ from horovod_sparse.collectives import AllGather, AllReduce, AllToAll, Broadcast
 from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.torch import driver as module
 from horovod_sparse.torch.collectives import start
-from horovod_sparse.torch.driver import Driver
+from horovod_sparse.torch.driver import HorovodDriver
 from horovod_sparse.torch.handles import holder_of
 
 
@@ -45,7 +45,7 @@ def held(monkeypatch):
         return collectives[name]
 
     monkeypatch.setattr(module, "start", fake)
-    monkeypatch.setattr(module, "_DRAIN_SECONDS", 0.01)
+    monkeypatch.setattr("horovod_sparse.pytorch.driver._DRAIN_SECONDS", 0.01)
     return collectives
 
 
@@ -70,10 +70,10 @@ def test_one_rank_answers_itself(dtype):
             np.testing.assert_array_equal(answer, given)
         return len(answers)
 
-    driver = Driver()
+    driver = HorovodDriver()
     task = driver.start("one", everything())
     driver.wait()
-    assert task.value() == 5 and task.num_rounds == 5 and driver.num_parked == 0
+    assert task.value() == 5 and task.num_rounds == 5 and not driver.parked
 
 
 def test_a_process_set_that_horovod_does_not_know():
@@ -83,7 +83,7 @@ def test_a_process_set_that_horovod_does_not_know():
 
 
 def test_waiting_for_one_advances_all(held):
-    driver = Driver()
+    driver = HorovodDriver()
     one, two = driver.start("one", two_rounds()), driver.start("two", two_rounds(10.0))
     held["two.0"].finished = True
     driver.advance()
@@ -97,32 +97,28 @@ def test_waiting_for_one_advances_all(held):
             self.finished = two.done
             return self.finished
 
-    original = module.start
-    module.start = lambda request, name, process_set: Turn(request, name)
-    try:
-        driver.wait([one])
-    finally:
-        module.start = original
+    driver._start = Turn
+    driver.wait([one])
     assert one.value() == 2.0 and two.value() == 11.0
 
 
 def test_a_name_under_way_is_refused_and_free_afterwards(held):
-    driver = Driver()
+    driver = HorovodDriver()
     driver.start("w", two_rounds())
     with pytest.raises(UnsupportedError, match="w is synchronized while"):
         driver.start("w", two_rounds())
     driver.clear()
-    assert driver.num_parked == 0
+    assert not driver.parked
     held["w.0"].known = False
     assert not driver.start("w", two_rounds()).done
 
 
 def test_a_failure_ends_everything_and_is_raised_by_wait_alone(held):
-    driver = Driver()
+    driver = HorovodDriver()
     tasks = [driver.start(name, two_rounds()) for name in ("one", "two", "three")]
     held["two.0"].finished, held["two.0"].failure = True, hvd.HorovodInternalError("a rank is gone")
     driver.advance()  # a hook: raises nothing
-    assert all(task.done for task in tasks) and driver.num_parked == 0
+    assert all(task.done for task in tasks) and not driver.parked
     with pytest.raises(hvd.HorovodInternalError, match="a rank is gone"):
         driver.wait()
     with pytest.raises(hvd.HorovodInternalError, match="a rank is gone"):
@@ -131,7 +127,7 @@ def test_a_failure_ends_everything_and_is_raised_by_wait_alone(held):
 
 
 def test_handles_of_a_horovod_that_was_shut_down_are_dropped(held):
-    driver = Driver()
+    driver = HorovodDriver()
     old = driver.start("w", two_rounds())
     held["w.0"].known = False
     new = driver.start("w", two_rounds())
@@ -149,12 +145,12 @@ def test_an_interrupt_is_not_kept(held):
         yield AllReduce(np.ones(1))
         raise KeyboardInterrupt
 
-    driver = Driver()
+    driver = HorovodDriver()
     driver.start("w", interrupted())
     held["w.0"].finished = True
     with pytest.raises(KeyboardInterrupt):
         driver.wait()
-    assert driver.num_parked == 0
+    assert not driver.parked
 
 
 def test_a_coroutine_that_needs_no_collective(held):
@@ -162,14 +158,14 @@ def test_a_coroutine_that_needs_no_collective(held):
         return 7
         yield
 
-    driver = Driver()
+    driver = HorovodDriver()
     task = driver.start("w", nothing())
     assert task.done and task.value() == 7 and task.num_rounds == 0
     driver.wait([task])
 
 
 def test_patience_looks_at_the_longest_parked_only(held):
-    driver = Driver()
+    driver = HorovodDriver()
     tasks = [driver.start(f"t{i}", two_rounds()) for i in range(6)]
     held["t0.0"].finished = held["t5.0"].finished = True
     driver.advance(patience=3)

@@ -186,7 +186,7 @@ def test_hooks_measure_the_backward_of_every_parameter(monkeypatch):
 
 def test_work_for_a_bucket_is_not_counted_as_backward(monkeypatch):
     """Every start takes 20 ms; under a plan of four buckets, 3 of them lie between gradients."""
-    from horovod_sparse.torch.parts import SparseBucket
+    from horovod_sparse.pytorch.parts import SparseBucket
 
     start = SparseBucket.start
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -11,14 +12,15 @@ import torch
 
 from horovod_sparse.feedback import Bucket, BucketStep, Member, Progress, Recipe
 from horovod_sparse.frontend import parts
+from horovod_sparse.merging import ParameterFacts, Plan
+from horovod_sparse.pytorch.driver import Driver, Task
 from horovod_sparse.pytorch.flat_gradient import FlatGradient
 from horovod_sparse.pytorch.layout import dtype_name, shaped, unshaped
 from horovod_sparse.pytorch.memory import unscaled
-from horovod_sparse.pytorch.streams import Streams
+from horovod_sparse.pytorch.streams import CudaStreams
 from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.sparsifiers.base import accumulator_dtype
 from horovod_sparse.telemetry import BucketReport
-from horovod_sparse.torch.driver import Driver, Task
 
 
 class Part(parts.Part, Protocol):
@@ -26,13 +28,13 @@ class Part(parts.Part, Protocol):
 
     Attributes:
         gradient: their memory.
-        streams: told of every gradient that is written.
+        streams: told of every gradient that is written, where there are several.
         num_missing: parameters whose gradient is not complete yet in this step.
         task: under way, None before `start`.
     """
 
     gradient: FlatGradient
-    streams: Streams
+    streams: CudaStreams | None
     num_missing: int
     task: Task | None
 
@@ -108,19 +110,21 @@ class SparseBucket(_Laid):
 
     def start(self, driver: Driver, loss_scale: float = 1.0, *, refused: bool = False) -> None:
         """See `Part.start`."""
-        self.gradient.gather()
-        self.gradient.note()
+        self.gradient.settle()
         self._loss_scale = loss_scale
         foldable = self.memory.foldable(self.gradient.flat, loss_scale)
         step = self.bucket.step(foldable, self.learning_rate(), refused=refused)
-        self.task = driver.start(self.name, self.streams.run(step))
+        if self.streams is not None:
+            step = self.streams.run(step)
+        self.task = driver.start(self.name, step)
 
     def apply(self, scale: float) -> BucketReport:
         """See `Part.apply`."""
         task = _finished(self.task)
         started = time.perf_counter()
-        sum_ = task.value()
-        self.streams.join()
+        sum_ = task.result
+        if self.streams is not None:
+            self.streams.join()
         scale *= self._loss_scale
         values = sum_.values if scale == 1.0 else sum_.values * sum_.values.dtype.type(scale)
         num_union = self.gradient.scatter(sum_.indices, values)
@@ -136,7 +140,8 @@ class SparseBucket(_Laid):
 
     def abandon(self, *, drop: bool = False) -> None:
         """See `Part.abandon`."""
-        self.streams.join()
+        if self.streams is not None:
+            self.streams.join()
         self.bucket.abandon(drop=drop)
 
     def held(self) -> tuple[np.ndarray, ...]:
@@ -193,19 +198,21 @@ class DenseParameter(_Laid):
 
     def start(self, driver: Driver, loss_scale: float = 1.0, *, refused: bool = False) -> None:
         """See `Part.start`."""
-        self.gradient.gather()
-        self.gradient.note()
+        self.gradient.settle()
         self._loss_scale = loss_scale
         flat, place = unscaled(self.gradient.flat, loss_scale), (self.rank, self.size)
         step = self.gradient.memory.sum_dense(self.names[0], flat, self.carried, place, refused=refused)
-        self.task = driver.start(f"dense.{self.names[0]}", self.streams.run(step))
+        if self.streams is not None:
+            step = self.streams.run(step)
+        self.task = driver.start(f"dense.{self.names[0]}", step)
 
     def apply(self, scale: float) -> BucketReport:
         """See `Part.apply`."""
         task = _finished(self.task)
         started = time.perf_counter()
-        total = task.value()
-        self.streams.join()
+        total = task.result
+        if self.streams is not None:
+            self.streams.join()
         self.gradient.fill(total * (scale * self._loss_scale))
         self.carried = None
         count = self.gradient.num_elements
@@ -238,4 +245,49 @@ class DenseParameter(_Laid):
 def _finished(task: Task | None) -> Task:
     if task is None or not task.done:
         raise RuntimeError("the synchronization is not done: this is a bug, please report it")
+    if task.error is not None:
+        raise task.error
     return task
+
+
+def parts_of(
+    plan: Plan,
+    facts: Mapping[str, tuple[ParameterFacts, torch.Tensor]],
+    recipe: Recipe,
+    optimizer: torch.optim.Optimizer,
+    place: tuple[int, int],
+    first: int = 0,
+) -> list[Part]:
+    """Buckets in the plan's order, then what stays dense. Fresh: their residuals are zeros.
+
+    Args:
+        plan: which parameters form which bucket.
+        facts: of every parameter by name, and the parameter.
+        recipe: what to do with a bucket.
+        optimizer: of the parameters.
+        place: (rank, size) within the process set.
+        first: number of the first bucket.
+    """
+    parts: list[Part] = []
+    for number, names in enumerate(plan.buckets, first):
+        parameters = [facts[name][1] for name in names]
+        rate = partial(_learning_rate, optimizer, facts[names[0]][0].group)
+        chosen = recipe.for_parameter(names[0], parameters[0].numel())
+        parts.append(SparseBucket(f"bucket{number}.{names[0]}", names, parameters, chosen, rate, place))
+    dense = recipe.for_dense()
+    # a dense parameter has its share of the feedback, and a bucket of its own where that keeps something
+    keeps = dense.feedback.num_companions > 0 or getattr(dense.feedback, "clip_norm", None) is not None
+    for name in plan.dense:
+        fact, parameter = facts[name]
+        if keeps:
+            rate = partial(_learning_rate, optimizer, fact.group)
+            parts.append(DenseBucket(f"dense.{name}", [name], [parameter], dense, rate, place))
+        else:
+            parts.append(DenseParameter(name, parameter, place))
+    return parts
+
+
+def _learning_rate(optimizer: torch.optim.Optimizer, group: int) -> float | None:
+    # by number: load_state_dict makes new dicts of the groups
+    rate = optimizer.param_groups[group].get("lr")
+    return None if rate is None else float(rate)
