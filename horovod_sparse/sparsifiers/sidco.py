@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import numpy as np
 
@@ -39,90 +39,55 @@ class Excess:
         return cls(moments.mean - threshold, variance, moments.mean_logarithm)
 
 
-class Fit(Protocol):
-    """A distribution of magnitudes above 0, fitted by excess."""
+def exponential(excess: Excess, density: float) -> float:
+    """``beta = mean,  threshold = beta * ln(1 / density)``.
 
-    def quantile(self, excess: Excess, density: float) -> float:
-        """The excess that the share `density` exceeds.
-
-        Args:
-            excess: over the last threshold (over 0 at first); its mean is above 0.
-            density: in (0, 1).
-        """
+    Example:
+        >>> round(exponential(Excess(mean=2.0, variance=4.0), 0.5), 4)
+        1.3863
+    """
+    return excess.mean * math.log(1.0 / density)
 
 
-@dataclass(frozen=True)
-class Exponential:
-    """``beta = mean,  threshold = beta * ln(1 / density)``."""
-
-    def quantile(self, excess: Excess, density: float) -> float:
-        """See `Fit.quantile`.
-
-        Example:
-            >>> round(Exponential().quantile(Excess(mean=2.0, variance=4.0), 0.5), 4)
-            1.3863
-        """
-        return excess.mean * math.log(1.0 / density)
-
-
-@dataclass(frozen=True)
-class GeneralizedPareto:
-    """Generalized Pareto.
+def generalized_pareto(excess: Excess, density: float) -> float:
+    """Generalized Pareto; an alpha near 0 is the exponential distribution.
 
     ``alpha = (1 - q) / 2,  beta = mean (q + 1) / 2,  q = mean^2 / variance``;
     ``threshold = (beta / alpha) (density^-alpha - 1)``.
-    """
-
-    def quantile(self, excess: Excess, density: float) -> float:
-        """See `Fit.quantile`; an alpha near 0 is the exponential distribution.
-
-        Example:
-            >>> round(GeneralizedPareto().quantile(Excess(mean=2.0, variance=4.0), 0.5), 4)
-            1.3863
-        """
-        if excess.variance <= 0.0:
-            return excess.mean
-        quotient = excess.mean**2 / excess.variance
-        alpha, beta = 0.5 * (1.0 - quotient), 0.5 * excess.mean * (quotient + 1.0)
-        if abs(alpha) < 1e-9:
-            return beta * math.log(1.0 / density)
-        return beta / alpha * math.expm1(-alpha * math.log(density))
-
-
-@dataclass(frozen=True)
-class Gamma:
-    """Gamma.
-
-    ``s = ln mean - mean ln,  alpha = (3 - s + sqrt((s - 3)^2 + 24 s)) / (12 s),  beta = mean / alpha``;
-    ``threshold = -beta (ln density + ln Gamma(alpha))``, an approximation far out in the tail.
-    """
-
-    def quantile(self, excess: Excess, density: float) -> float:
-        """See `Fit.quantile`; 0 where the approximation is not positive."""
-        spread = math.log(excess.mean) - excess.mean_logarithm
-        if not spread > 1e-12:
-            return excess.mean
-        alpha = (3.0 - spread + math.sqrt((spread - 3.0) ** 2 + 24.0 * spread)) / (12.0 * spread)
-        return max(0.0, -excess.mean / alpha * (math.log(density) + math.lgamma(alpha)))
-
-
-FITS: dict[str, tuple[Fit, Fit]] = {
-    "exponential": (Exponential(), Exponential()),
-    "pareto": (GeneralizedPareto(), GeneralizedPareto()),
-    "gamma": (Gamma(), GeneralizedPareto()),
-}
-
-
-def fit_named(distribution: str, stage: int) -> Fit:
-    """The fit that a named method uses in a stage (from 0).
 
     Example:
-        >>> fit_named("gamma", 1)
-        GeneralizedPareto()
+        >>> round(generalized_pareto(Excess(mean=2.0, variance=4.0), 0.5), 4)
+        1.3863
     """
-    if distribution not in FITS:
-        raise UnknownNameError("distribution", distribution, FITS)
-    return FITS[distribution][min(stage, 1)]
+    if excess.variance <= 0.0:
+        return excess.mean
+    quotient = excess.mean**2 / excess.variance
+    alpha, beta = 0.5 * (1.0 - quotient), 0.5 * excess.mean * (quotient + 1.0)
+    if abs(alpha) < 1e-9:
+        return beta * math.log(1.0 / density)
+    return beta / alpha * math.expm1(-alpha * math.log(density))
+
+
+def gamma(excess: Excess, density: float) -> float:
+    """Gamma; 0 where the approximation, which holds far out in the tail, is not positive.
+
+    ``s = ln mean - mean ln,  alpha = (3 - s + sqrt((s - 3)^2 + 24 s)) / (12 s),  beta = mean / alpha``;
+    ``threshold = -beta (ln density + ln Gamma(alpha))``.
+    """
+    spread = math.log(excess.mean) - excess.mean_logarithm
+    if not spread > 1e-12:
+        return excess.mean
+    alpha = (3.0 - spread + math.sqrt((spread - 3.0) ** 2 + 24.0 * spread)) / (12.0 * spread)
+    return max(0.0, -excess.mean / alpha * (math.log(density) + math.lgamma(alpha)))
+
+
+#: quantiles, of the first stage and of those after it: the excess over the last threshold (over 0 at first),
+#: of a mean above 0, that the share `density` in (0, 1) exceeds
+FITS: dict[str, tuple[Callable[[Excess, float], float], ...]] = {
+    "exponential": (exponential, exponential),
+    "pareto": (generalized_pareto, generalized_pareto),
+    "gamma": (gamma, generalized_pareto),
+}
 
 
 #: what stands for achieved / target where nothing was sent, whose logarithm is none
@@ -203,7 +168,8 @@ class SIDCo(SelectAndGather):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        fit_named(self.distribution, 0)
+        if self.distribution not in FITS:
+            raise UnknownNameError("distribution", self.distribution, FITS)
         for argument in ("first_density", "tolerance"):
             check_number(argument, getattr(self, argument), "a number in (0, 1)", low=0.0, high=_BELOW_ONE)
         for argument in ("adapt_every", "max_stages"):
@@ -233,7 +199,7 @@ class SIDCo(SelectAndGather):
             excess = Excess.of(moments, threshold) if moments.count > 1 else Excess(0.0, 0.0)
             if excess.mean <= 0.0 or wanted >= 1.0:
                 break
-            threshold += fit_named(self.distribution, stage).quantile(excess, wanted)
+            threshold += FITS[self.distribution][min(stage, 1)](excess, wanted)
             if last:
                 break
             density /= self.first_density

@@ -16,7 +16,7 @@ from horovod_sparse.feedback import recipe
 from horovod_sparse.simulation import SimulatedCluster
 from horovod_sparse.sparsifiers import DGC, DRAGONN, BucketInfo, HardThreshold, MSTopK, SIDCo, SparsifierState
 from horovod_sparse.sparsifiers.hard_threshold import HardThresholdState
-from horovod_sparse.sparsifiers.sidco import Excess, fit_named
+from horovod_sparse.sparsifiers.sidco import FITS, Excess
 from horovod_sparse.thresholds import SampledThreshold
 
 
@@ -125,7 +125,7 @@ def test_fits_find_the_quantiles_of_their_own_distribution(distribution: str, de
     accumulator = folded(drawn * np.where(np.arange(drawn.size) % 2, 1, -1))
     moments = accumulator.moments(0.0)
     assert moments.count == drawn.size
-    found = fit_named(distribution, 0).quantile(Excess.of(moments, 0.0), density)
+    found = FITS[distribution][0](Excess.of(moments, 0.0), density)
     exact = float(_SAMPLES[distribution].isf(density))
     if distribution != "gamma":
         assert found == pytest.approx(exact, rel=0.03)
