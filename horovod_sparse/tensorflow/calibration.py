@@ -14,8 +14,6 @@ from horovod_sparse.frontend.engine import carry_out
 from horovod_sparse.tensorflow import collectives
 from horovod_sparse.tensorflow._horovod import hvd
 
-__all__ = ["carry_out_together", "cycle_seconds", "where_of"]
-
 
 def carry_out_together(coroutine: Synchronization[Any], process_set: Any, name: str) -> Any:
     """Runs a coroutine to its end; all ranks of the process set do so together, and nothing else meanwhile.

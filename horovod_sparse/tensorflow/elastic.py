@@ -10,14 +10,12 @@ import tensorflow as tf
 from horovod.common.elastic import ObjectState
 from horovod.tensorflow.elastic import TensorFlowKerasState as _StockKerasState
 from horovod.tensorflow.elastic import TensorFlowState as _StockState
-from horovod.tensorflow.elastic import run
+from horovod.tensorflow.elastic import run as run
 
 from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.tensorflow._horovod import hvd
 from horovod_sparse.tensorflow.functions import broadcast_object, broadcast_variables
 from horovod_sparse.tensorflow.tensors import as_variable, variables_of
-
-__all__ = ["TensorFlowKerasState", "TensorFlowState", "run"]
 
 
 class _Variables:

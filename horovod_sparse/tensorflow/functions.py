@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from horovod.tensorflow.functions import allgather_object, broadcast_object, broadcast_object_fn
+from horovod.tensorflow.functions import allgather_object as allgather_object
+from horovod.tensorflow.functions import broadcast_object as broadcast_object
+from horovod.tensorflow.functions import broadcast_object_fn as broadcast_object_fn
 
 from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.tensorflow._horovod import hvd
 from horovod_sparse.tensorflow.tensors import as_variable
-
-__all__ = ["allgather_object", "broadcast_object", "broadcast_object_fn", "broadcast_variables"]
 
 #: of one message, unless a single variable is larger
 _MESSAGE_BYTES = 1 << 26

@@ -9,8 +9,6 @@ from typing import Any
 
 import tensorflow as tf
 
-__all__ = ["WAITING", "Order", "gate", "gate_callers", "ungated"]
-
 
 class Order:
     """Puts operations behind those that were noted last, graph by graph.

@@ -23,8 +23,6 @@ from horovod_sparse.tensorflow._horovod import hvd, is_elastic
 from horovod_sparse.tensorflow.calibration import carry_out_together, where_of
 from horovod_sparse.tensorflow.tensors import dtype_name
 
-__all__ = ["Facts", "agree", "facts_of", "label_of", "planned", "renamed", "together"]
-
 #: facts and variable, by name
 Facts = Mapping[str, tuple[ParameterFacts, Any]]
 

@@ -13,8 +13,6 @@ from horovod_sparse.tensorflow.graph import HostFunctions
 from horovod_sparse.tensorflow.variable_buckets import VariableBuckets
 from horovod_sparse.tensorflow.warmup import WarmUp
 
-__all__ = ["Replanning"]
-
 _log = logging.getLogger("horovod_sparse")
 
 

@@ -18,8 +18,6 @@ import tensorflow as tf
 from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.tensorflow._horovod import hvd
 
-__all__ = ["StockCall", "keep_functions_with_compressors", "stock_call"]
-
 #: AutoGraph converts Horovod's functions where it traces them, and calls them so
 _CONVERTED = "tf__"
 #: frames that are looked at; AutoGraph puts several between one function and the next

@@ -14,8 +14,6 @@ from horovod_sparse.tensorflow.collectives import known_to_elastic
 from horovod_sparse.tensorflow.planning import label_of
 from horovod_sparse.tensorflow.tensors import as_variable
 
-__all__ = ["SyncBatchNormalization"]
-
 
 class _Sum:
     """A differentiable sum over ranks, whose names follow from the layer's shape and its turn.

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,10 +23,10 @@ from horovod_sparse.tensorflow._horovod import hvd, is_elastic, present_start
 from horovod_sparse.tensorflow.collectives import reduce_densely
 from horovod_sparse.tensorflow.driver import Driver
 from horovod_sparse.tensorflow.graph import EagerCalls, refuse_differentiation, refuse_graphs
+from horovod_sparse.tensorflow.loss_scale import ScaledReduction
 from horovod_sparse.tensorflow.order import WAITING, Order, gate, ungated
 from horovod_sparse.tensorflow.parts import Part, SparseBucket
 from horovod_sparse.tensorflow.replanning import Replanning
-from horovod_sparse.tensorflow.scaled import ScaledReduction
 from horovod_sparse.tensorflow.task import idle_seconds
 from horovod_sparse.tensorflow.tensors import as_dense, as_rate, as_variable
 from horovod_sparse.tensorflow.transport import between_pairs
@@ -75,6 +75,7 @@ class GradientSynchronizer:
         **asked: how buckets are made (`groups`, `merging` and the others): see `plan_request`.
 
     Attributes:
+        buckets: of the variables.
         replanning: what is done about the plan.
         host: keeps what graphs call.
         telemetry: what happened in the last step, and on average.
@@ -96,11 +97,11 @@ class GradientSynchronizer:
     ) -> None:
         self.recipe, self.process_set = recipe, process_set or hvd.global_process_set
         self.average, self.sparse_as_dense = average, sparse_as_dense
-        self._buckets = VariableBuckets(recipe, self.process_set, name, lambda: self.place, **asked)
+        self.buckets = VariableBuckets(recipe, self.process_set, name, lambda: self.place, **asked)
         self._scaled = ScaledReduction(self.process_set)
-        self.replanning = Replanning(self._buckets, recipe.sparsifier, self.process_set)
+        self.replanning = Replanning(self.buckets, recipe.sparsifier, self.process_set)
         self._eagerly = EagerCalls(self._build)
-        self._driver = Driver(self._buckets, self.process_set, self._agree)
+        self._driver = Driver(self.buckets, self.process_set, self._agree)
         self._order, self.host = Order(), self._driver.host
         #: Horovod's start since which all ranks go on alike
         self._start: object = None
@@ -125,27 +126,27 @@ class GradientSynchronizer:
     @property
     def parts(self) -> list[Part]:
         """Buckets and dense variables, in the order in which they were planned."""
-        return self._buckets.parts
+        return self.buckets.parts
 
     @property
     def sparse(self) -> list[SparseBucket]:
         """The parts that are sparsified."""
-        return self._buckets.sparse
+        return self.buckets.sparse
 
     @property
     def names(self) -> tuple[str, ...]:
         """Of the variables that have their bucket, in the order in which they were seen."""
-        return self._buckets.names
+        return self.buckets.names
 
     @property
     def plan(self) -> Plan:
         """Which variables form which bucket."""
-        return self._buckets.plan
+        return self.buckets.plan
 
     @property
     def decision(self) -> Decision | None:
         """Why the plan was taken, where times decided about it: predictions, and the profile behind them."""
-        return self._buckets.decision
+        return self.buckets.decision
 
     @property
     def is_measured(self) -> bool:
@@ -258,7 +259,7 @@ class GradientSynchronizer:
         self, gradients: Sequence[Gradient], variables: Sequence[Any], rate: tf.Tensor
     ) -> tuple[list[Any], tf.Tensor | None]:
         """What `_build` gives, and what is there when it ends; None where no part takes part."""
-        absent = self._buckets.absent(variables)
+        absent = self.buckets.absent(variables)
         every = [*gradients, *(None for _ in absent)]
         started = self.start(every, [*variables, *absent.values()], rate)
         results, parts, num_given = started.results, started.parts, len(gradients)
@@ -267,10 +268,10 @@ class GradientSynchronizer:
         like = [(tf.as_dtype(part.dtype), shape) for part in parts for shape in part.shapes]
         absent_names = frozenset(absent)
         # by their positions: a graph shall not keep the memory of buckets that there are no more
-        version, positions = self._buckets.version, [self.parts.index(part) for part in parts]
+        version, positions = self.buckets.version, [self.parts.index(part) for part in parts]
 
         def finish() -> list[np.ndarray]:
-            parts = self._buckets.at(version, positions)
+            parts = self.buckets.at(version, positions)
             arrays = self.finish(parts)
             for part in parts:
                 if isinstance(part, SparseBucket):
@@ -290,15 +291,6 @@ class GradientSynchronizer:
             results[position] = sum_
         return results[:num_given], end
 
-    def beside(self, variables: Collection[Any]) -> list[SparseBucket]:
-        """The buckets that these variables have, those that have one."""
-        names = {self._buckets.name_of(variable) for variable in variables} - {None}
-        return [part for part in self.sparse if names & set(part.names)]
-
-    def name_of(self, variable: Any) -> str | None:
-        """The name of a variable that has its bucket."""
-        return self._buckets.name_of(variable)
-
     def start(self, gradients: Sequence[Gradient], variables: Sequence[Any], rate: tf.Tensor) -> Unsettled:
         """Everything up to the end of the last round; for those who finish in a way of their own.
 
@@ -307,7 +299,7 @@ class GradientSynchronizer:
             variables: likewise; or what can pass for them (`shape`, `dtype`, `name`, `ref`).
             rate: see `as_rate`.
         """
-        if self._buckets.add(gradients, variables):
+        if self.buckets.add(gradients, variables):
             self.replanning.planned()
             if self.on_planned is not None:
                 self.on_planned()
@@ -316,13 +308,13 @@ class GradientSynchronizer:
         # where ranks come and go a first bucket may wait for the other ranks
         with self._order.behind(), WAITING.behind() if is_elastic() else contextlib.nullcontext():
             for i, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):
-                name = self.name_of(variable)
+                name = self.buckets.name_of(variable)
                 if name is not None and not isinstance(gradient, tf.IndexedSlices):
                     by_name[name] = i
                 elif gradient is not None:
-                    label = f"{self._buckets.label}.other{i}"
+                    label = f"{self.buckets.label}.other{i}"
                     results[i] = reduce_densely(gradient, label, self.process_set, self.average)
-            parts, given = self._buckets.of(by_name), self.replanning.stamped(gradients, by_name, self.host)
+            parts, given = self.buckets.of(by_name), self.replanning.stamped(gradients, by_name, self.host)
             tensors = [
                 [
                     tf.zeros(shape, part.dtype) if given[by_name[name]] is None else given[by_name[name]]
@@ -394,9 +386,9 @@ class GradientSynchronizer:
             if self._start is present_start():
                 return
             settings = {"compression": self.recipe.describe(), "op": "Average" if self.average else "Sum"}
-            before, start = self._buckets.version, self._buckets.agreed_start(self.step, settings)
+            before, start = self.buckets.version, self.buckets.agreed_start(self.step, settings)
             if start.anew:
-                if self._buckets.version != before:
+                if self.buckets.version != before:
                     self._forget_functions()
                 self.step, why = start.step, start.reason
                 self.replanning.stop()

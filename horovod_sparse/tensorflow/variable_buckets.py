@@ -92,6 +92,11 @@ class VariableBuckets:
         """The name of a variable that has its bucket."""
         return self._names.get(variable.ref())
 
+    def beside(self, variables: Collection[Any]) -> list[SparseBucket]:
+        """The sparsified buckets that these variables have, those that have one."""
+        names = {self.name_of(variable) for variable in variables} - {None}
+        return [part for part in self.sparse if names & set(part.names)]
+
     def absent(self, variables: Sequence[Any]) -> dict[str, Any]:
         """By name, the variables that share a bucket with some of these and are not among them."""
         given = {self._names[variable.ref()] for variable in variables if variable.ref() in self._names}

@@ -26,8 +26,6 @@ from horovod_sparse.sparsifiers import Sparsifier
 from horovod_sparse.tensorflow.calibration import carry_out_together, where_of
 from horovod_sparse.tensorflow.graph import HOST, HostFunctions
 
-__all__ = ["WarmUp"]
-
 _log = logging.getLogger("horovod_sparse")
 
 #: steps whose backward is measured, after the first one, which has no beginning, and one to warm up

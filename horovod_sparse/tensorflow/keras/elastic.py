@@ -5,15 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import tensorflow as tf
-from horovod.tensorflow.keras.elastic import (
-    CommitStateCallback,
-    UpdateBatchStateCallback,
-    UpdateEpochStateCallback,
-)
+from horovod.tensorflow.keras.elastic import CommitStateCallback as CommitStateCallback
+from horovod.tensorflow.keras.elastic import UpdateBatchStateCallback as UpdateBatchStateCallback
+from horovod.tensorflow.keras.elastic import UpdateEpochStateCallback as UpdateEpochStateCallback
 
-from horovod_sparse.tensorflow.elastic import TensorFlowKerasState, run
-
-__all__ = ["CommitStateCallback", "KerasState", "UpdateBatchStateCallback", "UpdateEpochStateCallback", "run"]
+from horovod_sparse.tensorflow.elastic import TensorFlowKerasState
+from horovod_sparse.tensorflow.elastic import run as run
 
 
 class KerasState(TensorFlowKerasState):

@@ -12,8 +12,8 @@ from horovod_sparse.tensorflow._horovod import hvd, is_elastic
 from horovod_sparse.tensorflow.arguments import Arguments
 from horovod_sparse.tensorflow.collectives import known_to_elastic, not_folded
 from horovod_sparse.tensorflow.graph import EagerCalls, refuse_graphs
+from horovod_sparse.tensorflow.loss_scale import ScaledReduction, times
 from horovod_sparse.tensorflow.planning import label_of
-from horovod_sparse.tensorflow.scaled import ScaledReduction, times
 from horovod_sparse.tensorflow.tensors import as_dense, as_variable, scaled_locally
 
 

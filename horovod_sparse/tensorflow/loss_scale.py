@@ -16,8 +16,6 @@ from horovod_sparse.tensorflow.collectives import known_to_elastic, not_folded
 from horovod_sparse.tensorflow.planning import label_of
 from horovod_sparse.tensorflow.tensors import as_variable
 
-__all__ = ["ScaledReduction", "times"]
-
 
 class ScaledReduction:
     """Reduces gradients of a scaled loss; not finite on any rank, they become NaN on all.
