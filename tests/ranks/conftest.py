@@ -1,22 +1,28 @@
-"""Tests of the PyTorch front end that every rank of a launch runs alike; see tests/support/launched.py.
+"""Tests of the front ends that every rank of a launch runs alike; see tests/support/launched.py.
 
-horovodrun --gloo -np 2 python -m pytest tests/ranks
+    horovodrun --gloo -np 2 python -m pytest tests/ranks/torch
+
+Frameworks take seconds to start, so all tests of a folder share a launch, and only one is started in it.
+tf-keras (Keras 2) is chosen before TensorFlow is imported.
 """
 
 from __future__ import annotations
 
-from support.launched import fixtures, runtest_hook
+import importlib
+import os
+from pathlib import Path
 
-# isort: split
-import horovod.torch as hvd
 import pytest
-import torch
+
+LAUNCHED = {"torch": "torch", "tensorflow": "tensorflow", "tf_keras": "tensorflow"}
 
 
-def pytest_sessionstart(session: pytest.Session) -> None:
-    torch.set_num_threads(1)
-    hvd.init()
-
-
-pytest_runtest_call = runtest_hook(hvd, lambda name: hvd.barrier(), (hvd.HorovodInternalError,))
-rank, size, process_set = fixtures(hvd)
+def pytest_configure(config: pytest.Config) -> None:
+    """Starts the framework of the folder that was asked for, with the fixtures and hooks of its tests."""
+    folders = {part for argument in config.args for part in Path(argument).parts if part in LAUNCHED}
+    if len(folders) != 1:
+        raise pytest.UsageError(f"ask for tests of one of the folders {', '.join(LAUNCHED)}")
+    [folder] = folders
+    if folder == "tf_keras":
+        os.environ["TF_USE_LEGACY_KERAS"] = "1"
+    config.pluginmanager.register(importlib.import_module(f"support.launched_{LAUNCHED[folder]}"))

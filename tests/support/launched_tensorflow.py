@@ -1,4 +1,4 @@
-"""What the conftests of TensorFlow and of tf-keras have in common; see `launched`."""
+"""What all tests of TensorFlow and of tf-keras on ranks have; see `launched`."""
 
 from __future__ import annotations
 
