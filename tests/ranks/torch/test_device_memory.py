@@ -16,6 +16,8 @@ from support.linear import LinearModel, dyadic, same_on_all_ranks
 from support.memories import choose_memory
 from support.optimizers import make, residuals_of, train_step
 
+pytestmark = pytest.mark.once
+
 SHAPES = {"first": (40, 30), "bias": (7,), "scalar": (), "second": (3, 5, 11)}
 #: one row of every algorithm
 FIRST = list({case.recipe.sparsifier.name: case for case in reversed(CASES)}.values())

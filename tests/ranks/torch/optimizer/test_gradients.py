@@ -15,6 +15,8 @@ from horovod_sparse.merging import Plan
 from support.linear import same_on_all_ranks
 from support.optimizers import residuals_of
 
+pytestmark = pytest.mark.once
+
 
 def model_of(seed: int = 0) -> torch.nn.Module:
     torch.manual_seed(seed)

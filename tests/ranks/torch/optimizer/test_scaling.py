@@ -15,6 +15,8 @@ from horovod_sparse.pytorch.loss_scale import scaled_by, watch_scalers
 from support.linear import LinearModel, dyadic, same_on_all_ranks
 from support.optimizers import make, residuals_of
 
+pytestmark = pytest.mark.once
+
 SHAPES = {"first": (40, 30), "bias": (7,), "scalar": (), "second": (3, 5, 11)}
 #: a scale that grows and falls, at the ends of steps
 SCALES = [2.0**10, 2.0**11, 2.0**11, 2.0**9, 2.0**16, 2.0**16, 2.0**8, 2.0**9]

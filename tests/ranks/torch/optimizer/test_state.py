@@ -34,6 +34,7 @@ def through_a_file(saved):
     return torch.load(buffer, weights_only=True)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_resume_is_invisible(case, rank):
     """Stopped after 3 of 6 steps, with a learning rate that changed: the same bits as never stopped."""
