@@ -20,6 +20,7 @@ from horovod_sparse.arrays.gradients import (
     residual_memory,
 )
 from horovod_sparse.arrays.protocol import FoldReport, Indices, Moments, Values
+from horovod_sparse.checks import check_density
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.kernels.host import fold as folding
 from horovod_sparse.kernels.host import maxima as block_maxima
@@ -51,14 +52,7 @@ class Journal:
         self._seen = 0
 
     def remember(self, indices: Indices) -> tuple[Values, ...]:
-        """Notes what stands at some places, just before it is changed.
-
-        Args:
-            indices: int32, shape (k,), checked.
-
-        Returns:
-            What stands there in each of the arrays, shape (k,).
-        """
+        """Notes, and returns, what stands at checked places of each array, just before it is changed."""
         olds = tuple(scatter.taken(array, indices) for array in self._arrays)
         # A copy: the caller may reuse its array, and the journal must not change with it.
         self._changes.append(_Change(indices.copy(), olds))
@@ -71,11 +65,7 @@ class Journal:
             yield change.indices
 
     def undo(self) -> list[Indices]:
-        """Restores every array bit for bit, the last change first, and forgets.
-
-        Returns:
-            The places that changed.
-        """
+        """Restores every array bit for bit, the last change first; returns the places, and forgets."""
         for change in reversed(self._changes):
             for array, old in zip(self._arrays, change.olds, strict=True):
                 scatter.put_at(array, change.indices, old)
@@ -116,14 +106,7 @@ class BlockMaxima:
         return self._array
 
     def exact(self, changed: Iterable[Indices]) -> Array:
-        """Exact maxima.
-
-        Args:
-            changed: the places that changed since they were exact last.
-
-        Returns:
-            shape (num_blocks,).
-        """
+        """Exact maxima, given the places that changed since they were exact last."""
         maxima = self.bounds()
         for indices in changed:
             block_maxima.refresh_maxima(self._values, maxima, self._layout.block, indices)
@@ -172,8 +155,7 @@ class HostAccumulator:
         companions: int = 0,
         memory: Array | None = None,
     ) -> None:
-        if not 0.0 < density <= 1.0:
-            raise ArgumentError("density", density, "a number in (0, 1]")
+        check_density("density", density, "a number in (0, 1]")
         self._layout = Layout(int(num_elements), block_size(density))
         self._values = residual_memory(self._layout.num_elements, accumulating(dtype), memory)
         self._companions = tuple(np.zeros_like(self._values) for _ in range(companions))
@@ -280,14 +262,7 @@ class HostAccumulator:
         return select.at_least(self._values, self._maxima.bounds(), self._layout, threshold, start, stop)
 
     def count_at_least(self, thresholds: Any) -> NDArray[np.int64]:
-        """How many magnitudes are >= each threshold and not 0, for several thresholds in one read.
-
-        Args:
-            thresholds: magnitudes, shape (m,).
-
-        Returns:
-            int64, shape (m,).
-        """
+        """How many magnitudes are >= each threshold and not 0, for several thresholds in one read."""
         keys = np.array([bits_of(float(t), self.dtype) for t in thresholds], bits_dtype(self.dtype))
         counts = np.zeros(keys.size, np.int64)
         statistics.count_at_least(self._values, self._maxima.bounds(), self._layout.block, keys, counts)
