@@ -6,6 +6,7 @@ import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from horovod_sparse.collectives import Synchronization
 from horovod_sparse.cost import CostModel, Profile, check_same_profile
@@ -16,7 +17,7 @@ from horovod_sparse.frontend.calibration.backward_times import BackwardTimes, me
 from horovod_sparse.frontend.calibration.buckets import BucketMemory
 from horovod_sparse.frontend.collective_errors import raise_together
 from horovod_sparse.frontend.correction import corrected, measured_step
-from horovod_sparse.frontend.plan_request import PlanRequest
+from horovod_sparse.frontend.plan_request import PlanRequest, make_plan
 from horovod_sparse.merging import (
     DEFAULT_BUCKET_BYTES,
     ParameterFacts,
@@ -193,6 +194,59 @@ def plan_by_times(
     plan = request.strategy(workload.with_dense(chosen), cost)
     plan.check(workload.parameters)
     return Decision(plan, request.describe(), _predicted(workload, plan, cost), profile)
+
+
+@dataclass(frozen=True)
+class FirstPlan:
+    """What this rank would begin with; all ranks take the first rank's, once they have agreed.
+
+    Attributes:
+        plan: which parameters form which bucket.
+        request: how plans are made; None where one was given, or none is asked for.
+        decision: why the plan was taken, where a profile decided.
+        failure: why the plan is not the one that was asked for.
+    """
+
+    plan: Plan
+    request: PlanRequest | None = None
+    decision: Decision | None = None
+    failure: Exception | None = None
+
+
+def first_plan(
+    request: PlanRequest | None,
+    facts: Mapping[str, tuple[ParameterFacts, Any]],
+    sparsifier: Sparsifier,
+    where: Callable[[], Where],
+    **arguments: Any,
+) -> FirstPlan:
+    """The plan that needs no measuring: as asked for, by a complete profile's times, or the default one.
+
+    Args:
+        request: how plans are made; None where `arguments` say what the plan is.
+        facts: of every parameter by name, and the parameter.
+        sparsifier: that the buckets have.
+        where: tells where the plan shall be applied.
+        **arguments: of `make_plan`, without a request.
+
+    Raises:
+        ArgumentError: for arguments that exclude each other, or a plan that does not fit them. What may
+            fail on one rank alone is kept as the failure.
+    """
+    if request is None:
+        return FirstPlan(make_plan(facts, **arguments))
+    parameters = [fact for fact, _ in facts.values()]
+    try:
+        if request.failure is not None:
+            raise request.failure
+        if request.measures and request.profile is not None and request.complete:
+            decision = plan_by_times(request, where(), parameters, sparsifier, request.profile)
+            return FirstPlan(decision.plan, request, decision)
+        made = request.first_plan(parameters)
+        made.check(parameters)
+        return FirstPlan(made, request)
+    except Exception as failure:  # a rule of the user's may fail on one rank alone
+        return FirstPlan(make_plan(facts), request, failure=failure)
 
 
 def _predicted(workload: Workload, plan: Plan, cost: CostModel) -> dict[str, float]:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import numpy as np
 
 from horovod_sparse.collectives import AllToAll, Exchange, Request, Synchronization
-from horovod_sparse.errors import ArgumentError
 from horovod_sparse.frontend.calibration import Where
 from horovod_sparse.frontend.engine import carry_out
 from horovod_sparse.tensorflow import collectives
@@ -50,25 +48,6 @@ def _alone(request: Request) -> Any:
     return request.buffer.copy()
 
 
-def cycle_seconds() -> float:
-    """Horovod's cycle time, as its environment variable sets it; 1 ms without one.
-
-    Raises:
-        ArgumentError: if the variable holds no number. (Horovod itself then takes 0.)
-    """
-    text = os.environ.get("HOROVOD_CYCLE_TIME", "1")
-    try:
-        return float(text) / 1e3
-    except ValueError:
-        raise ArgumentError("HOROVOD_CYCLE_TIME", text, "milliseconds") from None
-
-
 def where_of(process_set: Any) -> Where:
     """This rank's place, and what a profile says of the cluster. Selection is on the host here."""
-    return Where(
-        rank=int(process_set.rank()),
-        size=int(process_set.size()),
-        framework="tensorflow",
-        controller="mpi" if hvd.mpi_enabled() else "gloo",
-        cycle_seconds=cycle_seconds(),
-    )
+    return Where.of(process_set, "tensorflow", hvd.mpi_enabled())

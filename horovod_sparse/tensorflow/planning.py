@@ -14,9 +14,9 @@ from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.feedback import ParameterRules
 from horovod_sparse.frontend.agreement import agreed_plan, common_names, describe_model, next_label
 from horovod_sparse.frontend.collective_errors import raise_together
-from horovod_sparse.frontend.decision import Decision, check_agreement, plan_by_times
+from horovod_sparse.frontend.decision import Decision, check_agreement, first_plan
 from horovod_sparse.frontend.engine import carry_out
-from horovod_sparse.frontend.plan_request import PlanRequest, make_plan
+from horovod_sparse.frontend.plan_request import PlanRequest
 from horovod_sparse.merging import ParameterFacts, Plan
 from horovod_sparse.sparsifiers import Sparsifier
 from horovod_sparse.tensorflow._horovod import hvd, is_elastic
@@ -81,22 +81,10 @@ def planned(
         StateMismatchError: on every rank alike, if their models differ.
     """
     together(check_agreement(request), process_set)
-    if request is None:
-        return agree(make_plan(facts, **arguments), facts, process_set), None
-    parameters = [fact for fact, _ in facts.values()]
-    decision, first = None, Plan(())
-    failure: Exception | None = None
-    try:
-        if request.measures and request.profile is not None and request.complete:
-            decision = plan_by_times(request, where_of(process_set), parameters, sparsifier, request.profile)
-            first = decision.plan
-        else:
-            first = request.first_plan(parameters)
-            first.check(parameters)
-    except Exception as error:  # a rule of the user's may fail on one rank alone
-        failure = error
-    together(raise_together(failure), process_set)
-    return agree(first, facts, process_set), decision
+    first = first_plan(request, facts, sparsifier, lambda: where_of(process_set), **arguments)
+    if request is not None:
+        together(raise_together(first.failure), process_set)
+    return agree(first.plan, facts, process_set), first.decision
 
 
 def together(coroutine: Synchronization[Any], process_set: Any) -> Any:

@@ -16,7 +16,7 @@ from horovod_sparse.feedback import Recipe, resumed
 from horovod_sparse.feedback.state import shared_digest
 from horovod_sparse.frontend.agreement import Standing, Start, agreed_start, kept_share
 from horovod_sparse.frontend.collective_errors import raise_together
-from horovod_sparse.frontend.decision import check_agreement
+from horovod_sparse.frontend.decision import FirstPlan, check_agreement
 from horovod_sparse.frontend.parts import assign_residuals, held_residuals
 from horovod_sparse.frontend.plan_request import make_plan
 from horovod_sparse.merging import ParameterFacts, Plan
@@ -64,7 +64,7 @@ class Bucketing:
         optimizer: Any,
         facts: Mapping[str, tuple[ParameterFacts, torch.Tensor]],
         recipe: Recipe,
-        first: planning.FirstPlan,
+        first: FirstPlan,
         process_set: Any,
         average: bool,
     ) -> None:

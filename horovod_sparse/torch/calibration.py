@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +10,6 @@ import torch
 
 from horovod_sparse.arrays.protocol import Accumulator
 from horovod_sparse.collectives import Request, Synchronization
-from horovod_sparse.errors import ArgumentError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.frontend.calibration import Where
 from horovod_sparse.frontend.calibration.buckets import BucketMemory, HostBucketMemory
@@ -21,8 +19,6 @@ from horovod_sparse.pytorch.memory import HOST_DEVICES, DeviceMemory
 from horovod_sparse.sparsifiers import BucketInfo, SparseSum
 from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.driver import HorovodDriver
-
-__all__ = ["DeviceBucketMemory", "Starts", "bucket_memory", "carry_out_together", "cycle_seconds", "where_of"]
 
 _DTYPES = {
     "float32": torch.float32,
@@ -78,29 +74,10 @@ def _alone(request: Request) -> Synchronization[Any]:
     return (yield request)
 
 
-def cycle_seconds() -> float:
-    """Horovod's cycle time, as its environment variable sets it; 1 ms without one.
-
-    Raises:
-        ArgumentError: if the variable holds no number. (Horovod itself then takes 0.)
-    """
-    text = os.environ.get("HOROVOD_CYCLE_TIME", "1")
-    try:
-        return float(text) / 1e3
-    except ValueError:
-        raise ArgumentError("HOROVOD_CYCLE_TIME", text, "milliseconds") from None
-
-
 def where_of(process_set: Any, device: torch.device) -> Where:
     """This rank's place, and what a profile says of the cluster."""
-    return Where(
-        rank=int(process_set.rank()),
-        size=int(process_set.size()),
-        framework="torch",
-        controller="mpi" if hvd.mpi_enabled() else "gloo",
-        cycle_seconds=cycle_seconds(),
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-    )
+    words = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return Where.of(process_set, "torch", hvd.mpi_enabled(), words)
 
 
 def bucket_memory(parameters: Sequence[ParameterFacts]) -> tuple[BucketMemory, torch.device, str]:

@@ -3,40 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.feedback import ParameterRules
-from horovod_sparse.frontend.decision import Decision, plan_by_times
-from horovod_sparse.frontend.plan_request import PlanRequest, make_plan, plan_request
-from horovod_sparse.merging import ParameterFacts, Plan
+from horovod_sparse.frontend.calibration import Where
+from horovod_sparse.frontend.decision import FirstPlan, first_plan
+from horovod_sparse.frontend.plan_request import plan_request
+from horovod_sparse.merging import ParameterFacts
 from horovod_sparse.pytorch.layout import dtype_name
 from horovod_sparse.sparsifiers import Sparsifier
 from horovod_sparse.torch.calibration import bucket_memory, where_of
 
-__all__ = ["FirstPlan", "facts_of", "joining", "make_plan", "planned"]
-
 _NO_RULES = ParameterRules()
-
-
-@dataclass(frozen=True)
-class FirstPlan:
-    """What this rank would begin with; all ranks take the first rank's, once they have agreed.
-
-    Attributes:
-        plan: which parameters form which bucket.
-        request: how plans are made; None where one was given, or none is asked for.
-        decision: why the plan was taken, where a profile decided.
-        failure: why the plan is not the one that was asked for.
-    """
-
-    plan: Plan
-    request: PlanRequest | None = None
-    decision: Decision | None = None
-    failure: Exception | None = None
 
 
 def facts_of(
@@ -103,13 +84,7 @@ def planned(
     facts: Mapping[str, tuple[ParameterFacts, torch.Tensor]],
     sparsifier: Sparsifier,
     process_set: Any,
-    *,
-    plan: Plan | None = None,
-    groups: Any = None,
-    bucket_bytes: int | None = None,
-    merging: Any = None,
-    tensor_selection: Any = None,
-    profile: Any = None,
+    **arguments: Any,
 ) -> FirstPlan:
     """The plan to begin with, as this rank's arguments ask for it. No collective.
 
@@ -117,41 +92,20 @@ def planned(
         facts: as made by `facts_of`.
         sparsifier: that the buckets have.
         process_set: the ranks.
-        plan: and the others: the optimizer's arguments; see `plan_request`.
-        groups: Horovod's argument.
-        bucket_bytes: see `fixed_bytes`.
-        merging: see `plan_request`.
-        tensor_selection: see `plan_request`.
-        profile: see `plan_request`.
+        **arguments: of the optimizer; see `plan_request`.
 
     Raises:
         ArgumentError: for arguments that exclude each other, or a plan that does not fit.
         ProfileMismatchError: with one rank, if a profile cannot be read or applied; with more it is kept
             as the failure, for all ranks to know.
     """
-    request, plan = plan_request(
-        merging=merging,
-        tensor_selection=tensor_selection,
-        profile=profile,
-        plan=plan,
-        groups=groups,
-        bucket_bytes=bucket_bytes,
-    )
-    if request is None:
-        return FirstPlan(make_plan(facts, plan=plan, groups=groups, bucket_bytes=bucket_bytes))
-    parameters = [fact for fact, _ in facts.values()]
-    try:
-        if request.failure is not None:
-            raise request.failure
-        if request.measures and request.profile is not None and request.complete:
-            _, device, _ = bucket_memory(parameters)
-            where = where_of(process_set, device)
-            decision = plan_by_times(request, where, parameters, sparsifier, request.profile)
-            return FirstPlan(decision.plan, request, decision)
-        made = request.first_plan(parameters)
-        made.check(parameters)
-        return FirstPlan(made, request)
-    except Exception as failure:  # a rule of the user's may fail on one rank alone
-        if process_set.size() == 1:
-            raise
-        return FirstPlan(make_plan(facts), request, failure=failure)
+    request, plan = plan_request(**arguments)
+    arguments = {"plan": plan, **{name: arguments.get(name) for name in ("groups", "bucket_bytes")}}
+
+    def where() -> Where:
+        return where_of(process_set, bucket_memory([fact for fact, _ in facts.values()])[1])
+
+    first = first_plan(request, facts, sparsifier, where, **arguments)
+    if first.failure is not None and process_set.size() == 1:
+        raise first.failure
+    return first

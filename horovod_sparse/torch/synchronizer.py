@@ -18,12 +18,12 @@ from horovod_sparse.errors import (
 )
 from horovod_sparse.feedback import MomentumCorrection, Recipe
 from horovod_sparse.frontend.collective_errors import has_bad_gradient, some_of, worst
+from horovod_sparse.frontend.decision import FirstPlan
 from horovod_sparse.frontend.momentum import refuse_later_momentum
 from horovod_sparse.merging import ParameterFacts
 from horovod_sparse.pytorch.loss_scale import ScaleOfStep, watch_scalers
 from horovod_sparse.pytorch.parts import Part
 from horovod_sparse.telemetry import StepReport, Telemetry
-from horovod_sparse.torch import planning
 from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.bucketing import Bucketing
 from horovod_sparse.torch.driver import explain
@@ -82,7 +82,7 @@ class GradientSynchronizer(Bucketing):
         optimizer: Any,
         facts: Mapping[str, tuple[ParameterFacts, torch.Tensor]],
         recipe: Recipe,
-        first: planning.FirstPlan,
+        first: FirstPlan,
         *,
         process_set: Any,
         average: bool,

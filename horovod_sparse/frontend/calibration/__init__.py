@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from horovod_sparse.collectives import Synchronization
 from horovod_sparse.cost import DENSE, Fit, Profile, fit_selection, fit_time
@@ -79,6 +81,25 @@ class Where:
     controller: str
     cycle_seconds: float = 0.001
     device: str = "cpu"
+
+    @classmethod
+    def of(cls, process_set: Any, framework: str, on_mpi: bool, device: str = "cpu") -> Where:
+        """This rank's place in a process set of Horovod's, whose controller is MPI or Gloo."""
+        rank, size = int(process_set.rank()), int(process_set.size())
+        return cls(rank, size, framework, "mpi" if on_mpi else "gloo", cycle_seconds(), device)
+
+
+def cycle_seconds() -> float:
+    """Horovod's cycle time, as its environment variable sets it; 1 ms without one.
+
+    Raises:
+        ArgumentError: if the variable holds no number. (Horovod itself then takes 0.)
+    """
+    text = os.environ.get("HOROVOD_CYCLE_TIME", "1")
+    try:
+        return float(text) / 1e3
+    except ValueError:
+        raise ArgumentError("HOROVOD_CYCLE_TIME", text, "milliseconds") from None
 
 
 def needed_kinds(sparsifiers: Sequence[Sparsifier], size: int) -> tuple[str, ...]:

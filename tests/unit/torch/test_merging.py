@@ -12,9 +12,10 @@ hvd = pytest.importorskip("horovod_sparse.torch")
 
 from horovod_sparse.cost import Fit, Profile  # noqa: E402
 from horovod_sparse.errors import ArgumentError, ProfileMismatchError, UnknownNameError  # noqa: E402
+from horovod_sparse.frontend.calibration import cycle_seconds  # noqa: E402
 from horovod_sparse.merging import Plan, fixed, min_elements  # noqa: E402
 from horovod_sparse.pytorch.streams import EventStamps, HostStamps, stamps_for  # noqa: E402
-from horovod_sparse.torch.calibration import DeviceBucketMemory, bucket_memory, cycle_seconds  # noqa: E402
+from horovod_sparse.torch.calibration import DeviceBucketMemory, bucket_memory  # noqa: E402
 
 NAMES = ("0.weight", "0.bias", "2.weight", "2.bias")
 PROFILE = Profile(
