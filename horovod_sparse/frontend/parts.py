@@ -12,7 +12,7 @@ import numpy as np
 
 from horovod_sparse.collectives import AllReduce, Synchronization
 from horovod_sparse.errors import EditedGradientError, NonFiniteGradientError
-from horovod_sparse.feedback import Progress, progress_of
+from horovod_sparse.feedback import Progress, Recipe, progress_of
 
 
 class Part(Protocol):
@@ -21,9 +21,12 @@ class Part(Protocol):
     Attributes:
         names: of the parameters.
         places: [start, stop) of each among the part's n elements.
+        dense: whether the plan leaves its one parameter dense: such a part is no bucket of the plan, and has
+            no sparsifier's state in a checkpoint. (A bucket that a rule of the recipe sends whole has one.)
     """
 
     names: tuple[str, ...]
+    dense: bool
 
     @property
     def places(self) -> Sequence[tuple[int, int]]:
@@ -46,6 +49,18 @@ class Part(Protocol):
 
     def flat(self, number: int, values: Any) -> np.ndarray:
         """The inverse of `shaped`."""
+
+
+def needs_bucket(dense: Recipe) -> bool:
+    """Whether a parameter that a plan leaves dense needs a bucket, as its feedback keeps something.
+
+    Momentum correction is one: without it a dense parameter would train without momentum. Everything is sent
+    then, so the residual stays 0. Any other dense parameter needs nothing but `sum_densely`.
+
+    Args:
+        dense: the recipe of such a parameter, see `Recipe.for_dense`.
+    """
+    return dense.feedback.num_companions > 0 or getattr(dense.feedback, "clip_norm", None) is not None
 
 
 def held_residuals(parts: Sequence[Part], num_companions: int) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from horovod_sparse.feedback import Bucket, BucketStep, Member, Progress, Recipe
-from horovod_sparse.frontend import parts
+from horovod_sparse.frontend import parts as common
 from horovod_sparse.merging import ParameterFacts, Plan
 from horovod_sparse.pytorch.driver import Driver, Task
 from horovod_sparse.pytorch.flat_gradient import FlatGradient
@@ -23,7 +23,7 @@ from horovod_sparse.sparsifiers.base import accumulator_dtype
 from horovod_sparse.telemetry import BucketReport
 
 
-class Part(parts.Part, Protocol):
+class Part(common.Part, Protocol):
     """Parameters that are synchronized together.
 
     Attributes:
@@ -83,6 +83,7 @@ class SparseBucket(_Laid):
         recipe: what to do with them.
         learning_rate: tells the present one of their parameter group.
         place: (rank, size) within the process set.
+        dense: see `Part.dense`.
     """
 
     def __init__(
@@ -93,8 +94,10 @@ class SparseBucket(_Laid):
         recipe: Recipe,
         learning_rate: Callable[[], float | None],
         place: tuple[int, int],
+        *,
+        dense: bool = False,
     ) -> None:
-        self.name, self.learning_rate = name, learning_rate
+        self.name, self.learning_rate, self.dense = name, learning_rate, dense
         self.names: tuple[str, ...] = tuple(names)
         self.gradient = FlatGradient(parameters, self.names[0])
         dtype = dtype_name(parameters[0]) or "unknown"  # others are refused before
@@ -165,14 +168,6 @@ class SparseBucket(_Laid):
         self.memory.assign_companions(self.bucket.accumulator, held[1:])
 
 
-class DenseBucket(SparseBucket):
-    """A parameter that a plan leaves dense, in a bucket of its own because its feedback keeps something.
-
-    Momentum correction is one: without it a dense parameter would train without momentum. Everything is
-    sent, so the residual stays 0, and the sparsifier has no state worth a checkpoint.
-    """
-
-
 class DenseParameter(_Laid):
     """A parameter that a plan leaves dense: an allreduce of all its elements.
 
@@ -187,6 +182,7 @@ class DenseParameter(_Laid):
 
     def __init__(self, name: str, parameter: torch.Tensor, place: tuple[int, int]) -> None:
         self.names: tuple[str, ...] = (name,)
+        self.dense = True
         self.gradient = FlatGradient([parameter], name)
         self.streams = self.gradient.memory.streams()
         self.rank, self.size = place
@@ -275,13 +271,12 @@ def parts_of(
         chosen = recipe.for_parameter(names[0], parameters[0].numel())
         parts.append(SparseBucket(f"bucket{number}.{names[0]}", names, parameters, chosen, rate, place))
     dense = recipe.for_dense()
-    # a dense parameter has its share of the feedback, and a bucket of its own where that keeps something
-    keeps = dense.feedback.num_companions > 0 or getattr(dense.feedback, "clip_norm", None) is not None
     for name in plan.dense:
         fact, parameter = facts[name]
-        if keeps:
+        if common.needs_bucket(dense):
             rate = partial(_learning_rate, optimizer, fact.group)
-            parts.append(DenseBucket(f"dense.{name}", [name], [parameter], dense, rate, place))
+            label = f"dense.{name}"
+            parts.append(SparseBucket(label, [name], [parameter], dense, rate, place, dense=True))
         else:
             parts.append(DenseParameter(name, parameter, place))
     return parts

@@ -15,7 +15,7 @@ import numpy as np
 from horovod_sparse.arrays import GradientParts, HostAccumulator
 from horovod_sparse.collectives import AllReduce, Request, Synchronization
 from horovod_sparse.feedback import Bucket, BucketStep, Member, Progress, Recipe
-from horovod_sparse.frontend import parts
+from horovod_sparse.frontend import parts as common
 from horovod_sparse.frontend.agreement import kept_share
 from horovod_sparse.frontend.parts import sum_densely
 from horovod_sparse.kernels import apply_scaled_sum, clear_at
@@ -30,7 +30,7 @@ from horovod_sparse.tensorflow.tensors import numpy_dtype
 Place = Callable[[], tuple[int, int]]
 
 
-class Part(parts.Part, Protocol):
+class Part(common.Part, Protocol):
     """Variables that are synchronized together.
 
     Attributes:
@@ -98,6 +98,7 @@ class SparseBucket(_Laid):
         dtype: of the gradients.
         recipe: what to do with them.
         place: tells (rank, size).
+        dense: see `Part.dense`.
     """
 
     def __init__(
@@ -109,8 +110,11 @@ class SparseBucket(_Laid):
         dtype: str,
         recipe: Recipe,
         place: Place,
+        *,
+        dense: bool = False,
     ) -> None:
         self.names: tuple[str, ...] = tuple(names)
+        self.dense = dense
         self.shapes, self.dtype = [tuple(shape) for shape in shapes], dtype
         self._name, self._recipe, self._place = name, recipe, place
         self.bucket = self._made(None)
@@ -215,14 +219,6 @@ class SparseBucket(_Laid):
             array[...] = values
 
 
-class DenseBucket(SparseBucket):
-    """A variable that a plan leaves dense, in a bucket of its own because its feedback keeps something.
-
-    Momentum correction is one: without it a dense variable would train without momentum. Everything is
-    sent, so the residual stays 0, and the sparsifier has no state worth a checkpoint.
-    """
-
-
 class DenseVariable(_Laid):
     """A variable that a plan leaves dense: an allreduce of all its elements.
 
@@ -238,6 +234,7 @@ class DenseVariable(_Laid):
 
     def __init__(self, name: str, collective: str, shape: tuple[int, ...], dtype: str, place: Place) -> None:
         self.names: tuple[str, ...] = (name,)
+        self.dense = True
         self.shapes, self.dtype = [tuple(shape)], dtype
         #: what error feedback still held for the variable when it became dense; joins the next gradient
         self.carried: np.ndarray | None = None

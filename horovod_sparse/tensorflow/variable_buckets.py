@@ -12,12 +12,12 @@ from horovod_sparse.feedback import Recipe
 from horovod_sparse.feedback.state import shared_digest
 from horovod_sparse.frontend.agreement import Standing, Start, agreed_start
 from horovod_sparse.frontend.decision import Decision
-from horovod_sparse.frontend.parts import assign_residuals, held_residuals
+from horovod_sparse.frontend.parts import assign_residuals, held_residuals, needs_bucket
 from horovod_sparse.frontend.plan_request import make_plan, plan_request
 from horovod_sparse.merging import ParameterFacts, Plan
 from horovod_sparse.tensorflow import planning
 from horovod_sparse.tensorflow.calibration import carry_out_together
-from horovod_sparse.tensorflow.parts import DenseBucket, DenseVariable, Part, Place, SparseBucket
+from horovod_sparse.tensorflow.parts import DenseVariable, Part, Place, SparseBucket
 from horovod_sparse.tensorflow.tensors import as_variable, dtype_name, unique_names
 
 
@@ -76,16 +76,12 @@ class VariableBuckets:
     @property
     def sparse(self) -> list[SparseBucket]:
         """The parts that are sparsified."""
-        return [
-            part
-            for part in self.parts
-            if isinstance(part, SparseBucket) and not isinstance(part, DenseBucket)
-        ]
+        return [part for part in self.parts if isinstance(part, SparseBucket) and not part.dense]
 
     @property
     def plan(self) -> Plan:
         """Which variables form which bucket."""
-        dense = [part.names[0] for part in self.parts if isinstance(part, (DenseBucket, DenseVariable))]
+        dense = [part.names[0] for part in self.parts if part.dense]
         return Plan(tuple(part.names for part in self.sparse), tuple(dense))
 
     def name_of(self, variable: Any) -> str | None:
@@ -238,21 +234,22 @@ class VariableBuckets:
         for names in plan.buckets:
             first = self._facts[names[0]][0]
             recipe = self._recipe.for_parameter(first.name, first.num_elements)
-            self.parts.append(self._bucket(SparseBucket, f"bucket{len(self.parts)}", names, recipe))
+            self.parts.append(self._bucket(f"bucket{len(self.parts)}", names, recipe))
         for name in plan.dense:
             self.parts.append(self._dense(name))
 
     def _bucket(
-        self, kind: type[SparseBucket], label: str, names: Sequence[str], recipe: Recipe
+        self, label: str, names: Sequence[str], recipe: Recipe, *, dense: bool = False
     ) -> SparseBucket:
         shapes, dtype = [tuple(self._facts[name][1].shape) for name in names], self._facts[names[0]][0].dtype
-        return kind(f"{label}.{names[0]}", self._collective(), names, shapes, dtype, recipe, self.place)
+        label = f"{label}.{names[0]}"
+        return SparseBucket(label, self._collective(), names, shapes, dtype, recipe, self.place, dense=dense)
 
     def _dense(self, name: str) -> Part:
         """A variable that the plan leaves dense, with the feedback's share that a dense one has."""
         recipe = self._recipe.for_dense()
-        if recipe.feedback.num_companions or getattr(recipe.feedback, "clip_norm", None) is not None:
-            return self._bucket(DenseBucket, "dense", [name], recipe)
+        if needs_bucket(recipe):
+            return self._bucket("dense", [name], recipe, dense=True)
         fact, variable = self._facts[name]
         return DenseVariable(name, self._collective(), tuple(variable.shape), fact.dtype, self.place)
 

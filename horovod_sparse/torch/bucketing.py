@@ -21,7 +21,7 @@ from horovod_sparse.frontend.parts import assign_residuals, held_residuals
 from horovod_sparse.frontend.plan_request import make_plan
 from horovod_sparse.merging import ParameterFacts, Plan
 from horovod_sparse.pytorch.layout import dtype_name
-from horovod_sparse.pytorch.parts import DenseBucket, Part, SparseBucket, parts_of
+from horovod_sparse.pytorch.parts import Part, SparseBucket, parts_of
 from horovod_sparse.torch import planning
 from horovod_sparse.torch.calibration import carry_out_together
 from horovod_sparse.torch.driver import HorovodDriver
@@ -109,11 +109,7 @@ class Bucketing:
     @property
     def sparse(self) -> list[SparseBucket]:
         """The parts that are sparsified, in the plan's order."""
-        return [
-            part
-            for part in self.parts
-            if isinstance(part, SparseBucket) and not isinstance(part, DenseBucket)
-        ]
+        return [part for part in self.parts if isinstance(part, SparseBucket) and not part.dense]
 
     def build(self, plan: Plan) -> None:
         """Fresh buckets for a plan. Gradients stay what they are."""
