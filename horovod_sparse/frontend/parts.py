@@ -12,7 +12,9 @@ import numpy as np
 
 from horovod_sparse.collectives import AllReduce, Synchronization
 from horovod_sparse.errors import EditedGradientError, NonFiniteGradientError
-from horovod_sparse.feedback import Progress, Recipe, progress_of
+from horovod_sparse.feedback import Bucket, BucketStep, Progress, Recipe, progress_of
+from horovod_sparse.sparsifiers.base import accumulator_dtype
+from horovod_sparse.telemetry import BucketReport
 
 
 class Part(Protocol):
@@ -49,6 +51,90 @@ class Part(Protocol):
 
     def flat(self, number: int, values: Any) -> np.ndarray:
         """The inverse of `shaped`."""
+
+
+class BucketPart:
+    """What a part with a bucket holds back; each front end's is derived from it.
+
+    Attributes:
+        bucket: residual, feedback, sparsifier and its state.
+    """
+
+    bucket: Bucket
+
+    def held(self) -> tuple[np.ndarray, ...]:
+        """See `Part.held`: views, where the accumulator is on the host."""
+        accumulator: Any = self.bucket.accumulator
+        return (accumulator.values(), *accumulator.companions)
+
+    def blank(self) -> list[np.ndarray]:
+        """See `Part.blank`."""
+        count, info = 1 + self.bucket.recipe.feedback.num_companions, self.bucket.info
+        return [np.zeros(info.num_elements, info.value_dtype) for _ in range(count)]
+
+    def restart(self, progress: Progress | None = None) -> None:
+        """See `Part.restart`."""
+        self.assign(self.blank())
+        self.bucket.restart(progress)
+
+    def assign(self, held: Sequence[np.ndarray]) -> None:
+        """See `Part.assign`."""
+        self.bucket.accumulator.assign(held[0])
+        for array, values in zip(self.held()[1:], held[1:], strict=True):
+            array[...] = values
+
+
+class DensePart:
+    """What a part holds back that a plan leaves dense, and that needs no bucket; see `needs_bucket`.
+
+    Attributes:
+        names: of the one parameter.
+        num_elements: n.
+        dtype: of its gradient, by name.
+        carried: what error feedback still held for it when it became dense; joins the next gradient.
+    """
+
+    names: tuple[str, ...]
+    dense = True
+    num_elements: int
+    dtype: str
+    carried: np.ndarray | None = None
+
+    def held(self) -> tuple[np.ndarray, ...]:
+        """See `Part.held`."""
+        return () if self.carried is None else (self.carried,)
+
+    def blank(self) -> list[np.ndarray]:
+        """See `Part.blank`."""
+        return [np.zeros(self.num_elements, accumulator_dtype(self.dtype))]
+
+    def restart(self, progress: Progress | None = None) -> None:
+        """See `Part.restart`."""
+        self.carried = None
+
+    def assign(self, held: Sequence[np.ndarray]) -> None:
+        """See `Part.assign`."""
+        (self.carried,) = held
+
+    def abandon(self, *, drop: bool = False) -> None:
+        """The step is taken back: a dense gradient of an abandoned step is dropped, as Horovod would."""
+
+    def report(
+        self, size: int, itemsize: int, gradient_bytes: int, seconds: float, waited: float = 0.0
+    ) -> BucketReport:
+        """What has happened, for telemetry.
+
+        Args:
+            size: P.
+            itemsize: of an element as it was sent.
+            gradient_bytes: of the gradient.
+            seconds: that it took to take the sum.
+            waited: seconds, for the other ranks.
+        """
+        count = self.num_elements
+        sent = (count + size) * itemsize
+        step = BucketStep(self.names[0], count, count, count, count, sent, [sent])
+        return BucketReport(step, count, gradient_bytes, np.zeros(size), waited, seconds)
 
 
 def needs_bucket(dense: Recipe) -> bool:

@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from horovod_sparse.feedback import Bucket, BucketStep, Member, Progress, Recipe
+from horovod_sparse.feedback import Bucket, Member, Recipe
 from horovod_sparse.frontend import parts as common
 from horovod_sparse.merging import ParameterFacts, Plan
 from horovod_sparse.pytorch.driver import Driver, Task
@@ -19,7 +19,6 @@ from horovod_sparse.pytorch.layout import dtype_name, shaped, unshaped
 from horovod_sparse.pytorch.memory import unscaled
 from horovod_sparse.pytorch.streams import CudaStreams
 from horovod_sparse.sparsifiers import BucketInfo
-from horovod_sparse.sparsifiers.base import accumulator_dtype
 from horovod_sparse.telemetry import BucketReport
 
 
@@ -73,7 +72,7 @@ class _Laid:
         return unshaped(values, self.gradient.layouts[number])
 
 
-class SparseBucket(_Laid):
+class SparseBucket(_Laid, common.BucketPart):
     """A bucket of parameters, sparsified.
 
     Args:
@@ -152,23 +151,13 @@ class SparseBucket(_Laid):
         accumulator = self.bucket.accumulator
         return (accumulator.values(), *self.memory.companions(accumulator))
 
-    def blank(self) -> list[np.ndarray]:
-        """See `Part.blank`."""
-        count, info = 1 + self.bucket.recipe.feedback.num_companions, self.bucket.info
-        return [np.zeros(info.num_elements, info.value_dtype) for _ in range(count)]
-
-    def restart(self, progress: Progress | None = None) -> None:
-        """See `Part.restart`."""
-        self.assign(self.blank())
-        self.bucket.restart(progress)
-
     def assign(self, held: Sequence[np.ndarray]) -> None:
         """See `Part.assign`."""
         self.bucket.accumulator.assign(held[0])
         self.memory.assign_companions(self.bucket.accumulator, held[1:])
 
 
-class DenseParameter(_Laid):
+class DenseParameter(_Laid, common.DensePart):
     """A parameter that a plan leaves dense: an allreduce of all its elements.
 
     Half types are summed in float32. The ranks' health travels behind the elements, so that a NaN is
@@ -182,12 +171,11 @@ class DenseParameter(_Laid):
 
     def __init__(self, name: str, parameter: torch.Tensor, place: tuple[int, int]) -> None:
         self.names: tuple[str, ...] = (name,)
-        self.dense = True
+        self.dtype = dtype_name(parameter) or "unknown"
         self.gradient = FlatGradient([parameter], name)
+        self.num_elements = self.gradient.num_elements
         self.streams = self.gradient.memory.streams()
         self.rank, self.size = place
-        #: what error feedback still held for the parameter when it became dense; joins the next gradient
-        self.carried: np.ndarray | None = None
         self.num_missing = 1
         self.task: Task | None = None
         self._loss_scale = 1.0
@@ -211,31 +199,10 @@ class DenseParameter(_Laid):
             self.streams.join()
         self.gradient.fill(total * (scale * self._loss_scale))
         self.carried = None
-        count = self.gradient.num_elements
-        sent = (count + self.size) * total.element_size()
-        step = BucketStep(self.names[0], count, count, count, count, sent, [sent])
-        waited, took = task.waited_seconds, time.perf_counter() - started
-        return BucketReport(step, count, self.gradient.num_bytes, np.zeros(self.size), waited, took)
-
-    def abandon(self, *, drop: bool = False) -> None:
-        """See `Part.abandon`; a dense gradient of an abandoned step is dropped, as Horovod would."""
-
-    def held(self) -> tuple[np.ndarray, ...]:
-        """See `Part.held`."""
-        return () if self.carried is None else (self.carried,)
-
-    def blank(self) -> list[np.ndarray]:
-        """See `Part.blank`."""
-        dtype = accumulator_dtype(dtype_name(self.gradient.flat) or "unknown")
-        return [np.zeros(self.gradient.num_elements, dtype)]
-
-    def restart(self, progress: Progress | None = None) -> None:
-        """See `Part.restart`."""
-        self.carried = None
-
-    def assign(self, held: Sequence[np.ndarray]) -> None:
-        """See `Part.assign`."""
-        (self.carried,) = held
+        took = time.perf_counter() - started
+        return self.report(
+            self.size, total.element_size(), self.gradient.num_bytes, took, task.waited_seconds
+        )
 
 
 def _finished(task: Task | None) -> Task:

@@ -14,7 +14,7 @@ import numpy as np
 
 from horovod_sparse.arrays import GradientParts, HostAccumulator
 from horovod_sparse.collectives import AllReduce, Request, Synchronization
-from horovod_sparse.feedback import Bucket, BucketStep, Member, Progress, Recipe
+from horovod_sparse.feedback import Bucket, Member, Recipe
 from horovod_sparse.frontend import parts as common
 from horovod_sparse.frontend.agreement import kept_share
 from horovod_sparse.frontend.parts import sum_densely
@@ -87,7 +87,7 @@ class _Laid:
         return np.asarray(values).reshape(-1)
 
 
-class SparseBucket(_Laid):
+class SparseBucket(_Laid, common.BucketPart):
     """A bucket of variables, sparsified.
 
     Args:
@@ -198,28 +198,8 @@ class SparseBucket(_Laid):
                 total = np.bincount(which, weights=sum_.values[inside], minlength=indices.size)
                 self.bucket.accumulator.add(indices, (total * share).astype(sum_.values.dtype))
 
-    def held(self) -> tuple[np.ndarray, ...]:
-        """See `Part.held`: views."""
-        accumulator = self.bucket.accumulator
-        return (accumulator.values(), *accumulator.companions)
 
-    def blank(self) -> list[np.ndarray]:
-        """See `Part.blank`."""
-        return [np.zeros(array.size, array.dtype) for array in self.held()]
-
-    def restart(self, progress: Progress | None = None) -> None:
-        """See `Part.restart`."""
-        self.assign(self.blank())
-        self.bucket.restart(progress)
-
-    def assign(self, held: Sequence[np.ndarray]) -> None:
-        """See `Part.assign`."""
-        self.bucket.accumulator.assign(held[0])
-        for array, values in zip(self.held()[1:], held[1:], strict=True):
-            array[...] = values
-
-
-class DenseVariable(_Laid):
+class DenseVariable(_Laid, common.DensePart):
     """A variable that a plan leaves dense: an allreduce of all its elements.
 
     Half types are summed in float32.
@@ -234,10 +214,7 @@ class DenseVariable(_Laid):
 
     def __init__(self, name: str, collective: str, shape: tuple[int, ...], dtype: str, place: Place) -> None:
         self.names: tuple[str, ...] = (name,)
-        self.dense = True
-        self.shapes, self.dtype = [tuple(shape)], dtype
-        #: what error feedback still held for the variable when it became dense; joins the next gradient
-        self.carried: np.ndarray | None = None
+        self.shapes, self.dtype, self.num_elements = [tuple(shape)], dtype, math.prod(shape)
         self._place, self._size = place, place()[1]
         self.task = Task(collective, (AllReduce,), accumulator_dtype(dtype))
 
@@ -253,31 +230,8 @@ class DenseVariable(_Laid):
         total = self.task.result
         dense = (total * total.dtype.type(scale)).astype(numpy_dtype(self.dtype)).reshape(self.shapes[0])
         self.carried = None
-        sent = (total.size + self._place()[1]) * total.itemsize
-        count = total.size
-        step = BucketStep(self.names[0], count, count, count, count, sent, [sent])
         took = time.perf_counter() - started
-        norms = np.zeros(self._place()[1])
-        return [dense], BucketReport(step, count, dense.nbytes, norms, apply_seconds=took)
-
-    def abandon(self, *, drop: bool = False) -> None:
-        """See `Part.abandon`; a dense gradient of an abandoned step is dropped, as Horovod would."""
-
-    def held(self) -> tuple[np.ndarray, ...]:
-        """See `Part.held`."""
-        return () if self.carried is None else (self.carried,)
-
-    def blank(self) -> list[np.ndarray]:
-        """See `Part.blank`."""
-        return [np.zeros(self.places[-1][1], accumulator_dtype(self.dtype))]
-
-    def restart(self, progress: Progress | None = None) -> None:
-        """See `Part.restart`."""
-        self.carried = None
-
-    def assign(self, held: Sequence[np.ndarray]) -> None:
-        """See `Part.assign`."""
-        (self.carried,) = held
+        return [dense], self.report(self._place()[1], total.itemsize, dense.nbytes, took)
 
     def close(self) -> None:
         """See `Part.close`; nothing is kept that could be taken back."""
