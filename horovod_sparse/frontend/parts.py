@@ -64,7 +64,7 @@ class BucketPart:
 
     def held(self) -> tuple[np.ndarray, ...]:
         """See `Part.held`: views, where the accumulator is on the host."""
-        accumulator: Any = self.bucket.accumulator
+        accumulator = self.bucket.accumulator
         return (accumulator.values(), *accumulator.companions)
 
     def blank(self) -> list[np.ndarray]:
