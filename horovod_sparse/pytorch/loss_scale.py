@@ -63,27 +63,20 @@ class ScaleOfStep:
         #: of the step under way, or of the last one; None where losses are not scaled
         self.scaler: torch.amp.GradScaler | None = None
         self.value = 1.0
-        self._is_noted = False
 
     def note(self) -> None:
-        """A gradient has arrived. Asks the scaler once in a step: the number may be on a GPU."""
-        if not self._is_noted:
-            self.scaler, self._is_noted = scaled_by(), True
-            self.value = 1.0 if self.scaler is None else float(self.scaler.get_scale())
+        """The first gradient of a step has arrived. Asks the scaler once: the number may be on a GPU."""
+        self.scaler = scaled_by()
+        self.value = 1.0 if self.scaler is None else float(self.scaler.get_scale())
 
     def expect(self, scaler: torch.amp.GradScaler | None) -> None:
-        """Who asks for the step, where no gradient of this rank has told: all ranks step alike."""
-        if not self._is_noted:
-            self.scaler, self.value = scaler, 1.0
+        """Who asks for a step of which no gradient of this rank has told: all ranks step alike."""
+        self.scaler, self.value = scaler, 1.0
 
     def settle(self) -> None:
-        """The step's gradients are complete; where none has arrived they are scaled as in the last step."""
-        if not self._is_noted and self.scaler is not None:
+        """A step ends of which no gradient has told: it is scaled as was expected, or as the last one."""
+        if self.scaler is not None:
             self.value = float(self.scaler.get_scale())
-
-    def end(self) -> None:
-        """The step is over."""
-        self._is_noted = False
 
 
 def _telling(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -126,10 +126,10 @@ class SparseCompressor(hvd.compression.Compressor):
         rate = stock.learning_rate(parameter) if stock is not None else None
         if not self._pending:
             self._reports, self._idle_before = [], driver.idle_seconds
+            self.loss_scale.note()
         driver.advance(_PATIENCE)  # backward is going on: the moment for rounds that are due
         self._buckets.take_up(name, parameter, tensor, _place_in(driver))
         memory = memory_of(tensor.device, name)
-        self.loss_scale.note()
         pending = PendingGradient(
             name,
             tensor,
@@ -307,7 +307,6 @@ class SparseCompressor(hvd.compression.Compressor):
 
     def _settle(self, driver: HorovodDriver) -> None:
         """Waits for all that is pending; gives all of it up where something failed."""
-        self.loss_scale.end()
         edits = None
         if all(pending.stock is not None for pending in self._pending.values()):
             edited = [name for name, pending in self._pending.items() if pending.edited]

@@ -148,7 +148,8 @@ class Methods(torch.optim.Optimizer):
         # a scaler asks once for a step: where it has asked before, it has skipped that step
         is_due = self._for_scaler or not self._synchronized
         if self._synchronizer is not None and self._should_synchronize and is_due:
-            self._synchronizer.loss_scale.expect(scaler)
+            if not self._synchronizer.under_way:
+                self._synchronizer.loss_scale.expect(scaler)
             self.synchronize()
             self._for_scaler = True
 

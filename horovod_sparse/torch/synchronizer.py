@@ -344,7 +344,6 @@ class GradientSynchronizer(Bucketing):
         for parameter in delays:
             delays[parameter] = passes
         self.under_way, self._held, self._num_started = False, [], 0
-        self.loss_scale.end()
 
     def clip(self, max_norm: float) -> None:
         """Scales all gradients of the optimizer down to a norm, as `torch.nn.utils.clip_grad_norm_` does.
