@@ -20,12 +20,12 @@ import numpy as np
 import tensorflow as tf
 
 from horovod_sparse.collectives import AllToAll, Exchange
+from horovod_sparse.tensorflow.bucketing import Bucketing
 from horovod_sparse.tensorflow.collectives import NO_SPLITS, Wire, carry_out, wire_dtype
 from horovod_sparse.tensorflow.graph import HOST, HostFunctions
 from horovod_sparse.tensorflow.parts import Part
 from horovod_sparse.tensorflow.tensors import numpy_dtype
 from horovod_sparse.tensorflow.transport import Courier, between_pairs, courier_for
-from horovod_sparse.tensorflow.variable_buckets import VariableBuckets
 
 #: of gradients: what a batch of small parts comes to. Folding so many takes about as long as calling Python.
 _BATCH_BYTES = 1 << 20
@@ -35,7 +35,7 @@ class Driver:
     """Builds the operations of synchronizations, in the graph that is being traced; runs nothing.
 
     Args:
-        buckets: whose parts are synchronized.
+        bucketing: of the parts that are synchronized.
         process_set: the ranks that take part.
         agree: called on the host before every step of a part: see `GradientSynchronizer`.
 
@@ -43,8 +43,8 @@ class Driver:
         host: keeps the host functions.
     """
 
-    def __init__(self, buckets: VariableBuckets, process_set: Any, agree: Callable[[], None]) -> None:
-        self._buckets, self._process_set, self._agree = buckets, process_set, agree
+    def __init__(self, bucketing: Bucketing, process_set: Any, agree: Callable[[], None]) -> None:
+        self._bucketing, self._process_set, self._agree = bucketing, process_set, agree
         self.host = HostFunctions()
 
     def start(
@@ -101,15 +101,15 @@ class Driver:
         A courier gets the rest of the step, where there is one; `task.wait` ends it then.
         """
         # by its position: a graph shall not keep the memory of buckets that there are no more
-        version, position, task = self._buckets.version, self._buckets.parts.index(part), part.task
+        version, position, task = self._bucketing.version, self._bucketing.parts.index(part), part.task
 
         def begin(rate: np.ndarray, arrays: Sequence[np.ndarray]) -> Wire:
-            here = self._buckets.place()
+            here = self._bucketing.place()
             task.legs.clear()
             with task.working() if courier is None else contextlib.nullcontext():
                 try:
                     self._agree()
-                    (part,) = self._buckets.at(version, [position])
+                    (part,) = self._bucketing.at(version, [position])
                     coroutine = part.begin(float(rate[0]) if rate.size else None, arrays)
                 except Exception as error:
                     return task.fail(error, here)

@@ -251,10 +251,10 @@ class DropIn:
         absent = self._absent(slots)
         gradients = [*(call.gradients[i] for i in positions), *(None for _ in absent)]
         slots, every = [*slots, *absent], [*positions, *(-1 - i for i in range(len(absent)))]
-        names = frozenset(str(synchronizer.buckets.name_of(slot)) for slot in absent)
+        names = frozenset(str(synchronizer.bucketing.name_of(slot)) for slot in absent)
         if tf.executing_eagerly():
             sums = synchronizer.synchronize(gradients, slots)
-            _take_back(synchronizer.buckets.beside(absent), names)
+            _take_back(synchronizer.bucketing.beside(absent), names)
             gathering = _Gathering(call.frame, set(positions), _OnHost([], names), positions)
             gathering.sums = dict(zip(every, sums, strict=True))
             return gathering
@@ -273,11 +273,11 @@ class DropIn:
     def _absent(self, slots: Sequence[_Slot]) -> list[_Slot]:
         """Those without a gradient, on all ranks alike, that share a bucket with these."""
         assert self.synchronizer is not None
-        beside = {name for part in self.synchronizer.buckets.beside(slots) for name in part.names}
+        beside = {name for part in self.synchronizer.bucketing.beside(slots) for name in part.names}
         return [
             slot
             for slot in self._slots
-            if slot not in slots and self.synchronizer.buckets.name_of(slot) in beside
+            if slot not in slots and self.synchronizer.bucketing.name_of(slot) in beside
         ]
 
     def _synchronizer_for(self, theirs: Any) -> GradientSynchronizer:

@@ -24,9 +24,9 @@ from horovod_sparse.frontend.decision import Decision, decide
 from horovod_sparse.frontend.plan_request import PlanRequest
 from horovod_sparse.merging import ParameterFacts, Plan
 from horovod_sparse.sparsifiers import Sparsifier
+from horovod_sparse.tensorflow.bucketing import Bucketing
 from horovod_sparse.tensorflow.calibration import carry_out_together, where_of
 from horovod_sparse.tensorflow.graph import HOST, HostFunctions
-from horovod_sparse.tensorflow.variable_buckets import VariableBuckets
 
 _log = logging.getLogger("horovod_sparse")
 
@@ -173,7 +173,7 @@ class Replanning:
         process_set: the ranks.
     """
 
-    def __init__(self, buckets: VariableBuckets, sparsifier: Sparsifier, process_set: Any) -> None:
+    def __init__(self, buckets: Bucketing, sparsifier: Sparsifier, process_set: Any) -> None:
         self._buckets, self._sparsifier = buckets, sparsifier
         self._process_set = process_set
         self._warmup: WarmUp | None = None

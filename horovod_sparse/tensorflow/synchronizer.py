@@ -20,6 +20,7 @@ from horovod_sparse.frontend.decision import Decision
 from horovod_sparse.merging import Plan
 from horovod_sparse.telemetry import StepReport, Telemetry
 from horovod_sparse.tensorflow._horovod import hvd, is_elastic, present_start
+from horovod_sparse.tensorflow.bucketing import Bucketing
 from horovod_sparse.tensorflow.collectives import reduce_densely
 from horovod_sparse.tensorflow.driver import Driver
 from horovod_sparse.tensorflow.graph import EagerCalls, refuse_differentiation, refuse_graphs
@@ -30,7 +31,6 @@ from horovod_sparse.tensorflow.replanning import Replanning
 from horovod_sparse.tensorflow.task import idle_seconds
 from horovod_sparse.tensorflow.tensors import as_dense, as_rate, as_variable
 from horovod_sparse.tensorflow.transport import between_pairs
-from horovod_sparse.tensorflow.variable_buckets import VariableBuckets
 
 _log = logging.getLogger("horovod_sparse")
 
@@ -75,7 +75,7 @@ class GradientSynchronizer:
         **asked: how buckets are made (`groups`, `merging` and the others): see `plan_request`.
 
     Attributes:
-        buckets: of the variables.
+        bucketing: which variable is in which bucket.
         replanning: what is done about the plan.
         host: keeps what graphs call.
         telemetry: what happened in the last step, and on average.
@@ -97,11 +97,11 @@ class GradientSynchronizer:
     ) -> None:
         self.recipe, self.process_set = recipe, process_set or hvd.global_process_set
         self.average, self.sparse_as_dense = average, sparse_as_dense
-        self.buckets = VariableBuckets(recipe, self.process_set, name, lambda: self.place, **asked)
+        self.bucketing = Bucketing(recipe, self.process_set, name, lambda: self.place, **asked)
         self._scaled = ScaledReduction(self.process_set)
-        self.replanning = Replanning(self.buckets, recipe.sparsifier, self.process_set)
+        self.replanning = Replanning(self.bucketing, recipe.sparsifier, self.process_set)
         self._eagerly = EagerCalls(self._build)
-        self._driver = Driver(self.buckets, self.process_set, self._agree)
+        self._driver = Driver(self.bucketing, self.process_set, self._agree)
         self._order, self.host = Order(), self._driver.host
         #: Horovod's start since which all ranks go on alike
         self._start: object = None
@@ -126,27 +126,27 @@ class GradientSynchronizer:
     @property
     def parts(self) -> list[Part]:
         """Buckets and dense variables, in the order in which they were planned."""
-        return self.buckets.parts
+        return self.bucketing.parts
 
     @property
     def sparse(self) -> list[SparseBucket]:
         """The parts that are sparsified."""
-        return self.buckets.sparse
+        return self.bucketing.sparse
 
     @property
     def names(self) -> tuple[str, ...]:
         """Of the variables that have their bucket, in the order in which they were seen."""
-        return self.buckets.names
+        return self.bucketing.names
 
     @property
     def plan(self) -> Plan:
         """Which variables form which bucket."""
-        return self.buckets.plan
+        return self.bucketing.plan
 
     @property
     def decision(self) -> Decision | None:
         """Why the plan was taken, where times decided about it: predictions, and the profile behind them."""
-        return self.buckets.decision
+        return self.bucketing.decision
 
     @property
     def is_measured(self) -> bool:
@@ -259,7 +259,7 @@ class GradientSynchronizer:
         self, gradients: Sequence[Gradient], variables: Sequence[Any], rate: tf.Tensor
     ) -> tuple[list[Any], tf.Tensor | None]:
         """What `_build` gives, and what is there when it ends; None where no part takes part."""
-        absent = self.buckets.absent(variables)
+        absent = self.bucketing.absent(variables)
         every = [*gradients, *(None for _ in absent)]
         started = self.start(every, [*variables, *absent.values()], rate)
         results, parts, num_given = started.results, started.parts, len(gradients)
@@ -268,10 +268,10 @@ class GradientSynchronizer:
         like = [(tf.as_dtype(part.dtype), shape) for part in parts for shape in part.shapes]
         absent_names = frozenset(absent)
         # by their positions: a graph shall not keep the memory of buckets that there are no more
-        version, positions = self.buckets.version, [self.parts.index(part) for part in parts]
+        version, positions = self.bucketing.version, [self.parts.index(part) for part in parts]
 
         def finish() -> list[np.ndarray]:
-            parts = self.buckets.at(version, positions)
+            parts = self.bucketing.at(version, positions)
             arrays = self.finish(parts)
             for part in parts:
                 if isinstance(part, SparseBucket):
@@ -299,7 +299,7 @@ class GradientSynchronizer:
             variables: likewise; or what can pass for them (`shape`, `dtype`, `name`, `ref`).
             rate: see `as_rate`.
         """
-        if self.buckets.add(gradients, variables):
+        if self.bucketing.add(gradients, variables):
             self.replanning.planned()
             if self.on_planned is not None:
                 self.on_planned()
@@ -308,13 +308,13 @@ class GradientSynchronizer:
         # where ranks come and go a first bucket may wait for the other ranks
         with self._order.behind(), WAITING.behind() if is_elastic() else contextlib.nullcontext():
             for i, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):
-                name = self.buckets.name_of(variable)
+                name = self.bucketing.name_of(variable)
                 if name is not None and not isinstance(gradient, tf.IndexedSlices):
                     by_name[name] = i
                 elif gradient is not None:
-                    label = f"{self.buckets.label}.other{i}"
+                    label = f"{self.bucketing.label}.other{i}"
                     results[i] = reduce_densely(gradient, label, self.process_set, self.average)
-            parts, given = self.buckets.of(by_name), self.replanning.stamped(gradients, by_name, self.host)
+            parts, given = self.bucketing.of(by_name), self.replanning.stamped(gradients, by_name, self.host)
             tensors = [
                 [
                     tf.zeros(shape, part.dtype) if given[by_name[name]] is None else given[by_name[name]]
@@ -386,9 +386,9 @@ class GradientSynchronizer:
             if self._start is present_start():
                 return
             settings = {"compression": self.recipe.describe(), "op": "Average" if self.average else "Sum"}
-            before, start = self.buckets.version, self.buckets.agreed_start(self.step, settings)
+            before, start = self.bucketing.version, self.bucketing.agreed_start(self.step, settings)
             if start.anew:
-                if self.buckets.version != before:
+                if self.bucketing.version != before:
                     self._forget_functions()
                 self.step, why = start.step, start.reason
                 self.replanning.stop()

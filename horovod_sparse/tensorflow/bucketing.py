@@ -21,7 +21,7 @@ from horovod_sparse.tensorflow.parts import DenseVariable, Part, Place, SparseBu
 from horovod_sparse.tensorflow.tensors import as_variable, dtype_name, unique_names
 
 
-class VariableBuckets:
+class Bucketing:
     """The buckets and dense variables of a tape or optimizer, made when gradients are seen.
 
     Args:
