@@ -22,19 +22,17 @@ import os
 import re
 import shutil
 import uuid
-import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from horovod_sparse import checks
 from horovod_sparse.collectives import Synchronization
 from horovod_sparse.errors import CheckpointError, HorovodSparseError, StateMismatchError
 from horovod_sparse.frontend.agreement import shared_lines
 from horovod_sparse.frontend.collective_errors import raise_together
+from horovod_sparse.frontend.encoding import read_tree, write_tree
 from horovod_sparse.frontend.state import redistributed
 
 _FORMAT = 1
@@ -311,53 +309,19 @@ def _checked(found: _Found, rank: int) -> dict[str, Any]:
 
 
 def _write(path: Path, entry: Mapping[str, Any]) -> None:
-    arrays: list[np.ndarray] = []
-    text = json.dumps(_to_json(entry, arrays, "entry")).encode()
     with open(path, "wb") as file:
-        named: dict[str, Any] = {str(i): array for i, array in enumerate(arrays)}
-        np.savez(file, text=np.frombuffer(text, np.uint8), **named)
+        try:
+            write_tree(file, dict(entry))
+        except StateMismatchError as error:
+            raise CheckpointError(str(error)) from error
         file.flush()
         os.fsync(file.fileno())
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        with np.load(path, allow_pickle=False) as file:
-            entry: dict[str, Any] = _from_json(json.loads(file["text"].tobytes()), file)
+        with open(path, "rb") as file:
+            entry: dict[str, Any] = read_tree(file)
             return entry
-    except (ValueError, KeyError, TypeError, RecursionError, EOFError, zipfile.BadZipFile) as error:
-        raise CheckpointError(f"{path} is no checkpoint ({type(error).__name__}: {error})") from error
-
-
-def _to_json(value: Any, arrays: list[np.ndarray], path: str) -> Any:
-    """JSON whose every object is a mark: {"dict": ...}, {"tuple": ...}, {"bytes": ...}, {"array": number}."""
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
-        arrays.append(value)
-        return {"array": len(arrays) - 1}
-    if isinstance(value, Mapping):
-        return {"dict": {str(key): _to_json(item, arrays, f"{path}.{key}") for key, item in value.items()}}
-    if isinstance(value, (list, tuple)):
-        items = [_to_json(item, arrays, f"{path}[{i}]") for i, item in enumerate(value)]
-        return items if isinstance(value, list) else {"tuple": items}
-    if isinstance(value, bytes):
-        return {"bytes": value.hex()}
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    raise CheckpointError(f"{path} is a {type(value).__name__}, which a checkpoint cannot hold")
-
-
-def _from_json(value: Any, arrays: Mapping[str, np.ndarray]) -> Any:
-    if isinstance(value, list):
-        return [_from_json(item, arrays) for item in value]
-    if not isinstance(value, dict):
-        return value
-    ((mark, content),) = value.items()
-    if mark == "dict":
-        return {key: _from_json(item, arrays) for key, item in content.items()}
-    if mark == "tuple":
-        return tuple(_from_json(item, arrays) for item in content)
-    if mark == "bytes":
-        return bytes.fromhex(content)
-    if mark == "array":
-        return arrays[str(content)]
-    raise ValueError(f"unknown mark {mark!r}")
+    except StateMismatchError as error:
+        raise CheckpointError(f"{path} is no checkpoint: {error}") from error

@@ -6,7 +6,7 @@ import base64
 import io
 import json
 import zipfile
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -29,11 +29,8 @@ def to_bytes(value: Any) -> bytes:
         >>> from_bytes(to_bytes({"step": 3, "residual": np.ones(2), "pair": (1, None)}))
         {'step': 3, 'residual': array([1., 1.]), 'pair': (1, None)}
     """
-    arrays: dict[str, Any] = {}
-    tree = json.dumps(_flatten(value, arrays)).encode()
     stream = io.BytesIO()
-    arrays[_TREE] = np.frombuffer(tree, np.uint8)
-    np.savez(stream, **arrays)
+    write_tree(stream, value)
     return stream.getvalue()
 
 
@@ -43,17 +40,30 @@ def from_bytes(data: bytes) -> Any:
     Raises:
         StateMismatchError: if the data are not what `to_bytes` made.
     """
+    return read_tree(io.BytesIO(data))
+
+
+def write_tree(file: BinaryIO, value: Any) -> None:
+    """Writes what `to_bytes` gives to a file that is open."""
+    arrays: dict[str, Any] = {}
+    tree = json.dumps(_flatten(value, arrays)).encode()
+    arrays[_TREE] = np.frombuffer(tree, np.uint8)
+    np.savez(file, **arrays)
+
+
+def read_tree(file: BinaryIO) -> Any:
+    """The inverse of `write_tree`; see `from_bytes`."""
     try:
-        with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
+        with np.load(file, allow_pickle=False) as arrays:
             return _unflatten(json.loads(arrays[_TREE].tobytes()), arrays)
-    except (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile) as error:
+    except (ValueError, KeyError, TypeError, RecursionError, OSError, EOFError, zipfile.BadZipFile) as error:
         raise StateMismatchError(f"the saved state cannot be read ({error})") from error
 
 
 def _flatten(value: Any, arrays: dict[str, Any]) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    if isinstance(value, np.ndarray):
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:  # objects would be pickled
         name = f"a{len(arrays)}"
         arrays[name] = value
         return {"array": name}

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 
 from horovod_sparse.errors import ArgumentError, CheckpointError, HorovodSparseError, StateMismatchError
-from horovod_sparse.frontend import checkpoint
+from horovod_sparse.frontend import checkpoint, encoding
 from horovod_sparse.simulation import run_lockstep
 
 SIZE = 2
@@ -182,7 +182,7 @@ def test_a_full_disk_leaves_what_was_complete(tmp_path: Path, monkeypatch: pytes
     def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(checkpoint.np, "savez", full)
+    monkeypatch.setattr(encoding.np, "savez", full)
     for end in save(tmp_path, 2, keep_errors=True):
         assert isinstance(end, CheckpointError) and "No space left" in str(end)
     monkeypatch.undo()
