@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from horovod_sparse.errors import ArgumentError
-from horovod_sparse.kernels.layout import narrow, native_bits, wide
+from horovod_sparse.kernels.host.scatter import narrow, native_bits, wide
 
 if TYPE_CHECKING:
     from horovod_sparse.arrays.gradients import GradientParts

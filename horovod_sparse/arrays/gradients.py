@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.kernels.host.fold import fold_factors
-from horovod_sparse.kernels.layout import native_bits
+from horovod_sparse.kernels.host.scatter import native_bits
 
 Array = NDArray[Any]
 

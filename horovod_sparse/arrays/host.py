@@ -25,8 +25,8 @@ from horovod_sparse.errors import ArgumentError
 from horovod_sparse.kernels.host import fold as folding
 from horovod_sparse.kernels.host import maxima as block_maxima
 from horovod_sparse.kernels.host import scatter, select, statistics
-from horovod_sparse.kernels.host.scatter import checked, compiled_for
-from horovod_sparse.kernels.layout import Layout, bits_dtype, bits_of, block_size, wide
+from horovod_sparse.kernels.host.scatter import checked, compiled_for, wide
+from horovod_sparse.kernels.layout import Layout, bits_dtype, bits_of, block_size
 
 Array = NDArray[Any]
 
@@ -282,7 +282,7 @@ class HostAccumulator:
 
     def take(self, indices: Indices) -> Values:
         """The values there, as a fresh array."""
-        return scatter.taken(self._values, checked(indices, self.num_elements))
+        return scatter.take(self._values, indices)
 
     def clear(self, indices: Indices) -> None:
         """Sets the values there, and (with masking) the companions', to 0; a companion may follow instead."""

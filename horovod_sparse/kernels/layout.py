@@ -6,13 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from horovod_sparse.errors import ArgumentError
-
-__all__ = ["Layout", "bits_dtype", "bits_of", "block_size", "float_of", "native_bits"]
-
-Array = NDArray[Any]
 
 
 def block_size(density: float) -> int:
@@ -111,53 +106,3 @@ def bits_of(threshold: float, dtype: Any) -> Any:
 def float_of(bits: Any, dtype: Any) -> float:
     """The magnitude that the bits stand for."""
     return float(bits_dtype(dtype).type(bits).view(np.dtype(dtype).type))
-
-
-def native_bits(array: Array) -> Array:
-    """A one-dimensional view in a type the kernels know.
-
-    Args:
-        array: contiguous float32, float64, float16, bfloat16 (ml_dtypes) or uint16 (bits of bfloat16).
-
-    Returns:
-        The same memory: float32 and float64 as they are, float16 as int16, bfloat16 as uint16.
-
-    Raises:
-        ArgumentError: another type.
-    """
-    flat = array.reshape(-1)
-    if array.dtype in (np.float32, np.float64, np.uint16):
-        return flat
-    if array.dtype == np.float16:
-        return flat.view(np.int16)
-    if array.dtype.name == "bfloat16":
-        return flat.view(np.uint16)
-    known = "float32, float64, float16 or bfloat16 (its bits as uint16)"
-    raise ArgumentError("dtype", array.dtype.name, known)
-
-
-def wide(chunk: Array) -> Array:
-    """Numbers as float32 or float64, from the form of `native_bits`: half types as their bits."""
-    if chunk.dtype == np.uint16:
-        bits: Array = (chunk.astype(np.uint32) << 16).view(np.float32)
-        return bits
-    return chunk.view(np.float16).astype(np.float32) if chunk.dtype == np.int16 else chunk
-
-
-def narrow(numbers: Array, dtype: Any) -> Array:
-    """The inverse of `wide`, to nearest, ties to even.
-
-    Args:
-        numbers: float32 or float64.
-        dtype: int16 (bits of float16), uint16 (bits of bfloat16), or that of the numbers.
-    """
-    if dtype == np.int16:
-        with np.errstate(over="ignore"):
-            return numbers.astype(np.float16).view(np.int16)
-    if dtype != np.uint16:
-        return numbers
-    bits = numbers.view(np.uint32)
-    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-    # Adding to the bits of a NaN could make it a number.
-    quiet = (bits >> np.uint32(16)) | np.uint32(0x40)
-    return np.where(np.isnan(numbers), quiet, rounded).astype(np.uint16)

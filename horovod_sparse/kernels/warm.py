@@ -11,9 +11,8 @@ from horovod_sparse.errors import ArgumentError
 from horovod_sparse.kernels.host import fold, kth, scatter, select
 from horovod_sparse.kernels.host import maxima as block_maxima
 from horovod_sparse.kernels.host import statistics as estimates
-from horovod_sparse.kernels.layout import Layout, bits_dtype, native_bits
-
-__all__ = ["warm_up"]
+from horovod_sparse.kernels.host.scatter import native_bits
+from horovod_sparse.kernels.layout import Layout, bits_dtype
 
 _HELD_AS = {"float32": "float32", "float64": "float64", "float16": "float16", "bfloat16": "uint16"}
 

@@ -19,7 +19,7 @@ from horovod_sparse.frontend import parts as common
 from horovod_sparse.frontend.agreement import kept_share
 from horovod_sparse.frontend.parts import sum_densely
 from horovod_sparse.kernels import apply_scaled_sum, clear_at
-from horovod_sparse.kernels.layout import native_bits
+from horovod_sparse.kernels.host.scatter import native_bits
 from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.sparsifiers.base import accumulator_dtype
 from horovod_sparse.telemetry import BucketReport

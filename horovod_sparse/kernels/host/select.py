@@ -232,6 +232,11 @@ def select_exactly(values, maxima, block, smallest, ties, start, stop, k, indice
     return count
 
 
+def _window(layout: Layout, start: int, stop: int | None) -> tuple[int, int]:
+    """The checked window; most selections look at the whole bucket."""
+    return (0, layout.num_elements) if stop is None and start == 0 else layout.window(start, stop)
+
+
 def _num_bits(values: Array) -> int:
     return values.itemsize * 8 - 1
 
@@ -240,7 +245,8 @@ def _candidates(
     values: Array, maxima: Array, layout: Layout, k: int, start: int, stop: int
 ) -> tuple[Indices, Array]:
     """The k largest of the window that are not 0 (fewer if there are fewer), ascending, with their keys."""
-    first, last = layout.whole_blocks(start, stop)
+    whole = stop - start == values.size
+    first, last = (0, maxima.size) if whole else layout.whole_blocks(start, stop)
     bits = maxima.dtype.type
     threshold = bits(1)
     if k <= last - first:
@@ -296,7 +302,7 @@ def largest(
     Returns:
         int32, ascending.
     """
-    start, stop = layout.window(start, stop)
+    start, stop = _window(layout, start, stop)
     if k < 0:
         raise ArgumentError("num_selected", k, "0 or more")
     if k >= stop - start:
@@ -327,7 +333,7 @@ def kth_magnitude(
     Returns:
         The magnitude.
     """
-    start, stop = layout.window(start, stop)
+    start, stop = _window(layout, start, stop)
     if not 1 <= k <= stop - start:
         raise ArgumentError("k", k, f"a rank from 1 to {stop - start}, the elements of the window")
     if _fits_buffer(layout, k, start, stop):
@@ -349,7 +355,7 @@ def at_least(
     Returns:
         int32, ascending.
     """
-    start, stop = layout.window(start, stop)
+    start, stop = _window(layout, start, stop)
     bits = bits_of(threshold, values.dtype)
     parts: list[Indices] = []
     capacity = min(4096, stop - start) + layout.block

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from horovod_sparse.kernels.host import fold as kernels
-from horovod_sparse.kernels.layout import Layout, bits_dtype, native_bits
+from horovod_sparse.kernels.host.scatter import native_bits
+from horovod_sparse.kernels.layout import Layout, bits_dtype
 from support import kernels_reference as reference
 from unit.kernels.drawing import KINDS, SEEDS, SIZES, bfloat16_bits, make, spoil
 
