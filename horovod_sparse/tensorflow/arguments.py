@@ -12,6 +12,7 @@ from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.merging import Plan
 from horovod_sparse.tensorflow._horovod import hvd
 from horovod_sparse.tensorflow.compression import Compression, SparseCompressor
+from horovod_sparse.tensorflow.stock import refuse_adasum
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
 
 #: that go with a sparsifier only
@@ -86,11 +87,7 @@ class Arguments:
             ArgumentError: for an argument that is not allowed.
             UnsupportedError: for Adasum.
         """
-        if self.op == hvd.Adasum:
-            raise UnsupportedError(
-                "op=Adasum cannot be combined with a sparsifier: it combines whole updates, and a residual "
-                "has no place in that. Use op=Average or op=Sum, or compression=Compression.none"
-            )
+        refuse_adasum(self.op)
         if self.op not in (hvd.Average, hvd.Sum):
             raise ArgumentError("op", self.op, "Average or Sum")
         if self.gradient_predivide_factor != 1.0 and self.op != hvd.Average:

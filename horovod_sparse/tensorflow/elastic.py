@@ -15,7 +15,7 @@ from horovod.tensorflow.elastic import run as run
 from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.tensorflow._horovod import hvd
 from horovod_sparse.tensorflow.functions import broadcast_object, broadcast_variables
-from horovod_sparse.tensorflow.tensors import as_variable, variables_of
+from horovod_sparse.tensorflow.tensors import as_variable, is_built, variables_of
 
 
 class _Variables:
@@ -131,7 +131,7 @@ class TensorFlowState(_StockState):
 def _build(optimizer: Any, variables: Sequence[Any]) -> None:
     if hasattr(optimizer, "_create_all_weights"):  # tf-keras, of the old kind
         optimizer._create_all_weights(variables)
-    elif not getattr(optimizer, "built", getattr(optimizer, "_built", False)):
+    elif not is_built(optimizer):
         optimizer.build(variables)
 
 

@@ -168,29 +168,33 @@ class Replanning:
     """What a synchronizer does about its plan.
 
     Args:
-        buckets: of the synchronizer.
+        bucketing: of the synchronizer.
         sparsifier: that they have.
         process_set: the ranks.
     """
 
-    def __init__(self, buckets: Bucketing, sparsifier: Sparsifier, process_set: Any) -> None:
-        self._buckets, self._sparsifier = buckets, sparsifier
+    def __init__(self, bucketing: Bucketing, sparsifier: Sparsifier, process_set: Any) -> None:
+        self._bucketing, self._sparsifier = bucketing, sparsifier
         self._process_set = process_set
         self._warmup: WarmUp | None = None
 
     @property
     def is_measured(self) -> bool:
         """Whether backward times wait for `replan`: from the same step on, on all ranks."""
-        return self._warmup is not None and self._warmup.is_measured and self._buckets.decision is None
+        return self._warmup is not None and self._warmup.is_measured and self._bucketing.decision is None
 
     def planned(self) -> None:
         """Variables have got their first buckets: measures, where times decide and no profile has them."""
-        request = self._buckets.request
+        request = self._bucketing.request
         if request is not None and request.measures:
             self._warmup = WarmUp(
-                request, self._buckets.parameters, self._sparsifier, self._process_set, self._buckets.label
+                request,
+                self._bucketing.parameters,
+                self._sparsifier,
+                self._process_set,
+                self._bucketing.label,
             )
-            if self._buckets.decision is not None:
+            if self._bucketing.decision is not None:
                 self._warmup.stop()
 
     def stamped(self, gradients: Sequence[Any], by_name: Mapping[str, int], host: HostFunctions) -> list[Any]:
@@ -216,7 +220,7 @@ class Replanning:
 
     def stop(self) -> None:
         """Measures nothing more by itself: ranks have come or gone, which count their steps otherwise."""
-        if self._warmup is not None and self._buckets.decision is None:
+        if self._warmup is not None and self._bucketing.decision is None:
             self._warmup.stop()
             _log.info("the plan stays as it is until all ranks call replan(measure_steps=...)")
 
@@ -229,8 +233,13 @@ class Replanning:
         Raises:
             UnsupportedError: if times are needed, and not known yet.
         """
-        request = self._buckets.request
-        if request is None or not request.measures or request.complete or self._buckets.decision is not None:
+        request = self._bucketing.request
+        if (
+            request is None
+            or not request.measures
+            or request.complete
+            or self._bucketing.decision is not None
+        ):
             return
         raise UnsupportedError(
             f"{request.describe()} needs backward times, and with {where} none can be taken of a single "
@@ -240,19 +249,19 @@ class Replanning:
 
     def replan(self, plan: Plan | None, measure_steps: int | None) -> None:
         """See `GradientSynchronizer.replan`."""
-        if any(part.task.under_way for part in self._buckets.parts):
+        if any(part.task.under_way for part in self._bucketing.parts):
             raise UnsupportedError("plans change between steps: a step is under way, or was interrupted")
         if plan is not None:
             if measure_steps is not None:
                 raise ArgumentError("measure_steps", measure_steps, "either it or a plan")
             if self._warmup is not None:
                 self._warmup.stop()
-            self._buckets.replan(plan)
+            self._bucketing.replan(plan)
         elif self._warmup is None:
             raise ArgumentError("plan", plan, "a plan, or merging='optimal' beside the compression")
         elif measure_steps is not None:
             self._warmup.measure(measure_steps)
-            self._buckets.replan(self._buckets.plan)
+            self._bucketing.replan(self._bucketing.plan)
         else:
             decision = self._warmup.decide()
-            self._buckets.replan(decision.plan, decision)
+            self._bucketing.replan(decision.plan, decision)

@@ -80,12 +80,21 @@ def stock_call(tensor: tf.Tensor) -> StockCall:
     )
 
 
-def _described(tensor: tf.Tensor, inner: FrameType, outer: FrameType) -> StockCall:
-    if inner.f_locals.get("op") == hvd.Adasum:
+def refuse_adasum(op: Any) -> None:
+    """Refuses Adasum.
+
+    Raises:
+        UnsupportedError: for it.
+    """
+    if op == hvd.Adasum:
         raise UnsupportedError(
             "op=Adasum cannot be combined with a sparsifier: it combines whole updates, and a residual has "
             "no place in that. Use op=Average or op=Sum, or compression=Compression.none"
         )
+
+
+def _described(tensor: tf.Tensor, inner: FrameType, outer: FrameType) -> StockCall:
+    refuse_adasum(inner.f_locals.get("op"))
     gradients = list(outer.f_locals["grads"])
     positions = [i for i, gradient in enumerate(gradients) if gradient is tensor]
     if not positions:

@@ -52,6 +52,11 @@ def as_variable(variable: Any) -> Any:
     return variable
 
 
+def is_built(optimizer: Any) -> bool:
+    """Whether an optimizer of Keras has its variables."""
+    return bool(getattr(optimizer, "built", getattr(optimizer, "_built", False)))
+
+
 def variables_of(optimizer: Any) -> list[Any]:
     """Slots, iterations and learning rate of an optimizer of Keras; residuals are not among them."""
     variables = optimizer.variables

@@ -12,7 +12,7 @@ import tensorflow as tf
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.tensorflow._horovod import hvd
 from horovod_sparse.tensorflow.functions import broadcast_variables
-from horovod_sparse.tensorflow.tensors import as_variable, variables_of
+from horovod_sparse.tensorflow.tensors import as_variable, is_built, variables_of
 
 
 class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
@@ -58,7 +58,7 @@ class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
         """Broadcasts what is there."""
         model, optimizer = self.model, self.model.optimizer
         if not self.broadcast_done and model.built:
-            if optimizer is not None and hasattr(optimizer, "build") and not _is_built(optimizer):
+            if optimizer is not None and hasattr(optimizer, "build") and not is_built(optimizer):
                 optimizer.build(model.trainable_variables)
             self._broadcast()
 
@@ -143,10 +143,6 @@ class BestModelCheckpoint(tf.keras.callbacks.ModelCheckpoint):
     def _save_model(self, *args: Any, **arguments: Any) -> None:
         if hvd.rank() == 0:
             super()._save_model(*args, **arguments)
-
-
-def _is_built(optimizer: Any) -> bool:
-    return bool(getattr(optimizer, "built", getattr(optimizer, "_built", False)))
 
 
 _log = logging.getLogger("horovod_sparse")
