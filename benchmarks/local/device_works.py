@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib
 import time
-from typing import cast
 
 import numpy as np
 import torch
@@ -15,7 +14,6 @@ from benchmarks.common.timing import Work
 from benchmarks.local.works import layered_gradient
 from horovod_sparse.pytorch import plain as torch_plain
 from horovod_sparse.pytorch.accumulator import TorchAccumulator
-from horovod_sparse.pytorch.backend import TensorKernels
 from horovod_sparse.pytorch.gradients import apply_sum, clear_at
 from horovod_sparse.sparsifiers.dragonn import HashFunction, survivors
 
@@ -142,9 +140,7 @@ class DeviceWorks:
             self._refold()
             threshold[0] = part.kth_magnitude(k)
 
-        plain = TorchAccumulator(
-            self._n, density=self._density, device=self._device, kernels=cast(TensorKernels, torch_plain)
-        )
+        plain = TorchAccumulator(self._n, density=self._density, device=self._device, kernels=torch_plain)
         works = [
             Work("fold", lambda: part.fold(gradient), self._refill),
             Work("fold, plain PyTorch", lambda: plain.fold(gradient), self._refill, every=4),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from horovod_sparse.arrays.protocol import FoldReport, Indices, Moments, Values
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.kernels.host.scatter import checked
 from horovod_sparse.kernels.layout import Layout
-from horovod_sparse.pytorch.backend import TensorKernels, kernels_for
+from horovod_sparse.pytorch.backend import kernels_for
 from horovod_sparse.pytorch.gradients import (
     KeptTensor,
     accumulating,
@@ -66,7 +67,7 @@ class TorchAccumulator:
         companions: int = 0,
         device: torch.device | str = "cuda",
         memory: Tensor | None = None,
-        kernels: TensorKernels | None = None,
+        kernels: ModuleType | None = None,
     ) -> None:
         if not 0.0 < density <= 1.0:
             raise ArgumentError("density", density, "a number in (0, 1]")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from horovod_sparse.arrays import gradients
 from horovod_sparse.arrays.clipping import check_norm
 from horovod_sparse.errors import ArgumentError, MessageError
 from horovod_sparse.kernels.host.scatter import checked
-from horovod_sparse.pytorch.backend import TensorKernels, kernels_for
+from horovod_sparse.pytorch.backend import kernels_for
 from horovod_sparse.pytorch.transfer import to_device, to_host
 
 _NARROW = (torch.float32, torch.float16, torch.bfloat16)
@@ -115,7 +116,7 @@ def _stand_apart(indices: NDArray[np.int32]) -> bool:
     return bool((lasts[order][:-1] < firsts[order][1:]).all())
 
 
-def apply_sum(dense: torch.Tensor, indices: Any, values: Any, kernels: TensorKernels | None = None) -> int:
+def apply_sum(dense: torch.Tensor, indices: Any, values: Any, kernels: ModuleType | None = None) -> int:
     """Adds values to a dense tensor (a zeroed gradient, usually) at the given places.
 
     Does what `kernels.apply_sum` does on the host, bit for bit: repeated indices add up in order, for
@@ -161,7 +162,7 @@ def apply_sum(dense: torch.Tensor, indices: Any, values: Any, kernels: TensorKer
 
 
 def apply_scaled_sum(
-    dense: torch.Tensor, indices: Any, values: Any, scale: float, kernels: TensorKernels | None = None
+    dense: torch.Tensor, indices: Any, values: Any, scale: float, kernels: ModuleType | None = None
 ) -> int:
     """Does on a tensor what `arrays.apply_scaled_sum` does on the host, bit for bit: see there.
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from horovod_sparse.kernels.layout import Layout
-from horovod_sparse.pytorch.backend import TensorKernels
 
 
 def sum_of_squares(values: Tensor) -> Tensor:
@@ -34,7 +34,7 @@ class Journal:
         companions: like values; cleared with them, or the first follows them.
     """
 
-    def __init__(self, kernels: TensorKernels, values: Tensor, companions: tuple[Tensor, ...]) -> None:
+    def __init__(self, kernels: ModuleType, values: Tensor, companions: tuple[Tensor, ...]) -> None:
         self._kernels, self._values, self._companions = kernels, values, companions
         self._changes: list[_Change] = []
         self._masking = True

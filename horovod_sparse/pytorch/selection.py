@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,6 @@ from numpy.typing import NDArray
 from horovod_sparse.arrays.protocol import Indices, Moments, Values
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.kernels.layout import Layout, bits_of, float_of
-from horovod_sparse.pytorch.backend import TensorKernels
 from horovod_sparse.pytorch.journal import Journal
 from horovod_sparse.pytorch.plain import int_type
 from horovod_sparse.pytorch.transfer import PendingCopy, to_host
@@ -32,7 +32,7 @@ class Selection:
     """
 
     def __init__(
-        self, kernels: TensorKernels, values: torch.Tensor, layout: Layout, journal: Journal, expected: int
+        self, kernels: ModuleType, values: torch.Tensor, layout: Layout, journal: Journal, expected: int
     ) -> None:
         self._kernels, self._values, self._layout, self._journal = kernels, values, layout, journal
         # Count and indices come in one copy if there is room for all: twice as many as last time.

@@ -12,7 +12,8 @@ holder besides, which is let go of when the collective has ended well, or when H
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -23,9 +24,8 @@ from horovod_sparse.torch._horovod import hvd
 _holders: tuple[Any, dict[int, list[torch.Tensor]]] = (None, {})
 
 
-def present_start() -> Any:
-    """A token of Horovod's present start: compare it with ``is``, and hold it to compare with later."""
-    return hvd.mpi_ops._handle_map
+#: gives a token of Horovod's present start: compare it with ``is``, and hold it to compare with later
+present_start: Callable[[], Any] = functools.partial(getattr, hvd.mpi_ops, "_handle_map")
 
 
 def holder_of(tensor: torch.Tensor) -> torch.Tensor:
