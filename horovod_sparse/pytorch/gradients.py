@@ -164,7 +164,7 @@ def apply_sum(dense: torch.Tensor, indices: Any, values: Any, kernels: ModuleTyp
 def apply_scaled_sum(
     dense: torch.Tensor, indices: Any, values: Any, scale: float, kernels: ModuleType | None = None
 ) -> int:
-    """Does on a tensor what `arrays.apply_scaled_sum` does on the host, bit for bit: see there.
+    """Does on a tensor what `kernels.apply_scaled_sum` does on the host, bit for bit: see there.
 
     Args:
         dense: zeros; as in `apply_sum`.

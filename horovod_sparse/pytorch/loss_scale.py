@@ -30,11 +30,11 @@ class _Pass:
 
     def end(self) -> None:
         """PyTorch calls this where the pass has not failed."""
-        _under_way[:] = [one for one in _under_way if one() not in (None, self)]
+        scaled_passes[:] = [one for one in scaled_passes if one() not in (None, self)]
 
 
 #: the passes under way, the innermost last; those that have failed are dead
-_under_way: list[weakref.ref[_Pass]] = []
+scaled_passes: list[weakref.ref[_Pass]] = []
 
 
 def watch_scalers() -> None:
@@ -47,7 +47,7 @@ def watch_scalers() -> None:
 
 def scaled_by() -> torch.amp.GradScaler | None:
     """The scaler of the loss whose backward pass is under way; None if it is not scaled."""
-    alive = [one for one in (reference() for reference in _under_way) if one is not None]
+    alive = [one for one in (reference() for reference in scaled_passes) if one is not None]
     return alive[-1].scaler if alive else None
 
 
@@ -104,7 +104,7 @@ def _marked(scaler: torch.amp.GradScaler, scaled: Any) -> Any:
 def _begin(scaler: torch.amp.GradScaler) -> None:
     """The backward pass of a scaled loss begins: runs before the hook of any parameter."""
     begun = _Pass(scaler)
-    _under_way.append(weakref.ref(begun))
+    scaled_passes.append(weakref.ref(begun))
     # at the end of this pass; not at that of a pass within it (checkpointing)
     torch.autograd.Variable._execution_engine.queue_callback(begun.end)
 

@@ -21,7 +21,7 @@ from horovod_sparse.frontend.collective_errors import has_bad_gradient, some_of,
 from horovod_sparse.frontend.decision import FirstPlan
 from horovod_sparse.frontend.momentum import refuse_later_momentum
 from horovod_sparse.merging import ParameterFacts
-from horovod_sparse.pytorch.loss_scale import ScaleOfStep, watch_scalers
+from horovod_sparse.pytorch.loss_scale import ScaleOfStep, scaled_passes, watch_scalers
 from horovod_sparse.pytorch.parts import Part
 from horovod_sparse.telemetry import StepReport, Telemetry
 from horovod_sparse.torch._horovod import hvd
@@ -162,7 +162,8 @@ class GradientSynchronizer(Bucketing):
             )
         if not self.under_way:
             self._begin()
-            self.loss_scale.note()
+            if scaled_passes or self.loss_scale.scaler is not None:  # neither, and there is nothing to note
+                self.loss_scale.note()
         part = self._part_of[parameter]
         if part.streams is not None:
             part.streams.note()

@@ -10,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from horovod_sparse import arrays
+from horovod_sparse import kernels
 from horovod_sparse.errors import ArgumentError, MessageError
 from horovod_sparse.pytorch.gradients import _stand_apart, apply_sum, clear_at
 from support.gradients import DTYPES, as_gradient
@@ -30,11 +30,11 @@ def raw(tensor: torch.Tensor) -> np.ndarray:
 def check(place: Any, dtype: str, dense: np.ndarray, indices: np.ndarray, values: np.ndarray) -> None:
     host = as_gradient(dense, dtype)
     ours = tensor_of(host, dtype, place.device)
-    expected = arrays.apply_sum(host, indices, values)
+    expected = kernels.apply_sum(host, indices, values)
     assert apply_sum(ours, indices, values, place.kernels) == expected
     np.testing.assert_array_equal(raw(ours), raw(tensor_of(host, dtype, "cpu")))
     clear_at(ours, indices)
-    arrays.clear_at(host, indices)
+    kernels.clear_at(host, indices)
     np.testing.assert_array_equal(raw(ours), raw(tensor_of(host, dtype, "cpu")))
 
 
