@@ -13,6 +13,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -92,7 +93,7 @@ def command(variant: str, seed: int, json_file: str) -> list[str]:
 
 
 def launch(variant: str, seed: int, timeout_s: float) -> dict[str, Any]:
-    """One training; what it wrote.
+    """One training; what it wrote, or that its gradients became infinite.
 
     Raises:
         RuntimeError: if the launch failed or took too long, with the end of its output.
@@ -101,6 +102,8 @@ def launch(variant: str, seed: int, timeout_s: float) -> dict[str, Any]:
         file = Path(folder) / "run.json"
         arguments = ["timeout", "--kill-after=15", str(timeout_s), *command(variant, seed, str(file))]
         done = subprocess.run(arguments, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        if done.returncode == 1 and "NonFiniteGradientError" in done.stderr:
+            return {"diverged": True}
         if done.returncode != 0 or not file.exists():
             raise RuntimeError(
                 f"{' '.join(arguments)} ended with {done.returncode}: {(done.stdout + done.stderr)[-2000:]}"
@@ -115,16 +118,23 @@ def launch(variant: str, seed: int, timeout_s: float) -> dict[str, Any]:
 
 
 def summary(result: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Per row: mean, lowest and highest accuracy, number of seeds, and means of bytes and union density."""
+    """Per row: mean, lowest and highest accuracy, number of seeds, how many of them diverged (they are
+    in no mean), and means of bytes and union density."""
     rows: dict[str, list[dict[str, Any]]] = {}
+    diverged: Counter[str] = Counter()
     for name, run in result["runs"].items():
-        rows.setdefault(name.rsplit("/", 1)[0], []).append(run)
+        variant = name.rsplit("/", 1)[0]
+        if run.get("diverged"):
+            diverged[variant] += 1
+        else:
+            rows.setdefault(variant, []).append(run)
     return {
         variant: {
             "mean": float(np.mean([run["accuracy"] for run in runs])),
             "low": min(run["accuracy"] for run in runs),
             "high": max(run["accuracy"] for run in runs),
-            "seeds": len(runs),
+            "seeds": len(runs) + diverged[variant],
+            "diverged": diverged[variant],
             "bytes": float(np.mean([run["bytes_per_step"] for run in runs])),
             "union": float(np.mean([run.get("density_union") or 1.0 for run in runs])),
         }
@@ -146,7 +156,7 @@ def table(result: dict[str, Any]) -> str:
                 variant,
                 f"{fact['mean']:.2%}",
                 f"{fact['low']:.1%} to {fact['high']:.1%}",
-                f"{fact['seeds']:.0f}",
+                f"{fact['seeds']:.0f}" + (f", {fact['diverged']:.0f} diverged" if fact["diverged"] else ""),
                 f"{100 * (fact['mean'] - dense['mean']):+.2f}",
                 f"{fact['bytes'] / 1000:.1f}",
                 f"{dense['bytes'] / fact['bytes']:.0f}x",
@@ -168,7 +178,9 @@ def draw(result: dict[str, Any]) -> None:
     axes.axvspan(dense - 1.0, dense, color="#1f5fbf", alpha=0.12, label="within 1 point of dense")
     for height, variant in enumerate(order):
         seeds = [
-            100 * run["accuracy"] for name, run in result["runs"].items() if name.startswith(f"{variant}/")
+            100 * run["accuracy"]
+            for name, run in result["runs"].items()
+            if name.startswith(f"{variant}/") and not run.get("diverged")
         ]
         if np.mean(seeds) < dense - 4.0:  # far off: said, not drawn, so that the others can be told apart
             axes.text(
@@ -210,7 +222,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for seed, row in track(todo, description="trainings"):
             runs[f"{row}/seed {seed}"] = launch(row, seed, options.timeout)
             results.save(options.json, result)
-            print(f"{row}, seed {seed}: {runs[f'{row}/seed {seed}']['accuracy']:.1%}", file=sys.stderr)
+            accuracy = runs[f"{row}/seed {seed}"].get("accuracy")
+            print(f"{row}, seed {seed}: {accuracy:.1%}" if accuracy else f"{row}: diverged", file=sys.stderr)
     if options.json == FILE:
         draw(result)
         results.DOCUMENT.write_text(
