@@ -178,6 +178,10 @@ class Telemetry:
     transport: str = ""
     _sums: StepReport | None = None
 
+    def record(self, step: int, buckets: Sequence[BucketReport], wait_seconds: float) -> None:
+        """A completed step, of reports of its buckets; see `StepReport.of`."""
+        self.add(StepReport.of(step, buckets, wait_seconds))
+
     def add(self, report: StepReport) -> None:
         """A completed step."""
         self.last = report

@@ -164,7 +164,8 @@ class HostAccumulator:
         self._held = self._values
         self._maxima = BlockMaxima(self._values, self._layout)
         self._journal = Journal((self._values, *self._companions))
-        self._report = FoldReport()
+        #: of the last fold
+        self.report = FoldReport()
         # of the last fold: the gradient's weight in the values, the velocity it went into, its norm's limit
         self._folded: tuple[float, Array | None, float | None] = 1.0, None, None
         self._square_norm = float(folding.squares_of(memory, 0, num_elements)) if memory is not None else 0.0
@@ -178,11 +179,6 @@ class HostAccumulator:
     def dtype(self) -> np.dtype[Any]:
         """float64 or float32."""
         return self._values.dtype
-
-    @property
-    def report(self) -> FoldReport:
-        """Of the last fold."""
-        return self._report
 
     @property
     def square_norm(self) -> float:
@@ -238,12 +234,12 @@ class HostAccumulator:
         carried = float(factors[1 if follows else 0]) ** 2 * self._square_norm
         self._square_norm = self._squares_of(held) if follows else folded.square_norm
         self._norm_at_start = self._square_norm
-        self._report = FoldReport(folded.num_nonfinite, folded.first_nonfinite, folded.square_norm, carried)
-        return self._report
+        self.report = FoldReport(folded.num_nonfinite, folded.first_nonfinite, folded.square_norm, carried)
+        return self.report
 
     def refuse(self) -> None:
         """Lets the report of the last fold say that this rank refuses the step."""
-        self._report = dataclasses.replace(self._report, first_nonfinite=self.num_elements)
+        self.report = dataclasses.replace(self.report, first_nonfinite=self.num_elements)
 
     def _exact_maxima(self) -> Array:
         # Cleared elements leave upper bounds; they are made exact only when that is needed.

@@ -171,6 +171,10 @@ class HostMemory(GradientMemory):
         """See `GradientMemory.scatter`."""
         return apply_scaled_sum(host_view(gradient), indices, values, scale)
 
+    def write(self, gradient: torch.Tensor, indices: np.ndarray, values: np.ndarray, scale: float) -> int:
+        """See `GradientMemory.write`."""
+        return apply_scaled_sum(host_view(gradient), indices, values, scale, is_zero=False)
+
     def zero(self, gradient: torch.Tensor) -> None:
         """See `GradientMemory.zero`."""
         clear_all(host_view(gradient))

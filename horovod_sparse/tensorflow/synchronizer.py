@@ -18,7 +18,7 @@ from horovod_sparse.feedback import Recipe
 from horovod_sparse.frontend.collective_errors import has_bad_gradient, worst
 from horovod_sparse.frontend.decision import Decision
 from horovod_sparse.merging import Plan
-from horovod_sparse.telemetry import StepReport, Telemetry
+from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.tensorflow._horovod import hvd, is_elastic, present_start
 from horovod_sparse.tensorflow.bucketing import Bucketing
 from horovod_sparse.tensorflow.collectives import reduce_densely
@@ -366,7 +366,7 @@ class GradientSynchronizer:
             transports = {part.task.transport for part in parts} - {""}
             self.telemetry.transport = "; ".join(sorted(transports))
             waited = idle_seconds([part.task for part in parts], now)
-            self.telemetry.add(StepReport.of(self.step, [report for _, report in applied], waited))
+            self.telemetry.record(self.step, [report for _, report in applied], waited)
             return [array for arrays, _ in applied for array in arrays]
 
     def _agree(self) -> None:

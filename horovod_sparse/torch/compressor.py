@@ -23,7 +23,7 @@ from horovod_sparse.pytorch.layout import dtype_name
 from horovod_sparse.pytorch.loss_scale import ScaleOfStep, watch_scalers
 from horovod_sparse.pytorch.memory import memory_of
 from horovod_sparse.pytorch.parameter_buckets import NamedParameters, ParameterBuckets
-from horovod_sparse.telemetry import BucketReport, StepReport, Telemetry
+from horovod_sparse.telemetry import BucketReport, Telemetry
 from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.calibration import carry_out_together
 from horovod_sparse.torch.driver import HorovodDriver
@@ -206,9 +206,7 @@ class SparseCompressor(hvd.compression.Compressor):
         if not self._pending:
             self.telemetry.transport = transport_words(driver.process_set)
             steps = self.telemetry.last.step + 1 if self.telemetry.last else 1
-            self.telemetry.add(
-                StepReport.of(int(steps), self._reports, driver.idle_seconds - self._idle_before)
-            )
+            self.telemetry.record(int(steps), self._reports, driver.idle_seconds - self._idle_before)
         return gradient
 
     def reset(self) -> None:

@@ -23,7 +23,7 @@ from horovod_sparse.frontend.momentum import refuse_later_momentum
 from horovod_sparse.merging import ParameterFacts
 from horovod_sparse.pytorch.loss_scale import ScaleOfStep, scaled_passes, watch_scalers
 from horovod_sparse.pytorch.parts import Part
-from horovod_sparse.telemetry import StepReport, Telemetry
+from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.bucketing import Bucketing
 from horovod_sparse.torch.driver import explain
@@ -276,7 +276,7 @@ class GradientSynchronizer(Bucketing):
         self.step += 1
         if size > 1:
             self.telemetry.transport = transport_words(self.process_set)
-        self.telemetry.add(StepReport.of(self.step, reports, self.driver.idle_seconds - idle_before))
+        self.telemetry.record(self.step, reports, self.driver.idle_seconds - idle_before)
         if self.warmup is not None and (plan := self.warmup.after_step(self.plan)) is not None:
             self.replan(plan)
 

@@ -306,7 +306,9 @@ def clear_at(dense: Array, indices: Any) -> None:
     zero_at(flat, checked(indices, flat.size))
 
 
-def apply_scaled_sum(dense: Array, indices: Array, values: Array, scale: float) -> int:
+def apply_scaled_sum(
+    dense: Array, indices: Array, values: Array, scale: float, *, is_zero: bool = True
+) -> int:
     """Writes ``scale * sum`` into a dense array of zeros, where the sum has something.
 
     Sums are scaled, not summands, as Horovod does it: what cancels is 0, and where all ranks hold the
@@ -317,6 +319,7 @@ def apply_scaled_sum(dense: Array, indices: Array, values: Array, scale: float) 
         indices: int32 [k], within [0, n); repeated ones add up.
         values: float32 or float64 [k].
         scale: factor of the sums; 1 divided by the number of ranks for an average.
+        is_zero: whether dense holds zeros already; they are written first where it may not.
 
     Returns:
         How many different elements the sum has.
@@ -328,6 +331,8 @@ def apply_scaled_sum(dense: Array, indices: Array, values: Array, scale: float) 
         >>> gradient.tolist()
         [2.0, 0.0, 1.5]
     """
+    if not is_zero:
+        clear_all(dense)
     if scale == 1.0:
         return apply_sum(dense, indices, values)
     if dense.dtype not in (np.float32, np.float64):

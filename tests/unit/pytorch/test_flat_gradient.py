@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from horovod_sparse.kernels.host import scatter
+from horovod_sparse.pytorch import memory
 from horovod_sparse.pytorch.flat_gradient import FlatGradient
 from horovod_sparse.pytorch.layout import memory_strides, shaped, unshaped
 from support.memories import choose_memory
@@ -50,16 +52,22 @@ def test_gradients_from_elsewhere_are_taken_over_and_missing_ones_are_zero():
     assert not gradient.flat.numpy()[24:].any()
 
 
+def watching(function, calls):
+    def watched(*arguments):
+        calls.append(1)
+        function(*arguments)
+
+    return watched
+
+
 def written(gradient, monkeypatch):
     """One entry for every time that the whole buffer is zeroed."""
-    calls, memory = [], type(gradient.memory)
-    whole = memory.zero
-
-    def zero(self, flat):
-        calls.append(1)
-        whole(self, flat)
-
-    monkeypatch.setattr(memory, "zero", zero)
+    calls = []
+    on_host = type(gradient.memory) is memory.HostMemory
+    # on the host one kernel clears and writes
+    owners = [(scatter, "clear_all"), (memory, "clear_all")] if on_host else [(type(gradient.memory), "zero")]
+    for owner, name in owners:
+        monkeypatch.setattr(owner, name, watching(getattr(owner, name), calls))
     return calls
 
 
