@@ -108,7 +108,7 @@ def test_a_step_that_its_optimizer_gives_up_goes_back_to_the_residual():
 def test_a_bug_in_a_sparsifier_is_raised_and_the_residual_is_whole(monkeypatch):
     compressor = Compression.topk(density=0.2)
     model, optimizer = make(compressor)
-    monkeypatch.setattr("horovod_sparse.sparsifiers.topk.SparseSum.of", lambda messages: 1 / 0)
+    monkeypatch.setattr("horovod_sparse.sparsifiers.base.SparseSum.of", lambda messages: 1 / 0)
     model.backward(gradients(0))
     with pytest.raises(ZeroDivisionError):
         optimizer.step()
