@@ -90,7 +90,7 @@ class HorovodMissingError(HorovodSparseError, ImportError):
             "distribution from PyPI, write 17 for 14 in set(CMAKE_CXX_STANDARD 14) of CMakeLists.txt and "
             "horovod/torch/CMakeLists.txt, for TensorFlow 2.18 and later delete the line with "
             f"xla_mpi_ops.cc from horovod/tensorflow/CMakeLists.txt, and install it with {options} "
-            "HOROVOD_WITH_GLOO=1 pip install --no-build-isolation. The README says more."
+            "HOROVOD_WITH_GLOO=1 pip install --no-build-isolation. docs/install.md says more."
         )
 
 

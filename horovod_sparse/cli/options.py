@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import re
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from pathlib import Path
 
 from horovod_sparse.cost import AlphaBeta, Fit, Profile, assumed_profile, profile_at
 from horovod_sparse.cost.profile import TYPICAL_SELECTION
-from horovod_sparse.errors import ArgumentError, HorovodSparseError, ProfileMismatchError
+from horovod_sparse.errors import ArgumentError, HorovodSparseError, ProfileMismatchError, UnsupportedError
 from horovod_sparse.feedback import Recipe, parse_recipe
 from horovod_sparse.feedback.text import parse_arguments
 from horovod_sparse.merging import (
@@ -24,6 +25,7 @@ from horovod_sparse.merging import (
     strategy_named,
 )
 
+_PICTURES = (".png", ".svg", ".pdf")
 _SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 _BITS = {"": 1.0, "bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
 
@@ -249,3 +251,30 @@ def add_source(parser: argparse.ArgumentParser) -> None:
     add("--profile", metavar="FILE", help="what horovod-sparse calibrate wrote; without it formulas are used")
     add("--ranks", type=num_ranks, metavar="P", help="default: the profile's, or 8")
     add_network(parser)
+
+
+def check_picture(argument: str, path: str | None) -> None:
+    """Refuses a picture that could not be drawn, before anything is computed.
+
+    Args:
+        argument: as the user wrote it.
+        path: that was given; None where no picture is wanted.
+
+    Raises:
+        ArgumentError: for another kind of file.
+        UnsupportedError: where matplotlib is not installed.
+
+    Example:
+        >>> check_picture("--plot", "speed.jpeg")
+        Traceback (most recent call last):
+        horovod_sparse.errors.ArgumentError: --plot='speed.jpeg' is not allowed: give a file that ends in ...
+    """
+    if not path:
+        return
+    if not path.endswith(_PICTURES):
+        raise ArgumentError(argument, path, f"a file that ends in {', '.join(_PICTURES)}")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UnsupportedError(
+            f"{argument} {path} is drawn by matplotlib, which is not installed: pip install "
+            f"'horovod_sparse[plot]', or leave {argument} out"
+        )

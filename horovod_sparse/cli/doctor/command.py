@@ -92,9 +92,11 @@ def run(options: argparse.Namespace) -> int:
             everyone = [{**facts, **build_facts(framework)}]
     except HorovodMissingError as error:
         # a rank without Horovod cannot tell the others; what the rest of the launch does is the launcher's
-        do = "scripts/setup in a clone of horovod_sparse builds it"
-        findings.append(problem("Horovod", str(error).partition(". ")[0], "nothing can be synchronized", do))
         everyone = []
+        if "horovod" in facts["packages"]:  # otherwise what is installed says so
+            do = "scripts/setup in a clone of horovod_sparse builds it"
+            why = "nothing can be synchronized"
+            findings.append(problem("Horovod", str(error).partition(". ")[0], why, do))
     try:
         profile = _profile(options.profile, ranks)
         asked = _Asked(recipe.sparsifier, merging, model, profile)

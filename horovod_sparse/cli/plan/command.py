@@ -15,6 +15,7 @@ from horovod_sparse.cli.model import FORMAT, read_model
 from horovod_sparse.cli.options import (
     Source,
     add_source,
+    check_picture,
     density,
     read_merging,
     read_recipe,
@@ -24,8 +25,6 @@ from horovod_sparse.cli.options import (
 from horovod_sparse.cli.plan import report as plan_report
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.merging import LAYER_TABLES, predict
-
-_PICTURES = (".png", ".svg", ".pdf")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -107,8 +106,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _check(options: argparse.Namespace) -> None:
     """Refuses what can be refused before anything is computed."""
-    if options.picture and not options.picture.endswith(_PICTURES):
-        raise ArgumentError("--picture", options.picture, f"a file that ends in {', '.join(_PICTURES)}")
+    check_picture("--picture", options.picture)
     if options.timeline and not options.picture:
         raise ArgumentError("--timeline", options.timeline, "--picture too: it is drawn there")
     if options.rows < 0:

@@ -15,6 +15,7 @@ from horovod_sparse.cli.console import show
 from horovod_sparse.cli.model import FORMAT, read_model
 from horovod_sparse.cli.options import (
     add_network,
+    check_picture,
     density,
     network_from,
     num_ranks,
@@ -29,7 +30,6 @@ from horovod_sparse.errors import ArgumentError, ProfileMismatchError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.merging import LAYER_TABLES
 
-_PICTURES = (".png", ".svg", ".pdf")
 _MOST_RANKS = 4096
 
 
@@ -116,8 +116,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    if options.plot and not options.plot.endswith(_PICTURES):
-        raise ArgumentError("--plot", options.plot, f"a file that ends in {', '.join(_PICTURES)}")
+    check_picture("--plot", options.plot)
     options.ranks = sorted(set(options.ranks))
     for size in (*options.ranks, options.at or 2):
         if size > _MOST_RANKS:

@@ -10,7 +10,7 @@ import matplotlib
 matplotlib.use("Agg")
 
 from matplotlib import pyplot as plt
-from matplotlib.ticker import FuncFormatter, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from horovod_sparse.cli.simulate.study import Crossing, Question, Study
 
@@ -56,6 +56,7 @@ def draw_studies(question: Question, studies: Sequence[Study]) -> Any:
         axis.set_yscale("log")
         axis.set_xticks(sizes, [str(size) for size in sizes])
         axis.minorticks_off()
+        _label_values(axis)
     _label(density, f"speedup over dense, {question.at} ranks", "density", "times")
     _label(bandwidth, f"speedup over dense, {question.at} ranks", "bandwidth", "times")
     bandwidth.set_xticks([1e6, 1e8, 1e9, 1e10, 1e12], ["1 M", "100 M", "1 G", "10 G", "1 Tbit/s"])
@@ -81,8 +82,7 @@ def _label(axis: Any, title: str, below: str, beside: str) -> None:
     axis.grid(color="#E8E8E8", linewidth=0.7)
     axis.spines[["top", "right"]].set_visible(False)
     if beside == "times":
-        axis.yaxis.set_major_formatter(FuncFormatter(lambda times, _: f"{times:g}"))
-        axis.yaxis.set_minor_formatter(NullFormatter())
+        _label_values(axis)
         axis.axhline(1.0, color=_INK, linewidth=0.9, linestyle=(0, (3, 2)))
         axis.annotate(
             "dense wins below",
@@ -93,3 +93,16 @@ def _label(axis: Any, title: str, below: str, beside: str) -> None:
             fontsize=7.5,
             color=_INK,
         )
+
+
+def _label_values(axis: Any) -> None:
+    """Labels on a logarithmic axis, also where its values lie within one decade: at 1, 2, and 5 of each."""
+    low, high = axis.get_ylim()
+    subs: tuple[float, ...] = (1.0, 2.0, 5.0) if high / low < 1e3 else (1.0,)
+    if high / low < 5:  # steps of 1 and 2 may both lie outside
+        subs = tuple(1 + number / 4 for number in range(36))
+    axis.yaxis.set_major_locator(LogLocator(subs=subs))
+    axis.yaxis.set_minor_locator(NullLocator())
+    axis.yaxis.set_major_formatter(
+        FuncFormatter(lambda value, _: f"{value:.4g}" if value < 1e4 else f"{value:.0e}".replace("e+0", "e"))
+    )

@@ -262,3 +262,15 @@ def test_without_horovod_it_says_so(capsys, monkeypatch):
     monkeypatch.setattr(main_ranks, "bindings", lambda: {"torch": False, "tensorflow": False})
     with pytest.raises(HorovodMissingError, match="scripts/setup"):
         main_ranks.usable_framework()
+
+
+def test_a_missing_horovod_is_said_once(capsys, monkeypatch):
+    def missing(asked):
+        raise HorovodMissingError("Horovod is not installed. Build it")
+
+    facts = doctor.local_facts()
+    facts["packages"].pop("horovod", None)
+    monkeypatch.setattr(doctor, "usable_framework", missing)
+    monkeypatch.setattr(doctor, "local_facts", lambda: facts)
+    assert main(["doctor"]) == 1
+    assert capsys.readouterr().out.count("not installed") == 1

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
 pytest.importorskip("matplotlib")
 
+from matplotlib import pyplot as plt
+
 from horovod_sparse.cli.main import main
-from horovod_sparse.cli.simulate.picture import draw_studies
+from horovod_sparse.cli.simulate.picture import _label_values, draw_studies
 from horovod_sparse.cli.simulate.study import (
     Question,
     bandwidth_text,
@@ -128,3 +131,26 @@ def test_curves_have_a_line_for_each_sparsifier_and_dots_where_dense_wins():
     assert lines.count("dense") == 2
     found = sum(len(study.density.values) + len(study.bandwidth.values) for study in studies)
     assert lines.count("crossing") == found > 0
+
+
+def test_every_logarithmic_axis_has_labels_within_its_range():
+    def labels(low, high):
+        figure, axis = plt.subplots()
+        axis.set_yscale("log")
+        axis.set_ylim(low, high)
+        _label_values(axis)
+        figure.canvas.draw()
+        shown = [tick for tick in axis.get_yticks() if low <= tick <= high]
+        texts = [text.get_text() for text in axis.get_yticklabels()]
+        plt.close(figure)
+        return len(shown) if all(texts) else 0
+
+    for low, high in [(3.1, 4.4), (0.9, 1.3), (2.1, 4.9), (11, 40), (1, 100), (1e2, 1e9), (9.6, 10.5)]:
+        assert 2 <= labels(low, high) <= 24, (low, high)
+
+
+@pytest.mark.parametrize("arguments", [["simulate", "--plot"], ["plan", "--picture"]])
+def test_a_picture_without_matplotlib_is_refused_in_words(arguments, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main([*arguments, "x.png", "--model", "resnet50"]) == 2
+    assert "pip install 'horovod_sparse[plot]'" in " ".join(capsys.readouterr().err.split())
