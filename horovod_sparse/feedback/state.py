@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -12,6 +14,9 @@ import numpy as np
 from horovod_sparse.errors import StateMismatchError
 
 State = TypeVar("State")
+
+#: whole number, of what arithmetic on floats can take
+_LARGEST = 2**63
 
 
 def to_plain(state: Any, array: Callable[[np.ndarray], Any] = np.copy) -> dict[str, Any]:
@@ -95,27 +100,29 @@ def _shared(value: Any) -> Any:
     return value
 
 
-def from_plain(fresh: State, plain: Mapping[str, Any]) -> State:
+def from_plain(fresh: State, plain: Mapping[str, Any], path: str = "") -> State:
     """A state as `to_plain` saved it.
 
     Args:
         fresh: a state as `Sparsifier.init` makes it for this bucket: says which fields there are, and
             of which type, dtype and shape. Not changed.
         plain: the saved one; arrays may be of any kind that NumPy can read.
+        path: of the state in what was saved, for errors; the type's name if left out.
 
     Returns:
         A new state of the type of `fresh`.
 
     Raises:
-        StateMismatchError: if fields or shapes differ: another algorithm, another bucket, or another
-            number of ranks. Fields marked `ADDED` may be missing: they came later.
+        StateMismatchError: with the path of the field, if fields, types or shapes differ: another algorithm,
+            another bucket, or another number of ranks; and if a number is NaN or Inf. Fields marked `ADDED`
+            may be missing: they came later.
 
     Example:
         >>> from horovod_sparse.sparsifiers import SparsifierState
         >>> from_plain(SparsifierState(), {"step": 7})
         SparsifierState(step=7)
     """
-    state: State = _from_plain(fresh, plain, type(fresh).__name__)
+    state: State = _from_plain(fresh, plain, path or type(fresh).__name__)
     return state
 
 
@@ -125,7 +132,7 @@ def _from_plain(fresh: Any, plain: Any, path: str) -> Any:
         # what older checkpoints have not got says so itself
         added = {item.name for item in dataclasses.fields(fresh) if item.metadata.get("added")}
         if not isinstance(plain, Mapping) or not names - added <= set(plain) <= names:
-            found = sorted(plain) if isinstance(plain, Mapping) else type(plain).__name__
+            found = sorted(map(str, plain)) if isinstance(plain, Mapping) else type(plain).__name__
             raise StateMismatchError(
                 f"{path} has the fields {sorted(names)}, the saved state has {found}: it belongs to another "
                 "algorithm or to another version of it"
@@ -135,27 +142,86 @@ def _from_plain(fresh: Any, plain: Any, path: str) -> Any:
             **{name: _from_plain(getattr(fresh, name), given[name], f"{path}.{name}") for name in names}
         )
     if isinstance(fresh, np.ndarray):
-        as_numpy = getattr(plain, "numpy", None)  # PyTorch's and TensorFlow's tensors say it so
-        saved = np.array(as_numpy() if callable(as_numpy) else plain, dtype=fresh.dtype)
-        if saved.shape != fresh.shape:
-            raise StateMismatchError(
-                f"{path} has shape {fresh.shape}, the saved state has {saved.shape}: it belongs to another "
-                "bucket or to another number of ranks"
-            )
-        return saved
-    if isinstance(fresh, np.generic) and not isinstance(plain, (Mapping, list, tuple, str)):
-        return fresh.dtype.type(plain)
-    if isinstance(fresh, (list, tuple)) and len(fresh) == len(plain):
-        return type(fresh)(
-            _from_plain(*pair, f"{path}[{i}]") for i, pair in enumerate(zip(fresh, plain, strict=True))
+        return _array_like(fresh, plain, path)
+    if isinstance(fresh, np.generic):
+        return fresh.dtype.type(_number_like(fresh.item(), plain, path))
+    if isinstance(fresh, Mapping) and isinstance(plain, Mapping):
+        if set(fresh) == set(plain):
+            return {key: _from_plain(fresh[key], plain[key], f"{path}.{key}") for key in fresh}
+        return {str(key): _number_like(0.0, item, f"{path}.{key}") for key, item in plain.items()}
+    if isinstance(fresh, (list, tuple)) and isinstance(plain, (list, tuple)):
+        # containers that grow while training goes on hold the numbers that were saved
+        return type(fresh)(_number_like(0.0, item, f"{path}[{i}]") for i, item in enumerate(plain))
+    if fresh is None:
+        return plain if plain is None or isinstance(plain, str) else _number_like(0.0, plain, path)
+    if isinstance(fresh, (bool, str, bytes)) and isinstance(plain, type(fresh)):
+        return plain
+    if isinstance(fresh, (int, float)) and not isinstance(fresh, bool):
+        return _number_like(fresh, plain, path)
+    raise StateMismatchError(
+        f"{path} is a {type(plain).__name__} in the saved state, not a {type(fresh).__name__}"
+    )
+
+
+def _array_like(fresh: np.ndarray, plain: Any, path: str) -> np.ndarray:
+    saved = as_array(plain)
+    if isinstance(plain, (list, tuple)):  # as JSON gives it back
+        with contextlib.suppress(ValueError):
+            saved = np.array(plain)
+    if saved is None or saved.dtype.kind not in "iuf":
+        raise StateMismatchError(f"{path} is a {type(plain).__name__} in the saved state, not an array")
+    if saved.shape != fresh.shape:
+        raise StateMismatchError(
+            f"{path} has shape {fresh.shape}, the saved state has {saved.shape}: it belongs to another "
+            "bucket or to another number of ranks"
         )
-    if isinstance(fresh, Mapping) and set(fresh) == set(plain):
-        return {key: _from_plain(fresh[key], plain[key], f"{path}.{key}") for key in fresh}
-    # containers that grow while training goes on hold what was saved
-    if isinstance(fresh, (bool, Mapping, list, tuple)) or fresh is None:
-        return plain
-    if isinstance(fresh, (int, float, str, bytes)):
-        if not isinstance(plain, (int, float) if isinstance(fresh, (int, float)) else type(fresh)):
-            raise StateMismatchError(f"{path} is {plain!r} in the saved state, not a {type(fresh).__name__}")
-        return plain
-    raise StateMismatchError(f"{path} is a {type(fresh).__name__}, which a checkpoint cannot hold")
+    if not np.isfinite(saved).all():
+        raise StateMismatchError(f"{path} holds NaN or Inf in the saved state")
+    converted = saved.astype(fresh.dtype)
+    if fresh.dtype.kind in "iu" and not np.array_equal(converted, saved):
+        raise StateMismatchError(f"{path} holds numbers in the saved state that are no {fresh.dtype}")
+    return converted
+
+
+def _number_like(fresh: float, plain: Any, path: str) -> float:
+    if not is_number(plain):
+        raise StateMismatchError(
+            f"{path} is a {type(plain).__name__} in the saved state, not a {type(fresh).__name__}"
+        )
+    if not math.isfinite(plain):
+        raise StateMismatchError(f"{path} is {plain} in the saved state")
+    number: float = plain
+    if isinstance(fresh, int) and plain != int(plain):
+        raise StateMismatchError(f"{path} is {plain} in the saved state, not a whole number")
+    return number
+
+
+def is_number(value: object) -> bool:
+    """Whether a saved value is a number that arithmetic on floats can take.
+
+    Example:
+        >>> is_number(3), is_number(True), is_number(10**400), is_number("3")
+        (True, False, False, False)
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return isinstance(value, float) or abs(value) <= _LARGEST
+
+
+def as_array(value: Any) -> np.ndarray | None:
+    """A saved array, of whatever kind that NumPy can read; None for anything else.
+
+    Example:
+        >>> as_array("abc") is None, as_array(np.ones(2))
+        (True, array([1., 1.]))
+    """
+    if isinstance(value, np.ndarray):
+        return value
+    as_numpy = getattr(value, "numpy", None)  # PyTorch's and TensorFlow's tensors say it so
+    if not callable(as_numpy):
+        return None
+    try:
+        array = as_numpy()
+    except (TypeError, RuntimeError):  # of a type, or in a form, that NumPy has not
+        return None
+    return array if isinstance(array, np.ndarray) else None

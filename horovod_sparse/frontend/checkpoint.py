@@ -22,7 +22,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,69 @@ _FORMAT = 1
 _NAME = re.compile(r"step-(\d{10})\.(\d+)")
 _MANIFEST = "manifest.json"
 _log = logging.getLogger("horovod_sparse")
+
+
+def save_together(
+    directory: str | os.PathLike[str],
+    entry: Callable[[], Mapping[str, Any]],
+    *,
+    rank: int,
+    keep: int,
+) -> Synchronization[int]:
+    """Saves what every rank has, after the same step of all.
+
+    Args:
+        directory: see `write_checkpoint`.
+        entry: makes this rank's, with "step", "recipe" and "plan"; an error of it is raised on all ranks.
+        rank: of this process.
+        keep: see `write_checkpoint`.
+
+    Returns:
+        The step.
+
+    Raises:
+        HorovodSparseError: on every rank, what `entry` or `write_checkpoint` raised on any.
+    """
+    made, failure = None, None
+    try:
+        made = entry()
+    except HorovodSparseError as error:
+        failure = error
+    yield from raise_together(failure)
+    assert made is not None  # raised above otherwise
+    equal = json.dumps([made["recipe"], made["plan"]], sort_keys=True)
+    digest, step = hashlib.blake2b(equal.encode(), digest_size=8).hexdigest(), int(made["step"])
+    yield from write_checkpoint(directory, made, step=step, digest=digest, rank=rank, keep=keep)
+    return step
+
+
+def load_together(
+    directory: str | os.PathLike[str],
+    check: Callable[[Mapping[str, Any]], None],
+    *,
+    rank: int,
+    size: int,
+    step: int | None,
+) -> Synchronization[dict[str, Any]]:
+    """An entry that fits on every rank; nothing has been assigned yet on any.
+
+    Args:
+        directory: see `read_checkpoint`.
+        check: raises what does not fit this rank, and changes nothing.
+        rank: of this process.
+        size: number of ranks now.
+        step: see `read_checkpoint`.
+
+    Raises:
+        HorovodSparseError: on every rank, what `read_checkpoint` or `check` raised on any.
+    """
+    entry, failure = (yield from read_checkpoint(directory, rank=rank, size=size, step=step)), None
+    try:
+        check(entry)
+    except HorovodSparseError as error:
+        failure = error
+    yield from raise_together(failure)
+    return entry
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ happens otherwise:
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -21,12 +22,14 @@ import numpy as np
 
 from horovod_sparse.errors import ArgumentError, StateMismatchError
 from horovod_sparse.feedback import Feedback, LowPass, Progress, Recipe
-from horovod_sparse.feedback.state import from_plain, to_plain
+from horovod_sparse.feedback.state import as_array, from_plain, is_number, to_plain
 from horovod_sparse.frontend.engine import Engine
 from horovod_sparse.frontend.parts import assign_residuals, held_residuals
 from horovod_sparse.merging import Plan
 
 _FORMAT = 1
+#: far more than there will ever be; beyond, arithmetic on them would overflow
+_MOST_RANKS, _MOST_STEPS = 2**31 - 1, 2**53
 _log = logging.getLogger("horovod_sparse")
 
 
@@ -59,26 +62,168 @@ def saved_entry(engine: Engine, array: Callable[[np.ndarray], Any] = np.copy, **
     }
 
 
-def check_entry(entry: Mapping[str, Any], recipe: Recipe, advice: str) -> None:
-    """Refuses what was saved of another algorithm or feedback, or by another version.
+def check_entry(entry: Any, recipe: Recipe | None, advice: str) -> None:
+    """Refuses what was saved of another algorithm or feedback, by another version, or is damaged.
 
     Args:
-        entry: as `saved_entry` or `redistributed` made it.
-        recipe: that it is loaded for.
+        entry: as `saved_entry` or `redistributed` made it; anything else is refused.
+        recipe: that it is loaded for; None if that is not known yet.
         advice: what is used now ("{}"), and what to do about it.
 
     Raises:
-        StateMismatchError: saying which.
+        StateMismatchError: saying which, with the path of the field.
     """
-    if entry.get("format") != _FORMAT:
+    if not isinstance(entry, Mapping):
+        raise StateMismatchError(f"the saved state is {_words(entry)}, not a mapping")
+    if type(entry.get("format")) is not int or entry["format"] != _FORMAT:
         raise StateMismatchError(
-            f"the saved state has format {entry.get('format')}, this version reads format {_FORMAT}"
+            f"the saved state has format {_words(entry.get('format'))}, this version reads format {_FORMAT}"
         )
-    if entry["algorithm"] != recipe.sparsifier.name:
+    for name in ("algorithm", "recipe"):
+        _expect(isinstance(entry.get(name), str), name, entry.get(name), "text")
+    if recipe is not None and entry["algorithm"] != recipe.sparsifier.name:
         used = advice.format(recipe.describe())
         raise StateMismatchError(f"the saved state is of {entry['recipe']}, {used}")
-    if not companions_fit(entry, recipe.feedback):
+    _whole(entry, "size", 1, _MOST_RANKS)
+    _whole(entry, "rank", 0, entry["size"] - 1)
+    _whole(entry, "step", 0, _MOST_STEPS)
+    _expect(isinstance(entry.get("resized", False), bool), "resized", entry.get("resized"), "True or False")
+    _expect(entry.get("feedback", "") is not None, "feedback", None, "text")
+    _expect(isinstance(entry.get("feedback", ""), str), "feedback", entry.get("feedback"), "text")
+    plan = _saved_plan(entry.get("plan"))
+    companions = entry.get("companions")
+    _expect(isinstance(companions, (list, tuple)), "companions", companions, "a list")
+    if recipe is not None and not companions_fit(entry, recipe.feedback):
         raise StateMismatchError(f"the saved state is of another feedback than {recipe.feedback}")
+    held = {"residuals": entry.get("residuals")}
+    held |= {f"companions[{number}]": one for number, one in enumerate(entry["companions"])}
+    bucketed = {name for bucket in plan.buckets for name in bucket}
+    for path, arrays in held.items():
+        _check_arrays(path, arrays, bucketed, set(plan.names()))
+    buckets = entry.get("buckets")
+    _expect(isinstance(buckets, (list, tuple)), "buckets", buckets, "a list")
+    _expect(len(entry["buckets"]) == len(plan.buckets), "buckets", buckets, f"a list of {len(plan.buckets)}")
+    for number, one in enumerate(entry["buckets"]):
+        _check_bucket(f"buckets[{number}]", one, entry["step"])
+
+
+def check_shapes(entry: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Refuses arrays of other shapes than parameters have here.
+
+    Args:
+        entry: that `check_entry` has passed.
+        shapes: by the names that the entry has; all of its plan's.
+
+    Raises:
+        StateMismatchError: with the parameter, and both shapes.
+    """
+    for arrays in (entry["residuals"], *entry["companions"]):
+        for name, values in arrays.items():
+            if tuple(values.shape) != shapes[name]:
+                raise StateMismatchError(
+                    f"{name} has shape {shapes[name]}, the saved state has {tuple(values.shape)}"
+                )
+
+
+def checked_states(
+    engine: Engine, entry: Mapping[str, Any], names: Mapping[str, str] | None = None
+) -> list[Any] | None:
+    """The sparsifiers' states of an entry, made and checked; nothing is changed.
+
+    Args:
+        engine: see `load_entry`.
+        entry: see there.
+        names: see there.
+
+    Returns:
+        One for each of the engine's buckets; None if they start anew, in another plan or size.
+
+    Raises:
+        StateMismatchError: if a field does not fit the engine's bucket.
+    """
+    (rank, size), plan = engine.place, _called(entry, names)
+    if plan != engine.plan or entry["size"] != size or entry.get("resized"):
+        return None
+    states = []
+    for number, (part, one) in enumerate(zip(engine.sparse, entry["buckets"], strict=True)):
+        bucket = part.bucket
+        fresh = bucket.recipe.sparsifier.init(dataclasses.replace(bucket.info, rank=rank, size=size))
+        states.append(from_plain(fresh, one["state"], f"buckets[{number}].state"))
+    return states
+
+
+def _called(entry: Mapping[str, Any], names: Mapping[str, str] | None) -> Plan:
+    """The plan of an entry, by the names that are used here."""
+    saved = Plan.from_dict(entry["plan"])
+    if names is None:
+        return saved
+    buckets = tuple(tuple(names[name] for name in bucket) for bucket in saved.buckets)
+    return Plan(buckets, tuple(names[name] for name in saved.dense))
+
+
+def _saved_plan(saved: Any) -> Plan:
+    lists = [saved.get("dense")] if isinstance(saved, Mapping) else [None]
+    if isinstance(saved, Mapping):
+        buckets = saved.get("buckets")
+        lists += [None] if not isinstance(buckets, (list, tuple)) else list(buckets)
+    sound = all(isinstance(one, (list, tuple)) and all(isinstance(n, str) for n in one) for one in lists)
+    _expect(sound, "plan", saved, "a plan: lists of names")
+    try:
+        return Plan.from_dict(saved)
+    except ArgumentError as error:
+        raise StateMismatchError(f"plan in the saved state is no plan ({error})") from error
+
+
+def _check_arrays(path: str, arrays: Any, needed: set[str], known: set[str]) -> None:
+    """Arrays by parameter: those of buckets all there, of a type that residuals have, and finite."""
+    _expect(isinstance(arrays, Mapping), path, arrays, "arrays by parameter")
+    for name in sorted(needed - set(arrays)):
+        raise StateMismatchError(f"{path}[{name!r}] is missing in the saved state")
+    for name, values in arrays.items():
+        where = f"{path}[{_words(name)}]"
+        _expect(name in known, where, values, "nothing: no parameter of its plan has this name")
+        array = as_array(values)
+        sound = array is not None and array.dtype in (np.float32, np.float64)
+        _expect(sound, where, values, "an array of float32 or float64")
+        _expect(bool(np.isfinite(array).all()), where, values, "finite numbers")  # type: ignore[arg-type]
+
+
+def _check_bucket(path: str, one: Any, step: int) -> None:
+    """What a bucket's progress is made of; its state is checked against the sparsifier's own."""
+    _expect(isinstance(one, Mapping), path, one, "a mapping")
+    _expect("learning_rate" in one, f"{path}.learning_rate", "missing", "a number or None")
+    for name in ("learning_rate", "largest_rate", "scale"):
+        value = one.get(name)
+        sound = is_number(value) and 0.0 <= value < np.inf
+        _expect(
+            sound or (value is None and name != "scale") or name not in one,
+            f"{path}.{name}",
+            value,
+            "a finite number, not negative",
+        )
+    _expect(isinstance(one.get("state"), Mapping), f"{path}.state", one.get("state"), "a mapping")
+    _whole(one["state"], "step", 0, _MOST_STEPS, f"{path}.state.")
+
+
+def _whole(fields: Mapping[str, Any], name: str, least: int, most: int, path: str = "") -> None:
+    value = fields.get(name)
+    sound = isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+    _expect(sound, f"{path}{name}", value, f"a whole number from {least} to {most}")
+
+
+def _expect(sound: bool, path: str, found: object, wanted: str) -> None:
+    if not sound:
+        raise StateMismatchError(f"{path} is {_words(found)} in the saved state, not {wanted}")
+
+
+def _words(value: object) -> str:
+    """What was found, briefly: it may be large, or nested without end."""
+    if value is None or isinstance(value, (bool, float)) or (isinstance(value, int) and abs(value) < 1 << 64):
+        return repr(value)
+    if isinstance(value, str):
+        return repr(value[:40])
+    shape = getattr(value, "shape", None)
+    return f"a {type(value).__name__}" + (f" of shape {tuple(shape)}" if isinstance(shape, tuple) else "")
 
 
 def load_entry(
@@ -92,17 +237,8 @@ def load_entry(
         factor: by which residuals are multiplied: `share_factor`, or `kept_share` for a rank's own.
         names: what saved names are called here, where they differ.
     """
-    saved, size = Plan.from_dict(entry["plan"]), engine.place[1]
+    size, plan, states = engine.place[1], _called(entry, names), checked_states(engine, entry, names)
     called = (lambda name: name) if names is None else names.__getitem__
-    plan = Plan(
-        tuple(tuple(map(called, bucket)) for bucket in saved.buckets), tuple(map(called, saved.dense))
-    )
-    kept = plan == engine.plan and entry["size"] == size and not entry.get("resized")
-    buckets = [part.bucket for part in engine.sparse]
-    states = [
-        from_plain(bucket.recipe.sparsifier.init(bucket.info), one["state"])
-        for bucket, one in zip(buckets, entry["buckets"] if kept else (), strict=kept)
-    ]
     progress = {
         name: Progress.from_plain(one, one["state"]["step"])
         for bucket_names, one in zip(plan.buckets, entry["buckets"], strict=True)
@@ -114,10 +250,13 @@ def load_entry(
     ]
     assign_residuals(engine.parts, held, progress)
     engine.step = int(entry["step"])
-    for bucket, state in zip(buckets, states, strict=kept):
-        bucket.state = state
-    if not kept:
+    if states is not None:
+        for part, state in zip(engine.sparse, states, strict=True):
+            part.bucket.state = state
+    else:
         what = f"another plan ({plan})" if entry["size"] == size else f"{entry['size']} ranks"
+        if entry.get("resized"):
+            what = "another number of ranks"
         _log.warning(
             "the checkpoint is of %s, now %d ranks, %s: residuals are kept, sparsifier states start anew",
             what,

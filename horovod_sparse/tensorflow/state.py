@@ -14,9 +14,19 @@ from typing import Any
 import tensorflow as tf
 
 from horovod_sparse.errors import StateMismatchError, UnsupportedError
+from horovod_sparse.feedback import Recipe
 from horovod_sparse.frontend.encoding import from_bytes, to_bytes
 from horovod_sparse.frontend.parts import assign_residuals
-from horovod_sparse.frontend.state import check_entry, load_entry, redistributed, saved_entry, share_factor
+from horovod_sparse.frontend.state import (
+    check_entry,
+    check_shapes,
+    checked_states,
+    load_entry,
+    redistributed,
+    saved_entry,
+    share_factor,
+)
+from horovod_sparse.merging import Plan
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
 
 
@@ -93,6 +103,7 @@ class StateKeeper:
         Raises:
             StateMismatchError: if it does not fit, now or with the first gradients.
         """
+        self.check(entry)
         self._waiting = entry or None
         if self._synchronizer is None:
             return
@@ -103,6 +114,19 @@ class StateKeeper:
         elif not entry:
             self._synchronizer.step = 0
             assign_residuals(self._synchronizer.parts, (), {})
+
+    def check(self, entry: Any) -> None:
+        """Refuses an entry that does not fit, as far as that is known by now; nothing is changed.
+
+        Raises:
+            StateMismatchError: with the path of the field, or the variables.
+        """
+        if entry is None or (isinstance(entry, Mapping) and not entry):
+            return
+        synchronizer = self._synchronizer
+        _check(entry, None if synchronizer is None else synchronizer.recipe)
+        if synchronizer is not None and len(synchronizer.names) >= len(entry["variables"]):
+            checked_states(synchronizer, entry, _checked(synchronizer, entry))
 
     def _put(self) -> None:
         waiting, synchronizer = self._waiting, self._synchronizer
@@ -153,13 +177,26 @@ def redistribute(entries: Sequence[Mapping[str, Any]], rank: int, size: int) -> 
     return redistributed(entries, rank, size)
 
 
-def _checked(synchronizer: GradientSynchronizer, entry: Mapping[str, Any]) -> dict[str, str]:
-    """What the saved names are called here."""
+def _check(entry: Any, recipe: Recipe | None) -> None:
+    """What can be said of an entry without variables."""
     advice = (
         "now {} is used: use the same algorithm, or load without the state of horovod_sparse to start with "
         "no residual"
     )
-    check_entry(entry, synchronizer.recipe, advice)
+    check_entry(entry, recipe, advice)
+    variables = entry.get("variables")
+    sound = isinstance(variables, Mapping) and all(
+        isinstance(shape, (list, tuple)) and all(type(length) is int and length >= 0 for length in shape)
+        for shape in variables.values()
+    )
+    if not sound or set(variables) != set(Plan.from_dict(entry["plan"]).names()):
+        raise StateMismatchError("variables in the saved state are not those of its plan, with their shapes")
+    check_shapes(entry, {name: tuple(shape) for name, shape in variables.items()})
+
+
+def _checked(synchronizer: GradientSynchronizer, entry: Mapping[str, Any]) -> dict[str, str]:
+    """What the saved names are called here."""
+    _check(entry, synchronizer.recipe)
     known = _shapes_by_name(synchronizer)
     saved = {name: tuple(shape) for name, shape in entry["variables"].items()}
     if saved == known:

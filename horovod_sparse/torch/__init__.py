@@ -15,6 +15,8 @@ from horovod_sparse.torch import _horovod as _horovod
 from horovod.torch import *  # noqa: F403
 
 # isort: split
+from horovod_sparse.torch.checkpoint import load as load
+from horovod_sparse.torch.checkpoint import save as save
 from horovod_sparse.torch.compression import Compression as Compression
 from horovod_sparse.torch.compression import SparseCompressor as SparseCompressor
 from horovod_sparse.torch.optimizer import DistributedOptimizer as DistributedOptimizer

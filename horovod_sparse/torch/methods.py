@@ -239,12 +239,15 @@ class Methods(torch.optim.Optimizer):
         are kept aside and saved again.
 
         Raises:
-            StateMismatchError: if parameters, shapes or the algorithm differ.
+            StateMismatchError: if parameters, shapes or the algorithm differ. Nothing has been loaded then.
         """
         entry = state_dict.get(state.ENTRY)
         if self._synchronizer is None:
             self._kept_entry = entry
         else:
+            state.check_groups(self, state_dict)
+            if entry is not None:
+                state.check(self._synchronizer, entry)
             self._synchronizer.finish_pending()
             state.load(self._synchronizer, entry)
         _Stock.load_state_dict(self, state_dict)

@@ -19,7 +19,15 @@ import torch
 from horovod_sparse.errors import StateMismatchError, UnsupportedError
 from horovod_sparse.frontend.agreement import kept_share
 from horovod_sparse.frontend.parts import assign_residuals
-from horovod_sparse.frontend.state import check_entry, load_entry, redistributed, saved_entry, share_factor
+from horovod_sparse.frontend.state import (
+    check_entry,
+    check_shapes,
+    checked_states,
+    load_entry,
+    redistributed,
+    saved_entry,
+    share_factor,
+)
 from horovod_sparse.merging import Plan
 from horovod_sparse.pytorch.layout import on_host
 from horovod_sparse.torch.synchronizer import GradientSynchronizer
@@ -57,7 +65,7 @@ def load(synchronizer: GradientSynchronizer, entry: Mapping[str, Any] | None) ->
         assign_residuals(synchronizer.parts, (), {})
         synchronizer.step = 0
         return
-    _check(synchronizer, entry)
+    entry = check(synchronizer, entry)
     synchronizer.take_place()
     if not set(Plan.from_dict(entry["plan"]).names()) <= set(synchronizer.facts):
         synchronizer.take_in()
@@ -65,7 +73,7 @@ def load(synchronizer: GradientSynchronizer, entry: Mapping[str, Any] | None) ->
     # in elastic training, what this worker saved when there were more or fewer: no other has a share in it
     own = old_size in synchronizer.sizes
     factor = kept_share(old_size, size) if own else share_factor(entry["rank"], old_size, size)
-    load_entry(synchronizer, on_host(entry), factor)
+    load_entry(synchronizer, entry, factor)
 
 
 def redistribute(entries: Sequence[Mapping[str, Any]], rank: int, size: int) -> dict[str, Any]:
@@ -90,11 +98,23 @@ def redistribute(entries: Sequence[Mapping[str, Any]], rank: int, size: int) -> 
     return redistributed([on_host(entry) for entry in entries], rank, size)
 
 
-def _check(synchronizer: GradientSynchronizer, entry: Mapping[str, Any]) -> None:
+def check(synchronizer: GradientSynchronizer, entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Refuses an entry that does not fit; nothing is changed.
+
+    Returns:
+        The entry, with all tensors on the host.
+
+    Raises:
+        StateMismatchError: with the path of the field, or the parameter.
+    """
     advice = (
         "the optimizer uses {}: use the same algorithm, or delete state_dict['horovod_sparse'] to start with "
         "no residual"
     )
+    try:
+        entry = on_host(entry)
+    except RecursionError as error:
+        raise StateMismatchError("the saved state is nested without end") from error
     check_entry(entry, synchronizer.recipe, advice)
     known = synchronizer.facts | synchronizer.joining()
     saved = set(Plan.from_dict(entry["plan"]).names())
@@ -105,7 +125,23 @@ def _check(synchronizer: GradientSynchronizer, entry: Mapping[str, Any]) -> None
             f"the saved state is of another model: it has {sorted(unknown) or 'nothing'} that this one "
             f"has not, and lacks {sorted(lacking) or 'nothing'}"
         )
-    for name, values in entry["residuals"].items():
-        shape = tuple(known[name][1].shape)
-        if tuple(values.shape) != shape:
-            raise StateMismatchError(f"{name} has shape {shape}, the saved state has {tuple(values.shape)}")
+    check_shapes(entry, {name: tuple(parameter.shape) for name, (_, parameter) in known.items()})
+    checked_states(synchronizer, entry)
+    return dict(entry)
+
+
+def check_groups(optimizer: torch.optim.Optimizer, saved: Any) -> None:
+    """Refuses an optimizer's own state, of other parameter groups, before anything is loaded.
+
+    Raises:
+        StateMismatchError: saying how many there are.
+    """
+    groups = saved.get("param_groups") if isinstance(saved, Mapping) else None
+    numbers: list[Any] = []
+    if isinstance(groups, (list, tuple)) and isinstance(saved.get("state"), Mapping):
+        numbers = [len(group.get("params", ())) for group in groups if isinstance(group, Mapping)]
+    own = [len(group["params"]) for group in optimizer.param_groups]
+    if numbers != own:
+        raise StateMismatchError(
+            f"param_groups in the saved state have {numbers or 'no'} parameters, those of the optimizer {own}"
+        )
