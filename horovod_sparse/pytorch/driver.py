@@ -78,6 +78,13 @@ class Handle(Protocol):
         """
 
 
+class Starter(Protocol):
+    """Whoever runs a coroutine together with the other ranks."""
+
+    def start(self, name: str, coroutine: Synchronization[Any]) -> Task:
+        """Starts a coroutine under a name that is the same on all ranks; does not wait."""
+
+
 class Driver:
     """Starts coroutines, parks them while their collectives are under way, and resumes them.
 

@@ -119,3 +119,19 @@ def unshaped(values: torch.Tensor, parameter: torch.Tensor) -> np.ndarray:
     flat = torch.empty(parameter.numel(), dtype=values.dtype)
     view_into(flat, 0, parameter).copy_(values)
     return host_view(flat)
+
+
+class _AsWritable:
+    """Presents an array's memory as writable: PyTorch warns about memory that is not, even to read it."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array  # keeps the memory alive
+        interface = dict(array.__array_interface__)
+        interface["data"] = (interface["data"][0], False)
+        self.__array_interface__ = interface
+
+
+def readable_tensor(array: np.ndarray) -> torch.Tensor:
+    """The same memory as a tensor, to be read only (a copy only where it is not contiguous)."""
+    array = np.ascontiguousarray(array)
+    return torch.from_numpy(array if array.flags.writeable else np.asarray(_AsWritable(array)))

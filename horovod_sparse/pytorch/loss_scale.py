@@ -27,12 +27,22 @@ class _Pass:
 
     def __init__(self, scaler: torch.amp.GradScaler) -> None:
         self.scaler = scaler
+        self._number = _number_of_pass()
 
     def end(self) -> None:
         """PyTorch calls this where the pass has not failed."""
+        global _ended
         scaled_passes[:] = [one for one in scaled_passes if one() not in (None, self)]
+        _ended = self._number, weakref.ref(self.scaler)
 
 
+def _number_of_pass() -> int:
+    """Of the backward pass under way: no other has it; -1 if there is none."""
+    return int(torch._C._current_graph_task_id())
+
+
+#: the last scaled pass that has ended but for what was registered for its end after it, and its scaler
+_ended: tuple[int, Callable[[], torch.amp.GradScaler | None]] = -1, lambda: None
 #: the passes under way, the innermost last; those that have failed are dead
 scaled_passes: list[weakref.ref[_Pass]] = []
 
@@ -48,7 +58,11 @@ def watch_scalers() -> None:
 def scaled_by() -> torch.amp.GradScaler | None:
     """The scaler of the loss whose backward pass is under way; None if it is not scaled."""
     alive = [one for one in (reference() for reference in scaled_passes) if one is not None]
-    return alive[-1].scaler if alive else None
+    if alive:
+        return alive[-1].scaler
+    number, scaler = _ended
+    # a static graph's first gradients come when the pass has ended
+    return scaler() if number != -1 and number == _number_of_pass() else None
 
 
 class ScaleOfStep:

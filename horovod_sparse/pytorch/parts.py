@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -13,13 +13,16 @@ import torch
 from horovod_sparse.feedback import Bucket, Member, Recipe
 from horovod_sparse.frontend import parts as common
 from horovod_sparse.merging import ParameterFacts, Plan
-from horovod_sparse.pytorch.driver import Driver, Task
+from horovod_sparse.pytorch.driver import Starter, Task
 from horovod_sparse.pytorch.flat_gradient import FlatGradient
 from horovod_sparse.pytorch.layout import dtype_name, shaped, unshaped
 from horovod_sparse.pytorch.memory import unscaled
 from horovod_sparse.pytorch.streams import CudaStreams
 from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.telemetry import BucketReport
+
+#: makes what holds the gradients of a part
+Lay: TypeAlias = Callable[[Sequence[torch.Tensor], str], Any]
 
 
 class Part(common.Part, Protocol):
@@ -37,7 +40,7 @@ class Part(common.Part, Protocol):
     num_missing: int
     task: Task | None
 
-    def start(self, driver: Driver, loss_scale: float = 1.0, *, refused: bool = False) -> None:
+    def start(self, driver: Starter, loss_scale: float = 1.0, *, refused: bool = False) -> None:
         """Takes the gradients and starts their synchronization.
 
         Args:
@@ -83,6 +86,7 @@ class SparseBucket(_Laid, common.BucketPart):
         learning_rate: tells the present one of their parameter group.
         place: (rank, size) within the process set.
         dense: see `Part.dense`.
+        lay: makes what holds their gradients; see `parts_of`.
     """
 
     def __init__(
@@ -95,10 +99,11 @@ class SparseBucket(_Laid, common.BucketPart):
         place: tuple[int, int],
         *,
         dense: bool = False,
+        lay: Lay = FlatGradient,
     ) -> None:
         self.name, self.learning_rate, self.dense = name, learning_rate, dense
         self.names: tuple[str, ...] = tuple(names)
-        self.gradient = FlatGradient(parameters, self.names[0])
+        self.gradient = lay(parameters, self.names[0])
         dtype = dtype_name(parameters[0]) or "unknown"  # others are refused before
         info = BucketInfo(name, self.gradient.num_elements, *place, dtype)
         self.memory = self.gradient.memory
@@ -110,7 +115,7 @@ class SparseBucket(_Laid, common.BucketPart):
         self.task: Task | None = None
         self._loss_scale = 1.0
 
-    def start(self, driver: Driver, loss_scale: float = 1.0, *, refused: bool = False) -> None:
+    def start(self, driver: Starter, loss_scale: float = 1.0, *, refused: bool = False) -> None:
         """See `Part.start`."""
         self.gradient.settle()
         self._loss_scale = loss_scale
@@ -167,12 +172,15 @@ class DenseParameter(_Laid, common.DensePart):
         name: of the parameter, stable over ranks and steps.
         parameter: the parameter.
         place: (rank, size) within the process set.
+        lay: makes what holds its gradient; see `parts_of`.
     """
 
-    def __init__(self, name: str, parameter: torch.Tensor, place: tuple[int, int]) -> None:
+    def __init__(
+        self, name: str, parameter: torch.Tensor, place: tuple[int, int], lay: Lay = FlatGradient
+    ) -> None:
         self.names: tuple[str, ...] = (name,)
         self.dtype = dtype_name(parameter) or "unknown"
-        self.gradient = FlatGradient([parameter], name)
+        self.gradient = lay([parameter], name)
         self.num_elements = self.gradient.num_elements
         self.streams = self.gradient.memory.streams()
         self.rank, self.size = place
@@ -180,7 +188,7 @@ class DenseParameter(_Laid, common.DensePart):
         self.task: Task | None = None
         self._loss_scale = 1.0
 
-    def start(self, driver: Driver, loss_scale: float = 1.0, *, refused: bool = False) -> None:
+    def start(self, driver: Starter, loss_scale: float = 1.0, *, refused: bool = False) -> None:
         """See `Part.start`."""
         self.gradient.settle()
         self._loss_scale = loss_scale
@@ -220,6 +228,7 @@ def parts_of(
     optimizer: torch.optim.Optimizer,
     place: tuple[int, int],
     first: int = 0,
+    lay: Lay = FlatGradient,
 ) -> list[Part]:
     """Buckets in the plan's order, then what stays dense. Fresh: their residuals are zeros.
 
@@ -230,22 +239,25 @@ def parts_of(
         optimizer: of the parameters.
         place: (rank, size) within the process set.
         first: number of the first bucket.
+        lay: makes what holds the gradients of parameters of one dtype and device: called with these, in
+            bucket order, and a name for messages.
     """
     parts: list[Part] = []
     for number, names in enumerate(plan.buckets, first):
         parameters = [facts[name][1] for name in names]
         rate = partial(_learning_rate, optimizer, facts[names[0]][0].group)
         chosen = recipe.for_parameter(names[0], parameters[0].numel())
-        parts.append(SparseBucket(f"bucket{number}.{names[0]}", names, parameters, chosen, rate, place))
+        label = f"bucket{number}.{names[0]}"
+        parts.append(SparseBucket(label, names, parameters, chosen, rate, place, lay=lay))
     dense = recipe.for_dense()
     for name in plan.dense:
         fact, parameter = facts[name]
         if common.needs_bucket(dense):
             rate = partial(_learning_rate, optimizer, fact.group)
             label = f"dense.{name}"
-            parts.append(SparseBucket(label, [name], [parameter], dense, rate, place, dense=True))
+            parts.append(SparseBucket(label, [name], [parameter], dense, rate, place, dense=True, lay=lay))
         else:
-            parts.append(DenseParameter(name, parameter, place))
+            parts.append(DenseParameter(name, parameter, place, lay))
     return parts
 
 

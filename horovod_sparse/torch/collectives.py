@@ -13,6 +13,7 @@ import torch
 from horovod_sparse.collectives import AllGather, AllReduce, AllToAll, Broadcast, Exchange, Request
 from horovod_sparse.errors import ArgumentError, CollectiveMismatchError
 from horovod_sparse.pytorch.driver import Handle
+from horovod_sparse.pytorch.layout import readable_tensor
 from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.handles import finished, held_besides, present_start
 from horovod_sparse.torch.transport import start_exchange
@@ -87,7 +88,7 @@ def start(request: Request, name: str, process_set: Any = hvd.global_process_set
     if process_set.size() == 1:
         return _LocalHandle(_answer_alone(request))
     if isinstance(request, AllGather):
-        tensor = _tensor(request.buffer)
+        tensor = readable_tensor(request.buffer)
         handle = hvd.allgather_async(tensor, name=name, process_set=process_set)
         return _HorovodHandle(handle, tensor, _array)
     if isinstance(request, AllReduce):
@@ -95,7 +96,7 @@ def start(request: Request, name: str, process_set: Any = hvd.global_process_set
         handle = hvd.allreduce_async(tensor, op=hvd.Sum, name=name, process_set=process_set)
         return _HorovodHandle(handle, tensor, answer)
     if isinstance(request, Broadcast):
-        tensor = _tensor(request.buffer)
+        tensor = readable_tensor(request.buffer)
         root = process_set.ranks[request.root]  # Horovod counts roots in the world, not in the set
         handle = hvd.broadcast_async(tensor, root, name=name, process_set=process_set)
         return _HorovodHandle(handle, tensor, _array)
@@ -124,7 +125,7 @@ def _exchange_by_alltoall(request: Exchange, name: str, process_set: Any) -> Han
 def _start_alltoall(
     buffers: list[np.ndarray], name: str, process_set: Any, answer: Callable[[list[np.ndarray]], Any]
 ) -> Handle:
-    tensor = _tensor(np.concatenate(buffers))
+    tensor = readable_tensor(np.concatenate(buffers))
     splits = torch.tensor([buffer.size for buffer in buffers], dtype=torch.int32)
     handle = hvd.alltoall_async(tensor, splits=splits, name=name, process_set=process_set)
 
@@ -144,22 +145,6 @@ def _answer_alone(request: Request) -> Any:
     return request.buffer.clone() if isinstance(request.buffer, torch.Tensor) else request.buffer.copy()
 
 
-class _AsWritable:
-    """Presents an array's memory as writable: PyTorch warns about memory that is not, even to read it."""
-
-    def __init__(self, array: np.ndarray) -> None:
-        self.array = array  # keeps the memory alive
-        interface = dict(array.__array_interface__)
-        interface["data"] = (interface["data"][0], False)
-        self.__array_interface__ = interface
-
-
-def _tensor(array: np.ndarray) -> torch.Tensor:
-    """The same memory as a tensor (a copy only where it is not contiguous). Horovod only reads it."""
-    array = np.ascontiguousarray(array)
-    return torch.from_numpy(array if array.flags.writeable else np.asarray(_AsWritable(array)))
-
-
 def _reducible(buffer: np.ndarray | torch.Tensor) -> tuple[torch.Tensor, Callable[[Any], Any]]:
     """A tensor that Horovod can reduce, and how its sum becomes what was asked for.
 
@@ -167,7 +152,7 @@ def _reducible(buffer: np.ndarray | torch.Tensor) -> tuple[torch.Tensor, Callabl
     the host.
     """
     if not isinstance(buffer, torch.Tensor):
-        return _tensor(buffer), _array
+        return readable_tensor(buffer), _array
     if buffer.device.type == "cpu" or _reduces(buffer):
         return buffer, lambda total: total
     _say_once(buffer.device.type)

@@ -40,8 +40,8 @@ class LinearModel(torch.nn.Module):
             kind = dtype[name] if isinstance(dtype, Mapping) else dtype
             self.register_parameter(name, torch.nn.Parameter(torch.ones(tuple(shape), dtype=kind)))
 
-    def backward(self, gradients: Mapping[str, np.ndarray], order: Sequence[str] | None = None) -> None:
-        """Accumulates the gradients; hooks fire in the given order (that of the dict if left out)."""
+    def loss(self, gradients: Mapping[str, np.ndarray], order: Sequence[str] | None = None) -> torch.Tensor:
+        """Whose gradients are those given; hooks fire in the given order (that of the dict if left out)."""
         parameters = dict(self.named_parameters())
         loss = torch.zeros((), dtype=torch.float64)
         # what entered the loss last is visited first
@@ -49,7 +49,11 @@ class LinearModel(torch.nn.Module):
             parameter = parameters[name]
             given = torch.from_numpy(np.asarray(gradients[name], np.float64)).to(parameter.dtype)
             loss = loss + (parameter * given).sum().to(torch.float64)
-        loss.backward()
+        return loss
+
+    def backward(self, gradients: Mapping[str, np.ndarray], order: Sequence[str] | None = None) -> None:
+        """Accumulates the gradients; see `loss`."""
+        self.loss(gradients, order).backward()
 
 
 def same_on_all_ranks(*tensors: torch.Tensor) -> bool:

@@ -1,0 +1,13 @@
+"""Sparsification behind torch.distributed: a communication hook of DistributedDataParallel. Needs no Horovod.
+
+    model = DistributedDataParallel(net)
+    sync = horovod_sparse.ddp.attach(model, "exdyna:density=0.001", optimizer=optimizer)
+
+or, where hooks are registered by others, ``register_comm_hook(horovod_sparse.ddp.State(...),
+horovod_sparse.ddp.hook)``.
+"""
+
+from horovod_sparse.ddp.attachment import attach as attach
+from horovod_sparse.ddp.attachment import hook as hook
+from horovod_sparse.ddp.state import redistribute as redistribute
+from horovod_sparse.ddp.synchronizer import State as State

@@ -1,0 +1,146 @@
+"""Carrying out the requests of a sparsifier on a process group of torch.distributed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from horovod_sparse.collectives import AllGather, AllReduce, AllToAll, Broadcast, Request
+from horovod_sparse.pytorch.layout import readable_tensor
+
+#: messages under way between two ranks have different tags; tags are used again after so many
+_NUM_TAGS = 2**20
+
+
+class Carrier:
+    """Carries out requests, one after the other; all ranks of a group give the same kinds in the same order.
+
+    Messages of k elements are on the host, so they travel through a Gloo group of their own, whatever the
+    model's own group is: torch.distributed tells collectives of a group apart by their order alone, and
+    DistributedDataParallel has its own on the other (buffers, unused parameters).
+
+    Lengths differ from rank to rank, which no all-gather of torch.distributed takes. So messages go from
+    each rank to each other, the length first: as many bytes as in a ring, and one latency instead of P - 1.
+
+    Args:
+        group: of the model; its ranks make the other group together, here.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group: dist.ProcessGroup = dist.group.WORLD if group is None else group
+        self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self._host = _host_group(self.group)
+        self._num_exchanges = 0
+
+    def __call__(self, request: Request) -> Any:
+        """What comes back for a request; waits for it.
+
+        Raises:
+            RuntimeError: if torch.distributed fails, since another rank has ended.
+        """
+        if isinstance(request, AllGather):
+            everyone = range(self.size)
+            received = self._exchange(dict.fromkeys(everyone, request.buffer), everyone)
+            return np.concatenate([received[rank] for rank in everyone])
+        if isinstance(request, AllReduce):
+            return self._reduce(request.buffer)
+        if isinstance(request, Broadcast):
+            tensor = torch.from_numpy(request.buffer.copy())
+            self._host.broadcast(tensor, request.root).wait()
+            return tensor.numpy()
+        if isinstance(request, AllToAll):
+            received = self._exchange(dict(enumerate(request.buffers)), range(self.size))
+            return [received[rank] for rank in range(self.size)]
+        return self._exchange(request.sends, request.sources)
+
+    def starts_on_device(self, request: Request) -> Any:
+        """Starts the sum of a tensor on an accelerator where it is, in the model's group, and does not wait.
+
+        To be called where DistributedDataParallel starts its own, so that their order is the same on all
+        ranks. The tensor holds the sum when what comes back has been waited for.
+
+        Returns:
+            None for a request of another kind.
+        """
+        buffer = getattr(request, "buffer", None)
+        if not isinstance(buffer, torch.Tensor) or buffer.device.type == "cpu":
+            return None
+        return dist.all_reduce(buffer, group=self.group, async_op=True)
+
+    def _reduce(self, buffer: Any) -> Any:
+        if isinstance(buffer, torch.Tensor):
+            total = buffer.detach().cpu().clone()
+            self._host.allreduce(total).wait()
+            return total.to(buffer.device)
+        total = torch.from_numpy(buffer.copy())
+        self._host.allreduce(total).wait()
+        return total.numpy()
+
+    def _exchange(self, sends: Mapping[int, np.ndarray], sources: Iterable[int]) -> dict[int, np.ndarray]:
+        """Messages of int32 words between pairs of ranks, of any length each."""
+        tag = 2 * self._num_exchanges % _NUM_TAGS
+        self._num_exchanges += 1
+        awaited = [rank for rank in sources if rank != self.rank]
+        lengths = {rank: torch.empty(1, dtype=torch.int64) for rank in awaited}
+        coming = [self._receive(lengths[rank], rank, tag) for rank in awaited]
+        sent = []
+        # what is sent is kept until it is sent
+        for rank, words in sends.items():
+            if rank != self.rank:
+                length, tensor = torch.tensor([words.size]), readable_tensor(words)
+                sent.append((length, self._send(length, rank, tag)))
+                if words.size:
+                    sent.append((tensor, self._send(tensor, rank, tag + 1)))
+        messages, following = {}, []
+        for rank, work in zip(awaited, coming, strict=True):
+            work.wait()
+            messages[rank] = torch.empty(int(lengths[rank]), dtype=torch.int32)
+            if messages[rank].numel():
+                following.append(self._receive(messages[rank], rank, tag + 1))
+        for work in [*following, *(work for _, work in sent)]:
+            work.wait()
+        received = {rank: message.numpy() for rank, message in messages.items()}
+        if self.rank in sources:
+            received[self.rank] = sends[self.rank].copy()
+        return received
+
+    def _send(self, tensor: torch.Tensor, rank: int, tag: int) -> Any:
+        return self._host.send([tensor], rank, tag)
+
+    def _receive(self, tensor: torch.Tensor, rank: int, tag: int) -> Any:
+        return self._host.recv([tensor], rank, tag)
+
+
+#: how many groups there have been beside a group of this name
+_num_made: Counter[str] = Counter()
+
+
+def _host_group(group: dist.ProcessGroup) -> Any:
+    """A Gloo group of the same ranks, for this process alone to know.
+
+    `dist.new_group` would want ranks that do not take part, too; or names that it makes of the number of
+    groups that a rank has, which may differ.
+    """
+    number = _num_made[group.group_name]
+    _num_made[group.group_name] += 1
+    store = dist.PrefixStore(
+        f"horovod_sparse.{number}", dist.distributed_c10d._get_process_group_store(group)
+    )
+    timeout = _timeout_of(group)
+    more = {} if timeout is None else {"timeout": timeout}
+    return dist.ProcessGroupGloo(store, dist.get_rank(group), dist.get_world_size(group), **more)
+
+
+def _timeout_of(group: dist.ProcessGroup) -> Any:
+    """As long as a group waits for its ranks; None, which is PyTorch's own, where it does not say."""
+    for device in ("cpu", "cuda"):
+        try:
+            return group._get_backend(torch.device(device)).options._timeout
+        except (RuntimeError, AttributeError):
+            continue
+    return None

@@ -1,0 +1,82 @@
+"""Models of chosen gradients in DistributedDataParallel, synchronized by our hook."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from horovod_sparse import ddp
+from support.linear import LinearModel
+from support.optimizers import gradients_of
+
+__all__ = ["Replica", "same_on_all_replicas"]
+
+
+class _Loss(LinearModel):
+    """The loss as a forward pass, as DistributedDataParallel wants it."""
+
+    def forward(
+        self, gradients: Mapping[str, np.ndarray], order: Sequence[str] | None = None
+    ) -> torch.Tensor:
+        return self.loss(gradients, order)
+
+
+class Replica:
+    """A model, its optimizer, and what synchronizes it.
+
+    Args:
+        shapes: of the parameters, by name.
+        compression: of the hook; None for dense training.
+        lr: of plain SGD, which is given to the hook.
+        bucket_bytes: of DistributedDataParallel's buckets.
+        plan: of the hook.
+        dtype: of the parameters.
+        **arguments: of DistributedDataParallel.
+    """
+
+    def __init__(
+        self,
+        shapes: Mapping[str, Sequence[int]],
+        compression: Any,
+        *,
+        lr: float = 0.5,
+        bucket_bytes: int = 680,
+        plan: Any = None,
+        dtype: torch.dtype = torch.float32,
+        **arguments: Any,
+    ) -> None:
+        self.net = _Loss(shapes, dtype)
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=lr)
+        self.model = DistributedDataParallel(self.net, bucket_cap_mb=bucket_bytes / 2**20, **arguments)
+        self.sync: Any = None
+        if compression is not None:
+            self.sync = ddp.attach(self.model, compression, self.optimizer, plan=plan)
+
+    def step(
+        self, gradients: Mapping[str, np.ndarray], order: Sequence[str] | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Backward, step, zero_grad; returns the synchronized gradients."""
+        self.model(gradients, order).backward()
+        found = gradients_of(self.net)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return found
+
+    def held(self) -> dict[str, torch.Tensor]:
+        """What this rank holds back, as a checkpoint has it."""
+        saved = self.sync.state_dict()
+        return saved["companions"][0] if saved["feedback"] == "lowpass" else saved["residuals"]
+
+
+def same_on_all_replicas(*tensors: torch.Tensor) -> bool:
+    """Whether the tensors have the same bits on all ranks; asked by all of them together."""
+    sums = [zlib.crc32(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()) for tensor in tensors]
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, sums)
+    return all(item == everyone[0] for item in everyone)
