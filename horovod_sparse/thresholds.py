@@ -53,6 +53,8 @@ class ThresholdScaling:
     """
 
     text_name: ClassVar[str] = "paper"
+    #: all hits are sent, as printed, however long that makes messages
+    bounded: ClassVar[bool] = False
 
     beta: float = 1.1
     gamma: float = 0.005
@@ -134,6 +136,7 @@ class Sketch:
     """
 
     text_name: ClassVar[str] = "sketch"
+    bounded: ClassVar[bool] = True
 
     exponent: float = 0.5
     limit: float = 16.0

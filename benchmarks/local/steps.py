@@ -88,7 +88,8 @@ class StepWorks:
 
     def _bucket(self, name: str) -> Bucket:
         arguments: dict[str, Any] = {"threshold": self._threshold()} if name == "hard_threshold" else {}
-        made = recipe(name, density=self._density, feedback="none", **arguments)
+        # what other ranks send was made beforehand, without room for more
+        made = recipe(name, density=self._density, feedback="none", capacity="exact", **arguments)
         return Bucket(BucketInfo(name, self._n, 0, self._ranks), made, self._memory)
 
     def _answer(self, request: Request, others: list[NDArray[np.int32]]) -> Any:

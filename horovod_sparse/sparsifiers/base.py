@@ -13,8 +13,9 @@ import numpy as np
 
 from horovod_sparse.arrays.protocol import Accumulator, Indices, Values
 from horovod_sparse.checks import check_density
-from horovod_sparse.collectives import AllGather, Request, Synchronization
-from horovod_sparse.errors import ArgumentError, MessageError
+from horovod_sparse.collectives import ADDED, AllGather, Request, Synchronization
+from horovod_sparse.errors import ArgumentError, MessageError, UnknownNameError
+from horovod_sparse.sparsifiers.capacity import Capacity
 from horovod_sparse.sparsifiers.schedule import Schedule
 from horovod_sparse.wire import Gathered, WireFormat, pack, unpack_sum
 
@@ -68,6 +69,18 @@ class SparsifierState:
 
 
 @dataclass
+class MeasuredState(SparsifierState):
+    """Of a selection whose length changes: its messages have room for what steps have needed so far.
+
+    Attributes:
+        step: synchronizations done.
+        capacity: room in messages.
+    """
+
+    capacity: Capacity = field(default_factory=Capacity, metadata=ADDED)
+
+
+@dataclass
 class SparseSum:
     """What a synchronization ends in, the same on every rank.
 
@@ -78,7 +91,9 @@ class SparseSum:
         first_nonfinite: rank -> position of its first NaN or Inf, for ranks that have one.
         norms: float [P], L2 norm of the residual that every rank began the step with, where the
             messages carried it.
-        facts: the algorithm's own telemetry (threshold, imbalance, ...).
+        facts: the algorithm's own telemetry (threshold, imbalance, ...). `overflow` is what this rank has
+            held back because its message had no room for it.
+        rooms: elements that messages had room for, whatever was in them: of each round in which that changes.
     """
 
     indices: Indices
@@ -87,6 +102,7 @@ class SparseSum:
     first_nonfinite: dict[int, int] = field(default_factory=dict)
     norms: np.ndarray | None = None
     facts: dict[str, float] = field(default_factory=dict)
+    rooms: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, gathered: Gathered) -> SparseSum:
@@ -136,6 +152,9 @@ class Sparsifier(abc.ABC):
             (see `WireFormat`). The rounding error stays in the residual.
         indices: how indices travel: "int32", "block16", or "gaps" (bit-packed).
         quantum: message lengths are rounded up to this many elements.
+        capacity: "measured" (where a selection's length changes, messages have room for what steps have
+            needed so far, so that lengths repeat: what exceeds it stays in the residual, what is missing is
+            padding), or "exact" (as long as what is in them).
         schedule: of the density over the steps, where it is not always `density` (warm-up).
     """
 
@@ -147,11 +166,14 @@ class Sparsifier(abc.ABC):
     values: str = "exact"
     indices: str = "int32"
     quantum: int = 1
+    capacity: str = "measured"
     schedule: Schedule | None = None
 
     def __post_init__(self) -> None:
         check_density("density", self.density, "a kept fraction in (0, 1]")
         WireFormat(self.values, self.indices, self.quantum)
+        if self.capacity not in ("measured", "exact"):
+            raise UnknownNameError("capacity", str(self.capacity), ("measured", "exact"))
         if self.schedule is not None and not hasattr(self.schedule, "density_at"):
             raise ArgumentError(
                 "schedule", self.schedule, "a schedule, such as exponential(steps=400), or None"
@@ -160,7 +182,11 @@ class Sparsifier(abc.ABC):
     @property
     def wire(self) -> WireFormat:
         """How selections are written."""
-        return _wire_format(self.values, self.indices, self.quantum)
+        return self.wire_with_room(0)
+
+    def wire_with_room(self, elements: int) -> WireFormat:
+        """How selections are written whose messages have room for so many elements at least."""
+        return _wire_format(self.values, self.indices, self.quantum, elements)
 
     def density_at(self, step: int) -> float:
         """The density that is asked for in a step (from 0)."""
@@ -219,13 +245,16 @@ class Sparsifier(abc.ABC):
         """
 
     @abc.abstractmethod
-    def traffic(self, info: BucketInfo, counts: np.ndarray, step: int = 0) -> tuple[Traffic, ...]:
+    def traffic(
+        self, info: BucketInfo, counts: np.ndarray, step: int = 0, rooms: tuple[int, ...] = ()
+    ) -> tuple[Traffic, ...]:
         """Declared cost of a step for this rank.
 
         Args:
             info: the facts of the bucket.
             counts: int [P], elements that each rank selected.
             step: which step it was, from 0.
+            rooms: that messages had (`SparseSum.rooms`); none if left out.
         """
 
     def describe(self) -> str:
@@ -271,9 +300,18 @@ class SelectAndGather(Sparsifier):
         self, accumulator: Accumulator, state: Any, info: BucketInfo
     ) -> Synchronization[SparseSum]:
         """Selects, then one allgather; see `Sparsifier.synchronize`."""
-        selected = self.select(accumulator, self.num_selected(info, state), state, info)
+        k = self.num_selected(info, state)
+        selected = self.select(accumulator, k, state, info)
         indices, facts = selected if isinstance(selected, tuple) else (selected, {})
         wire = self.message_format(info, state.step)
+        rooms: tuple[int, ...] = ()
+        if isinstance(state, MeasuredState) and self.capacity == "measured" and k < info.num_elements:
+            room = state.capacity.room(k, info.num_elements)
+            if room:
+                facts["overflow"] = float(max(0, indices.size - room))
+            if room and indices.size > room:  # the largest of those that pass
+                indices = accumulator.largest(room)
+            wire, rooms = self.wire_with_room(room), (room,)
         state.step += 1
         values = accumulator.take(indices)
         sent = values if wire.exact else wire.round(values)
@@ -282,15 +320,20 @@ class SelectAndGather(Sparsifier):
             accumulator.add(indices, values - sent)
         sum_ = SparseSum.of((yield from exchange_selections(accumulator, indices, sent, info, wire)))
         sum_.facts.update(facts)
+        if rooms:
+            sum_.rooms, state.capacity = rooms, state.capacity.learned(sum_.counts, k)
         return sum_
 
     def rounds(self, size: int) -> tuple[type[Request], ...]:
         """One allgather."""
         return (AllGather,)
 
-    def traffic(self, info: BucketInfo, counts: np.ndarray, step: int = 0) -> tuple[Traffic, ...]:
+    def traffic(
+        self, info: BucketInfo, counts: np.ndarray, step: int = 0, rooms: tuple[int, ...] = ()
+    ) -> tuple[Traffic, ...]:
         """Indices and values of what was selected."""
-        wire, count = self.message_format(info, step), int(counts[info.rank])
+        wire = self.wire_with_room(*rooms) if rooms else self.message_format(info, step)
+        count = int(counts[info.rank])
         return (Traffic(AllGather, wire.message_bytes(count, info.num_elements, info.value_dtype)),)
 
 

@@ -53,7 +53,9 @@ class CLTK(Sparsifier):
         """A broadcast and an allreduce."""
         return (Broadcast, *sum_rounds(self.wire))
 
-    def traffic(self, info: BucketInfo, counts: np.ndarray, step: int = 0) -> tuple[Traffic, ...]:
+    def traffic(
+        self, info: BucketInfo, counts: np.ndarray, step: int = 0, rooms: tuple[int, ...] = ()
+    ) -> tuple[Traffic, ...]:
         """The leader's indices; everyone's values."""
         k = int(counts[0])
         leads = info.rank == step % info.size

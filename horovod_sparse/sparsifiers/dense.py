@@ -42,6 +42,8 @@ class Dense(Sparsifier):
         """One allreduce."""
         return sum_rounds(self.wire)
 
-    def traffic(self, info: BucketInfo, counts: np.ndarray, step: int = 0) -> tuple[Traffic, ...]:
+    def traffic(
+        self, info: BucketInfo, counts: np.ndarray, step: int = 0, rooms: tuple[int, ...] = ()
+    ) -> tuple[Traffic, ...]:
         """All values."""
         return sum_traffic(info.num_elements, info, self.wire)

@@ -8,7 +8,13 @@ from typing import ClassVar
 from horovod_sparse.arrays.protocol import Accumulator, Indices
 from horovod_sparse.checks import check_count
 from horovod_sparse.errors import UnknownNameError
-from horovod_sparse.sparsifiers.base import BucketInfo, SelectAndGather, SparsifierState, step_generator
+from horovod_sparse.sparsifiers.base import (
+    BucketInfo,
+    MeasuredState,
+    SelectAndGather,
+    SparsifierState,
+    step_generator,
+)
 from horovod_sparse.thresholds import SampledThreshold
 
 _TOO_MANY, _TOO_FEW, _LOWER, _ATTEMPTS = 1.3, 0.8, 0.8, 10
@@ -54,6 +60,10 @@ class DGC(SelectAndGather):
         if self.threshold not in ("sampled", "exact"):
             raise UnknownNameError("threshold of dgc", str(self.threshold), ("sampled", "exact"))
         check_count("seed", self.seed, "a whole number, 0 or more", low=0)
+
+    def init(self, info: BucketInfo) -> SparsifierState:
+        """Step 0, no length of messages yet; the exact threshold lets k pass in every step."""
+        return MeasuredState() if self.threshold == "sampled" else SparsifierState()
 
     def select(self, accumulator: Accumulator, k: int, state: SparsifierState, info: BucketInfo) -> Indices:
         """About the k largest magnitudes; see `SelectAndGather.select`."""

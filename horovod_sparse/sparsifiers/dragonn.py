@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -108,8 +107,8 @@ class DRAGONN(SelectAndGather):
     """Each rank writes what passes a sampled threshold into m hashed slots, and sends those.
 
     ``slot[h(i)] = i`` for every hit i, one write each. Hits that fall into a taken slot overwrite it; the
-    loser stays in the residual. One round: an allgather of m slots, of the same length whenever anything was
-    hit, which keeps Horovod's response cache on its fast path. Density is per rank.
+    loser stays in the residual. One round: an allgather of m slots, of the same length whatever was hit,
+    which keeps Horovod's response cache on its fast path. Density is per rank.
 
     The paper's point is that a GPU need not gather the hits. Here they are gathered where the gradient is, as
     for every threshold, and hashed on the host, about k of them: what is measured is the method, not that
@@ -158,8 +157,7 @@ class DRAGONN(SelectAndGather):
 
     def message_format(self, info: BucketInfo, step: int) -> WireFormat:
         """All messages as long as all slots, whatever was hit."""
-        slots = self.num_slots(info, SparsifierState(step))
-        return WireFormat(self.values, self.indices, math.ceil(slots / self.quantum) * self.quantum)
+        return self.wire_with_room(self.num_slots(info, SparsifierState(step)))
 
     def select(
         self, accumulator: Accumulator, k: int, state: SparsifierState, info: BucketInfo

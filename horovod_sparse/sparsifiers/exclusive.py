@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from horovod_sparse.arrays.protocol import Accumulator, Indices
-from horovod_sparse.collectives import AllGather, Request, Synchronization
+from horovod_sparse.collectives import ADDED, AllGather, Request, Synchronization
 from horovod_sparse.sparsifiers.base import (
     BucketInfo,
     SparseSum,
@@ -18,6 +18,7 @@ from horovod_sparse.sparsifiers.base import (
     Traffic,
     exchange_selections,
 )
+from horovod_sparse.sparsifiers.capacity import Capacity
 from horovod_sparse.sparsifiers.rounds.regions import Window
 from horovod_sparse.sparsifiers.rounds.shared import sum_at, sum_rounds, sum_traffic
 from horovod_sparse.thresholds import ThresholdRule, ThresholdState, threshold_rule
@@ -30,9 +31,13 @@ class ExclusiveState(SparsifierState):
     Attributes:
         step: synchronizations done.
         threshold: of the threshold rule.
+        selections: room in messages of selected indices.
+        unions: room for values at all of them.
     """
 
     threshold: ThresholdState = field(default_factory=ThresholdState)
+    selections: Capacity = field(default_factory=Capacity, metadata=ADDED)
+    unions: Capacity = field(default_factory=Capacity, metadata=ADDED)
 
     @property
     def turn(self) -> int:
@@ -87,19 +92,32 @@ class ExclusiveThreshold(Sparsifier):
         num_selected = self.num_selected(info, state)
         threshold = rule.find(accumulator, num_selected, state.threshold)
         start, stop = self.window(state, info)
+        # a rule that does not say so sends all hits, whatever length that makes
+        bounded = getattr(rule, "bounded", False) and self.capacity == "measured"
+        bounded = bounded and num_selected < info.num_elements
+        rooms, overflow = (0, 0), 0
+        if bounded:
+            rooms = (
+                state.selections.room(num_selected, info.num_elements),
+                state.unions.room(num_selected, info.num_elements),
+            )
         if num_selected < info.num_elements:
             selection = accumulator.at_least(threshold, start, stop)
             num_hits = selection.size
             wanted = rule.wanted(num_hits, num_selected, state.threshold)
+            if rooms[0] and wanted > rooms[0]:
+                wanted, overflow = rooms[0], wanted - rooms[0]
             if wanted != num_hits:
                 selection = accumulator.largest(min(wanted, stop - start), start, stop)
             if wanted > num_hits:  # there may be nothing but zeros below the threshold
                 selection = selection[accumulator.take(selection) != 0]
         else:  # everything, zeros too: where this rank holds 0 others may not
             selection = np.arange(start, stop, dtype=np.int32)
-        gathered = yield from exchange_selections(accumulator, selection, None, info, self.wire)
+        wire, union_wire = (self.wire_with_room(room) for room in rooms)
+        gathered = yield from exchange_selections(accumulator, selection, None, info, wire)
+        # the union is known to all by now: nothing of it has to wait where there is too little room
         sum_ = yield from sum_at(
-            accumulator, gathered.indices, gathered.counts, info, self.wire, ask_health=False
+            accumulator, gathered.indices, gathered.counts, info, union_wire, ask_health=False
         )
         sum_.first_nonfinite, sum_.norms = gathered.first_nonfinite, gathered.norms
         union = int(sum_.counts.sum())
@@ -108,6 +126,12 @@ class ExclusiveThreshold(Sparsifier):
             imbalance=info.size * int(sum_.counts.max()) / union if union else 1.0,
             density_error=abs(num_selected - union) / info.num_elements,
         )
+        if rooms[0]:
+            sum_.facts["overflow"] = float(overflow)
+        if bounded:
+            sum_.rooms = rooms
+            state.selections = state.selections.learned(sum_.counts, num_selected)
+            state.unions = state.unions.learned(np.array([union]), num_selected)
         rule.steer(gathered.indices.size, num_selected, state.threshold)
         self.observe(state, info, sum_.counts, gathered.indices)
         state.step += 1
@@ -118,12 +142,15 @@ class ExclusiveThreshold(Sparsifier):
         """An allgather, and the rounds of a sum at known indices."""
         return (AllGather, *sum_rounds(self.wire))
 
-    def traffic(self, info: BucketInfo, counts: np.ndarray, step: int = 0) -> tuple[Traffic, ...]:
+    def traffic(
+        self, info: BucketInfo, counts: np.ndarray, step: int = 0, rooms: tuple[int, ...] = ()
+    ) -> tuple[Traffic, ...]:
         """This rank's indices; the union's values."""
-        num_bytes = self.wire.message_bytes(int(counts[info.rank]), info.num_elements, None)
+        wire, union_wire = (self.wire_with_room(room) for room in rooms or (0, 0))
+        num_bytes = wire.message_bytes(int(counts[info.rank]), info.num_elements, None)
         return (
             Traffic(AllGather, num_bytes),
-            *sum_traffic(int(counts.sum()), info, self.wire, ask_health=False),
+            *sum_traffic(int(counts.sum()), info, union_wire, ask_health=False),
         )
 
 

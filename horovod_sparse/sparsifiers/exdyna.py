@@ -155,6 +155,7 @@ class ExDynaState(ExclusiveState):
     Attributes:
         step: synchronizations done.
         threshold: of the threshold rule.
+        selections, unions: room in messages.
         partitions: where the parts lie now.
     """
 

@@ -99,7 +99,9 @@ class GTopK(Sparsifier):
         """Up and down; a rank that has nothing to do in a round yields it nevertheless."""
         return (Exchange,) * (2 * ceil_log2(size))
 
-    def traffic(self, info: BucketInfo, counts: np.ndarray, step: int = 0) -> tuple[Traffic, ...]:
+    def traffic(
+        self, info: BucketInfo, counts: np.ndarray, step: int = 0, rooms: tuple[int, ...] = ()
+    ) -> tuple[Traffic, ...]:
         """Once up, if not rank 0; down to each child."""
         k = int(counts[info.rank])
         up, down = [], []

@@ -260,7 +260,9 @@ class OkTopk(Sparsifier):
         """Sums, counts, balance, result."""
         return (AllToAll, AllGather, AllToAll, AllGather)
 
-    def traffic(self, info: BucketInfo, counts: np.ndarray, step: int = 0) -> tuple[Traffic, ...]:
+    def traffic(
+        self, info: BucketInfo, counts: np.ndarray, step: int = 0, rooms: tuple[int, ...] = ()
+    ) -> tuple[Traffic, ...]:
         """All but the number of selected elements depends on the data."""
         most = min(info.num_elements, int(counts.sum()))
         words = [self.wire.message_words(count, info.num_elements, info.value_dtype) for count in (0, most)]

@@ -114,8 +114,10 @@ class RandomK(SelectAndGather):
         """One allreduce (shared) or one allgather."""
         return sum_rounds(self.wire) if self.shared else super().rounds(size)
 
-    def traffic(self, info: BucketInfo, counts: np.ndarray, step: int = 0) -> tuple[Traffic, ...]:
+    def traffic(
+        self, info: BucketInfo, counts: np.ndarray, step: int = 0, rooms: tuple[int, ...] = ()
+    ) -> tuple[Traffic, ...]:
         """Values only (shared), or indices and values."""
         if self.shared:
             return sum_traffic(int(counts[info.rank]), info, self.wire)
-        return super().traffic(info, counts, step)
+        return super().traffic(info, counts, step, rooms)

@@ -14,7 +14,7 @@ from horovod_sparse.arrays.protocol import Accumulator, Indices, Moments
 from horovod_sparse.checks import check_count, check_number
 from horovod_sparse.collectives import LOCAL
 from horovod_sparse.errors import UnknownNameError
-from horovod_sparse.sparsifiers.base import BucketInfo, SelectAndGather, SparsifierState, step_generator
+from horovod_sparse.sparsifiers.base import BucketInfo, MeasuredState, SelectAndGather, step_generator
 from horovod_sparse.thresholds import SampledThreshold
 
 
@@ -104,11 +104,12 @@ def _moments(sample: np.ndarray, threshold: float) -> Moments:
 
 
 @dataclass
-class SIDCoState(SparsifierState):
+class SIDCoState(MeasuredState):
     """State of SIDCo on a rank.
 
     Attributes:
         step: synchronizations done.
+        capacity: room in messages.
         num_stages: how often the tail is fitted now.
         recent: achieved / target of the steps since the stage count was last looked at.
         direction: +1 or -1, where the number of stages went last.

@@ -107,7 +107,9 @@ class TopkDSA(Sparsifier):
         """An all-to-all, sizes, sums."""
         return (AllToAll, AllGather, AllGather)
 
-    def traffic(self, info: BucketInfo, counts: np.ndarray, step: int = 0) -> tuple[Traffic, ...]:
+    def traffic(
+        self, info: BucketInfo, counts: np.ndarray, step: int = 0, rooms: tuple[int, ...] = ()
+    ) -> tuple[Traffic, ...]:
         """How much goes to other regions, and how long the union is there, depends on the data."""
         start, stop = equal_part(info.num_elements, info.size, info.rank)
         longest = min(stop - start, int(counts.sum()))

@@ -28,10 +28,11 @@ class WireFormat:
         indices: "int32" (any order), or for ascending ones "block16" or "gaps" (bit-packed).
         quantum: elements that the payload is rounded up to. A length that repeats from step to step
             stays in Horovod's response cache; a changed one costs an extra negotiation.
+        capacity: elements that the payload has room for at least, whatever is in it.
 
     Raises:
         UnknownNameError: no such way to write values or indices.
-        ArgumentError: quantum is not a whole number from 1.
+        ArgumentError: quantum is not a whole number from 1, or capacity not one from 0.
 
     Example:
         >>> WireFormat("float16", "gaps").message_bytes(25_600, 25_600_000, np.float32) / 25_600
@@ -41,6 +42,7 @@ class WireFormat:
     values: str | None = "exact"
     indices: str = "int32"
     quantum: int = 1
+    capacity: int = 0
 
     def __post_init__(self) -> None:
         if self.values is None:
@@ -50,6 +52,7 @@ class WireFormat:
         if self.indices not in INDEX_CODECS:
             raise UnknownNameError("way to write indices", str(self.indices), INDEX_CODECS)
         check_count("quantum", self.quantum, "a whole number of elements, 1 or more")
+        check_count("capacity", self.capacity, "a whole number of elements, 0 or more", low=0)
 
     @functools.cached_property
     def exact(self) -> bool:
@@ -60,6 +63,15 @@ class WireFormat:
     def ascending(self) -> bool:
         """Whether indices must be ascending."""
         return self.indices != "int32"
+
+    def padded(self, count: int) -> int:
+        """Elements that a payload of so many has room for.
+
+        Example:
+            >>> WireFormat(quantum=8, capacity=20).padded(3), WireFormat(quantum=8, capacity=20).padded(30)
+            (24, 32)
+        """
+        return -(-max(count, self.capacity) // self.quantum) * self.quantum
 
     def round(self, values: Values) -> Values:
         """What the receivers will see; the difference belongs back into the residual.
@@ -180,7 +192,7 @@ def sections(format: WireFormat, count: int, num_elements: int, dtype: Any) -> S
         word = code | (num_elements & 0xFFFFFF) << 8
         tag, header = word - 2**32 if word >= 2**31 else word, HEADER_WORDS + 1
     index_words, value_words = words(count)
-    length = header + sum(words(-(-count // format.quantum) * format.quantum))
+    length = header + sum(words(format.padded(count)))
     return Sections(
         tag,
         header,

@@ -8,7 +8,7 @@ Layout, in 32-bit words::
     3  norm       float32 bits of the L2 norm of the residual that this rank began the step with
     4  indices    count words, ascending
     .  values     count words (float32) or 2 * count words (float64), or none
-    .  padding    zeros up to a multiple of the quantum
+    .  padding    zeros up to the room that the format asks for (`WireFormat.padded`)
 
 That is a plain message. In any other format (`WireFormat`) the length is negative, and one more word
 comes before the indices::
@@ -17,7 +17,7 @@ comes before the indices::
     4  tag        which codecs wrote the payload, and the low 24 bits of n
     5  indices    as their codec writes them
     .  values     as their codec writes them, or none
-    .  padding    zeros up to the length of a multiple of the quantum
+    .  padding    zeros up to the length of as many elements as there is room for
 
 So a rank that expects another format, or another bucket, raises instead of decoding rubbish.
 
@@ -64,7 +64,7 @@ def pack(
         report: of the fold that made the accumulator; travels in the header.
         quantum: elements that the payload is rounded up to. A length that repeats from step to
             step stays in Horovod's response cache; a changed one costs an extra negotiation.
-        format: how to write it, its quantum included; by default plainly.
+        format: how to write it, its quantum and capacity included; by default plainly.
         num_elements: n of the bucket, which a format that is not plain needs.
 
     Returns:

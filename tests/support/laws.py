@@ -128,7 +128,8 @@ def traffic_as_declared(history: History) -> None:
             continue
         number += 1
         for rank, bucket in enumerate(history.cluster.buckets):
-            declared = sparsifier.traffic(bucket.info, step.sums[rank].counts, number)
+            sum_ = step.sums[rank]
+            declared = sparsifier.traffic(bucket.info, sum_.counts, number, sum_.rooms)
             assert tuple(round_.kind for round_ in declared) == tuple(step.recorder.kinds)
             sent = [by_rank[rank] for by_rank in step.recorder.bytes_sent]
             assert all(round_.allows(bytes_) for round_, bytes_ in zip(declared, sent, strict=True)), (

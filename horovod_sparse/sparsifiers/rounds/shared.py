@@ -43,7 +43,7 @@ def sum_at(
         indices: int32, the same on all ranks, unique.
         counts: int [P], how many of them each rank selected.
         info: the facts of the bucket.
-        wire: how values are written.
+        wire: how values are written, and for how many there is room.
         ask_health: False where an earlier round has told whose gradient is not finite.
 
     Returns:
@@ -70,11 +70,12 @@ def sum_traffic(
 ) -> tuple[Traffic, ...]:
     """Declared cost of `sum_at`: values, and what the header of a message would have carried."""
     if wire.exact:
-        padded = -(-num_indices // wire.quantum) * wire.quantum
+        padded = wire.padded(num_indices)
         health = _NUMBERS_PER_RANK * info.size if ask_health else 0
         return (Traffic(AllReduce, (padded + health) * info.value_dtype.itemsize),)
     words = [
-        wire.num_value_words(stop - start, info.value_dtype) for start, stop in _parts(num_indices, info.size)
+        wire.num_value_words(stop - start, info.value_dtype)
+        for start, stop in _parts(wire.padded(num_indices), info.size)
     ]
     health = _HEALTH_WORDS if ask_health else 0
     sent = sum(health + count for rank, count in enumerate(words) if rank != info.rank)
@@ -85,7 +86,7 @@ def _allreduce(
     values: Values, report: FoldReport | None, info: BucketInfo, wire: WireFormat
 ) -> Synchronization[_Sum]:
     k = values.size
-    padded = -(-k // wire.quantum) * wire.quantum
+    padded = wire.padded(k)
     buffer = np.zeros(padded + (_NUMBERS_PER_RANK * info.size if report is not None else 0), values.dtype)
     buffer[:k] = values
     if report is not None:  # this rank's column; summed up, those of all ranks
@@ -104,7 +105,9 @@ def _sum_in_parts(
     wire: WireFormat,
     ask_health: bool,
 ) -> Synchronization[_Sum]:
-    parts = _parts(indices.size, info.size)
+    num_indices, padded = indices.size, wire.padded(indices.size)
+    parts = _parts(padded, info.size)
+    values = np.concatenate([values, np.zeros(padded - num_indices, values.dtype)])
     health = np.zeros(_HEALTH_WORDS if ask_health else 0, np.int32)
     if ask_health:
         health[0] = accumulator.report.first_nonfinite + 1
@@ -114,7 +117,8 @@ def _sum_in_parts(
         words = wire.encode_values(values[start:stop])
         seen = wire.decode_values(words, stop - start, values.dtype)
         messages.append(np.concatenate([health, words]))
-        accumulator.add(indices[start:stop], values[start:stop] - seen)
+        here = indices[start:stop]  # padding has no place
+        accumulator.add(here, (values[start:stop] - seen)[: here.size])
     arrived = yield AllToAll(tuple(messages))
 
     start, stop = parts[info.rank]
@@ -122,17 +126,18 @@ def _sum_in_parts(
     for message in arrived:
         total += wire.decode_values(message[health.size :], stop - start, values.dtype)
     words = wire.encode_values(total)
-    accumulator.add(indices[start:stop], total - wire.decode_values(words, total.size, values.dtype))
+    here = indices[start:stop]
+    accumulator.add(here, (total - wire.decode_values(words, total.size, values.dtype))[: here.size])
     gathered = yield AllGather(words)
 
-    summed, begin = np.empty(indices.size, values.dtype), 0
+    summed, begin = np.empty(padded, values.dtype), 0
     for start, stop in parts:
         end = begin + wire.num_value_words(stop - start, values.dtype)
         summed[start:stop] = wire.decode_values(gathered[begin:end], stop - start, values.dtype)
         begin = end
     heads = np.stack([message[: health.size] for message in arrived]).reshape(info.size, -1)
     norms = np.ascontiguousarray(heads[:, 1:]).view(np.float32).astype(np.float64).reshape(-1)
-    return summed, heads[:, :1].reshape(-1), norms
+    return summed[:num_indices], heads[:, :1].reshape(-1), norms
 
 
 def _parts(num_indices: int, size: int) -> list[Window]:

@@ -211,7 +211,9 @@ class SparDL(Sparsifier):
         last = (AllGather,) if plan.gather == "allgather" else (Exchange,) * stages
         return (*(Exchange,) * (stages + between), *last)
 
-    def traffic(self, info: BucketInfo, counts: np.ndarray, step: int = 0) -> tuple[Traffic, ...]:
+    def traffic(
+        self, info: BucketInfo, counts: np.ndarray, step: int = 0, rooms: tuple[int, ...] = ()
+    ) -> tuple[Traffic, ...]:
         """Exact but for B-SAG, where it is between that of h = L / d and of h = L."""
         plan = self.resolved(info)
         layout = plan.layout(info, int(counts[info.rank]), step)
