@@ -88,6 +88,11 @@ class StateKeeper:
         self._synchronizer = synchronizer
         synchronizer.on_planned = self._put
 
+    @property
+    def process_set(self) -> Any:
+        """The ranks that take part; None before it is known."""
+        return None if self._synchronizer is None else self._synchronizer.process_set
+
     def state_dict(self) -> dict[str, Any]:
         """This rank's entry, see `save`; empty before the first step."""
         if self._waiting is not None:

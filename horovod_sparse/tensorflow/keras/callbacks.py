@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from horovod_sparse.checks import check_count
 from horovod_sparse.errors import ArgumentError
+from horovod_sparse.tensorflow import checkpoint
 from horovod_sparse.tensorflow._horovod import hvd
 from horovod_sparse.tensorflow.functions import broadcast_variables
 from horovod_sparse.tensorflow.tensors import as_variable, is_built, variables_of
@@ -309,3 +313,100 @@ class ReplanCallback(tf.keras.callbacks.Callback):
             optimizer.replan()
             # `fit` looks the function up before every batch
             self.model.make_train_function(force=True)
+
+
+class CheckpointCallback(tf.keras.callbacks.Callback):
+    """Saves the training on all ranks together, and goes on from the newest checkpoint when it begins.
+
+    Weights, the optimizer's variables, residuals and the epoch, of every rank: see
+    `horovod_sparse.tensorflow.save`. `fit` begins with the epoch after the last one that was completed; a
+    checkpoint from the midst of an epoch goes on with its weights at the beginning of that epoch. All ranks
+    have to take equally many batches. Stands before `BroadcastGlobalVariablesCallback`.
+
+    Args:
+        directory: made if it is missing; the same for all ranks, or each host's own.
+        save_freq: "epoch", or a number of batches.
+        keep: checkpoints that stay.
+
+    Raises:
+        ArgumentError: for another `save_freq`.
+
+    Example:
+        >>> callbacks = [CheckpointCallback("checkpoints", save_freq=500)]
+    """
+
+    def __init__(
+        self, directory: str | os.PathLike[str], save_freq: str | int = "epoch", keep: int = 2
+    ) -> None:
+        super().__init__()
+        if save_freq != "epoch":
+            check_count("save_freq", save_freq, "'epoch', or a number of batches of 1 or more")
+        self.directory, self.save_freq, self.keep = directory, save_freq, keep
+        #: of the checkpoint that the training goes on from; None without one
+        self.loaded_step: int | None = None
+        self._epoch = self._num_batches = 0
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Goes on from the newest checkpoint, if there is any on some rank."""
+        names = [path.name for path in Path(self.directory).glob("step-*")]
+        with tf.device("/cpu:0"):
+            seen = hvd.allreduce(tf.constant(len(names)), op=hvd.Sum, name="horovod_sparse.checkpoints")
+        if not int(seen):
+            return
+        if not self.model.built:
+            raise ArgumentError("model", type(self.model), "a model that is built: it is to be loaded into")
+        optimizer = self.model.optimizer
+        if hasattr(optimizer, "_create_all_weights"):  # tf-keras, old kind
+            optimizer._create_all_weights(self.model.trainable_variables)
+        elif hasattr(optimizer, "build") and not is_built(optimizer):
+            optimizer.build(self.model.trainable_variables)
+        self.loaded_step, more = checkpoint.load_more(self.directory, optimizer, None, self._variables())
+        self._epoch = int(more["epoch"])
+        if hasattr(self.model, "_initial_epoch"):
+            self.model._initial_epoch = self._epoch  # where Keras' BackupAndRestore puts it
+        else:
+            self.model._training_state = _Resumed(self._epoch)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """The next training begins where it is told to."""
+        if hasattr(self.model, "_initial_epoch"):
+            self.model._initial_epoch = None
+        elif isinstance(getattr(self.model, "_training_state", None), _Resumed):
+            self.model._training_state = None
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Remembers the epoch."""
+        self._epoch = epoch
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Saves."""
+        if self.save_freq == "epoch":
+            self._save(epoch + 1)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Saves every so many batches."""
+        self._num_batches += 1
+        if self.save_freq != "epoch" and self._num_batches % int(self.save_freq) == 0:
+            self._save(self._epoch)
+
+    def _save(self, epoch: int) -> None:
+        variables, more = self._variables(), {"epoch": epoch}
+        checkpoint.save_more(self.directory, self.model.optimizer, self.keep, variables, more)
+
+    def _variables(self) -> list[Any]:
+        # with states of random generators, where they are variables: they are this rank's own
+        every = [*self.model.variables, *variables_of(self.model.optimizer)]
+        return list({as_variable(variable).ref(): variable for variable in every}.values())
+
+
+class _Resumed:
+    """Tells tf-keras' `fit` where to begin, as its own BackupAndRestore does."""
+
+    def __init__(self, epoch: int) -> None:
+        self._epoch = epoch
+
+    def maybe_load_initial_counters_from_ckpt(
+        self, _steps: Any, _epoch: int, **_mode: Any
+    ) -> tuple[int, int]:
+        """Epoch and batch."""
+        return self._epoch, 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
+import tempfile
 
 import horovod.tensorflow as stock
 import numpy as np
@@ -13,6 +14,7 @@ import tensorflow as tf
 
 import horovod_sparse.tensorflow.keras as hvd
 from horovod_sparse.errors import UnsupportedError
+from horovod_sparse.tensorflow import broadcast_object
 from support.keras_models import fit, flat, keras, make_model, trained_densely
 
 EVERYTHING = "topk:density=1.0"
@@ -257,3 +259,15 @@ def test_a_step_that_is_given_up_in_a_graph_counts_nothing(kind, rank, size):
         step(tf.fill([4], np.nan if rank == 0 else 1.0))
     np.testing.assert_array_equal(weight.numpy(), before)
     assert int(optimizer.iterations.numpy()) == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_callback_saves_and_goes_on(kind, rank, size):
+    folder = broadcast_object(tempfile.mkdtemp() if rank == 0 else None, 0, name="folder")
+    saves = hvd.callbacks.CheckpointCallback(folder)
+    fit(make_model(), hvd.DistributedOptimizer(sgd(kind), compression=SPARSE), rank, size, callbacks=[saves])
+    model, optimizer = make_model(seed=2), hvd.DistributedOptimizer(sgd(kind), compression=SPARSE)
+    goes_on = hvd.callbacks.CheckpointCallback(folder)
+    history = fit(model, optimizer, rank, size, epochs=4, callbacks=[goes_on])
+    assert (goes_on.loaded_step, history.epoch) == (12, [2, 3])
+    check_resumed(model, optimizer, kind)

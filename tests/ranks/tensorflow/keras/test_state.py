@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
+
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import horovod_sparse.tensorflow.keras as hvd
-from horovod_sparse.errors import StateMismatchError
+from horovod_sparse.errors import StateMismatchError, UnsupportedError
+from horovod_sparse.frontend.checkpoint import write_checkpoint
+from horovod_sparse.simulation import run_lockstep
+from horovod_sparse.tensorflow import broadcast_object
 from support.keras_models import fit, flat, keras, make_model, share
 
 SPARSE = "exdyna:density=0.05"
@@ -151,3 +157,71 @@ def test_config_makes_another_distributed_optimizer(uninterrupted, rank, size):
     fit(model, again, rank, size, epochs=6)
     check_resumed(model, again, uninterrupted)
     assert optimizer.telemetry.num_steps == 0
+
+
+@pytest.fixture
+def folder(rank):
+    """The same on all ranks."""
+    made = tempfile.mkdtemp() if rank == 0 else None
+    return Path(broadcast_object(made, 0, name="folder"))
+
+
+@pytest.mark.parametrize("save_freq", ["epoch", 6])
+def test_the_callback_saves_and_goes_on(uninterrupted, folder, save_freq, rank, size):
+    """Six batches are an epoch: so both save after the same steps."""
+    saves = hvd.callbacks.CheckpointCallback(folder, save_freq)
+    with pytest.raises(KeyboardInterrupt):
+        fit(make_model(), distributed(), rank, size, epochs=6, callbacks=[saves, Interruption()])
+    assert saves.loaded_step is None
+    model, optimizer = make_model(seed=2), distributed()
+    goes_on = hvd.callbacks.CheckpointCallback(folder, "epoch")
+    callbacks = [goes_on, hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
+    history = fit(model, optimizer, rank, size, epochs=6, callbacks=callbacks)
+    assert goes_on.loaded_step == 18
+    if save_freq == "epoch":
+        check_resumed(model, optimizer, uninterrupted)
+        assert history.epoch == [3, 4, 5]
+
+
+def test_save_and_load_on_all_ranks(uninterrupted, folder, rank, size, everywhere):
+    model, optimizer = make_model(), distributed()
+    with pytest.raises(UnsupportedError, match="first step"):
+        hvd.save(folder, optimizer)
+    fit(model, optimizer, rank, size, epochs=3)
+    assert hvd.save(folder, optimizer, variables=[*model.variables, *optimizer.variables]) == 18
+
+    again, other = make_model(seed=2), distributed()
+    other.build(again.trainable_weights)
+    variables = [*again.variables, *other.variables]
+    before = flat(again)
+    for wrong in (variables[1:], [variables[1 if rank == 0 else 0], *variables[1:]]):
+        with pytest.raises(StateMismatchError, match=r"variables|another model"):
+            hvd.load(folder, other, variables=wrong)
+    np.testing.assert_array_equal(flat(again), before)
+    with pytest.raises(StateMismatchError, match="exdyna"):
+        trained = distributed("topk:density=0.1")
+        fit(make_model(), trained, rank, size, epochs=1)
+        hvd.load(folder, trained)
+    assert hvd.load(folder, other, variables=variables) == 18
+    fit(again, other, rank, size, epochs=3)
+    check_resumed(again, other, uninterrupted)
+
+    # of one rank more, which this rank writes all the files of
+    if rank == 0:
+        entry, held = optimizer.state_dict(), optimizer.state_dict()["residuals"]
+        entries = [
+            entry
+            | {"rank": one, "size": size + 1, "training": {"variables": []}}
+            | {"residuals": {name: values * (one + 1) for name, values in held.items()}}
+            for one in range(size + 1)
+        ]
+        run_lockstep(
+            [
+                write_checkpoint(folder / "more", one, step=18, digest="d", rank=one["rank"], keep=1)
+                for one in entries
+            ]
+        )
+    everywhere(np.zeros(1))  # written
+    assert hvd.load(folder / "more", other) == 18
+    expected = np.mean([everywhere(residuals(optimizer))[0] * (one + 1) for one in range(size + 1)], axis=0)
+    np.testing.assert_allclose(everywhere(residuals(other)).mean(axis=0), expected, rtol=1e-5, atol=1e-6)
