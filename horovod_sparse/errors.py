@@ -8,6 +8,7 @@ __all__ = [
     "ArgumentError",
     "CheckpointError",
     "CollectiveMismatchError",
+    "DeadlineError",
     "EditedGradientError",
     "HorovodMissingError",
     "HorovodSparseError",
@@ -145,6 +146,39 @@ class EditedGradientError(HorovodSparseError, RuntimeError):
 
 class CollectiveMismatchError(HorovodSparseError, RuntimeError):
     """Ranks asked for different collectives in the same round; a cluster would hang here."""
+
+
+class DeadlineError(HorovodSparseError, TimeoutError):
+    """A collective has waited too long for some ranks. The training cannot go on in this process.
+
+    Args:
+        bucket: name of what was waited for.
+        round: its collective, from 0.
+        seconds: that were waited.
+        missing: ranks that do not wait for it, and what else they wait for, if they do; None if unknown.
+    """
+
+    def __init__(self, bucket: str, round: int, seconds: float, missing: dict[int, str] | None) -> None:
+        self.bucket, self.round, self.seconds, self.missing = bucket, round, seconds, missing
+        super().__init__(bucket, round, seconds, missing)
+
+    def __str__(self) -> str:
+        if self.missing is None:
+            who = "which ranks are missing is not known here: look for a warning of rank 0, after 60 s"
+        elif not self.missing:
+            who = "all ranks wait for it, so the network or Horovod itself does not go on"
+        else:
+            told = [
+                f"rank {rank} "
+                + (f"waits for {what}" if what else "does not wait: it computes, or has stopped")
+                for rank, what in sorted(self.missing.items())
+            ]
+            who = "; ".join(told)
+        return (
+            f"round {self.round} of {self.bucket} has waited {self.seconds:g} s for other ranks ({who}). End "
+            "this process, and resume from a checkpoint. If a step may take longer, since one rank evaluates "
+            "or saves, give deadline_seconds=, or HOROVOD_SPARSE_DEADLINE_SECONDS; 0 waits for ever"
+        )
 
 
 class MessageError(HorovodSparseError, RuntimeError):

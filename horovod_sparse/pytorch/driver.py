@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from horovod_sparse.collectives import Request, Synchronization
-from horovod_sparse.errors import UnsupportedError
+from horovod_sparse.errors import DeadlineError, UnsupportedError
+from horovod_sparse.frontend.deadline import Deadline
 
 
 @dataclass(eq=False)
@@ -99,6 +100,7 @@ class Driver:
         start: starts a request under a name, which is the same on all ranks, and returns without waiting.
         failure: what a collective raises where the library below has failed; nothing goes on then.
         forget: called by `clear`: gives up what was started beside the library's collectives.
+        deadline: of `wait`; none if left out.
     """
 
     def __init__(
@@ -106,8 +108,10 @@ class Driver:
         start: Callable[[Request, str], Handle],
         failure: type[Exception],
         forget: Callable[[], None],
+        deadline: Deadline | None = None,
     ) -> None:
         self._start, self._kind_of_failure, self._forget = start, failure, forget
+        self._deadline = deadline
         #: goes before the names of all collectives; the same on all ranks
         self.label = ""
         #: seconds that `wait` had nothing to do, ever
@@ -168,6 +172,7 @@ class Driver:
         Raises:
             HorovodInternalError: if Horovod failed. No task is under way any more; those that were
                 have this error too.
+            DeadlineError: if nothing has moved for too long.
         """
         awaited = None if tasks is None else list(tasks)
         self._advance()
@@ -191,6 +196,18 @@ class Driver:
                 task.waited_seconds += idle
             if moved:
                 idle_since = now
+                if self._deadline is not None:
+                    self._deadline.moved()
+            elif self._deadline is not None:
+                self._keep(self._deadline, now - idle_since, pending[0])
+
+    def _keep(self, deadline: Deadline, waited: float, task: Task) -> None:
+        """Gives everything up at the deadline."""
+        try:
+            deadline.check(waited, f"{self.label}{task.name}", task.num_rounds - 1)
+        except DeadlineError:
+            self.clear()
+            raise
 
     def clear(self) -> None:
         """Gives up every task under way, without waiting for other ranks (after a failure, or a reset).

@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from horovod_sparse.errors import HorovodMissingError
+from horovod_sparse.frontend.deadline import let_horovod_give_up
 
 try:
     import horovod.tensorflow as hvd
@@ -24,6 +25,8 @@ if not hasattr(hvd, "allgather"):
         "Horovod is installed, but it was built without TensorFlow (or for another one)",
         "HOROVOD_WITH_TENSORFLOW=1",
     )
+
+let_horovod_give_up()
 
 
 class _Start:

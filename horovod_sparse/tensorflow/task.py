@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from horovod_sparse.collectives import AllGather, AllToAll, Exchange, Request, Synchronization
-from horovod_sparse.errors import ArgumentError, CollectiveMismatchError
+from horovod_sparse.errors import ArgumentError, CollectiveMismatchError, DeadlineError
 from horovod_sparse.sparsifiers import BucketInfo, Sparsifier
 from horovod_sparse.tensorflow._horovod import is_elastic
 from horovod_sparse.tensorflow.collectives import Wire, from_wire, nothing, to_wire
@@ -82,10 +82,14 @@ class Task:
     def wait(self) -> None:
         """Until what is entrusted to a courier has ended. Nothing to wait for otherwise."""
         if self._journey is not None:
-            self._journey.wait()
-            self.result, self.error = self._journey.result, self._journey.error
-            self.legs += self._journey.legs
-            self._journey = None
+            journey, self._journey = self._journey, None
+            try:
+                journey.wait()
+            except DeadlineError as error:
+                self.error = error
+                return
+            self.result, self.error = journey.result, journey.error
+            self.legs += journey.legs
 
     def start(self, coroutine: Synchronization[Any], place: tuple[int, int]) -> Wire:
         """Runs a coroutine to its first request.

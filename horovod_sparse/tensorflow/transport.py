@@ -9,6 +9,7 @@ so every rank has started all that it has to start before it waits, in whatever 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -19,6 +20,8 @@ import numpy as np
 import tensorflow as tf
 
 from horovod_sparse.collectives import AllGather, Exchange, Request, Synchronization
+from horovod_sparse.errors import DeadlineError
+from horovod_sparse.frontend.deadline import deadline_of
 from horovod_sparse.frontend.transport import MpiPairs, mpi_for
 from horovod_sparse.sparsifiers.rounds.pairs import bruck_all_gather
 from horovod_sparse.tensorflow._horovod import hvd, is_elastic
@@ -82,8 +85,14 @@ class Journey:
         return self._ended.is_set()
 
     def wait(self) -> None:
-        """Until it has ended."""
-        self._ended.wait()
+        """Until it has ended.
+
+        Raises:
+            DeadlineError: if that takes too long.
+        """
+        seconds = deadline_of()
+        if not self._ended.wait(seconds if math.isfinite(seconds) else None):
+            raise DeadlineError(self.name, self._round, seconds, None)
 
     def advance(self, pairs: MpiPairs, rank: int) -> bool:
         """Goes on as far as it can without waiting; whether it went on at all."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from horovod_sparse.errors import HorovodMissingError
+from horovod_sparse.frontend.deadline import let_horovod_give_up
 
 __all__ = ["hvd"]
 
@@ -19,3 +20,5 @@ if not hasattr(hvd, "allreduce_async"):
         "Horovod is installed, but it was built without PyTorch (or for another one)",
         "HOROVOD_WITH_PYTORCH=1",
     )
+
+let_horovod_give_up()

@@ -57,6 +57,7 @@ class Bucketing:
             which they do in the first synchronization after every start of Horovod.
         process_set: the ranks that take part.
         average: whether sums are divided by the number of ranks.
+        deadline_seconds: of waiting; see `HorovodDriver`.
     """
 
     def __init__(
@@ -67,10 +68,11 @@ class Bucketing:
         first: FirstPlan,
         process_set: Any,
         average: bool,
+        deadline_seconds: float | None = None,
     ) -> None:
         self.optimizer, self.facts, self.recipe = optimizer, dict(facts), recipe
         self.process_set, self.average = process_set, average
-        self.driver = HorovodDriver(process_set)
+        self.driver, self._deadline_seconds = HorovodDriver(process_set, deadline_seconds), deadline_seconds
         self.warmup: WarmUp | None = None
         if first.request is not None:
             parameters = [fact for fact, _ in self.facts.values()]
@@ -165,12 +167,21 @@ class Bucketing:
         if self._is_agreed:
             return
         under = present_start()
-        start = carry_out_together(self._agreement(), self.process_set, "horovod_sparse.agreement")
+        start = self._together(self._agreement())
         self.driver.label, self._agreed_under = start.label, under
         if start.anew:
             self._start_anew(start)
         if self.warmup is not None and not start.measures:
             self.warmup.stop_measuring()
+
+    def _together(self, agreement: Synchronization[Start]) -> Start:
+        start: Start = carry_out_together(
+            agreement,
+            self.process_set,
+            "horovod_sparse.agreement",
+            deadline_seconds=self._deadline_seconds,
+        )
+        return start
 
     def _agreement(self) -> Synchronization[Start]:
         yield from check_agreement(self._first.request)
@@ -257,8 +268,7 @@ class Bucketing:
                 ", ".join(new),
             )
             standing = Standing(self.step, "", self._place, plan, parameters, label=self.driver.label)
-            agreed = carry_out_together(agreed_start(standing), self.process_set, "horovod_sparse.agreement")
-            plan = agreed.plan
+            plan = self._together(agreed_start(standing)).plan
         parts = parts_of(plan, new, self.recipe, self.optimizer, self._place, first=len(self.plan.buckets))
         for part in parts:
             part.gradient.gather_existing()

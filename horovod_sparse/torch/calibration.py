@@ -44,7 +44,11 @@ class Starts:
 
 
 def carry_out_together(
-    coroutine: Synchronization[Any], process_set: Any, name: str, starts: Starts | None = None
+    coroutine: Synchronization[Any],
+    process_set: Any,
+    name: str,
+    starts: Starts | None = None,
+    deadline_seconds: float | None = None,
 ) -> Any:
     """Runs a coroutine to its end; all ranks of the process set do so together, and nothing else meanwhile.
 
@@ -56,8 +60,9 @@ def carry_out_together(
         process_set: the ranks.
         name: of the collectives.
         starts: is told how long each start took.
+        deadline_seconds: see `HorovodDriver`.
     """
-    driver = HorovodDriver(process_set)
+    driver = HorovodDriver(process_set, deadline_seconds)
 
     def execute(request: Request) -> Any:
         started = time.perf_counter()

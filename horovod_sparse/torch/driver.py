@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from horovod_sparse.errors import UnsupportedError
+from horovod_sparse.frontend.deadline import Deadline
 from horovod_sparse.pytorch.driver import Driver
 from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.collectives import start
@@ -17,6 +18,7 @@ class HorovodDriver(Driver):
 
     Args:
         process_set: the ranks that take part.
+        deadline_seconds: after which waiting is an error; see `horovod_sparse.frontend.deadline`.
 
     Example:
         >>> import horovod.torch as hvd, numpy as np; hvd.init()
@@ -31,11 +33,14 @@ class HorovodDriver(Driver):
         True
     """
 
-    def __init__(self, process_set: Any = hvd.global_process_set) -> None:
+    def __init__(
+        self, process_set: Any = hvd.global_process_set, deadline_seconds: float | None = None
+    ) -> None:
         super().__init__(
             partial(start, process_set=process_set),
             hvd.HorovodInternalError,
             partial(forget_transports, process_set),
+            Deadline(deadline_seconds, lambda: (int(process_set.rank()), list(process_set.ranks))),
         )
         self.process_set = process_set
 

@@ -47,6 +47,7 @@ class Methods(torch.optim.Optimizer):
         asked: Any,
         synchronize_at: str,
         max_grad_norm: float | None,
+        deadline_seconds: float | None,
     ) -> None:
         """Buckets and hooks, once Horovod's `__init__` has checked its arguments."""
         self._synchronizer, self._kept_entry = None, None
@@ -68,6 +69,7 @@ class Methods(torch.optim.Optimizer):
             sparse_as_dense=self.sparse_as_dense,
             to_coo=isinstance(self, torch.optim.SparseAdam),
             in_backward=synchronize_at == "backward",
+            deadline_seconds=deadline_seconds,
         )
 
     @property

@@ -13,6 +13,7 @@ from horovod.torch.optimizer import _DistributedOptimizer as _Stock
 
 from horovod_sparse.checks import check_number
 from horovod_sparse.errors import ArgumentError, UnsupportedError
+from horovod_sparse.frontend.deadline import deadline_of
 from horovod_sparse.frontend.momentum import refuse_double_momentum
 from horovod_sparse.merging import Plan
 from horovod_sparse.telemetry import Telemetry
@@ -50,6 +51,7 @@ def DistributedOptimizer(
     profile: Any = None,
     synchronize_at: str = "backward",
     max_grad_norm: float | None = None,
+    deadline_seconds: float | None = None,
 ) -> Any:
     """Wraps an optimizer so that gradients are synchronized over ranks, sparsely.
 
@@ -123,6 +125,8 @@ def DistributedOptimizer(
         max_grad_norm: clips what is applied: scales all synchronized gradients down to this norm over all
             of them, as ``torch.nn.utils.clip_grad_norm_`` after `synchronize` does. (The `clip_norm` of
             a feedback clips each rank's own gradients before they are accumulated, by bucket.)
+        deadline_seconds: after so many seconds of waiting for other ranks `DeadlineError` is raised; 0 waits
+            for ever. If left out, what HOROVOD_SPARSE_DEADLINE_SECONDS says, or 300.
 
     `plan` and `groups` exclude each other and all of `bucket_bytes`, `merging` and `tensor_selection`;
     `bucket_bytes` is short for ``merging=fixed(bytes=...)``; "joint" decides about tensors itself.
@@ -154,6 +158,7 @@ def DistributedOptimizer(
         raise ArgumentError("synchronize_at", synchronize_at, "'backward' or 'step'")
     if max_grad_norm is not None:
         check_number("max_grad_norm", max_grad_norm, "a norm above 0, or None", low=0.0, high=math.inf)
+    deadline_of(deadline_seconds)
     if isinstance(compression, str):
         compression = Compression.parse(compression)
     asked = {
@@ -167,6 +172,7 @@ def DistributedOptimizer(
         own = {
             **asked,
             "max_grad_norm": max_grad_norm,
+            "deadline_seconds": deadline_seconds,
             "synchronize_at": None if synchronize_at == "backward" else synchronize_at,
         }
         if given := [name for name, value in own.items() if value is not None]:
@@ -209,7 +215,7 @@ def DistributedOptimizer(
         names = [(name, parameter) for parameter, name in wrapped._parameter_names.items()]
         order = {id(p): i for i, p in enumerate(p for group in wrapped.param_groups for p in group["params"])}
         names.sort(key=lambda pair: order[id(pair[1])])
-    wrapped._attach(compression, names, asked, synchronize_at, max_grad_norm)
+    wrapped._attach(compression, names, asked, synchronize_at, max_grad_norm, deadline_seconds)
     return wrapped
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from horovod_sparse.errors import (
+    DeadlineError,
     EditedGradientError,
     HorovodSparseError,
     NonFiniteGradientError,
@@ -75,6 +76,7 @@ class GradientSynchronizer(Bucketing):
         sparse_as_dense: whether gradients in COO form are taken.
         to_coo: whether all gradients are given in COO form: what SparseAdam takes.
         in_backward: whether buckets are started while backward goes on, or all of them by `synchronize`.
+        deadline_seconds: of waiting for other ranks.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class GradientSynchronizer(Bucketing):
         sparse_as_dense: bool,
         to_coo: bool = False,
         in_backward: bool = True,
+        deadline_seconds: float | None = None,
     ) -> None:
         self.sparse_as_dense, self.to_coo = sparse_as_dense, to_coo
         self._corrects_momentum = isinstance(recipe.feedback, MomentumCorrection)
@@ -105,7 +108,7 @@ class GradientSynchronizer(Bucketing):
         # autograd runs the hooks of each device in a thread of its own
         self._hooks = threading.Lock()
         self._handles: list[Any] = []
-        super().__init__(optimizer, facts, recipe, first, process_set, average)
+        super().__init__(optimizer, facts, recipe, first, process_set, average, deadline_seconds)
         self.claim(self.facts)
         watch_scalers()
 
@@ -238,6 +241,7 @@ class GradientSynchronizer(Bucketing):
                 it ends the warm-up and no plan can be made: then gradients are synchronized, and the plan
                 stays what it is.
             HorovodInternalError: if Horovod failed.
+            DeadlineError: if other ranks have been waited for too long.
         """
         self.check_in_use()
         if not self.under_way:
@@ -257,6 +261,9 @@ class GradientSynchronizer(Bucketing):
                     self._start(part, refused=bool(edited))
             tasks = [part.task for part in self.parts if part.task is not None]
             self.driver.wait(tasks)
+        except DeadlineError:
+            self.give_up()
+            raise
         except HorovodSparseError:
             # what hooks have begun is ended first: its names are Horovod's until then
             self.finish_pending()

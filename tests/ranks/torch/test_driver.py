@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
 import warnings
@@ -9,9 +10,11 @@ import warnings
 import horovod.torch as hvd
 import numpy as np
 import pytest
+import torch
 
 from horovod_sparse.collectives import AllGather, AllReduce, AllToAll, Broadcast, Exchange
-from horovod_sparse.errors import CollectiveMismatchError
+from horovod_sparse.errors import ArgumentError, CollectiveMismatchError, DeadlineError
+from horovod_sparse.frontend.deadline import deadline_of
 from horovod_sparse.torch.driver import HorovodDriver
 
 
@@ -164,3 +167,42 @@ def test_a_failure_of_horovod_comes_out_of_wait(rank, size):
     again = driver.start("disagreeing", rounds(rank, 0, 1))
     driver.wait()
     assert again.value() == sum(range(size))
+
+
+def test_waiting_for_a_rank_that_does_not_come_is_an_error(rank, size):
+    """The others say for what they wait, where `horovodrun` has started them; the last one comes too late."""
+    driver, begun = HorovodDriver(deadline_seconds=1.0), time.perf_counter()
+
+    def twice():
+        yield AllReduce(np.ones(1))
+        return (yield AllReduce(np.ones(1)))
+
+    if rank < size - 1:
+        task = driver.start("late", twice())
+        with pytest.raises(DeadlineError, match=r"round 1 of late has waited 1 s") as error:
+            driver.wait([task])
+        assert time.perf_counter() - begun < 5 and task.done and not driver.parked
+        known = "HOROVOD_GLOO_RENDEZVOUS_ADDR" in os.environ
+        assert error.value.missing == ({size - 1: ""} if known else None)
+    else:
+        driver.wait([driver.start("late", one_round())])  # the first round of two
+        time.sleep(2.5)
+        hvd.allreduce(torch.ones(1, dtype=torch.float64), op=hvd.Sum, name="late.1")
+    hvd.barrier()
+
+
+def one_round():
+    yield AllReduce(np.ones(1))
+
+
+def test_a_deadline_is_set_by_argument_or_environment(monkeypatch):
+    monkeypatch.delenv("HOROVOD_SPARSE_DEADLINE_SECONDS", raising=False)
+    assert (deadline_of(), deadline_of(0), deadline_of(7)) == (300.0, float("inf"), 7.0)
+    monkeypatch.setenv("HOROVOD_SPARSE_DEADLINE_SECONDS", "12.5")
+    assert (deadline_of(), deadline_of(3)) == (12.5, 3.0)
+    for wrong in ("soon", "-1", "nan"):
+        monkeypatch.setenv("HOROVOD_SPARSE_DEADLINE_SECONDS", wrong)
+        with pytest.raises(ArgumentError, match="HOROVOD_SPARSE_DEADLINE_SECONDS"):
+            deadline_of()
+    with pytest.raises(ArgumentError, match="deadline_seconds"):
+        deadline_of(-1.0)

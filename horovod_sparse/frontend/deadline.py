@@ -1,0 +1,135 @@
+"""How long a rank waits for the others before that becomes an error, and who is missing then."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+
+from horovod_sparse import checks
+from horovod_sparse.errors import DeadlineError
+
+#: seconds; 0 for no deadline
+DEADLINE_VARIABLE = "HOROVOD_SPARSE_DEADLINE_SECONDS"
+_SECONDS = 300.0
+#: by how much later Horovod itself gives up: our error says more
+_LATER_SECONDS = 30
+
+_STALL_VARIABLE = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
+_SCOPE = "horovod_sparse.waiting"
+_ANSWER_SECONDS = 2.0
+#: as Horovod's own threads ask it
+_DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+def deadline_of(given: float | None = None) -> float:
+    """Seconds, Inf for none.
+
+    Args:
+        given: as a user's argument `deadline_seconds`; None for what the environment says, or 300.
+
+    Raises:
+        ArgumentError: if it is no number of 0 or more.
+
+    Example:
+        >>> deadline_of(20), deadline_of(0)
+        (20.0, inf)
+    """
+    name, value = "deadline_seconds", given
+    if value is None:
+        name, text = DEADLINE_VARIABLE, os.environ.get(DEADLINE_VARIABLE, "").strip()
+        try:
+            value = float(text) if text else _SECONDS
+        except ValueError:
+            value = math.nan
+    allowed = "a number of seconds, or 0 to wait for ever"
+    checks.check_seconds(name, value, allowed)
+    return float(value) or math.inf
+
+
+def let_horovod_give_up() -> None:
+    """Before Horovod starts: has it end on all ranks where a collective waits too long for one of them.
+
+    For what no coroutine of ours waits for: TensorFlow's graphs, and Horovod's own collectives. What the user
+    has set stays.
+    """
+    seconds = deadline_of()
+    if math.isfinite(seconds):
+        os.environ.setdefault(_STALL_VARIABLE, str(math.ceil(seconds) + _LATER_SECONDS))
+
+
+class Deadline:
+    """Of one driver: told how long it has been waiting, and for what.
+
+    Where `horovodrun` has started the ranks, those that wait for long tell its store for what: so the
+    others' error can say who does not.
+
+    Args:
+        given: see `deadline_of`.
+        place: tells rank and size, and the ranks' numbers in the store.
+    """
+
+    def __init__(self, given: float | None, place: Callable[[], tuple[int, list[int]]]) -> None:
+        self.seconds, self._place = deadline_of(given), place
+        self._told = ""
+
+    def check(self, waited: float, name: str, number: int) -> None:
+        """Called again and again while nothing moves.
+
+        Args:
+            waited: seconds.
+            name: of the task that is waited for.
+            number: of its round, from 0.
+
+        Raises:
+            DeadlineError: if it is enough.
+        """
+        if waited < self.seconds / 2:
+            return
+        what = f"{name} {number}"
+        if self._told != what:
+            self._told = what
+            self._tell(what)
+        if waited >= self.seconds:
+            raise DeadlineError(name, number, self.seconds, self._missing(what))
+
+    def moved(self) -> None:
+        """What was waited for has come."""
+        if self._told:
+            self._told = ""
+            self._tell("")
+
+    def _tell(self, what: str) -> None:
+        rank, ranks = self._place()
+        _asked(str(ranks[rank]), json.dumps(what).encode())
+
+    def _missing(self, what: str) -> dict[int, str] | None:
+        """Ranks that do not wait for it, and what for; None where there is no store to ask."""
+        rank, ranks = self._place()
+        missing = {}
+        for number, key in enumerate(ranks):
+            found = _asked(key=str(key))
+            if number == rank and found is None:
+                return None
+            told = "" if found is None else str(json.loads(found))
+            if told != what:
+                missing[number] = told
+        return missing
+
+
+def _asked(key: str, value: bytes | None = None) -> bytes | None:
+    """Puts a value into the launcher's store, or gets it; None where there is none."""
+    address, port = (os.environ.get(f"HOROVOD_GLOO_RENDEZVOUS_{name}", "") for name in ("ADDR", "PORT"))
+    if not address or not port.isdigit():
+        return None
+    url, method = f"http://{address}:{port}/{_SCOPE}/{key}", "GET" if value is None else "PUT"
+    with contextlib.suppress(urllib.error.URLError, OSError, ValueError):
+        request = urllib.request.Request(url, data=value, method=method)
+        with _DIRECTLY.open(request, timeout=_ANSWER_SECONDS) as answer:
+            found: bytes = answer.read()
+            return found
+    return None
