@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import math
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
@@ -11,7 +13,7 @@ from numpy.typing import NDArray
 
 from horovod_sparse.arrays.protocol import Accumulator, FoldReport, Indices, Values
 from horovod_sparse.checks import check_count
-from horovod_sparse.collectives import LOCAL, AllGather, AllToAll, Request, Synchronization
+from horovod_sparse.collectives import ADDED, LOCAL, AllGather, AllToAll, Request, Synchronization
 from horovod_sparse.sparsifiers.base import (
     BucketInfo,
     SparseSum,
@@ -20,6 +22,7 @@ from horovod_sparse.sparsifiers.base import (
     Traffic,
     exchange_selections,
 )
+from horovod_sparse.sparsifiers.capacity import Capacity
 from horovod_sparse.sparsifiers.rounds.regions import (
     Window,
     cut_and_pack,
@@ -40,12 +43,14 @@ class OkTopkState(SparsifierState):
         local_threshold: for this rank's accumulator; 0 before the first step.
         global_threshold: for the sums; 0 where all of them are to be kept.
         bounds: int64 [P - 1], where the regions of ranks 1, 2, ... begin.
+        results: room in messages of the sums that come back.
     """
 
     step: int = 0
     local_threshold: float = field(default=0.0, metadata=LOCAL)
     global_threshold: float = 0.0
     bounds: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    results: Capacity = field(default_factory=Capacity, metadata=ADDED)
 
 
 def equal_regions(info: BucketInfo) -> NDArray[np.int64]:
@@ -79,6 +84,53 @@ def steered(threshold: float, count: int, k: int, band: tuple[float, float], fac
     return threshold * factor if count > high * k else threshold
 
 
+#: an order by the one before it: what a rank keeps is known to a tenth
+_FINENESS = 1.1
+
+
+@functools.lru_cache(maxsize=64)
+def told_orders(k: int) -> NDArray[np.int64]:
+    """Which of its magnitudes a rank tells: the largest ten, then every one a tenth further down, up to k.
+
+    Example:
+        >>> told_orders(20)
+        array([ 1,  2,  3,  4,  5,  6,  7,  8,  9, 10, 11, 13, 15, 17, 19, 20])
+    """
+    orders = [1]
+    while orders[-1] < k:
+        orders.append(min(k, max(orders[-1] + 1, math.ceil(orders[-1] * _FINENESS))))
+    return np.array(orders, np.int64)
+
+
+def shares_of(
+    told: NDArray[np.floating], lengths: NDArray[np.int64], k: int
+) -> tuple[float, NDArray[np.int64]]:
+    """A threshold that about k of all ranks' sums pass, and how many each rank keeps; all of them, if fewer.
+
+    Args:
+        told: [P, orders], magnitudes of `told_orders`, or of the smallest where a rank has fewer.
+        lengths: int64 [P], sums that each rank has.
+        k: how many are to pass in all.
+
+    Returns:
+        The threshold, 0 where all are kept; int64 [P], how many of its largest each rank keeps: k or
+        more in all, by less than a tenth of one rank's unless magnitudes are equal.
+
+    Example:
+        >>> told = np.array([[9.0, 5.0, 1.0], [7.0, 6.0, 6.0]])
+        >>> shares_of(told, np.array([3, 2]), 3)
+        (6.0, array([1, 2]))
+    """
+    if lengths.sum() <= k:
+        return 0.0, lengths
+    orders = np.minimum(told_orders(k), lengths[:, None])
+    new = np.diff(orders, axis=1, prepend=0).ravel()
+    falling = np.argsort(-told, axis=None, kind="stable")
+    enough = np.searchsorted(np.cumsum(new[falling]), k)
+    threshold = float(told.ravel()[falling[enough]])
+    return threshold, np.where(told >= threshold, orders, 0).max(axis=1)
+
+
 #: the sums are spread out again if one rank has more than this many times its share of them
 _IMBALANCE = 4
 #: counts within these multiples of k leave the thresholds alone; outside they move by these factors
@@ -93,18 +145,21 @@ class OkTopk(Sparsifier):
     ``sum = {j: |s_j| >= t_global}, s = sum_i acc_i [|acc_i| >= t_i]``
 
     Four rounds: an all-to-all to the owners of P regions, an allgather of counts, an all-to-all that
-    spreads the sums evenly where they are not, and an allgather of them. Both thresholds are exact
-    order statistics every `threshold_steps` steps, and steered by their counts in between. Regions are
+    spreads the sums evenly where they are not, and an allgather of them. Both thresholds are of this
+    step: the local one is the exact order statistic, the global one follows from about a hundred order
+    statistics of each rank's sums, which travel with the counts. Regions are
     drawn anew every `region_steps` steps, so that each receives about as much. Density is global: about
     k elements come back. A rank's residual is cleared where its own selection came back; in one of 16
     steps what did not pass stays, summed up, with the owner of its region.
 
     Args:
         density: k / n of the union, in (0, 1].
-        threshold_steps: how often thresholds are found exactly.
+        threshold_steps: 0, or as the paper has it: thresholds are found exactly every so many steps, from
+            all magnitudes, and steered by their counts in between.
         region_steps: how often regions are drawn anew.
 
-    Source: Li & Hoefler, PPoPP 2022. Departures: new regions hold from the next step on, and the exact
+    Source: Li & Hoefler, PPoPP 2022. Departures: thresholds of every step, since kept ones let many times k
+    pass while the residual grows; new regions hold from the next step on, and the paper's exact
     global threshold is found from magnitudes that travel with the counts, so that the rounds of every
     step are the same; a threshold of 0 (an all-zero gradient) is found anew in the next step; the
     paper always leaves with its rank what did not pass, where parts that cancel never meet.
@@ -117,12 +172,12 @@ class OkTopk(Sparsifier):
     name: ClassVar[str] = "oktopk"
     density_scope: ClassVar[Literal["per rank", "global"]] = "global"
 
-    threshold_steps: int = 32
+    threshold_steps: int = 0
     region_steps: int = 64
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_count("threshold_steps", self.threshold_steps, "a number of steps, 1 or more")
+        check_count("threshold_steps", self.threshold_steps, "a number of steps, or 0", low=0)
         check_count("region_steps", self.region_steps, "a number of steps, 1 or more")
 
     def init(self, info: BucketInfo) -> OkTopkState:
@@ -144,10 +199,17 @@ class OkTopk(Sparsifier):
         regions, report = regions_of(state.bounds, info), accumulator.report
         total, arrived, error = yield from reduce_in_regions(selection, regions, report, info, self.wire)
 
-        selected, sizes, kept = yield from self._prune(total, indices, state, info, k)
+        told = self._prune_now if self.threshold_steps == 0 else self._prune
+        selected, sizes, kept = yield from told(total, indices, state, info, k)
         spread, kept_error = yield from self._spread(kept, sizes, info)
         shared, shared_error = rounded(spread, self.wire)
-        gathered = yield from exchange_selections(accumulator, shared.indices, shared.values, info, self.wire)
+        measured = self.capacity == "measured" and k < info.num_elements
+        # nothing has to wait where there is too little room: such messages are longer
+        room = state.results.room(k, info.num_elements) if measured else 0
+        wire = self.wire_with_room(room)
+        gathered = yield from exchange_selections(accumulator, shared.indices, shared.values, info, wire)
+        if measured:
+            state.results = state.results.learned(gathered.counts, k)
         sum_ = SparseSum.of(gathered)
 
         applied = ~missing_in(indices, sum_.indices)
@@ -166,19 +228,49 @@ class OkTopk(Sparsifier):
             if lost is not None:
                 accumulator.add(where, lost)
         facts = {"local_threshold": state.local_threshold, "threshold": state.global_threshold}
-        state.local_threshold = steered(state.local_threshold, indices.size, k, _LOCAL_BAND, _LOCAL_FACTOR)
-        passed = int(sizes.sum())
-        state.global_threshold = steered(state.global_threshold, passed, k, _GLOBAL_BAND, _GLOBAL_FACTOR)
+        if self.threshold_steps:
+            own, passed = indices.size, int(sizes.sum())
+            state.local_threshold = steered(state.local_threshold, own, k, _LOCAL_BAND, _LOCAL_FACTOR)
+            state.global_threshold = steered(state.global_threshold, passed, k, _GLOBAL_BAND, _GLOBAL_FACTOR)
         state.step += 1
-        return SparseSum(sum_.indices, sum_.values, selected, arrived.first_nonfinite, arrived.norms, facts)
+        return SparseSum(
+            sum_.indices, sum_.values, selected, arrived.first_nonfinite, arrived.norms, facts, (room,)
+        )
 
     def _select(self, accumulator: Accumulator, state: OkTopkState, k: int) -> Indices:
         """What passes the local threshold."""
         if k == accumulator.num_elements:  # everything, zeros too
             return np.arange(k, dtype=np.int32)
-        if state.step % self.threshold_steps == 0 or not state.local_threshold:
+        exact = self.threshold_steps == 0 or state.step % self.threshold_steps == 0
+        if exact or not state.local_threshold:
             state.local_threshold = accumulator.kth_magnitude(k)
         return accumulator.at_least(state.local_threshold)
+
+    def _prune_now(
+        self, total: SparseVector, selection: Indices, state: OkTopkState, info: BucketInfo, k: int
+    ) -> Synchronization[tuple[NDArray[np.int64], NDArray[np.int64], SparseVector]]:
+        """As `_prune`, by a threshold of this step; the message is as long in every step of one k.
+
+        It is: how many the rank selected, how many sums it has, its proposal for the regions (in some steps
+        only), and the magnitudes of `told_orders`.
+        """
+        new_regions = state.step % self.region_steps == 0
+        proposal = propose_regions(selection, info) if new_regions else state.bounds[:0]
+        magnitudes, orders = np.abs(total.values), told_orders(k)
+        falling = np.argsort(-magnitudes, kind="stable")
+        told = np.zeros(orders.size, magnitudes.dtype)
+        if len(total):
+            told = magnitudes[falling[np.minimum(orders, len(total)) - 1]]
+        numbers = np.array([selection.size, len(total)], np.int32)
+        message = np.concatenate([numbers, proposal.astype(np.int32), told.view(np.int32)])
+        gathered = (yield AllGather(message)).reshape(info.size, message.size)
+        selected, lengths = gathered[:, :2].astype(np.int64).T
+        if new_regions:
+            state.bounds = gathered[:, 2 : 2 + proposal.size].mean(axis=0).astype(np.int64)
+        theirs = np.ascontiguousarray(gathered[:, 2 + proposal.size :]).view(magnitudes.dtype)
+        state.global_threshold, sizes = shares_of(theirs, lengths, k)
+        kept = np.sort(falling[: sizes[info.rank]])
+        return selected, sizes, SparseVector(total.indices[kept], total.values[kept])
 
     def _prune(
         self, total: SparseVector, selection: Indices, state: OkTopkState, info: BucketInfo, k: int
@@ -266,11 +358,18 @@ class OkTopk(Sparsifier):
         """All but the number of selected elements depends on the data."""
         most = min(info.num_elements, int(counts.sum()))
         words = [self.wire.message_words(count, info.num_elements, info.value_dtype) for count in (0, most)]
+        result = self.wire_with_room(*rooms) if rooms else self.wire
+        result_words = [
+            result.message_words(count, info.num_elements, info.value_dtype) for count in (0, most)
+        ]
         told = 2 + (info.size - 1 if step % self.region_steps == 0 else 0)
-        magnitudes = most * info.value_dtype.itemsize // 4
+        per_value = info.value_dtype.itemsize // 4
+        magnitudes = (0, most * per_value)
+        if self.threshold_steps == 0:
+            magnitudes = (told_orders(self.num_selected(info, SparsifierState(step))).size * per_value,) * 2
         return (
             split_traffic(int(counts[info.rank]), info, self.wire),
-            Traffic(AllGather, 4 * told, 4 * (told + magnitudes)),
+            Traffic(AllGather, 4 * (told + magnitudes[0]), 4 * (told + magnitudes[1])),
             Traffic(AllToAll, 0, 4 * (info.size - 1) * words[1]),
-            Traffic(AllGather, 4 * words[0], 4 * words[1]),
+            Traffic(AllGather, 4 * result_words[0], 4 * result_words[1]),
         )

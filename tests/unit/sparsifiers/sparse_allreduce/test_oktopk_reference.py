@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from horovod_sparse.feedback import recipe
-from horovod_sparse.simulation import SimulatedCluster
+from horovod_sparse.simulation import Recorder, SimulatedCluster
+from horovod_sparse.sparsifiers.oktopk import shares_of, told_orders
 from horovod_sparse.sparsifiers.rounds.sparse_vectors import discards_meet
 from support.gradients import dyadic
 from support.sparse_allreduce_reference import OkTopkReference, topk_dsa_step
@@ -58,7 +59,7 @@ def test_oktopk_is_that_of_the_paper(size: int, threshold_steps: int, region_ste
 def test_oktopk_by_hand() -> None:
     # n = 4, k = 2. Thresholds: rank 0 has (5, 1, 2, 3), its second is 3; rank 1 has (1, 4, 6, -1): 4.
     # Selected: 5 at 0 and 3 at 3; 4 at 1 and 6 at 2. The second of the four sums is 5: 5 at 0, 6 at 2.
-    cluster = SimulatedCluster(recipe("oktopk", density=0.5), num_elements=4, size=2)
+    cluster = SimulatedCluster(recipe("oktopk", density=0.5, threshold_steps=32), num_elements=4, size=2)
     first = cluster.synchronize([floats(5, 1, 2, 3), floats(1, 4, 6, -1)])[0]
     assert (first.indices.tolist(), first.values.tolist()) == ([0, 2], [5.0, 6.0])
     # what was selected but did not come back is kept by who selected it
@@ -72,6 +73,47 @@ def test_oktopk_by_hand() -> None:
     states = [bucket.state for bucket in cluster.buckets]
     assert [state.local_threshold for state in states] == [3.0, 4.0 / 1.012]
     assert [state.global_threshold for state in states] == [5.0, 5.0]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+@pytest.mark.parametrize("region_steps", [1, 64])
+def test_k_pass_and_6k_travel_in_every_step(size: int, region_steps: int) -> None:
+    """From the first step on, while residuals grow: kept thresholds let many times as many pass.
+
+    Without the padding that lets lengths repeat.
+    """
+    n, k = 60_000, 600
+    made = recipe("oktopk", density=k / n, region_steps=region_steps, capacity="exact")
+    cluster = SimulatedCluster(made, n, size)
+    generator = np.random.default_rng(size)
+    for step in range(12):
+        gradients = generator.standard_normal((size, n), np.float32)
+        # one region, if it stays, has nearly all
+        gradients[:, : n // 8] *= 1.5 if region_steps == 1 else 8.0
+        accumulators = cluster_view(cluster, gradients)
+        cluster.recorder = Recorder()
+        sums = cluster.synchronize(list(gradients))
+        assert sums[0].counts.tolist() == [k] * size
+        assert k <= sums[0].indices.size <= 1.1 * k
+        # words that a rank receives: headers, the notes of the thresholds, bounds; the rest is of elements
+        notes = (size - 1) * (2 + told_orders(k).size + 3 * 5 + size)
+        received = [cluster.recorder.total(rank).bytes_received / 4 - notes for rank in range(size)]
+        assert np.mean(received) <= 6 * k * 1.1
+        # those that come back are the largest sums, but for the tenth to which they are told
+        chosen = np.abs(accumulators) >= np.sort(np.abs(accumulators))[:, -k][:, None]
+        total = np.abs((accumulators * chosen).sum(0))
+        if not discards_meet(step):
+            left = np.delete(total, sums[0].indices)
+            assert (left > 1.1 * np.sort(total)[-k]).sum() <= 0.12 * k
+
+
+def test_a_threshold_by_what_is_told() -> None:
+    """All that there is, if that is less than asked for; ties together; nothing of a rank that has nothing."""
+    lengths = np.array([3, 0, 2])
+    told = np.array([[4.0, 2.0, 1.0], [0.0, 0.0, 0.0], [2.0, 2.0, 2.0]])
+    assert shares_of(told[:, [0, 1, 2, 2, 2]], lengths, 5)[1].tolist() == [3, 0, 2]
+    threshold, shares = shares_of(told, lengths, 3)
+    assert (threshold, shares.tolist()) == (2.0, [2, 0, 2])
 
 
 def test_a_sum_of_two_that_is_small_for_both_comes_back() -> None:

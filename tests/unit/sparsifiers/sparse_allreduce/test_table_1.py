@@ -169,7 +169,7 @@ def test_oktopk(size: int, num_steps: int) -> None:
     Magnitudes for the exact threshold (every 32 steps) and bounds of regions (every 64) are left out, as
     in the paper: no step with them is counted here.
     """
-    cluster, _ = step("oktopk", size, num_steps=num_steps)
+    cluster, _ = step("oktopk", size, num_steps=num_steps, threshold_steps=32, capacity="exact")
     assert all(bucket.state.global_threshold > 0 for bucket in cluster.buckets)
     recorder = cluster.recorder
     # P - 1 direct messages, twice, where the paper writes P
