@@ -108,7 +108,7 @@ def test_k_pass_and_6k_travel_in_every_step(size: int, region_steps: int) -> Non
 
 
 def test_a_threshold_by_what_is_told() -> None:
-    """All that there is, if that is less than asked for; ties together; nothing of a rank that has nothing."""
+    """All that there is, if that is less than asked for; ties together; nothing from an empty rank."""
     lengths = np.array([3, 0, 2])
     told = np.array([[4.0, 2.0, 1.0], [0.0, 0.0, 0.0], [2.0, 2.0, 2.0]])
     assert shares_of(told[:, [0, 1, 2, 2, 2]], lengths, 5)[1].tolist() == [3, 0, 2]
