@@ -20,6 +20,9 @@ from horovod_sparse.pytorch.driver import Task
 #: raised by all ranks alike, after the same messages: what comes next fits together
 _COLLECTIVE = (NonFiniteGradientError, EditedGradientError, StateMismatchError)
 
+#: how long a thread is waited for when its owner goes; it may wait for a rank that is gone
+_END_SECONDS = 2.0
+
 
 class _Shared:
     """What the thread and its owner both see. It does not hold the owner, which would never be freed."""
@@ -47,7 +50,7 @@ class Communicator:
         self.idle_seconds = 0.0
         thread = threading.Thread(target=_work, args=(self._shared,), name="horovod_sparse.ddp", daemon=True)
         thread.start()
-        weakref.finalize(self, self._shared.waiting.put, None)
+        weakref.finalize(self, _end, self._shared, thread)
 
     def start(self, name: str, coroutine: Synchronization[Any]) -> Task:
         """See `Starter.start`."""
@@ -101,6 +104,13 @@ def _after(work: Any, request: Any, coroutine: Synchronization[Any]) -> Generato
             answer = yield request
     finally:
         coroutine.close()
+
+
+def _end(shared: _Shared, thread: threading.Thread) -> None:
+    """Ends the thread, before the process does: no group may be freed while the interpreter ends."""
+    shared.waiting.put(None)
+    if thread is not threading.current_thread():
+        thread.join(_END_SECONDS)
 
 
 def _work(shared: _Shared) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from horovod_sparse.errors import ArgumentError, StateMismatchError
 from horovod_sparse.feedback import Recipe
-from horovod_sparse.frontend.state import check_entry, redistributed
+from horovod_sparse.frontend.state import check_entry, check_shapes, redistributed
 from horovod_sparse.merging import Plan
 from horovod_sparse.pytorch.layout import on_host
 
@@ -30,6 +30,10 @@ def checked_entry(
     Raises:
         StateMismatchError: if it is not.
     """
+    try:
+        entry = on_host(entry)
+    except RecursionError as error:
+        raise StateMismatchError("the saved state is nested without end") from error
     check_entry(entry, recipe, _ADVICE)
     names = set(Plan.from_dict(entry["plan"]).names())
     unknown = sorted(names - set(parameters)) if parameters else []
@@ -39,12 +43,9 @@ def checked_entry(
             f"the saved state is of another model: it has {unknown or 'nothing'} that this one has not, and "
             f"lacks {lacking or 'nothing'}"
         )
-    for name, values in entry["residuals"].items():
-        if name in parameters and tuple(values.shape) != tuple(parameters[name].shape):
-            shape = tuple(parameters[name].shape)
-            raise StateMismatchError(f"{name} has shape {shape}, the saved state has {tuple(values.shape)}")
-    found: dict[str, Any] = on_host(entry)
-    return found
+    if parameters:
+        check_shapes(entry, {name: tuple(parameter.shape) for name, parameter in parameters.items()})
+    return dict(entry)
 
 
 def redistribute(entries: Sequence[Mapping[str, Any]], rank: int, size: int) -> dict[str, Any]:

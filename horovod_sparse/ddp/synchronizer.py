@@ -447,11 +447,13 @@ class State:
         if self._results:
             raise UnsupportedError("a model is loaded between steps: its backward pass is under way")
         known = {name: parameter for name, (_, parameter) in self.facts.items()} or self._named
+        if entry is not None:
+            entry = checked_entry(entry, self.recipe, known, complete=bool(self.facts))
         if entry is None or not entry["step"]:
             self._loaded, self.step = None, 0
             assign_residuals(self.parts, (), {})
         else:
-            self._loaded = checked_entry(entry, self.recipe, known, complete=bool(self.facts))
+            self._loaded = entry
         self._is_agreed = False
 
 

@@ -15,15 +15,18 @@ KERAS = pytest.param("tensorflow2_keras_mnist", marks=pytest.mark.tensorflow)
 
 
 @pytest.mark.parametrize("compression", ["none", "exdyna:density=0.05"])
-@pytest.mark.parametrize("example", ["pytorch_mnist", KERAS])
+@pytest.mark.parametrize("example", ["pytorch_mnist", "ddp_digits", KERAS])
 def test_it_learns_and_tells_its_bytes(example: str, compression: str, tmp_path: Path) -> None:
     if example.startswith("tensorflow"):
         pytest.importorskip("tensorflow")
-    launcher = Path(sys.executable).with_name("horovodrun")
+    launcher = ["horovodrun", "--gloo", "--disable-cache", "-np", "2", sys.executable]
+    if example == "ddp_digits":
+        launcher = ["torchrun", "--nproc-per-node", "2"]
+    launcher[0] = str(Path(sys.executable).with_name(launcher[0]))
     file = tmp_path / "run.json"
-    command = [sys.executable, str(EXAMPLES / f"{example}.py"), "--compression", compression, "--epochs", "1"]
+    command = [str(EXAMPLES / f"{example}.py"), "--compression", compression, "--epochs", "1"]
     done = subprocess.run(
-        [str(launcher), "--gloo", "--disable-cache", "-np", "2", *command, "--json", str(file)],
+        [*launcher, *command, "--json", str(file)],
         capture_output=True,
         text=True,
         stdin=subprocess.DEVNULL,
