@@ -200,6 +200,47 @@ class Telemetry:
         means = {name: getattr(self._sums, name) / self.num_steps for name in _NUMBERS}
         return replace(self._sums, **{**means, "step": self.num_steps})
 
+    def scalars(self, prefix: str = "sparse/") -> dict[str, float]:
+        """The last completed step as numbers by name, for TensorBoard and whatever else draws curves.
+
+        Args:
+            prefix: of the names.
+
+        Returns:
+            Densities (fractions), bytes, `saving` (times fewer bytes than dense), norms, milliseconds, and
+            what the algorithms tell of themselves (thresholds, ...), as means over buckets; only what is
+            known and finite. Empty before the first step.
+
+        Example:
+            >>> from horovod_sparse.feedback import BucketStep
+            >>> telemetry = Telemetry()
+            >>> bucket = BucketStep("b", 100, num_target=2, num_selected=2, bytes_sent=16)
+            >>> telemetry.add(StepReport.of(1, [BucketReport(bucket, 3, 400)], wait_seconds=0.0))
+            >>> scalars = telemetry.scalars()
+            >>> scalars["sparse/density_union"], scalars["sparse/saving"]
+            (0.03, 25.0)
+        """
+        last = self.last
+        if last is None:
+            return {}
+        names = (
+            "density_target",
+            "density_selected",
+            "density_union",
+            "bytes_sent",
+            "saving",
+            "residual_norm",
+        )
+        told = {name: getattr(last, name) for name in (*names, "global_error")}
+        for part in ("fold", "select", "wait", "apply"):
+            told[f"{part}_ms"] = 1e3 * getattr(last, f"{part}_seconds")
+        facts: dict[str, list[float]] = {}
+        for bucket in last.buckets:
+            for name, value in bucket.step.facts.items():
+                facts.setdefault(name, []).append(value)
+        told |= {name: float(np.mean(values)) for name, values in facts.items()}
+        return {prefix + name: float(value) for name, value in told.items() if math.isfinite(value)}
+
     def reset(self) -> None:
         """Forgets the means (after a warm-up, say), and keeps the last step."""
         self.num_steps, self._sums = 0, None

@@ -69,3 +69,21 @@ def test_nothing_at_all_does_not_divide_by_zero():
 def test_units_of_the_summary():
     report = StepReport.of(1, [bucket("a", 25_000_000, 25_000, 50_000, None)], 0.0)
     assert "200.0 kB of 100.0 MB sent (500.0x less)" in report.summary()
+
+
+def test_scalars_are_the_last_steps_numbers_by_name():
+    telemetry = Telemetry()
+    assert telemetry.scalars() == {}
+    telemetry.record(1, [bucket("a", 600, 12, 20, None, facts={"threshold": 1.0})], 0.5)
+    telemetry.record(2, [bucket("a", 600, 6, 9, None, facts={"threshold": 2.0, "bad": math.inf})], 0.25)
+    found = telemetry.scalars("s.")
+    assert found["s.density_union"] == 9 / 600 and found["s.saving"] == 4 * 600 / (8 * 6)
+    assert found["s.threshold"] == 2.0 and found["s.wait_ms"] == 250.0
+    # what is not known is left out: a curve of NaN is none
+    assert "s.global_error" not in found and "s.bad" not in found
+
+
+def test_scalars_without_a_byte_sent_have_no_saving():
+    telemetry = Telemetry()
+    telemetry.record(1, [BucketReport(BucketStep("a", 10), 0, 40)], 0.0)
+    assert "sparse/saving" not in telemetry.scalars()

@@ -315,6 +315,30 @@ class ReplanCallback(tf.keras.callbacks.Callback):
             self.model.make_train_function(force=True)
 
 
+class TelemetryCallback(tf.keras.callbacks.Callback):
+    """Puts what the last step of an epoch sent and held back into the epoch's logs.
+
+    So `History` has it, and callbacks behind this one: `TensorBoard`, `CSVLogger`, those of W&B and MLflow.
+
+    Args:
+        prefix: of the names; see `horovod_sparse.telemetry.Telemetry.scalars`.
+
+    Example:
+        >>> callbacks = [TelemetryCallback(), tf.keras.callbacks.TensorBoard("logs")]
+    """
+
+    def __init__(self, prefix: str = "sparse/") -> None:
+        super().__init__()
+        self._prefix = prefix
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Adds to the logs."""
+        optimizer = getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
+        telemetry = getattr(optimizer, "telemetry", None)
+        if logs is not None and telemetry is not None:
+            logs.update(telemetry.scalars(self._prefix))
+
+
 class CheckpointCallback(tf.keras.callbacks.Callback):
     """Saves the training on all ranks together, and goes on from the newest checkpoint when it begins.
 

@@ -255,6 +255,15 @@ def test_indexed_slices(rank, size, everywhere):
     assert len(np.unique(results[True])) > 2
 
 
+def test_telemetry_goes_into_the_logs(tmp_path, rank, size):
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=SPARSE)
+    callbacks = [hvd.callbacks.TelemetryCallback(), keras.callbacks.CSVLogger(str(tmp_path / "log.csv"))]
+    history = fit(make_model(), optimizer, rank, size, callbacks=callbacks).history
+    last = optimizer.telemetry.last
+    assert history["sparse/density_union"][-1] == last.density_union > 0
+    assert "sparse/residual_norm" in (tmp_path / "log.csv").read_text().splitlines()[0]
+
+
 def test_best_model_is_written_once(tmp_path, rank, size):
     path = tmp_path / f"{rank}.keras"
     callbacks = [
