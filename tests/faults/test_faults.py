@@ -1,0 +1,136 @@
+"""What a job on real ranks does when something happens to one of them: within a stated time, in words."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+WORKER = Path(__file__).with_name("worker.py")
+RANKS = 2
+#: seconds in which a job has to begin, and in which it has to end after a fault: on a busy machine
+BEGINS, ENDS = 90.0, 10.0
+
+
+class Job:
+    """``horovodrun`` with two workers, in a session of its own."""
+
+    def __init__(self, mode: str, folder: Path) -> None:
+        self.folder, self.log = folder, folder / "log"
+        command = ["horovodrun", "--gloo", "-np", str(RANKS), sys.executable, str(WORKER), mode, str(folder)]
+        with open(self.log, "w") as log:
+            self.process = subprocess.Popen(
+                command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
+            )
+
+    def entries(self, rank: int) -> list[dict[str, Any]]:
+        path = self.folder / f"rank-{rank}.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def until(self, rank: int, **facts: Any) -> dict[str, Any]:
+        """Waits for an entry."""
+        deadline = time.monotonic() + BEGINS
+        while time.monotonic() < deadline:
+            for entry in self.entries(rank):
+                if all(entry.get(name) == value for name, value in facts.items()):
+                    return entry
+            assert self.process.poll() is None or self.entries(rank), self.log.read_text()[-3000:]
+            time.sleep(0.05)
+        raise AssertionError(f"{facts} did not come: {self.log.read_text()[-3000:]}")
+
+    def ended(self, seconds: float) -> int:
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"it goes on after {seconds} s: {self.log.read_text()[-3000:]}") from None
+
+    def digests(self, what: str) -> list[dict[int, str]]:
+        """By rank, what it had after every step."""
+        return [
+            {e["step"]: e["digest"] for e in self.entries(rank) if e["what"] == what and "step" in e}
+            for rank in range(RANKS)
+        ]
+
+
+@contextlib.contextmanager
+def job(mode: str, folder: Path) -> Iterator[Job]:
+    made = Job(mode, folder)
+    try:
+        yield made
+    finally:
+        workers = {entry["pid"] for rank in range(RANKS) for entry in made.entries(rank)}
+        if made.process.poll() is None:
+            os.killpg(made.process.pid, signal.SIGKILL)
+            made.process.wait()
+        for pid in workers:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("mode", ["killed", "failed"])
+def test_a_rank_that_dies_ends_the_job(mode, tmp_path):
+    with job(mode, tmp_path) as run:
+        run.until(RANKS - 1, what=mode, dies=True)
+        assert run.ended(ENDS) != 0
+        taken = run.digests(mode)
+        assert [max(steps) for steps in taken] == [4, 4], "nobody took the step that one rank did not take"
+        if mode == "failed":
+            assert "cannot be differentiated" in run.log.read_text()
+
+
+def test_an_interrupt_ends_the_job(tmp_path):
+    with job("interrupted", tmp_path) as run:
+        for rank in range(RANKS):
+            pid = run.until(rank, step=3)["pid"]
+        os.killpg(run.process.pid, signal.SIGINT)
+        assert run.ended(ENDS) != 0
+        deadline = time.monotonic() + ENDS
+        while is_alive(pid) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert not is_alive(pid)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
+
+
+def test_what_a_job_outlives(tmp_path):
+    with job("survived", tmp_path) as run:
+        pid = run.until(RANKS - 1, what="stopped", step=2)["pid"]
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(5.0)
+        os.kill(pid, signal.SIGCONT)
+        run.until(0, what="stopped", step=11)
+        plain = run.digests("plain")
+        assert run.digests("stopped") == plain, "a rank that was stopped goes on bit for bit"
+
+        for rank in range(RANKS):
+            full = run.until(rank, what="full disk again", loaded=5)
+            told = [e["message"] for e in run.entries(rank) if e["what"] == "full disk" and "message" in e]
+            assert "could not write rank-00001.npz" in told[0] and full
+        hung = run.until(0, what="hung", missing=[RANKS - 1])
+        assert 2.0 <= hung["waited"] < 6.0 and "bucket0" in hung["bucket"]
+        resumed = [{step: item for step, item in one.items() if step >= 5} for one in plain]
+        assert run.digests("full disk again") == resumed, "the checkpoint before it goes on bit for bit"
+        run.ended(30.0)
+
+
+def test_a_short_soak(tmp_path):
+    """Killed and resumed at random: every step has the same weights whenever and wherever it was taken."""
+    soak = Path(__file__).resolve().parents[2] / "scripts" / "soak"
+    command = [sys.executable, str(soak), "--steps", "300", "--ranks", "2", "--kills", "1"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "1 kills" in ended.stdout and "missing 0, different 0" in ended.stdout

@@ -1,0 +1,131 @@
+"""A rank of a job that something happens to: ``worker.py MODE FOLDER``. Writes down every step."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import resource
+import signal
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+
+import horovod_sparse.torch as hvd
+from horovod_sparse.errors import CheckpointError, DeadlineError
+from support.linear import LinearModel, dyadic
+
+SHAPES = {"first": (400, 30), "bias": (7,), "second": (30, 50, 11)}
+STEPS, FAULT_STEP = 12, 5
+
+
+class Training:
+    """Whose gradients depend on rank and step alone."""
+
+    def __init__(self, folder: Path, what: str, **more: float) -> None:
+        self.rank, self.what = hvd.rank(), what
+        self.path = folder / f"rank-{self.rank}.jsonl"
+        self.model = LinearModel(SHAPES)
+        sgd = torch.optim.SGD(self.model.parameters(), lr=0.5, momentum=0.5)
+        named, how = self.model.named_parameters(), hvd.Compression.exdyna(density=0.05)
+        self.optimizer = hvd.DistributedOptimizer(sgd, named, compression=how, bucket_bytes=60_000, **more)
+
+    def note(self, **facts: object) -> None:
+        with open(self.path, "a") as file:
+            file.write(json.dumps({"what": self.what, "pid": os.getpid(), **facts}) + "\n")
+
+    def digest(self) -> str:
+        held = self.optimizer.state_dict()["horovod_sparse"]["residuals"]
+        arrays = [*self.model.state_dict().values(), *(held[name] for name in SHAPES)]
+        return hashlib.sha256(b"".join(array.numpy().tobytes() for array in arrays)).hexdigest()[:12]
+
+    def steps(self, first: int, last: int, pause: float = 0.0) -> None:
+        for step in range(first, last):
+            time.sleep(pause)
+            self.model.backward(
+                {name: dyadic(shape, self.rank, step, name) for name, shape in SHAPES.items()}
+            )
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.note(step=step, digest=self.digest())
+
+
+def in_backward(training: Training, act) -> None:
+    """On the last rank, in the midst of the backward pass that comes next."""
+    if training.rank == hvd.size() - 1:
+        dict(training.model.named_parameters())["first"].register_hook(lambda _gradient: act())
+
+
+def fail() -> None:
+    raise RuntimeError("the loss of this rank cannot be differentiated")
+
+
+def killed(folder: Path) -> None:
+    training = Training(folder, "killed")
+    training.steps(0, FAULT_STEP)
+    in_backward(training, lambda: (training.note(dies=True), os.kill(os.getpid(), signal.SIGKILL)))
+    training.steps(FAULT_STEP, STEPS)
+
+
+def failed(folder: Path) -> None:
+    training = Training(folder, "failed")
+    training.steps(0, FAULT_STEP)
+    training.note(dies=True)
+    in_backward(training, fail)
+    training.steps(FAULT_STEP, STEPS)
+
+
+def interrupted(folder: Path) -> None:
+    Training(folder, "interrupted").steps(0, 100_000, pause=0.05)
+
+
+def survived(folder: Path) -> None:
+    """What a job outlives: a rank that is stopped, a full disk; and what it ends by: a rank that hangs."""
+    plain = Training(folder, "plain")
+    plain.steps(0, STEPS)
+    training = Training(folder, "stopped")
+    training.steps(0, STEPS, pause=0.2)
+
+    training = Training(folder, "full disk")
+    training.steps(0, FAULT_STEP)
+    hvd.save(folder / "saved", training.optimizer, model=training.model)
+    training.steps(FAULT_STEP, FAULT_STEP + 2)
+    with contextlib.ExitStack() as stack:
+        if training.rank == hvd.size() - 1:
+            limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+            stack.callback(resource.setrlimit, resource.RLIMIT_FSIZE, limits)
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+        try:
+            hvd.save(folder / "saved", training.optimizer, model=training.model)
+        except CheckpointError as error:
+            message = str(error)
+    training.note(message=message)
+    again = Training(folder, "full disk again")
+    again.note(loaded=hvd.load(folder / "saved", again.optimizer, model=again.model))
+    again.steps(FAULT_STEP, STEPS)
+
+    training = Training(folder, "hung", deadline_seconds=2.0)
+    training.steps(0, FAULT_STEP)
+    if training.rank == hvd.size() - 1:
+        time.sleep(4.0)
+        return
+    begun = time.perf_counter()
+    try:
+        training.steps(FAULT_STEP, STEPS)
+    except DeadlineError as error:
+        seconds = time.perf_counter() - begun
+        training.note(bucket=error.bucket, missing=list(error.missing or ()), waited=seconds)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    hvd.init()
+    {"killed": killed, "failed": failed, "interrupted": interrupted, "survived": survived}[sys.argv[1]](
+        Path(sys.argv[2])
+    )
