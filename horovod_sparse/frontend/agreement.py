@@ -4,6 +4,8 @@ A sparsifier's state lives longer than Horovod. In elastic training Horovod is s
 that have trained and with workers that have not; a checkpoint may be loaded on some ranks, or one of another
 step. Sizes and ranks may be what they were, so nothing but an exchange tells. Used by both front ends alike:
 
+0. First of all ranks compare what has to be equal, by `compared`: under one name whatever is compared, so
+   that ranks which do not do the same meet there, and nowhere else.
 1. At the first synchronization after a start, and after a state was loaded, before any bucket communicates,
    every rank carries out `agreed_start`, once for all buckets. That it is due must not depend on what a rank
    finds different: a front end remembers under which start of Horovod (a token that every ``hvd.init()``
@@ -15,15 +17,18 @@ step. Sizes and ranks may be what they were, so nothing but an exchange tells. U
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from horovod_sparse._version import __version__
 from horovod_sparse.collectives import AllGather, Synchronization
 from horovod_sparse.errors import StateMismatchError
 from horovod_sparse.merging import ParameterFacts, Plan
@@ -46,6 +51,61 @@ def shared_lines(value: Any) -> Synchronization[list[Any]]:
     return [json.loads(item) for item in np.array(gathered).tobytes().splitlines()]
 
 
+def settings(compression: object, engine: str, **arguments: object) -> dict[str, str]:
+    """What has to be equal on all ranks, in words, by argument; the code that runs among it.
+
+    Args:
+        compression: a recipe, or the name of what else is done to gradients.
+        engine: who synchronizes them.
+        **arguments: that change what is applied.
+    """
+    describe = getattr(compression, "describe", lambda: str(compression))
+    given = {"compression": describe(), "engine": engine, **arguments}
+    return {name: str(value) for name, value in given.items()} | {"version": _code_version()}
+
+
+@functools.cache
+def _code_version() -> str:
+    """The package's version, and a digest of its files: of two checkouts the version may be the same."""
+    digest, root = hashlib.blake2b(digest_size=6), Path(__file__).parents[1]
+    for path in sorted(root.rglob("*.py")):
+        digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
+    return f"{__version__} ({digest.hexdigest()})"
+
+
+def compared(given: Mapping[str, str], parameters: Sequence[ParameterFacts] = ()) -> Synchronization[None]:
+    """Refuses ranks that do not do the same: one collective, and one more where their models differ.
+
+    Every rank begins with it, whatever it goes on with: where ranks would go on differently, they would wait
+    for each other's collectives for ever, or add up what does not belong together.
+
+    Args:
+        given: by `settings`.
+        parameters: of the model; none where others compare them.
+
+    Raises:
+        StateMismatchError: on every rank alike: all settings that differ, with values and ranks, or the
+            first parameter that does.
+
+    Example:
+        >>> from horovod_sparse.simulation import run_lockstep
+        >>> ranks = [compared({"op": op}) for op in ("Sum", "Average")]
+        >>> print(run_lockstep(ranks, keep_errors=True)[0])
+        op differs: ranks [0] have Sum, ranks [1] Average; give all ranks the same
+    """
+    model = model_of(parameters)
+    everyone = yield from shared_lines([dict(given), _digest(model)])
+    names = dict.fromkeys(name for theirs, _ in everyone for name in theirs)
+    values = {name: [theirs.get(name, "not given") for theirs, _ in everyone] for name in names}
+    differing = [
+        f"{name} differs: {_apart('have {}', each)}" for name, each in values.items() if len(set(each)) > 1
+    ]
+    if differing:
+        raise StateMismatchError(f"{'; '.join(differing)}; give all ranks the same")
+    if len({digest for _, digest in everyone}) > 1:
+        check_same_model((yield from shared_lines(model)))
+
+
 @dataclass(frozen=True)
 class Standing:
     """Where one rank stands.
@@ -57,7 +117,6 @@ class Standing:
         place: (rank, size) that the states were made for.
         plan: which parameters form which bucket.
         parameters: of the model.
-        settings: what has to be equal on all ranks, in words, by argument.
         measuring: how far this rank has come with what all measure together, before all plan anew together.
         label: by which the rank tells the names of this training's collectives from those of another that
             has parameters of the same names; need not be equal.
@@ -70,16 +129,9 @@ class Standing:
     place: tuple[int, int]
     plan: Plan = field(default_factory=lambda: Plan(()))
     parameters: Sequence[ParameterFacts] = ()
-    settings: Mapping[str, str] = field(default_factory=dict)
     measuring: str = ""
     label: str = ""
     told: Mapping[str, Any] = field(default_factory=dict)
-
-    def model(self) -> dict[str, tuple[int, str, int, float]]:
-        """What must be equal of every parameter; devices may differ where every rank has one of its own."""
-        return {
-            item.name: (item.num_elements, item.dtype, item.group, item.density) for item in self.parameters
-        }
 
 
 @dataclass(frozen=True)
@@ -115,7 +167,7 @@ def agreed_start(standing: Standing) -> Synchronization[Start]:
         The same on all ranks.
 
     Raises:
-        StateMismatchError: on every rank alike, if a setting differs, or if they train different models.
+        StateMismatchError: on every rank alike, if they train different models.
 
     Example:
         >>> from horovod_sparse.simulation import run_lockstep
@@ -124,20 +176,18 @@ def agreed_start(standing: Standing) -> Synchronization[Start]:
         >>> start.anew, start.step, start.reason
         (True, 7, 'ranks [0] have done 7 steps, ranks [1] 0')
     """
-    plan, model = standing.plan.to_dict(), standing.model()
+    plan, model = standing.plan.to_dict(), model_of(standing.parameters)
     everyone = yield from shared_lines(
         [
             standing.step,
             standing.digest,
             standing.place,
             _digest([plan, model]),
-            dict(standing.settings),
             standing.measuring,
             standing.label,
         ]
     )
-    steps, digests, places, plans, settings, measuring, labels = zip(*everyone, strict=True)
-    _check_settings(settings)
+    steps, digests, places, plans, measuring, labels = zip(*everyone, strict=True)
     reason = ""
     if moved := [rank for rank, place in enumerate(places) if place != [rank, len(everyone)]]:
         rank = moved[0]
@@ -176,13 +226,6 @@ def kept_share(old_size: int, size: int) -> float:
     return size / old_size
 
 
-def _check_settings(everyone: Sequence[Mapping[str, str]]) -> None:
-    for name in sorted({name for settings in everyone for name in settings}):
-        values = [settings.get(name, "not given") for settings in everyone]
-        if len(set(values)) > 1:
-            raise StateMismatchError(f"{name} differs: {_apart('have {}', values)}; give all ranks the same")
-
-
 def _apart(words: str, values: Sequence[object]) -> str:
     """The different values, each with its ranks: "ranks [0, 2] have 7, ranks [1] 0"."""
     ranks: dict[object, list[int]] = {}
@@ -202,9 +245,15 @@ def _digest(value: object) -> str:
 
 def describe_model(plan: Plan, parameters: Sequence[ParameterFacts]) -> bytes:
     """A rank's plan and parameters as one line, to be gathered from all ranks."""
-    # device names may differ where every rank has one of its own
-    own = {item.name: (item.num_elements, item.dtype, item.group, item.density) for item in parameters}
-    return json.dumps([plan.to_dict(), own]).encode() + b"\n"
+    return json.dumps([plan.to_dict(), model_of(parameters)]).encode() + b"\n"
+
+
+def model_of(parameters: Sequence[ParameterFacts]) -> dict[str, tuple[object, ...]]:
+    """What must be equal of every parameter; devices may differ where every rank has one of its own."""
+    return {
+        item.name: (item.num_elements, item.dtype, item.group, item.density, item.shape)
+        for item in parameters
+    }
 
 
 def agreed_plan(gathered: bytes) -> Plan:
@@ -242,10 +291,11 @@ def check_same_model(models: Sequence[Mapping[str, Any]]) -> None:
             name for name in first.keys() | other.keys() if first.get(name) != other.get(name)
         ):
             name = differing[0]
+            here, there = (model.get(name, "missing") for model in (first, other))
             raise StateMismatchError(
-                f"ranks 0 and {rank} do not train the same model: {name} is {first.get(name, 'missing')} "
-                f"here and {other.get(name, 'missing')} there (elements, dtype, parameter group, density); "
-                f"{len(differing)} parameters differ. Check requires_grad, too"
+                f"ranks 0 and {rank} do not train the same model: {name} is {here} here and {there} there "
+                f"(elements, dtype, parameter group, density, shape); {len(differing)} parameters differ. "
+                "Check requires_grad, too"
             )
 
 

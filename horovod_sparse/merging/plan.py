@@ -29,6 +29,7 @@ class ParameterFacts:
         device: where it lives, as the framework writes it.
         group: number of the optimizer's parameter group; groups may differ in their learning rate.
         density: what a rule asks for, 1 for a parameter that is sent whole; 0 where no rule holds.
+        shape: where it is known; ranks compare it.
     """
 
     name: str
@@ -37,6 +38,7 @@ class ParameterFacts:
     device: str = "cpu"
     group: int = 0
     density: float = 0.0
+    shape: tuple[int, ...] = ()
 
     @property
     def num_bytes(self) -> int:

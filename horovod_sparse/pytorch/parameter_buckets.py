@@ -177,7 +177,6 @@ class ParameterBuckets:
             max((bucket.state.step for bucket in buckets.values()), default=0),
             shared_digest({name: bucket.state for name, bucket in buckets.items()}),
             next(iter(places - {place}), place),
-            settings={"compression": self._recipe.describe()},
             told={name: bucket.progress.to_plain() for name, bucket in buckets.items()},
         )
 

@@ -10,6 +10,7 @@ from typing import Any
 from horovod_sparse.checks import check_count
 from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.merging import Plan
+from horovod_sparse.tensorflow import planning
 from horovod_sparse.tensorflow._horovod import hvd
 from horovod_sparse.tensorflow.compression import Compression, SparseCompressor
 from horovod_sparse.tensorflow.stock import refuse_adasum
@@ -117,7 +118,19 @@ class Arguments:
             **{name: getattr(self, name) for name in _OF_SPARSIFIERS},
             sparse_as_dense=self.sparse_as_dense,
         )
+        bound.declared = bound.declared or self.declared()
         return bound
+
+    def declared(self) -> dict[str, object]:
+        """Those that change what is applied, in words: ranks compare them."""
+        return {
+            "op": planning.op_name(self.op),
+            "gradient_predivide_factor": float(self.gradient_predivide_factor),
+            "backward_passes_per_step": self.backward_passes_per_step,
+            "average_aggregated_gradients": self.average_aggregated_gradients,
+            "sparse_as_dense": self.sparse_as_dense,
+            "scale_local_gradients": self.scale_local_gradients,
+        }
 
     def __reduce__(self) -> Any:
         if self.process_set is not hvd.global_process_set:

@@ -7,10 +7,11 @@ from typing import Any
 
 import tensorflow as tf
 
+from horovod_sparse.collectives import Synchronization
 from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.feedback.state import shared_digest
-from horovod_sparse.frontend.agreement import Standing, Start, agreed_start
+from horovod_sparse.frontend.agreement import Standing, Start, agreed_start, compared
 from horovod_sparse.frontend.decision import Decision
 from horovod_sparse.frontend.parts import assign_residuals, held_residuals, needs_bucket
 from horovod_sparse.frontend.plan_request import make_plan, plan_request
@@ -119,8 +120,13 @@ class Bucketing:
                 )
         return parts
 
-    def add(self, gradients: Sequence[Any], variables: Sequence[Any]) -> bool:
+    def add(self, gradients: Sequence[Any], variables: Sequence[Any], settings: Mapping[str, str]) -> bool:
         """Gives variables whose first gradient this is their buckets. A collective, if there are any.
+
+        Args:
+            gradients: see `GradientSynchronizer.start`.
+            variables: see there.
+            settings: what has to be equal on all ranks, in words, by argument.
 
         Returns:
             Whether there were any.
@@ -134,6 +140,8 @@ class Bucketing:
         ]
         if not new:
             return False
+        if self._num_plans == 0:
+            planning.together(compared(settings), self._process_set)
         facts = planning.facts_of(unique_names(new, list(self._facts)), new, self._recipe.rules)
         label, facts = planning.renamed(facts, self.label, self._process_set)
         names = list(facts)
@@ -194,12 +202,15 @@ class Bucketing:
             self.sparse[0].made_for if self.sparse else self.place(),
             self.plan,
             self.parameters,
-            settings,
         )
+
+        def agreement() -> Synchronization[Start]:
+            yield from compared(settings, self.parameters)
+            return (yield from agreed_start(standing))
+
         # a graph that is being traced, or none in a host function's thread
         with tf.init_scope(), tf.device("/cpu:0"):
-            coroutine = agreed_start(standing)
-            start: Start = carry_out_together(coroutine, self._process_set, f"{self.label}.start")
+            start: Start = carry_out_together(agreement(), self._process_set, f"{self.label}.start")
         if start.anew:
             if start.plan != self.plan:
                 self.replan(start.plan)

@@ -230,6 +230,7 @@ class DropIn:
                     "horovod_sparse.tensorflow.keras.DistributedOptimizer"
                 )
         synchronizer = self._synchronizer_for(call.process_set)
+        synchronizer.declared = call.declared
         if synchronizer.place[1] == 1 and not is_elastic() and not self._told:
             self._told = True
             _log.warning(

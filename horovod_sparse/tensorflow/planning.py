@@ -12,7 +12,14 @@ import tensorflow as tf
 from horovod_sparse.collectives import Synchronization
 from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.feedback import ParameterRules
-from horovod_sparse.frontend.agreement import agreed_plan, common_names, describe_model, next_label
+from horovod_sparse.frontend.agreement import (
+    agreed_plan,
+    common_names,
+    compared,
+    describe_model,
+    next_label,
+    settings,
+)
 from horovod_sparse.frontend.collective_errors import raise_together
 from horovod_sparse.frontend.decision import Decision, check_agreement, first_plan
 from horovod_sparse.frontend.engine import carry_out
@@ -51,7 +58,8 @@ def facts_of(
                 "float32, float64, float16 and bfloat16 and of known shape can be synchronized sparsely"
             )
         density = rules.density_of(name, num_elements) or 0.0
-        facts[name] = ParameterFacts(name, num_elements, dtype, density=density), variable
+        shape = tuple(tf.TensorShape(variable.shape).as_list())
+        facts[name] = ParameterFacts(name, num_elements, dtype, density=density, shape=shape), variable
     return facts
 
 
@@ -128,6 +136,38 @@ def agree(plan: Plan, facts: Facts, process_set: Any) -> Plan:
         message = tf.constant(np.frombuffer(line, np.uint8))
         gathered = hvd.allgather(message, name=_name(process_set), process_set=process_set)
         return agreed_plan(gathered.numpy().tobytes())
+
+
+def ranks_of(process_set: Any) -> str:
+    """A process set, in words that are the same on all of its ranks."""
+    return "all" if process_set is hvd.global_process_set else str(list(process_set.ranks))
+
+
+def compare_densely(compression: Any, process_set: Any, **arguments: object) -> None:
+    """Ranks that send whole gradients compare their arguments: some rank may sparsify.
+
+    A collective, where gradients are reduced for the first time, which all ranks do. None in elastic
+    training, where a worker that joins traces while the others go on.
+
+    Args:
+        compression: one of Horovod's compressors.
+        process_set: the ranks.
+        **arguments: see `settings`.
+
+    Raises:
+        StateMismatchError: on every rank alike, if they differ.
+    """
+    if not process_set.included() or process_set.size() == 1 or is_elastic():
+        return
+    name = str(getattr(compression, "__name__", type(compression).__name__))
+    name = {"NoneCompressor": "none", "FP16Compressor": "fp16"}.get(name, name)
+    given = settings(name, "horovod.tensorflow", process_set=ranks_of(process_set), **arguments)
+    together(compared(given), process_set)
+
+
+def op_name(op: Any) -> str:
+    """Of one of Horovod's reductions."""
+    return {hvd.Average: "Average", hvd.Sum: "Sum", hvd.Adasum: "Adasum"}.get(op, str(op))
 
 
 def label_of(prefix: str, process_set: Any, variables: Sequence[Any]) -> str:

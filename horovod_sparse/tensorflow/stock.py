@@ -8,8 +8,8 @@ names that Horovod 0.28.1 has, in one file.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.tensorflow._horovod import hvd
+from horovod_sparse.tensorflow.planning import op_name
 
 #: AutoGraph converts Horovod's functions where it traces them, and calls them so
 _CONVERTED = "tf__"
@@ -35,6 +36,7 @@ class StockCall:
         variables: theirs.
         process_set: the ranks that take part.
         optimizer: of Keras, where one has called.
+        declared: what it does with the gradients, in words: ranks compare it.
     """
 
     frame: FrameType
@@ -43,6 +45,7 @@ class StockCall:
     variables: Sequence[Any] | None
     process_set: Any
     optimizer: Any = None
+    declared: Mapping[str, object] = field(default_factory=dict)
 
     def name(self, position: int) -> str:
         """Of a variable, for messages."""
@@ -101,7 +104,13 @@ def _described(tensor: tf.Tensor, inner: FrameType, outer: FrameType) -> StockCa
         raise UnsupportedError("the gradient that is compressed is none of those that are synchronized")
     variables = outer.f_locals.get("vars")
     process_set, optimizer = inner.f_locals["process_set"], _optimizer(outer)
-    return StockCall(outer, positions[0], gradients, variables, process_set, optimizer)
+    declared = {
+        "engine": "horovod.tensorflow with a sparsifier",
+        "op": op_name(inner.f_locals.get("op")),
+        "prescale_factor": inner.f_locals.get("prescale_factor"),
+        "postscale_factor": inner.f_locals.get("postscale_factor"),
+    }
+    return StockCall(outer, positions[0], gradients, variables, process_set, optimizer, declared)
 
 
 def _optimizer(frame: FrameType | None) -> Any:

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +15,12 @@ import tensorflow as tf
 
 from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.feedback import Recipe
+from horovod_sparse.frontend.agreement import settings
 from horovod_sparse.frontend.collective_errors import has_bad_gradient, worst
 from horovod_sparse.frontend.decision import Decision
 from horovod_sparse.merging import Plan
 from horovod_sparse.telemetry import Telemetry
+from horovod_sparse.tensorflow import planning
 from horovod_sparse.tensorflow._horovod import hvd, is_elastic, present_start
 from horovod_sparse.tensorflow.bucketing import Bucketing
 from horovod_sparse.tensorflow.collectives import reduce_densely
@@ -82,6 +84,7 @@ class GradientSynchronizer:
         step: synchronizations done, those that were given up not counted.
         last_error: what the last step raised on the host, None if it ended well. In a graph, TensorFlow
             raises an error of its own that only quotes it.
+        declared: arguments of the tape or optimizer that change what is applied, by name: ranks compare them.
         on_planned: called when variables have got their buckets, for saved state to be put into them.
     """
 
@@ -108,6 +111,7 @@ class GradientSynchronizer:
         self._agreeing, self._finishing = threading.Lock(), threading.Lock()
         self.telemetry, self.step = Telemetry(), 0
         self.last_error: BaseException | None = None
+        self.declared: Mapping[str, Any] = {}
         self.on_planned: Callable[[], None] | None = None
 
     @property
@@ -299,7 +303,7 @@ class GradientSynchronizer:
             variables: likewise; or what can pass for them (`shape`, `dtype`, `name`, `ref`).
             rate: see `as_rate`.
         """
-        if self.bucketing.add(gradients, variables):
+        if self.bucketing.add(gradients, variables, self._settings()):
             self.replanning.planned()
             if self.on_planned is not None:
                 self.on_planned()
@@ -369,6 +373,16 @@ class GradientSynchronizer:
             self.telemetry.record(self.step, [report for _, report in applied], waited)
             return [array for arrays, _ in applied for array in arrays]
 
+    def _settings(self) -> dict[str, str]:
+        """What has to be equal on all ranks; that of `declared` in place of what is known here."""
+        known = {
+            "engine": "horovod_sparse.tensorflow",
+            "op": "Average" if self.average else "Sum",
+            "sparse_as_dense": self.sparse_as_dense,
+            "process_set": planning.ranks_of(self.process_set),
+        }
+        return settings(self.recipe, **{**known, **self.declared})
+
     def _agree(self) -> None:
         """After every start of Horovod: all ranks say where they stand, and go on alike. A collective then.
 
@@ -385,8 +399,7 @@ class GradientSynchronizer:
         with self._agreeing:  # several buckets may come at the same time
             if self._start is present_start():
                 return
-            settings = {"compression": self.recipe.describe(), "op": "Average" if self.average else "Sum"}
-            before, start = self.bucketing.version, self.bucketing.agreed_start(self.step, settings)
+            before, start = self.bucketing.version, self.bucketing.agreed_start(self.step, self._settings())
             if start.anew:
                 if self.bucketing.version != before:
                     self._forget_functions()

@@ -10,10 +10,11 @@ import tensorflow as tf
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.merging import Plan
 from horovod_sparse.telemetry import Telemetry
-from horovod_sparse.tensorflow._horovod import hvd
+from horovod_sparse.tensorflow._horovod import hvd, present_start
 from horovod_sparse.tensorflow.arguments import Arguments, checked_layers
 from horovod_sparse.tensorflow.compression import Compression
 from horovod_sparse.tensorflow.order import ungated
+from horovod_sparse.tensorflow.planning import compare_densely
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
 from horovod_sparse.tensorflow.tensors import as_variable, scaled_locally
 
@@ -101,7 +102,7 @@ def DistributedGradientTape(
             )
         arguments.refuse_sparse()
         stock = hvd.DistributedGradientTape
-        return stock(gradtape, **arguments.taken_by(stock))
+        return _comparing(stock(gradtape, **arguments.taken_by(stock)), arguments)
     return _distributed(gradtape, arguments.checked().synchronizer(), scale_local_gradients)
 
 
@@ -249,6 +250,27 @@ class _Methods(tf.GradientTape):
             is_local = as_variable(source).ref() in self._local_sources
             (local if is_local else shared).append((source, gradient))
         return local, shared
+
+
+#: the start of Horovod in which Horovod's own tapes have compared their arguments last, by process set
+_compared_under: dict[Any, object] = {}
+
+
+def _comparing(tape: Any, arguments: Arguments) -> Any:
+    """A tape of Horovod's own, with the first of which ranks compare their arguments: it lives for a step."""
+    cls = type(tape)  # which Horovod has made for this tape alone
+    gradient = cls.gradient
+
+    @tf.autograph.experimental.do_not_convert
+    def compared(self: Any, *positional: Any, **named: Any) -> Any:
+        number = arguments.process_set.process_set_id
+        if _compared_under.get(number) is not present_start():
+            compare_densely(arguments.compression, arguments.process_set, **arguments.declared())
+            _compared_under[number] = present_start()
+        return gradient(self, *positional, **named)
+
+    cls.gradient = compared
+    return tape
 
 
 _COPIED = {name: item for name, item in vars(_Methods).items() if name[:2] != "__"}

@@ -14,7 +14,7 @@ from horovod_sparse.collectives import Synchronization
 from horovod_sparse.errors import HorovodSparseError, UnsupportedError
 from horovod_sparse.feedback import Recipe, resumed
 from horovod_sparse.feedback.state import shared_digest
-from horovod_sparse.frontend.agreement import Standing, Start, agreed_start, kept_share
+from horovod_sparse.frontend.agreement import Standing, Start, agreed_start, compared, kept_share
 from horovod_sparse.frontend.collective_errors import raise_together
 from horovod_sparse.frontend.decision import FirstPlan, check_agreement
 from horovod_sparse.frontend.parts import assign_residuals, held_residuals
@@ -23,9 +23,9 @@ from horovod_sparse.merging import ParameterFacts, Plan
 from horovod_sparse.pytorch.layout import dtype_name
 from horovod_sparse.pytorch.parts import Part, SparseBucket, parts_of
 from horovod_sparse.torch import planning
-from horovod_sparse.torch.calibration import carry_out_together
 from horovod_sparse.torch.driver import HorovodDriver
 from horovod_sparse.torch.handles import present_start
+from horovod_sparse.torch.stock import compare_with_ranks, settings_of
 from horovod_sparse.torch.warmup import WarmUp
 
 _log = logging.getLogger("horovod_sparse")
@@ -167,7 +167,11 @@ class Bucketing:
         if self._is_agreed:
             return
         under = present_start()
+<<<<<<< HEAD
         start = self._together(self._agreement())
+=======
+        start = compare_with_ranks(self._agreement(), self.process_set)
+>>>>>>> 5787b35 (Let ranks compare all that has to be equal before anything else, whatever each would do next)
         self.driver.label, self._agreed_under = start.label, under
         if start.anew:
             self._start_anew(start)
@@ -184,6 +188,8 @@ class Bucketing:
         return start
 
     def _agreement(self) -> Synchronization[Start]:
+        parameters = [fact for fact, _ in self.facts.values()]
+        yield from compared(settings_of(self.optimizer, self.recipe, "horovod_sparse.torch"), parameters)
         yield from check_agreement(self._first.request)
         yield from raise_together(self._first.failure)
         buckets = {part.name: part.bucket for part in self.sparse}
@@ -192,22 +198,12 @@ class Bucketing:
             shared_digest({name: bucket.state for name, bucket in buckets.items()}),
             self._place,
             self.plan,
-            [fact for fact, _ in self.facts.values()],
-            self._settings(),
+            parameters,
             measuring="" if self.warmup is None else self.warmup.position,
             label=self._label,
             told={name: part.bucket.progress.to_plain() for part in self.sparse for name in part.names},
         )
         return (yield from agreed_start(standing))
-
-    def _settings(self) -> dict[str, str]:
-        """Arguments that change what is applied, which would let replicas drift apart."""
-        limit = getattr(self.optimizer, "_max_grad_norm", None)
-        return {
-            "compression": self.recipe.describe(),
-            "op": "Average" if self.average else "Sum",
-            "max_grad_norm": str(limit),
-        }
 
     def _start_anew(self, start: Start) -> None:
         """Fresh states, as all ranks have agreed; residuals are kept, and so is their mean."""
@@ -268,7 +264,12 @@ class Bucketing:
                 ", ".join(new),
             )
             standing = Standing(self.step, "", self._place, plan, parameters, label=self.driver.label)
+<<<<<<< HEAD
             plan = self._together(agreed_start(standing)).plan
+=======
+            agreed = compare_with_ranks(agreed_start(standing), self.process_set)
+            plan = agreed.plan
+>>>>>>> 5787b35 (Let ranks compare all that has to be equal before anything else, whatever each would do next)
         parts = parts_of(plan, new, self.recipe, self.optimizer, self._place, first=len(self.plan.buckets))
         for part in parts:
             part.gradient.gather_existing()

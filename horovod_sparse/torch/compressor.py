@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,10 +15,11 @@ from horovod_sparse.errors import (
     UnsupportedError,
 )
 from horovod_sparse.feedback import Bucket, Recipe
-from horovod_sparse.frontend.agreement import agreed_start
+from horovod_sparse.frontend.agreement import agreed_start, compared
 from horovod_sparse.frontend.collective_errors import has_bad_gradient, tell_edits, worst
 from horovod_sparse.frontend.compression import describe_recipe
 from horovod_sparse.frontend.momentum import refuse_double_momentum, refuse_later_momentum
+from horovod_sparse.merging import ParameterFacts
 from horovod_sparse.pytorch.layout import dtype_name
 from horovod_sparse.pytorch.loss_scale import ScaleOfStep, watch_scalers
 from horovod_sparse.pytorch.memory import memory_of
@@ -29,7 +30,14 @@ from horovod_sparse.torch.calibration import carry_out_together
 from horovod_sparse.torch.driver import HorovodDriver
 from horovod_sparse.torch.handles import holder_of, present_start
 from horovod_sparse.torch.pending import PendingGradient, probes
-from horovod_sparse.torch.stock import StockOptimizer, calling_optimizer, refuse_adasum
+from horovod_sparse.torch.stock import (
+    StockOptimizer,
+    before_synchronizing,
+    calling_optimizer,
+    compare_with_ranks,
+    refuse_adasum,
+    settings_of,
+)
 from horovod_sparse.torch.transport import transport_words
 
 #: parked gradients that a hook looks at in vain; collectives end nearly in the order they were started in
@@ -88,6 +96,7 @@ class SparseCompressor(hvd.compression.Compressor):
         self._pending_under: Any = None  # the start of Horovod in which they were asked for
         self._settled = True  # whether all that is pending has ended well
         self._agreed_under: Any = None  # the start in which all ranks agreed what their states are
+        self._compared_under: Any = None  # and that in which they compared what they do
         self._reports: list[BucketReport] = []
         self._idle_before = 0.0
         # autograd runs the hooks of each device in a thread of its own
@@ -160,6 +169,34 @@ class SparseCompressor(hvd.compression.Compressor):
         if parameter is None:
             raise UnsupportedError(f"{pending.name} was freed while its gradient was synchronized")
         return self._buckets.get(pending.name, parameter, pending.gradient, _place_in(driver))
+
+    def compare(self, optimizer: Any) -> None:
+        """All ranks together, before Horovod's optimizer waits for any of them: whether they do the same.
+
+        Raises:
+            StateMismatchError: on every rank alike, if they do not.
+        """
+        driver = self._driver
+        if driver is None or self._compared_under is present_start() or driver.process_set.size() == 1:
+            return
+        under, stock, rules = present_start(), self._stock[optimizer], self.recipe.rules
+        parameters = [
+            ParameterFacts(
+                name,
+                tensor.numel(),
+                str(dtype_name(tensor)),
+                density=rules.density_of(name, tensor.numel()) or 0.0,
+                shape=tuple(tensor.shape),
+            )
+            for name, tensor in zip(stock.parameters.names, stock.parameters.tensors, strict=True)
+        ]
+        given = settings_of(optimizer, self.recipe, "horovod.torch with a sparsifier")
+        try:
+            compare_with_ranks(compared(given, parameters), driver.process_set, optimizer)
+        except BaseException:
+            self.reset()
+            raise
+        self._compared_under = under
 
     def _agree(self, driver: HorovodDriver) -> None:
         """All ranks together, before anything is sent after a start of Horovod, or after a load."""
@@ -261,6 +298,7 @@ class SparseCompressor(hvd.compression.Compressor):
         if optimizer not in self._stock:
             refuse_double_momentum(self.recipe, lambda: optimizer.param_groups)
             self._stock[optimizer] = StockOptimizer(optimizer)
+            before_synchronizing(optimizer, _weakly(weakref.ref(self)))
             self.recipe.rules.hint(self._stock[optimizer].parameters.names)
         elif not self._pending:
             refuse_later_momentum(self.recipe, optimizer.param_groups)
@@ -339,6 +377,16 @@ class SparseCompressor(hvd.compression.Compressor):
         for stock in {pending.stock for pending in given_up if pending.stock is not None}:
             stock.forget_step()
         raise first
+
+
+def _weakly(compressor: weakref.ref[SparseCompressor]) -> Callable[[Any], None]:
+    """Has a compressor compare before an optimizer synchronizes, as long as it lives."""
+
+    def compare(optimizer: Any) -> None:
+        if (alive := compressor()) is not None:
+            alive.compare(optimizer)
+
+    return compare
 
 
 def _place_in(driver: HorovodDriver) -> tuple[int, int]:

@@ -33,6 +33,7 @@ class Methods(torch.optim.Optimizer):
 
     _synchronizer: GradientSynchronizer | None
     _max_grad_norm: float | None
+    _synchronize_at: str
     #: whether a loss scaler has had gradients synchronized for the step to come
     _for_scaler = False
     _kept_entry: Mapping[str, Any] | None
@@ -51,7 +52,7 @@ class Methods(torch.optim.Optimizer):
     ) -> None:
         """Buckets and hooks, once Horovod's `__init__` has checked its arguments."""
         self._synchronizer, self._kept_entry = None, None
-        self._max_grad_norm = max_grad_norm
+        self._max_grad_norm, self._synchronize_at = max_grad_norm, synchronize_at
         if not self.process_set.included():
             return
         recipe = compression.recipe

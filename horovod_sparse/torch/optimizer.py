@@ -21,6 +21,7 @@ from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.compression import Compression, SparseCompressor
 from horovod_sparse.torch.methods import Methods
 from horovod_sparse.torch.owners import claim_for_stock
+from horovod_sparse.torch.stock import compare_dense
 
 #: Horovod's methods, and ours in place of some of them. __module__ stays Horovod's:
 #: hvd.broadcast_optimizer_state knows distributed optimizers by it, and would step any other.
@@ -190,6 +191,7 @@ def DistributedOptimizer(
             process_set,
         )
         claim_for_stock(dense)
+        compare_dense(dense, compression)
         # so that a script need not ask which compression it was given
         dense.telemetry, dense.plan, dense.decision = Telemetry(), None, None
         return dense

@@ -51,7 +51,8 @@ def facts_of(
             )
         group = group_of[id(parameter)]
         n, density = parameter.numel(), rules.density_of(name, parameter.numel()) or 0.0
-        facts[name] = ParameterFacts(name, n, dtype, str(parameter.device), group, density), parameter
+        shape = tuple(parameter.shape)
+        facts[name] = ParameterFacts(name, n, dtype, str(parameter.device), group, density, shape), parameter
     return facts
 
 

@@ -9,17 +9,22 @@ file, and answers None where they are missing.
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 import torch
 
-from horovod_sparse.errors import UnsupportedError
+from horovod_sparse.collectives import Synchronization
+from horovod_sparse.errors import StateMismatchError, UnsupportedError
+from horovod_sparse.frontend.agreement import compared, settings
 from horovod_sparse.pytorch.parameter_buckets import NamedParameters
 from horovod_sparse.torch._horovod import hvd
-from horovod_sparse.torch.handles import finished
+from horovod_sparse.torch.calibration import carry_out_together
+from horovod_sparse.torch.handles import finished, present_start
 
 #: the methods of the stock optimizer that call `compress`, directly or from a list comprehension
 _CALLERS = {"_allreduce_grad_async", "_grouped_allreduce_grad_async"}
@@ -102,6 +107,122 @@ class StockOptimizer:
         for parameter in self.parameters.tensors:
             if parameter.grad is not None:
                 parameter.grad.zero_()
+
+
+def settings_of(optimizer: Any, compression: object, engine: str) -> dict[str, str]:
+    """What of an optimizer, of Horovod's or of ours, has to be equal on all ranks.
+
+    Args:
+        optimizer: made by a `DistributedOptimizer`.
+        compression: see `settings`.
+        engine: see `settings`.
+    """
+    ranks = optimizer.process_set.ranks
+    return settings(
+        compression,
+        engine,
+        op={hvd.Average: "Average", hvd.Sum: "Sum"}.get(optimizer.op, "Adasum"),
+        gradient_predivide_factor=float(optimizer.gradient_predivide_factor),
+        backward_passes_per_step=optimizer.backward_passes_per_step,
+        sparse_as_dense=bool(optimizer.sparse_as_dense),
+        process_set="all" if ranks is None else list(ranks),
+        max_grad_norm=getattr(optimizer, "_max_grad_norm", None),
+        synchronize_at=getattr(optimizer, "_synchronize_at", "backward"),
+    )
+
+
+def compare_with_ranks(coroutine: Synchronization[Any], process_set: Any, optimizer: Any = None) -> Any:
+    """Runs what ranks begin with, under one name whatever they go on with: see `compared`.
+
+    Args:
+        coroutine: see `carry_out_together`.
+        process_set: the ranks.
+        optimizer: of Horovod's, with a sparsifier of ours, that has sent numbers in the place of gradients.
+            A rank that sends gradients may say nothing of itself, but Horovod notices that these differ.
+
+    Raises:
+        StateMismatchError: on this rank, if another one sends gradients.
+    """
+    waiting = [] if optimizer is None else [(optimizer, key) for key in optimizer._handles]
+
+    def look() -> None:
+        if waiting and _took_one(waiting):
+            waiting.clear()
+
+    return carry_out_together(
+        coroutine, process_set, "horovod_sparse.agreement", meanwhile=look if waiting else None
+    )
+
+
+def _took_one(waiting: list[tuple[Any, Any]]) -> bool:
+    """Whether a number came back that was sent in a gradient's place; Horovod's optimizer gets it later."""
+    for optimizer, key in waiting:
+        handle, ctx = optimizer._handles[key]
+        if isinstance(key, tuple) or handle is None or callable(handle) or not hvd.poll(handle):
+            continue
+        try:
+            output = finished(handle)
+        except hvd.HorovodInternalError as error:
+            if "mismatched data type" not in str(error).lower():
+                # one that is given up, or of an optimizer with other arguments: it will say so itself
+                optimizer._handles[key] = functools.partial(_given, error), ctx
+                return True
+            raise StateMismatchError(
+                f"compression differs: another rank sends whole gradients ({error}); give all ranks the same"
+            ) from error
+        optimizer._handles[key] = functools.partial(_given, output), ctx
+        return True
+    return False
+
+
+def _given(output: torch.Tensor | Exception) -> torch.Tensor:
+    if isinstance(output, Exception):
+        raise output
+    return output
+
+
+def before_synchronizing(optimizer: Any, meet: Callable[[Any], None]) -> None:
+    """Has something done before Horovod's own optimizer waits for anything.
+
+    Args:
+        optimizer: of a class that Horovod has made for it alone.
+        meet: called with the optimizer at the beginning of each `synchronize`.
+    """
+    cls = type(optimizer)
+    synchronize = cls.synchronize
+
+    @functools.wraps(synchronize)
+    def met(self: Any) -> None:
+        meet(self)
+        synchronize(self)
+
+    cls.synchronize = met
+
+
+def compare_dense(optimizer: Any, compression: object) -> None:
+    """Has an optimizer that sends whole gradients compare its arguments with the other ranks' once per start.
+
+    Args:
+        optimizer: of Horovod's, made by our `DistributedOptimizer`.
+        compression: one of Horovod's compressors.
+    """
+    name = str(getattr(compression, "__name__", type(compression).__name__))
+    name = {"NoneCompressor": "none", "FP16Compressor": "fp16"}.get(name, name)
+    under: list[Any] = [None]
+
+    def meet(optimizer: Any) -> None:
+        start = present_start()
+        if under[0] is start or not optimizer.process_set.included() or optimizer.process_set.size() == 1:
+            return
+        try:
+            given = settings_of(optimizer, name, "horovod.torch")
+            compare_with_ranks(compared(given), optimizer.process_set)
+        except hvd.HorovodInternalError as error:
+            if "join" not in str(error).lower():  # a rank without batches has nothing that could differ
+                raise
+        under[0] = start
+
+    before_synchronizing(optimizer, meet)
 
 
 def _refuse_closures(optimizer: Any, args: Any, kwargs: Any) -> None:

@@ -13,7 +13,7 @@ from horovod_sparse.tensorflow.arguments import Arguments
 from horovod_sparse.tensorflow.collectives import known_to_elastic, not_folded
 from horovod_sparse.tensorflow.graph import EagerCalls, refuse_graphs
 from horovod_sparse.tensorflow.loss_scale import ScaledReduction, times
-from horovod_sparse.tensorflow.planning import label_of
+from horovod_sparse.tensorflow.planning import compare_densely, label_of
 from horovod_sparse.tensorflow.tensors import as_dense, as_variable, scaled_locally
 
 
@@ -202,6 +202,7 @@ class DenseReducer:
             "postscale_factor": factor if average else 1.0,
             "ignore_name_scope": True,
         }
+        self._declared = arguments.declared()
         self._name = ""
         self._eagerly = EagerCalls(self._build)
 
@@ -224,7 +225,9 @@ class DenseReducer:
         if not self.is_needed:
             return list(gradients)
         variables = [as_variable(variable) for variable in variables]
-        self._name = self._name or label_of("horovod_sparse.dense", self.process_set, variables)
+        if not self._name:
+            compare_densely(self._common["compression"], self.process_set, **self._declared)
+            self._name = label_of("horovod_sparse.dense", self.process_set, variables)
         given = [as_dense(gradient) for gradient in gradients] if self._sparse_as_dense else list(gradients)
         if not tf.executing_eagerly():
             return self._build(given, variables, tf.zeros([]))

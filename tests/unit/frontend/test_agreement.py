@@ -1,11 +1,13 @@
 """All ranks stand alike after a start of Horovod, or start their states anew together."""
 
 import dataclasses
+import re
 
 import pytest
 
+from horovod_sparse._version import __version__
 from horovod_sparse.errors import StateMismatchError
-from horovod_sparse.frontend.agreement import Standing, agreed_start
+from horovod_sparse.frontend.agreement import Standing, agreed_start, compared, settings
 from horovod_sparse.merging import ParameterFacts, Plan
 from horovod_sparse.simulation import Recorder, run_lockstep
 
@@ -15,10 +17,7 @@ ONE, TWO = Plan((("weight", "bias"),)), Plan((("weight",), ("bias",)))
 
 def standings(size=3, **changed):
     """Ranks that stand alike, but for what is changed: by field, a value for each rank."""
-    alike = [
-        Standing(5, "a", (rank, size), ONE, FACTS, {"op": "Average", "sparsifier": "topk:density=0.1"})
-        for rank in range(size)
-    ]
+    alike = [Standing(5, "a", (rank, size), ONE, FACTS) for rank in range(size)]
     for field, values in changed.items():
         alike = [dataclasses.replace(one, **{field: value}) for one, value in zip(alike, values, strict=True)]
     return alike
@@ -59,19 +58,48 @@ def test_the_plan_is_that_of_the_first_rank_that_is_furthest(steps, plan) -> Non
     assert (start.anew, start.step, start.plan, rounds) == (True, max(steps), plan, 2)
 
 
-def refused(ranks):
-    ends = run_lockstep([agreed_start(standing) for standing in ranks], keep_errors=True)
+def refused(coroutines):
+    ends = run_lockstep(coroutines, keep_errors=True)
     assert all(isinstance(end, StateMismatchError) for end in ends)
     (text,) = {str(end) for end in ends}
     return text
 
 
-def test_a_setting_that_differs_is_named_on_all_ranks() -> None:
-    settings = [{"op": "Average"}, {"op": "Sum"}, {}]
-    text = refused(standings(settings=settings))
-    assert text.startswith("op differs: ranks [0] have Average, ranks [1] Sum, ranks [2] not given")
+def test_all_settings_that_differ_are_named_on_all_ranks() -> None:
+    given = [{"op": "Average", "passes": "1"}, {"op": "Sum", "passes": "2"}, {"passes": "1"}]
+    text = refused([compared(one, FACTS) for one in given])
+    assert text.startswith(
+        "op differs: ranks [0] have Average, ranks [1] Sum, ranks [2] not given; "
+        "passes differs: ranks [0, 2] have 1, ranks [1] 2; "
+    )
 
 
-def test_another_model_is_refused_on_all_ranks() -> None:
-    other = (ParameterFacts("weight", 8), ParameterFacts("bias", 3))
-    assert "bias is [2," in refused(standings(parameters=(FACTS, FACTS, other)))
+@pytest.mark.parametrize(
+    ("bias", "told"),
+    [
+        (ParameterFacts("bias", 3), "bias is [2,"),
+        (ParameterFacts("bias", 2, shape=(2, 1)), r"bias is [2, 'float32', 0, 0.0, []] here and [2"),
+        (ParameterFacts("bias", 2, "bfloat16"), "bias is [2, 'float32'"),
+        (ParameterFacts("offset", 2), "bias is [2, 'float32', 0, 0.0, []] here and missing there"),
+    ],
+)
+def test_another_model_is_refused_on_all_ranks(bias, told) -> None:
+    other = (FACTS[0], bias)
+    assert told in refused([compared({}, FACTS), compared({}, FACTS), compared({}, other)])
+    assert told in refused([agreed_start(one) for one in standings(parameters=(FACTS, FACTS, other))])
+
+
+def test_the_order_of_parameters_does_not_matter() -> None:
+    assert run_lockstep([compared({}, FACTS), compared({}, FACTS[::-1])]) == [None, None]
+
+
+def test_the_version_is_that_of_the_files() -> None:
+    """Of two checkouts the package's version may be the same."""
+    version = settings("topk", "engine", op="Sum")["version"]
+    assert re.fullmatch(rf"{re.escape(__version__)} \([0-9a-f]{{12}}\)", version)
+    assert settings("topk", "engine", op="Sum") == {
+        "compression": "topk",
+        "engine": "engine",
+        "op": "Sum",
+        "version": version,
+    }

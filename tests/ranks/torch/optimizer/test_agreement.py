@@ -1,0 +1,226 @@
+"""Ranks that were given different things: an error by name on all of them, whatever each would do next."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from typing import Any
+
+import horovod.torch as stock
+import numpy as np
+import pytest
+import torch
+
+import horovod_sparse.torch as hvd
+from horovod_sparse import errors
+from horovod_sparse.frontend import agreement
+from horovod_sparse.torch.stock import compare_with_ranks
+from support.linear import LinearModel, dyadic
+
+#: what one rank is given, what the last one is given, and the words that every rank's error has
+TEXT = "topk:density=0.1"
+ARGUMENTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "op": ({}, {"op": stock.Sum}, r"op differs: .* Average, ranks \[\d\] Sum"),
+    "predivide": (
+        {},
+        {"gradient_predivide_factor": 2.0},
+        "gradient_predivide_factor differs: .* 1.0, .* 2",
+    ),
+    "passes": ({}, {"backward_passes_per_step": 2}, r"backward_passes_per_step differs: .* 1, .* 2"),
+    "sparse_as_dense": ({}, {"sparse_as_dense": True}, "sparse_as_dense differs: .* False, .* True"),
+}
+OWN_ARGUMENTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "max_grad_norm": ({}, {"max_grad_norm": 1.0}, "max_grad_norm differs: .* None, .* 1.0"),
+    "synchronize_at": ({}, {"synchronize_at": "step"}, "synchronize_at differs: .* backward, .* step"),
+    "merging": ({}, {"merging": "single"}, "asks for None"),
+    "selection": (
+        {"tensor_selection": "all"},
+        {"tensor_selection": "cost"},
+        "tensor_selection=all, rank . for .*tensor_selection=cost",
+    ),
+}
+#: texts of which every two are another compression
+TEXTS = [
+    "topk:density=0.1",
+    "topk:density=0.2",
+    "topk:density=0.1,values=float16",
+    "topk:density=0.1,values=bfloat16",
+    "topk:density=0.1,values=int8",
+    "topk:density=0.1,indices=gaps",
+    "topk:density=0.1,indices=block16",
+    "topk:density=0.1,quantum=8",
+    "topk:density=0.1,schedule=exponential(steps=10)",
+    "topk:density=0.1,schedule=exponential(steps=11)",
+    "topk:density=0.1,feedback=none",
+    "topk:density=0.1,feedback=momentum",
+    "topk:density=0.1,feedback=momentum(momentum=0.5)",
+    "topk:density=0.1,feedback=lowpass",
+    "topk:density=0.1,feedback=error(scale_residual=True)",
+    "topk:density=0.1,dense_below=100",
+    "topk:density=0.1,dense=('*.bias',)",
+    "topk:density=0.1,densities={'second':0.5}",
+    "randomk:density=0.1",
+    "randomk:density=0.1,seed=1",
+    "randomk:density=0.1,shared=False",
+    "exdyna:density=0.1",
+    "exdyna:density=0.1,rebalance=paper",
+    "exdyna:density=0.1,threshold=paper",
+    "exdyna:density=0.1,num_blocks=64",
+    "micro:density=0.1",
+    "cltk:density=0.1",
+    "gtopk:density=0.1",
+    "oktopk:density=0.1",
+    "spardl:density=0.1",
+    "topk_dsa:density=0.1",
+    "dgc:density=0.1",
+    "sidco:density=0.1",
+    "mstopk:density=0.1",
+    "dragonn:density=0.1",
+    "hard_threshold:threshold=0.01",
+]
+PAIRS = [*itertools.pairwise(TEXTS), *((TEXTS[0], text) for text in TEXTS[2::5])]
+SHAPES = {"first": (40, 30), "bias": (7,), "second": (3, 5, 11)}
+SECONDS = 10.0
+
+_numbers = itertools.count()
+
+
+def fresh(shapes: dict[str, Any]) -> dict[str, Any]:
+    """Under names that no case before has left anything under way for."""
+    number = next(_numbers)
+    return {f"case{number}.{name}".replace(".", "_"): shape for name, shape in shapes.items()}
+
+
+def wrapped(front: str, model: LinearModel, compression: Any, arguments: Any = None) -> Any:
+    """An optimizer of ours ("own"), or of Horovod's with our compressor."""
+    if front == "stock" and isinstance(compression, str):
+        compression = hvd.Compression.parse(compression)
+    return (hvd if front == "own" else stock).DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.5),
+        model.named_parameters(),
+        compression=compression,
+        **(arguments or {}),
+    )
+
+
+def refused(optimizer: Any, model: LinearModel, words: str, rank: int, kind: Any) -> None:
+    """One step ends soon in an error of this kind, with these words."""
+    given = {name: dyadic(parameter.shape, rank, name) for name, parameter in model.named_parameters()}
+    for _ in range(optimizer.backward_passes_per_step):
+        model.backward(given)
+    begun = time.monotonic()
+    with pytest.raises(kind, match=words):
+        optimizer.step()
+    assert time.monotonic() - begun < SECONDS
+    finish({optimizer._parameter_names[p]: handle for p, (handle, _) in optimizer._handles.items()})
+
+
+def finish(under_way: dict[str, Any]) -> None:
+    """Ends what some ranks have under way and others have not: the tests to come begin with nothing."""
+    tensors = {
+        name: stock.mpi_ops._handle_map[handle][0]
+        for name, handle in under_way.items()
+        if isinstance(handle, int) and handle in stock.mpi_ops._handle_map
+    }
+    likes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+    everyone = stock.allgather_object(likes, name="likes")
+    for name, (shape, dtype) in {name: like for one in everyone for name, like in one.items()}.items():
+        if name not in under_way:
+            stock.allreduce(torch.zeros(shape, dtype=dtype), name=name)
+
+
+@pytest.mark.parametrize("front", ["own", "stock"])
+@pytest.mark.parametrize("pair", PAIRS, ids="|".join)
+def test_another_compression(rank, size, front, pair):
+    model = LinearModel(fresh(SHAPES))
+    optimizer = wrapped(front, model, pair[rank == size - 1])
+    words = rf"compression differs: ranks \[.*\] have {pair[0].partition(':')[0]}.*, ranks \[{size - 1}\]"
+    refused(optimizer, model, words, rank, errors.StateMismatchError)
+
+
+@pytest.mark.parametrize(
+    ("front", "name"), [("own", n) for n in (*ARGUMENTS, *OWN_ARGUMENTS)] + [("stock", n) for n in ARGUMENTS]
+)
+def test_another_argument(rank, size, front, name):
+    first, last, words = {**ARGUMENTS, **OWN_ARGUMENTS}[name]
+    model = LinearModel(fresh(SHAPES))
+    optimizer = wrapped(front, model, TEXT, last if rank == size - 1 else first)
+    refused(optimizer, model, words, rank, (errors.StateMismatchError, errors.ProfileMismatchError))
+
+
+@pytest.mark.parametrize("front", ["own", "stock"])
+@pytest.mark.parametrize("change", ["shape", "elements", "name", "dtype", "half", "missing"])
+def test_another_model(rank, size, front, change):
+    is_last, shapes = rank == size - 1, fresh(SHAPES)
+    names = list(shapes)
+    kinds = dict.fromkeys(names, torch.float16 if change == "half" else torch.float32)
+    if is_last and change in ("shape", "elements"):
+        shapes[names[2]] = (5, 3, 11) if change == "shape" else (3, 5, 12)
+    elif is_last and change == "name":
+        shapes[f"{names[2]}x"] = shapes.pop(names[2])
+        kinds[f"{names[2]}x"] = torch.float32
+    elif is_last and change == "missing":
+        del shapes[names[2]]
+    elif is_last:
+        kinds[names[2]] = torch.bfloat16
+    model = LinearModel(shapes, kinds)
+    words = rf"do not train the same model: {names[2]} "
+    refused(wrapped(front, model, TEXT), model, words, rank, errors.StateMismatchError)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        *((TEXT, other) for other in ("none", "fp16", "stock's none", "drop-in")),
+        *(("none", other) for other in ("fp16", "drop-in")),
+        ("fp16", "drop-in"),
+    ],
+)
+def test_whole_gradients_on_one_rank(rank, size, one, other):
+    """Also where Horovod's own optimizer has nothing of ours that could say so: then Horovod does."""
+    model = LinearModel(fresh(SHAPES))
+    kind: Any = errors.StateMismatchError
+    if rank < size - 1:
+        front, compression = "own", one
+        if one == TEXT and other == "stock's none":
+            front = "stock"
+    elif other == "drop-in":
+        front, compression = "stock", TEXT
+    elif other == "stock's none":
+        front, compression = "stock", stock.Compression.none
+        kind = stock.HorovodInternalError
+    else:
+        front, compression = "own", other
+    words = "(?i)compression differs|engine differs|mismatched data types"
+    refused(wrapped(front, model, compression), model, words, rank, kind)
+    if kind is stock.HorovodInternalError:  # what the other ranks still wait for, for the tests to come
+        with pytest.raises(errors.StateMismatchError):
+            compare_with_ranks(agreement.compared({}), stock.global_process_set)
+
+
+@pytest.mark.parametrize("front", ["own", "stock"])
+def test_other_code(rank, size, front, monkeypatch):
+    if rank == size - 1:
+        monkeypatch.setattr(agreement, "_code_version", lambda: "0.0.9 (0123)")
+    model = LinearModel(fresh(SHAPES))
+    words = rf"version differs: .*, ranks \[{size - 1}\] 0.0.9"
+    refused(wrapped(front, model, TEXT), model, words, rank, errors.StateMismatchError)
+
+
+@pytest.mark.parametrize("front", ["own", "stock"])
+def test_the_order_of_named_parameters_does_not_matter(rank, size, front):
+    shapes = fresh(SHAPES)
+    model = LinearModel(shapes)
+    named = list(model.named_parameters())
+    if rank == size - 1:
+        named.reverse()
+    module = hvd if front == "own" else stock
+    compression = hvd.Compression.parse("topk:density=1.0")
+    optimizer = module.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=1.0), named, compression=compression, op=stock.Sum
+    )
+    model.backward({name: dyadic(shape, rank, name) for name, shape in shapes.items()})
+    optimizer.step()
+    for name, parameter in model.named_parameters():
+        total = sum(dyadic(shapes[name], r, name) for r in range(size))
+        np.testing.assert_allclose(1 - parameter.detach().numpy(), total, atol=1e-5)
