@@ -96,7 +96,6 @@ class SparseCompressor(hvd.compression.Compressor):
         self._pending_under: Any = None  # the start of Horovod in which they were asked for
         self._settled = True  # whether all that is pending has ended well
         self._agreed_under: Any = None  # the start in which all ranks agreed what their states are
-        self._compared_under: Any = None  # and that in which they compared what they do
         self._reports: list[BucketReport] = []
         self._idle_before = 0.0
         # autograd runs the hooks of each device in a thread of its own
@@ -177,9 +176,9 @@ class SparseCompressor(hvd.compression.Compressor):
             StateMismatchError: on every rank alike, if they do not.
         """
         driver = self._driver
-        if driver is None or self._compared_under is present_start() or driver.process_set.size() == 1:
+        if driver is None or self._agreed_under is present_start() or driver.process_set.size() == 1:
             return
-        under, stock, rules = present_start(), self._stock[optimizer], self.recipe.rules
+        stock, rules = self._stock[optimizer], self.recipe.rules
         parameters = [
             ParameterFacts(
                 name,
@@ -196,7 +195,6 @@ class SparseCompressor(hvd.compression.Compressor):
         except BaseException:
             self.reset()
             raise
-        self._compared_under = under
 
     def _agree(self, driver: HorovodDriver) -> None:
         """All ranks together, before anything is sent after a start of Horovod, or after a load."""

@@ -146,7 +146,7 @@ def test_one_compressor_for_two_optimizers_is_refused(rank, size):
 def test_a_failure_of_horovod_leaves_residuals_whole_and_names_free(rank, size):
     """Ranks that disagree about an allreduce get Horovod's error, as elastic training expects it."""
     model, optimizer, compressor = make("randomk", shapes={"first": (40 + 10 * rank, 3)}, density=0.5)
-    compressor._compared_under = present_start()  # else ranks would say so before
+    compressor._agreed_under = present_start()  # else ranks would say so before
     gradient = dyadic((40 + 10 * rank, 3), rank)
     model.backward({"first": gradient})
     with pytest.raises(hvd.HorovodInternalError):
