@@ -24,7 +24,7 @@ from horovod_sparse.errors import (
 )
 from horovod_sparse.feedback import MomentumCorrection, Recipe, resumed
 from horovod_sparse.feedback.state import shared_digest
-from horovod_sparse.frontend.agreement import Standing, Start, agreed_start
+from horovod_sparse.frontend.agreement import Standing, Start, agreed_start, compared, settings
 from horovod_sparse.frontend.collective_errors import has_bad_gradient, raise_together, worst
 from horovod_sparse.frontend.compression import recipe_of
 from horovod_sparse.frontend.momentum import refuse_double_momentum, refuse_later_momentum
@@ -339,7 +339,10 @@ class State:
                 raise ArgumentError("optimizer", f"one without {name}", "one of all the model's parameters")
             n, group = parameter.numel(), group_of.get(id(parameter), 0)
             density = self.recipe.rules.density_of(name, n) or 0.0
-            facts[name] = ParameterFacts(name, n, dtype, str(parameter.device), group, density), parameter
+            facts[name] = (
+                ParameterFacts(name, n, dtype, str(parameter.device), group, density, tuple(parameter.shape)),
+                parameter,
+            )
         return facts
 
     def _plan_of(self, layout: Sequence[Sequence[torch.Tensor]]) -> Plan:
@@ -393,13 +396,14 @@ class State:
 
     def _agreement(self, failure: HorovodSparseError | None) -> Synchronization[Start]:
         yield from raise_together(failure)
+        parameters = [fact for fact, _ in self.facts.values()]
+        yield from compared(settings(self.recipe, "horovod_sparse.ddp"), parameters)
         standing = Standing(
             self.step,
             shared_digest({part.name: part.bucket.state for part in self.sparse}),
             self.place,
             self.plan,
-            [fact for fact, _ in self.facts.values()],
-            {"compression": self.recipe.describe()},
+            parameters,
             told={name: part.bucket.progress.to_plain() for part in self.sparse for name in part.names},
         )
         return (yield from agreed_start(standing))

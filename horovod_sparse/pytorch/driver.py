@@ -161,13 +161,14 @@ class Driver:
         """
         self._advance(patience)
 
-    def wait(self, tasks: Iterable[Task] | None = None) -> None:
+    def wait(self, tasks: Iterable[Task] | None = None, meanwhile: Callable[[], None] | None = None) -> None:
         """Waits until tasks are done, and resumes every parked one meanwhile.
 
         What a coroutine raises stays in its task: see `Task.value`.
 
         Args:
             tasks: to wait for; all if left out.
+            meanwhile: called again and again; may raise, where it finds that others will not come.
 
         Raises:
             HorovodInternalError: if Horovod failed. No task is under way any more; those that were
@@ -182,6 +183,8 @@ class Driver:
             pending = [task for task in (self._tasks() if awaited is None else awaited) if not task.done]
             if not pending:
                 return
+            if meanwhile is not None:
+                meanwhile()
             paused = time.perf_counter()
             if paused - idle_since > _SPIN_SECONDS:
                 patient = min(_SLEEP_SHARE * (paused - idle_since), _LONGEST_SLEEP_SECONDS)

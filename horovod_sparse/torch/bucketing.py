@@ -25,7 +25,7 @@ from horovod_sparse.pytorch.parts import Part, SparseBucket, parts_of
 from horovod_sparse.torch import planning
 from horovod_sparse.torch.driver import HorovodDriver
 from horovod_sparse.torch.handles import present_start
-from horovod_sparse.torch.stock import compare_with_ranks, settings_of
+from horovod_sparse.torch.stock import settings_of
 from horovod_sparse.torch.warmup import WarmUp
 
 _log = logging.getLogger("horovod_sparse")
@@ -167,11 +167,7 @@ class Bucketing:
         if self._is_agreed:
             return
         under = present_start()
-<<<<<<< HEAD
         start = self._together(self._agreement())
-=======
-        start = compare_with_ranks(self._agreement(), self.process_set)
->>>>>>> 5787b35 (Let ranks compare all that has to be equal before anything else, whatever each would do next)
         self.driver.label, self._agreed_under = start.label, under
         if start.anew:
             self._start_anew(start)
@@ -179,12 +175,8 @@ class Bucketing:
             self.warmup.stop_measuring()
 
     def _together(self, agreement: Synchronization[Start]) -> Start:
-        start: Start = carry_out_together(
-            agreement,
-            self.process_set,
-            "horovod_sparse.agreement",
-            deadline_seconds=self._deadline_seconds,
-        )
+        seconds = self._deadline_seconds
+        start: Start = compare_with_ranks(agreement, self.process_set, deadline_seconds=seconds)
         return start
 
     def _agreement(self) -> Synchronization[Start]:
@@ -264,12 +256,7 @@ class Bucketing:
                 ", ".join(new),
             )
             standing = Standing(self.step, "", self._place, plan, parameters, label=self.driver.label)
-<<<<<<< HEAD
             plan = self._together(agreed_start(standing)).plan
-=======
-            agreed = compare_with_ranks(agreed_start(standing), self.process_set)
-            plan = agreed.plan
->>>>>>> 5787b35 (Let ranks compare all that has to be equal before anything else, whatever each would do next)
         parts = parts_of(plan, new, self.recipe, self.optimizer, self._place, first=len(self.plan.buckets))
         for part in parts:
             part.gradient.gather_existing()

@@ -28,10 +28,6 @@ _DTYPES = {
 }
 
 
-#: between two looks at what else is under way
-_LOOKING_SECONDS = 1e-3
-
-
 class Starts:
     """How long it took to start the last request: what a training's own thread does before it goes on."""
 
@@ -52,11 +48,8 @@ def carry_out_together(
     process_set: Any,
     name: str,
     starts: Starts | None = None,
-<<<<<<< HEAD
     deadline_seconds: float | None = None,
-=======
     meanwhile: Callable[[], None] | None = None,
->>>>>>> 5787b35 (Let ranks compare all that has to be equal before anything else, whatever each would do next)
 ) -> Any:
     """Runs a coroutine to its end; all ranks of the process set do so together, and nothing else meanwhile.
 
@@ -68,11 +61,8 @@ def carry_out_together(
         process_set: the ranks.
         name: of the collectives.
         starts: is told how long each start took.
-<<<<<<< HEAD
         deadline_seconds: see `HorovodDriver`.
-=======
-        meanwhile: called while this rank waits; may raise, where it finds that others will not come.
->>>>>>> 5787b35 (Let ranks compare all that has to be equal before anything else, whatever each would do next)
+        meanwhile: see `Driver.wait`.
     """
     driver = HorovodDriver(process_set, deadline_seconds)
 
@@ -81,11 +71,7 @@ def carry_out_together(
         task = driver.start(f"{name}.{type(request).__name__}", _alone(request))
         if starts is not None:
             starts.note(time.perf_counter() - started)
-        while meanwhile is not None and not task.done:
-            meanwhile()
-            time.sleep(_LOOKING_SECONDS)
-            driver.advance()
-        driver.wait([task])
+        driver.wait([task], meanwhile)
         return task.value()
 
     return carry_out(coroutine, execute)

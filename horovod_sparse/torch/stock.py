@@ -131,7 +131,12 @@ def settings_of(optimizer: Any, compression: object, engine: str) -> dict[str, s
     )
 
 
-def compare_with_ranks(coroutine: Synchronization[Any], process_set: Any, optimizer: Any = None) -> Any:
+def compare_with_ranks(
+    coroutine: Synchronization[Any],
+    process_set: Any,
+    optimizer: Any = None,
+    deadline_seconds: float | None = None,
+) -> Any:
     """Runs what ranks begin with, under one name whatever they go on with: see `compared`.
 
     Args:
@@ -139,6 +144,7 @@ def compare_with_ranks(coroutine: Synchronization[Any], process_set: Any, optimi
         process_set: the ranks.
         optimizer: of Horovod's, with a sparsifier of ours, that has sent numbers in the place of gradients.
             A rank that sends gradients may say nothing of itself, but Horovod notices that these differ.
+        deadline_seconds: see `HorovodDriver`.
 
     Raises:
         StateMismatchError: on this rank, if another one sends gradients.
@@ -149,8 +155,9 @@ def compare_with_ranks(coroutine: Synchronization[Any], process_set: Any, optimi
         if waiting and _took_one(waiting):
             waiting.clear()
 
+    name, meanwhile = "horovod_sparse.agreement", look if waiting else None
     return carry_out_together(
-        coroutine, process_set, "horovod_sparse.agreement", meanwhile=look if waiting else None
+        coroutine, process_set, name, deadline_seconds=deadline_seconds, meanwhile=meanwhile
     )
 
 
