@@ -25,7 +25,7 @@ from horovod_sparse.pytorch.parts import Part, SparseBucket, parts_of
 from horovod_sparse.torch import planning
 from horovod_sparse.torch.driver import HorovodDriver
 from horovod_sparse.torch.handles import present_start
-from horovod_sparse.torch.stock import settings_of
+from horovod_sparse.torch.stock import compare_with_ranks, settings_of
 from horovod_sparse.torch.warmup import WarmUp
 
 _log = logging.getLogger("horovod_sparse")
