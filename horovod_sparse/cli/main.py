@@ -15,6 +15,10 @@ from horovod_sparse.errors import HorovodSparseError
 
 #: name -> (module, one line); a module is imported only if it is the one that runs
 SUBCOMMANDS = {
+    "worth-it": (
+        "worth_it",
+        "whether sparse gradients are faster for a model on a cluster, and how",
+    ),
     "calibrate": ("calibrate", "measure the time of collectives and of selection, under a launch"),
     "plan": ("plan.command", "which parameters form a bucket or stay dense, and what a step would take"),
     "simulate": ("simulate.command", "iteration time, bytes and crossing points on up to 4096 ranks"),

@@ -1,0 +1,111 @@
+"""`horovod-sparse worth-it`: against hand calculations, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from horovod_sparse.cli import worth_it
+from horovod_sparse.cli.main import main
+from horovod_sparse.cost import AlphaBeta, Profile, assumed_profile
+from horovod_sparse.feedback import parse_recipe
+from horovod_sparse.merging import ParameterFacts, Workload
+
+ARGUMENTS = ["worth-it", "--params", "100e6", "--step-ms", "100", "--nodes", "4"]
+
+
+def numbers(capsys, *arguments):
+    assert main([*ARGUMENTS, *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_dense_is_what_a_ring_of_half_types_takes(capsys):
+    found = numbers(capsys, "--bandwidth", "1gbit", "--latency", "1ns")
+    # 2 (P - 1) / P of 200 MB at 125 MB/s is 2.4 s; what is there before backward ends is sent meanwhile
+    assert found["computing_seconds"] == pytest.approx(0.1)
+    assert 2.4 <= found["dense_seconds"] <= 2.5
+    full = numbers(capsys, "--bandwidth", "1gbit", "--latency", "1ns", "--gradient-dtype", "float32")
+    assert 4.8 <= full["dense_seconds"] <= 4.9
+    assert full["sparse_seconds"] == found["sparse_seconds"]
+    assert found["worth_it"] == "yes" and found["speedup"] == found["dense_seconds"] / found["sparse_seconds"]
+
+
+def test_the_crossing_is_where_both_take_equally_long(capsys):
+    limit = numbers(capsys)["dense_wins_from_bits_per_second"]
+    below, above = (numbers(capsys, "--bandwidth", f"{limit * by:.0f}bit") for by in (0.95, 1.05))
+    assert below["speedup"] > 1.0 >= above["speedup"]
+
+
+def test_free_selection_and_free_networks_are_the_ends_of_the_crossing():
+    never = worth_it.Verdict(parse_recipe("topk"), 2.0, 1.0, 0.5, math.nan)
+    always = worth_it.Verdict(parse_recipe("topk"), 1.0, 2.0, 0.5, math.nan)
+    assert worth_it.crossing(lambda bandwidth: never) == math.inf
+    assert worth_it.crossing(lambda bandwidth: always) == 0.0
+    border = worth_it.crossing(lambda bandwidth: never if bandwidth < 3e9 else always)
+    assert border == pytest.approx(3e9, rel=0.03)
+
+
+def test_the_denser_of_two_that_take_about_equally_long_is_advised():
+    workload = Workload((ParameterFacts("all", 1_000_000),), (1.0,))
+    recipes = [parse_recipe("topk:density=0.01"), parse_recipe("topk:density=0.001")]
+    fast = worth_it.verdict_of(workload, assumed_profile(AlphaBeta(1e-6, 8e-11), 4), recipes)
+    slow = worth_it.verdict_of(workload, assumed_profile(AlphaBeta(1e-6, 8e-6), 4), recipes)
+    assert (fast.recipe, slow.recipe) == tuple(recipes)
+
+
+def test_workers_of_a_host_are_ranks(capsys):
+    assert numbers(capsys, "--per-node", "2")["ranks"] == 8
+
+
+def test_a_table_is_scaled_to_the_step(capsys):
+    words = ["worth-it", "--model", "resnet50", "--nodes", "2", "--json", "--step-ms", "50"]
+    assert main(words) == 0
+    assert json.loads(capsys.readouterr().out)["computing_seconds"] == pytest.approx(0.05)
+
+
+def test_it_answers_in_five_lines_with_something_to_paste(capsys):
+    assert main([*ARGUMENTS, "--bandwidth", "1gbit"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines] == [
+        "worth it",
+        "iteration",
+        "paste",
+        "dense wins",
+        "how sure",
+    ]
+    text = lines[2].partition("hvd.Compression.")[2].partition("), ")[0]
+    name, _, arguments = text.partition("(")
+    assert parse_recipe(f"{name}:{arguments}")
+
+
+def test_a_profile_is_used_where_there_is_one(capsys, tmp_path):
+    formulas = assumed_profile(AlphaBeta(1e-3, 8e-9), 4)
+    Profile(4, "torch", "mpi", 0.001, formulas.collectives, formulas.selection).save(tmp_path / "p.json")
+    assert main([*ARGUMENTS, "--profile", str(tmp_path / "p.json")]) == 0
+    out = capsys.readouterr().out
+    assert "measured" in out and "leave --profile out" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["--nodes", "1"], "--nodes"),
+        (["--nodes", "0"], "--nodes"),
+        (["--per-node", "0"], "--per-node"),
+        (["--params", "0"], "--params"),
+        (["--params", "nan"], "--params"),
+        (["--step-ms", "-1"], "--step-ms"),
+        (["--step-ms", "inf"], "--step-ms"),
+        (["--model", "resnet50"], "--params"),
+    ],
+)
+def test_what_is_wrong_is_named(arguments, word, capsys):
+    assert main([*ARGUMENTS, *arguments]) == 2
+    assert word in capsys.readouterr().err
+
+
+def test_params_need_a_time(capsys):
+    assert main(["worth-it", "--params", "1e6", "--nodes", "2"]) == 2
+    assert "--step-ms" in capsys.readouterr().err
