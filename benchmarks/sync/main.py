@@ -32,6 +32,8 @@ from horovod_sparse.merging.workload import LAYER_TABLES, layer_table
 from horovod_sparse.sparsifiers import ALGORITHMS
 
 _BASELINES = ("dense", "dense float16", "naive")
+#: of DistributedDataParallel: its own allreduce, and what it has of compression
+_OF_DDP = ("dense", "powersgd 1", "powersgd 4")
 #: bytes per element and rank that are needed at most: by gradients and dense baselines, by the naive
 #: sparsifier on top, and by each other one
 _GRADIENT_SHARE, _NAIVE_SHARE, _SPARSIFIER_SHARE = 16, 20, 9
@@ -49,6 +51,13 @@ def parser() -> argparse.ArgumentParser:
         "--layers", choices=LAYER_TABLES, metavar="TABLE", help=f"one of {', '.join(LAYER_TABLES)}"
     )
     made.add_argument("--bucket-bytes", type=count, help="of gradient per bucket, where there are layers")
+    made.add_argument(
+        "--engine",
+        choices=("horovod", "ddp", "both"),
+        default="horovod",
+        help="whose collectives; ddp: those of DistributedDataParallel, with its allreduce and PowerSGD, and "
+        "Horovod's dense allreduce beside them",
+    )
     add_common(made, list(ALGORITHMS), _BASELINES)
     return made
 
@@ -100,16 +109,22 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 for names in split_for_memory(
                     list(sparsifiers), num_ranks, elements, available_bytes(), naive="naive" in references
                 ):
+                    behind = {name: name for name in _OF_DDP}
+                    behind |= {name: sparsifiers[name] for name in names}
+                    behind = {} if options.engine == "horovod" else behind
+                    own = ["dense"] if options.engine == "ddp" else [*references, *names]
                     settings = {
                         "elements": elements,
                         "layers": layers,
                         "density": options.density,
-                        "methods": [*references, *names],
+                        "methods": own,
+                        "ddp": behind,
                         "sparsifiers": {name: sparsifiers[name] for name in names},
                         "options": {"bucket_bytes": options.bucket_bytes},
                         "repeat": options.repeat,
                     }
-                    total = (len(references) + len(names)) * (options.repeat + 1) + 5 * len(names)
+                    total = len(own) * (options.repeat + 1) + 5 * (len(own) - len(references))
+                    total += len(behind) * (options.repeat + 6)
                     launches.append(
                         launch(
                             "benchmarks.sync.rank",

@@ -11,6 +11,7 @@ import numpy as np
 import horovod_sparse.torch as hvd
 from benchmarks.common import ranks
 from benchmarks.common.gradients import random_layers
+from benchmarks.sync.ddp_methods import SUFFIX, DdpMethod, start_torch_distributed
 from benchmarks.sync.methods import Synthetic, make_method
 
 
@@ -23,6 +24,9 @@ def measure(settings: dict[str, Any]) -> dict[str, Any]:
         make_method(name, model, settings["density"], settings["options"], settings["sparsifiers"])
         for name in settings["methods"]
     ]
+    if settings["ddp"]:
+        start_torch_distributed()
+        methods += [DdpMethod(name + SUFFIX, model, text) for name, text in settings["ddp"].items()]
     ranks.say("ready")
     own = ranks.own_traffic(10)
     results = ranks.results_of(methods, settings["repeat"], own)

@@ -89,8 +89,8 @@ class State:
             raise ArgumentError("compression", compression, allowed)
         self.recipe, self.optimizer = recipe, optimizer
         self.telemetry = Telemetry()
-        #: whether DistributedDataParallel may leave gradients out that exist
-        self.finds_unused = False
+        #: whether DistributedDataParallel may leave gradients out that exist; it does not tell a hook
+        self.finds_unused = True
         #: synchronizations done, those that were given up not counted
         self.step = 0
         self.plan = Plan(()) if plan is None else plan
