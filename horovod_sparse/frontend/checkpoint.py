@@ -9,12 +9,16 @@
 Every rank writes into a hidden folder and waits until its bytes are on the disk; when all have, the folder
 is renamed in one piece, and only then are older ones removed. So a process that is killed, or a disk that
 fills up, leaves the checkpoints that were complete before. Directories may be shared by all ranks or be
-each host's own: each host publishes what it sees.
+each host's own: each host publishes what it sees. A directory holds one training's.
+
+The number behind a step is 1, and grows by 1 whenever a training saves that was taken back: so what it saves
+then is newer than the later steps that it has left.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import json
 import logging
@@ -22,14 +26,15 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from horovod_sparse import checks
 from horovod_sparse.collectives import Synchronization
-from horovod_sparse.errors import CheckpointError, HorovodSparseError, StateMismatchError
+from horovod_sparse.errors import ArgumentError, CheckpointError, HorovodSparseError, StateMismatchError
 from horovod_sparse.frontend.agreement import shared_lines
 from horovod_sparse.frontend.collective_errors import raise_together
 from horovod_sparse.frontend.encoding import read_tree, write_tree
@@ -39,6 +44,8 @@ _FORMAT = 1
 _NAME = re.compile(r"step-(\d{10})\.(\d+)")
 _MANIFEST = "manifest.json"
 _log = logging.getLogger("horovod_sparse")
+#: by directory: whose state this process has saved there, or loaded from there, last
+_owners: dict[Path, weakref.ref[Any]] = {}
 
 
 def save_together(
@@ -47,6 +54,8 @@ def save_together(
     *,
     rank: int,
     keep: int,
+    owner: Any,
+    world_rank: int,
 ) -> Synchronization[int]:
     """Saves what every rank has, after the same step of all.
 
@@ -55,23 +64,32 @@ def save_together(
         entry: makes this rank's, with "step", "recipe" and "plan"; an error of it is raised on all ranks.
         rank: of this process.
         keep: see `write_checkpoint`.
+        owner: whose state it is.
+        world_rank: of this process among all, whatever ranks save here.
 
     Returns:
         The step.
 
     Raises:
         HorovodSparseError: on every rank, what `entry` or `write_checkpoint` raised on any.
+        CheckpointError: on every rank, if the directory is another owner's, here or on other ranks.
     """
-    made, failure = None, None
+    made, failure, foreign = None, None, False
     try:
+        root = _root(directory)
+        foreign = _is_of_others(root, owner, world_rank)
         made = entry()
-    except HorovodSparseError as error:
+    except Exception as error:  # of whatever type: others would wait for this rank
         failure = error
-    yield from raise_together(failure)
+    yield from raise_together(_explained(failure, f"save to {directory}"))
     assert made is not None  # raised above otherwise
+    ranks, strangers = zip(*(yield from shared_lines([world_rank, foreign])), strict=True)
+    if all(strangers):
+        raise CheckpointError(f"{root} holds checkpoints of other ranks than {list(ranks)}. {_ONE_EACH}")
     equal = json.dumps([made["recipe"], made["plan"]], sort_keys=True)
     digest, step = hashlib.blake2b(equal.encode(), digest_size=8).hexdigest(), int(made["step"])
-    yield from write_checkpoint(directory, made, step=step, digest=digest, rank=rank, keep=keep)
+    yield from write_checkpoint(root, made, step=step, digest=digest, rank=rank, keep=keep, ranks=ranks)
+    _owners[root] = weakref.ref(owner)
     return step
 
 
@@ -82,6 +100,7 @@ def load_together(
     rank: int,
     size: int,
     step: int | None,
+    owner: Any,
 ) -> Synchronization[dict[str, Any]]:
     """An entry that fits on every rank; nothing has been assigned yet on any.
 
@@ -91,6 +110,7 @@ def load_together(
         rank: of this process.
         size: number of ranks now.
         step: see `read_checkpoint`.
+        owner: whose state it will be; it may save there from now on.
 
     Raises:
         HorovodSparseError: on every rank, what `read_checkpoint` or `check` raised on any.
@@ -98,10 +118,47 @@ def load_together(
     entry, failure = (yield from read_checkpoint(directory, rank=rank, size=size, step=step)), None
     try:
         check(entry)
-    except HorovodSparseError as error:
+    except Exception as error:  # of whatever type: others would wait for this rank
         failure = error
     yield from raise_together(failure)
+    _owners[_root(directory)] = weakref.ref(owner)
     return entry
+
+
+_ONE_EACH = "Give each training a directory of its own, or load what is there first, to go on with it"
+
+
+def _is_of_others(root: Path, owner: Any, world_rank: int) -> bool:
+    """Whether the newest checkpoint is of ranks without this one, and was not loaded here.
+
+    Raises:
+        CheckpointError: if the last one of this process is of another owner, who is still there.
+    """
+    if _owner_of(root) is owner:
+        return False
+    if _owner_of(root) is not None:
+        gc.collect()  # an optimizer that nobody has any more may lie in a circle
+        if _owner_of(root) is not None:
+            raise CheckpointError(
+                f"{root} holds checkpoints of another optimizer or sparsifier of this process. {_ONE_EACH}"
+            )
+    found = _survey(root)
+    if not found:
+        return False
+    ranks = found[max(found, key=_age)].manifest.get("ranks")
+    return isinstance(ranks, list) and world_rank not in ranks
+
+
+def _owner_of(root: Path) -> Any:
+    last = _owners.get(root)
+    return None if last is None else last()
+
+
+def _root(directory: str | os.PathLike[str]) -> Path:
+    try:
+        return Path(directory).resolve()
+    except (TypeError, ValueError) as error:
+        raise ArgumentError("directory", directory, "a path, on every rank") from error
 
 
 @dataclass(frozen=True)
@@ -121,6 +178,7 @@ def write_checkpoint(
     digest: str,
     rank: int,
     keep: int,
+    ranks: Sequence[int] = (),
 ) -> Synchronization[Path]:
     """Saves every rank's entry; returns when the checkpoint is complete on all of them.
 
@@ -131,6 +189,7 @@ def write_checkpoint(
         digest: of what is equal on all ranks; goes into the manifest.
         rank: of this process.
         keep: complete checkpoints that stay, this one among them.
+        ranks: those that save here, among all that there are; goes into the manifest.
 
     Returns:
         The folder.
@@ -139,13 +198,15 @@ def write_checkpoint(
         StateMismatchError: on every rank, if ranks are at different steps.
         CheckpointError: on every rank, if one of them could not write. Older checkpoints are untouched.
     """
-    root, failure = Path(directory), None
+    root, attempt, failure = Path(), 0, None
     try:
+        root = _root(directory)
         checks.check_count("keep", keep)
         root.mkdir(parents=True, exist_ok=True)
-        attempt = 1 + max((found for at, found in _names(root) if at == step), default=0)
-    except (OSError, HorovodSparseError) as error:
-        failure, attempt = error, 0
+        attempt, last = max(map(_age, _names(root)), default=(1, -1))
+        attempt += step <= last  # taken back
+    except Exception as error:  # of whatever type: others would wait for this rank
+        failure = error
     yield from raise_together(_explained(failure, "make the directory"))
     everyone = yield from shared_lines([step, digest, attempt, uuid.uuid4().hex[:8]])
     steps, digests, attempts, tokens = zip(*everyone, strict=True)
@@ -163,7 +224,7 @@ def write_checkpoint(
         hidden.mkdir(exist_ok=True)
         _write(own, entry)
         facts = [own.stat().st_size, _checksum(own)]
-    except (OSError, HorovodSparseError) as error:
+    except Exception as error:
         failure = error
     try:
         yield from raise_together(_explained(failure, f"write {own.name}"))
@@ -174,6 +235,7 @@ def write_checkpoint(
                 "step": step,
                 "size": len(everyone),
                 "digest": digest,
+                "ranks": list(ranks),
                 "files": {_file_of(other): list(fact) for other, fact in enumerate(everyone)},
             }
         )
@@ -182,7 +244,11 @@ def write_checkpoint(
             try:
                 if (rank == 0) == turn and not folder.exists():
                     _publish(hidden, folder, manifest, rank)
-            except OSError as error:
+                if not turn and json.loads((folder / _MANIFEST).read_bytes()) != manifest:
+                    failure = CheckpointError(
+                        f"another training has published {name} in {root} at the same time. {_ONE_EACH}"
+                    )
+            except (OSError, ValueError) as error:
                 failure = error
             yield from raise_together(_explained(failure, f"publish {name}"))
     except BaseException:
@@ -212,14 +278,19 @@ def read_checkpoint(
         CheckpointError: on every rank, if there is none, or if what is there was changed or damaged: with the
             file, and what is wrong with it.
     """
-    root, failure, entry = Path(directory), None, {}
-    found = _survey(root)
+    root, found, failure, entry = Path(), {}, None, {}
+    try:
+        root = _root(directory)
+        found = _survey(root)
+    except Exception as error:
+        failure = error
+    yield from raise_together(_explained(failure, f"look into {root}"))
     everyone = yield from shared_lines(
         {name: [item.manifest.get("seal", ""), item.fault] for name, item in found.items()}
     )
     name = _chosen(everyone, step, root)
     manifest = found[name].manifest
-    if rank == 0 and name != max(set().union(*everyone)):
+    if rank == 0 and name != max(set().union(*everyone), key=_age):
         _log.warning("%s is the newest checkpoint that is complete on all ranks; newer ones are not", name)
     try:
         if manifest["size"] == size:
@@ -235,7 +306,7 @@ def read_checkpoint(
 
 def _chosen(everyone: list[dict[str, list[str]]], step: int | None, root: Path) -> str:
     """The newest name that all ranks have alike; raises on all ranks alike."""
-    names = sorted(set().union(*everyone), reverse=True)
+    names = sorted(set().union(*everyone), key=_age, reverse=True)
     if step is not None:
         names = [name for name in names if _key(name)[0] == step]
     for name in names:
@@ -261,8 +332,8 @@ def _chosen(everyone: list[dict[str, list[str]]], step: int | None, root: Path) 
 def _survey(root: Path) -> dict[str, _Found]:
     """What this rank sees, by name."""
     found = {}
-    for step, attempt in _names(root):
-        folder = root / f"step-{step:010d}.{attempt}"
+    for name in _names(root):
+        folder, step = root / name, _key(name)[0]
         try:
             manifest, fault = json.loads((folder / _MANIFEST).read_bytes()), ""
             if not isinstance(manifest, dict) or _sealed(manifest) != manifest:
@@ -273,14 +344,14 @@ def _survey(root: Path) -> dict[str, _Found]:
                 fault = f"its manifest is of step {manifest['step']}"
         except (OSError, ValueError, RecursionError) as error:
             manifest, fault = {}, f"{_MANIFEST} cannot be read ({type(error).__name__}: {error})"
-        found[folder.name] = _Found(folder, manifest, fault)
+        found[name] = _Found(folder, manifest, fault)
     return found
 
 
-def _names(root: Path) -> list[tuple[int, int]]:
-    """(step, attempt) of every folder that was published."""
+def _names(root: Path) -> list[str]:
+    """Of every folder that was published."""
     try:
-        return [_key(path.name) for path in root.iterdir() if _NAME.fullmatch(path.name)]
+        return [path.name for path in root.iterdir() if _NAME.fullmatch(path.name)]
     except FileNotFoundError:
         return []
 
@@ -290,6 +361,12 @@ def _key(name: str) -> tuple[int, int]:
     if match is None:
         raise CheckpointError(f"another rank names a checkpoint {name!r}")
     return int(match[1]), int(match[2])
+
+
+def _age(name: str) -> tuple[int, int]:
+    """By which later ones are larger: a training that was taken back goes on under a number of its own."""
+    step, attempt = _key(name)
+    return attempt, step
 
 
 def _file_of(rank: int) -> str:
@@ -331,14 +408,11 @@ def _sync_folder(folder: Path) -> None:
 
 def _prune(root: Path, keep: int, name: str) -> None:
     """Removes all but the newest, and what interrupted saves have left behind."""
-    names = sorted(_names(root))
-    # a training that was taken back to an earlier step writes below what is there: its own one stays
-    old = [key for key in names if key != _key(name)][: max(len(names) - keep, 0)]
-    for step, attempt in old:
+    names = sorted(_names(root), key=_age)
+    for old in [other for other in names if other != name][: max(len(names) - keep, 0)]:
         # gone in one piece, too: half a checkpoint under its name would look damaged
-        removed = root / f".removed-step-{step:010d}.{attempt}"
         with contextlib.suppress(OSError):
-            os.rename(root / f"step-{step:010d}.{attempt}", removed)
+            os.rename(root / old, root / f".removed-{old}")
     for path in root.iterdir():
         if path.name.startswith(".removed-") or (path.name.startswith(".saving-") and name not in path.name):
             shutil.rmtree(path, ignore_errors=True)

@@ -30,7 +30,7 @@ def save(
     checkpoint then means that those of its step are there.
 
     Args:
-        directory: made if it is missing; the same for all ranks, or each host's own.
+        directory: made if it is missing; the same for all ranks, or each host's own. One for each training.
         source: whose residuals they are: a sparsifier that tapes use (``Compression.topk(...)``), or an
             optimizer that `DistributedOptimizer` made with one; after a step.
         keep: checkpoints that stay, this one among them.
@@ -42,7 +42,8 @@ def save(
     Raises:
         UnsupportedError: on every rank, if a step is under way on any, or none has been taken.
         StateMismatchError: on every rank, if they are at different steps.
-        CheckpointError: on every rank, if one could not write. Older checkpoints are untouched.
+        CheckpointError: on every rank, if one could not write, or the directory is another optimizer's. Older
+            checkpoints are untouched.
         ArgumentError: for a source without a sparsifier.
     """
     return save_more(directory, source, keep, variables, {})
@@ -95,7 +96,14 @@ def save_more(
             raise UnsupportedError("nothing can be saved before the first step: there are no residuals yet")
         return {**own, "training": {"variables": [_saved(variable) for variable in variables], **more}}
 
-    together = save_together(directory, entry, rank=int(process_set.rank()), keep=keep)
+    together = save_together(
+        directory,
+        entry,
+        rank=int(process_set.rank()),
+        keep=keep,
+        owner=keeper,
+        world_rank=int(hvd.rank()),
+    )
     with tf.init_scope(), tf.device("/cpu:0"):
         step: int = carry_out_together(together, process_set, _NAME)
     return step
@@ -116,7 +124,7 @@ def load_more(
             _check_variables(variables, training["variables"])
 
     place = {"rank": int(process_set.rank()), "size": int(process_set.size())}
-    together = load_together(directory, check, **place, step=step)
+    together = load_together(directory, check, **place, step=step, owner=keeper)
     with tf.init_scope(), tf.device("/cpu:0"):
         entry = carry_out_together(together, process_set, _NAME)
     training = entry.pop("training")

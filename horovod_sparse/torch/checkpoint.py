@@ -12,6 +12,7 @@ import torch
 from horovod_sparse.errors import ArgumentError, StateMismatchError
 from horovod_sparse.frontend.checkpoint import load_together, save_together
 from horovod_sparse.torch import state
+from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.calibration import carry_out_together
 from horovod_sparse.torch.synchronizer import GradientSynchronizer
 
@@ -31,7 +32,7 @@ def save(
     then means that the model of its step is there.
 
     Args:
-        directory: made if it is missing; the same for all ranks, or each host's own.
+        directory: made if it is missing; the same for all ranks, or each host's own. One for each training.
         optimizer: of `horovod_sparse.torch.DistributedOptimizer`, with a sparsifier.
         keep: checkpoints that stay, this one among them.
         model: whose parameters and buffers are saved, too.
@@ -42,7 +43,8 @@ def save(
     Raises:
         UnsupportedError: on every rank, if a step is under way on any.
         StateMismatchError: on every rank, if they are at different steps.
-        CheckpointError: on every rank, if one could not write. Older checkpoints are untouched.
+        CheckpointError: on every rank, if one could not write, or the directory is another optimizer's. Older
+            checkpoints are untouched.
         ArgumentError: for an optimizer without a sparsifier.
 
     Example:
@@ -67,7 +69,14 @@ def save(
             training["model"] = model.state_dict()
         return {**_arrays(own[state.ENTRY]), "training": _plain(training)}
 
-    together = save_together(directory, entry, rank=synchronizer.rank, keep=keep)
+    together = save_together(
+        directory,
+        entry,
+        rank=synchronizer.rank,
+        keep=keep,
+        owner=synchronizer,
+        world_rank=int(hvd.rank()),
+    )
     step: int = carry_out_together(together, synchronizer.process_set, _NAME)
     return step
 
@@ -109,7 +118,7 @@ def load(
             _check_model(model, training.get("model"))
 
     place = {"rank": synchronizer.rank, "size": synchronizer.size}
-    together = load_together(directory, check, **place, step=step)
+    together = load_together(directory, check, **place, step=step, owner=synchronizer)
     entry = carry_out_together(together, synchronizer.process_set, _NAME)
     training = _training_of(entry)
     if model is not None:

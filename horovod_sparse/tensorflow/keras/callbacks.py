@@ -348,7 +348,7 @@ class CheckpointCallback(tf.keras.callbacks.Callback):
     have to take equally many batches. Stands before `BroadcastGlobalVariablesCallback`.
 
     Args:
-        directory: made if it is missing; the same for all ranks, or each host's own.
+        directory: made if it is missing; the same for all ranks, or each host's own. One for each training.
         save_freq: "epoch", or a number of batches.
         keep: checkpoints that stay.
 

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -114,10 +115,121 @@ def test_the_newest_complete_one_is_loaded_and_the_last_few_stay(tmp_path: Path)
         assert_is(entry, rank, 10)
 
 
-def test_a_training_taken_back_saves_below_what_is_there(tmp_path: Path) -> None:
-    for step in (5, 10, 7):
-        save(tmp_path, step, keep=1)
-    assert folders(tmp_path) == ["step-0000000007.1"]
+def test_what_a_training_taken_back_saves_is_the_newest(tmp_path: Path) -> None:
+    """Not what it has left: that has larger step numbers."""
+    for step in (5, 10):
+        save(tmp_path, step)
+    assert_is(load(tmp_path, step=5)[0], 0, 5)
+    save(tmp_path, 7)
+    assert folders(tmp_path) == ["step-0000000007.2", "step-0000000010.1"]
+    assert_is(load(tmp_path)[0], 0, 7)
+    save(tmp_path, 9)
+    save(tmp_path, 11)
+    assert folders(tmp_path) == ["step-0000000009.2", "step-0000000011.2"]
+    assert_is(load(tmp_path)[1], 1, 11)
+    save(tmp_path, 10, keep=1)
+    assert folders(tmp_path) == ["step-0000000010.3"]
+
+
+class Training:
+    """Of ranks that save together, in one process or in several."""
+
+    def __init__(self, value: float = 0.0, ranks: tuple[int, ...] = (0, 1)) -> None:
+        self.value, self.ranks = value, ranks
+
+    def save(self, root: Any, step: int) -> list[Any]:
+        def entry(rank: int) -> dict[str, Any]:
+            more = {"recipe": "r", "plan": {}, "residuals": {"w": np.full(3, self.value)}}
+            return an_entry(rank, step=step) | more
+
+        return self._together(
+            checkpoint.save_together(
+                root if not isinstance(root, list) else root[rank],
+                partial(entry, rank),
+                rank=rank,
+                keep=2,
+                owner=self,
+                world_rank=world_rank,
+            )
+            for rank, world_rank in enumerate(self.ranks)
+        )
+
+    def load(self, root: Any) -> list[Any]:
+        return self._together(
+            checkpoint.load_together(root, lambda _: None, rank=rank, size=SIZE, step=None, owner=self)
+            for rank in range(SIZE)
+        )
+
+    @staticmethod
+    def _together(ranks: Any) -> list[Any]:
+        ends: list[Any] = run_lockstep([*ranks], keep_errors=True)
+        return ends
+
+
+def test_two_optimizers_do_not_share_a_directory(tmp_path: Path) -> None:
+    """Each would go on from what the other has saved last."""
+    first, second = Training(1.0), Training(2.0)
+    assert first.save(tmp_path, 1) == [1, 1]
+    for end in second.save(tmp_path, 1):
+        assert isinstance(end, CheckpointError) and "a directory of its own" in str(end)
+    assert first.save(tmp_path, 2) == [2, 2]
+    assert second.load(tmp_path)[0]["residuals"]["w"][0] == 1.0
+    assert second.save(tmp_path, 3) == [3, 3]  # it goes on with it
+    del second, end
+    assert Training(3.0).save(tmp_path, 4) == [4, 4]  # nobody else has it any more
+
+
+def test_two_process_sets_do_not_share_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes of their own, so nothing but the directory tells."""
+    first, second = Training(1.0), Training(2.0, ranks=(2, 3))
+    assert first.save(tmp_path, 1) == [1, 1]
+    monkeypatch.setattr(checkpoint, "_owners", {})
+    for end in second.save(tmp_path, 2):
+        assert isinstance(end, CheckpointError) and "other ranks than [2, 3]" in str(end)
+    assert second.load(tmp_path)[0]["residuals"]["w"][0] == 1.0
+    assert second.save(tmp_path, 2) == [2, 2]
+    monkeypatch.setattr(checkpoint, "_owners", {})
+    assert Training(ranks=(1, 2)).save(tmp_path, 3) == [3, 3]  # at another size, say
+
+
+def test_two_that_publish_the_same_name_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second must not take the first one's folder for its own."""
+    write = checkpoint._write
+
+    def meanwhile(path: Path, entry: dict[str, Any]) -> None:
+        monkeypatch.setattr(checkpoint, "_write", write)
+        save(tmp_path / "aside", 1)
+        os.rename(tmp_path / "aside" / "step-0000000001.1", tmp_path / "step-0000000001.1")
+        write(path, entry)
+
+    monkeypatch.setattr(checkpoint, "_write", meanwhile)
+    for end in Training().save(tmp_path, 1):
+        assert isinstance(end, CheckpointError) and "at the same time" in str(end)
+
+
+def test_no_rank_is_left_alone_by_what_another_cannot_do(tmp_path: Path) -> None:
+    """A file in the directory's place, no path, an error of another kind: all ranks are told."""
+    (tmp_path / "file").write_text("")
+    save(tmp_path / "good", 1)
+    for wrong in (tmp_path / "file", None, "a\0b"):
+        for ends in (
+            load([tmp_path / "good", wrong], keep_errors=True),  # type: ignore[list-item]
+            save([tmp_path / "good", wrong], 2, keep_errors=True),  # type: ignore[list-item]
+            Training().save([tmp_path / "good", wrong], 2),
+        ):
+            assert isinstance(ends[0], HorovodSparseError) and "on rank 1" in str(ends[0])
+            assert isinstance(ends[1], HorovodSparseError)
+
+    def entry() -> dict[str, Any]:
+        raise MemoryError("no room")
+
+    ranks = [
+        checkpoint.save_together(tmp_path / "good", how, rank=rank, keep=1, owner=Training, world_rank=rank)
+        for rank, how in enumerate((lambda: an_entry(0), entry))
+    ]
+    ends = run_lockstep(ranks, keep_errors=True)
+    assert "no room" in str(ends[0]) and isinstance(ends[1], MemoryError)
+    assert folders(tmp_path / "good") == ["step-0000000001.1"]
 
 
 def test_the_same_step_is_saved_again_without_a_moment_that_has_none(tmp_path: Path) -> None:
