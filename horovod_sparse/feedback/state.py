@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import hashlib
 import math
@@ -137,9 +138,14 @@ def _from_plain(fresh: Any, plain: Any, path: str) -> Any:
                 f"{path} has the fields {sorted(names)}, the saved state has {found}: it belongs to another "
                 "algorithm or to another version of it"
             )
-        given = {name: getattr(fresh, name) for name in added} | dict(plain)
+        fields = {name: getattr(fresh, name) for name in names}
         return type(fresh)(
-            **{name: _from_plain(getattr(fresh, name), given[name], f"{path}.{name}") for name in names}
+            **{
+                name: _from_plain(value, plain[name], f"{path}.{name}")
+                if name in plain
+                else copy.deepcopy(value)
+                for name, value in fields.items()
+            }
         )
     if isinstance(fresh, np.ndarray):
         return _array_like(fresh, plain, path)

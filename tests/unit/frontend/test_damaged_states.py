@@ -23,6 +23,7 @@ ENTRIES = {name: saved_entry(trained(how, ONE, 2)[1]) for name, how in RECIPES.i
 
 #: what earlier versions did not save: an entry without is one of theirs, and there is no telling
 OPTIONAL = {"feedback", "largest_rate", "scale", "resized", "ahead", "paused"}
+OPTIONAL |= {"capacity", "selections", "unions"}
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -113,6 +114,31 @@ def is_plausible(entry: Any, path: tuple[Any, ...]) -> bool:
         or isinstance(value, (int, float, str))
         or (isinstance(value, (list, tuple, np.ndarray)) and "state" in path)
     )
+
+
+@pytest.mark.parametrize("name", sorted(ENTRIES))
+def test_what_earlier_versions_did_not_save_may_be_missing(name: str) -> None:
+    """The state is otherwise what was saved, and what came later is as in a fresh one."""
+    entry, engine = copy.deepcopy(ENTRIES[name]), ArrayEngine(RECIPES[name], ONE, (0, 2))
+    fresh = saved_entry(engine)["buckets"][0]["state"]
+    missing = [path for path in places(entry) if path[-1] in OPTIONAL]
+    for *outer, last in missing:
+        container: Any = entry
+        for key in outer:
+            container = container[key]
+        container.pop(last)
+    check_entry(entry, RECIPES[name], "{}")
+    load_entry(engine, entry, 1.0)
+    loaded, original = saved_entry(engine), copy.deepcopy(ENTRIES[name])
+    assert same(loaded["residuals"], original["residuals"])
+    for path in missing:
+        if path[:3] == ("buckets", 0, "state"):
+            into: Any = original["buckets"][0]["state"]
+            value: Any = fresh
+            for key in path[3:-1]:
+                into, value = into[key], value[key]
+            into[path[-1]] = value[path[-1]]
+    assert same(loaded["buckets"][0]["state"], original["buckets"][0]["state"])
 
 
 @pytest.mark.parametrize("found", [[], 3, "text", None, {}, {"format": True}])
