@@ -83,7 +83,7 @@ class Profile:
         try:
             saved: dict[str, Any] = dict(json.loads(text))
             version = saved.pop("version")
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise ProfileMismatchError("this is not a profile: no JSON object with a version") from error
         if version != PROFILE_VERSION:
             raise ProfileMismatchError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import math
 import zipfile
 from typing import Any, BinaryIO
 
@@ -54,10 +55,29 @@ def write_tree(file: BinaryIO, value: Any) -> None:
 def read_tree(file: BinaryIO) -> Any:
     """The inverse of `write_tree`; see `from_bytes`."""
     try:
+        _check_lengths(file)
         with np.load(file, allow_pickle=False) as arrays:
             return _unflatten(json.loads(arrays[_TREE].tobytes()), arrays)
-    except (ValueError, KeyError, TypeError, RecursionError, OSError, EOFError, zipfile.BadZipFile) as error:
-        raise StateMismatchError(f"the saved state cannot be read ({error})") from error
+    except Exception as error:  # whatever damaged bytes make of zipfile, NumPy and JSON
+        raise StateMismatchError(f"the saved state cannot be read ({str(error)[:500]})") from error
+
+
+def _check_lengths(file: BinaryIO) -> None:
+    """Refuses members and arrays that say they are longer than the file, before memory is taken for them."""
+    length = file.seek(0, io.SEEK_END)
+    file.seek(0)
+    with zipfile.ZipFile(file) as members:
+        for info in members.infolist():
+            if info.compress_type != zipfile.ZIP_STORED or info.file_size > length:
+                raise ValueError(f"{info.filename} is not as it is written")
+            with members.open(info) as member:
+                version = np.lib.format.read_magic(member)
+                if version != (1, 0):  # of headers beyond 64 KiB, which no array of ours has
+                    raise ValueError(f"{info.filename} has version {version}")
+                shape, _, dtype = np.lib.format.read_array_header_1_0(member)
+                if math.prod(shape) * dtype.itemsize > length:
+                    raise ValueError(f"{info.filename} says it has shape {shape}")
+    file.seek(0)
 
 
 def _flatten(value: Any, arrays: dict[str, Any]) -> Any:

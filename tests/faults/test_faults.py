@@ -134,3 +134,12 @@ def test_a_short_soak(tmp_path):
     ended = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "1 kills" in ended.stdout and "missing 0, different 0" in ended.stdout
+
+
+def test_a_short_fuzzing():
+    """Nothing that is read ends in anything but a named error."""
+    fuzz = Path(__file__).resolve().parents[2] / "scripts" / "fuzz"
+    command = [sys.executable, str(fuzz), "--seconds", "1"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert ended.stdout.count("refused by name") == 4
