@@ -23,7 +23,7 @@ ENTRIES = {name: saved_entry(trained(how, ONE, 2)[1]) for name, how in RECIPES.i
 
 #: what earlier versions did not save: an entry without is one of theirs, and there is no telling
 OPTIONAL = {"feedback", "largest_rate", "scale", "resized", "ahead", "paused"}
-OPTIONAL |= {"capacity", "selections", "unions"}
+OPTIONAL |= {"capacity", "selections", "unions", "results"}
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
