@@ -125,6 +125,24 @@ def load_together(
     return entry
 
 
+def is_anything_there(directory: str | os.PathLike[str]) -> Synchronization[bool]:
+    """Whether any rank sees a complete checkpoint.
+
+    Args:
+        directory: see `read_checkpoint`.
+
+    Raises:
+        HorovodSparseError: on every rank, if one cannot look.
+    """
+    names, failure = [], None
+    try:
+        names = _names(_root(directory))
+    except Exception as error:
+        failure = error
+    yield from raise_together(_explained(failure, f"look into {directory}"))
+    return any((yield from shared_lines(bool(names))))
+
+
 _ONE_EACH = "Give each training a directory of its own, or load what is there first, to go on with it"
 
 

@@ -107,6 +107,8 @@ class MpiPairs:
         world.Free()
         #: (name's hash, number) -> source -> message
         self._inbox: defaultdict[tuple[int, int], dict[int, Words]] = defaultdict(dict)
+        #: started, and not taken: what was given up by all ranks together stays here
+        self._awaited: set[tuple[int, int]] = set()
         self._arriving: list[tuple[Any, int, tuple[int, int], Words]] = []
         self._leaving: list[tuple[Any, Words]] = []
         self._numbers: defaultdict[int, int] = defaultdict(int)
@@ -121,12 +123,15 @@ class MpiPairs:
         hashed = int.from_bytes(digest, "little")
         key = hashed, self._numbers[hashed]
         self._numbers[hashed] = (key[1] + 1) & 0x7FFFFFFF
-        late = [other for other in self._inbox if other[0] == hashed and other[1] < key[1]]
-        if late:
-            strangers = sorted({source for other in late for source in self._inbox.pop(other)})
+        late = {other: self._inbox.pop(other) for other in [*self._inbox] if self._is_before(other, key)}
+        given_up = {other for other in self._awaited if self._is_before(other, key)}
+        self._awaited -= given_up
+        strangers = sorted({source for other in late.keys() - given_up for source in late[other]})
+        if strangers:
             raise CollectiveMismatchError(
                 f"{name}: rank {rank} did not await messages that ranks {strangers} sent to it too"
             )
+        self._awaited.add(key)
         sends = []
         for peer, buffer in request.sends.items():
             if peer == rank:
@@ -139,6 +144,11 @@ class MpiPairs:
             if buffer.size:
                 sends.append(self._send(np.ascontiguousarray(buffer), peer, _BODY_TAG))
         return _MpiHandle(self, sends, key, request.sources, f"{name}: rank {rank}")
+
+    @staticmethod
+    def _is_before(other: tuple[int, int], key: tuple[int, int]) -> bool:
+        """Whether it is an exchange of the same name, used before."""
+        return other[0] == key[0] and other[1] < key[1]
 
     def _send(self, words: Words, peer: int, tag: int) -> Any:
         request = self._comm.Isend([words, self._mpi.INT], dest=peer, tag=tag)
@@ -181,6 +191,7 @@ class MpiPairs:
 
     def take(self, key: tuple[int, int]) -> dict[int, Words]:
         """The messages of an exchange that has ended."""
+        self._awaited.discard(key)
         return self._inbox.pop(key, {})
 
     def close(self) -> None:

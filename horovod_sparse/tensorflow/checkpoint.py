@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from horovod_sparse.errors import ArgumentError, StateMismatchError, UnsupportedError
-from horovod_sparse.frontend.checkpoint import load_together, save_together
+from horovod_sparse.frontend import checkpoint
 from horovod_sparse.tensorflow._horovod import hvd
 from horovod_sparse.tensorflow.calibration import carry_out_together
 from horovod_sparse.tensorflow.state import StateKeeper
@@ -81,6 +81,14 @@ def load(
     return loaded
 
 
+def is_anything_there(directory: str | os.PathLike[str], source: Any) -> bool:
+    """Whether any rank sees a checkpoint; all ranks of the source ask together."""
+    _, process_set = _keeper_of(source)
+    with tf.init_scope(), tf.device("/cpu:0"):
+        found: bool = carry_out_together(checkpoint.is_anything_there(directory), process_set, _NAME)
+    return found
+
+
 def save_more(
     directory: str | os.PathLike[str],
     source: Any,
@@ -96,7 +104,7 @@ def save_more(
             raise UnsupportedError("nothing can be saved before the first step: there are no residuals yet")
         return {**own, "training": {"variables": [_saved(variable) for variable in variables], **more}}
 
-    together = save_together(
+    together = checkpoint.save_together(
         directory,
         entry,
         rank=int(process_set.rank()),
@@ -124,7 +132,7 @@ def load_more(
             _check_variables(variables, training["variables"])
 
     place = {"rank": int(process_set.rank()), "size": int(process_set.size())}
-    together = load_together(directory, check, **place, step=step, owner=keeper)
+    together = checkpoint.load_together(directory, check, **place, step=step, owner=keeper)
     with tf.init_scope(), tf.device("/cpu:0"):
         entry = carry_out_together(together, process_set, _NAME)
     training = entry.pop("training")

@@ -183,6 +183,15 @@ def test_the_callback_saves_and_goes_on(uninterrupted, folder, save_freq, rank, 
         assert history.epoch == [3, 4, 5]
 
 
+def test_the_callback_in_a_process_set(folder, process_set, rank):
+    """The other ranks take no part."""
+    ranks = process_set([0])
+    for epochs, loaded in ((1, None), (2, 6)) if rank == 0 else ():
+        saves = hvd.callbacks.CheckpointCallback(folder)
+        fit(make_model(), distributed(process_set=ranks), 0, 1, epochs=epochs, callbacks=[saves])
+        assert saves.loaded_step == loaded
+
+
 def test_save_and_load_on_all_ranks(uninterrupted, folder, rank, size, everywhere):
     model, optimizer = make_model(), distributed()
     with pytest.raises(UnsupportedError, match="first step"):
