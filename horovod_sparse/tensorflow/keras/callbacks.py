@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -345,7 +344,8 @@ class CheckpointCallback(tf.keras.callbacks.Callback):
     Weights, the optimizer's variables, residuals and the epoch, of every rank: see
     `horovod_sparse.tensorflow.save`. `fit` begins with the epoch after the last one that was completed; a
     checkpoint from the midst of an epoch goes on with its weights at the beginning of that epoch. All ranks
-    have to take equally many batches. Stands before `BroadcastGlobalVariablesCallback`.
+    have to take equally many batches. To go on, the model has to be built before `fit`.
+    Stands before `BroadcastGlobalVariablesCallback`.
 
     Args:
         directory: made if it is missing; the same for all ranks, or each host's own. One for each training.
@@ -372,13 +372,10 @@ class CheckpointCallback(tf.keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Goes on from the newest checkpoint, if there is any on some rank."""
-        names = [path.name for path in Path(self.directory).glob("step-*")]
-        with tf.device("/cpu:0"):
-            seen = hvd.allreduce(tf.constant(len(names)), op=hvd.Sum, name="horovod_sparse.checkpoints")
-        if not int(seen):
+        if not checkpoint.is_anything_there(self.directory, self.model.optimizer):
             return
         if not self.model.built:
-            raise ArgumentError("model", type(self.model), "a model that is built: it is to be loaded into")
+            raise ArgumentError("model", type(self.model), "one that is built: model.build(...) before fit")
         optimizer = self.model.optimizer
         if hasattr(optimizer, "_create_all_weights"):  # tf-keras, old kind
             optimizer._create_all_weights(self.model.trainable_variables)
