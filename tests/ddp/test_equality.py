@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -13,6 +17,7 @@ from horovod_sparse.merging import Plan
 from horovod_sparse.simulation import SimulatedCluster
 from support.cases import CASES, case_id
 from support.linear import dyadic
+from support.memories import choose_memory
 from support.optimizers import flat, in_bucket_order
 from support.replicas import Replica, same_on_all_replicas
 
@@ -140,3 +145,35 @@ def test_the_raw_pair_does_the_same(rank):
         assert same_on_all_replicas(*three.values())
     assert state.telemetry.last.bytes_sent == attached.sync.telemetry.last.bytes_sent
     assert sorted(other.state_dict()["residuals"]) == [f"allreduce.noname.0.{i}" for i in range(len(SHAPES))]
+
+
+ON_DEVICES = ["topk", "exdyna", "gtopk", "randomk", "topk:dense_below=8", "dgc:feedback=momentum"]
+
+
+@pytest.mark.parametrize("text", ON_DEVICES)
+def test_gradients_on_a_device_have_the_bits_of_the_hosts(text, rank, monkeypatch):
+    """As if a GPU held them: its memory, on tensors of the CPU."""
+    found = []
+    for memory in ("host", "device"):
+        choose_memory(monkeypatch, memory)
+        replica = Replica(SHAPES, text + (",density=0.1" if ":" in text else ":density=0.1"))
+        for step in range(6):
+            replica.step(gradients(rank, step))
+        found.append([*replica.net.parameters(), *replica.held().values()])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_a_model_that_is_gone_leaves_no_thread(rank):
+    def threads() -> int:
+        return sum(thread.name == "horovod_sparse.ddp" for thread in threading.enumerate())
+
+    gc.collect()
+    before = threads()
+    replica = Replica(SHAPES, "topk:density=0.1")
+    replica.step(gradients(rank, 0))
+    assert threads() == before + 1
+    gone = weakref.ref(replica.sync)
+    del replica
+    gc.collect()
+    assert gone() is None
+    assert threads() == before
