@@ -37,7 +37,8 @@ def checked_entry(
     check_entry(entry, recipe, _ADVICE)
     names = set(Plan.from_dict(entry["plan"]).names())
     unknown = sorted(names - set(parameters)) if parameters else []
-    lacking = sorted(set(parameters) - names) if complete else []
+    # before the first step nothing is held back for any
+    lacking = sorted(set(parameters) - names) if complete and entry["step"] else []
     if unknown or lacking:
         raise StateMismatchError(
             f"the saved state is of another model: it has {unknown or 'nothing'} that this one has not, and "

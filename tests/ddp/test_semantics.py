@@ -189,6 +189,12 @@ def test_what_was_saved_goes_on_bit_for_bit(text, arguments, rank):
         whole.step(gradients(rank, step))
     saved = copy.deepcopy((whole.net.state_dict(), whole.sync.state_dict()))
     later = Replica(SHAPES, text, **arguments)
+    fresh = later.sync.state_dict()
+    later.sync.load_state_dict(fresh)
+    later.step(gradients(rank, 0))
+    later.sync.load_state_dict(fresh)
+    assert not any(residual.any() for residual in later.held().values())
+    later = Replica(SHAPES, text, **arguments)
     later.net.load_state_dict(saved[0])
     later.sync.load_state_dict(saved[1])
     assert later.sync.state_dict()["step"] == 7
