@@ -14,6 +14,7 @@ __all__ = [
     "HorovodSparseError",
     "MessageError",
     "NonFiniteGradientError",
+    "NonFiniteSumError",
     "ProfileMismatchError",
     "StateMismatchError",
     "UnknownNameError",
@@ -116,6 +117,30 @@ class NonFiniteGradientError(HorovodSparseError, ArithmeticError):
         return (
             f"the gradient of {self.bucket} is not finite ({places}). No rank applied this step; "
             "lower the learning rate, clip the gradient, or look at that parameter's loss"
+        )
+
+
+class NonFiniteSumError(NonFiniteGradientError):
+    """The sum of gradients that are finite on every rank is not; raised on every rank.
+
+    The step was given up on all ranks alike, as for a gradient that is not finite. The gradients wait in the
+    residuals: what overflows once overflows again, unless gradients become smaller.
+
+    Args:
+        bucket: name of the bucket.
+        where: none of the ranks.
+        parameter: where the first such element stands.
+    """
+
+    def __init__(self, bucket: str, where: dict[int, str], parameter: str = "") -> None:
+        super().__init__(bucket, where)
+        self.parameter = parameter
+
+    def __str__(self) -> str:
+        return (
+            f"the sum over ranks of {self.bucket} is more than its type holds ({self.parameter}), though the "
+            "gradient of every rank is finite. No rank applied this step; lower the learning rate, or clip "
+            "gradients (clip_norm of a feedback clips each rank's own)"
         )
 
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from horovod_sparse.arrays.protocol import Accumulator
 from horovod_sparse.collectives import Request, Synchronization, num_bytes_sent
-from horovod_sparse.errors import EditedGradientError, NonFiniteGradientError
+from horovod_sparse.errors import EditedGradientError, NonFiniteGradientError, NonFiniteSumError
 from horovod_sparse.feedback.recipe import Recipe
 from horovod_sparse.sparsifiers import BucketInfo, SparseSum
 from horovod_sparse.sparsifiers.base import SparsifierState
@@ -126,6 +126,14 @@ def resumed(own: Progress, told: Mapping[str, Any] | None, step: int) -> Progres
         return Progress.from_plain(told, step)
     return dataclasses.replace(own, step=step)
 
+
+#: the largest number of a gradient's type that does not become infinite when it is rounded
+_LARGEST = {
+    "float16": 65504.0,
+    "bfloat16": 3.3895313892515355e38,
+    "float32": float(np.finfo(np.float32).max),
+    "float64": float(np.finfo(np.float64).max),
+}
 
 #: what needs no copy
 _NUMBERS = frozenset({int, float, bool, str, type(None)})
@@ -245,7 +253,12 @@ class Bucket:
             self.recipe.sparsifier.rescale(self.state, factor)
 
     def step(
-        self, gradient: Any, learning_rate: float | None = None, *, refused: bool = False
+        self,
+        gradient: Any,
+        learning_rate: float | None = None,
+        *,
+        refused: bool = False,
+        scale: float | None = None,
     ) -> Synchronization[SparseSum]:
         """One synchronization: folds the gradient in, then the sparsifier's coroutine.
 
@@ -254,6 +267,7 @@ class Bucket:
             learning_rate: of this step, where the front end knows it.
             refused: whether this rank takes part for the others' sake alone: gradients were changed after
                 their synchronization had begun, here or in another bucket. All ranks are told.
+            scale: by which the sum is multiplied before it is applied; 1 / P if left out.
 
         Returns:
             The sum over ranks (not divided).
@@ -262,6 +276,7 @@ class Bucket:
             NonFiniteGradientError: on every rank, if any rank's gradient is not finite; this bucket
                 is then as before the step, except that what was finite has been added to the residual.
             EditedGradientError: on every rank, if any rank refuses the step.
+            NonFiniteSumError: on every rank, if the sum is more than the gradient's type can hold.
         """
         report = BucketStep(self.info.name, self.info.num_elements)
         started = time.perf_counter()
@@ -283,7 +298,9 @@ class Bucket:
         report.facts.update(sum_.facts)
         if sum_.norms is not None:
             report.global_error = float(np.add.reduce(sum_.norms)) / len(sum_.norms)
-        if sum_.first_nonfinite:
+        # all ranks have the same sum: so they find the same, without a message
+        overflow = overflowing(sum_, self.info, 1.0 / self.info.size if scale is None else scale)
+        if sum_.first_nonfinite or overflow is not None:
             self.abandon()
         report.residual_norm = math.sqrt(self.accumulator.square_norm)
         self.last = report
@@ -293,6 +310,8 @@ class Bucket:
                 raise EditedGradientError(self.info.name, dict.fromkeys(edited, "its own error says which"))
             places = {rank: self.member_at(position) for rank, position in sum_.first_nonfinite.items()}
             raise NonFiniteGradientError(self.info.name, places)
+        if overflow is not None:
+            raise NonFiniteSumError(self.info.name, {}, self.member_at(overflow))
         return sum_
 
     def _recorded(self, report: BucketStep) -> Synchronization[SparseSum]:
@@ -338,6 +357,35 @@ class Bucket:
             if member.start <= position < member.stop:
                 return member.name
         return f"element {position}"
+
+
+def overflowing(sum_: SparseSum, info: BucketInfo, scale: float) -> int | None:
+    """The first element of a sum that its gradient's type cannot hold; None where all are well. O(k).
+
+    Args:
+        sum_: as it came back: an index may stand more than once.
+        info: the facts of the bucket.
+        scale: by which the sum is multiplied before it is applied.
+
+    Example:
+        >>> info, indices = BucketInfo("b", 9, size=2, dtype="float16"), np.array([3, 7, 7], np.int32)
+        >>> sum_ = SparseSum(indices, np.array([1, 6e4, 6e4], np.float32), np.array([1, 2]))
+        >>> overflowing(sum_, info, 0.5), overflowing(sum_, info, 1.0)
+        (None, 7)
+    """
+    values = sum_.values
+    if not values.size:
+        return None
+    limit = _LARGEST[info.dtype]
+    largest = max(float(values.max()), -float(values.min()))  # a NaN, if there is one, is both of them
+    # every rank adds an element once at most, and front ends scale before they add
+    if largest * max(1.0, info.size) * scale <= limit and np.isfinite(largest):
+        return None
+    indices, which = np.unique(sum_.indices, return_inverse=True)
+    with np.errstate(all="ignore"):
+        totals = np.bincount(which, weights=np.abs(values.astype(np.float64)), minlength=indices.size)
+        within = (totals * scale <= limit) & np.isfinite(totals)
+    return None if within.all() else int(indices[int(np.argmin(within))])
 
 
 def _copied(state: SparsifierState) -> SparsifierState:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from horovod_sparse.collectives import AllReduce, Synchronization
-from horovod_sparse.errors import EditedGradientError, NonFiniteGradientError
+from horovod_sparse.errors import EditedGradientError, NonFiniteGradientError, NonFiniteSumError
 from horovod_sparse.feedback import Bucket, BucketStep, Progress, Recipe, progress_of
 from horovod_sparse.sparsifiers.base import accumulator_dtype
 from horovod_sparse.telemetry import BucketReport
@@ -216,6 +216,7 @@ def sum_densely(
     Raises:
         NonFiniteGradientError: on every rank, if any rank's gradient is not finite.
         EditedGradientError: on every rank, if any rank refuses the step.
+        NonFiniteSumError: on every rank, if the sum is not finite, though every rank's gradient is.
     """
     rank, size = place
     buffer = np.zeros(gradient.size + size, gradient.dtype)
@@ -225,6 +226,8 @@ def sum_densely(
     count = own.size
     total: np.ndarray = yield AllReduce(buffer)
     check_health(name, total[count:])
+    if not np.isfinite(total[:count]).all():
+        raise NonFiniteSumError(name, {}, name)
     return total[:count]
 
 

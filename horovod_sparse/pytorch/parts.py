@@ -102,6 +102,8 @@ class SparseBucket(_Laid, common.BucketPart):
         lay: Lay = FlatGradient,
     ) -> None:
         self.name, self.learning_rate, self.dense = name, learning_rate, dense
+        #: see `Bucket.step`
+        self.scale: float | None = None
         self.names: tuple[str, ...] = tuple(names)
         self.gradient = lay(parameters, self.names[0])
         dtype = dtype_name(parameters[0]) or "unknown"  # others are refused before
@@ -120,7 +122,7 @@ class SparseBucket(_Laid, common.BucketPart):
         self.gradient.settle()
         self._loss_scale = loss_scale
         foldable = self.memory.foldable(self.gradient.flat, loss_scale)
-        step = self.bucket.step(foldable, self.learning_rate(), refused=refused)
+        step = self.bucket.step(foldable, self.learning_rate(), refused=refused, scale=self.scale)
         if self.streams is not None:
             step = self.streams.run(step)
         self.task = driver.start(self.name, step)

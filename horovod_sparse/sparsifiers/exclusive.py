@@ -10,6 +10,7 @@ import numpy as np
 
 from horovod_sparse.arrays.protocol import Accumulator, Indices
 from horovod_sparse.collectives import ADDED, AllGather, Request, Synchronization
+from horovod_sparse.errors import StateMismatchError
 from horovod_sparse.sparsifiers.base import (
     BucketInfo,
     SparseSum,
@@ -115,6 +116,7 @@ class ExclusiveThreshold(Sparsifier):
             selection = np.arange(start, stop, dtype=np.int32)
         wire, union_wire = (self.wire_with_room(room) for room in rooms)
         gathered = yield from exchange_selections(accumulator, selection, None, info, wire)
+        _check_exclusive(gathered.indices, gathered.counts, info)
         # the union is known to all by now: nothing of it has to wait where there is too little room
         sum_ = yield from sum_at(
             accumulator, gathered.indices, gathered.counts, info, union_wire, ask_health=False
@@ -152,6 +154,39 @@ class ExclusiveThreshold(Sparsifier):
             Traffic(AllGather, num_bytes),
             *sum_traffic(int(counts.sum()), info, union_wire, ask_health=False),
         )
+
+
+def _check_exclusive(union: Indices, counts: np.ndarray, info: BucketInfo) -> None:
+    """Refuses selections of which two hold the same element: its sum would be applied twice. O(k).
+
+    All ranks see the same selections, so they all raise, or none.
+
+    Args:
+        union: the selections of all ranks, one behind the other.
+        counts: int [P], elements selected by every rank.
+        info: the facts of the bucket.
+
+    Raises:
+        StateMismatchError: naming two ranks.
+    """
+    ends = np.cumsum(counts)
+    rising = union[1:] > union[:-1]
+    rising[ends[(ends > 0) & (ends < union.size)] - 1] = True  # from one rank to the next
+    ranks = np.flatnonzero(counts)
+    first, last = union[(ends - counts)[ranks]], union[ends[ranks] - 1]
+    order = np.argsort(first, kind="stable")
+    meeting = np.flatnonzero(last[order][:-1] >= first[order][1:])
+    if rising.all() and not meeting.size:
+        return
+    where = "a rank has selected an element twice"
+    if meeting.size:
+        one, other = sorted(ranks[order[[meeting[0], meeting[0] + 1]]].tolist())
+        where = f"ranks {one} and {other} have selected in one another's parts"
+    raise StateMismatchError(
+        f"{info.name}: {where} in the same step, of which exclusive parts are to have none in common: the "
+        "states of the ranks' sparsifiers differ. No rank applied this step; load a checkpoint of one step "
+        "on all ranks"
+    )
 
 
 def _share(union: Indices, window: Window) -> float:

@@ -115,6 +115,8 @@ class SparseBucket(_Laid, common.BucketPart):
     ) -> None:
         self.names: tuple[str, ...] = tuple(names)
         self.dense = dense
+        #: see `Bucket.step`
+        self.scale: float | None = None
         self.shapes, self.dtype = [tuple(shape) for shape in shapes], dtype
         self._name, self._recipe, self._place = name, recipe, place
         self.bucket = self._made(None)
@@ -142,7 +144,7 @@ class SparseBucket(_Laid, common.BucketPart):
         self.close()
         if self.made_for != self._place():  # the process set's: Horovod itself has not been started
             self.start_anew(self.bucket.progress.step)
-        return self.bucket.step(GradientParts(gradients), learning_rate)
+        return self.bucket.step(GradientParts(gradients), learning_rate, scale=self.scale)
 
     def apply(self, scale: float) -> tuple[list[np.ndarray], BucketReport]:
         """See `Part.apply`."""

@@ -326,6 +326,9 @@ class GradientSynchronizer:
                 ]
                 for part in parts
             ]
+            for part in parts:
+                if isinstance(part, SparseBucket):
+                    part.scale = 1.0 if self._settings()["op"] == "Sum" else None
             tokens = self._driver.start(parts, tensors, rate)
         return Unsettled(parts, tokens, [by_name[name] for part in parts for name in part.names], results)
 

@@ -124,6 +124,9 @@ class Bucketing:
     def _enter(self, parts: Sequence[Part]) -> None:
         """Further parts."""
         self.parts += parts
+        for part in parts:
+            if isinstance(part, SparseBucket) and not self.average:
+                part.scale = 1.0
         entered = {parameter: part for part in parts for parameter in part.gradient.parameters}
         self._part_of |= entered
         self._kinds += [(p, p.dtype, p.device) for p in entered]

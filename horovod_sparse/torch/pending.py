@@ -66,7 +66,9 @@ class PendingGradient:
     def begin(self, bucket: Bucket, driver: Driver) -> None:
         """Folds the gradient into the parameter's bucket and starts its synchronization; does not wait."""
         self.bucket = bucket
-        step = bucket.step(self.memory.foldable(self.gradient, self.loss_scale), self.learning_rate)
+        foldable = self.memory.foldable(self.gradient, self.loss_scale)
+        scale = 1.0 if self.stock is not None and self.stock.adds_up else None
+        step = bucket.step(foldable, self.learning_rate, scale=scale)
         if self.streams is not None:
             step = self.streams.run(step)
         self.task = driver.start(f"sparse.{self.name}", step)

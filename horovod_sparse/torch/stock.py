@@ -76,6 +76,11 @@ class StockOptimizer:
         """The ranks that it synchronizes with; None if it does not say."""
         return getattr(self._optimizer(), "process_set", None)
 
+    @property
+    def adds_up(self) -> bool:
+        """Whether gradients are summed up over ranks, and not averaged."""
+        return bool(getattr(self._optimizer(), "op", None) == hvd.Sum)
+
     def learning_rate(self, parameter: torch.Tensor) -> float | None:
         """The learning rate of the parameter's group, where there is one."""
         optimizer = self._optimizer()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from horovod_sparse.arrays import HostAccumulator
-from horovod_sparse.errors import NonFiniteGradientError
+from horovod_sparse.errors import NonFiniteGradientError, NonFiniteSumError
 from horovod_sparse.feedback import ErrorFeedback, Member
 from horovod_sparse.simulation import SimulatedCluster
 from support import laws
@@ -139,3 +139,30 @@ def test_learning_rate_of_an_abandoned_step_counts_once(case: Case) -> None:
     results = cluster.synchronize(list(np.zeros((2, 64), np.float32)), 0.25)
     total = cluster.dense(results[0]) + np.sum(cluster.residuals(), axis=0)
     np.testing.assert_array_equal(total, 2.0 * np.sum(held, axis=0))
+
+
+@rows
+@pytest.mark.parametrize(("dtype", "value"), [("float32", 3e38), ("float64", 1.5e308), ("float16", 6e4)])
+def test_a_sum_that_is_not_finite_is_applied_by_nobody(case: Case, dtype: str, value: float) -> None:
+    """Every rank's gradient is finite, and what all of them together send is more than its type holds."""
+    scenario = Scenario(3, 120, dtype, num_steps=6)
+    gradients = random_gradients(scenario)
+    gradients[_SICK_STEP, :, [7, 45, 46]] = value
+    history = run(case.recipe, scenario, gradients, cluster=cluster_of(case, scenario))
+    limit = float(np.finfo(dtype).max)
+    for number, step in enumerate(history.steps):
+        assert np.isfinite(step.residuals).all()
+        first, *others = step.results
+        if isinstance(first, Exception):
+            assert isinstance(first, NonFiniteSumError) and number >= _SICK_STEP
+            assert first.parameter in ("conv.weight", "conv.bias") and not first.where
+            assert [str(other) for other in others] == [str(first)] * len(others)
+            assert str(pickle.loads(pickle.dumps(first))) == str(first)
+        else:
+            assert np.abs(history.dense(number)).max() / scenario.size <= limit
+    sparsifier = case.recipe.sparsifier
+    sums = sparsifier.name in ("exdyna", "micro", "cltk", "gtopk", "topk_dsa")  # others divide, then add up
+    if dtype != "float16" and sums and sparsifier.wire.exact:  # codecs give the largest number that they have
+        assert history.steps[_SICK_STEP].abandoned
+    if not case.loses_mass and dtype == "float16":  # otherwise what is applied is lost beside these numbers
+        laws.nothing_is_lost(history)
