@@ -10,7 +10,7 @@ import torch
 
 from support.linear import LinearModel
 
-__all__ = ["flat", "gradients_of", "in_bucket_order", "make", "residuals_of", "train_step"]
+__all__ = ["flat", "gradients_of", "in_bucket_order", "make", "residuals_of", "train_step", "wrapped"]
 
 
 def make(model: torch.nn.Module, compression: Any, *, lr: float = 0.5, **arguments: Any) -> Any:
@@ -20,6 +20,22 @@ def make(model: torch.nn.Module, compression: Any, *, lr: float = 0.5, **argumen
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     return hvd.DistributedOptimizer(
         optimizer, named_parameters=model.named_parameters(), compression=compression, **arguments
+    )
+
+
+def wrapped(front: str, model: LinearModel, compression: Any, arguments: Any = None) -> Any:
+    """An optimizer of ours ("own"), or of Horovod's with our compressor."""
+    import horovod.torch as stock
+
+    import horovod_sparse.torch as hvd
+
+    if front == "stock" and isinstance(compression, str):
+        compression = hvd.Compression.parse(compression)
+    return (hvd if front == "own" else stock).DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.5),
+        model.named_parameters(),
+        compression=compression,
+        **(arguments or {}),
     )
 
 

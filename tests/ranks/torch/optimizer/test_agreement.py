@@ -16,6 +16,7 @@ from horovod_sparse import errors
 from horovod_sparse.frontend import agreement
 from horovod_sparse.torch.stock import compare_with_ranks
 from support.linear import LinearModel, dyadic
+from support.optimizers import wrapped
 
 #: what one rank is given, what the last one is given, and the words that every rank's error has
 TEXT = "topk:density=0.1"
@@ -89,18 +90,6 @@ def fresh(shapes: dict[str, Any]) -> dict[str, Any]:
     """Under names that no case before has left anything under way for."""
     number = next(_numbers)
     return {f"case{number}.{name}".replace(".", "_"): shape for name, shape in shapes.items()}
-
-
-def wrapped(front: str, model: LinearModel, compression: Any, arguments: Any = None) -> Any:
-    """An optimizer of ours ("own"), or of Horovod's with our compressor."""
-    if front == "stock" and isinstance(compression, str):
-        compression = hvd.Compression.parse(compression)
-    return (hvd if front == "own" else stock).DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.5),
-        model.named_parameters(),
-        compression=compression,
-        **(arguments or {}),
-    )
 
 
 def refused(optimizer: Any, model: LinearModel, words: str, rank: int, kind: Any) -> None:

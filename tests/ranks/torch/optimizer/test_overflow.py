@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from test_agreement import wrapped
 
 import horovod_sparse.torch as hvd
 from horovod_sparse.errors import NonFiniteSumError
 from support.linear import LinearModel, dyadic, same_on_all_ranks
+from support.optimizers import wrapped
 
 SHAPES = {"first": (40, 30), "bias": (7,)}
 
