@@ -1,4 +1,7 @@
-"""Messages between two ranks over mpi4py, on a communicator that nobody else uses."""
+"""Messages between two ranks over mpi4py, on a communicator that nobody else uses.
+
+Collectives can be made of them, too: `by_exchanges` says how.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,23 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_sparse.collectives import Exchange
+from horovod_sparse.collectives import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Broadcast,
+    Exchange,
+    Request,
+    Synchronization,
+)
 from horovod_sparse.errors import CollectiveMismatchError, UnknownNameError
 
 Words = NDArray[np.int32]
 
-#: "auto", or "alltoall" to do without MPI's messages
+#: "auto"; "alltoall" to do without MPI's messages; "mpi" to make all rounds of sparsifiers of them, where
+#: all ranks can, not exchanges alone. The same on all ranks.
 TRANSPORT_VARIABLE = "HOROVOD_SPARSE_TRANSPORT"
+_WAYS = ("auto", "alltoall", "mpi")
 
 #: words in front of every message: a hash of its name, how often that name was used before, and its length
 _HEADER = 4
@@ -42,8 +55,8 @@ def mpi_for(hvd: Any) -> tuple[Any, str]:
         UnknownNameError: the environment asks for something else than there is.
     """
     wanted = os.environ.get(TRANSPORT_VARIABLE, "auto")
-    if wanted not in ("auto", "alltoall"):
-        raise UnknownNameError(TRANSPORT_VARIABLE, wanted, ["auto", "alltoall"])
+    if wanted not in _WAYS:
+        raise UnknownNameError(TRANSPORT_VARIABLE, wanted, _WAYS)
     if wanted == "alltoall":
         return None, f"{TRANSPORT_VARIABLE} says so"
     if not hvd.mpi_enabled():
@@ -51,6 +64,50 @@ def mpi_for(hvd: Any) -> tuple[Any, str]:
     if not hvd.mpi_threads_supported():
         return None, "MPI does not support several threads"
     return _mpi_of(hvd.rank(), hvd.size())
+
+
+def rounds_by_pairs() -> bool:
+    """Whether all rounds of sparsifiers are to travel as messages between pairs of ranks."""
+    return os.environ.get(TRANSPORT_VARIABLE) == "mpi"
+
+
+def by_exchanges(request: Request, rank: int, size: int) -> Synchronization[Any]:
+    """A collective as messages between pairs: nothing waits for a cycle of Horovod.
+
+    Every rank sends its message to every other, which is as many bytes as a ring moves. A sum is made in
+    parts: each rank adds up one, in the order of ranks, and sends it to all, so all have the same bits.
+
+    Args:
+        request: any but an exchange, with a buffer of NumPy's.
+        rank: of this process within those that take part.
+        size: P.
+
+    Returns:
+        What comes back for the request.
+    """
+    others = tuple(peer for peer in range(size) if peer != rank)
+    if isinstance(request, AllGather):
+        arrived = yield Exchange(dict.fromkeys(others, request.buffer), others)
+        return np.concatenate([request.buffer if peer == rank else arrived[peer] for peer in range(size)])
+    if isinstance(request, AllToAll):
+        arrived = yield Exchange({peer: request.buffers[peer] for peer in others}, others)
+        return [request.buffers[peer].copy() if peer == rank else arrived[peer] for peer in range(size)]
+    if isinstance(request, Broadcast):
+        words = np.ascontiguousarray(request.buffer).view(np.int32)
+        if request.root == rank:
+            yield Exchange(dict.fromkeys(others, words), ())
+            return request.buffer.copy()
+        arrived = yield Exchange({}, (request.root,))
+        return arrived[request.root].view(request.buffer.dtype)
+    if not isinstance(request, AllReduce):
+        raise TypeError(f"an {type(request).__name__} is messages between pairs already")
+    dtype, parts = request.buffer.dtype, np.array_split(request.buffer, size)
+    arrived = yield Exchange({peer: parts[peer].view(np.int32) for peer in others}, others)
+    total = np.zeros_like(parts[rank])
+    for peer in range(size):
+        total += parts[rank] if peer == rank else arrived[peer].view(dtype)
+    arrived = yield Exchange(dict.fromkeys(others, total.view(np.int32)), others)
+    return np.concatenate([total if peer == rank else arrived[peer].view(dtype) for peer in range(size)])
 
 
 def _mpi_of(rank: int, size: int) -> tuple[Any, str]:
@@ -199,6 +256,49 @@ class MpiPairs:
         if self.is_known():
             self._next.Cancel()
             self._next.Wait()
+
+
+class MpiRounds:
+    """A collective under way as messages between pairs; see `by_exchanges`.
+
+    Args:
+        pairs: sends and receives them.
+        request: any but an exchange.
+        name: the same on all ranks.
+        rank: within those that take part.
+        size: P.
+    """
+
+    def __init__(self, pairs: MpiPairs, request: Request, name: str, rank: int, size: int) -> None:
+        self._pairs, self._name, self._rank = pairs, name, rank
+        self._steps = by_exchanges(request, rank, size)
+        self._number, self._answer, self._ended = 0, None, False
+        self._inner = self._start(next(self._steps))
+
+    def _start(self, request: Request) -> _MpiHandle:
+        if not isinstance(request, Exchange):
+            raise TypeError("collectives are made of exchanges alone")
+        self._number += 1
+        return self._pairs.start(request, f"{self._name}/{self._number}", self._rank)
+
+    def is_known(self) -> bool:
+        """Whether MPI still runs."""
+        return self._pairs.is_known()
+
+    def done(self) -> bool:
+        """Whether the last message is there; starts what comes after those that are."""
+        while not self._ended and self._inner.done():
+            try:
+                self._inner = self._start(self._steps.send(self._inner.result()))
+            except StopIteration as stop:
+                self._answer, self._ended = stop.value, True
+        return self._ended
+
+    def result(self) -> Any:
+        """What comes back for the request; waits for it."""
+        while not self.done():
+            time.sleep(_SLEEP_SECONDS)
+        return self._answer
 
 
 @atexit.register

@@ -12,11 +12,12 @@ import torch
 
 from horovod_sparse.collectives import AllGather, AllReduce, AllToAll, Broadcast, Exchange, Request
 from horovod_sparse.errors import ArgumentError, CollectiveMismatchError
+from horovod_sparse.frontend.transport import rounds_by_pairs
 from horovod_sparse.pytorch.driver import Handle
 from horovod_sparse.pytorch.layout import readable_tensor
 from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.handles import finished, held_besides, present_start
-from horovod_sparse.torch.transport import start_exchange
+from horovod_sparse.torch.transport import start_round
 
 _log = logging.getLogger("horovod_sparse")
 
@@ -87,6 +88,14 @@ def start(request: Request, name: str, process_set: Any = hvd.global_process_set
         )
     if process_set.size() == 1:
         return _LocalHandle(_answer_alone(request))
+    dense = isinstance(request, AllReduce) and isinstance(request.buffer, torch.Tensor)
+    if isinstance(request, Exchange) or (rounds_by_pairs() and not dense):
+        return start_round(request, name, process_set, _start_horovods)
+    return _start_horovods(request, name, process_set)
+
+
+def _start_horovods(request: Request, name: str, process_set: Any) -> Handle:
+    """One of Horovod's own collectives."""
     if isinstance(request, AllGather):
         tensor = readable_tensor(request.buffer)
         handle = hvd.allgather_async(tensor, name=name, process_set=process_set)
@@ -100,9 +109,9 @@ def start(request: Request, name: str, process_set: Any = hvd.global_process_set
         root = process_set.ranks[request.root]  # Horovod counts roots in the world, not in the set
         handle = hvd.broadcast_async(tensor, root, name=name, process_set=process_set)
         return _HorovodHandle(handle, tensor, _array)
-    if isinstance(request, AllToAll):
-        return _start_alltoall(list(request.buffers), name, process_set, list)
-    return start_exchange(request, name, process_set, _exchange_by_alltoall)
+    if isinstance(request, Exchange):
+        return _exchange_by_alltoall(request, name, process_set)
+    return _start_alltoall(list(request.buffers), name, process_set, list)
 
 
 def _exchange_by_alltoall(request: Exchange, name: str, process_set: Any) -> Handle:

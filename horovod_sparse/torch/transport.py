@@ -15,15 +15,14 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol, TypeAlias
 
-import numpy as np
 import torch
 
-from horovod_sparse.collectives import Exchange
-from horovod_sparse.frontend.transport import MpiPairs, mpi_for
+from horovod_sparse.collectives import Exchange, Request
+from horovod_sparse.frontend.transport import MpiPairs, MpiRounds, mpi_for
 from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.handles import finished, held_besides, present_start
 
-__all__ = ["chosen_transport", "forget_transports", "start_exchange", "transport_words"]
+__all__ = ["chosen_transport", "forget_transports", "start_round", "transport_words"]
 
 _LOG = logging.getLogger("horovod_sparse")
 _SLEEP_SECONDS = 20e-6
@@ -35,7 +34,7 @@ class _Handle(Protocol):
     def result(self) -> Any: ...
 
 
-Start = Callable[[Exchange, str, Any], _Handle]
+Start = Callable[[Any, str, Any], _Handle]
 _Key: TypeAlias = tuple[int | None, tuple[int, ...]]
 
 
@@ -151,10 +150,10 @@ def forget_transports(process_set: Any) -> None:
         del _choices[_key(process_set)]
 
 
-class _ExchangeHandle:
-    """An exchange that begins when it is known how."""
+class _RoundHandle:
+    """A round that begins when it is known how."""
 
-    def __init__(self, request: Exchange, name: str, process_set: Any, by_horovod: Start) -> None:
+    def __init__(self, request: Request, name: str, process_set: Any, by_horovod: Start) -> None:
         self._choice = _choice_of(process_set)
         self._begin = (request, name, process_set)
         self._by_horovod = by_horovod
@@ -163,10 +162,13 @@ class _ExchangeHandle:
 
     def _try(self) -> None:
         if self._inner is None and self._choice.decided():
-            if self._choice.pairs is None:
-                self._inner = self._by_horovod(*self._begin)
+            pairs, (request, name, process_set) = self._choice.pairs, self._begin
+            if pairs is None:
+                self._inner = self._by_horovod(request, name, process_set)
+            elif isinstance(request, Exchange):
+                self._inner = pairs.start(request, name, process_set.rank())
             else:
-                self._inner = self._choice.pairs.start(*self._begin[:2], self._begin[2].rank())
+                self._inner = MpiRounds(pairs, request, name, process_set.rank(), process_set.size())
 
     def is_known(self) -> bool:
         return self._choice.is_known() and (self._inner is None or self._inner.is_known())
@@ -175,15 +177,14 @@ class _ExchangeHandle:
         self._try()
         return self._inner is not None and self._inner.done()
 
-    def result(self) -> dict[int, np.ndarray]:
+    def result(self) -> Any:
         while not self.done():
             time.sleep(_SLEEP_SECONDS)
-        messages: dict[int, np.ndarray] = self._inner.result() if self._inner is not None else {}
-        return messages
+        return self._inner.result() if self._inner is not None else {}
 
 
-def start_exchange(request: Exchange, name: str, process_set: Any, by_horovod: Start) -> _Handle:
-    """Starts messages between pairs of ranks and returns without waiting.
+def start_round(request: Request, name: str, process_set: Any, by_horovod: Start) -> _Handle:
+    """Starts messages between pairs of ranks, or a collective made of them, and returns without waiting.
 
     Args:
         request: which. Ranks count within the process set.
@@ -194,4 +195,4 @@ def start_exchange(request: Exchange, name: str, process_set: Any, by_horovod: S
     Returns:
         A handle, as `horovod_sparse.pytorch.driver.Handle` says.
     """
-    return _ExchangeHandle(request, name, process_set, by_horovod)
+    return _RoundHandle(request, name, process_set, by_horovod)

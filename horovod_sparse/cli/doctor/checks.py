@@ -305,12 +305,12 @@ def check_settings(facts: Facts) -> Iterator[Finding]:
             "unset it once you have seen enough (horovod-sparse plan --timeline reads it)",
         )
     transport = settings.get("HOROVOD_SPARSE_TRANSPORT")
-    if transport not in (None, "auto", "alltoall"):
+    if transport not in (None, "auto", "alltoall", "mpi"):
         yield problem(
             "transport",
             f"HOROVOD_SPARSE_TRANSPORT={transport}",
             "the first exchange between two ranks will raise an error",
-            "auto, or alltoall",
+            "auto, alltoall, or mpi",
         )
     for name in settings:
         near = difflib.get_close_matches(name, SETTINGS, n=1, cutoff=0.88)

@@ -18,6 +18,7 @@ from horovod_sparse.feedback import Bucket, recipe
 from horovod_sparse.simulation import SimulatedCluster
 from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.torch import transport
+from horovod_sparse.torch.collectives import _start_horovods
 from horovod_sparse.torch.driver import HorovodDriver
 from horovod_sparse.torch.state import redistribute
 from support.linear import LinearModel
@@ -241,6 +242,49 @@ def test_results_are_those_of_the_simulator(each_way_once, rank, size):
     sums = [zlib.crc32(tasks[number].value().values.tobytes()) for number in range(len(rows))]
     everyone = hvd.allgather_object(sums)
     assert all(other == everyone[0] for other in everyone)
+
+
+def test_rounds_of_messages_between_pairs(monkeypatch, rank, size):
+    """Every kind of round, several buckets in orders of their own, and ranks that abandon a step together."""
+    transport.forget_transports(hvd.global_process_set)
+    monkeypatch.setenv("HOROVOD_SPARSE_TRANSPORT", "mpi")
+    started = []
+    monkeypatch.setattr(
+        "horovod_sparse.torch.collectives._start_horovods",
+        lambda request, name, process_set: (
+            started.append(name) or _start_horovods(request, name, process_set)
+        ),
+    )
+    texts = ["topk", "exdyna", "micro:values=float16", "cltk", "oktopk", "dgc:indices=gaps", "spardl"]
+    n, generator = 3000, np.random.default_rng(size)
+    gradients = generator.standard_normal((len(texts), 4, size, n)).astype(np.float32)
+    gradients[1, 2, size - 1, 7] = np.nan
+    driver, order = HorovodDriver(), list(range(len(texts)))
+    buckets, clusters = [], []
+    for number, text in enumerate(texts):
+        name, _, last = text.partition(":")
+        made = recipe(name, density=0.02, **dict([last.split("=")] if last else ()))
+        buckets.append(
+            Bucket(BucketInfo(f"b{number}", n, rank, size), made, HostAccumulator(n, density=0.02))
+        )
+        clusters.append(SimulatedCluster(made, n, size))
+    random.Random(rank).shuffle(order)
+    for step in range(4):
+        tasks = {
+            b: driver.start(f"by pairs {b}", buckets[b].step(gradients[b, step, rank].copy())) for b in order
+        }
+        driver.wait()
+        for b, cluster in enumerate(clusters):
+            given = [gradient.copy() for gradient in gradients[b, step]]
+            expected = cluster.synchronize(given, keep_errors=True)[rank]
+            assert type(tasks[b].error) is (type(expected) if isinstance(expected, Exception) else type(None))
+            if tasks[b].error is None:
+                assert tasks[b].value().indices.tobytes() == expected.indices.tobytes(), texts[b]
+                np.testing.assert_allclose(tasks[b].value().values, expected.values, rtol=1e-5, atol=1e-5)
+    everyone = hvd.allgather_object([zlib.crc32(task.value().values.tobytes()) for task in tasks.values()])
+    assert all(sorted(other) == sorted(everyone[0]) for other in everyone)
+    assert bool(started) != on_mpi("auto")
+    transport.forget_transports(hvd.global_process_set)
 
 
 @pytest.mark.parametrize("compression", ["spardl:density=0.05,teams=auto", "gtopk:density=0.05"])
