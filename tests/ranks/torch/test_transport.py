@@ -117,6 +117,22 @@ def test_nothing_is_taken_for_a_message_of_a_new_start(way, rank, size):
     assert heard == [2, 2]
 
 
+def test_what_all_ranks_give_up_is_no_message_for_the_next(each_way_once, rank, size):
+    """A task that nobody waits for, its driver gone with it, and another of its name after that."""
+    if not on_mpi(each_way_once):
+        pytest.skip("Horovod keeps its own collectives apart")
+    driver = HorovodDriver()
+    driver.start("agreed how", ring(rank, size, 1, 1))
+    driver.wait()
+    HorovodDriver().start("left alone", ring(rank, size, 4, 1))
+    for _ in range(2):
+        hvd.barrier()
+        task = driver.start("left alone", ring(rank, size, 5, 1))
+        driver.wait()
+        source = (rank - 1) % size
+        assert task.value() == [{source: (5 * (source + 1), {source})}]
+
+
 def test_starting_waits_for_nobody(way, rank, size):
     """All but one rank start, and have other things to do together before the last one does."""
     driver, late = HorovodDriver(), size - 1
