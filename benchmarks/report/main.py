@@ -30,7 +30,7 @@ _RENDERERS = {
     "wire": wire_table,
 }
 #: how the names of measurements begin that this page shows
-_KINDS = {*_RENDERERS, "sync", "train"}
+_KINDS = {*_RENDERERS, "rounds", "sync", "train"}
 
 
 def tables(measurements: dict[str, Any]) -> dict[str, str]:
