@@ -9,7 +9,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from horovod_sparse.errors import HorovodMissingError
+from horovod_sparse.errors import HorovodMissingError, UnsupportedError
 from horovod_sparse.frontend.deadline import let_horovod_give_up
 
 try:
@@ -52,6 +52,22 @@ def _noted(init: Any) -> Any:
 def present_start() -> object:
     """A token of Horovod's present start: compare it with ``is``, and hold it to compare with later."""
     return _present[0]
+
+
+def takes_part(process_set: Any) -> bool:
+    """Whether this rank is in a process set.
+
+    Raises:
+        UnsupportedError: if Horovod has not been started for TensorFlow: every rank would train alone.
+    """
+    if not hvd.is_initialized():
+        other = sys.modules.get("horovod.torch")
+        started = other is not None and hasattr(other, "is_initialized") and other.is_initialized()
+        raise UnsupportedError(
+            "Horovod has not been started for TensorFlow: call hvd.init() of horovod_sparse.tensorflow"
+            + (" (that of horovod.torch, which was called, starts another one)" if started else "")
+        )
+    return bool(process_set.included())
 
 
 def is_elastic() -> bool:

@@ -23,7 +23,7 @@ import tensorflow as tf
 from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.frontend.momentum import refuse_double_momentum
-from horovod_sparse.tensorflow._horovod import is_elastic
+from horovod_sparse.tensorflow._horovod import is_elastic, takes_part
 from horovod_sparse.tensorflow.collectives import not_folded
 from horovod_sparse.tensorflow.graph import HOST, refuse_graphs
 from horovod_sparse.tensorflow.order import gate_callers
@@ -144,7 +144,7 @@ class DropIn:
         refuse_graphs()
         call = stock_call(tensor)
         # Horovod traces what it does with several ranks outside of them, too
-        if not _is_sparsifiable(tensor) or not call.process_set.included():
+        if not _is_sparsifiable(tensor) or not takes_part(call.process_set):
             return tensor, None
         if self._gathering is None or self._gathering.frame is not call.frame:
             self._gathering = self._gathered(call)

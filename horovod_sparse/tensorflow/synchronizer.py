@@ -21,7 +21,7 @@ from horovod_sparse.frontend.decision import Decision
 from horovod_sparse.merging import Plan
 from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.tensorflow import planning
-from horovod_sparse.tensorflow._horovod import hvd, is_elastic, present_start
+from horovod_sparse.tensorflow._horovod import hvd, is_elastic, present_start, takes_part
 from horovod_sparse.tensorflow.bucketing import Bucketing
 from horovod_sparse.tensorflow.collectives import reduce_densely
 from horovod_sparse.tensorflow.driver import Driver
@@ -125,7 +125,7 @@ class GradientSynchronizer:
 
         One rank alone does what each of many does.
         """
-        return bool(self.process_set.included())
+        return takes_part(self.process_set)
 
     @property
     def parts(self) -> list[Part]:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import tensorflow as tf
 
 from horovod_sparse.errors import UnsupportedError
-from horovod_sparse.tensorflow._horovod import hvd, is_elastic
+from horovod_sparse.tensorflow._horovod import hvd, is_elastic, takes_part
 from horovod_sparse.tensorflow.arguments import Arguments
 from horovod_sparse.tensorflow.collectives import known_to_elastic, not_folded
 from horovod_sparse.tensorflow.graph import EagerCalls, refuse_graphs
@@ -209,7 +209,7 @@ class DenseReducer:
     @property
     def is_needed(self) -> bool:
         """Whether there is anybody to reduce with."""
-        if not self.process_set.included():
+        if not takes_part(self.process_set):
             return False
         return is_elastic() or self.process_set.size() > 1
 
