@@ -34,15 +34,17 @@ from typing import Any
 
 from horovod_sparse import checks
 from horovod_sparse.collectives import Synchronization
-from horovod_sparse.errors import ArgumentError, CheckpointError, HorovodSparseError, StateMismatchError
+from horovod_sparse.errors import ArgumentError, CheckpointError, StateMismatchError
 from horovod_sparse.frontend.agreement import shared_lines
 from horovod_sparse.frontend.collective_errors import raise_together
 from horovod_sparse.frontend.encoding import read_tree, write_tree
-from horovod_sparse.frontend.state import redistributed
+from horovod_sparse.frontend.state import joined, old_ranks_of
 
 _FORMAT = 1
 _NAME = re.compile(r"step-(\d{10})\.(\d+)")
 _MANIFEST = "manifest.json"
+#: of further ranks' entries, at another number of ranks
+_ADDED_UP = ("rank", "size", "residuals", "companions")
 _log = logging.getLogger("horovod_sparse")
 #: by directory: whose state this process has saved there, or loaded from there, last
 _owners: dict[Path, weakref.ref[Any]] = {}
@@ -289,7 +291,7 @@ def read_checkpoint(
         directory: as given to `write_checkpoint`.
         rank: of this process.
         size: number of ranks now. If it is another than then, residuals are distributed so that their mean
-            stays; every rank needs to see all files then.
+            stays; a rank needs to see the files of `old_ranks_of` then.
         step: that of the checkpoint, if not the newest.
 
     Raises:
@@ -311,12 +313,17 @@ def read_checkpoint(
     if rank == 0 and name != max(set().union(*everyone), key=_age):
         _log.warning("%s is the newest checkpoint that is complete on all ranks; newer ones are not", name)
     try:
-        if manifest["size"] == size:
-            entry = _checked(found[name], rank)
-        else:
-            parts = [_checked(found[name], old) for old in range(manifest["size"])]
-            entry = redistributed(parts, rank, size)
-    except (OSError, HorovodSparseError) as error:
+        parts: list[dict[str, Any]] = []
+        for old in old_ranks_of(rank, manifest["size"], size):
+            part = _checked(found[name], old)
+            if size != manifest["size"] and (part["rank"], part["size"]) != (old, manifest["size"]):
+                raise CheckpointError(
+                    f"{_file_of(old)} of {name} has what rank {part['rank']} of {part['size']} saved"
+                )
+            # a model once, not once for each of its ranks
+            parts.append({key: part[key] for key in _ADDED_UP} if parts else part)
+        entry = joined(parts, rank, size) if size != manifest["size"] else parts[0]
+    except Exception as error:
         failure = error
     yield from raise_together(_explained(failure, f"read {name}"))
     return entry

@@ -320,8 +320,6 @@ def redistributed(entries: Sequence[Mapping[str, Any]], rank: int, size: int) ->
         StateMismatchError: if the entries are not those of all old ranks of one run.
         ArgumentError: if there is no such rank.
     """
-    if not 0 <= rank < size:
-        raise ArgumentError("rank", rank, f"a rank of {size}, from 0")
     by_rank = {entry["rank"]: entry for entry in entries}
     old_size = len(entries)
     if sorted(by_rank) != list(range(old_size)) or any(entry["size"] != old_size for entry in entries):
@@ -329,12 +327,32 @@ def redistributed(entries: Sequence[Mapping[str, Any]], rank: int, size: int) ->
             f"entries of ranks {sorted(entry['rank'] for entry in entries)} were given, of runs with "
             f"{sorted({entry['size'] for entry in entries})} ranks: give one of every rank of one run"
         )
+    return joined([by_rank[old] for old in old_ranks_of(rank, old_size, size)], rank, size)
+
+
+def old_ranks_of(rank: int, old_size: int, size: int) -> list[int]:
+    """Whose entries a rank goes on with at another number of ranks.
+
+    Raises:
+        ArgumentError: if there is no such rank.
+
+    Example:
+        >>> old_ranks_of(0, 5, 2), old_ranks_of(3, 2, 4)
+        ([0, 2, 4], [1])
+    """
+    if not 0 <= rank < size:
+        raise ArgumentError("rank", rank, f"a rank of {size}, from 0")
+    return [rank % old_size] if size >= old_size else list(range(rank, old_size, size))
+
+
+def joined(entries: Sequence[Mapping[str, Any]], rank: int, size: int) -> dict[str, Any]:
+    """The entry for one rank of another number of ranks, of those of `old_ranks_of` alone, in their order."""
+    old_size = entries[0]["size"]
     if old_size == size:
-        return dict(by_rank[rank])
-    mine = [rank % old_size] if size > old_size else range(rank, old_size, size)
-    shares = [(by_rank[old], share_factor(old, old_size, size)) for old in mine]
+        return dict(entries[0])
+    shares = [(entry, share_factor(entry["rank"], old_size, size)) for entry in entries]
     return {
-        **by_rank[mine[0]],
+        **entries[0],
         "rank": rank,
         "size": size,
         # nothing is left to scale, and no bucket's state fits
@@ -342,7 +360,7 @@ def redistributed(entries: Sequence[Mapping[str, Any]], rank: int, size: int) ->
         "residuals": _sum([(entry["residuals"], factor) for entry, factor in shares]),
         "companions": [
             _sum([(entry["companions"][i], factor) for entry, factor in shares])
-            for i in range(len(by_rank[0]["companions"]))
+            for i in range(len(entries[0]["companions"]))
         ],
     }
 

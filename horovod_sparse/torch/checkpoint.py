@@ -91,7 +91,7 @@ def load(
     """Goes on from the newest checkpoint that is complete on all ranks; all ranks call it together.
 
     At the number of ranks that saved it the training goes on bit for bit. At another one residuals are
-    distributed so that their mean over ranks stays, and sparsifiers start anew; every rank needs to see all
+    distributed so that their mean over ranks stays, and sparsifiers start anew; ranks need to see others'
     files then.
 
     Args:

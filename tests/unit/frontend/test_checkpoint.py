@@ -251,6 +251,27 @@ def test_hosts_may_have_disks_of_their_own(tmp_path: Path) -> None:
     assert "does not see it" in str(ends[0])
 
 
+def test_at_another_number_a_rank_reads_what_it_takes_over_alone(tmp_path: Path) -> None:
+    """Not all ranks' models; and of those that it reads it keeps one."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    save([here, there, here], 1, size=3)
+    read = []
+
+    def noted(found: Any, rank: int) -> dict[str, Any]:
+        read.append(rank)
+        return checked(found, rank) | {"training": rank}
+
+    checked, checkpoint._checked = checkpoint._checked, noted
+    try:
+        entries = load([here, there], size=2)
+    finally:
+        checkpoint._checked = checked
+    assert sorted(read) == [0, 1, 2]
+    assert [entry["training"] for entry in entries] == [0, 1]
+    mean = np.mean([an_entry(rank, 3, 1)["residuals"]["w"] for rank in range(3)], axis=0)
+    np.testing.assert_allclose(np.mean([e["residuals"]["w"] for e in entries], axis=0), mean, rtol=1e-6)
+
+
 def test_another_number_of_ranks_keeps_the_mean(tmp_path: Path) -> None:
     save(tmp_path, 1, size=3)
     mean = np.mean([an_entry(rank, 3, 1)["residuals"]["w"] for rank in range(3)], axis=0)
