@@ -15,6 +15,7 @@ from horovod_sparse.collectives import Synchronization
 from horovod_sparse.ddp.bucket_gradient import BucketGradient
 from horovod_sparse.ddp.collectives import Carrier
 from horovod_sparse.ddp.communicator import Communicator
+from horovod_sparse.ddp.planning import facts_of, plan_of
 from horovod_sparse.ddp.state import checked_entry
 from horovod_sparse.errors import (
     ArgumentError,
@@ -31,8 +32,6 @@ from horovod_sparse.frontend.momentum import refuse_double_momentum, refuse_late
 from horovod_sparse.frontend.parts import assign_residuals, held_residuals
 from horovod_sparse.frontend.state import load_entry, saved_entry, share_factor
 from horovod_sparse.merging import ParameterFacts, Plan
-from horovod_sparse.merging.plan import same_kind
-from horovod_sparse.pytorch.layout import dtype_name
 from horovod_sparse.pytorch.loss_scale import ScaleOfStep, watch_scalers
 from horovod_sparse.pytorch.parts import DenseParameter, Part, SparseBucket, parts_of
 from horovod_sparse.telemetry import StepReport, Telemetry
@@ -227,7 +226,7 @@ class State:
         self._num_alike = self._num_alike + 1 if seen == self._last_layout else 1
         self._last_layout = seen
         if self._num_alike == _SETTLED and not self._plan_is_given:
-            wanted = self._plan_of(layout)
+            wanted = plan_of(layout, self.facts)
             if wanted != self.plan:
                 self.replan(wanted)
 
@@ -295,7 +294,7 @@ class State:
 
     def _prepare(self) -> None:
         """Facts, plan and parts for the buckets that have come, and what was loaded in them."""
-        self.facts = self._facts()
+        self.facts = facts_of(self._layout, self._name_of, self._named, self.optimizer, self.recipe.rules)
         if self._loaded is not None:
             entry = checked_entry(
                 self._loaded,
@@ -308,54 +307,15 @@ class State:
             load_entry(self, entry, share_factor(entry["rank"], entry["size"], self.place[1]))
             self._loaded = None
         elif not self.parts:
-            self._build(self.plan if self._plan_is_given else self._plan_of(self._layout))
+            self._build(self.plan if self._plan_is_given else plan_of(self._layout, self.facts))
 
     def _fitting(self, saved: Plan) -> Plan:
         """A saved plan, or one of this step's buckets where other groups or rules do not let it be used."""
         try:
             saved.check([fact for fact, _ in self.facts.values()])
         except ArgumentError:
-            return self._plan_of(self._layout)
+            return plan_of(self._layout, self.facts)
         return saved
-
-    def _facts(self) -> dict[str, tuple[ParameterFacts, torch.Tensor]]:
-        groups = [] if self.optimizer is None else self.optimizer.param_groups
-        group_of = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
-        facts = {}
-        for parameter in (p for bucket in self._layout for p in bucket if p.numel()):
-            if parameter not in self._name_of:
-                if self._named:
-                    allowed = "those of the very module that DistributedDataParallel has"
-                    raise ArgumentError("named_parameters", list(self._named)[:4], allowed)
-                # as Horovod calls parameters without names
-                self._name_of[parameter] = f"allreduce.noname.0.{len(self._name_of)}"
-            name, dtype = self._name_of[parameter], dtype_name(parameter)
-            if dtype is None:
-                raise UnsupportedError(
-                    f"{name} has dtype {parameter.dtype}: gradients of float32, float64, float16 and "
-                    "bfloat16 can be synchronized"
-                )
-            if self.optimizer is not None and id(parameter) not in group_of:
-                raise ArgumentError("optimizer", f"one without {name}", "one of all the model's parameters")
-            n, group = parameter.numel(), group_of.get(id(parameter), 0)
-            density = self.recipe.rules.density_of(name, n) or 0.0
-            facts[name] = (
-                ParameterFacts(name, n, dtype, str(parameter.device), group, density, tuple(parameter.shape)),
-                parameter,
-            )
-        return facts
-
-    def _plan_of(self, layout: Sequence[Sequence[torch.Tensor]]) -> Plan:
-        """DistributedDataParallel's buckets, parameters of other groups and densities apart."""
-        buckets: list[tuple[str, ...]] = []
-        dense: list[str] = []
-        for bucket in layout:
-            kinds: dict[Any, list[str]] = {}
-            for name in (self._name_of[parameter] for parameter in bucket if parameter.numel()):
-                fact = self.facts[name][0]
-                (dense if fact.density == 1.0 else kinds.setdefault(same_kind(fact), [])).append(name)
-            buckets += map(tuple, kinds.values())
-        return Plan(tuple(buckets), tuple(dense))
 
     def _build(self, plan: Plan) -> None:
         """Fresh parts for a plan."""
