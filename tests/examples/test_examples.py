@@ -21,7 +21,7 @@ def test_it_learns_and_tells_its_bytes(example: str, compression: str, tmp_path:
         pytest.importorskip("tensorflow")
     launcher = ["horovodrun", "--gloo", "--disable-cache", "-np", "2", sys.executable]
     if example == "ddp_digits":
-        launcher = ["torchrun", "--nproc-per-node", "2"]
+        launcher = ["torchrun", "--standalone", "--nproc-per-node", "2"]
     launcher[0] = str(Path(sys.executable).with_name(launcher[0]))
     file = tmp_path / "run.json"
     command = [str(EXAMPLES / f"{example}.py"), "--compression", compression, "--epochs", "1"]
