@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -70,6 +71,29 @@ def tell_edits(edited: Sequence[str], rank: int, size: int) -> Synchronization[N
 def some_of(names: Sequence[str]) -> str:
     """The first few of many names."""
     return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+
+
+def refuse_absence(hvd: Any, process_set: Any) -> None:
+    """Refuses to leave gradients as they are on a rank that the set of all ranks does not hold.
+
+    Horovod's bindings share that set: the one that is imported last takes it over. Where another one is
+    started, no rank is in it, and every rank would train for itself, without a word.
+
+    Args:
+        hvd: Horovod's binding for a framework.
+        process_set: that this rank is not in.
+
+    Raises:
+        UnsupportedError: if it is the set of all ranks.
+    """
+    if process_set is not hvd.global_process_set:
+        return
+    name, started = hvd.__name__, "was" if hvd.is_initialized() else "was not"
+    raise errors.UnsupportedError(
+        "Horovod's set of all ranks does not hold this one, so nothing would be synchronized: two bindings "
+        f"of Horovod are imported, the last of which has the set, and {name} {started} started. Start and "
+        "use the binding that is imported last, or import no other one"
+    )
 
 
 def worst(failures: Iterable[BaseException]) -> BaseException:

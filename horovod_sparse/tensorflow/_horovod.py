@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from horovod_sparse.errors import HorovodMissingError, UnsupportedError
+from horovod_sparse.frontend.collective_errors import refuse_absence
 from horovod_sparse.frontend.deadline import let_horovod_give_up
 
 try:
@@ -67,7 +68,10 @@ def takes_part(process_set: Any) -> bool:
             "Horovod has not been started for TensorFlow: call hvd.init() of horovod_sparse.tensorflow"
             + (" (that of horovod.torch, which was called, starts another one)" if started else "")
         )
-    return bool(process_set.included())
+    if not process_set.included():
+        refuse_absence(hvd, process_set)
+        return False
+    return True
 
 
 def is_elastic() -> bool:

@@ -26,7 +26,7 @@ from horovod_sparse.frontend.engine import carry_out
 from horovod_sparse.frontend.plan_request import PlanRequest
 from horovod_sparse.merging import ParameterFacts, Plan
 from horovod_sparse.sparsifiers import Sparsifier
-from horovod_sparse.tensorflow._horovod import hvd, is_elastic
+from horovod_sparse.tensorflow._horovod import hvd, is_elastic, takes_part
 from horovod_sparse.tensorflow.calibration import carry_out_together, where_of
 from horovod_sparse.tensorflow.tensors import dtype_name
 
@@ -157,7 +157,7 @@ def compare_densely(compression: Any, process_set: Any, **arguments: object) -> 
     Raises:
         StateMismatchError: on every rank alike, if they differ.
     """
-    if not process_set.included() or process_set.size() == 1 or is_elastic():
+    if not takes_part(process_set) or process_set.size() == 1 or is_elastic():
         return
     name = str(getattr(compression, "__name__", type(compression).__name__))
     name = {"NoneCompressor": "none", "FP16Compressor": "fp16"}.get(name, name)

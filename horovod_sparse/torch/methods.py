@@ -10,6 +10,7 @@ import torch
 from horovod.torch.optimizer import _DistributedOptimizer as _Stock
 
 from horovod_sparse.errors import ArgumentError
+from horovod_sparse.frontend.collective_errors import refuse_absence
 from horovod_sparse.frontend.decision import Decision
 from horovod_sparse.merging import Plan
 from horovod_sparse.telemetry import Telemetry
@@ -54,6 +55,7 @@ class Methods(torch.optim.Optimizer):
         self._synchronizer, self._kept_entry = None, None
         self._max_grad_norm, self._synchronize_at = max_grad_norm, synchronize_at
         if not self.process_set.included():
+            refuse_absence(hvd, self.process_set)
             return
         recipe = compression.recipe
         facts = planning.facts_of(names, self.param_groups, recipe.rules)

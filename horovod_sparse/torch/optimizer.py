@@ -13,6 +13,7 @@ from horovod.torch.optimizer import _DistributedOptimizer as _Stock
 
 from horovod_sparse.checks import check_number
 from horovod_sparse.errors import ArgumentError, UnsupportedError
+from horovod_sparse.frontend.collective_errors import refuse_absence
 from horovod_sparse.frontend.deadline import deadline_of
 from horovod_sparse.frontend.momentum import refuse_double_momentum
 from horovod_sparse.merging import Plan
@@ -190,6 +191,8 @@ def DistributedOptimizer(
             sparse_as_dense,
             process_set,
         )
+        if not process_set.included():
+            refuse_absence(hvd, process_set)
         claim_for_stock(dense)
         compare_dense(dense, compression)
         # so that a script need not ask which compression it was given
