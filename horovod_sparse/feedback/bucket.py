@@ -21,6 +21,7 @@ from horovod_sparse.errors import EditedGradientError, NonFiniteGradientError, N
 from horovod_sparse.feedback.recipe import Recipe
 from horovod_sparse.sparsifiers import BucketInfo, SparseSum
 from horovod_sparse.sparsifiers.base import SparsifierState
+from horovod_sparse.sparsifiers.capacity import Capacity
 
 #: rates below this part of the largest one so far count as that part of it: no sequence of rates
 #: multiplies a residual by more
@@ -136,7 +137,7 @@ _LARGEST = {
 }
 
 #: what needs no copy
-_NUMBERS = frozenset({int, float, bool, str, type(None)})
+_NUMBERS = frozenset({int, float, bool, str, type(None), Capacity})
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,9 @@ class Capacity:
     variance: float = 0.0
     steps: int = 0
 
+    def __deepcopy__(self, memo: object) -> Capacity:
+        return self  # every step copies its state, and nothing of this changes
+
     def room(self, asked: int, most: int) -> int:
         """Elements that every rank's message has room for in this step; 0: as many as there are.
 
