@@ -55,7 +55,7 @@ def let_horovod_give_up() -> None:
     """Before Horovod starts: has it end on all ranks where a collective waits too long for one of them.
 
     For what no coroutine of ours waits for: TensorFlow's graphs, and Horovod's own collectives. What the user
-    has set stays.
+    has set stays. Horovod 0.28.1 does so on MPI alone; on Gloo it sees no rank missing, and waits for ever.
     """
     seconds = deadline_of()
     if math.isfinite(seconds):
