@@ -33,8 +33,8 @@ class Engine(Protocol):
       (`held_residuals`, `assign_residuals`);
     * a function that executes one request together with the other ranks, and waits: at least an allgather of
       words and an allreduce of numbers (`horovod_sparse.collectives` says what each gives back). `carry_out`
-      then runs all that ranks agree upon (`agreed_start` after every start and load, `decide`), all that they
-      tell each other (`raise_together`, `shared_lines`), and `calibration`;
+      then runs all that ranks agree upon (`compared` and `agreed_start` after every start and load,
+      `decide`), all that they tell each other (`raise_together`, `shared_lines`), and `calibration`;
     * a token that every start of its collectives changes, to know when `agreed_start` is due;
     * `ParameterFacts` of its parameters, for `first_plan`; and stamps of backward for a `BackwardRecorder`,
       where plans by times are wanted;

@@ -91,11 +91,11 @@ def DistributedOptimizer(
     and clipping, without any message.
 
     Making the optimizer needs no other rank, and ranks may make several in different orders. The first
-    step is where ranks agree, with three small messages: on the plan, which is rank 0's, and on their models
-    being the same. So a rank that does not take that step leaves the others waiting, and what only all
-    ranks together can find wrong is raised there. Each parameter belongs to the optimizer that was made
-    last for it; one that had it before raises an error in its next step. An optimizer and its model are
-    freed as those of PyTorch are.
+    step is where ranks agree, with four small messages: on their arguments, on their models being the
+    same, and on the plan, which is rank 0's. So a rank that does not take that step leaves the others
+    waiting, and what only all ranks together can find wrong is raised there. Each parameter belongs to
+    the optimizer that was made last for it; one that had it before raises an error in its next step. An
+    optimizer and its model are freed as those of PyTorch are.
 
     Args:
         optimizer: of PyTorch; its parameter groups are taken over.
