@@ -104,7 +104,7 @@ def check_entry(entry: Any, recipe: Recipe | None, advice: str) -> None:
     _expect(isinstance(buckets, (list, tuple)), "buckets", buckets, "a list")
     _expect(len(entry["buckets"]) == len(plan.buckets), "buckets", buckets, f"a list of {len(plan.buckets)}")
     for number, one in enumerate(entry["buckets"]):
-        _check_bucket(f"buckets[{number}]", one, entry["step"])
+        _check_bucket(f"buckets[{number}]", one)
 
 
 def check_shapes(entry: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -182,13 +182,44 @@ def _check_arrays(path: str, arrays: Any, needed: set[str], known: set[str]) -> 
     for name, values in arrays.items():
         where = f"{path}[{_words(name)}]"
         _expect(name in known, where, values, "nothing: no parameter of its plan has this name")
-        array = as_array(values)
-        sound = array is not None and array.dtype in (np.float32, np.float64)
-        _expect(sound, where, values, "an array of float32 or float64")
-        _expect(bool(np.isfinite(array).all()), where, values, "finite numbers")  # type: ignore[arg-type]
+        _check_array(where, values)
 
 
-def _check_bucket(path: str, one: Any, step: int) -> None:
+def _check_array(path: str, values: Any) -> None:
+    array = as_array(values)
+    sound = array is not None and array.dtype in (np.float32, np.float64)
+    _expect(sound, path, values, "an array of float32 or float64")
+    _expect(bool(np.isfinite(array).all()), path, values, "finite numbers")  # type: ignore[arg-type]
+
+
+def check_parameters(state: Any) -> None:
+    """Refuses what a compressor behind stock Horovod's optimizer cannot have saved, as `check_entry` does.
+
+    Args:
+        state: with "algorithm" and, by name, "parameters".
+
+    Raises:
+        StateMismatchError: with the path of the field.
+    """
+    _expect(isinstance(state, Mapping), "the whole", state, "a mapping")
+    _expect(isinstance(state.get("algorithm"), str), "algorithm", state.get("algorithm"), "text")
+    parameters = state.get("parameters")
+    _expect(isinstance(parameters, Mapping), "parameters", parameters, "a mapping")
+    for name, one in state["parameters"].items():
+        path = f"parameters[{_words(name)}]"
+        _expect(isinstance(name, str), path, name, "text")
+        _check_bucket(path, one, "sparsifier")
+        _whole(one, "size", 1, _MOST_RANKS, f"{path}.")
+        _expect(isinstance(one.get("feedback", ""), str), f"{path}.feedback", one.get("feedback"), "text")
+        companions = one.get("companions")
+        _expect(isinstance(companions, (list, tuple)), f"{path}.companions", companions, "a list")
+        for number, values in enumerate([one.get("residual"), *one["companions"]]):
+            where = f"{path}.companions[{number - 1}]" if number else f"{path}.residual"
+            _check_array(where, values)
+            _expect(tuple(values.shape) == tuple(one["residual"].shape), where, values, "as its residual")
+
+
+def _check_bucket(path: str, one: Any, state: str = "state") -> None:
     """What a bucket's progress is made of; its state is checked against the sparsifier's own."""
     _expect(isinstance(one, Mapping), path, one, "a mapping")
     _expect("learning_rate" in one, f"{path}.learning_rate", "missing", "a number or None")
@@ -201,8 +232,8 @@ def _check_bucket(path: str, one: Any, step: int) -> None:
             value,
             "a finite number, not negative",
         )
-    _expect(isinstance(one.get("state"), Mapping), f"{path}.state", one.get("state"), "a mapping")
-    _whole(one["state"], "step", 0, _MOST_STEPS, f"{path}.state.")
+    _expect(isinstance(one.get(state), Mapping), f"{path}.{state}", one.get(state), "a mapping")
+    _whole(one[state], "step", 0, _MOST_STEPS, f"{path}.{state}.")
 
 
 def _whole(fields: Mapping[str, Any], name: str, least: int, most: int, path: str = "") -> None:

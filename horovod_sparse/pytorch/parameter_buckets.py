@@ -15,7 +15,7 @@ from horovod_sparse.errors import ArgumentError, StateMismatchError, Unsupported
 from horovod_sparse.feedback import Bucket, Progress, Recipe, resumed
 from horovod_sparse.feedback.state import from_plain, shared_digest, to_plain
 from horovod_sparse.frontend.agreement import Standing, Start, kept_share
-from horovod_sparse.frontend.state import companions_fit, feedback_name
+from horovod_sparse.frontend.state import check_parameters, companions_fit, feedback_name
 from horovod_sparse.merging import Plan
 from horovod_sparse.pytorch.layout import dtype_name, on_host
 from horovod_sparse.pytorch.memory import GradientMemory, memory_of
@@ -214,7 +214,12 @@ class ParameterBuckets:
         Raises:
             StateMismatchError: if something does not fit; nothing has been taken over then.
         """
-        saved, algorithm = on_host(state["parameters"]), self._recipe.sparsifier.name
+        try:
+            state = on_host(state)
+        except RecursionError as error:
+            raise StateMismatchError("the saved state is nested without end") from error
+        check_parameters(state)
+        saved, algorithm = state["parameters"], self._recipe.sparsifier.name
         if state["algorithm"] != algorithm:
             raise StateMismatchError(f"the saved state is one of {state['algorithm']}, not of {algorithm}")
         unknown = sorted(set(saved) - set(saved if names is None else names))

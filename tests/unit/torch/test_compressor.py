@@ -190,3 +190,31 @@ def test_owners_are_found_in_any_order():
         for i in generator.permutation(20):
             assert named.owner(parameters[i][1].grad) == parameters[i]
     assert named.owner(torch.zeros(1)) is None
+
+
+def test_a_damaged_state_is_refused_by_the_path_of_its_field_and_changes_nothing():
+    model, optimizer = make(made := Compression.exdyna(density=0.2))
+    for step in range(2):
+        model.backward(gradients(step))
+        optimizer.step()
+    saved = made.state_dict()
+    one = saved["parameters"]["first"]
+    wrong: dict[str, object] = {
+        r"\['first'\].residual": one | {"residual": one["residual"] * float("nan")},
+        r"\['first'\].companions": {key: value for key, value in one.items() if key != "companions"},
+        r"\['first'\].size": one | {"size": "two"},
+        r"\['first'\].learning_rate": one | {"learning_rate": [0.5]},
+        r"\['first'\].sparsifier": one | {"sparsifier": None},
+        r"\['first'\] is": [one],
+    }
+    for path, damaged in wrong.items():
+        with pytest.raises(StateMismatchError, match=path):
+            made.load_state_dict(saved | {"parameters": saved["parameters"] | {"first": damaged}})
+    nested: object = []
+    for _ in range(3000):
+        nested = [nested]
+    for damaged in (None, [], {}, saved | {"parameters": 3}, saved | {"parameters": nested}):
+        with pytest.raises(StateMismatchError):
+            made.load_state_dict(damaged)
+    for name, kept in made.state_dict()["parameters"].items():
+        assert torch.equal(kept["residual"], saved["parameters"][name]["residual"])
