@@ -64,7 +64,7 @@ def carry_out_together(
         deadline_seconds: see `HorovodDriver`.
         meanwhile: see `Driver.wait`.
     """
-    driver = HorovodDriver(process_set, deadline_seconds)
+    driver = HorovodDriver(process_set, deadline_seconds, by_pairs=False)
 
     def execute(request: Request) -> Any:
         started = time.perf_counter()

@@ -57,7 +57,9 @@ class _LocalHandle:
         return self._answer
 
 
-def start(request: Request, name: str, process_set: Any = hvd.global_process_set) -> Handle:
+def start(
+    request: Request, name: str, process_set: Any = hvd.global_process_set, by_pairs: bool = True
+) -> Handle:
     """Starts a collective and returns without waiting.
 
     Every rank of the process set starts the same kind of request under the same name; the order in
@@ -68,6 +70,8 @@ def start(request: Request, name: str, process_set: Any = hvd.global_process_set
             `AllReduce` may be a tensor on any device; then a tensor on it comes back.
         name: of the collective, the same on all ranks; no other collective in flight has it.
         process_set: who takes part. Ranks in requests (root, sources, receivers) count within it.
+        by_pairs: whether messages between pairs of ranks may carry it, where that is asked for: not where
+            ranks may use a name unequally often, as they do where they have yet to find out that they differ.
 
     Returns:
         A handle to ask whether it is done and for what came back.
@@ -89,7 +93,7 @@ def start(request: Request, name: str, process_set: Any = hvd.global_process_set
     if process_set.size() == 1:
         return _LocalHandle(_answer_alone(request))
     dense = isinstance(request, AllReduce) and isinstance(request.buffer, torch.Tensor)
-    if isinstance(request, Exchange) or (rounds_by_pairs() and not dense):
+    if isinstance(request, Exchange) or (by_pairs and rounds_by_pairs() and not dense):
         return start_round(request, name, process_set, _start_horovods)
     return _start_horovods(request, name, process_set)
 

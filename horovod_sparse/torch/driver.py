@@ -19,6 +19,7 @@ class HorovodDriver(Driver):
     Args:
         process_set: the ranks that take part.
         deadline_seconds: after which waiting is an error; see `horovod_sparse.frontend.deadline`.
+        by_pairs: see `horovod_sparse.torch.collectives.start`.
 
     Example:
         >>> import horovod.torch as hvd, numpy as np; hvd.init()
@@ -34,10 +35,14 @@ class HorovodDriver(Driver):
     """
 
     def __init__(
-        self, process_set: Any = hvd.global_process_set, deadline_seconds: float | None = None
+        self,
+        process_set: Any = hvd.global_process_set,
+        deadline_seconds: float | None = None,
+        *,
+        by_pairs: bool = True,
     ) -> None:
         super().__init__(
-            partial(start, process_set=process_set),
+            partial(start, process_set=process_set, by_pairs=by_pairs),
             hvd.HorovodInternalError,
             partial(forget_transports, process_set),
             Deadline(deadline_seconds, lambda: (int(process_set.rank()), list(process_set.ranks))),
