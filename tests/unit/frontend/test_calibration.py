@@ -15,7 +15,7 @@ from horovod_sparse.frontend.calibration import Extent, Where, calibration, need
 from horovod_sparse.frontend.calibration.buckets import HostBucketMemory
 from horovod_sparse.frontend.engine import carry_out
 from horovod_sparse.simulation import run_lockstep
-from horovod_sparse.sparsifiers import ALGORITHMS, ExDyna, TopK
+from horovod_sparse.sparsifiers import ALGORITHMS, DGC, TopK
 
 EXTENT = Extent((64, 4096, 65536, 1 << 20), (1 << 10, 1 << 13, 1 << 15), 9, budget_seconds=1e9)
 ALPHA, BETA = 2e-3, 3e-9
@@ -110,11 +110,11 @@ def test_when_the_budget_is_used_up_three_sizes_are_left():
     told = []
     arguments = {"on_progress": lambda done, total, what: told.append((done, total, what))}
     profile, fake = measured(
-        2, [ExDyna()], extent=Extent((64, 256, 1024, 4096), (512, 1024, 2048, 4096), 1, 0.0)
+        2, [DGC()], extent=Extent((64, 256, 1024, 4096), (512, 1024, 2048, 4096), 1, 0.0)
     )
     assert {fit.num_points for fit in profile.collectives.values()} == {3}
-    assert profile.selection["exdyna"].num_points == 6  # at two densities each
-    everything, slower = measured(2, [ExDyna()], **arguments)
+    assert profile.selection["dgc"].num_points == 6  # at two densities each
+    everything, slower = measured(2, [DGC()], **arguments)
     assert slower.num_requests > fake.num_requests
     assert {fit.num_points for fit in everything.collectives.values()} == {4}
     assert [done for done, _, _ in told] == list(range(1, told[0][1] + 1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 
 import horovod.torch as stock
 import numpy as np
@@ -383,7 +384,9 @@ def test_without_a_sparsifier_it_is_horovods_own(rank):
     for compression in (hvd.Compression.none, hvd.Compression.fp16, "none"):
         model = LinearModel(SHAPES)
         optimizer = make(model, compression)
-        assert optimizer.synchronize.__func__ is stock.optimizer._DistributedOptimizer.synchronize
+        # before its first step it only compares what it has been given with the other ranks
+        own = inspect.unwrap(optimizer.synchronize.__func__)
+        assert own is stock.optimizer._DistributedOptimizer.synchronize
         train_step(model, optimizer, gradients(rank, 0))
         assert optimizer.telemetry.summary() == "no step yet"
         assert optimizer.plan is None
