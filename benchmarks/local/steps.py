@@ -15,6 +15,7 @@ from horovod_sparse.feedback import Bucket, recipe
 from horovod_sparse.kernels import apply_sum, clear_all
 from horovod_sparse.sparsifiers import ALGORITHMS, DRAGONN, BucketInfo
 from horovod_sparse.sparsifiers.exclusive import ExclusiveThreshold
+from horovod_sparse.sparsifiers.exdyna import ExDynaState
 from horovod_sparse.sparsifiers.rounds.regions import equal_part
 from horovod_sparse.wire import WireFormat, pack
 from horovod_sparse.wire.message import unpack_sum
@@ -109,6 +110,9 @@ class StepWorks:
             others = self._slots
         if bucket.recipe.sparsifier.name in ("micro", "exdyna", "cltk"):
             bucket.state.step = 0  # this rank searches the first window, or leads
+        if isinstance(bucket.state, ExDynaState):  # and windows lie where the others' messages come from
+            fresh: Any = bucket.recipe.sparsifier.init(bucket.info)
+            bucket.state.partitions = fresh.partitions
         coroutine = bucket.step(GradientParts([self._gradient]))
         request = next(coroutine)
         try:

@@ -8,6 +8,7 @@ import pytest
 from benchmarks.common.timing import Timing, Work, measure
 from benchmarks.local import works
 from benchmarks.local.main import main
+from benchmarks.local.steps import StepWorks
 from horovod_sparse.collectives import AllToAll, Exchange
 from horovod_sparse.sparsifiers import ALGORITHMS
 
@@ -27,6 +28,16 @@ def test_it_runs(tmp_path, monkeypatch, capsys, with_torch):
     assert set(ALGORITHMS) - steps == pairwise, "what other ranks send depends on what they get"
     assert all(timing["ratio"] > 0 for timing in result["timings"])
     assert "memory beyond" in capsys.readouterr().out
+
+
+def test_exdynas_parts_stay_where_the_others_messages_come_from():
+    """Bounds that move from round to round would let this rank select in others' parts, which is refused."""
+    steps = StepWorks(works.layered_gradient(1_000_000), 0.001, 8)
+    bucket = steps._bucket("exdyna")
+    for _ in range(40):
+        steps._refill()
+        steps.run(bucket)
+    assert bucket.last.num_selected > 0
 
 
 def test_json_alone_goes_to_stdout(capsys):
