@@ -34,7 +34,7 @@ from horovod_sparse.frontend.state import load_entry, saved_entry, share_factor
 from horovod_sparse.merging import ParameterFacts, Plan
 from horovod_sparse.pytorch.loss_scale import ScaleOfStep, watch_scalers
 from horovod_sparse.pytorch.parts import DenseParameter, Part, SparseBucket, parts_of
-from horovod_sparse.telemetry import StepReport, Telemetry
+from horovod_sparse.telemetry import Telemetry
 
 _log = logging.getLogger("horovod_sparse")
 
@@ -258,7 +258,7 @@ class State:
             pieces = [piece for gradient in self._gradients for piece in gradient.pieces()]
             _after_backward(partial(self._give_to_unused, pieces))
         self.step += 1
-        self.telemetry.add(StepReport.of(self.step, reports, communicator.idle_seconds - idle_before))
+        self.telemetry.record(self.step, reports, communicator.idle_seconds - idle_before)
 
     def _give_to_unused(self, pieces: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """What was held back for parameters that no rank has used in this step becomes their gradient.

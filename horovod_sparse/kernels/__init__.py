@@ -6,6 +6,5 @@ Importing this package compiles nothing: every kernel is compiled at its first c
 from __future__ import annotations
 
 from horovod_sparse.kernels.host.scatter import apply_scaled_sum, apply_sum, clear_all, clear_at
-from horovod_sparse.kernels.warm import warm_up
 
-__all__ = ["apply_scaled_sum", "apply_sum", "clear_all", "clear_at", "warm_up"]
+__all__ = ["apply_scaled_sum", "apply_sum", "clear_all", "clear_at"]

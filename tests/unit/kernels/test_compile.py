@@ -10,9 +10,6 @@ from pathlib import Path
 import pytest
 
 import horovod_sparse
-from horovod_sparse.errors import ArgumentError
-from horovod_sparse.kernels import warm_up
-from horovod_sparse.kernels.host.fold import fold_plain
 
 PACKAGE = Path(horovod_sparse.__file__).parent
 TESTS = Path(__file__).parents[2]
@@ -49,17 +46,6 @@ compiled = [
 print(compiled, [name for name in ("torch", "tensorflow", "horovod", "ml_dtypes") if name in sys.modules])
 """
     assert finish(run(program)) == "[] []"
-
-
-def test_warm_up_refuses_what_it_does_not_know():
-    with pytest.raises(ArgumentError, match="dtype"):
-        warm_up("int8")
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
-def test_warm_up_runs(dtype):
-    warm_up(dtype, momentum=True, statistics=True)
-    assert fold_plain.signatures
 
 
 ONE_KERNEL = """
