@@ -1,51 +1,22 @@
-"""All ranks' states on disk: a folder per checkpoint, which is complete or is not there.
-
-::
-
-    directory/step-0000001200.1/
-        manifest.json       step, number of ranks, digest, and length and checksum of every file
-        rank-00000.npz      one per rank: numbers, strings and arrays, nothing that is run or unpickled
-
-Every rank writes into a hidden folder and waits until its bytes are on the disk; when all have, the folder
-is renamed in one piece, and only then are older ones removed. So a process that is killed, or a disk that
-fills up, leaves the checkpoints that were complete before. Directories may be shared by all ranks or be
-each host's own: each host publishes what it sees. A directory holds one training's.
-
-The number behind a step is 1, and grows by 1 whenever a training saves that was taken back: so what it saves
-then is newer than the later steps that it has left.
-"""
+"""Saving and loading a training with all ranks together: whose a directory is, and errors on all."""
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import hashlib
 import json
-import logging
 import os
-import re
-import shutil
-import uuid
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from horovod_sparse import checks
 from horovod_sparse.collectives import Synchronization
-from horovod_sparse.errors import ArgumentError, CheckpointError, StateMismatchError
+from horovod_sparse.errors import CheckpointError
+from horovod_sparse.frontend import checkpoint_folder as folder
 from horovod_sparse.frontend.agreement import shared_lines
 from horovod_sparse.frontend.collective_errors import raise_together
-from horovod_sparse.frontend.encoding import read_tree, write_tree
-from horovod_sparse.frontend.state import joined, old_ranks_of
 
-_FORMAT = 1
-_NAME = re.compile(r"step-(\d{10})\.(\d+)")
-_MANIFEST = "manifest.json"
-#: of further ranks' entries, at another number of ranks
-_ADDED_UP = ("rank", "size", "residuals", "companions")
-_log = logging.getLogger("horovod_sparse")
 #: by directory: whose state this process has saved there, or loaded from there, last
 _owners: dict[Path, weakref.ref[Any]] = {}
 
@@ -62,10 +33,10 @@ def save_together(
     """Saves what every rank has, after the same step of all.
 
     Args:
-        directory: see `write_checkpoint`.
+        directory: see `folder.write_checkpoint`.
         entry: makes this rank's, with "step", "recipe" and "plan"; an error of it is raised on all ranks.
         rank: of this process.
-        keep: see `write_checkpoint`.
+        keep: see `folder.write_checkpoint`.
         owner: whose state it is.
         world_rank: of this process among all, whatever ranks save here.
 
@@ -73,24 +44,28 @@ def save_together(
         The step.
 
     Raises:
-        HorovodSparseError: on every rank, what `entry` or `write_checkpoint` raised on any.
+        HorovodSparseError: on every rank, what `entry` or `folder.write_checkpoint` raised on any.
         CheckpointError: on every rank, if the directory is another owner's, here or on other ranks.
     """
     made, failure, foreign = None, None, False
     try:
-        root = _root(directory)
+        root = folder.root_of(directory)
         foreign = _is_of_others(root, owner, world_rank)
         made = entry()
     except Exception as error:  # of whatever type: others would wait for this rank
         failure = error
-    yield from raise_together(_explained(failure, f"save to {directory}"))
+    yield from raise_together(folder.explained(failure, f"save to {directory}"))
     assert made is not None  # raised above otherwise
     ranks, strangers = zip(*(yield from shared_lines([world_rank, foreign])), strict=True)
     if all(strangers):
-        raise CheckpointError(f"{root} holds checkpoints of other ranks than {list(ranks)}. {_ONE_EACH}")
+        raise CheckpointError(
+            f"{root} holds checkpoints of other ranks than {list(ranks)}. {folder.ONE_EACH}"
+        )
     equal = json.dumps([made["recipe"], made["plan"]], sort_keys=True)
     digest, step = hashlib.blake2b(equal.encode(), digest_size=8).hexdigest(), int(made["step"])
-    yield from write_checkpoint(root, made, step=step, digest=digest, rank=rank, keep=keep, ranks=ranks)
+    yield from folder.write_checkpoint(
+        root, made, step=step, digest=digest, rank=rank, keep=keep, ranks=ranks
+    )
     _owners[root] = weakref.ref(owner)
     return step
 
@@ -107,23 +82,23 @@ def load_together(
     """An entry that fits on every rank; nothing has been assigned yet on any.
 
     Args:
-        directory: see `read_checkpoint`.
+        directory: see `folder.read_checkpoint`.
         check: raises what does not fit this rank, and changes nothing.
         rank: of this process.
         size: number of ranks now.
-        step: see `read_checkpoint`.
+        step: see `folder.read_checkpoint`.
         owner: whose state it will be; it may save there from now on.
 
     Raises:
-        HorovodSparseError: on every rank, what `read_checkpoint` or `check` raised on any.
+        HorovodSparseError: on every rank, what `folder.read_checkpoint` or `check` raised on any.
     """
-    entry, failure = (yield from read_checkpoint(directory, rank=rank, size=size, step=step)), None
+    entry, failure = (yield from folder.read_checkpoint(directory, rank=rank, size=size, step=step)), None
     try:
         check(entry)
     except Exception as error:  # of whatever type: others would wait for this rank
         failure = error
     yield from raise_together(failure)
-    _owners[_root(directory)] = weakref.ref(owner)
+    _owners[folder.root_of(directory)] = weakref.ref(owner)
     return entry
 
 
@@ -131,21 +106,18 @@ def is_anything_there(directory: str | os.PathLike[str]) -> Synchronization[bool
     """Whether any rank sees a complete checkpoint.
 
     Args:
-        directory: see `read_checkpoint`.
+        directory: see `folder.read_checkpoint`.
 
     Raises:
         HorovodSparseError: on every rank, if one cannot look.
     """
     names, failure = [], None
     try:
-        names = _names(_root(directory))
+        names = folder.published(folder.root_of(directory))
     except Exception as error:
         failure = error
-    yield from raise_together(_explained(failure, f"look into {directory}"))
+    yield from raise_together(folder.explained(failure, f"look into {directory}"))
     return any((yield from shared_lines(bool(names))))
-
-
-_ONE_EACH = "Give each training a directory of its own, or load what is there first, to go on with it"
 
 
 def _is_of_others(root: Path, owner: Any, world_rank: int) -> bool:
@@ -160,330 +132,16 @@ def _is_of_others(root: Path, owner: Any, world_rank: int) -> bool:
         gc.collect()  # an optimizer that nobody has any more may lie in a circle
         if _owner_of(root) is not None:
             raise CheckpointError(
-                f"{root} holds checkpoints of another optimizer or sparsifier of this process. {_ONE_EACH}"
+                f"{root} holds checkpoints of another optimizer or sparsifier of this process. "
+                f"{folder.ONE_EACH}"
             )
-    found = _survey(root)
+    found = folder.survey(root)
     if not found:
         return False
-    ranks = found[max(found, key=_age)].manifest.get("ranks")
+    ranks = found[max(found, key=folder.age)].manifest.get("ranks")
     return isinstance(ranks, list) and world_rank not in ranks
 
 
 def _owner_of(root: Path) -> Any:
     last = _owners.get(root)
     return None if last is None else last()
-
-
-def _root(directory: str | os.PathLike[str]) -> Path:
-    try:
-        return Path(directory).resolve()
-    except (TypeError, ValueError) as error:
-        raise ArgumentError("directory", directory, "a path, on every rank") from error
-
-
-@dataclass(frozen=True)
-class _Found:
-    """A complete checkpoint, or what is wrong with it."""
-
-    folder: Path
-    manifest: Mapping[str, Any]
-    fault: str = ""
-
-
-def write_checkpoint(
-    directory: str | os.PathLike[str],
-    entry: Mapping[str, Any],
-    *,
-    step: int,
-    digest: str,
-    rank: int,
-    keep: int,
-    ranks: Sequence[int] = (),
-) -> Synchronization[Path]:
-    """Saves every rank's entry; returns when the checkpoint is complete on all of them.
-
-    Args:
-        directory: made if it is missing; the same for all ranks, or each host's own.
-        entry: of this rank: dicts with names, lists, tuples, numbers, strings, bytes, None, NumPy arrays.
-        step: of the training, equal on all ranks.
-        digest: of what is equal on all ranks; goes into the manifest.
-        rank: of this process.
-        keep: complete checkpoints that stay, this one among them.
-        ranks: those that save here, among all that there are; goes into the manifest.
-
-    Returns:
-        The folder.
-
-    Raises:
-        StateMismatchError: on every rank, if ranks are at different steps.
-        CheckpointError: on every rank, if one of them could not write. Older checkpoints are untouched.
-    """
-    root, attempt, failure = Path(), 0, None
-    try:
-        root = _root(directory)
-        checks.check_count("keep", keep)
-        root.mkdir(parents=True, exist_ok=True)
-        attempt, last = max(map(_age, _names(root)), default=(1, -1))
-        attempt += step <= last  # taken back
-    except Exception as error:  # of whatever type: others would wait for this rank
-        failure = error
-    yield from raise_together(_explained(failure, "make the directory"))
-    everyone = yield from shared_lines([step, digest, attempt, uuid.uuid4().hex[:8]])
-    steps, digests, attempts, tokens = zip(*everyone, strict=True)
-    if len(set(steps)) > 1 or len(set(digests)) > 1:
-        raise StateMismatchError(
-            f"ranks save different states: at steps {list(steps)}, with digests {list(digests)}. Save on all "
-            "ranks after the same step"
-        )
-    name = f"step-{step:010d}.{max(attempts)}"
-    hidden, folder = root / f".saving-{name}-{tokens[0]}", root / name
-
-    own = hidden / _file_of(rank)
-    facts: list[Any] = []
-    try:
-        hidden.mkdir(exist_ok=True)
-        _write(own, entry)
-        facts = [own.stat().st_size, _checksum(own)]
-    except Exception as error:
-        failure = error
-    try:
-        yield from raise_together(_explained(failure, f"write {own.name}"))
-        everyone = yield from shared_lines(facts)
-        manifest = _sealed(
-            {
-                "format": _FORMAT,
-                "step": step,
-                "size": len(everyone),
-                "digest": digest,
-                "ranks": list(ranks),
-                "files": {_file_of(other): list(fact) for other, fact in enumerate(everyone)},
-            }
-        )
-        # the first rank publishes; then whoever does not see it, which is each host with a disk of its own
-        for turn in (True, False):
-            try:
-                if (rank == 0) == turn and not folder.exists():
-                    _publish(hidden, folder, manifest, rank)
-                if not turn and json.loads((folder / _MANIFEST).read_bytes()) != manifest:
-                    failure = CheckpointError(
-                        f"another training has published {name} in {root} at the same time. {_ONE_EACH}"
-                    )
-            except (OSError, ValueError) as error:
-                failure = error
-            yield from raise_together(_explained(failure, f"publish {name}"))
-    except BaseException:
-        # what is half written is of no use to anybody
-        with contextlib.suppress(OSError):
-            own.unlink()
-            hidden.rmdir()
-        raise
-    with contextlib.suppress(OSError):  # what cannot be removed now is removed next time
-        _prune(root, keep, name)
-    return folder
-
-
-def read_checkpoint(
-    directory: str | os.PathLike[str], *, rank: int, size: int, step: int | None = None
-) -> Synchronization[dict[str, Any]]:
-    """The entry of this rank, of the newest checkpoint that is complete on all ranks.
-
-    Args:
-        directory: as given to `write_checkpoint`.
-        rank: of this process.
-        size: number of ranks now. If it is another than then, residuals are distributed so that their mean
-            stays; a rank needs to see the files of `old_ranks_of` then.
-        step: that of the checkpoint, if not the newest.
-
-    Raises:
-        CheckpointError: on every rank, if there is none, or if what is there was changed or damaged: with the
-            file, and what is wrong with it.
-    """
-    root, found, failure, entry = Path(), {}, None, {}
-    try:
-        root = _root(directory)
-        found = _survey(root)
-    except Exception as error:
-        failure = error
-    yield from raise_together(_explained(failure, f"look into {root}"))
-    everyone = yield from shared_lines(
-        {name: [item.manifest.get("seal", ""), item.fault] for name, item in found.items()}
-    )
-    name = _chosen(everyone, step, root)
-    manifest = found[name].manifest
-    if rank == 0 and name != max(set().union(*everyone), key=_age):
-        _log.warning("%s is the newest checkpoint that is complete on all ranks; newer ones are not", name)
-    try:
-        parts: list[dict[str, Any]] = []
-        for old in old_ranks_of(rank, manifest["size"], size):
-            part = _checked(found[name], old)
-            if size != manifest["size"] and (part["rank"], part["size"]) != (old, manifest["size"]):
-                raise CheckpointError(
-                    f"{_file_of(old)} of {name} has what rank {part['rank']} of {part['size']} saved"
-                )
-            # a model once, not once for each of its ranks
-            parts.append({key: part[key] for key in _ADDED_UP} if parts else part)
-        entry = joined(parts, rank, size) if size != manifest["size"] else parts[0]
-    except Exception as error:
-        failure = error
-    yield from raise_together(_explained(failure, f"read {name}"))
-    return entry
-
-
-def _chosen(everyone: list[dict[str, list[str]]], step: int | None, root: Path) -> str:
-    """The newest name that all ranks have alike; raises on all ranks alike."""
-    names = sorted(set().union(*everyone), key=_age, reverse=True)
-    if step is not None:
-        names = [name for name in names if _key(name)[0] == step]
-    for name in names:
-        for rank, mine in enumerate(everyone):
-            if name in mine and mine[name][1]:
-                others = sorted({_key(other)[0] for other in set().union(*everyone)} - {_key(name)[0]})
-                raise CheckpointError(
-                    f"{root / name} on rank {rank}: {mine[name][1]}. It was complete once, so it was "
-                    f"changed or damaged since. Restore it, or load an earlier one: step= one of "
-                    f"{others or 'none'}"
-                )
-        if all(name in mine for mine in everyone):
-            if len({mine[name][0] for mine in everyone}) > 1:
-                raise CheckpointError(f"{root / name} is another checkpoint on some ranks than on others")
-            return name
-    lacking = [rank for rank, mine in enumerate(everyone) if not mine]
-    raise CheckpointError(
-        f"{root} holds no complete checkpoint{'' if step is None else f' of step {step}'} that all ranks "
-        f"see; ranks that see none at all: {lacking or 'none'}"
-    )
-
-
-def _survey(root: Path) -> dict[str, _Found]:
-    """What this rank sees, by name."""
-    found = {}
-    for name in _names(root):
-        folder, step = root / name, _key(name)[0]
-        try:
-            manifest, fault = json.loads((folder / _MANIFEST).read_bytes()), ""
-            if not isinstance(manifest, dict) or _sealed(manifest) != manifest:
-                manifest, fault = {}, f"{_MANIFEST} does not have the checksum that it says"
-            elif manifest["format"] != _FORMAT:
-                fault = f"format {manifest['format']}, where this version reads {_FORMAT}"
-            elif manifest["step"] != step:
-                fault = f"its manifest is of step {manifest['step']}"
-        except (OSError, ValueError, RecursionError) as error:
-            manifest, fault = {}, f"{_MANIFEST} cannot be read ({type(error).__name__}: {error})"
-        found[name] = _Found(folder, manifest, fault)
-    return found
-
-
-def _names(root: Path) -> list[str]:
-    """Of every folder that was published."""
-    try:
-        return [path.name for path in root.iterdir() if _NAME.fullmatch(path.name)]
-    except FileNotFoundError:
-        return []
-
-
-def _key(name: str) -> tuple[int, int]:
-    match = _NAME.fullmatch(name)
-    if match is None:
-        raise CheckpointError(f"another rank names a checkpoint {name!r}")
-    return int(match[1]), int(match[2])
-
-
-def _age(name: str) -> tuple[int, int]:
-    """By which later ones are larger: a training that was taken back goes on under a number of its own."""
-    step, attempt = _key(name)
-    return attempt, step
-
-
-def _file_of(rank: int) -> str:
-    return f"rank-{rank:05d}.npz"
-
-
-def _sealed(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """With the checksum of all the rest."""
-    rest = {key: value for key, value in manifest.items() if key != "seal"}
-    return rest | {
-        "seal": hashlib.blake2b(json.dumps(rest, sort_keys=True).encode(), digest_size=16).hexdigest()
-    }
-
-
-def _publish(hidden: Path, folder: Path, manifest: Mapping[str, Any], rank: int) -> None:
-    """Makes the folder appear in one piece; of several ranks of a host that try, one succeeds."""
-    try:
-        draft = hidden / f".manifest-{rank}"
-        with open(draft, "w") as file:
-            json.dump(manifest, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, hidden / _MANIFEST)
-        _sync_folder(hidden)
-        os.rename(hidden, folder)
-    except FileNotFoundError:
-        if not folder.exists():
-            raise
-    _sync_folder(folder.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _prune(root: Path, keep: int, name: str) -> None:
-    """Removes all but the newest, and what interrupted saves have left behind."""
-    names = sorted(_names(root), key=_age)
-    for old in [other for other in names if other != name][: max(len(names) - keep, 0)]:
-        # gone in one piece, too: half a checkpoint under its name would look damaged
-        with contextlib.suppress(OSError):
-            os.rename(root / old, root / f".removed-{old}")
-    for path in root.iterdir():
-        if path.name.startswith(".removed-") or (path.name.startswith(".saving-") and name not in path.name):
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def _explained(failure: Exception | None, what: str) -> Exception | None:
-    if isinstance(failure, OSError):
-        return CheckpointError(f"could not {what}: {failure}")
-    return failure
-
-
-def _checksum(path: Path) -> str:
-    with open(path, "rb") as file:
-        digest = hashlib.blake2b(digest_size=16)
-        while block := file.read(1 << 20):
-            digest.update(block)
-        return digest.hexdigest()
-
-
-def _checked(found: _Found, rank: int) -> dict[str, Any]:
-    """The entry in a file, if it is the one that was written."""
-    name = _file_of(rank)
-    path, (length, checksum) = found.folder / name, found.manifest["files"][name]
-    if not path.is_file():
-        raise CheckpointError(f"{path} is missing, or this rank does not see it")
-    if path.stat().st_size != length:
-        raise CheckpointError(f"{path} has {path.stat().st_size} bytes, {length} were written: it is torn")
-    if _checksum(path) != checksum:
-        raise CheckpointError(f"{path} was changed since it was written: its checksum differs")
-    return _read(path)
-
-
-def _write(path: Path, entry: Mapping[str, Any]) -> None:
-    with open(path, "wb") as file:
-        try:
-            write_tree(file, dict(entry))
-        except StateMismatchError as error:
-            raise CheckpointError(str(error)) from error
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        with open(path, "rb") as file:
-            entry: dict[str, Any] = read_tree(file)
-            return entry
-    except StateMismatchError as error:
-        raise CheckpointError(f"{path} is no checkpoint: {error}") from error

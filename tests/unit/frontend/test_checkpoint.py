@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 
 from horovod_sparse.errors import ArgumentError, CheckpointError, HorovodSparseError, StateMismatchError
-from horovod_sparse.frontend import checkpoint, encoding
+from horovod_sparse.frontend import checkpoint, checkpoint_folder, encoding
 from horovod_sparse.simulation import run_lockstep
 
 SIZE = 2
@@ -45,7 +45,7 @@ def save(roots: Path | list[Path], step: int = 0, size: int = SIZE, keep: int = 
     """All ranks save; what they return, or raise with keep_errors=True."""
     where = roots if isinstance(roots, list) else [roots] * size
     ranks = [
-        checkpoint.write_checkpoint(
+        checkpoint_folder.write_checkpoint(
             where[rank], an_entry(rank, size, step), step=step, digest="d", rank=rank, keep=keep
         )
         for rank in range(size)
@@ -57,7 +57,10 @@ def save(roots: Path | list[Path], step: int = 0, size: int = SIZE, keep: int = 
 def load(roots: Path | list[Path], size: int = SIZE, step: int | None = None, **other: Any) -> list[Any]:
     """All ranks load."""
     where = roots if isinstance(roots, list) else [roots] * size
-    ranks = [checkpoint.read_checkpoint(where[rank], rank=rank, size=size, step=step) for rank in range(size)]
+    ranks = [
+        checkpoint_folder.read_checkpoint(where[rank], rank=rank, size=size, step=step)
+        for rank in range(size)
+    ]
     ends: list[Any] = run_lockstep(ranks, **other)  # errors, too
     return ends
 
@@ -101,8 +104,8 @@ def same(left: Any, right: Any) -> bool:
 @given(st.dictionaries(st.text(), plain))
 def test_an_entry_comes_back_bit_for_bit(tmp_path: Path, entry: dict[str, Any]) -> None:
     path = tmp_path / "one.npz"
-    checkpoint._write(path, entry)
-    assert same(checkpoint._read(path), entry)
+    checkpoint_folder._write(path, entry)
+    assert same(checkpoint_folder._read(path), entry)
 
 
 def test_the_newest_complete_one_is_loaded_and_the_last_few_stay(tmp_path: Path) -> None:
@@ -194,15 +197,15 @@ def test_two_process_sets_do_not_share_a_directory(tmp_path: Path, monkeypatch: 
 
 def test_two_that_publish_the_same_name_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second must not take the first one's folder for its own."""
-    write = checkpoint._write
+    write = checkpoint_folder._write
 
     def meanwhile(path: Path, entry: dict[str, Any]) -> None:
-        monkeypatch.setattr(checkpoint, "_write", write)
+        monkeypatch.setattr(checkpoint_folder, "_write", write)
         save(tmp_path / "aside", 1)
         os.rename(tmp_path / "aside" / "step-0000000001.1", tmp_path / "step-0000000001.1")
         write(path, entry)
 
-    monkeypatch.setattr(checkpoint, "_write", meanwhile)
+    monkeypatch.setattr(checkpoint_folder, "_write", meanwhile)
     for end in Training().save(tmp_path, 1):
         assert isinstance(end, CheckpointError) and "at the same time" in str(end)
 
@@ -261,11 +264,11 @@ def test_at_another_number_a_rank_reads_what_it_takes_over_alone(tmp_path: Path)
         read.append(rank)
         return checked(found, rank) | {"training": rank}
 
-    checked, checkpoint._checked = checkpoint._checked, noted
+    checked, checkpoint_folder._checked = checkpoint_folder._checked, noted
     try:
         entries = load([here, there], size=2)
     finally:
-        checkpoint._checked = checked
+        checkpoint_folder._checked = checked
     assert sorted(read) == [0, 1, 2]
     assert [entry["training"] for entry in entries] == [0, 1]
     mean = np.mean([an_entry(rank, 3, 1)["residuals"]["w"] for rank in range(3)], axis=0)
@@ -282,7 +285,7 @@ def test_another_number_of_ranks_keeps_the_mean(tmp_path: Path) -> None:
 
 def test_ranks_at_different_steps_do_not_save(tmp_path: Path) -> None:
     ranks = [
-        checkpoint.write_checkpoint(tmp_path, an_entry(rank), step=rank, digest="d", rank=rank, keep=1)
+        checkpoint_folder.write_checkpoint(tmp_path, an_entry(rank), step=rank, digest="d", rank=rank, keep=1)
         for rank in range(SIZE)
     ]
     ends: list[Any] = run_lockstep(ranks, keep_errors=True)
@@ -293,7 +296,7 @@ def test_ranks_at_different_steps_do_not_save(tmp_path: Path) -> None:
 
 def test_a_wrong_argument_on_one_rank_reaches_all(tmp_path: Path) -> None:
     ranks: list[Any] = [
-        checkpoint.write_checkpoint(tmp_path, an_entry(rank), step=0, digest="d", rank=rank, keep=rank)
+        checkpoint_folder.write_checkpoint(tmp_path, an_entry(rank), step=0, digest="d", rank=rank, keep=rank)
         for rank in range(SIZE)
     ]
     ends: list[Any] = run_lockstep(ranks, keep_errors=True)

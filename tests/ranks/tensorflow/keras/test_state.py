@@ -11,7 +11,7 @@ import tensorflow as tf
 
 import horovod_sparse.tensorflow.keras as hvd
 from horovod_sparse.errors import StateMismatchError, UnsupportedError
-from horovod_sparse.frontend.checkpoint import write_checkpoint
+from horovod_sparse.frontend.checkpoint_folder import write_checkpoint
 from horovod_sparse.simulation import run_lockstep
 from horovod_sparse.tensorflow import broadcast_object
 from support.keras_models import fit, flat, keras, make_model, share

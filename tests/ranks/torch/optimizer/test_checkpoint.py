@@ -19,7 +19,7 @@ from horovod_sparse.errors import (
     StateMismatchError,
     UnsupportedError,
 )
-from horovod_sparse.frontend.checkpoint import write_checkpoint
+from horovod_sparse.frontend.checkpoint_folder import write_checkpoint
 from horovod_sparse.simulation import run_lockstep
 from support.linear import LinearModel, dyadic, same_on_all_ranks
 from support.optimizers import make, residuals_of, train_step
