@@ -12,7 +12,7 @@ from cluster_lib.measure import measure
 from cluster_lib.network import make, remove
 from cluster_lib.record import Cluster, load, load_all, load_complete
 from cluster_lib.show import show_measurements, show_states, state
-from cluster_lib.system import check_machine
+from cluster_lib.system import check_machine, end
 
 _ENTER = Path(__file__).resolve().parent / "enter"
 
@@ -132,11 +132,6 @@ _COMMANDS = {
 }
 
 
-def _end(number: int, frame: object) -> None:
-    # As an exception, so that `up` takes back what it has made so far.
-    sys.exit(128 + number)
-
-
 def main() -> int:
     """Read the command line, do it, and return the exit code."""
     arguments, words = sys.argv[1:], []
@@ -149,7 +144,7 @@ def main() -> int:
     if (options.command in ("run", "enter")) != bool(words):
         parser.error("run and enter, and they alone, need -- and then a COMMAND")
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _end)
+        signal.signal(number, end)
     try:
         check_machine()
         return _COMMANDS[options.command](options)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from cluster_lib.errors import ClusterError
 from cluster_lib.record import INTERFACE, NAMESPACES, STATE, Cluster, load, locked, tidy
-from cluster_lib.system import run
+from cluster_lib.system import end_if_asked, run
 
 LOCK = STATE / "lock"
 # Marks what a run started, and nothing that the user started with `enter`.
@@ -46,6 +46,7 @@ def make(cluster: Cluster) -> bool:
         cluster.save(complete=False)
         try:
             _build(cluster)
+            end_if_asked()
         except BaseException:
             _remove(cluster)
             tidy(LOCK)
@@ -74,6 +75,7 @@ def _build(cluster: Cluster) -> None:
     run("ip", "-n", switch, "link", "set", "bridge", "up")
     for index in range(cluster.num_hosts):
         host, port = cluster.namespace(index), f"port{index}"
+        end_if_asked()
         _add_namespace(host)
         run("ip", "-n", host, "link", "set", "lo", "up")
         run(

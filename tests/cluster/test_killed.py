@@ -2,6 +2,7 @@
 
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -85,3 +86,30 @@ def test_an_interrupted_up_takes_back_what_it_made() -> None:
     assert up.wait() == 128 + signal.SIGTERM
     assert [space for space in namespaces() if name in space] == []
     assert not Path(f"/run/horovod_sparse_cluster/{name}").exists()
+
+
+# A signal that comes while a destructor runs: Python drops what its handler raises there.
+_END_IN_DESTRUCTOR = """
+import os, signal, sys
+from cluster_lib import main, network
+
+class Process:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+def add_namespace(name, add=network._add_namespace):
+    add(name)
+    Process()
+
+network._add_namespace = add_namespace
+sys.exit(main.main())
+"""
+
+
+def test_an_interruption_within_a_destructor_is_not_lost() -> None:
+    name = f"{NAME}-d"
+    command = [sys.executable, "-c", _END_IN_DESTRUCTOR, "up", "--hosts", "2", "--name", name]
+    up = subprocess.run(command, cwd=SCRIPT.parent, capture_output=True, text=True)
+    assert "Exception ignored" in up.stderr
+    assert up.returncode == 128 + signal.SIGTERM
+    assert [space for space in namespaces() if name in space] == []
