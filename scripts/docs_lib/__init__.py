@@ -1,0 +1,1 @@
+"""The documentation site: pages, links and the API reference. `scripts/docs` builds it."""
