@@ -52,7 +52,10 @@ def add_common(parser: argparse.ArgumentParser, sparsifiers: Sequence[str], base
     add = parser.add_argument
     add("--density", type=density, default=0.001, help="kept fraction (default %(default)s)")
     add("--hosts", type=_host_counts, help="P, or several with commas (default: all that are up, or 8)")
-    add("--rate", help="of every port (default: that of the running cluster, or 1gbit)")
+    add(
+        "--rate",
+        help="of every port, in train several with commas (default: that of the running cluster, or 1gbit)",
+    )
     add("--name", default="cluster", help="cluster to use if it is up (default %(default)s)")
     for name in NETWORKS:
         text = "what carries collectives; several are measured one after the other (default --gloo)"

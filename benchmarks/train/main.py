@@ -77,12 +77,16 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "repeat": options.repeat,
     }
     total = len(methods) * (options.repeat + 3)
-    with cluster_for(max(options.hosts) if options.hosts else None, options.rate, options.name) as hosts:
-        launches = [
-            launch(module, settings, options, hosts=hosts, network=network, num_ranks=num_ranks, total=total)
-            for network in options.networks or ["gloo"]
-            for num_ranks in options.hosts or [hosts.num_hosts]
-        ]
+    launches = []
+    for rate in options.rate.split(",") if options.rate else [None]:
+        with cluster_for(max(options.hosts) if options.hosts else None, rate, options.name) as hosts:
+            launches += [
+                launch(
+                    module, settings, options, hosts=hosts, network=network, num_ranks=num_ranks, total=total
+                )
+                for network in options.networks or ["gloo"]
+                for num_ranks in options.hosts or [hosts.num_hosts]
+            ]
     return {
         "benchmark": "train",
         "framework": options.framework,

@@ -184,7 +184,8 @@ class Profile:
             **options: further fields of `CostModel` (`fuse_sparse`, ...).
 
         Raises:
-            ProfileMismatchError: if what the sparsifier needs was not measured.
+            ProfileMismatchError: if what the sparsifier needs was not measured. A rank alone sends nothing,
+                and needs no collective.
         """
         size = self.size if size is None else size
         name = sparsifier.name
@@ -194,9 +195,11 @@ class Profile:
                 f"run horovod-sparse calibrate with it"
             )
         needed = {COLLECTIVES[kind] for kind in sparsifier.rounds(size)} | {"allreduce"}
-        if missing := sorted(needed - set(self.collectives)):
-            raise ProfileMismatchError(f"{name} needs {_few(missing)}, which the profile does not hold")
         times = {kind: fit.time() for kind, fit in self.collectives.items()}
+        if size == 1:
+            times = dict.fromkeys(needed, AffineTime())
+        if missing := sorted(needed - set(times)):
+            raise ProfileMismatchError(f"{name} needs {_few(missing)}, which the profile does not hold")
         communication = communication_of(sparsifier, size, times)
         selection = self.selection[name].time(sparsifier.density)
         if name in self.decoding:

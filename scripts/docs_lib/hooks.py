@@ -10,8 +10,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from docs_lib.public import PAGES, ROOT, public_names
 from mkdocs.structure.files import File, Files
+
+from docs_lib.public import PAGES, ROOT, public_names
 
 #: pages that are not in docs/, by their path in the repository
 MOVED = {

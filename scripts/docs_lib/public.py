@@ -50,8 +50,8 @@ def source_of(module: str) -> Path:
 def public_names(module: str) -> list[str]:
     """What a module offers, in its own order.
 
-    A package offers what its `__all__` names, or what it imports "as" itself; any other module its own classes,
-    functions and constants without an underscore.
+    A package offers what its `__all__` names, or what it imports "as" itself; any other module its own
+    classes, functions and constants without an underscore.
 
     Example:
         >>> public_names("horovod_sparse.ddp")

@@ -128,3 +128,12 @@ def test_the_papers_constants() -> None:
     assert cost.selection.seconds(2**20) == pytest.approx(2.18896957e-10 * 2**20 * 20)
     with pytest.raises(ArgumentError, match="size=32"):
         omgs_cost(32, 0.001)
+
+
+def test_a_rank_alone_needs_no_collective() -> None:
+    """As with `merging="optimal"` on one rank, where a profile is measured that has none."""
+    alone = dataclasses.replace(PROFILE, size=1, collectives={})
+    for sparsifier in (TopK(density=0.01), ExDyna(density=0.01)):
+        cost = alone.cost(sparsifier)
+        assert cost.communication.seconds(1e6) == cost.dense.seconds(1e6) == 0.0
+        assert cost.selection.seconds(1e6) > 0.0

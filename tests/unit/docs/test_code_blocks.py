@@ -1,0 +1,135 @@
+"""Every code block of README.md and docs/*.md: Python runs, commands and their options exist."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from functools import cache
+
+import pytest
+
+from horovod_sparse.cli.main import main as horovod_sparse_command
+from support.documents import PRELUDES, ROOT, Block, blocks
+
+BLOCKS = list(blocks())
+#: programs that are not ours, and whose options are not looked at
+FOREIGN = {
+    *("cd", "pip", "source", "export", "git"),
+    *("conda", "micromamba", "docker", "kubectl", "sbatch", "srun", "salloc", "module"),
+}
+#: launchers: what comes behind their own options is a command, too
+LAUNCHERS = {"horovodrun", "mpirun", "torchrun", "srun", "timeout"}
+
+
+def test_every_block_says_what_it_is() -> None:
+    assert len(BLOCKS) > 20
+    for block in BLOCKS:
+        known = ("", "python", "sh", "yaml", "dockerfile", "recipe")
+        assert block.language in known, f"{block.place}: {block.language} is checked by no test"
+        if block.language == "python":
+            assert block.mark, f"{block.place}: say how it is run, <!-- run: ... -->, or why it is not"
+            assert block.mark == "not run" or block.what in PRELUDES, block.place
+
+
+@pytest.mark.parametrize(
+    "process", ["torch", pytest.param("tensorflow", marks=pytest.mark.tensorflow)], ids=str
+)
+def test_python_runs(process: str) -> None:
+    if process == "tensorflow":
+        pytest.importorskip("tensorflow")
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-m", "support.documents", process],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=ROOT / "tests",
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    outcome = json.loads(done.stdout.splitlines()[-1])
+    assert len(outcome) >= 4
+    skipped = [place for place, text in outcome.items() if text == "skipped"]
+    failed = [f"{place}\n{text}" for place, text in outcome.items() if text and place not in skipped]
+    assert not failed, "\n".join(failed)
+    if skipped:
+        pytest.skip(f"TensorBoard is not installed: {', '.join(skipped)} did not run, all others did")
+
+
+def commands(block: Block) -> list[list[str]]:
+    """The words of every command, without variables before it."""
+    found = []
+    for line in block.text.replace("\\\n", " ").splitlines():
+        for part in re.split(r"&&|\|\||;|\|", re.sub(r"(^| )#.*", "", line)):
+            words = shlex.split(part)
+            while words and re.fullmatch(r"\w+=.*", words[0]):
+                words.pop(0)
+            if words:
+                found.append(words)
+    return found
+
+
+@cache
+def help_of(*command: str) -> str:
+    """What a command of ours answers to --help."""
+    if command[0] == "horovod-sparse":
+        done = subprocess.run(
+            [sys.executable, "-m", "horovod_sparse", *command[1:], "--help"], capture_output=True, text=True
+        )
+    else:
+        done = subprocess.run([ROOT / command[0], "--help"], capture_output=True, text=True, cwd=ROOT)
+        if command[0].endswith("bench") and len(command) > 1:
+            module = f"benchmarks.{command[1]}"
+            module += ".main" if (ROOT / "benchmarks" / command[1]).is_dir() else ""
+            done = subprocess.run(
+                [sys.executable, "-m", module, "--help"], capture_output=True, text=True, cwd=ROOT
+            )
+    assert done.returncode == 0, done.stderr[-1000:]
+    return done.stdout + done.stderr
+
+
+def check(words: list[str]) -> None:
+    """A command exists, and what it is given are options of it."""
+    name, rest = words[0].removeprefix(".venv/bin/"), words[1:]
+    options = [word.partition("=")[0] for word in rest if re.match(r"--\w", word)]
+    if name == "horovod-sparse" or name.startswith("scripts/"):
+        sub = rest[:1] if rest and re.fullmatch(r"[a-z][a-z-]+", rest[0]) and name != "scripts/demo" else []
+        assert name == "horovod-sparse" or os.access(ROOT / name, os.X_OK), name
+        if name == "scripts/cluster" and sub == ["run"]:
+            options = options[: options.index("--")] if "--" in options else options
+            rest = rest[: rest.index("--")] if "--" in rest else rest
+            options = [word for word in options if word in rest]
+        text = help_of(name, *sub) if options else ""
+        for option in options:
+            assert option in text, f"{' '.join(words)}: no {option}"
+    elif name in ("python", "python3"):
+        scripts = [word for word in rest if word.endswith(".py")]
+        for script in scripts:
+            assert script == "train.py" or (ROOT / script).is_file(), script
+    elif name in LAUNCHERS:
+        inner = [i for i, word in enumerate(rest) if word in ("python", "horovod-sparse")]
+        if inner:
+            check(rest[inner[0] :])
+    else:
+        assert name in FOREIGN, f"{name}: no command that this test knows"
+
+
+@pytest.mark.parametrize("block", [b for b in BLOCKS if b.language == "sh"], ids=lambda block: block.place)
+def test_commands_exist_and_take_their_options(block: Block) -> None:
+    found = commands(block)
+    assert found
+    for words in found:
+        check(words)
+
+
+def test_a_wrong_option_is_seen() -> None:
+    with pytest.raises(AssertionError, match="--nodez"):
+        check(["horovod-sparse", "worth-it", "--nodez", "4"])
+    with pytest.raises(AssertionError):
+        check(["mpirun", "-np", "2", "python", "examples/none.py"])
+    with pytest.raises(SystemExit):
+        horovod_sparse_command(["worth-it", "--nodez", "4"])
