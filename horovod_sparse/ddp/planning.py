@@ -21,7 +21,7 @@ def facts_of(
     layout: Layout,
     name_of: dict[torch.Tensor, str],
     named: Mapping[str, torch.Tensor],
-    optimizer: torch.optim.Optimizer | None,
+    group_of: Mapping[torch.Tensor, int] | None,
     rules: ParameterRules,
 ) -> dict[str, tuple[ParameterFacts, torch.Tensor]]:
     """Facts and tensor of every parameter, by name; those without elements are passed over.
@@ -30,15 +30,13 @@ def facts_of(
         layout: of a step.
         name_of: names by parameter; gets those of parameters that nobody has named.
         named: all that were named; nothing where names were left out.
-        optimizer: whose parameter groups have buckets of their own, if one was given.
+        group_of: numbers of the optimizer's groups, which have buckets of their own, if one was given.
         rules: which parameters have another density, or are sent whole.
 
     Raises:
         ArgumentError: if names or the optimizer are those of another model.
         UnsupportedError: for a dtype that cannot be synchronized.
     """
-    groups = [] if optimizer is None else optimizer.param_groups
-    group_of = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
     facts = {}
     for parameter in (p for bucket in layout for p in bucket if p.numel()):
         if parameter not in name_of:
@@ -53,9 +51,10 @@ def facts_of(
                 f"{name} has dtype {parameter.dtype}: gradients of float32, float64, float16 and bfloat16 "
                 "can be synchronized"
             )
-        if optimizer is not None and id(parameter) not in group_of:
+        if group_of is not None and parameter not in group_of:
             raise ArgumentError("optimizer", f"one without {name}", "one of all the model's parameters")
-        n, group, shape = parameter.numel(), group_of.get(id(parameter), 0), tuple(parameter.shape)
+        n, shape = parameter.numel(), tuple(parameter.shape)
+        group = 0 if group_of is None else group_of[parameter]
         density = rules.density_of(name, n) or 0.0
         facts[name] = ParameterFacts(name, n, dtype, str(parameter.device), group, density, shape), parameter
     return facts

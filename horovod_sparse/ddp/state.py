@@ -17,7 +17,12 @@ _ADVICE = "the model uses {}: use the same algorithm, or load None to start with
 
 
 def checked_entry(
-    entry: Mapping[str, Any], recipe: Recipe, parameters: Mapping[str, torch.Tensor], *, complete: bool
+    entry: Mapping[str, Any],
+    recipe: Recipe,
+    parameters: Mapping[str, torch.Tensor],
+    *,
+    complete: bool,
+    shard: tuple[int, int] | None = None,
 ) -> dict[str, Any]:
     """An entry on the host, if it is one of this training.
 
@@ -26,6 +31,7 @@ def checked_entry(
         recipe: that it is loaded for.
         parameters: of the model, by name, as far as they are known.
         complete: whether these are all that are synchronized.
+        shard: number of this rank's shard, and of how many; None where parameters are whole.
 
     Raises:
         StateMismatchError: if it is not.
@@ -35,6 +41,15 @@ def checked_entry(
     except RecursionError as error:
         raise StateMismatchError("the saved state is nested without end") from error
     check_entry(entry, recipe, _ADVICE)
+    own = None if shard is None else list(shard)
+    if entry.get("shard") != own:
+        saved, here = (
+            "whole parameters" if one is None else f"shard {one} (which, of how many)"
+            for one in (entry.get("shard"), own)
+        )
+        raise StateMismatchError(
+            f"the saved state is of {saved}, this rank trains {here}: load what such a rank has saved"
+        )
     names = set(Plan.from_dict(entry["plan"]).names())
     unknown = sorted(names - set(parameters)) if parameters else []
     # before the first step nothing is held back for any
@@ -53,7 +68,7 @@ def redistribute(entries: Sequence[Mapping[str, Any]], rank: int, size: int) -> 
     """The entry for one rank of another number of ranks, so that the mean residual is kept exactly.
 
     Args:
-        entries: of all old ranks, in any order.
+        entries: of all old ranks, in any order; of sharded parameters those of all that had the same shard.
         rank: new rank, from 0.
         size: new number of ranks.
 
@@ -66,4 +81,6 @@ def redistribute(entries: Sequence[Mapping[str, Any]], rank: int, size: int) -> 
     """
     if not entries:
         raise ArgumentError("entries", entries, "the entry of every old rank")
+    if len({repr(entry.get("shard")) for entry in entries}) > 1:
+        raise StateMismatchError("entries of different shards were given: give those of the ranks with one")
     return redistributed([on_host(entry) for entry in entries], rank, size)
