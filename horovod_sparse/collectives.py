@@ -3,13 +3,16 @@
 A request says what is to be communicated, not how: a driver carries it out with Horovod, with
 mpi4py, or in the one-process simulator. Nothing here is special to Horovod. Buffers are 1-D
 contiguous NumPy arrays; a buffer must not be changed until the coroutine is resumed.
+
+A request also says among whom (`Level`): all ranks, those of a host, or one of every host. Ranks in it (root,
+sources, receivers) and what comes back are counted among these.
 """
 
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping
-from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +26,9 @@ LOCAL: Mapping[str, bool] = {"local": True}
 #: of a field that older checkpoints have not got: it keeps its first value then
 ADDED: Mapping[str, bool] = {"added": True}
 
+#: who takes part: all ranks, those of this rank's host, or those with this rank's place on their hosts
+Level: TypeAlias = Literal["all", "host", "across"]
+
 
 # arrays have no single truth value, so requests are compared by identity
 @dataclass(frozen=True, eq=False)
@@ -34,6 +40,7 @@ class AllGather:
     """
 
     buffer: Words
+    level: Level = "all"
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +51,18 @@ class AllReduce:
     """
 
     buffer: NDArray[Any]
+    level: Level = "all"
+
+
+@dataclass(frozen=True, eq=False)
+class ReduceScatter:
+    """The sum over ranks, of which each rank gets its own part. All ranks give the same length and dtype.
+
+    Comes back: rank i's elements of the sum, `part(n, i, P)`.
+    """
+
+    buffer: NDArray[Any]
+    level: Level = "all"
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +74,7 @@ class Broadcast:
 
     buffer: NDArray[Any]
     root: int
+    level: Level = "all"
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,6 +87,7 @@ class Exchange:
 
     sends: Mapping[int, Words]
     sources: tuple[int, ...]
+    level: Level = "all"
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,12 +98,52 @@ class AllToAll:
     """
 
     buffers: tuple[Words, ...]
+    level: Level = "all"
 
 
-Request: TypeAlias = AllGather | AllReduce | Broadcast | Exchange | AllToAll
+Request: TypeAlias = AllGather | AllReduce | ReduceScatter | Broadcast | Exchange | AllToAll
 
 #: A sparsifier at work: yields requests, is sent what comes back, returns its result.
 Synchronization: TypeAlias = Generator[Request, Any, Result]
+
+
+def part(num_elements: int, rank: int, size: int) -> tuple[int, int]:
+    """Which of n elements are a rank's, where all ranks share them: the first n mod P ranks have one more.
+
+    Args:
+        num_elements: n.
+        rank: from 0.
+        size: P.
+
+    Returns:
+        [start, stop).
+
+    Example:
+        >>> [part(5, rank, 3) for rank in range(3)]
+        [(0, 2), (2, 4), (4, 5)]
+    """
+    least, more = divmod(num_elements, size)
+    start = rank * least + min(rank, more)
+    return start, start + least + (rank < more)
+
+
+def at_level(coroutine: Synchronization[Result], level: Level) -> Synchronization[Result]:
+    """A coroutine whose requests go to the ranks of a level.
+
+    Example:
+        >>> def one():
+        ...     return (yield AllGather(np.zeros(1, np.int32)))
+        >>> next(at_level(one(), "across")).level
+        'across'
+    """
+    result: Any = None
+    while True:
+        try:
+            request = coroutine.send(result)
+        except StopIteration as stop:
+            finished: Result = stop.value
+            return finished
+        result = yield replace(request, level=level)
 
 
 def num_bytes_sent(request: Request, rank: int) -> int:

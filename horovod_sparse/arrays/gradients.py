@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.kernels.host.fold import fold_factors
-from horovod_sparse.kernels.host.scatter import native_bits
+from horovod_sparse.kernels.host.scatter import native_bits, wide
 
 Array = NDArray[Any]
 
@@ -52,6 +52,22 @@ class GradientParts:
         self.dtype = given[0].dtype
         self._flat = [native_bits(array) for array in given]
         self.size = sum(array.size for array in self._flat)
+
+    def joined(self, dtype: np.dtype[Any]) -> Array:
+        """All elements as one array of a type: the memory itself, where it is one array of that type.
+
+        Args:
+            dtype: float32 or float64.
+
+        Returns:
+            Shape (size,), not to be written to.
+
+        Example:
+            >>> GradientParts([np.array([0x3F80], np.uint16)]).joined(np.dtype(np.float32))
+            array([1.], dtype=float32)
+        """
+        arrays = [wide(array).astype(dtype, copy=False) for array in self._flat]
+        return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
     def pieces(self, size: int, block: int = 1) -> Iterator[tuple[int, Array]]:
         """Consecutive elements, some of them copied to a buffer that is used again: read one before the next.

@@ -150,6 +150,11 @@ class AlphaBeta:
         return CollectiveCost(2 * _log2(size), 2 * num_bytes * (size - 1) / size)
 
     @staticmethod
+    def reduce_scatter(num_bytes: int, size: int) -> CollectiveCost:
+        """The first half of an allreduce: ceil(log2 P) rounds, (P - 1) / P of the data."""
+        return CollectiveCost(_log2(size), num_bytes * (size - 1) / size)
+
+    @staticmethod
     def broadcast(num_bytes: int, size: int, is_root: bool) -> CollectiveCost:
         """A binomial tree: ceil(log2 P) rounds; all but the root receive once."""
         return CollectiveCost(_log2(size), 0 if is_root else num_bytes)

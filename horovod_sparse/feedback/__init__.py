@@ -9,6 +9,7 @@ from horovod_sparse.feedback.feedbacks import (
     MomentumCorrection,
     NoFeedback,
 )
+from horovod_sparse.feedback.levels import HostBucket, shard_of
 from horovod_sparse.feedback.recipe import ParameterRules, Recipe, parse_recipe, recipe, recipe_signature
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "BucketStep",
     "ErrorFeedback",
     "Feedback",
+    "HostBucket",
     "LowPass",
     "Member",
     "MomentumCorrection",
@@ -29,4 +31,5 @@ __all__ = [
     "recipe",
     "recipe_signature",
     "resumed",
+    "shard_of",
 ]

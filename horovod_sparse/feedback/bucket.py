@@ -157,11 +157,12 @@ class BucketStep:
         bucket: name.
         num_elements: n.
         num_target: k, what was asked for.
-        num_selected: elements this rank selected.
+        num_selected: elements this rank selected; with two levels, its host.
         num_received: elements that came back, duplicates of different ranks counted each.
-        bytes_sent: payload bytes this rank put into collectives.
-        bytes_by_round: the same, round by round.
+        bytes_sent: payload bytes this rank put into collectives; with two levels, in those among hosts.
+        bytes_by_round: both, round by round.
         kinds_by_round: names of the requests.
+        bytes_inside: payload bytes that this rank put into collectives within its host, besides.
         residual_norm: L2 norm of what this rank holds back after this step: ||e_{i,t+1}|| in ExDyna's
             Algorithm 1. Without error feedback, of what is lost.
         global_error: ExDyna, Eq. (1), ``||e_t|| = mean over ranks of ||e_{i,t}||``: of what the ranks
@@ -180,6 +181,7 @@ class BucketStep:
     bytes_sent: int = 0
     bytes_by_round: list[int] = field(default_factory=list)
     kinds_by_round: list[str] = field(default_factory=list)
+    bytes_inside: int = 0
     residual_norm: float = 0.0
     global_error: float = math.nan
     fold_seconds: float = 0.0
@@ -253,6 +255,15 @@ class Bucket:
             self._progress = self._progress.rescaled(factor)
             self.recipe.sparsifier.rescale(self.state, factor)
 
+    @property
+    def whole(self) -> BucketInfo:
+        """The facts of all of it, and of all ranks: with two levels `info` is of a rank's part of it."""
+        return self.info
+
+    def spread(self, held: np.ndarray) -> np.ndarray:
+        """A copy of what this rank holds of its elements, among all of the whole: 0 elsewhere."""
+        return held.copy()
+
     def step(
         self,
         gradient: Any,
@@ -279,6 +290,14 @@ class Bucket:
             EditedGradientError: on every rank, if any rank refuses the step.
             NonFiniteSumError: on every rank, if the sum is more than the gradient's type can hold.
         """
+        sum_, overflow = yield from self._synchronized(gradient, learning_rate, refused, scale)
+        self._check(sum_.first_nonfinite, overflow)
+        return sum_
+
+    def _synchronized(
+        self, gradient: Any, learning_rate: float | None, refused: bool, scale: float | None
+    ) -> Synchronization[tuple[SparseSum, int | None]]:
+        """The sum, and where it overflows, if it does; taken back already where no rank may apply it."""
         report = BucketStep(self.info.name, self.info.num_elements)
         started = time.perf_counter()
         report.num_target = self.recipe.sparsifier.num_selected(self.info, self.state)
@@ -300,20 +319,27 @@ class Bucket:
         if sum_.norms is not None:
             report.global_error = float(np.add.reduce(sum_.norms)) / len(sum_.norms)
         # all ranks have the same sum: so they find the same, without a message
-        overflow = overflowing(sum_, self.info, 1.0 / self.info.size if scale is None else scale)
+        overflow = overflowing(sum_, self.info, 1.0 / self.whole.size if scale is None else scale)
         if sum_.first_nonfinite or overflow is not None:
             self.abandon()
         report.residual_norm = math.sqrt(self.accumulator.square_norm)
         self.last = report
-        if sum_.first_nonfinite:
-            edited = [rank for rank, at in sum_.first_nonfinite.items() if at == self.info.num_elements]
-            if edited:
-                raise EditedGradientError(self.info.name, dict.fromkeys(edited, "its own error says which"))
-            places = {rank: self.member_at(position) for rank, position in sum_.first_nonfinite.items()}
-            raise NonFiniteGradientError(self.info.name, places)
+        return sum_, overflow
+
+    def _check(self, marks: Mapping[int, int], overflow: int | None) -> None:
+        """Raises what all ranks know of a step that no rank may apply.
+
+        Args:
+            marks: by rank, where its gradient is not finite; n of a rank that refuses the step.
+            overflow: where the sum is more than its type can hold.
+        """
+        name, refused = self.whole.name, self.whole.num_elements
+        if edited := [rank for rank, at in marks.items() if at == refused]:
+            raise EditedGradientError(name, dict.fromkeys(edited, "its own error says which"))
+        if marks:
+            raise NonFiniteGradientError(name, {rank: self.member_at(at) for rank, at in marks.items()})
         if overflow is not None:
-            raise NonFiniteSumError(self.info.name, {}, self.member_at(overflow))
-        return sum_
+            raise NonFiniteSumError(name, {}, self.member_at(overflow))
 
     def _recorded(self, report: BucketStep) -> Synchronization[SparseSum]:
         """The sparsifier's coroutine, its bytes counted and its time between collectives taken."""

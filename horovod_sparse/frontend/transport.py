@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 
 from horovod_sparse.collectives import (
     AllGather,
-    AllReduce,
     AllToAll,
     Broadcast,
     Exchange,
+    ReduceScatter,
     Request,
     Synchronization,
 )
@@ -99,13 +99,15 @@ def by_exchanges(request: Request, rank: int, size: int) -> Synchronization[Any]
             return request.buffer.copy()
         arrived = yield Exchange({}, (request.root,))
         return arrived[request.root].view(request.buffer.dtype)
-    if not isinstance(request, AllReduce):
+    if isinstance(request, Exchange):
         raise TypeError(f"an {type(request).__name__} is messages between pairs already")
     dtype, parts = request.buffer.dtype, np.array_split(request.buffer, size)
     arrived = yield Exchange({peer: parts[peer].view(np.int32) for peer in others}, others)
     total = np.zeros_like(parts[rank])
     for peer in range(size):
         total += parts[rank] if peer == rank else arrived[peer].view(dtype)
+    if isinstance(request, ReduceScatter):
+        return total
     arrived = yield Exchange(dict.fromkeys(others, total.view(np.int32)), others)
     return np.concatenate([total if peer == rank else arrived[peer].view(dtype) for peer in range(size)])
 

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 
 from horovod_sparse.arrays import Accumulator, HostAccumulator
-from horovod_sparse.feedback import Bucket, Recipe
+from horovod_sparse.feedback import Bucket, HostBucket, Recipe, shard_of
 from horovod_sparse.simulation.lockstep import Recorder, run_lockstep
 from horovod_sparse.sparsifiers import BucketInfo, SparseSum
+from horovod_sparse.topology import Topology
 
 
 class SimulatedCluster:
@@ -24,6 +25,7 @@ class SimulatedCluster:
         recorder: counts rounds and bytes; a fresh one if left out.
         name: of the bucket.
         accumulator: makes the memory of a rank, called as `HostAccumulator` is.
+        topology: which ranks share a host, for two levels; None for one.
 
     Example:
         >>> from horovod_sparse.feedback import recipe
@@ -41,18 +43,24 @@ class SimulatedCluster:
         recorder: Recorder | None = None,
         name: str = "bucket",
         accumulator: Callable[..., Accumulator] = HostAccumulator,
+        topology: Topology | None = None,
     ) -> None:
         self.recorder = recorder if recorder is not None else Recorder()
-        self.buckets = []
+        self.topology = topology
+        self.buckets: list[Bucket] = []
         for rank in range(size):
-            info = BucketInfo(name, num_elements, rank, size, dtype)
+            whole = BucketInfo(name, num_elements, rank, size, dtype)
+            info = whole if topology is None else shard_of(whole, topology)
             memory = accumulator(
-                num_elements,
+                info.num_elements,
                 info.value_dtype,
                 density=recipe.sparsifier.density,
                 companions=recipe.feedback.num_companions,
             )
-            self.buckets.append(Bucket(info, recipe, memory))
+            if topology is None:
+                self.buckets.append(Bucket(info, recipe, memory))
+            else:
+                self.buckets.append(HostBucket(whole, recipe, memory, (), topology))
 
     def synchronize(
         self, gradients: Sequence[Any], learning_rate: float | None = None, *, keep_errors: bool = False
@@ -71,7 +79,7 @@ class SimulatedCluster:
             bucket.step(gradient, learning_rate)
             for bucket, gradient in zip(self.buckets, gradients, strict=True)
         ]
-        return run_lockstep(steps, self.recorder, keep_errors=keep_errors)
+        return run_lockstep(steps, self.recorder, keep_errors=keep_errors, topology=self.topology)
 
     def step(self, gradients: Sequence[Any], learning_rate: float | None = None) -> np.ndarray:
         """One step on all ranks; the synchronized gradient (a sum) of rank 0, dense."""
@@ -79,10 +87,11 @@ class SimulatedCluster:
 
     def dense(self, sum_: SparseSum) -> np.ndarray:
         """A sparse sum as an array of n elements."""
-        out = np.zeros(self.buckets[0].info.num_elements, self.buckets[0].info.value_dtype)
+        whole = self.buckets[0].whole
+        out = np.zeros(whole.num_elements, whole.value_dtype)
         np.add.at(out, sum_.indices, sum_.values)
         return out
 
     def residuals(self) -> list[np.ndarray]:
         """What every rank holds back, [n] each, as copies."""
-        return [bucket.accumulator.residual().copy() for bucket in self.buckets]
+        return [bucket.spread(bucket.accumulator.residual()) for bucket in self.buckets]

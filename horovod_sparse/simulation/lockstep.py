@@ -14,12 +14,16 @@ from horovod_sparse.collectives import (
     AllToAll,
     Broadcast,
     Exchange,
+    Level,
+    ReduceScatter,
     Request,
     Synchronization,
     num_bytes_sent,
+    part,
 )
 from horovod_sparse.cost.times import AlphaBeta, CollectiveCost
 from horovod_sparse.errors import CollectiveMismatchError
+from horovod_sparse.topology import Topology
 from horovod_sparse.wire.message import SharedWords
 
 
@@ -29,28 +33,52 @@ class Recorder:
 
     Attributes:
         network: the clock's constants.
+        host_network: those between the ranks of a host, where levels are told apart.
         kinds: type of every round, in order.
+        levels: among whom every round was.
         bytes_sent: round -> rank -> payload bytes put in.
         costs: round -> rank -> cost on the network.
         seconds: the clock: rounds one behind the other, each as slow as its slowest rank.
     """
 
     network: AlphaBeta = field(default_factory=AlphaBeta)
+    host_network: AlphaBeta | None = None
     kinds: list[type[Request]] = field(default_factory=list)
+    levels: list[Level] = field(default_factory=list)
     bytes_sent: list[list[int]] = field(default_factory=list)
     costs: list[list[CollectiveCost]] = field(default_factory=list)
     seconds: float = 0.0
 
-    def record(self, requests: Sequence[Request]) -> None:
+    def record(self, requests: Sequence[Request], topology: Topology | None = None) -> None:
         """Takes note of one round: the requests of all ranks, in rank order."""
+        level, costs = requests[0].level, [CollectiveCost(0, 0)] * len(requests)
+        sent = [0] * len(requests)
+        for ranks in groups_of(requests, topology):
+            group = [requests[rank] for rank in ranks]
+            for place, (rank, cost) in enumerate(zip(ranks, _costs(group), strict=True)):
+                costs[rank], sent[rank] = cost, num_bytes_sent(requests[rank], place)
+        network = self.host_network if level == "host" and self.host_network else self.network
         self.kinds.append(type(requests[0]))
-        self.bytes_sent.append([num_bytes_sent(request, rank) for rank, request in enumerate(requests)])
-        self.costs.append(_costs(requests))
-        self.seconds += max(self.network.seconds(cost) for cost in self.costs[-1])
+        self.levels.append(level)
+        self.bytes_sent.append(sent)
+        self.costs.append(costs)
+        self.seconds += max(map(network.seconds, costs))
 
     def total(self, rank: int) -> CollectiveCost:
         """Cost of everything recorded so far, for one rank."""
         return sum((costs[rank] for costs in self.costs), CollectiveCost(0, 0))
+
+
+def groups_of(requests: Sequence[Request], topology: Topology | None) -> Sequence[Sequence[int]]:
+    """The ranks that communicate with each other in one round: those of each host, for example.
+
+    Args:
+        requests: of all ranks, in rank order, of one level.
+        topology: which ranks share a host; needed where the level is not "all".
+    """
+    if topology is None:
+        return [range(len(requests))]
+    return topology.groups(requests[0].level)
 
 
 def _costs(requests: Sequence[Request]) -> list[CollectiveCost]:
@@ -61,6 +89,8 @@ def _costs(requests: Sequence[Request]) -> list[CollectiveCost]:
         return [CollectiveCost(rounds, total - length) for length in lengths]
     if isinstance(first, AllReduce):
         return [AlphaBeta.allreduce(first.buffer.nbytes, size)] * size
+    if isinstance(first, ReduceScatter):
+        return [AlphaBeta.reduce_scatter(first.buffer.nbytes, size)] * size
     if isinstance(first, Broadcast):
         return [AlphaBeta.broadcast(first.buffer.nbytes, size, rank == first.root) for rank in range(size)]
     if isinstance(first, AllToAll):
@@ -88,6 +118,7 @@ def run_lockstep(
     recorder: Recorder | None = None,
     *,
     keep_errors: bool = False,
+    topology: Topology | None = None,
 ) -> list[Result]:
     """Runs the coroutines of all ranks together, round by round.
 
@@ -96,6 +127,7 @@ def run_lockstep(
         recorder: counts rounds and bytes, if given.
         keep_errors: put an exception that a coroutine raises into its place in the result instead of
             raising the first one after all are done.
+        topology: which ranks share a host, where requests are made of single levels.
 
     Returns:
         What each rank's coroutine returned.
@@ -125,11 +157,13 @@ def run_lockstep(
                 errors[rank] = error
         if not requests:
             break
-        _check(round_number, requests, errors, size)
+        _check(round_number, requests, errors, size, topology)
         ordered = [requests[rank] for rank in range(size)]
-        answers = answer(ordered)
+        for ranks in groups_of(ordered, topology):
+            for rank, given in zip(ranks, answer([ordered[rank] for rank in ranks]), strict=True):
+                answers[rank] = given
         if recorder is not None:
-            recorder.record(ordered)
+            recorder.record(ordered, topology)
     if errors and not keep_errors:
         raise errors[min(errors)]
     for rank, raised in errors.items():
@@ -137,8 +171,14 @@ def run_lockstep(
     return finished
 
 
-def _check(round_number: int, requests: dict[int, Request], errors: dict[int, Exception], size: int) -> None:
-    """All ranks still running, all asking for the same thing."""
+def _check(
+    round_number: int,
+    requests: dict[int, Request],
+    errors: dict[int, Exception],
+    size: int,
+    topology: Topology | None,
+) -> None:
+    """All ranks still running, all asking for the same thing, as far as they ask each other."""
     missing = [rank for rank in range(size) if rank not in requests]
     if missing:
         failed = f" (rank {min(errors)} raised {errors[min(errors)]!r})" if errors else ""
@@ -146,18 +186,30 @@ def _check(round_number: int, requests: dict[int, Request], errors: dict[int, Ex
             f"round {round_number}: ranks {missing[:8]} are done{failed} while ranks {sorted(requests)[:8]} "
             f"ask for {type(next(iter(requests.values()))).__name__}"
         ) from (errors[min(errors)] if errors else None)
+    _same(round_number, {rank: _level(request, topology) for rank, request in requests.items()})
+    for ranks in groups_of([requests[rank] for rank in range(size)], topology):
+        _same(round_number, {rank: _signature(requests[rank], len(ranks)) for rank in ranks})
+
+
+def _same(round_number: int, asked: dict[int, str]) -> None:
     kinds: dict[str, list[int]] = {}
-    for rank, request in requests.items():
-        kinds.setdefault(_signature(request, size), []).append(rank)
+    for rank, kind in asked.items():
+        kinds.setdefault(kind, []).append(rank)
     if len(kinds) > 1:
-        asked = "; ".join(f"ranks {ranks[:8]}: {kind}" for kind, ranks in kinds.items())
-        raise CollectiveMismatchError(f"round {round_number}: ranks ask for different collectives ({asked})")
+        told = "; ".join(f"ranks {ranks[:8]}: {kind}" for kind, ranks in kinds.items())
+        raise CollectiveMismatchError(f"round {round_number}: ranks ask for different collectives ({told})")
+
+
+def _level(request: Request, topology: Topology | None) -> str:
+    if topology is None and request.level != "all":
+        raise CollectiveMismatchError(f"a request of level {request.level!r} needs a topology")
+    return request.level
 
 
 def _signature(request: Request, size: int) -> str:
     """What has to be equal on all ranks."""
     name = type(request).__name__
-    if isinstance(request, AllReduce):
+    if isinstance(request, (AllReduce, ReduceScatter)):
         return f"{name} of {request.buffer.size} {request.buffer.dtype}"
     if isinstance(request, Broadcast):
         return f"{name} of {request.buffer.size} {request.buffer.dtype} from {request.root}"
@@ -173,11 +225,13 @@ def answer(requests: Sequence[Request]) -> list[Any]:
         gathered = np.concatenate([request.buffer for request in requests])  # type: ignore[union-attr]
         # one object for all: what it holds is decoded once, not once on every rank
         return [SharedWords.of(gathered)] * size
-    if isinstance(first, AllReduce):
+    if isinstance(first, (AllReduce, ReduceScatter)):
         total = first.buffer.copy()
         for request in requests[1:]:
             total += request.buffer  # type: ignore[union-attr]
-        return [total.copy() for _ in requests]
+        if isinstance(first, AllReduce):
+            return [total.copy() for _ in requests]
+        return [total[slice(*part(total.size, rank, size))].copy() for rank in range(size)]
     if isinstance(first, Broadcast):
         return [requests[first.root].buffer.copy() for _ in requests]  # type: ignore[union-attr]
     if isinstance(first, AllToAll):

@@ -14,6 +14,7 @@ from horovod_sparse.errors import NonFiniteGradientError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.simulation import Recorder, SimulatedCluster
 from horovod_sparse.sparsifiers import SparseSum
+from horovod_sparse.topology import Topology
 from support.gradients import as_gradient, gaussian, wide
 
 __all__ = ["History", "Scenario", "random_gradients", "run"]
@@ -21,15 +22,27 @@ __all__ = ["History", "Scenario", "random_gradients", "run"]
 
 @dataclass(frozen=True)
 class Scenario:
-    """How many ranks, how many elements, of which dtype."""
+    """How many ranks, how many elements, of which dtype; on how many hosts, where there are two levels."""
 
     size: int
     num_elements: int
     dtype: str = "float32"
     num_steps: int = 4
+    hosts: int = 0
 
     def __str__(self) -> str:
-        return f"P{self.size}-n{self.num_elements}-{self.dtype}"
+        ranks = f"P{self.size}" if self.topology is None else f"N{self.hosts}-L{self.topology.per_host}"
+        return f"{ranks}-n{self.num_elements}-{self.dtype}"
+
+    @property
+    def topology(self) -> Topology | None:
+        """Which ranks share a host; None where there is one level."""
+        return Topology.regular(self.hosts, self.size // self.hosts) if self.hosts else None
+
+    def cluster(self, recipe: Recipe, memory: Callable[..., Any] = HostAccumulator) -> SimulatedCluster:
+        """Fresh ranks."""
+        sizes = self.num_elements, self.size, self.dtype
+        return SimulatedCluster(recipe, *sizes, accumulator=memory, topology=self.topology)
 
 
 @dataclass
@@ -106,9 +119,7 @@ def run(
         rates: learning rate of every step; not known if left out.
     """
     if cluster is None:
-        cluster = SimulatedCluster(
-            recipe, scenario.num_elements, scenario.size, scenario.dtype, accumulator=memory
-        )
+        cluster = scenario.cluster(recipe, memory)
     given = [[as_gradient(values, scenario.dtype) for values in step] for step in gradients]
     exact = np.array([[wide(gradient) for gradient in step] for step in given])
     history = History(recipe, scenario, exact.reshape(gradients.shape), cluster)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from horovod_sparse.collectives import AllGather, ReduceScatter
 from horovod_sparse.feedback.state import shared_digest
 from horovod_sparse.simulation import SimulatedCluster
 from support.cases import Case
@@ -77,14 +78,16 @@ def replicas_agree(history: History) -> None:
             assert other.indices.tobytes() == first.indices.tobytes()
             assert other.values.tobytes() == first.values.tobytes()
             assert other.counts.tolist() == first.counts.tolist()
-    states = [bucket.state for bucket in history.cluster.buckets]
-    assert all(state.step == states[0].step for state in states)
-    assert len({shared_digest({"bucket": state}) for state in states}) == 1, states
+    topology = history.scenario.topology
+    for ranks in [range(history.scenario.size)] if topology is None else topology.columns:
+        states = [history.cluster.buckets[rank].state for rank in ranks]
+        assert all(state.step == states[0].step for state in states)
+        assert len({shared_digest({"bucket": state}) for state in states}) == 1, states
 
 
 def sums_are_right(history: History) -> None:
     """Indices within the bucket, as many as values, finite; counts that say who sent how many."""
-    info = history.cluster.buckets[0].info
+    info = history.cluster.buckets[0].whole
     for step in history.steps:
         for sum_ in [] if step.abandoned else step.sums:
             assert sum_.indices.dtype == np.int32
@@ -96,50 +99,81 @@ def sums_are_right(history: History) -> None:
 
 
 def exclusive_means_exclusive(history: History) -> None:
-    """Law 4: no index twice, and the union has as many elements as the counts say."""
+    """Law 4: no index twice, and the union has as many elements as the counts say, but for what is filled up."""
     for step in history.steps:
         for sum_ in [] if step.abandoned else step.sums:
-            assert np.unique(sum_.indices).size == sum_.indices.size == sum_.counts.sum()
+            assert np.unique(sum_.indices).size == sum_.indices.size
+            assert 0 <= sum_.counts.sum() - sum_.indices.size <= _filling(history)
 
 
 def counts_as_promised(history: History, case: Case) -> None:
-    """Law 5, where counts are exact: every rank selects k, every time."""
-    target = case.target(history.scenario.num_elements)
+    """Law 5, where counts are exact: every rank selects k, every time.
+
+    With two levels k is of a shard, and a shard that is filled up may have selected what fills it.
+    """
+    columns, filling = _columns(history), _filling(history)
+    target = case.target(history.cluster.buckets[0].info.num_elements)
     for step in history.steps:
         for rank, sum_ in enumerate([] if step.abandoned else step.sums):
             assert sum_.counts.tolist() == [target] * history.scenario.size
-            assert sum_.indices.size == case.union(sum_.counts)
+            union = sum(case.union(sum_.counts[column]) for column in columns)
+            assert union - filling * len(columns[0]) <= sum_.indices.size <= union
             if case.same_indices:
                 assert np.unique(sum_.indices).size == sum_.indices.size
-            assert history.cluster.buckets[rank].last.num_selected == target
+            assert history.cluster.buckets[rank].last.num_selected == target * len(columns)
+
+
+def _columns(history: History) -> list[list[int]]:
+    """The ranks that sparsify the same elements: all of them, or a column of hosts."""
+    topology = history.scenario.topology
+    everyone = [tuple(range(history.scenario.size))]
+    return [list(ranks) for ranks in (everyone if topology is None else topology.columns)]
+
+
+def _filling(history: History) -> int:
+    """Elements that fill shards up, so that all are of one length."""
+    of_shards = len(_columns(history)) * history.cluster.buckets[0].info.num_elements
+    return of_shards - history.scenario.num_elements
 
 
 def traffic_as_declared(history: History) -> None:
     """Law 7: kinds, rounds and bytes of every step and rank are what the algorithm declares.
 
-    An abandoned step has the same rounds as any other: a graph driver unrolls them beforehand.
+    An abandoned step has the same rounds as any other: a graph driver unrolls them beforehand. With two
+    levels there is a round before and one behind it, within the host.
     """
-    sparsifier, size = history.cluster.buckets[0].recipe.sparsifier, history.scenario.size
+    buckets, columns = history.cluster.buckets, _columns(history)
+    sparsifier, size = buckets[0].recipe.sparsifier, len(columns[0])
+    inside = history.scenario.topology is not None
+    own = slice(1, -1) if inside else slice(None)
     # kinds hold for a step that was given up too; its number is not counted by the sparsifier
     number = -1
     for step in history.steps:
-        assert tuple(step.recorder.kinds) == sparsifier.rounds(size)
+        kinds = tuple(step.recorder.kinds)
+        assert kinds[own] == sparsifier.rounds(size)
+        if inside:
+            assert (kinds[0], kinds[-1]) == (ReduceScatter, AllGather)
+            assert step.recorder.levels == ["host", *["across"] * (len(kinds) - 2), "host"]
         if step.abandoned:
             continue
         number += 1
-        for rank, bucket in enumerate(history.cluster.buckets):
+        for rank, bucket in enumerate(buckets):
             sum_ = step.sums[rank]
-            declared = sparsifier.traffic(bucket.info, sum_.counts, number, sum_.rooms)
-            assert tuple(round_.kind for round_ in declared) == tuple(step.recorder.kinds)
+            counts = sum_.counts[next(column for column in columns if rank in column)]
+            declared = sparsifier.traffic(bucket.info, counts, number, sum_.rooms)
+            assert tuple(round_.kind for round_ in declared) == kinds[own]
             sent = [by_rank[rank] for by_rank in step.recorder.bytes_sent]
-            assert all(round_.allows(bytes_) for round_, bytes_ in zip(declared, sent, strict=True)), (
+            assert all(round_.allows(bytes_) for round_, bytes_ in zip(declared, sent[own], strict=True)), (
                 f"rank {rank} sent {sent} bytes, declared are {declared}"
             )
+            if inside:
+                assert sent[0] == history.scenario.num_elements * bucket.info.value_dtype.itemsize
     if not history.steps[-1].abandoned:  # telemetry speaks of the last step only
-        for rank, bucket in enumerate(history.cluster.buckets):
+        for rank, bucket in enumerate(buckets):
             sent = [by_rank[rank] for by_rank in history.steps[-1].recorder.bytes_sent]
             assert bucket.last.bytes_by_round == sent
-            assert bucket.last.bytes_sent == sum(sent)
+            assert bucket.last.bytes_sent == sum(sent[own])
+            assert bucket.last.bytes_inside == sum(sent) - sum(sent[own])
 
 
 def units_change_nothing(history: History, papers: History, rates: Sequence[float]) -> None:

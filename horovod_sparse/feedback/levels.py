@@ -1,0 +1,237 @@
+"""Two levels: gradients are summed densely within a host, and sparsified between hosts.
+
+With L ranks on each of N hosts a step of a bucket of n elements has three parts::
+
+    host     reduce-scatter       rank l of a host gets its host's sum of shard l: n / L elements
+    across   the sparsifier's     shard l is an ordinary bucket of N ranks: those with place l on their hosts
+    host     all-gather           the sums of all shards, k indices and values each
+
+So no sparsifier knows of levels, the fold, the selection and the residual are n / L long, and what leaves a
+host is what N ranks would send, not N * L. A host is what a rank is otherwise: where the gradient of one of
+its ranks is not finite, so is its sum, and the whole host's gradient is dropped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from horovod_sparse.arrays import Accumulator, GradientParts
+from horovod_sparse.arrays.protocol import FoldReport
+from horovod_sparse.collectives import AllGather, ReduceScatter, Request, Synchronization, at_level, part
+from horovod_sparse.errors import MessageError
+from horovod_sparse.feedback.bucket import Bucket, Member
+from horovod_sparse.feedback.recipe import Recipe
+from horovod_sparse.sparsifiers import BucketInfo, SparseSum
+from horovod_sparse.topology import Topology
+from horovod_sparse.wire import WireFormat, pack, unpack_sum
+
+#: within a host bytes are cheap, and every index is written by who knows its shard
+_INSIDE = WireFormat()
+
+
+def summable(gradient: Any, whole: BucketInfo) -> np.ndarray:
+    """A gradient on the host as one array that can be summed: half types in float32.
+
+    Args:
+        gradient: as an accumulator folds it.
+        whole: the facts of the bucket.
+
+    Returns:
+        [n]; the gradient's own memory, where that is possible.
+    """
+    kept = gradient if isinstance(gradient, GradientParts) else GradientParts([gradient])
+    summed = kept.joined(whole.value_dtype)
+    if kept is gradient:
+        return summed
+    summed = summed.copy()
+    gradient[...] = 0  # as after a fold
+    return summed
+
+
+def foldable(shard: np.ndarray, num_elements: int) -> GradientParts:
+    """A host's sum of a shard, as an accumulator of so many elements folds it, and leaves it as it is."""
+    short = num_elements - shard.size
+    return GradientParts([shard, np.zeros(short, shard.dtype)] if short else [shard])
+
+
+class HostBucket(Bucket):
+    """A rank's shard of a bucket whose gradients are summed within hosts first.
+
+    It is the bucket of the shard (`info`, `accumulator`, `state`), and synchronizes the whole. Shards are as
+    long as the longest: a shorter one ends in an element that is always 0.
+
+    Args:
+        whole: the facts of the bucket, of all ranks.
+        recipe: what to do with it.
+        accumulator: memory for the shard: of `shard_of(whole, topology)`.
+        members: the parameters in the whole.
+        topology: which ranks share a host.
+        timed: see `Bucket`.
+        summable: makes one array of a gradient; see the function.
+        foldable: makes of a host's sum of a shard what the accumulator folds, and keeps; see the function.
+    """
+
+    def __init__(
+        self,
+        whole: BucketInfo,
+        recipe: Recipe,
+        accumulator: Accumulator,
+        members: Sequence[Member],
+        topology: Topology,
+        *,
+        timed: bool = False,
+        summable: Callable[[Any, BucketInfo], Any] = summable,
+        foldable: Callable[[Any, int], Any] = foldable,
+    ) -> None:
+        clip_norm = getattr(recipe.feedback, "clip_norm", None)
+        if clip_norm is not None:  # of a shard: what all of them together may have is the same
+            feedback: Any = dataclasses.replace(
+                recipe.feedback,  # type: ignore[type-var]
+                clip_norm=clip_norm / math.sqrt(topology.per_host),
+            )
+            recipe = dataclasses.replace(recipe, feedback=feedback)
+        members = tuple(members) or (Member(whole.name, 0, whole.num_elements),)
+        super().__init__(shard_of(whole, topology), recipe, accumulator, members, timed=timed)
+        self._whole, self.topology = whole, topology
+        self._summable, self._foldable = summable, foldable
+        self.host, self.local = topology.place(whole.rank)
+        #: [start, stop) of this rank's shard in the whole
+        self.shard = part(whole.num_elements, self.local, topology.per_host)
+
+    @property
+    def whole(self) -> BucketInfo:
+        """The facts of all of it, and of all ranks."""
+        return self._whole
+
+    def spread(self, held: np.ndarray) -> np.ndarray:
+        """See `Bucket.spread`."""
+        start, stop = self.shard
+        values = np.zeros(self.whole.num_elements, held.dtype)
+        values[start:stop] = held[: stop - start]
+        return values
+
+    def step(
+        self,
+        gradient: Any,
+        learning_rate: float | None = None,
+        *,
+        refused: bool = False,
+        scale: float | None = None,
+    ) -> Synchronization[SparseSum]:
+        """See `Bucket.step`; `gradient` is that of the whole, and the sum, too."""
+        summed = self._summable(gradient, self.whole)
+        dense: Request = ReduceScatter(summed, level="host")
+        shard = self._foldable((yield dense), self.info.num_elements)
+        sum_, overflow = yield from at_level(
+            self._synchronized(shard, learning_rate, refused, scale), "across"
+        )
+        report = self.last
+        message = AllGather(self._message(sum_, overflow), level="host")
+        gathered = yield message
+        sum_, marks, overflow = self._joined(gathered, sum_)
+        if marks or overflow is not None:
+            self.abandon()
+        own = list(self.topology.hosts[self.host])
+        report.bucket, report.num_elements = self.whole.name, self.whole.num_elements
+        report.num_target = min(report.num_target * self.topology.per_host, report.num_elements)
+        report.num_selected = int(sum_.counts[own].sum())
+        report.num_received = sum_.indices.size
+        if sum_.norms is not None:
+            report.global_error = float(np.add.reduce(sum_.norms)) / len(sum_.norms)
+        inside = [summed.nbytes, message.buffer.nbytes]
+        report.bytes_inside = sum(inside)
+        report.bytes_by_round = [inside[0], *report.bytes_by_round, inside[1]]
+        report.kinds_by_round = ["ReduceScatter", *report.kinds_by_round, "AllGather"]
+        report.residual_norm = math.sqrt(self.accumulator.square_norm)
+        self._check(marks, overflow)
+        return sum_
+
+    def _message(self, sum_: SparseSum, overflow: int | None) -> np.ndarray:
+        """What this rank's column has found, for the ranks of its host.
+
+        In front of the sum, for each host: elements selected, 1 + the first that is not finite or 0, and the
+        norm of its residual; and, of the sum, 1 + the first element that overflows, or 0.
+        """
+        hosts, (start, stop) = self.topology.num_hosts, self.shard
+        head = np.zeros(3 * hosts + 1, np.int32)
+        head[:hosts] = sum_.counts
+        for host, position in sum_.first_nonfinite.items():
+            head[hosts + host] = 1 + position
+        norms = np.full(hosts, np.nan) if sum_.norms is None else sum_.norms
+        head[2 * hosts : 3 * hosts] = norms.astype(np.float32).view(np.int32)
+        indices, values = sum_.indices, sum_.values
+        if overflow is not None:
+            head[-1] = 1 + overflow
+        if overflow is not None or sum_.first_nonfinite:
+            indices, values = indices[:0], values[:0]
+        if (short := indices >= stop - start).any():  # the element that fills a shard up: it is 0
+            indices, values = indices[~short], values[~short]
+        n = self.whole.num_elements
+        sent = pack(indices + np.int32(start), values, FoldReport(), format=_INSIDE, num_elements=n)
+        return np.concatenate([head, sent])
+
+    def _joined(self, gathered: np.ndarray, own: SparseSum) -> tuple[SparseSum, dict[int, int], int | None]:
+        """The sum of the whole from those of its shards, the marks of ranks, and where it overflows."""
+        words, hosts, n = np.asarray(gathered), self.topology.num_hosts, self.whole.num_elements
+        heads, sums, at = [], [], 0
+        for _ in range(self.topology.per_host):
+            end = at + 3 * hosts + 1
+            if end >= words.size or words[end] <= 0:
+                raise MessageError(f"{words.size} words arrived, which are not the sums of all shards")
+            heads.append(words[at:end])
+            sums.append(words[end : end + words[end]])
+            at = end + int(words[end])
+        whole = unpack_sum(np.concatenate(sums), len(sums), _INSIDE, n, self.whole.value_dtype)
+        counts, norms = np.zeros(self.whole.size, np.int64), np.zeros((len(heads), hosts))
+        marks: dict[int, int] = {}
+        overflows = []
+        for local, head in enumerate(heads):
+            start, stop = part(n, local, self.topology.per_host)
+            column = list(self.topology.columns[local])
+            counts[column] = head[:hosts]
+            norms[local] = head[2 * hosts : 3 * hosts].view(np.float32)
+            if head[-1]:
+                overflows.append(start + int(head[-1]) - 1)
+            for host in np.flatnonzero(head[hosts : 2 * hosts]).tolist():
+                position = int(head[hosts + host]) - 1
+                if position == self.info.num_elements:  # this rank itself refuses
+                    marks[column[host]] = n
+                else:
+                    found = min(start + position, stop - 1)
+                    marks |= {rank: min(found, marks.get(rank, n)) for rank in self._spared(host, marks)}
+        sum_ = SparseSum(
+            whole.indices, own.values[:0] if whole.values is None else whole.values, counts, marks
+        )
+        if own.norms is not None:  # of a host, with each of its ranks
+            sum_.norms = np.zeros(self.whole.size)
+            for host, ranks in enumerate(self.topology.hosts):
+                sum_.norms[list(ranks)] = math.sqrt(float(np.square(norms[:, host]).sum()))
+        sum_.facts, sum_.rooms = own.facts, own.rooms
+        return sum_, marks, min(overflows, default=None)
+
+    def _spared(self, host: int, marks: dict[int, int]) -> list[int]:
+        """The ranks of a host whose sum is not finite, but for those that refuse the step by themselves."""
+        n = self.whole.num_elements
+        return [rank for rank in self.topology.hosts[host] if marks.get(rank) != n]
+
+
+def shard_of(whole: BucketInfo, topology: Topology) -> BucketInfo:
+    """The facts of a rank's shard: N ranks, and as many elements as the longest shard has.
+
+    Args:
+        whole: the facts of the bucket, of all ranks.
+        topology: which ranks share a host.
+
+    Example:
+        >>> shard_of(BucketInfo("w", 9, rank=3, size=4), Topology.regular(2, 2))
+        BucketInfo(name='w/1', num_elements=5, rank=1, size=2, dtype='float32')
+    """
+    host, local = topology.place(whole.rank)
+    _, longest = part(whole.num_elements, 0, topology.per_host)
+    # random numbers come from the name: shards do not share them
+    return BucketInfo(f"{whole.name}/{local}", longest, host, topology.num_hosts, whole.dtype)

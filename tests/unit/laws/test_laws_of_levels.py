@@ -1,0 +1,203 @@
+"""The laws with two levels: dense within a host, sparse between hosts. A host is what a rank is otherwise."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+from horovod_sparse.errors import (
+    CollectiveMismatchError,
+    EditedGradientError,
+    NonFiniteGradientError,
+    NonFiniteSumError,
+    UnsupportedError,
+)
+from horovod_sparse.feedback import ErrorFeedback, Member, MomentumCorrection, recipe
+from horovod_sparse.feedback.state import from_plain, to_plain
+from horovod_sparse.simulation import SimulatedCluster, run_lockstep
+from horovod_sparse.topology import Topology
+from support import laws
+from support.cases import CASES, Case, case_id
+from support.gradients import DTYPES, dyadic, gaussian, layered
+from support.history import History, Scenario, random_gradients, run
+
+rows = pytest.mark.parametrize("case", CASES, ids=case_id)
+
+#: N, L, n: not divisible by L, fewer elements than ranks of a host, shards without an element
+_SHAPES = (
+    *((1, 2, 41), (2, 1, 41), (2, 2, 1), (2, 2, 41), (2, 2, 1000)),
+    *((3, 2, 2), (3, 2, 1001), (2, 4, 3), (2, 4, 1002)),
+)
+
+
+def scenario_of(hosts: int, per_host: int, num_elements: int, **more: object) -> Scenario:
+    return Scenario(hosts * per_host, num_elements, hosts=hosts, **more)  # type: ignore[arg-type]
+
+
+@rows
+@pytest.mark.parametrize("shape", _SHAPES, ids=lambda shape: "{}x{}-n{}".format(*shape))
+def test_all_laws_hold(case: Case, shape: tuple[int, int, int]) -> None:
+    scenario = scenario_of(*shape)
+    draw = layered if scenario.num_elements >= 1000 else gaussian
+    laws.check_all(run(case.recipe, scenario, random_gradients(scenario, draw)), case)
+
+
+@rows
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_law_1_is_exact_where_sums_are(case: Case, dtype: str) -> None:
+    scenario = scenario_of(2, 2, 201, dtype=dtype, num_steps=8)
+    laws.check_all(run(case.recipe, scenario, random_gradients(scenario, dyadic)), case, exactly=True)
+
+
+@rows
+@pytest.mark.parametrize("levels", [(3, 2), (2, 4)], ids=lambda levels: "{}x{}".format(*levels))
+def test_density_one_is_dense(case: Case, levels: tuple[int, int]) -> None:
+    scenario = scenario_of(*levels, 301, num_steps=2)
+    history = run(case.at(1.0), scenario, random_gradients(scenario, layered))
+    for number in range(2):
+        error = np.abs(history.dense(number) - history.gradients[number].sum(0))
+        magnitudes = np.abs(history.gradients[: number + 1])
+        lost = scenario.size * case.value_rounding * magnitudes.sum((0, 1)).max()
+        assert (error <= laws.rounding(history, number + 1) + lost).all()
+
+
+@rows
+def test_it_is_what_hosts_of_one_rank_do_with_sums_and_shards(case: Case) -> None:
+    """Shard by shard, bit for bit: the sparsifier sees a bucket of N ranks, with their hosts' sums."""
+    scenario = scenario_of(3, 2, 400)
+    gradients = random_gradients(scenario, dyadic)
+    history = run(case.recipe, scenario, gradients)
+    for local in range(2):
+        shard = slice(200 * local, 200 * (local + 1))
+        cluster = SimulatedCluster(case.recipe, 200, 3, name=f"bucket/{local}")
+        for number, step in enumerate(gradients):
+            of_hosts = step.reshape(3, 2, 400).sum(1)[:, shard].astype(np.float32)
+            wanted = cluster.step([*of_hosts])
+            found = history.cluster.dense(history.steps[number].sums[0])[shard]
+            np.testing.assert_array_equal(found, wanted)
+
+
+@rows
+def test_resume_is_invisible(case: Case) -> None:
+    scenario = scenario_of(2, 2, 333, num_steps=6)
+    gradients = random_gradients(scenario, layered)
+    whole, first = run(case.recipe, scenario, gradients), run(case.recipe, scenario, gradients[:3])
+    fresh = scenario.cluster(case.recipe)
+    for new, old in zip(fresh.buckets, first.cluster.buckets, strict=True):
+        new.restart(old.progress)
+        new.state = from_plain(new.state, to_plain(old.state))
+        new.accumulator.assign(old.accumulator.values())
+        for mine, theirs in zip(new.accumulator.companions, old.accumulator.companions, strict=True):
+            mine[...] = theirs
+    second = run(case.recipe, scenario, gradients[3:], cluster=fresh)
+    for step, expected in zip(second.steps, whole.steps[3:], strict=True):
+        assert step.sums[0].values.tobytes() == expected.sums[0].values.tobytes()
+        assert [r.tobytes() for r in step.residuals] == [r.tobytes() for r in expected.residuals]
+
+
+_MEMBERS = (Member("conv.weight", 0, 40), Member("conv.bias", 40, 50), Member("head.weight", 50, 121))
+_SICK = 2
+
+
+def sick_run(
+    case: Case, gradients: np.ndarray, dtype: str = "float32", hosts: int = 3
+) -> tuple[History, list[object]]:
+    scenario = scenario_of(hosts, 2, 121, dtype=dtype, num_steps=len(gradients))
+    cluster = scenario.cluster(case.recipe)
+    for bucket in cluster.buckets:
+        bucket.members = _MEMBERS
+    history = run(case.recipe, scenario, gradients, cluster=cluster)
+    return history, list(history.steps[_SICK].results)
+
+
+@rows
+@pytest.mark.parametrize("position", [3, 45, 119])
+def test_every_rank_of_every_host_says_where(case: Case, position: int) -> None:
+    """Only one column sees it; all ranks raise, and the host goes on with what it had."""
+    gradients = random_gradients(scenario_of(3, 2, 121, num_steps=5))
+    gradients[_SICK, 3, position] = np.nan
+    history, results = sick_run(case, gradients)
+    wanted = next(member.name for member in _MEMBERS if member.start <= position < member.stop)
+    for result in results:
+        assert isinstance(result, NonFiniteGradientError)
+        assert result.where == {2: wanted, 3: wanted}, "the ranks of the host whose sum is not finite"
+    assert [step.abandoned for step in history.steps] == [number == _SICK for number in range(5)]
+    laws.replicas_agree(history)
+    laws.traffic_as_declared(history)
+    if not case.loses_mass:
+        gradients[_SICK, 2:4, position] = 0.0  # what is not finite counts as 0: of the host's sum
+        healthy = dataclasses.replace(history, gradients=gradients)
+        laws.nothing_is_lost(healthy)
+
+
+@rows
+def test_a_step_that_is_taken_back_leaves_what_was_there(case: Case) -> None:
+    """All columns take it back, also those that have found nothing; dropped is the sick host's gradient."""
+    gradients = random_gradients(scenario_of(2, 2, 121, num_steps=3), dyadic)
+    gradients[_SICK, 0, 7] = np.inf
+    history, _ = sick_run(case, gradients, hosts=2)
+    before = np.array(history.steps[_SICK - 1].residuals)
+    if case.loses_mass:
+        before[:] = 0.0
+    for bucket in history.cluster.buckets[:2]:
+        bucket.abandon(drop=True)
+    after = np.array(history.cluster.residuals())
+    if case.stays_dyadic:
+        np.testing.assert_array_equal(after[:2], before[:2])
+    if not case.loses_mass and case.stays_dyadic:
+        np.testing.assert_array_equal(after[2:].sum(0), before[2:].sum(0) + gradients[_SICK, 2:].sum(0))
+
+
+def test_a_rank_that_refuses_is_known_to_all() -> None:
+    cluster = SimulatedCluster(recipe("topk", density=0.1), 3, 8, topology=Topology.regular(2, 4))
+    steps = [
+        bucket.step(np.ones(3, np.float32), refused=rank == 7)  # whose shard has no element
+        for rank, bucket in enumerate(cluster.buckets)
+    ]
+    for result in run_lockstep(steps, keep_errors=True, topology=cluster.topology):
+        assert isinstance(result, EditedGradientError) and [*result.where] == [7]
+
+
+def test_a_sum_that_is_not_finite_is_applied_by_nobody() -> None:
+    cluster = SimulatedCluster(recipe("exdyna", density=0.5), 6, 4, topology=Topology.regular(2, 2))
+    large = np.array([1, 1, 1, 1, 3e38, 1], np.float32)
+    nothing = np.zeros(6, np.float32)
+    given = [large.copy(), nothing.copy(), large.copy(), nothing.copy()]
+    for result in cluster.synchronize(given, keep_errors=True):
+        assert isinstance(result, NonFiniteSumError) and result.parameter == "bucket"
+    np.testing.assert_array_equal(np.sum(cluster.residuals(), 0, np.float64), 2 * large.astype(np.float64))
+
+
+def test_a_clipped_step_has_at_most_the_norm_that_was_asked_for() -> None:
+    feedback = ErrorFeedback(clip_norm=2.0)
+    cluster = SimulatedCluster(
+        recipe("topk", density=1.0, feedback=feedback), 64, 4, topology=Topology.regular(2, 2)
+    )
+    even = np.ones(64, np.float32)
+    total = cluster.step([even.copy() for _ in range(4)])
+    # two hosts, each clipped to 2 / sqrt(2), that agree
+    assert np.linalg.norm(total) == pytest.approx(2 * 2.0 / math.sqrt(2))
+    assert cluster.buckets[0].recipe.feedback.clip_norm == pytest.approx(2.0 / math.sqrt(2))  # type: ignore[attr-defined]
+
+
+def test_momentum_correction_is_that_of_sums() -> None:
+    described = recipe("topk", density=1.0, feedback=MomentumCorrection(momentum=0.5, masking=False))
+    flat = SimulatedCluster(described, 33, 4)
+    two = SimulatedCluster(described, 33, 4, topology=Topology.regular(2, 2))
+    for step in dyadic(np.random.default_rng(3), (4, 4, 33)).astype(np.float32):
+        np.testing.assert_array_equal(two.step([*step.copy()]), flat.step([*step.copy()]))
+
+
+def test_hosts_of_unequal_size_are_refused_by_name() -> None:
+    with pytest.raises(UnsupportedError, match=r"host 0: 2, host 1: 1.*levels='flat'"):
+        Topology.of([("a", 0), ("a", 1), ("b", 0)])
+
+
+def test_one_level_needs_a_topology() -> None:
+    whole = SimulatedCluster(recipe("topk"), 8, 2, topology=Topology.regular(1, 2))
+    steps = [bucket.step(np.ones(8, np.float32)) for bucket in whole.buckets]
+    with pytest.raises(CollectiveMismatchError, match="needs a topology"):
+        run_lockstep(steps)
