@@ -10,7 +10,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from horovod_sparse.collectives import AllGather, AllReduce, AllToAll, Broadcast, Request
+from horovod_sparse.collectives import AllGather, AllReduce, AllToAll, Broadcast, ReduceScatter, Request
+from horovod_sparse.frontend.engine import carry_out
+from horovod_sparse.frontend.transport import by_exchanges
 from horovod_sparse.pytorch.layout import readable_tensor
 
 #: messages under way between two ranks have different tags; tags are used again after so many
@@ -56,6 +58,8 @@ class Carrier:
         if isinstance(request, AllToAll):
             received = self._exchange(dict(enumerate(request.buffers)), range(self.size))
             return [received[rank] for rank in range(self.size)]
+        if isinstance(request, ReduceScatter):
+            return carry_out(by_exchanges(request, self.rank, self.size), self)
         return self._exchange(request.sends, request.sources)
 
     def starts_on_device(self, request: Request) -> Any:

@@ -14,7 +14,15 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from horovod_sparse.collectives import AllGather, AllReduce, AllToAll, Broadcast, Exchange, Request
+from horovod_sparse.collectives import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Broadcast,
+    Exchange,
+    ReduceScatter,
+    Request,
+)
 from horovod_sparse.errors import CollectiveMismatchError, UnsupportedError
 from horovod_sparse.tensorflow._horovod import hvd
 from horovod_sparse.tensorflow.tensors import divided_by_ranks
@@ -82,7 +90,7 @@ def wire_dtype(kind: type[Request], value_dtype: np.dtype[Any]) -> np.dtype[Any]
         >>> wire_dtype(AllGather, np.dtype(np.float64))
         dtype('int32')
     """
-    return np.dtype(value_dtype) if kind is AllReduce else np.dtype(np.int32)
+    return np.dtype(value_dtype if kind in (AllReduce, ReduceScatter) else np.int32)
 
 
 def nothing(kind: type[Request], value_dtype: np.dtype[Any], size: int) -> Wire:
@@ -100,16 +108,16 @@ def to_wire(request: Request, value_dtype: np.dtype[Any], place: tuple[int, int]
         place: (rank, size) within the process set.
 
     Raises:
-        CollectiveMismatchError: for an allreduce of another dtype.
+        CollectiveMismatchError: for a sum of another dtype.
         UnsupportedError: for a broadcast of elements that are no multiple of 4 bytes.
     """
     rank, size = place
     if isinstance(request, AllGather):
         return np.ascontiguousarray(request.buffer, np.int32), NO_SPLITS
-    if isinstance(request, AllReduce):
+    if isinstance(request, (AllReduce, ReduceScatter)):
         if request.buffer.dtype != value_dtype:
             raise CollectiveMismatchError(
-                f"an allreduce of {request.buffer.dtype} in a bucket of {value_dtype}: in a graph its type "
+                f"a sum of {request.buffer.dtype} in a bucket of {value_dtype}: in a graph its type "
                 "is fixed, and is that of the accumulator"
             )
         return np.ascontiguousarray(request.buffer), NO_SPLITS
@@ -137,9 +145,7 @@ def from_wire(request: Request, output: np.ndarray, splits: np.ndarray) -> Any:
     Raises:
         CollectiveMismatchError: if messages came that this rank does not await, or none at all.
     """
-    if isinstance(request, AllReduce):
-        return output
-    if isinstance(request, AllGather):
+    if isinstance(request, (AllReduce, ReduceScatter, AllGather)):
         return output
     if isinstance(request, Broadcast):
         if output.nbytes != request.buffer.nbytes:
@@ -180,6 +186,8 @@ def carry_out(
     with known_to_elastic():
         if kind is AllReduce:
             return hvd.allreduce(buffer, op=hvd.Sum, **common), tf.zeros([0], tf.int32)
+        if kind is ReduceScatter:
+            return hvd.reducescatter(buffer, op=hvd.Sum, **common), tf.zeros([0], tf.int32)
         if kind in (Exchange, AllToAll):
             output, received = hvd.alltoall(buffer, splits=splits, **common)
             return output, received

@@ -10,7 +10,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from horovod_sparse.collectives import AllGather, AllReduce, AllToAll, Broadcast, Exchange, Request
+from horovod_sparse.collectives import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Broadcast,
+    Exchange,
+    ReduceScatter,
+    Request,
+)
 from horovod_sparse.errors import ArgumentError, CollectiveMismatchError
 from horovod_sparse.frontend.transport import rounds_by_pairs
 from horovod_sparse.pytorch.driver import Handle
@@ -92,7 +100,8 @@ def start(
         )
     if process_set.size() == 1:
         return _LocalHandle(_answer_alone(request))
-    dense = isinstance(request, AllReduce) and isinstance(request.buffer, torch.Tensor)
+    sums = isinstance(request, (AllReduce, ReduceScatter))
+    dense = sums and isinstance(request.buffer, torch.Tensor)
     if isinstance(request, Exchange) or (by_pairs and rounds_by_pairs() and not dense):
         return start_round(request, name, process_set, _start_horovods)
     return _start_horovods(request, name, process_set)
@@ -107,6 +116,10 @@ def _start_horovods(request: Request, name: str, process_set: Any) -> Handle:
     if isinstance(request, AllReduce):
         tensor, answer = _reducible(request.buffer)
         handle = hvd.allreduce_async(tensor, op=hvd.Sum, name=name, process_set=process_set)
+        return _HorovodHandle(handle, tensor, answer)
+    if isinstance(request, ReduceScatter):
+        tensor, answer = _reducible(request.buffer)
+        handle = hvd.reducescatter_async(tensor, op=hvd.Sum, name=name, process_set=process_set)
         return _HorovodHandle(handle, tensor, answer)
     if isinstance(request, Broadcast):
         tensor = readable_tensor(request.buffer)

@@ -99,7 +99,7 @@ def sums_are_right(history: History) -> None:
 
 
 def exclusive_means_exclusive(history: History) -> None:
-    """Law 4: no index twice, and the union has as many elements as the counts say, but for what is filled up."""
+    """Law 4: no index twice, and the union has as many elements as counts say (but for what fills shards)."""
     for step in history.steps:
         for sum_ in [] if step.abandoned else step.sums:
             assert np.unique(sum_.indices).size == sum_.indices.size
