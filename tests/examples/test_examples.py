@@ -1,32 +1,32 @@
-"""The examples, for an epoch each, on two ranks: dense and sparse, as a user would copy them."""
+"""The examples on two ranks as a user would copy them: for an epoch, or on made data for two steps."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import math
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 KERAS = pytest.param("tensorflow2_keras_mnist", marks=pytest.mark.tensorflow)
+#: launched by torchrun
+WITHOUT_HOROVOD = ("ddp_digits", "imagenet_resnet50")
 
 
-@pytest.mark.parametrize("compression", ["none", "exdyna:density=0.05"])
-@pytest.mark.parametrize("example", ["pytorch_mnist", "ddp_digits", KERAS])
-def test_it_learns_and_tells_its_bytes(example: str, compression: str, tmp_path: Path) -> None:
-    if example.startswith("tensorflow"):
-        pytest.importorskip("tensorflow")
+def launched(example: str, file: Path, *arguments: str) -> dict[str, Any]:
+    """What an example wrote, run on two ranks."""
     launcher = ["horovodrun", "--gloo", "--disable-cache", "-np", "2", sys.executable]
-    if example == "ddp_digits":
+    if example in WITHOUT_HOROVOD:
         launcher = ["torchrun", "--standalone", "--nproc-per-node", "2"]
     launcher[0] = str(Path(sys.executable).with_name(launcher[0]))
-    file = tmp_path / "run.json"
-    command = [str(EXAMPLES / f"{example}.py"), "--compression", compression, "--epochs", "1"]
     done = subprocess.run(
-        [*launcher, *command, "--json", str(file)],
+        [*launcher, str(EXAMPLES / f"{example}.py"), *arguments, "--json", str(file)],
         capture_output=True,
         text=True,
         stdin=subprocess.DEVNULL,
@@ -34,10 +34,36 @@ def test_it_learns_and_tells_its_bytes(example: str, compression: str, tmp_path:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
-    run = json.loads(file.read_text())
+    told: dict[str, Any] = json.loads(file.read_text())
+    return told
+
+
+@pytest.mark.parametrize("compression", ["none", "exdyna:density=0.05"])
+@pytest.mark.parametrize("example", ["pytorch_mnist", "ddp_digits", KERAS])
+def test_it_learns_and_tells_its_bytes(example: str, compression: str, tmp_path: Path) -> None:
+    if example.startswith("tensorflow"):
+        pytest.importorskip("tensorflow")
+    run = launched(example, tmp_path / "run.json", "--compression", compression, "--epochs", "1")
     assert run["accuracy"] > 0.5
     dense_bytes = 4 * run["num_parameters"]
     if compression == "none":
         assert run["bytes_per_step"] == dense_bytes
     else:
         assert run["bytes_per_step"] < dense_bytes / 2
+
+
+@pytest.mark.parametrize("example", ["cifar10_resnet", "imagenet_resnet50", "gpt_text"])
+def test_a_dry_run_takes_every_path_but_the_data(example: str, tmp_path: Path) -> None:
+    curves = importlib.util.find_spec("tensorboard") is not None
+    arguments = ["--tensorboard", str(tmp_path / "curves")] if curves else []
+    arguments += ["--checkpoint", str(tmp_path / "saved")] if example == "cifar10_resnet" else []
+    run = launched(example, tmp_path / "run.json", "--dry-run", *arguments)
+    assert run["steps"] == 2 and run["size"] == 2
+    assert run["bytes_per_step"] < run["num_parameters"] / 2, "an eighth of dense or less"
+    assert math.isfinite(run["final_loss"]) and run["final_loss"] > 0.0
+    if curves:
+        (file,) = (tmp_path / "curves").iterdir()
+        assert b"sparse/density_union" in file.read_bytes()
+    if example == "cifar10_resnet":  # the epoch is there already: nothing is left to do
+        again = launched(example, tmp_path / "again.json", "--dry-run", *arguments[-2:])
+        assert again["final_loss"] == 0.0 and again["accuracy"] == run["accuracy"]
