@@ -1,4 +1,4 @@
-"""Fills the tables of docs/performance.md from the measurements in docs/measurements/*.json."""
+"""Fills tables and draws pictures of docs/performance.md and README.md from docs/measurements/*.json."""
 
 from __future__ import annotations
 
@@ -11,7 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report.budgets import budget_table
+from benchmarks.report.pictures import (
+    bits_per_second,
+    draw,
+    predicted_seconds,
+    seconds_of,
+)
 from benchmarks.report.tables import (
+    bandwidth_table,
     frameworks_table,
     growth_table,
     launch_tables,
@@ -22,7 +29,19 @@ from benchmarks.report.tables import (
 
 _DOCS = Path(__file__).resolve().parents[2] / "docs"
 _MARKED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+
+
+def _bandwidth(result: Any) -> str:
+    return bandwidth_table(result, [_predicted(result, launch) for launch in result["launches"]])
+
+
+def _predicted(result: Any, launch: Any) -> tuple[float, float]:
+    (recipe,) = launch["sparsifiers"].values()
+    return predicted_seconds(result["model"], recipe, launch["ranks"], bits_per_second(launch["rate"]))
+
+
 _RENDERERS = {
+    "bandwidth": _bandwidth,
     "local": local_table,
     "frameworks": frameworks_table,
     "growth": growth_table,
@@ -41,7 +60,8 @@ def tables(measurements: dict[str, Any]) -> dict[str, str]:
 
     Returns:
         Markdown by name of the table: that of the file, and "budgets". A file whose name begins with
-        local, frameworks, growth, tape or wire has a table of its own kind; others have one per launch.
+        bandwidth, local, frameworks, growth, tape or wire has a table of its own kind; others have one per
+        launch.
     """
     made = {}
     for name, result in measurements.items():
@@ -74,6 +94,29 @@ def fill(text: str, made: dict[str, str]) -> str:
     return _MARKED.sub(replace, text)
 
 
+def number(measurements: dict[str, Any]) -> str:
+    """The sentence that README.md begins with; "" without its measurement.
+
+    Example:
+        >>> items = [
+        ...     {"method": "dense", "seconds": {"median": 2.0}},
+        ...     {"method": "exdyna", "seconds": {"median": 0.5}},
+        ... ]
+        >>> number({"bandwidth": {"launches": [{"rate": "1gbit", "ranks": 4, "results": items}]}})
+        '**At 1 Gbit/s a step takes 0.50 s instead of 2.00 s: 4.0 times faster.**'
+    """
+    for launch in measurements.get("bandwidth", {}).get("launches", []):
+        if launch["rate"] == "1gbit":
+            times = seconds_of(launch)
+            dense = times.pop("dense")
+            (sparse,) = times.values()
+            return (
+                f"**At 1 Gbit/s a step takes {sparse:.2f} s instead of {dense:.2f} s: "
+                f"{dense / sparse:.1f} times faster.**"
+            )
+    return ""
+
+
 def read(folder: Path) -> dict[str, Any]:
     """Content of the JSON files that `scripts/bench` made; studies have pages and checks of their own."""
     paths = [path for path in sorted(folder.glob("*.json")) if path.stem.partition("_")[0] in _KINDS]
@@ -81,24 +124,28 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Writes docs/performance.md anew, or checks it.
+    """Writes docs/performance.md, the number in README.md and the pictures anew, or checks them.
 
     Args:
         arguments: of the command line; None takes the process's own.
 
     Returns:
-        The exit code: 1 if --check found the page out of step.
+        The exit code: 1 if --check found one of them out of step.
     """
     parser = argparse.ArgumentParser(prog="scripts/report", description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing, fail if something would change")
     options = parser.parse_args(arguments)
-    page = _DOCS / "performance.md"
-    before = page.read_text()
-    after = fill(before, tables(read(_DOCS / "measurements")))
-    if options.check:
-        return int(before != after)
-    page.write_text(after)
-    return 0
+    measurements = read(_DOCS / "measurements")
+    made = {**tables(measurements), "number": number(measurements)}
+    stale = False
+    for page in (_DOCS / "performance.md", _DOCS.parent / "README.md"):
+        before = page.read_text()
+        after = fill(before, made)
+        stale |= before != after
+        if not options.check:
+            page.write_text(after)
+    drawn = draw(measurements, made, _DOCS / "pictures", check=options.check)
+    return int(options.check and (stale or not drawn))
 
 
 if __name__ == "__main__":

@@ -130,6 +130,25 @@ def _launch_table(launch: Mapping[str, Any]) -> str:
     return markdown([*header, *(f"{name} / it" for name in references)], rows)
 
 
+def bandwidth_table(result: Mapping[str, Any], predicted: Sequence[tuple[float, float]]) -> str:
+    """Of `scripts/bench train` at several rates: a row per rate, measured and predicted.
+
+    Args:
+        result: of launches with "dense" and one sparsifier.
+        predicted: seconds of both for every launch.
+    """
+    rows = []
+    for launch, (dense, sparse) in zip(result["launches"], predicted, strict=True):
+        items = {item["method"]: item["seconds"] for item in launch["results"]}
+        (name,) = [method for method in items if method != "dense"]
+        cells = [f"{milliseconds(items[method]['median'])}" for method in ("dense", name)]
+        ratio = items["dense"]["median"] / items[name]["median"]
+        cells += [f"{ratio:.1f}", milliseconds(dense), milliseconds(sparse), f"{dense / sparse:.1f}"]
+        rows.append([launch["rate"], *cells, str(launch["load_before"])])
+    header = ["", "dense ms", f"{name} ms", "times faster", "dense, predicted", f"{name}, predicted"]
+    return f"{circumstances(result)}\n\n{markdown([*header, 'times, predicted', 'load before'], rows)}"
+
+
 def growth_table(result: Mapping[str, Any]) -> str:
     """Of `scripts/bench sync --hosts 2,4,8`: a row per sparsifier, CPU time and union density against P."""
     sizes = sorted({launch["ranks"] for launch in result["launches"]})

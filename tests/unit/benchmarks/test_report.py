@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks.report.budgets import budget_table
 from benchmarks.report.main import fill, main, read, tables
+from benchmarks.report.pictures import draw
 
 _DOCS = Path(__file__).resolve().parents[3] / "docs"
 
@@ -145,3 +146,32 @@ def test_tensorflow_beside_pytorch_is_a_budget():
     times += [{"name": "topk, TensorFlow", "ratio": 1.6, "budget": 1.5}]
     [row] = budget_table({"frameworks": {"timings": times}}).splitlines()[2:]
     assert [cell.strip() for cell in row.strip("|").split("|")][1:] == ["≤ 1.5", "1.60", "**missed**"]
+
+
+def _train(rate, dense, sparse):
+    items = [_item("dense", dense), _item("exdyna", sparse)]
+    names = {"exdyna": "exdyna:density=0.001"}
+    return {"rate": rate, "ranks": 4, "load_before": 1.0, "results": items, "sparsifiers": names}
+
+
+def test_speed_up_over_bandwidth_is_measured_and_predicted(tmp_path):
+    launches = [_train("100mbit", 8.0, 0.5), _train("100gbit", 0.3, 0.3)]
+    machine = {"cores": 2, "memory_gib": 24}
+    result = {"command": "c", "model": "resnet50", "machine": machine, "launches": launches}
+    made = tables({"bandwidth": result})
+    slow, fast = (_row(made["bandwidth"], rate) for rate in ("100mbit", "100gbit"))
+    assert (slow[3], fast[3]) == ("16.0", "1.0")
+    assert float(slow[6]) > 20 > 1.1 > float(fast[6]), "the model says so, too"
+    assert not draw({"bandwidth": result}, made, tmp_path, check=True)
+    draw({"bandwidth": result}, made, tmp_path, check=False)
+    assert (tmp_path / "bandwidth.png").stat().st_size > 10_000
+    assert draw({"bandwidth": result}, made, tmp_path, check=True)
+    launches[0]["results"][1] = _item("exdyna", 0.25)
+    changed = tables({"bandwidth": result})
+    assert not draw({"bandwidth": result}, changed, tmp_path, check=True), "a picture of older numbers"
+
+
+def test_a_picture_of_synchronizations_has_every_method(sync, tmp_path):
+    made = tables({"sync_gloo": sync})
+    draw({"sync_gloo": sync}, made, tmp_path, check=False)
+    assert (tmp_path / "sync_gloo.png").stat().st_size > 10_000

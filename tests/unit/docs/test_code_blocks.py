@@ -11,6 +11,7 @@ import sys
 from functools import cache
 
 import pytest
+import yaml
 
 from horovod_sparse.cli.main import main as horovod_sparse_command
 from support.documents import PRELUDES, ROOT, Block, blocks
@@ -63,7 +64,8 @@ def test_python_runs(process: str) -> None:
 def commands(block: Block) -> list[list[str]]:
     """The words of every command, without variables before it."""
     found = []
-    for line in block.text.replace("\\\n", " ").splitlines():
+    text = re.sub(r"\$\([^)]*\)", "VALUE", block.text.replace("\\\n", " "))
+    for line in text.splitlines():
         for part in re.split(r"&&|\|\||;|\|", re.sub(r"(^| )#.*", "", line)):
             words = shlex.split(part)
             while words and re.fullmatch(r"\w+=.*", words[0]):
@@ -124,6 +126,12 @@ def test_commands_exist_and_take_their_options(block: Block) -> None:
     assert found
     for words in found:
         check(words)
+
+
+def test_yaml_can_be_read() -> None:
+    for block in BLOCKS:
+        if block.language == "yaml":
+            assert yaml.safe_load(block.text)["kind"], block.place
 
 
 def test_a_wrong_option_is_seen() -> None:
