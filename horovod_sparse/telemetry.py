@@ -166,6 +166,7 @@ class Telemetry:
             not finite) do not count.
         num_steps: steps in the mean.
         transport: how messages between two ranks travel, and why so; empty where there are none.
+        density: why the density is what it is, where times decided about it; empty otherwise.
 
     Example:
         >>> telemetry = Telemetry()
@@ -176,6 +177,7 @@ class Telemetry:
     last: StepReport | None = None
     num_steps: int = 0
     transport: str = ""
+    density: str = ""
     _sums: StepReport | None = None
 
     def record(self, step: int, buckets: Sequence[BucketReport], wait_seconds: float) -> None:
@@ -260,4 +262,5 @@ class Telemetry:
         if mean is None:
             return "no step yet"
         pairs = f"; pairs of ranks by {self.transport}" if self.transport else ""
-        return f"mean of {self.num_steps} steps: {mean.summary()}{pairs}"
+        chosen = f"; {self.density}" if self.density else ""
+        return f"mean of {self.num_steps} steps: {mean.summary()}{pairs}{chosen}"

@@ -13,8 +13,8 @@ from pathlib import Path
 from horovod_sparse.cost import AlphaBeta, Fit, Profile, assumed_profile, profile_at
 from horovod_sparse.cost.profile import TYPICAL_SELECTION
 from horovod_sparse.errors import ArgumentError, HorovodSparseError, ProfileMismatchError, UnsupportedError
-from horovod_sparse.feedback import Recipe, parse_recipe
-from horovod_sparse.feedback.text import parse_arguments
+from horovod_sparse.feedback import AutoDensity, Recipe, parse_recipe
+from horovod_sparse.feedback.text import parse_arguments, parse_value
 from horovod_sparse.merging import (
     STRATEGIES,
     Plan,
@@ -24,6 +24,7 @@ from horovod_sparse.merging import (
     min_elements,
     strategy_named,
 )
+from horovod_sparse.sparsifiers.base import value_text
 
 _PICTURES = (".png", ".svg", ".pdf")
 _SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
@@ -72,6 +73,24 @@ def density(text: str) -> float:
     return value
 
 
+def density_or_auto(text: str) -> float | AutoDensity:
+    """A kept fraction in (0, 1], or ``auto``, or ``auto(least=0.001,most=0.1)``.
+
+    Example:
+        >>> density_or_auto("auto(most=0.05)").most
+        0.05
+    """
+    if not text.startswith(AutoDensity.text_name):
+        return density(text)
+    try:
+        made = AutoDensity() if text == AutoDensity.text_name else parse_value("density", text)
+    except HorovodSparseError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    if not isinstance(made, AutoDensity):
+        raise argparse.ArgumentTypeError(f"{text!r} is no auto(least=0.001,most=0.1)")
+    return made
+
+
 def num_ranks(text: str) -> int:
     """A number of ranks from 2: one alone communicates nothing."""
     if not text.strip().isdigit() or int(text) < 2:
@@ -93,7 +112,7 @@ def several(read: Callable[[str], object]) -> Callable[[str], list[object]]:
     return read_all
 
 
-def read_recipe(text: str, density: float | None) -> Recipe:
+def read_recipe(text: str, density: float | AutoDensity | None) -> Recipe:
     """A sparsifier as the user writes it, with the density of the command line where it names none.
 
     Args:
@@ -109,7 +128,7 @@ def read_recipe(text: str, density: float | None) -> Recipe:
     """
     name, _, arguments = text.partition(":")
     if density is not None and "density" not in parse_arguments(arguments):
-        arguments = f"density={density}" + ("," if arguments else "") + arguments
+        arguments = f"density={value_text(density)}" + ("," if arguments else "") + arguments
     return parse_recipe(f"{name}:{arguments}")
 
 

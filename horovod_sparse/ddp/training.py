@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from types import SimpleNamespace
@@ -58,6 +59,8 @@ class Training:
         if not isinstance(recipe, Recipe):
             allowed = "a sparsifier, as text or as a recipe; for dense training leave the hook out"
             raise ArgumentError("compression", compression, allowed)
+        if plan is None or plan.density is None:
+            recipe.refuse_auto("torch.distributed's front end")
         self.recipe, self.optimizer = recipe, optimizer
         #: synchronizations done, those that were given up not counted
         self.step = 0
@@ -142,7 +145,8 @@ class Training:
             saved.check([fact for fact, _ in self.facts.values()])
         except ArgumentError:
             return plan_of(layout, self.facts)
-        return saved
+        # of a density that times decided about elsewhere: here the recipe has its own
+        return saved if self.recipe.auto is not None else dataclasses.replace(saved, density=None)
 
     def _build(self, plan: Plan) -> None:
         """Fresh parts for a plan."""

@@ -1,5 +1,6 @@
 """Error feedback, plain and filtered, and momentum correction; the bucket that holds all of it."""
 
+from horovod_sparse.feedback.auto_density import AutoDensity
 from horovod_sparse.feedback.bucket import Bucket, BucketStep, Member, Progress, progress_of, resumed
 from horovod_sparse.feedback.feedbacks import (
     FEEDBACKS,
@@ -14,6 +15,7 @@ from horovod_sparse.feedback.recipe import ParameterRules, Recipe, parse_recipe,
 
 __all__ = [
     "FEEDBACKS",
+    "AutoDensity",
     "Bucket",
     "BucketStep",
     "ErrorFeedback",

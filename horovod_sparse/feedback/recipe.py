@@ -11,7 +11,8 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from horovod_sparse.checks import check_count, check_density
-from horovod_sparse.errors import ArgumentError, UnknownNameError
+from horovod_sparse.errors import ArgumentError, UnknownNameError, UnsupportedError
+from horovod_sparse.feedback.auto_density import AutoDensity
 from horovod_sparse.feedback.feedbacks import (
     ErrorFeedback,
     Feedback,
@@ -130,11 +131,53 @@ class Recipe:
         sparsifier: which elements are sent, and how.
         feedback: what becomes of the others.
         rules: parameters that are treated otherwise.
+        auto: limits of a density that the times of the training decide about; the sparsifier has the least
+            of them until then. None where the density is the sparsifier's own.
+
+    Raises:
+        ArgumentError: the sparsifier's density decides nothing, so that none can be chosen.
     """
 
     sparsifier: Sparsifier
     feedback: Feedback = field(default_factory=ErrorFeedback)
     rules: ParameterRules = field(default_factory=ParameterRules)
+    auto: AutoDensity | None = None
+
+    def __post_init__(self) -> None:
+        if self.auto is not None and not self.sparsifier.follows_density:
+            allowed = f"a number: what {self.sparsifier.name} sends follows its threshold, not a density"
+            raise ArgumentError("density", value_text(self.auto), allowed)
+
+    def at(self, density: float | None) -> Recipe:
+        """The recipe at the density that a plan says.
+
+        Args:
+            density: of the plan; None where it says none.
+
+        Raises:
+            ArgumentError: the plan was made for another density than the recipe's own.
+        """
+        if density is None or density == self.sparsifier.density:
+            return self
+        if self.auto is None:
+            allowed = f"one made for density={self.sparsifier.density:g}, or density='auto' to the sparsifier"
+            raise ArgumentError("plan", f"a plan for density={density:g}", allowed)
+        return dataclasses.replace(self, sparsifier=dataclasses.replace(self.sparsifier, density=density))
+
+    def refuse_auto(self, where: str) -> None:
+        """Refuses a density that would have to be decided where nothing is measured.
+
+        Args:
+            where: that is, in words.
+
+        Raises:
+            UnsupportedError: if it is to be decided.
+        """
+        if self.auto is not None:
+            raise UnsupportedError(
+                f"density='auto' is decided by measured times, which {where} does not take: give a number "
+                "(horovod-sparse plan --density auto names one)"
+            )
 
     def for_parameter(self, name: str, num_elements: int) -> Recipe:
         """The recipe for one parameter, or a bucket of parameters of one density: its rule applied.
@@ -172,6 +215,9 @@ class Recipe:
             'dgc:density=0.001,feedback=momentum,dense_below=1024'
         """
         parts = [self.sparsifier.describe()]
+        if self.auto is not None:  # also when it is decided: what was asked for is the same on all ranks
+            given, own = value_text(self.auto).removesuffix("()"), value_text(self.sparsifier.density)
+            parts = [parts[0].replace(f"density={own}", f"density={given}", 1)]
         if self.feedback != ErrorFeedback():
             parts.append(f"feedback={value_text(self.feedback).removesuffix('()')}")
         parts += [f"{name}={value_text(value)}" for name, value in self.rules.arguments().items()]
@@ -204,9 +250,9 @@ def recipe(name: str, **arguments: Any) -> Recipe:
 
     Args:
         name: of the algorithm, as in `Compression`.
-        **arguments: of the algorithm; `feedback` ("error", "lowpass", "momentum", "none", or a `Feedback`);
-            and those of `ParameterRules`. What has arguments itself may be given as text:
-            ``schedule="exponential(steps=400)"``.
+        **arguments: of the algorithm, its `density` also as "auto" or an `AutoDensity`; `feedback` ("error",
+            "lowpass", "momentum", "none", or a `Feedback`); and those of `ParameterRules`. What has arguments
+            itself may be given as text: ``schedule="exponential(steps=400)"``.
 
     Raises:
         UnknownNameError: for a misspelt algorithm or argument, with the valid ones.
@@ -215,6 +261,8 @@ def recipe(name: str, **arguments: Any) -> Recipe:
     Example:
         >>> recipe("topk", density=0.01).sparsifier.density
         0.01
+        >>> recipe("topk", density="auto").auto.most
+        0.1
         >>> recipe("topk", densty=0.01)
         Traceback (most recent call last):
         horovod_sparse.errors.UnknownNameError: unknown argument of topk 'densty': the known ones are ...
@@ -226,9 +274,20 @@ def recipe(name: str, **arguments: Any) -> Recipe:
     for argument in NESTED:
         if isinstance(value := arguments.get(argument), str):
             arguments[argument] = parse_value(argument, value)
+    auto = _auto(arguments.get("density"))
+    if auto is not None:
+        arguments["density"] = auto.least
     feedback = feedback_named(arguments.pop("feedback", "error"))
     rules = ParameterRules(**{rule: arguments.pop(rule) for rule in _RULES if rule in arguments})
-    return Recipe(_algorithm(name)(**arguments), feedback, rules)
+    return Recipe(_algorithm(name)(**arguments), feedback, rules, auto)
+
+
+def _auto(density: Any) -> AutoDensity | None:
+    if density == AutoDensity.text_name:
+        return AutoDensity()
+    if isinstance(density, str):
+        raise ArgumentError("density", density, "a kept fraction in (0, 1], or 'auto'")
+    return density if isinstance(density, AutoDensity) else None
 
 
 def parse_recipe(text: str) -> Recipe:

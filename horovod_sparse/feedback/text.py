@@ -8,12 +8,18 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from horovod_sparse.errors import ArgumentError, UnknownNameError
+from horovod_sparse.feedback.auto_density import AutoDensity
 from horovod_sparse.feedback.feedbacks import FEEDBACKS
 from horovod_sparse.sparsifiers.schedule import SCHEDULES
 from horovod_sparse.thresholds import RULES
 
 #: what may stand as ``name(...)`` for an argument
-NESTED: dict[str, Mapping[str, type]] = {"feedback": FEEDBACKS, "schedule": SCHEDULES, "threshold": RULES}
+NESTED: dict[str, Mapping[str, type]] = {
+    "feedback": FEEDBACKS,
+    "schedule": SCHEDULES,
+    "threshold": RULES,
+    "density": {AutoDensity.text_name: AutoDensity},
+}
 _OPENING, _CLOSING, _QUOTES = "([{", ")]}", "'\""
 
 

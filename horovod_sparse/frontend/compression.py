@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from horovod_sparse.errors import UnknownNameError
-from horovod_sparse.feedback import FEEDBACKS, Recipe, parse_recipe, recipe, recipe_signature
+from horovod_sparse.feedback import FEEDBACKS, AutoDensity, Recipe, parse_recipe, recipe, recipe_signature
 from horovod_sparse.sparsifiers import ALGORITHMS
 
 #: Horovod's own
@@ -91,6 +91,8 @@ def describe_recipe(recipe: Recipe) -> str:
     sparsifier, feedback = recipe.sparsifier, recipe.feedback
     own = {item.name: item.default for item in dataclasses.fields(sparsifier)}
     arguments = {name: getattr(sparsifier, name) for name in own}
+    if recipe.auto is not None:
+        arguments["density"] = "auto" if recipe.auto == AutoDensity() else recipe.auto
     shown = [
         f"{name}={value!r}" for name, value in arguments.items() if name == "density" or value != own[name]
     ]

@@ -59,7 +59,7 @@ def probe_of(current: Plan) -> Plan | None:
     names = [name for bucket in current.buckets for name in bucket]
     if len(names) - len(current.buckets) < _FEWEST_MORE:
         return None
-    return Plan(tuple((name,) for name in names), current.dense)
+    return Plan(tuple((name,) for name in names), current.dense, current.density)
 
 
 def corrected(

@@ -20,10 +20,12 @@ from horovod_sparse.frontend.correction import corrected, measured_step
 from horovod_sparse.frontend.plan_request import PlanRequest, make_plan
 from horovod_sparse.merging import (
     DEFAULT_BUCKET_BYTES,
+    Kept,
     ParameterFacts,
     Plan,
     Workload,
     dense_of,
+    densest_plan,
     fixed,
     layerwise,
     predict,
@@ -45,18 +47,21 @@ class Decision:
         predicted_seconds: of an iteration under this plan ("taken"), and under others.
         profile: the measurements it stands on, backward times included: `save` it, and the next run can
             begin with the plan.
+        density: why the plan has its density, in words; empty where it was not asked for.
     """
 
     plan: Plan
     asked: str
     predicted_seconds: Mapping[str, float]
     profile: Profile
+    density: str = ""
 
     def __str__(self) -> str:
         taken, *others = (
             f"{name} {1e3 * seconds:.4g} ms" for name, seconds in self.predicted_seconds.items()
         )
-        return f"{self.asked}: {self.plan}; predicted per iteration: {taken}; others: {', '.join(others)}"
+        text = f"{self.asked}: {self.plan}; predicted per iteration: {taken}; others: {', '.join(others)}"
+        return f"{text}; {self.density}" if self.density else text
 
 
 def check_agreement(request: PlanRequest | None) -> Synchronization[None]:
@@ -124,10 +129,13 @@ def decide(
         HorovodSparseError: on all ranks, if planning failed on rank 0.
     """
     yield from check_agreement(request)
+    limits = request.density
     if request.profile is None:
+        # times are fitted at a density and at four times that: the limits shall not be far from either
+        timed = sparsifier if limits is None else dataclasses.replace(sparsifier, density=limits.middle)
         profile = yield from calibration(
             where,
-            [sparsifier],
+            [timed],
             extent=extent,
             memory=memory,
             dtype=dtype,
@@ -145,6 +153,8 @@ def decide(
         )
         if current is not None:
             own = request.profile is None
+            if current.density is not None:
+                sparsifier = dataclasses.replace(sparsifier, density=current.density)
             profile = corrected(profile, measured, current, parameters, sparsifier, where.size, own)
     decision, failure = None, None
     if where.rank == 0:
@@ -155,10 +165,10 @@ def decide(
     yield from raise_together(failure)
     told = None
     if decision is not None:
-        told = [decision.plan.to_dict(), dict(decision.predicted_seconds)]
+        told = [decision.plan.to_dict(), dict(decision.predicted_seconds), decision.density]
     everyone = yield from shared_lines(told)
-    plan, predicted = everyone[0]
-    return Decision(Plan.from_dict(plan), request.describe(), predicted, profile)
+    plan, predicted, density = everyone[0]
+    return Decision(Plan.from_dict(plan), request.describe(), predicted, profile, density)
 
 
 def plan_by_times(
@@ -189,11 +199,29 @@ def plan_by_times(
             cycle_seconds=where.cycle_seconds,
         ):
             _log.warning("%s", difference)
-    workload, cost = measured_step(profile, parameters, sparsifier, where.size)
-    chosen = workload.dense | dense_of(select_tensors(request.selection, workload.parameters, cost))
-    plan = request.strategy(workload.with_dense(chosen), cost)
+
+    def step(density: float) -> tuple[Workload, CostModel]:
+        chosen = dataclasses.replace(sparsifier, density=density)
+        return measured_step(profile, parameters, chosen, where.size)
+
+    def plan_at(density: float) -> Plan:
+        workload, cost = step(density)
+        dense = workload.dense | dense_of(select_tensors(request.selection, workload.parameters, cost))
+        return request.strategy(workload.with_dense(dense), cost)
+
+    def seconds(plan: Plan, density: float) -> float:
+        workload, cost = step(density)
+        return predict(workload, plan, cost).iteration_seconds
+
+    density, reason = sparsifier.density, ""
+    if request.density is None:
+        plan = plan_at(density)
+    else:
+        choice = densest_plan(request.density, plan_at, seconds)
+        plan, density, reason = choice.plan, choice.density, choice.reason
+    workload, cost = step(density)
     plan.check(workload.parameters)
-    return Decision(plan, request.describe(), _predicted(workload, plan, cost), profile)
+    return Decision(plan, request.describe(), _predicted(workload, plan, cost), profile, reason)
 
 
 @dataclass(frozen=True)
@@ -235,6 +263,8 @@ def first_plan(
     """
     if request is None:
         return FirstPlan(make_plan(facts, **arguments))
+    if isinstance(request.strategy, Kept):  # buckets are given, their density is not
+        request = dataclasses.replace(request, strategy=Kept(make_plan(facts, **arguments)))
     parameters = [fact for fact, _ in facts.values()]
     try:
         if request.failure is not None:

@@ -11,8 +11,10 @@ from typing import Any
 from horovod_sparse.cost import CostModel, Profile
 from horovod_sparse.cost.times import AffineTime
 from horovod_sparse.errors import ArgumentError, HorovodSparseError, ProfileMismatchError, UnknownNameError
+from horovod_sparse.feedback import AutoDensity
 from horovod_sparse.merging import (
     DEFAULT_BUCKET_BYTES,
+    Kept,
     ParameterFacts,
     Plan,
     Strategy,
@@ -28,6 +30,7 @@ from horovod_sparse.merging import (
     select_tensors,
     strategy_named,
 )
+from horovod_sparse.sparsifiers.base import value_text
 
 #: what stands in for times where none are looked at
 _NO_COST = CostModel(AffineTime(), AffineTime())
@@ -43,6 +46,7 @@ class PlanRequest:
         selection: the argument `tensor_selection`.
         profile: the one that was given.
         failure: why that could not be read: raised once all ranks have been told.
+        density: limits within which times decide about the density, too; None where they do not.
     """
 
     merging: str
@@ -50,10 +54,15 @@ class PlanRequest:
     selection: TensorSelection = "all"
     profile: Profile | None = None
     failure: HorovodSparseError | None = None
+    density: AutoDensity | None = None
 
     @property
     def measures(self) -> bool:
-        """Whether the plan depends on times."""
+        """Whether the plan depends on times, or the density does."""
+        return self._merges_by_times or self.density is not None
+
+    @property
+    def _merges_by_times(self) -> bool:
         return needs_times(self.strategy) or self.selection == "cost"
 
     @property
@@ -63,7 +72,8 @@ class PlanRequest:
 
     def describe(self) -> str:
         """One line, equal on ranks that ask for the same."""
-        return f"merging={self.merging}, tensor_selection={_name_of(self.selection)}"
+        text = f"merging={self.merging}, tensor_selection={_name_of(self.selection)}"
+        return text if self.density is None else f"{text}, density={value_text(self.density)}"
 
     def first_plan(self, parameters: Sequence[ParameterFacts]) -> Plan:
         """The plan that needs no times: the one asked for, or the default one until times are known.
@@ -78,7 +88,7 @@ class PlanRequest:
         if self.selection != "cost":
             dense |= dense_of(select_tensors(self.selection, parameters))
         workload = Workload(tuple(parameters), (1.0,) * len(parameters), dense=dense)
-        strategy = fixed(bytes=DEFAULT_BUCKET_BYTES) if self.measures else self.strategy
+        strategy = fixed(bytes=DEFAULT_BUCKET_BYTES) if self._merges_by_times else self.strategy
         return strategy(workload, _NO_COST)
 
 
@@ -95,6 +105,7 @@ def plan_request(
     plan: Plan | None = None,
     groups: Any = None,
     bucket_bytes: int | None = None,
+    density: AutoDensity | None = None,
 ) -> tuple[PlanRequest | None, Plan | None]:
     """What the arguments ask for, if they do not contradict each other.
 
@@ -105,6 +116,7 @@ def plan_request(
     `bucket_bytes`      the same as ``merging=fixed(bytes=...)``; `tensor_selection` may be given
     "joint"             decides what stays dense, too: no `tensor_selection`
     `profile`           is looked at where times are; otherwise it changes nothing
+    `density`           is decided by times, whatever buckets there are; a `Plan` that says one decides it
     ==================  =========================================================================
 
     Args:
@@ -116,6 +128,7 @@ def plan_request(
         plan: which parameters form which bucket.
         groups: Horovod's argument.
         bucket_bytes: of gradient in a bucket.
+        density: limits, where the sparsifier's density is "auto".
 
     Returns:
         What is asked for; and the plan, where one was given as such. Both None where `groups`,
@@ -138,7 +151,14 @@ def plan_request(
     _only_one(merging=merging, plan=plan, groups=groups, bucket_bytes=bucket_bytes)
     _only_one(tensor_selection=tensor_selection, plan=plan)
     _only_one(tensor_selection=tensor_selection, groups=groups)
-    if plan is not None or (merging is None and tensor_selection is None):
+    given: Any
+    if density is not None and plan is not None and plan.density is None:
+        given, failure = _profile(profile)
+        return PlanRequest("the plan given", Kept(plan), "all", given, failure, density), plan
+    if density is not None and groups is not None:
+        given, failure = _profile(profile)
+        return PlanRequest("groups", Kept(), "all", given, failure, density), None
+    if plan is not None or (merging is None and tensor_selection is None and density is None):
         if profile is not None:
             what = "merging='optimal', 'omgs' or 'joint', or tensor_selection='cost' with it"
             raise ArgumentError("profile", profile, what)
@@ -157,7 +177,7 @@ def plan_request(
         raise ArgumentError("tensor_selection", selection, "'cost', 'all', min_elements(...) or a function")
     given, failure = _profile(profile)
     return PlanRequest(
-        _name_of(strategy if merging is None else merging), strategy, selection, given, failure
+        _name_of(strategy if merging is None else merging), strategy, selection, given, failure, density
     ), None
 
 

@@ -158,7 +158,7 @@ def _called(entry: Mapping[str, Any], names: Mapping[str, str] | None) -> Plan:
     if names is None:
         return saved
     buckets = tuple(tuple(names[name] for name in bucket) for bucket in saved.buckets)
-    return Plan(buckets, tuple(names[name] for name in saved.dense))
+    return Plan(buckets, tuple(names[name] for name in saved.dense), saved.density)
 
 
 def _saved_plan(saved: Any) -> Plan:

@@ -1,8 +1,10 @@
 """Plans: which parameters are synchronized together, and which stay dense."""
 
+from horovod_sparse.merging.density import DensityChoice, densest_plan
 from horovod_sparse.merging.fixed import (
     DEFAULT_BUCKET_BYTES,
     Fixed,
+    Kept,
     Strategy,
     explicit_groups,
     fixed,
@@ -33,7 +35,9 @@ __all__ = [
     "LAYER_TABLES",
     "STRATEGIES",
     "Choice",
+    "DensityChoice",
     "Fixed",
+    "Kept",
     "LayerTable",
     "MinElements",
     "ParameterFacts",
@@ -44,6 +48,7 @@ __all__ = [
     "Timeline",
     "Workload",
     "dense_of",
+    "densest_plan",
     "explicit_groups",
     "fixed",
     "fixed_bytes",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from horovod_sparse.errors import ArgumentError, UnknownNameError
-from horovod_sparse.merging.fixed import Fixed, Strategy, layerwise, single
+from horovod_sparse.merging.fixed import Fixed, Kept, Strategy, layerwise, single
 from horovod_sparse.merging.greedy import omgs
 from horovod_sparse.merging.optimal import optimal
 from horovod_sparse.merging.selection import joint
@@ -51,4 +51,4 @@ def needs_times(strategy: Strategy) -> bool:
         >>> needs_times(optimal), needs_times(single)
         (True, False)
     """
-    return not (isinstance(strategy, Fixed) or strategy in (layerwise, single))
+    return not (isinstance(strategy, (Fixed, Kept)) or strategy in (layerwise, single))

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from horovod_sparse.checks import check_density
 from horovod_sparse.errors import ArgumentError
 
 #: Indices travel as int32.
@@ -67,6 +68,8 @@ class Plan:
         buckets: names of the parameters of every bucket. Buckets, and the parameters in them, stand in
             backward order: the gradient that is ready first comes first.
         dense: names of the parameters that are synchronized by a plain allreduce.
+        density: of the buckets, where times decided about it too (`density="auto"`); None where it is the
+            sparsifier's own.
 
     Example:
         >>> plan = Plan(buckets=(("fc.weight",), ("conv.weight", "conv.bias")), dense=("norm.weight",))
@@ -78,8 +81,11 @@ class Plan:
 
     buckets: tuple[tuple[str, ...], ...]
     dense: tuple[str, ...] = ()
+    density: float | None = None
 
     def __post_init__(self) -> None:
+        if self.density is not None:
+            check_density("plan.density", self.density)
         # lists are what JSON gives back and what users write
         object.__setattr__(self, "buckets", tuple(tuple(bucket) for bucket in self.buckets))
         object.__setattr__(self, "dense", tuple(self.dense))
@@ -96,6 +102,8 @@ class Plan:
         if self.dense:
             text += f"; {_count(len(self.dense), 'parameter')} {'stays' if len(self.dense) == 1 else 'stay'}"
             text += " dense"
+        if self.density is not None:
+            text += f"; density {self.density:g}"
         return text
 
     def names(self) -> tuple[str, ...]:
@@ -104,7 +112,8 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """The plan in lists and strings, for JSON and checkpoints."""
-        return {"buckets": [list(bucket) for bucket in self.buckets], "dense": list(self.dense)}
+        plain: dict[str, Any] = {"buckets": [list(one) for one in self.buckets], "dense": list(self.dense)}
+        return plain if self.density is None else {**plain, "density": self.density}
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> Plan:
@@ -114,7 +123,7 @@ class Plan:
             ArgumentError: if it is something else.
         """
         try:
-            return cls(tuple(map(tuple, saved["buckets"])), tuple(saved["dense"]))
+            return cls(tuple(map(tuple, saved["buckets"])), tuple(saved["dense"]), saved.get("density"))
         except (KeyError, TypeError) as error:
             raise ArgumentError("plan", saved, "what Plan.to_dict() returned") from error
 

@@ -148,6 +148,7 @@ class ParameterBuckets:
                 )
             if owner is parameter and entry.bucket.info == info and entry.memory is memory:
                 return entry.bucket
+        self._recipe.refuse_auto("Horovod's own optimizer")
         recipe = self._recipe.for_parameter(name, gradient.numel())
         bucket = Bucket(info, recipe, memory.accumulator(info, recipe), timed=True)
         new = _Entry(bucket, memory, weakref.ref(parameter))

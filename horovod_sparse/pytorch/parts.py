@@ -245,6 +245,7 @@ def parts_of(
             bucket order, and a name for messages.
     """
     parts: list[Part] = []
+    recipe = recipe.at(plan.density)
     for number, names in enumerate(plan.buckets, first):
         parameters = [facts[name][1] for name in names]
         rate = partial(_learning_rate, optimizer, facts[names[0]][0].group)

@@ -161,6 +161,8 @@ class Sparsifier(abc.ABC):
     name: ClassVar[str]
     #: "per rank": each rank selects density * n, the union may be P times that. "global": the union is.
     density_scope: ClassVar[Literal["per rank", "global"]] = "per rank"
+    #: whether more density means that more is sent
+    follows_density: ClassVar[bool] = True
 
     density: float = 0.001
     values: str = "exact"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -53,7 +54,7 @@ class Bucketing:
         self.label = ""
         if isinstance(asked.get("groups"), list):
             asked["groups"] = [[as_variable(variable) for variable in group] for group in asked["groups"]]
-        self.request, given = plan_request(**asked)
+        self.request, given = plan_request(**asked, density=recipe.auto)
         self._given: dict[str, Any] = {key: asked.get(key) for key in ("groups", "bucket_bytes")}
         self._given["plan"] = given
         self.decision: Decision | None = None
@@ -63,6 +64,8 @@ class Bucketing:
         self._names: dict[Any, str] = {}
         self._num_plans = 0
         self._num_parts = 0
+        #: that the plan says, if it does
+        self._density: float | None = None
 
     @property
     def parameters(self) -> list[ParameterFacts]:
@@ -83,7 +86,7 @@ class Bucketing:
     def plan(self) -> Plan:
         """Which variables form which bucket."""
         dense = [part.names[0] for part in self.parts if part.dense]
-        return Plan(tuple(part.names for part in self.sparse), tuple(dense))
+        return Plan(tuple(part.names for part in self.sparse), tuple(dense), self._density)
 
     def name_of(self, variable: Any) -> str | None:
         """The name of a variable that has its bucket."""
@@ -148,12 +151,12 @@ class Bucketing:
         self._recipe.rules.hint(facts)
         if self._num_plans == 0:
             arguments, sparsifier = self._given_for(new), self._recipe.sparsifier
-            plan, self.decision = planning.planned(
-                facts, sparsifier, self._process_set, self.request, arguments
-            )
+            first = planning.planned(facts, sparsifier, self._process_set, self.request, arguments)
+            plan, self.decision, self.request = first.plan, first.decision, first.request
             self.label = label
         else:  # what else was asked for concerned the variables that were there
             plan = make_plan(facts, bucket_bytes=self._given["bucket_bytes"])
+            plan = dataclasses.replace(plan, density=self._density)
             plan = planning.agree(plan, facts, self._process_set)
         self._facts = {**self._facts, **facts}
         self._names.update({variable.ref(): name for name, variable in zip(names, new, strict=True)})
@@ -172,6 +175,8 @@ class Bucketing:
             ArgumentError: if it does not fit. Nothing has changed then.
         """
         plan.check(self.parameters)
+        if plan.density is None:  # one by hand says of buckets alone
+            plan = dataclasses.replace(plan, density=self._density)
         kept = held_residuals(self.parts, self._recipe.feedback.num_companions)
         progress = {
             name: part.bucket.progress
@@ -242,9 +247,10 @@ class Bucketing:
         return {**self._given, "groups": [group for group in present if group]}
 
     def _make_parts(self, plan: Plan) -> None:
+        chosen, self._density = self._recipe.at(plan.density), plan.density
         for names in plan.buckets:
             first = self._facts[names[0]][0]
-            recipe = self._recipe.for_parameter(first.name, first.num_elements)
+            recipe = chosen.for_parameter(first.name, first.num_elements)
             self.parts.append(self._bucket(f"bucket{len(self.parts)}", names, recipe))
         for name in plan.dense:
             self.parts.append(self._dense(name))

@@ -118,6 +118,7 @@ class DropIn:
     """
 
     def __init__(self, recipe: Recipe, process_set: Any) -> None:
+        recipe.refuse_auto("Horovod's own tape or optimizer")
         self.recipe, self.process_set = recipe, process_set
         self.synchronizer: GradientSynchronizer | None = None
         self._slots: list[_Slot] = []

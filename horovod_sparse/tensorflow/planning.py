@@ -21,7 +21,7 @@ from horovod_sparse.frontend.agreement import (
     settings,
 )
 from horovod_sparse.frontend.collective_errors import raise_together
-from horovod_sparse.frontend.decision import Decision, check_agreement, first_plan
+from horovod_sparse.frontend.decision import FirstPlan, check_agreement, first_plan
 from horovod_sparse.frontend.engine import carry_out
 from horovod_sparse.frontend.plan_request import PlanRequest
 from horovod_sparse.merging import ParameterFacts, Plan
@@ -69,7 +69,7 @@ def planned(
     process_set: Any,
     request: PlanRequest | None,
     arguments: Mapping[str, Any],
-) -> tuple[Plan, Decision | None]:
+) -> FirstPlan:
     """The plan to begin with, the same on all ranks.
 
     Args:
@@ -80,7 +80,7 @@ def planned(
         arguments: of `make_plan`, if not.
 
     Returns:
-        The plan, and why it was taken where a profile decided.
+        The plan, why it was taken where a profile decided, and how further ones are made.
 
     Raises:
         ArgumentError: for a plan that does not fit.
@@ -92,7 +92,7 @@ def planned(
     first = first_plan(request, facts, sparsifier, lambda: where_of(process_set), **arguments)
     if request is not None:
         together(raise_together(first.failure), process_set)
-    return agree(first.plan, facts, process_set), first.decision
+    return dataclasses.replace(first, plan=agree(first.plan, facts, process_set))
 
 
 def together(coroutine: Synchronization[Any], process_set: Any) -> Any:

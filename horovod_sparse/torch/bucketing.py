@@ -134,6 +134,8 @@ class Bucketing:
     def replan(self, plan: Plan) -> None:
         """Another plan, the residuals kept; the state of the sparsifiers starts anew."""
         plan.check([fact for fact, _ in self.facts.values()])
+        if plan.density is None:  # one by hand says of buckets alone
+            plan = dataclasses.replace(plan, density=self.plan.density)
         held = held_residuals(self.parts, self.recipe.feedback.num_companions)
         progress = {name: part.bucket.progress for part in self.sparse for name in part.names}
         self.build(plan)
@@ -253,6 +255,7 @@ class Bucketing:
         parameters = [fact for fact, _ in new.values()]
         request = self._first.request
         plan = make_plan(new) if request is None else request.first_plan(parameters)
+        plan = dataclasses.replace(plan, density=self.plan.density)
         if self._is_agreed and self.size > 1:
             _log.warning(
                 "%s joined the optimizer: waiting for all ranks to have the same parameters join",
@@ -263,7 +266,8 @@ class Bucketing:
         parts = parts_of(plan, new, self.recipe, self.optimizer, self._place, first=len(self.plan.buckets))
         for part in parts:
             part.gradient.gather_existing()
-        self.plan = Plan(self.plan.buckets + plan.buckets, self.plan.dense + plan.dense)
+        before = self.plan
+        self.plan = Plan(before.buckets + plan.buckets, before.dense + plan.dense, before.density)
         self._enter(parts)
         self.joined |= set(new)
         for name, (fact, parameter) in new.items():

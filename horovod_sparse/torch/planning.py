@@ -8,13 +8,12 @@ from typing import Any
 import torch
 
 from horovod_sparse.errors import UnsupportedError
-from horovod_sparse.feedback import ParameterRules
+from horovod_sparse.feedback import ParameterRules, Recipe
 from horovod_sparse.frontend.calibration import Where
 from horovod_sparse.frontend.decision import FirstPlan, first_plan
 from horovod_sparse.frontend.plan_request import plan_request
 from horovod_sparse.merging import ParameterFacts
 from horovod_sparse.pytorch.layout import dtype_name
-from horovod_sparse.sparsifiers import Sparsifier
 from horovod_sparse.torch.calibration import bucket_memory, where_of
 
 _NO_RULES = ParameterRules()
@@ -83,7 +82,7 @@ def joining(
 
 def planned(
     facts: Mapping[str, tuple[ParameterFacts, torch.Tensor]],
-    sparsifier: Sparsifier,
+    recipe: Recipe,
     process_set: Any,
     **arguments: Any,
 ) -> FirstPlan:
@@ -91,7 +90,7 @@ def planned(
 
     Args:
         facts: as made by `facts_of`.
-        sparsifier: that the buckets have.
+        recipe: what to do with a bucket.
         process_set: the ranks.
         **arguments: of the optimizer; see `plan_request`.
 
@@ -100,13 +99,13 @@ def planned(
         ProfileMismatchError: with one rank, if a profile cannot be read or applied; with more it is kept
             as the failure, for all ranks to know.
     """
-    request, plan = plan_request(**arguments)
+    request, plan = plan_request(**arguments, density=recipe.auto)
     arguments = {"plan": plan, **{name: arguments.get(name) for name in ("groups", "bucket_bytes")}}
 
     def where() -> Where:
         return where_of(process_set, bucket_memory([fact for fact, _ in facts.values()])[1])
 
-    first = first_plan(request, facts, sparsifier, where, **arguments)
+    first = first_plan(request, facts, recipe.sparsifier, where, **arguments)
     if first.failure is not None and process_set.size() == 1:
         raise first.failure
     return first

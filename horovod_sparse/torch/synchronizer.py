@@ -286,6 +286,8 @@ class GradientSynchronizer(Bucketing):
         self.telemetry.record(self.step, reports, self.driver.idle_seconds - idle_before)
         if self.warmup is not None and (plan := self.warmup.after_step(self.plan)) is not None:
             self.replan(plan)
+        if self.warmup is not None and self.warmup.decision is not None:
+            self.telemetry.density = self.warmup.decision.density
 
     def _edited(self) -> list[str]:
         """Parameters whose gradients were changed after their synchronization had begun."""

@@ -79,6 +79,7 @@ def run(options: argparse.Namespace) -> int:
         HorovodSparseError: naming the argument that is wrong.
     """
     recipe, merging = read_recipe(options.sparsifier, options.density), read_merging(options.merging)
+    recipe.refuse_auto("doctor")
     model = None if options.model is None else read_model(options.model)
     facts = local_facts()
     findings: list[Finding] = []

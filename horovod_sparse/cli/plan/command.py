@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -16,15 +17,16 @@ from horovod_sparse.cli.options import (
     Source,
     add_source,
     check_picture,
-    density,
+    density_or_auto,
     read_merging,
     read_recipe,
     read_tensor_selection,
     source_of,
 )
 from horovod_sparse.cli.plan import report as plan_report
+from horovod_sparse.cost import CostModel
 from horovod_sparse.errors import ArgumentError
-from horovod_sparse.merging import LAYER_TABLES, predict
+from horovod_sparse.merging import LAYER_TABLES, Plan, Workload, densest_plan, predict
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     tables = ", ".join(LAYER_TABLES)
     add("--model", required=True, metavar="TABLE|FILE", help=f"{tables}; or a file .json: {FORMAT}")
     add("--sparsifier", default="exdyna", metavar="NAME[:ARGUMENT=VALUE,...]", help="default: %(default)s")
-    add("--density", type=density, help="kept fraction (default: the table's, or the sparsifier's)")
+    text = "kept fraction, auto (the largest for nothing) or auto(least=0.001,most=0.1)"
+    add("--density", type=density_or_auto, help=f"{text} (default: the table's, or the sparsifier's)")
     text = "layerwise, single, omgs, optimal, joint, fixed(num_elements=N), fixed(bytes=N), or a plan's file"
     add("--merging", default="optimal", metavar="STRATEGY", help=f"{text} (default: %(default)s)")
     text = "all (are sparsified), cost (Eq. (1) of DRAGONN) or min_elements(N) (default: all)"
@@ -78,10 +81,28 @@ def run(options: argparse.Namespace) -> int:
     sparsifier, merging = recipe.sparsifier, read_merging(options.merging)
     selection = None if options.tensor_selection is None else read_tensor_selection(options.tensor_selection)
     fuse = source.measured is not None if options.fuse_sparse is None else options.fuse_sparse
-    cost = source.profile.cost(sparsifier, fuse_sparse=fuse)
-    workload, plan, reasons = plan_report.chosen_plan(
-        model.workload(source.measured), merging, selection, recipe, cost
-    )
+    if isinstance(merging, Plan):
+        recipe = recipe.at(merging.density)
+    step, why = model.workload(source.measured), ""
+
+    def chosen_at(density: float) -> tuple[Workload, Plan, dict[str, str], CostModel]:
+        cost = source.profile.cost(dataclasses.replace(sparsifier, density=density), fuse_sparse=fuse)
+        return *plan_report.chosen_plan(step, merging, selection, recipe, cost), cost
+
+    def seconds(plan: Plan, density: float) -> float:
+        cost = source.profile.cost(dataclasses.replace(sparsifier, density=density), fuse_sparse=fuse)
+        return predict(step, plan, cost).iteration_seconds
+
+    decided = isinstance(merging, Plan) and merging.density is not None
+    if recipe.auto is None or decided:
+        workload, plan, reasons, cost = chosen_at(recipe.sparsifier.density)
+    else:
+        choice = densest_plan(recipe.auto, lambda density: chosen_at(density)[1], seconds)
+        plan, why = choice.plan, choice.reason
+        recipe = recipe.at(plan.density)
+        workload, _, reasons, cost = chosen_at(choice.density)
+        workload = workload.with_dense(plan.dense)
+    sparsifier = recipe.sparsifier
     name = Path(options.merging).name  # of a file, not where it is
     chosen = plan_report.Predicted(name, plan, predict(workload, plan, cost))
     predictions = plan_report.compared(workload, chosen, cost)
@@ -93,12 +114,15 @@ def run(options: argparse.Namespace) -> int:
     sizes = {parameter.name: parameter.num_elements for parameter in workload.parameters}
     show(console, f"{model.name}, {sparsifier.describe()}, {name}: {plan}", "bold")
     show(console, source.words)
+    if why:
+        show(console, why)
     if rows:
         console.print(plan_report.bucket_table(rows, options.rows))
     if dense:
         console.print(plan_report.dense_table(dense, sizes, options.rows))
     console.print(plan_report.compared_table(predictions))
-    _write(options, source, plan_report.as_json(rows, dense, predictions), plan.to_dict())
+    numbers = plan_report.as_json(rows, dense, predictions)
+    _write(options, source, numbers | ({"density": why} if why else {}), plan.to_dict())
     if options.picture:
         _draw(options, predictions, console)
     return 0

@@ -87,6 +87,7 @@ def run(options: argparse.Namespace) -> int:
     for text in texts:
         own = options.density
         recipes.append(read_recipe(text, model.density if own is None and "density=" not in text else own))
+        recipes[-1].refuse_auto("simulate")
     profile = None if options.profile is None else Profile.load(options.profile)
     question = _question(options, model.workload(profile), profile, recipes)
     console = make_console(to_stderr=options.json == "-")

@@ -12,6 +12,7 @@ import horovod_sparse.tensorflow as hvd
 import horovod_sparse.tensorflow.keras as hvd_keras
 from horovod_sparse.cost import Fit, Profile
 from horovod_sparse.errors import ProfileMismatchError, UnsupportedError
+from horovod_sparse.feedback import AutoDensity
 from horovod_sparse.merging import Plan, fixed, min_elements
 from support.keras_models import fit, flat, keras, make_model
 
@@ -146,6 +147,38 @@ def test_all_ranks_change_to_one_plan_and_lose_nothing(arguments):
     descent.check_nothing_is_lost()
     everyone = hvd.allgather_object([variable.numpy() for variable in descent.variables])
     assert all(np.array_equal(mine, theirs) for mine, theirs in zip(everyone[0], everyone[-1], strict=True))
+
+
+@pytest.mark.parametrize(("name", "arguments"), [("topk", {"merging": "optimal"}), ("exdyna", {"groups": 2})])
+def test_all_ranks_take_one_density_and_lose_nothing(name, arguments):
+    descent = Descent(f"{name}:density=auto(least=0.02,most=0.5,tolerance=0.05)", **arguments)
+    compression = descent.compression
+    for number in range(MEASURED):
+        descent.run(number)
+        assert 0.019 < compression.telemetry.last.density_target < 0.022
+    assert compression.is_measured and compression.plan.density is None
+    compression.replan()
+    plan, decision = compression.plan, compression.decision
+    assert plan.density in AutoDensity(least=0.02, most=0.5).candidates
+    assert f"density {plan.density:g}: predicted" in decision.density
+    assert len(plan.buckets) == 2 or "groups" not in arguments
+    assert same_everywhere(plan)
+    descent.trace()
+    for number in range(MEASURED, MEASURED + 2):
+        descent.run(number)
+    assert compression.telemetry.last.density_target == pytest.approx(plan.density, abs=2e-3)
+    assert compression.telemetry.density == decision.density
+    descent.check_nothing_is_lost()
+
+
+def test_a_profile_decides_about_density_at_once():
+    fast = {kind: Fit(1e-3, 1e-12) for kind in ("allgather", "allreduce")}
+    descent = Descent("topk:density=auto(most=0.5)", merging="optimal", profile=profile(collectives=fast))
+    descent.run(0)
+    assert descent.compression.plan.density == 0.5
+    assert descent.compression.telemetry.last.density_target == pytest.approx(0.5, abs=1e-3)
+    with pytest.raises(UnsupportedError, match="eager"):
+        Descent("topk:density=auto").step(*map(tf.constant, drawn(hvd.rank(), 0)))
 
 
 def test_times_are_those_of_backward():

@@ -183,3 +183,34 @@ def test_the_measured_step_is_drawn_beside_the_predicted_one(tmp_path):
     assert len(bars(figure, "asked")) == len(bars(figure, "measured")) == 2
     # it begins where the prediction sends its first message, at 5.8 s
     assert min(bar.get_x() for bar in bars(figure, "asked")) == pytest.approx(5800.0)
+
+
+def test_density_auto_is_the_largest_for_nothing(capsys, tmp_path):
+    network = ["--ranks", "8", "--bandwidth", "2gbit"]
+    arguments = ["plan", "--model", "resnet50", "--sparsifier", "topk", *network]
+    file = tmp_path / "plan.json"
+    density = ["--density", "auto(least=0.002,most=0.2)"]
+    assert main([*arguments, *density, "--json", "--save-plan", str(file)]) == 0
+    captured = capsys.readouterr()
+    found = json.loads(captured.out)
+    chosen = found["plan"]["density"]
+    assert 0.002 < chosen < 0.2 and f"density {chosen:g}" in found["density"]
+
+    def seconds(density):
+        assert main([*arguments, "--density", f"{density:g}", "--json"]) == 0
+        return json.loads(capsys.readouterr().out)["compared"][0]["iteration_seconds"]
+
+    assert found["compared"][0]["iteration_seconds"] == pytest.approx(seconds(chosen))
+    assert seconds(chosen) <= 1.02 * seconds(0.002) < seconds(1.1 * chosen)
+    # the plan's file says the density; another one beside it is a contradiction
+    assert main([*arguments, "--density", "auto", "--merging", str(file), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["compared"][0]["iteration_seconds"] == pytest.approx(
+        seconds(chosen)
+    )
+    assert main([*arguments, "--density", "0.5", "--merging", str(file)]) == 2
+    assert "a plan for density" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([*arguments, "--density", "auto(least=2)"])
+    assert "least=2" in capsys.readouterr().err
+    assert main(["simulate", "--model", "resnet50", "--sparsifier", "topk:density=auto"]) == 2
+    assert "simulate does not take" in capsys.readouterr().err

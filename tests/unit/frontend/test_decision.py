@@ -10,9 +10,10 @@ import pytest
 
 from horovod_sparse.cost import Fit, Profile
 from horovod_sparse.errors import ArgumentError, HorovodSparseError, ProfileMismatchError, UnknownNameError
+from horovod_sparse.feedback import AutoDensity
 from horovod_sparse.frontend.calibration import Extent, Where
 from horovod_sparse.frontend.calibration.backward_times import BackwardTimes
-from horovod_sparse.frontend.decision import check_agreement, decide, plan_by_times
+from horovod_sparse.frontend.decision import check_agreement, decide, first_plan, plan_by_times
 from horovod_sparse.frontend.plan_request import plan_request
 from horovod_sparse.merging import ParameterFacts, Plan, fixed, min_elements
 from horovod_sparse.simulation import run_lockstep
@@ -262,3 +263,43 @@ def test_a_rule_that_fails_on_rank_0_ends_planning_on_all():
     assert isinstance(first, ZeroDivisionError)
     assert type(second) is HorovodSparseError
     assert "on rank 0: ZeroDivisionError: division by zero" in str(second)
+
+
+@pytest.mark.parametrize(
+    "arguments", [{}, {"merging": "joint"}, {"groups": 2}, {"plan": Plan((("a", "b"), ("c", "d")))}]
+)
+def test_a_density_is_decided_with_the_plan_on_rank_0_for_all(arguments):
+    limits = AutoDensity(least=0.005, most=0.5)
+    request, plan = plan_request(**arguments, density=limits)
+    assert request.measures and "density=auto(least=0.005,most=0.5)" in request.describe()
+    given = {"groups": arguments.get("groups"), "plan": plan}
+    first = first_plan(request, {fact.name: (fact, fact) for fact in FACTS}, TOPK, lambda: where(0), **given)
+    assert first.failure is None and first.plan.density is None and first.decision is None
+    one, other = decided([dataclasses.replace(first.request, profile=PROFILE)] * 2)
+    assert one.plan == other.plan and one.density == other.density
+    assert one.plan.density in limits.candidates and f"density {one.plan.density:g}:" in str(one)
+    if "groups" in arguments or "plan" in arguments:
+        assert one.plan.buckets == first.plan.buckets
+    fast = {kind: Fit(1e-6, 1e-15) for kind in PROFILE.collectives}
+    free = dataclasses.replace(PROFILE, collectives=fast, selection={"topk": Fit(1e-6, 0.0)}, decoding={})
+    assert decided([dataclasses.replace(first.request, profile=free)] * 2)[0].plan.density == 0.5
+    slow = {kind: Fit(1e-3, 1e-3) for kind in PROFILE.collectives}
+    dear = dataclasses.replace(PROFILE, collectives=slow)
+    if "merging" not in arguments:  # joint sends all of them whole, and then no density matters
+        assert decided([dataclasses.replace(first.request, profile=dear)] * 2)[0].plan.density == 0.005
+
+
+def test_buckets_are_timed_between_the_limits_of_a_density():
+    limits = AutoDensity(least=0.01, most=0.16)
+    one, _ = decided([asked(merging="single", density=limits)] * 2)
+    assert one.profile.selection["topk"].num_points == 6 and limits.middle == 0.02
+    assert one.plan.density in limits.candidates
+
+
+def test_a_plan_that_says_a_density_needs_no_times():
+    whole = Plan((("a", "b", "c", "d"),), (), 0.02)
+    assert plan_request(merging=whole, density=AutoDensity()) == (None, whole)
+    misfit = plan_request(plan=Plan((("a", "x"),)), density=AutoDensity())
+    with pytest.raises(ArgumentError, match="x"):
+        facts = {fact.name: (fact, fact) for fact in FACTS}
+        first_plan(misfit[0], facts, TOPK, lambda: where(0), plan=misfit[1])
