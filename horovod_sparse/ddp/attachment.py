@@ -1,13 +1,15 @@
-"""How a model of DistributedDataParallel comes to be synchronized sparsely."""
+"""How a model of DistributedDataParallel, or of FSDP2, comes to be synchronized sparsely."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, overload
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from horovod_sparse.ddp.step import Synchronizer
 from horovod_sparse.ddp.synchronizer import State
 from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.feedback import Recipe
@@ -44,22 +46,44 @@ def hook(state: Any, bucket: Any) -> Any:
 hook.__annotations__.update({"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]})
 
 
+@overload
 def attach(
     model: DistributedDataParallel,
+    compression: str | Recipe,
+    optimizer: torch.optim.Optimizer | None = ...,
+    *,
+    plan: Plan | None = ...,
+    replicas: None = ...,
+) -> State: ...
+@overload
+def attach(
+    model: torch.nn.Module,
+    compression: str | Recipe,
+    optimizer: torch.optim.Optimizer | None = ...,
+    *,
+    plan: Plan | None = ...,
+    replicas: DeviceMesh | dist.ProcessGroup,
+) -> Synchronizer: ...
+def attach(
+    model: torch.nn.Module,
     compression: str | Recipe,
     optimizer: torch.optim.Optimizer | None = None,
     *,
     plan: Plan | None = None,
-) -> State:
+    replicas: DeviceMesh | dist.ProcessGroup | None = None,
+) -> Synchronizer:
     """Synchronizes a model's gradients sparsely from now on. All ranks do it, in the same way.
 
     Args:
-        model: a `DistributedDataParallel` without a communication hook.
+        model: a `DistributedDataParallel` without a communication hook; or, with `replicas`, what
+            `fully_shard` has sharded over the ranks of a host alone.
         compression: a sparsifier, as text (``"exdyna:density=0.001"``) or as a recipe.
         optimizer: of all its parameters; tells learning rates, which a hook does not see. Without it,
             parameters of all groups share buckets, and a residual does not follow the learning rate
             (``scale_residual``).
-        plan: which parameters form which bucket; DistributedDataParallel's own buckets if left out.
+        plan: which parameters form which bucket; DistributedDataParallel's or FSDP's own if left out.
+        replicas: the ranks that have the same shards as this one, one on each host: a mesh of one dimension,
+            or a process group.
 
     Returns:
         What has the telemetry, and is saved and loaded.
@@ -68,8 +92,34 @@ def attach(
         ArgumentError: for an argument that is not allowed.
         UnsupportedError: for a model that cannot be synchronized this way.
     """
-    if not isinstance(model, DistributedDataParallel):
-        raise ArgumentError("model", type(model).__name__, "a DistributedDataParallel")
+    if isinstance(model, DistributedDataParallel):
+        if replicas is not None:
+            raise ArgumentError("replicas", replicas, "none with DistributedDataParallel: it has a group")
+        return _attach_buckets(model, compression, optimizer, plan)
+    try:
+        from horovod_sparse.ddp.shards import FSDPModule, ShardedState
+    except ImportError as error:
+        raise ArgumentError(
+            "model", type(model).__name__, "a DistributedDataParallel; fully_shard takes PyTorch 2.13"
+        ) from error
+    if not isinstance(model, FSDPModule):
+        allowed = "a DistributedDataParallel, or a module after fully_shard"
+        raise ArgumentError("model", type(model).__name__, allowed)
+    group = replicas if isinstance(replicas, dist.ProcessGroup) else None
+    if isinstance(replicas, DeviceMesh) and replicas.ndim == 1:
+        group = replicas.get_group()
+    if group is None:
+        allowed = 'the ranks with the same shards, as a process group or a mesh: mesh["replicate"]'
+        raise ArgumentError("replicas", replicas, allowed)
+    return ShardedState(model, compression, optimizer, group, plan)
+
+
+def _attach_buckets(
+    model: DistributedDataParallel,
+    compression: str | Recipe,
+    optimizer: torch.optim.Optimizer | None,
+    plan: Plan | None,
+) -> State:
     if model.mixed_precision is not None:
         raise UnsupportedError(
             "DistributedDataParallel(mixed_precision=...) registers a communication hook of its own: leave "

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from horovod_sparse import errors
 from horovod_sparse.collectives import AllReduce, Synchronization
 from horovod_sparse.frontend.agreement import shared_lines
+
+Failure = TypeVar("Failure", bound=BaseException)
 
 #: errors that are made of their message, and so can be made again elsewhere
 _TEXT_ALONE = ("CheckpointError", "ProfileMismatchError", "StateMismatchError", "UnsupportedError")
@@ -45,6 +47,44 @@ def _of_rank(rank: int, name: str, text: str) -> errors.HorovodSparseError:
         kind: type[errors.HorovodSparseError] = getattr(errors, name)
         return kind(f"on rank {rank}: {text}")
     return errors.HorovodSparseError(f"on rank {rank}: {name}: {text}")
+
+
+def worst_of_all(failure: BaseException | None) -> Synchronization[BaseException | None]:
+    """The worst failure of any rank, of one kind on all ranks; one small collective where none has failed.
+
+    Args:
+        failure: of this rank, or None.
+
+    Returns:
+        The rank's own failure, where that is of the kind; that of another rank made again otherwise.
+
+    Example:
+        >>> from horovod_sparse.simulation import run_lockstep
+        >>> bad = errors.NonFiniteGradientError("a", {1: "weight"})
+        >>> [error.where for error in run_lockstep([worst_of_all(bad), worst_of_all(None)])]
+        [{1: 'weight'}, {1: 'weight'}]
+    """
+    total = yield AllReduce(np.array([failure is not None], np.float32))
+    if not np.array(total)[0]:
+        return None
+    told: list[Any] | None = None
+    if failure is not None:
+        placed = (errors.NonFiniteGradientError, errors.EditedGradientError)
+        place = [failure.bucket, failure.where] if isinstance(failure, placed) else None
+        told = [type(failure).__name__, str(failure), place]
+    everyone = yield from shared_lines(told)
+    failures = [_again(rank, *one) for rank, one in enumerate(everyone) if one is not None]
+    found = worst(failures)
+    return failure if type(failure) is type(found) else found
+
+
+def _again(rank: int, name: str, text: str, placed: list[Any] | None) -> errors.HorovodSparseError:
+    if placed is None:
+        return _of_rank(rank, name, text)
+    bucket, where = placed[0], {int(one): place for one, place in placed[1].items()}
+    kind: Any = getattr(errors, name)
+    made: errors.HorovodSparseError = kind(bucket, where)
+    return made
 
 
 def tell_edits(edited: Sequence[str], rank: int, size: int) -> Synchronization[None]:
@@ -96,7 +136,7 @@ def refuse_absence(hvd: Any, process_set: Any) -> None:
     )
 
 
-def worst(failures: Iterable[BaseException]) -> BaseException:
+def worst(failures: Iterable[Failure]) -> Failure:
     """Of a step's errors the one to look at: what stands on this rank alone, or else an edit."""
     kinds = (errors.EditedGradientError, errors.NonFiniteGradientError)
     return min(failures, key=lambda error: 1 + kinds.index(type(error)) if type(error) in kinds else 0)

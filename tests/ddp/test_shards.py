@@ -1,0 +1,327 @@
+"""FSDP2 within a host, our sums between hosts: four ranks are two hosts of two."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from horovod_sparse import ddp
+from horovod_sparse.errors import (
+    ArgumentError,
+    NonFiniteGradientError,
+    StateMismatchError,
+    UnsupportedError,
+)
+from horovod_sparse.merging import Plan
+from horovod_sparse.simulation import SimulatedCluster
+from support.cases import CASES, case_id
+from support.linear import LinearModel, dyadic
+from support.replicas import same_on_all_replicas
+
+pytestmark = pytest.mark.skipif(
+    dist.get_world_size() != 4, reason="two hosts of two ranks: launch it with --nproc-per-node 4"
+)
+#: rows of some are not divisible by two: one rank's shard is padded, or empty
+SHAPES = {"first": {"weight": (40, 30), "bias": (7,)}, "second": {"kernel": (3, 5, 11), "one": (1,)}}
+NAMES = [f"{layer}.{name}" for layer, inner in SHAPES.items() for name in inner]
+
+
+class _Net(torch.nn.Module):
+    """Layers whose gradients a test chooses, each a group of FSDP, and two parameters of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (LinearModel(inner) for inner in SHAPES.values())
+        for layer in (self.first, self.second):
+            layer.forward = layer.loss
+        self.own = torch.nn.Parameter(torch.ones(6, 2))
+        self.unused = torch.nn.Parameter(torch.ones(3))
+
+    def forward(self, gradients, layers=("first", "second"), times=1):
+        loss = (self.own * torch.from_numpy(gradients["own"]).float()).sum().double()
+        for _ in range(times):
+            for layer in layers:
+                loss = loss + getattr(self, layer)(
+                    {name: gradients[f"{layer}.{name}"] for name in SHAPES[layer]}
+                )
+        return loss
+
+
+def gradients(rank: int, step: int) -> dict[str, np.ndarray]:
+    shapes = {f"{layer}.{name}": shape for layer, inner in SHAPES.items() for name, shape in inner.items()}
+    return {name: dyadic(shape, rank, step, name) for name, shape in (shapes | {"own": (6, 2)}).items()}
+
+
+@pytest.fixture(name="mesh", scope="module")
+def _mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+
+
+class _Host:
+    """A model of four ranks and what synchronizes it; without compression FSDP's own dense sums."""
+
+    def __init__(self, mesh, compression, *, plan=None, lr=0.5, **policy) -> None:
+        self.net = _Net()
+        self.net.unused.requires_grad_(False)
+        inner = mesh if compression is None else mesh["shard"]
+        for module in (self.net.first, self.net.second, self.net):
+            fully_shard(module, mesh=inner, mp_policy=MixedPrecisionPolicy(**policy))
+        self.optimizer = torch.optim.SGD((p for p in self.net.parameters() if p.requires_grad), lr=lr)
+        self.sync = None
+        if compression is not None:
+            self.sync = ddp.attach(
+                self.net, compression, self.optimizer, replicas=mesh["replicate"], plan=plan
+            )
+
+    def step(self, given, **how) -> dict[str, torch.Tensor]:
+        """Backward, step; returns this rank's shards of the synchronized gradients."""
+        self.net(given, **how).backward()
+        found = {
+            name: p.grad.to_local().clone() for name, p in self.net.named_parameters() if p.grad is not None
+        }
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return found
+
+    def weights(self) -> list[torch.Tensor]:
+        return [parameter.full_tensor() for parameter in self.net.parameters()]
+
+
+def shard_of(values: np.ndarray, shard: int) -> np.ndarray:
+    """One of two, as FSDP cuts: by rows, the first shard is the longer one."""
+    rows = -(-values.shape[0] // 2)
+    return values[shard * rows : (shard + 1) * rows]
+
+
+@pytest.mark.parametrize("policy", [{}, {"reduce_dtype": torch.bfloat16}], ids=["as it is", "bfloat16"])
+@pytest.mark.parametrize(
+    "text", ["topk:density=1.0", "exdyna:density=1.0", "topk:density=1.0,dense=('own',)"]
+)
+def test_density_one_equals_dense_training(text, policy, mesh, rank):
+    dense, sparse = (_Host(mesh, one, **policy) for one in (None, text))
+    for step in range(4):
+        one, other = dense.step(gradients(rank, step)), sparse.step(gradients(rank, step))
+        if not policy:  # bfloat16 rounds the sum of a host before the other's is added
+            assert all(torch.equal(one[name], other[name]) for name in [*NAMES, "own"]), step
+        assert all(one[name].dtype == other[name].dtype for name in [*NAMES, "own"])
+    assert same_on_all_replicas(*sparse.weights())
+
+
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+def test_equals_the_simulator_bit_for_bit(case, mesh, rank):
+    """Hosts are its ranks, and it is given the means of theirs: so every law that holds there holds here."""
+    host = _Host(mesh, case.at(0.1))
+    shard, replica = rank % 2, rank // 2
+    plan, clusters = None, {}
+    for step in range(5):
+        found = host.step(gradients(rank, step))
+        if plan is None:
+            plan = host.sync.plan
+            assert len(plan.buckets) == 3
+            for number, names in enumerate(plan.buckets):
+                length = sum(found[name].numel() for name in names)
+                clusters[names] = SimulatedCluster(case.at(0.1), length, 2, name=f"bucket{number}.{names[0]}")
+        for names, cluster in clusters.items():
+            inputs = [
+                np.concatenate(
+                    [
+                        shard_of(
+                            (gradients(2 * h, step)[n] + gradients(2 * h + 1, step)[n]) / 2, shard
+                        ).ravel()
+                        for n in names
+                    ]
+                ).astype(np.float32)
+                for h in range(2)
+            ]
+            wanted = cluster.step(inputs, 0.5) * np.float32(0.5)
+            np.testing.assert_array_equal(np.concatenate([found[n].numpy().ravel() for n in names]), wanted)
+    held = host.sync.state_dict()
+    if held["feedback"] != "lowpass":
+        for names, cluster in clusters.items():
+            own = np.concatenate([held["residuals"][name].numpy().ravel() for name in names])
+            np.testing.assert_array_equal(own, cluster.residuals()[replica])
+    assert same_on_all_replicas(*host.weights())
+    assert host.sync.place == (replica, 2)
+
+
+def test_a_layer_that_one_host_does_not_use(mesh, rank):
+    """Its ranks give zeros: what was held back for it goes on."""
+    host = _Host(mesh, "topk:density=0.2")
+    host.step(gradients(rank, 0))
+    for step in range(1, 5):
+        layers = ("first",) if rank >= 2 or step == 4 else ("first", "second")
+        found = host.step(gradients(rank, step), layers=layers)
+        assert found["second.kernel"].any() or not found["second.kernel"].numel()
+    assert same_on_all_replicas(*host.weights())
+
+
+def test_several_backward_passes_and_none_between(mesh, rank):
+    """Sums of several passes are added; with gradients kept on the rank there is one of all of them."""
+    one, other = (_Host(mesh, "exdyna:density=0.1") for _ in range(2))
+    for step in range(4):
+        parts = gradients(rank, 2 * step), gradients(rank, 2 * step + 1)
+        found = one.step({name: parts[0][name] + parts[1][name] for name in parts[0]})
+        other.net.set_requires_gradient_sync(False)
+        other.net(parts[0]).backward()
+        other.net.set_requires_gradient_sync(True)
+        two = other.step(parts[1])
+        assert all(torch.equal(found[name], two[name]) for name in found)
+    dense, sparse = (_Host(mesh, text) for text in (None, "topk:density=1.0"))
+    for host in (dense, sparse):
+        host.net(gradients(rank, 0)).backward()
+    found, two = (host.step(gradients(rank, 1)) for host in (dense, sparse))
+    assert all(torch.equal(found[name], two[name]) for name in found)
+    assert sparse.sync.step == 2
+
+
+def test_a_module_that_runs_twice(mesh, rank):
+    dense, sparse = (_Host(mesh, text) for text in (None, "topk:density=1.0"))
+    for host in (dense, sparse):
+        host.net.set_reduce_scatter_unused_params(True)  # it then reduces once for each run
+    for step in range(4):
+        one, other = (host.step(gradients(rank, step), times=2) for host in (dense, sparse))
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("text", ["topk:density=0.1", "oktopk:density=0.1"])
+@pytest.mark.parametrize("bad", [0, 2])
+def test_a_nan_on_one_rank_raises_on_all_and_training_goes_on(text, bad, mesh, rank):
+    host = _Host(mesh, text)
+    for step in range(4):
+        mine = gradients(rank, step)
+        if step == bad:
+            if rank == 3:
+                mine["first.weight"][2, 0] = np.nan  # of the first shard: ranks 1 and 3 have none of it
+            with pytest.raises(NonFiniteGradientError) as caught:
+                host.net(mine).backward()
+            assert caught.value.where == {1: "first.weight"}
+            for parameter in host.net.parameters():
+                assert parameter.grad is None or not parameter.grad.to_local().any()
+            host.optimizer.zero_grad()
+        else:
+            host.step(mine)
+    assert host.sync.step == 3
+    assert same_on_all_replicas(*host.weights())
+
+
+def test_a_scaled_loss_that_overflows_skips_on_all(mesh, rank):
+    host = _Host(mesh, "topk:density=0.1")
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    for step in range(3):
+        mine = gradients(rank, step)
+        if step == 1 and rank == 0:
+            mine["second.kernel"][0, 0, 0] = np.inf
+        before = host.weights()
+        scaler.scale(host.net(mine)).backward()
+        scaler.step(host.optimizer)
+        scaler.update()
+        host.optimizer.zero_grad()
+        unchanged = all(torch.equal(one, other) for one, other in zip(before, host.weights(), strict=True))
+        assert unchanged == (step == 1)
+    assert scaler.get_scale() == 2.0**9
+
+
+@pytest.mark.parametrize("text", ["exdyna:density=0.1", "dgc:density=0.1,feedback=momentum"])
+def test_what_was_saved_goes_on_bit_for_bit(text, mesh, rank):
+    whole = _Host(mesh, text)
+    for step in range(3):
+        whole.step(gradients(rank, step))
+    saved = copy.deepcopy(whole.sync.state_dict())
+    weights = [parameter.to_local().detach().clone() for parameter in whole.net.parameters()]
+    assert saved["shard"] == [rank % 2, 2]
+    later = _Host(mesh, text)
+    with torch.no_grad():
+        for parameter, values in zip(later.net.parameters(), weights, strict=True):
+            parameter.to_local().copy_(values)
+    other = {**saved, "shard": [1 - rank % 2, 2]}
+    with pytest.raises(StateMismatchError, match="shard"):
+        later.sync.load_state_dict(other)
+    later.sync.load_state_dict(saved)
+    for step in range(3, 6):
+        one, two = whole.step(gradients(rank, step)), later.step(gradients(rank, step))
+        assert all(torch.equal(one[name], two[name]) for name in one), step
+    entries = [{**saved, "rank": number} for number in range(2)]
+    alone = ddp.redistribute(entries, 0, 1)
+    assert torch.equal(alone["residuals"]["first.weight"], saved["residuals"]["first.weight"])
+    with pytest.raises(StateMismatchError, match="different shards"):
+        ddp.redistribute([{**saved, "rank": 0}, {**other, "rank": 1}], 0, 1)
+
+
+def test_a_plan_over_groups(mesh, rank):
+    plan = Plan((("own", "first.bias", "second.kernel"), ("first.weight",)), ("second.one",))
+    if rank % 2:  # has nothing of it
+        plan = Plan(plan.buckets)
+    host = _Host(mesh, "exdyna:density=0.1", plan=plan)
+    for step in range(3):
+        host.step(gradients(rank, step))
+    assert host.sync.plan == plan
+    assert same_on_all_replicas(*host.weights())
+
+
+def test_what_cannot_be_sharded_sparsely_is_refused(mesh, rank):
+    net = torch.nn.Linear(4, 4)
+    with pytest.raises(ArgumentError, match="fully_shard"):
+        ddp.attach(net, "topk:density=0.1", replicas=mesh["replicate"])
+    fully_shard(net, mesh=mesh)
+    with pytest.raises(UnsupportedError, match="densely between"):
+        ddp.attach(net, "topk:density=0.1", replicas=mesh["replicate"])
+    net = fully_shard(torch.nn.Linear(4, 4), mesh=mesh["shard"])
+    for replicas in (None, mesh, "replicate"):
+        with pytest.raises(ArgumentError, match="replicas="):
+            ddp.attach(net, "topk:density=0.1", replicas=replicas)
+    ddp.attach(net, "topk:density=0.1", replicas=mesh["replicate"].get_group())
+    with pytest.raises(UnsupportedError, match="already"):
+        ddp.attach(net, "topk:density=0.1", replicas=mesh["replicate"])
+    net = fully_shard(torch.nn.Linear(4, 4).double(), mesh=mesh["shard"])
+    with pytest.raises(UnsupportedError, match="reduce_dtype"):
+        ddp.attach(net, "topk:density=0.1", replicas=mesh["replicate"])
+    # the ranks of a host: they have different shards
+    net = fully_shard(torch.nn.Linear(4, 4), mesh=mesh["shard"])
+    ddp.attach(net, "topk:density=0.1", replicas=mesh["shard"])
+    with pytest.raises(StateMismatchError, match="shard differs"):
+        net(torch.ones(1, 4)).sum().backward()
+
+
+def test_a_parameter_without_a_gradient_is_told_on_all_ranks(mesh):
+    """FSDP does not say which ones a hook is given: it has to give all of them."""
+    for gives_all in (False, True):
+        net = LinearModel({"used": (4,), "unused": (4,)})
+        net.forward = net.loss
+        fully_shard(net, mesh=mesh["shard"])
+        sync = ddp.attach(net, "topk:density=1.0", replicas=mesh["replicate"])
+        if gives_all:
+            net.set_reduce_scatter_unused_params(True)
+            net({"used": np.ones(4)}).backward()
+            assert sync.step == 1
+            assert net.used.grad.to_local().tolist() == [1.0, 1.0]
+            assert net.unused.grad.to_local().tolist() == [0.0, 0.0]
+        else:
+            with pytest.raises(UnsupportedError, match="set_reduce_scatter_unused_params"):
+                net({"used": np.ones(4)}).backward()
+
+
+def test_a_pass_that_has_failed_is_forgotten(mesh, rank):
+    """An error of the user's own, on all ranks, when one group has been reduced already."""
+    host = _Host(mesh, "topk:density=0.1")
+    for step in range(4):
+        if step == 2:
+
+            def fail(gradient):
+                raise ValueError("of the user")
+
+            handle = host.net.first.register_full_backward_pre_hook(lambda *_: fail(None))
+            with pytest.raises(ValueError, match="of the user"):
+                host.net(gradients(rank, step)).backward()
+            assert host.sync.under_way
+            handle.remove()
+            host.net.reset_iter_state()
+            host.optimizer.zero_grad()
+        host.step(gradients(rank, step))
+    assert host.sync.step == 4
+    assert same_on_all_replicas(*host.weights())
