@@ -306,22 +306,33 @@ def test_a_parameter_without_a_gradient_is_told_on_all_ranks(mesh):
                 net({"used": np.ones(4)}).backward()
 
 
+class _Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, values):
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ValueError("of the user")
+
+
 def test_a_pass_that_has_failed_is_forgotten(mesh, rank):
-    """An error of the user's own, on all ranks, when one group has been reduced already."""
-    host = _Host(mesh, "topk:density=0.1")
+    """An error of the user's own, on all ranks, when one group is under way already."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Linear(8, 4))
+    for module in (*net, net):
+        fully_shard(module, mesh=mesh["shard"])
+    sync = ddp.attach(net, "topk:density=0.1", replicas=mesh["replicate"])
+    inputs = torch.arange(12.0).reshape(2, 6) * (rank + 1)
     for step in range(4):
         if step == 2:
-
-            def fail(gradient):
-                raise ValueError("of the user")
-
-            handle = host.net.first.register_full_backward_pre_hook(lambda *_: fail(None))
             with pytest.raises(ValueError, match="of the user"):
-                host.net(gradients(rank, step)).backward()
-            assert host.sync.under_way
-            handle.remove()
-            host.net.reset_iter_state()
-            host.optimizer.zero_grad()
-        host.step(gradients(rank, step))
-    assert host.sync.step == 4
-    assert same_on_all_replicas(*host.weights())
+                net[1](_Failing.apply(net[0](inputs))).sum().backward()
+            assert sync.under_way
+            with pytest.raises(UnsupportedError, match="between steps"):
+                sync.state_dict()
+            net.reset_iter_state()
+            net.zero_grad()
+        net(inputs).square().sum().backward()
+        assert same_on_all_replicas(*(parameter.grad.full_tensor() for parameter in net.parameters()))
+    assert sync.step == 4
