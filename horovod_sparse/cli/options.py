@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from horovod_sparse.cost import AlphaBeta, Fit, Profile, assumed_profile, profile_at
-from horovod_sparse.cost.profile import TYPICAL_SELECTION
+from horovod_sparse.cost.formulas import TYPICAL_SELECTION
 from horovod_sparse.errors import ArgumentError, HorovodSparseError, ProfileMismatchError, UnsupportedError
 from horovod_sparse.feedback import AutoDensity, Recipe, parse_recipe
 from horovod_sparse.feedback.text import parse_arguments, parse_value

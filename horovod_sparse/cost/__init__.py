@@ -1,32 +1,43 @@
 """What communication and selection cost: shapes of time models, fitting them, and keeping the result."""
 
 from horovod_sparse.cost.fitting import Fit, fit_selection, fit_time
+from horovod_sparse.cost.formulas import (
+    HOST_NETWORK,
+    LevelChoice,
+    assumed_profile,
+    choose_levels,
+    network_of,
+    profile_at,
+    with_levels,
+)
 from horovod_sparse.cost.model import COLLECTIVES, CostModel, communication_of, omgs_cost, starting_cost
 from horovod_sparse.cost.profile import (
     DENSE,
     PROFILE_VERSION,
+    Levels,
     Profile,
-    assumed_profile,
     check_same_profile,
-    network_of,
-    profile_at,
 )
 from horovod_sparse.cost.times import AffineTime, AlphaBeta, CollectiveCost, SortingTime, TimeModel
 
 __all__ = [
     "COLLECTIVES",
     "DENSE",
+    "HOST_NETWORK",
     "PROFILE_VERSION",
     "AffineTime",
     "AlphaBeta",
     "CollectiveCost",
     "CostModel",
     "Fit",
+    "LevelChoice",
+    "Levels",
     "Profile",
     "SortingTime",
     "TimeModel",
     "assumed_profile",
     "check_same_profile",
+    "choose_levels",
     "communication_of",
     "fit_selection",
     "fit_time",
@@ -34,4 +45,5 @@ __all__ = [
     "omgs_cost",
     "profile_at",
     "starting_cost",
+    "with_levels",
 ]

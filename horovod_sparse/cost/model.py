@@ -14,6 +14,7 @@ from horovod_sparse.collectives import (
     AllToAll,
     Broadcast,
     Exchange,
+    ReduceScatter,
     Request,
 )
 from horovod_sparse.cost.times import AffineTime, AlphaBeta, SortingTime, TimeModel
@@ -28,6 +29,7 @@ COLLECTIVES: dict[type[Request], str] = {
     Exchange: "exchange",
     Broadcast: "broadcast",
     AllToAll: "alltoall",
+    ReduceScatter: "reducescatter",
 }
 
 #: Horovod's default (HOROVOD_FUSION_THRESHOLD).

@@ -9,18 +9,23 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from horovod_sparse.checks import check_count, check_seconds
 from horovod_sparse.cost.fitting import Fit
 from horovod_sparse.cost.model import COLLECTIVES, CostModel, communication_of
-from horovod_sparse.cost.times import AffineTime, AlphaBeta
+from horovod_sparse.cost.times import AffineTime
 from horovod_sparse.errors import ArgumentError, HorovodSparseError, ProfileMismatchError
-from horovod_sparse.sparsifiers import ALGORITHMS, Sparsifier
+from horovod_sparse.sparsifiers import Sparsifier
 
 #: stands for a sparsifier's name in `Profile.selection`, for the work on parameters that stay dense
 DENSE = "dense"
+#: of an element that is summed within a host (half types as float32), and of an index with its value
+_VALUE_BYTES, _SELECTED_BYTES = 4, 8
 PROFILE_VERSION = 1
+
+#: whether gradients are summed densely within hosts first ("host"), or all ranks are equal
+Levels: TypeAlias = Literal["flat", "host"]
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,9 @@ class Profile:
         backward_seconds: of every parameter, in the model's order, where a model was measured.
         forward_seconds: of the rest of its step before backward.
         device: what it was measured on, in words ("cpu", the name of a GPU).
+        per_host: L, ranks on every host, where two levels were measured.
+        levels: collectives by level, then: "host" (among the ranks of a host) and "across" (among one of each
+            host, all such groups at a time), by the bytes that a rank puts in.
 
     Example:
         >>> profile = Profile(4, "torch", "gloo", 0.001, {"allgather": Fit(1e-3, 1e-8)})
@@ -57,9 +65,17 @@ class Profile:
     backward_seconds: Mapping[str, float] = field(default_factory=dict)
     forward_seconds: float = 0.0
     device: str = "cpu"
+    per_host: int = 1
+    levels: Mapping[str, Mapping[str, Fit]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_count("size", self.size, "a number of ranks, 1 or more")
+        check_count("per_host", self.per_host, "a number of ranks, 1 or more")
+        if self.levels and (self.size % self.per_host or set(self.levels) != {"host", "across"}):
+            given = (sorted(self.levels), self.per_host)
+            raise ArgumentError(
+                "levels and per_host", given, f"'host' and 'across', and hosts of {self.size} ranks"
+            )
         object.__setattr__(self, "size", int(self.size))  # JSON knows no whole number of NumPy's
         if unknown := sorted(set(self.collectives) - set(COLLECTIVES.values())):
             raise ArgumentError("collectives", unknown, f"only {sorted(COLLECTIVES.values())}")
@@ -71,6 +87,8 @@ class Profile:
         saved = {"version": PROFILE_VERSION, **dataclasses.asdict(self)}
         # the model's order is kept by a list: sorted keys would lose it
         saved["backward_seconds"] = [list(item) for item in self.backward_seconds.items()]
+        if not self.levels:  # what was measured with one is written as it ever was
+            del saved["levels"], saved["per_host"]
         return json.dumps(saved, indent=1, sort_keys=True) + "\n"
 
     @classmethod
@@ -93,6 +111,10 @@ class Profile:
             saved["backward_seconds"] = dict(saved["backward_seconds"])
             for key in ("collectives", "selection", "decoding"):
                 saved[key] = {name: Fit(**fit) for name, fit in saved[key].items()}
+            saved["levels"] = {
+                level: {name: Fit(**fit) for name, fit in fits.items()}
+                for level, fits in saved.get("levels", {}).items()
+            }
             return cls(**saved)
         except (ValueError, TypeError, KeyError, AttributeError, HorovodSparseError) as error:
             raise ProfileMismatchError(f"the profile is damaged: {error}") from error
@@ -172,15 +194,26 @@ class Profile:
             raise ProfileMismatchError("the profile says that backward takes no time: measure again")
         return times
 
-    def cost(self, sparsifier: Sparsifier, size: int | None = None, **options: Any) -> CostModel:
+    @property
+    def num_hosts(self) -> int:
+        """N, where two levels were measured; P otherwise."""
+        return self.size // self.per_host
+
+    def cost(
+        self, sparsifier: Sparsifier, size: int | None = None, *, levels: Levels = "flat", **options: Any
+    ) -> CostModel:
         """The cost model of a sparsifier on this cluster.
 
         Decoding counts as selection: the thread that runs backward does it, in some later hook, or in the
         end. (Only in the end does it come after communication, and then the sum of both is the same.)
 
+        With two levels a rank folds and selects from n / L elements, and decodes twice: the sum of its shard,
+        and that of all.
+
         Args:
             sparsifier: which, at which density.
             size: P where it is applied; as measured if left out.
+            levels: "host" where gradients are summed within hosts first.
             **options: further fields of `CostModel` (`fuse_sparse`, ...).
 
         Raises:
@@ -194,25 +227,48 @@ class Profile:
                 f"the profile has no selection time for {name}, only for {_few(sorted(self.selection))}: "
                 f"run horovod-sparse calibrate with it"
             )
-        needed = {COLLECTIVES[kind] for kind in sparsifier.rounds(size)} | {"allreduce"}
-        times = {kind: fit.time() for kind, fit in self.collectives.items()}
-        if size == 1:
-            times = dict.fromkeys(needed, AffineTime())
-        if missing := sorted(needed - set(times)):
-            raise ProfileMismatchError(f"{name} needs {_few(missing)}, which the profile does not hold")
-        communication = communication_of(sparsifier, size, times)
-        selection = self.selection[name].time(sparsifier.density)
-        if name in self.decoding:
-            per_rank = sparsifier.density_scope == "per rank"
-            received = min(1.0, sparsifier.density) * (size if per_rank else 1)
-            selection += self.decoding[name].time(received)
+        among, per_host = (size, 1) if levels == "flat" else (self.num_hosts, self.per_host)
+        received = min(1.0, sparsifier.density) * (among if sparsifier.density_scope == "per rank" else 1)
+        selection = self.selection[name].time(sparsifier.density).per(1 / per_host)
+        decoding = self.decoding[name].time(received) if name in self.decoding else AffineTime()
+        times = self._times(sparsifier, among, self.collectives if levels == "flat" else None)
+        communication = communication_of(sparsifier, among, times).per(1 / per_host)
+        if levels == "host":
+            inside = self.levels["host"]
+            communication += inside["reducescatter"].time().per(_VALUE_BYTES)
+            communication += inside["allgather"].time().per(_SELECTED_BYTES * received / per_host)
+            selection += decoding.per(1 / per_host)
+        work = self.selection[DENSE].time() if DENSE in self.selection else AffineTime()
+        dense = self.collectives["allreduce"].time() if size > 1 else AffineTime()
         return CostModel(
-            selection=selection,
+            selection=selection + decoding,
             communication=communication,
-            dense=times.get("allreduce", AffineTime()),
-            dense_work=self.selection[DENSE].time() if DENSE in self.selection else AffineTime(),
+            dense=dense,
+            dense_work=work,
             **options,
         )
+
+    def _times(
+        self, sparsifier: Sparsifier, size: int, collectives: Mapping[str, Fit] | None
+    ) -> dict[str, AffineTime]:
+        """Of the collectives among so many ranks; None are those between hosts."""
+        if collectives is None:
+            if not self.levels:
+                raise ProfileMismatchError(
+                    "the profile was measured with one level: run horovod-sparse calibrate with several "
+                    "ranks on every host"
+                )
+            collectives = self.levels["across"]
+        needed = {COLLECTIVES[kind] for kind in sparsifier.rounds(size)}
+        if collectives is self.collectives:
+            needed |= {"allreduce"}  # of what stays dense
+        if size == 1:
+            return dict.fromkeys(needed, AffineTime())
+        if missing := sorted(needed - set(collectives)):
+            raise ProfileMismatchError(
+                f"{sparsifier.name} needs {_few(missing)}, which the profile does not hold"
+            )
+        return {kind: fit.time() for kind, fit in collectives.items()}
 
 
 def check_same_profile(digests: Sequence[str]) -> None:
@@ -239,148 +295,3 @@ def check_same_profile(digests: Sequence[str]) -> None:
 def _few(names: Iterable[str]) -> str:
     names = list(names)
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "") or "none"
-
-
-#: Selection of a rank that nobody has measured: a fold and exact top-k of float32 on one core of 2024,
-#: about 0.1 ms for a bucket and 0.3 ns for an element (docs/performance.md).
-TYPICAL_SELECTION = Fit(1e-4, 3e-10)
-
-
-def num_rounds(kind: str, size: int) -> int:
-    """Messages one behind the other in a collective, by its usual algorithm.
-
-    Example:
-        >>> [num_rounds(kind, 8) for kind in ("allgather", "allreduce", "exchange")]
-        [3, 6, 1]
-    """
-    doublings = math.ceil(math.log2(size)) if size > 1 else 0
-    rounds = {
-        "allgather": doublings,
-        "allreduce": 2 * doublings,
-        "broadcast": doublings,
-        "alltoall": size - 1,
-    }
-    return rounds.get(kind, min(1, doublings))
-
-
-def share_of_bytes(kind: str, size: int) -> float:
-    """Bytes that arrive at a rank for every byte that a rank puts in.
-
-    Example:
-        >>> [share_of_bytes(kind, 8) for kind in ("allgather", "allreduce", "exchange")]
-        [7.0, 1.75, 1.0]
-    """
-    if kind == "allgather":
-        return float(size - 1)
-    return 2.0 * (size - 1) / size if kind == "allreduce" else float(size > 1)
-
-
-def profile_at(profile: Profile, size: int) -> Profile:
-    """What a profile says about another number of ranks on a network of the same kind.
-
-    ``alpha(P) = w + (alpha - w) rounds(P) / rounds(P0)``, ``beta(P) = beta share(P) / share(P0)``
-
-    with w, the wait for Horovod's next cycle, paid once whatever P; it is taken to be half of the cycle
-    time, as measurements begin anywhere in a cycle, or all of alpha where that is less. The formulas know
-    neither contention nor the slowest of many ranks, so what they say is the least to be expected.
-    Selection does not depend on P.
-
-    Args:
-        profile: measured with P0 ranks, 2 or more.
-        size: P.
-
-    Raises:
-        ProfileMismatchError: if it was measured with one rank, where there is nothing to go by.
-        ArgumentError: if P is below 1.
-
-    Example:
-        >>> four = Profile(4, "torch", "gloo", 1e-3, {"allgather": Fit(2e-3, 3e-9)})
-        >>> sixteen = profile_at(four, 16).collectives["allgather"]
-        >>> round(sixteen.fixed_seconds, 6), round(sixteen.seconds_per_unit, 12)
-        (0.0035, 1.5e-08)
-    """
-    check_count("size", size, "a number of ranks, 1 or more")
-    if size == profile.size:
-        return profile
-    if profile.size == 1:
-        raise ProfileMismatchError(
-            f"the profile was measured with 1 rank, which says nothing about {size}: "
-            "run horovod-sparse calibrate with 2 or more"
-        )
-    scaled = {
-        kind: _scaled(kind, fit, profile.size, size, profile.cycle_seconds)
-        for kind, fit in profile.collectives.items()
-    }
-    return dataclasses.replace(profile, size=size, collectives=scaled)
-
-
-def _scaled(kind: str, fit: Fit, old: int, new: int, cycle_seconds: float) -> Fit:
-    waiting = min(cycle_seconds / 2, fit.fixed_seconds)
-    rounds = num_rounds(kind, new) / num_rounds(kind, old)
-    return dataclasses.replace(
-        fit,
-        fixed_seconds=waiting + (fit.fixed_seconds - waiting) * rounds,
-        seconds_per_unit=fit.seconds_per_unit * share_of_bytes(kind, new) / share_of_bytes(kind, old),
-    )
-
-
-def network_of(profile: Profile) -> AlphaBeta:
-    """Latency of a message and time of a byte, as the profile's allgather shows them.
-
-    Args:
-        profile: of 2 ranks or more.
-
-    Raises:
-        ProfileMismatchError: if it holds no allgather of 2 ranks or more.
-
-    Example:
-        >>> network_of(Profile(4, "torch", "gloo", 1e-3, {"allgather": Fit(2e-3, 3e-9)}))
-        AlphaBeta(alpha_seconds=0.001, beta_seconds=1e-09)
-    """
-    if profile.size < 2 or "allgather" not in profile.collectives:
-        raise ProfileMismatchError("the profile holds no allgather of 2 ranks or more")
-    fit = profile.collectives["allgather"]
-    rounds, share = num_rounds("allgather", profile.size), share_of_bytes("allgather", profile.size)
-    return AlphaBeta(fit.fixed_seconds / rounds, fit.seconds_per_unit / share)
-
-
-def assumed_profile(
-    network: AlphaBeta,
-    size: int,
-    *,
-    selection: Fit = TYPICAL_SELECTION,
-    decoding: Mapping[str, Fit] | None = None,
-) -> Profile:
-    """A profile by formulas: where nothing was measured, or a cluster is only thought of.
-
-    ``T = rounds(P) alpha + share(P) bytes beta`` for every collective
-
-    Args:
-        network: alpha and beta.
-        size: P, 2 or more.
-        selection: of every sparsifier.
-        decoding: by the sparsifier's name; none if left out.
-
-    Raises:
-        ArgumentError: if P is below 2: one rank communicates nothing.
-
-    Example:
-        >>> profile = assumed_profile(AlphaBeta(1e-4, 8e-9), 4)
-        >>> round(profile.collectives["allreduce"].fixed_seconds, 6)
-        0.0004
-    """
-    check_count("size", size, "a number of ranks, 2 or more", low=2)
-    alpha, beta = network.alpha_seconds, network.beta_seconds
-    collectives = {
-        kind: Fit(num_rounds(kind, size) * alpha, share_of_bytes(kind, size) * beta)
-        for kind in COLLECTIVES.values()
-    }
-    return Profile(
-        size,
-        "formulas",
-        "formulas",
-        0.0,
-        collectives,
-        dict.fromkeys(ALGORITHMS, selection),
-        decoding or {},
-    )

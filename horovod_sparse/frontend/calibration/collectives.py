@@ -13,6 +13,7 @@ from horovod_sparse.collectives import (
     AllToAll,
     Broadcast,
     Exchange,
+    ReduceScatter,
     Request,
     Synchronization,
 )
@@ -80,7 +81,7 @@ def request_of(kind: str, num_bytes: int, rank: int, size: int) -> Request:
     """A collective into which a rank puts so many bytes.
 
     Args:
-        kind: "allgather", "allreduce", "exchange", "broadcast" or "alltoall".
+        kind: "allgather", "allreduce", "reducescatter", "exchange", "broadcast" or "alltoall".
         num_bytes: rounded up to words of 4 bytes.
         rank: of this process.
         size: P, 2 or more.
@@ -93,6 +94,8 @@ def request_of(kind: str, num_bytes: int, rank: int, size: int) -> Request:
         return AllGather(words)
     if kind == "allreduce":
         return AllReduce(words.astype(np.float32))
+    if kind == "reducescatter":
+        return ReduceScatter(words.astype(np.float32))
     if kind == "broadcast":
         return Broadcast(words, 0)
     if kind == "exchange":

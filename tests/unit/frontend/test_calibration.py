@@ -184,8 +184,8 @@ def test_what_is_not_allowed_is_refused_by_name():
         Extent((32, 64, 128), (1, 2), 1, 1.0)
     with pytest.raises(ArgumentError, match="repetitions"):
         Extent((32, 64, 128), (1, 2, 3), 0, 1.0)
-    with pytest.raises(UnknownNameError, match="reduce"):
-        measured(2, [TopK()], kinds=["reducescatter"])
+    with pytest.raises(UnknownNameError, match="gossip"):
+        measured(2, [TopK()], kinds=["gossip"])
 
 
 def test_an_answer_that_fails_closes_the_coroutine():
