@@ -165,6 +165,8 @@ class Telemetry:
         last: the last completed step, None before the first. Steps that were given up (a gradient was
             not finite) do not count.
         num_steps: steps in the mean.
+        num_skipped: steps that no rank has taken since a gradient was not finite, with on_nonfinite="skip".
+        num_dropped: steps without the gradients of ranks that were not finite, with on_nonfinite="zero".
         transport: how messages between two ranks travel, and why so; empty where there are none.
         density: why the density is what it is, where times decided about it; empty otherwise.
 
@@ -176,6 +178,8 @@ class Telemetry:
 
     last: StepReport | None = None
     num_steps: int = 0
+    num_skipped: int = 0
+    num_dropped: int = 0
     transport: str = ""
     density: str = ""
     _sums: StepReport | None = None

@@ -241,6 +241,10 @@ class HostAccumulator:
         """Lets the report of the last fold say that this rank refuses the step."""
         self.report = dataclasses.replace(self.report, first_nonfinite=self.num_elements)
 
+    def heal(self) -> None:
+        """Lets the report of the last fold say that this rank is well; see `Accumulator.heal`."""
+        self.report = dataclasses.replace(self.report, num_nonfinite=0, first_nonfinite=-1)
+
     def _exact_maxima(self) -> Array:
         # Cleared elements leave upper bounds; they are made exact only when that is needed.
         return self._maxima.exact(self._journal.unseen())

@@ -142,6 +142,9 @@ class Accumulator(Protocol):
     def refuse(self) -> None:
         """Lets the report of the last fold say that this rank refuses the step."""
 
+    def heal(self) -> None:
+        """Lets the report of the last fold say that this rank is well, after `abandon` and `drop`."""
+
     def largest(self, num_selected: int, start: int = 0, stop: int | None = None) -> Indices:
         """Exactly the `num_selected` largest magnitudes in [start, stop); ties go to the lowest index."""
 

@@ -312,6 +312,27 @@ class Bucket:
             self.accumulator.refuse()
         report.fold_seconds = time.perf_counter() - started
 
+        return (yield from self._summed(report, scale))
+
+    def again(self, *, scale: float | None = None) -> Synchronization[SparseSum]:
+        """The step that was given up once more, by `abandon`, of what waits now: nothing is folded in.
+
+        Every rank has its gradient in its residual; one that has dropped it sends what waited before.
+
+        Args:
+            scale: see `step`.
+
+        Returns:
+            See `step`, and what it raises.
+        """
+        report = BucketStep(self.info.name, self.info.num_elements)
+        report.num_target = self.recipe.sparsifier.num_selected(self.info, self.state)
+        self._before = _copied(self.state)
+        self.accumulator.heal()
+        return (yield from self._summed(report, scale))
+
+    def _summed(self, report: BucketStep, scale: float | None) -> Synchronization[SparseSum]:
+        """What follows the fold: the sum over ranks, unless the step is given up."""
         sum_ = yield from self._recorded(report)
         report.num_selected = int(sum_.counts[self.info.rank])
         report.num_received = sum_.indices.size

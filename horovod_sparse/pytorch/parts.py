@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import torch
 
+from horovod_sparse.collectives import Synchronization
 from horovod_sparse.feedback import Bucket, Member, Recipe
 from horovod_sparse.frontend import parts as common
 from horovod_sparse.merging import ParameterFacts, Plan
@@ -47,6 +48,14 @@ class Part(common.Part, Protocol):
             driver: of the optimizer.
             loss_scale: by which gradients are larger than they would be without a loss scaler.
             refused: see `Bucket.step`.
+        """
+
+    def again(self, driver: Starter, *, drop: bool) -> None:
+        """Starts the synchronization once more, after `abandon`, of what waits here.
+
+        Args:
+            driver: of the optimizer.
+            drop: whether this rank's gradient is left out; `abandon` was told so, too.
         """
 
     def apply(self, scale: float) -> BucketReport:
@@ -123,6 +132,13 @@ class SparseBucket(_Laid, common.BucketPart):
         self._loss_scale = loss_scale
         foldable = self.memory.foldable(self.gradient.flat, loss_scale)
         step = self.bucket.step(foldable, self.learning_rate(), refused=refused, scale=self.scale)
+        self._run(step, driver)
+
+    def again(self, driver: Starter, *, drop: bool) -> None:
+        """See `Part.again`: what is left of this rank waits in the residual."""
+        self._run(self.bucket.again(scale=self.scale), driver)
+
+    def _run(self, step: Synchronization[Any], driver: Starter) -> None:
         if self.streams is not None:
             step = self.streams.run(step)
         self.task = driver.start(self.name, step)
@@ -194,7 +210,16 @@ class DenseParameter(_Laid, common.DensePart):
         """See `Part.start`."""
         self.gradient.settle()
         self._loss_scale = loss_scale
-        flat, place = unscaled(self.gradient.flat, loss_scale), (self.rank, self.size)
+        self._run(driver, refused)
+
+    def again(self, driver: Starter, *, drop: bool) -> None:
+        """See `Part.again`."""
+        if drop:
+            self.gradient.memory.zero(self.gradient.flat)
+        self._run(driver)
+
+    def _run(self, driver: Starter, refused: bool = False) -> None:
+        flat, place = unscaled(self.gradient.flat, self._loss_scale), (self.rank, self.size)
         step = self.gradient.memory.sum_dense(self.names[0], flat, self.carried, place, refused=refused)
         if self.streams is not None:
             step = self.streams.run(step)

@@ -35,6 +35,7 @@ class Methods(torch.optim.Optimizer):
     _synchronizer: GradientSynchronizer | None
     _max_grad_norm: float | None
     _synchronize_at: str
+    _on_nonfinite: str
     #: whether a loss scaler has had gradients synchronized for the step to come
     _for_scaler = False
     _kept_entry: Mapping[str, Any] | None
@@ -49,11 +50,12 @@ class Methods(torch.optim.Optimizer):
         asked: Any,
         synchronize_at: str,
         max_grad_norm: float | None,
-        deadline_seconds: float | None,
+        **kept: Any,
     ) -> None:
         """Buckets and hooks, once Horovod's `__init__` has checked its arguments."""
         self._synchronizer, self._kept_entry = None, None
         self._max_grad_norm, self._synchronize_at = max_grad_norm, synchronize_at
+        self._on_nonfinite = kept["on_nonfinite"]
         if not self.process_set.included():
             refuse_absence(hvd, self.process_set)
             return
@@ -72,7 +74,7 @@ class Methods(torch.optim.Optimizer):
             sparse_as_dense=self.sparse_as_dense,
             to_coo=isinstance(self, torch.optim.SparseAdam),
             in_backward=synchronize_at == "backward",
-            deadline_seconds=deadline_seconds,
+            **kept,
         )
 
     @property
@@ -183,6 +185,8 @@ class Methods(torch.optim.Optimizer):
         self._synchronized = self._for_scaler = False
         if self._synchronizer is not None and self._synchronizer.overflow is not None:
             raise self._synchronizer.overflow  # by who scales losses, but does not step by the scaler
+        if self._synchronizer is not None and self._synchronizer.skipped is not None:
+            return None
         return super(self.__class__, self).step()
 
     # PyTorch wraps step() of every optimizer class with its step hooks. The user's class has them already:
@@ -196,6 +200,8 @@ class Methods(torch.optim.Optimizer):
             if not self._synchronized:
                 self.synchronize()
             self._synchronized = False
+            if self._synchronizer is not None and self._synchronizer.skipped is not None:
+                raise self._synchronizer.skipped  # the optimizer's step is under way
             if isinstance(self, torch.optim.LBFGS) and self._synchronizer is not None:
                 # it goes on or stops by the loss: with a loss of its own every rank would do so elsewhere
                 return self._synchronizer.reduced(loss)

@@ -16,6 +16,7 @@ from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.frontend.collective_errors import refuse_absence
 from horovod_sparse.frontend.deadline import deadline_of
 from horovod_sparse.frontend.momentum import refuse_double_momentum
+from horovod_sparse.frontend.poison import RAISE, check_on_nonfinite
 from horovod_sparse.merging import Plan
 from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.torch._horovod import hvd
@@ -54,6 +55,7 @@ def DistributedOptimizer(
     synchronize_at: str = "backward",
     max_grad_norm: float | None = None,
     deadline_seconds: float | None = None,
+    on_nonfinite: str = RAISE,
 ) -> Any:
     """Wraps an optimizer so that gradients are synchronized over ranks, sparsely.
 
@@ -79,7 +81,8 @@ def DistributedOptimizer(
       dense afterwards; otherwise they are refused. SparseAdam, which takes no others, gets all of its
       gradients in COO form, with either value: of the elements that are not 0;
     * `hvd.join()` is an error on the ranks that still train: every rank needs as many batches;
-    * a NaN or Inf on any rank raises `NonFiniteGradientError` on every rank, and nothing is applied. Where
+    * a NaN or Inf on any rank raises `NonFiniteGradientError` on every rank, and nothing is applied, unless
+      `on_nonfinite` asks for something else. Where
       the loss was scaled by a `torch.amp.GradScaler` nothing is raised, and gradients are Inf on every
       rank: the scaler skips the step on all of them, and lowers its scale. Gradients are unscaled before
       error feedback takes them in; ``scaler.unscale_(optimizer)`` synchronizes them first;
@@ -129,6 +132,10 @@ def DistributedOptimizer(
             a feedback clips each rank's own gradients before they are accumulated, by bucket.)
         deadline_seconds: after so many seconds of waiting for other ranks `DeadlineError` is raised; 0 waits
             for ever. If left out, what HOROVOD_SPARSE_DEADLINE_SECONDS says, or 300.
+        on_nonfinite: what is done where a gradient is NaN or Inf on some rank: "raise"; "skip": `step` does
+            nothing on all ranks; "zero": the gradients of such ranks are left out whole, and those of the
+            others applied. The last two are counted in the telemetry. A step with a closure raises in place
+            of skipping, and behind a `torch.amp.GradScaler` the scaler skips.
 
     `plan` and `groups` exclude each other and all of `bucket_bytes`, `merging` and `tensor_selection`;
     `bucket_bytes` is short for ``merging=fixed(bytes=...)``; "joint" decides about tensors itself.
@@ -161,6 +168,7 @@ def DistributedOptimizer(
     if max_grad_norm is not None:
         check_number("max_grad_norm", max_grad_norm, "a norm above 0, or None", low=0.0, high=math.inf)
     deadline_of(deadline_seconds)
+    check_on_nonfinite(on_nonfinite)
     if isinstance(compression, str):
         compression = Compression.parse(compression)
     asked = {
@@ -176,6 +184,7 @@ def DistributedOptimizer(
             "max_grad_norm": max_grad_norm,
             "deadline_seconds": deadline_seconds,
             "synchronize_at": None if synchronize_at == "backward" else synchronize_at,
+            "on_nonfinite": None if on_nonfinite == RAISE else on_nonfinite,
         }
         if given := [name for name, value in own.items() if value is not None]:
             raise ArgumentError("compression", compression, f"a sparsifier, or leave {', '.join(given)} out")
@@ -220,7 +229,8 @@ def DistributedOptimizer(
         names = [(name, parameter) for parameter, name in wrapped._parameter_names.items()]
         order = {id(p): i for i, p in enumerate(p for group in wrapped.param_groups for p in group["params"])}
         names.sort(key=lambda pair: order[id(pair[1])])
-    wrapped._attach(compression, names, asked, synchronize_at, max_grad_norm, deadline_seconds)
+    kept = {"deadline_seconds": deadline_seconds, "on_nonfinite": on_nonfinite}
+    wrapped._attach(compression, names, asked, synchronize_at, max_grad_norm, **kept)
     return wrapped
 
 

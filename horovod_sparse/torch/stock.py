@@ -133,6 +133,7 @@ def settings_of(optimizer: Any, compression: object, engine: str) -> dict[str, s
         process_set="all" if ranks is None else list(ranks),
         max_grad_norm=getattr(optimizer, "_max_grad_norm", None),
         synchronize_at=getattr(optimizer, "_synchronize_at", "backward"),
+        on_nonfinite=getattr(optimizer, "_on_nonfinite", "raise"),
     )
 
 

@@ -21,6 +21,7 @@ from horovod_sparse.feedback import MomentumCorrection, Recipe
 from horovod_sparse.frontend.collective_errors import has_bad_gradient, some_of, worst
 from horovod_sparse.frontend.decision import FirstPlan
 from horovod_sparse.frontend.momentum import refuse_later_momentum
+from horovod_sparse.frontend.poison import RAISE, Poison
 from horovod_sparse.merging import ParameterFacts
 from horovod_sparse.pytorch.loss_scale import ScaleOfStep, scaled_passes, watch_scalers
 from horovod_sparse.pytorch.parts import Part
@@ -77,6 +78,7 @@ class GradientSynchronizer(Bucketing):
         to_coo: whether all gradients are given in COO form: what SparseAdam takes.
         in_backward: whether buckets are started while backward goes on, or all of them by `synchronize`.
         deadline_seconds: of waiting for other ranks.
+        on_nonfinite: see `Poison`.
     """
 
     def __init__(
@@ -92,10 +94,12 @@ class GradientSynchronizer(Bucketing):
         to_coo: bool = False,
         in_backward: bool = True,
         deadline_seconds: float | None = None,
+        on_nonfinite: str = RAISE,
     ) -> None:
         self.sparse_as_dense, self.to_coo = sparse_as_dense, to_coo
         self._corrects_momentum = isinstance(recipe.feedback, MomentumCorrection)
         self.telemetry = Telemetry()
+        self.poison = Poison(on_nonfinite, self.telemetry)
         self._retired = False
         #: whether a gradient has arrived since the last synchronization
         self.under_way = False
@@ -103,6 +107,8 @@ class GradientSynchronizer(Bucketing):
         self.loss_scale = ScaleOfStep()
         #: what a loss scaler is told by gradients of Inf, instead of being raised
         self.overflow: NonFiniteGradientError | None = None
+        #: why the optimizer is not to step, where that is no error
+        self.skipped: BaseException | None = None
         self._in_backward, self._num_started = in_backward, 0
         self._held: list[Part] = []
         # autograd runs the hooks of each device in a thread of its own
@@ -177,7 +183,7 @@ class GradientSynchronizer(Bucketing):
 
     def _begin(self) -> None:
         """Before the first gradient of a step."""
-        self.under_way, self.overflow = True, None
+        self.under_way, self.overflow, self.skipped = True, None, None
         self.optimizer._synchronized = False
         if any((p.dtype, p.device) != (dtype, device) for p, dtype, device in self._kinds):
             try:
@@ -224,7 +230,7 @@ class GradientSynchronizer(Bucketing):
         """Waits for all buckets, and scatters their sums into the gradients.
 
         Where a loss scaler looks for them, a gradient that is not finite raises nothing: the step is given
-        up, and gradients are Inf on every rank alike.
+        up, and gradients are Inf on every rank alike. Nor does it with `on_nonfinite` other than "raise".
 
         Raises:
             ArgumentError: if the optimizer has come to have momentum that the feedback applies already.
@@ -259,8 +265,13 @@ class GradientSynchronizer(Bucketing):
             for part in self.parts:
                 if part.task is None:
                     self._start(part, refused=bool(edited))
-            tasks = [part.task for part in self.parts if part.task is not None]
-            self.driver.wait(tasks)
+            errors = self._waited()
+            if self.loss_scale.scaler is None and self.poison.repeats(errors):
+                drop = self.poison.drops(errors, self.rank)
+                for part in self.parts:
+                    part.abandon(drop=drop)
+                    part.again(self.driver, drop=drop)
+                errors = self._waited()
         except DeadlineError:
             self.give_up()
             raise
@@ -272,7 +283,6 @@ class GradientSynchronizer(Bucketing):
             self.give_up()
             explain(error)
             raise
-        errors = [task.error for task in tasks if task.error is not None]
         if errors:
             self._refuse(errors, edited)
             return
@@ -289,6 +299,12 @@ class GradientSynchronizer(Bucketing):
         if self.warmup is not None and self.warmup.decision is not None:
             self.telemetry.density = self.warmup.decision.density
 
+    def _waited(self) -> list[BaseException]:
+        """What the parts have ended with that have not ended well."""
+        tasks = [part.task for part in self.parts if part.task is not None]
+        self.driver.wait(tasks)
+        return [task.error for task in tasks if task.error is not None]
+
     def _edited(self) -> list[str]:
         """Parameters whose gradients were changed after their synchronization had begun."""
         return [
@@ -299,14 +315,17 @@ class GradientSynchronizer(Bucketing):
         ]
 
     def _refuse(self, errors: Sequence[BaseException], edited: Sequence[str]) -> None:
-        """No rank applies this step; raises why not, unless a loss scaler is to find out."""
-        error, bad = worst(errors), has_bad_gradient(errors, self.rank)
+        """No rank applies this step; raises why not, unless it is skipped, or a loss scaler is to find out."""
+        error = worst(errors)
         if isinstance(error, NonFiniteGradientError) and self.loss_scale.scaler is not None:
-            self.give_up(drop=bad)
+            self.give_up(drop=has_bad_gradient(errors, self.rank))
             self.parts[0].gradient.overflow()
             self.overflow = error
             return
-        self.give_up(drop=bad)
+        self.give_up(drop=self.poison.drops(errors, self.rank))
+        if self.poison.skips(errors):
+            self.skipped = error
+            return
         if isinstance(error, EditedGradientError) and edited:
             error.where[self.rank] = some_of(edited)
         raise error

@@ -1,0 +1,172 @@
+"""What is done where a gradient is not finite: `on_nonfinite` skips the step on all ranks, or leaves one out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import horovod_sparse.torch as hvd
+from horovod_sparse.errors import ArgumentError, NonFiniteGradientError, StateMismatchError
+from support.linear import LinearModel, dyadic, same_on_all_ranks
+from support.optimizers import residuals_of
+
+SHAPES = {"first": (40, 30), "bias": (7,), "second": (3, 5, 11)}
+COMPRESSIONS = [
+    "topk:density=0.1",
+    "topk:density=0.1,dense_below=10",
+    "topk:density=0.1,feedback=momentum(momentum=0.5)",
+    "topk:density=0.1,feedback=lowpass(beta=0.5)",
+    "topk:density=0.1,feedback=none",
+    "exdyna:density=0.1",
+    "gtopk:density=0.1",
+    "spardl:density=0.1",
+    "oktopk:density=0.1",
+    "randomk:density=0.1",
+]
+BAD = 2
+
+
+def gradients(rank: int, step: int) -> dict[str, np.ndarray]:
+    return {name: dyadic(shape, rank, step, name) for name, shape in SHAPES.items()}
+
+
+def trained(given: Any, compression: str, kind: Any = torch.optim.SGD, **arguments: Any) -> tuple[Any, Any]:
+    """A model and its optimizer after the steps whose gradients are given."""
+    model = LinearModel(SHAPES)
+    made = kind(model.parameters(), lr=0.5)
+    optimizer = hvd.DistributedOptimizer(
+        made, model.named_parameters(), compression=compression, bucket_bytes=700, **arguments
+    )
+    for one in given:
+        model.backward(one)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def weights(model: torch.nn.Module) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def equal(some: Any, others: Any) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(some, others, strict=True))
+
+
+def poisoned(rank: int, size: int, value: float = np.nan, steps: int = 5) -> list[dict[str, np.ndarray]]:
+    """The last rank's third step has one element of the last bucket that is not finite."""
+    given = [gradients(rank, step) for step in range(steps)]
+    if rank == size - 1:
+        given[BAD]["first"][3, 7] = value
+    return given
+
+
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+def test_zero_leaves_the_bad_rank_out_as_if_its_gradient_had_been_zero(rank, size, compression):
+    model, optimizer = trained(poisoned(rank, size), compression, on_nonfinite="zero")
+    given = poisoned(rank, size)
+    if rank == size - 1:
+        given[BAD] = {name: np.zeros(shape) for name, shape in SHAPES.items()}
+    twin, theirs = trained(given, compression)
+    assert equal(weights(model), weights(twin))
+    assert same_on_all_ranks(*model.parameters())
+    held, expected = residuals_of(optimizer), residuals_of(theirs)
+    assert all(torch.equal(held[name], expected[name]) for name in expected)
+    assert optimizer.telemetry.num_dropped == 1
+    assert optimizer.telemetry.num_steps == 5
+
+
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+def test_skip_takes_no_step_on_any_rank_and_keeps_the_good_ranks_gradients(rank, size, compression):
+    given = poisoned(rank, size)
+    model, optimizer = trained(given[:BAD], compression, torch.optim.Adam, on_nonfinite="skip")
+    before, held = weights(model), residuals_of(optimizer)
+    counts = [int(state["step"]) for state in optimizer.state.values()]
+    model.backward(given[BAD])
+    assert optimizer.step() is None
+    optimizer.zero_grad()
+    assert equal(weights(model), before)
+    assert [int(state["step"]) for state in optimizer.state.values()] == counts == [BAD] * 3
+    assert optimizer.telemetry.num_skipped == 1
+    assert optimizer.telemetry.num_steps == BAD
+    after = residuals_of(optimizer)
+    if "momentum" not in compression and "none" not in compression:
+        for name, values in held.items():
+            own = torch.zeros(()) if rank == size - 1 else torch.from_numpy(given[BAD][name]).float()
+            if name in after and "dense_below" not in compression:
+                assert torch.equal(after[name], values + own)
+    for one in given[BAD + 1 :]:
+        model.backward(one)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not equal(weights(model), before)
+    assert same_on_all_ranks(*model.parameters())
+
+
+def test_skip_holds_for_a_step_after_synchronize_and_for_the_next_one_no_more(rank, size):
+    given = poisoned(rank, size)
+    model, optimizer = trained(given[:BAD], "topk:density=0.1", on_nonfinite="skip", max_grad_norm=1.0)
+    before = weights(model)
+    model.backward(given[BAD])
+    optimizer.synchronize()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    with optimizer.skip_synchronize():
+        optimizer.step()
+    assert equal(weights(model), before)
+    optimizer.zero_grad()
+    model.backward(given[BAD + 1])
+    optimizer.step()
+    assert not equal(weights(model), before)
+
+
+@pytest.mark.parametrize("policy", ["skip", "zero"])
+def test_a_sum_that_overflows_is_skipped_and_does_not_come_again(rank, size, policy):
+    given = [gradients(rank, step) for step in range(5)]
+    given[BAD]["first"] = np.zeros(SHAPES["first"])
+    given[BAD]["first"][3, 7] = 3e38
+    model, optimizer = trained(given[:BAD], "topk:density=0.1", op=hvd.Sum, on_nonfinite=policy)
+    before = weights(model)
+    model.backward(given[BAD])
+    optimizer.step()
+    optimizer.zero_grad()
+    assert equal(weights(model), before)
+    assert optimizer.telemetry.num_skipped == 1
+    model.backward(given[BAD + 1])
+    optimizer.step()
+    assert optimizer.telemetry.num_skipped == 1
+    assert not equal(weights(model), before)
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
+def test_zero_goes_on_where_every_rank_is_bad(rank, size):
+    given = [gradients(rank, step) for step in range(4)]
+    given[BAD]["bias"][rank] = np.inf
+    model, optimizer = trained(given, "exdyna:density=0.1", on_nonfinite="zero")
+    assert same_on_all_ranks(*model.parameters())
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+    assert optimizer.telemetry.num_dropped == 1
+
+
+def test_a_closure_that_cannot_be_skipped_raises(rank, size):
+    model, optimizer = trained([gradients(rank, 0)], "topk:density=0.1", on_nonfinite="skip")
+    given = poisoned(rank, size)[BAD]
+
+    def closure() -> Any:
+        optimizer.zero_grad()
+        loss = model.loss(given)
+        loss.backward()
+        return loss
+
+    with pytest.raises(NonFiniteGradientError):
+        optimizer.step(closure)
+
+
+def test_it_is_the_same_on_all_ranks_and_one_of_three(rank, size):
+    with pytest.raises(ArgumentError, match="'raise', 'skip' or 'zero'"):
+        trained([], "topk:density=0.1", on_nonfinite="ignore")
+    with pytest.raises(ArgumentError, match="on_nonfinite"):
+        trained([], hvd.Compression.none, on_nonfinite="skip")
+    with pytest.raises(StateMismatchError, match="on_nonfinite differs"):
+        trained([gradients(rank, 0)], "topk:density=0.1", on_nonfinite="zero" if rank else "skip")
