@@ -54,6 +54,7 @@ def attach(
     *,
     plan: Plan | None = ...,
     replicas: None = ...,
+    on_nonfinite: str = ...,
 ) -> State: ...
 @overload
 def attach(
@@ -63,6 +64,7 @@ def attach(
     *,
     plan: Plan | None = ...,
     replicas: DeviceMesh | dist.ProcessGroup,
+    on_nonfinite: str = ...,
 ) -> Synchronizer: ...
 def attach(
     model: torch.nn.Module,
@@ -71,6 +73,7 @@ def attach(
     *,
     plan: Plan | None = None,
     replicas: DeviceMesh | dist.ProcessGroup | None = None,
+    on_nonfinite: str = "raise",
 ) -> Synchronizer:
     """Synchronizes a model's gradients sparsely from now on. All ranks do it, in the same way.
 
@@ -84,6 +87,7 @@ def attach(
         plan: which parameters form which bucket; DistributedDataParallel's or FSDP's own if left out.
         replicas: the ranks that have the same shards as this one, one on each host: a mesh of one dimension,
             or a process group.
+        on_nonfinite: see `State`; "raise" with `replicas`.
 
     Returns:
         What has the telemetry, and is saved and loaded.
@@ -95,7 +99,12 @@ def attach(
     if isinstance(model, DistributedDataParallel):
         if replicas is not None:
             raise ArgumentError("replicas", replicas, "none with DistributedDataParallel: it has a group")
-        return _attach_buckets(model, compression, optimizer, plan)
+        kept = {"on_nonfinite": on_nonfinite}
+        return _attach_buckets(model, compression, optimizer, plan, **kept)
+    given = {"on_nonfinite": None if on_nonfinite == "raise" else on_nonfinite}
+    for name, value in given.items():
+        if value is not None:
+            raise ArgumentError(name, value, "nothing with replicas: it is for DistributedDataParallel")
     try:
         from horovod_sparse.ddp.shards import FSDPModule, ShardedState
     except ImportError as error:
@@ -119,6 +128,7 @@ def _attach_buckets(
     compression: str | Recipe,
     optimizer: torch.optim.Optimizer | None,
     plan: Plan | None,
+    **kept: Any,
 ) -> State:
     if model.mixed_precision is not None:
         raise UnsupportedError(
@@ -133,6 +143,7 @@ def _attach_buckets(
         named_parameters=model.module.named_parameters(),
         process_group=model.process_group,
         plan=plan,
+        **kept,
     )
     state.finds_unused = model.find_unused_parameters or model.static_graph
     model.register_comm_hook(state, hook)

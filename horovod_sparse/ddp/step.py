@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +16,7 @@ from horovod_sparse.errors import HorovodSparseError, NonFiniteGradientError
 from horovod_sparse.feedback import MomentumCorrection
 from horovod_sparse.frontend.collective_errors import has_bad_gradient, worst
 from horovod_sparse.frontend.momentum import refuse_later_momentum
+from horovod_sparse.frontend.poison import RAISE, Poison
 from horovod_sparse.pytorch.loss_scale import ScaleOfStep, watch_scalers
 from horovod_sparse.pytorch.parts import DenseParameter, Part
 from horovod_sparse.telemetry import Telemetry
@@ -25,11 +26,17 @@ class Synchronizer(Training):
     """Takes gradients while backward goes on, and puts their mean over ranks where they are.
 
     Those who have the gradients call `_begin`, `_take` and `_finish`, and say where sums go.
+
+    Args:
+        *arguments: see `Training`.
+        on_nonfinite: see `Poison`.
+        **more: see `Training`.
     """
 
-    def __init__(self, *arguments: Any, **more: Any) -> None:
+    def __init__(self, *arguments: Any, on_nonfinite: str = RAISE, **more: Any) -> None:
         super().__init__(*arguments, **more)
         self.telemetry = Telemetry()
+        self.poison = Poison(on_nonfinite, self.telemetry)
         self._communicator: Communicator | None = None
         self._loss_scale = ScaleOfStep()
         self._pieces: list[tuple[torch.Tensor, torch.Tensor]] = []  # that have come before ranks agreed
@@ -59,10 +66,12 @@ class Synchronizer(Training):
         self._start(part)
 
     def _start(self, part: Part, *, refused: bool = False) -> None:
+        part.start(self._starter(part), self._loss_scale.value, refused=refused)
+
+    def _starter(self, part: Part) -> Any:
         communicator = self._running()
         on_device = isinstance(part, DenseParameter) and part.streams is not None
-        starter = SimpleNamespace(start=communicator.start_on_device) if on_device else communicator
-        part.start(starter, self._loss_scale.value, refused=refused)
+        return SimpleNamespace(start=communicator.start_on_device) if on_device else communicator
 
     def _running(self) -> Communicator:
         if self._communicator is None:
@@ -106,6 +115,12 @@ class Synchronizer(Training):
                 self._agree(communicator, layout)
             self._take(self._pieces)
             errors = self._wait(communicator)
+            if errors and self._loss_scale.scaler is None and self.poison.repeats(errors):
+                drop = self.poison.drops(errors, rank)
+                for part in self.parts:
+                    part.abandon(drop=drop)
+                    part.again(self._starter(part), drop=drop)
+                errors = self._wait(communicator)
         except HorovodSparseError as error:
             failure = error
         except BaseException:
@@ -113,15 +128,26 @@ class Synchronizer(Training):
             raise
         failure = self._of_all(worst(errors) if errors else failure)
         if failure is not None:
-            self._give_up(drop=has_bad_gradient(errors, rank))
-            if not isinstance(failure, NonFiniteGradientError) or self._loss_scale.scaler is None:
-                raise failure
-            self._overflow()
+            self._refuse(failure, errors, rank)
             return
         reports = [part.apply(1.0 / size) for part in self.parts]
         self._give_out()
         self.step += 1
         self.telemetry.record(self.step, reports, communicator.idle_seconds - idle_before)
+
+    def _refuse(self, failure: BaseException, errors: Sequence[BaseException], rank: int) -> None:
+        """No rank applies this step; raises why not, unless it is skipped."""
+        if isinstance(failure, NonFiniteGradientError) and self._loss_scale.scaler is not None:
+            self._give_up(drop=has_bad_gradient(errors, rank))
+            self._overflow()
+            return
+        self._give_up(drop=bool(errors) and self.poison.drops(errors, rank))
+        if not self.poison.skips(errors):
+            raise failure
+        self._skip()
+
+    def _declared(self) -> dict[str, object]:
+        return {**super()._declared(), "on_nonfinite": self.poison.policy}
 
     def _wait(self, communicator: Communicator) -> list[BaseException]:
         """Waits for all parts that have been started; what went wrong in them."""
@@ -146,6 +172,10 @@ class Synchronizer(Training):
 
     def _overflow(self) -> None:
         """Inf in a gradient, for a scaler to find on every rank. All others are zeros."""
+        raise NotImplementedError
+
+    def _skip(self) -> None:
+        """No gradients, for the optimizer to pass over."""
         raise NotImplementedError
 
     def _give_out(self) -> None:

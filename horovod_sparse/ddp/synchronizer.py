@@ -40,6 +40,9 @@ class State(Synchronizer):
             them parameters are called by their place in the first iteration's buckets.
         process_group: of the model; all ranks if left out.
         plan: which parameters form which bucket; DistributedDataParallel's own if left out.
+        on_nonfinite: what is done where a gradient is NaN or Inf on some rank: "raise"; "skip": no parameter
+            of any rank has a gradient after ``backward()``, so that PyTorch's optimizers leave all as it is;
+            "zero": the gradients of such ranks are left out whole, and those of the others applied.
 
     Raises:
         ArgumentError: for an argument that is not allowed.
@@ -58,6 +61,7 @@ class State(Synchronizer):
         named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
         process_group: dist.ProcessGroup | None = None,
         plan: Plan | None = None,
+        on_nonfinite: str = "raise",
     ) -> None:
         super().__init__(
             compression,
@@ -65,6 +69,7 @@ class State(Synchronizer):
             named_parameters=named_parameters,
             process_group=process_group,
             plan=plan,
+            on_nonfinite=on_nonfinite,
         )
         #: whether DistributedDataParallel may leave gradients out that exist; it does not tell a hook
         self.finds_unused = True
@@ -137,6 +142,14 @@ class State(Synchronizer):
 
     def _overflow(self) -> None:
         self._results[0][1].fill_(torch.inf)
+
+    def _skip(self) -> None:
+        after_backward(self._leave_no_gradients)
+
+    def _leave_no_gradients(self) -> None:
+        """PyTorch's optimizers pass over parameters without one: not even momentum moves them."""
+        for _, parameter in self.facts.values():
+            parameter.grad = None
 
     def _give_out(self) -> None:
         if pass_number() != -1:

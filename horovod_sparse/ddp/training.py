@@ -188,7 +188,7 @@ class Training:
     def _agreement(self, failure: HorovodSparseError | None) -> Synchronization[Start]:
         yield from raise_together(failure)
         parameters = [fact for fact, _ in self.facts.values()]
-        yield from compared(settings(self.recipe, "horovod_sparse.ddp", shard=self.shard), parameters)
+        yield from compared(settings(self.recipe, "horovod_sparse.ddp", **self._declared()), parameters)
         standing = Standing(
             self.step,
             shared_digest({part.name: part.bucket.state for part in self.sparse}),
@@ -198,6 +198,10 @@ class Training:
             told={name: part.bucket.progress.to_plain() for part in self.sparse for name in part.names},
         )
         return (yield from agreed_start(standing))
+
+    def _declared(self) -> dict[str, object]:
+        """What has to be equal on all ranks, in words, beside the sparsifier."""
+        return {"shard": self.shard}
 
     def _start_anew(self, start: Start) -> None:
         """Fresh states, as all ranks have agreed; residuals are kept."""

@@ -37,6 +37,7 @@ class Replica:
         bucket_bytes: of DistributedDataParallel's buckets.
         plan: of the hook.
         dtype: of the parameters.
+        attached: more arguments of the hook.
         **arguments: of DistributedDataParallel.
     """
 
@@ -49,6 +50,7 @@ class Replica:
         bucket_bytes: int = 680,
         plan: Any = None,
         dtype: torch.dtype = torch.float32,
+        attached: Mapping[str, Any] | None = None,
         **arguments: Any,
     ) -> None:
         self.net = _Loss(shapes, dtype)
@@ -56,7 +58,7 @@ class Replica:
         self.model = DistributedDataParallel(self.net, bucket_cap_mb=bucket_bytes / 2**20, **arguments)
         self.sync: Any = None
         if compression is not None:
-            self.sync = ddp.attach(self.model, compression, self.optimizer, plan=plan)
+            self.sync = ddp.attach(self.model, compression, self.optimizer, plan=plan, **(attached or {}))
 
     def step(
         self, gradients: Mapping[str, np.ndarray], order: Sequence[str] | None = None
