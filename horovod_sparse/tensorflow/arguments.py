@@ -9,6 +9,7 @@ from typing import Any
 
 from horovod_sparse.checks import check_count
 from horovod_sparse.errors import ArgumentError, UnsupportedError
+from horovod_sparse.frontend.poison import RAISE, check_on_nonfinite
 from horovod_sparse.merging import Plan
 from horovod_sparse.tensorflow import planning
 from horovod_sparse.tensorflow._horovod import hvd
@@ -54,6 +55,7 @@ class Arguments:
     merging: Any = None
     tensor_selection: Any = None
     profile: Any = None
+    on_nonfinite: str = RAISE
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Arguments:
@@ -89,6 +91,7 @@ class Arguments:
             UnsupportedError: for Adasum.
         """
         refuse_adasum(self.op)
+        check_on_nonfinite(self.on_nonfinite)
         if self.op not in (hvd.Average, hvd.Sum):
             raise ArgumentError("op", self.op, "Average or Sum")
         if self.gradient_predivide_factor != 1.0 and self.op != hvd.Average:
@@ -105,7 +108,8 @@ class Arguments:
         Raises:
             ArgumentError: if one was given.
         """
-        if given := [name for name in _OF_SPARSIFIERS if getattr(self, name) is not None]:
+        given = [name for name in _OF_SPARSIFIERS if getattr(self, name) is not None]
+        if given := [*given, *["on_nonfinite"] * (self.on_nonfinite != RAISE)]:
             allowed = f"a sparsifier, which {' and '.join(given)} is for"
             raise ArgumentError("compression", self.compression, allowed)
 
@@ -117,6 +121,7 @@ class Arguments:
             groups=self.groups,
             **{name: getattr(self, name) for name in _OF_SPARSIFIERS},
             sparse_as_dense=self.sparse_as_dense,
+            on_nonfinite=self.on_nonfinite,
         )
         bound.declared = bound.declared or self.declared()
         return bound
@@ -130,6 +135,7 @@ class Arguments:
             "average_aggregated_gradients": self.average_aggregated_gradients,
             "sparse_as_dense": self.sparse_as_dense,
             "scale_local_gradients": self.scale_local_gradients,
+            "on_nonfinite": self.on_nonfinite,
         }
 
     def __reduce__(self) -> Any:

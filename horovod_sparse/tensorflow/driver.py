@@ -54,7 +54,7 @@ class Driver:
 
         Args:
             parts: of the buckets.
-            gradients: of each of them, one per variable.
+            gradients: of each of them, one per variable; none for the same step once more (`Part.again`).
             rate: of this step: see `as_rate`.
 
         Returns:
@@ -110,7 +110,8 @@ class Driver:
                 try:
                     self._agree()
                     (part,) = self._bucketing.at(version, [position])
-                    coroutine = part.begin(float(rate[0]) if rate.size else None, arrays)
+                    known = float(rate[0]) if rate.size else None
+                    coroutine = part.begin(known, arrays) if arrays else part.again()
                 except Exception as error:
                     return task.fail(error, here)
                 if courier is None:

@@ -93,6 +93,22 @@ class ScaledReduction:
             )
 
 
+def nan_where(gradients: Sequence[Any], skipped: Any) -> list[Any]:
+    """Gradients that have a LossScaleOptimizer skip a step where all ranks are to skip it.
+
+    Args:
+        gradients: of a step.
+        skipped: bool [], or None for never.
+
+    Example:
+        >>> float(nan_where([tf.constant(0.0)], tf.constant(True))[0])
+        nan
+    """
+    if skipped is None:
+        return list(gradients)
+    return [times(gradient, tf.where(skipped, float("nan"), 1.0)) for gradient in gradients]
+
+
 def times(gradient: Any, factor: Any) -> Any:
     """A gradient times a number; None stays None, and `tf.IndexedSlices` such.
 

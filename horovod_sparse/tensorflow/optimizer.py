@@ -35,6 +35,7 @@ def DistributedOptimizer(
     merging: Any = None,
     tensor_selection: Any = None,
     profile: Any = None,
+    on_nonfinite: str = "raise",
 ) -> Any:
     """Wraps an optimizer; arguments and order are those of ``horovod.tensorflow.DistributedOptimizer``.
 
@@ -62,6 +63,7 @@ def DistributedOptimizer(
         merging: see there.
         tensor_selection: see there.
         profile: see there.
+        on_nonfinite: see there.
 
     Raises:
         ArgumentError: for an argument that is not allowed.

@@ -46,6 +46,9 @@ class Part(common.Part, Protocol):
     def begin(self, learning_rate: float | None, gradients: Sequence[np.ndarray]) -> Synchronization[Any]:
         """Takes the gradients, and gives the coroutine of this step."""
 
+    def again(self) -> Synchronization[Any]:
+        """The coroutine of the same step once more, after `abandon`, of what waits here."""
+
     def apply(self, scale: float) -> tuple[list[np.ndarray], BucketReport]:
         """Scale times the sum over ranks, dense, by variable. The task is done."""
 
@@ -146,6 +149,10 @@ class SparseBucket(_Laid, common.BucketPart):
             self.start_anew(self.bucket.progress.step)
         return self.bucket.step(GradientParts(gradients), learning_rate, scale=self.scale)
 
+    def again(self) -> Synchronization[Any]:
+        """See `Part.again`."""
+        return self.bucket.again(scale=self.scale)
+
     def apply(self, scale: float) -> tuple[list[np.ndarray], BucketReport]:
         """See `Part.apply`."""
         started = time.perf_counter()
@@ -219,10 +226,17 @@ class DenseVariable(_Laid, common.DensePart):
         self.shapes, self.dtype, self.num_elements = [tuple(shape)], dtype, math.prod(shape)
         self._place, self._size = place, place()[1]
         self.task = Task(collective, (AllReduce,), accumulator_dtype(dtype))
+        #: of this step
+        self._given = _NOTHING
 
     def begin(self, learning_rate: float | None, gradients: Sequence[np.ndarray]) -> Synchronization[Any]:
         """See `Part.begin`."""
-        wide = gradients[0].reshape(-1).astype(accumulator_dtype(self.dtype))
+        self._given = gradients[0]
+        return self.again()
+
+    def again(self) -> Synchronization[Any]:
+        """See `Part.again`."""
+        wide = self._given.reshape(-1).astype(accumulator_dtype(self.dtype))
         carried = 0 if self.carried is None else self.carried
         return sum_densely(self.names[0], wide, carried, self._place())
 
@@ -231,14 +245,20 @@ class DenseVariable(_Laid, common.DensePart):
         started = time.perf_counter()
         total = self.task.result
         dense = (total * total.dtype.type(scale)).astype(numpy_dtype(self.dtype)).reshape(self.shapes[0])
-        self.carried = None
+        self.carried, self._given = None, _NOTHING
         took = time.perf_counter() - started
         return [dense], self.report(self._place()[1], total.itemsize, dense.nbytes, took)
 
     def close(self) -> None:
         """See `Part.close`; nothing is kept that could be taken back."""
+        self._given = _NOTHING
         if self.task.under_way:
             self.task.drop()
+
+    def abandon(self, *, drop: bool = False) -> None:
+        """See `Part.abandon`; the gradient is kept until the next step, which may be this one once more."""
+        if drop:
+            self._given = np.zeros_like(self._given)
 
     def start_anew(self, step: int) -> None:
         """See `Part.start_anew`."""
@@ -248,6 +268,7 @@ class DenseVariable(_Laid, common.DensePart):
         self._size = size
 
 
+_NOTHING: np.ndarray = np.empty(0, np.float32)
 #: TensorFlow copies arrays that are not aligned so
 _ALIGNMENT = 64
 #: scattered elements above this share of the memory are cleared faster by clearing all of it

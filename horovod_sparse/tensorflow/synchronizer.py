@@ -16,8 +16,9 @@ import tensorflow as tf
 from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.frontend.agreement import settings
-from horovod_sparse.frontend.collective_errors import has_bad_gradient, worst
+from horovod_sparse.frontend.collective_errors import worst
 from horovod_sparse.frontend.decision import Decision
+from horovod_sparse.frontend.poison import RAISE, ZERO, Poison
 from horovod_sparse.merging import Plan
 from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.tensorflow import planning
@@ -26,17 +27,19 @@ from horovod_sparse.tensorflow.bucketing import Bucketing
 from horovod_sparse.tensorflow.collectives import reduce_densely
 from horovod_sparse.tensorflow.driver import Driver
 from horovod_sparse.tensorflow.graph import EagerCalls, refuse_differentiation, refuse_graphs
-from horovod_sparse.tensorflow.loss_scale import ScaledReduction
+from horovod_sparse.tensorflow.loss_scale import ScaledReduction, nan_where
 from horovod_sparse.tensorflow.order import WAITING, Order, gate, ungated
 from horovod_sparse.tensorflow.parts import Part, SparseBucket
 from horovod_sparse.tensorflow.replanning import Replanning
 from horovod_sparse.tensorflow.task import idle_seconds
-from horovod_sparse.tensorflow.tensors import as_dense, as_rate, as_variable
+from horovod_sparse.tensorflow.tensors import as_dense, as_rate, as_variable, numpy_dtype
 from horovod_sparse.tensorflow.transport import between_pairs
 
 _log = logging.getLogger("horovod_sparse")
 
 
+#: what becomes of a step
+_APPLIED, _AGAIN, _SKIPPED = range(3)
 #: tf.Tensor, tf.IndexedSlices or None
 Gradient = Any
 
@@ -72,6 +75,7 @@ class GradientSynchronizer:
         average: whether sums are divided by the number of ranks.
         sparse_as_dense: sparsify `tf.IndexedSlices` like any other gradient; they are gathered as they
             are otherwise.
+        on_nonfinite: see `Poison`.
         name: what names of its collectives begin with. The rest is taken when variables are seen, so that
             ranks may make synchronizers for themselves; those at work at the same time differ in it.
         **asked: how buckets are made (`groups`, `merging` and the others): see `plan_request`.
@@ -95,6 +99,7 @@ class GradientSynchronizer:
         process_set: Any = None,
         average: bool = True,
         sparse_as_dense: bool = False,
+        on_nonfinite: str = RAISE,
         name: str = "horovod_sparse",
         **asked: Any,
     ) -> None:
@@ -110,6 +115,7 @@ class GradientSynchronizer:
         self._start: object = None
         self._agreeing, self._finishing = threading.Lock(), threading.Lock()
         self.telemetry, self.step = Telemetry(), 0
+        self.poison = Poison(on_nonfinite, self.telemetry)
         self.last_error: BaseException | None = None
         self.declared: Mapping[str, Any] = {}
         self.on_planned: Callable[[], None] | None = None
@@ -185,7 +191,14 @@ class GradientSynchronizer:
     def synchronize(
         self, gradients: Sequence[Gradient], variables: Sequence[Any], learning_rate: Any = None
     ) -> list[Gradient]:
-        """The sums (or averages) over ranks.
+        """As `synchronize_or_skip`, of which it gives the gradients alone: zeros in a step that is skipped."""
+        return self.synchronize_or_skip(gradients, variables, learning_rate)[0]
+
+    @tf.autograph.experimental.do_not_convert
+    def synchronize_or_skip(
+        self, gradients: Sequence[Gradient], variables: Sequence[Any], learning_rate: Any = None
+    ) -> tuple[list[Gradient], tf.Tensor | None]:
+        """The sums (or averages) over ranks, and whether all ranks are to skip the step.
 
         Args:
             gradients: of the variables; None stays None (if its variable never had a gradient), and
@@ -196,11 +209,12 @@ class GradientSynchronizer:
             learning_rate: of this step, for error feedback to follow: a number or a scalar tensor.
 
         Returns:
-            One gradient per variable, dense (but for `tf.IndexedSlices`).
+            One gradient per variable, dense (but for `tf.IndexedSlices`); and a bool [], or None where an
+            error is raised in place of skipping.
 
         Raises:
-            NonFiniteGradientError: on every rank, if a gradient is not finite on some rank. The step is
-                given up and the next one may follow. In a graph it arrives as a
+            NonFiniteGradientError: on every rank, if a gradient is not finite on some rank, and
+                `on_nonfinite` is "raise". The step is given up and the next one may follow. In a graph it arrives as a
                 `tf.errors.OpError` that quotes it; `last_error` is the error itself.
             UnsupportedError: within ``tf.function(jit_compile=True)``, and for two gradients of one variable.
         """
@@ -210,15 +224,15 @@ class GradientSynchronizer:
             raise UnsupportedError("a variable is given twice: give it once, with the sum of its gradients")
         gradients = list(gradients)
         if not self.is_needed:
-            return gradients
+            return gradients, None
         if self.sparse_as_dense:
             gradients = [as_dense(gradient) for gradient in gradients]
         rate = as_rate(learning_rate)
         if not tf.executing_eagerly():
-            return self._build(gradients, variables, rate)
+            return self._apart(self._build(gradients, variables, rate))
         self.replanning.refuse("eager steps")  # a tape gives all gradients at once
         try:
-            return self._eagerly(gradients, variables, rate)
+            return self._apart(self._eagerly(gradients, variables, rate))
         except tf.errors.OpError as error:
             if self.last_error is not None and type(self.last_error).__name__ in str(error):
                 raise self.last_error from None
@@ -243,13 +257,21 @@ class GradientSynchronizer:
         """
         if not self.is_needed:
             return list(gradients)
+
+        def synchronized(unscaled: Sequence[Gradient]) -> list[Gradient]:
+            return nan_where(*self.synchronize_or_skip(unscaled, variables, learning_rate))
+
         return self._scaled(
-            lambda unscaled: self.synchronize(unscaled, variables, learning_rate),
+            synchronized,
             gradients,
             variables,
             scale,
             skips,
         )
+
+    def _apart(self, results: list[Any]) -> tuple[list[Gradient], tf.Tensor | None]:
+        """What `_build` gives: the gradients, and whether to skip."""
+        return (results, None) if self.poison.policy == RAISE else (results[:-1], results[-1])
 
     def _build(self, gradients: Sequence[Gradient], variables: Sequence[Any], rate: tf.Tensor) -> list[Any]:
         """The operations of one synchronization, in the graph that is being traced."""
@@ -267,33 +289,46 @@ class GradientSynchronizer:
         every = [*gradients, *(None for _ in absent)]
         started = self.start(every, [*variables, *absent.values()], rate)
         results, parts, num_given = started.results, started.parts, len(gradients)
+        policy = self.poison.policy
         if not parts:
-            return results[:num_given], None
+            return results[:num_given] + [tf.constant(False)] * (policy != RAISE), None
         like = [(tf.as_dtype(part.dtype), shape) for part in parts for shape in part.shapes]
+        if policy != RAISE:
+            like.append((tf.int32, ()))
         absent_names = frozenset(absent)
         # by their positions: a graph shall not keep the memory of buckets that there are no more
         version, positions = self.bucketing.version, [self.parts.index(part) for part in parts]
 
         def finish() -> list[np.ndarray]:
             parts = self.bucketing.at(version, positions)
-            arrays = self.finish(parts)
+            arrays, outcome = self._outcome(parts, None)
             for part in parts:
-                if isinstance(part, SparseBucket):
+                if isinstance(part, SparseBucket) and outcome == _APPLIED:
                     part.take_back(absent_names)
-            return arrays
+            return arrays if policy == RAISE else [*arrays, np.array(outcome, np.int32)]
 
         waits = is_elastic() or any(between_pairs(part.task.kinds) for part in parts)
         with WAITING.behind() if waits else contextlib.nullcontext():
             sums = self._driver.settle(started.tokens, finish, like)
+            if policy == ZERO:
+                first = sums
+
+                def once_more() -> list[tf.Tensor]:
+                    return self._driver.settle(
+                        self._driver.start(parts, [()] * len(parts), rate), finish, like
+                    )
+
+                sums = tf.cond(tf.equal(first[-1], _AGAIN), once_more, lambda: list(first))
         for order in (self._order, WAITING) if waits else (self._order,):
             order.note(sums[0])
         end = sums[0]
+        skipped = [] if policy == RAISE else [tf.equal(sums.pop(), _SKIPPED)]
         given = [every[i] for i in started.positions if every[i] is not None]
         if given:
             sums = refuse_differentiation(sums, given)
         for position, sum_ in zip(started.positions, sums, strict=True):
             results[position] = sum_
-        return results[:num_given], end
+        return results[:num_given] + skipped, end
 
     def start(self, gradients: Sequence[Gradient], variables: Sequence[Any], rate: tf.Tensor) -> Unsettled:
         """Everything up to the end of the last round; for those who finish in a way of their own.
@@ -345,17 +380,22 @@ class GradientSynchronizer:
         Raises:
             NonFiniteGradientError: or what else ended a coroutine; the step is taken back.
         """
+        return self._outcome(parts, scale)[0]
+
+    def _outcome(self, parts: Sequence[Part], scale: float | None) -> tuple[list[np.ndarray], int]:
+        """See `finish`; and whether the gradients are to be applied."""
         if scale is None:
             scale = 1.0 / self.place[1] if self.average else 1.0
         try:
-            arrays = self._finished(parts, scale)
+            arrays, outcome = self._finished(parts, scale)
         except BaseException:
             self.replanning.after_step(went_well=False)
             raise
-        self.replanning.after_step(went_well=True)
-        return arrays
+        if outcome != _AGAIN:
+            self.replanning.after_step(went_well=outcome == _APPLIED)
+        return arrays, outcome
 
-    def _finished(self, parts: Sequence[Part], scale: float) -> list[np.ndarray]:
+    def _finished(self, parts: Sequence[Part], scale: float) -> tuple[list[np.ndarray], int]:
         for part in parts:
             part.task.wait()
         now = time.perf_counter()
@@ -363,10 +403,16 @@ class GradientSynchronizer:
             errors = [part.task.error for part in parts if part.task.error is not None]
             if errors:
                 for part in parts:
-                    rank = part.bucket.info.rank if isinstance(part, SparseBucket) else -1
-                    part.abandon(drop=has_bad_gradient(errors, rank))
-                self.last_error = worst(errors)
-                raise self.last_error
+                    part.abandon(drop=self.poison.drops(errors, self.place[0]))
+                self.last_error, outcome = worst(errors), _AGAIN
+                if not self.poison.repeats(errors):
+                    if not self.poison.skips(errors):
+                        raise self.last_error
+                    outcome = _SKIPPED
+                nothing = [
+                    np.zeros(shape, numpy_dtype(part.dtype)) for part in parts for shape in part.shapes
+                ]
+                return nothing, outcome
             self.last_error = None
             applied = [part.apply(scale) for part in parts]
             self.step += 1
@@ -375,7 +421,7 @@ class GradientSynchronizer:
             self.telemetry.density = "" if self.decision is None else self.decision.density
             waited = idle_seconds([part.task for part in parts], now)
             self.telemetry.record(self.step, [report for _, report in applied], waited)
-            return [array for arrays, _ in applied for array in arrays]
+            return [array for arrays, _ in applied for array in arrays], _APPLIED
 
     def _settings(self) -> dict[str, str]:
         """What has to be equal on all ranks; that of `declared` in place of what is known here."""

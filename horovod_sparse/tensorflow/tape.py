@@ -40,6 +40,7 @@ def DistributedGradientTape(
     merging: Any = None,
     tensor_selection: Any = None,
     profile: Any = None,
+    on_nonfinite: str = "raise",
 ) -> Any:
     """Wraps a tape so that gradients are synchronized over ranks, sparsely.
 
@@ -59,7 +60,8 @@ def DistributedGradientTape(
     * a variable whose gradient is None (in this function) although it once had one sends zeros, and gets
       the sum: what the others and its residual hold;
     * `tf.IndexedSlices` are gathered, as Horovod does it, or sparsified with ``sparse_as_dense=True``;
-    * a NaN or Inf on any rank raises `NonFiniteGradientError` on every rank, and nothing is applied.
+    * a NaN or Inf on any rank raises `NonFiniteGradientError` on every rank, and nothing is applied, unless
+      `on_nonfinite` asks for something else.
 
     Args:
         gradtape: to compute gradients with.
@@ -84,6 +86,10 @@ def DistributedGradientTape(
             facts that says yes or no.
         profile: a `horovod_sparse.cost.Profile`, or the path of a saved one, the same on all ranks: what it
             holds is not measured.
+        on_nonfinite: what is done where a gradient is NaN or Inf on some rank: "raise"; "skip": gradients
+            are zeros on all ranks, and the tape's `skipped` is true, which has to guard the update
+            (``if not tape.skipped: optimizer.apply_gradients(...)``), since a tape applies nothing; "zero":
+            the gradients of such ranks are left out whole, and those of the others applied.
 
     Returns:
         A tape.
@@ -126,6 +132,7 @@ def PartialDistributedGradientTape(
     merging: Any = None,
     tensor_selection: Any = None,
     profile: Any = None,
+    on_nonfinite: str = "raise",
 ) -> Any:
     """As `DistributedGradientTape`, but the gradients of some layers stay local.
 
@@ -147,6 +154,7 @@ def PartialDistributedGradientTape(
         merging: see there.
         tensor_selection: see there.
         profile: see there.
+        on_nonfinite: see there.
 
     Raises:
         ArgumentError: if something in `local_layers` is no layer.
@@ -162,6 +170,9 @@ def PartialDistributedGradientTape(
 
 class _Methods(tf.GradientTape):
     """What differs from the user's tape; copied into a class made for each tape, as Horovod does it."""
+
+    #: bool [], after `gradient`: whether all ranks are to skip the step; None unless `on_nonfinite` asks
+    skipped: tf.Tensor | None = None
 
     def _attach(self: Any, gradtape: Any, synchronizer: GradientSynchronizer, scale_local: bool) -> None:
         self._tape = gradtape._tape
@@ -218,7 +229,7 @@ class _Methods(tf.GradientTape):
         given, theirs = [gradients[i] for i in shared], [variables[i] for i in shared]
         synchronizer: GradientSynchronizer = self._synchronizer
         if loss_scale is None:
-            synchronized = synchronizer.synchronize(given, theirs, learning_rate)
+            synchronized, self.skipped = synchronizer.synchronize_or_skip(given, theirs, learning_rate)
         else:
             scale = tf.convert_to_tensor(as_variable(loss_scale))
             synchronized = synchronizer.synchronize_scaled(given, theirs, scale, learning_rate)

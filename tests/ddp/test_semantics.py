@@ -143,11 +143,11 @@ def test_a_nan_skips_the_step_of_all_ranks_or_leaves_one_out(text, bad, argument
                 assert all(parameter.grad is None for parameter in replica.net.parameters())
             replica.optimizer.step()
             replica.optimizer.zero_grad()
-        moved = [
-            not torch.equal(b, p) for b, p in zip(before, skipping.net.parameters(), strict=True)
-        ]
+        moved = [not torch.equal(b, p) for b, p in zip(before, skipping.net.parameters(), strict=True)]
         assert not any(moved) if step == bad else any(moved)
-    assert all(torch.equal(p, t) for p, t in zip(leaving.net.parameters(), twin.net.parameters(), strict=True))
+    assert all(
+        torch.equal(p, t) for p, t in zip(leaving.net.parameters(), twin.net.parameters(), strict=True)
+    )
     assert same_on_all_replicas(*skipping.net.parameters(), *leaving.net.parameters())
     assert (skipping.sync.telemetry.num_skipped, leaving.sync.telemetry.num_dropped) == (1, 1)
     assert (skipping.sync.step, leaving.sync.step) == (5, 6)

@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.frontend.decision import Decision
@@ -15,6 +16,7 @@ from horovod_sparse.merging import Plan
 from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.tensorflow.keras.copies import Again, made_again, refuse_copies
 from horovod_sparse.tensorflow.keras.reduction import Accumulation, Reduction
+from horovod_sparse.tensorflow.loss_scale import times
 from horovod_sparse.tensorflow.state import CheckpointedState, StateKeeper
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
 
@@ -187,17 +189,21 @@ def _derived(base: Any, is_scaler: bool, again: Again) -> Any:
                 return apply(reduction.reduce_if_finite(grads, variables, rate, scale), variables)
             fixed = self.loss_scale_factor  # of SGD(loss_scale_factor=...), which divides by it afterwards
 
-            def reduced(gradients: Sequence[Any]) -> list[Any]:
-                if fixed is None or not isinstance(reduction.reducer, GradientSynchronizer):
-                    return reduction.reduce(gradients, variables, rate)
-                return reduction.reduce_if_finite(gradients, variables, rate, fixed, skips=False)
+            def complete(gradients: Sequence[Any]) -> Any:
+                sparse = isinstance(reduction.reducer, GradientSynchronizer) and reduction.reducer.is_needed
+                if fixed is None or not sparse:
+                    sums, skipped = reduction.reduce(gradients, variables, rate)
+                else:
+                    unscaled = [times(gradient, 1.0 / fixed) for gradient in gradients]
+                    sums, skipped = reduction.reduce(unscaled, variables, rate)
+                    sums = [times(gradient, fixed) for gradient in sums]
+                if skipped is None:
+                    return apply(sums, variables)
+                return tf.cond(skipped, lambda: False, lambda: [apply(sums, variables), True][1])
 
             accumulation = self._horovod_sparse_accumulation
             if accumulation is None:
-                return apply(reduced(grads), variables)
-
-            def complete(sums: list[Any]) -> None:
-                apply(reduced(sums), variables)
+                return complete(grads)
 
             def skip() -> None:
                 self._iterations.assign_add(1)  # as Horovod does: schedules count passes

@@ -12,6 +12,7 @@ from horovod.tensorflow.keras import DistributedOptimizer as _stock
 from horovod_sparse.checks import check_count
 from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.frontend.momentum import refuse_double_momentum
+from horovod_sparse.frontend.poison import SKIP
 from horovod_sparse.merging import Plan
 from horovod_sparse.tensorflow._horovod import hvd
 from horovod_sparse.tensorflow.arguments import Arguments, checked_layers
@@ -49,6 +50,7 @@ def DistributedOptimizer(
     merging: Any = None,
     tensor_selection: Any = None,
     profile: Any = None,
+    on_nonfinite: str = "raise",
 ) -> Any:
     """Wraps a Keras optimizer so that gradients are synchronized over ranks, sparsely.
 
@@ -79,7 +81,8 @@ def DistributedOptimizer(
     * sums are taken in float32 or float64, so `gradient_predivide_factor` has nothing to protect: it is
       accepted, and changes nothing but rounding. Device arguments change nothing: buckets are in host memory;
     * `tf.IndexedSlices` are gathered, as Horovod does it, or sparsified with ``sparse_as_dense=True``;
-    * with no loss scaling, NaN or Inf on any rank raises an error on every rank, and nothing is applied;
+    * with no loss scaling, NaN or Inf on any rank raises an error on every rank, and nothing is applied,
+      unless `on_nonfinite` asks for something else;
     * residuals are no variables: they enter `tf.train.Checkpoint`, and under Keras 3 `BackupAndRestore`
       and ``model.save``, too. They differ from rank to rank: to resume exactly, let every rank save a file
       of its own. ``load_model`` gives an optimizer that is not distributed: wrap it again, or use ours.
@@ -111,6 +114,9 @@ def DistributedOptimizer(
             facts that says yes or no.
         profile: a `horovod_sparse.cost.Profile`, or the path of a saved one, the same on all ranks: what it
             holds is not measured.
+        on_nonfinite: what is done where a gradient is NaN or Inf on some rank: "raise"; "skip", under Keras 3:
+            no rank's optimizer steps, and `iterations` does not count; "zero": the gradients of such ranks
+            are left out whole, and those of the others applied. The last two are counted in the telemetry.
 
     Returns:
         An optimizer of a class derived from that of `optimizer`, with `telemetry`, `plan`, `decision`,
@@ -145,6 +151,11 @@ def DistributedOptimizer(
             )
         reduction = Reduction(synchronizer or DenseReducer(arguments), scale_local_gradients)
         return keras3.wrap(optimizer, reduction, accumulation, keeper, name, again)
+    if arguments.on_nonfinite == SKIP:
+        raise UnsupportedError(
+            "on_nonfinite='skip' needs an optimizer of Keras 3: under tf-keras Horovod's own applies gradients. "
+            "Give 'zero' or 'raise'"
+        )
     if synchronizer is None:
         return _stock(optimizer, **arguments.taken_by(_stock))
     dense = replace(arguments, compression=hvd.Compression.none, process_set=synchronizer.process_set)

@@ -12,7 +12,7 @@ from horovod_sparse.tensorflow._horovod import hvd, is_elastic, takes_part
 from horovod_sparse.tensorflow.arguments import Arguments
 from horovod_sparse.tensorflow.collectives import known_to_elastic, not_folded
 from horovod_sparse.tensorflow.graph import EagerCalls, refuse_graphs
-from horovod_sparse.tensorflow.loss_scale import ScaledReduction, times
+from horovod_sparse.tensorflow.loss_scale import ScaledReduction, nan_where, times
 from horovod_sparse.tensorflow.planning import compare_densely, label_of
 from horovod_sparse.tensorflow.tensors import as_dense, as_variable, scaled_locally
 
@@ -33,10 +33,13 @@ class Reducer(Protocol):
     def is_needed(self) -> bool:
         """Whether there is anybody to reduce with."""
 
-    def synchronize(
+    def synchronize_or_skip(
         self, gradients: Sequence[Any], variables: Sequence[Any], learning_rate: Any = None
-    ) -> list[Any]:
-        """Reduced gradients, one per variable; called eagerly or while a graph is traced."""
+    ) -> tuple[list[Any], tf.Tensor | None]:
+        """Reduced gradients, one per variable, and whether all ranks are to skip the step.
+
+        Called eagerly or while a graph is traced.
+        """
 
 
 class Reduction:
@@ -58,23 +61,25 @@ class Reduction:
         """Leaves a variable's gradient to this rank."""
         self._local.add(as_variable(variable).ref())
 
-    def reduce(self, gradients: Sequence[Any], variables: Sequence[Any], learning_rate: Any) -> list[Any]:
-        """One gradient per variable: reduced, or local."""
-        results = list(gradients)
+    def reduce(
+        self, gradients: Sequence[Any], variables: Sequence[Any], learning_rate: Any
+    ) -> tuple[list[Any], tf.Tensor | None]:
+        """One gradient per variable, reduced, or local; and whether all ranks are to skip the step."""
+        results, skipped = list(gradients), None
         is_local = [as_variable(variable).ref() in self._local for variable in variables]
         shared = [i for i, kept in enumerate(is_local) if not kept]
         if shared:
-            reduced = self.reducer.synchronize(
+            reduced, skipped = self.reducer.synchronize_or_skip(
                 [gradients[i] for i in shared], [variables[i] for i in shared], learning_rate
             )
             for i, gradient in zip(shared, reduced, strict=True):
                 results[i] = gradient
-        if not self._scale_local or not self.reducer.is_needed:
-            return results
-        return [
-            scaled_locally(gradient, self.reducer.process_set) if kept else gradient
-            for gradient, kept in zip(results, is_local, strict=True)
-        ]
+        if self._scale_local and self.reducer.is_needed:
+            results = [
+                scaled_locally(gradient, self.reducer.process_set) if kept else gradient
+                for gradient, kept in zip(results, is_local, strict=True)
+            ]
+        return results, skipped
 
     def reduce_if_finite(
         self,
@@ -82,7 +87,6 @@ class Reduction:
         variables: Sequence[Any],
         learning_rate: Any,
         scale: Any,
-        skips: bool = True,
     ) -> list[Any]:
         """As `reduce`, for gradients of a scaled loss: see `ScaledReduction`.
 
@@ -91,16 +95,14 @@ class Reduction:
             variables: of the gradients.
             learning_rate: of this step.
             scale: number or scalar tensor.
-            skips: whether what is not finite on some rank becomes NaN on all, and no error.
         """
         if not self.reducer.is_needed:
             return list(gradients)
         return self._scaled(
-            lambda unscaled: self.reduce(unscaled, variables, learning_rate),
+            lambda unscaled: nan_where(*self.reduce(unscaled, variables, learning_rate)),
             gradients,
             variables,
             scale,
-            skips,
         )
 
 
@@ -213,25 +215,25 @@ class DenseReducer:
             return False
         return is_elastic() or self.process_set.size() > 1
 
-    def synchronize(
+    def synchronize_or_skip(
         self, gradients: Sequence[Any], variables: Sequence[Any], learning_rate: Any = None
-    ) -> list[Any]:
-        """Reduced gradients; None stays None.
+    ) -> tuple[list[Any], None]:
+        """Reduced gradients; None stays None. No step is skipped.
 
         Raises:
             UnsupportedError: within ``tf.function(jit_compile=True)``.
         """
         refuse_graphs()
         if not self.is_needed:
-            return list(gradients)
+            return list(gradients), None
         variables = [as_variable(variable) for variable in variables]
         if not self._name:
             compare_densely(self._common["compression"], self.process_set, **self._declared)
             self._name = label_of("horovod_sparse.dense", self.process_set, variables)
         given = [as_dense(gradient) for gradient in gradients] if self._sparse_as_dense else list(gradients)
         if not tf.executing_eagerly():
-            return self._build(given, variables, tf.zeros([]))
-        return self._eagerly(given, variables, tf.zeros([]))
+            return self._build(given, variables, tf.zeros([])), None
+        return self._eagerly(given, variables, tf.zeros([])), None
 
     def _build(self, gradients: list[Any], variables: list[Any], _scalar: tf.Tensor) -> list[Any]:
         results = list(gradients)
