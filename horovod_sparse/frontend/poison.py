@@ -1,7 +1,7 @@
 """Gradients that are not finite on some rank: an error, a step that no rank takes, or that rank left out.
 
-Whatever is done is done by all ranks alike: each has seen the marks of all others, in the messages that it has
-got anyway.
+Whatever is done is done by all ranks alike: each has seen the marks of all others, in messages that it gets
+anyway.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def check_on_nonfinite(value: object) -> None:
         ArgumentError: naming those there are.
 
     Example:
-        >>> check_on_nonfinite("ignore")
+        >>> check_on_nonfinite("no")
         Traceback (most recent call last):
-        horovod_sparse.errors.ArgumentError: on_nonfinite='ignore' is not allowed: give 'raise', 'skip' or 'zero'
+        horovod_sparse.errors.ArgumentError: on_nonfinite='no' is not allowed: give 'raise', 'skip' or 'zero'
     """
     if value not in (RAISE, SKIP, ZERO):
         raise ArgumentError("on_nonfinite", value, "'raise', 'skip' or 'zero'")

@@ -191,7 +191,7 @@ class GradientSynchronizer:
     def synchronize(
         self, gradients: Sequence[Gradient], variables: Sequence[Any], learning_rate: Any = None
     ) -> list[Gradient]:
-        """As `synchronize_or_skip`, of which it gives the gradients alone: zeros in a step that is skipped."""
+        """The gradients alone that `synchronize_or_skip` gives: zeros in a step that is skipped."""
         return self.synchronize_or_skip(gradients, variables, learning_rate)[0]
 
     @tf.autograph.experimental.do_not_convert
@@ -214,8 +214,8 @@ class GradientSynchronizer:
 
         Raises:
             NonFiniteGradientError: on every rank, if a gradient is not finite on some rank, and
-                `on_nonfinite` is "raise". The step is given up and the next one may follow. In a graph it arrives as a
-                `tf.errors.OpError` that quotes it; `last_error` is the error itself.
+                `on_nonfinite` is "raise". The step is given up and the next one may follow. In a graph it
+                arrives as a `tf.errors.OpError` that quotes it; `last_error` is the error itself.
             UnsupportedError: within ``tf.function(jit_compile=True)``, and for two gradients of one variable.
         """
         refuse_graphs()

@@ -266,7 +266,7 @@ class GradientSynchronizer(Bucketing):
                 if part.task is None:
                     self._start(part, refused=bool(edited))
             errors = self._waited()
-            if self.loss_scale.scaler is None and self.poison.repeats(errors):
+            if errors and self.loss_scale.scaler is None and self.poison.repeats(errors):
                 drop = self.poison.drops(errors, self.rank)
                 for part in self.parts:
                     part.abandon(drop=drop)
@@ -315,7 +315,7 @@ class GradientSynchronizer(Bucketing):
         ]
 
     def _refuse(self, errors: Sequence[BaseException], edited: Sequence[str]) -> None:
-        """No rank applies this step; raises why not, unless it is skipped, or a loss scaler is to find out."""
+        """No rank applies this step; raises why not, unless that is no error, or a loss scaler finds out."""
         error = worst(errors)
         if isinstance(error, NonFiniteGradientError) and self.loss_scale.scaler is not None:
             self.give_up(drop=has_bad_gradient(errors, self.rank))

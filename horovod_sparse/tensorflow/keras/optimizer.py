@@ -114,8 +114,8 @@ def DistributedOptimizer(
             facts that says yes or no.
         profile: a `horovod_sparse.cost.Profile`, or the path of a saved one, the same on all ranks: what it
             holds is not measured.
-        on_nonfinite: what is done where a gradient is NaN or Inf on some rank: "raise"; "skip", under Keras 3:
-            no rank's optimizer steps, and `iterations` does not count; "zero": the gradients of such ranks
+        on_nonfinite: what is done where a gradient is NaN or Inf on some rank: "raise"; "skip", under Keras
+            3: no rank's optimizer steps, and `iterations` does not count; "zero": the gradients of such ranks
             are left out whole, and those of the others applied. The last two are counted in the telemetry.
 
     Returns:
@@ -153,8 +153,8 @@ def DistributedOptimizer(
         return keras3.wrap(optimizer, reduction, accumulation, keeper, name, again)
     if arguments.on_nonfinite == SKIP:
         raise UnsupportedError(
-            "on_nonfinite='skip' needs an optimizer of Keras 3: under tf-keras Horovod's own applies gradients. "
-            "Give 'zero' or 'raise'"
+            "on_nonfinite='skip' needs an optimizer of Keras 3: under tf-keras Horovod's own applies "
+            "gradients. Give 'zero' or 'raise'"
         )
     if synchronizer is None:
         return _stock(optimizer, **arguments.taken_by(_stock))

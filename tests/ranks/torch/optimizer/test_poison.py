@@ -1,4 +1,4 @@
-"""What is done where a gradient is not finite: `on_nonfinite` skips the step on all ranks, or leaves one out."""
+"""What is done where a gradient is not finite: all ranks skip the step, or the bad one is left out."""
 
 from __future__ import annotations
 
