@@ -9,6 +9,7 @@ __all__ = [
     "CheckpointError",
     "CollectiveMismatchError",
     "DeadlineError",
+    "DriftError",
     "EditedGradientError",
     "HorovodMissingError",
     "HorovodSparseError",
@@ -212,6 +213,21 @@ class MessageError(HorovodSparseError, RuntimeError):
 
 class StateMismatchError(HorovodSparseError, RuntimeError):
     """Saved state does not fit: another algorithm, model, or number of ranks."""
+
+
+class DriftError(StateMismatchError):
+    """Parameters or optimizer state are not equal on all ranks any more; raised on every rank.
+
+    Args:
+        what: which of them, since when, and on which ranks.
+    """
+
+    def __str__(self) -> str:
+        return (
+            f"{super().__str__()}. Ranks train different models from here on: look for what changes "
+            "parameters on some ranks alone (a load, an initialization, a step that not all take), broadcast "
+            "them before training, and resume from a checkpoint; or give on_drift='resync'"
+        )
 
 
 class CheckpointError(HorovodSparseError, RuntimeError):

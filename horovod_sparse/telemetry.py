@@ -167,6 +167,7 @@ class Telemetry:
         num_steps: steps in the mean.
         num_skipped: steps that no rank has taken since a gradient was not finite, with on_nonfinite="skip".
         num_dropped: steps without the gradients of ranks that were not finite, with on_nonfinite="zero".
+        num_drifts: checks that have found ranks apart, with on_drift="warn" or "resync".
         transport: how messages between two ranks travel, and why so; empty where there are none.
         density: why the density is what it is, where times decided about it; empty otherwise.
 
@@ -180,6 +181,7 @@ class Telemetry:
     num_steps: int = 0
     num_skipped: int = 0
     num_dropped: int = 0
+    num_drifts: int = 0
     transport: str = ""
     density: str = ""
     _sums: StepReport | None = None

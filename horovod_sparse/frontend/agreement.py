@@ -98,7 +98,9 @@ def compared(given: Mapping[str, str], parameters: Sequence[ParameterFacts] = ()
     names = dict.fromkeys(name for theirs, _ in everyone for name in theirs)
     values = {name: [theirs.get(name, "not given") for theirs, _ in everyone] for name in names}
     differing = [
-        f"{name} differs: {_apart('have {}', each)}" for name, each in values.items() if len(set(each)) > 1
+        f"{name} differs: {ranks_apart('have {}', each)}"
+        for name, each in values.items()
+        if len(set(each)) > 1
     ]
     if differing:
         raise StateMismatchError(f"{'; '.join(differing)}; give all ranks the same")
@@ -193,7 +195,7 @@ def agreed_start(standing: Standing) -> Synchronization[Start]:
         rank = moved[0]
         reason = f"rank {rank} of {len(everyone)} was rank {places[rank][0]} of {places[rank][1]}"
     elif len(set(steps)) > 1:
-        reason = _apart("have done {} steps", steps)
+        reason = ranks_apart("have done {} steps", steps)
     elif len(set(plans)) > 1:
         reason = "plans differ"
     elif len(set(digests)) > 1:
@@ -226,8 +228,17 @@ def kept_share(old_size: int, size: int) -> float:
     return size / old_size
 
 
-def _apart(words: str, values: Sequence[object]) -> str:
-    """The different values, each with its ranks: "ranks [0, 2] have 7, ranks [1] 0"."""
+def ranks_apart(words: str, values: Sequence[object]) -> str:
+    """The different values, each with its ranks.
+
+    Args:
+        words: before the first value, with a place for it.
+        values: of every rank.
+
+    Example:
+        >>> ranks_apart("have {}", [7, 0, 7])
+        'ranks [0, 2] have 7, ranks [1] 0'
+    """
     ranks: dict[object, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(rank)

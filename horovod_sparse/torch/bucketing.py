@@ -17,6 +17,7 @@ from horovod_sparse.feedback.state import shared_digest
 from horovod_sparse.frontend.agreement import Standing, Start, agreed_start, compared, kept_share
 from horovod_sparse.frontend.collective_errors import raise_together
 from horovod_sparse.frontend.decision import FirstPlan, check_agreement
+from horovod_sparse.frontend.drift import DriftCheck
 from horovod_sparse.frontend.parts import assign_residuals, held_residuals
 from horovod_sparse.frontend.plan_request import make_plan
 from horovod_sparse.merging import ParameterFacts, Plan
@@ -73,6 +74,7 @@ class Bucketing:
         self.optimizer, self.facts, self.recipe = optimizer, dict(facts), recipe
         self.process_set, self.average = process_set, average
         self.driver, self._deadline_seconds = HorovodDriver(process_set, deadline_seconds), deadline_seconds
+        self.drift: DriftCheck
         self.warmup: WarmUp | None = None
         if first.request is not None:
             parameters = [fact for fact, _ in self.facts.values()]
@@ -176,6 +178,7 @@ class Bucketing:
         self.driver.label, self._agreed_under = start.label, under
         if start.anew:
             self._start_anew(start)
+        self.drift.restart(self.step)
         if self.warmup is not None and not start.measures:
             self.warmup.stop_measuring()
 

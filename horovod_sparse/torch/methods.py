@@ -36,6 +36,8 @@ class Methods(torch.optim.Optimizer):
     _max_grad_norm: float | None
     _synchronize_at: str
     _on_nonfinite: str
+    #: see `DriftCheck.describe`
+    _drift: dict[str, object]
     #: whether a loss scaler has had gradients synchronized for the step to come
     _for_scaler = False
     _kept_entry: Mapping[str, Any] | None
@@ -55,7 +57,7 @@ class Methods(torch.optim.Optimizer):
         """Buckets and hooks, once Horovod's `__init__` has checked its arguments."""
         self._synchronizer, self._kept_entry = None, None
         self._max_grad_norm, self._synchronize_at = max_grad_norm, synchronize_at
-        self._on_nonfinite = kept["on_nonfinite"]
+        self._on_nonfinite, self._drift = kept["on_nonfinite"], {}
         if not self.process_set.included():
             refuse_absence(hvd, self.process_set)
             return
@@ -76,6 +78,7 @@ class Methods(torch.optim.Optimizer):
             in_backward=synchronize_at == "backward",
             **kept,
         )
+        self._drift = self._synchronizer.drift.describe()
 
     @property
     def telemetry(self) -> Telemetry:
@@ -170,7 +173,9 @@ class Methods(torch.optim.Optimizer):
         if closure is not None:
             inner = closure if not self._should_synchronize else self._synchronized_after(closure)
             self._synchronized = False
-            return super(self.__class__, self).step(inner)
+            result = super(self.__class__, self).step(inner)
+            self._check_drift()
+            return result
         if self._should_synchronize and not (self._synchronized and self._for_scaler):
             if self._synchronized:
                 warnings.warn(
@@ -187,7 +192,14 @@ class Methods(torch.optim.Optimizer):
             raise self._synchronizer.overflow  # by who scales losses, but does not step by the scaler
         if self._synchronizer is not None and self._synchronizer.skipped is not None:
             return None
-        return super(self.__class__, self).step()
+        result = super(self.__class__, self).step()
+        self._check_drift()
+        return result
+
+    def _check_drift(self: Any) -> None:
+        synchronizer = self._synchronizer
+        if synchronizer is not None and synchronizer.step >= synchronizer.drift.next_step:
+            synchronizer.check_drift()
 
     # PyTorch wraps step() of every optimizer class with its step hooks. The user's class has them already:
     # with this mark they run once, after synchronization.

@@ -15,6 +15,7 @@ from horovod_sparse.checks import check_number
 from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.frontend.collective_errors import refuse_absence
 from horovod_sparse.frontend.deadline import deadline_of
+from horovod_sparse.frontend.drift import check_drift_arguments
 from horovod_sparse.frontend.momentum import refuse_double_momentum
 from horovod_sparse.frontend.poison import RAISE, check_on_nonfinite
 from horovod_sparse.merging import Plan
@@ -56,6 +57,8 @@ def DistributedOptimizer(
     max_grad_norm: float | None = None,
     deadline_seconds: float | None = None,
     on_nonfinite: str = RAISE,
+    check_every: int | None = None,
+    on_drift: str | None = None,
 ) -> Any:
     """Wraps an optimizer so that gradients are synchronized over ranks, sparsely.
 
@@ -136,6 +139,12 @@ def DistributedOptimizer(
             nothing on all ranks; "zero": the gradients of such ranks are left out whole, and those of the
             others applied. The last two are counted in the telemetry. A step with a closure raises in place
             of skipping, and behind a `torch.amp.GradScaler` the scaler skips.
+        check_every: after so many steps, again and again, ranks compare a checksum of their parameters, and
+            of the optimizer's state and settings; 0 for never. If left out, what HOROVOD_SPARSE_CHECK_EVERY
+            says, or 1000.
+        on_drift: what is done where they differ: "raise" a `DriftError` on every rank, which names what
+            differs, and the ranks; "warn", in the log; "resync": what differs becomes what rank 0 has,
+            counted in the telemetry. If left out, what HOROVOD_SPARSE_ON_DRIFT says, or "raise".
 
     `plan` and `groups` exclude each other and all of `bucket_bytes`, `merging` and `tensor_selection`;
     `bucket_bytes` is short for ``merging=fixed(bytes=...)``; "joint" decides about tensors itself.
@@ -169,6 +178,7 @@ def DistributedOptimizer(
         check_number("max_grad_norm", max_grad_norm, "a norm above 0, or None", low=0.0, high=math.inf)
     deadline_of(deadline_seconds)
     check_on_nonfinite(on_nonfinite)
+    check_drift_arguments(check_every, on_drift)
     if isinstance(compression, str):
         compression = Compression.parse(compression)
     asked = {
@@ -185,6 +195,8 @@ def DistributedOptimizer(
             "deadline_seconds": deadline_seconds,
             "synchronize_at": None if synchronize_at == "backward" else synchronize_at,
             "on_nonfinite": None if on_nonfinite == RAISE else on_nonfinite,
+            "check_every": check_every,
+            "on_drift": on_drift,
         }
         if given := [name for name, value in own.items() if value is not None]:
             raise ArgumentError("compression", compression, f"a sparsifier, or leave {', '.join(given)} out")
@@ -229,7 +241,12 @@ def DistributedOptimizer(
         names = [(name, parameter) for parameter, name in wrapped._parameter_names.items()]
         order = {id(p): i for i, p in enumerate(p for group in wrapped.param_groups for p in group["params"])}
         names.sort(key=lambda pair: order[id(pair[1])])
-    kept = {"deadline_seconds": deadline_seconds, "on_nonfinite": on_nonfinite}
+    kept = {
+        "deadline_seconds": deadline_seconds,
+        "on_nonfinite": on_nonfinite,
+        "check_every": check_every,
+        "on_drift": on_drift,
+    }
     wrapped._attach(compression, names, asked, synchronize_at, max_grad_norm, **kept)
     return wrapped
 

@@ -134,6 +134,7 @@ def settings_of(optimizer: Any, compression: object, engine: str) -> dict[str, s
         max_grad_norm=getattr(optimizer, "_max_grad_norm", None),
         synchronize_at=getattr(optimizer, "_synchronize_at", "backward"),
         on_nonfinite=getattr(optimizer, "_on_nonfinite", "raise"),
+        **getattr(optimizer, "_drift", {}),
     )
 
 

@@ -20,14 +20,17 @@ from horovod_sparse.errors import (
 from horovod_sparse.feedback import MomentumCorrection, Recipe
 from horovod_sparse.frontend.collective_errors import has_bad_gradient, some_of, worst
 from horovod_sparse.frontend.decision import FirstPlan
+from horovod_sparse.frontend.drift import DriftCheck
 from horovod_sparse.frontend.momentum import refuse_later_momentum
 from horovod_sparse.frontend.poison import RAISE, Poison
 from horovod_sparse.merging import ParameterFacts
 from horovod_sparse.pytorch.loss_scale import ScaleOfStep, scaled_passes, watch_scalers
 from horovod_sparse.pytorch.parts import Part
+from horovod_sparse.pytorch.replicas import shared_entries
 from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.bucketing import Bucketing
+from horovod_sparse.torch.calibration import carry_out_together
 from horovod_sparse.torch.driver import explain
 from horovod_sparse.torch.handles import present_start
 from horovod_sparse.torch.owners import claim
@@ -79,6 +82,8 @@ class GradientSynchronizer(Bucketing):
         in_backward: whether buckets are started while backward goes on, or all of them by `synchronize`.
         deadline_seconds: of waiting for other ranks.
         on_nonfinite: see `Poison`.
+        check_every: see `DriftCheck`.
+        on_drift: see there.
     """
 
     def __init__(
@@ -95,11 +100,14 @@ class GradientSynchronizer(Bucketing):
         in_backward: bool = True,
         deadline_seconds: float | None = None,
         on_nonfinite: str = RAISE,
+        check_every: int | None = None,
+        on_drift: str | None = None,
     ) -> None:
         self.sparse_as_dense, self.to_coo = sparse_as_dense, to_coo
         self._corrects_momentum = isinstance(recipe.feedback, MomentumCorrection)
         self.telemetry = Telemetry()
         self.poison = Poison(on_nonfinite, self.telemetry)
+        self.drift = DriftCheck(check_every, on_drift, self.telemetry)
         self._retired = False
         #: whether a gradient has arrived since the last synchronization
         self.under_way = False
@@ -205,6 +213,19 @@ class GradientSynchronizer(Bucketing):
         name = f"{self.driver.label}horovod_sparse.loss"
         total = hvd.allreduce(value, op=op, name=name, process_set=self.process_set).reshape(())
         return total.to(loss) if isinstance(loss, torch.Tensor) else float(total)
+
+    def check_drift(self) -> None:
+        """All ranks together, after the optimizer's step: whether they train the same model still.
+
+        Raises:
+            DriftError: on every rank alike, if they do not.
+        """
+        if self.size > 1:
+            parameters = {name: parameter for name, (_, parameter) in self.facts.items()}
+            entries = shared_entries(parameters, self.optimizer)
+            name, seconds = f"{self.driver.label}horovod_sparse.drift", self._deadline_seconds
+            check = self.drift.run(self.step, self.rank, entries)
+            carry_out_together(check, self.process_set, name, deadline_seconds=seconds)
 
     def retire(self) -> None:
         """See `Owner.retire`. A step that is under way is given up."""

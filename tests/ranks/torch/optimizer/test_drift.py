@@ -1,0 +1,175 @@
+"""Ranks whose parameters or optimizer state come apart: found, named, and mended where that is asked for."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+import horovod_sparse.torch as hvd
+from horovod_sparse.errors import ArgumentError, DriftError, StateMismatchError
+from support.linear import LinearModel, dyadic, same_on_all_ranks
+
+SHAPES = {"first": (40, 30), "bias": (7,), "second": (3, 5, 11)}
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.5, momentum=0.9),
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01, amsgrad=True),
+}
+
+
+def made(name: str = "sgd", dtype: Any = torch.float32, **arguments: Any) -> tuple[LinearModel, Any]:
+    model = LinearModel(SHAPES, dtype)
+    arguments = {"compression": "topk:density=0.1", "check_every": 3, **arguments}
+    optimizer = hvd.DistributedOptimizer(
+        OPTIMIZERS[name](model.parameters()), model.named_parameters(), **arguments
+    )
+    return model, optimizer
+
+
+def stepped(model: LinearModel, optimizer: Any, rank: int, steps: Any) -> None:
+    for step in steps:
+        model.backward({name: dyadic(shape, rank, step, name) for name, shape in SHAPES.items()})
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def drifted(model: LinearModel, optimizer: Any, what: str) -> None:
+    """Changes one thing on the rank that calls."""
+    with torch.no_grad():
+        if what == "parameter":
+            model.second[1, 2, 3] += 1e-6
+        elif what == "bit":
+            model.second.view(-1).view(torch.int32)[164] ^= 1
+        elif what == "state":
+            state = optimizer.state[model.bias]
+            next(value for value in state.values() if torch.is_tensor(value) and value.dim())[3] += 1.0
+        elif what == "step":
+            optimizer.state[model.bias]["step"] += 1
+        else:
+            optimizer.param_groups[0]["lr"] *= 1.5
+
+
+#: what changes, with which optimizer, what the error says; a rate changes parameters in the same step
+CASES = [
+    ("parameter", "sgd", "second differs"),
+    ("bit", "sgd", "second differs"),
+    ("state", "sgd", "(momentum_buffer of )?bias differs"),
+    ("state", "adam", "(exp_avg of )?bias differs"),
+    ("step", "adam", "bias differs"),
+    ("rate", "sgd", "differs: .*lr of group 0"),
+]
+
+
+@pytest.mark.parametrize(("what", "name", "words"), CASES)
+def test_what_differs_is_named_with_its_ranks_on_all_of_them(rank, size, what, name, words):
+    model, optimizer = made(name)
+    stepped(model, optimizer, rank, range(4))
+    if rank == size - 1:
+        drifted(model, optimizer, what)
+    stepped(model, optimizer, rank, [4])
+    with pytest.raises(DriftError, match=words) as caught:
+        stepped(model, optimizer, rank, [5])
+    assert "after step 6" in str(caught.value)
+    assert f"ranks [{size - 1}]" in str(caught.value)
+
+
+@pytest.mark.parametrize(("what", "name", "words"), CASES)
+def test_resync_makes_all_ranks_what_rank_0_is(rank, size, what, name, words):
+    model, optimizer = made(name, on_drift="resync")
+    stepped(model, optimizer, rank, range(4))
+    if rank == size - 1:
+        drifted(model, optimizer, what)
+    stepped(model, optimizer, rank, range(4, 8))
+    assert optimizer.telemetry.num_drifts == 1
+    twin, theirs = made(name)
+    stepped(twin, theirs, rank, range(8))
+    rates = hvd.allgather_object(optimizer.param_groups[0]["lr"])
+    assert len(set(rates)) == 1
+    state = [v for s in optimizer.state.values() for v in s.values() if torch.is_tensor(v)]
+    assert same_on_all_ranks(*model.parameters(), *state)
+    # rank 0 had not drifted but for what the others have sent it
+    if rank == 0:
+        assert all(torch.equal(p, t) for p, t in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+def test_a_warning_comes_once_until_something_else_differs(rank, size, caplog):
+    model, optimizer = made(on_drift="warn")
+    with caplog.at_level(logging.WARNING, "horovod_sparse"):
+        stepped(model, optimizer, rank, range(3))
+        if rank == size - 1:
+            drifted(model, optimizer, "parameter")
+        stepped(model, optimizer, rank, range(3, 12))
+        assert sum("second differs" in record.message for record in caplog.records) == 1
+        if rank == size - 1:
+            with torch.no_grad():
+                model.first[0, 0] += 1.0
+        stepped(model, optimizer, rank, range(12, 18))
+    assert sum("differs" in record.message for record in caplog.records) == 2
+    assert optimizer.telemetry.num_drifts == 5
+
+
+@pytest.mark.parametrize("every", [0, 100])
+def test_between_checks_and_without_nothing_is_compared(rank, size, every):
+    model, optimizer = made(check_every=every)
+    if rank == size - 1:
+        drifted(model, optimizer, "parameter")
+    stepped(model, optimizer, rank, range(5))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_replicas_that_stay_equal_pass_in_all_types(rank, dtype):
+    for name in OPTIMIZERS:
+        model, optimizer = made(name, dtype, check_every=1)
+        stepped(model, optimizer, rank, range(4))
+        assert optimizer.telemetry.num_drifts == 0
+
+
+def test_statistics_of_batches_and_frozen_layers_are_each_ranks_own(rank, size):
+    torch.manual_seed(3)
+    layers = [torch.nn.Linear(4, 6), torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 2)]
+    model = torch.nn.Sequential(*layers).to(memory_format=torch.contiguous_format)
+    model[0].weight.requires_grad_(False)
+    if rank:
+        model[0].weight.data.add_(1.0)  # in no optimizer, and so nobody's matter
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.Adam(trained), compression="exdyna:density=0.3", check_every=1
+    )
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(3):
+        model(torch.randn(8, 4, generator=generator)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not same_on_all_ranks(model[1].running_mean)
+
+
+def test_some_ranks_alone_compare_among_themselves(rank, size, process_set):
+    if size < 3:
+        pytest.skip("needs three ranks")
+    some = process_set([0, size - 1])
+    model, optimizer = made(process_set=some)
+    if rank == size - 1:
+        drifted(model, optimizer, "parameter")
+    if rank not in (0, size - 1):
+        stepped(model, optimizer, rank, range(4))
+        return
+    with pytest.raises(DriftError, match=r"ranks \[0\] have .*, ranks \[1\]"):
+        stepped(model, optimizer, rank, range(4))
+
+
+def test_arguments_are_checked_and_the_same_on_all_ranks(rank, monkeypatch):
+    with pytest.raises(ArgumentError, match="check_every=-1"):
+        made(check_every=-1)
+    with pytest.raises(ArgumentError, match="'raise', 'warn' or 'resync'"):
+        made(on_drift="mend")
+    with pytest.raises(ArgumentError, match="leave check_every out"):
+        made(compression=hvd.Compression.none)
+    model, optimizer = made(check_every=3 + rank)
+    with pytest.raises(StateMismatchError, match="check_every differs"):
+        stepped(model, optimizer, rank, [0])
+    monkeypatch.setenv("HOROVOD_SPARSE_CHECK_EVERY", "7")
+    monkeypatch.setenv("HOROVOD_SPARSE_ON_DRIFT", "warn")
+    _, optimizer = made(check_every=None)
+    assert (optimizer._synchronizer.drift.every, optimizer._synchronizer.drift.policy) == (7, "warn")
