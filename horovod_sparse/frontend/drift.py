@@ -5,7 +5,7 @@ on one rank, a state that was loaded on one, memory that flips a bit) breaks it 
 goes on with gradients of another model. So every N steps each rank digests what has to be equal, at the speed
 of memory, and all compare one number in one message; where it differs, they look for what does.
 
-Gradients, residuals, statistics of batches and the like differ from rank to rank by design: they are left out.
+Gradients, residuals, statistics of batches and the like differ from rank to rank by design: nobody looks.
 """
 
 from __future__ import annotations

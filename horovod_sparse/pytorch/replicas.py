@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -155,7 +155,7 @@ def _entries(name: str, value: Any, assign: Callable[[Any], Any]) -> Iterator[En
             yield from _entries(f"{name}[{number}]", item, partial(assign_item, number))
 
 
-def _refused(*_arguments: Sequence[Any]) -> None:
+def _refused(*_arguments: Any) -> None:
     raise TypeError("an item of a tuple is not replaced: this is a bug, please report it")
 
 
