@@ -55,6 +55,8 @@ def attach(
     plan: Plan | None = ...,
     replicas: None = ...,
     on_nonfinite: str = ...,
+    check_every: int | None = ...,
+    on_drift: str | None = ...,
 ) -> State: ...
 @overload
 def attach(
@@ -65,6 +67,8 @@ def attach(
     plan: Plan | None = ...,
     replicas: DeviceMesh | dist.ProcessGroup,
     on_nonfinite: str = ...,
+    check_every: int | None = ...,
+    on_drift: str | None = ...,
 ) -> Synchronizer: ...
 def attach(
     model: torch.nn.Module,
@@ -74,6 +78,8 @@ def attach(
     plan: Plan | None = None,
     replicas: DeviceMesh | dist.ProcessGroup | None = None,
     on_nonfinite: str = "raise",
+    check_every: int | None = None,
+    on_drift: str | None = None,
 ) -> Synchronizer:
     """Synchronizes a model's gradients sparsely from now on. All ranks do it, in the same way.
 
@@ -88,6 +94,8 @@ def attach(
         replicas: the ranks that have the same shards as this one, one on each host: a mesh of one dimension,
             or a process group.
         on_nonfinite: see `State`; "raise" with `replicas`.
+        check_every: see there; never with `replicas`.
+        on_drift: see there.
 
     Returns:
         What has the telemetry, and is saved and loaded.
@@ -99,9 +107,9 @@ def attach(
     if isinstance(model, DistributedDataParallel):
         if replicas is not None:
             raise ArgumentError("replicas", replicas, "none with DistributedDataParallel: it has a group")
-        kept = {"on_nonfinite": on_nonfinite}
+        kept = {"on_nonfinite": on_nonfinite, "check_every": check_every, "on_drift": on_drift}
         return _attach_buckets(model, compression, optimizer, plan, **kept)
-    given = {"on_nonfinite": None if on_nonfinite == "raise" else on_nonfinite}
+    given = {"on_nonfinite": None if on_nonfinite == "raise" else on_nonfinite, "check_every": check_every, "on_drift": on_drift}
     for name, value in given.items():
         if value is not None:
             raise ArgumentError(name, value, "nothing with replicas: it is for DistributedDataParallel")

@@ -15,10 +15,12 @@ from horovod_sparse.ddp.training import Training
 from horovod_sparse.errors import HorovodSparseError, NonFiniteGradientError
 from horovod_sparse.feedback import MomentumCorrection
 from horovod_sparse.frontend.collective_errors import has_bad_gradient, worst
+from horovod_sparse.frontend.drift import DriftCheck
 from horovod_sparse.frontend.momentum import refuse_later_momentum
 from horovod_sparse.frontend.poison import RAISE, Poison
 from horovod_sparse.pytorch.loss_scale import ScaleOfStep, watch_scalers
 from horovod_sparse.pytorch.parts import DenseParameter, Part
+from horovod_sparse.pytorch.replicas import shared_entries
 from horovod_sparse.telemetry import Telemetry
 
 
@@ -30,13 +32,23 @@ class Synchronizer(Training):
     Args:
         *arguments: see `Training`.
         on_nonfinite: see `Poison`.
+        check_every: see `DriftCheck`; never if left out.
+        on_drift: see there.
         **more: see `Training`.
     """
 
-    def __init__(self, *arguments: Any, on_nonfinite: str = RAISE, **more: Any) -> None:
+    def __init__(
+        self,
+        *arguments: Any,
+        on_nonfinite: str = RAISE,
+        check_every: int | None = 0,
+        on_drift: str | None = None,
+        **more: Any,
+    ) -> None:
         super().__init__(*arguments, **more)
         self.telemetry = Telemetry()
         self.poison = Poison(on_nonfinite, self.telemetry)
+        self.drift = DriftCheck(check_every, on_drift, self.telemetry)
         self._communicator: Communicator | None = None
         self._loss_scale = ScaleOfStep()
         self._pieces: list[tuple[torch.Tensor, torch.Tensor]] = []  # that have come before ranks agreed
@@ -113,6 +125,7 @@ class Synchronizer(Training):
                 refuse_later_momentum(self.recipe, self.optimizer.param_groups)
             if not self._is_agreed:
                 self._agree(communicator, layout)
+                self.drift.restart(self.step)
             self._take(self._pieces)
             errors = self._wait(communicator)
             if errors and self._loss_scale.scaler is None and self.poison.repeats(errors):
@@ -121,6 +134,8 @@ class Synchronizer(Training):
                     part.abandon(drop=drop)
                     part.again(self._starter(part), drop=drop)
                 errors = self._wait(communicator)
+            if not errors and self.step >= self.drift.next_step:
+                self._check_drift(communicator)
         except HorovodSparseError as error:
             failure = error
         except BaseException:
@@ -146,8 +161,14 @@ class Synchronizer(Training):
             raise failure
         self._skip()
 
+    def _check_drift(self, communicator: Communicator) -> None:
+        """All ranks together, before this step is applied: whether the last one has left them equal."""
+        parameters = {name: parameter for name, (_, parameter) in self.facts.items()}
+        entries = shared_entries(parameters, self.optimizer)
+        communicator.run("drift", self.drift.run(self.step, self.place[0], entries))
+
     def _declared(self) -> dict[str, object]:
-        return {**super()._declared(), "on_nonfinite": self.poison.policy}
+        return {**super()._declared(), "on_nonfinite": self.poison.policy, **self.drift.describe()}
 
     def _wait(self, communicator: Communicator) -> list[BaseException]:
         """Waits for all parts that have been started; what went wrong in them."""

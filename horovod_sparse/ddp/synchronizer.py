@@ -43,6 +43,12 @@ class State(Synchronizer):
         on_nonfinite: what is done where a gradient is NaN or Inf on some rank: "raise"; "skip": no parameter
             of any rank has a gradient after ``backward()``, so that PyTorch's optimizers leave all as it is;
             "zero": the gradients of such ranks are left out whole, and those of the others applied.
+        check_every: after so many steps, again and again, ranks compare a checksum of their parameters, and
+            of the state and settings of `optimizer`, if it is given; 0 for never. If left out, what
+            HOROVOD_SPARSE_CHECK_EVERY says, or 1000.
+        on_drift: what is done where they differ: "raise" a `DriftError` on every rank, which names what
+            differs, and the ranks; "warn", in the log; "resync": what differs becomes what rank 0 has. If
+            left out, what HOROVOD_SPARSE_ON_DRIFT says, or "raise".
 
     Raises:
         ArgumentError: for an argument that is not allowed.
@@ -62,6 +68,8 @@ class State(Synchronizer):
         process_group: dist.ProcessGroup | None = None,
         plan: Plan | None = None,
         on_nonfinite: str = "raise",
+        check_every: int | None = None,
+        on_drift: str | None = None,
     ) -> None:
         super().__init__(
             compression,
@@ -70,6 +78,8 @@ class State(Synchronizer):
             process_group=process_group,
             plan=plan,
             on_nonfinite=on_nonfinite,
+            check_every=check_every,
+            on_drift=on_drift,
         )
         #: whether DistributedDataParallel may leave gradients out that exist; it does not tell a hook
         self.finds_unused = True

@@ -325,14 +325,22 @@ class Bucket:
         Returns:
             See `step`, and what it raises.
         """
+        sum_, overflow = yield from self._synchronized_again(scale)
+        self._check(sum_.first_nonfinite, overflow)
+        return sum_
+
+    def _synchronized_again(self, scale: float | None) -> Synchronization[tuple[SparseSum, int | None]]:
+        """As `_synchronized`, without a gradient."""
         report = BucketStep(self.info.name, self.info.num_elements)
         report.num_target = self.recipe.sparsifier.num_selected(self.info, self.state)
         self._before = _copied(self.state)
         self.accumulator.heal()
         return (yield from self._summed(report, scale))
 
-    def _summed(self, report: BucketStep, scale: float | None) -> Synchronization[SparseSum]:
-        """What follows the fold: the sum over ranks, unless the step is given up."""
+    def _summed(
+        self, report: BucketStep, scale: float | None
+    ) -> Synchronization[tuple[SparseSum, int | None]]:
+        """What follows the fold."""
         sum_ = yield from self._recorded(report)
         report.num_selected = int(sum_.counts[self.info.rank])
         report.num_received = sum_.indices.size

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -127,9 +127,23 @@ class HostBucket(Bucket):
         summed = self._summable(gradient, self.whole)
         dense: Request = ReduceScatter(summed, level="host")
         shard = self._foldable((yield dense), self.info.num_elements)
-        sum_, overflow = yield from at_level(
-            self._synchronized(shard, learning_rate, refused, scale), "across"
-        )
+        of_shard = self._synchronized(shard, learning_rate, refused, scale)
+        return (yield from self._of_whole(of_shard, {"ReduceScatter": summed.nbytes}))
+
+    def again(self, *, scale: float | None = None) -> Synchronization[SparseSum]:
+        """See `Bucket.again`; a host whose sum was not finite is left out as a whole."""
+        return (yield from self._of_whole(self._synchronized_again(scale), {}))
+
+    def _of_whole(
+        self, of_shard: Synchronization[tuple[SparseSum, int | None]], before: Mapping[str, int]
+    ) -> Synchronization[SparseSum]:
+        """The sum of the whole, from the synchronization of this rank's shard; or an error of all ranks.
+
+        Args:
+            of_shard: gives the sum of the shard over hosts.
+            before: kind and bytes of what was sent within the host for it.
+        """
+        sum_, overflow = yield from at_level(of_shard, "across")
         report = self.last
         message = AllGather(self._message(sum_, overflow), level="host")
         gathered = yield message
@@ -143,10 +157,9 @@ class HostBucket(Bucket):
         report.num_received = sum_.indices.size
         if sum_.norms is not None:
             report.global_error = float(np.add.reduce(sum_.norms)) / len(sum_.norms)
-        inside = [summed.nbytes, message.buffer.nbytes]
-        report.bytes_inside = sum(inside)
-        report.bytes_by_round = [inside[0], *report.bytes_by_round, inside[1]]
-        report.kinds_by_round = ["ReduceScatter", *report.kinds_by_round, "AllGather"]
+        report.bytes_inside = sum(before.values()) + message.buffer.nbytes
+        report.bytes_by_round = [*before.values(), *report.bytes_by_round, message.buffer.nbytes]
+        report.kinds_by_round = [*before, *report.kinds_by_round, "AllGather"]
         report.residual_norm = math.sqrt(self.accumulator.square_norm)
         self._check(marks, overflow)
         return sum_

@@ -18,12 +18,14 @@ from horovod_sparse.feedback import Bucket, Recipe
 from horovod_sparse.frontend.agreement import agreed_start, compared
 from horovod_sparse.frontend.collective_errors import has_bad_gradient, tell_edits, worst
 from horovod_sparse.frontend.compression import describe_recipe
+from horovod_sparse.frontend.drift import DriftCheck
 from horovod_sparse.frontend.momentum import refuse_double_momentum, refuse_later_momentum
 from horovod_sparse.merging import ParameterFacts
 from horovod_sparse.pytorch.layout import dtype_name
 from horovod_sparse.pytorch.loss_scale import ScaleOfStep, watch_scalers
 from horovod_sparse.pytorch.memory import memory_of
 from horovod_sparse.pytorch.parameter_buckets import NamedParameters, ParameterBuckets
+from horovod_sparse.pytorch.replicas import shared_entries
 from horovod_sparse.telemetry import BucketReport, Telemetry
 from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.calibration import carry_out_together
@@ -84,6 +86,7 @@ class SparseCompressor(hvd.compression.Compressor):
         self.process_set = process_set
         self.parameters = None if named_parameters is None else NamedParameters(named_parameters)
         self.telemetry = Telemetry()
+        self.drift = DriftCheck(None, None, self.telemetry)
         self._buckets = ParameterBuckets(recipe)
         self._stock: weakref.WeakKeyDictionary[Any, StockOptimizer] = weakref.WeakKeyDictionary()
         self._driver: HorovodDriver | None = None
@@ -96,6 +99,7 @@ class SparseCompressor(hvd.compression.Compressor):
         self._pending_under: Any = None  # the start of Horovod in which they were asked for
         self._settled = True  # whether all that is pending has ended well
         self._agreed_under: Any = None  # the start in which all ranks agreed what their states are
+        self._num_steps = 0  # of the training, as all ranks count them
         self._reports: list[BucketReport] = []
         self._idle_before = 0.0
         # autograd runs the hooks of each device in a thread of its own
@@ -172,11 +176,16 @@ class SparseCompressor(hvd.compression.Compressor):
     def compare(self, optimizer: Any) -> None:
         """All ranks together, before Horovod's optimizer waits for any of them: whether they do the same.
 
+        And every so many steps, whether the last one has left them equal.
+
         Raises:
             StateMismatchError: on every rank alike, if they do not.
         """
         driver = self._driver
-        if driver is None or self._agreed_under is present_start() or driver.process_set.size() == 1:
+        if driver is None or driver.process_set.size() == 1:
+            return
+        if self._agreed_under is present_start():
+            self._check_drift(optimizer, driver)
             return
         stock, rules = self._stock[optimizer], self.recipe.rules
         parameters = [
@@ -190,8 +199,21 @@ class SparseCompressor(hvd.compression.Compressor):
             for name, tensor in zip(stock.parameters.names, stock.parameters.tensors, strict=True)
         ]
         given = settings_of(optimizer, self.recipe, "horovod.torch with a sparsifier")
+        given |= {name: str(value) for name, value in self.drift.describe().items()}
         try:
             compare_with_ranks(compared(given, parameters), driver.process_set, optimizer)
+        except BaseException:
+            self.reset()
+            raise
+
+    def _check_drift(self, optimizer: Any, driver: HorovodDriver) -> None:
+        if self._num_steps < self.drift.next_step:
+            return
+        parameters = self._stock[optimizer].parameters
+        named = dict(zip(parameters.names, parameters.tensors, strict=True))
+        check = self.drift.run(self._num_steps, _place_in(driver)[0], shared_entries(named, optimizer))
+        try:
+            carry_out_together(check, driver.process_set, "horovod_sparse.drift")
         except BaseException:
             self.reset()
             raise
@@ -205,7 +227,8 @@ class SparseCompressor(hvd.compression.Compressor):
         start = carry_out_together(agreed_start(standing), driver.process_set, "horovod_sparse.dropin")
         if start.anew:
             self._buckets.start_anew(start, place)
-        self._agreed_under = under
+        self._agreed_under, self._num_steps = under, start.step
+        self.drift.restart(start.step)
 
     def decompress(self, tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
         """Waits for a gradient's synchronization, and gives the dense gradient.
@@ -239,6 +262,7 @@ class SparseCompressor(hvd.compression.Compressor):
         self._reports.append(report)
         del self._pending[ctx.name]
         if not self._pending:
+            self._num_steps += 1
             self.telemetry.transport = transport_words(driver.process_set)
             steps = self.telemetry.last.step + 1 if self.telemetry.last else 1
             self.telemetry.record(int(steps), self._reports, driver.idle_seconds - self._idle_before)

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from horovod_sparse import ddp
 from horovod_sparse.errors import (
     ArgumentError,
+    DriftError,
     NonFiniteGradientError,
     StateMismatchError,
     UnknownNameError,
@@ -151,6 +152,34 @@ def test_a_nan_skips_the_step_of_all_ranks_or_leaves_one_out(text, bad, argument
     assert same_on_all_replicas(*skipping.net.parameters(), *leaving.net.parameters())
     assert (skipping.sync.telemetry.num_skipped, leaving.sync.telemetry.num_dropped) == (1, 1)
     assert (skipping.sync.step, leaving.sync.step) == (5, 6)
+
+
+@pytest.mark.parametrize("policy", ["raise", "warn", "resync"])
+def test_replicas_that_come_apart_are_found(policy, rank, size, caplog):
+    attached = {"check_every": 3, "on_drift": policy}
+    replica, twin = (
+        Replica(SHAPES, "topk:density=0.1", attached=attached),
+        Replica(SHAPES, "topk:density=0.1"),
+    )
+    for step in range(3):
+        replica.step(gradients(rank, step))
+        twin.step(gradients(rank, step))
+    assert replica.sync.telemetry.num_drifts == 0
+    if rank == size - 1:
+        with torch.no_grad():
+            replica.net.second[1, 2, 3] += 1e-6
+    words = rf"after step 3 second differs: ranks \[.*0.*\] have .*, ranks \[{size - 1}\]"
+    if policy == "raise":
+        with pytest.raises(DriftError, match=words):
+            replica.step(gradients(rank, 3))
+        return
+    with caplog.at_level(logging.WARNING, "horovod_sparse"):
+        replica.step(gradients(rank, 3))
+    assert replica.sync.telemetry.num_drifts == 1
+    twin.step(gradients(rank, 3))
+    if policy == "resync":
+        assert same(dict(replica.net.named_parameters()), dict(twin.net.named_parameters()))
+    assert ("second differs" in caplog.text) == (policy == "warn" or rank == 0)
 
 
 @pytest.mark.parametrize("arguments", [{}, {"static_graph": True}])

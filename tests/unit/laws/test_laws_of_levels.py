@@ -8,6 +8,7 @@ import math
 import numpy as np
 import pytest
 
+from horovod_sparse.arrays import GradientParts
 from horovod_sparse.errors import (
     CollectiveMismatchError,
     EditedGradientError,
@@ -131,6 +132,26 @@ def test_every_rank_of_every_host_says_where(case: Case, position: int) -> None:
         gradients[_SICK, 2:4, position] = 0.0  # what is not finite counts as 0: of the host's sum
         healthy = dataclasses.replace(history, gradients=gradients)
         laws.nothing_is_lost(healthy)
+
+
+@rows
+def test_the_step_once_more_leaves_the_sick_host_out(case: Case) -> None:
+    """As if all of its ranks had had zeros: sums of this step and of those after it."""
+    generator = np.random.default_rng(5)
+    gradients = generator.integers(-64, 65, (5, 4, 121)).astype(np.float32) / 64
+    cluster, twin = (scenario_of(2, 2, 121).cluster(case.recipe) for _ in range(2))
+    for step, given in enumerate(gradients):
+        theirs = given.copy()
+        if step == _SICK:
+            given[1, 45], theirs[:2] = np.nan, 0.0
+        found = cluster.synchronize([GradientParts([one]) for one in given], keep_errors=True)
+        if step == _SICK:
+            assert all(isinstance(error, NonFiniteGradientError) for error in found)
+            for rank, bucket in enumerate(cluster.buckets):
+                bucket.abandon(drop=rank in found[0].where)
+            again = [bucket.again() for bucket in cluster.buckets]
+            found = run_lockstep(again, topology=cluster.topology)
+        np.testing.assert_allclose(cluster.dense(found[0]), twin.step([*theirs]), rtol=0, atol=1e-5)
 
 
 @rows

@@ -11,6 +11,7 @@ import torch
 import horovod_sparse.torch as hvd
 from horovod_sparse.errors import ArgumentError, DriftError, StateMismatchError
 from support.linear import LinearModel, dyadic, same_on_all_ranks
+from support.optimizers import wrapped
 
 SHAPES = {"first": (40, 30), "bias": (7,), "second": (3, 5, 11)}
 OPTIMIZERS: dict[str, Any] = {
@@ -108,6 +109,24 @@ def test_a_warning_comes_once_until_something_else_differs(rank, size, caplog):
         stepped(model, optimizer, rank, range(12, 18))
     assert sum("differs" in record.message for record in caplog.records) == 2
     assert optimizer.telemetry.num_drifts == 5
+
+
+@pytest.mark.parametrize("policy", ["raise", "resync"])
+def test_behind_horovods_own_optimizer_the_environment_asks(rank, size, policy, monkeypatch):
+    monkeypatch.setenv("HOROVOD_SPARSE_CHECK_EVERY", "3")
+    monkeypatch.setenv("HOROVOD_SPARSE_ON_DRIFT", policy)
+    model = LinearModel(SHAPES)
+    optimizer = wrapped("stock", model, "topk:density=0.1")
+    stepped(model, optimizer, rank, range(4))
+    if rank == size - 1:
+        drifted(model, optimizer, "parameter")
+    stepped(model, optimizer, rank, [4, 5])
+    if policy == "raise":
+        with pytest.raises(DriftError, match="after step 6 second differs"):
+            stepped(model, optimizer, rank, [6])
+    else:
+        stepped(model, optimizer, rank, [6])
+        assert same_on_all_ranks(*model.parameters())
 
 
 @pytest.mark.parametrize("every", [0, 100])
