@@ -109,7 +109,11 @@ def attach(
             raise ArgumentError("replicas", replicas, "none with DistributedDataParallel: it has a group")
         kept = {"on_nonfinite": on_nonfinite, "check_every": check_every, "on_drift": on_drift}
         return _attach_buckets(model, compression, optimizer, plan, **kept)
-    given = {"on_nonfinite": None if on_nonfinite == "raise" else on_nonfinite, "check_every": check_every, "on_drift": on_drift}
+    given = {
+        "on_nonfinite": None if on_nonfinite == "raise" else on_nonfinite,
+        "check_every": check_every,
+        "on_drift": on_drift,
+    }
     for name, value in given.items():
         if value is not None:
             raise ArgumentError(name, value, "nothing with replicas: it is for DistributedDataParallel")
