@@ -1,0 +1,120 @@
+"""examples/gpt_text.py in full on two real ranks, dense and sparse: bits per byte of text it has not seen.
+
+scripts/gpt_study               run what is missing, then draw and write the table
+scripts/gpt_study --again       measure anew
+scripts/gpt_study --draw        only picture and table, from docs/measurements/gpt.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+from studies import results
+
+__all__ = ["main", "table"]
+
+FILE = results.MEASUREMENTS / "gpt.json"
+EXAMPLE = Path(__file__).parents[1] / "gpt_text.py"
+STEPS, SIZE = 1000, 2
+#: rows of the table
+COMPRESSIONS = ("none", "exdyna:density=0.05", "exdyna:density=0.01", "topk:density=0.01")
+
+
+def launch(compression: str, timeout_s: float) -> dict[str, Any]:
+    """One training: what it wrote.
+
+    Raises:
+        RuntimeError: if the launch failed or took too long, with the end of its output.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "run.json"
+        command = ["timeout", "--kill-after=15", str(timeout_s), "horovodrun", "--gloo", "-np", str(SIZE)]
+        command += ["python", str(EXAMPLE), "--steps", str(STEPS), "--compression", compression]
+        done = subprocess.run(
+            [*command, "--json", str(file)], capture_output=True, text=True, stdin=subprocess.DEVNULL
+        )
+        if done.returncode != 0 or not file.exists():
+            words = f"{' '.join(command)} ended with {done.returncode}: {(done.stdout + done.stderr)[-2000:]}"
+            raise RuntimeError(words)
+        run: dict[str, Any] = json.loads(file.read_text())
+    # times on a machine that others use say nothing
+    return {name: value for name, value in run.items() if not name.endswith("seconds")}
+
+
+def table(result: dict[str, Any]) -> str:
+    """A row per training."""
+    runs = result["runs"]
+    dense = runs["none"]
+    rows = [
+        [
+            name,
+            f"{run['bits_per_byte']:.3f}",
+            f"{run['bits_per_byte'] - dense['bits_per_byte']:+.3f}",
+            f"{run['bytes_per_step'] / 1000:,.0f}",
+            f"{dense['bytes_per_step'] / run['bytes_per_step']:.0f}x",
+            f"{run.get('density_union', 1.0):.2%}",
+        ]
+        for name, run in ((name, runs[name]) for name in COMPRESSIONS if name in runs)
+    ]
+    head = ["compression", "bits per byte", "to dense", "kB per step", "saving", "union"]
+    return results.markdown(head, rows)
+
+
+def draw(result: dict[str, Any]) -> None:
+    """Training loss over the steps, smoothed over five points of the curve."""
+    figure, axes = plt.subplots(figsize=(8, 3.6), layout="constrained")
+    for name in COMPRESSIONS:
+        if name not in result["runs"]:
+            continue
+        steps, bits = zip(*result["runs"][name]["curve"], strict=True)
+        smooth = [
+            sum(bits[max(0, i - 4) : i + 1]) / len(bits[max(0, i - 4) : i + 1]) for i in range(len(bits))
+        ]
+        axes.plot(steps, smooth, label=name)
+    axes.set_xlabel("step")
+    axes.set_ylabel("bits per byte, training")
+    axes.set_ylim(top=6)
+    axes.grid(True, linewidth=0.3)
+    axes.legend(fontsize=9, frameon=False)
+    figure.savefig(results.PICTURES / "gpt.png", dpi=110, metadata={"Software": None})
+    plt.close(figure)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measures, draws, and writes the table."""
+    parser = argparse.ArgumentParser(
+        prog="scripts/gpt_study", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--again", action="store_true", help="measure anew")
+    parser.add_argument("--draw", action="store_true", help="measure nothing")
+    parser.add_argument("--timeout", type=float, default=1200, metavar="SECONDS", help="of a launch")
+    options = parser.parse_args(arguments)
+    result = results.load(FILE)
+    if not options.draw:
+        result |= {"command": "scripts/gpt_study", "machine": results.machine(), "size": SIZE, "steps": STEPS}
+        runs = result.setdefault("runs", {})
+        for name in COMPRESSIONS:
+            if options.again or name not in runs:
+                runs[name] = launch(name, options.timeout)
+                results.save(FILE, result)
+                print(f"{name}: {runs[name]['bits_per_byte']:.3f} bits per byte", file=sys.stderr)
+    draw(result)
+    results.DOCUMENT.write_text(results.with_table(results.DOCUMENT.read_text(), "gpt", table(result)))
+    print(table(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,47 @@
+"""environment.yml and the Dockerfile name what setup.cfg and the scripts ask for."""
+
+from __future__ import annotations
+
+import configparser
+import os
+import re
+
+import yaml
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from support.documents import ROOT
+
+_SETTINGS = configparser.ConfigParser()
+_SETTINGS.read(ROOT / "setup.cfg")
+
+
+def _lines(text: str) -> list[Requirement]:
+    return [Requirement(line) for line in text.splitlines() if line and not line.startswith("#")]
+
+
+def test_the_conda_environment_has_what_the_package_needs() -> None:
+    """Else pip would put other builds beside conda's."""
+    wanted = _lines(_SETTINGS["options"]["install_requires"]) + _lines(
+        _SETTINGS["options.extras_require"]["mpi"]
+    )
+    given = yaml.safe_load((ROOT / "environment.yml").read_text("utf-8"))["dependencies"]
+    *packages, pip = given
+    by_name = {re.split(r"[=<>]", item)[0]: item for item in packages}
+    for requirement in wanted:
+        assert by_name[requirement.name] == str(requirement).replace(" ", ""), requirement
+    python = Version(by_name["python"].partition("=")[2])
+    assert python in Requirement("python" + _SETTINGS["options"]["python_requires"]).specifier
+    builder = (ROOT / "scripts" / "horovod" / "build_wheel").read_text("utf-8")
+    version = re.search(r"^version=([\d.]+)$", builder, re.MULTILINE)
+    assert version and by_name["horovod"].startswith(f"horovod={version[1]}=")
+    assert pip["pip"] == ["-e ."]
+
+
+def test_the_image_is_made_by_what_is_here() -> None:
+    text = (ROOT / "Dockerfile").read_text("utf-8")
+    for script in re.findall(r"scripts/\w+", text):
+        assert os.access(ROOT / script, os.X_OK), script
+    for example in re.findall(r"examples/\w+\.py", text):
+        assert (ROOT / example).is_file(), example
+    assert (ROOT / ".dockerignore").is_file(), ".venv of a checkout would be copied"
