@@ -215,9 +215,10 @@ class Telemetry:
             prefix: of the names.
 
         Returns:
-            Densities (fractions), bytes, `saving` (times fewer bytes than dense), norms, milliseconds, and
-            what the algorithms tell of themselves (thresholds, ...), as means over buckets; only what is
-            known and finite. Empty before the first step.
+            Densities (fractions), bytes, `saving` (times fewer bytes than dense), norms, milliseconds, the
+            number of buckets (a jump is a new plan), and what the algorithms tell of themselves
+            (thresholds, ...), as means over buckets; only what is known and finite. Empty before the first
+            step.
 
         Example:
             >>> from horovod_sparse.feedback import BucketStep
@@ -240,6 +241,7 @@ class Telemetry:
             "residual_norm",
         )
         told = {name: getattr(last, name) for name in (*names, "global_error")}
+        told["buckets"] = len(last.buckets)
         for part in ("fold", "select", "wait", "apply"):
             told[f"{part}_ms"] = 1e3 * getattr(last, f"{part}_seconds")
         facts: dict[str, list[float]] = {}

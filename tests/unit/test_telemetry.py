@@ -79,6 +79,7 @@ def test_scalars_are_the_last_steps_numbers_by_name():
     found = telemetry.scalars("s.")
     assert found["s.density_union"] == 9 / 600 and found["s.saving"] == 4 * 600 / (8 * 6)
     assert found["s.threshold"] == 2.0 and found["s.wait_ms"] == 250.0
+    assert found["s.buckets"] == 1.0, "a jump of it is a new plan"
     # what is not known is left out: a curve of NaN is none
     assert "s.global_error" not in found and "s.bad" not in found
 
