@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+import horovod_sparse.ddp
 from horovod_sparse import ddp
 from horovod_sparse.errors import (
     ArgumentError,
@@ -21,6 +22,7 @@ from horovod_sparse.errors import (
 from horovod_sparse.merging import Plan
 from horovod_sparse.simulation import SimulatedCluster
 from support.cases import CASES, case_id
+from support.documents import blocks
 from support.linear import LinearModel, dyadic
 from support.replicas import same_on_all_replicas
 
@@ -304,6 +306,32 @@ def test_a_parameter_without_a_gradient_is_told_on_all_ranks(mesh):
         else:
             with pytest.raises(UnsupportedError, match="set_reduce_scatter_unused_params"):
                 net({"used": np.ones(4)}).backward()
+
+
+def test_what_is_documented(mesh, rank, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (block,) = [one for one in blocks() if "test_shards.py" in one.what]
+    torch.manual_seed(rank)
+    given = {
+        "init_device_mesh": init_device_mesh,
+        "fully_shard": fully_shard,
+        "horovod_sparse": horovod_sparse,
+        "torch": torch,
+        "cross_entropy": torch.nn.functional.cross_entropy,
+        "device": "cpu",
+        "num_hosts": 2,
+        "ranks_per_host": 2,
+        "rank": rank,
+        "model": torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.Linear(30, 5)),
+        "batches": [(torch.randn(8, 20), torch.randint(5, (8,))) for _ in range(5)],
+    }
+    exec(block.text, given)
+    assert given["sync"].step == 5
+    saved = torch.load(f"residuals-{rank}.pt", weights_only=True)
+    assert saved["shard"] == [rank % 2, 2]
+    # ranks of a shard began with other weights than the other host: only gradients are equal
+    gradients = [parameter.grad.full_tensor() for parameter in given["model"].parameters()]
+    assert same_on_all_replicas(*gradients)
 
 
 class _Failing(torch.autograd.Function):

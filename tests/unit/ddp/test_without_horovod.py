@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import horovod_sparse.ddp
+import horovod_sparse.ddp.shards
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 net = torch.nn.Linear(30, 20)
