@@ -10,7 +10,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from horovod_sparse.cost import AlphaBeta, Fit, Profile, assumed_profile, profile_at
+from horovod_sparse.cost import (
+    HOST_NETWORK,
+    AlphaBeta,
+    Fit,
+    Profile,
+    assumed_profile,
+    profile_at,
+    with_levels,
+)
 from horovod_sparse.cost.formulas import TYPICAL_SELECTION
 from horovod_sparse.errors import ArgumentError, HorovodSparseError, ProfileMismatchError, UnsupportedError
 from horovod_sparse.feedback import AutoDensity, Recipe, parse_recipe
@@ -221,6 +229,30 @@ def network_from(options: argparse.Namespace) -> AlphaBeta:
     return AlphaBeta(options.latency or LATENCY, 8.0 / (options.bandwidth or BANDWIDTH))
 
 
+def add_hosts(parser: argparse.ArgumentParser) -> None:
+    """Adds what describes hosts of several ranks."""
+    add = parser.add_argument
+    text = "ranks of a host, which share its network card (default: the profile's, or 1)"
+    add("--per-host", type=num_per_host, metavar="L", help=text)
+    bandwidth, latency = 8e-9 / HOST_NETWORK.beta_seconds, HOST_NETWORK.alpha_seconds * 1e6
+    text = f"between the ranks of a host, where it was not measured (default {bandwidth:g}gbit)"
+    add("--host-bandwidth", type=bits_per_second, help=text)
+    add("--host-latency", type=time, help=f"likewise (default {latency:g}us)")
+
+
+def num_per_host(text: str) -> int:
+    """A number of ranks from 1."""
+    if not text.strip().isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of ranks, 1 or more")
+    return int(text)
+
+
+def host_network_from(options: argparse.Namespace) -> AlphaBeta:
+    """The network within a host that the arguments of `add_hosts` describe."""
+    beta = HOST_NETWORK.beta_seconds if options.host_bandwidth is None else 8.0 / options.host_bandwidth
+    return AlphaBeta(options.host_latency or HOST_NETWORK.alpha_seconds, beta)
+
+
 def selection_from(options: argparse.Namespace) -> Fit:
     """Selection time that they describe."""
     return Fit(
@@ -241,11 +273,15 @@ def source_of(options: argparse.Namespace) -> Source:
         for name in ("bandwidth", "latency", "selection_fixed", "selection_per_element")
         if getattr(options, name) is not None
     ]
+    per_host = getattr(options, "per_host", None)
+    inside = HOST_NETWORK if per_host is None else host_network_from(options)
     if options.profile is None:
         network, size = network_from(options), options.ranks or RANKS
-        words = f"{size} ranks, {8e-9 / network.beta_seconds:g} Gbit/s, "
+        words = f"{_ranks(size, per_host)}, {8e-9 / network.beta_seconds:g} Gbit/s, "
         words += f"{network.alpha_seconds * 1e6:g} us latency, by formulas"
-        return Source(assumed_profile(network, size, selection=selection_from(options)), None, words)
+        fit = selection_from(options)
+        made = assumed_profile(network, size, selection=fit, per_host=per_host or 1, host_network=inside)
+        return Source(made, None, words)
     if given:
         flags = " and ".join("--" + name.replace("_", "-") for name in given)
         raise ArgumentError(flags, "given beside --profile", "one of the two: the profile says this itself")
@@ -256,12 +292,24 @@ def source_of(options: argparse.Namespace) -> Source:
             "the profile was measured with 1 rank, which communicates nothing: give --profile one of "
             "2 ranks or more"
         )
+    within = [name for name in ("host_bandwidth", "host_latency") if getattr(options, name, None) is not None]
+    if within and measured.levels and per_host in (None, measured.per_host):
+        flags = " and ".join("--" + name.replace("_", "-") for name in within)
+        raise ArgumentError(flags, "given beside --profile", "left out: the profile says this itself")
     framework = getattr(options, "framework", None) or measured.framework
     warnings = tuple(measured.check(size=size, framework=framework))
-    words = f"{size} ranks, measured ({measured.framework}, {measured.controller}, {measured.device}, "
+    usable = profile_at(measured, size)
+    usable = usable if per_host is None else with_levels(usable, per_host, inside)
+    words = f"{_ranks(size, usable.per_host)}, measured ({measured.framework}, {measured.controller}, "
+    words += f"{measured.device}, "
     words += f"cycle {measured.cycle_seconds * 1e3:g} ms"
     words += ")" if size == measured.size else f", with {measured.size} ranks)"
-    return Source(profile_at(measured, size), measured, words, warnings)
+    return Source(usable, measured, words, warnings)
+
+
+def _ranks(size: int, per_host: int | None) -> str:
+    several = per_host is not None and per_host > 1
+    return f"{size} ranks" + (f", {per_host} on a host" if several else "")
 
 
 def add_source(parser: argparse.ArgumentParser) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from horovod_sparse.checks import check_count
+from horovod_sparse.collectives import Level
 from horovod_sparse.cost.fitting import Fit
 from horovod_sparse.cost.model import COLLECTIVES
 from horovod_sparse.cost.profile import Levels, Profile
@@ -18,6 +19,8 @@ from horovod_sparse.sparsifiers import ALGORITHMS, Sparsifier
 #: Selection of a rank that nobody has measured: a fold and exact top-k of float32 on one core of 2024,
 #: about 0.1 ms for a bucket and 0.3 ns for an element (docs/performance.md).
 TYPICAL_SELECTION = Fit(1e-4, 3e-10)
+#: stands for framework and controller where nothing was measured
+_FORMULAS = "formulas"
 
 
 def num_rounds(kind: str, size: int) -> int:
@@ -110,11 +113,12 @@ def _scaled(kind: str, fit: Fit, old: int, new: int, cycle_seconds: float) -> Fi
     )
 
 
-def network_of(profile: Profile) -> AlphaBeta:
+def network_of(profile: Profile, level: Level = "all") -> AlphaBeta:
     """Latency of a message and time of a byte, as the profile's allgather shows them.
 
     Args:
         profile: of 2 ranks or more.
+        level: "host" for those within a host, of a profile of two levels.
 
     Raises:
         ProfileMismatchError: if it holds no allgather of 2 ranks or more.
@@ -123,10 +127,12 @@ def network_of(profile: Profile) -> AlphaBeta:
         >>> network_of(Profile(4, "torch", "gloo", 1e-3, {"allgather": Fit(2e-3, 3e-9)}))
         AlphaBeta(alpha_seconds=0.001, beta_seconds=1e-09)
     """
-    if profile.size < 2 or "allgather" not in profile.collectives:
+    collectives = profile.collectives if level == "all" else profile.levels.get(level, {})
+    size = {"all": profile.size, "host": profile.per_host, "across": profile.num_hosts}[level]
+    if size < 2 or "allgather" not in collectives:
         raise ProfileMismatchError("the profile holds no allgather of 2 ranks or more")
-    fit = profile.collectives["allgather"]
-    rounds, share = num_rounds("allgather", profile.size), share_of_bytes("allgather", profile.size)
+    fit = collectives["allgather"]
+    rounds, share = num_rounds("allgather", size), share_of_bytes("allgather", size)
     return AlphaBeta(fit.fixed_seconds / rounds, fit.seconds_per_unit / share)
 
 
@@ -134,23 +140,44 @@ def network_of(profile: Profile) -> AlphaBeta:
 HOST_NETWORK = AlphaBeta(20e-6, 2.5e-10)
 
 
-def share_of_card(kind: str, num_hosts: int, per_host: int) -> float:
-    """Bytes that arrive at a host for every byte that each of its ranks puts in, where all ranks take part.
+def network_at(
+    kind: str,
+    level: Level,
+    network: AlphaBeta,
+    num_hosts: int,
+    per_host: int,
+    inside: AlphaBeta = HOST_NETWORK,
+) -> AlphaBeta:
+    """The network as a rank sees it in a collective, where the ranks of a host share its card.
 
-    What goes in a ring passes from host to host once, whatever number of ranks a host has; messages between
-    pairs of ranks are each rank's own.
+    Within a host it is another one. Among one rank of every host, L such groups are at work at a time. Among
+    all ranks, what goes in a ring passes from host to host once, whatever number of ranks a host has, and
+    messages between pairs of ranks are each rank's own.
+
+    Args:
+        kind: of the collective, see `COLLECTIVES`.
+        level: among whom it is.
+        network: between hosts.
+        num_hosts: N.
+        per_host: L.
+        inside: within a host.
 
     Example:
-        >>> [share_of_card(kind, 4, 2) for kind in ("allgather", "allreduce")]
-        [7.0, 1.75]
-        >>> round(share_of_card("exchange", 4, 2), 2)
+        >>> one = AlphaBeta(1e-4, 1.0)
+        >>> [network_at("allgather", level, one, 4, 2).beta_seconds for level in ("all", "across")]
+        [1.0, 2.0]
+        >>> round(network_at("exchange", "all", one, 4, 2).beta_seconds, 2)
         1.71
     """
     size = num_hosts * per_host
-    share = share_of_bytes(kind, size)
-    if kind in ("exchange", "alltoall") and size > 1:
-        share *= per_host * (size - per_host) / (size - 1)
-    return share
+    if level == "host" or num_hosts == 1:
+        return inside if size > 1 and per_host > 1 else network
+    crowded = 1.0
+    if level == "across":
+        crowded = per_host
+    elif kind in ("exchange", "alltoall"):
+        crowded = per_host * (size - per_host) / (size - 1)
+    return AlphaBeta(network.alpha_seconds, network.beta_seconds * crowded)
 
 
 def assumed_profile(
@@ -196,34 +223,26 @@ def assumed_profile(
         raise ArgumentError("per_host", per_host, f"a number that {size} ranks are a multiple of")
     num_hosts = size // per_host
 
-    def fit(kind: str, among: int, share: float, on: AlphaBeta) -> Fit:
+    def fit(kind: str, level: Level, among: int) -> Fit:
+        on = network_at(kind, level, network, num_hosts, per_host, host_network)
         waiting = cycle_seconds / 2 if among > 1 else 0.0
-        return Fit(waiting + num_rounds(kind, among) * on.alpha_seconds, share * on.beta_seconds)
+        fixed = waiting + num_rounds(kind, among) * on.alpha_seconds
+        return Fit(fixed, share_of_bytes(kind, among) * on.beta_seconds)
 
-    everywhere = network if num_hosts > 1 else host_network
-    collectives = {
-        kind: fit(kind, size, share_of_card(kind, num_hosts, per_host), everywhere)
-        for kind in COLLECTIVES.values()
-        if kind != "reducescatter"
-    }
+    kinds = [kind for kind in COLLECTIVES.values() if kind != "reducescatter"]
     levels = {}
     if per_host > 1:
         inside = ("allgather", "allreduce", "reducescatter")
         levels = {
-            "host": {
-                kind: fit(kind, per_host, share_of_bytes(kind, per_host), host_network) for kind in inside
-            },
-            "across": {
-                kind: fit(kind, num_hosts, per_host * share_of_bytes(kind, num_hosts), network)
-                for kind in collectives
-            },
+            "host": {kind: fit(kind, "host", per_host) for kind in inside},
+            "across": {kind: fit(kind, "across", num_hosts) for kind in kinds},
         }
     return Profile(
         size,
-        "formulas",
-        "formulas",
+        _FORMULAS,
+        _FORMULAS,
         cycle_seconds,
-        collectives,
+        {kind: fit(kind, "all", size) for kind in kinds},
         dict.fromkeys(ALGORITHMS, selection),
         decoding or {},
         per_host=per_host,
@@ -285,9 +304,12 @@ def choose_levels(
     if profile is None:
         network = network or AlphaBeta()
         profile = assumed_profile(network, size, per_host=per_host, cycle_seconds=cycle_seconds)
+    scaled = profile_at(profile, size)
+    known = bool(scaled.levels) and scaled.per_host == per_host
+    profile = scaled if known else with_levels(scaled, per_host)
+    stands_on = "by the profile" if known else "by the profile, and by formulas within hosts"
+    if profile.framework == _FORMULAS:
         stands_on = "by formulas"
-    else:
-        profile, stands_on = with_levels(profile_at(profile, size), per_host), "by the profile"
 
     def seconds(levels: Levels) -> float:
         cost = profile.cost(sparsifier, levels=levels)
@@ -306,16 +328,24 @@ def choose_levels(
     return LevelChoice(chosen, reason, flat, host)
 
 
-def with_levels(profile: Profile, per_host: int) -> Profile:
+def with_levels(profile: Profile, per_host: int, inside: AlphaBeta = HOST_NETWORK) -> Profile:
     """A profile of two levels; by formulas from its network, where it was measured with one.
 
     Args:
         profile: of all ranks.
         per_host: L.
+        inside: alpha and beta within a host, where they were not measured.
+
+    Raises:
+        ArgumentError: if P is no multiple of L.
     """
-    if profile.levels and profile.per_host == per_host:
+    if per_host == 1 or (profile.levels and profile.per_host == per_host):
         return profile
     assumed = assumed_profile(
-        network_of(profile), profile.size, per_host=per_host, cycle_seconds=profile.cycle_seconds
+        network_of(profile),
+        profile.size,
+        per_host=per_host,
+        host_network=inside,
+        cycle_seconds=profile.cycle_seconds,
     )
     return dataclasses.replace(profile, levels=assumed.levels, per_host=per_host)

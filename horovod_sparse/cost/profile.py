@@ -221,32 +221,46 @@ class Profile:
                 and needs no collective.
         """
         size = self.size if size is None else size
+        among, per_host = (size, 1) if levels == "flat" else (self.num_hosts, self.per_host)
+        selection = self.work(sparsifier, among, per_host)
+        times = self._times(sparsifier, among, self.collectives if levels == "flat" else None)
+        communication = communication_of(sparsifier, among, times).per(1 / per_host)
+        if levels == "host":
+            inside = self.levels["host"]
+            communication += inside["reducescatter"].time().per(_VALUE_BYTES)
+            received = _received(sparsifier, among)
+            communication += inside["allgather"].time().per(_SELECTED_BYTES * received / per_host)
+        dense = self.collectives.get("allreduce") if size > 1 else None
+        return CostModel(
+            selection=selection,
+            communication=communication,
+            dense=AffineTime() if dense is None else dense.time(),
+            dense_work=self.selection[DENSE].time() if DENSE in self.selection else AffineTime(),
+            **options,
+        )
+
+    def work(self, sparsifier: Sparsifier, size: int, per_host: int = 1) -> AffineTime:
+        """What a rank does for a bucket, by its n: fold, selection and decoding.
+
+        Args:
+            sparsifier: which, at which density.
+            size: ranks that select from the same elements.
+            per_host: that share them: each selects from n / L, and decodes its sum, and that of all.
+
+        Raises:
+            ProfileMismatchError: if it was not measured.
+        """
         name = sparsifier.name
         if name not in self.selection:
             raise ProfileMismatchError(
                 f"the profile has no selection time for {name}, only for {_few(sorted(self.selection))}: "
                 f"run horovod-sparse calibrate with it"
             )
-        among, per_host = (size, 1) if levels == "flat" else (self.num_hosts, self.per_host)
-        received = min(1.0, sparsifier.density) * (among if sparsifier.density_scope == "per rank" else 1)
-        selection = self.selection[name].time(sparsifier.density).per(1 / per_host)
-        decoding = self.decoding[name].time(received) if name in self.decoding else AffineTime()
-        times = self._times(sparsifier, among, self.collectives if levels == "flat" else None)
-        communication = communication_of(sparsifier, among, times).per(1 / per_host)
-        if levels == "host":
-            inside = self.levels["host"]
-            communication += inside["reducescatter"].time().per(_VALUE_BYTES)
-            communication += inside["allgather"].time().per(_SELECTED_BYTES * received / per_host)
-            selection += decoding.per(1 / per_host)
-        work = self.selection[DENSE].time() if DENSE in self.selection else AffineTime()
-        dense = self.collectives["allreduce"].time() if size > 1 else AffineTime()
-        return CostModel(
-            selection=selection + decoding,
-            communication=communication,
-            dense=dense,
-            dense_work=work,
-            **options,
-        )
+        seconds = self.selection[name].time(sparsifier.density).per(1 / per_host)
+        if name in self.decoding:
+            decoding = self.decoding[name].time(_received(sparsifier, size))
+            seconds += decoding if per_host == 1 else decoding + decoding.per(1 / per_host)
+        return seconds
 
     def _times(
         self, sparsifier: Sparsifier, size: int, collectives: Mapping[str, Fit] | None
@@ -269,6 +283,11 @@ class Profile:
                 f"{sparsifier.name} needs {_few(missing)}, which the profile does not hold"
             )
         return {kind: fit.time() for kind, fit in collectives.items()}
+
+
+def _received(sparsifier: Sparsifier, size: int) -> float:
+    """The share of elements that come back from so many ranks, duplicates counted each."""
+    return min(1.0, sparsifier.density) * (size if sparsifier.density_scope == "per rank" else 1)
 
 
 def check_same_profile(digests: Sequence[str]) -> None:

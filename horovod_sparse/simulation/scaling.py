@@ -6,8 +6,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
-from horovod_sparse.cost import AffineTime, AlphaBeta, CostModel, TimeModel
+from horovod_sparse.cost import HOST_NETWORK, AffineTime, AlphaBeta, CostModel, Levels, TimeModel, network_at
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.merging import Plan, Strategy, Workload, predict
@@ -125,11 +126,16 @@ class SimulatedTraffic:
     small: BucketTraffic
     large: BucketTraffic
 
-    def cost(self, network: AlphaBeta, selection: TimeModel) -> SimulatedCost:
-        """The cost model on a network; see `simulated_cost`."""
+    def cost(
+        self, network: AlphaBeta, selection: TimeModel, inside: AlphaBeta = HOST_NETWORK
+    ) -> SimulatedCost:
+        """The cost model on a network, with another one within hosts; see `simulated_cost`."""
         at, size = (self.small.num_elements, self.large.num_elements), self.large.size
-        fixed, slope = _line(at, self.small.seconds_on(network), self.large.seconds_on(network))
+        per_host = self.large.per_host
+        seconds = [bucket.seconds_on(network, inside) for bucket in (self.small, self.large)]
+        fixed, slope = _line(at, *seconds)
         fixed_bytes, bytes_per_element = _line(at, self.small.bytes_sent, self.large.bytes_sent)
+        network = network_at("allreduce", "all", network, size // per_host, per_host, inside)
         startup = network.seconds(AlphaBeta.allreduce(0, size))
         per_byte = network.seconds(AlphaBeta.allreduce(2**20, size)) - startup
         dense = AffineTime(startup, per_byte / 2**20)
@@ -138,7 +144,13 @@ class SimulatedTraffic:
 
 
 def simulate_traffic(
-    recipe: Recipe, size: int, *, num_elements: tuple[int, int] = (1024, 4096), seed: int = 0
+    recipe: Recipe,
+    size: int,
+    *,
+    num_elements: tuple[int, int] = (1024, 4096),
+    seed: int = 0,
+    per_host: int = 1,
+    levels: Levels = "flat",
 ) -> SimulatedTraffic:
     """Runs the coroutines of P ranks on two buckets.
 
@@ -147,13 +159,16 @@ def simulate_traffic(
         size: P.
         num_elements: of the two buckets, the smaller first; see `simulated_cost`.
         seed: of the gradients.
+        per_host: see `bucket_traffic`.
+        levels: likewise.
 
     Raises:
         ArgumentError: unless the sizes differ, the smaller first.
     """
     if not 0 < num_elements[0] < num_elements[1]:
         raise ArgumentError("num_elements", num_elements, "two sizes, the smaller first")
-    return SimulatedTraffic(*(bucket_traffic(recipe, n, size, seed=seed) for n in num_elements))
+    options: dict[str, Any] = {"seed": seed, "per_host": per_host, "levels": levels}
+    return SimulatedTraffic(*(bucket_traffic(recipe, n, size, **options) for n in num_elements))
 
 
 def _line(at: tuple[int, int], one: float, other: float) -> tuple[float, float]:
@@ -171,9 +186,11 @@ class ScalePoint:
         sparse_seconds: of an iteration under the plan.
         dense_seconds: of an iteration with everything dense, fused as Horovod does.
         plan: that was predicted.
-        bytes_per_rank: that a rank puts in per step with the plan, each counted once.
+        bytes_per_rank: that a rank puts in per step with the plan, each counted once; what stays within its
+            host is left out.
         dense_bytes_per_rank: the same with everything dense.
         union_density: share of elements that the sum changes.
+        flat_seconds: of an iteration with one level, where this is one with two.
     """
 
     size: int
@@ -183,6 +200,7 @@ class ScalePoint:
     bytes_per_rank: float
     dense_bytes_per_rank: float
     union_density: float
+    flat_seconds: float | None = None
 
     @property
     def speedup(self) -> float:
@@ -230,6 +248,7 @@ def scale_point(
     traffic: SimulatedTraffic,
     network: AlphaBeta,
     selection: TimeModel,
+    inside: AlphaBeta = HOST_NETWORK,
 ) -> ScalePoint:
     """One step, sparse and dense, of as many ranks as were simulated; see `scaling_curve`.
 
@@ -239,10 +258,11 @@ def scale_point(
         traffic: of `simulate_traffic`.
         network: alpha and beta.
         selection: time of selecting by n on a rank.
+        inside: alpha and beta within a host, where hosts have several ranks.
     """
     every = workload.with_dense([parameter.name for parameter in workload.parameters])
     facts = {parameter.name: parameter for parameter in workload.parameters}
-    simulated = traffic.cost(network, selection)
+    simulated = traffic.cost(network, selection, inside)
     cost = simulated.cost
     plan = merging if isinstance(merging, Plan) else merging(workload, cost)
     sparse_elements = sum(facts[name].num_elements for bucket in plan.buckets for name in bucket)

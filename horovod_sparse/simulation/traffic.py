@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from horovod_sparse.checks import check_count
-from horovod_sparse.cost import AlphaBeta, CollectiveCost
+from horovod_sparse.collectives import Level
+from horovod_sparse.cost import COLLECTIVES, HOST_NETWORK, AlphaBeta, CollectiveCost, Levels, network_at
+from horovod_sparse.errors import ArgumentError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.simulation.cluster import SimulatedCluster
 from horovod_sparse.simulation.lockstep import Recorder
+from horovod_sparse.topology import Topology
 
 
 @dataclass(frozen=True)
@@ -22,10 +25,13 @@ class BucketTraffic:
         size: P.
         rounds: messages one behind the other, of the slowest rank.
         bytes_received: by the rank that receives most.
-        bytes_sent: mean over ranks of what each puts in, counted once.
+        bytes_sent: mean over ranks of what each puts in, counted once; with two levels, in what goes among
+            hosts.
         union_density: share of the elements that the sum changes.
         seconds: on the network's clock.
         costs: round -> the different costs that ranks had in it: enough for any other network.
+        rounds_among: round -> the kind of collective, and among whom it was.
+        per_host: L, ranks that share a host, and its network card.
     """
 
     num_elements: int
@@ -36,10 +42,21 @@ class BucketTraffic:
     union_density: float
     seconds: float
     costs: tuple[frozenset[CollectiveCost], ...] = field(default=(), repr=False)
+    rounds_among: tuple[tuple[str, Level], ...] = field(default=(), repr=False)
+    per_host: int = 1
 
-    def seconds_on(self, network: AlphaBeta) -> float:
-        """Seconds on another network: rounds one behind the other, each as slow as its slowest rank."""
-        return float(sum(max(map(network.seconds, round_)) for round_ in self.costs))
+    def seconds_on(self, network: AlphaBeta, inside: AlphaBeta = HOST_NETWORK) -> float:
+        """Seconds on another network: rounds one behind the other, each as slow as its slowest rank.
+
+        Args:
+            network: between hosts.
+            inside: between the ranks of a host, where hosts have several.
+        """
+        num_hosts, total = self.size // self.per_host, 0.0
+        for (kind, level), round_ in zip(self.rounds_among, self.costs, strict=True):
+            on = network_at(kind, level, network, num_hosts, self.per_host, inside)
+            total += max(map(on.seconds, round_))
+        return total
 
 
 def bucket_traffic(
@@ -50,6 +67,8 @@ def bucket_traffic(
     *,
     steps: int = 2,
     seed: int = 0,
+    per_host: int = 1,
+    levels: Levels = "flat",
 ) -> BucketTraffic:
     """Runs the coroutines of P ranks on a bucket, and counts the last step.
 
@@ -63,6 +82,11 @@ def bucket_traffic(
         network: the clock's constants.
         steps: synchronizations; the last one counts (thresholds have settled a little).
         seed: of the gradients.
+        per_host: L, ranks that share a host, and its network card.
+        levels: "host" where gradients are summed within hosts first.
+
+    Raises:
+        ArgumentError: if P is no multiple of L.
 
     Example:
         >>> from horovod_sparse.feedback import recipe
@@ -72,7 +96,10 @@ def bucket_traffic(
     """
     check_count("steps", steps)
     network = network or AlphaBeta()
-    cluster = SimulatedCluster(recipe, num_elements, size)
+    if size % per_host:
+        raise ArgumentError("per_host", per_host, f"a number that {size} ranks are a multiple of")
+    topology = Topology.regular(size // per_host, per_host) if levels == "host" else None
+    cluster = SimulatedCluster(recipe, num_elements, size, topology=topology)
     random = np.random.default_rng(seed)
     union = 0
     for _ in range(steps):
@@ -81,13 +108,21 @@ def bucket_traffic(
         union = np.unique(cluster.synchronize(gradients)[0].indices).size
     recorder = cluster.recorder
     totals = [recorder.total(rank) for rank in range(size)]
-    return BucketTraffic(
+    sent = [
+        sum(each) for each, level in zip(recorder.bytes_sent, recorder.levels, strict=True) if level != "host"
+    ]
+    traffic = BucketTraffic(
         num_elements=num_elements,
         size=size,
         rounds=max(total.rounds for total in totals),
         bytes_received=max(total.bytes_received for total in totals),
-        bytes_sent=float(sum(map(sum, recorder.bytes_sent))) / size,
+        bytes_sent=float(sum(sent)) / size,
         union_density=union / num_elements,
-        seconds=recorder.seconds,
+        seconds=0.0,
         costs=tuple(frozenset(round_) for round_ in recorder.costs),
+        rounds_among=tuple(
+            (COLLECTIVES[kind], level) for kind, level in zip(recorder.kinds, recorder.levels, strict=True)
+        ),
+        per_host=per_host,
     )
+    return replace(traffic, seconds=traffic.seconds_on(network))

@@ -15,6 +15,7 @@ from horovod_sparse.cli.console import show
 from horovod_sparse.cli.model import FORMAT, read_model
 from horovod_sparse.cli.options import (
     Source,
+    add_hosts,
     add_source,
     check_picture,
     density_or_auto,
@@ -24,9 +25,10 @@ from horovod_sparse.cli.options import (
     source_of,
 )
 from horovod_sparse.cli.plan import report as plan_report
-from horovod_sparse.cost import CostModel
+from horovod_sparse.cost import CostModel, Levels, choose_levels
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.merging import LAYER_TABLES, Plan, Workload, densest_plan, predict
+from horovod_sparse.sparsifiers import Sparsifier
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,6 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "all (are sparsified), cost (Eq. (1) of DRAGONN) or min_elements(N) (default: all)"
     add("--tensor-selection", metavar="RULE", help=text)
     add_source(parser)
+    add_hosts(parser)
+    text = "flat, host (gradients are summed within hosts first) or auto (the faster one; default)"
+    add("--levels", choices=("flat", "host", "auto"), default="auto", help=text)
     add("--framework", choices=("torch", "tensorflow"), help="where the plan shall be used; checked")
     text = (
         "buckets that wait for the network together go as one (default: with --profile, as optimizers plan)"
@@ -84,13 +89,15 @@ def run(options: argparse.Namespace) -> int:
     if isinstance(merging, Plan):
         recipe = recipe.at(merging.density)
     step, why = model.workload(source.measured), ""
+    levels, told = _levels(options, source, recipe.sparsifier, step)
+    common: dict[str, Any] = {"fuse_sparse": fuse, "levels": levels}
 
     def chosen_at(density: float) -> tuple[Workload, Plan, dict[str, str], CostModel]:
-        cost = source.profile.cost(dataclasses.replace(sparsifier, density=density), fuse_sparse=fuse)
+        cost = source.profile.cost(dataclasses.replace(sparsifier, density=density), **common)
         return *plan_report.chosen_plan(step, merging, selection, recipe, cost), cost
 
     def seconds(plan: Plan, density: float) -> float:
-        cost = source.profile.cost(dataclasses.replace(sparsifier, density=density), fuse_sparse=fuse)
+        cost = source.profile.cost(dataclasses.replace(sparsifier, density=density), **common)
         return predict(step, plan, cost).iteration_seconds
 
     decided = isinstance(merging, Plan) and merging.density is not None
@@ -114,18 +121,37 @@ def run(options: argparse.Namespace) -> int:
     sizes = {parameter.name: parameter.num_elements for parameter in workload.parameters}
     show(console, f"{model.name}, {sparsifier.describe()}, {name}: {plan}", "bold")
     show(console, source.words)
-    if why:
-        show(console, why)
+    for line in (told, why):
+        if line:
+            show(console, line)
     if rows:
         console.print(plan_report.bucket_table(rows, options.rows))
     if dense:
         console.print(plan_report.dense_table(dense, sizes, options.rows))
     console.print(plan_report.compared_table(predictions))
     numbers = plan_report.as_json(rows, dense, predictions)
-    _write(options, source, numbers | ({"density": why} if why else {}), plan.to_dict())
+    more = {"density": why} if why else {}
+    _write(options, source, {"levels": levels, **numbers, **more}, plan.to_dict())
     if options.picture:
         _draw(options, predictions, console)
     return 0
+
+
+def _levels(
+    options: argparse.Namespace, source: Source, sparsifier: Sparsifier, step: Workload
+) -> tuple[Levels, str]:
+    """With one level or two, and why in words; nothing where hosts have one rank each."""
+    profile, asked = source.profile, options.levels
+    if profile.per_host == 1:
+        if asked == "host":
+            raise ArgumentError(
+                "--levels", asked, "--per-host 2 or more beside it, or a profile of such hosts"
+            )
+        return "flat", ""
+    count = sum(parameter.num_elements for parameter in step.parameters)
+    choice = choose_levels(sparsifier, count, profile.num_hosts, profile.per_host, profile=profile)
+    chosen: Levels = choice.levels if asked == "auto" else asked
+    return chosen, f"levels: {chosen} ({choice.reason})"
 
 
 def _check(options: argparse.Namespace) -> None:

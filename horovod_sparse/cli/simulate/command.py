@@ -14,9 +14,11 @@ from horovod_sparse.cli.console import console as make_console
 from horovod_sparse.cli.console import show
 from horovod_sparse.cli.model import FORMAT, read_model
 from horovod_sparse.cli.options import (
+    add_hosts,
     add_network,
     check_picture,
     density,
+    host_network_from,
     network_from,
     num_ranks,
     read_merging,
@@ -26,7 +28,7 @@ from horovod_sparse.cli.options import (
 )
 from horovod_sparse.cli.simulate.study import Question, numbers_of, print_studies, study_of
 from horovod_sparse.cost import AffineTime, AlphaBeta, Profile, network_of
-from horovod_sparse.errors import ArgumentError, ProfileMismatchError
+from horovod_sparse.errors import ArgumentError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.merging import LAYER_TABLES
 
@@ -51,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = f"numbers of ranks (default: {','.join(map(str, sizes))})"
     add("--ranks", type=several(num_ranks), default=sizes, metavar="P,P,...", help=text)
     text = "number of ranks for crossings in density and bandwidth (default: the profile's, or 8)"
+    add_hosts(parser)
     add("--at", type=num_ranks, metavar="P", help=text)
     text = "of horovod-sparse calibrate: latency, bandwidth and selection are taken from it"
     add("--profile", metavar="FILE", help=text)
@@ -134,18 +137,12 @@ def _question(
     network, at = network_from(options), options.at or 8
     fit = selection_from(options)
 
-    def assumed(recipe: Recipe, size: int) -> AffineTime:
-        return fit.time(recipe.sparsifier.density)
+    def assumed(recipe: Recipe, size: int, per_host: int) -> AffineTime:
+        return fit.time(recipe.sparsifier.density).per(1 / per_host)
 
-    def measured(recipe: Recipe, size: int) -> AffineTime:
+    def measured(recipe: Recipe, size: int, per_host: int) -> AffineTime:
         assert profile is not None  # else it is not chosen
-        sparsifier = recipe.sparsifier
-        total = profile.selection[sparsifier.name].time(sparsifier.density)
-        if sparsifier.name in profile.decoding:
-            per_rank = sparsifier.density_scope == "per rank"
-            received = min(1.0, sparsifier.density) * (size if per_rank else 1)
-            total += profile.decoding[sparsifier.name].time(received)
-        return total
+        return profile.work(recipe.sparsifier, size, per_host)
 
     if profile is not None:
         found = network_of(profile)
@@ -156,14 +153,12 @@ def _question(
         )
         at = options.at or profile.size
         for recipe in recipes:
-            if recipe.sparsifier.name not in profile.selection:
-                raise ProfileMismatchError(
-                    f"the profile has no selection time for {recipe.sparsifier.name}, only for "
-                    f"{', '.join(sorted(profile.selection)) or 'none'}: run horovod-sparse calibrate with it"
-                )
+            profile.work(recipe.sparsifier, at)  # refuses what was not measured
     chosen = assumed if profile is None else measured
     elements = None if options.elements is None else tuple(options.elements)
-    sizes = tuple(options.ranks)
-    return Question(
-        workload, read_merging(options.merging), network, sizes, at, chosen, elements, options.seed
-    )
+    sizes, merging = tuple(options.ranks), read_merging(options.merging)
+    per_host, inside = options.per_host or 1, host_network_from(options)
+    for size in (*sizes, at):
+        if size % per_host:
+            raise ArgumentError("--per-host", per_host, f"a number that {size} ranks are a multiple of")
+    return Question(workload, merging, network, sizes, at, chosen, elements, options.seed, per_host, inside)

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from horovod_sparse.cli.console import plain_table, show
 from horovod_sparse.collectives import AllToAll
-from horovod_sparse.cost import AffineTime, AlphaBeta
+from horovod_sparse.cost import HOST_NETWORK, AffineTime, AlphaBeta, Levels
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.merging import Plan, Strategy, Workload
@@ -38,9 +38,12 @@ class Question:
         network: alpha and beta.
         sizes: numbers of ranks, ascending.
         at: number of ranks for crossings in density and bandwidth.
-        selection: of a recipe at a density on P ranks: time by n, decoding included.
+        selection: of a recipe at a density, among so many ranks, of which so many share the elements: time by
+            n, decoding included.
         num_elements: of the two simulated buckets; chosen by P and density if left out.
         seed: of the gradients.
+        per_host: L, ranks of a host, which share its network card; with more than one there are two levels.
+        inside: alpha and beta between the ranks of a host.
     """
 
     workload: Workload
@@ -48,9 +51,16 @@ class Question:
     network: AlphaBeta
     sizes: tuple[int, ...]
     at: int
-    selection: Callable[[Recipe, int], AffineTime]
+    selection: Callable[[Recipe, int, int], AffineTime]
     num_elements: tuple[int, int] | None = None
     seed: int = 0
+    per_host: int = 1
+    inside: AlphaBeta = HOST_NETWORK
+
+    @property
+    def levels(self) -> Levels:
+        """Hosts of several ranks sum gradients first."""
+        return "host" if self.per_host > 1 else "flat"
 
 
 @dataclass(frozen=True)
@@ -128,7 +138,7 @@ def study_of(question: Question, recipe: Recipe, tell: Callable[[str], None] = l
     points = []
     for size in sizes:
         tell(f"{recipe.sparsifier.name} on {size} ranks")
-        points.append(_point(question, recipe, size, question.network))
+        points.append(_beside_flat(question, recipe, size))
     tell(f"{recipe.sparsifier.name}: crossing in density")
     steered = not isinstance(recipe.sparsifier, HardThreshold)
     density = _in_density(question, recipe) if steered else None
@@ -158,7 +168,8 @@ def _possible(sizes: Sequence[int], recipe: Recipe) -> tuple[list[int], list[str
 
 def _coarse(question: Question, recipe: Recipe, sizes: Sequence[int]) -> list[str]:
     density = recipe.sparsifier.density
-    small = [size for size in sizes if _elements(question, size, density)[0] * density < _FEWEST_SELECTED / 2]
+    few = question.per_host * _FEWEST_SELECTED / 2
+    small = [size for size in sizes if _elements(question, size, density)[0] * density < few]
     if not small:
         return []
     return [
@@ -168,14 +179,44 @@ def _coarse(question: Question, recipe: Recipe, sizes: Sequence[int]) -> list[st
 
 
 def _elements(question: Question, size: int, density: float) -> tuple[int, int]:
-    return question.num_elements or simulated_sizes(size, density)
+    # a rank selects from its shard alone
+    return question.num_elements or simulated_sizes(size, density / question.per_host)
+
+
+def _stepper(
+    question: Question, recipe: Recipe, size: int, levels: Levels
+) -> Callable[[AlphaBeta], ScalePoint]:
+    """The step by network. Simulated once: bytes and rounds do not depend on the network."""
+    per_host = question.per_host
+    traffic = simulate_traffic(
+        recipe,
+        size,
+        num_elements=_elements(question, size, recipe.sparsifier.density),
+        seed=question.seed,
+        per_host=per_host,
+        levels=levels,
+    )
+    shared = per_host if levels == "host" else 1
+    selection = question.selection(recipe, size // shared, shared)
+
+    def step(network: AlphaBeta) -> ScalePoint:
+        workload, merging = question.workload, question.merging
+        return scale_point(workload, merging, traffic, network, selection, question.inside)
+
+    return step
 
 
 def _point(question: Question, recipe: Recipe, size: int, network: AlphaBeta) -> ScalePoint:
-    num_elements = _elements(question, size, recipe.sparsifier.density)
-    traffic = simulate_traffic(recipe, size, num_elements=num_elements, seed=question.seed)
-    selection = question.selection(recipe, size)
-    return scale_point(question.workload, question.merging, traffic, network, selection)
+    return _stepper(question, recipe, size, question.levels)(network)
+
+
+def _beside_flat(question: Question, recipe: Recipe, size: int) -> ScalePoint:
+    """A point of two levels, with what one level would take."""
+    point = _point(question, recipe, size, question.network)
+    if question.levels == "flat":
+        return point
+    flat = _stepper(question, recipe, size, "flat")(question.network)
+    return dataclasses.replace(point, flat_seconds=flat.sparse_seconds)
 
 
 def _in_ranks(points: Sequence[ScalePoint]) -> Crossing:
@@ -193,14 +234,10 @@ def _in_density(question: Question, recipe: Recipe) -> Crossing:
 
 
 def _in_bandwidth(question: Question, recipe: Recipe) -> Crossing:
-    # simulated once: bytes and rounds do not depend on the network
-    num_elements = _elements(question, question.at, recipe.sparsifier.density)
-    traffic = simulate_traffic(recipe, question.at, num_elements=num_elements, seed=question.seed)
-    selection = question.selection(recipe, question.at)
+    step = _stepper(question, recipe, question.at, question.levels)
 
     def speedup(bandwidth: float) -> float:
-        network = AlphaBeta(question.network.alpha_seconds, 8.0 / bandwidth)
-        return scale_point(question.workload, question.merging, traffic, network, selection).speedup
+        return step(AlphaBeta(question.network.alpha_seconds, 8.0 / bandwidth)).speedup
 
     return _crossing(speedup, *_BANDWIDTHS)
 
@@ -257,13 +294,23 @@ def print_studies(
     """
     network = question.network
     where = f"{8e-9 / network.beta_seconds:.4g} Gbit/s, {network.alpha_seconds * 1e6:.4g} us latency"
+    two = question.levels == "host"
+    if two:
+        within = (
+            f"{8e-9 / question.inside.beta_seconds:.4g} Gbit/s, {question.inside.alpha_seconds * 1e6:.4g} us"
+        )
+        where += f" between hosts of {question.per_host} ranks, {within} within"
     show(console, f"{model}, merging {merging}, {where}; the batch of a rank stays the same", "bold")
     columns = ("P", "iteration ms", "dense ms", "speedup", "bytes per rank", "dense", "union", "buckets")
+    if two:
+        columns = ("hosts x ranks", *columns[1:], "flat ms")
     for study in studies:
-        table = plain_table(study.recipe.describe(), columns, "bytes that a rank puts in, each counted once")
+        told = "bytes that a rank puts in, each counted once"
+        told += "; those within its host left out; flat: with one level" if two else ""
+        table = plain_table(study.recipe.describe(), columns, told)
         for point in study.points:
             table.add_row(
-                f"{point.size}",
+                f"{point.size // question.per_host} x {question.per_host}" if two else f"{point.size}",
                 f"{point.sparse_seconds * 1e3:,.1f}",
                 f"{point.dense_seconds * 1e3:,.1f}",
                 f"{point.speedup:.2f}",
@@ -271,6 +318,7 @@ def print_studies(
                 f"{point.dense_bytes_per_rank:,.0f}",
                 f"{point.union_density:.4f}",
                 f"{len(point.plan.buckets)}",
+                *(() if point.flat_seconds is None else (f"{point.flat_seconds * 1e3:,.1f}",)),
                 style="" if point.speedup > 1.0 else "dim",
             )
         console.print(table)
@@ -322,6 +370,7 @@ def numbers_of(model: str, merging: str, question: Question, studies: Sequence[S
         "alpha_seconds": question.network.alpha_seconds,
         "beta_seconds": question.network.beta_seconds,
         "at": question.at,
+        "per_host": question.per_host,
         "studies": [
             {
                 "sparsifier": study.recipe.describe(),
@@ -334,6 +383,7 @@ def numbers_of(model: str, merging: str, question: Question, studies: Sequence[S
                         "dense_bytes_per_rank": point.dense_bytes_per_rank,
                         "union_density": point.union_density,
                         "buckets": len(point.plan.buckets),
+                        "flat_seconds": point.flat_seconds,
                     }
                     for point in study.points
                 ],

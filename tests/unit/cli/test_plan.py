@@ -214,3 +214,23 @@ def test_density_auto_is_the_largest_for_nothing(capsys, tmp_path):
     assert "least=2" in capsys.readouterr().err
     assert main(["simulate", "--model", "resnet50", "--sparsifier", "topk:density=auto"]) == 2
     assert "simulate does not take" in capsys.readouterr().err
+
+
+def test_two_levels_where_hosts_have_several_ranks(capsys):
+    common = ["plan", "--model", "resnet50", "--sparsifier", "topk", "--density", "0.001", "--json", "-"]
+    hosts = [*common, "--ranks", "512", "--per-host", "8"]
+
+    def told(*more: str) -> tuple[dict, str]:
+        assert main([*hosts, *more]) == 0
+        output = capsys.readouterr()
+        return json.loads(output.out), output.err
+
+    numbers, words = told()
+    assert numbers["levels"] == "host" and "64 hosts of 8 ranks" in words
+    flat, _ = told("--levels", "flat")
+    seconds = [one["compared"][0]["iteration_seconds"] for one in (numbers, flat)]
+    assert seconds[0] < seconds[1]
+    slow, words = told("--host-bandwidth", "100mbit")
+    assert slow["levels"] == "flat" and "levels: flat" in words
+    assert main([*common, "--levels", "host"]) == 2
+    assert "--per-host" in capsys.readouterr().err

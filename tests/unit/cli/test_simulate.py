@@ -31,7 +31,7 @@ WORKLOAD = Workload((ParameterFacts("all", N),), (BACKWARD,))
 
 def asked(network: AlphaBeta, sizes: tuple[int, ...] = (2, 8, 32, 128, 512), at: int = 8) -> Question:
     nothing = AffineTime()
-    return Question(WORKLOAD, single, network, sizes, at, lambda recipe, size: nothing)
+    return Question(WORKLOAD, single, network, sizes, at, lambda recipe, size, per_host: nothing)
 
 
 def test_top_k_crosses_where_its_bytes_exceed_those_of_dense():
@@ -59,7 +59,13 @@ def test_bandwidth_crosses_where_selection_costs_what_bytes_save():
     question = asked(AlphaBeta(latency, 8e-9), sizes=(8,))
     slow = AffineTime(0.002, 0.0)
     question = Question(
-        WORKLOAD, single, question.network, (8,), size, lambda recipe, size: slow, num_elements=(1000, 4000)
+        WORKLOAD,
+        single,
+        question.network,
+        (8,),
+        size,
+        lambda recipe, size, per_host: slow,
+        num_elements=(1000, 4000),
     )
     study = study_of(question, parse_recipe("topk:density=0.01"))
     # selection - 3 latencies (of 6) = (dense bytes - sparse bytes) beta
@@ -154,3 +160,44 @@ def test_a_picture_without_matplotlib_is_refused_in_words(arguments, capsys, mon
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main([*arguments, "x.png", "--model", "resnet50"]) == 2
     assert "pip install 'horovod_sparse[plot]'" in " ".join(capsys.readouterr().err.split())
+
+
+def test_hosts_of_several_ranks_have_two_levels_beside_one():
+    """One bucket of top-k on 4 x 2: dense within hosts, then shards of 4 ranks, two at a time by one card."""
+    network, inside, nothing = AlphaBeta(1e-12, 8e-9), AlphaBeta(1e-12, 1e-10), AffineTime()
+    asked_ = Question(
+        WORKLOAD, single, network, (8,), 8, lambda recipe, size, shared: nothing, None, 0, 2, inside
+    )
+    (point,) = study_of(asked_, parse_recipe("topk:density=0.01")).points
+    selected = 0.01 * N / 2
+    assert point.bytes_per_rank == pytest.approx(16 + 8 * selected, rel=0.01)
+    between = 2 * 3 * (16 + 8 * selected) * network.beta_seconds
+    within = (4 * N / 2 + 8 * 4 * selected) * inside.beta_seconds
+    assert point.sparse_seconds == pytest.approx(BACKWARD + between + within, rel=0.01)
+    flat = 7 * (16 + 8 * 0.01 * N) * network.beta_seconds
+    assert point.flat_seconds == pytest.approx(BACKWARD + flat, rel=0.01)
+    # the union is that of 4 ranks, not of 8
+    assert point.union_density == pytest.approx(0.04, rel=0.1)
+
+
+def test_the_command_takes_hosts(tmp_path, capsys):
+    model = tmp_path / "model.json"
+    model.write_text(json.dumps({"parameters": [["all", N, BACKWARD]]}))
+    arguments = [
+        "simulate",
+        "--model",
+        str(model),
+        "--sparsifier",
+        "topk",
+        "--density",
+        "0.01",
+        "--json",
+        "-",
+    ]
+    assert main([*arguments, "--ranks", "8,16", "--per-host", "4", "--at", "8"]) == 0
+    told = capsys.readouterr()
+    assert "4 x 4" in told.err and "flat ms" in told.err
+    numbers = json.loads(told.out)
+    assert numbers["per_host"] == 4 and numbers["studies"][0]["points"][1]["flat_seconds"] > 0
+    assert main([*arguments, "--ranks", "8,10", "--per-host", "4"]) == 2
+    assert "--per-host=4" in capsys.readouterr().err

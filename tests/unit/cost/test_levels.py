@@ -57,14 +57,15 @@ def test_the_faster_one_is_chosen() -> None:
     slow_inside = with_levels(_profile(), 2)
     slow = {kind: Fit(1.0, 1e-6) for kind in slow_inside.levels["host"]}
     slow_inside = dataclasses.replace(slow_inside, levels={**slow_inside.levels, "host": slow})
+    slow_inside = dataclasses.replace(slow_inside, framework="torch")
     told = choose_levels(TopK(density=0.01), 25_600_000, 4, 2, profile=slow_inside)
     assert told.levels == "flat" and "by the profile" in told.reason
 
 
 def test_a_profile_with_one_level_is_enough() -> None:
-    flat = assumed_profile(GIGABIT, 8)
+    flat = dataclasses.replace(assumed_profile(GIGABIT, 8), framework="torch")
     choice = choose_levels(TopK(density=0.01), 25_600_000, 4, 2, profile=flat)
-    assert choice.levels == "host"
+    assert choice.levels == "host" and "by formulas within hosts" in choice.reason
     with pytest.raises(ProfileMismatchError, match="one level"):
         flat.cost(TopK(), levels="host")
 
