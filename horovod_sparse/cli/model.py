@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from horovod_sparse.cli.options import time
 from horovod_sparse.cost import Profile
 from horovod_sparse.errors import ArgumentError, HorovodSparseError
-from horovod_sparse.merging import LAYER_TABLES, ParameterFacts, Workload, layer_table
+from horovod_sparse.merging import DEVICES, LAYER_TABLES, ParameterFacts, StepTime, Workload, layer_table
 
 #: of a model's file, in words
 FORMAT = (
@@ -30,6 +33,8 @@ class Model:
         backward_seconds: of each; None where the file has none.
         forward_seconds: of the step before backward.
         density: that the table's source trains it with; None for files without one.
+        steps: of a table, times on other devices.
+        source: where times are from, in words.
     """
 
     name: str
@@ -37,6 +42,50 @@ class Model:
     backward_seconds: tuple[float, ...] | None
     forward_seconds: float = 0.0
     density: float | None = None
+    steps: Mapping[str, StepTime] = field(default_factory=dict)
+    source: str = ""
+
+    def on(self, gpu: str | None, step_seconds: float | None) -> Model:
+        """The model with the times of another device.
+
+        Args:
+            gpu: of a table's `steps`, or None.
+            step_seconds: of forward and backward, or None.
+
+        Raises:
+            ArgumentError: the model has no times that could be scaled, or none of the device, or both are
+                given.
+
+        Example:
+            >>> read_model("resnet50").on("a100", None).workload().step_seconds
+            0.05182
+        """
+        if gpu is None and step_seconds is None:
+            return self
+        if gpu is not None and step_seconds is not None:
+            raise ArgumentError("--gpu", gpu, "either it or the time of a step")
+        source = "as given"
+        if gpu is not None:
+            if gpu not in self.steps:
+                known = ", ".join(self.steps) or "none here"
+                raise ArgumentError(
+                    "--gpu", gpu, f"one whose time {self.name} has ({known}), or --step-seconds"
+                )
+            step = self.steps[gpu]
+            step_seconds, source = step.seconds, f"{gpu}, {step.batch} samples ({step.source})"
+        if self.backward_seconds is None:
+            raise ArgumentError("--step-seconds", step_seconds, "a model with times to be scaled")
+        if step_seconds is None or not 0.0 < step_seconds < math.inf:
+            raise ArgumentError("--step-seconds", step_seconds, "a time above 0")
+        step_now = Workload(self.parameters, self.backward_seconds, self.forward_seconds).lasting(
+            step_seconds
+        )
+        return dataclasses.replace(
+            self,
+            backward_seconds=step_now.backward_seconds,
+            forward_seconds=step_now.forward_seconds,
+            source=source,
+        )
 
     def workload(self, profile: Profile | None = None) -> Workload:
         """Parameters with times; those of the profile, where it was measured on this model.
@@ -80,6 +129,14 @@ class Model:
         )
 
 
+def add_step(parser: argparse.ArgumentParser) -> None:
+    """Adds what says how long a step computes, where a table's own time is of another device."""
+    text = "time of forward and backward on one worker, as in 52ms: all times of the model are scaled to it"
+    parser.add_argument("--step-seconds", type=time, metavar="TIME", help=text)
+    text = "take a table's time of this device; docs/command.md has where each is from"
+    parser.add_argument("--gpu", choices=DEVICES, help=text)
+
+
 def read_model(text: str) -> Model:
     """A model by the name of its table, or from a file.
 
@@ -97,7 +154,13 @@ def read_model(text: str) -> Model:
         table = layer_table(text)
         workload = table.workload
         return Model(
-            text, workload.parameters, workload.backward_seconds, workload.forward_seconds, table.density
+            text,
+            workload.parameters,
+            workload.backward_seconds,
+            workload.forward_seconds,
+            table.density,
+            table.steps,
+            table.source,
         )
     if not text.endswith(".json"):
         raise ArgumentError("--model", text, f"{', '.join(LAYER_TABLES)}, or a file that ends in .json")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from horovod_sparse.checks import check_count
 from horovod_sparse.cli.console import console as make_console
 from horovod_sparse.cli.console import show
-from horovod_sparse.cli.model import FORMAT, read_model
+from horovod_sparse.cli.model import FORMAT, add_step, read_model
 from horovod_sparse.cli.options import add_network, network_from, selection_from, source_of
 from horovod_sparse.cost import AffineTime, AlphaBeta, Profile, assumed_profile
 from horovod_sparse.errors import ArgumentError
@@ -74,8 +74,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--params", type=float, metavar="N", help="parameters of the model, as in 124e6; needs --step-ms")
     tables = ", ".join(LAYER_TABLES)
     add("--model", metavar="TABLE|FILE", help=f"instead of it: {tables}; or a file .json: {FORMAT}")
-    text = "forward and backward on one worker, in ms; a table's own times (of an old GPU) are scaled to it"
+    text = "forward and backward on one worker, in ms; a table's own times are scaled to it"
     add("--step-ms", type=float, metavar="MS", help=text)
+    add_step(parser)
     add("--nodes", type=int, required=True, metavar="N", help="hosts")
     add("--per-node", type=int, default=1, metavar="N", help="workers of a host (default: %(default)s)")
     text = "of dense gradients: the best that dense training could do (default: %(default)s)"
@@ -103,7 +104,7 @@ def run(options: argparse.Namespace) -> int:
     size = options.nodes * options.per_node
     if size < 2:
         raise ArgumentError("--nodes", options.nodes, "two workers or more: one alone communicates nothing")
-    workload = _workload(options)
+    workload, origin = _workload(options)
     options.ranks, options.framework = size, None
     source = source_of(options)
     network = None if options.profile else network_from(options)
@@ -126,7 +127,7 @@ def run(options: argparse.Namespace) -> int:
     console = make_console()
     for warning in source.warnings:
         show(console, f"warning: {warning}", "yellow")
-    for line in sentences(verdict, options.gradient_dtype, source.words, measured=network is None):
+    for line in sentences(verdict, options.gradient_dtype, source.words, origin, measured=network is None):
         show(console, line)
     return 0
 
@@ -148,7 +149,7 @@ def verdict_of(
         >>> verdict_of(workload, gigabit, [parse_recipe("topk:density=0.001")]).answer
         'yes'
     """
-    computing = workload.forward_seconds + math.fsum(workload.backward_seconds)
+    computing = workload.step_seconds
     every = workload.with_dense([parameter.name for parameter in workload.parameters])
     best: tuple[float, Recipe] | None = None
     for recipe in recipes:
@@ -187,13 +188,16 @@ def crossing(at: Callable[[float], Verdict]) -> float:
     return math.exp(high)
 
 
-def sentences(verdict: Verdict, dtype: str, words: str, *, measured: bool) -> list[str]:
+def sentences(
+    verdict: Verdict, dtype: str, words: str, origin: str = "as given", *, measured: bool
+) -> list[str]:
     """Five lines.
 
     Args:
         verdict: what came out.
         dtype: of dense gradients.
         words: on which cluster, and by what.
+        origin: where the step's time is from.
         measured: whether times were measured on it.
     """
     sparse, dense, alone = (
@@ -224,7 +228,7 @@ def sentences(verdict: Verdict, dtype: str, words: str, *, measured: bool) -> li
         f"iteration: {sparse} sparse, {dense} dense ({dtype}, overlapped and fused), {alone} computing alone",
         f"paste: {paste}",
         f"dense wins: {border}",
-        f"how sure: {sure}",
+        f"how sure: {sure}; time of the step: {origin.rstrip('.')}",
     ]
 
 
@@ -235,8 +239,8 @@ def _bandwidth(bits: float) -> str:
     return f"{bits:.0f} bit/s"
 
 
-def _workload(options: argparse.Namespace) -> Workload:
-    """The step of `--model`, or one of `--params` in equal pieces, as long as `--step-ms` says.
+def _workload(options: argparse.Namespace) -> tuple[Workload, str]:
+    """The step of `--model`, or one of `--params` in equal pieces, and where its time is from.
 
     Raises:
         ArgumentError: if there are neither or both, or a time is missing.
@@ -244,20 +248,21 @@ def _workload(options: argparse.Namespace) -> Workload:
     milliseconds = options.step_ms
     if milliseconds is not None and not 0.0 < milliseconds < math.inf:
         raise ArgumentError("--step-ms", milliseconds, "a time in milliseconds above 0")
+    if milliseconds is not None and options.step_seconds is not None:
+        raise ArgumentError("--step-ms", milliseconds, "either it or --step-seconds")
+    given = options.step_seconds if milliseconds is None else milliseconds / 1e3
     if (options.params is None) == (options.model is None):
         raise ArgumentError("--params", options.params, "either this or --model, and not both")
     if options.model is not None:
-        workload = read_model(options.model).workload()
-        if milliseconds is None:
-            return workload
-        factor = milliseconds / 1e3 / (workload.forward_seconds + math.fsum(workload.backward_seconds))
-        times = tuple(factor * seconds for seconds in workload.backward_seconds)
-        return Workload(workload.parameters, times, factor * workload.forward_seconds)
+        model = read_model(options.model).on(options.gpu, given)
+        return model.workload(), model.source or "of the file"
+    if options.gpu is not None:
+        raise ArgumentError("--gpu", options.gpu, "--model too: tables have times by device")
     if not 1.0 <= options.params < 1e13:
         raise ArgumentError("--params", options.params, "a number of parameters, 1 or more")
-    if milliseconds is None:
+    if given is None:
         raise ArgumentError("--step-ms", None, "the time of forward and backward beside --params")
-    num_elements, seconds = int(options.params), milliseconds / 1e3
+    num_elements, seconds = int(options.params), given
     pieces = min(_PIECES, num_elements)
     bounds = [num_elements * number // pieces for number in range(pieces + 1)]
     facts = tuple(
@@ -265,7 +270,7 @@ def _workload(options: argparse.Namespace) -> Workload:
         for number, (start, stop) in enumerate(itertools.pairwise(bounds))
     )
     times = ((1 - _FORWARD_SHARE) * seconds / pieces,) * pieces
-    return Workload(facts, times, _FORWARD_SHARE * seconds)
+    return Workload(facts, times, _FORWARD_SHARE * seconds), "as given"
 
 
 def _numbers(verdict: Verdict, size: int) -> dict[str, object]:

@@ -28,10 +28,19 @@ from horovod_sparse.merging.selection import (
     select_tensors,
 )
 from horovod_sparse.merging.timeline import Span, Timeline, predict
-from horovod_sparse.merging.workload import LAYER_TABLES, LayerTable, Workload, layer_table, plan_of_segments
+from horovod_sparse.merging.workload import (
+    DEVICES,
+    LAYER_TABLES,
+    LayerTable,
+    StepTime,
+    Workload,
+    layer_table,
+    plan_of_segments,
+)
 
 __all__ = [
     "DEFAULT_BUCKET_BYTES",
+    "DEVICES",
     "LAYER_TABLES",
     "STRATEGIES",
     "Choice",
@@ -43,6 +52,7 @@ __all__ = [
     "ParameterFacts",
     "Plan",
     "Span",
+    "StepTime",
     "Strategy",
     "TensorSelection",
     "Timeline",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import resources
 
 from horovod_sparse.checks import check_seconds
@@ -68,6 +68,25 @@ class Workload:
         """The parameters that are not, in backward order."""
         return tuple(parameter.name for parameter in self.backward if parameter.name in self.dense)
 
+    @property
+    def step_seconds(self) -> float:
+        """Forward and backward."""
+        return self.forward_seconds + math.fsum(self.backward_seconds)
+
+    def lasting(self, seconds: float) -> Workload:
+        """The same step on another device: all times by one factor.
+
+        Args:
+            seconds: of forward and backward together, above 0.
+
+        Example:
+            >>> Workload((ParameterFacts("a", 10),), (3.0,), 1.0).lasting(0.2).backward_seconds
+            (0.15000000000000002,)
+        """
+        factor = seconds / self.step_seconds
+        times = tuple(factor * one for one in self.backward_seconds)
+        return Workload(self.parameters, times, factor * self.forward_seconds, self.dense)
+
     def with_dense(self, dense: Collection[str]) -> Workload:
         """The same step with another choice of what stays dense."""
         return Workload(self.parameters, self.backward_seconds, self.forward_seconds, frozenset(dense))
@@ -104,7 +123,36 @@ def plan_of_segments(workload: Workload, segments: Sequence[int]) -> Plan:
     return Plan(tuple(map(tuple, buckets)), workload.dense_names)
 
 
-LAYER_TABLES = ("bert_base", "inception_v4", "lstm_ptb", "resnet50", "vgg16_cifar", "xml_one_layer")
+LAYER_TABLES = (
+    "bert_base",
+    "gpt2_medium",
+    "gpt2_small",
+    "inception_v4",
+    "llama_1b",
+    "lstm_ptb",
+    "resnet18",
+    "resnet50",
+    "vgg16_cifar",
+    "vit_base",
+    "xml_one_layer",
+)
+#: whose step times tables may have
+DEVICES = ("v100", "rtx3090", "a100", "h100")
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Forward and backward on one device.
+
+    Attributes:
+        seconds: of both.
+        batch: samples.
+        source: where the number is from, and what is assumed.
+    """
+
+    seconds: float
+    batch: int
+    source: str
 
 
 @dataclass(frozen=True)
@@ -118,6 +166,7 @@ class LayerTable:
         density: that the source trains it with.
         shapes: of the parameters.
         workload: parameters and times.
+        steps: times of today's devices, by name (some of `DEVICES`).
     """
 
     name: str
@@ -126,6 +175,7 @@ class LayerTable:
     density: float
     shapes: tuple[tuple[int, ...], ...]
     workload: Workload
+    steps: Mapping[str, StepTime] = field(default_factory=dict)
 
 
 def layer_table(name: str) -> LayerTable:
@@ -152,4 +202,5 @@ def layer_table(name: str) -> LayerTable:
         saved["forward_seconds"],
     )
     shapes = tuple(tuple(shape) for _, shape, _ in rows)
-    return LayerTable(name, saved["source"], saved["batch"], saved["density"], shapes, workload)
+    steps = {device: StepTime(**step) for device, step in saved.get("steps", {}).items()}
+    return LayerTable(name, saved["source"], saved["batch"], saved["density"], shapes, workload, steps)

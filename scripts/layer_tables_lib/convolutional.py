@@ -1,4 +1,4 @@
-"""VGG-16 for CIFAR-10, ResNet-50 and Inception-v4, written from the papers that define them."""
+"""VGG-16 for CIFAR-10, ResNet-18, ResNet-50 and Inception-v4, written from the papers that define them."""
 
 from __future__ import annotations
 
@@ -42,6 +42,29 @@ def resnet50() -> Table:
                 unit(f"{name}.shortcut", (channels, 4 * width), 1, edge)
             channels = 4 * width
     table.linear("classifier", 2048, 1000)
+    return table
+
+
+def resnet18() -> Table:
+    """A 7 x 7 convolution, then four stages of two blocks of two 3 x 3 convolutions."""
+    table = Table()
+
+    def unit(name: str, channels: tuple[int, int], kernel: int, edge: int) -> None:
+        table.conv(f"{name}.conv", channels, (kernel, kernel), (edge, edge), bias=False)
+        table.norm(f"{name}.norm", channels[1], edge * edge)
+
+    unit("stem", (3, 64), 7, 112)
+    channels, edge = 64, 56
+    for stage, width in enumerate((64, 128, 256, 512)):
+        edge = edge if stage == 0 else edge // 2
+        for number in range(2):
+            name = f"stage{stage + 1}.block{number + 1}"
+            unit(f"{name}.first", (channels, width), 3, edge)
+            unit(f"{name}.second", (width, width), 3, edge)
+            if channels != width:
+                unit(f"{name}.shortcut", (channels, width), 1, edge)
+            channels = width
+    table.linear("classifier", 512, 1000)
     return table
 
 

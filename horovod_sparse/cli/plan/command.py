@@ -12,7 +12,7 @@ from rich.console import Console
 
 from horovod_sparse.cli.console import console as make_console
 from horovod_sparse.cli.console import show
-from horovod_sparse.cli.model import FORMAT, read_model
+from horovod_sparse.cli.model import FORMAT, add_step, read_model
 from horovod_sparse.cli.options import (
     Source,
     add_hosts,
@@ -47,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--merging", default="optimal", metavar="STRATEGY", help=f"{text} (default: %(default)s)")
     text = "all (are sparsified), cost (Eq. (1) of DRAGONN) or min_elements(N) (default: all)"
     add("--tensor-selection", metavar="RULE", help=text)
+    add_step(parser)
     add_source(parser)
     add_hosts(parser)
     text = "flat, host (gradients are summed within hosts first) or auto (the faster one; default)"
@@ -78,7 +79,8 @@ def run(options: argparse.Namespace) -> int:
         HorovodSparseError: naming the argument that is wrong.
     """
     _check(options)
-    model, source = read_model(options.model), source_of(options)
+    model = read_model(options.model).on(options.gpu, options.step_seconds)
+    source = source_of(options)
     chosen_density = options.density
     if chosen_density is None and "density=" not in options.sparsifier:
         chosen_density = model.density

@@ -12,7 +12,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from horovod_sparse.cli.console import console as make_console
 from horovod_sparse.cli.console import show
-from horovod_sparse.cli.model import FORMAT, read_model
+from horovod_sparse.cli.model import FORMAT, add_step, read_model
 from horovod_sparse.cli.options import (
     add_hosts,
     add_network,
@@ -57,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--at", type=num_ranks, metavar="P", help=text)
     text = "of horovod-sparse calibrate: latency, bandwidth and selection are taken from it"
     add("--profile", metavar="FILE", help=text)
+    add_step(parser)
     add_network(parser)
     text = "of the two buckets that are simulated (default: by P and density)"
     add("--elements", type=several(_elements), metavar="N,N", help=text)
@@ -84,7 +85,7 @@ def run(options: argparse.Namespace) -> int:
         HorovodSparseError: naming the argument that is wrong.
     """
     _check(options)
-    model = read_model(options.model)
+    model = read_model(options.model).on(options.gpu, options.step_seconds)
     texts = options.sparsifier or ["exdyna"]
     recipes = []
     for text in texts:

@@ -11,7 +11,7 @@ from horovod_sparse.cli import worth_it
 from horovod_sparse.cli.main import main
 from horovod_sparse.cost import AlphaBeta, Profile, assumed_profile
 from horovod_sparse.feedback import parse_recipe
-from horovod_sparse.merging import ParameterFacts, Workload
+from horovod_sparse.merging import ParameterFacts, Workload, layer_table
 
 ARGUMENTS = ["worth-it", "--params", "100e6", "--step-ms", "100", "--nodes", "4"]
 
@@ -63,6 +63,29 @@ def test_a_table_is_scaled_to_the_step(capsys):
     words = ["worth-it", "--model", "resnet50", "--nodes", "2", "--json", "--step-ms", "50"]
     assert main(words) == 0
     assert json.loads(capsys.readouterr().out)["computing_seconds"] == pytest.approx(0.05)
+
+
+def test_a_device_and_a_time_scale_any_table(capsys):
+    words = ["worth-it", "--model", "gpt2_small", "--nodes", "2"]
+    assert main([*words, "--json", "--gpu", "h100"]) == 0
+    h100 = json.loads(capsys.readouterr().out)["computing_seconds"]
+    assert h100 == pytest.approx(layer_table("gpt2_small").steps["h100"].seconds)
+    for command in ("plan", "simulate"):
+        model = ["--model", "resnet50", "--sparsifier", "topk", "--density", "0.01", "--step-seconds", "50ms"]
+        more = ["--ranks", "2", "--elements", "1000,2000"] if command == "simulate" else ["--ranks", "2"]
+        assert main([command, *model, *more]) == 0, capsys.readouterr().err
+        capsys.readouterr()
+    assert main([*words, "--gpu", "a100"]) == 0
+    assert "a100, 32 samples (MosaicML" in capsys.readouterr().out
+    for wrong in (
+        ["--gpu", "v100"],
+        ["--gpu", "a100", "--step-ms", "5"],
+        ["--step-ms", "5", "--step-seconds", "5"],
+    ):
+        assert main([*words, *wrong]) == 2
+        assert wrong[0] in capsys.readouterr().err
+    assert main([*ARGUMENTS, "--gpu", "a100"]) == 2
+    assert "--model too" in capsys.readouterr().err
 
 
 def test_it_answers_in_five_lines_with_something_to_paste(capsys):

@@ -16,10 +16,15 @@ ROOT = Path(__file__).resolve().parents[3]
 # number of parameters as published, and tensors
 PUBLISHED = {
     "bert_base": (109_482_240, 199),
+    "gpt2_medium": (354_823_168, 292),
+    "gpt2_small": (124_439_808, 148),
     "inception_v4": (42_679_816, 449),
+    "llama_1b": (1_100_048_384, 201),
     "lstm_ptb": (66_034_000, 11),
+    "resnet18": (11_689_512, 62),
     "resnet50": (25_557_032, 161),
     "vgg16_cifar": (14_728_266, 54),
+    "vit_base": (86_567_656, 152),
     "xml_one_layer": (126_722_048, 1),
 }
 
