@@ -9,6 +9,7 @@ from typing import Any
 
 from horovod_sparse.checks import check_count
 from horovod_sparse.errors import ArgumentError, UnsupportedError
+from horovod_sparse.frontend.drift import check_drift_arguments
 from horovod_sparse.frontend.poison import RAISE, check_on_nonfinite
 from horovod_sparse.merging import Plan
 from horovod_sparse.tensorflow import planning
@@ -18,7 +19,10 @@ from horovod_sparse.tensorflow.stock import refuse_adasum
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
 
 #: that go with a sparsifier only
-_OF_SPARSIFIERS = ("bucket_bytes", "plan", "merging", "tensor_selection", "profile")
+_OF_SPARSIFIERS = (
+    *("bucket_bytes", "plan", "merging", "tensor_selection", "profile"),
+    *("check_every", "on_drift"),
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -56,6 +60,8 @@ class Arguments:
     tensor_selection: Any = None
     profile: Any = None
     on_nonfinite: str = RAISE
+    check_every: int | None = None
+    on_drift: str | None = None
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Arguments:
@@ -92,6 +98,7 @@ class Arguments:
         """
         refuse_adasum(self.op)
         check_on_nonfinite(self.on_nonfinite)
+        self._drift()
         if self.op not in (hvd.Average, hvd.Sum):
             raise ArgumentError("op", self.op, "Average or Sum")
         if self.gradient_predivide_factor != 1.0 and self.op != hvd.Average:
@@ -136,7 +143,11 @@ class Arguments:
             "sparse_as_dense": self.sparse_as_dense,
             "scale_local_gradients": self.scale_local_gradients,
             "on_nonfinite": self.on_nonfinite,
+            **dict(zip(("check_every", "on_drift"), self._drift(), strict=True)),
         }
+
+    def _drift(self) -> tuple[int, str]:
+        return check_drift_arguments(self.check_every, self.on_drift)
 
     def __reduce__(self) -> Any:
         if self.process_set is not hvd.global_process_set:

@@ -288,7 +288,7 @@ class DropIn:
                 "process_set", self.process_set, f"the same as to the tape or optimizer, {theirs}, or none"
             )
         if self.synchronizer is None:
-            self.synchronizer = GradientSynchronizer(self.recipe, process_set=theirs)
+            self.synchronizer = GradientSynchronizer(self.recipe, process_set=theirs, check_every=0)
         if self.synchronizer.process_set is not theirs:
             raise UnsupportedError(
                 "one compressor serves one tape or optimizer; this one got two process sets"

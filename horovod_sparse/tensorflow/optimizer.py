@@ -36,6 +36,8 @@ def DistributedOptimizer(
     tensor_selection: Any = None,
     profile: Any = None,
     on_nonfinite: str = "raise",
+    check_every: int | None = None,
+    on_drift: str | None = None,
 ) -> Any:
     """Wraps an optimizer; arguments and order are those of ``horovod.tensorflow.DistributedOptimizer``.
 
@@ -64,6 +66,8 @@ def DistributedOptimizer(
         tensor_selection: see there.
         profile: see there.
         on_nonfinite: see there.
+        check_every: see there.
+        on_drift: see there.
 
     Raises:
         ArgumentError: for an argument that is not allowed.

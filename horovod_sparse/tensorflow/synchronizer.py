@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,21 +19,23 @@ from horovod_sparse.feedback import Recipe
 from horovod_sparse.frontend.agreement import settings
 from horovod_sparse.frontend.collective_errors import worst
 from horovod_sparse.frontend.decision import Decision
+from horovod_sparse.frontend.drift import DriftCheck, HostEntry
 from horovod_sparse.frontend.poison import RAISE, ZERO, Poison
 from horovod_sparse.merging import Plan
 from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.tensorflow import planning
 from horovod_sparse.tensorflow._horovod import hvd, is_elastic, present_start, takes_part
 from horovod_sparse.tensorflow.bucketing import Bucketing
+from horovod_sparse.tensorflow.calibration import carry_out_together
 from horovod_sparse.tensorflow.collectives import reduce_densely
 from horovod_sparse.tensorflow.driver import Driver
-from horovod_sparse.tensorflow.graph import EagerCalls, refuse_differentiation, refuse_graphs
+from horovod_sparse.tensorflow.graph import HOST, EagerCalls, refuse_differentiation, refuse_graphs
 from horovod_sparse.tensorflow.loss_scale import ScaledReduction, nan_where
 from horovod_sparse.tensorflow.order import WAITING, Order, gate, ungated
 from horovod_sparse.tensorflow.parts import Part, SparseBucket
 from horovod_sparse.tensorflow.replanning import Replanning
 from horovod_sparse.tensorflow.task import idle_seconds
-from horovod_sparse.tensorflow.tensors import as_dense, as_rate, as_variable, numpy_dtype
+from horovod_sparse.tensorflow.tensors import as_dense, as_rate, as_variable, is_comparable, numpy_dtype
 from horovod_sparse.tensorflow.transport import between_pairs
 
 _log = logging.getLogger("horovod_sparse")
@@ -76,6 +79,8 @@ class GradientSynchronizer:
         sparse_as_dense: sparsify `tf.IndexedSlices` like any other gradient; they are gathered as they
             are otherwise.
         on_nonfinite: see `Poison`.
+        check_every: see `DriftCheck`.
+        on_drift: see there.
         name: what names of its collectives begin with. The rest is taken when variables are seen, so that
             ranks may make synchronizers for themselves; those at work at the same time differ in it.
         **asked: how buckets are made (`groups`, `merging` and the others): see `plan_request`.
@@ -89,6 +94,8 @@ class GradientSynchronizer:
         last_error: what the last step raised on the host, None if it ended well. In a graph, TensorFlow
             raises an error of its own that only quotes it.
         declared: arguments of the tape or optimizer that change what is applied, by name: ranks compare them.
+        also_equal: gives the variables that have to be equal on all ranks beside those that are synchronized:
+            the optimizer's, where it is known. In the same order on all ranks.
         on_planned: called when variables have got their buckets, for saved state to be put into them.
     """
 
@@ -100,6 +107,8 @@ class GradientSynchronizer:
         average: bool = True,
         sparse_as_dense: bool = False,
         on_nonfinite: str = RAISE,
+        check_every: int | None = None,
+        on_drift: str | None = None,
         name: str = "horovod_sparse",
         **asked: Any,
     ) -> None:
@@ -116,8 +125,12 @@ class GradientSynchronizer:
         self._agreeing, self._finishing = threading.Lock(), threading.Lock()
         self.telemetry, self.step = Telemetry(), 0
         self.poison = Poison(on_nonfinite, self.telemetry)
+        self._make_check = partial(DriftCheck, check_every, on_drift, self.telemetry)
+        #: by names of the variables that are synchronized together: others may be changed meanwhile
+        self._checks: dict[frozenset[str], DriftCheck] = {}
         self.last_error: BaseException | None = None
         self.declared: Mapping[str, Any] = {}
+        self.also_equal: Callable[[], Sequence[Any]] = lambda: ()
         self.on_planned: Callable[[], None] | None = None
 
     @property
@@ -289,39 +302,47 @@ class GradientSynchronizer:
         every = [*gradients, *(None for _ in absent)]
         started = self.start(every, [*variables, *absent.values()], rate)
         results, parts, num_given = started.results, started.parts, len(gradients)
-        policy = self.poison.policy
+        policy, check = self.poison.policy, self._check_of(variables)
         if not parts:
             return results[:num_given] + [tf.constant(False)] * (policy != RAISE), None
         like = [(tf.as_dtype(part.dtype), shape) for part in parts for shape in part.shapes]
         if policy != RAISE:
             like.append((tf.int32, ()))
+        if check is not None:
+            like.append((tf.bool, ()))
         absent_names = frozenset(absent)
         # by their positions: a graph shall not keep the memory of buckets that there are no more
         version, positions = self.bucketing.version, [self.parts.index(part) for part in parts]
 
         def finish() -> list[np.ndarray]:
             parts = self.bucketing.at(version, positions)
+            before = self.step
             arrays, outcome = self._outcome(parts, None)
             for part in parts:
                 if isinstance(part, SparseBucket) and outcome == _APPLIED:
                     part.take_back(absent_names)
-            return arrays if policy == RAISE else [*arrays, np.array(outcome, np.int32)]
+            told = [] if policy == RAISE else [np.array(outcome, np.int32)]
+            if check is not None:
+                told.append(np.array(outcome == _APPLIED and before >= check.next_step))
+            return [*arrays, *told]
 
-        waits = is_elastic() or any(between_pairs(part.task.kinds) for part in parts)
+        waits = is_elastic() or check is not None or any(between_pairs(part.task.kinds) for part in parts)
         with WAITING.behind() if waits else contextlib.nullcontext():
             sums = self._driver.settle(started.tokens, finish, like)
             if policy == ZERO:
-                first = sums
+                first, outcome = sums, sums[-1 if check is None else -2]
 
                 def once_more() -> list[tf.Tensor]:
                     return self._driver.settle(
                         self._driver.start(parts, [()] * len(parts), rate), finish, like
                     )
 
-                sums = tf.cond(tf.equal(first[-1], _AGAIN), once_more, lambda: list(first))
+                sums = tf.cond(tf.equal(outcome, _AGAIN), once_more, lambda: list(first))
+            end = sums[0]
+            if check is not None:
+                end = self._compared(sums.pop(), check, variables)
         for order in (self._order, WAITING) if waits else (self._order,):
-            order.note(sums[0])
-        end = sums[0]
+            order.note(end)
         skipped = [] if policy == RAISE else [tf.equal(sums.pop(), _SKIPPED)]
         given = [every[i] for i in started.positions if every[i] is not None]
         if given:
@@ -329,6 +350,50 @@ class GradientSynchronizer:
         for position, sum_ in zip(started.positions, sums, strict=True):
             results[position] = sum_
         return results[:num_given] + skipped, end
+
+    def _check_of(self, variables: Sequence[Any]) -> DriftCheck | None:
+        """Of these variables; None where there is none, or nobody to compare with."""
+        names = frozenset(name for one in variables if (name := self.bucketing.name_of(one)) is not None)
+        check = self._checks.get(names)
+        if check is None:
+            check = self._make_check()
+            check.restart(self.step)
+            self._checks[names] = check
+        alone = self.place[1] == 1 and not is_elastic()
+        return None if alone or not check.every else check
+
+    def _compared(self, due: tf.Tensor, check: DriftCheck, variables: Sequence[Any]) -> tf.Tensor:
+        """Compares variables with those of the other ranks where that is due, before they change again.
+
+        They are read in the graph, which knows what was to be written to them before.
+
+        Returns:
+            int32 [], ready when all ranks have compared.
+        """
+        every = {self.bucketing.name_of(one) or f"variable {i}": one for i, one in enumerate(variables)}
+        every |= {f"variable {i} of the optimizer": one for i, one in enumerate(self.also_equal())}
+        named = {name: variable for name, one in every.items() if is_comparable(variable := as_variable(one))}
+
+        def compare(*arrays: np.ndarray) -> np.ndarray:
+            pairs = zip(named.items(), arrays, strict=True)
+            entries = [HostEntry(name, array, variable.assign) for (name, variable), array in pairs]
+            check_them = check.run(self.step - 1, self.place[0], entries)
+            try:
+                with tf.init_scope(), tf.device("/cpu:0"):
+                    carry_out_together(check_them, self.process_set, f"{self.bucketing.label}.drift")
+            except Exception as error:
+                self.last_error = error
+                raise
+            return np.zeros((), np.int32)
+
+        def checked() -> tf.Tensor:
+            with tf.device(HOST):
+                values = [variable.read_value() for variable in named.values()]
+                done = self.host.run(compare, values, [tf.int32])[0]
+            done.set_shape([])
+            return done
+
+        return tf.cond(due, checked, lambda: tf.zeros([], tf.int32))
 
     def start(self, gradients: Sequence[Gradient], variables: Sequence[Any], rate: tf.Tensor) -> Unsettled:
         """Everything up to the end of the last round; for those who finish in a way of their own.
@@ -456,4 +521,6 @@ class GradientSynchronizer:
                 self.step, why = start.step, start.reason
                 self.replanning.stop()
                 _log.info("Horovod has started: sparsifiers start anew at step %d, since %s", self.step, why)
+            for check in self._checks.values():
+                check.restart(self.step)
             self._start = present_start()

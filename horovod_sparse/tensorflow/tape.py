@@ -41,6 +41,8 @@ def DistributedGradientTape(
     tensor_selection: Any = None,
     profile: Any = None,
     on_nonfinite: str = "raise",
+    check_every: int | None = None,
+    on_drift: str | None = None,
 ) -> Any:
     """Wraps a tape so that gradients are synchronized over ranks, sparsely.
 
@@ -90,6 +92,11 @@ def DistributedGradientTape(
             are zeros on all ranks, and the tape's `skipped` is true, which has to guard the update
             (``if not tape.skipped: optimizer.apply_gradients(...)``), since a tape applies nothing; "zero":
             the gradients of such ranks are left out whole, and those of the others applied.
+        check_every: after so many steps, again and again, ranks compare a checksum of their variables; 0 for
+            never. If left out, what HOROVOD_SPARSE_CHECK_EVERY says, or 1000.
+        on_drift: what is done where they differ: "raise" a `DriftError` on every rank, which names what
+            differs, and the ranks; "warn", in the log; "resync": what differs becomes what rank 0 has,
+            counted in the telemetry. If left out, what HOROVOD_SPARSE_ON_DRIFT says, or "raise".
 
     Returns:
         A tape.
@@ -133,6 +140,8 @@ def PartialDistributedGradientTape(
     tensor_selection: Any = None,
     profile: Any = None,
     on_nonfinite: str = "raise",
+    check_every: int | None = None,
+    on_drift: str | None = None,
 ) -> Any:
     """As `DistributedGradientTape`, but the gradients of some layers stay local.
 
@@ -155,6 +164,8 @@ def PartialDistributedGradientTape(
         tensor_selection: see there.
         profile: see there.
         on_nonfinite: see there.
+        check_every: see there.
+        on_drift: see there.
 
     Raises:
         ArgumentError: if something in `local_layers` is no layer.

@@ -52,6 +52,18 @@ def as_variable(variable: Any) -> Any:
     return variable
 
 
+def is_comparable(variable: Any) -> bool:
+    """Whether it is a variable of numbers, which can be compared with that of other ranks.
+
+    Example:
+        >>> is_comparable(tf.Variable(1.0)), is_comparable(tf.Variable("one")), is_comparable(1.0)
+        (True, False, False)
+    """
+    if not hasattr(variable, "read_value"):
+        return False
+    return bool(variable.dtype.is_floating or variable.dtype.is_integer or variable.dtype.is_bool)
+
+
 def is_built(optimizer: Any) -> bool:
     """Whether an optimizer of Keras has its variables."""
     return bool(getattr(optimizer, "built", getattr(optimizer, "_built", False)))

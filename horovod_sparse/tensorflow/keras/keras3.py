@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import keras
@@ -98,6 +100,8 @@ def _derived(base: Any, is_scaler: bool, again: Again) -> Any:
                 #: Keras and tf.train.Checkpoint save it; it is in no list of variables
                 self.horovod_sparse = SavedState(keeper)
             self._horovod_sparse_reduction = reduction
+            if isinstance(reduction.reducer, GradientSynchronizer):
+                reduction.reducer.also_equal = partial(_own_variables, weakref.ref(self))
 
         @classmethod
         def from_config(cls, config: dict[str, Any], **arguments: Any) -> Any:
@@ -213,6 +217,14 @@ def _derived(base: Any, is_scaler: bool, again: Again) -> Any:
     Distributed.__name__, Distributed.__qualname__ = base.__name__, base.__qualname__
     Distributed.__module__, Distributed.__doc__ = base.__module__, base.__doc__
     return Distributed
+
+
+def _own_variables(reference: weakref.ref[Any]) -> list[Any]:
+    """Rates, counts and slots; none where some of them belong to what each rank has for itself."""
+    optimizer = reference()
+    if optimizer is None or optimizer._horovod_sparse_reduction.keeps_local:
+        return []
+    return list(optimizer.variables)
 
 
 _KEY = "state"

@@ -51,6 +51,8 @@ def DistributedOptimizer(
     tensor_selection: Any = None,
     profile: Any = None,
     on_nonfinite: str = "raise",
+    check_every: int | None = None,
+    on_drift: str | None = None,
 ) -> Any:
     """Wraps a Keras optimizer so that gradients are synchronized over ranks, sparsely.
 
@@ -117,6 +119,12 @@ def DistributedOptimizer(
         on_nonfinite: what is done where a gradient is NaN or Inf on some rank: "raise"; "skip", under Keras
             3: no rank's optimizer steps, and `iterations` does not count; "zero": the gradients of such ranks
             are left out whole, and those of the others applied. The last two are counted in the telemetry.
+        check_every: after so many steps, again and again, ranks compare a checksum of their variables,
+            under Keras 3 of the optimizer's, too; 0 for
+            never. If left out, what HOROVOD_SPARSE_CHECK_EVERY says, or 1000.
+        on_drift: what is done where they differ: "raise" a `DriftError` on every rank, which names what
+            differs, and the ranks; "warn", in the log; "resync": what differs becomes what rank 0 has,
+            counted in the telemetry. If left out, what HOROVOD_SPARSE_ON_DRIFT says, or "raise".
 
     Returns:
         An optimizer of a class derived from that of `optimizer`, with `telemetry`, `plan`, `decision`,

@@ -61,6 +61,11 @@ class Reduction:
         """Leaves a variable's gradient to this rank."""
         self._local.add(as_variable(variable).ref())
 
+    @property
+    def keeps_local(self) -> bool:
+        """Whether some variables are each rank's own, and so their optimizer's state."""
+        return bool(self._local)
+
     def reduce(
         self, gradients: Sequence[Any], variables: Sequence[Any], learning_rate: Any
     ) -> tuple[list[Any], tf.Tensor | None]:
