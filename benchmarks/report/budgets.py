@@ -30,6 +30,10 @@ def budget_table(measurements: Mapping[str, Any]) -> str:
         added, asked = tape["ms"]["added"]["median"], tape["budget_ms"]
         what = f"added by TensorFlow's tape, {tape['variables']} variables (ms)"
         rows.append([what, f"≤ {asked:g}", f"{added:.2f}", _verdict(added <= asked)])
+    if drift := measurements.get("drift"):
+        share, asked = drift["share"], drift["budget"]
+        what = f"comparing replicas every {drift['check_every']} steps, of a step"
+        rows.append([what, f"≤ {asked:.0%}", f"{share:.2%}", _verdict(share <= asked)])
     if growth := measurements.get("growth"):
         rows += _growth(growth)
     return markdown(["budget", "asked", "measured", ""], rows)

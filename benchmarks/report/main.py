@@ -19,6 +19,7 @@ from benchmarks.report.pictures import (
 )
 from benchmarks.report.tables import (
     bandwidth_table,
+    drift_table,
     frameworks_table,
     growth_table,
     launch_tables,
@@ -46,6 +47,7 @@ _RENDERERS = {
     "frameworks": frameworks_table,
     "growth": growth_table,
     "tape": tape_table,
+    "drift": drift_table,
     "wire": wire_table,
 }
 #: how the names of measurements begin that this page shows
@@ -60,7 +62,7 @@ def tables(measurements: dict[str, Any]) -> dict[str, str]:
 
     Returns:
         Markdown by name of the table: that of the file, and "budgets". A file whose name begins with
-        bandwidth, local, frameworks, growth, tape or wire has a table of its own kind; others have one per
+        bandwidth, local, frameworks, growth, tape, drift or wire has a table of its own kind; others have one per
         launch.
     """
     made = {}

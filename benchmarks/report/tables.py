@@ -58,6 +58,21 @@ def frameworks_table(result: Mapping[str, Any]) -> str:
     return f"{facts}\n\n{_timings(result, 'PyTorch')}"
 
 
+def drift_table(result: Mapping[str, Any]) -> str:
+    """Of `scripts/bench drift`."""
+    facts = (
+        f"{result['elements']:,} parameters and Adam's state ({result['compared_bytes'] / 1e6:.0f} MB), "
+        f"{result['sparsifier']}, {result['ranks']} ranks, {result['rounds']} rounds; {result['machine']}. Every "
+        f"{result['check_every']} steps: {result['share']:.3%} of a step."
+    )
+    names = {"step": "synchronizing and stepping, without backward", "check": "comparing all of it"}
+    rows = [
+        [name, f"{values['median']:.2f}", f"{values['low']:.2f} to {values['high']:.2f}"]
+        for name, values in ((names[key], result["ms"][key]) for key in names)
+    ]
+    return f"{facts}\n\n{markdown(['', 'median ms', 'quartiles'], rows)}"
+
+
 def tape_table(result: Mapping[str, Any]) -> str:
     """Of `scripts/bench tape`."""
     facts = (
