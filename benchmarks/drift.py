@@ -112,7 +112,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="fail if the budget is exceeded")
     options = parser.parse_args(given)
     is_rank = "HOROVOD_RANK" in os.environ
-    result = _measure(options) if is_rank else {"command": command_line("drift", given)}
+    result: dict[str, Any] | None = {"command": command_line("drift", given)}
+    result = _measure(options) if is_rank else result
     if result is None:
         return 0
     if not is_rank:

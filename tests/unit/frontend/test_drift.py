@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -33,11 +36,11 @@ def arrays(rank: int) -> dict[str, np.ndarray]:
 
 
 def entries_of(held: dict[str, np.ndarray]) -> list[HostEntry]:
-    return [HostEntry(name, array, lambda new, a=array: np.copyto(a, new)) for name, array in held.items()]
+    return [HostEntry(name, array, partial(np.copyto, array)) for name, array in held.items()]
 
 
-def checked(everyone: list[dict[str, np.ndarray]], policy: str, checks: list[DriftCheck] | None = None):
-    checks = checks or [DriftCheck(10, policy, Telemetry()) for _ in everyone]
+def checked(everyone: list[dict[str, np.ndarray]], policy: str) -> tuple[list[Any], list[DriftCheck]]:
+    checks = [DriftCheck(10, policy, Telemetry()) for _ in everyone]
     runs = [
         check.run(20, rank, entries_of(held))
         for rank, (check, held) in enumerate(zip(checks, everyone, strict=True))
@@ -132,7 +135,7 @@ def test_all_of_an_optimizers_state_is_looked_at() -> None:
     ):
         for _ in range(2):
 
-            def closure(optimizer=optimizer):
+            def closure(optimizer: torch.optim.Optimizer = optimizer) -> torch.Tensor:
                 optimizer.zero_grad()
                 loss = (weight**4).sum()
                 loss.backward()
