@@ -1,7 +1,7 @@
 """`scripts/bench drift`: what comparing the replicas costs, beside the step after which it is done.
 
-Every rank of this machine steps with Adam, whose state is looked at, too: gradients are synchronized sparsely and
-applied, without a forward or a backward pass, so the step is shorter than any user's. Then all compare, alone.
+Every rank of this machine steps with Adam, whose state is looked at, too: gradients are synchronized sparsely
+and applied, without a forward or a backward pass, so the step is shorter than any user's. Then all compare.
 """
 
 from __future__ import annotations

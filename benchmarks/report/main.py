@@ -62,8 +62,8 @@ def tables(measurements: dict[str, Any]) -> dict[str, str]:
 
     Returns:
         Markdown by name of the table: that of the file, and "budgets". A file whose name begins with
-        bandwidth, local, frameworks, growth, tape, drift or wire has a table of its own kind; others have one per
-        launch.
+        bandwidth, local, frameworks, growth, tape, drift or wire has a table of its own kind; others have one
+        per launch.
     """
     made = {}
     for name, result in measurements.items():

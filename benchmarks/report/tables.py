@@ -62,8 +62,8 @@ def drift_table(result: Mapping[str, Any]) -> str:
     """Of `scripts/bench drift`."""
     facts = (
         f"{result['elements']:,} parameters and Adam's state ({result['compared_bytes'] / 1e6:.0f} MB), "
-        f"{result['sparsifier']}, {result['ranks']} ranks, {result['rounds']} rounds; {result['machine']}. Every "
-        f"{result['check_every']} steps: {result['share']:.3%} of a step."
+        f"{result['sparsifier']}, {result['ranks']} ranks, {result['rounds']} rounds; {result['machine']}. "
+        f"Every {result['check_every']} steps: {result['share']:.3%} of a step."
     )
     names = {"step": "synchronizing and stepping, without backward", "check": "comparing all of it"}
     rows = [
