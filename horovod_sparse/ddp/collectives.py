@@ -17,6 +17,18 @@ from horovod_sparse.pytorch.layout import readable_tensor
 
 #: messages under way between two ranks have different tags; tags are used again after so many
 _NUM_TAGS = 2**20
+#: words that any message may have before its receiver knows how many it has
+_LEAST_ROOM = 1024
+
+
+def _next_room(room: int, length: int) -> int:
+    """Words to expect after a message: half more, and no fall at once where buckets differ.
+
+    Example:
+        >>> _next_room(1024, 4000), _next_room(6000, 2000)
+        (6000, 5250)
+    """
+    return max(_LEAST_ROOM, length + length // 2, room - room // 8)
 
 
 class Carrier:
@@ -27,7 +39,9 @@ class Carrier:
     DistributedDataParallel has its own on the other (buffers, unused parameters).
 
     Lengths differ from rank to rank, which no all-gather of torch.distributed takes. So messages go from
-    each rank to each other, the length first: as many bytes as in a ring, and one latency instead of P - 1.
+    each rank to each other: as many bytes as in a ring, and one latency instead of P - 1. Each says its own
+    length in its first word. A receiver has to offer memory before: as much as both ends expect after the
+    messages that went between them before (Gloo takes a shorter one); what is longer follows in a second one.
 
     Args:
         group: of the model; its ranks make the other group together, here.
@@ -38,6 +52,9 @@ class Carrier:
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
         self._host = _host_group(self.group)
         self._num_exchanges = 0
+        #: words that the next message between this rank and another one may have, both ends alike
+        self._rooms_of_sources = dict.fromkeys(range(self.size), _LEAST_ROOM)
+        self._rooms_of_targets = dict.fromkeys(range(self.size), _LEAST_ROOM)
 
     def __call__(self, request: Request) -> Any:
         """What comes back for a request; waits for it.
@@ -89,29 +106,46 @@ class Carrier:
         """Messages of int32 words between pairs of ranks, of any length each."""
         tag = 2 * self._num_exchanges % _NUM_TAGS
         self._num_exchanges += 1
-        awaited = [rank for rank in sources if rank != self.rank]
-        lengths = {rank: torch.empty(1, dtype=torch.int64) for rank in awaited}
-        coming = [self._receive(lengths[rank], rank, tag) for rank in awaited]
-        sent = []
+        coming = {}
+        for rank in sources:
+            if rank != self.rank:
+                head = torch.empty(1 + self._rooms_of_sources[rank], dtype=torch.int32)
+                coming[rank] = head, self._receive(head, rank, tag)
         # what is sent is kept until it is sent
+        sent = []
         for rank, words in sends.items():
             if rank != self.rank:
-                length, tensor = torch.tensor([words.size]), readable_tensor(words)
-                sent.append((length, self._send(length, rank, tag)))
-                if words.size:
-                    sent.append((tensor, self._send(tensor, rank, tag + 1)))
+                sent += self._begin(words, rank, tag)
         messages, following = {}, []
-        for rank, work in zip(awaited, coming, strict=True):
+        for rank, (head, work) in coming.items():
             work.wait()
-            messages[rank] = torch.empty(int(lengths[rank]), dtype=torch.int32)
-            if messages[rank].numel():
-                following.append(self._receive(messages[rank], rank, tag + 1))
+            length, room = int(head[0]), self._rooms_of_sources[rank]
+            self._rooms_of_sources[rank] = _next_room(room, length)
+            if length <= room:
+                messages[rank] = head[1 : 1 + length]
+            else:
+                messages[rank] = torch.empty(length, dtype=torch.int32)
+                messages[rank][:room] = head[1:]
+                following.append(self._receive(messages[rank][room:], rank, tag + 1))
         for work in [*following, *(work for _, work in sent)]:
             work.wait()
         received = {rank: message.numpy() for rank, message in messages.items()}
         if self.rank in sources:
             received[self.rank] = sends[self.rank].copy()
         return received
+
+    def _begin(self, words: np.ndarray, rank: int, tag: int) -> list[tuple[torch.Tensor, Any]]:
+        """Starts to send a message; each part of it, and its work."""
+        room = self._rooms_of_targets[rank]
+        self._rooms_of_targets[rank] = _next_room(room, words.size)
+        head = torch.empty(1 + min(words.size, room), dtype=torch.int32)
+        head[0] = words.size
+        whole = readable_tensor(words)
+        head[1:] = whole[:room]
+        parts = [(head, self._send(head, rank, tag))]
+        if words.size > room:
+            parts.append((whole[room:], self._send(whole[room:], rank, tag + 1)))
+        return parts
 
     def _send(self, tensor: torch.Tensor, rank: int, tag: int) -> Any:
         return self._host.send([tensor], rank, tag)
