@@ -261,8 +261,8 @@ class Bucket:
         return self.info
 
     def spread(self, held: np.ndarray) -> np.ndarray:
-        """A copy of what this rank holds of its elements, among all of the whole: 0 elsewhere."""
-        return held.copy()
+        """What this rank holds of its elements, among all of the whole: 0 elsewhere. To be read only."""
+        return held
 
     def step(
         self,

@@ -100,6 +100,9 @@ class HostBucket(Bucket):
         self._whole, self.topology = whole, topology
         self._summable, self._foldable = summable, foldable
         self.host, self.local = topology.place(whole.rank)
+        #: what this rank holds of others' shards, [n] each as `held` gives them: loaded, or of another plan.
+        #: It waits until all ranks bring such to whose it is
+        self.elsewhere: list[np.ndarray] | None = None
         #: [start, stop) of this rank's shard in the whole
         self.shard = part(whole.num_elements, self.local, topology.per_host)
 
@@ -107,6 +110,34 @@ class HostBucket(Bucket):
     def whole(self) -> BucketInfo:
         """The facts of all of it, and of all ranks."""
         return self._whole
+
+    def held(self, own: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
+        """What this rank holds of the whole: residual and companions, [n] each.
+
+        Args:
+            own: of its shard.
+        """
+        spread = [self.spread(values) for values in own]
+        if self.elsewhere is not None:
+            spread = [values + more for values, more in zip(spread, self.elsewhere, strict=True)]
+        return tuple(spread)
+
+    def take(self, held: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """What of the whole is of this rank's shard; the rest waits (`elsewhere`).
+
+        Args:
+            held: as the method of this name gives it.
+        """
+        own = slice(*self.shard)
+        rest = [values.copy() for values in held]
+        for values in rest:
+            values[own] = 0
+        self.elsewhere = rest if any(values.any() for values in rest) else None
+        return [self.filled(values[own]) for values in held]
+
+    def filled(self, shard: np.ndarray) -> np.ndarray:
+        """A shard's values, and 0 up to the length of the longest."""
+        return np.append(shard, np.zeros(self.info.num_elements - shard.size, shard.dtype))
 
     def spread(self, held: np.ndarray) -> np.ndarray:
         """See `Bucket.spread`."""

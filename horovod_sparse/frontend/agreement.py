@@ -124,6 +124,8 @@ class Standing:
             has parameters of the same names; need not be equal.
         told: what others have to know to start anew where this rank stands, by bucket: plain values, such as
             `horovod_sparse.feedback.Progress.to_plain` gives.
+        column: with two levels, whose states have to be equal to this rank's: those of its column.
+        elsewhere: whether this rank holds something of others' shards.
     """
 
     step: int
@@ -134,6 +136,8 @@ class Standing:
     measuring: str = ""
     label: str = ""
     told: Mapping[str, Any] = field(default_factory=dict)
+    column: int = 0
+    elsewhere: bool = False
 
 
 @dataclass(frozen=True)
@@ -148,6 +152,7 @@ class Start:
         label: of the first rank.
         told: by that rank, where states start anew.
         measures: whether what is measured may go on, since all have come equally far.
+        elsewhere: whether some rank holds something of others' shards.
     """
 
     anew: bool
@@ -157,6 +162,7 @@ class Start:
     label: str = ""
     told: Mapping[str, Any] = field(default_factory=dict)
     measures: bool = True
+    elsewhere: bool = False
 
 
 def agreed_start(standing: Standing) -> Synchronization[Start]:
@@ -187,9 +193,11 @@ def agreed_start(standing: Standing) -> Synchronization[Start]:
             _digest([plan, model]),
             standing.measuring,
             standing.label,
+            standing.column,
+            standing.elsewhere,
         ]
     )
-    steps, digests, places, plans, measuring, labels = zip(*everyone, strict=True)
+    steps, digests, places, plans, measuring, labels, columns, elsewhere = zip(*everyone, strict=True)
     reason = ""
     if moved := [rank for rank, place in enumerate(places) if place != [rank, len(everyone)]]:
         rank = moved[0]
@@ -198,17 +206,19 @@ def agreed_start(standing: Standing) -> Synchronization[Start]:
         reason = ranks_apart("have done {} steps", steps)
     elif len(set(plans)) > 1:
         reason = "plans differ"
-    elif len(set(digests)) > 1:
+    elif len(set(zip(columns, digests, strict=True))) > len(set(columns)):
         reason = "states differ"
     measures = len(set(measuring)) == 1
     if not reason:
-        return Start(False, standing.step, standing.plan, label=labels[0], measures=measures)
+        held = any(elsewhere)
+        return Start(False, standing.step, standing.plan, "", labels[0], {}, measures, held)
     furthest = max(steps)
     told = dict(standing.told) if standing.step == furthest else {}
     everyone = yield from shared_lines([plan, model, told])
     check_same_model([model for _, model, _ in everyone])
     plan, _, told = everyone[steps.index(furthest)]
-    return Start(True, furthest, Plan.from_dict(plan), reason, labels[0], told, measures)
+    # other buckets have other shards
+    return Start(True, furthest, Plan.from_dict(plan), reason, labels[0], told, measures, True)
 
 
 def kept_share(old_size: int, size: int) -> float:

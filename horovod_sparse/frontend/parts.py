@@ -12,7 +12,7 @@ import numpy as np
 
 from horovod_sparse.collectives import AllReduce, Synchronization
 from horovod_sparse.errors import EditedGradientError, NonFiniteGradientError, NonFiniteSumError
-from horovod_sparse.feedback import Bucket, BucketStep, Progress, Recipe, progress_of
+from horovod_sparse.feedback import Bucket, BucketStep, HostBucket, Progress, Recipe, progress_of
 from horovod_sparse.sparsifiers.base import accumulator_dtype
 from horovod_sparse.telemetry import BucketReport
 
@@ -64,12 +64,17 @@ class BucketPart:
 
     def held(self) -> tuple[np.ndarray, ...]:
         """See `Part.held`: views, where the accumulator is on the host."""
+        own = self.own()
+        return self.bucket.held(own) if isinstance(self.bucket, HostBucket) else own
+
+    def own(self) -> tuple[np.ndarray, ...]:
+        """What the accumulator holds: with two levels, of this rank's shard."""
         accumulator = self.bucket.accumulator
         return (accumulator.values(), *accumulator.companions)
 
     def blank(self) -> list[np.ndarray]:
         """See `Part.blank`."""
-        count, info = 1 + self.bucket.recipe.feedback.num_companions, self.bucket.info
+        count, info = 1 + self.bucket.recipe.feedback.num_companions, self.bucket.whole
         return [np.zeros(info.num_elements, info.value_dtype) for _ in range(count)]
 
     def restart(self, progress: Progress | None = None) -> None:
@@ -79,8 +84,12 @@ class BucketPart:
 
     def assign(self, held: Sequence[np.ndarray]) -> None:
         """See `Part.assign`."""
-        self.bucket.accumulator.assign(held[0])
-        for array, values in zip(self.held()[1:], held[1:], strict=True):
+        self.assign_own(self.bucket.take(held) if isinstance(self.bucket, HostBucket) else held)
+
+    def assign_own(self, own: Sequence[np.ndarray]) -> None:
+        """Replaces what `own` gives."""
+        self.bucket.accumulator.assign(own[0])
+        for array, values in zip(self.own()[1:], own[1:], strict=True):
             array[...] = values
 
 

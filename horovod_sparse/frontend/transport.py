@@ -12,8 +12,8 @@ import importlib
 import os
 import time
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -260,32 +260,42 @@ class MpiPairs:
             self._next.Wait()
 
 
-class MpiRounds:
+class ExchangeHandle(Protocol):
+    """An exchange under way; see `horovod_sparse.pytorch.driver.Handle`."""
+
+    def is_known(self) -> bool: ...
+    def done(self) -> bool: ...
+    def result(self) -> Any: ...
+
+
+class Rounds:
     """A collective under way as messages between pairs; see `by_exchanges`.
 
     Args:
-        pairs: sends and receives them.
-        request: any but an exchange.
+        start: starts an exchange under a name, and does not wait.
+        request: any.
         name: the same on all ranks.
         rank: within those that take part.
         size: P.
     """
 
-    def __init__(self, pairs: MpiPairs, request: Request, name: str, rank: int, size: int) -> None:
-        self._pairs, self._name, self._rank = pairs, name, rank
-        self._steps = by_exchanges(request, rank, size)
+    def __init__(
+        self, start: Callable[[Exchange, str], ExchangeHandle], request: Request, name: str, rank: int, size: int
+    ) -> None:
+        self._begin, self._name = start, name
+        self._steps = _alone(request) if isinstance(request, Exchange) else by_exchanges(request, rank, size)
         self._number, self._answer, self._ended = 0, None, False
         self._inner = self._start(next(self._steps))
 
-    def _start(self, request: Request) -> _MpiHandle:
+    def _start(self, request: Request) -> ExchangeHandle:
         if not isinstance(request, Exchange):
             raise TypeError("collectives are made of exchanges alone")
         self._number += 1
-        return self._pairs.start(request, f"{self._name}/{self._number}", self._rank)
+        return self._begin(request, f"{self._name}/{self._number}")
 
     def is_known(self) -> bool:
-        """Whether MPI still runs."""
-        return self._pairs.is_known()
+        """Whether what carries the messages still runs."""
+        return self._ended or self._inner.is_known()
 
     def done(self) -> bool:
         """Whether the last message is there; starts what comes after those that are."""
@@ -301,6 +311,10 @@ class MpiRounds:
         while not self.done():
             time.sleep(_SLEEP_SECONDS)
         return self._answer
+
+
+def _alone(request: Request) -> Synchronization[Any]:
+    return (yield request)
 
 
 @atexit.register

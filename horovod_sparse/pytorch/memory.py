@@ -17,7 +17,7 @@ import torch
 from horovod_sparse.arrays import Accumulator, GradientParts, HostAccumulator
 from horovod_sparse.collectives import AllReduce, Synchronization
 from horovod_sparse.errors import UnsupportedError
-from horovod_sparse.feedback import Recipe
+from horovod_sparse.feedback import Recipe, levels
 from horovod_sparse.frontend.parts import REFUSED, check_health, sum_densely
 from horovod_sparse.kernels import apply_scaled_sum, clear_all, clear_at
 from horovod_sparse.pytorch import gradients
@@ -50,6 +50,12 @@ class GradientMemory(Protocol):
 
     def foldable(self, gradient: torch.Tensor, loss_scale: float = 1.0) -> Any:
         """The gradient over the loss's scale, as the accumulator folds it, and leaves it as it is."""
+
+    def summable(self, foldable: Any, whole: BucketInfo) -> Any:
+        """Of what `foldable` gave, one array or tensor that Horovod can sum: half types in float32."""
+
+    def shard(self, total: Any, num_elements: int) -> Any:
+        """A sum of a part of it, filled up with 0, as the accumulator folds it, and leaves it as it is."""
 
     def scatter(self, gradient: torch.Tensor, indices: np.ndarray, values: np.ndarray, scale: float) -> int:
         """Adds scale times a sum to a contiguous gradient of zeros; how many different elements it has."""
@@ -167,6 +173,14 @@ class HostMemory(GradientMemory):
         """See `GradientMemory.foldable`."""
         return GradientParts([host_view(unscaled(gradient, loss_scale))])
 
+    def summable(self, foldable: GradientParts, whole: BucketInfo) -> np.ndarray:
+        """See `GradientMemory.summable`."""
+        return levels.summable(foldable, whole)
+
+    def shard(self, total: np.ndarray, num_elements: int) -> GradientParts:
+        """See `GradientMemory.shard`."""
+        return levels.foldable(total, num_elements)
+
     def scatter(self, gradient: torch.Tensor, indices: np.ndarray, values: np.ndarray, scale: float) -> int:
         """See `GradientMemory.scatter`."""
         return apply_scaled_sum(host_view(gradient), indices, values, scale)
@@ -236,6 +250,14 @@ class DeviceMemory(GradientMemory):
     def foldable(self, gradient: torch.Tensor, loss_scale: float = 1.0) -> gradients.KeptTensor:
         """See `GradientMemory.foldable`."""
         return gradients.KeptTensor(unscaled(gradient, loss_scale))
+
+    def summable(self, foldable: gradients.KeptTensor, whole: BucketInfo) -> torch.Tensor:
+        """See `GradientMemory.summable`."""
+        return foldable.tensor.to(gradients.accumulating(whole.dtype)).reshape(-1)
+
+    def shard(self, total: torch.Tensor, num_elements: int) -> gradients.KeptTensor:
+        """See `GradientMemory.shard`."""
+        return gradients.KeptTensor(torch.cat([total, total.new_zeros(num_elements - total.numel())]))
 
     def scatter(self, gradient: torch.Tensor, indices: np.ndarray, values: np.ndarray, scale: float) -> int:
         """See `GradientMemory.scatter`."""

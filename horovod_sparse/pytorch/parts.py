@@ -11,16 +11,17 @@ import numpy as np
 import torch
 
 from horovod_sparse.collectives import Synchronization
-from horovod_sparse.feedback import Bucket, Member, Recipe
+from horovod_sparse.feedback import Bucket, HostBucket, Member, Recipe, shard_of
 from horovod_sparse.frontend import parts as common
 from horovod_sparse.merging import ParameterFacts, Plan
 from horovod_sparse.pytorch.driver import Starter, Task
 from horovod_sparse.pytorch.flat_gradient import FlatGradient
 from horovod_sparse.pytorch.layout import dtype_name, shaped, unshaped
-from horovod_sparse.pytorch.memory import unscaled
+from horovod_sparse.pytorch.memory import GradientMemory, unscaled
 from horovod_sparse.pytorch.streams import CudaStreams
 from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.telemetry import BucketReport
+from horovod_sparse.topology import Topology
 
 #: makes what holds the gradients of a part
 Lay: TypeAlias = Callable[[Sequence[torch.Tensor], str], Any]
@@ -96,6 +97,7 @@ class SparseBucket(_Laid, common.BucketPart):
         place: (rank, size) within the process set.
         dense: see `Part.dense`.
         lay: makes what holds their gradients; see `parts_of`.
+        topology: which ranks share a host, for two levels.
     """
 
     def __init__(
@@ -109,6 +111,7 @@ class SparseBucket(_Laid, common.BucketPart):
         *,
         dense: bool = False,
         lay: Lay = FlatGradient,
+        topology: Topology | None = None,
     ) -> None:
         self.name, self.learning_rate, self.dense = name, learning_rate, dense
         #: see `Bucket.step`
@@ -116,12 +119,17 @@ class SparseBucket(_Laid, common.BucketPart):
         self.names: tuple[str, ...] = tuple(names)
         self.gradient = lay(parameters, self.names[0])
         dtype = dtype_name(parameters[0]) or "unknown"  # others are refused before
-        info = BucketInfo(name, self.gradient.num_elements, *place, dtype)
-        self.memory = self.gradient.memory
+        whole = BucketInfo(name, self.gradient.num_elements, *place, dtype)
+        self.memory: GradientMemory = self.gradient.memory
         self.streams = self.memory.streams()
-        accumulator = self.memory.accumulator(info, recipe)
         members = [Member(item, *span) for item, span in zip(self.names, self.gradient.places, strict=True)]
-        self.bucket = Bucket(info, recipe, accumulator, members, timed=True)
+        if topology is None:
+            accumulator = self.memory.accumulator(whole, recipe)
+            self.bucket = Bucket(whole, recipe, accumulator, members, timed=True)
+        else:
+            accumulator = self.memory.accumulator(shard_of(whole, topology), recipe)
+            ways = {"summable": self.memory.summable, "foldable": self.memory.shard}
+            self.bucket = HostBucket(whole, recipe, accumulator, members, topology, timed=True, **ways)
         self.num_missing = len(self.names)
         self.task: Task | None = None
         self._loss_scale = 1.0
@@ -169,15 +177,15 @@ class SparseBucket(_Laid, common.BucketPart):
             self.streams.join()
         self.bucket.abandon(drop=drop)
 
-    def held(self) -> tuple[np.ndarray, ...]:
-        """See `Part.held`."""
+    def own(self) -> tuple[np.ndarray, ...]:
+        """See `BucketPart.own`."""
         accumulator = self.bucket.accumulator
         return (accumulator.values(), *self.memory.companions(accumulator))
 
-    def assign(self, held: Sequence[np.ndarray]) -> None:
-        """See `Part.assign`."""
-        self.bucket.accumulator.assign(held[0])
-        self.memory.assign_companions(self.bucket.accumulator, held[1:])
+    def assign_own(self, own: Sequence[np.ndarray]) -> None:
+        """See `BucketPart.assign_own`."""
+        self.bucket.accumulator.assign(own[0])
+        self.memory.assign_companions(self.bucket.accumulator, own[1:])
 
 
 class DenseParameter(_Laid, common.DensePart):
@@ -256,6 +264,7 @@ def parts_of(
     place: tuple[int, int],
     first: int = 0,
     lay: Lay = FlatGradient,
+    topology: Topology | None = None,
 ) -> list[Part]:
     """Buckets in the plan's order, then what stays dense. Fresh: their residuals are zeros.
 
@@ -268,6 +277,7 @@ def parts_of(
         first: number of the first bucket.
         lay: makes what holds the gradients of parameters of one dtype and device: called with these, in
             bucket order, and a name for messages.
+        topology: which ranks share a host, for two levels; what stays dense has one.
     """
     parts: list[Part] = []
     recipe = recipe.at(plan.density)
@@ -276,7 +286,7 @@ def parts_of(
         rate = partial(_learning_rate, optimizer, facts[names[0]][0].group)
         chosen = recipe.for_parameter(names[0], parameters[0].numel())
         label = f"bucket{number}.{names[0]}"
-        parts.append(SparseBucket(label, names, parameters, chosen, rate, place, lay=lay))
+        parts.append(SparseBucket(label, names, parameters, chosen, rate, place, lay=lay, topology=topology))
     dense = recipe.for_dense()
     for name in plan.dense:
         fact, parameter = facts[name]

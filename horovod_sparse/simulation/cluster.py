@@ -94,4 +94,4 @@ class SimulatedCluster:
 
     def residuals(self) -> list[np.ndarray]:
         """What every rank holds back, [n] each, as copies."""
-        return [bucket.spread(bucket.accumulator.residual()) for bucket in self.buckets]
+        return [bucket.spread(bucket.accumulator.residual()).copy() for bucket in self.buckets]

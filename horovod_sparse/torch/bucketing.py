@@ -18,12 +18,21 @@ from horovod_sparse.frontend.agreement import Standing, Start, agreed_start, com
 from horovod_sparse.frontend.collective_errors import raise_together
 from horovod_sparse.frontend.decision import FirstPlan, check_agreement
 from horovod_sparse.frontend.drift import DriftCheck
+from horovod_sparse.frontend.levels import (
+    agreed_topology,
+    assumed_topology,
+    gathered_shards,
+    hold_elsewhere,
+    own_place,
+)
 from horovod_sparse.frontend.parts import assign_residuals, held_residuals
 from horovod_sparse.frontend.plan_request import make_plan
 from horovod_sparse.merging import ParameterFacts, Plan
 from horovod_sparse.pytorch.layout import dtype_name
 from horovod_sparse.pytorch.parts import Part, SparseBucket, parts_of
+from horovod_sparse.topology import Topology
 from horovod_sparse.torch import planning
+from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.driver import HorovodDriver
 from horovod_sparse.torch.handles import present_start
 from horovod_sparse.torch.stock import compare_with_ranks, settings_of
@@ -59,6 +68,7 @@ class Bucketing:
         process_set: the ranks that take part.
         average: whether sums are divided by the number of ranks.
         deadline_seconds: of waiting; see `HorovodDriver`.
+        levels: see `horovod_sparse.frontend.levels`.
     """
 
     def __init__(
@@ -70,10 +80,14 @@ class Bucketing:
         process_set: Any,
         average: bool,
         deadline_seconds: float | None = None,
+        levels: str = "flat",
     ) -> None:
         self.optimizer, self.facts, self.recipe = optimizer, dict(facts), recipe
         self.process_set, self.average = process_set, average
-        self.driver, self._deadline_seconds = HorovodDriver(process_set, deadline_seconds), deadline_seconds
+        #: which ranks share a host, as buckets are made for; None for one level
+        self.topology = assumed_topology(levels, hvd, process_set)
+        self.driver = HorovodDriver(process_set, deadline_seconds, topology=self.topology)
+        self._levels, self._deadline_seconds = levels, deadline_seconds
         self.drift: DriftCheck
         self.warmup: WarmUp | None = None
         if first.request is not None:
@@ -117,11 +131,15 @@ class Bucketing:
 
     def build(self, plan: Plan) -> None:
         """Fresh buckets for a plan. Gradients stay what they are."""
-        parts = parts_of(plan, self.facts, self.recipe, self.optimizer, self._place)
+        parts = self._parts_of(plan, self.facts)
         for part in parts:
             part.gradient.gather_existing()
         self.plan, self.parts, self._part_of, self._kinds = plan, [], {}, []
         self._enter(parts)
+
+    def _parts_of(self, plan: Plan, facts: Mapping[str, tuple[ParameterFacts, torch.Tensor]], first: int = 0) -> list[Part]:
+        more = {"first": first, "topology": self.topology}
+        return parts_of(plan, facts, self.recipe, self.optimizer, self._place, **more)
 
     def _enter(self, parts: Sequence[Part]) -> None:
         """Further parts."""
@@ -142,6 +160,8 @@ class Bucketing:
         progress = {name: part.bucket.progress for part in self.sparse for name in part.names}
         self.build(plan)
         assign_residuals(self.parts, held, progress)
+        if self.topology is not None:  # other buckets have other shards: ranks bring each other theirs
+            self._agreed_under = None
 
     def follow(self) -> None:
         """Buckets of the types and on the devices that parameters have now; residuals are converted.
@@ -178,20 +198,28 @@ class Bucketing:
         self.driver.label, self._agreed_under = start.label, under
         if start.anew:
             self._start_anew(start)
+        if self.topology is not None and start.elsewhere:
+            self._together(gathered_shards(self.parts))
         self.drift.restart(self.step)
         if self.warmup is not None and not start.measures:
             self.warmup.stop_measuring()
 
-    def _together(self, agreement: Synchronization[Start]) -> Start:
-        seconds = self._deadline_seconds
-        start: Start = compare_with_ranks(agreement, self.process_set, deadline_seconds=seconds)
-        return start
+    def _together(self, agreement: Synchronization[Any]) -> Any:
+        more = {"deadline_seconds": self._deadline_seconds, "topology": self.topology}
+        return compare_with_ranks(agreement, self.process_set, **more)
+
+    def _move_to(self, topology: Topology | None) -> None:
+        """Buckets for other hosts; residuals are kept, states start anew."""
+        if topology != self.topology:
+            self.topology = self.driver.topology = topology
+            self.replan(self.plan)
 
     def _agreement(self) -> Synchronization[Start]:
         parameters = [fact for fact, _ in self.facts.values()]
         yield from compared(settings_of(self.optimizer, self.recipe, "horovod_sparse.torch"), parameters)
         yield from check_agreement(self._first.request)
         yield from raise_together(self._first.failure)
+        self._move_to((yield from agreed_topology(self._levels, own_place(hvd))))
         buckets = {part.name: part.bucket for part in self.sparse}
         standing = Standing(
             self.step,
@@ -202,6 +230,8 @@ class Bucketing:
             measuring="" if self.warmup is None else self.warmup.position,
             label=self._label,
             told={name: part.bucket.progress.to_plain() for part in self.sparse for name in part.names},
+            column=0 if self.topology is None else self.topology.place(self.rank)[1],
+            elsewhere=hold_elsewhere(self.parts),
         )
         return (yield from agreed_start(standing))
 
@@ -236,6 +266,7 @@ class Bucketing:
         if self._place != (self.rank, self.size):
             self._place = (self.rank, self.size)
             self.sizes.add(self.size)
+            self.topology = self.driver.topology = assumed_topology(self._levels, hvd, self.process_set)
             self.build(self.plan)
         self._agreed_under = None
 
@@ -266,7 +297,7 @@ class Bucketing:
             )
             standing = Standing(self.step, "", self._place, plan, parameters, label=self.driver.label)
             plan = self._together(agreed_start(standing)).plan
-        parts = parts_of(plan, new, self.recipe, self.optimizer, self._place, first=len(self.plan.buckets))
+        parts = self._parts_of(plan, new, first=len(self.plan.buckets))
         for part in parts:
             part.gradient.gather_existing()
         before = self.plan

@@ -17,6 +17,7 @@ from horovod_sparse.frontend.engine import carry_out
 from horovod_sparse.merging import ParameterFacts
 from horovod_sparse.pytorch.memory import HOST_DEVICES, DeviceMemory
 from horovod_sparse.sparsifiers import BucketInfo, SparseSum
+from horovod_sparse.topology import Topology
 from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.driver import HorovodDriver
 
@@ -50,6 +51,7 @@ def carry_out_together(
     starts: Starts | None = None,
     deadline_seconds: float | None = None,
     meanwhile: Callable[[], None] | None = None,
+    topology: Topology | None = None,
 ) -> Any:
     """Runs a coroutine to its end; all ranks of the process set do so together, and nothing else meanwhile.
 
@@ -63,8 +65,9 @@ def carry_out_together(
         starts: is told how long each start took.
         deadline_seconds: see `HorovodDriver`.
         meanwhile: see `Driver.wait`.
+        topology: see `HorovodDriver`.
     """
-    driver = HorovodDriver(process_set, deadline_seconds, by_pairs=False)
+    driver = HorovodDriver(process_set, deadline_seconds, by_pairs=False, topology=topology)
 
     def execute(request: Request) -> Any:
         started = time.perf_counter()

@@ -8,6 +8,7 @@ from typing import Any
 from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.frontend.deadline import Deadline
 from horovod_sparse.pytorch.driver import Driver
+from horovod_sparse.topology import Topology
 from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.collectives import start
 from horovod_sparse.torch.transport import forget_transports
@@ -20,6 +21,8 @@ class HorovodDriver(Driver):
         process_set: the ranks that take part.
         deadline_seconds: after which waiting is an error; see `horovod_sparse.frontend.deadline`.
         by_pairs: see `horovod_sparse.torch.collectives.start`.
+        topology: which ranks of the process set share a host, where requests are of single levels. May be
+            changed while nothing is under way.
 
     Example:
         >>> import horovod.torch as hvd, numpy as np; hvd.init()
@@ -40,9 +43,11 @@ class HorovodDriver(Driver):
         deadline_seconds: float | None = None,
         *,
         by_pairs: bool = True,
+        topology: Topology | None = None,
     ) -> None:
+        self.topology = topology
         super().__init__(
-            partial(start, process_set=process_set, by_pairs=by_pairs),
+            lambda request, name: start(request, name, process_set, by_pairs, self.topology),
             hvd.HorovodInternalError,
             partial(forget_transports, process_set),
             Deadline(deadline_seconds, lambda: (int(process_set.rank()), list(process_set.ranks))),

@@ -22,6 +22,7 @@ from horovod_sparse.collectives import Synchronization
 from horovod_sparse.errors import StateMismatchError, UnsupportedError
 from horovod_sparse.frontend.agreement import compared, settings
 from horovod_sparse.pytorch.parameter_buckets import NamedParameters
+from horovod_sparse.topology import Topology
 from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.calibration import carry_out_together
 from horovod_sparse.torch.handles import finished, present_start
@@ -135,6 +136,7 @@ def settings_of(optimizer: Any, compression: object, engine: str) -> dict[str, s
         synchronize_at=getattr(optimizer, "_synchronize_at", "backward"),
         on_nonfinite=getattr(optimizer, "_on_nonfinite", "raise"),
         **getattr(optimizer, "_drift", {}),
+        levels=getattr(optimizer, "_levels", "flat"),
     )
 
 
@@ -143,6 +145,7 @@ def compare_with_ranks(
     process_set: Any,
     optimizer: Any = None,
     deadline_seconds: float | None = None,
+    topology: Topology | None = None,
 ) -> Any:
     """Runs what ranks begin with, under one name whatever they go on with: see `compared`.
 
@@ -152,6 +155,7 @@ def compare_with_ranks(
         optimizer: of Horovod's, with a sparsifier of ours, that has sent numbers in the place of gradients.
             A rank that sends gradients may say nothing of itself, but Horovod notices that these differ.
         deadline_seconds: see `HorovodDriver`.
+        topology: see `HorovodDriver`.
 
     Raises:
         StateMismatchError: on this rank, if another one sends gradients.
@@ -163,9 +167,8 @@ def compare_with_ranks(
             waiting.clear()
 
     name, meanwhile = "horovod_sparse.agreement", look if waiting else None
-    return carry_out_together(
-        coroutine, process_set, name, deadline_seconds=deadline_seconds, meanwhile=meanwhile
-    )
+    more = {"deadline_seconds": deadline_seconds, "topology": topology}
+    return carry_out_together(coroutine, process_set, name, meanwhile=meanwhile, **more)
 
 
 def _took_one(waiting: list[tuple[Any, Any]]) -> bool:

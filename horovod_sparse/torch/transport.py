@@ -13,12 +13,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol, TypeAlias
 
 import torch
 
 from horovod_sparse.collectives import Exchange, Request
-from horovod_sparse.frontend.transport import MpiPairs, MpiRounds, mpi_for
+from horovod_sparse.frontend.transport import MpiPairs, Rounds, mpi_for
 from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.handles import finished, held_besides, present_start
 
@@ -168,7 +169,8 @@ class _RoundHandle:
             elif isinstance(request, Exchange):
                 self._inner = pairs.start(request, name, process_set.rank())
             else:
-                self._inner = MpiRounds(pairs, request, name, process_set.rank(), process_set.size())
+                rank, size = process_set.rank(), process_set.size()
+                self._inner = Rounds(partial(pairs.start, rank=rank), request, name, rank, size)
 
     def is_known(self) -> bool:
         return self._choice.is_known() and (self._inner is None or self._inner.is_known())

@@ -1,0 +1,156 @@
+"""Whether gradients are summed within hosts first, and which ranks share one: what all front ends do alike.
+
+A rank assumes what Horovod tells it when buckets are made, so that nothing waits for other ranks then; in the
+first synchronization after every start of Horovod all ranks tell each other, and buckets follow where that
+differs. What a rank held of others' shards (of a checkpoint with one level, say) goes to them then.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+
+from horovod_sparse.collectives import ReduceScatter, Synchronization
+from horovod_sparse.errors import ArgumentError, UnknownNameError
+from horovod_sparse.feedback import HostBucket
+from horovod_sparse.frontend.agreement import shared_lines
+from horovod_sparse.topology import Topology
+
+#: "flat": one level; "host": two; "auto": two where there are several hosts of several ranks each, as many on
+#: all of them
+Levels: TypeAlias = Literal["flat", "host", "auto"]
+LEVELS = ("flat", "host", "auto")
+
+#: as if so many ranks, one behind the other, had a host of their own: for tests, and for hosts in which the
+#: fast network joins some of the ranks only
+RANKS_VARIABLE = "HOROVOD_SPARSE_RANKS_PER_HOST"
+
+_log = logging.getLogger("horovod_sparse")
+
+
+def check_levels(levels: str) -> None:
+    """Refuses what is no way to use levels.
+
+    Raises:
+        UnknownNameError: saying which there are.
+    """
+    if levels not in LEVELS:
+        raise UnknownNameError("levels", str(levels), LEVELS)
+
+
+def own_place(hvd: Any) -> tuple[str, int]:
+    """This rank's host, and its place on it.
+
+    Args:
+        hvd: Horovod's binding for a framework, started.
+
+    Raises:
+        ArgumentError: if the environment asks for what cannot be.
+    """
+    asked = os.environ.get(RANKS_VARIABLE, "").strip()
+    if not asked:
+        return f"host {hvd.cross_rank()}", int(hvd.local_rank())
+    if not asked.isdigit() or int(asked) < 1:
+        raise ArgumentError(RANKS_VARIABLE, asked, "a number of ranks, from 1")
+    host, local = divmod(int(hvd.rank()), int(asked))
+    return f"host {host}", local
+
+
+def assumed_topology(levels: str, hvd: Any, process_set: Any) -> Topology | None:
+    """Which ranks share a host, as far as a rank can tell alone; None for one level.
+
+    Args:
+        levels: as the user asked.
+        hvd: see `own_place`.
+        process_set: the ranks that synchronize.
+    """
+    size = process_set.size()
+    if levels == "flat" or size in (None, 1) or size != hvd.size():
+        return None
+    per_host = int(os.environ.get(RANKS_VARIABLE, "").strip() or hvd.local_size())
+    host, local = own_place(hvd)
+    if per_host < 1 or size % per_host or host != f"host {hvd.rank() // per_host}":
+        return None
+    if local != hvd.rank() % per_host:
+        return None
+    return _wanted(levels, Topology.regular(size // per_host, per_host))
+
+
+def agreed_topology(levels: str, place: tuple[str, int]) -> Synchronization[Topology | None]:
+    """Which ranks share a host, as all have told; None for one level. One collective, none where that is asked.
+
+    Args:
+        levels: as the user asked, the same on all ranks.
+        place: of this rank, by `own_place`.
+
+    Raises:
+        UnsupportedError: on every rank alike, if two levels are asked for, and hosts have different numbers
+            of ranks.
+
+    Example:
+        >>> from horovod_sparse.simulation import run_lockstep
+        >>> ranks = [agreed_topology("host", (host, local)) for host in "ab" for local in (0, 1)]
+        >>> print(run_lockstep(ranks)[0])
+        2 hosts of 2 ranks
+    """
+    if levels == "flat":
+        return None
+    places = [(host, local) for host, local in (yield from shared_lines(place))]
+    counts: dict[str, int] = {}
+    for host, _ in places:
+        counts[host] = counts.get(host, 0) + 1
+    if levels == "auto" and len(set(counts.values())) > 1:
+        _say("flat", f"hosts have different numbers of ranks ({sorted(counts.values())})")
+        return None
+    topology = _wanted(levels, Topology.of(places))
+    if topology is not None:
+        _say("host", f"gradients are summed within hosts first ({topology})")
+    elif levels == "auto":
+        _say("flat", "there is one host" if len(counts) == 1 else "hosts have one rank each")
+    return topology
+
+
+_said: set[str] = set()
+
+
+def _say(levels: str, why: str) -> None:
+    words = f"levels={levels!r}: {why}"
+    if words not in _said:
+        _said.add(words)
+        _log.info("%s", words)
+
+
+def _wanted(levels: str, topology: Topology) -> Topology | None:
+    several = topology.num_hosts > 1 and topology.per_host > 1
+    return topology if levels == "host" or several else None
+
+
+def hold_elsewhere(parts: Sequence[Any]) -> bool:
+    """Whether a rank holds something of others' shards; see `gathered_shards`."""
+    return any(
+        bucket.elsewhere is not None
+        for bucket in (getattr(part, "bucket", None) for part in parts)
+        if isinstance(bucket, HostBucket)
+    )
+
+
+def gathered_shards(parts: Sequence[Any]) -> Synchronization[None]:
+    """Brings what ranks hold of each other's shards to whose they are; all ranks together.
+
+    Args:
+        parts: of one training, the same on all ranks.
+    """
+    for part in parts:
+        bucket = getattr(part, "bucket", None)
+        if not isinstance(bucket, HostBucket):
+            continue
+        shards = []
+        for values in part.held():
+            shard = yield ReduceScatter(np.ascontiguousarray(values), level="host")
+            shards.append(bucket.filled(shard))
+        bucket.elsewhere = None
+        part.assign_own(shards)
