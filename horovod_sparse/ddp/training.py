@@ -27,6 +27,7 @@ from horovod_sparse.frontend.parts import assign_residuals, held_residuals
 from horovod_sparse.frontend.state import load_entry, saved_entry, share_factor
 from horovod_sparse.merging import ParameterFacts, Plan
 from horovod_sparse.pytorch.parts import Part, SparseBucket, parts_of
+from horovod_sparse.topology import Topology
 
 _log = logging.getLogger("horovod_sparse")
 
@@ -45,6 +46,9 @@ class Training:
         ArgumentError: for an argument that is not allowed.
         UnknownNameError: for a misspelt algorithm or argument.
     """
+
+    #: see `Engine`: all ranks are alike
+    topology: Topology | None = None
 
     def __init__(
         self,

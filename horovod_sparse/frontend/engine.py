@@ -9,6 +9,7 @@ from horovod_sparse.collectives import Request, Synchronization
 from horovod_sparse.feedback import Bucket, Recipe
 from horovod_sparse.frontend.parts import Part
 from horovod_sparse.merging import Plan
+from horovod_sparse.topology import Topology
 
 Result = TypeVar("Result")
 
@@ -47,10 +48,12 @@ class Engine(Protocol):
         plan: which parameters form which bucket.
         parts: buckets and dense parameters.
         sparse: the parts that are sparsified, in the plan's order.
+        topology: which ranks share a host, where gradients are summed within hosts first; or None.
     """
 
     recipe: Recipe
     step: int
+    topology: Topology | None
 
     @property
     def place(self) -> tuple[int, int]:

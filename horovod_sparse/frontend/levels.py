@@ -81,7 +81,7 @@ def assumed_topology(levels: str, hvd: Any, process_set: Any) -> Topology | None
 
 
 def agreed_topology(levels: str, place: tuple[str, int]) -> Synchronization[Topology | None]:
-    """Which ranks share a host, as all have told; None for one level. One collective, none where that is asked.
+    """Which ranks share a host, as all have told; None for one level. One collective, or none.
 
     Args:
         levels: as the user asked, the same on all ranks.

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from horovod_sparse.errors import ArgumentError, StateMismatchError
-from horovod_sparse.feedback import Feedback, LowPass, Progress, Recipe
+from horovod_sparse.feedback import Feedback, HostBucket, LowPass, Progress, Recipe
 from horovod_sparse.feedback.state import as_array, from_plain, is_number, to_plain
 from horovod_sparse.frontend.engine import Engine
 from horovod_sparse.frontend.parts import assign_residuals, held_residuals
@@ -41,7 +41,7 @@ def saved_entry(engine: Engine, array: Callable[[np.ndarray], Any] = np.copy, **
         array: makes the checkpoint's kind of array of a sparsifier's (which it must copy).
         **more: what else the entry says.
     """
-    rank, size = engine.place
+    (rank, size), levels = engine.place, _levels_of(engine)
     residuals, *companions = held_residuals(engine.parts, engine.recipe.feedback.num_companions)
     return {
         "format": _FORMAT,
@@ -50,6 +50,7 @@ def saved_entry(engine: Engine, array: Callable[[np.ndarray], Any] = np.copy, **
         "rank": rank,
         "size": size,
         "step": engine.step,
+        **({} if levels is None else {"levels": levels}),
         **more,
         "plan": engine.plan.to_dict(),
         "residuals": residuals,
@@ -87,6 +88,9 @@ def check_entry(entry: Any, recipe: Recipe | None, advice: str) -> None:
     _whole(entry, "size", 1, _MOST_RANKS)
     _whole(entry, "rank", 0, entry["size"] - 1)
     _whole(entry, "step", 0, _MOST_STEPS)
+    levels = entry.get("levels", [])
+    sound = isinstance(levels, (list, tuple)) and all(type(item) is int for item in levels)
+    _expect(sound, "levels", levels, "a list of whole numbers")
     _expect(isinstance(entry.get("resized", False), bool), "resized", entry.get("resized"), "True or False")
     _expect(entry.get("feedback", "") is not None, "feedback", None, "text")
     _expect(isinstance(entry.get("feedback", ""), str), "feedback", entry.get("feedback"), "text")
@@ -144,12 +148,25 @@ def checked_states(
     (rank, size), plan = engine.place, _called(entry, names)
     if plan != engine.plan or entry["size"] != size or entry.get("resized"):
         return None
+    if list(entry.get("levels", ())) != (_levels_of(engine) or []):
+        return None
     states = []
     for number, (part, one) in enumerate(zip(engine.sparse, entry["buckets"], strict=True)):
         bucket = part.bucket
-        fresh = bucket.recipe.sparsifier.init(dataclasses.replace(bucket.info, rank=rank, size=size))
+        info = bucket.info
+        if not isinstance(bucket, HostBucket):
+            info = dataclasses.replace(info, rank=rank, size=size)
+        fresh = bucket.recipe.sparsifier.init(info)
         states.append(from_plain(fresh, one["state"], f"buckets[{number}].state"))
     return states
+
+
+def _levels_of(engine: Engine) -> list[int] | None:
+    """Hosts, ranks on each, and the host and the place of this one; None for one level."""
+    (rank, size), topology = engine.place, engine.topology
+    if topology is None or topology.size != size:
+        return None
+    return [topology.num_hosts, topology.per_host, *topology.place(rank)]
 
 
 def _called(entry: Mapping[str, Any], names: Mapping[str, str] | None) -> Plan:
@@ -286,6 +303,8 @@ def load_entry(
             part.bucket.state = state
     else:
         what = f"another plan ({plan})" if entry["size"] == size else f"{entry['size']} ranks"
+        if plan == engine.plan and entry["size"] == size:
+            what = "other hosts, or another number of levels"
         if entry.get("resized"):
             what = "another number of ranks"
         _log.warning(

@@ -260,7 +260,7 @@ class MpiPairs:
             self._next.Wait()
 
 
-class ExchangeHandle(Protocol):
+class _Handle(Protocol):
     """An exchange under way; see `horovod_sparse.pytorch.driver.Handle`."""
 
     def is_known(self) -> bool: ...
@@ -280,14 +280,19 @@ class Rounds:
     """
 
     def __init__(
-        self, start: Callable[[Exchange, str], ExchangeHandle], request: Request, name: str, rank: int, size: int
+        self,
+        start: Callable[[Exchange, str], _Handle],
+        request: Request,
+        name: str,
+        rank: int,
+        size: int,
     ) -> None:
         self._begin, self._name = start, name
         self._steps = _alone(request) if isinstance(request, Exchange) else by_exchanges(request, rank, size)
         self._number, self._answer, self._ended = 0, None, False
         self._inner = self._start(next(self._steps))
 
-    def _start(self, request: Request) -> ExchangeHandle:
+    def _start(self, request: Request) -> _Handle:
         if not isinstance(request, Exchange):
             raise TypeError("collectives are made of exchanges alone")
         self._number += 1

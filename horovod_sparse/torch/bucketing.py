@@ -125,6 +125,11 @@ class Bucketing:
         return self.rank, self.size
 
     @property
+    def mates(self) -> tuple[int, ...]:
+        """The ranks whose gradients are summed before they are sparsified: with one level this one alone."""
+        return (self.rank,) if self.topology is None else self.topology.group("host", self.rank)
+
+    @property
     def sparse(self) -> list[SparseBucket]:
         """The parts that are sparsified, in the plan's order."""
         return [part for part in self.parts if isinstance(part, SparseBucket) and not part.dense]
@@ -137,9 +142,11 @@ class Bucketing:
         self.plan, self.parts, self._part_of, self._kinds = plan, [], {}, []
         self._enter(parts)
 
-    def _parts_of(self, plan: Plan, facts: Mapping[str, tuple[ParameterFacts, torch.Tensor]], first: int = 0) -> list[Part]:
-        more = {"first": first, "topology": self.topology}
-        return parts_of(plan, facts, self.recipe, self.optimizer, self._place, **more)
+    def _parts_of(
+        self, plan: Plan, facts: Mapping[str, tuple[ParameterFacts, torch.Tensor]], first: int = 0
+    ) -> list[Part]:
+        given = plan, facts, self.recipe, self.optimizer, self._place, first
+        return parts_of(*given, topology=self.topology)
 
     def _enter(self, parts: Sequence[Part]) -> None:
         """Further parts."""

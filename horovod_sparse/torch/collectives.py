@@ -25,10 +25,10 @@ from horovod_sparse.errors import ArgumentError, CollectiveMismatchError
 from horovod_sparse.frontend.transport import Rounds, rounds_by_pairs
 from horovod_sparse.pytorch.driver import Handle
 from horovod_sparse.pytorch.layout import readable_tensor
+from horovod_sparse.topology import Topology
 from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.handles import finished, held_besides, present_start
 from horovod_sparse.torch.transport import start_round
-from horovod_sparse.topology import Topology
 
 _log = logging.getLogger("horovod_sparse")
 

@@ -57,7 +57,7 @@ class Methods(torch.optim.Optimizer):
         """Buckets and hooks, once Horovod's `__init__` has checked its arguments."""
         self._synchronizer, self._kept_entry = None, None
         self._max_grad_norm, self._synchronize_at = max_grad_norm, synchronize_at
-        self._on_nonfinite, self._drift = kept["on_nonfinite"], {}
+        self._on_nonfinite, self._drift, self._levels = kept["on_nonfinite"], {}, kept["levels"]
         if not self.process_set.included():
             refuse_absence(hvd, self.process_set)
             return

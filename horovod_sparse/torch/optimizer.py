@@ -16,6 +16,7 @@ from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.frontend.collective_errors import refuse_absence
 from horovod_sparse.frontend.deadline import deadline_of
 from horovod_sparse.frontend.drift import check_drift_arguments
+from horovod_sparse.frontend.levels import check_levels
 from horovod_sparse.frontend.momentum import refuse_double_momentum
 from horovod_sparse.frontend.poison import RAISE, check_on_nonfinite
 from horovod_sparse.merging import Plan
@@ -59,6 +60,7 @@ def DistributedOptimizer(
     on_nonfinite: str = RAISE,
     check_every: int | None = None,
     on_drift: str | None = None,
+    levels: str = "flat",
 ) -> Any:
     """Wraps an optimizer so that gradients are synchronized over ranks, sparsely.
 
@@ -145,6 +147,9 @@ def DistributedOptimizer(
         on_drift: what is done where they differ: "raise" a `DriftError` on every rank, which names what
             differs, and the ranks; "warn", in the log; "resync": what differs becomes what rank 0 has,
             counted in the telemetry. If left out, what HOROVOD_SPARSE_ON_DRIFT says, or "raise".
+        levels: "flat": all ranks are alike; "host": gradients are summed densely within each host first, and
+            sparsified between hosts, see docs/levels.md; "auto": "host" where there are several hosts, of
+            several ranks each, as many on all of them.
 
     `plan` and `groups` exclude each other and all of `bucket_bytes`, `merging` and `tensor_selection`;
     `bucket_bytes` is short for ``merging=fixed(bytes=...)``; "joint" decides about tensors itself.
@@ -179,6 +184,7 @@ def DistributedOptimizer(
     deadline_of(deadline_seconds)
     check_on_nonfinite(on_nonfinite)
     check_drift_arguments(check_every, on_drift)
+    check_levels(levels)
     if isinstance(compression, str):
         compression = Compression.parse(compression)
     asked = {
@@ -197,6 +203,7 @@ def DistributedOptimizer(
             "on_nonfinite": None if on_nonfinite == RAISE else on_nonfinite,
             "check_every": check_every,
             "on_drift": on_drift,
+            "levels": None if levels != "host" else levels,
         }
         if given := [name for name, value in own.items() if value is not None]:
             raise ArgumentError("compression", compression, f"a sparsifier, or leave {', '.join(given)} out")
@@ -246,6 +253,7 @@ def DistributedOptimizer(
         "on_nonfinite": on_nonfinite,
         "check_every": check_every,
         "on_drift": on_drift,
+        "levels": levels,
     }
     wrapped._attach(compression, names, asked, synchronize_at, max_grad_norm, **kept)
     return wrapped

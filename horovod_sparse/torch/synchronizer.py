@@ -82,6 +82,7 @@ class GradientSynchronizer(Bucketing):
         in_backward: whether buckets are started while backward goes on, or all of them by `synchronize`.
         deadline_seconds: of waiting for other ranks.
         on_nonfinite: see `Poison`.
+        levels: see `horovod_sparse.frontend.levels`.
         check_every: see `DriftCheck`.
         on_drift: see there.
     """
@@ -102,6 +103,7 @@ class GradientSynchronizer(Bucketing):
         on_nonfinite: str = RAISE,
         check_every: int | None = None,
         on_drift: str | None = None,
+        levels: str = "flat",
     ) -> None:
         self.sparse_as_dense, self.to_coo = sparse_as_dense, to_coo
         self._corrects_momentum = isinstance(recipe.feedback, MomentumCorrection)
@@ -122,7 +124,7 @@ class GradientSynchronizer(Bucketing):
         # autograd runs the hooks of each device in a thread of its own
         self._hooks = threading.Lock()
         self._handles: list[Any] = []
-        super().__init__(optimizer, facts, recipe, first, process_set, average, deadline_seconds)
+        super().__init__(optimizer, facts, recipe, first, process_set, average, deadline_seconds, levels)
         self.claim(self.facts)
         watch_scalers()
 
@@ -288,7 +290,7 @@ class GradientSynchronizer(Bucketing):
                     self._start(part, refused=bool(edited))
             errors = self._waited()
             if errors and self.loss_scale.scaler is None and self.poison.repeats(errors):
-                drop = self.poison.drops(errors, self.rank)
+                drop = any(self.poison.drops(errors, rank) for rank in self.mates)
                 for part in self.parts:
                     part.abandon(drop=drop)
                     part.again(self.driver, drop=drop)
@@ -339,11 +341,11 @@ class GradientSynchronizer(Bucketing):
         """No rank applies this step; raises why not, unless that is no error, or a loss scaler finds out."""
         error = worst(errors)
         if isinstance(error, NonFiniteGradientError) and self.loss_scale.scaler is not None:
-            self.give_up(drop=has_bad_gradient(errors, self.rank))
+            self.give_up(drop=any(has_bad_gradient(errors, rank) for rank in self.mates))
             self.parts[0].gradient.overflow()
             self.overflow = error
             return
-        self.give_up(drop=self.poison.drops(errors, self.rank))
+        self.give_up(drop=any(self.poison.drops(errors, rank) for rank in self.mates))
         if self.poison.skips(errors):
             self.skipped = error
             return

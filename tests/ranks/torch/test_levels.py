@@ -1,0 +1,270 @@
+"""Two levels on real ranks: dense within hosts, sparse between them. Hosts are what a test says."""
+
+from __future__ import annotations
+
+import copy
+
+import horovod.torch as stock
+import numpy as np
+import pytest
+import torch
+
+import horovod_sparse.torch as hvd
+from horovod_sparse.errors import (
+    EditedGradientError,
+    NonFiniteGradientError,
+    StateMismatchError,
+    UnknownNameError,
+    UnsupportedError,
+)
+from horovod_sparse.merging import Plan
+from horovod_sparse.simulation import SimulatedCluster
+from horovod_sparse.topology import Topology
+from horovod_sparse.torch import SparseCompressor
+from support.cases import CASES, case_id
+from support.linear import LinearModel, dyadic, same_on_all_ranks
+from support.optimizers import flat, in_bucket_order, make, residuals_of, train_step
+
+SHAPES = {"first": (40, 30), "bias": (7,), "scalar": (), "second": (3, 5, 11), "one": (1,)}
+
+
+def gradients(rank, step):
+    return {name: dyadic(shape, rank, step, name) for name, shape in SHAPES.items()}
+
+
+@pytest.fixture(autouse=True)
+def per_host(monkeypatch, size):
+    """Two ranks on a host, or all of them where that leaves a host with fewer."""
+    number = 2 if size % 2 == 0 else size
+    monkeypatch.setenv("HOROVOD_SPARSE_RANKS_PER_HOST", str(number))
+    return number
+
+
+def made(model, compression, **arguments):
+    arguments = {"levels": "host", "bucket_bytes": 680, **arguments}
+    return make(model, compression, **arguments)
+
+
+def total_of(arrays, name):
+    """The sum over ranks of what a checkpoint holds of every parameter."""
+    return {
+        key: stock.allreduce(value.double(), op=stock.Sum, name=f"{name}.{key}")
+        for key, value in arrays.items()
+    }
+
+
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+def test_equals_the_simulator_bit_for_bit(case, rank, size, per_host):
+    model = LinearModel(SHAPES)
+    optimizer = made(model, SparseCompressor(case.at(0.1)), op=stock.Sum)
+    topology = Topology.regular(size // per_host, per_host)
+    clusters = {
+        names: SimulatedCluster(
+            case.at(0.1),
+            sum(int(np.prod(SHAPES[name])) for name in names),
+            size,
+            name=f"bucket{number}.{names[0]}",
+            topology=topology,
+        )
+        for number, names in enumerate(optimizer.plan.buckets)
+    }
+    for step in range(4):
+        found = train_step(model, optimizer, gradients(rank, step))
+        for names, cluster in clusters.items():
+            inputs = [in_bucket_order(gradients(r, step), names) for r in range(size)]
+            np.testing.assert_array_equal(flat(found, names), cluster.step(inputs, 0.5))
+    for names, cluster in clusters.items():
+        np.testing.assert_array_equal(flat(residuals_of(optimizer), names), cluster.residuals()[rank])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+def test_density_one_is_dense(dtype, rank, size):
+    model = LinearModel(SHAPES, dtype)
+    optimizer = made(model, "topk:density=1.0")
+    found = train_step(model, optimizer, gradients(rank, 0))
+    tolerance = 2e-2 if dtype in (torch.float16, torch.bfloat16) else 1e-6
+    for name in SHAPES:
+        own = [torch.from_numpy(np.asarray(gradients(r, 0)[name])).to(dtype).double() for r in range(size)]
+        mean = sum(own) / size
+        torch.testing.assert_close(found[name].double(), mean, rtol=tolerance, atol=tolerance)
+    assert same_on_all_ranks(*model.parameters())
+
+
+@pytest.mark.parametrize("algorithm", ["topk", "exdyna", "spardl", "oktopk"])
+def test_nothing_is_lost_in_any_order(algorithm, rank, size):
+    model = LinearModel(SHAPES)
+    optimizer = made(model, f"{algorithm}:density=0.1", op=stock.Sum, plan=None)
+    applied = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
+    for step in range(12):
+        shuffled = [str(name) for name in np.random.default_rng([rank, step]).permutation(list(SHAPES))]
+        for name, found in train_step(model, optimizer, gradients(rank, step), shuffled).items():
+            applied[name] += found.double()
+    held = total_of(residuals_of(optimizer), "held")
+    for name, shape in SHAPES.items():
+        wanted = sum(gradients(r, step)[name] for r in range(size) for step in range(12))
+        found = (applied[name] + held[name].reshape(shape)).numpy()
+        np.testing.assert_allclose(found, wanted, atol=1e-4)
+
+
+def test_bytes_are_told_by_level(rank, size, per_host):
+    """What leaves a rank for other hosts is of its shard; dense sums stay inside."""
+    sent = {}
+    for levels in ("flat", "host"):
+        model = LinearModel({"w": (4000,)})
+        optimizer = make(model, "topk:density=0.01", levels=levels)
+        train_step(model, optimizer, {"w": dyadic((4000,), rank, 0)})
+        sent[levels] = optimizer.telemetry.last.buckets[0].step
+    assert sent["flat"].bytes_inside == 0
+    k = round(0.01 * -(-4000 // per_host))
+    assert sent["host"].bytes_sent == 4 * (4 + 2 * k)
+    assert sent["host"].bytes_inside >= 4 * 4000
+    assert optimizer.telemetry.last.density_target == pytest.approx(0.01, rel=0.2)
+
+
+@pytest.mark.parametrize("where", ["first", "one"])
+def test_every_rank_raises_and_the_host_goes_on(where, rank, size, per_host):
+    model = LinearModel(SHAPES)
+    optimizer = made(model, "exdyna:density=0.2")
+    train_step(model, optimizer, gradients(rank, 0))
+    before = copy.deepcopy(residuals_of(optimizer))
+    sick = gradients(rank, 1)
+    if rank == size - 1:
+        sick[where] = np.full(SHAPES[where], np.nan)
+    model.backward(sick)
+    with pytest.raises(NonFiniteGradientError) as raised:
+        optimizer.step()
+    last_host = range(size - per_host, size)
+    assert set(raised.value.where) == set(last_host) and set(raised.value.where.values()) == {where}
+    if rank in last_host:  # all of its gradients are dropped, in all buckets
+        for name, values in residuals_of(optimizer).items():
+            torch.testing.assert_close(values, before[name], rtol=0, atol=1e-6)
+    optimizer.zero_grad()
+    train_step(model, optimizer, gradients(rank, 2))
+    assert same_on_all_ranks(*model.parameters())
+
+
+def test_a_changed_gradient_is_told_to_all_ranks(rank, size):
+    model = LinearModel(SHAPES)
+    optimizer = made(model, "topk:density=0.2")
+    train_step(model, optimizer, gradients(rank, 0))
+    model.backward(gradients(rank, 1))
+    if rank == size - 1:
+        model.first.grad.mul_(2.0)
+    with pytest.raises(EditedGradientError) as raised:
+        optimizer.step()
+    assert [*raised.value.where] == [size - 1]
+
+
+@pytest.mark.parametrize("text", ["exdyna:density=0.1", "topk:density=0.1,feedback=momentum(momentum=0.5)"])
+def test_resume_is_invisible(text, rank):
+    model = LinearModel(SHAPES)
+    optimizer = made(model, text)
+    for step in range(3):
+        train_step(model, optimizer, gradients(rank, step))
+    saved = copy.deepcopy(optimizer.state_dict())
+    assert saved["horovod_sparse"]["levels"][1] >= 1
+    other = LinearModel(SHAPES)
+    other.load_state_dict(model.state_dict())
+    resumed = made(other, text)
+    resumed.load_state_dict(saved)
+    for step in range(3, 6):
+        again = train_step(other, resumed, gradients(rank, step))
+        optimizer_found = [found.clone() for found in again.values()]
+        assert same_on_all_ranks(*optimizer_found)
+    continued = [parameter.detach().clone() for parameter in other.parameters()]
+    third = LinearModel(SHAPES)
+    whole = made(third, text)
+    for step in range(6):
+        train_step(third, whole, gradients(rank, step))
+    for one, two in zip(continued, third.parameters(), strict=True):
+        assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("text", ["topk:density=0.05", "topk:density=0.05,feedback=momentum(momentum=0.5)"])
+@pytest.mark.parametrize("way", [("flat", "host"), ("host", "flat")])
+def test_a_checkpoint_loads_at_other_levels_with_nothing_lost(text, way, rank, size):
+    model = LinearModel(SHAPES)
+    optimizer = made(model, text, levels=way[0], op=stock.Sum)
+    for step in range(3):
+        train_step(model, optimizer, gradients(rank, step))
+    saved = copy.deepcopy(optimizer.state_dict())
+    held = total_of(residuals_of(optimizer), "held")
+    other = LinearModel(SHAPES)
+    moved = made(other, text, levels=way[1], op=stock.Sum)
+    moved.load_state_dict(saved)
+    loaded = total_of(residuals_of(moved), "loaded")
+    for name in SHAPES:
+        assert torch.equal(loaded[name], held[name])
+    nothing = {name: np.zeros(shape) for name, shape in SHAPES.items()}
+    found = train_step(other, moved, nothing)
+    after = total_of(residuals_of(moved), "after")
+    if "momentum" not in text:
+        for name, shape in SHAPES.items():
+            now = found[name].double() + after[name].reshape(shape)
+            torch.testing.assert_close(now, held[name].reshape(shape), rtol=1e-6, atol=1e-5)
+    assert same_on_all_ranks(*found.values())
+    own = moved._synchronizer.parts[0].bucket
+    assert getattr(own, "elsewhere", None) is None, "all have what is theirs"
+
+
+def test_another_plan_has_other_shards_and_loses_nothing(rank, size):
+    model = LinearModel(SHAPES)
+    optimizer = made(model, "topk:density=0.05", op=stock.Sum)
+    for step in range(2):
+        train_step(model, optimizer, gradients(rank, step))
+    held = total_of(residuals_of(optimizer), "held")
+    optimizer.replan(Plan((tuple(SHAPES),)))
+    nothing = {name: np.zeros(shape) for name, shape in SHAPES.items()}
+    found = train_step(model, optimizer, nothing)
+    after = total_of(residuals_of(optimizer), "after")
+    for name, shape in SHAPES.items():
+        now = found[name].double() + after[name].reshape(shape)
+        torch.testing.assert_close(now, held[name].reshape(shape), rtol=1e-6, atol=1e-5)
+
+
+def test_a_process_set_is_divided_as_well(rank, size, process_set):
+    if size < 4:
+        pytest.skip("takes two hosts of two ranks")
+    some = process_set(range(4)) if size > 4 else hvd.global_process_set
+    if rank >= 4:
+        return
+    model = LinearModel(SHAPES)
+    optimizer = made(model, "topk:density=1.0", process_set=some, op=stock.Sum)
+    found = train_step(model, optimizer, gradients(rank, 0))
+    for name, shape in SHAPES.items():
+        wanted = sum(gradients(r, 0)[name] for r in range(4))
+        np.testing.assert_array_equal(found[name].numpy().reshape(shape), wanted)
+    assert optimizer._synchronizer.topology == Topology.regular(2, 2)
+
+
+def test_auto_uses_two_levels_where_hosts_are_several_and_alike(monkeypatch, rank, size):
+    for number, two in ((size, False), (1, False), (2, size in (4, 6)), (size - 1, False)):
+        monkeypatch.setenv("HOROVOD_SPARSE_RANKS_PER_HOST", str(max(number, 1)))
+        model = LinearModel(SHAPES)
+        optimizer = made(model, "topk:density=0.1", levels="auto")
+        train_step(model, optimizer, gradients(rank, 0))
+        assert (optimizer._synchronizer.topology is not None) == two
+
+
+def test_hosts_of_different_size_are_refused_on_all_ranks(monkeypatch, rank, size):
+    if size < 3:
+        pytest.skip("two ranks are on one host, or on two")
+    monkeypatch.setenv("HOROVOD_SPARSE_RANKS_PER_HOST", str(size - 1))
+    model = LinearModel(SHAPES)
+    optimizer = made(model, "topk:density=0.1")
+    model.backward(gradients(rank, 0))
+    with pytest.raises(UnsupportedError, match=f"host 0: {size - 1}, host 1: 1"):
+        optimizer.step()
+
+
+def test_ranks_that_do_not_agree_about_levels_are_told(rank):
+    model = LinearModel(SHAPES)
+    optimizer = made(model, "topk:density=0.1", levels="flat" if rank == 0 else "host")
+    model.backward(gradients(rank, 0))
+    with pytest.raises(StateMismatchError, match="levels differs"):
+        optimizer.step()
+
+
+def test_other_words_are_refused():
+    with pytest.raises(UnknownNameError, match=r"levels.*auto, flat, host"):
+        made(LinearModel(SHAPES), "topk", levels="two")
