@@ -47,6 +47,8 @@ class StepReport:
         num_selected: what this rank selected.
         num_union: what all ranks together selected.
         bytes_sent: payload bytes this rank put into collectives, each counted once.
+        bytes_inside: with two levels, payload bytes that this rank put into collectives within its host;
+            `bytes_sent` are those among hosts then.
         dense_bytes: payload bytes of an allreduce of all gradients.
         residual_norm: L2 norm of what this rank holds back after the step.
         global_error: mean over all ranks of what they held back when the step began (ExDyna, Eq. 1); NaN
@@ -72,6 +74,7 @@ class StepReport:
     wait_seconds: float
     apply_seconds: float
     buckets: tuple[BucketReport, ...] = ()
+    bytes_inside: float = 0
 
     @classmethod
     def of(cls, step: int, buckets: Sequence[BucketReport], wait_seconds: float) -> StepReport:
@@ -94,6 +97,7 @@ class StepReport:
             num_selected=sum(item.num_selected for item in steps),
             num_union=sum(bucket.num_union for bucket in buckets),
             bytes_sent=sum(item.bytes_sent for item in steps),
+            bytes_inside=sum(item.bytes_inside for item in steps),
             dense_bytes=sum(bucket.dense_bytes for bucket in buckets),
             residual_norm=math.sqrt(sum(item.residual_norm**2 for item in steps)),
             global_error=math.nan if per_rank is None else float(np.mean(per_rank)),
@@ -137,11 +141,12 @@ fold 0.0, select 0.0, wait 2.0, apply 0.0 ms
             f"{name} {1e3 * getattr(self, f'{name}_seconds'):.1f}"
             for name in ("fold", "select", "wait", "apply")
         )
+        inside = f", {_bytes(self.bytes_inside)} within the host" if self.bytes_inside else ""
         return (
             f"density {self.density_target:.3g} asked, {self.density_selected:.3g} sent, "
             f"{self.density_union:.3g} in union; "
             f"{_bytes(self.bytes_sent)} of {_bytes(self.dense_bytes)} sent "
-            f"({self.saving:.1f}x less); residual {self.residual_norm:.3g}; {milliseconds} ms"
+            f"({self.saving:.1f}x less{inside}); residual {self.residual_norm:.3g}; {milliseconds} ms"
         )
 
 
@@ -242,6 +247,8 @@ class Telemetry:
         )
         told = {name: getattr(last, name) for name in (*names, "global_error")}
         told["buckets"] = len(last.buckets)
+        if last.bytes_inside:
+            told["bytes_inside"] = last.bytes_inside
         for part in ("fold", "select", "wait", "apply"):
             told[f"{part}_ms"] = 1e3 * getattr(last, f"{part}_seconds")
         facts: dict[str, list[float]] = {}

@@ -74,9 +74,16 @@ def rounds_of(part: Any) -> list[Round]:
     """The collectives of a bucket's last step.
 
     Args:
-        part: a `SparseBucket` whose step is done.
+        part: a `SparseBucket` whose step is done. With two levels only what goes to other hosts counts, by
+            as much as fewer ranks get it.
     """
-    last = part.bucket.last
+    bucket = part.bucket
+    rounds = list(map(Round, bucket.last.kinds_by_round, bucket.last.bytes_by_round))
+    topology = getattr(bucket, "topology", None)
+    if topology is None:
+        return rounds
+    among, of_all = topology.num_hosts, topology.size
     return [
-        Round(kind, payload) for kind, payload in zip(last.kinds_by_round, last.bytes_by_round, strict=True)
+        Round(item.kind, item.payload * wire_bytes([item], among) / wire_bytes([item], of_all))
+        for item in rounds[1:-1]
     ]

@@ -32,6 +32,8 @@ from horovod_sparse.merging.workload import LAYER_TABLES, layer_table
 from horovod_sparse.sparsifiers import ALGORITHMS
 
 _BASELINES = ("dense", "dense float16", "naive")
+#: behind the name of a sparsifier that is synchronized on two levels
+LEVELS_SUFFIX = ", two levels"
 #: of DistributedDataParallel: its own allreduce, and what it has of compression
 _OF_DDP = ("dense", "powersgd 1", "powersgd 4")
 #: bytes per element and rank that are needed at most: by gradients and dense baselines, by the naive
@@ -57,6 +59,13 @@ def parser() -> argparse.ArgumentParser:
         default="horovod",
         help="whose collectives; ddp: those of DistributedDataParallel, with its allreduce and PowerSGD, and "
         "Horovod's dense allreduce beside them",
+    )
+    made.add_argument(
+        "--ranks-per-host",
+        type=count,
+        default=1,
+        metavar="L",
+        help="with more than one (default %(default)s) each sparsifier is measured on two levels, too",
     )
     add_common(made, list(ALGORITHMS), _BASELINES)
     return made
@@ -105,7 +114,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     launches = []
     with cluster_for(max(options.hosts) if options.hosts else None, options.rate, options.name) as hosts:
         for network in options.networks or ["gloo"]:
-            for num_ranks in options.hosts or [hosts.num_hosts]:
+            for num_hosts in options.hosts or [hosts.num_hosts]:
+                num_ranks = num_hosts * options.ranks_per_host
                 for names in split_for_memory(
                     list(sparsifiers), num_ranks, elements, available_bytes(), naive="naive" in references
                 ):
@@ -113,6 +123,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                     behind |= {name: sparsifiers[name] for name in names}
                     behind = {} if options.engine == "horovod" else behind
                     own = ["dense"] if options.engine == "ddp" else [*references, *names]
+                    if options.engine == "horovod" and options.ranks_per_host > 1:
+                        own += [name + LEVELS_SUFFIX for name in names if name != "hard_threshold"]
                     settings = {
                         "elements": elements,
                         "layers": layers,
@@ -141,6 +153,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "elements": elements,
         "layers": options.layers,
         "density": options.density,
+        "ranks_per_host": options.ranks_per_host,
         "machine": machine,
         "launches": launches,
     }

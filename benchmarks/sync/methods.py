@@ -13,6 +13,7 @@ import torch
 import horovod_sparse.torch as hvd
 from benchmarks.common.gradients import GradientSource
 from benchmarks.common.wire import Round, rounds_of
+from benchmarks.sync.main import LEVELS_SUFFIX
 
 
 class Synthetic:
@@ -217,7 +218,14 @@ class Sparse(Method):
     def facts(self) -> dict[str, float]:
         """See `Method.facts`."""
         last = self._optimizer.telemetry.last
-        return {"density_selected": last.density_selected, "density_union": last.density_union}
+        held = sum(part.bucket.accumulator.values().nbytes for part in self._synchronizer.sparse)
+        return {
+            "density_selected": last.density_selected,
+            "density_union": last.density_union,
+            "bytes_sent": last.bytes_sent,
+            "bytes_inside": last.bytes_inside,
+            "residual_bytes": held,
+        }
 
 
 #: baselines by name
@@ -242,6 +250,9 @@ def make_method(
         return Dense(name, model, hvd.Compression.fp16)
     if name == "naive":
         return Naive(name, model, density)
+    if name.endswith(LEVELS_SUFFIX):
+        text = settings[name.removesuffix(LEVELS_SUFFIX)]
+        return Sparse(name, model, text, {**options, "levels": "host"})
     text = settings[name]
     if name == "hard_threshold":
         text += f",threshold={_reached_by(model, density)}"

@@ -33,6 +33,10 @@ def _parser() -> argparse.ArgumentParser:
         "--rate", default="1gbit", help="what each may send, and receive: 1gbit, 100mbit, unlimited"
     )
 
+    up.add_argument(
+        "--ranks-per-host", type=int, default=1, help="that run starts without -np (default: %(default)s)"
+    )
+
     run = commands.add_parser(
         "run", parents=[named], help="run ranks on the hosts", usage="%(prog)s [options] -- COMMAND"
     )
@@ -40,7 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     kind.add_argument("--gloo", dest="kind", action="store_const", const="gloo", help="(default)")
     kind.add_argument("--mpi", dest="kind", action="store_const", const="mpi", help="launch with mpirun")
     run.set_defaults(kind="gloo")
-    run.add_argument("-np", type=int, metavar="N", help="how many ranks (default: one per host)")
+    run.add_argument("-np", type=int, metavar="N", help="how many ranks (default: as `up` says)")
     run.add_argument(
         "-x", action="append", default=[], metavar="NAME=VALUE", help="a variable for every rank"
     )
@@ -73,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _up(options: argparse.Namespace) -> int:
-    cluster = Cluster.check(options.name, options.hosts, options.rate)
+    cluster = Cluster.check(options.name, options.hosts, options.rate, options.ranks_per_host)
     if make(cluster):
         print("removed what a killed `up` had left", file=sys.stderr)
     print(
@@ -86,7 +90,7 @@ def _up(options: argparse.Namespace) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     cluster = load_complete(options.name)
-    num_ranks = cluster.num_hosts if options.np is None else options.np
+    num_ranks = cluster.num_hosts * cluster.ranks_per_host if options.np is None else options.np
     return launch.run(
         *(cluster, options.kind, num_ranks, options.words, options.x),
         timeout_s=options.timeout,

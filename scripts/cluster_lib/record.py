@@ -29,19 +29,24 @@ SUBNET = "198.18.0.0/24"
 
 @dataclass(frozen=True)
 class Cluster:
-    """Hosts that share a switch, all with the same rate."""
+    """Hosts that share a switch, all with the same rate, and with as many ranks if a run does not say."""
 
     name: str
     num_hosts: int
     rate: Rate
+    ranks_per_host: int = 1
 
     @classmethod
-    def check(cls, name: str, num_hosts: int, rate: str) -> "Cluster":
+    def check(cls, name: str, num_hosts: int, rate: str, ranks_per_host: int = 1) -> "Cluster":
         """A cluster as the user asks for it, or a ClusterError that says what is allowed."""
         check_name(name)
         if not 1 <= num_hosts <= MOST_HOSTS:
             raise ClusterError(f"--hosts {num_hosts} is out of range", f"Allowed: 1 to {MOST_HOSTS}.")
-        return cls(name, num_hosts, Rate.parse(rate))
+        if not 1 <= ranks_per_host <= MOST_HOSTS:
+            raise ClusterError(
+                f"--ranks-per-host {ranks_per_host} is out of range", f"Allowed: 1 to {MOST_HOSTS}."
+            )
+        return cls(name, num_hosts, Rate.parse(rate), ranks_per_host)
 
     def host(self, index: int) -> str:
         return f"{self.name}-{index}"
@@ -84,7 +89,13 @@ class Cluster:
         self.folder.mkdir(parents=True, exist_ok=True)
         lines = [f"{self.address(index)} {self.host(index)}" for index in range(self.num_hosts)]
         (self.folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
-        facts = {"name": self.name, "hosts": self.num_hosts, "rate": self.rate.text, "complete": complete}
+        facts = {
+            "name": self.name,
+            "hosts": self.num_hosts,
+            "rate": self.rate.text,
+            "ranks_per_host": self.ranks_per_host,
+            "complete": complete,
+        }
         draft = self.folder / "record.json.new"
         draft.write_text(json.dumps(facts) + "\n")
         draft.replace(self.folder / "record.json")
@@ -109,7 +120,8 @@ def load(name: str) -> tuple[Cluster, bool] | None:
         facts = json.loads((STATE / name / "record.json").read_text())
     except FileNotFoundError:
         return None
-    return Cluster(facts["name"], facts["hosts"], Rate.parse(facts["rate"])), facts["complete"]
+    each = facts.get("ranks_per_host", 1)
+    return Cluster(facts["name"], facts["hosts"], Rate.parse(facts["rate"]), each), facts["complete"]
 
 
 def load_complete(name: str) -> Cluster:
