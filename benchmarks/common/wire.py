@@ -84,6 +84,6 @@ def rounds_of(part: Any) -> list[Round]:
         return rounds
     among, of_all = topology.num_hosts, topology.size
     return [
-        Round(item.kind, item.payload * wire_bytes([item], among) / wire_bytes([item], of_all))
+        Round(item.kind, round(item.payload * wire_bytes([item], among) / wire_bytes([item], of_all)))
         for item in rounds[1:-1]
     ]

@@ -128,8 +128,12 @@ class SparseBucket(_Laid, common.BucketPart):
             self.bucket = Bucket(whole, recipe, accumulator, members, timed=True)
         else:
             accumulator = self.memory.accumulator(shard_of(whole, topology), recipe)
-            ways = {"summable": self.memory.summable, "foldable": self.memory.shard}
-            self.bucket = HostBucket(whole, recipe, accumulator, members, topology, timed=True, **ways)
+            self.bucket = HostBucket(
+                *(whole, recipe, accumulator, members, topology),
+                timed=True,
+                summable=self.memory.summable,
+                foldable=self.memory.shard,
+            )
         self.num_missing = len(self.names)
         self.task: Task | None = None
         self._loss_scale = 1.0

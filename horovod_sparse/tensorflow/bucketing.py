@@ -21,7 +21,6 @@ from horovod_sparse.tensorflow import planning
 from horovod_sparse.tensorflow.calibration import carry_out_together
 from horovod_sparse.tensorflow.parts import DenseVariable, Part, Place, SparseBucket
 from horovod_sparse.tensorflow.tensors import as_variable, dtype_name, unique_names
-from horovod_sparse.topology import Topology
 
 
 class Bucketing:
@@ -42,9 +41,6 @@ class Bucketing:
         place: tells (rank, size) within the process set.
         version: number of the plan: graphs that were traced for another one are refused.
     """
-
-    #: see `Engine`: all ranks are alike
-    topology: Topology | None = None
 
     def __init__(
         self,

@@ -37,6 +37,7 @@ from horovod_sparse.tensorflow.replanning import Replanning
 from horovod_sparse.tensorflow.task import idle_seconds
 from horovod_sparse.tensorflow.tensors import as_dense, as_rate, as_variable, is_comparable, numpy_dtype
 from horovod_sparse.tensorflow.transport import between_pairs
+from horovod_sparse.topology import Topology
 
 _log = logging.getLogger("horovod_sparse")
 
@@ -98,6 +99,9 @@ class GradientSynchronizer:
             the optimizer's, where it is known. In the same order on all ranks.
         on_planned: called when variables have got their buckets, for saved state to be put into them.
     """
+
+    #: see `Engine`: all ranks are alike
+    topology: Topology | None = None
 
     def __init__(
         self,

@@ -212,8 +212,12 @@ class Bucketing:
             self.warmup.stop_measuring()
 
     def _together(self, agreement: Synchronization[Any]) -> Any:
-        more = {"deadline_seconds": self._deadline_seconds, "topology": self.topology}
-        return compare_with_ranks(agreement, self.process_set, **more)
+        return compare_with_ranks(
+            agreement,
+            self.process_set,
+            deadline_seconds=self._deadline_seconds,
+            topology=self.topology,
+        )
 
     def _move_to(self, topology: Topology | None) -> None:
         """Buckets for other hosts; residuals are kept, states start anew."""

@@ -167,8 +167,12 @@ def compare_with_ranks(
             waiting.clear()
 
     name, meanwhile = "horovod_sparse.agreement", look if waiting else None
-    more = {"deadline_seconds": deadline_seconds, "topology": topology}
-    return carry_out_together(coroutine, process_set, name, meanwhile=meanwhile, **more)
+    return carry_out_together(
+        *(coroutine, process_set, name),
+        deadline_seconds=deadline_seconds,
+        meanwhile=meanwhile,
+        topology=topology,
+    )
 
 
 def _took_one(waiting: list[tuple[Any, Any]]) -> bool:
