@@ -222,7 +222,8 @@ class Bucketing:
     def _move_to(self, topology: Topology | None) -> None:
         """Buckets for other hosts; residuals are kept, states start anew."""
         if topology != self.topology:
-            self.topology = self.driver.topology = topology
+            self.topology = topology
+            self.driver.move_to(topology)
             self.replan(self.plan)
 
     def _agreement(self) -> Synchronization[Start]:
@@ -277,7 +278,8 @@ class Bucketing:
         if self._place != (self.rank, self.size):
             self._place = (self.rank, self.size)
             self.sizes.add(self.size)
-            self.topology = self.driver.topology = assumed_topology(self._levels, hvd, self.process_set)
+            self.topology = assumed_topology(self._levels, hvd, self.process_set)
+            self.driver.move_to(self.topology)
             self.build(self.plan)
         self._agreed_under = None
 

@@ -21,8 +21,7 @@ class HorovodDriver(Driver):
         process_set: the ranks that take part.
         deadline_seconds: after which waiting is an error; see `horovod_sparse.frontend.deadline`.
         by_pairs: see `horovod_sparse.torch.collectives.start`.
-        topology: which ranks of the process set share a host, where requests are of single levels. May be
-            changed while nothing is under way.
+        topology: which ranks of the process set share a host, where requests are of single levels.
 
     Example:
         >>> import horovod.torch as hvd, numpy as np; hvd.init()
@@ -45,14 +44,18 @@ class HorovodDriver(Driver):
         by_pairs: bool = True,
         topology: Topology | None = None,
     ) -> None:
-        self.topology = topology
         super().__init__(
-            lambda request, name: start(request, name, process_set, by_pairs, self.topology),
+            partial(start, process_set=process_set, by_pairs=by_pairs, topology=topology),
             hvd.HorovodInternalError,
             partial(forget_transports, process_set),
             Deadline(deadline_seconds, lambda: (int(process_set.rank()), list(process_set.ranks))),
         )
-        self.process_set = process_set
+        self.process_set, self._by_pairs = process_set, by_pairs
+
+    def move_to(self, topology: Topology | None) -> None:
+        """From now on ranks share other hosts."""
+        given = {"process_set": self.process_set, "by_pairs": self._by_pairs}
+        self._start = partial(start, **given, topology=topology)
 
 
 def explain(error: BaseException) -> None:
