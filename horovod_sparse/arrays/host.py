@@ -241,6 +241,10 @@ class HostAccumulator:
         """Lets the report of the last fold say that this rank refuses the step."""
         self.report = dataclasses.replace(self.report, first_nonfinite=self.num_elements)
 
+    def count(self, step: int) -> None:
+        """Lets the report of the last fold say how many synchronizations there have been before."""
+        self.report = dataclasses.replace(self.report, step=step)
+
     def heal(self) -> None:
         """Lets the report of the last fold say that this rank is well; see `Accumulator.heal`."""
         self.report = dataclasses.replace(self.report, num_nonfinite=0, first_nonfinite=-1)

@@ -66,12 +66,14 @@ class FoldReport:
         square_norm: sum of squares of the accumulator after the pass.
         carried_square_norm: sum of squares of the residual before it, decay included: what the last step
             left behind.
+        step: synchronizations that the bucket has done before; see `Accumulator.count`.
     """
 
     num_nonfinite: int = 0
     first_nonfinite: int = -1
     square_norm: float = 0.0
     carried_square_norm: float = 0.0
+    step: int = 0
 
 
 class Accumulator(Protocol):
@@ -141,6 +143,9 @@ class Accumulator(Protocol):
 
     def refuse(self) -> None:
         """Lets the report of the last fold say that this rank refuses the step."""
+
+    def count(self, step: int) -> None:
+        """Lets the report of the last fold say how many synchronizations there have been before."""
 
     def heal(self) -> None:
         """Lets the report of the last fold say that this rank is well, after `abandon` and `drop`."""

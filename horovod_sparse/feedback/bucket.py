@@ -17,11 +17,17 @@ import numpy as np
 
 from horovod_sparse.arrays.protocol import Accumulator
 from horovod_sparse.collectives import Request, Synchronization, num_bytes_sent
-from horovod_sparse.errors import EditedGradientError, NonFiniteGradientError, NonFiniteSumError
+from horovod_sparse.errors import (
+    EditedGradientError,
+    NonFiniteGradientError,
+    NonFiniteSumError,
+    StateMismatchError,
+)
 from horovod_sparse.feedback.recipe import Recipe
 from horovod_sparse.sparsifiers import BucketInfo, SparseSum
 from horovod_sparse.sparsifiers.base import SparsifierState
 from horovod_sparse.sparsifiers.capacity import Capacity
+from horovod_sparse.wire import norms_and_steps
 
 #: rates below this part of the largest one so far count as that part of it: no sequence of rates
 #: multiplies a residual by more
@@ -308,6 +314,7 @@ class Bucket:
         self.rescaled(feedback.decay(rates))
         self._before = _copied(self.state)  # what has followed the residual stays so
         self._gradient = gradient
+        self.accumulator.count(self.state.step)
         if refused:
             self.accumulator.refuse()
         report.fold_seconds = time.perf_counter() - started
@@ -346,6 +353,8 @@ class Bucket:
         report.num_received = sum_.indices.size
         report.facts.update(sum_.facts)
         if sum_.norms is not None:
+            sum_.norms, steps = norms_and_steps(sum_.norms)
+            self._check_steps(steps)
             report.global_error = float(np.add.reduce(sum_.norms)) / len(sum_.norms)
         # all ranks have the same sum: so they find the same, without a message
         overflow = overflowing(sum_, self.info, 1.0 / self.whole.size if scale is None else scale)
@@ -354,6 +363,21 @@ class Bucket:
         report.residual_norm = math.sqrt(self.accumulator.square_norm)
         self.last = report
         return sum_, overflow
+
+    def _check_steps(self, steps: np.ndarray) -> None:
+        """Refuses ranks that have not done the same number of steps; all know those of all.
+
+        Raises:
+            StateMismatchError: on every rank.
+        """
+        if (steps != steps[0]).any():
+            self.abandon()
+            ranks = {int(step): np.flatnonzero(steps == step).tolist() for step in steps}
+            told = ", ".join(f"ranks {where} at {step}" for step, where in ranks.items())
+            raise StateMismatchError(
+                f"ranks are not at the same step of {self.info.name}: modulo 8, {told}. Some have given up "
+                "a step alone that others have applied, so their parameters differ: resume from a checkpoint"
+            )
 
     def _check(self, marks: Mapping[int, int], overflow: int | None) -> None:
         """Raises what all ranks know of a step that no rank may apply.

@@ -165,6 +165,9 @@ class HostBucket(Bucket):
         """See `Bucket.again`; a host whose sum was not finite is left out as a whole."""
         return (yield from self._of_whole(self._synchronized_again(scale), {}))
 
+    def _check_steps(self, steps: np.ndarray) -> None:
+        """Only some ranks of a host know those of a column: all of them have to be told of an error."""
+
     def _of_whole(
         self, of_shard: Synchronization[tuple[SparseSum, int | None]], before: Mapping[str, int]
     ) -> Synchronization[SparseSum]:

@@ -178,13 +178,21 @@ class TorchAccumulator:
         """Lets the report of the last fold say that this rank refuses the step; waits for the device."""
         report = self._report
         self._report = FoldReport(
-            report.num_nonfinite, self.num_elements, report.square_norm, report.carried_square_norm
+            report.num_nonfinite,
+            self.num_elements,
+            report.square_norm,
+            report.carried_square_norm,
+            report.step,
         )
+
+    def count(self, step: int) -> None:
+        """Lets the report of the last fold say how many synchronizations there have been before."""
+        object.__setattr__(self._report, "step", step)  # which waits for nothing
 
     def heal(self) -> None:
         """Lets the report of the last fold say that this rank is well; waits for the device."""
         report = self._report
-        self._report = FoldReport(0, -1, report.square_norm, report.carried_square_norm)
+        self._report = FoldReport(0, -1, report.square_norm, report.carried_square_norm, report.step)
 
     def _on_device(self, factors: NDArray[Any]) -> Tensor:
         if not np.array_equal(self._factors[0], factors):

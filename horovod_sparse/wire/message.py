@@ -5,7 +5,8 @@ Layout, in 32-bit words::
     0  length     words of the whole message, header and padding included
     1  count      number of selected elements
     2  nonfinite  1 + position of the first NaN or Inf in this rank's gradient, 0 if there is none
-    3  norm       float32 bits of the L2 norm of the residual that this rank began the step with
+    3  norm       float32 bits of the L2 norm of the residual that this rank began the step with; the low 3
+                  are those of its number of steps
     4  indices    count words, ascending
     .  values     count words (float32) or 2 * count words (float64), or none
     .  padding    zeros up to the room that the format asks for (`WireFormat.padded`)
@@ -23,7 +24,8 @@ So a rank that expects another format, or another bucket, raises instead of deco
 
 The length in front makes concatenated messages separable, so an allgather of unequal lengths needs
 no second exchange of sizes. The two words for health and norm save a collective of their own; the
-mean of the norms is the global error of ExDyna, Eq. (1).
+mean of the norms is the global error of ExDyna, Eq. (1). Nobody reads a norm to its last bits: the number of
+steps there tells ranks that have come apart, wherever norms travel, also without a header of this kind.
 """
 
 from __future__ import annotations
@@ -39,12 +41,42 @@ from horovod_sparse.arrays.protocol import FoldReport, Indices, Values
 from horovod_sparse.errors import ArgumentError, MessageError
 from horovod_sparse.wire.format import HEADER_WORDS, Sections, WireFormat, sections
 
-_LARGEST = float(np.finfo(np.float32).max)
+#: as large as a norm may be: the step is in its last bits
+_LARGEST = float(np.uint32(0x7F7FFFF8).view(np.float32))
+
+
+#: low bits of a norm, which hold those of the number of steps, and what stands for a norm of 0: a number
+#: so small that had no leading bit would be 0 to a process that flushes such numbers
+_STEP_BITS, _SMALLEST = np.uint32(7), 2.0**-100
 
 
 def carried_norm(report: FoldReport) -> float:
-    """L2 norm of the residual that this rank began the step with, as float32 can hold it."""
-    return min(math.sqrt(report.carried_square_norm), _LARGEST)
+    """L2 norm of the residual that this rank began the step with, as it travels; see `norms_and_steps`."""
+    norm = np.float32(max(min(math.sqrt(report.carried_square_norm), _LARGEST), _SMALLEST))
+    rounded = (norm.view(np.uint32) + np.uint32(4)) & ~_STEP_BITS
+    bits = rounded | np.uint32(report.step & int(_STEP_BITS))
+    return float(bits.view(np.float32))
+
+
+def norms_and_steps(carried: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """What `carried_norm` gave on every rank, apart.
+
+    Args:
+        carried: [P], after their way.
+
+    Returns:
+        The norms, and the steps modulo 8.
+
+    Example:
+        >>> reports = [FoldReport(carried_square_norm=4.0, step=35), FoldReport(step=36)]
+        >>> norms, steps = norms_and_steps(np.array([carried_norm(report) for report in reports]))
+        >>> norms.tolist(), steps.tolist()
+        ([2.0, 0.0], [3, 4])
+    """
+    bits = carried.astype(np.float32).view(np.uint32)
+    norms = (bits & ~_STEP_BITS).view(np.float32).astype(np.float64)
+    norms[norms <= _SMALLEST] = 0.0
+    return norms, (bits & _STEP_BITS).astype(np.int64)
 
 
 def pack(

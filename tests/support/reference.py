@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -54,6 +55,9 @@ class ReferenceAccumulator:
     @property
     def report(self) -> FoldReport:
         return self._report
+
+    def count(self, step: int) -> None:
+        self._report = dataclasses.replace(self._report, step=step)
 
     @property
     def square_norm(self) -> float:

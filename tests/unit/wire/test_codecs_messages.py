@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from horovod_sparse.arrays.protocol import FoldReport
 from horovod_sparse.errors import ArgumentError, MessageError
-from horovod_sparse.wire import HEADER_WORDS, WireFormat, pack, unpack_sum
+from horovod_sparse.wire import HEADER_WORDS, WireFormat, norms_and_steps, pack, unpack_sum
 
 quick = settings(max_examples=40, deadline=None, derandomize=True, database=None)
 VALUES = ["exact", "float64", "float32", "float16", "bfloat16", "int8"]
@@ -68,7 +68,9 @@ def test_what_was_packed_comes_out(format, n, counts, quantum, dtype):
         assert gathered.values.tobytes() == rounded.tobytes()
     assert gathered.counts.tolist() == counts
     assert gathered.first_nonfinite == {rank: min(rank, n) - 1 for rank in range(1, len(counts))}
-    assert gathered.norms.tolist() == [float(rank) for rank in range(len(counts))]
+    norms, steps = norms_and_steps(gathered.norms)
+    assert norms.tolist() == [float(rank) for rank in range(len(counts))]
+    assert not steps.any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 import horovod_sparse.tensorflow as hvd
-from horovod_sparse.errors import NonFiniteGradientError
+from horovod_sparse.errors import NonFiniteGradientError, StateMismatchError
 from support.tapes import WRAPPERS, random_gradients, train
 
 pytestmark = pytest.mark.tensorflow
@@ -62,3 +62,15 @@ def test_an_error_on_one_rank_alone_reaches_all_and_hangs_none(rank, size, monke
     monkeypatch.undo()
     total = synchronizer.synchronize([tf.ones([40])], [variable])[0]
     assert np.isfinite(total.numpy()).all()
+
+
+@pytest.mark.parametrize("algorithm", ["topk", "gtopk"])
+def test_a_rank_that_is_a_step_behind_is_met_on_all(rank, size, algorithm):
+    variable = tf.Variable(tf.zeros([40]))
+    synchronizer = hvd.Compression.parse(f"{algorithm}:density=0.2").bind()
+    for _ in range(3):
+        synchronizer.synchronize([tf.ones([40])], [variable])
+    if rank == size - 1:
+        synchronizer.sparse[0].bucket.state.step -= 1
+    with pytest.raises(StateMismatchError, match=rf"ranks \[0.*\] at 3, ranks \[{size - 1}\] at 2"):
+        synchronizer.synchronize([tf.ones([40])], [variable])

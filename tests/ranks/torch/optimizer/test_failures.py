@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from horovod_sparse.errors import NonFiniteGradientError, UnsupportedError
+from horovod_sparse.errors import NonFiniteGradientError, StateMismatchError, UnsupportedError
 from horovod_sparse.merging import Plan
 from horovod_sparse.torch import Compression
 from support.linear import LinearModel, dyadic, same_on_all_ranks
@@ -92,3 +92,23 @@ def test_join_is_an_error_for_those_who_train_on(rank, size):
     stock.join()
     found = train_step(model, optimizer, gradients(rank, 1))
     assert same_on_all_ranks(*found.values())
+
+
+@pytest.mark.parametrize("algorithm", ["topk", "exdyna", "gtopk", "randomk"])
+def test_a_rank_that_is_a_step_behind_is_met_on_all(algorithm, rank, size):
+    """As one that gave up a step alone, by an error of its own that the loop has caught."""
+    model = LinearModel(SHAPES)
+    optimizer = make(model, f"{algorithm}:density=0.1")
+    for step in range(4):
+        train_step(model, optimizer, gradients(rank, step))
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    if rank == size - 1:
+        for part in optimizer._synchronizer.sparse:
+            part.bucket.state.step -= 1
+    model.backward(gradients(rank, 4))
+    words = rf"modulo 8, ranks \[0.*\] at 4, ranks \[{size - 1}\] at 3"
+    if algorithm == "exdyna":  # has noticed that parts meet, before it looks at steps
+        words = "in one another's parts in the same step"
+    with pytest.raises(StateMismatchError, match=words):
+        optimizer.step()
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
