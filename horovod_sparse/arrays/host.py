@@ -166,6 +166,7 @@ class HostAccumulator:
         self._journal = Journal((self._values, *self._companions))
         #: of the last fold
         self.report = FoldReport()
+        self.step = 0
         # of the last fold: the gradient's weight in the values, the velocity it went into, its norm's limit
         self._folded: tuple[float, Array | None, float | None] = 1.0, None, None
         self._square_norm = float(folding.squares_of(memory, 0, num_elements)) if memory is not None else 0.0
@@ -234,16 +235,14 @@ class HostAccumulator:
         carried = float(factors[1 if follows else 0]) ** 2 * self._square_norm
         self._square_norm = self._squares_of(held) if follows else folded.square_norm
         self._norm_at_start = self._square_norm
-        self.report = FoldReport(folded.num_nonfinite, folded.first_nonfinite, folded.square_norm, carried)
+        self.report = FoldReport(
+            folded.num_nonfinite, folded.first_nonfinite, folded.square_norm, carried, self.step
+        )
         return self.report
 
     def refuse(self) -> None:
         """Lets the report of the last fold say that this rank refuses the step."""
         self.report = dataclasses.replace(self.report, first_nonfinite=self.num_elements)
-
-    def count(self, step: int) -> None:
-        """Lets the report of the last fold say how many synchronizations there have been before."""
-        self.report = dataclasses.replace(self.report, step=step)
 
     def heal(self) -> None:
         """Lets the report of the last fold say that this rank is well; see `Accumulator.heal`."""

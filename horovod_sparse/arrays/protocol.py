@@ -66,7 +66,7 @@ class FoldReport:
         square_norm: sum of squares of the accumulator after the pass.
         carried_square_norm: sum of squares of the residual before it, decay included: what the last step
             left behind.
-        step: synchronizations that the bucket has done before; see `Accumulator.count`.
+        step: synchronizations that the bucket has done before; see `Accumulator`.
     """
 
     num_nonfinite: int = 0
@@ -81,7 +81,12 @@ class Accumulator(Protocol):
 
     All indices are int32 positions within the bucket, ascending and unique where a method returns
     them. Changes to the values after `fold` are journaled, so that `abandon` can take them back.
+
+    Attributes:
+        step: synchronizations that there have been, which the report of the next fold says.
     """
+
+    step: int
 
     @property
     def num_elements(self) -> int:
@@ -143,9 +148,6 @@ class Accumulator(Protocol):
 
     def refuse(self) -> None:
         """Lets the report of the last fold say that this rank refuses the step."""
-
-    def count(self, step: int) -> None:
-        """Lets the report of the last fold say how many synchronizations there have been before."""
 
     def heal(self) -> None:
         """Lets the report of the last fold say that this rank is well, after `abandon` and `drop`."""

@@ -309,12 +309,12 @@ class Bucket:
         report.num_target = self.recipe.sparsifier.num_selected(self.info, self.state)
         feedback, now = self.recipe.feedback, self._progress.at(learning_rate)
         rates = (self.learning_rate, now.learning_rate)
+        self.accumulator.step = self.state.step
         feedback.fold(self.accumulator, gradient, self.info, rates)
         self._progress = now
         self.rescaled(feedback.decay(rates))
         self._before = _copied(self.state)  # what has followed the residual stays so
         self._gradient = gradient
-        self.accumulator.count(self.state.step)
         if refused:
             self.accumulator.refuse()
         report.fold_seconds = time.perf_counter() - started

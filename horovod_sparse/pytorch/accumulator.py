@@ -91,6 +91,7 @@ class TorchAccumulator:
         # On the device, where kernels read them in the accumulator's precision: a launch argument has less.
         self._factors: tuple[NDArray[Any], Tensor] = (np.empty(0), torch.empty(0))
         self._report: FoldReport = FoldReport()
+        self.step = 0
         # of the last fold: the gradient's weight in the values, the velocity it went into, its norm's limit
         self._folded: tuple[float, Tensor | None, float | None] = 1.0, None, None
 
@@ -171,7 +172,7 @@ class TorchAccumulator:
                 # the kernel takes the values for what was held back
                 torch.mul(norm_before, float(factors[1]) ** 2, out=report[3:4])
                 self._journal.restart(masking=masking, followed=followed)
-            self._report = PendingReport(PendingCopy(report))
+            self._report = PendingReport(PendingCopy(report), self.step)
         return self._report
 
     def refuse(self) -> None:
@@ -184,10 +185,6 @@ class TorchAccumulator:
             report.carried_square_norm,
             report.step,
         )
-
-    def count(self, step: int) -> None:
-        """Lets the report of the last fold say how many synchronizations there have been before."""
-        object.__setattr__(self._report, "step", step)  # which waits for nothing
 
     def heal(self) -> None:
         """Lets the report of the last fold say that this rank is well; waits for the device."""

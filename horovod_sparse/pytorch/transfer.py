@@ -70,10 +70,12 @@ class PendingReport(FoldReport):
 
     Args:
         copy: of what the fold kernel returns (see `plain.fold`).
+        step: see `FoldReport`.
     """
 
-    def __init__(self, copy: PendingCopy) -> None:
+    def __init__(self, copy: PendingCopy, step: int = 0) -> None:
         object.__setattr__(self, "_copy", copy)
+        object.__setattr__(self, "step", step)
 
     def _ready(self) -> FoldReport:
         copy = self.__dict__["_copy"]

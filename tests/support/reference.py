@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import numpy as np
@@ -43,6 +42,7 @@ class ReferenceAccumulator:
         self._followed: np.ndarray | None = None
         self._folded = self._values.copy(), [companion.copy() for companion in self.companions]
         self._report = FoldReport()
+        self.step = 0
 
     @property
     def num_elements(self) -> int:
@@ -55,9 +55,6 @@ class ReferenceAccumulator:
     @property
     def report(self) -> FoldReport:
         return self._report
-
-    def count(self, step: int) -> None:
-        self._report = dataclasses.replace(self._report, step=step)
 
     @property
     def square_norm(self) -> float:
@@ -109,6 +106,7 @@ class ReferenceAccumulator:
             first_nonfinite=int(np.argmax(bad)) if bad.any() else -1,
             square_norm=float(np.sum(np.square(self._values, dtype=np.float64))),
             carried_square_norm=carried,
+            step=self.step,
         )
         return self._report
 
