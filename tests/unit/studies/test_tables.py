@@ -11,7 +11,7 @@ pytest.importorskip("mlxtend")
 pytest.importorskip("matplotlib")
 pytest.importorskip("rich")
 
-from studies import convergence, feedback, results, schedules, threshold
+from studies import convergence, feedback, gpt, results, schedules, threshold
 
 STUDIES = {
     "threshold": (threshold, threshold.table),
@@ -19,6 +19,7 @@ STUDIES = {
     "schedules": (schedules, schedules.table),
     "remedies": (schedules, schedules.remedies_table),
     "convergence": (convergence, convergence.table),
+    "gpt": (gpt, gpt.table),
 }
 
 
