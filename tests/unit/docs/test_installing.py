@@ -5,6 +5,8 @@ from __future__ import annotations
 import configparser
 import os
 import re
+import subprocess
+import sys
 
 import yaml
 from packaging.requirements import Requirement
@@ -36,6 +38,13 @@ def test_the_conda_environment_has_what_the_package_needs() -> None:
     version = re.search(r"^version=([\d.]+)$", builder, re.MULTILINE)
     assert version and by_name["horovod"].startswith(f"horovod={version[1]}=")
     assert pip["pip"] == ["-e ."]
+
+
+def test_the_table_of_what_was_tried_is_what_was_measured() -> None:
+    done = subprocess.run(
+        [sys.executable, ROOT / "scripts" / "matrix", "--check"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, f"run scripts/matrix, or write its table anew: {done.stderr}"
 
 
 def test_the_image_is_made_by_what_is_here() -> None:

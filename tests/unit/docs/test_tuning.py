@@ -59,3 +59,11 @@ def test_density() -> None:
     quoted = re.search(r"within ([\d.]+) points of dense, and sends (\d+) to (\d+) times less", _TUNING)
     assert quoted is not None
     assert [float(value) for value in quoted.groups()] == [-min(behind), min(savings), max(savings)]
+
+
+def test_rates_with_adamw() -> None:
+    (table,) = re.findall(r"<!-- gpt: begin -->\n(.*?)<!-- gpt: end -->", _RESULTS, re.DOTALL)
+    bits = {cells[1].strip(): cells[2].strip() for line in table.splitlines() if (cells := line.split("|"))}
+    for rate, words in (("0.001", ""), ("0.003", ", three times the rate")):
+        row = f"| {rate} | {bits['none' + words]} | {bits['exdyna:density=0.05' + words]} |"
+        assert row in _TUNING, row
