@@ -9,21 +9,24 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
-from typing import Any, Literal, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from horovod_sparse.collectives import ReduceScatter, Synchronization
+from horovod_sparse.cost import LevelChoice
 from horovod_sparse.errors import ArgumentError, UnknownNameError
 from horovod_sparse.feedback import HostBucket
 from horovod_sparse.frontend.agreement import shared_lines
 from horovod_sparse.topology import Topology
 
 #: "flat": one level; "host": two; "auto": two where there are several hosts of several ranks each, as many on
-#: all of them
-Levels: TypeAlias = Literal["flat", "host", "auto"]
+#: all of them, and the cost model says that they are faster
 LEVELS = ("flat", "host", "auto")
+
+#: which levels are faster, by numbers of hosts and of ranks on each; the same on all ranks
+Choose: TypeAlias = Callable[[int, int], LevelChoice]
 
 #: as if so many ranks, one behind the other, had a host of their own: for tests, and for hosts in which the
 #: fast network joins some of the ranks only
@@ -60,13 +63,14 @@ def own_place(hvd: Any) -> tuple[str, int]:
     return f"host {host}", local
 
 
-def assumed_topology(levels: str, hvd: Any, process_set: Any) -> Topology | None:
+def assumed_topology(levels: str, hvd: Any, process_set: Any, choose: Choose) -> Topology | None:
     """Which ranks share a host, as far as a rank can tell alone; None for one level.
 
     Args:
         levels: as the user asked.
         hvd: see `own_place`.
         process_set: the ranks that synchronize.
+        choose: for "auto".
     """
     size = process_set.size()
     if levels == "flat" or size in (None, 1) or size != hvd.size():
@@ -77,15 +81,16 @@ def assumed_topology(levels: str, hvd: Any, process_set: Any) -> Topology | None
         return None
     if local != hvd.rank() % per_host:
         return None
-    return _wanted(levels, Topology.regular(size // per_host, per_host))
+    return _wanted(levels, Topology.regular(size // per_host, per_host), choose)[0]
 
 
-def agreed_topology(levels: str, place: tuple[str, int]) -> Synchronization[Topology | None]:
+def agreed_topology(levels: str, place: tuple[str, int], choose: Choose) -> Synchronization[Topology | None]:
     """Which ranks share a host, as all have told; None for one level. One collective, or none.
 
     Args:
         levels: as the user asked, the same on all ranks.
         place: of this rank, by `own_place`.
+        choose: for "auto".
 
     Raises:
         UnsupportedError: on every rank alike, if two levels are asked for, and hosts have different numbers
@@ -93,7 +98,9 @@ def agreed_topology(levels: str, place: tuple[str, int]) -> Synchronization[Topo
 
     Example:
         >>> from horovod_sparse.simulation import run_lockstep
-        >>> ranks = [agreed_topology("host", (host, local)) for host in "ab" for local in (0, 1)]
+        >>> from horovod_sparse.cost import LevelChoice
+        >>> choose = lambda hosts, each: LevelChoice("host", "")
+        >>> ranks = [agreed_topology("host", (host, local), choose) for host in "ab" for local in (0, 1)]
         >>> print(run_lockstep(ranks)[0])
         2 hosts of 2 ranks
     """
@@ -106,11 +113,11 @@ def agreed_topology(levels: str, place: tuple[str, int]) -> Synchronization[Topo
     if levels == "auto" and len(set(counts.values())) > 1:
         _say("flat", f"hosts have different numbers of ranks ({sorted(counts.values())})")
         return None
-    topology = _wanted(levels, Topology.of(places))
+    topology, why = _wanted(levels, Topology.of(places), choose)
     if topology is not None:
-        _say("host", f"gradients are summed within hosts first ({topology})")
-    elif levels == "auto":
-        _say("flat", "there is one host" if len(counts) == 1 else "hosts have one rank each")
+        _say("host", f"gradients are summed within hosts first ({why})")
+    else:
+        _say("flat", why)
     return topology
 
 
@@ -124,9 +131,14 @@ def _say(levels: str, why: str) -> None:
         _log.info("%s", words)
 
 
-def _wanted(levels: str, topology: Topology) -> Topology | None:
-    several = topology.num_hosts > 1 and topology.per_host > 1
-    return topology if levels == "host" or several else None
+def _wanted(levels: str, topology: Topology, choose: Choose) -> tuple[Topology | None, str]:
+    """What is asked for, or is faster, and why."""
+    if levels == "host":
+        return topology, str(topology)
+    if topology.num_hosts == 1:
+        return None, "there is one host"
+    choice = choose(topology.num_hosts, topology.per_host)
+    return (topology if choice.levels == "host" else None), choice.reason
 
 
 def hold_elsewhere(parts: Sequence[Any]) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from horovod_sparse.collectives import Synchronization
+from horovod_sparse.cost import LevelChoice, choose_levels
 from horovod_sparse.errors import HorovodSparseError, UnsupportedError
 from horovod_sparse.feedback import Recipe, resumed
 from horovod_sparse.feedback.state import shared_digest
@@ -85,7 +86,8 @@ class Bucketing:
         self.optimizer, self.facts, self.recipe = optimizer, dict(facts), recipe
         self.process_set, self.average = process_set, average
         #: which ranks share a host, as buckets are made for; None for one level
-        self.topology = assumed_topology(levels, hvd, process_set)
+        self._first = first
+        self.topology = assumed_topology(levels, hvd, process_set, self._choose_levels)
         self.driver = HorovodDriver(process_set, deadline_seconds, topology=self.topology)
         self._levels, self._deadline_seconds = levels, deadline_seconds
         self.drift: DriftCheck
@@ -93,7 +95,7 @@ class Bucketing:
         if first.request is not None:
             parameters = [fact for fact, _ in self.facts.values()]
             self.warmup = WarmUp(first.request, parameters, recipe.sparsifier, process_set, first.decision)
-        self._first, self._label = first, _next_label()
+        self._label = _next_label()
         #: the start of Horovod in which the ranks agreed last
         self._agreed_under: Any = present_start() if self.size == 1 else None
         #: names of parameters that have joined since the optimizer was made
@@ -219,6 +221,12 @@ class Bucketing:
             topology=self.topology,
         )
 
+    def _choose_levels(self, num_hosts: int, per_host: int) -> LevelChoice:
+        request, facts = self._first.request, [fact for fact, _ in self.facts.values()]
+        profile = None if request is None else request.profile
+        n = max(1, sum(fact.num_elements for fact in facts))
+        return choose_levels(self.recipe.sparsifier, n, num_hosts, per_host, profile=profile)
+
     def _move_to(self, topology: Topology | None) -> None:
         """Buckets for other hosts; residuals are kept, states start anew."""
         if topology != self.topology:
@@ -231,7 +239,8 @@ class Bucketing:
         yield from compared(settings_of(self.optimizer, self.recipe, "horovod_sparse.torch"), parameters)
         yield from check_agreement(self._first.request)
         yield from raise_together(self._first.failure)
-        self._move_to((yield from agreed_topology(self._levels, own_place(hvd))))
+        choose = self._choose_levels
+        self._move_to((yield from agreed_topology(self._levels, own_place(hvd), choose)))
         buckets = {part.name: part.bucket for part in self.sparse}
         standing = Standing(
             self.step,
@@ -278,7 +287,7 @@ class Bucketing:
         if self._place != (self.rank, self.size):
             self._place = (self.rank, self.size)
             self.sizes.add(self.size)
-            self.topology = assumed_topology(self._levels, hvd, self.process_set)
+            self.topology = assumed_topology(self._levels, hvd, self.process_set, self._choose_levels)
             self.driver.move_to(self.topology)
             self.build(self.plan)
         self._agreed_under = None

@@ -149,7 +149,7 @@ def DistributedOptimizer(
             counted in the telemetry. If left out, what HOROVOD_SPARSE_ON_DRIFT says, or "raise".
         levels: "flat": all ranks are alike; "host": gradients are summed densely within each host first, and
             sparsified between hosts, see docs/levels.md; "auto": "host" where there are several hosts, of
-            several ranks each, as many on all of them.
+            several ranks each, as many on all of them, and the cost model says that it is faster.
 
     `plan` and `groups` exclude each other and all of `bucket_bytes`, `merging` and `tensor_selection`;
     `bucket_bytes` is short for ``merging=fixed(bytes=...)``; "joint" decides about tensors itself.

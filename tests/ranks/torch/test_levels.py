@@ -237,13 +237,16 @@ def test_a_process_set_is_divided_as_well(rank, size, process_set):
     assert optimizer._synchronizer.topology == Topology.regular(2, 2)
 
 
-def test_auto_uses_two_levels_where_hosts_are_several_and_alike(monkeypatch, rank, size):
-    for number, two in ((size, False), (1, False), (2, size in (4, 6)), (size - 1, False)):
+def test_auto_uses_two_levels_where_hosts_are_alike_and_it_is_faster(monkeypatch, rank, size):
+    large = {"w": (2_000_000,)}
+    cases = ((size, large, False), (1, large, False), (size - 1, large, False))
+    cases += ((2, SHAPES, False), (2, large, size in (4, 6)))
+    for number, shapes, two in cases:
         monkeypatch.setenv("HOROVOD_SPARSE_RANKS_PER_HOST", str(max(number, 1)))
-        model = LinearModel(SHAPES)
-        optimizer = made(model, "topk:density=0.1", levels="auto")
-        train_step(model, optimizer, gradients(rank, 0))
-        assert (optimizer._synchronizer.topology is not None) == two
+        model = LinearModel(shapes)
+        optimizer = made(model, "topk:density=0.05", levels="auto")
+        train_step(model, optimizer, {name: dyadic(shape, rank) for name, shape in shapes.items()})
+        assert (optimizer._synchronizer.topology is not None) == two, (number, len(shapes))
 
 
 def test_hosts_of_different_size_are_refused_on_all_ranks(monkeypatch, rank, size):
