@@ -271,3 +271,24 @@ def test_ranks_that_do_not_agree_about_levels_are_told(rank):
 def test_other_words_are_refused():
     with pytest.raises(UnknownNameError, match=r"levels.*auto, flat, host"):
         made(LinearModel(SHAPES), "topk", levels="two")
+
+
+def test_ranks_share_other_hosts_after_another_start(monkeypatch, rank, size):
+    """As in elastic training, where hosts come and go: residuals go to whose shards they are now."""
+    model = LinearModel(SHAPES)
+    optimizer = made(model, "topk:density=0.05", op=stock.Sum)
+    for step in range(2):
+        train_step(model, optimizer, gradients(rank, step))
+    held = total_of(residuals_of(optimizer), "held")
+    before = optimizer._synchronizer.topology
+    hvd.shutdown()
+    monkeypatch.setenv("HOROVOD_SPARSE_RANKS_PER_HOST", "1")
+    hvd.init()
+    nothing = {name: np.zeros(shape) for name, shape in SHAPES.items()}
+    found = train_step(model, optimizer, nothing)
+    assert optimizer._synchronizer.topology == Topology.regular(size, 1) != before
+    after = total_of(residuals_of(optimizer), "after")
+    for name, shape in SHAPES.items():
+        now = found[name].double() + after[name].reshape(shape)
+        torch.testing.assert_close(now, held[name].reshape(shape), rtol=1e-6, atol=1e-5)
+    assert same_on_all_ranks(*found.values())
