@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
+from functools import partial
 from typing import Any, overload
 
 import torch
@@ -158,5 +161,12 @@ def _attach_buckets(
         **kept,
     )
     state.finds_unused = model.find_unused_parameters or model.static_graph
+    state.counts_joined = partial(_counts_joined, weakref.ref(model))
     model.register_comm_hook(state, hook)
     return state
+
+
+def _counts_joined(model: Callable[[], DistributedDataParallel | None]) -> bool:
+    """Whether a model is within `join(divide_by_initial_world_size=False)`."""
+    found = model()
+    return found is not None and found._join_config.enable and not found._divide_by_initial_world_size

@@ -116,7 +116,7 @@ class Synchronizer(Training):
 
     def _synchronize(self, layout: Layout) -> None:
         """Puts the sums into the buckets; raises why not, with zeros in them."""
-        communicator, (rank, size) = self._running(), self.place
+        communicator, rank = self._running(), self.place[0]
         idle_before = communicator.idle_seconds
         failure: BaseException | None = None
         errors: list[BaseException] = []
@@ -145,7 +145,8 @@ class Synchronizer(Training):
         if failure is not None:
             self._refuse(failure, errors, rank)
             return
-        reports = [part.apply(1.0 / size) for part in self.parts]
+        num_dividing = self._num_dividing(communicator)
+        reports = [part.apply(1.0 / num_dividing) for part in self.parts]
         self._give_out()
         self.step += 1
         self.telemetry.record(self.step, reports, communicator.idle_seconds - idle_before)
@@ -186,6 +187,10 @@ class Synchronizer(Training):
     def _of_all(self, failure: BaseException | None) -> BaseException | None:
         """What has failed on this rank or on one that does not synchronize with it, but has to step alike."""
         return failure
+
+    def _num_dividing(self, communicator: Communicator) -> float:
+        """By how many ranks a sum is divided."""
+        return self.place[1]
 
     def _zero(self) -> None:
         """Zeros as all gradients of this step."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
+from horovod_sparse.collectives import AllReduce, Synchronization
+from horovod_sparse.ddp.communicator import Communicator
 from horovod_sparse.ddp.planning import plan_of
 from horovod_sparse.ddp.step import Synchronizer, after_backward, pass_number, throw
 from horovod_sparse.errors import UnsupportedError
@@ -83,6 +86,8 @@ class State(Synchronizer):
         )
         #: whether DistributedDataParallel may leave gradients out that exist; it does not tell a hook
         self.finds_unused = True
+        #: whether means are those over ranks that have not joined, which it does not tell either
+        self.counts_joined: Callable[[], bool] = lambda: False
         self._layout: list[tuple[torch.Tensor, ...]] = []  # the buckets of this step
         self._last_layout: list[tuple[int, ...]] = []  # by address: tensors have no single truth value
         self._num_alike = 0  # steps with the same buckets, up to now
@@ -150,6 +155,12 @@ class State(Synchronizer):
         for _, buffer in self._results:
             buffer.zero_()
 
+    def _num_dividing(self, communicator: Communicator) -> float:
+        if not self.counts_joined():
+            return super()._num_dividing(communicator)
+        # a rank that has joined is in no backward pass
+        return float(communicator.run("joined", _sum(float(pass_number() != -1))))
+
     def _overflow(self) -> None:
         self._results[0][1].fill_(torch.inf)
 
@@ -177,3 +188,8 @@ class State(Synchronizer):
                     parameter.grad = piece.detach().clone()
             elif self.finds_unused and not torch.equal(parameter.grad, piece):
                 parameter.grad.copy_(piece)
+
+
+def _sum(number: float) -> Synchronization[float]:
+    total = yield AllReduce(np.array([number]))
+    return float(total[0])

@@ -71,6 +71,21 @@ def test_ranks_may_have_fewer_batches_than_others(text, rank, size):
     assert replica.sync.step == max(steps)
 
 
+@pytest.mark.parametrize("arguments", [{}, {"static_graph": True}])
+@pytest.mark.parametrize("whole", [True, False])
+def test_uneven_batches_are_divided_as_dense_ones(whole, arguments, rank, size):
+    """With divide_by_initial_world_size=False by the number of ranks that have a batch left."""
+    found = []
+    for text in (None, "topk:density=1.0"):
+        replica = Replica(SHAPES, text, **arguments)
+        with replica.model.join(divide_by_initial_world_size=whole):
+            for step in range(3 + 2 * rank):
+                replica.step(gradients(rank, step))
+        found.append([parameter.detach() for parameter in replica.net.parameters()])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=0.0, atol=0.0 if size == 2 else 1e-5)
+
+
 @pytest.mark.parametrize("arguments", [{}, {"gradient_as_bucket_view": True}])
 def test_unused_parameters_lose_nothing(arguments, rank, size):
     """Some on one rank, some on none: what is held back for them may come while nobody uses them."""
