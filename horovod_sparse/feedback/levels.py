@@ -14,16 +14,18 @@ its ranks is not finite, so is its sum, and the whole host's gradient is dropped
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from horovod_sparse import errors
 from horovod_sparse.arrays import Accumulator, GradientParts
 from horovod_sparse.arrays.protocol import FoldReport
 from horovod_sparse.collectives import AllGather, ReduceScatter, Request, Synchronization, at_level, part
-from horovod_sparse.errors import MessageError
+from horovod_sparse.errors import HorovodSparseError, MessageError
 from horovod_sparse.feedback.bucket import Bucket, Member
 from horovod_sparse.feedback.recipe import Recipe
 from horovod_sparse.sparsifiers import BucketInfo, SparseSum
@@ -165,9 +167,6 @@ class HostBucket(Bucket):
         """See `Bucket.again`; a host whose sum was not finite is left out as a whole."""
         return (yield from self._of_whole(self._synchronized_again(scale), {}))
 
-    def _check_steps(self, steps: np.ndarray) -> None:
-        """Only some ranks of a host know those of a column: all of them have to be told of an error."""
-
     def _of_whole(
         self, of_shard: Synchronization[tuple[SparseSum, int | None]], before: Mapping[str, int]
     ) -> Synchronization[SparseSum]:
@@ -177,11 +176,21 @@ class HostBucket(Bucket):
             of_shard: gives the sum of the shard over hosts.
             before: kind and bytes of what was sent within the host for it.
         """
-        sum_, overflow = yield from at_level(of_shard, "across")
+        failure: HorovodSparseError | None = None
+        try:
+            sum_, overflow = yield from at_level(of_shard, "across")
+        except HorovodSparseError as error:  # of all ranks of this column; the others wait for what is next
+            failure, overflow = error, None
+            nothing = np.empty(0, np.int32), np.empty(0, self.whole.value_dtype)
+            sum_ = SparseSum(*nothing, np.zeros(self.topology.num_hosts, np.int64))
         report = self.last
-        message = AllGather(self._message(sum_, overflow), level="host")
+        message = AllGather(self._message(sum_, overflow, failure), level="host")
         gathered = yield message
-        sum_, marks, overflow = self._joined(gathered, sum_)
+        try:
+            sum_, marks, overflow = self._joined(gathered, sum_)
+        except HorovodSparseError as error:
+            self.abandon()
+            raise failure or error from None
         if marks or overflow is not None:
             self.abandon()
         own = list(self.topology.hosts[self.host])
@@ -198,14 +207,18 @@ class HostBucket(Bucket):
         self._check(marks, overflow)
         return sum_
 
-    def _message(self, sum_: SparseSum, overflow: int | None) -> np.ndarray:
+    def _message(
+        self, sum_: SparseSum, overflow: int | None, failure: HorovodSparseError | None
+    ) -> np.ndarray:
         """What this rank's column has found, for the ranks of its host.
 
         In front of the sum, for each host: elements selected, 1 + the first that is not finite or 0, and the
-        norm of its residual; and, of the sum, 1 + the first element that overflows, or 0.
+        norm of its residual; and, of the sum, words of an error's text that come before it, and 1 + the first
+        element that overflows, or 0.
         """
         hosts, (start, stop) = self.topology.num_hosts, self.shard
-        head = np.zeros(3 * hosts + 1, np.int32)
+        head, told = np.zeros(3 * hosts + 2, np.int32), _told(failure)
+        head[-2] = told.size
         head[:hosts] = sum_.counts
         for host, position in sum_.first_nonfinite.items():
             head[hosts + host] = 1 + position
@@ -220,14 +233,16 @@ class HostBucket(Bucket):
             indices, values = indices[~short], values[~short]
         n = self.whole.num_elements
         sent = pack(indices + np.int32(start), values, FoldReport(), format=_INSIDE, num_elements=n)
-        return np.concatenate([head, sent])
+        return np.concatenate([head, told, sent])
 
     def _joined(self, gathered: np.ndarray, own: SparseSum) -> tuple[SparseSum, dict[int, int], int | None]:
         """The sum of the whole from those of its shards, the marks of ranks, and where it overflows."""
         words, hosts, n = np.asarray(gathered), self.topology.num_hosts, self.whole.num_elements
         heads, sums, at = [], [], 0
         for _ in range(self.topology.per_host):
-            end = at + 3 * hosts + 1
+            end = at + 3 * hosts + 2
+            if end < words.size and (length := int(words[end - 2])) > 0:
+                raise _failure_of(words[end : end + length])
             if end >= words.size or words[end] <= 0:
                 raise MessageError(f"{words.size} words arrived, which are not the sums of all shards")
             heads.append(words[at:end])
@@ -265,6 +280,22 @@ class HostBucket(Bucket):
         """The ranks of a host whose sum is not finite, but for those that refuse the step by themselves."""
         n = self.whole.num_elements
         return [rank for rank in self.topology.hosts[host] if marks.get(rank) != n]
+
+
+def _told(failure: HorovodSparseError | None) -> np.ndarray:
+    """An error in words of 32 bits."""
+    if failure is None:
+        return np.empty(0, np.int32)
+    text = json.dumps([type(failure).__name__, str(failure)]).encode()
+    return np.frombuffer(text + b" " * (-len(text) % 4), np.int32)
+
+
+def _failure_of(words: np.ndarray) -> HorovodSparseError:
+    """The error that another column has told; of its kind, where that is made of a text."""
+    name, text = json.loads(words.tobytes())
+    kind = getattr(errors, name, HorovodSparseError)
+    made_of_text = kind in (errors.StateMismatchError, MessageError, errors.CollectiveMismatchError)
+    return (kind if made_of_text else HorovodSparseError)(text)  # type: ignore[no-any-return]
 
 
 def shard_of(whole: BucketInfo, topology: Topology) -> BucketInfo:

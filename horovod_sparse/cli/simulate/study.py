@@ -301,7 +301,16 @@ def print_studies(
         )
         where += f" between hosts of {question.per_host} ranks, {within} within"
     show(console, f"{model}, merging {merging}, {where}; the batch of a rank stays the same", "bold")
-    columns = ("P", "iteration ms", "dense ms", "speedup", "bytes per rank", "dense", "union", "buckets")
+    columns: tuple[str, ...] = (
+        "P",
+        "iteration ms",
+        "dense ms",
+        "speedup",
+        "bytes per rank",
+        "dense",
+        "union",
+        "buckets",
+    )
     if two:
         columns = ("hosts x ranks", *columns[1:], "flat ms")
     for study in studies:

@@ -12,8 +12,10 @@ from horovod_sparse.arrays import GradientParts
 from horovod_sparse.errors import (
     CollectiveMismatchError,
     EditedGradientError,
+    HorovodSparseError,
     NonFiniteGradientError,
     NonFiniteSumError,
+    StateMismatchError,
     UnsupportedError,
 )
 from horovod_sparse.feedback import ErrorFeedback, Member, MomentumCorrection, recipe
@@ -180,6 +182,25 @@ def test_a_rank_that_refuses_is_known_to_all() -> None:
     ]
     for result in run_lockstep(steps, keep_errors=True, topology=cluster.topology):
         assert isinstance(result, EditedGradientError) and [*result.where] == [7]
+
+
+@rows
+def test_what_one_column_finds_is_raised_on_all_ranks(case: Case) -> None:
+    """A rank at another step, say: ranks of other columns would wait for its host's."""
+    cluster = scenario_of(2, 2, 400).cluster(case.recipe)
+    gradients = random_gradients(scenario_of(2, 2, 400, num_steps=4))
+    for step in gradients[:3]:
+        cluster.step([*step.astype(np.float32)])
+    held = cluster.residuals()
+    cluster.buckets[3].state.step -= 1
+    try:
+        found = cluster.synchronize([*gradients[3].astype(np.float32)], keep_errors=True)
+    except CollectiveMismatchError:  # in other rounds already
+        return
+    assert len({type(error) for error in found}) == 1 and isinstance(found[0], HorovodSparseError)
+    total, sums = np.sum(cluster.residuals(), 0), gradients[3].astype(np.float32).sum(0)
+    if isinstance(found[0], StateMismatchError) and not case.loses_mass:
+        np.testing.assert_allclose(total, np.sum(held, 0) + sums, atol=1e-5)
 
 
 def test_a_sum_that_is_not_finite_is_applied_by_nobody() -> None:
