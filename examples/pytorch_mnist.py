@@ -80,14 +80,20 @@ def arguments() -> argparse.Namespace:
         "--profile", type=Path, metavar="FILE", help="measurements to plan by, in place of the first steps'"
     )
     parser.add_argument(
+        "--levels",
+        choices=("flat", "host", "auto"),
+        default="flat",
+        help="host: sums gradients densely within each host first (docs/levels.md)",
+    )
+    parser.add_argument(
         "--stock", action="store_true", help="use Horovod's own DistributedOptimizer with our compression="
     )
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="rank 0 writes what was measured to this file"
     )
     args = parser.parse_args()
-    if args.stock and (args.merging or args.tensor_selection or args.profile):
-        parser.error("--stock makes no buckets: leave --merging, --tensor-selection and --profile out")
+    if args.stock and (args.merging or args.tensor_selection or args.profile or args.levels != "flat"):
+        parser.error("--stock makes no buckets: leave --merging, --tensor-selection, --profile, --levels out")
     return args
 
 
@@ -133,6 +139,7 @@ def main() -> None:
     make_optimizer = stock.DistributedOptimizer if args.stock else hvd.DistributedOptimizer
     chosen = compression(args, steps)
     planning = {"merging": args.merging, "tensor_selection": args.tensor_selection, "profile": args.profile}
+    planning["levels"] = None if args.levels == "flat" else args.levels
     optimizer = make_optimizer(
         inner,
         named_parameters=model.named_parameters(),

@@ -295,7 +295,7 @@ def _failure_of(words: np.ndarray) -> HorovodSparseError:
     name, text = json.loads(words.tobytes())
     kind = getattr(errors, name, HorovodSparseError)
     made_of_text = kind in (errors.StateMismatchError, MessageError, errors.CollectiveMismatchError)
-    return (kind if made_of_text else HorovodSparseError)(text)  # type: ignore[no-any-return]
+    return (kind if made_of_text else HorovodSparseError)(text)
 
 
 def shard_of(whole: BucketInfo, topology: Topology) -> BucketInfo:
