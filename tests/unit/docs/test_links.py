@@ -46,6 +46,14 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in anchors(target), f"{page.name}: {link}"
 
 
+def test_every_page_is_found_from_the_first() -> None:
+    """From README.md, and in the menu of the site."""
+    readme, menu = ((ROOT / name).read_text("utf-8") for name in ("README.md", "mkdocs.yml"))
+    for page in sorted((ROOT / "docs").glob("*.md")):
+        assert f"](docs/{page.name})" in readme, page.name
+        assert f": {page.name}\n" in menu, page.name
+
+
 def test_every_algorithm_links_its_paper() -> None:
     text = (ROOT / "docs" / "algorithms.md").read_text("utf-8")
     sources = re.findall(r"^Sources?: .*?(?=\n\n|\Z)", text, re.MULTILINE | re.DOTALL)
