@@ -26,6 +26,7 @@ class Trace:
         targets: k, what was asked for.
         counts: elements of the union.
         imbalance: f(t), ExDyna Eq. (5); NaN where the algorithm does not tell.
+        thresholds: of rank 0; NaN where the algorithm does not tell.
         global_error: ExDyna Eq. (1), of what the ranks held back when the step began.
         losses: mean over ranks, of the training batches.
         applied_norms: L2 norms of the gradients that the optimizer got.
@@ -38,6 +39,7 @@ class Trace:
     targets: list[int] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
     imbalance: list[float] = field(default_factory=list)
+    thresholds: list[float] = field(default_factory=list)
     global_error: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     applied_norms: list[float] = field(default_factory=list)
@@ -116,6 +118,7 @@ def train(
         trace.targets.append(last.num_target)
         trace.counts.append(int(np.unique(sum_.indices).size))
         trace.imbalance.append(last.facts.get("imbalance", math.nan))
+        trace.thresholds.append(last.facts.get("threshold", math.nan))
         trace.global_error.append(last.global_error)
         trace.losses.append(float(np.mean(losses)))
     trace.seconds = time.perf_counter() - started

@@ -102,6 +102,7 @@ def decide(
     dtype: str = "float32",
     starting_seconds: Callable[[], float] = lambda: 0.0,
     current: Plan | None = None,
+    current_density: float | None = None,
 ) -> Synchronization[Decision]:
     """Agrees on what was measured, measures what is missing, plans on rank 0, and tells all ranks.
 
@@ -120,6 +121,7 @@ def decide(
         starting_seconds: how long it took to start the last request; see `calibration`.
         current: the plan under which `times` were measured; predictions are corrected by them then, see
             `corrected`.
+        current_density: that buckets had meanwhile, where it was not the sparsifier's own (a schedule's).
 
     Returns:
         The decision: the same plan on all ranks.
@@ -153,9 +155,10 @@ def decide(
         )
         if current is not None:
             own = request.profile is None
-            if current.density is not None:
-                sparsifier = dataclasses.replace(sparsifier, density=current.density)
-            profile = corrected(profile, measured, current, parameters, sparsifier, where.size, own)
+            # in those iterations as much was sent as was asked for then
+            then = next((one for one in (current_density, current.density) if one is not None), None)
+            as_sent = sparsifier if then is None else dataclasses.replace(sparsifier, density=then)
+            profile = corrected(profile, measured, current, parameters, as_sent, where.size, own)
     decision, failure = None, None
     if where.rank == 0:
         try:

@@ -317,7 +317,7 @@ class GradientSynchronizer(Bucketing):
         if size > 1:
             self.telemetry.transport = transport_words(self.process_set)
         self.telemetry.record(self.step, reports, self.driver.idle_seconds - idle_before)
-        if self.warmup is not None and (plan := self.warmup.after_step(self.plan)) is not None:
+        if self.warmup is not None and (plan := self.warmup.after_step(self.plan, self.step)) is not None:
             self.replan(plan)
         if self.warmup is not None and self.warmup.decision is not None:
             self.telemetry.density = self.warmup.decision.density

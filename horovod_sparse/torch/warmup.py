@@ -59,6 +59,8 @@ class WarmUp:
         self._own: BackwardTimes | None = None
         self._measured_under: Plan | None = None
         self._left = 0
+        #: asked for by a schedule in the recorded steps
+        self._densities: list[float] = []
         # end of the last step under the probe, and its iterations so far; None where there is none
         self._probe: tuple[Any, list[float]] | None = None
         elastic = os.environ.get("HOROVOD_ELASTIC") == "1"
@@ -110,8 +112,12 @@ class WarmUp:
             self._record(_NUM_WARMUP, _NUM_STEPS)
             self._left = 1 + _NUM_WARMUP + _NUM_STEPS if counting else 0
 
-    def after_step(self, plan: Plan) -> Plan | None:
+    def after_step(self, plan: Plan, step: int) -> Plan | None:
         """A synchronization under this plan has ended on all ranks.
+
+        Args:
+            plan: that it had.
+            step: synchronizations of the training up to now, by which a schedule goes.
 
         Returns:
             The plan to go on with, where it changes: one to measure, or the one that was decided for.
@@ -125,6 +131,9 @@ class WarmUp:
             return None
         self._recorder.end(self._stamps.now())
         self._measured_under = plan
+        if self._sparsifier.schedule is not None:
+            final = self._sparsifier.density if plan.density is None else plan.density
+            self._densities.append(self._sparsifier.schedule.density_at(step - 1, final))
         if self._left == 0 and self._recorder.done:
             self._keep()
         if self._left == 1:
@@ -195,6 +204,7 @@ class WarmUp:
             dtype=dtype,
             starting_seconds=starts.last_seconds,
             current=self._measured_under,
+            current_density=statistics.median(self._densities) if self._densities else None,
         )
         with torch.no_grad():
             name = "horovod_sparse.planning"
@@ -209,6 +219,7 @@ class WarmUp:
 
     def _record(self, num_warmup: int, num_steps: int) -> None:
         names = [parameter.name for parameter in self._parameters]
+        self._densities = []
         self._recorder = BackwardRecorder(
             names,
             num_warmup=num_warmup,

@@ -7,9 +7,13 @@ import dataclasses
 import pytest
 
 from horovod_sparse.cost import Fit, Profile
+from horovod_sparse.frontend.calibration import Where
 from horovod_sparse.frontend.calibration.backward_times import BackwardTimes
 from horovod_sparse.frontend.correction import corrected, measured_step, probe_of
+from horovod_sparse.frontend.decision import decide
+from horovod_sparse.frontend.plan_request import plan_request
 from horovod_sparse.merging import ParameterFacts, Plan, fixed, predict
+from horovod_sparse.simulation import run_lockstep
 from horovod_sparse.sparsifiers import TopK
 
 TOPK = TopK(density=0.01)
@@ -78,3 +82,24 @@ def test_a_probe_has_many_more_buckets_than_the_plan_in_use():
         tuple((name,) for name in NAMES[:30]), NAMES[30:]
     )
     assert probe_of(Plan((NAMES[:10],), NAMES[10:])) is None
+
+
+def test_iterations_of_a_denser_warm_up_do_not_make_predictions_longer():
+    """Measured while a schedule had density 0.5; the model is right, so nothing is to be corrected."""
+    denser = TopK(density=0.5)
+    workload, cost = measured_step(PROFILE, FACTS, denser, 2)
+    iteration = predict(workload, SINGLE, cost).iteration_seconds
+    complete = dataclasses.replace(PROFILE, backward_seconds={}, forward_seconds=0.0)
+    backward = dict(reversed(PROFILE.backward_seconds.items()))
+    times = BackwardTimes(backward, PROFILE.forward_seconds, 5, (), iteration)
+
+    def decided(**told):
+        request = plan_request(merging="single", profile=complete)[0]
+        request = dataclasses.replace(request, selection="cost")
+        where = [Where(rank, 2, "torch", "gloo") for rank in range(2)]
+        return run_lockstep(
+            [decide(request, one, FACTS, TOPK, times, current=SINGLE, **told) for one in where]
+        )
+
+    assert decided(current_density=0.5)[0].profile.forward_seconds == pytest.approx(PROFILE.forward_seconds)
+    assert decided()[0].profile.forward_seconds > 1.05 * PROFILE.forward_seconds
