@@ -19,15 +19,16 @@ import torch
 from horovod_sparse.arrays.host import HostAccumulator
 from horovod_sparse.feedback import Bucket, ErrorFeedback, recipe
 from horovod_sparse.frontend.engine import carry_out
-from horovod_sparse.sparsifiers import BucketInfo
+from horovod_sparse.sparsifiers import ALGORITHMS, BucketInfo
 from horovod_sparse.sparsifiers.schedule import Exponential
 from studies import results
 from studies.tasks import digits_task
 from studies.training import train
 
-__all__ = ["ENCODERS", "VARIANTS", "encoding_ms", "facts", "main"]
+__all__ = ["ENCODERS", "VARIANTS", "encoding_ms", "facts", "main", "tables"]
 
 FILE = results.MEASUREMENTS / "papers.json"
+DOCUMENT = results.DOCUMENT.with_name("reproduced.md")
 SIZE, NUM_STEPS, WARMUP_STEPS, DROP_AT, DENSITY, RATE = 16, 160, 40, 110, 0.01, 0.02
 #: by the names of the lines
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -153,6 +154,24 @@ def draw(result: dict[str, Any]) -> None:
     figure.savefig(results.PICTURES / "papers.png", dpi=110, metadata={"Software": None})
 
 
+def tables(result: dict[str, Any]) -> str:
+    """What the pictures show, in numbers."""
+
+    def cell(value: float) -> str:
+        return "-" if np.isnan(value) else f"{value:.3g}"
+
+    rows = [
+        [f"`{name}`" if name in ALGORITHMS else name, *map(cell, facts(run).values()), f"{run['score']:.1%}"]
+        for name, run in result["runs"].items()
+    ]
+    first = results.markdown(
+        ["16 ranks, after the warm-up", "union / asked", "f(t)", "threshold by error, r", "accuracy"], rows
+    )
+    sizes = [f"{num_bytes / 2**20:g} MiB" for num_bytes in result["encoded_bytes"]]
+    encoded = [[name, *(f"{value:.3g}" for value in times)] for name, times in result["encoding_ms"].items()]
+    return f"{first}\n\n{results.markdown(['encoding, ms', *sizes], encoded)}"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures and draws."""
     parser = argparse.ArgumentParser(
@@ -181,14 +200,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 runs[variant] = measure(variant)
                 results.save(FILE, result)
     draw(result)
-    rows = [
-        [name, *(f"{value:.3g}" for value in facts(run).values()), f"{run['score']:.1%}"]
-        for name, run in result["runs"].items()
-    ]
-    head = ["sixteen ranks", "union by what was asked", "f(t)", "threshold by error", "accuracy"]
-    print(results.markdown(head, rows))
-    encoded = [[name, *(f"{value:.3g}" for value in times)] for name, times in result["encoding_ms"].items()]
-    print(results.markdown(["ms, by bytes", *map(str, result["encoded_bytes"])], encoded))
+    text = tables(result)
+    print(text)
+    DOCUMENT.write_text(results.with_table(DOCUMENT.read_text("utf-8"), "papers", text), "utf-8")
     return 0
 
 

@@ -57,7 +57,7 @@ class Model:
                 given.
 
         Example:
-            >>> read_model("resnet50").on("a100", None).workload().step_seconds
+            >>> round(read_model("resnet50").on("a100", None).workload().step_seconds, 5)
             0.05182
         """
         if gpu is None and step_seconds is None:

@@ -123,7 +123,8 @@ def DistributedOptimizer(
             ``fixed(num_elements=...)``, ``fixed(bytes=...)`` (`horovod_sparse.merging.fixed`), a function
             of a workload and a cost model, or a `Plan`. Those that go by times (the three in the middle)
             begin with the default plan, measure 5 steps, with many parameters 3 with a bucket for each,
-            and the cluster; after 7 or 11 steps in all they take rank 0's plan.
+            and the cluster; after 7 or 11 steps in all they take rank 0's plan. So does any of them, and
+            `groups` and `plan` too, where the sparsifier has ``density="auto"``: the density is decided then.
         tensor_selection: which parameters are sparsified: "cost" (where it pays, by measured times), "all",
             ``min_elements(...)`` (`horovod_sparse.merging.min_elements`), or a function of a parameter's
             facts that says yes or no.
