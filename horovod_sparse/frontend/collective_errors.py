@@ -39,10 +39,17 @@ def raise_together(failure: Exception | None) -> Synchronization[None]:
         raise failure
     for rank, told in enumerate(everyone):
         if told is not None:
-            raise _of_rank(rank, *told)
+            raise error_of_rank(rank, *told)
 
 
-def _of_rank(rank: int, name: str, text: str) -> errors.HorovodSparseError:
+def error_of_rank(rank: int, name: str, text: str) -> errors.HorovodSparseError:
+    """Another rank's error, of the same type where that can be made of its message.
+
+    Args:
+        rank: that has it.
+        name: of its type.
+        text: of it.
+    """
     if name in _TEXT_ALONE:
         kind: type[errors.HorovodSparseError] = getattr(errors, name)
         return kind(f"on rank {rank}: {text}")
@@ -80,7 +87,7 @@ def worst_of_all(failure: BaseException | None) -> Synchronization[BaseException
 
 def _again(rank: int, name: str, text: str, placed: list[Any] | None) -> errors.HorovodSparseError:
     if placed is None:
-        return _of_rank(rank, name, text)
+        return error_of_rank(rank, name, text)
     bucket, where = placed[0], {int(one): place for one, place in placed[1].items()}
     kind: Any = getattr(errors, name)
     made: errors.HorovodSparseError = kind(bucket, where)

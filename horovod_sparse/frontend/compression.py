@@ -22,6 +22,7 @@ class Algorithms(type):
         make: the compressor's class, called with a recipe and the binding arguments.
         binding: names of keyword arguments beside those of the algorithm, None by default.
         help_text: says what they are; follows the algorithm's own help.
+        telling: has the other ranks hear of a factory's errors.
     """
 
     def __new__(cls, name: str, bases: tuple[type, ...], body: dict[str, Any], **_arguments: Any) -> Any:
@@ -37,9 +38,12 @@ class Algorithms(type):
         make: type,
         binding: Sequence[str],
         help_text: str,
+        telling: Callable[..., Any],
     ) -> None:
         super().__init__(name, bases, body)
-        cls._factories = {item: _factory(item, make, binding, help_text) for item in ALGORITHMS}
+        cls._factories = {
+            item: telling(_factory(item, make, binding, help_text), is_last=False) for item in ALGORITHMS
+        }
 
     def __getattr__(cls, name: str) -> Callable[..., Any]:
         if name in ALGORITHMS:

@@ -105,14 +105,14 @@ class Deadline:
 
     def _tell(self, what: str) -> None:
         rank, ranks = self._place()
-        _asked(str(ranks[rank]), json.dumps(what).encode())
+        asked_store(_SCOPE, str(ranks[rank]), json.dumps(what).encode())
 
     def _missing(self, what: str) -> dict[int, str] | None:
         """Ranks that do not wait for it, and what for; None where there is no store to ask."""
         rank, ranks = self._place()
         missing = {}
         for number, key in enumerate(ranks):
-            found = _asked(key=str(key))
+            found = asked_store(_SCOPE, str(key))
             if number == rank and found is None:
                 return None
             told = "" if found is None else str(json.loads(found))
@@ -121,12 +121,18 @@ class Deadline:
         return missing
 
 
-def _asked(key: str, value: bytes | None = None) -> bytes | None:
-    """Puts a value into the launcher's store, or gets it; None where there is none."""
+def asked_store(scope: str, key: str, value: bytes | None = None) -> bytes | None:
+    """Puts a value into the launcher's store, or gets it; None where there is none.
+
+    Args:
+        scope: of the key.
+        key: under which it is, or shall be.
+        value: to put; None gets it.
+    """
     address, port = (os.environ.get(f"HOROVOD_GLOO_RENDEZVOUS_{name}", "") for name in ("ADDR", "PORT"))
     if not address or not port.isdigit():
         return None
-    url, method = f"http://{address}:{port}/{_SCOPE}/{key}", "GET" if value is None else "PUT"
+    url, method = f"http://{address}:{port}/{scope}/{key}", "GET" if value is None else "PUT"
     with contextlib.suppress(urllib.error.URLError, OSError, ValueError):
         request = urllib.request.Request(url, data=value, method=method)
         with _DIRECTLY.open(request, timeout=_ANSWER_SECONDS) as answer:

@@ -215,7 +215,12 @@ class Bucketing:
 
         # a graph that is being traced, or none in a host function's thread
         with tf.init_scope(), tf.device("/cpu:0"):
-            start: Start = carry_out_together(agreement(), self._process_set, f"{self.label}.start")
+            start: Start = carry_out_together(
+                agreement(),
+                self._process_set,
+                f"{self.label}.start",
+                planning.building.looking(self._process_set),
+            )
         if start.anew:
             if start.plan != self.plan:
                 self.replan(start.plan)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
 from horovod_sparse.collectives import AllToAll, Exchange, Request, Synchronization
 from horovod_sparse.frontend.calibration import Where
@@ -12,8 +16,16 @@ from horovod_sparse.frontend.engine import carry_out
 from horovod_sparse.tensorflow import collectives
 from horovod_sparse.tensorflow._horovod import hvd
 
+#: between two looks around of who waits
+_LOOK_SECONDS = 0.1
 
-def carry_out_together(coroutine: Synchronization[Any], process_set: Any, name: str) -> Any:
+
+def carry_out_together(
+    coroutine: Synchronization[Any],
+    process_set: Any,
+    name: str,
+    meanwhile: Callable[[], None] | None = None,
+) -> Any:
     """Runs a coroutine to its end; all ranks of the process set do so together, and nothing else meanwhile.
 
     Every request of a type has the same name, as a bucket's has in every step: so Horovod's response cache
@@ -23,6 +35,8 @@ def carry_out_together(coroutine: Synchronization[Any], process_set: Any, name: 
         coroutine: yields requests.
         process_set: the ranks.
         name: of the collectives.
+        meanwhile: called again and again while this rank waits; may raise, where it finds that others will
+            not come.
     """
     place = int(process_set.rank()), int(process_set.size())
 
@@ -33,10 +47,33 @@ def carry_out_together(coroutine: Synchronization[Any], process_set: Any, name: 
         value_dtype = getattr(request, "buffer", np.empty(0, np.float32)).dtype
         buffer, splits = collectives.to_wire(request, value_dtype, place)
         given = splits if kind in (Exchange, AllToAll) else None
-        output, received = collectives.carry_out(kind, buffer, given, f"{name}.{kind.__name__}", process_set)
+        run = partial(collectives.carry_out, kind, buffer, given, f"{name}.{kind.__name__}", process_set)
+        output, received = run() if meanwhile is None else _watched(run, meanwhile)
         return collectives.from_wire(request, output.numpy(), received.numpy())
 
     return carry_out(coroutine, execute)
+
+
+def _watched(run: Callable[[], Any], meanwhile: Callable[[], None]) -> Any:
+    """What a function gives that waits within TensorFlow, in a thread: this one looks around meanwhile."""
+    given: list[Any] = []
+    failed: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            with tf.device("/cpu:0"):
+                given.append(run())
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=work, name="horovod_sparse.agreement", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(_LOOK_SECONDS)
+        meanwhile()
+    if failed:
+        raise failed[0]
+    return given[0]
 
 
 def _alone(request: Request) -> Any:

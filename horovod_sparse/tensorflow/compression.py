@@ -20,6 +20,7 @@ from horovod_sparse.merging import Plan
 from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.tensorflow._horovod import hvd
 from horovod_sparse.tensorflow.dropin import DropIn, Pending
+from horovod_sparse.tensorflow.planning import building
 from horovod_sparse.tensorflow.state import CheckpointedState, StateKeeper
 from horovod_sparse.tensorflow.stock import keep_functions_with_compressors
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
@@ -194,6 +195,7 @@ class Compression(
     make=SparseCompressor,
     binding=("process_set",),
     help_text=_COMMON_ARGUMENTS,
+    telling=building.telling,
 ):
     """What the argument `compression=` takes; a superset of `horovod.tensorflow.Compression`.
 
@@ -209,6 +211,7 @@ class Compression(
     fp16 = hvd.Compression.fp16
 
     @staticmethod
+    @building.telling
     def parse(text: str, *, process_set: Any = None) -> Any:
         """Reads a choice from a command line.
 

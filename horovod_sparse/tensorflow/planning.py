@@ -20,6 +20,7 @@ from horovod_sparse.frontend.agreement import (
     next_label,
     settings,
 )
+from horovod_sparse.frontend.building import Building
 from horovod_sparse.frontend.collective_errors import raise_together
 from horovod_sparse.frontend.decision import FirstPlan, check_agreement, first_plan
 from horovod_sparse.frontend.engine import carry_out
@@ -29,6 +30,19 @@ from horovod_sparse.sparsifiers import Sparsifier
 from horovod_sparse.tensorflow._horovod import hvd, is_elastic, takes_part
 from horovod_sparse.tensorflow.calibration import carry_out_together, where_of
 from horovod_sparse.tensorflow.tensors import dtype_name
+
+
+def _ranks(process_set: Any) -> tuple[int, list[int]] | None:
+    """See `Building`."""
+    if not hvd.is_initialized():
+        return None
+    known = process_set is not None and process_set.process_set_id is not None
+    chosen = process_set if known else hvd.global_process_set
+    return (int(hvd.rank()), list(chosen.ranks)) if chosen.included() else None
+
+
+#: of optimizers, tapes and compressors
+building = Building(_ranks)
 
 #: facts and variable, by name
 Facts = Mapping[str, tuple[ParameterFacts, Any]]
@@ -112,7 +126,8 @@ def together(coroutine: Synchronization[Any], process_set: Any) -> Any:
     if alone:
         return carry_out(coroutine, lambda request: request.buffer)  # type: ignore[union-attr]
     with tf.init_scope(), tf.device("/cpu:0"):
-        return carry_out_together(coroutine, process_set, _name(process_set))
+        look = building.looking(process_set)
+        return carry_out_together(coroutine, process_set, _name(process_set), look)
 
 
 def agree(plan: Plan, facts: Facts, process_set: Any) -> Plan:

@@ -14,7 +14,7 @@ from horovod_sparse.tensorflow._horovod import hvd, present_start
 from horovod_sparse.tensorflow.arguments import Arguments, checked_layers
 from horovod_sparse.tensorflow.compression import Compression
 from horovod_sparse.tensorflow.order import ungated
-from horovod_sparse.tensorflow.planning import compare_densely
+from horovod_sparse.tensorflow.planning import building, compare_densely
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
 from horovod_sparse.tensorflow.tensors import as_variable, scaled_locally
 
@@ -22,6 +22,7 @@ from horovod_sparse.tensorflow.tensors import as_variable, scaled_locally
 # Wrapping a tape happens within the user's tf.function: AutoGraph has nothing to do in here but to take
 # seconds for it.
 @tf.autograph.experimental.do_not_convert
+@building.telling
 def DistributedGradientTape(
     gradtape: tf.GradientTape,
     device_dense: str = "",
@@ -120,6 +121,7 @@ def DistributedGradientTape(
 
 
 @tf.autograph.experimental.do_not_convert
+@building.telling
 def PartialDistributedGradientTape(
     gradtape: tf.GradientTape,
     device_dense: str = "",

@@ -10,6 +10,7 @@ import torch
 from horovod_sparse.frontend.compression import Algorithms, recipe_of
 from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.compressor import SparseCompressor
+from horovod_sparse.torch.stock import building
 
 _COMMON_ARGUMENTS = """
 Arguments that every algorithm takes:
@@ -39,6 +40,7 @@ class Compression(
     make=SparseCompressor,
     binding=("named_parameters", "process_set"),
     help_text=_COMMON_ARGUMENTS,
+    telling=building.telling,
 ):
     """What the argument `compression=` takes; a superset of `horovod.torch.Compression`.
 
@@ -58,6 +60,7 @@ capacity, dense, dense_below, densities, density, feedback, indices, quantum, sc
     fp16 = hvd.Compression.fp16
 
     @staticmethod
+    @building.telling
     def parse(
         text: str,
         *,

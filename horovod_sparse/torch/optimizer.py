@@ -25,7 +25,7 @@ from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.compression import Compression, SparseCompressor
 from horovod_sparse.torch.methods import Methods
 from horovod_sparse.torch.owners import claim_for_stock
-from horovod_sparse.torch.stock import compare_dense
+from horovod_sparse.torch.stock import building, compare_dense
 
 #: Horovod's methods, and ours in place of some of them. __module__ stays Horovod's:
 #: hvd.broadcast_optimizer_state knows distributed optimizers by it, and would step any other.
@@ -37,6 +37,7 @@ def __getattr__(name: str) -> Any:
     return getattr(sys.modules[_Stock.__module__], name)
 
 
+@building.telling
 def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,

@@ -21,6 +21,7 @@ import torch
 from horovod_sparse.collectives import Synchronization
 from horovod_sparse.errors import StateMismatchError, UnsupportedError
 from horovod_sparse.frontend.agreement import compared, settings
+from horovod_sparse.frontend.building import Building
 from horovod_sparse.pytorch.parameter_buckets import NamedParameters
 from horovod_sparse.topology import Topology
 from horovod_sparse.torch._horovod import hvd
@@ -115,6 +116,19 @@ class StockOptimizer:
                 parameter.grad.zero_()
 
 
+def _ranks(process_set: Any) -> tuple[int, list[int]] | None:
+    """See `Building`."""
+    if not hvd.is_initialized():
+        return None
+    known = process_set is not None and process_set.process_set_id is not None
+    chosen = process_set if known else hvd.global_process_set
+    return (int(hvd.rank()), list(chosen.ranks)) if chosen.included() else None
+
+
+#: of optimizers and compressors
+building = Building(_ranks)
+
+
 def settings_of(optimizer: Any, compression: object, engine: str) -> dict[str, str]:
     """What of an optimizer, of Horovod's or of ours, has to be equal on all ranks.
 
@@ -159,18 +173,20 @@ def compare_with_ranks(
 
     Raises:
         StateMismatchError: on this rank, if another one sends gradients.
+        HorovodSparseError: on this rank, if another one has failed before it came here.
     """
+    hear = building.looking(process_set)
     waiting = [] if optimizer is None else [(optimizer, key) for key in optimizer._handles]
 
     def look() -> None:
+        hear()
         if waiting and _took_one(waiting):
             waiting.clear()
 
-    name, meanwhile = "horovod_sparse.agreement", look if waiting else None
     return carry_out_together(
-        *(coroutine, process_set, name),
+        *(coroutine, process_set, "horovod_sparse.agreement"),
         deadline_seconds=deadline_seconds,
-        meanwhile=meanwhile,
+        meanwhile=look,
         topology=topology,
     )
 

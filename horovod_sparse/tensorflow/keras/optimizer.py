@@ -25,10 +25,12 @@ from horovod_sparse.tensorflow.keras.reduction import (
     Reduction,
     is_keras3,
 )
+from horovod_sparse.tensorflow.planning import building
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
 from horovod_sparse.tensorflow.tensors import settings_of
 
 
+@building.telling
 def DistributedOptimizer(
     optimizer: Any,
     name: str | None = None,
@@ -182,6 +184,7 @@ def _synchronizer(arguments: Arguments, optimizer: Any, is_scaler: bool) -> Grad
     return synchronizer
 
 
+@building.telling
 def PartialDistributedOptimizer(
     optimizer: Any,
     name: str | None = None,
