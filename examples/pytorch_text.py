@@ -76,10 +76,13 @@ def main() -> None:
     text = args.compression
     if args.density is not None and text not in ("none", "fp16"):
         text += f"{',' if ':' in text else ':'}density={args.density}"
+    # unless it is asked for, a network that is too small to win stays dense
+    asked = {} if text in ("none", "fp16") else {"tensor_selection": "all"}
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=args.learning_rate),
         named_parameters=model.named_parameters(),
         compression=hvd.Compression.parse(text),
+        **asked,
     )
     stream = source_text.batches(
         train, hvd.rank(), hvd.size(), args.batch_size, args.length, args.steps, args.seed

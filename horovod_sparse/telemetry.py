@@ -175,6 +175,7 @@ class Telemetry:
         num_drifts: checks that have found ranks apart, with on_drift="warn" or "resync".
         transport: how messages between two ranks travel, and why so; empty where there are none.
         density: why the density is what it is, where times decided about it; empty otherwise.
+        selection: why buckets stay dense though nobody asked for that; empty where none do.
 
     Example:
         >>> telemetry = Telemetry()
@@ -189,6 +190,7 @@ class Telemetry:
     num_drifts: int = 0
     transport: str = ""
     density: str = ""
+    selection: str = ""
     _sums: StepReport | None = None
 
     def record(self, step: int, buckets: Sequence[BucketReport], wait_seconds: float) -> None:
@@ -278,4 +280,5 @@ class Telemetry:
             return "no step yet"
         pairs = f"; pairs of ranks by {self.transport}" if self.transport else ""
         chosen = f"; {self.density}" if self.density else ""
-        return f"mean of {self.num_steps} steps: {mean.summary()}{pairs}{chosen}"
+        dense = f"; {self.selection}" if self.selection else ""
+        return f"mean of {self.num_steps} steps: {mean.summary()}{pairs}{chosen}{dense}"

@@ -87,6 +87,7 @@ def losses_of(hvd: Any, task_name: str, mode: str) -> list[float]:
         torch.optim.SGD(model.parameters(), lr=1.0, momentum=task.momentum),
         named_parameters=[(f"{task_name}.{mode}.{name}", p) for name, p in model.named_parameters()],
         compression=compression,
+        tensor_selection="all",
     )
     rate_at = residuals.rate_at(setting["rates"][0], setting)
     stream, losses = task.batches(hvd.rank(), hvd.size(), NUM_STEPS, SEED), []

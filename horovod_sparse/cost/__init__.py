@@ -1,5 +1,6 @@
 """What communication and selection cost: shapes of time models, fitting them, and keeping the result."""
 
+from horovod_sparse.cost.assumed import assumed_cost
 from horovod_sparse.cost.fitting import Fit, fit_selection, fit_time
 from horovod_sparse.cost.formulas import (
     HOST_NETWORK,
@@ -36,6 +37,7 @@ __all__ = [
     "Profile",
     "SortingTime",
     "TimeModel",
+    "assumed_cost",
     "assumed_profile",
     "check_same_profile",
     "choose_levels",

@@ -19,7 +19,7 @@ from horovod_sparse.frontend.drift import DriftCheck
 from horovod_sparse.frontend.momentum import refuse_later_momentum
 from horovod_sparse.frontend.poison import RAISE, Poison
 from horovod_sparse.pytorch.loss_scale import ScaleOfStep, watch_scalers
-from horovod_sparse.pytorch.parts import DenseParameter, Part
+from horovod_sparse.pytorch.parts import DenseParameters, Part
 from horovod_sparse.pytorch.replicas import shared_entries
 from horovod_sparse.telemetry import Telemetry
 
@@ -82,7 +82,7 @@ class Synchronizer(Training):
 
     def _starter(self, part: Part) -> Any:
         communicator = self._running()
-        on_device = isinstance(part, DenseParameter) and part.streams is not None
+        on_device = isinstance(part, DenseParameters) and part.streams is not None
         return SimpleNamespace(start=communicator.start_on_device) if on_device else communicator
 
     def _running(self) -> Communicator:

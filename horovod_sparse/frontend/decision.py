@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from horovod_sparse.collectives import Synchronization
-from horovod_sparse.cost import CostModel, Profile, check_same_profile
+from horovod_sparse.cost import CostModel, Profile, assumed_cost, check_same_profile
 from horovod_sparse.errors import ProfileMismatchError
 from horovod_sparse.frontend.agreement import shared_lines
 from horovod_sparse.frontend.calibration import QUICK, Extent, Where, calibration
@@ -17,7 +18,7 @@ from horovod_sparse.frontend.calibration.backward_times import BackwardTimes, me
 from horovod_sparse.frontend.calibration.buckets import BucketMemory
 from horovod_sparse.frontend.collective_errors import raise_together
 from horovod_sparse.frontend.correction import corrected, measured_step
-from horovod_sparse.frontend.plan_request import PlanRequest, make_plan
+from horovod_sparse.frontend.plan_request import PlanRequest, make_plan, sparsifies_by_formulas
 from horovod_sparse.merging import (
     DEFAULT_BUCKET_BYTES,
     Kept,
@@ -28,6 +29,7 @@ from horovod_sparse.merging import (
     densest_plan,
     fixed,
     layerwise,
+    leave_losing_buckets,
     predict,
     select_tensors,
     single,
@@ -236,12 +238,14 @@ class FirstPlan:
         request: how plans are made; None where one was given, or none is asked for.
         decision: why the plan was taken, where a profile decided.
         failure: why the plan is not the one that was asked for.
+        selection: why buckets are dense though nobody asked for that, in words; empty where none are.
     """
 
     plan: Plan
     request: PlanRequest | None = None
     decision: Decision | None = None
     failure: Exception | None = None
+    selection: str = ""
 
 
 def first_plan(
@@ -264,11 +268,14 @@ def first_plan(
         ArgumentError: for arguments that exclude each other, or a plan that does not fit them. What may
             fail on one rank alone is kept as the failure.
     """
+    parameters = [fact for fact, _ in facts.values()]
     if request is None:
-        return FirstPlan(make_plan(facts, **arguments))
+        made = make_plan(facts, **arguments)
+        if all(given is None for given in arguments.values()) and sparsifies_by_formulas():
+            return _by_formulas(made, parameters, sparsifier, where())
+        return FirstPlan(made)
     if isinstance(request.strategy, Kept):  # buckets are given, their density is not
         request = dataclasses.replace(request, strategy=Kept(make_plan(facts, **arguments)))
-    parameters = [fact for fact, _ in facts.values()]
     try:
         if request.failure is not None:
             raise request.failure
@@ -280,6 +287,42 @@ def first_plan(
         return FirstPlan(made, request)
     except Exception as failure:  # a rule of the user's may fail on one rank alone
         return FirstPlan(make_plan(facts), request, failure=failure)
+
+
+def _by_formulas(
+    plan: Plan, parameters: Sequence[ParameterFacts], sparsifier: Sparsifier, where: Where
+) -> FirstPlan:
+    """The plan where nobody has said anything of buckets: without those that cannot win.
+
+    One rank sparsifies as each of many would. So does elastic training, where the number of ranks changes,
+    and workers that join meet others that have decided already.
+    """
+    if where.size == 1 or os.environ.get("HOROVOD_ELASTIC") == "1":
+        return FirstPlan(plan)
+    on_device = where.device != "cpu"
+    cost = assumed_cost(
+        sparsifier,
+        where.size,
+        one_host=where.one_host,
+        on_device=on_device,
+        on_mpi=where.controller == "mpi",
+        cycle_seconds=where.cycle_seconds,
+    )
+    kept, choices = leave_losing_buckets(plan, parameters, cost)
+    lost = [choice for choice in choices if choice.dense]
+    if not lost:
+        return FirstPlan(plan)
+    sizes = {parameter.name: parameter.num_elements for parameter in parameters}
+    number = sum(sizes[name] for name in kept.dense)
+    network = "on one host" if where.one_host else "at 1 Gbit/s"
+    words = (
+        f"{number:,} of {sum(sizes.values()):,} elements stay dense, where {sparsifier.name} cannot win "
+        f"by formulas: {where.size} ranks {network}, {lost[0].reason} for the first of {len(lost)} bucket"
+        f"{'s' if len(lost) > 1 else ''} (selection, dense, sparse)"
+    )
+    if where.rank == 0:
+        _log.warning("%s. tensor_selection='all' sparsifies all the same", words)
+    return FirstPlan(kept, selection=words)
 
 
 def _predicted(workload: Workload, plan: Plan, cost: CostModel) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""What is synchronized as one, a bucket or a parameter that stays dense: what all front ends see alike.
+"""What is synchronized as one, a bucket or parameters that stay dense: what all front ends see alike.
 
 What parts hold back belongs to parameters: by their names it is saved, and survives other buckets.
 """
@@ -6,15 +6,22 @@ What parts hold back belongs to parameters: by their names it is saved, and surv
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
 from horovod_sparse.collectives import AllReduce, Synchronization
 from horovod_sparse.errors import EditedGradientError, NonFiniteGradientError, NonFiniteSumError
 from horovod_sparse.feedback import Bucket, BucketStep, HostBucket, Progress, Recipe, progress_of
+from horovod_sparse.merging import ParameterFacts
 from horovod_sparse.sparsifiers.base import accumulator_dtype
 from horovod_sparse.telemetry import BucketReport
+
+#: parameters that are summed together: the name of each, and where it stops
+Members: TypeAlias = Sequence[tuple[str, int]]
+
+#: dense parameters are sent together until there are so many elements: a quarter of a MiB in float32
+_GROUPED_ELEMENTS = 1 << 16
 
 
 class Part(Protocol):
@@ -23,7 +30,7 @@ class Part(Protocol):
     Attributes:
         names: of the parameters.
         places: [start, stop) of each among the part's n elements.
-        dense: whether the plan leaves its one parameter dense: such a part is no bucket of the plan, and has
+        dense: whether the plan leaves its parameters dense: such a part is no bucket of the plan, and has
             no sparsifier's state in a checkpoint. (A bucket that a rule of the recipe sends whole has one.)
     """
 
@@ -97,8 +104,8 @@ class DensePart:
     """What a part holds back that a plan leaves dense, and that needs no bucket; see `needs_bucket`.
 
     Attributes:
-        names: of the one parameter.
-        num_elements: n.
+        names: of the parameters.
+        num_elements: n, of all together.
         dtype: of its gradient, by name.
         carried: what error feedback still held for it when it became dense; joins the next gradient.
     """
@@ -108,6 +115,12 @@ class DensePart:
     num_elements: int
     dtype: str
     carried: np.ndarray | None = None
+
+    @property
+    def title(self) -> str:
+        """For messages."""
+        others = len(self.names) - 1
+        return self.names[0] + (f" and {others} more" if others else "")
 
     def held(self) -> tuple[np.ndarray, ...]:
         """See `Part.held`."""
@@ -142,8 +155,32 @@ class DensePart:
         """
         count = self.num_elements
         sent = (count + size) * itemsize
-        step = BucketStep(self.names[0], count, count, count, count, sent, [sent])
+        step = BucketStep(self.title, count, count, count, count, sent, [sent])
         return BucketReport(step, count, gradient_bytes, np.zeros(size), waited, seconds)
+
+
+def dense_groups(parameters: Sequence[ParameterFacts]) -> list[tuple[str, ...]]:
+    """Names of dense parameters that are summed together: neighbours of one kind, up to a size.
+
+    A collective for every bias takes the thread that computes longer than it takes the network. Where
+    much has come together it is sent, so that it is under way while backward goes on.
+
+    Args:
+        parameters: that the plan leaves dense, in its order.
+
+    Example:
+        >>> dense_groups([ParameterFacts("b", 9), ParameterFacts("w", 80_000), ParameterFacts("a", 9)])
+        [('b', 'w'), ('a',)]
+    """
+    groups: list[list[str]] = []
+    kind, length = None, 0
+    for one in parameters:
+        if (one.dtype, one.device, one.group) != kind or length >= _GROUPED_ELEMENTS:
+            groups.append([])
+            kind, length = (one.dtype, one.device, one.group), 0
+        groups[-1].append(one.name)
+        length += one.num_elements
+    return [tuple(group) for group in groups]
 
 
 def needs_bucket(dense: Recipe) -> bool:
@@ -200,12 +237,18 @@ def assign_residuals(
         part.assign(filled)
 
 
-#: mark of a rank that refuses the step; 1 is that of NaN or Inf
-REFUSED = 2.0
+#: mark of a rank that refuses the step; those of NaN or Inf are above 0
+REFUSED = -1.0
 
 
 def sum_densely(
-    name: str, gradient: np.ndarray, carried: Any, place: tuple[int, int], *, refused: bool = False
+    name: str,
+    gradient: np.ndarray,
+    carried: Any,
+    place: tuple[int, int],
+    *,
+    refused: bool = False,
+    members: Members = (),
 ) -> Synchronization[np.ndarray]:
     """The sum over ranks of all elements, by an allreduce.
 
@@ -213,11 +256,12 @@ def sum_densely(
     bucket.
 
     Args:
-        name: of the parameter.
+        name: of the parameter, or of all together.
         gradient: float32 or float64 [n]; read before the first request only.
         carried: [n], added to it, or 0: what error feedback still held.
         place: (rank, size) within the process set.
         refused: see `Bucket.step`.
+        members: the parameters, where there are several.
 
     Returns:
         [n], of the gradient's type.
@@ -231,21 +275,27 @@ def sum_densely(
     buffer = np.zeros(gradient.size + size, gradient.dtype)
     own = buffer[: gradient.size]
     np.add(gradient, carried, out=own)
-    buffer[own.size + rank] = REFUSED if refused else not np.isfinite(own).all()
-    count = own.size
+    count, finite = own.size, np.isfinite(own)
+    if refused:
+        buffer[count + rank] = REFUSED
+    elif not finite.all():
+        stops = [stop for _, stop in members]
+        buffer[count + rank] = 1 + np.searchsorted(stops, np.argmin(finite), side="right")
     total: np.ndarray = yield AllReduce(buffer)
-    check_health(name, total[count:])
+    check_health(name, total[count:], members)
     if not np.isfinite(total[:count]).all():
         raise NonFiniteSumError(name, {}, name)
     return total[:count]
 
 
-def check_health(name: str, marks: np.ndarray) -> None:
+def check_health(name: str, marks: np.ndarray, members: Members = ()) -> None:
     """Raises what a dense parameter's ranks have to say of themselves.
 
     Args:
-        name: of the parameter.
-        marks: [P]: 0 for a rank that is well, `REFUSED`, or another number for NaN or Inf.
+        name: of the parameter, or of all together.
+        marks: [P]: 0 for a rank that is well, `REFUSED`, or the number of the parameter with NaN or Inf,
+            from 1.
+        members: the parameters, where there are several.
 
     Raises:
         NonFiniteGradientError: if a rank's gradient is not finite.
@@ -254,4 +304,5 @@ def check_health(name: str, marks: np.ndarray) -> None:
     if edited := np.flatnonzero(marks == REFUSED).tolist():
         raise EditedGradientError(name, dict.fromkeys(edited, "its own error says which"))
     if unhealthy := np.flatnonzero(marks).tolist():
-        raise NonFiniteGradientError(name, dict.fromkeys(unhealthy, name))
+        names = [member for member, _ in members] or [name]
+        raise NonFiniteGradientError(name, {rank: names[int(marks[rank]) - 1] for rank in unhealthy})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,10 @@ from horovod_sparse.merging import (
     strategy_named,
 )
 from horovod_sparse.sparsifiers.base import value_text
+
+#: what is sparsified where the arguments say nothing of buckets: "formulas", all buckets that may win by
+#: them, or "all". The first rank's counts.
+TENSOR_SELECTION_VARIABLE = "HOROVOD_SPARSE_TENSOR_SELECTION"
 
 #: what stands in for times where none are looked at
 _NO_COST = CostModel(AffineTime(), AffineTime())
@@ -90,6 +95,18 @@ class PlanRequest:
         workload = Workload(tuple(parameters), (1.0,) * len(parameters), dense=dense)
         strategy = fixed(bytes=DEFAULT_BUCKET_BYTES) if self._merges_by_times else self.strategy
         return strategy(workload, _NO_COST)
+
+
+def sparsifies_by_formulas() -> bool:
+    """Whether buckets that cannot win stay dense where the arguments say nothing of buckets.
+
+    Raises:
+        UnknownNameError: if the environment asks for something else than there is.
+    """
+    wanted, known = os.environ.get(TENSOR_SELECTION_VARIABLE, "formulas"), ("formulas", "all")
+    if wanted not in known:
+        raise UnknownNameError(TENSOR_SELECTION_VARIABLE, wanted, known)
+    return wanted == "formulas"
 
 
 def whole_parameters(parameters: Sequence[ParameterFacts]) -> frozenset[str]:

@@ -24,6 +24,7 @@ from horovod_sparse.merging.selection import (
     TensorSelection,
     dense_of,
     joint,
+    leave_losing_buckets,
     min_elements,
     select_tensors,
 )
@@ -66,6 +67,7 @@ __all__ = [
     "joint",
     "layer_table",
     "layerwise",
+    "leave_losing_buckets",
     "min_elements",
     "needs_times",
     "num_buckets",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -111,6 +112,47 @@ def select_tensors(
     if not callable(rule):
         raise ArgumentError("tensor_selection", rule, "'cost', 'all', min_elements(...) or a function")
     return tuple(_by_rule(parameter, rule) for parameter in parameters)
+
+
+def leave_losing_buckets(
+    plan: Plan, parameters: Sequence[ParameterFacts], cost: CostModel
+) -> tuple[Plan, tuple[Choice, ...]]:
+    """Leaves those buckets of a plan dense that cannot win, each taken as one tensor; see `select_tensors`.
+
+    What a rule of the recipe gives a density of its own stays as it is: somebody has thought of it.
+
+    Args:
+        plan: that sparsifies all.
+        parameters: of the model.
+        cost: of the sparsifier.
+
+    Returns:
+        The plan, and a choice for every bucket that was judged, under its first parameter's name.
+
+    Example:
+        >>> from horovod_sparse.cost import AffineTime
+        >>> cost = CostModel(AffineTime(1.0), AffineTime(1.0), AffineTime(1.0, 0.25))
+        >>> facts = [ParameterFacts("a", 1), ParameterFacts("b", 9)]
+        >>> leave_losing_buckets(Plan((("b",), ("a",))), facts, cost)[0]
+        Plan(buckets=(('b',),), dense=('a',))
+    """
+    facts = {parameter.name: parameter for parameter in parameters}
+    kept: list[tuple[str, ...]] = []
+    left: list[str] = list(plan.dense)
+    choices: list[Choice] = []
+    for names in plan.buckets:
+        first = facts[names[0]]
+        if first.density:
+            kept.append(names)
+            continue
+        total = sum(facts[name].num_elements for name in names)
+        choice = _by_cost(dataclasses.replace(first, num_elements=total), cost)
+        choices.append(choice)
+        if choice.dense:
+            left += names
+        else:
+            kept.append(names)
+    return Plan(tuple(kept), tuple(left)), tuple(choices)
 
 
 def dense_of(choices: Sequence[Choice]) -> frozenset[str]:

@@ -18,7 +18,7 @@ from horovod_sparse.arrays import Accumulator, GradientParts, HostAccumulator
 from horovod_sparse.collectives import AllReduce, Synchronization
 from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.feedback import Recipe, levels
-from horovod_sparse.frontend.parts import REFUSED, check_health, sum_densely
+from horovod_sparse.frontend.parts import REFUSED, Members, check_health, sum_densely
 from horovod_sparse.kernels import apply_scaled_sum, clear_all, clear_at
 from horovod_sparse.pytorch import gradients
 from horovod_sparse.pytorch.accumulator import TorchAccumulator
@@ -83,6 +83,7 @@ class GradientMemory(Protocol):
         place: tuple[int, int],
         *,
         refused: bool = False,
+        members: Members = (),
     ) -> Synchronization[torch.Tensor]:
         """The sum over ranks of a flat gradient's elements; see `sum_densely`. Half types in float32."""
 
@@ -213,10 +214,12 @@ class HostMemory(GradientMemory):
         place: tuple[int, int],
         *,
         refused: bool = False,
+        members: Members = (),
     ) -> Synchronization[torch.Tensor]:
         """See `GradientMemory.sum_dense`."""
         wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32)).numpy()
-        total = yield from sum_densely(name, wide, 0 if carried is None else carried, place, refused=refused)
+        held = 0 if carried is None else carried
+        total = yield from sum_densely(name, wide, held, place, refused=refused, members=members)
         return torch.from_numpy(total)
 
 
@@ -281,6 +284,7 @@ class DeviceMemory(GradientMemory):
         place: tuple[int, int],
         *,
         refused: bool = False,
+        members: Members = (),
     ) -> Synchronization[torch.Tensor]:
         """See `GradientMemory.sum_dense`. The elements stay on the device; the ranks' health is read."""
         rank, size = place
@@ -292,9 +296,12 @@ class DeviceMemory(GradientMemory):
             if refused:
                 buffer[count + rank].fill_(REFUSED)
             else:
-                buffer[count + rank].copy_(~torch.isfinite(own).all())
+                finite = torch.isfinite(own)
+                stops = torch.tensor([stop for _, stop in members], dtype=torch.int64, device=self._device)
+                first = torch.searchsorted(stops, torch.argmin(finite.to(torch.uint8)), right=True)
+                buffer[count + rank].copy_(torch.where(finite.all(), 0, 1 + first))
         total: Any = yield AllReduce(buffer)
-        check_health(name, to_host(total[count:]))
+        check_health(name, to_host(total[count:]), members)
         return total[:count]
 
 

@@ -1,4 +1,4 @@
-"""What is synchronized as one: a bucket, or a parameter that stays dense. Both as a task of the driver."""
+"""What is synchronized as one: a bucket, or parameters that stay dense. Both as a task of the driver."""
 
 from __future__ import annotations
 
@@ -192,29 +192,33 @@ class SparseBucket(_Laid, common.BucketPart):
         self.memory.assign_companions(self.bucket.accumulator, own[1:])
 
 
-class DenseParameter(_Laid, common.DensePart):
-    """A parameter that a plan leaves dense: an allreduce of all its elements.
+class DenseParameters(_Laid, common.DensePart):
+    """Parameters that a plan leaves dense: one allreduce of all their elements.
 
     Half types are summed in float32. The ranks' health travels behind the elements, so that a NaN is
     met with the same error as in a bucket.
 
     Args:
-        name: of the parameter, stable over ranks and steps.
-        parameter: the parameter.
+        names: of the parameters, stable over ranks and steps.
+        parameters: of one dtype and device.
         place: (rank, size) within the process set.
-        lay: makes what holds its gradient; see `parts_of`.
+        lay: makes what holds their gradients; see `parts_of`.
     """
 
     def __init__(
-        self, name: str, parameter: torch.Tensor, place: tuple[int, int], lay: Lay = FlatGradient
+        self,
+        names: Sequence[str],
+        parameters: Sequence[torch.Tensor],
+        place: tuple[int, int],
+        lay: Lay = FlatGradient,
     ) -> None:
-        self.names: tuple[str, ...] = (name,)
-        self.dtype = dtype_name(parameter) or "unknown"
-        self.gradient = lay([parameter], name)
+        self.names: tuple[str, ...] = tuple(names)
+        self.dtype = dtype_name(parameters[0]) or "unknown"
+        self.gradient = lay(parameters, self.names[0])
         self.num_elements = self.gradient.num_elements
         self.streams = self.gradient.memory.streams()
         self.rank, self.size = place
-        self.num_missing = 1
+        self.num_missing = len(self.names)
         self.task: Task | None = None
         self._loss_scale = 1.0
 
@@ -232,7 +236,10 @@ class DenseParameter(_Laid, common.DensePart):
 
     def _run(self, driver: Starter, refused: bool = False) -> None:
         flat, place = unscaled(self.gradient.flat, self._loss_scale), (self.rank, self.size)
-        step = self.gradient.memory.sum_dense(self.names[0], flat, self.carried, place, refused=refused)
+        members = [(name, stop) for name, (_, stop) in zip(self.names, self.places, strict=True)]
+        step = self.gradient.memory.sum_dense(
+            self.title, flat, self.carried, place, refused=refused, members=members
+        )
         if self.streams is not None:
             step = self.streams.run(step)
         self.task = driver.start(f"dense.{self.names[0]}", step)
@@ -292,14 +299,14 @@ def parts_of(
         label = f"bucket{number}.{names[0]}"
         parts.append(SparseBucket(label, names, parameters, chosen, rate, place, lay=lay, topology=topology))
     dense = recipe.for_dense()
-    for name in plan.dense:
-        fact, parameter = facts[name]
+    for names in common.dense_groups([facts[name][0] for name in plan.dense]):
+        parameters = [facts[name][1] for name in names]
         if common.needs_bucket(dense):
-            rate = partial(_learning_rate, optimizer, fact.group)
-            label = f"dense.{name}"
-            parts.append(SparseBucket(label, [name], [parameter], dense, rate, place, dense=True, lay=lay))
+            rate = partial(_learning_rate, optimizer, facts[names[0]][0].group)
+            label = f"dense.{names[0]}"
+            parts.append(SparseBucket(label, names, parameters, dense, rate, place, dense=True, lay=lay))
         else:
-            parts.append(DenseParameter(name, parameter, place, lay))
+            parts.append(DenseParameters(names, parameters, place, lay))
     return parts
 
 

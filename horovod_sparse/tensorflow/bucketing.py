@@ -36,6 +36,7 @@ class Bucketing:
     Attributes:
         request: what `merging` and `tensor_selection` ask for, None without them.
         decision: why the plan was taken, where times decided about it.
+        selection: see `FirstPlan.selection`.
         label: of the collectives, known with the first gradients; part i communicates as ``{label}.{i}``.
         parts: buckets and dense variables, in the order in which they were planned.
         place: tells (rank, size) within the process set.
@@ -58,6 +59,7 @@ class Bucketing:
         self._given: dict[str, Any] = {key: asked.get(key) for key in ("groups", "bucket_bytes")}
         self._given["plan"] = given
         self.decision: Decision | None = None
+        self.selection = ""
         self.parts: list[Part] = []
         self.version = 0
         self._facts: planning.Facts = {}
@@ -153,6 +155,7 @@ class Bucketing:
             arguments, sparsifier = self._given_for(new), self._recipe.sparsifier
             first = planning.planned(facts, sparsifier, self._process_set, self.request, arguments)
             plan, self.decision, self.request = first.plan, first.decision, first.request
+            self.selection = first.selection
             self.label = label
         else:  # what else was asked for concerned the variables that were there
             plan = make_plan(facts, bucket_bytes=self._given["bucket_bytes"])

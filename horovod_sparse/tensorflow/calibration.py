@@ -87,4 +87,4 @@ def _alone(request: Request) -> Any:
 
 def where_of(process_set: Any) -> Where:
     """This rank's place, and what a profile says of the cluster. Selection is on the host here."""
-    return Where.of(process_set, "tensorflow", hvd.mpi_enabled())
+    return Where.of(process_set, "tensorflow", hvd)

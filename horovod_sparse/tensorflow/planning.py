@@ -94,7 +94,7 @@ def planned(
         arguments: of `make_plan`, if not.
 
     Returns:
-        The plan, why it was taken where a profile decided, and how further ones are made.
+        The plan, why it was taken where a profile or formulas decided, and how further ones are made.
 
     Raises:
         ArgumentError: for a plan that does not fit.

@@ -488,6 +488,7 @@ class GradientSynchronizer:
             transports = {part.task.transport for part in parts} - {""}
             self.telemetry.transport = "; ".join(sorted(transports))
             self.telemetry.density = "" if self.decision is None else self.decision.density
+            self.telemetry.selection = self.bucketing.selection
             waited = idle_seconds([part.task for part in parts], now)
             self.telemetry.record(self.step, [report for _, report in applied], waited)
             return [array for arrays, _ in applied for array in arrays], _APPLIED

@@ -86,7 +86,8 @@ def DistributedGradientTape(
             begin with the default plan, and measure 5 steps in a `tf.function`; see `compression.replan`.
         tensor_selection: which variables are sparsified: "cost" (where it pays, by measured times), "all",
             ``min_elements(...)`` (`horovod_sparse.merging.min_elements`), or a function of a variable's
-            facts that says yes or no.
+            facts that says yes or no. If nothing is said of buckets either, those that cannot win by
+            formulas stay dense, which one warning tells.
         profile: a `horovod_sparse.cost.Profile`, or the path of a saved one, the same on all ranks: what it
             holds is not measured.
         on_nonfinite: what is done where a gradient is NaN or Inf on some rank: "raise"; "skip": gradients

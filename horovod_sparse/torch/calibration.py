@@ -87,7 +87,7 @@ def _alone(request: Request) -> Synchronization[Any]:
 def where_of(process_set: Any, device: torch.device) -> Where:
     """This rank's place, and what a profile says of the cluster."""
     words = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    return Where.of(process_set, "torch", hvd.mpi_enabled(), words)
+    return Where.of(process_set, "torch", hvd, words)
 
 
 def bucket_memory(parameters: Sequence[ParameterFacts]) -> tuple[BucketMemory, torch.device, str]:

@@ -128,7 +128,8 @@ def DistributedOptimizer(
             `groups` and `plan` too, where the sparsifier has ``density="auto"``: the density is decided then.
         tensor_selection: which parameters are sparsified: "cost" (where it pays, by measured times), "all",
             ``min_elements(...)`` (`horovod_sparse.merging.min_elements`), or a function of a parameter's
-            facts that says yes or no.
+            facts that says yes or no. If nothing is said of buckets either, those that cannot win by
+            formulas stay dense, which one warning tells.
         profile: a `horovod_sparse.cost.Profile`, or the path of a saved one, the same on all ranks: what it
             holds is not measured. ``optimizer.decision.profile.save(path)`` makes one.
         synchronize_at: "backward" begins to synchronize while backward goes on; "step" when `step` or

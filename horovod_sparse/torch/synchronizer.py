@@ -107,7 +107,7 @@ class GradientSynchronizer(Bucketing):
     ) -> None:
         self.sparse_as_dense, self.to_coo = sparse_as_dense, to_coo
         self._corrects_momentum = isinstance(recipe.feedback, MomentumCorrection)
-        self.telemetry = Telemetry()
+        self.telemetry = Telemetry(selection=first.selection)
         self.poison = Poison(on_nonfinite, self.telemetry)
         self.drift = DriftCheck(check_every, on_drift, self.telemetry)
         self._retired = False

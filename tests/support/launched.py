@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+# the models of tests are too small for a sparsifier to win
+os.environ.setdefault("HOROVOD_SPARSE_TENSOR_SELECTION", "all")
 # process sets that single tests make
 os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
 # a collective that some rank never starts ends the test, not the user's patience

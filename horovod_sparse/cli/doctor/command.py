@@ -16,7 +16,7 @@ from horovod_sparse.cli.doctor.checks import (
     check_settings,
     check_threads,
 )
-from horovod_sparse.cli.doctor.cycle import check_cache, check_cycle, forecast, num_names
+from horovod_sparse.cli.doctor.cycle import check_cache, check_cycle, check_gain, forecast, num_names
 from horovod_sparse.cli.doctor.facts import (
     Finding,
     advice,
@@ -32,6 +32,7 @@ from horovod_sparse.cli.options import density, read_merging, read_recipe
 from horovod_sparse.cli.ranks import FRAMEWORKS, Ranks, start, usable_framework
 from horovod_sparse.cost import AffineTime, CostModel, Profile, profile_at
 from horovod_sparse.errors import HorovodMissingError, HorovodSparseError, ProfileMismatchError
+from horovod_sparse.feedback import Recipe
 from horovod_sparse.frontend.calibration import QUICK, calibration, needed_kinds
 from horovod_sparse.merging import LAYER_TABLES, Plan, Strategy, needs_times
 from horovod_sparse.sparsifiers import Sparsifier
@@ -41,10 +42,15 @@ from horovod_sparse.sparsifiers import Sparsifier
 class _Asked:
     """What the doctor is told about the training."""
 
-    sparsifier: Sparsifier
+    recipe: Recipe
     merging: Strategy | Plan
     model: Model | None
     profile: Profile | None
+
+    @property
+    def sparsifier(self) -> Sparsifier:
+        """Of the recipe."""
+        return self.recipe.sparsifier
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -100,7 +106,7 @@ def run(options: argparse.Namespace) -> int:
             findings.append(problem("Horovod", str(error).partition(". ")[0], why, do))
     try:
         profile = _profile(options.profile, ranks)
-        asked = _Asked(recipe.sparsifier, merging, model, profile)
+        asked = _Asked(recipe, merging, model, profile)
         facts = everyone[0] if everyone else facts
         findings += _findings(facts, everyone, asked, ranks)
     finally:
@@ -139,6 +145,8 @@ def _findings(
     predicted, names = _predictions(facts, asked, profile)
     found += check_cycle(facts, num_rounds, predicted)
     found += check_cache(facts, names, num_rounds)
+    if profile is not None and predicted is not None and asked.model is not None:
+        found += check_gain(profile, asked.model.workload(profile), asked.recipe)
     return found
 
 

@@ -1,4 +1,4 @@
-"""What Horovod's cycle time costs, and whether its response cache holds all names."""
+"""What a step costs: Horovod's cycle time, room in its response cache, and whether sparsifying gains."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from horovod_sparse.cli.doctor.facts import Finding, advice, cycle_of, good, problem
+from horovod_sparse.cli.worth_it import verdict_of
 from horovod_sparse.cost import Profile
+from horovod_sparse.feedback import Recipe
 from horovod_sparse.merging import Plan, Strategy, Workload, predict
 from horovod_sparse.sparsifiers import Sparsifier
 
@@ -139,6 +141,27 @@ def num_names(plan: Plan, sparsifier: Sparsifier, size: int) -> int:
         size: P.
     """
     return len(plan.buckets) * len(sparsifier.rounds(size)) + len(plan.dense)
+
+
+def check_gain(profile: Profile, workload: Workload, recipe: Recipe) -> Iterator[Finding]:
+    """Whether the model is large enough, and the network slow enough, for the sparsifier to win.
+
+    Args:
+        profile: as measured.
+        workload: of the model.
+        recipe: which sparsifier.
+    """
+    verdict = verdict_of(workload, profile, [recipe])
+    sparse, dense = (f"{seconds * 1e3:.2f} ms" for seconds in (verdict.sparse_seconds, verdict.dense_seconds))
+    number = sum(parameter.num_elements for parameter in workload.parameters)
+    told = (
+        f"predicted iterations: {sparse} with {recipe.sparsifier.name}, {dense} dense ({number:,} elements)"
+    )
+    if verdict.answer == "yes":
+        yield good("gain", told)
+    else:
+        why = "the model is too small, or the network too fast, for rounds of Horovod's to pay"
+        yield advice("gain", told, why, 'train densely, or tensor_selection="cost", which keeps what pays')
 
 
 def check_cache(facts: Mapping[str, Any], names: int | None, num_rounds: int) -> Iterator[Finding]:

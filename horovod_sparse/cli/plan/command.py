@@ -131,6 +131,8 @@ def run(options: argparse.Namespace) -> int:
     if dense:
         console.print(plan_report.dense_table(dense, sizes, options.rows))
     console.print(plan_report.compared_table(predictions))
+    if told := plan_report.too_small(predictions):
+        show(console, told, "yellow")
     numbers = plan_report.as_json(rows, dense, predictions)
     more = {"density": why} if why else {}
     _write(options, source, {"levels": levels, **numbers, **more}, plan.to_dict())

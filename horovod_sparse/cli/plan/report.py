@@ -144,6 +144,22 @@ def _joint_reasons(workload: Workload, plan: Plan, cost: CostModel) -> dict[str,
     return dict.fromkeys(plan.dense, why)
 
 
+def too_small(predictions: Sequence[Predicted]) -> str:
+    """What to say where the model is too small, or the network too fast; empty where sparsifying wins.
+
+    Args:
+        predictions: of `compared`.
+    """
+    chosen, dense = predictions[0], next(one for one in predictions if one.name == "dense")
+    sparse_ms, dense_ms = (1e3 * one.seconds for one in (chosen, dense))
+    if not chosen.plan.buckets or sparse_ms < dense_ms:
+        return ""
+    return (
+        f"too small a model, or too fast a network: {sparse_ms:.2f} ms with this plan, {dense_ms:.2f} ms "
+        "dense. Train densely, or --tensor-selection cost"
+    )
+
+
 def dense_reasons(reasons: Mapping[str, str], workload: Workload) -> list[Choice]:
     """Dense parameters in backward order with their reasons."""
     names = workload.dense_names

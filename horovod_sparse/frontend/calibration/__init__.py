@@ -73,6 +73,7 @@ class Where:
         controller: Horovod's: "gloo" or "mpi".
         cycle_seconds: Horovod's cycle time.
         device: in words.
+        one_host: whether all ranks of the job are on the same host.
     """
 
     rank: int
@@ -81,12 +82,21 @@ class Where:
     controller: str
     cycle_seconds: float = 0.001
     device: str = "cpu"
+    one_host: bool = False
 
     @classmethod
-    def of(cls, process_set: Any, framework: str, on_mpi: bool, device: str = "cpu") -> Where:
-        """This rank's place in a process set of Horovod's, whose controller is MPI or Gloo."""
+    def of(cls, process_set: Any, framework: str, hvd: Any, device: str = "cpu") -> Where:
+        """This rank's place in a process set of Horovod's, whose controller is MPI or Gloo.
+
+        Args:
+            process_set: the ranks.
+            framework: "torch" or "tensorflow".
+            hvd: Horovod's binding for it.
+            device: in words.
+        """
         rank, size = int(process_set.rank()), int(process_set.size())
-        return cls(rank, size, framework, "mpi" if on_mpi else "gloo", cycle_seconds(), device)
+        controller, alone = "mpi" if hvd.mpi_enabled() else "gloo", hvd.local_size() == hvd.size()
+        return cls(rank, size, framework, controller, cycle_seconds(), device, alone)
 
 
 def cycle_seconds() -> float:

@@ -16,6 +16,7 @@ from horovod_sparse.cli.doctor.checks import (
 from horovod_sparse.cli.doctor.cycle import (
     check_cache,
     check_cycle,
+    check_gain,
     forecast,
     num_names,
     profile_at_cycle,
@@ -24,6 +25,7 @@ from horovod_sparse.cli.doctor.facts import Finding, local_facts
 from horovod_sparse.cli.main import main
 from horovod_sparse.cost import AlphaBeta, Fit, Profile, assumed_profile
 from horovod_sparse.errors import ArgumentError, HorovodMissingError
+from horovod_sparse.feedback import parse_recipe
 from horovod_sparse.merging import ParameterFacts, Plan, Workload, layerwise, single
 from horovod_sparse.sparsifiers import ExDyna, GTopK, TopK
 
@@ -184,6 +186,13 @@ def test_a_shorter_cycle_is_advised_by_what_it_saves():
     assert finding.level == "good"  # two seconds of backward hide all of it but 2 ms
     alpha = profile_at_cycle(profile, 0.001).collectives["allgather"].fixed_seconds
     assert alpha == pytest.approx(0.001)
+
+
+@pytest.mark.parametrize(("elements", "level"), [(100_000, "advice"), (100_000_000, "good")])
+def test_a_model_that_is_too_small_is_told_so(elements, level):
+    workload = Workload((ParameterFacts("a", elements),), (1e-3,))
+    profile = assumed_profile(AlphaBeta(1e-3, 1e-9), 4)
+    assert levels(check_gain(profile, workload, parse_recipe("exdyna:density=0.001"))) == {"gain": level}
 
 
 def test_names_are_counted_against_the_cache():

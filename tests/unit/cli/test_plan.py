@@ -11,7 +11,7 @@ pytest.importorskip("matplotlib")
 from horovod_sparse.cli.main import main
 from horovod_sparse.cli.plan.measured import measured_step, stacked
 from horovod_sparse.cli.plan.picture import draw_queues
-from horovod_sparse.cli.plan.report import Predicted, bucket_rows, chosen_plan
+from horovod_sparse.cli.plan.report import Predicted, bucket_rows, chosen_plan, too_small
 from horovod_sparse.cost import AffineTime, CostModel
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.feedback import parse_recipe
@@ -57,6 +57,17 @@ def test_what_stays_dense_has_its_reason():
     step, plan, reasons = chosen_plan(WORKLOAD, joint, None, parse_recipe("topk"), slow)
     assert set(plan.dense) == {"a", "b", "c"} == set(reasons)
     assert f"{predict(step, plan, slow).iteration_seconds * 1e3:.1f} ms" in reasons["a"]
+
+
+def test_a_plan_that_cannot_win_is_told_so():
+    slow = CostModel(AffineTime(50.0), AffineTime(50.0), AffineTime(0.1, 0.001))
+    plan, none = layerwise(WORKLOAD, slow), Plan((), ("c", "b", "a"))
+    sparse = Predicted("layerwise", plan, predict(WORKLOAD, plan, slow))
+    dense = Predicted("dense", none, predict(WORKLOAD.with_dense(none.dense), none, slow))
+    assert "too small a model" in too_small([sparse, dense])
+    assert too_small([dense, dense]) == ""
+    fast = Predicted("layerwise", plan, predict(WORKLOAD, plan, CostModel(AffineTime(), AffineTime())))
+    assert too_small([fast, dense]) == ""
 
 
 def test_numbers_and_plans_are_written_and_read_back(tmp_path, capsys):

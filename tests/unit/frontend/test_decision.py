@@ -17,7 +17,7 @@ from horovod_sparse.frontend.decision import check_agreement, decide, first_plan
 from horovod_sparse.frontend.plan_request import plan_request
 from horovod_sparse.merging import ParameterFacts, Plan, fixed, min_elements
 from horovod_sparse.simulation import run_lockstep
-from horovod_sparse.sparsifiers import TopK
+from horovod_sparse.sparsifiers import ExDyna, TopK
 
 FACTS = [ParameterFacts(name, size) for name, size in (("a", 4000), ("b", 10), ("c", 300_000), ("d", 20_000))]
 TIMES = {"a": 2e-3, "b": 1e-3, "c": 5e-3, "d": 4e-3}
@@ -96,6 +96,71 @@ def test_what_needs_no_times_is_planned_at_once():
     assert chosen.first_plan(FACTS) == Plan((("d",), ("c",), ("a",)), ("b",))
     by_bytes = asked(tensor_selection=lambda parameter: parameter.name != "c", bucket_bytes=16_040)
     assert by_bytes.first_plan(FACTS) == Plan((("d",), ("b", "a")), ("c",))
+
+
+#: of a model with one bucket that is worth it on one host, by elements: 32 MiB of float32
+LARGE = 8_000_000
+
+
+def begun(*facts, size=2, one_host=True, **arguments):
+    """The plan to begin with, of parameters a, b, ..."""
+    named = {fact.name: (fact, None) for fact in facts}
+    place = Where(0, size, "torch", "gloo", one_host=one_host)
+    return first_plan(None, named, ExDyna(density=0.01), lambda: place, **arguments)
+
+
+@pytest.fixture
+def by_formulas(monkeypatch):
+    """As it is where nobody has said anything."""
+    monkeypatch.delenv("HOROVOD_SPARSE_TENSOR_SELECTION", raising=False)
+    monkeypatch.delenv("HOROVOD_ELASTIC", raising=False)
+
+
+def test_small_models_on_one_host_stay_dense_with_one_line_that_says_so(by_formulas, caplog):
+    """The CNN of the examples has 180,000 parameters: two rounds cannot win against one."""
+    with caplog.at_level(logging.WARNING, "horovod_sparse"):
+        begin = begun(ParameterFacts("a", 170_000), ParameterFacts("b", 10_000))
+    assert begin.plan == Plan((), ("b", "a"))
+    assert "180,000 of 180,000 elements stay dense" in begin.selection
+    assert [record.getMessage() for record in caplog.records] == [
+        begin.selection + ". tensor_selection='all' sparsifies all the same"
+    ]
+
+
+def test_buckets_are_judged_one_by_one(by_formulas):
+    large, small = ParameterFacts("a", LARGE), ParameterFacts("b", 1000, group=1)
+    assert begun(large, small).plan == Plan((("a",),), ("b",))
+    assert begun(large).plan == Plan((("a",),))
+    assert begun(large).selection == ""
+
+
+def test_what_is_sparse_by_a_rule_stays_sparse(by_formulas):
+    assert begun(ParameterFacts("a", 1000, density=0.1)).plan == Plan((("a",),))
+
+
+def test_between_hosts_a_slow_network_is_taken(by_formulas):
+    facts = ParameterFacts("a", 180_000)
+    assert begun(facts, one_host=False).plan == Plan((("a",),))
+    assert begun(ParameterFacts("a", 10_000), one_host=False).plan == Plan((), ("a",))
+
+
+@pytest.mark.parametrize("arguments", [{"groups": 1}, {"bucket_bytes": 1 << 20}, {"plan": Plan((("a",),))}])
+def test_who_says_anything_of_buckets_gets_what_he_asks_for(arguments, by_formulas):
+    assert begun(ParameterFacts("a", 1000), **arguments).plan == Plan((("a",),))
+
+
+def test_one_rank_and_elastic_training_sparsify_all(by_formulas, monkeypatch):
+    assert begun(ParameterFacts("a", 1000), size=1).plan == Plan((("a",),))
+    monkeypatch.setenv("HOROVOD_ELASTIC", "1")
+    assert begun(ParameterFacts("a", 1000)).plan == Plan((("a",),))
+
+
+def test_the_environment_decides_where_arguments_do_not(monkeypatch):
+    monkeypatch.setenv("HOROVOD_SPARSE_TENSOR_SELECTION", "all")
+    assert begun(ParameterFacts("a", 1000)).plan == Plan((("a",),))
+    monkeypatch.setenv("HOROVOD_SPARSE_TENSOR_SELECTION", "some")
+    with pytest.raises(UnknownNameError, match="HOROVOD_SPARSE_TENSOR_SELECTION"):
+        begun(ParameterFacts("a", 1000))
 
 
 def test_what_the_compressors_rules_leave_dense_stays_dense():

@@ -10,8 +10,9 @@ import torch
 from horovod_sparse.arrays import HostAccumulator
 from horovod_sparse.errors import NonFiniteGradientError, UnsupportedError
 from horovod_sparse.feedback import parse_recipe
+from horovod_sparse.frontend.engine import carry_out
 from horovod_sparse.pytorch.accumulator import TorchAccumulator
-from horovod_sparse.pytorch.memory import DeviceMemory, memory_of
+from horovod_sparse.pytorch.memory import DeviceMemory, HostMemory, memory_of
 from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.torch import SparseCompressor
 from support.linear import LinearModel, dyadic
@@ -192,3 +193,15 @@ def test_a_parameter_that_moves_takes_its_residual_along(way, monkeypatch):
             found = train_step(model, optimizer, gradients(step))
         ends.append((found, state()["parameters"]["first"]["residual"]))
     assert_same(*ends)
+
+
+@pytest.mark.parametrize("memory", [HostMemory(), DeviceMemory(torch.device("cpu"))], ids=["host", "device"])
+def test_the_bad_one_of_several_dense_parameters_is_named(memory):
+    members = [("a", 2), ("b", 3), ("c", 5)]
+    for element, name in ((0, "a"), (1, "a"), (2, "b"), (3, "c"), (4, "c")):
+        gradient = torch.ones(5)
+        gradient[element] = torch.inf
+        step = memory.sum_dense("all", gradient, None, (1, 3), members=members)
+        with pytest.raises(NonFiniteGradientError) as found:
+            carry_out(step, lambda request: request.buffer)
+        assert found.value.where == {1: name}

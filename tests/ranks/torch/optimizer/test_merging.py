@@ -89,6 +89,25 @@ def test_all_ranks_change_to_one_plan_and_lose_nothing(arguments, rank, size):
     assert len(set(everyone)) == 1, "all ranks have the same measurements"
 
 
+def test_a_small_model_of_which_nothing_is_said_trains_densely(rank, monkeypatch):
+    """As with Horovod's own optimizer, bit for bit. Who asks for all to be sparsified gets that."""
+    monkeypatch.delenv("HOROVOD_SPARSE_TENSOR_SELECTION")
+    models = [LinearModel(SHAPES) for _ in range(3)]
+    careless = make(models[0], "exdyna:density=0.05")
+    asked = make(models[1], "exdyna:density=0.05", tensor_selection="all")
+    dense = make(models[2], "none")
+    for step in range(3):
+        for model, optimizer in zip(models, (careless, asked, dense), strict=True):
+            train_step(model, optimizer, gradients(rank, step))
+    assert careless.plan.buckets == ()
+    assert sorted(careless.plan.dense) == sorted(SHAPES)
+    assert "cannot win by formulas" in careless.telemetry.summary()
+    assert asked.plan.dense == ()
+    for mine, theirs in zip(models[0].parameters(), models[2].parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    assert not residuals_of(careless) or not any(np.any(held) for held in residuals_of(careless).values())
+
+
 def test_a_saved_profile_skips_the_measuring(rank, tmp_path):
     model = LinearModel(SHAPES)
     first = make(model, "topk:density=0.05", merging="optimal")
