@@ -39,6 +39,9 @@ class Network:
     variables: Mapping[str, str] = field(default_factory=dict)
 
 
+#: rate of ranks that are on one host
+LOOPBACK = "loopback"
+
 _RING = {"OMPI_MCA_coll_tuned_use_dynamic_rules": "1", "OMPI_MCA_coll_tuned_allreduce_algorithm": "4"}
 
 #: Open MPI's own choice for a large allreduce takes about twice as long as a ring: both are measured.
@@ -99,10 +102,8 @@ class Hosts:
             options = [word for name, value in given.items() for word in ("-x", f"{name}={value}")]
             command = [sys.executable, "-m", module, str(asked), str(answered)]
             process = subprocess.Popen(
-                [
-                    *(str(_SCRIPT), "run", "--name", self.name, network.option, "-np", str(num_ranks)),
-                    *("--timeout", str(timeout_s), *options, "--", *command),
-                ],
+                self._launching(num_ranks, network, options, timeout_s) + command,
+                env={**os.environ, **given},
                 stdout=subprocess.PIPE,
                 stdin=subprocess.DEVNULL,
                 text=True,
@@ -118,6 +119,28 @@ class Hosts:
             if status or not answered.exists():
                 raise BenchmarkError(f"the ranks of {self.name} ended with exit code {status}; see above")
             return json.loads(answered.read_text())
+
+    def _launching(
+        self, num_ranks: int, network: Network, options: Sequence[str], timeout_s: float
+    ) -> list[str]:
+        """What stands before the command of a rank; `options` give variables to all ranks."""
+        run = [str(_SCRIPT), "run", "--name", self.name, network.option, "-np", str(num_ranks)]
+        return [*run, "--timeout", str(timeout_s), *options, "--"]
+
+
+@dataclass(frozen=True)
+class ThisMachine(Hosts):
+    """Ranks side by side, without any network between them."""
+
+    def _launching(
+        self, num_ranks: int, network: Network, options: Sequence[str], timeout_s: float
+    ) -> list[str]:
+        folder, ended = Path(sys.executable).parent, ["timeout", "--kill-after=10", str(timeout_s)]
+        if network.option == "--gloo":
+            return [*ended, str(folder / "horovodrun"), "--gloo", "--disable-cache", "-np", str(num_ranks)]
+        yields = ["--oversubscribe", "--bind-to", "none", "--mca", "mpi_yield_when_idle", "1"]
+        root = ["--allow-run-as-root"] if os.getuid() == 0 else []
+        return [*ended, "mpirun", *root, *yields, "-np", str(num_ranks), *options]
 
 
 def _script(*arguments: str) -> str:
@@ -137,12 +160,16 @@ def cluster_for(num_hosts: int | None, rate: str | None, name: str = "cluster") 
 
     Args:
         num_hosts: at least so many; None takes what the running one has, 8 without one.
-        rate: of their ports; None takes what the running one has, 1gbit without one.
+        rate: of their ports; None takes what the running one has, 1gbit without one. "loopback": no
+            hosts, but ranks side by side on this machine.
         name: of the cluster to look for.
 
     Raises:
         BenchmarkError: if this machine permits no cluster.
     """
+    if rate == LOOPBACK:
+        yield ThisMachine("this machine", num_hosts or 2, rate)
+        return
     running = {item["name"]: item for item in json.loads(_script("status", "--json"))}
     found = running.get(name)
     if found is not None and len(found["hosts"]) >= (num_hosts or 2) and rate in (None, found["rate"]):

@@ -55,8 +55,8 @@ def add_common(parser: argparse.ArgumentParser, sparsifiers: Sequence[str], base
     add("--hosts", type=_host_counts, help="P, or several with commas (default: all that are up, or 8)")
     add(
         "--rate",
-        help="of every port, in train several with commas; loopback: ranks side by side (default: that of the "
-        "running cluster, or 1gbit)",
+        help="of every port, in train several with commas; loopback: ranks side by side (default: that of "
+        "the running cluster, or 1gbit)",
     )
     add("--name", default="cluster", help="cluster to use if it is up (default %(default)s)")
     for name in NETWORKS:

@@ -188,8 +188,9 @@ def main(measure: Callable[[dict[str, Any]], Mapping[str, Any]]) -> int:
     settings = json.loads(asked.read_text())
     torch.set_num_threads(1)
     hvd.init()
+    rank, size = hvd.rank(), hvd.size()
     found = measure(settings)
-    if hvd.rank() == 0:
-        answered.write_text(json.dumps({"ranks": hvd.size(), **found}))
+    if rank == 0:
+        answered.write_text(json.dumps({"ranks": size, **found}))
     hvd.shutdown()
     return 0

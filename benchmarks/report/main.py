@@ -18,6 +18,7 @@ from benchmarks.report.pictures import (
     seconds_of,
 )
 from benchmarks.report.tables import (
+    account_table,
     bandwidth_table,
     drift_table,
     frameworks_table,
@@ -42,6 +43,7 @@ def _predicted(result: Any, launch: Any) -> tuple[float, float]:
 
 
 _RENDERERS = {
+    "account": account_table,
     "bandwidth": _bandwidth,
     "local": local_table,
     "frameworks": frameworks_table,
@@ -51,7 +53,7 @@ _RENDERERS = {
     "wire": wire_table,
 }
 #: how the names of measurements begin that this page shows
-_KINDS = {*_RENDERERS, "rounds", "sync", "train"}
+_KINDS = {*_RENDERERS, "digits", "rounds", "sync", "train"}
 
 
 def tables(measurements: dict[str, Any]) -> dict[str, str]:
@@ -61,7 +63,7 @@ def tables(measurements: dict[str, Any]) -> dict[str, str]:
         measurements: content of the JSON files by their names without ending.
 
     Returns:
-        Markdown by name of the table: that of the file, and "budgets". A file whose name begins with
+        Markdown by name of the table: that of the file, and "budgets". A file whose name begins with account,
         bandwidth, local, frameworks, growth, tape, drift or wire has a table of its own kind; others have one
         per launch.
     """

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from benchmarks.rounds import main as rounds
+
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table; the first column holds words, the others numbers.
@@ -102,6 +104,14 @@ def _timings(result: Mapping[str, Any], baseline: str) -> str:
         limit = "" if budget is None else f"{budget:g}"
         rows.append([item["name"], f"{item['median_ms']:.2f}", times, f"{item['ratio']:.2f}", limit, verdict])
     return markdown(["", "median ms", "quartiles", f"by {baseline}", "budget", ""], rows)
+
+
+def account_table(result: Mapping[str, Any]) -> str:
+    """Of `scripts/bench rounds`: a table per launch."""
+    blocks = [circumstances(result)]
+    for title, lines in rounds.rows(result):
+        blocks += [f"**{title}**", markdown(rounds.header(), lines)]
+    return "\n\n".join(blocks)
 
 
 def launch_tables(result: Mapping[str, Any]) -> str:

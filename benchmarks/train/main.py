@@ -25,7 +25,9 @@ from horovod_sparse.errors import HorovodSparseError
 from horovod_sparse.merging.workload import LAYER_TABLES
 
 _BASELINES = ("dense", "dense float16")
-_REAL_MODELS = ("cnn", "lstm", "mlp")
+_REAL_MODELS = ("cnn", "digits", "lstm", "mlp")
+#: behind the name of a sparsifier that is measured as it is where nothing is said of buckets
+BY_DEFAULT = " by default"
 _DEFAULT_SPARSIFIERS = ("exdyna", "micro", "topk", "dgc")
 
 #: the module whose ranks train with a framework; started as `python -m MODULE SETTINGS RESULT`
@@ -53,6 +55,8 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--bucket-bytes", type=count, help="of gradient per bucket")
     made.add_argument("--min-elements", type=count, help="smaller parameters stay dense (default: none do)")
+    text = "also with each sparsifier: what is sparsified where nothing is said of buckets"
+    made.add_argument("--by-default", action="store_true", help=text)
     add_common(made, _DEFAULT_SPARSIFIERS, _BASELINES)
     return made
 
@@ -62,10 +66,14 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     module = FRAMEWORKS[options.framework]
     if importlib.util.find_spec(module) is None:
         raise BenchmarkError(f"--framework {options.framework}: this version cannot measure it; use torch")
+    if options.framework != "torch" and (options.by_default or options.model == "digits"):
+        raise BenchmarkError("--by-default and --model digits are measured in PyTorch only")
     if options.framework != "torch" and options.model not in _REAL_MODELS:
         raise BenchmarkError(f"--model {options.model} is replayed in PyTorch only: use --framework torch")
     machine = machine_facts()
     sparsifiers = named_sparsifiers(options.sparsifiers, options.density)
+    if options.by_default:
+        sparsifiers |= {f"{name}{BY_DEFAULT}": text for name, text in sparsifiers.items()}
     methods = [*baselines(options.baselines, _BASELINES), *sparsifiers]
     settings = {
         "model": options.model,

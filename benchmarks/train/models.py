@@ -13,7 +13,7 @@ from torch import nn
 from horovod_sparse.merging.workload import LAYER_TABLES, layer_table
 
 #: trained for real: every rank computes forward and backward
-REAL_MODELS = ("cnn", "lstm", "mlp")
+REAL_MODELS = ("cnn", "digits", "lstm", "mlp")
 MODELS = (*REAL_MODELS, *LAYER_TABLES)
 
 
@@ -39,6 +39,8 @@ def make_model(name: str, batch: int) -> tuple[Any, Callable[[], Any]]:
         data = torch.randn(batch, 1024)
     elif name == "cnn":
         model, data = _residual_network(), torch.randn(batch, 3, 32, 32)
+    elif name == "digits":
+        model, data = _digits_network(), torch.randn(batch, 1, 28, 28)
     else:
         model, data = _Words(), torch.randint(0, _Words.num_words, (batch, 16))
     classes = _Words.num_words if name == "lstm" else 10
@@ -70,6 +72,14 @@ def _residual_network() -> Any:
     stages = [_Residual(before, after, 2) for before, after in ((32, 64), (64, 128), (128, 256), (256, 512))]
     return nn.Sequential(
         nn.Conv2d(3, 32, 3, 1, 1), *stages, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10)
+    )
+
+
+def _digits_network() -> Any:
+    """Two convolutions and two dense layers, 180,000 parameters: that of examples/pytorch_mnist.py."""
+    convolutions = [nn.Conv2d(1, 16, 5), nn.MaxPool2d(2), nn.ReLU(), nn.Conv2d(16, 32, 5), nn.MaxPool2d(2)]
+    return nn.Sequential(
+        *convolutions, nn.ReLU(), nn.Flatten(), nn.Linear(512, 320), nn.ReLU(), nn.Linear(320, 10)
     )
 
 

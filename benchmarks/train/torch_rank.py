@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from typing import Any
@@ -11,7 +12,9 @@ import torch
 import horovod_sparse.torch as hvd
 from benchmarks.common import ranks
 from benchmarks.common.wire import Round, rounds_of
+from benchmarks.train.main import BY_DEFAULT
 from benchmarks.train.models import make_model
+from horovod_sparse.frontend.plan_request import TENSOR_SELECTION_VARIABLE
 from horovod_sparse.merging import min_elements
 
 
@@ -35,6 +38,7 @@ class Training:
         options = dict(settings["options"]) if name in settings["sparsifiers"] else {}
         if options and settings["min_elements"] is not None:
             options["tensor_selection"] = min_elements(settings["min_elements"])
+        os.environ[TENSOR_SELECTION_VARIABLE] = "formulas" if name.endswith(BY_DEFAULT) else "all"
         self._optimizer = hvd.DistributedOptimizer(
             torch.optim.SGD(self._model.parameters(), lr=0.01, momentum=0.9),
             named_parameters=named,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from horovod_sparse.cost.formulas import TYPICAL_SELECTION, assumed_profile
 from horovod_sparse.cost.model import CostModel, communication_of
-from horovod_sparse.cost.profile import TYPICAL_SELECTION, assumed_profile
 from horovod_sparse.cost.times import AffineTime, AlphaBeta
 from horovod_sparse.sparsifiers import Sparsifier
 

@@ -145,7 +145,7 @@ def _findings(
     predicted, names = _predictions(facts, asked, profile)
     found += check_cycle(facts, num_rounds, predicted)
     found += check_cache(facts, names, num_rounds)
-    if profile is not None and predicted is not None and asked.model is not None:
+    if profile is not None and profile.size > 1 and predicted is not None and asked.model is not None:
         found += check_gain(profile, asked.model.workload(profile), asked.recipe)
     return found
 

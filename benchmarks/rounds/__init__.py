@@ -1,0 +1,1 @@
+"""What a round of Horovod's costs, and where its time goes."""

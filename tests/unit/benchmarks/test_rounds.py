@@ -1,0 +1,55 @@
+"""`scripts/bench rounds`: the parts of a round, from stamps and a timeline that are made up."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmarks.rounds.account import PARTS, Stamps, account
+from benchmarks.rounds.main import header, rows
+
+
+def collective(process, name, taken, begun, done, *, fast):
+    """A collective as Horovod writes it, in microseconds."""
+    told = [] if fast else [{"ph": "X", "name": "1", "ts": begun - 20, "pid": process, "dur": 0}]
+    return [
+        {"ph": "B", "name": "NEGOTIATE_ALLGATHER", "ts": taken, "pid": process},
+        *told,
+        {"ph": "E", "ts": begun - 10, "pid": process},
+        {"ph": "B", "name": "ALLGATHER", "ts": begun, "pid": process},
+        {"ph": "B", "name": "GLOO_ALLGATHER", "ts": begun + 1, "pid": process},
+        {"ph": "E", "ts": done - 1, "pid": process},
+        {"ph": "E", "ts": done, "pid": process},
+    ]
+
+
+def test_every_millisecond_of_a_round_is_accounted_for(tmp_path):
+    """Two steps of one variant; the timeline began at 100 s of the ranks' clock."""
+    name = {"ph": "M", "pid": 7, "name": "process_name", "args": {"name": "allgather.v.0.0"}}
+    warm = collective(7, "v", 100, 200, 300, fast=False)
+    first = collective(7, "v", 1500, 4000, 4500, fast=False)
+    second = collective(7, "v", 11_000, 11_100, 11_500, fast=True)
+    path = tmp_path / "timeline.json"
+    path.write_text(json.dumps([name, *warm, *first, *second]))
+    stamps = [
+        Stamps({"v.0": 100.0010}, {"v.0": 100.0050}),
+        Stamps({"v.0": 100.0110}, {"v.0": 100.0115}),  # no gap: found and noticed at once
+    ]
+    starts = [
+        {"v": [dict(step.started) for step in stamps]},
+        {"v": [{"v.0": 100.0030}, {"v.0": 100.0109}]},
+    ]
+    parts = account(str(path), {"v": stamps}, starts)["v"]
+    assert parts["uncertain"] == pytest.approx(0.0, abs=1e-9)
+    # medians over the two steps
+    means = {"cycle": (0.5, 0.0), "others": (1.5, 0.0), "negotiation": (1.0, 0.1), "transfer": (0.5, 0.4)}
+    for part, (one, other) in {**means, "wake-up": (0.5, 0.0), "round": (4.0, 0.5)}.items():
+        assert parts[part] == pytest.approx((one + other) / 2 * 1e-3, abs=1e-9), part
+    assert sum(parts[part] for part in PARTS) == pytest.approx(parts["round"])
+    assert parts["fast"] == 0.5
+    item = {"variant": "v", "parts": parts, "step_seconds": 0.004, "cpu_seconds": 0.0, "own_cpu_seconds": 0.0}
+    launch = {"network": "gloo", "ranks": 2, "cycle_time_ms": 1.0, "load_before": 0.1, "results": [item]}
+    ((title, (row,)),) = rows({"launches": [launch]})
+    assert title.startswith("gloo, 2 ranks, cycle 1 ms")
+    assert len(row) == len(header())
