@@ -76,7 +76,7 @@ def arguments() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--text", type=Path, metavar="FILE", help="its last tenth is for the test")
-    add("--compression", default="exdyna:density=0.01", help="none, fp16, or NAME:ARGUMENT=VALUE,...")
+    add("--compression", default="exdyna:density=0.05", help="none, fp16, or NAME:ARGUMENT=VALUE,...")
     add("--layers", type=int, default=4)
     add("--width", type=int, default=128)
     add("--heads", type=int, default=4)
@@ -89,7 +89,7 @@ def arguments() -> argparse.Namespace:
         default=100,
         help="in which the rate rises, and the density falls to its own",
     )
-    add("--learning-rate", type=float, default=1e-3)
+    add("--learning-rate", type=float, default=3e-3)
     add("--weight-decay", type=float, default=0.1)
     add("--max-norm", type=float, default=1.0, help="the synchronized gradient is clipped to it")
     add("--no-bfloat16", dest="bfloat16", action="store_false", help="compute all products in float32")
