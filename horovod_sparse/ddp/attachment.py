@@ -5,11 +5,10 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from horovod_sparse.ddp.step import Synchronizer
@@ -17,6 +16,9 @@ from horovod_sparse.ddp.synchronizer import State
 from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.merging import Plan
+
+if TYPE_CHECKING:  # not there in PyTorch 2.1, which DistributedDataParallel is enough for
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def hook(state: Any, bucket: Any) -> Any:
@@ -121,6 +123,8 @@ def attach(
         if value is not None:
             raise ArgumentError(name, value, "nothing with replicas: it is for DistributedDataParallel")
     try:
+        from torch.distributed.device_mesh import DeviceMesh
+
         from horovod_sparse.ddp.shards import FSDPModule, ShardedState
     except ImportError as error:
         raise ArgumentError(

@@ -8,6 +8,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+
+pytest.importorskip(
+    "horovod_sparse.ddp.shards", reason="fully_shard takes PyTorch 2.13", exc_type=ImportError
+)
+
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 

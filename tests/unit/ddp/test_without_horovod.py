@@ -36,3 +36,16 @@ def test_one_rank_trains():
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["4 ['bias', 'weight']", "['horovod']"]
+
+
+def test_it_can_be_imported_beside_a_pytorch_that_knows_no_mesh():
+    """As 2.1, the oldest that setup.cfg allows."""
+    lines = (
+        "import sys, torch.nn.parallel, torch.distributed.fsdp",
+        'sys.modules["torch.distributed.device_mesh"] = None',
+        "import horovod_sparse.ddp",
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
