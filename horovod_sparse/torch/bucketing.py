@@ -12,7 +12,7 @@ import torch
 
 from horovod_sparse.collectives import Synchronization
 from horovod_sparse.cost import LevelChoice, choose_levels
-from horovod_sparse.errors import HorovodSparseError, UnsupportedError
+from horovod_sparse.errors import DeadlineError, HorovodSparseError, UnsupportedError
 from horovod_sparse.feedback import Recipe, resumed
 from horovod_sparse.feedback.state import shared_digest
 from horovod_sparse.frontend.agreement import Standing, Start, agreed_start, compared, kept_share
@@ -36,7 +36,7 @@ from horovod_sparse.torch import planning
 from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.driver import HorovodDriver
 from horovod_sparse.torch.handles import present_start
-from horovod_sparse.torch.stock import compare_with_ranks, settings_of
+from horovod_sparse.torch.stock import compare_with_ranks, refuse_whole_gradients, settings_of
 from horovod_sparse.torch.warmup import WarmUp
 
 _log = logging.getLogger("horovod_sparse")
@@ -203,7 +203,11 @@ class Bucketing:
         if self._is_agreed:
             return
         under = present_start()
-        start = self._together(self._agreement())
+        try:
+            start = self._together(self._agreement())
+        except DeadlineError:
+            refuse_whole_gradients(sorted(self.facts), self.process_set)
+            raise
         self.driver.label, self._agreed_under = start.label, under
         if start.anew:
             self._start_anew(start)

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import functools
 import sys
+import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -28,6 +29,8 @@ from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.calibration import carry_out_together
 from horovod_sparse.torch.handles import finished, present_start
 
+#: how long ranks that have waited in vain may differ in when they stopped
+_ANSWER_SECONDS = 5.0
 #: the methods of the stock optimizer that call `compress`, directly or from a list comprehension
 _CALLERS = {"_allreduce_grad_async", "_grouped_allreduce_grad_async"}
 
@@ -191,6 +194,41 @@ def compare_with_ranks(
     )
 
 
+def refuse_whole_gradients(names: Sequence[str], process_set: Any) -> None:
+    """After ranks have been waited for in vain: finds out whether one sends whole gradients, and ends that.
+
+    It waits for collectives of the parameters' names. Putting another type under such a name is an error of
+    Horovod's on all ranks. Nothing goes on afterwards in any case, so it does not matter if nobody answers.
+
+    Args:
+        names: of the parameters, as Horovod's own optimizer calls them.
+        process_set: the ranks.
+
+    Raises:
+        StateMismatchError: if there is such a rank; all ranks that have waited for it ask at the same time.
+    """
+    other = torch.float64
+    handles = [
+        hvd.allreduce_async(torch.zeros(1, dtype=other), name=name, process_set=process_set) for name in names
+    ]
+    until = time.monotonic() + _ANSWER_SECONDS
+    while not all(map(hvd.poll, handles)) and time.monotonic() < until:
+        time.sleep(0.01)
+    for handle in handles:
+        try:
+            if hvd.poll(handle):
+                hvd.synchronize(handle)
+        except hvd.HorovodInternalError as error:
+            if "mismatched" in str(error).lower():
+                raise _sends_whole_gradients(error) from error
+
+
+def _sends_whole_gradients(error: Exception) -> StateMismatchError:
+    return StateMismatchError(
+        f"compression differs: another rank sends whole gradients ({error}); give all ranks the same"
+    )
+
+
 def _took_one(waiting: list[tuple[Any, Any]]) -> bool:
     """Whether a number came back that was sent in a gradient's place; Horovod's optimizer gets it later."""
     for optimizer, key in waiting:
@@ -204,9 +242,7 @@ def _took_one(waiting: list[tuple[Any, Any]]) -> bool:
                 # one that is given up, or of an optimizer with other arguments: it will say so itself
                 optimizer._handles[key] = functools.partial(_given, error), ctx
                 return True
-            raise StateMismatchError(
-                f"compression differs: another rank sends whole gradients ({error}); give all ranks the same"
-            ) from error
+            raise _sends_whole_gradients(error) from error
         optimizer._handles[key] = functools.partial(_given, output), ctx
         return True
     return False

@@ -213,3 +213,23 @@ def test_the_order_of_named_parameters_does_not_matter(rank, size, front):
     for name, parameter in model.named_parameters():
         total = sum(dyadic(shapes[name], r, name) for r in range(size))
         np.testing.assert_allclose(1 - parameter.detach().numpy(), total, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [stock.Compression.none, stock.Compression.fp16], ids=["none", "fp16"])
+def test_horovods_own_optimizer_beside_ours_is_found_out_at_the_deadline(rank, size, kind):
+    """It says nothing of itself, and would wait for ever; ours ends that with its own wait."""
+    model = LinearModel(fresh(SHAPES))
+    is_last = rank == size - 1
+    given = {name: dyadic(parameter.shape, rank, name) for name, parameter in model.named_parameters()}
+    if is_last:
+        optimizer = wrapped("stock", model, kind)
+    else:
+        optimizer = wrapped("own", model, TEXT, {"deadline_seconds": 2.0})
+    model.backward(given)
+    begun = time.monotonic()
+    with pytest.raises(stock.HorovodInternalError if is_last else errors.StateMismatchError) as caught:
+        optimizer.step()
+    assert time.monotonic() - begun < SECONDS
+    assert is_last or "another rank sends whole gradients" in str(caught.value)
+    if is_last:  # what ours has under way: the next test begins with nothing
+        stock.allgather(torch.zeros(4, dtype=torch.int32), name="horovod_sparse.agreement.AllGather.0")
