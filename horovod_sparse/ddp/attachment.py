@@ -62,6 +62,7 @@ def attach(
     on_nonfinite: str = ...,
     check_every: int | None = ...,
     on_drift: str | None = ...,
+    levels: str = ...,
 ) -> State: ...
 @overload
 def attach(
@@ -74,6 +75,7 @@ def attach(
     on_nonfinite: str = ...,
     check_every: int | None = ...,
     on_drift: str | None = ...,
+    levels: str = ...,
 ) -> Synchronizer: ...
 def attach(
     model: torch.nn.Module,
@@ -85,6 +87,7 @@ def attach(
     on_nonfinite: str = "raise",
     check_every: int | None = None,
     on_drift: str | None = None,
+    levels: str = "flat",
 ) -> Synchronizer:
     """Synchronizes a model's gradients sparsely from now on. All ranks do it, in the same way.
 
@@ -101,6 +104,7 @@ def attach(
         on_nonfinite: see `State`; "raise" with `replicas`.
         check_every: see there; never with `replicas`.
         on_drift: see there.
+        levels: see there; "flat" with `replicas`, which are on different hosts already.
 
     Returns:
         What has the telemetry, and is saved and loaded.
@@ -113,11 +117,13 @@ def attach(
         if replicas is not None:
             raise ArgumentError("replicas", replicas, "none with DistributedDataParallel: it has a group")
         kept = {"on_nonfinite": on_nonfinite, "check_every": check_every, "on_drift": on_drift}
+        kept["levels"] = levels
         return _attach_buckets(model, compression, optimizer, plan, **kept)
     given = {
         "on_nonfinite": None if on_nonfinite == "raise" else on_nonfinite,
         "check_every": check_every,
         "on_drift": on_drift,
+        "levels": None if levels == "flat" else levels,
     }
     for name, value in given.items():
         if value is not None:

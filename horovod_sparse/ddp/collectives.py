@@ -4,16 +4,27 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from horovod_sparse.collectives import AllGather, AllReduce, AllToAll, Broadcast, ReduceScatter, Request
+from horovod_sparse.collectives import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Broadcast,
+    Exchange,
+    ReduceScatter,
+    Request,
+)
+from horovod_sparse.errors import CollectiveMismatchError
 from horovod_sparse.frontend.engine import carry_out
 from horovod_sparse.frontend.transport import by_exchanges
 from horovod_sparse.pytorch.layout import readable_tensor
+from horovod_sparse.topology import Topology
 
 #: messages under way between two ranks have different tags; tags are used again after so many
 _NUM_TAGS = 2**20
@@ -52,6 +63,8 @@ class Carrier:
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
         self._host = _host_group(self.group)
         self._num_exchanges = 0
+        #: which ranks share a host, where requests are of single levels
+        self.topology: Topology | None = None
         #: words that the next message between this rank and another one may have, both ends alike
         self._rooms_of_sources = dict.fromkeys(range(self.size), _LEAST_ROOM)
         self._rooms_of_targets = dict.fromkeys(range(self.size), _LEAST_ROOM)
@@ -62,6 +75,8 @@ class Carrier:
         Raises:
             RuntimeError: if torch.distributed fails, since another rank has ended.
         """
+        if request.level != "all":
+            return self._within(request)
         if isinstance(request, AllGather):
             everyone = range(self.size)
             received = self._exchange(dict.fromkeys(everyone, request.buffer), everyone)
@@ -78,6 +93,25 @@ class Carrier:
         if isinstance(request, ReduceScatter):
             return carry_out(by_exchanges(request, self.rank, self.size), self)
         return self._exchange(request.sends, request.sources)
+
+    def _within(self, request: Request) -> Any:
+        """A request among the ranks of a host, or of a column, by messages between them."""
+        if self.topology is None:
+            raise CollectiveMismatchError(f"a request of level {request.level!r} needs a topology")
+        ranks = self.topology.group(request.level, self.rank)
+        place, level, request = ranks.index(self.rank), request.level, replace(request, level="all")
+
+        def among(exchange: Any) -> dict[int, np.ndarray]:
+            sends = {ranks[peer]: words for peer, words in exchange.sends.items()}
+            received = self._exchange(sends, [ranks[peer] for peer in exchange.sources])
+            return {ranks.index(rank): words for rank, words in received.items()}
+
+        if isinstance(request, Exchange):
+            return among(request)
+        if isinstance(request, ReduceScatter) and isinstance(request.buffer, torch.Tensor):
+            total = self._within(replace(request, buffer=request.buffer.cpu().numpy(), level=level))
+            return torch.from_numpy(total).to(request.buffer.device)
+        return carry_out(by_exchanges(request, place, len(ranks)), among)
 
     def starts_on_device(self, request: Request) -> Any:
         """Starts the sum of a tensor on an accelerator where it is, in the model's group, and does not wait.

@@ -16,6 +16,7 @@ from horovod_sparse.ddp.collectives import Carrier
 from horovod_sparse.errors import EditedGradientError, NonFiniteGradientError, StateMismatchError
 from horovod_sparse.frontend.engine import carry_out
 from horovod_sparse.pytorch.driver import Task
+from horovod_sparse.topology import Topology
 
 #: raised by all ranks alike, after the same messages: what comes next fits together
 _COLLECTIVE = (NonFiniteGradientError, EditedGradientError, StateMismatchError)
@@ -63,6 +64,10 @@ class Communicator:
         request = next(coroutine)
         work = self._shared.carrier.starts_on_device(request)
         return self.start(name, _after(work, request, coroutine))
+
+    def move_to(self, topology: Topology | None) -> None:
+        """From now on ranks share these hosts; nothing is under way."""
+        self._shared.carrier.topology = topology
 
     def run(self, name: str, coroutine: Synchronization[Any]) -> Any:
         """What a coroutine returns; waits for it, and raises what it raises."""

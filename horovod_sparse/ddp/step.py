@@ -129,7 +129,7 @@ class Synchronizer(Training):
             self._take(self._pieces)
             errors = self._wait(communicator)
             if errors and self._loss_scale.scaler is None and self.poison.repeats(errors):
-                drop = self.poison.drops(errors, rank)
+                drop = any(self.poison.drops(errors, one) for one in self.mates)
                 for part in self.parts:
                     part.abandon(drop=drop)
                     part.again(self._starter(part), drop=drop)
@@ -154,10 +154,10 @@ class Synchronizer(Training):
     def _refuse(self, failure: BaseException, errors: Sequence[BaseException], rank: int) -> None:
         """No rank applies this step; raises why not, unless it is skipped."""
         if isinstance(failure, NonFiniteGradientError) and self._loss_scale.scaler is not None:
-            self._give_up(drop=has_bad_gradient(errors, rank))
+            self._give_up(drop=any(has_bad_gradient(errors, one) for one in self.mates))
             self._overflow()
             return
-        self._give_up(drop=bool(errors) and self.poison.drops(errors, rank))
+        self._give_up(drop=bool(errors) and any(self.poison.drops(errors, one) for one in self.mates))
         if not self.poison.skips(errors):
             raise failure
         self._skip()

@@ -52,6 +52,8 @@ class State(Synchronizer):
         on_drift: what is done where they differ: "raise" a `DriftError` on every rank, which names what
             differs, and the ranks; "warn", in the log; "resync": what differs becomes what rank 0 has. If
             left out, what HOROVOD_SPARSE_ON_DRIFT says, or "raise".
+        levels: "flat": all ranks are alike; "host": gradients are summed densely within each host first, and
+            sparsified between hosts, see docs/levels.md; "auto": where the cost model says that it is faster.
 
     Raises:
         ArgumentError: for an argument that is not allowed.
@@ -73,6 +75,7 @@ class State(Synchronizer):
         on_nonfinite: str = "raise",
         check_every: int | None = None,
         on_drift: str | None = None,
+        levels: str = "flat",
     ) -> None:
         super().__init__(
             compression,
@@ -83,6 +86,7 @@ class State(Synchronizer):
             on_nonfinite=on_nonfinite,
             check_every=check_every,
             on_drift=on_drift,
+            levels=levels,
         )
         #: whether DistributedDataParallel may leave gradients out that exist; it does not tell a hook
         self.finds_unused = True

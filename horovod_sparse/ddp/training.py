@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
+import socket
 from collections.abc import Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from horovod_sparse.collectives import Synchronization
+from horovod_sparse.cost import LevelChoice, choose_levels
 from horovod_sparse.ddp.bucket_gradient import BucketGradient
 from horovod_sparse.ddp.communicator import Communicator
 from horovod_sparse.ddp.planning import Layout, facts_of, plan_of
@@ -22,14 +25,40 @@ from horovod_sparse.feedback.state import shared_digest
 from horovod_sparse.frontend.agreement import Standing, Start, agreed_start, compared, settings
 from horovod_sparse.frontend.collective_errors import raise_together
 from horovod_sparse.frontend.compression import recipe_of
+from horovod_sparse.frontend.levels import (
+    agreed_topology,
+    assumed_topology,
+    check_levels,
+    gathered_shards,
+    hold_elsewhere,
+    own_place,
+)
 from horovod_sparse.frontend.momentum import refuse_double_momentum
 from horovod_sparse.frontend.parts import assign_residuals, held_residuals
 from horovod_sparse.frontend.state import load_entry, saved_entry, share_factor
 from horovod_sparse.merging import ParameterFacts, Plan
 from horovod_sparse.pytorch.parts import Part, SparseBucket, parts_of
-from horovod_sparse.topology import Topology
 
 _log = logging.getLogger("horovod_sparse")
+
+
+class _Launched:
+    """What torchrun tells, as Horovod does: this rank's host, and its place there."""
+
+    rank = staticmethod(dist.get_rank)
+    size = staticmethod(dist.get_world_size)
+
+    @staticmethod
+    def local_rank() -> int:
+        return int(os.environ.get("LOCAL_RANK", dist.get_rank()))
+
+    @staticmethod
+    def local_size() -> int:
+        return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+    @staticmethod
+    def cross_rank() -> str:
+        return os.environ.get("GROUP_RANK", socket.gethostname())
 
 
 class Training:
@@ -41,14 +70,12 @@ class Training:
         named_parameters: names for checkpoints and messages.
         process_group: of the ranks that synchronize; all ranks if left out.
         plan: which parameters form which bucket; that of the buckets that come if left out.
+        levels: see `horovod_sparse.frontend.levels`.
 
     Raises:
         ArgumentError: for an argument that is not allowed.
         UnknownNameError: for a misspelt algorithm or argument.
     """
-
-    #: see `Engine`: all ranks are alike
-    topology: Topology | None = None
 
     def __init__(
         self,
@@ -58,7 +85,9 @@ class Training:
         named_parameters: Iterable[tuple[str, torch.Tensor]] | None,
         process_group: dist.ProcessGroup | None,
         plan: Plan | None,
+        levels: str = "flat",
     ) -> None:
+        check_levels(levels)
         recipe = recipe_of(compression) if isinstance(compression, str) else compression
         if not isinstance(recipe, Recipe):
             allowed = "a sparsifier, as text or as a recipe; for dense training leave the hook out"
@@ -76,6 +105,7 @@ class Training:
         self.shard: tuple[int, int] | None = None
         #: whether a backward pass has begun, and not ended
         self.under_way = False
+        self._levels = levels
         self._plan_is_given, self._group = plan is not None, process_group
         self._named = {} if named_parameters is None else dict(named_parameters)
         self._name_of = {parameter: name for name, parameter in self._named.items()}
@@ -85,6 +115,10 @@ class Training:
         #: what was loaded, until the next synchronization takes it over
         self._loaded: Mapping[str, Any] | None = None
         self._is_agreed = False
+        #: which ranks share a host, where gradients are summed within hosts first
+        self.topology = assumed_topology(levels, _Launched, _Launched, self._choose_levels)
+        if self.topology is not None and self.topology.size != self.place[1]:
+            self.topology = None
         if optimizer is not None:
             refuse_double_momentum(recipe, lambda: optimizer.param_groups)
         elif getattr(recipe.feedback, "scale_residual", False):
@@ -100,6 +134,16 @@ class Training:
         """Rank and size of this process within the process group."""
         group = dist.group.WORLD if self._group is None else self._group
         return dist.get_rank(group), dist.get_world_size(group)
+
+    @property
+    def mates(self) -> tuple[int, ...]:
+        """The ranks whose gradients are summed before they are sparsified: with one level this one alone."""
+        rank = self.place[0]
+        return (rank,) if self.topology is None else self.topology.group("host", rank)
+
+    def _choose_levels(self, num_hosts: int, per_host: int) -> LevelChoice:
+        n = max(1, sum(fact.num_elements for fact, _ in self.facts.values()))
+        return choose_levels(self.recipe.sparsifier, n, num_hosts, per_host)
 
     @property
     def sparse(self) -> list[SparseBucket]:
@@ -120,9 +164,13 @@ class Training:
             self._prepare(layout)
         except HorovodSparseError as error:  # all ranks hear of it
             failure = error
+        communicator.move_to(self.topology)
         start = communicator.run("agreement", self._agreement(failure))
+        communicator.move_to(self.topology)
         if start.anew:
             self._start_anew(start)
+        if self.topology is not None and start.elsewhere:
+            communicator.run("shards", gathered_shards(self.parts))
         self._is_agreed = True
 
     def _prepare(self, layout: Layout) -> None:
@@ -164,7 +212,8 @@ class Training:
             return laid[-1]
 
         self.plan = plan
-        self.parts = parts_of(plan, self.facts, self.recipe, optimizer, self.place, lay=lay)
+        given = plan, self.facts, self.recipe, optimizer, self.place
+        self.parts = parts_of(*given, lay=lay, topology=self.topology)
         self._gradients = laid
         self._place_of = {
             parameter: (part, gradient, number)
@@ -183,6 +232,8 @@ class Training:
         """
         progress = {name: part.bucket.progress for part in self.sparse for name in part.names}
         self._move(plan, progress)
+        if self.topology is not None:  # other buckets have other shards: ranks bring each other theirs
+            self._is_agreed = False
 
     def _move(self, plan: Plan, progress: Mapping[str, Any]) -> None:
         held = held_residuals(self.parts, self.recipe.feedback.num_companions)
@@ -193,6 +244,11 @@ class Training:
         yield from raise_together(failure)
         parameters = [fact for fact, _ in self.facts.values()]
         yield from compared(settings(self.recipe, "horovod_sparse.ddp", **self._declared()), parameters)
+        place = own_place(_Launched)
+        topology = yield from agreed_topology(self._levels, place, self._choose_levels)
+        if topology != self.topology:
+            self.topology = topology
+            self.replan(self.plan)
         standing = Standing(
             self.step,
             shared_digest({part.name: part.bucket.state for part in self.sparse}),
@@ -200,12 +256,14 @@ class Training:
             self.plan,
             parameters,
             told={name: part.bucket.progress.to_plain() for part in self.sparse for name in part.names},
+            column=0 if self.topology is None else self.topology.place(self.place[0])[1],
+            elsewhere=hold_elsewhere(self.parts),
         )
         return (yield from agreed_start(standing))
 
     def _declared(self) -> dict[str, object]:
         """What has to be equal on all ranks, in words, beside the sparsifier."""
-        return {"shard": self.shard}
+        return {"shard": self.shard, "levels": self._levels}
 
     def _start_anew(self, start: Start) -> None:
         """Fresh states, as all ranks have agreed; residuals are kept."""
