@@ -13,11 +13,14 @@ from horovod_sparse.collectives import (
     AllToAll,
     Broadcast,
     Exchange,
+    ReduceScatter,
     Request,
     Synchronization,
     num_bytes_sent,
+    part,
 )
 from horovod_sparse.errors import CollectiveMismatchError
+from horovod_sparse.frontend.transport import by_exchanges
 from horovod_sparse.simulation import Recorder, run_lockstep
 
 
@@ -199,3 +202,20 @@ def test_messages_between_pairs_cost_what_arrives() -> None:
     run_lockstep([asking(AllToAll(tuple(words(*range(r)) for _ in range(3)))) for r in range(3)], recorder)
     # everyone gets r words from each other rank r: 1 + 2, 0 + 2, 0 + 1
     assert [(cost.rounds, cost.bytes_received) for cost in recorder.costs[1]] == [(2, 12), (2, 8), (2, 4)]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_a_reduce_scatter_gives_each_rank_its_part_of_the_sum(dtype: type, size: int) -> None:
+    """In the simulator, and as messages between pairs: the same bits, whatever n is."""
+    for num_elements in (1, 4, 7):
+        given = np.random.default_rng(num_elements).standard_normal((size, num_elements)).astype(dtype)
+
+        def whole(rank: int, given: np.ndarray = given) -> Synchronization[np.ndarray]:
+            return (yield ReduceScatter(given[rank]))
+
+        simulated = run_lockstep([whole(rank) for rank in range(size)])
+        paired = run_lockstep([by_exchanges(ReduceScatter(given[r]), r, size) for r in range(size)])
+        for rank, (one, other) in enumerate(zip(simulated, paired, strict=True)):
+            assert one.tobytes() == other.tobytes()
+            np.testing.assert_allclose(one, given.sum(0)[slice(*part(num_elements, rank, size))], rtol=1e-5)
