@@ -79,9 +79,11 @@ class _Shards:
 
     def add(self, flat: torch.Tensor) -> None:
         """Adds to the gradients; a parameter without one gets it, on all ranks alike."""
+        if flat.is_cuda:  # made on FSDP's stream, and freed before the work here is done
+            flat.record_stream(torch.cuda.current_stream(flat.device))
         for (one, _), piece in zip(self.members, self._views(flat), strict=True):
             parameter = one.sharded_param
-            own = piece.to(parameter.dtype)
+            own = piece.to(device=parameter.device, dtype=parameter.dtype)  # it may be offloaded to the host
             if parameter.grad is None:
                 parameter.grad = one.to_sharded_dtensor(own.clone())
             else:
@@ -221,7 +223,7 @@ class ShardedState(Synchronizer):
 
     def _arrive(self, shards: _Shards, flat: torch.Tensor) -> None:
         if self._waits:
-            self._pieces += shards.pieces(flat)
+            self._keep(shards.pieces(flat))
         else:
             self._take(shards.pieces(flat))
 

@@ -19,8 +19,10 @@ from horovod_sparse.frontend.drift import DriftCheck
 from horovod_sparse.frontend.momentum import refuse_later_momentum
 from horovod_sparse.frontend.poison import RAISE, Poison
 from horovod_sparse.pytorch.loss_scale import ScaleOfStep, watch_scalers
+from horovod_sparse.pytorch.memory import memory_of
 from horovod_sparse.pytorch.parts import DenseParameters, Part
 from horovod_sparse.pytorch.replicas import shared_entries
+from horovod_sparse.pytorch.streams import CudaStreams
 from horovod_sparse.telemetry import Telemetry
 
 
@@ -51,7 +53,9 @@ class Synchronizer(Training):
         self.drift = DriftCheck(check_every, on_drift, self.telemetry)
         self._communicator: Communicator | None = None
         self._loss_scale = ScaleOfStep()
-        self._pieces: list[tuple[torch.Tensor, torch.Tensor]] = []  # that have come before ranks agreed
+        #: what has come and is not started before the end of the pass, and on which streams it was written
+        self._pieces: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._writers: dict[torch.device, CudaStreams] = {}
         watch_scalers()
 
     def _begin(self) -> None:
@@ -72,6 +76,15 @@ class Synchronizer(Training):
             part.num_missing -= 1
             if part.num_missing == 0:
                 self._complete(part)
+
+    def _keep(self, pieces: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Gradients have come that are taken at the end of the pass."""
+        for parameter, piece in pieces:
+            self._pieces.append((parameter, piece))
+            streams = self._writers.get(piece.device) or memory_of(piece.device, "a gradient").streams()
+            if streams is not None:
+                self._writers[piece.device] = streams
+                streams.note()
 
     def _complete(self, part: Part) -> None:
         """All gradients of a part have come."""
@@ -126,6 +139,8 @@ class Synchronizer(Training):
             if not self._is_agreed:
                 self._agree(communicator, layout)
                 self.drift.restart(self.step)
+            for streams in self._writers.values():
+                streams.meet()
             self._take(self._pieces)
             errors = self._wait(communicator)
             if errors and self._loss_scale.scaler is None and self.poison.repeats(errors):

@@ -120,7 +120,7 @@ class State(Synchronizer):
         if self._is_agreed:
             self._take(pieces)
         else:
-            self._pieces += pieces
+            self._keep(pieces)
         if bucket.is_last():
             self._complete_step()
         return future

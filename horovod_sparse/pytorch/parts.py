@@ -140,6 +140,8 @@ class SparseBucket(_Laid, common.BucketPart):
 
     def start(self, driver: Starter, loss_scale: float = 1.0, *, refused: bool = False) -> None:
         """See `Part.start`."""
+        if self.streams is not None:
+            self.streams.meet()  # before gradients are copied together, or divided by the loss's scale
         self.gradient.settle()
         self._loss_scale = loss_scale
         foldable = self.memory.foldable(self.gradient.flat, loss_scale)
@@ -224,6 +226,8 @@ class DenseParameters(_Laid, common.DensePart):
 
     def start(self, driver: Starter, loss_scale: float = 1.0, *, refused: bool = False) -> None:
         """See `Part.start`."""
+        if self.streams is not None:
+            self.streams.meet()  # before gradients are copied together, or divided by the loss's scale
         self.gradient.settle()
         self._loss_scale = loss_scale
         self._run(driver, refused)

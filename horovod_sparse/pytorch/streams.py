@@ -47,13 +47,18 @@ class CudaStreams:
         if stream not in self._writers:
             self._writers.append(stream)
 
+    def meet(self) -> None:
+        """What is started on the current stream from now on comes after all gradients noted."""
+        stream = self._cuda.current_stream(self._device)
+        for writer in self._writers:
+            if writer != stream:
+                stream.wait_stream(writer)
+        self._writers.clear()
+
     def run(self, coroutine: Synchronization[Result]) -> Synchronization[Result]:
         """The coroutine, whose work comes after all gradients noted; begins where it is called."""
+        self.meet()
         self._home = self._cuda.current_stream(self._device)
-        for writer in self._writers:
-            if writer != self._home:
-                self._home.wait_stream(writer)
-        self._writers.clear()
         return self._at_home(self._home, coroutine)
 
     def _at_home(self, home: Any, coroutine: Synchronization[Result]) -> Generator[Any, Any, Result]:

@@ -66,6 +66,8 @@ class PendingGradient:
     def begin(self, bucket: Bucket, driver: Driver) -> None:
         """Folds the gradient into the parameter's bucket and starts its synchronization; does not wait."""
         self.bucket = bucket
+        if self.streams is not None:
+            self.streams.meet()  # before it is divided by the loss's scale
         foldable = self.memory.foldable(self.gradient, self.loss_scale)
         scale = 1.0 if self.stock is not None and self.stock.adds_up else None
         step = bucket.step(foldable, self.learning_rate, scale=scale)

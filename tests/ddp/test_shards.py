@@ -14,7 +14,7 @@ pytest.importorskip(
 )
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 import horovod_sparse.ddp
 from horovod_sparse import ddp
@@ -155,6 +155,24 @@ def test_equals_the_simulator_bit_for_bit(case, mesh, rank):
             np.testing.assert_array_equal(own, cluster.residuals()[replica])
     assert same_on_all_replicas(*host.weights())
     assert host.sync.place == (replica, 2)
+
+
+def test_gradients_that_are_offloaded(mesh, rank):
+    """FSDP copies them to the host: the sum is added there."""
+    nets = []
+    for compression in (None, "topk:density=1.0"):
+        net = LinearModel({"weight": (6, 5), "bias": (3,)})
+        net.forward = net.loss
+        inner = mesh if compression is None else mesh["shard"]
+        fully_shard(net, mesh=inner, offload_policy=CPUOffloadPolicy(pin_memory=False))
+        if compression is not None:
+            sync = ddp.attach(net, compression, replicas=mesh["replicate"])
+        for step in range(3):
+            net({name: dyadic(p.shape, rank, step, name) for name, p in net.named_parameters()}).backward()
+        nets.append(net)
+    for one, other in zip(*(net.parameters() for net in nets), strict=True):
+        assert torch.equal(one.grad.to_local(), other.grad.to_local())
+    assert sync.step == 3
 
 
 def test_a_layer_that_one_host_does_not_use(mesh, rank):

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from horovod_sparse.feedback import recipe
+from horovod_sparse.pytorch import parts
+from horovod_sparse.pytorch.memory import unscaled
+from horovod_sparse.pytorch.parts import DenseParameters, SparseBucket
 from horovod_sparse.pytorch.streams import CudaStreams
 
 
@@ -81,6 +86,48 @@ def test_work_goes_on_where_it_began_and_is_waited_for():
     streams.note()
     streams.run(asking(cuda, seen))
     assert third.waited == []
+
+
+def test_what_is_done_before_it_begins_comes_after_all_writers():
+    first, second = Stream("first"), Stream("second")
+    cuda = Cuda(first)
+    streams = CudaStreams(torch.device("cuda", 1), cuda)
+    streams.note()
+    cuda.now = second
+    streams.note()
+    streams.meet()
+    assert second.waited == ["first"]
+    streams.run(asking(cuda, []))
+    assert (first.waited, second.waited) == ([], ["first"])
+
+
+@pytest.mark.parametrize("name", ["sparse", "dense"])
+def test_a_part_waits_for_writers_before_it_touches_gradients(name, monkeypatch):
+    """Gradients are copied together, or divided by the loss's scale, before the coroutine begins."""
+    parameter = torch.nn.Parameter(torch.ones(20))
+    if name == "sparse":
+        part = SparseBucket("b", ["w"], [parameter], recipe("topk", density=0.5), lambda: None, (0, 1))
+    else:
+        part = DenseParameters(["w"], [parameter], (0, 1))
+    parameter.grad = torch.ones(20)
+    done = []
+
+    class Told:
+        def meet(self):
+            done.append("meet")
+
+        def run(self, step):
+            done.append("run")
+            return step
+
+    settle = part.gradient.settle
+    monkeypatch.setattr(part.gradient, "settle", lambda: (done.append("settle"), settle()))
+    monkeypatch.setattr(parts, "unscaled", lambda *given: (done.append("unscale"), unscaled(*given))[1])
+    part.streams = Told()
+    part.start(SimpleNamespace(start=lambda name, step: step.close()), 2.0)
+    assert done[0] == "meet"
+    assert done[-1] == "run"
+    assert "settle" in done
 
 
 def test_a_coroutine_that_is_given_up_is_closed():
