@@ -17,7 +17,7 @@ from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.merging import Plan
 
-if TYPE_CHECKING:  # not there in PyTorch 2.1, which DistributedDataParallel is enough for
+if TYPE_CHECKING:  # only a model of FSDP2 has use for it
     from torch.distributed.device_mesh import DeviceMesh
 
 

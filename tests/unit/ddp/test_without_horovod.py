@@ -39,7 +39,6 @@ def test_one_rank_trains():
 
 
 def test_it_can_be_imported_beside_a_pytorch_that_knows_no_mesh():
-    """As 2.1, the oldest that setup.cfg allows."""
     lines = (
         "import sys, torch.nn.parallel, torch.distributed.fsdp",
         'sys.modules["torch.distributed.device_mesh"] = None',
