@@ -21,7 +21,7 @@ from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
 #: that go with a sparsifier only
 _OF_SPARSIFIERS = (
     *("bucket_bytes", "plan", "merging", "tensor_selection", "profile"),
-    *("check_every", "on_drift"),
+    *("check_every", "on_drift", "deadline_seconds"),
 )
 
 
@@ -62,6 +62,7 @@ class Arguments:
     on_nonfinite: str = RAISE
     check_every: int | None = None
     on_drift: str | None = None
+    deadline_seconds: float | None = None
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Arguments:

@@ -15,6 +15,7 @@ from horovod_sparse.frontend.calibration import Where
 from horovod_sparse.frontend.engine import carry_out
 from horovod_sparse.tensorflow import collectives
 from horovod_sparse.tensorflow._horovod import hvd
+from horovod_sparse.tensorflow.waiting import Watch
 
 #: between two looks around of who waits
 _LOOK_SECONDS = 0.1
@@ -51,7 +52,8 @@ def carry_out_together(
         output, received = run() if meanwhile is None else _watched(run, meanwhile)
         return collectives.from_wire(request, output.numpy(), received.numpy())
 
-    return carry_out(coroutine, execute)
+    with Watch(None, process_set).together(name):
+        return carry_out(coroutine, execute)
 
 
 def _watched(run: Callable[[], Any], meanwhile: Callable[[], None]) -> Any:

@@ -26,6 +26,7 @@ from horovod_sparse.tensorflow.graph import HOST, HostFunctions
 from horovod_sparse.tensorflow.parts import Part
 from horovod_sparse.tensorflow.tensors import numpy_dtype
 from horovod_sparse.tensorflow.transport import Courier, between_pairs, courier_for
+from horovod_sparse.tensorflow.waiting import Awaited, Waiting, Watch
 
 #: of gradients: what a batch of small parts comes to. Folding so many takes about as long as calling Python.
 _BATCH_BYTES = 1 << 20
@@ -38,13 +39,17 @@ class Driver:
         bucketing: of the parts that are synchronized.
         process_set: the ranks that take part.
         agree: called on the host before every step of a part: see `GradientSynchronizer`.
+        watch: looks after what is waited for.
 
     Attributes:
         host: keeps the host functions.
     """
 
-    def __init__(self, bucketing: Bucketing, process_set: Any, agree: Callable[[], None]) -> None:
+    def __init__(
+        self, bucketing: Bucketing, process_set: Any, agree: Callable[[], None], watch: Watch
+    ) -> None:
         self._bucketing, self._process_set, self._agree = bucketing, process_set, agree
+        self._watch = watch
         self.host = HostFunctions()
 
     def start(
@@ -58,17 +63,34 @@ class Driver:
             rate: of this step: see `as_rate`.
 
         Returns:
-            int32 [] each, ready when coroutines have ended, well or not, or are under way with the courier;
-            for `settle`.
+            int32, ready when coroutines have ended, well or not, or are under way with the courier; to be
+            held until the end: for `settle`.
         """
+        batches = [
+            own
+            for batch in _batches(parts)
+            for own in ([[part] for part in batch] if batch[0].task.looped else [batch])
+        ]
+        waiting = self._watch.waiting(len(batches), self._awaited(parts))
         tokens = []
-        for batch in _batches(parts):
+        for number, batch in enumerate(batches):
             given = [gradients[parts.index(part)] for part in batch]
             if batch[0].task.looped:
-                tokens += [self._looped(part, own, rate) for part, own in zip(batch, given, strict=True)]
+                tokens += self._looped(batch[0], given[0], rate, waiting, number)
             else:
-                tokens.append(self._unrolled(batch, given, rate))
+                tokens += self._unrolled(batch, given, rate, waiting, number)
         return tokens
+
+    def _awaited(self, parts: Sequence[Part]) -> Callable[[], Awaited | None]:
+        """Tells what comes first among what the others have not sent."""
+        label = self._bucketing.label
+        tasks = [(f"{label}.{part.label}", part.task) for part in parts]
+
+        def awaited() -> Awaited | None:
+            found = ((name, task.awaited) for name, task in tasks)
+            return next(((name, number) for name, number in found if number is not None), None)
+
+        return awaited
 
     def settle(
         self,
@@ -122,8 +144,13 @@ class Driver:
         return begin
 
     def _unrolled(
-        self, parts: Sequence[Part], gradients: Sequence[Sequence[tf.Tensor]], rate: tf.Tensor
-    ) -> tf.Tensor:
+        self,
+        parts: Sequence[Part],
+        gradients: Sequence[Sequence[tf.Tensor]],
+        rate: tf.Tensor,
+        waiting: Waiting,
+        place: int,
+    ) -> list[tf.Tensor]:
         """The operations of parts that begin together, and make the same kinds of requests.
 
         Each has its own collectives, but what the host does between two rounds is one call for all of them:
@@ -142,9 +169,11 @@ class Driver:
 
         def start(rate: np.ndarray, *arrays: np.ndarray) -> list[np.ndarray]:
             own = _apart(arrays, sizes)
-            return given([begin(rate, mine) for begin, mine in zip(beginnings, own, strict=True)], 0)
+            wires = [begin(rate, mine) for begin, mine in zip(beginnings, own, strict=True)]
+            return [waiting.begun(place), *given(wires, 0)]
 
         def resume(number: np.ndarray, *outputs: np.ndarray) -> list[np.ndarray]:
+            waiting.moved()
             wires = []
             for task, own in zip(tasks, _apart(outputs, [width(int(number))] * len(tasks)), strict=True):
                 with task.working():
@@ -170,7 +199,7 @@ class Driver:
             ]
 
         with tf.device(HOST):
-            messages = self.host.run(start, inputs, types(0))
+            held, *messages = self.host.run(start, inputs, [tf.int32, *types(0)])
             for number, kind in enumerate(kinds if courier is None else ()):
                 answers = [tf.constant(number, tf.int32)]
                 for task, own in zip(tasks, _apart(messages, [width(number)] * len(tasks)), strict=True):
@@ -181,9 +210,11 @@ class Driver:
                     answers += answer[: len(own)]
                 messages = self.host.run(resume, answers, types(number + 1))
             messages[0].set_shape([])
-            return messages[0]
+            return [held, messages[0]]
 
-    def _looped(self, part: Part, gradients: Sequence[tf.Tensor], rate: tf.Tensor) -> tf.Tensor:
+    def _looped(
+        self, part: Part, gradients: Sequence[tf.Tensor], rate: tf.Tensor, waiting: Waiting, place: int
+    ) -> list[tf.Tensor]:
         """The operations of a part, of as many rounds as `task.kinds` has when the graph runs.
 
         In elastic training a function is traced once, and ranks come and go. Most sparsifiers have the same
@@ -194,9 +225,11 @@ class Driver:
         task, types, begin = part.task, [tf.int32, tf.int32, tf.bool], self._beginning(part)
 
         def start(rate: np.ndarray, *arrays: np.ndarray) -> list[np.ndarray]:
-            return given(begin(rate, arrays))
+            wire = begin(rate, arrays)
+            return [waiting.begun(place), *given(wire)]
 
         def resume(output: np.ndarray, splits: np.ndarray) -> list[np.ndarray]:
+            waiting.moved()
             with task.working():
                 return given(task.resume(output, splits))
 
@@ -215,9 +248,10 @@ class Driver:
                 return shaped(self.host.run(resume, [output, received], types))
 
         with tf.device(HOST):
-            message = shaped(self.host.run(start, [rate, *gradients], types))
+            held, *first = self.host.run(start, [rate, *gradients], [tf.int32, *types])
+            message = shaped(first)
             ended = tf.while_loop(lambda _buffer, _splits, more: more, turn, message, parallel_iterations=1)
-            return tf.cast(ended[2], tf.int32)
+            return [held, tf.cast(ended[2], tf.int32)]
 
 
 def _apart(arrays: Sequence[Any], sizes: Sequence[int]) -> list[Sequence[Any]]:

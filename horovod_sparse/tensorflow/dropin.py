@@ -188,14 +188,14 @@ class DropIn:
         synchronizer, host = self.synchronizer, gathering.host
         assert synchronizer is not None  # compress() has made it
 
-        def finish(factor: np.ndarray) -> list[np.ndarray]:
+        def finish(factor: np.ndarray, *_tokens: np.ndarray) -> list[np.ndarray]:
             sums = synchronizer.finish(host.parts, float(factor[0]) / synchronizer.place[1])
             _take_back(host.parts, host.absent)
             host.arrays = sums if host.fetched else []
             return sums
 
-        with tf.control_dependencies(gathering.tokens):
-            sums = synchronizer.host.run(finish, [ones], _types(host.parts))
+        sums = synchronizer.host.run(finish, [ones, *gathering.tokens], _types(host.parts))
+        synchronizer.watch.disarm(sums[0])
         return dict(zip(gathering.positions, sums, strict=True))
 
     def _fetched(self, gathering: _Gathering) -> dict[int, tf.Tensor]:

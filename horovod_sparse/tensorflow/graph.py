@@ -41,6 +41,20 @@ def refuse_graphs() -> None:
         )
 
 
+def run_independently(operation: Any, kind: str) -> None:
+    """Takes an operation with side effects out of the order in which such run within `tf.function`.
+
+    Args:
+        operation: in the graph that is being traced.
+        kind: of it. TensorFlow's debuggers put operations of theirs behind one.
+    """
+    order = getattr(tf.compat.v1.get_default_graph(), "experimental_acd_manager", None)
+    if order is not None:
+        while operation.type != kind:
+            operation = operation.inputs[0].op
+        order.run_independently(operation)
+
+
 class HostFunctions:
     """Host functions of graphs: kept as long as this object and a graph that they are made in.
 
@@ -70,12 +84,7 @@ class HostFunctions:
             types: of its results.
         """
         results = list(tf.numpy_function(self._weakly(function), list(inputs), list(types)))
-        order = getattr(tf.compat.v1.get_default_graph(), "experimental_acd_manager", None)
-        if order is not None:
-            operation = results[0].op
-            while operation.type != "PyFunc":  # TensorFlow's debuggers put operations of theirs behind it
-                operation = operation.inputs[0].op
-            order.run_independently(operation)
+        run_independently(results[0].op, "PyFunc")
         return results
 
     def _weakly(self, function: Callable[..., Any]) -> Callable[..., Any]:

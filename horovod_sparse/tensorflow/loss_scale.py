@@ -15,6 +15,7 @@ from horovod_sparse.tensorflow._horovod import hvd
 from horovod_sparse.tensorflow.collectives import known_to_elastic, not_folded
 from horovod_sparse.tensorflow.planning import label_of
 from horovod_sparse.tensorflow.tensors import as_variable
+from horovod_sparse.tensorflow.waiting import Watch
 
 
 class ScaledReduction:
@@ -25,10 +26,12 @@ class ScaledReduction:
 
     Args:
         process_set: the ranks that take part.
+        watch: ends what waits for too long; None for one that has the usual deadline.
     """
 
-    def __init__(self, process_set: Any) -> None:
+    def __init__(self, process_set: Any, watch: Watch | None = None) -> None:
         self._process_set, self._name = process_set, ""
+        self._watch = watch or Watch(None, process_set)
 
     def __call__(
         self,
@@ -83,14 +86,18 @@ class ScaledReduction:
             self._name = label_of("horovod_sparse.finite", self._process_set, every)
         present = [gradient for gradient in gradients if gradient is not None]
         bad = [tf.reduce_any(~tf.math.is_finite(_values(gradient))) for gradient in present]
-        with known_to_elastic():
-            return hvd.allreduce(
-                not_folded(tf.cast(tf.reduce_any(bad), tf.int32)),
-                op=hvd.Sum,
-                name=self._name,
-                ignore_name_scope=True,
-                process_set=self._process_set,
-            )
+
+        def summed(number: tf.Tensor) -> tf.Tensor:
+            with known_to_elastic():
+                return hvd.allreduce(
+                    not_folded(number),
+                    op=hvd.Sum,
+                    name=self._name,
+                    ignore_name_scope=True,
+                    process_set=self._process_set,
+                )
+
+        return self._watch.around(tf.cast(tf.reduce_any(bad), tf.int32), self._name, summed)
 
 
 def nan_where(gradients: Sequence[Any], skipped: Any) -> list[Any]:

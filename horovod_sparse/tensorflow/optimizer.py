@@ -38,6 +38,7 @@ def DistributedOptimizer(
     on_nonfinite: str = "raise",
     check_every: int | None = None,
     on_drift: str | None = None,
+    deadline_seconds: float | None = None,
 ) -> Any:
     """Wraps an optimizer; arguments and order are those of ``horovod.tensorflow.DistributedOptimizer``.
 
@@ -68,6 +69,7 @@ def DistributedOptimizer(
         on_nonfinite: see there.
         check_every: see there.
         on_drift: see there.
+        deadline_seconds: see there.
 
     Raises:
         ArgumentError: for an argument that is not allowed.

@@ -36,11 +36,13 @@ class Part(common.Part, Protocol):
     Attributes:
         shapes: of the variables.
         dtype: of the gradients, by name.
+        label: for messages.
         task: runs in every step anew.
     """
 
     shapes: list[tuple[int, ...]]
     dtype: str
+    label: str
     task: Task
 
     def begin(self, learning_rate: float | None, gradients: Sequence[np.ndarray]) -> Synchronization[Any]:
@@ -121,7 +123,7 @@ class SparseBucket(_Laid, common.BucketPart):
         #: see `Bucket.step`
         self.scale: float | None = None
         self.shapes, self.dtype = [tuple(shape) for shape in shapes], dtype
-        self._name, self._recipe, self._place = name, recipe, place
+        self.label, self._recipe, self._place = name, recipe, place
         self.bucket = self._made(None)
         in_loop = is_looped(recipe.sparsifier, self.places[-1][1])
         self.task = Task(collective, self._kinds(), accumulator_dtype(dtype), in_loop)
@@ -134,7 +136,7 @@ class SparseBucket(_Laid, common.BucketPart):
 
     def _made(self, before: Bucket | None) -> Bucket:
         rank, size = self._place()
-        info = BucketInfo(self._name, self.places[-1][1], rank, size, self.dtype)
+        info = BucketInfo(self.label, self.places[-1][1], rank, size, self.dtype)
         memory = make_accumulator(info, self._recipe) if before is None else before.accumulator
         members = [Member(item, *span) for item, span in zip(self.names, self.places, strict=True)]
         return Bucket(info, self._recipe, memory, members)
@@ -224,7 +226,7 @@ class DenseVariable(_Laid, common.DensePart):
     def __init__(self, name: str, collective: str, shape: tuple[int, ...], dtype: str, place: Place) -> None:
         self.names: tuple[str, ...] = (name,)
         self.shapes, self.dtype, self.num_elements = [tuple(shape)], dtype, math.prod(shape)
-        self._place, self._size = place, place()[1]
+        self.label, self._place, self._size = name, place, place()[1]
         self.task = Task(collective, (AllReduce,), accumulator_dtype(dtype))
         #: of this step
         self._given = _NOTHING

@@ -37,6 +37,7 @@ from horovod_sparse.tensorflow.replanning import Replanning
 from horovod_sparse.tensorflow.task import idle_seconds
 from horovod_sparse.tensorflow.tensors import as_dense, as_rate, as_variable, is_comparable, numpy_dtype
 from horovod_sparse.tensorflow.transport import between_pairs
+from horovod_sparse.tensorflow.waiting import Watch
 from horovod_sparse.topology import Topology
 
 _log = logging.getLogger("horovod_sparse")
@@ -84,12 +85,14 @@ class GradientSynchronizer:
         on_drift: see there.
         name: what names of its collectives begin with. The rest is taken when variables are seen, so that
             ranks may make synchronizers for themselves; those at work at the same time differ in it.
+        deadline_seconds: of waiting for other ranks.
         **asked: how buckets are made (`groups`, `merging` and the others): see `plan_request`.
 
     Attributes:
         bucketing: which variable is in which bucket.
         replanning: what is done about the plan.
         host: keeps what graphs call.
+        watch: ends what waits for too long.
         telemetry: what happened in the last step, and on average.
         step: synchronizations done, those that were given up not counted.
         last_error: what the last step raised on the host, None if it ended well. In a graph, TensorFlow
@@ -114,15 +117,17 @@ class GradientSynchronizer:
         check_every: int | None = None,
         on_drift: str | None = None,
         name: str = "horovod_sparse",
+        deadline_seconds: float | None = None,
         **asked: Any,
     ) -> None:
         self.recipe, self.process_set = recipe, process_set or hvd.global_process_set
         self.average, self.sparse_as_dense = average, sparse_as_dense
         self.bucketing = Bucketing(recipe, self.process_set, name, lambda: self.place, **asked)
-        self._scaled = ScaledReduction(self.process_set)
         self.replanning = Replanning(self.bucketing, recipe.sparsifier, self.process_set)
         self._eagerly = EagerCalls(self._build)
-        self._driver = Driver(self.bucketing, self.process_set, self._agree)
+        self.watch = Watch(deadline_seconds, self.process_set, self._noted)
+        self._scaled = ScaledReduction(self.process_set, self.watch)
+        self._driver = Driver(self.bucketing, self.process_set, self._agree, self.watch)
         self._order, self.host = Order(), self._driver.host
         #: Horovod's start since which all ranks go on alike
         self._start: object = None
@@ -348,6 +353,7 @@ class GradientSynchronizer:
         for order in (self._order, WAITING) if waits else (self._order,):
             order.note(end)
         skipped = [] if policy == RAISE else [tf.equal(sums.pop(), _SKIPPED)]
+        self.watch.disarm(end)
         given = [every[i] for i in started.positions if every[i] is not None]
         if given:
             sums = refuse_differentiation(sums, given)
@@ -382,9 +388,10 @@ class GradientSynchronizer:
             pairs = zip(named.items(), arrays, strict=True)
             entries = [HostEntry(name, array, variable.assign) for (name, variable), array in pairs]
             check_them = check.run(self.step - 1, self.place[0], entries)
+            name = f"{self.bucketing.label}.drift"
             try:
-                with tf.init_scope(), tf.device("/cpu:0"):
-                    carry_out_together(check_them, self.process_set, f"{self.bucketing.label}.drift")
+                with self.watch.together(name), tf.init_scope(), tf.device("/cpu:0"):
+                    carry_out_together(check_them, self.process_set, name)
             except Exception as error:
                 self.last_error = error
                 raise
@@ -407,7 +414,9 @@ class GradientSynchronizer:
             variables: likewise; or what can pass for them (`shape`, `dtype`, `name`, `ref`).
             rate: see `as_rate`.
         """
-        if self.bucketing.add(gradients, variables, self._settings()):
+        with self.watch.together(f"{self.bucketing.label or 'horovod_sparse'}.plan"):
+            added = self.bucketing.add(gradients, variables, self._settings())
+        if added:
             self.replanning.planned()
             if self.on_planned is not None:
                 self.on_planned()
@@ -434,6 +443,8 @@ class GradientSynchronizer:
                 if isinstance(part, SparseBucket):
                     part.scale = 1.0 if self._settings()["op"] == "Sum" else None
             tokens = self._driver.start(parts, tensors, rate)
+        if parts:
+            self.watch.arm()
         return Unsettled(parts, tokens, [by_name[name] for part in parts for name in part.names], results)
 
     def finish(self, parts: Sequence[Part], scale: float | None = None) -> list[np.ndarray]:
@@ -493,6 +504,9 @@ class GradientSynchronizer:
             self.telemetry.record(self.step, [report for _, report in applied], waited)
             return [array for arrays, _ in applied for array in arrays], _APPLIED
 
+    def _noted(self, error: BaseException) -> None:
+        self.last_error = error
+
     def _settings(self) -> dict[str, str]:
         """What has to be equal on all ranks; that of `declared` in place of what is known here."""
         known = {
@@ -519,7 +533,9 @@ class GradientSynchronizer:
         with self._agreeing:  # several buckets may come at the same time
             if self._start is present_start():
                 return
-            before, start = self.bucketing.version, self.bucketing.agreed_start(self.step, self._settings())
+            before = self.bucketing.version
+            with self.watch.together(f"{self.bucketing.label}.start"):
+                start = self.bucketing.agreed_start(self.step, self._settings())
             if start.anew:
                 if self.bucketing.version != before:
                     self._forget_functions()

@@ -44,6 +44,7 @@ def DistributedGradientTape(
     on_nonfinite: str = "raise",
     check_every: int | None = None,
     on_drift: str | None = None,
+    deadline_seconds: float | None = None,
 ) -> Any:
     """Wraps a tape so that gradients are synchronized over ranks, sparsely.
 
@@ -99,6 +100,9 @@ def DistributedGradientTape(
         on_drift: what is done where they differ: "raise" a `DriftError` on every rank, which names what
             differs, and the ranks; "warn", in the log; "resync": what differs becomes what rank 0 has,
             counted in the telemetry. If left out, what HOROVOD_SPARSE_ON_DRIFT says, or "raise".
+        deadline_seconds: after so many seconds of waiting for other ranks all ranks end with a
+            `DeadlineError`, which a graph quotes; 0 waits for ever. 300 if left out, or what
+            HOROVOD_SPARSE_DEADLINE_SECONDS says.
 
     Returns:
         A tape.
@@ -145,6 +149,7 @@ def PartialDistributedGradientTape(
     on_nonfinite: str = "raise",
     check_every: int | None = None,
     on_drift: str | None = None,
+    deadline_seconds: float | None = None,
 ) -> Any:
     """As `DistributedGradientTape`, but the gradients of some layers stay local.
 
@@ -169,6 +174,7 @@ def PartialDistributedGradientTape(
         on_nonfinite: see there.
         check_every: see there.
         on_drift: see there.
+        deadline_seconds: see there.
 
     Raises:
         ArgumentError: if something in `local_layers` is no layer.

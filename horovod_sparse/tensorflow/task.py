@@ -68,6 +68,11 @@ class Task:
         return self._coroutine is not None or self._journey is not None
 
     @property
+    def awaited(self) -> int | None:
+        """The number of the round that Horovod has; None if it has none."""
+        return None if self.settled or self._journey is not None or not self.has_rounds else self._round
+
+    @property
     def has_rounds(self) -> bool:
         """Whether a round is left: also where the coroutine has failed, since the others go on."""
         return self._round < len(self.kinds)
@@ -82,12 +87,14 @@ class Task:
     def wait(self) -> None:
         """Until what is entrusted to a courier has ended. Nothing to wait for otherwise."""
         if self._journey is not None:
-            journey, self._journey = self._journey, None
+            journey = self._journey
             try:
                 journey.wait()
             except DeadlineError as error:
                 self.error = error
                 return
+            finally:
+                self._journey = None
             self.result, self.error = journey.result, journey.error
             self.legs += journey.legs
 

@@ -55,6 +55,7 @@ def DistributedOptimizer(
     on_nonfinite: str = "raise",
     check_every: int | None = None,
     on_drift: str | None = None,
+    deadline_seconds: float | None = None,
 ) -> Any:
     """Wraps a Keras optimizer so that gradients are synchronized over ranks, sparsely.
 
@@ -128,6 +129,9 @@ def DistributedOptimizer(
         on_drift: what is done where they differ: "raise" a `DriftError` on every rank, which names what
             differs, and the ranks; "warn", in the log; "resync": what differs becomes what rank 0 has,
             counted in the telemetry. If left out, what HOROVOD_SPARSE_ON_DRIFT says, or "raise".
+        deadline_seconds: after so many seconds of waiting for other ranks all ranks end with a
+            `DeadlineError`, which a graph quotes; 0 waits for ever. 300 if left out, or what
+            HOROVOD_SPARSE_DEADLINE_SECONDS says.
 
     Returns:
         An optimizer of a class derived from that of `optimizer`, with `telemetry`, `plan`, `decision`,

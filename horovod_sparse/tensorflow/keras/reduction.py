@@ -55,7 +55,7 @@ class Reduction:
     def __init__(self, reducer: Reducer, scale_local: bool) -> None:
         self.reducer, self._scale_local = reducer, scale_local
         self._local: set[Any] = set()
-        self._scaled = ScaledReduction(reducer.process_set)
+        self._scaled = ScaledReduction(reducer.process_set, getattr(reducer, "watch", None))
 
     def keep_local(self, variable: Any) -> None:
         """Leaves a variable's gradient to this rank."""
