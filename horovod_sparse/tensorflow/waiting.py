@@ -38,7 +38,7 @@ _LOOK_SHARE, _LOOK_SECONDS, _LONGEST_LOOK_SECONDS = 0.05, 0.05, 1.0
 #: from the assertion to Horovod's end: the graphs of other ranks come to their deadlines, too
 _SPREAD_SECONDS = 1.0
 #: in which Horovod has to end: Gloo gives a rank up after 30 s, MPI never
-_ENDS_SECONDS = 45.0
+ENDS_SECONDS = 45.0
 #: TensorFlow takes the memory of an array that is aligned so, and copies others
 _ALIGNMENT = 64
 
@@ -252,9 +252,9 @@ def _give_up(watch: Watch, error: DeadlineError, watches: list[Watch]) -> None:
     time.sleep(_SPREAD_SECONDS)
     ending = threading.Thread(target=hvd.shutdown, name="horovod_sparse.shutdown", daemon=True)
     # before Horovod's own, which must not come in between: two ends at a time never end
-    atexit.register(ending.join, _ENDS_SECONDS)
+    atexit.register(ending.join, ENDS_SECONDS)
     ending.start()
-    ending.join(_ENDS_SECONDS)
+    ending.join(ENDS_SECONDS)
     if ending.is_alive():
         _log.critical("Horovod does not end either, since a rank has stopped: this process is ended")
         logging.shutdown()

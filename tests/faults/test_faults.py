@@ -9,24 +9,24 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-WORKER = Path(__file__).with_name("worker.py")
+WORKER, TF_WORKER = (Path(__file__).with_name(name) for name in ("worker.py", "tf_worker.py"))
 RANKS = 2
 #: seconds in which a job has to begin, and in which it has to end after a fault: on a busy machine
 BEGINS, ENDS = 90.0, 10.0
 
 
 class Job:
-    """``horovodrun`` with two workers, in a session of its own."""
+    """``horovodrun`` or ``mpirun`` with two workers, in a session of its own."""
 
-    def __init__(self, mode: str, folder: Path) -> None:
+    def __init__(self, mode: str, folder: Path, worker: Path, launcher: Sequence[str]) -> None:
         self.folder, self.log = folder, folder / "log"
-        command = ["horovodrun", "--gloo", "-np", str(RANKS), sys.executable, str(WORKER), mode, str(folder)]
+        command = [*launcher, "-np", str(RANKS), sys.executable, str(worker), mode, str(folder)]
         with open(self.log, "w") as log:
             self.process = subprocess.Popen(
                 command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
@@ -62,8 +62,10 @@ class Job:
 
 
 @contextlib.contextmanager
-def job(mode: str, folder: Path) -> Iterator[Job]:
-    made = Job(mode, folder)
+def job(
+    mode: str, folder: Path, worker: Path = WORKER, launcher: Sequence[str] = ("horovodrun", "--gloo")
+) -> Iterator[Job]:
+    made = Job(mode, folder, worker, launcher)
     try:
         yield made
     finally:
@@ -125,6 +127,40 @@ def test_what_a_job_outlives(tmp_path):
         resumed = [{step: item for step, item in one.items() if step >= 5} for one in plain]
         assert run.digests("full disk again") == resumed, "the checkpoint before it goes on bit for bit"
         run.ended(30.0)
+
+
+@pytest.mark.tensorflow
+@pytest.mark.parametrize("way", ["fit", "mixed", "eager", "stock"])
+def test_a_graph_that_waits_for_a_rank_ends(way, tmp_path):
+    """On Gloo, where Horovod alone waits for ever: with the ranks that are missing."""
+    with job(f"{way}-asleep", tmp_path, TF_WORKER) as run:
+        run.until(RANKS - 1, step=4)
+        run.ended(60.0)
+        (told,) = [entry for entry in run.entries(0) if "error" in entry]
+        assert "DeadlineError: round 0 of " in f"{told['error']}: {told['message']}"
+        assert f"rank {RANKS - 1} does not wait" in told["message"]
+        assert 2.0 <= told["waited"] < 7.0
+        assert max(entry["step"] for entry in run.entries(0) if "step" in entry) == 4
+        (late,) = [entry for entry in run.entries(RANKS - 1) if "error" in entry]
+        assert "shut down" in late["message"], "no rank goes on alone"
+
+
+@pytest.mark.tensorflow
+def test_a_graph_that_waits_for_a_stopped_rank_ends(tmp_path):
+    """On MPI, which waits for a stopped process in Horovod's own thread: by the end of this one."""
+    import horovod.tensorflow as built
+
+    if not built.mpi_built():
+        pytest.skip("Horovod is built without MPI")
+    mpirun = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
+    with job("graph-stopped", tmp_path, TF_WORKER, [*mpirun, "--mca", "mpi_yield_when_idle", "1"]) as run:
+        pid = run.until(RANKS - 1, step=4)["pid"]
+        try:
+            assert run.ended(40.0) != 0
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        assert "has waited 2 s for other ranks" in run.log.read_text()
 
 
 def test_a_short_soak(tmp_path):

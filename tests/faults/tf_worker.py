@@ -1,0 +1,105 @@
+"""A rank of a job in TensorFlow whose last rank hangs in some step: ``tf_worker.py MODE FOLDER``.
+
+MODE is a way to train, and how it hangs: ``fit-asleep``. What is raised on the others is written down.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import horovod.tensorflow as stock
+import keras
+import numpy as np
+import tensorflow as tf
+
+import horovod_sparse.tensorflow as hvd
+from horovod_sparse.tensorflow import waiting
+from horovod_sparse.tensorflow.keras import DistributedOptimizer
+
+STEPS, FAULT_STEP, DEADLINE_SECONDS, ASLEEP_SECONDS = 8, 4, 2.0, 8.0
+DENSITY = "topk:density=0.1"
+
+
+class Training:
+    def __init__(self, way: str, how: str, path: Path) -> None:
+        self.way, self.how, self.path = way, how, path
+        self.compression = hvd.Compression.parse(DENSITY)
+        self.variables = [tf.Variable(tf.ones([300])), tf.Variable(tf.ones([40, 30]))]
+        self.begun = 0.0
+
+    def note(self, **facts: object) -> None:
+        with open(self.path, "a") as file:
+            file.write(json.dumps({"what": f"{self.way}-{self.how}", "pid": os.getpid(), **facts}) + "\n")
+
+    def before(self, step: int) -> None:
+        self.begun = time.perf_counter()
+        self.note(step=step)
+        if step == FAULT_STEP and hvd.rank() == hvd.size() - 1:
+            if self.how == "stopped":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            time.sleep(ASLEEP_SECONDS)
+
+    def step(self) -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.add_n([tf.reduce_sum(variable * variable) for variable in self.variables])
+        if self.way == "stock":
+            tape = stock.DistributedGradientTape(tape, compression=self.compression)
+        else:
+            tape = hvd.DistributedGradientTape(
+                tape, compression=self.compression, deadline_seconds=DEADLINE_SECONDS
+            )
+        for variable, gradient in zip(self.variables, tape.gradient(loss, self.variables), strict=True):
+            variable.assign_sub(0.1 * gradient)
+
+    def fit(self) -> None:
+        sgd = keras.optimizers.SGD(0.01)
+        if self.way == "mixed":
+            keras.mixed_precision.set_global_policy("mixed_float16")
+            sgd = keras.optimizers.LossScaleOptimizer(sgd)
+        layers = [keras.layers.Input((20,)), keras.layers.Dense(30), keras.layers.Dense(1, dtype="float32")]
+        model = keras.Sequential(layers)
+        model.compile(
+            DistributedOptimizer(sgd, compression=DENSITY, deadline_seconds=DEADLINE_SECONDS), "mse"
+        )
+        before = self.before
+
+        class Hang(keras.callbacks.Callback):
+            def on_train_batch_begin(self, batch: int, logs: object = None) -> None:
+                before(batch)
+
+        data = np.ones((STEPS * 4, 20), np.float32), np.ones((STEPS * 4, 1), np.float32)
+        model.fit(*data, batch_size=4, verbose=0, shuffle=False, callbacks=[Hang()])
+
+    def run(self) -> None:
+        if self.way in ("fit", "mixed"):
+            self.fit()
+            return
+        step = self.step if self.way == "eager" else tf.function(self.step)
+        for number in range(STEPS):
+            self.before(number)
+            step()
+
+
+def main(mode: str, folder: Path) -> None:
+    way, _, how = mode.partition("-")
+    if way == "stock":  # which has no argument for it
+        os.environ["HOROVOD_SPARSE_DEADLINE_SECONDS"] = str(DEADLINE_SECONDS)
+    waiting.ENDS_SECONDS = 3.0
+    hvd.init()
+    training = Training(way, how, folder / f"rank-{hvd.rank()}.jsonl")
+    try:
+        training.run()
+    except Exception as error:
+        waited = time.perf_counter() - training.begun
+        training.note(error=type(error).__name__, message=str(error), waited=waited)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))
