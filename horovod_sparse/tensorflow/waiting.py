@@ -115,8 +115,13 @@ class Watch:
 
     def arm(self) -> None:
         """Puts the assertion into the graph that is being traced; `disarm` has to follow, in the same one."""
+        queue = self._made_queue()
+        graph: Any = tf.compat.v1.get_default_graph()
+        while hasattr(graph, "outer_graph"):  # which may outlive all else
+            vars(graph).setdefault("_horovod_sparse_queues", []).append(queue)
+            graph = graph.outer_graph
         with tf.device(HOST):
-            message = self._made_queue().dequeue()
+            message = queue.dequeue()
             run_independently(message.op, "QueueDequeueV2")
             passes = tf.raw_ops.Assert(condition=tf.equal(message, ""), data=[message])
             run_independently(passes, "Assert")

@@ -78,7 +78,7 @@ def job(
                 os.kill(pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("mode", ["killed", "failed"])
+@pytest.mark.parametrize("mode", ["killed", "failed", "starved"])
 def test_a_rank_that_dies_ends_the_job(mode, tmp_path):
     with job(mode, tmp_path) as run:
         run.until(RANKS - 1, what=mode, dies=True)
@@ -87,6 +87,8 @@ def test_a_rank_that_dies_ends_the_job(mode, tmp_path):
         assert [max(steps) for steps in taken] == [4, 4], "nobody took the step that one rank did not take"
         if mode == "failed":
             assert "cannot be differentiated" in run.log.read_text()
+        if mode == "starved":
+            assert "can't allocate memory" in run.log.read_text()
 
 
 def test_an_interrupt_ends_the_job(tmp_path):

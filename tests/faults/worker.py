@@ -72,6 +72,28 @@ def killed(folder: Path) -> None:
     training.steps(FAULT_STEP, STEPS)
 
 
+def starve() -> None:
+    """Takes more memory than there is."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    most = pages * resource.getpagesize() + (64 << 20)
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    torch.ones(1 << 28)
+
+
+def starved(folder: Path) -> None:
+    training = Training(folder, "starved")
+    training.steps(0, FAULT_STEP)
+    training.note(dies=True)
+    in_backward(training, starve)
+    training.steps(FAULT_STEP, STEPS)
+
+
+def networked(folder: Path) -> None:
+    """Three times the same; what happens to the network meanwhile is none of its business."""
+    for what in ("plain", "down", "lossy"):
+        Training(folder, what).steps(0, STEPS, pause=0.0 if what == "plain" else 0.2)
+
+
 def failed(folder: Path) -> None:
     training = Training(folder, "failed")
     training.steps(0, FAULT_STEP)
@@ -126,6 +148,5 @@ def survived(folder: Path) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     hvd.init()
-    {"killed": killed, "failed": failed, "interrupted": interrupted, "survived": survived}[sys.argv[1]](
-        Path(sys.argv[2])
-    )
+    modes = (killed, failed, starved, interrupted, survived, networked)
+    {mode.__name__: mode for mode in modes}[sys.argv[1]](Path(sys.argv[2]))
