@@ -43,6 +43,10 @@ ENDS_SECONDS = 45.0
 _ALIGNMENT = 64
 
 
+#: of the assertions in a graph
+_queues: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
+
+
 class Waiting:
     """One synchronization in a graph, in every step anew.
 
@@ -118,7 +122,7 @@ class Watch:
         queue = self._made_queue()
         graph: Any = tf.compat.v1.get_default_graph()
         while hasattr(graph, "outer_graph"):  # which may outlive all else
-            vars(graph).setdefault("_horovod_sparse_queues", []).append(queue)
+            _queues.setdefault(graph, []).append(queue)
             graph = graph.outer_graph
         with tf.device(HOST):
             message = queue.dequeue()
