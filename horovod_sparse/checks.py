@@ -6,10 +6,14 @@ Each refuses with the argument's name, what was given, and what is allowed. True
 from __future__ import annotations
 
 import math
+import sys
 
 import numpy as np
 
 from horovod_sparse.errors import ArgumentError
+
+#: positive numbers that a state may hold
+SMALLEST, LARGEST = sys.float_info.min, sys.float_info.max
 
 
 def check_number(
@@ -88,3 +92,22 @@ def check_count(argument: str, value: object, allowed: str = "", *, low: int = 1
     """
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < low:
         raise ArgumentError(argument, value, allowed or f"a whole number, {low} or more")
+
+
+def out_of_range(fields: object, **limits: tuple[float, float]) -> str:
+    """Which field of a loaded state cannot have been saved; empty if none.
+
+    Args:
+        fields: has them, numbers each.
+        **limits: the smallest and the largest, by field.
+
+    Example:
+        >>> from horovod_sparse.sparsifiers import SparsifierState
+        >>> out_of_range(SparsifierState(step=-1), step=(0, 9))
+        'step is -1, not from 0 to 9'
+    """
+    for name, (low, high) in limits.items():
+        value = getattr(fields, name)
+        if not low <= value <= high:
+            return f"{name} is {value}, not from {low:g} to {high:g}"
+    return ""

@@ -9,7 +9,7 @@ from typing import ClassVar, Protocol, runtime_checkable
 import numpy as np
 
 from horovod_sparse.arrays.protocol import Accumulator
-from horovod_sparse.checks import check_density
+from horovod_sparse.checks import LARGEST, SMALLEST, check_density, out_of_range
 from horovod_sparse.collectives import ADDED, LOCAL
 from horovod_sparse.errors import ArgumentError, UnknownNameError
 
@@ -34,6 +34,11 @@ class ThresholdState:
     ahead: int = field(default=0, metadata=ADDED)
     paused: int = field(default=0, metadata=ADDED)
     scale: float = field(default=1.0, metadata={**ADDED, **LOCAL})
+
+    def flaw(self, _fresh: ThresholdState) -> str:
+        """Of a loaded one: see `out_of_range`."""
+        found = out_of_range(self, threshold=(0, LARGEST), correction=(SMALLEST, LARGEST), share=(-1, 1))
+        return found or out_of_range(self, paused=(0, LARGEST), scale=(0, LARGEST))
 
 
 @dataclass(frozen=True)

@@ -115,8 +115,8 @@ def from_plain(fresh: State, plain: Mapping[str, Any], path: str = "") -> State:
 
     Raises:
         StateMismatchError: with the path of the field, if fields, types or shapes differ: another algorithm,
-            another bucket, or another number of ranks; and if a number is NaN or Inf. Fields marked `ADDED`
-            may be missing: they came later.
+            another bucket, or another number of ranks; and if a number is NaN or Inf, or one that its state's
+            `flaw` refuses. Fields marked `ADDED` may be missing: they came later.
 
     Example:
         >>> from horovod_sparse.sparsifiers import SparsifierState
@@ -139,7 +139,7 @@ def _from_plain(fresh: Any, plain: Any, path: str) -> Any:
                 "algorithm or to another version of it"
             )
         fields = {name: getattr(fresh, name) for name in names}
-        return type(fresh)(
+        loaded = type(fresh)(
             **{
                 name: _from_plain(value, plain[name], f"{path}.{name}")
                 if name in plain
@@ -147,6 +147,10 @@ def _from_plain(fresh: Any, plain: Any, path: str) -> Any:
                 for name, value in fields.items()
             }
         )
+        flaw = loaded.flaw(fresh) if hasattr(loaded, "flaw") else ""
+        if flaw:
+            raise StateMismatchError(f"{path}.{flaw} in the saved state")
+        return loaded
     if isinstance(fresh, np.ndarray):
         return _array_like(fresh, plain, path)
     if isinstance(fresh, np.generic):

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from horovod_sparse.checks import out_of_range
+
 #: weight of a step in the mean and the variance, once there were as many steps
 _WEIGHT = 1 / 16
 #: room is left for the mean of what was needed and so many standard deviations; the rest waits for a step
@@ -44,6 +46,12 @@ class Capacity:
     mean: float = 0.0
     variance: float = 0.0
     steps: int = 0
+
+    def flaw(self, _fresh: Capacity) -> str:
+        """Of a loaded one: see `out_of_range`."""
+        most = 2.0**31
+        steps = (0, int(1 / _WEIGHT))
+        return out_of_range(self, ratio=(0, most), mean=(0, most), variance=(0, most * most), steps=steps)
 
     def __deepcopy__(self, memo: object) -> Capacity:
         return self  # every step copies its state, and nothing of this changes

@@ -31,6 +31,14 @@ class Partitions:
     block_length: int
     num_blocks: np.ndarray
 
+    def flaw(self, fresh: Partitions) -> str:
+        """Of loaded ones: what they have not in common with new ones of the same bucket."""
+        if self.block_length != fresh.block_length:
+            return f"block_length is {self.block_length}, not {fresh.block_length}"
+        if self.num_blocks.min() < 0 or self.num_blocks.sum() != fresh.num_blocks.sum():
+            return f"num_blocks is {self.num_blocks.tolist()}, not {fresh.num_blocks.sum()} blocks in all"
+        return ""
+
     def window(self, part: int, num_elements: int) -> Window:
         """(start, stop) of a part, in elements."""
         first = int(self.num_blocks[:part].sum())

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from horovod_sparse.arrays.protocol import Accumulator, Indices
-from horovod_sparse.checks import check_number
+from horovod_sparse.checks import LARGEST, check_number, out_of_range
 from horovod_sparse.collectives import ADDED
 from horovod_sparse.sparsifiers.base import BucketInfo, SelectAndGather, SparsifierState
 
@@ -26,6 +26,10 @@ class HardThresholdState(SparsifierState):
     """
 
     scale: float = field(default=1.0, metadata=ADDED)
+
+    def flaw(self, _fresh: HardThresholdState) -> str:
+        """Of a loaded one: see `out_of_range`."""
+        return out_of_range(self, scale=(0, LARGEST))
 
 
 @dataclass(frozen=True, kw_only=True)

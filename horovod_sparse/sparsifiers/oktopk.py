@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from horovod_sparse.arrays.protocol import Accumulator, FoldReport, Indices, Values
-from horovod_sparse.checks import check_count
+from horovod_sparse.checks import LARGEST, check_count, out_of_range
 from horovod_sparse.collectives import ADDED, LOCAL, AllGather, AllToAll, Request, Synchronization
 from horovod_sparse.sparsifiers.base import (
     BucketInfo,
@@ -51,6 +51,12 @@ class OkTopkState(SparsifierState):
     global_threshold: float = 0.0
     bounds: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     results: Capacity = field(default_factory=Capacity, metadata=ADDED)
+
+    def flaw(self, _fresh: OkTopkState) -> str:
+        """Of a loaded one: see `out_of_range`."""
+        if (np.diff(self.bounds, prepend=0) < 0).any():
+            return f"bounds is {self.bounds.tolist()}, which do not ascend from 0"
+        return out_of_range(self, local_threshold=(0, LARGEST), global_threshold=(0, LARGEST))
 
 
 def equal_regions(info: BucketInfo) -> NDArray[np.int64]:

@@ -11,7 +11,7 @@ from typing import ClassVar
 import numpy as np
 
 from horovod_sparse.arrays.protocol import Accumulator, Indices, Moments
-from horovod_sparse.checks import check_count, check_number
+from horovod_sparse.checks import LARGEST, check_count, check_number, out_of_range
 from horovod_sparse.collectives import LOCAL
 from horovod_sparse.errors import UnknownNameError
 from horovod_sparse.sparsifiers.base import BucketInfo, MeasuredState, SelectAndGather, step_generator
@@ -120,6 +120,12 @@ class SIDCoState(MeasuredState):
     recent: list[float] = field(default_factory=list, metadata=LOCAL)
     direction: int = field(default=1, metadata=LOCAL)
     error: float = field(default=-1.0, metadata=LOCAL)
+
+    def flaw(self, _fresh: SIDCoState) -> str:
+        """Of a loaded one: see `out_of_range`."""
+        if any(ratio < 0 for ratio in self.recent):
+            return "recent holds a ratio below 0"
+        return out_of_range(self, num_stages=(1, 1000), direction=(-1, 1), error=(-1, LARGEST))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from horovod_sparse.errors import StateMismatchError, UnsupportedError
 from horovod_sparse.feedback import Recipe
+from horovod_sparse.frontend.agreement import kept_share
 from horovod_sparse.frontend.encoding import from_bytes, to_bytes
 from horovod_sparse.frontend.parts import assign_residuals
 from horovod_sparse.frontend.state import (
@@ -64,7 +65,11 @@ def load(synchronizer: GradientSynchronizer, entry: Mapping[str, Any]) -> None:
         StateMismatchError: if variables, shapes or the algorithm differ. Nothing has been loaded then.
     """
     renamed = _checked(synchronizer, entry)
-    factor = share_factor(entry["rank"], entry["size"], synchronizer.place[1])
+    synchronizer.take_place()
+    old_size, size = entry["size"], synchronizer.place[1]
+    # in elastic training, what this worker saved when there were more or fewer: no other has a share in it
+    own = old_size in synchronizer.sizes
+    factor = kept_share(old_size, size) if own else share_factor(entry["rank"], old_size, size)
     load_entry(synchronizer, entry, factor, renamed)
 
 

@@ -132,6 +132,8 @@ class GradientSynchronizer:
         #: Horovod's start since which all ranks go on alike
         self._start: object = None
         self._agreeing, self._finishing = threading.Lock(), threading.Lock()
+        #: all numbers of ranks that there have been
+        self.sizes: set[int] = set()
         self.telemetry, self.step = Telemetry(), 0
         self.poison = Poison(on_nonfinite, self.telemetry)
         self._make_check = partial(DriftCheck, check_every, on_drift, self.telemetry)
@@ -545,3 +547,10 @@ class GradientSynchronizer:
             for check in self._checks.values():
                 check.restart(self.step)
             self._start = present_start()
+            self.sizes.add(self.place[1])
+
+    def take_place(self) -> None:
+        """Between steps, before state is loaded: parts that were made for another place start anew here."""
+        for part in self.parts:
+            if not isinstance(part, SparseBucket) or part.made_for != self.place:
+                part.start_anew(self.step)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from horovod_sparse.checks import LARGEST, out_of_range
 from horovod_sparse.collectives import LOCAL, AllGather, Synchronization
 from horovod_sparse.sparsifiers.base import SparsifierState
 from horovod_sparse.sparsifiers.rounds.pairs import ceil_log2
@@ -107,6 +108,10 @@ class SparDLState(SparsifierState):
     teams: int = 0
     gather: str = ""
     timed: list[float] = field(default_factory=list, metadata=LOCAL)
+
+    def flaw(self, _fresh: SparDLState) -> str:
+        """Of a loaded one: see `out_of_range`."""
+        return out_of_range(self, share=(0, 1), stride=(-LARGEST, LARGEST), teams=(0, 2.0**31))
 
 
 def restart(state: SparDLState, teams: int) -> None:

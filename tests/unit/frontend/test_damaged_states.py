@@ -14,11 +14,15 @@ from hypothesis import strategies as st
 from horovod_sparse.errors import StateMismatchError
 from horovod_sparse.feedback import recipe
 from horovod_sparse.frontend.state import check_entry, check_shapes, load_entry, saved_entry
+from horovod_sparse.simulation import run_lockstep
 from unit.frontend.test_engine import ONE, SHAPES, ArrayEngine, same, trained
 
 NAMES = ("exdyna", "oktopk", "spardl", "sidco", "randomk")
 RECIPES = {name: recipe(name, density=0.1) for name in NAMES}
 RECIPES["dgc"] = recipe("dgc", density=0.1, feedback="momentum(momentum=0.9)")
+MORE_RECIPES = {name: recipe(name, density=0.1) for name in ("micro", "gtopk")}
+MORE_RECIPES["paper"] = recipe("exdyna", density=0.1, threshold="paper")
+MORE_RECIPES["hard_threshold"] = recipe("hard_threshold", threshold=0.5)
 ENTRIES = {name: saved_entry(trained(how, ONE, 2)[1]) for name, how in RECIPES.items()}
 
 #: what earlier versions did not save: an entry without is one of theirs, and there is no telling
@@ -33,6 +37,15 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, item in items:
         yield from places(item, (*path, key))
+
+
+def numbers(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Paths and values of all numbers and arrays of them in a sparsifier's state."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from numbers(item, (*path, key))
+    elif isinstance(value, (int, float, list, np.ndarray)) and not isinstance(value, bool):
+        yield path, value
 
 
 def nested(value: Any, depth: int) -> Any:
@@ -114,6 +127,47 @@ def is_plausible(entry: Any, path: tuple[Any, ...]) -> bool:
         or isinstance(value, (int, float, str))
         or (isinstance(value, (list, tuple, np.ndarray)) and "state" in path)
     )
+
+
+def wrong(value: Any) -> list[Any]:
+    """Numbers of the same kind that hardly any field can hold."""
+    if isinstance(value, np.ndarray):
+        return [value - 1000, value + 1000, value * 0, -value]
+    if isinstance(value, list):
+        return [[-1.0], [0.0], [1e300] * 100, []]
+    if isinstance(value, float):
+        return [-1.0, 0.0, 5e-324, 1e18, -1e18, 1e300]
+    return [-1, 0, 2**40, 2**62, -(2**62)]
+
+
+@pytest.mark.parametrize("name", sorted({**RECIPES, **MORE_RECIPES}))
+def test_a_number_out_of_its_range_is_refused_or_does_no_harm(name: str) -> None:
+    """Training goes on with it, in named errors if at all: nothing raw, and nothing beyond an array's end."""
+    how = {**RECIPES, **MORE_RECIPES}[name]
+    saved = [saved_entry(engine) for engine in trained(how, ONE, 2)]
+    num_refused = 0
+    for path, value in numbers(saved[0]["buckets"][0]["state"]):
+        for other in wrong(value):
+            engines = [ArrayEngine(how, ONE, (rank, 2)) for rank in range(2)]
+            try:
+                for engine, entry in zip(engines, copy.deepcopy(saved), strict=True):
+                    holder = entry["buckets"][0]["state"]
+                    for key in path[:-1]:
+                        holder = holder[key]
+                    holder[path[-1]] = other
+                    check_entry(entry, how, "{}")
+                    load_entry(engine, entry, 1.0)
+            except StateMismatchError as error:
+                assert str(path[-1]) in str(error)
+                num_refused += 1
+                continue
+            buckets = [engine.sparse[0].bucket for engine in engines]
+            for _ in range(2):
+                drawn = np.random.default_rng(0).standard_normal((2, 40)).astype(np.float32)
+                run_lockstep([bucket.step(own) for bucket, own in zip(buckets, drawn, strict=True)])
+                for bucket in buckets:
+                    bucket.accept()
+    assert num_refused >= 3
 
 
 @pytest.mark.parametrize("name", sorted(ENTRIES))

@@ -56,6 +56,7 @@ class ArrayEngine:
 
     def __init__(self, recipe: Recipe, plan: Plan, place: tuple[int, int]) -> None:
         self.recipe, self.plan, self.place, self.step = recipe, plan, place, 0
+        self.topology = None
         self.sparse = [ArrayBucket(names, recipe, place) for names in plan.buckets]
         self.parts: list[Part] = [*self.sparse, *(ArrayDense(name) for name in plan.dense)]
 

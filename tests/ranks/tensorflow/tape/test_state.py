@@ -81,3 +81,19 @@ def test_ranks_that_resume_at_different_steps_start_alike(algorithm, rank, every
     assert compression.state_dict()["step"] == 8, "schedules go on where the furthest rank was"
     states = compression.state_dict()["buckets"]
     assert [state["state"]["step"] for state in states] == [8]
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_what_a_worker_saved_among_fewer_ranks_is_its_own(own, rank, size):
+    """As in PyTorch: it alone has a share in it, in elastic training. Any other is shared out."""
+    made, variable = hvd.Compression.topk(density=0.1), tf.Variable(tf.zeros(64))
+    trained(variable, made, range(3), rank)
+    saved = made.state_dict()
+    (before,) = (values.copy() for values in saved["residuals"].values())
+    if own:
+        made.synchronizer.sizes.add(1)
+    made.load_state_dict(saved | {"size": 1, "rank": 0})
+    (after,) = made.state_dict()["residuals"].values()
+    np.testing.assert_allclose(after, before * (size if own else 1), rtol=1e-6)
+    trained(variable, made, range(3, 5), rank)
+    assert before.any()
