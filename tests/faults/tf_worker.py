@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+os.environ.setdefault("HOROVOD_SPARSE_TENSOR_SELECTION", "all")
 
 import horovod.tensorflow as stock
 import keras
