@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -32,14 +32,33 @@ _NUM_TAGS = 2**20
 _LEAST_ROOM = 1024
 
 
-def _next_room(room: int, length: int) -> int:
-    """Words to expect after a message: half more, and no fall at once where buckets differ.
+@dataclass
+class _Line:
+    """What both ends know of the messages from one rank to another.
+
+    Attributes:
+        number: how many there have been. Their tags come from it: other pairs may have had more, where
+            hosts differ in size.
+        room: words that the next one may have before its receiver knows how many it has.
 
     Example:
-        >>> _next_room(1024, 4000), _next_room(6000, 2000)
-        (6000, 5250)
+        >>> line = _Line(); line.expect_after(4000); line.room
+        6000
+        >>> line.expect_after(2000); line.room
+        5250
     """
-    return max(_LEAST_ROOM, length + length // 2, room - room // 8)
+
+    number: int = 0
+    room: int = _LEAST_ROOM
+
+    def next_tag(self) -> int:
+        """Of the next message; what follows it has the tag behind."""
+        self.number += 1
+        return 2 * self.number % _NUM_TAGS
+
+    def expect_after(self, length: int) -> None:
+        """A message had so many words: half more, and no fall at once where buckets differ."""
+        self.room = max(_LEAST_ROOM, length + length // 2, self.room - self.room // 8)
 
 
 class Carrier:
@@ -62,12 +81,10 @@ class Carrier:
         self.group: dist.ProcessGroup = dist.group.WORLD if group is None else group
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
         self._host = _host_group(self.group)
-        self._num_exchanges = 0
         #: which ranks share a host, where requests are of single levels
         self.topology: Topology | None = None
-        #: words that the next message between this rank and another one may have, both ends alike
-        self._rooms_of_sources = dict.fromkeys(range(self.size), _LEAST_ROOM)
-        self._rooms_of_targets = dict.fromkeys(range(self.size), _LEAST_ROOM)
+        self._from = [_Line() for _ in range(self.size)]
+        self._to = [_Line() for _ in range(self.size)]
 
     def __call__(self, request: Request) -> Any:
         """What comes back for a request; waits for it.
@@ -138,23 +155,22 @@ class Carrier:
 
     def _exchange(self, sends: Mapping[int, np.ndarray], sources: Iterable[int]) -> dict[int, np.ndarray]:
         """Messages of int32 words between pairs of ranks, of any length each."""
-        tag = 2 * self._num_exchanges % _NUM_TAGS
-        self._num_exchanges += 1
-        coming = {}
+        coming = []
         for rank in sources:
             if rank != self.rank:
-                head = torch.empty(1 + self._rooms_of_sources[rank], dtype=torch.int32)
-                coming[rank] = head, self._receive(head, rank, tag)
+                line = self._from[rank]
+                head, tag = torch.empty(1 + line.room, dtype=torch.int32), line.next_tag()
+                coming.append((rank, tag, head, self._receive(head, rank, tag)))
         # what is sent is kept until it is sent
         sent = []
         for rank, words in sends.items():
             if rank != self.rank:
-                sent += self._begin(words, rank, tag)
+                sent += self._begin(words, rank)
         messages, following = {}, []
-        for rank, (head, work) in coming.items():
+        for rank, tag, head, work in coming:
             work.wait()
-            length, room = int(head[0]), self._rooms_of_sources[rank]
-            self._rooms_of_sources[rank] = _next_room(room, length)
+            length, room = int(head[0]), head.numel() - 1
+            self._from[rank].expect_after(length)
             if length <= room:
                 messages[rank] = head[1 : 1 + length]
             else:
@@ -168,13 +184,13 @@ class Carrier:
             received[self.rank] = sends[self.rank].copy()
         return received
 
-    def _begin(self, words: np.ndarray, rank: int, tag: int) -> list[tuple[torch.Tensor, Any]]:
+    def _begin(self, words: np.ndarray, rank: int) -> list[tuple[torch.Tensor, Any]]:
         """Starts to send a message; each part of it, and its work."""
-        room = self._rooms_of_targets[rank]
-        self._rooms_of_targets[rank] = _next_room(room, words.size)
+        line = self._to[rank]
+        tag, room, whole = line.next_tag(), line.room, readable_tensor(words)
+        line.expect_after(words.size)
         head = torch.empty(1 + min(words.size, room), dtype=torch.int32)
         head[0] = words.size
-        whole = readable_tensor(words)
         head[1:] = whole[:room]
         parts = [(head, self._send(head, rank, tag))]
         if words.size > room:

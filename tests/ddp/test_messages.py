@@ -49,3 +49,13 @@ def test_sums_and_broadcasts_beside_them(carrier, rank, size):
         found = carrier(Broadcast(np.full(3, rank, np.int32), size - 1))
         assert found.tolist() == [size - 1] * 3
         carrier(AllGather(words(rank, 1, step)))
+
+
+def test_pairs_may_have_had_other_numbers_of_messages(carrier, rank, size):
+    """As where hosts have different numbers of ranks."""
+    for step in range(5):
+        if rank < 2:
+            found = carrier(Exchange({1 - rank: words(rank, 1 - rank, step)}, (1 - rank,)))
+            np.testing.assert_array_equal(found[1 - rank], words(1 - rank, rank, step))
+    found = carrier(AllGather(words(rank, 0, 6)))
+    np.testing.assert_array_equal(found, np.concatenate([words(r, 0, 6) for r in range(size)]))
