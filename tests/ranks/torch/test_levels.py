@@ -292,3 +292,25 @@ def test_ranks_share_other_hosts_after_another_start(monkeypatch, rank, size):
         now = found[name].double() + after[name].reshape(shape)
         torch.testing.assert_close(now, held[name].reshape(shape), rtol=1e-6, atol=1e-5)
     assert same_on_all_ranks(*found.values())
+
+
+@pytest.mark.parametrize("levels", ["host", "flat"])
+def test_a_checkpoint_on_disk_goes_on_at_either_levels(levels, rank, size, tmp_path):
+    directory = stock.broadcast_object(str(tmp_path), root_rank=0)
+    model = LinearModel(SHAPES)
+    optimizer = made(model, "exdyna:density=0.1", op=stock.Sum)
+    for step in range(3):
+        train_step(model, optimizer, gradients(rank, step))
+    assert hvd.save(directory, optimizer, model=model) == 3
+    held = total_of(residuals_of(optimizer), "held")
+    other = LinearModel(SHAPES)
+    resumed = made(other, "exdyna:density=0.1", op=stock.Sum, levels=levels)
+    assert hvd.load(directory, resumed, model=other) == 3
+    loaded = total_of(residuals_of(resumed), "loaded")
+    for name in SHAPES:
+        assert torch.equal(loaded[name], held[name])
+    found = train_step(other, resumed, gradients(rank, 3))
+    wanted = train_step(model, optimizer, gradients(rank, 3))
+    if levels == "host":
+        for name in SHAPES:
+            assert torch.equal(found[name], wanted[name])
