@@ -53,7 +53,7 @@ _RENDERERS = {
     "wire": wire_table,
 }
 #: how the names of measurements begin that this page shows
-_KINDS = {*_RENDERERS, "digits", "rounds", "sync", "train"}
+_KINDS = {*_RENDERERS, "ddp", "digits", "rounds", "sync", "train"}
 
 
 def tables(measurements: dict[str, Any]) -> dict[str, str]:
