@@ -158,7 +158,7 @@ def tables(result: dict[str, Any]) -> str:
     """What the pictures show, in numbers."""
 
     def cell(value: float) -> str:
-        return "-" if np.isnan(value) else f"{value:.3g}"
+        return "-" if np.isnan(value) else f"{value:,.0f}" if value >= 100.0 else f"{value:.3g}"
 
     rows = [
         [f"`{name}`" if name in ALGORITHMS else name, *map(cell, facts(run).values()), f"{run['score']:.1%}"]
@@ -168,7 +168,7 @@ def tables(result: dict[str, Any]) -> str:
         ["16 ranks, after the warm-up", "union / asked", "f(t)", "threshold by error, r", "accuracy"], rows
     )
     sizes = [f"{num_bytes / 2**20:g} MiB" for num_bytes in result["encoded_bytes"]]
-    encoded = [[name, *(f"{value:.3g}" for value in times)] for name, times in result["encoding_ms"].items()]
+    encoded = [[name, *map(cell, times)] for name, times in result["encoding_ms"].items()]
     return f"{first}\n\n{results.markdown(['encoding, ms', *sizes], encoded)}"
 
 

@@ -127,7 +127,9 @@ def run(options: argparse.Namespace) -> int:
     console = make_console()
     for warning in source.warnings:
         show(console, f"warning: {warning}", "yellow")
-    for line in sentences(verdict, options.gradient_dtype, source.words, origin, measured=network is None):
+    levels = options.nodes > 1 and options.per_node > 1
+    known = {"measured": network is None, "levels": levels}
+    for line in sentences(verdict, options.gradient_dtype, source.words, origin, **known):
         show(console, line)
     return 0
 
@@ -189,7 +191,13 @@ def crossing(at: Callable[[float], Verdict]) -> float:
 
 
 def sentences(
-    verdict: Verdict, dtype: str, words: str, origin: str = "as given", *, measured: bool
+    verdict: Verdict,
+    dtype: str,
+    words: str,
+    origin: str = "as given",
+    *,
+    measured: bool,
+    levels: bool = False,
 ) -> list[str]:
     """Five lines.
 
@@ -199,6 +207,7 @@ def sentences(
         words: on which cluster, and by what.
         origin: where the step's time is from.
         measured: whether times were measured on it.
+        levels: whether there are several hosts of several workers: summing within a host first may pay then.
     """
     sparse, dense, alone = (
         f"{1e3 * seconds:,.1f} ms"
@@ -207,6 +216,8 @@ def sentences(
     times = f"{verdict.speedup:.1f} times faster" if verdict.speedup >= _MARGIN else "no gain to speak of"
     name, _, arguments = verdict.recipe.describe().partition(":")
     paste = f'compression=hvd.Compression.{name}({arguments}), merging="optimal"'
+    if levels:
+        paste += ', levels="auto"'
     if not verdict.speedup > 1.0:
         paste = "compression=hvd.Compression.fp16"
     limit = verdict.dense_wins_from

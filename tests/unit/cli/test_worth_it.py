@@ -129,6 +129,12 @@ def test_what_is_wrong_is_named(arguments, word, capsys):
     assert word in capsys.readouterr().err
 
 
+def test_hosts_of_several_workers_are_advised_to_sum_within_them_first(capsys):
+    for workers, advised in ((1, False), (2, True)):
+        assert main([*ARGUMENTS, "--bandwidth", "1gbit", "--per-node", str(workers)]) == 0
+        assert ('levels="auto"' in capsys.readouterr().out.splitlines()[2]) is advised
+
+
 def test_params_need_a_time(capsys):
     assert main(["worth-it", "--params", "1e6", "--nodes", "2"]) == 2
     assert "--step-ms" in capsys.readouterr().err
