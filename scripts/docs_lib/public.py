@@ -25,7 +25,7 @@ PAGES = {
     "feedback": ("Feedback and recipes", ["horovod_sparse.feedback"]),
     "merging": ("Merging", ["horovod_sparse.merging"]),
     "cost": ("Cost model", ["horovod_sparse.cost"]),
-    "simulation": ("Simulation", ["horovod_sparse.simulation"]),
+    "simulation": ("Simulation", ["horovod_sparse.simulation", "horovod_sparse.topology"]),
     "extending": (
         "For new algorithms",
         [
