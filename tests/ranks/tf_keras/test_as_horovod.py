@@ -9,7 +9,7 @@ import tensorflow as tf
 from tf_keras.src.optimizers.legacy.optimizer_v2 import OptimizerV2
 
 import horovod_sparse.tensorflow.keras as hvd
-from horovod_sparse.errors import NonFiniteGradientError
+from horovod_sparse.errors import NonFiniteGradientError, UnsupportedError
 from support.keras_models import flat, keras, make_model
 
 EVERYTHING = "topk:density=1.0"
@@ -121,3 +121,14 @@ def test_a_folder_of_a_saved_model_is_loaded(kind, tmp_path, rank, size):
     np.testing.assert_array_equal(flat(again), flat(model))
     again.train_on_batch(inputs, outputs)
     assert again.optimizer.telemetry.num_steps == 1
+
+
+def test_a_step_is_not_skipped_under_keras_2():
+    """Horovod's own method applies gradients there, and nothing can keep it from that; the others work."""
+    compression = hvd.Compression.topk(density=0.5)
+    with pytest.raises(UnsupportedError, match="needs an optimizer of Keras 3"):
+        hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=compression, on_nonfinite="skip")
+    made = hvd.DistributedOptimizer(
+        keras.optimizers.SGD(0.1), compression=hvd.Compression.topk(density=0.5), on_nonfinite="zero"
+    )
+    assert made.telemetry.num_dropped == 0
