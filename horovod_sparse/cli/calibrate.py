@@ -148,6 +148,7 @@ def _measure(
     console = make_console()
     if ranks.rank == 0:
         _introduce(console, ranks, device)
+    topology = ranks.topology()
     with progress_of(ranks.rank) as tell:
         profile: Profile = ranks.carry_out(
             calibration(
@@ -157,8 +158,10 @@ def _measure(
                 kinds=kinds,
                 memory=ranks.memory(device),
                 on_progress=tell,
+                topology=topology,
             ),
             name="calibration",
+            topology=topology,
         )
     smaller = _growth(ranks, kinds) if options.growth else {}
     if ranks.rank == 0:
@@ -234,6 +237,8 @@ def _show(
 ) -> None:
     if profile.collectives:
         console.print(collective_table(profile))
+    if profile.levels:
+        console.print(level_table(profile))
     console.print(sparsifier_table(profile))
     if profile.size > 1:
         larger = [profile.size * 2**power for power in (1, 2, 4)]
@@ -258,15 +263,33 @@ def collective_table(profile: Profile) -> Table:
         "error: of the fitted time, in the median and at most, over the sizes measured",
     )
     for kind, fit in profile.collectives.items():
-        beta = fit.seconds_per_unit
-        table.add_row(
-            kind,
-            f"{fit.fixed_seconds * 1e3:.3f}",
-            f"{beta * 1e9:.4g}",
-            _rate(1.0 / beta) if beta > 0.0 else "-",
-            *_quality(fit),
-        )
+        table.add_row(kind, *_times_of(fit))
     return table
+
+
+def level_table(profile: Profile) -> Table:
+    """alpha and beta of every kind, within hosts and between them.
+
+    Args:
+        profile: as measured, with two levels.
+    """
+    columns = ("of", "among", "alpha ms", "beta ns/byte", "bytes/s", *_QUALITY)
+    hosts = f"{profile.num_hosts} hosts of {profile.per_host} ranks"
+    table = plain_table(
+        f"Collectives with two levels, {hosts}",
+        columns,
+        "all hosts, or all ranks of each host, communicate at the same time",
+    )
+    for level, words in (("host", "the ranks of a host"), ("across", "one rank of each host")):
+        for kind, fit in profile.levels[level].items():
+            table.add_row(kind, words, *_times_of(fit))
+    return table
+
+
+def _times_of(fit: Fit) -> tuple[str, ...]:
+    beta = fit.seconds_per_unit
+    rate = _rate(1.0 / beta) if beta > 0.0 else "-"
+    return f"{fit.fixed_seconds * 1e3:.3f}", f"{beta * 1e9:.4g}", rate, *_quality(fit)
 
 
 def sparsifier_table(profile: Profile) -> Table:

@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from horovod_sparse.collectives import Synchronization
+from horovod_sparse.cost import LevelChoice
 from horovod_sparse.errors import HorovodMissingError, HorovodSparseError
 from horovod_sparse.frontend.agreement import shared_lines
 from horovod_sparse.frontend.calibration import Where
 from horovod_sparse.frontend.collective_errors import raise_together
+from horovod_sparse.frontend.levels import agreed_topology, own_place
+from horovod_sparse.topology import Topology
 
 FRAMEWORKS = ("torch", "tensorflow")
 
@@ -75,11 +78,31 @@ class Ranks:
         self.rank, self.size = int(self.hvd.rank()), int(self.hvd.size())
 
     def carry_out(
-        self, coroutine: Synchronization[Any], process_set: Any = None, name: str = "command"
+        self,
+        coroutine: Synchronization[Any],
+        process_set: Any = None,
+        name: str = "command",
+        topology: Topology | None = None,
     ) -> Any:
-        """What a coroutine returns that all ranks of a process set run together."""
+        """What a coroutine returns that all ranks of a process set run together.
+
+        Args:
+            coroutine: of this rank.
+            process_set: the ranks; all if left out.
+            name: of the collectives.
+            topology: which ranks share a host, where requests are of single levels.
+        """
         everyone = self.hvd.global_process_set if process_set is None else process_set
-        return self._calibration.carry_out_together(coroutine, everyone, name)
+        return self._calibration.carry_out_together(coroutine, everyone, name, topology=topology)
+
+    def topology(self) -> Topology | None:
+        """Which ranks share a host; None unless there are several hosts of several ranks, as many on each."""
+
+        def choose(num_hosts: int, per_host: int) -> LevelChoice:
+            return LevelChoice("host" if per_host > 1 else "flat", "")
+
+        found: Topology | None = self.carry_out(agreed_topology("auto", own_place(self.hvd), choose))
+        return found
 
     def gathered(self, value: Any) -> list[Any]:
         """A plain value of every rank, in rank order."""

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from horovod_sparse.collectives import Synchronization
-from horovod_sparse.cost import LevelChoice, choose_levels
 from horovod_sparse.ddp.bucket_gradient import BucketGradient
 from horovod_sparse.ddp.communicator import Communicator
 from horovod_sparse.ddp.planning import Layout, facts_of, plan_of
@@ -26,8 +25,10 @@ from horovod_sparse.frontend.agreement import Standing, Start, agreed_start, com
 from horovod_sparse.frontend.collective_errors import raise_together
 from horovod_sparse.frontend.compression import recipe_of
 from horovod_sparse.frontend.levels import (
+    Choose,
     agreed_topology,
     assumed_topology,
+    by_cost,
     check_levels,
     gathered_shards,
     hold_elsewhere,
@@ -141,9 +142,9 @@ class Training:
         rank = self.place[0]
         return (rank,) if self.topology is None else self.topology.group("host", rank)
 
-    def _choose_levels(self, num_hosts: int, per_host: int) -> LevelChoice:
-        n = max(1, sum(fact.num_elements for fact, _ in self.facts.values()))
-        return choose_levels(self.recipe.sparsifier, n, num_hosts, per_host)
+    @property
+    def _choose_levels(self) -> Choose:
+        return by_cost(self.recipe.sparsifier, (fact for fact, _ in self.facts.values()), None)
 
     @property
     def sparse(self) -> list[SparseBucket]:

@@ -53,7 +53,10 @@ class Engine(Protocol):
 
     recipe: Recipe
     step: int
-    topology: Topology | None
+
+    @property
+    def topology(self) -> Topology | None:
+        """See the attributes."""
 
     @property
     def place(self) -> tuple[int, int]:

@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from horovod_sparse.collectives import ReduceScatter, Synchronization
-from horovod_sparse.cost import LevelChoice
+from horovod_sparse.cost import LevelChoice, choose_levels
 from horovod_sparse.errors import ArgumentError, UnknownNameError
 from horovod_sparse.feedback import HostBucket
 from horovod_sparse.frontend.agreement import shared_lines
+from horovod_sparse.frontend.plan_request import PlanRequest
+from horovod_sparse.merging import ParameterFacts
+from horovod_sparse.sparsifiers import Sparsifier
 from horovod_sparse.topology import Topology
 
 #: "flat": one level; "host": two; "auto": two where there are several hosts of several ranks each, as many on
@@ -43,6 +47,21 @@ def check_levels(levels: str) -> None:
     """
     if levels not in LEVELS:
         raise UnknownNameError("levels", str(levels), LEVELS)
+
+
+def by_cost(
+    sparsifier: Sparsifier, parameters: Iterable[ParameterFacts], request: PlanRequest | None
+) -> Choose:
+    """What chooses by the cost model: with the profile that was given, or by formulas.
+
+    Args:
+        sparsifier: of the buckets.
+        parameters: of the model.
+        request: how plans are made; None where times decide nothing.
+    """
+    profile = None if request is None else request.profile
+    n = max(1, sum(parameter.num_elements for parameter in parameters))
+    return partial(choose_levels, sparsifier, n, profile=profile)
 
 
 def own_place(hvd: Any) -> tuple[str, int]:

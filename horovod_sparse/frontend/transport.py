@@ -13,6 +13,7 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 
 from horovod_sparse.collectives import (
     AllGather,
+    AllReduce,
     AllToAll,
     Broadcast,
     Exchange,
@@ -28,6 +30,7 @@ from horovod_sparse.collectives import (
     Synchronization,
 )
 from horovod_sparse.errors import CollectiveMismatchError, UnknownNameError
+from horovod_sparse.topology import Topology
 
 Words = NDArray[np.int32]
 
@@ -110,6 +113,76 @@ def by_exchanges(request: Request, rank: int, size: int) -> Synchronization[Any]
         return total
     arrived = yield Exchange(dict.fromkeys(others, total.view(np.int32)), others)
     return np.concatenate([total if peer == rank else arrived[peer].view(dtype) for peer in range(size)])
+
+
+def over_hosts(coroutine: Synchronization[Any], topology: Topology, rank: int) -> Synchronization[Any]:
+    """A synchronization of two levels, whose requests of single levels are messages between pairs of ranks.
+
+    So it needs no process sets, each of which costs every cycle of Horovod one more coordination.
+
+    Args:
+        coroutine: of this rank.
+        topology: which ranks share a host.
+        rank: of this process, among all.
+
+    Example:
+        >>> from horovod_sparse.simulation import run_lockstep
+        >>> def column(rank):
+        ...     gathered = yield AllGather(np.full(1, rank, np.int32), level="across")
+        ...     return gathered.tolist()
+        >>> topology = Topology.regular(2, 2)
+        >>> run_lockstep([over_hosts(column(rank), topology, rank) for rank in range(4)])
+        [[0, 2], [1, 3], [0, 2], [1, 3]]
+    """
+    answer: Any = None
+    while True:
+        try:
+            request = coroutine.send(answer)
+        except StopIteration as stop:
+            return stop.value
+        if request.level == "all":
+            answer = yield request
+        else:
+            answer = yield from _among(request, topology.group(request.level, rank), rank)
+
+
+def _among(request: Request, ranks: Sequence[int], rank: int) -> Synchronization[Any]:
+    """What comes back for a request among some ranks, by exchanges among all; none, where it is one."""
+    place, request = ranks.index(rank), replace(request, level="all")
+    places = {peer: number for number, peer in enumerate(ranks)}
+    steps = _alone(request) if isinstance(request, Exchange) else by_exchanges(request, place, len(ranks))
+    answer: Any = None
+    while True:
+        try:
+            exchange = steps.send(answer)
+        except StopIteration as stop:
+            return stop.value
+        if not isinstance(exchange, Exchange):
+            raise TypeError("collectives are made of exchanges alone")
+        if len(ranks) == 1:
+            answer = {peer: exchange.sends[peer].copy() for peer in exchange.sources}
+            continue
+        sends = {ranks[peer]: words for peer, words in exchange.sends.items()}
+        arrived = yield Exchange(sends, tuple(ranks[peer] for peer in exchange.sources))
+        answer = {places[peer]: words for peer, words in arrived.items()}
+
+
+def rounds_over_hosts(rounds: Sequence[type[Request]], topology: Topology) -> tuple[type[Request], ...]:
+    """The kinds of request that `over_hosts` yields for a bucket of two levels.
+
+    Args:
+        rounds: of the sparsifier, among hosts; see `Sparsifier.rounds`.
+        topology: which ranks share a host.
+
+    Example:
+        >>> len(rounds_over_hosts((AllGather, AllReduce), Topology.regular(2, 2)))
+        5
+        >>> len(rounds_over_hosts((AllGather,), Topology.regular(1, 2)))
+        2
+    """
+    inside = 2 if topology.per_host > 1 else 0
+    between = sum(2 if kind is AllReduce else 1 for kind in rounds) if topology.num_hosts > 1 else 0
+    return (Exchange,) * (inside + between)
 
 
 def _mpi_of(rank: int, size: int) -> tuple[Any, str]:

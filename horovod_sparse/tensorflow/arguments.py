@@ -10,6 +10,7 @@ from typing import Any
 from horovod_sparse.checks import check_count
 from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.frontend.drift import check_drift_arguments
+from horovod_sparse.frontend.levels import check_levels
 from horovod_sparse.frontend.poison import RAISE, check_on_nonfinite
 from horovod_sparse.merging import Plan
 from horovod_sparse.tensorflow import planning
@@ -63,6 +64,7 @@ class Arguments:
     check_every: int | None = None
     on_drift: str | None = None
     deadline_seconds: float | None = None
+    levels: str = "flat"
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Arguments:
@@ -100,6 +102,7 @@ class Arguments:
         refuse_adasum(self.op)
         check_on_nonfinite(self.on_nonfinite)
         self._drift()
+        check_levels(self.levels)
         if self.op not in (hvd.Average, hvd.Sum):
             raise ArgumentError("op", self.op, "Average or Sum")
         if self.gradient_predivide_factor != 1.0 and self.op != hvd.Average:
@@ -117,7 +120,8 @@ class Arguments:
             ArgumentError: if one was given.
         """
         given = [name for name in _OF_SPARSIFIERS if getattr(self, name) is not None]
-        if given := [*given, *["on_nonfinite"] * (self.on_nonfinite != RAISE)]:
+        given += ["on_nonfinite"] * (self.on_nonfinite != RAISE) + ["levels"] * (self.levels == "host")
+        if given:
             allowed = f"a sparsifier, which {' and '.join(given)} is for"
             raise ArgumentError("compression", self.compression, allowed)
 
@@ -130,6 +134,7 @@ class Arguments:
             **{name: getattr(self, name) for name in _OF_SPARSIFIERS},
             sparse_as_dense=self.sparse_as_dense,
             on_nonfinite=self.on_nonfinite,
+            levels=self.levels,
         )
         bound.declared = bound.declared or self.declared()
         return bound
@@ -145,6 +150,7 @@ class Arguments:
             "scale_local_gradients": self.scale_local_gradients,
             "on_nonfinite": self.on_nonfinite,
             **dict(zip(("check_every", "on_drift"), self._drift(), strict=True)),
+            "levels": self.levels,
         }
 
     def _drift(self) -> tuple[int, str]:

@@ -14,13 +14,24 @@ from horovod_sparse.feedback import Recipe
 from horovod_sparse.feedback.state import shared_digest
 from horovod_sparse.frontend.agreement import Standing, Start, agreed_start, compared
 from horovod_sparse.frontend.decision import Decision
+from horovod_sparse.frontend.levels import (
+    Choose,
+    agreed_topology,
+    assumed_topology,
+    by_cost,
+    gathered_shards,
+    hold_elsewhere,
+    own_place,
+)
 from horovod_sparse.frontend.parts import assign_residuals, held_residuals, needs_bucket
 from horovod_sparse.frontend.plan_request import make_plan, plan_request
 from horovod_sparse.merging import ParameterFacts, Plan
 from horovod_sparse.tensorflow import planning
+from horovod_sparse.tensorflow._horovod import hvd, is_elastic
 from horovod_sparse.tensorflow.calibration import carry_out_together
 from horovod_sparse.tensorflow.parts import DenseVariable, Part, Place, SparseBucket
 from horovod_sparse.tensorflow.tensors import as_variable, dtype_name, unique_names
+from horovod_sparse.topology import Topology
 
 
 class Bucketing:
@@ -31,6 +42,7 @@ class Bucketing:
         process_set: the ranks that take part, which agree about a plan.
         prefix: of the collectives' names.
         place: tells (rank, size) within the process set, at any time.
+        levels: see `horovod_sparse.frontend.levels`.
         **asked: how buckets are made: see `plan_request`.
 
     Attributes:
@@ -49,8 +61,12 @@ class Bucketing:
         process_set: Any,
         prefix: str,
         place: Place,
+        levels: str = "flat",
         **asked: Any,
     ) -> None:
+        self._levels = levels
+        #: which ranks share a host, as buckets are made for; None for one level
+        self.topology: Topology | None = None
         self._recipe, self._process_set, self._prefix, self.place = recipe, process_set, prefix, place
         self.label = ""
         if isinstance(asked.get("groups"), list):
@@ -162,6 +178,9 @@ class Bucketing:
             plan = dataclasses.replace(plan, density=self._density)
             plan = planning.agree(plan, facts, self._process_set)
         self._facts = {**self._facts, **facts}
+        if not self.parts:
+            assumed = assumed_topology(self._levels, hvd, self._process_set, self._choose_levels)
+            self.topology = self._hosts(assumed)
         self._names.update({variable.ref(): name for name, variable in zip(names, new, strict=True)})
         self._make_parts(plan)
         self._num_plans += 1
@@ -204,32 +223,62 @@ class Bucketing:
         """
         for part in self.parts:
             part.close()
-        standing = Standing(
-            step,
-            shared_digest({part.names[0]: part.bucket.state for part in self.sparse}),
-            self.sparse[0].made_for if self.sparse else self.place(),
-            self.plan,
-            self.parameters,
-        )
 
         def agreement() -> Synchronization[Start]:
             yield from compared(settings, self.parameters)
+            made_for = self.sparse[0].made_for if self.sparse else self.place()
+            told = agreed_topology(self._levels, own_place(hvd), self._choose_levels)
+            self._move_to(self._hosts((yield from told)))
+            standing = Standing(
+                step,
+                shared_digest({part.names[0]: part.bucket.state for part in self.sparse}),
+                made_for,
+                self.plan,
+                self.parameters,
+                column=0 if self.topology is None else self.topology.place(self.place()[0])[1],
+                elsewhere=hold_elsewhere(self.parts),
+            )
             return (yield from agreed_start(standing))
 
-        # a graph that is being traced, or none in a host function's thread
-        with tf.init_scope(), tf.device("/cpu:0"):
-            start: Start = carry_out_together(
-                agreement(),
-                self._process_set,
-                f"{self.label}.start",
-                planning.building.looking(self._process_set),
-            )
+        start: Start = self._together(agreement())
         if start.anew:
             if start.plan != self.plan:
                 self.replan(start.plan)
             for part in self.parts:
                 part.start_anew(start.step)
+        if self.topology is not None and start.elsewhere:
+            self._together(gathered_shards(self.parts))
         return start
+
+    @property
+    def mates(self) -> tuple[int, ...]:
+        """The ranks whose gradients are summed before they are sparsified: with one level this one alone."""
+        rank = self.place()[0]
+        return (rank,) if self.topology is None else self.topology.group("host", rank)
+
+    def _together(self, coroutine: Synchronization[Any]) -> Any:
+        # a graph that is being traced, or none in a host function's thread
+        with tf.init_scope(), tf.device("/cpu:0"):
+            looking = planning.building.looking(self._process_set)
+            name = f"{self.label}.start"
+            return carry_out_together(coroutine, self._process_set, name, looking, self.topology)
+
+    @property
+    def _choose_levels(self) -> Choose:
+        return by_cost(self._recipe.sparsifier, self.parameters, self.request)
+
+    def _hosts(self, topology: Topology | None) -> Topology | None:
+        """As buckets are made for it: in elastic training graphs are traced once, with two levels or one."""
+        if topology is None and self._levels != "flat" and is_elastic():
+            return Topology.regular(self.place()[1], 1)
+        return topology
+
+    def _move_to(self, topology: Topology | None) -> None:
+        """Buckets for other hosts; residuals are kept, states start anew."""
+        if topology != self.topology:
+            self.topology = topology
+            for part in self.sparse:
+                part.start_anew(part.bucket.progress.step)
 
     def at(self, version: int, positions: Sequence[int]) -> list[Part]:
         """Parts by their positions in `parts`.
@@ -268,7 +317,11 @@ class Bucketing:
     ) -> SparseBucket:
         shapes, dtype = [tuple(self._facts[name][1].shape) for name in names], self._facts[names[0]][0].dtype
         label = f"{label}.{names[0]}"
-        return SparseBucket(label, self._collective(), names, shapes, dtype, recipe, self.place, dense=dense)
+        return SparseBucket(
+            *(label, self._collective(), names, shapes, dtype, recipe, self.place),
+            dense=dense,
+            hosts=lambda: self.topology,
+        )
 
     def _dense(self, name: str) -> Part:
         """A variable that the plan leaves dense, with the feedback's share that a dense one has."""

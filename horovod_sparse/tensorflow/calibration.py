@@ -13,9 +13,11 @@ import tensorflow as tf
 from horovod_sparse.collectives import AllToAll, Exchange, Request, Synchronization
 from horovod_sparse.frontend.calibration import Where
 from horovod_sparse.frontend.engine import carry_out
+from horovod_sparse.frontend.transport import over_hosts
 from horovod_sparse.tensorflow import collectives
 from horovod_sparse.tensorflow._horovod import hvd
 from horovod_sparse.tensorflow.waiting import Watch
+from horovod_sparse.topology import Topology
 
 #: between two looks around of who waits
 _LOOK_SECONDS = 0.1
@@ -26,6 +28,7 @@ def carry_out_together(
     process_set: Any,
     name: str,
     meanwhile: Callable[[], None] | None = None,
+    topology: Topology | None = None,
 ) -> Any:
     """Runs a coroutine to its end; all ranks of the process set do so together, and nothing else meanwhile.
 
@@ -38,7 +41,10 @@ def carry_out_together(
         name: of the collectives.
         meanwhile: called again and again while this rank waits; may raise, where it finds that others will
             not come.
+        topology: which ranks of the process set share a host, where requests are of single levels.
     """
+    if topology is not None:
+        coroutine = over_hosts(coroutine, topology, int(process_set.rank()))
     place = int(process_set.rank()), int(process_set.size())
 
     def execute(request: Request) -> Any:

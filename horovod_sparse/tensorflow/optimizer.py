@@ -39,6 +39,7 @@ def DistributedOptimizer(
     check_every: int | None = None,
     on_drift: str | None = None,
     deadline_seconds: float | None = None,
+    levels: str = "flat",
 ) -> Any:
     """Wraps an optimizer; arguments and order are those of ``horovod.tensorflow.DistributedOptimizer``.
 
@@ -70,6 +71,7 @@ def DistributedOptimizer(
         check_every: see there.
         on_drift: see there.
         deadline_seconds: see there.
+        levels: see there.
 
     Raises:
         ArgumentError: for an argument that is not allowed.

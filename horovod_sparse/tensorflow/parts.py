@@ -13,11 +13,12 @@ from typing import Any, Protocol
 import numpy as np
 
 from horovod_sparse.arrays import GradientParts, HostAccumulator
-from horovod_sparse.collectives import AllReduce, Request, Synchronization
-from horovod_sparse.feedback import Bucket, Member, Recipe
+from horovod_sparse.collectives import AllReduce, Exchange, Request, Synchronization
+from horovod_sparse.feedback import Bucket, HostBucket, Member, Recipe, shard_of
 from horovod_sparse.frontend import parts as common
 from horovod_sparse.frontend.agreement import kept_share
 from horovod_sparse.frontend.parts import sum_densely
+from horovod_sparse.frontend.transport import over_hosts, rounds_over_hosts
 from horovod_sparse.kernels import apply_scaled_sum, clear_at
 from horovod_sparse.kernels.host.scatter import native_bits
 from horovod_sparse.sparsifiers import BucketInfo
@@ -25,6 +26,7 @@ from horovod_sparse.sparsifiers.base import accumulator_dtype
 from horovod_sparse.telemetry import BucketReport
 from horovod_sparse.tensorflow.task import Task, is_looped
 from horovod_sparse.tensorflow.tensors import numpy_dtype
+from horovod_sparse.topology import Topology
 
 #: tells (rank, size) within the process set, at any time
 Place = Callable[[], tuple[int, int]]
@@ -104,6 +106,8 @@ class SparseBucket(_Laid, common.BucketPart):
         recipe: what to do with them.
         place: tells (rank, size).
         dense: see `Part.dense`.
+        hosts: tells which ranks share a host, for two levels; None for one. In elastic training, where graphs
+            are traced once, it is always one of them.
     """
 
     def __init__(
@@ -117,43 +121,61 @@ class SparseBucket(_Laid, common.BucketPart):
         place: Place,
         *,
         dense: bool = False,
+        hosts: Callable[[], Topology | None] = lambda: None,
     ) -> None:
         self.names: tuple[str, ...] = tuple(names)
-        self.dense = dense
+        self.dense, self._hosts = dense, hosts
         #: see `Bucket.step`
         self.scale: float | None = None
         self.shapes, self.dtype = [tuple(shape) for shape in shapes], dtype
         self.label, self._recipe, self._place = name, recipe, place
         self.bucket = self._made(None)
-        in_loop = is_looped(recipe.sparsifier, self.places[-1][1])
+        in_loop = is_looped(recipe.sparsifier, self.places[-1][1], hosts() is not None)
         self.task = Task(collective, self._kinds(), accumulator_dtype(dtype), in_loop)
         self._output = DenseOutput(self.shapes, numpy_dtype(dtype))
 
     @property
     def made_for(self) -> tuple[int, int]:
         """Rank and size that the sparsifier's state is made for."""
-        return self.bucket.info.rank, self.bucket.info.size
+        return self.bucket.whole.rank, self.bucket.whole.size
+
+    @property
+    def topology(self) -> Topology | None:
+        """Which ranks share a host, as the bucket is made for; None for one level."""
+        return self.bucket.topology if isinstance(self.bucket, HostBucket) else None
 
     def _made(self, before: Bucket | None) -> Bucket:
+        """A bucket for this rank's present place: with the memory of the one before, where it fits."""
         rank, size = self._place()
-        info = BucketInfo(self.label, self.places[-1][1], rank, size, self.dtype)
-        memory = make_accumulator(info, self._recipe) if before is None else before.accumulator
+        whole, topology = BucketInfo(self.label, self.places[-1][1], rank, size, self.dtype), self._hosts()
         members = [Member(item, *span) for item, span in zip(self.names, self.places, strict=True)]
-        return Bucket(info, self._recipe, memory, members)
+        if topology is None:
+            memory = make_accumulator(whole, self._recipe) if before is None else before.accumulator
+            return Bucket(whole, self._recipe, memory, members)
+        if before is None:
+            memory = make_accumulator(shard_of(whole, topology), self._recipe)
+        else:
+            memory = before.accumulator
+        return HostBucket(whole, self._recipe, memory, members, topology)
 
     def _kinds(self) -> tuple[type[Request], ...]:
-        return self.bucket.recipe.sparsifier.rounds(self.bucket.info.size)
+        kinds = self.bucket.recipe.sparsifier.rounds(self.bucket.info.size)
+        return kinds if self.topology is None else rounds_over_hosts(kinds, self.topology)
 
     def begin(self, learning_rate: float | None, gradients: Sequence[np.ndarray]) -> Synchronization[Any]:
         """See `Part.begin`."""
         self.close()
         if self.made_for != self._place():  # the process set's: Horovod itself has not been started
             self.start_anew(self.bucket.progress.step)
-        return self.bucket.step(GradientParts(gradients), learning_rate, scale=self.scale)
+        return self._carried(self.bucket.step(GradientParts(gradients), learning_rate, scale=self.scale))
 
     def again(self) -> Synchronization[Any]:
         """See `Part.again`."""
-        return self.bucket.again(scale=self.scale)
+        step = self.bucket.again(scale=self.scale)
+        return self._carried(step if self.topology is None else _without_sum(step, self.topology))
+
+    def _carried(self, step: Synchronization[Any]) -> Synchronization[Any]:
+        return step if self.topology is None else over_hosts(step, self.topology, self._place()[0])
 
     def apply(self, scale: float) -> tuple[list[np.ndarray], BucketReport]:
         """See `Part.apply`."""
@@ -165,7 +187,7 @@ class SparseBucket(_Laid, common.BucketPart):
         return arrays, BucketReport(
             step=self.bucket.last,
             num_union=num_union,
-            dense_bytes=self.bucket.info.num_elements * self._output.dtype.itemsize,
+            dense_bytes=self.bucket.whole.num_elements * self._output.dtype.itemsize,
             norms=sum_.norms,
             apply_seconds=time.perf_counter() - started,
         )
@@ -187,13 +209,16 @@ class SparseBucket(_Laid, common.BucketPart):
         Args:
             step: of the training.
         """
-        before = self.bucket
-        self.bucket = self._made(before)
+        before, stays = self.bucket, self.topology == self._hosts()
+        if self.topology is not None and self.made_for != self._place():
+            stays = False  # other ranks have other shards: what is another one's waits to be brought to it
+        share = kept_share(self.made_for[1], self._place()[1])
+        held = [] if stays and share == 1.0 else [array * share for array in self.held()]
+        self.bucket = self._made(before if stays else None)
         self.bucket.restart(dataclasses.replace(before.progress, step=step))
-        share = kept_share(before.info.size, self.bucket.info.size)
-        if share != 1.0:
-            self.assign([array * share for array in self.held()])
-        if self.task.looped:  # any other graph is fixed
+        if held:
+            self.assign(held)
+        if self.task.looped or not stays:  # a graph that was traced before is fixed, if not looped
             self.task.kinds = self._kinds()
 
     def take_back(self, names: Collection[str]) -> None:
@@ -201,13 +226,24 @@ class SparseBucket(_Laid, common.BucketPart):
 
         Each rank's residual gets its share, which keeps the mean of the residuals.
         """
+        # those that hold the same elements: with two levels the ranks of a column
         sum_, share = self.task.result, 1.0 / self.bucket.info.size
+        first, last = self.bucket.shard if isinstance(self.bucket, HostBucket) else (0, self.places[-1][1])
         for name, (start, stop) in zip(self.names, self.places, strict=True):
             if name in names:
-                inside = (sum_.indices >= start) & (sum_.indices < stop)
+                inside = (sum_.indices >= max(start, first)) & (sum_.indices < min(stop, last))
                 indices, which = np.unique(sum_.indices[inside], return_inverse=True)
                 total = np.bincount(which, weights=sum_.values[inside], minlength=indices.size)
-                self.bucket.accumulator.add(indices, (total * share).astype(sum_.values.dtype))
+                self.bucket.accumulator.add(
+                    indices - np.int32(first), (total * share).astype(sum_.values.dtype)
+                )
+
+
+def _without_sum(step: Synchronization[Any], topology: Topology) -> Synchronization[Any]:
+    """A step of two levels that has summed within hosts before: a graph has the round nevertheless."""
+    if topology.per_host > 1:
+        yield Exchange({}, ())
+    return (yield from step)
 
 
 class DenseVariable(_Laid, common.DensePart):

@@ -71,6 +71,7 @@ def load(synchronizer: GradientSynchronizer, entry: Mapping[str, Any]) -> None:
     own = old_size in synchronizer.sizes
     factor = kept_share(old_size, size) if own else share_factor(entry["rank"], old_size, size)
     load_entry(synchronizer, entry, factor, renamed)
+    synchronizer.moved()
 
 
 class StateKeeper:

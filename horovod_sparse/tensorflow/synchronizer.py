@@ -20,6 +20,7 @@ from horovod_sparse.frontend.agreement import settings
 from horovod_sparse.frontend.collective_errors import worst
 from horovod_sparse.frontend.decision import Decision
 from horovod_sparse.frontend.drift import DriftCheck, HostEntry
+from horovod_sparse.frontend.levels import check_levels
 from horovod_sparse.frontend.poison import RAISE, ZERO, Poison
 from horovod_sparse.merging import Plan
 from horovod_sparse.telemetry import Telemetry
@@ -83,6 +84,7 @@ class GradientSynchronizer:
         on_nonfinite: see `Poison`.
         check_every: see `DriftCheck`.
         on_drift: see there.
+        levels: see `horovod_sparse.frontend.levels`.
         name: what names of its collectives begin with. The rest is taken when variables are seen, so that
             ranks may make synchronizers for themselves; those at work at the same time differ in it.
         deadline_seconds: of waiting for other ranks.
@@ -103,9 +105,6 @@ class GradientSynchronizer:
         on_planned: called when variables have got their buckets, for saved state to be put into them.
     """
 
-    #: see `Engine`: all ranks are alike
-    topology: Topology | None = None
-
     def __init__(
         self,
         recipe: Recipe,
@@ -116,13 +115,16 @@ class GradientSynchronizer:
         on_nonfinite: str = RAISE,
         check_every: int | None = None,
         on_drift: str | None = None,
+        levels: str = "flat",
         name: str = "horovod_sparse",
         deadline_seconds: float | None = None,
         **asked: Any,
     ) -> None:
         self.recipe, self.process_set = recipe, process_set or hvd.global_process_set
         self.average, self.sparse_as_dense = average, sparse_as_dense
-        self.bucketing = Bucketing(recipe, self.process_set, name, lambda: self.place, **asked)
+        check_levels(levels)
+        self._levels = levels
+        self.bucketing = Bucketing(recipe, self.process_set, name, lambda: self.place, levels, **asked)
         self.replanning = Replanning(self.bucketing, recipe.sparsifier, self.process_set)
         self._eagerly = EagerCalls(self._build)
         self.watch = Watch(deadline_seconds, self.process_set, self._noted)
@@ -156,6 +158,16 @@ class GradientSynchronizer:
         One rank alone does what each of many does.
         """
         return takes_part(self.process_set)
+
+    @property
+    def topology(self) -> Topology | None:
+        """Which ranks share a host, where gradients are summed within hosts first; None for one level."""
+        return self.bucketing.topology
+
+    def moved(self) -> None:
+        """Residuals have been put into buckets: those of others' shards go there in the next step."""
+        if self.topology is not None:
+            self._start = None
 
     @property
     def parts(self) -> list[Part]:
@@ -206,6 +218,7 @@ class GradientSynchronizer:
         if self.is_needed:
             self.replanning.replan(plan, measure_steps)
             self._forget_functions()
+            self.moved()
 
     def _forget_functions(self) -> None:
         """Those that were traced for other buckets."""
@@ -484,8 +497,9 @@ class GradientSynchronizer:
         with self._finishing:
             errors = [part.task.error for part in parts if part.task.error is not None]
             if errors:
+                drop = any(self.poison.drops(errors, rank) for rank in self.bucketing.mates)
                 for part in parts:
-                    part.abandon(drop=self.poison.drops(errors, self.place[0]))
+                    part.abandon(drop=drop)
                 self.last_error, outcome = worst(errors), _AGAIN
                 if not self.poison.repeats(errors):
                     if not self.poison.skips(errors):
@@ -515,6 +529,7 @@ class GradientSynchronizer:
             "engine": "horovod_sparse.tensorflow",
             "op": "Average" if self.average else "Sum",
             "sparse_as_dense": self.sparse_as_dense,
+            "levels": self._levels,
             "process_set": planning.ranks_of(self.process_set),
         }
         return settings(self.recipe, **{**known, **self.declared})

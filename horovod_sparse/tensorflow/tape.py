@@ -45,6 +45,7 @@ def DistributedGradientTape(
     check_every: int | None = None,
     on_drift: str | None = None,
     deadline_seconds: float | None = None,
+    levels: str = "flat",
 ) -> Any:
     """Wraps a tape so that gradients are synchronized over ranks, sparsely.
 
@@ -103,6 +104,9 @@ def DistributedGradientTape(
         deadline_seconds: after so many seconds of waiting for other ranks all ranks end with a
             `DeadlineError`, which a graph quotes; 0 waits for ever. 300 if left out, or what
             HOROVOD_SPARSE_DEADLINE_SECONDS says.
+        levels: "flat": all ranks are alike; "host": gradients are summed densely within each host first, and
+            sparsified between hosts; "auto": "host" where there are several hosts, of several ranks each, as
+            many on all of them, and the cost model says that it is faster. See docs/levels.md.
 
     Returns:
         A tape.
@@ -150,6 +154,7 @@ def PartialDistributedGradientTape(
     check_every: int | None = None,
     on_drift: str | None = None,
     deadline_seconds: float | None = None,
+    levels: str = "flat",
 ) -> Any:
     """As `DistributedGradientTape`, but the gradients of some layers stay local.
 
@@ -175,6 +180,7 @@ def PartialDistributedGradientTape(
         check_every: see there.
         on_drift: see there.
         deadline_seconds: see there.
+        levels: see there.
 
     Raises:
         ArgumentError: if something in `local_layers` is no layer.

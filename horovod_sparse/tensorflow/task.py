@@ -224,20 +224,21 @@ def idle_seconds(tasks: Sequence[Task], now: float) -> float:
     return max(0.0, now - since - busy)
 
 
-def is_looped(sparsifier: Sparsifier, num_elements: int) -> bool:
+def is_looped(sparsifier: Sparsifier, num_elements: int, two_levels: bool = False) -> bool:
     """Whether a bucket's rounds are to be in a loop: in elastic training, where their number may change.
 
     Args:
         sparsifier: of the bucket, not resolved.
         num_elements: n.
+        two_levels: whether it has two levels, all of whose rounds are exchanges.
 
     Example:
         >>> from horovod_sparse.sparsifiers import GTopK
         >>> is_looped(GTopK(), 100)  # not in elastic training here
         False
     """
-    if not is_elastic():
-        return False
+    if not is_elastic() or two_levels:
+        return is_elastic()
     kinds = set()
     for size in _SIZES:
         try:

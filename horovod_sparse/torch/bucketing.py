@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from horovod_sparse.collectives import Synchronization
-from horovod_sparse.cost import LevelChoice, choose_levels
 from horovod_sparse.errors import DeadlineError, HorovodSparseError, UnsupportedError
 from horovod_sparse.feedback import Recipe, resumed
 from horovod_sparse.feedback.state import shared_digest
@@ -20,8 +19,10 @@ from horovod_sparse.frontend.collective_errors import raise_together
 from horovod_sparse.frontend.decision import FirstPlan, check_agreement
 from horovod_sparse.frontend.drift import DriftCheck
 from horovod_sparse.frontend.levels import (
+    Choose,
     agreed_topology,
     assumed_topology,
+    by_cost,
     gathered_shards,
     hold_elsewhere,
     own_place,
@@ -225,11 +226,9 @@ class Bucketing:
             topology=self.topology,
         )
 
-    def _choose_levels(self, num_hosts: int, per_host: int) -> LevelChoice:
-        request, facts = self._first.request, [fact for fact, _ in self.facts.values()]
-        profile = None if request is None else request.profile
-        n = max(1, sum(fact.num_elements for fact in facts))
-        return choose_levels(self.recipe.sparsifier, n, num_hosts, per_host, profile=profile)
+    @property
+    def _choose_levels(self) -> Choose:
+        return by_cost(self.recipe.sparsifier, (fact for fact, _ in self.facts.values()), self._first.request)
 
     def _move_to(self, topology: Topology | None) -> None:
         """Buckets for other hosts; residuals are kept, states start anew."""

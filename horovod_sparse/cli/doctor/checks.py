@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from horovod_sparse.cli.doctor.facts import SETTINGS, Finding, advice, good, problem
+from horovod_sparse.frontend.levels import RANKS_VARIABLE
 
 Facts = Mapping[str, Any]
 
@@ -43,6 +44,39 @@ def check_threads(everyone: Sequence[Facts]) -> Iterator[Finding]:
             return  # of one host: the others are like it, or differ, which is said elsewhere
     first = next(iter(hosts.values()))
     yield good("threads", _threads_text(first))
+
+
+def check_levels(everyone: Sequence[Facts], asked: str) -> Iterator[Finding]:
+    """Whether hosts have several ranks, and the training makes use of that.
+
+    Args:
+        everyone: facts of all ranks, in rank order.
+        asked: `levels` of the training.
+    """
+    settings = everyone[0]["settings"]
+    several = int(_number(settings.get(RANKS_VARIABLE), 0.0))
+    counts: dict[object, int] = {}
+    for rank, facts in enumerate(everyone):
+        host = rank // several if several > 0 else facts["host"]
+        counts[host] = counts.get(host, 0) + 1
+    sizes = sorted(set(counts.values()))
+    if len(counts) < 2 or sizes == [1]:
+        return
+    told = f"{len(counts)} hosts of {' or '.join(map(str, sizes))} ranks, levels={asked!r}"
+    if len(sizes) > 1:
+        if asked == "host":
+            why = "two levels need as many ranks on every host: the first step will raise an error"
+            yield problem("levels", told, why, "start as many ranks on each, or levels='flat'")
+    elif asked == "flat":
+        yield advice(
+            "levels",
+            told,
+            "the ranks of a host share its network card, and each sends and selects for itself",
+            "levels='host', which sums gradients within hosts first, where the network there is faster; "
+            "horovod-sparse plan --per-host says what it is worth",
+        )
+    else:
+        yield good("levels", told)
 
 
 def _cores(ranks: Sequence[Facts]) -> int:

@@ -13,6 +13,7 @@ from horovod_sparse.cli.doctor.checks import (
     check_differences,
     check_installation,
     check_launch,
+    check_levels,
     check_settings,
     check_threads,
 )
@@ -34,6 +35,7 @@ from horovod_sparse.cost import AffineTime, CostModel, Profile, profile_at
 from horovod_sparse.errors import HorovodMissingError, HorovodSparseError, ProfileMismatchError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.frontend.calibration import QUICK, calibration, needed_kinds
+from horovod_sparse.frontend.levels import LEVELS
 from horovod_sparse.merging import LAYER_TABLES, Plan, Strategy, needs_times
 from horovod_sparse.sparsifiers import Sparsifier
 
@@ -46,6 +48,7 @@ class _Asked:
     merging: Strategy | Plan
     model: Model | None
     profile: Profile | None
+    levels: str = "flat"
 
     @property
     def sparsifier(self) -> Sparsifier:
@@ -68,6 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--sparsifier", default="exdyna", metavar="NAME[:ARGUMENT=VALUE,...]", help="default: %(default)s")
     add("--density", type=density, default=0.001, help="default: %(default)s")
     add("--merging", default="optimal", metavar="STRATEGY", help="as in plan (default: %(default)s)")
+    add("--levels", choices=LEVELS, default="flat", help="of the training (default: %(default)s)")
     text = "of horovod-sparse calibrate; without it a few seconds are measured under a launch"
     add("--profile", metavar="FILE", help=text)
 
@@ -106,7 +110,7 @@ def run(options: argparse.Namespace) -> int:
             findings.append(problem("Horovod", str(error).partition(". ")[0], why, do))
     try:
         profile = _profile(options.profile, ranks)
-        asked = _Asked(recipe, merging, model, profile)
+        asked = _Asked(recipe, merging, model, profile, options.levels)
         facts = everyone[0] if everyone else facts
         findings += _findings(facts, everyone, asked, ranks)
     finally:
@@ -135,7 +139,8 @@ def _findings(
     found = [*check_installation(facts), *check_settings(facts)]
     if not everyone:
         return found
-    found += [*check_launch(facts), *check_threads(everyone), *check_differences(everyone)]
+    found += [*check_launch(facts), *check_threads(everyone), *check_levels(everyone, asked.levels)]
+    found += check_differences(everyone)
     num_rounds = len(asked.sparsifier.rounds(max(2, facts["size"])))
     profile, more = _usable_profile(facts, asked)
     found += more

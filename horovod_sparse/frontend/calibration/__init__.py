@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from horovod_sparse.collectives import Synchronization
+from horovod_sparse.collectives import Level, Synchronization
 from horovod_sparse.cost import DENSE, Fit, Profile, fit_selection, fit_time
 from horovod_sparse.cost.model import COLLECTIVES
 from horovod_sparse.errors import ArgumentError
@@ -20,6 +20,7 @@ from horovod_sparse.frontend.calibration.buckets import (
 )
 from horovod_sparse.frontend.calibration.collectives import Stopwatch, collective_times
 from horovod_sparse.sparsifiers import Sparsifier
+from horovod_sparse.topology import Topology
 
 #: sizes at which the work for dense parameters is timed: the smaller ones, as all of each is communicated
 _DENSE_SIZES = 3
@@ -136,6 +137,7 @@ def calibration(
     sleep: Callable[[float], None] = time.sleep,
     starting_seconds: Callable[[], float] = lambda: 0.0,
     on_progress: Callable[[int, int, str], None] = lambda done, total, what: None,
+    topology: Topology | None = None,
 ) -> Synchronization[Profile]:
     """Measures collectives, selection and decoding; a coroutine, so that any driver can carry it out.
 
@@ -156,6 +158,7 @@ def calibration(
         sleep: waits for seconds.
         starting_seconds: how long it took to start the last request; see `Stopwatch`.
         on_progress: gets pieces of work done, their number at most, and what was measured last.
+        topology: which ranks share a host: then collectives within hosts and between them are measured, too.
 
     Returns:
         The profile, without backward times.
@@ -178,8 +181,10 @@ def calibration(
         kinds = ()
     memory = HostBucketMemory() if memory is None else memory
     per_sparsifier = 2 * len(extent.bucket_elements)
-    total = len(kinds) * len(extent.message_bytes) + len(sparsifiers) * per_sparsifier + _DENSE_SIZES
-    share = extent.budget_seconds / max(1, len(kinds) + len(sparsifiers))
+    of_levels = _kinds_of_levels(sparsifiers, topology)
+    num_kinds = len(kinds) + len(of_levels)
+    total = num_kinds * len(extent.message_bytes) + len(sparsifiers) * per_sparsifier + _DENSE_SIZES
+    share = extent.budget_seconds / max(1, num_kinds + len(sparsifiers))
     done = 0
 
     def tell(what: str) -> None:
@@ -193,6 +198,14 @@ def calibration(
             kind, watch, extent.message_bytes, extent.repetitions, share, tell
         )
         collectives[kind] = fit_time(amounts, seconds, what=kind)
+    levels: dict[str, dict[str, Fit]] = {"host": {}, "across": {}} if of_levels else {}
+    for level, kind in of_levels:
+        group = topology.group(level, where.rank) if topology is not None else ()
+        place = group.index(where.rank), len(group)
+        amounts, seconds = yield from collective_times(
+            kind, watch, extent.message_bytes, extent.repetitions, share, tell, level, place
+        )
+        levels[level][kind] = fit_time(amounts, seconds, what=f"{kind} of level {level}")
     selection: dict[str, Fit] = {}
     decoding: dict[str, Fit] = {}
     for sparsifier in sparsifiers:
@@ -219,4 +232,17 @@ def calibration(
         selection,
         decoding,
         device=where.device,
+        per_host=topology.per_host if topology is not None and levels else 1,
+        levels=levels,
     )
+
+
+def _kinds_of_levels(sparsifiers: Sequence[Sparsifier], topology: Topology | None) -> list[tuple[Level, str]]:
+    """What two levels need: within hosts the sum and the shards, between them what sparsifiers use there."""
+    if topology is None or topology.per_host == 1 or topology.num_hosts == 1:
+        return []
+    between = sorted(
+        {COLLECTIVES[kind] for sparsifier in sparsifiers for kind in sparsifier.rounds(topology.num_hosts)}
+    )
+    inside: list[tuple[Level, str]] = [("host", "reducescatter"), ("host", "allgather")]
+    return [*inside, *(("across", kind) for kind in between)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +14,7 @@ from horovod_sparse.collectives import (
     AllToAll,
     Broadcast,
     Exchange,
+    Level,
     ReduceScatter,
     Request,
     Synchronization,
@@ -113,6 +115,8 @@ def collective_times(
     repetitions: int,
     budget_seconds: float,
     tell: Callable[[str], None],
+    level: Level = "all",
+    place: tuple[int, int] | None = None,
 ) -> Synchronization[tuple[list[float], list[float]]]:
     """Seconds of a collective at several sizes.
 
@@ -123,6 +127,8 @@ def collective_times(
         repetitions: of each size, beside one to warm up.
         budget_seconds: no further size is begun after so long, means over ranks.
         tell: gets a line after each size.
+        level: among whom: with others than all ranks, all groups of a level are at work at a time.
+        place: (rank, size) within the group; of the watch if left out.
 
     Returns:
         Bytes and seconds, as many each; the same on all ranks.
@@ -131,7 +137,7 @@ def collective_times(
     seconds: list[float] = []
     began = watch.clock()
     for number, num_bytes in enumerate(message_bytes):
-        request = request_of(kind, num_bytes, watch.rank, watch.size)
+        request = replace(request_of(kind, num_bytes, *(place or (watch.rank, watch.size))), level=level)
         own = []
         for _ in range(1 + repetitions):
             yield from watch.meet({type(request)})
@@ -141,7 +147,8 @@ def collective_times(
         *means, elapsed = yield from watch.shared([*own[1:], watch.clock() - began])
         amounts += [float(num_bytes)] * repetitions
         seconds += map(float, means)
-        tell(f"{kind} of {num_bytes} bytes")
+        where = {"all": "", "host": " within hosts", "across": " between hosts"}[level]
+        tell(f"{kind} of {num_bytes} bytes{where}")
         if number + 1 >= _FEWEST_SIZES and elapsed > budget_seconds:
             break
     return amounts, seconds

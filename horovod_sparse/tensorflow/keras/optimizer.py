@@ -56,6 +56,7 @@ def DistributedOptimizer(
     check_every: int | None = None,
     on_drift: str | None = None,
     deadline_seconds: float | None = None,
+    levels: str = "flat",
 ) -> Any:
     """Wraps a Keras optimizer so that gradients are synchronized over ranks, sparsely.
 
@@ -132,6 +133,9 @@ def DistributedOptimizer(
         deadline_seconds: after so many seconds of waiting for other ranks all ranks end with a
             `DeadlineError`, which a graph quotes; 0 waits for ever. 300 if left out, or what
             HOROVOD_SPARSE_DEADLINE_SECONDS says.
+        levels: "flat": all ranks are alike; "host": gradients are summed densely within each host first, and
+            sparsified between hosts; "auto": "host" where there are several hosts, of several ranks each, as
+            many on all of them, and the cost model says that it is faster. See docs/levels.md.
 
     Returns:
         An optimizer of a class derived from that of `optimizer`, with `telemetry`, `plan`, `decision`,

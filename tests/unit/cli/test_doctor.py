@@ -10,6 +10,7 @@ from horovod_sparse.cli.doctor.checks import (
     check_differences,
     check_installation,
     check_launch,
+    check_levels,
     check_settings,
     check_threads,
 )
@@ -283,3 +284,25 @@ def test_a_missing_horovod_is_said_once(capsys, monkeypatch):
     monkeypatch.setattr(doctor, "local_facts", lambda: facts)
     assert main(["doctor"]) == 1
     assert capsys.readouterr().out.count("not installed") == 1
+
+
+@pytest.mark.parametrize(
+    ("hosts", "asked", "level"),
+    [
+        ("aabb", "flat", "advice"),
+        ("aabb", "host", "good"),
+        ("aabb", "auto", "good"),
+        ("aaaa", "flat", None),
+        ("abcd", "flat", None),
+        ("aaab", "host", "problem"),
+        ("aaab", "auto", None),
+    ],
+)
+def test_hosts_of_several_ranks_are_found(hosts, asked, level):
+    everyone = [facts(host=host) for host in hosts]
+    assert levels(check_levels(everyone, asked)).get("levels") == level
+
+
+def test_ranks_that_count_as_hosts_are_found():
+    told = facts(settings={"HOROVOD_SPARSE_RANKS_PER_HOST": "2"})
+    assert levels(check_levels([told] * 4, "flat"))["levels"] == "advice"

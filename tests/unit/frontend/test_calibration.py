@@ -16,6 +16,7 @@ from horovod_sparse.frontend.calibration.buckets import HostBucketMemory
 from horovod_sparse.frontend.engine import carry_out
 from horovod_sparse.simulation import run_lockstep
 from horovod_sparse.sparsifiers import ALGORITHMS, DGC, TopK
+from horovod_sparse.topology import Topology
 
 EXTENT = Extent((64, 4096, 65536, 1 << 20), (1 << 10, 1 << 13, 1 << 15), 9, budget_seconds=1e9)
 ALPHA, BETA = 2e-3, 3e-9
@@ -201,3 +202,24 @@ def test_an_answer_that_fails_closes_the_coroutine():
 def test_needed_kinds_are_those_of_the_sparsifiers_and_the_allreduce():
     assert needed_kinds([TopK()], 4) == ("allgather", "allreduce")
     assert "exchange" in needed_kinds([ALGORITHMS["gtopk"]()], 4)
+
+
+def test_both_levels_are_measured_and_all_ranks_have_the_same_profile():
+    topology = Topology.regular(2, 2)
+    extent = Extent((64, 1024, 4096), (1000, 2000, 4000), repetitions=1, budget_seconds=1.0)
+    ranks = [
+        calibration(Where(rank, 4, "torch", "gloo"), [TopK(), DGC()], extent=extent, topology=topology)
+        for rank in range(4)
+    ]
+    profiles = run_lockstep(ranks, topology=topology)
+    assert all(profile == profiles[0] for profile in profiles)
+    assert profiles[0].per_host == 2 and sorted(profiles[0].levels["host"]) == ["allgather", "reducescatter"]
+    for sparsifier in (TopK(), DGC()):
+        both = [profiles[0].cost(sparsifier, levels=levels) for levels in ("flat", "host")]
+        assert all(cost.communication.seconds(10**6) > 0 for cost in both)
+    one_host = Topology.regular(1, 4)
+    ranks = [
+        calibration(Where(rank, 4, "torch", "gloo"), [TopK()], extent=extent, topology=one_host)
+        for rank in range(4)
+    ]
+    assert not run_lockstep(ranks, topology=one_host)[0].levels

@@ -54,6 +54,8 @@ class ArrayDense(Laid, DensePart):
 class ArrayEngine:
     """Buckets of NumPy arrays on one of several simulated ranks."""
 
+    topology = None
+
     def __init__(self, recipe: Recipe, plan: Plan, place: tuple[int, int]) -> None:
         self.recipe, self.plan, self.place, self.step = recipe, plan, place, 0
         self.topology = None
