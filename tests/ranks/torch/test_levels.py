@@ -275,6 +275,8 @@ def test_other_words_are_refused():
 
 def test_ranks_share_other_hosts_after_another_start(monkeypatch, rank, size):
     """As in elastic training, where hosts come and go: residuals go to whose shards they are now."""
+    if stock.mpi_enabled() or size < 4:
+        pytest.skip("MPI cannot be started again; fewer ranks share a launch with all other tests")
     model = LinearModel(SHAPES)
     optimizer = made(model, "topk:density=0.05", op=stock.Sum)
     for step in range(2):
