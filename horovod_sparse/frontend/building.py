@@ -34,15 +34,24 @@ class Building:
     """What one binding of Horovod tells and hears of errors while building.
 
     Args:
-        ranks: tells this rank and all ranks of a process set, as Horovod counts them in the world; of all for
-            None. None where Horovod is not started.
+        hvd: Horovod's binding for a framework.
     """
 
-    def __init__(self, ranks: Callable[[Any], tuple[int, list[int]] | None]) -> None:
-        self._ranks = ranks
+    def __init__(self, hvd: Any) -> None:
+        self._hvd = hvd
         #: this rank and the others, whom it has told of an error that stands
         self._told: tuple[int, list[int]] | None = None
         self._waits_at_end = False
+
+    def _ranks(self, process_set: Any) -> tuple[int, list[int]] | None:
+        """This rank and all of a process set, as Horovod counts them in the world; None outside of it."""
+        if not self._hvd.is_initialized():
+            return None
+        chosen = process_set
+        if getattr(process_set, "process_set_id", None) is None:  # none, or what is none
+            chosen = self._hvd.global_process_set
+        own, ranks = int(self._hvd.rank()), list(chosen.ranks or ())
+        return (own, ranks) if own in ranks else None
 
     def tell(self, error: Exception, process_set: Any) -> None:
         """Lets the others know, where there are others; waits for none of them."""

@@ -31,18 +31,8 @@ from horovod_sparse.tensorflow._horovod import hvd, is_elastic, takes_part
 from horovod_sparse.tensorflow.calibration import carry_out_together, where_of
 from horovod_sparse.tensorflow.tensors import dtype_name
 
-
-def _ranks(process_set: Any) -> tuple[int, list[int]] | None:
-    """See `Building`."""
-    if not hvd.is_initialized():
-        return None
-    known = process_set is not None and process_set.process_set_id is not None
-    chosen = process_set if known else hvd.global_process_set
-    return (int(hvd.rank()), list(chosen.ranks)) if chosen.included() else None
-
-
 #: of optimizers, tapes and compressors
-building = Building(_ranks)
+building = Building(hvd)
 
 #: facts and variable, by name
 Facts = Mapping[str, tuple[ParameterFacts, Any]]

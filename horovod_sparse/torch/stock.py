@@ -119,17 +119,8 @@ class StockOptimizer:
                 parameter.grad.zero_()
 
 
-def _ranks(process_set: Any) -> tuple[int, list[int]] | None:
-    """See `Building`."""
-    if not hvd.is_initialized():
-        return None
-    known = process_set is not None and process_set.process_set_id is not None
-    chosen = process_set if known else hvd.global_process_set
-    return (int(hvd.rank()), list(chosen.ranks)) if chosen.included() else None
-
-
 #: of optimizers and compressors
-building = Building(_ranks)
+building = Building(hvd)
 
 
 def settings_of(optimizer: Any, compression: object, engine: str) -> dict[str, str]:
