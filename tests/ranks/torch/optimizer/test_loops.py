@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import horovod.torch as stock
 import pytest
 import torch
@@ -65,10 +67,10 @@ def words_of(rank: int, step: int) -> torch.Tensor:
     return (torch.arange(6) * (3 + rank) + step) % 11
 
 
-def trained(make, compiled: bool, rank: int, wrap) -> list[torch.Tensor]:
+def trained(make, backend: str | None, rank: int, wrap) -> list[torch.Tensor]:
     torch.manual_seed(1)
     model = make()
-    run = torch.compile(model, backend="aot_eager") if compiled else model
+    run = model if backend is None else torch.compile(model, backend=backend)
     optimizer = wrap(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model)
     for step in range(STEPS):
         run(words_of(rank, step), rank).backward()
@@ -95,13 +97,17 @@ def sparsely(optimizer, model):
     return hvd.DistributedOptimizer(optimizer, model.named_parameters(), hvd.Compression.topk(density=1.0))
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "torch.compile"])
+@pytest.mark.parametrize(
+    "backend", [None, "aot_eager", pytest.param("inductor", marks=[pytest.mark.once, pytest.mark.slow])]
+)
 @pytest.mark.parametrize("name", MODELS)
-def test_it_is_dense_training(name, compiled, rank):
-    if compiled and name == "reentrant checkpointing":
+def test_it_is_dense_training(name, backend, rank):
+    if backend is not None and name == "reentrant checkpointing":
         pytest.skip("torch.compile itself asks for use_reentrant=False")
-    found = trained(MODELS[name], compiled, rank, sparsely)
-    expected = trained(MODELS[name], False, rank, densely)
+    if backend == "inductor" and (name != "tied weights" or shutil.which("g++") is None):
+        pytest.skip("one model is enough where it takes so long, and none where there is no compiler")
+    found = trained(MODELS[name], backend, rank, sparsely)
+    expected = trained(MODELS[name], None, rank, densely)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
     assert same_on_all_ranks(*found)
