@@ -94,8 +94,8 @@ def run(options: argparse.Namespace) -> int:
     levels, told = _levels(options, source, recipe.sparsifier, step)
     common: dict[str, Any] = {"fuse_sparse": fuse, "levels": levels}
 
-    def chosen_at(density: float) -> tuple[Workload, Plan, dict[str, str], CostModel]:
-        cost = source.profile.cost(dataclasses.replace(sparsifier, density=density), **common)
+    def chosen_at(density: float, **changed: Any) -> tuple[Workload, Plan, dict[str, str], CostModel]:
+        cost = source.profile.cost(dataclasses.replace(sparsifier, density=density), **{**common, **changed})
         return *plan_report.chosen_plan(step, merging, selection, recipe, cost), cost
 
     def seconds(plan: Plan, density: float) -> float:
@@ -115,6 +115,11 @@ def run(options: argparse.Namespace) -> int:
     name = Path(options.merging).name  # of a file, not where it is
     chosen = plan_report.Predicted(name, plan, predict(workload, plan, cost))
     predictions = plan_report.compared(workload, chosen, cost)
+    if source.profile.per_host > 1:  # the same with the other number of levels
+        other = "flat" if levels == "host" else "host"
+        beside, plan_beside, _, cost_beside = chosen_at(sparsifier.density, levels=other)
+        timeline = predict(beside, plan_beside, cost_beside)
+        predictions.insert(1, plan_report.Predicted(f"{name}, {other}", plan_beside, timeline))
     rows = plan_report.bucket_rows(workload, chosen, sparsifier.density)
     dense = plan_report.dense_reasons(reasons, workload)
     console = make_console(to_stderr=options.json == "-")

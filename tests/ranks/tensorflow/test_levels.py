@@ -8,10 +8,14 @@ import tensorflow as tf
 
 import horovod_sparse.tensorflow as hvd
 import horovod_sparse.tensorflow.keras as hvd_keras
+from horovod_sparse.cli.ranks import Ranks
+from horovod_sparse.cost import choose_levels
 from horovod_sparse.errors import NonFiniteGradientError, StateMismatchError, UnknownNameError
 from horovod_sparse.feedback import recipe
+from horovod_sparse.frontend.calibration import Extent, calibration
 from horovod_sparse.merging import Plan
 from horovod_sparse.simulation import SimulatedCluster
+from horovod_sparse.sparsifiers import TopK
 from horovod_sparse.tensorflow.state import load, save
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
 from horovod_sparse.tensorflow.tensors import numpy_dtype
@@ -237,3 +241,20 @@ def test_what_cannot_be_is_refused(rank, size):
     with pytest.raises(tf.errors.OpError, match="levels differs"):
         synchronize(gradients(rank, 0))
     assert StateMismatchError
+
+
+def test_what_auto_decides_by_is_measured(size, per_host):
+    """Both levels, as a training's requests travel."""
+    if size < 4:
+        pytest.skip("takes two hosts of two ranks")
+    ranks = Ranks("tensorflow")
+    topology = ranks.topology()
+    assert topology == Topology.regular(size // per_host, per_host)
+    extent = Extent((64, 1024, 4096), (1000, 2000, 4000), repetitions=2, budget_seconds=1.0)
+    coroutine = calibration(ranks.where(), [TopK()], extent=extent, topology=topology)
+    profile = ranks.carry_out(coroutine, name="calibration", topology=topology)
+    assert (profile.num_hosts, profile.per_host) == (size // per_host, per_host)
+    assert sorted(profile.levels["host"]) == ["allgather", "reducescatter"]
+    assert all(fit.fixed_seconds + fit.seconds_per_unit > 0 for fit in profile.levels["across"].values())
+    choice = choose_levels(TopK(), 10**6, profile.num_hosts, per_host, profile=profile)
+    assert "by the profile" in choice.reason and choice.host_seconds > 0

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 import horovod_sparse.torch as hvd
+from horovod_sparse.cli.ranks import Ranks
+from horovod_sparse.cost import choose_levels
 from horovod_sparse.errors import (
     EditedGradientError,
     NonFiniteGradientError,
@@ -17,8 +19,10 @@ from horovod_sparse.errors import (
     UnknownNameError,
     UnsupportedError,
 )
+from horovod_sparse.frontend.calibration import Extent, calibration
 from horovod_sparse.merging import Plan
 from horovod_sparse.simulation import SimulatedCluster
+from horovod_sparse.sparsifiers import TopK
 from horovod_sparse.topology import Topology
 from horovod_sparse.torch import SparseCompressor
 from support.cases import CASES, case_id
@@ -316,3 +320,20 @@ def test_a_checkpoint_on_disk_goes_on_at_either_levels(levels, rank, size, tmp_p
     if levels == "host":
         for name in SHAPES:
             assert torch.equal(found[name], wanted[name])
+
+
+def test_what_auto_decides_by_is_measured(size, per_host):
+    """Both levels, as a training's requests travel."""
+    if size < 4:
+        pytest.skip("takes two hosts of two ranks")
+    ranks = Ranks("torch")
+    topology = ranks.topology()
+    assert topology == Topology.regular(size // per_host, per_host)
+    extent = Extent((64, 1024, 4096), (1000, 2000, 4000), repetitions=2, budget_seconds=1.0)
+    coroutine = calibration(ranks.where(), [TopK()], extent=extent, topology=topology)
+    profile = ranks.carry_out(coroutine, name="calibration", topology=topology)
+    assert (profile.num_hosts, profile.per_host) == (size // per_host, per_host)
+    assert sorted(profile.levels["host"]) == ["allgather", "reducescatter"]
+    assert all(fit.fixed_seconds + fit.seconds_per_unit > 0 for fit in profile.levels["across"].values())
+    choice = choose_levels(TopK(), 10**6, profile.num_hosts, per_host, profile=profile)
+    assert "by the profile" in choice.reason and choice.host_seconds > 0

@@ -241,6 +241,10 @@ def test_two_levels_where_hosts_have_several_ranks(capsys):
     flat, _ = told("--levels", "flat")
     seconds = [one["compared"][0]["iteration_seconds"] for one in (numbers, flat)]
     assert seconds[0] < seconds[1]
+    beside = [
+        (one["compared"][1]["name"], one["compared"][1]["iteration_seconds"]) for one in (numbers, flat)
+    ]
+    assert beside == [("optimal, flat", seconds[1]), ("optimal, host", seconds[0])]
     slow, words = told("--host-bandwidth", "100mbit")
     assert slow["levels"] == "flat" and "levels: flat" in words
     assert main([*common, "--levels", "host"]) == 2
