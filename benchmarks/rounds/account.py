@@ -19,7 +19,7 @@ class Stamps:
     """Of one step on one rank, by the collective's name, in seconds of a clock that all ranks share.
 
     Attributes:
-        started: when Horovod had been asked for it.
+        started: just before Horovod was asked for it.
         noticed: when its answer was there for whoever had asked.
     """
 

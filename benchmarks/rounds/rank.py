@@ -47,19 +47,21 @@ class Steps:
     def take(self, driver: HorovodDriver, number: int) -> None:
         """One step; those below 0 do not count."""
         words = self._words + (7 * number % 61 if self._changing else 0)
-        buffer = np.ones(words, np.int32 if self._kind == "allgather" else np.float32)
+        indices, values = np.ones(words, np.int32), np.ones(words, np.float32)
         noticed: dict[str, float] = {}
 
         def one(name: str) -> Synchronization[None]:
-            yield AllGather(buffer) if self._kind == "allgather" else AllReduce(buffer)
+            yield AllGather(indices) if self._kind == "allgather" else AllReduce(values)
             noticed[name] = time.perf_counter()
 
         before = Clocks.now()
         tasks, started = [], {}
         for bucket in range(self._num_buckets):
             name = f"{self.name}.{bucket}"
+            started[name] = (
+                time.perf_counter()
+            )  # before: Horovod's thread may find it before this one goes on
             tasks.append(driver.start(name, one(name)))
-            started[name] = time.perf_counter()
         driver.wait(tasks)
         after = Clocks.now()
         if number >= 0:
