@@ -133,8 +133,9 @@ def leave_losing_buckets(
         >>> from horovod_sparse.cost import AffineTime
         >>> cost = CostModel(AffineTime(1.0), AffineTime(1.0), AffineTime(1.0, 0.25))
         >>> facts = [ParameterFacts("a", 1), ParameterFacts("b", 9)]
-        >>> leave_losing_buckets(Plan((("b",), ("a",))), facts, cost)[0]
-        Plan(buckets=(('b',),), dense=('a',))
+        >>> plan, choices = leave_losing_buckets(Plan((("b",), ("a",))), facts, cost)
+        >>> plan.buckets, plan.dense
+        ((('b',),), ('a',))
     """
     facts = {parameter.name: parameter for parameter in parameters}
     kept: list[tuple[str, ...]] = []
@@ -152,7 +153,7 @@ def leave_losing_buckets(
             left += names
         else:
             kept.append(names)
-    return Plan(tuple(kept), tuple(left)), tuple(choices)
+    return dataclasses.replace(plan, buckets=tuple(kept), dense=tuple(left)), tuple(choices)
 
 
 def dense_of(choices: Sequence[Choice]) -> frozenset[str]:

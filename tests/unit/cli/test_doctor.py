@@ -257,7 +257,9 @@ def test_the_model_and_the_profile_are_used(alone, capsys, tmp_path):
     assert "predicted iterations" in text
     assert "cycle time of 5 ms, here 1 ms" in text
     Profile(1, "torch", "mpi", 0.001, selection=profile.selection).save(path)
-    assert main(arguments) == 1
+    assert main(arguments) == 0  # alone nothing is communicated, and there is nothing to gain
+    Profile(4, "torch", "mpi", 0.001, profile.collectives).save(path)
+    assert main(arguments) == 1  # nothing is known of the sparsifier
     path.write_text("{}")
     assert main(arguments) == 2
 
