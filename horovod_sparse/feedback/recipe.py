@@ -274,6 +274,8 @@ def recipe(name: str, **arguments: Any) -> Recipe:
     for argument in NESTED:
         if isinstance(value := arguments.get(argument), str):
             arguments[argument] = parse_value(argument, value)
+            if argument == "density" and isinstance(arguments[argument], (int, float)):
+                raise ArgumentError("density", value, "a kept fraction in (0, 1] as a number, or 'auto'")
     auto = _auto(arguments.get("density"))
     if auto is not None:
         arguments["density"] = auto.least

@@ -39,7 +39,7 @@ def held(monkeypatch):
     """Every collective started, by name."""
     collectives: dict[str, Held] = {}
 
-    def fake(request, name, process_set, by_pairs):
+    def fake(request, name, process_set, by_pairs, topology):
         assert name not in collectives or collectives[name].finished or not collectives[name].known
         collectives[name] = Held(request, name)
         return collectives[name]
