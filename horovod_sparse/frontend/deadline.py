@@ -16,6 +16,8 @@ from horovod_sparse.errors import DeadlineError
 #: seconds; 0 for no deadline
 DEADLINE_VARIABLE = "HOROVOD_SPARSE_DEADLINE_SECONDS"
 _SECONDS = 300.0
+#: at most this long is from one look at what has not come to the next; what is above, the process was stopped
+_LOOK_SECONDS = 2.0
 #: by how much later Horovod itself gives up: our error says more
 _LATER_SECONDS = 30
 
@@ -68,6 +70,9 @@ class Deadline:
     Where `horovodrun` has started the ranks, those that wait for long tell its store for what: so the
     others' error can say who does not.
 
+    Time in which this process was stopped (a job that a scheduler suspends, Ctrl-Z) is no waiting: the others
+    were stopped, too, or have come to their own deadline.
+
     Args:
         given: see `deadline_of`.
         place: tells rank and size, and the ranks' numbers in the store.
@@ -76,6 +81,8 @@ class Deadline:
     def __init__(self, given: float | None, place: Callable[[], tuple[int, list[int]]]) -> None:
         self.seconds, self._place = deadline_of(given), place
         self._told = ""
+        #: of the wait under way: at the last look, and how much of it this process did not run
+        self._looked = self._stopped = 0.0
 
     def check(self, waited: float, name: str, number: int) -> None:
         """Called again and again while nothing moves.
@@ -88,6 +95,12 @@ class Deadline:
         Raises:
             DeadlineError: if it is enough.
         """
+        if waited < self._looked:  # another wait
+            self._stopped = 0.0
+        else:
+            self._stopped += max(0.0, waited - self._looked - _LOOK_SECONDS)
+        self._looked = waited
+        waited -= self._stopped
         if waited < self.seconds / 2:
             return
         what = f"{name} {number}"
@@ -99,6 +112,7 @@ class Deadline:
 
     def moved(self) -> None:
         """What was waited for has come."""
+        self._looked = self._stopped = 0.0
         if self._told:
             self._told = ""
             self._tell("")

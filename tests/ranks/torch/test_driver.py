@@ -14,7 +14,7 @@ import torch
 
 from horovod_sparse.collectives import AllGather, AllReduce, AllToAll, Broadcast, Exchange
 from horovod_sparse.errors import ArgumentError, CollectiveMismatchError, DeadlineError
-from horovod_sparse.frontend.deadline import deadline_of
+from horovod_sparse.frontend.deadline import Deadline, deadline_of
 from horovod_sparse.torch.driver import HorovodDriver
 
 
@@ -193,6 +193,18 @@ def test_waiting_for_a_rank_that_does_not_come_is_an_error(rank, size):
 
 def one_round():
     yield AllReduce(np.ones(1))
+
+
+def test_time_in_which_this_process_was_stopped_is_no_waiting(rank, size):
+    deadline = Deadline(60, lambda: (rank, list(range(size))))
+    looks = [*range(10), *range(3_000, 3_040)]  # stopped for most of an hour, like the other ranks
+    for waited in looks:
+        deadline.check(waited, "late", 1)
+    with pytest.raises(DeadlineError, match="has waited 60 s"):
+        for waited in range(3_040, 3_060):
+            deadline.check(waited, "late", 1)
+    for waited in (0.001, 59.0, 61.0):  # another wait
+        deadline.check(waited, "later", 1)
 
 
 def test_a_deadline_is_set_by_argument_or_environment(monkeypatch):
