@@ -233,7 +233,7 @@ class _Thread:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._watches: weakref.WeakSet[Watch] = weakref.WeakSet()
-        self._runs = False
+        self._runs = self._has_told = False
 
     def look_after(self, watch: Watch) -> None:
         if watch.deadline.seconds == math.inf:
@@ -253,11 +253,23 @@ class _Thread:
         with self._lock:
             watches = list(self._watches)
         for watch in watches:
-            error = watch.look(time.perf_counter())
+            try:
+                error = watch.look(time.perf_counter())
+            except Exception as problem:  # Horovod was shut down meanwhile, or a process set is no more
+                self._tell(problem)
+                continue
             if error is not None:
                 _give_up(watch, error, watches)
         shares = [_LOOK_SHARE * watch.deadline.seconds for watch in watches]
         return max(_LOOK_SECONDS, min([_LONGEST_LOOK_SECONDS, *shares]))
+
+    def _tell(self, problem: Exception) -> None:
+        """Once: a thread that ended here would leave all that comes later without a deadline."""
+        if not self._has_told:
+            self._has_told = True
+            _log.warning(
+                "what waits for other ranks could not be looked at, which is tried again: %s", problem
+            )
 
 
 def _give_up(watch: Watch, error: DeadlineError, watches: list[Watch]) -> None:

@@ -22,6 +22,7 @@ from horovod_sparse.merging import Plan, fixed, min_elements  # noqa: E402
 from horovod_sparse.tensorflow.parts import DenseOutput  # noqa: E402
 from horovod_sparse.tensorflow.task import Task  # noqa: E402
 from horovod_sparse.tensorflow.tensors import numpy_dtype  # noqa: E402
+from horovod_sparse.tensorflow.waiting import Watch, _Thread  # noqa: E402
 
 pytestmark = pytest.mark.tensorflow
 
@@ -180,3 +181,24 @@ def test_arguments_that_every_step_makes_anew_are_compared_by_value():
 def test_arguments_that_contradict_each_other_are_refused_at_once(arguments, error, words):
     with pytest.raises(error, match=words):
         hvd.Compression.topk(density=0.5).bind(process_set=hvd.global_process_set, **arguments)
+
+
+def test_a_watch_that_fails_leaves_the_others_their_deadlines(monkeypatch, caplog):
+    thread, looked = _Thread(), []
+    monkeypatch.setattr(thread, "_runs", True)  # by hand
+
+    def look(watch, now):
+        looked.append(watch)
+        raise ValueError("Horovod has not been initialized; use hvd.init().")
+
+    monkeypatch.setattr(Watch, "look", look)
+    watches = [Watch(60, hvd.global_process_set) for _ in range(2)]
+    for watch in watches:
+        thread.look_after(watch)
+    assert 0 < thread._looked() <= 1.0
+    thread._looked()
+    assert looked.count(watches[0]) == looked.count(watches[1]) == 2
+    assert [record.getMessage() for record in caplog.records if "tried again" in record.getMessage()] == [
+        "what waits for other ranks could not be looked at, which is tried again: "
+        "Horovod has not been initialized; use hvd.init()."
+    ]
