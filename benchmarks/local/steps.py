@@ -108,8 +108,8 @@ class StepWorks:
             others = self._windowed
         elif isinstance(bucket.recipe.sparsifier, DRAGONN):
             others = self._slots
-        if bucket.recipe.sparsifier.name in ("micro", "exdyna", "cltk"):
-            bucket.state.step = 0  # this rank searches the first window, or leads
+        # the step that messages of others tell; and this rank searches the first window, or leads
+        bucket.state.step = 0
         if isinstance(bucket.state, ExDynaState):  # and windows lie where the others' messages come from
             fresh: Any = bucket.recipe.sparsifier.init(bucket.info)
             bucket.state.partitions = fresh.partitions

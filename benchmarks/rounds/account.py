@@ -64,7 +64,7 @@ def passages(events: Sequence[Mapping[str, Any]]) -> dict[str, list[Passage]]:
         process, phase = event.get("pid"), event.get("ph")
         if event.get("name") == "process_name" and "name" in event.get("args", {}):
             names[process] = str(event["args"]["name"]).partition(".")[2]
-        now = float(event.get("ts", 0.0)) * 1e-6
+        now = float(event.get("ts", 0.0)) / 1e6
         if phase == "B":
             open_[process].append((str(event.get("name", "")), now))
         elif phase == "X" and process in open_ and open_[process]:
@@ -76,7 +76,7 @@ def passages(events: Sequence[Mapping[str, Any]]) -> dict[str, list[Passage]]:
             elif not open_[process] and process in taken:
                 first, fast = taken.pop(process)
                 found[names[process]].append(Passage(first, begun, now, fast))
-    return found
+    return dict(found)
 
 
 def account(

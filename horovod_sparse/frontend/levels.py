@@ -91,8 +91,10 @@ def assumed_topology(levels: str, hvd: Any, process_set: Any, choose: Choose) ->
         process_set: the ranks that synchronize.
         choose: for "auto".
     """
+    if levels == "flat":  # before Horovod, or another engine, is started
+        return None
     size = process_set.size()
-    if levels == "flat" or size in (None, 1) or size != hvd.size():
+    if size in (None, 1) or size != hvd.size():
         return None
     per_host = int(os.environ.get(RANKS_VARIABLE, "").strip() or hvd.local_size())
     host, local = own_place(hvd)
