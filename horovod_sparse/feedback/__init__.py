@@ -1,7 +1,7 @@
 """Error feedback, plain and filtered, and momentum correction; the bucket that holds all of it."""
 
 from horovod_sparse.feedback.auto_density import AutoDensity
-from horovod_sparse.feedback.bucket import Bucket, BucketStep, Member, Progress, progress_of, resumed
+from horovod_sparse.feedback.bucket import Bucket, Progress, resumed
 from horovod_sparse.feedback.feedbacks import (
     FEEDBACKS,
     ErrorFeedback,
@@ -12,6 +12,7 @@ from horovod_sparse.feedback.feedbacks import (
 )
 from horovod_sparse.feedback.levels import HostBucket, shard_of
 from horovod_sparse.feedback.recipe import ParameterRules, Recipe, parse_recipe, recipe, recipe_signature
+from horovod_sparse.feedback.report import BucketStep, Member
 
 __all__ = [
     "FEEDBACKS",
@@ -29,7 +30,6 @@ __all__ = [
     "Progress",
     "Recipe",
     "parse_recipe",
-    "progress_of",
     "recipe",
     "recipe_signature",
     "resumed",

@@ -26,8 +26,9 @@ from horovod_sparse.arrays import Accumulator, GradientParts
 from horovod_sparse.arrays.protocol import FoldReport
 from horovod_sparse.collectives import AllGather, ReduceScatter, Request, Synchronization, at_level, part
 from horovod_sparse.errors import HorovodSparseError, MessageError
-from horovod_sparse.feedback.bucket import Bucket, Member
+from horovod_sparse.feedback.bucket import Bucket
 from horovod_sparse.feedback.recipe import Recipe
+from horovod_sparse.feedback.report import Member
 from horovod_sparse.sparsifiers import BucketInfo, SparseSum
 from horovod_sparse.topology import Topology
 from horovod_sparse.wire import WireFormat, pack, unpack_sum

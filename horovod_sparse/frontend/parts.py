@@ -5,14 +5,15 @@ What parts hold back belongs to parameters: by their names it is saved, and surv
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
 from horovod_sparse.collectives import AllReduce, Synchronization
 from horovod_sparse.errors import EditedGradientError, NonFiniteGradientError, NonFiniteSumError
-from horovod_sparse.feedback import Bucket, BucketStep, HostBucket, Progress, Recipe, progress_of
+from horovod_sparse.feedback import Bucket, BucketStep, HostBucket, Progress, Recipe
 from horovod_sparse.merging import ParameterFacts
 from horovod_sparse.sparsifiers.base import accumulator_dtype
 from horovod_sparse.telemetry import BucketReport
@@ -306,3 +307,22 @@ def check_health(name: str, marks: np.ndarray, members: Members = ()) -> None:
     if unhealthy := np.flatnonzero(marks).tolist():
         names = [member for member, _ in members] or [name]
         raise NonFiniteGradientError(name, {rank: names[int(marks[rank]) - 1] for rank in unhealthy})
+
+
+def progress_of(names: Iterable[str], known: Mapping[str, Progress]) -> Progress:
+    """Of a new bucket, from that of its parameters in other buckets.
+
+    Schedules go on at the largest step number; that of all others, where no parameter has one itself.
+
+    Args:
+        names: of the bucket's parameters.
+        known: by parameter name.
+
+    Example:
+        >>> known = {"b": Progress(3, 0.1), "c": Progress(5)}
+        >>> progress_of("ab", known).learning_rate, [progress_of(name, known).step for name in "ba"]
+        (0.1, [3, 5])
+    """
+    found = [known[name] for name in names if name in known]
+    step = max((one.step for one in found or known.values()), default=0)
+    return dataclasses.replace(found[0] if found else Progress(), step=step)

@@ -19,7 +19,7 @@ from horovod_sparse.feedback import Recipe
 from horovod_sparse.frontend.agreement import settings
 from horovod_sparse.frontend.collective_errors import worst
 from horovod_sparse.frontend.decision import Decision
-from horovod_sparse.frontend.drift import DriftCheck, HostEntry
+from horovod_sparse.frontend.drift import DriftCheck
 from horovod_sparse.frontend.levels import check_levels
 from horovod_sparse.frontend.poison import RAISE, ZERO, Poison
 from horovod_sparse.merging import Plan
@@ -27,16 +27,16 @@ from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.tensorflow import planning
 from horovod_sparse.tensorflow._horovod import hvd, is_elastic, present_start, takes_part
 from horovod_sparse.tensorflow.bucketing import Bucketing
-from horovod_sparse.tensorflow.calibration import carry_out_together
 from horovod_sparse.tensorflow.collectives import reduce_densely
 from horovod_sparse.tensorflow.driver import Driver
-from horovod_sparse.tensorflow.graph import HOST, EagerCalls, refuse_differentiation, refuse_graphs
+from horovod_sparse.tensorflow.graph import EagerCalls, refuse_differentiation, refuse_graphs
 from horovod_sparse.tensorflow.loss_scale import ScaledReduction, nan_where
 from horovod_sparse.tensorflow.order import WAITING, Order, gate, ungated
 from horovod_sparse.tensorflow.parts import Part, SparseBucket
 from horovod_sparse.tensorflow.replanning import Replanning
+from horovod_sparse.tensorflow.replicas import Replicas
 from horovod_sparse.tensorflow.task import idle_seconds
-from horovod_sparse.tensorflow.tensors import as_dense, as_rate, as_variable, is_comparable, numpy_dtype
+from horovod_sparse.tensorflow.tensors import as_dense, as_rate, as_variable, numpy_dtype
 from horovod_sparse.tensorflow.transport import between_pairs
 from horovod_sparse.tensorflow.waiting import Watch
 from horovod_sparse.topology import Topology
@@ -138,9 +138,9 @@ class GradientSynchronizer:
         self.sizes: set[int] = set()
         self.telemetry, self.step = Telemetry(), 0
         self.poison = Poison(on_nonfinite, self.telemetry)
-        self._make_check = partial(DriftCheck, check_every, on_drift, self.telemetry)
-        #: by names of the variables that are synchronized together: others may be changed meanwhile
-        self._checks: dict[frozenset[str], DriftCheck] = {}
+        checks = partial(DriftCheck, check_every, on_drift, self.telemetry)
+        known = (self.bucketing, self.process_set, self.host, self.watch)
+        self._replicas = Replicas(checks, *known, lambda: self.step, self._noted)
         self.last_error: BaseException | None = None
         self.declared: Mapping[str, Any] = {}
         self.also_equal: Callable[[], Sequence[Any]] = lambda: ()
@@ -326,7 +326,7 @@ class GradientSynchronizer:
         every = [*gradients, *(None for _ in absent)]
         started = self.start(every, [*variables, *absent.values()], rate)
         results, parts, num_given = started.results, started.parts, len(gradients)
-        policy, check = self.poison.policy, self._check_of(variables)
+        policy, check = self.poison.policy, self._replicas.check_of(variables)
         if not parts:
             return results[:num_given] + [tf.constant(False)] * (policy != RAISE), None
         like = [(tf.as_dtype(part.dtype), shape) for part in parts for shape in part.shapes]
@@ -364,7 +364,7 @@ class GradientSynchronizer:
                 sums = tf.cond(tf.equal(outcome, _AGAIN), once_more, lambda: list(first))
             end = sums[0]
             if check is not None:
-                end = self._compared(sums.pop(), check, variables)
+                end = self._replicas.compared(sums.pop(), check, variables, self.also_equal())
         for order in (self._order, WAITING) if waits else (self._order,):
             order.note(end)
         skipped = [] if policy == RAISE else [tf.equal(sums.pop(), _SKIPPED)]
@@ -375,51 +375,6 @@ class GradientSynchronizer:
         for position, sum_ in zip(started.positions, sums, strict=True):
             results[position] = sum_
         return results[:num_given] + skipped, end
-
-    def _check_of(self, variables: Sequence[Any]) -> DriftCheck | None:
-        """Of these variables; None where there is none, or nobody to compare with."""
-        names = frozenset(name for one in variables if (name := self.bucketing.name_of(one)) is not None)
-        check = self._checks.get(names)
-        if check is None:
-            check = self._make_check()
-            check.restart(self.step)
-            self._checks[names] = check
-        alone = self.place[1] == 1 and not is_elastic()
-        return None if alone or not check.every else check
-
-    def _compared(self, due: tf.Tensor, check: DriftCheck, variables: Sequence[Any]) -> tf.Tensor:
-        """Compares variables with those of the other ranks where that is due, before they change again.
-
-        They are read in the graph, which knows what was to be written to them before.
-
-        Returns:
-            int32 [], ready when all ranks have compared.
-        """
-        every = {self.bucketing.name_of(one) or f"variable {i}": one for i, one in enumerate(variables)}
-        every |= {f"variable {i} of the optimizer": one for i, one in enumerate(self.also_equal())}
-        named = {name: variable for name, one in every.items() if is_comparable(variable := as_variable(one))}
-
-        def compare(*arrays: np.ndarray) -> np.ndarray:
-            pairs = zip(named.items(), arrays, strict=True)
-            entries = [HostEntry(name, array, variable.assign) for (name, variable), array in pairs]
-            check_them = check.run(self.step - 1, self.place[0], entries)
-            name = f"{self.bucketing.label}.drift"
-            try:
-                with self.watch.together(name), tf.init_scope(), tf.device("/cpu:0"):
-                    carry_out_together(check_them, self.process_set, name)
-            except Exception as error:
-                self.last_error = error
-                raise
-            return np.zeros((), np.int32)
-
-        def checked() -> tf.Tensor:
-            with tf.device(HOST):
-                values = [variable.read_value() for variable in named.values()]
-                done = self.host.run(compare, values, [tf.int32])[0]
-            done.set_shape([])
-            return done
-
-        return tf.cond(due, checked, lambda: tf.zeros([], tf.int32))
 
     def start(self, gradients: Sequence[Gradient], variables: Sequence[Any], rate: tf.Tensor) -> Unsettled:
         """Everything up to the end of the last round; for those who finish in a way of their own.
@@ -559,8 +514,7 @@ class GradientSynchronizer:
                 self.step, why = start.step, start.reason
                 self.replanning.stop()
                 _log.info("Horovod has started: sparsifiers start anew at step %d, since %s", self.step, why)
-            for check in self._checks.values():
-                check.restart(self.step)
+            self._replicas.restart()
             self._start = present_start()
             self.sizes.add(self.place[1])
 
