@@ -153,6 +153,7 @@ class Synchronizer(Training):
                 self._check_drift(communicator)
         except HorovodSparseError as error:
             failure = error
+            self._wait(communicator)  # what the thread is about to fold in cannot be taken back before
         except BaseException:
             self._give_up()
             raise

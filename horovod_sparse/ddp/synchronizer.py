@@ -162,8 +162,14 @@ class State(Synchronizer):
     def _num_dividing(self, communicator: Communicator) -> float:
         if not self.counts_joined():
             return super()._num_dividing(communicator)
-        # a rank that has joined is in no backward pass
-        return float(communicator.run("joined", _sum(float(pass_number() != -1))))
+        return _num_running(communicator)
+
+    def _check_drift(self, communicator: Communicator) -> None:
+        if _num_running(communicator) < self.place[1]:
+            # a rank that has joined steps no more, and gets the last one's parameters in the end
+            self.drift.restart(self.step)
+        else:
+            super()._check_drift(communicator)
 
     def _overflow(self) -> None:
         self._results[0][1].fill_(torch.inf)
@@ -192,6 +198,11 @@ class State(Synchronizer):
                     parameter.grad = piece.detach().clone()
             elif self.finds_unused and not torch.equal(parameter.grad, piece):
                 parameter.grad.copy_(piece)
+
+
+def _num_running(communicator: Communicator) -> float:
+    """Ranks that have not joined; all ranks ask together."""
+    return float(communicator.run("joined", _sum(float(pass_number() != -1))))
 
 
 def _sum(number: float) -> Synchronization[float]:

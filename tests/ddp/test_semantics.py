@@ -86,6 +86,46 @@ def test_uneven_batches_are_divided_as_dense_ones(whole, arguments, rank, size):
         torch.testing.assert_close(one, other, rtol=0.0, atol=0.0 if size == 2 else 1e-5)
 
 
+@pytest.mark.parametrize("policy", ["raise", "resync"])
+def test_a_rank_that_has_joined_is_no_drift(policy, rank, size):
+    """It steps no more while others do: nobody shall raise, or go on with what it has."""
+    found = []
+    for attached in ({"check_every": 0}, {"check_every": 2, "on_drift": policy}):
+        replica = Replica(SHAPES, "topk:density=0.1", attached=attached)
+        with replica.model.join():
+            for step in range(3 + 4 * rank):
+                replica.step(gradients(rank, step))
+        found.append([parameter.detach() for parameter in replica.net.parameters()])
+        assert replica.sync.telemetry.num_drifts == 0
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    with torch.no_grad():  # all are back: now it is one
+        replica.net.get_parameter("first")[0, 0] += rank
+    if policy == "raise":
+        with pytest.raises(DriftError, match="first differs"):
+            for step in range(2):
+                replica.step(gradients(rank, step))
+    else:
+        for step in range(2):
+            replica.step(gradients(rank, step))
+        assert replica.sync.telemetry.num_drifts == 1
+        assert same_on_all_replicas(*replica.net.parameters())
+
+
+def test_a_refused_momentum_takes_whole_steps_back(rank, size):
+    """Buckets are folded in beside the backward pass, before the refusal: it has to wait for them."""
+    replica = Replica(SHAPES, "topk:density=0.1,feedback=momentum")
+    for step in range(20):
+        replica.optimizer.param_groups[0]["momentum"] = momentum = 0.9 if step in (9, 12, 15) else 0.0
+        if momentum:
+            with pytest.raises(ArgumentError, match="momentum"):
+                replica.model(gradients(rank, step)).backward()
+            replica.optimizer.zero_grad()
+        else:
+            replica.step(gradients(rank, step))
+    assert replica.sync.step == 17
+    assert same_on_all_replicas(*replica.net.parameters())
+
+
 @pytest.mark.parametrize("arguments", [{}, {"gradient_as_bucket_view": True}])
 def test_unused_parameters_lose_nothing(arguments, rank, size):
     """Some on one rank, some on none: what is held back for them may come while nobody uses them."""
