@@ -160,7 +160,8 @@ def _attach_buckets(
             "DistributedDataParallel(mixed_precision=...) registers a communication hook of its own: leave "
             "it out and use torch.autocast, or a wire format (values=float16) for smaller messages"
         )
-    if model._comm_hooks:
+    # a copy lists those of its model, without a state, and has none of them
+    if any(one is not hook or state is not None for one, state in model._comm_hooks):
         raise UnsupportedError("the model has a communication hook already, and can have only one")
     state = State(
         compression,

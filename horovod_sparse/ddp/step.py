@@ -12,7 +12,7 @@ from horovod_sparse.ddp.collectives import Carrier
 from horovod_sparse.ddp.communicator import Communicator
 from horovod_sparse.ddp.planning import Layout
 from horovod_sparse.ddp.training import Training
-from horovod_sparse.errors import HorovodSparseError, NonFiniteGradientError
+from horovod_sparse.errors import HorovodSparseError, NonFiniteGradientError, UnsupportedError
 from horovod_sparse.feedback import MomentumCorrection
 from horovod_sparse.frontend.collective_errors import has_bad_gradient, worst
 from horovod_sparse.frontend.drift import DriftCheck
@@ -67,8 +67,17 @@ class Synchronizer(Training):
             self._loss_scale.note()
 
     def _take(self, pieces: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Gradients have come; starts the parts that are complete with them."""
+        """Gradients have come; starts the parts that are complete with them.
+
+        Raises:
+            UnsupportedError: if they are those of another model.
+        """
         for parameter, piece in pieces:
+            if parameter not in self._place_of:
+                raise UnsupportedError(
+                    f"a gradient of shape {list(parameter.shape)} has come that was in no bucket of the "
+                    "first step: one state serves one model: attach each one"
+                )
             part, gradient, number = self._place_of[parameter]
             gradient.take(number, piece)
             if part.streams is not None:

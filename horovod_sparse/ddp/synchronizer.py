@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -17,6 +18,8 @@ from horovod_sparse.ddp.step import Synchronizer, after_backward, pass_number, t
 from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.merging import Plan
+
+_log = logging.getLogger("horovod_sparse")
 
 #: steps in a row that have the same buckets before these are taken as the plan: DistributedDataParallel makes
 #: new ones after the first iteration, with a static graph after the second
@@ -96,6 +99,14 @@ class State(Synchronizer):
         self._last_layout: list[tuple[int, ...]] = []  # by address: tensors have no single truth value
         self._num_alike = 0  # steps with the same buckets, up to now
         self._results: list[tuple[torch.futures.Future[torch.Tensor], torch.Tensor]] = []
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A model that is copied, or saved whole, has no hook there: DistributedDataParallel drops it."""
+        _log.warning(
+            "a copy of a model, or a model that is saved whole, is not synchronized sparsely: attach it. "
+            "What is held back is saved by state_dict()"
+        )
+        return type(None), ()
 
     def on_bucket(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         """A bucket is complete on this rank. Waits for other ranks with the last one only.

@@ -391,6 +391,30 @@ def test_other_hooks_are_refused_by_name(rank):
         ddp.hook(state, (torch.zeros(1), torch.zeros(1)))
 
 
+def test_a_state_serves_one_model(rank):
+    state = ddp.State("topk:density=0.1")
+    first, second = Replica(SHAPES, None), Replica(SHAPES, None)
+    for replica in (first, second):
+        replica.model.register_comm_hook(state, ddp.hook)
+    first.step(gradients(rank, 0))
+    with pytest.raises(UnsupportedError, match="one state serves one model"):
+        second.step(gradients(rank, 0))
+
+
+def test_a_copy_of_a_model_has_no_hook(rank, caplog):
+    """As of any model of DistributedDataParallel: averages of weights are copies."""
+    replica = Replica(SHAPES, "topk:density=0.1")
+    replica.step(gradients(rank, 0))
+    with caplog.at_level(logging.WARNING, "horovod_sparse"):
+        twin = copy.deepcopy(replica.model)
+    assert "not synchronized sparsely" in caplog.text
+    sync = ddp.attach(twin, "topk:density=1.0")
+    twin(gradients(rank, 1)).backward()
+    assert sync.step == replica.sync.step == 1
+    with pytest.raises(UnsupportedError, match="already"):
+        ddp.attach(twin, "topk:density=0.1")
+
+
 def test_embeddings_with_coo_gradients_are_refused(rank):
     net = torch.nn.Embedding(10, 3, sparse=True)
     model = DistributedDataParallel(net)
