@@ -3,6 +3,7 @@
 torchrun --nproc-per-node 2 examples/ddp_digits.py --compression exdyna --density 0.01
 torchrun --nproc-per-node 2 examples/ddp_digits.py --compression topk:density=0.01
 torchrun --nproc-per-node 2 examples/ddp_digits.py --compression none
+torchrun --nproc-per-node 2 examples/ddp_digits.py --compression powersgd:rank=4
 
 With --checkpoint FOLDER every epoch is saved; started again (torchrun --max-restarts), it goes on from there.
 """
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 from rich.progress import track
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
@@ -49,7 +51,9 @@ def arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--compression", default="exdyna", help="none, or a sparsifier: NAME or NAME:ARGUMENT=VALUE,..."
+        "--compression",
+        default="exdyna",
+        help="none, powersgd:rank=R, or a sparsifier: NAME or NAME:ARGUMENT=VALUE,...",
     )
     parser.add_argument("--density", type=float, help="kept fraction of the gradient, in (0, 1]")
     parser.add_argument("--epochs", type=int, default=8)
@@ -57,7 +61,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=0.02)
     parser.add_argument("--momentum", type=float, default=0.9)
     parser.add_argument(
-        "--warmup-epochs", type=float, default=1.0, help="in which the density falls from 0.25 to its own"
+        "--warmup-epochs",
+        type=float,
+        default=1.0,
+        help="in which the density falls from 0.25 to its own; PowerSGD is dense in them",
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--checkpoint", type=Path, metavar="FOLDER", help="one file per rank goes there")
@@ -77,6 +84,16 @@ def compression(args: argparse.Namespace, steps_per_epoch: int) -> str:
         arguments.append(f"schedule=exponential(steps={round(args.warmup_epochs * steps_per_epoch)})")
     joint = "," if ":" in args.compression else ":"
     return args.compression + (joint + ",".join(arguments) if arguments else "")
+
+
+def power_sgd(args: argparse.Namespace, steps_per_epoch: int) -> PowerSGDState:
+    """PyTorch's own compression, of its defaults but for the rank and the step that it begins with.
+
+    That is 1000 by default, and this training shorter; 2 is the least.
+    """
+    rank = int(args.compression.partition("rank=")[2] or 1)
+    begin = max(2, round(args.warmup_epochs * steps_per_epoch))
+    return PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=begin)
 
 
 def accuracy(model: nn.Module, test: digits.Digits) -> float:
@@ -100,8 +117,11 @@ def main() -> None:
     model = DistributedDataParallel(net)
     optimizer = torch.optim.SGD(net.parameters(), lr=args.learning_rate * size, momentum=args.momentum)
     steps = digits.steps_per_epoch(train, size, args.batch_size)
-    sync = None
-    if args.compression != "none":
+    sync = power = None
+    if args.compression.startswith("powersgd"):
+        power = power_sgd(args, steps)
+        model.register_comm_hook(power, powerSGD_hook)
+    elif args.compression != "none":
         sync = horovod_sparse.ddp.attach(model, compression(args, steps), optimizer=optimizer)
     # towards 0: what ranks still hold back in the end is then worth little, too
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.epochs * steps)
@@ -155,6 +175,10 @@ def main() -> None:
         # what dense training puts into its allreduce
         "bytes_per_step": num_parameters * 4,
     }
+    if power is not None:  # dense at first; then two factors of every matrix, and what is none whole
+        num_dense = num_parameters * min(power.start_powerSGD_iter, args.epochs * steps)
+        num_sent = num_dense + power.total_numel_after_compression
+        result["bytes_per_step"] = num_sent * 4 / (args.epochs * steps)
     mean = None if sync is None else sync.telemetry.mean
     if mean is not None:
         result |= {

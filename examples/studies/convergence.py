@@ -1,5 +1,7 @@
 """Accuracy of examples/pytorch_mnist.py on two real ranks, for every sparsifier, against dense.
 
+With DistributedDataParallel it is that of examples/ddp_digits.py, beside PyTorch's PowerSGD.
+
 scripts/convergence_study               run what is missing, then write the table
 scripts/convergence_study --only topk   these runs only
 scripts/convergence_study --again       measure anew
@@ -31,7 +33,7 @@ from studies import results
 __all__ = ["command", "main", "summary", "table", "variants"]
 
 FILE = results.MEASUREMENTS / "convergence.json"
-EXAMPLE = Path(__file__).parents[1] / "pytorch_mnist.py"
+EXAMPLES = Path(__file__).parents[1]
 DENSITY, SEEDS, SIZE = 0.01, (0, 1, 2), 2
 #: what makes no promise to converge at this density; docs/results.md says why
 UNPROMISING = ("hard_threshold", "randomk")
@@ -43,6 +45,8 @@ TRAININGS = {
 }
 #: also shown without the warm-up, and in Horovod's own optimizer with compression= alone ("drop-in")
 TWO, SMALL = ("exdyna", "topk"), "dense_below=1024"
+#: rows that are trained with DistributedDataParallel, and what is measured of PyTorch's own compression
+DDP, POWER_SGD = "DDP", {f"powersgd rank {rank}": f"powersgd:rank={rank}" for rank in (1, 4)}
 
 
 def variants() -> dict[str, list[str]]:
@@ -63,27 +67,43 @@ def variants() -> dict[str, list[str]]:
     for words, arguments in TRAININGS.items():
         for name in ("none", *TWO):
             rows[f"{name}, {words}"] = [*rows[name], *arguments]
+    behind = {name: rows[name] for name in ("none", *TWO)}
+    behind |= {name: ["--compression", text] for name, text in POWER_SGD.items()}
+    for name, arguments in behind.items():
+        rows[f"{name}, {DDP}"] = arguments
+        if name not in ("none", "topk"):
+            rows[f"{name}, {DDP}, no warm-up"] = [*arguments, "--warmup-epochs", "0"]
     return rows
 
 
 def dense_beside(variant: str) -> str:
-    """The row that a row is compared with: dense training, with the same optimizer and schedule.
+    """The row that a row is compared with: dense training, with the same engine, optimizer and schedule.
 
     Example:
-        >>> dense_beside("topk, Adam"), dense_beside("topk, drop-in")
-        ('none, Adam', 'none')
+        >>> dense_beside("topk, Adam"), dense_beside("topk, drop-in"), dense_beside("exdyna, DDP, no warm-up")
+        ('none, Adam', 'none', 'none, DDP')
     """
     _, _, words = variant.partition(", ")
+    if words.startswith(DDP):
+        return f"none, {DDP}"
     return f"none, {words}" if words in TRAININGS else "none"
 
 
 def command(variant: str, seed: int, json_file: str) -> list[str]:
     """One launch."""
-    launcher = ["horovodrun", "--gloo", "--log-level", "ERROR", "-np", str(SIZE)]
+    if dense_beside(variant) == f"none, {DDP}":
+        launcher = [
+            "torchrun",
+            "--standalone",
+            "--nproc-per-node",
+            str(SIZE),
+            str(EXAMPLES / "ddp_digits.py"),
+        ]
+    else:
+        launcher = ["horovodrun", "--gloo", "--log-level", "ERROR", "-np", str(SIZE), "python"]
+        launcher.append(str(EXAMPLES / "pytorch_mnist.py"))
     return [
         *launcher,
-        "python",
-        str(EXAMPLE),
         *variants()[variant],
         "--seed",
         str(seed),
@@ -171,9 +191,8 @@ def draw(result: dict[str, Any]) -> None:
     """Accuracy of every row, all seeds, and the band of one point below dense."""
     results.PICTURES.mkdir(parents=True, exist_ok=True)
     facts = summary(result)
-    order = [name for name in variants() if name in facts][::-1]
+    order = [name for name in variants() if name in facts and dense_beside(name) == "none"][::-1]
     figure, axes = plt.subplots(figsize=(8, 0.3 * len(order) + 1.2), layout="constrained")
-    order = [name for name in order if dense_beside(name) == "none"]
     dense = 100 * facts["none"]["mean"]
     axes.axvspan(dense - 1.0, dense, color="#1f5fbf", alpha=0.12, label="within 1 point of dense")
     for height, variant in enumerate(order):

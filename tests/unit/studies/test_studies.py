@@ -158,6 +158,10 @@ def test_every_algorithm_has_a_row() -> None:
         *("--compression", "exdyna", "--density", "0.01", "--stock"),
         *("--seed", "2", "--json", "out.json"),
     ]
+    behind = convergence.command("powersgd rank 4, DDP, no warm-up", 1, "out.json")
+    assert behind[:4] == ["torchrun", "--standalone", "--nproc-per-node", "2"]
+    assert Path(behind[4]).name == "ddp_digits.py"
+    assert behind[5:9] == ["--compression", "powersgd:rank=4", "--warmup-epochs", "0"]
 
 
 def test_accuracies_are_compared_with_dense() -> None:
