@@ -94,6 +94,21 @@ def check_count(argument: str, value: object, allowed: str = "", *, low: int = 1
         raise ArgumentError(argument, value, allowed or f"a whole number, {low} or more")
 
 
+def whole_number(text: str) -> int:
+    """What `int` makes of a text that a user wrote; -1 where it makes nothing of it.
+
+    "²" is a digit and no number, and a number may have too many digits: `str.isdigit` knows neither.
+
+    Example:
+        >>> whole_number(" 12 "), whole_number("²"), whole_number("1.5")
+        (12, -1, -1)
+    """
+    try:
+        return int(text)
+    except ValueError:
+        return -1
+
+
 def out_of_range(fields: object, **limits: tuple[float, float]) -> str:
     """Which field of a loaded state cannot have been saved; empty if none.
 

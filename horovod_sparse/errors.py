@@ -88,7 +88,7 @@ class HorovodMissingError(HorovodSparseError, ImportError):
         """
         return cls(
             f"{reason}. Horovod 0.28.1 does not build against today's PyTorch and TensorFlow as it is "
-            "published. In a clone of horovod_sparse, scripts/setup builds it (about three minutes, once) "
+            "published. In a clone of horovod_sparse, scripts/setup builds it (some minutes, once) "
             "and installs it into .venv. To build it for another environment: unpack Horovod's source "
             "distribution from PyPI, write 17 for 14 in set(CMAKE_CXX_STANDARD 14) of CMakeLists.txt and "
             "horovod/torch/CMakeLists.txt, for TensorFlow 2.18 and later delete the line with "

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from horovod_sparse.checks import whole_number
 from horovod_sparse.cli.console import console as make_console
 from horovod_sparse.cli.console import is_launched, plain_table, show
 from horovod_sparse.cli.options import density, read_recipe, time
@@ -60,9 +61,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _count(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
+    number = whole_number(text)
+    if number < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number, 1 or more")
-    return int(text)
+    return number
 
 
 def run(options: argparse.Namespace) -> int:

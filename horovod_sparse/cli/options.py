@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from horovod_sparse.checks import whole_number
 from horovod_sparse.cost import (
     HOST_NETWORK,
     AlphaBeta,
@@ -101,9 +102,10 @@ def density_or_auto(text: str) -> float | AutoDensity:
 
 def num_ranks(text: str) -> int:
     """A number of ranks from 2: one alone communicates nothing."""
-    if not text.strip().isdigit() or int(text) < 2:
+    number = whole_number(text)
+    if number < 2:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of ranks, 2 or more")
-    return int(text)
+    return number
 
 
 def several(read: Callable[[str], object]) -> Callable[[str], list[object]]:
@@ -242,9 +244,10 @@ def add_hosts(parser: argparse.ArgumentParser) -> None:
 
 def num_per_host(text: str) -> int:
     """A number of ranks from 1."""
-    if not text.strip().isdigit() or int(text) < 1:
+    number = whole_number(text)
+    if number < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of ranks, 1 or more")
-    return int(text)
+    return number
 
 
 def host_network_from(options: argparse.Namespace) -> AlphaBeta:

@@ -59,9 +59,18 @@ def let_horovod_give_up() -> None:
     For what no coroutine of ours waits for: TensorFlow's graphs, and Horovod's own collectives. What the user
     has set stays. Horovod 0.28.1 does so on MPI alone; on Gloo it sees no rank missing, and waits for ever.
     """
+    if seconds := seconds_of_horovod():
+        os.environ.setdefault(_STALL_VARIABLE, str(seconds))
+
+
+def seconds_of_horovod() -> int:
+    """After how long Horovod is told to give up, where the user says nothing of it; 0 for never.
+
+    Raises:
+        ArgumentError: if the environment's deadline is no number of 0 or more.
+    """
     seconds = deadline_of()
-    if math.isfinite(seconds):
-        os.environ.setdefault(_STALL_VARIABLE, str(math.ceil(seconds) + _LATER_SECONDS))
+    return math.ceil(seconds) + _LATER_SECONDS if math.isfinite(seconds) else 0
 
 
 class Deadline:
@@ -144,9 +153,9 @@ def asked_store(scope: str, key: str, value: bytes | None = None) -> bytes | Non
         value: to put; None gets it.
     """
     address, port = (os.environ.get(f"HOROVOD_GLOO_RENDEZVOUS_{name}", "") for name in ("ADDR", "PORT"))
-    if not address or not port.isdigit():
+    if not address or checks.whole_number(port) < 0:
         return None
-    url, method = f"http://{address}:{port}/{scope}/{key}", "GET" if value is None else "PUT"
+    url, method = f"http://{address}:{int(port)}/{scope}/{key}", "GET" if value is None else "PUT"
     with contextlib.suppress(urllib.error.URLError, OSError, ValueError):
         request = urllib.request.Request(url, data=value, method=method)
         with _DIRECTLY.open(request, timeout=_ANSWER_SECONDS) as answer:

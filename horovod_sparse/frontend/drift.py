@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from horovod_sparse.checks import whole_number
 from horovod_sparse.collectives import AllGather, Broadcast, Synchronization
 from horovod_sparse.errors import ArgumentError, DriftError
 from horovod_sparse.frontend.agreement import ranks_apart, shared_lines
@@ -141,7 +142,7 @@ def check_drift_arguments(check_every: int | None, on_drift: str | None) -> tupl
     name, every = "check_every", check_every
     if every is None:
         name, text = EVERY_VARIABLE, os.environ.get(EVERY_VARIABLE, "").strip()
-        every = (int(text) if text.isdigit() else -1) if text else _EVERY
+        every = whole_number(text) if text else _EVERY
     if isinstance(every, bool) or not isinstance(every, int) or every < 0:
         raise ArgumentError(name, os.environ.get(name, check_every), "a number of steps, or 0 for never")
     policy = on_drift if on_drift is not None else os.environ.get(POLICY_VARIABLE, "").strip() or RAISE

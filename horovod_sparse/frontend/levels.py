@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from horovod_sparse.checks import whole_number
 from horovod_sparse.collectives import ReduceScatter, Synchronization
 from horovod_sparse.cost import LevelChoice, choose_levels
 from horovod_sparse.errors import ArgumentError, UnknownNameError
@@ -76,9 +77,10 @@ def own_place(hvd: Any) -> tuple[str, int]:
     asked = os.environ.get(RANKS_VARIABLE, "").strip()
     if not asked:
         return f"host {hvd.cross_rank()}", int(hvd.local_rank())
-    if not asked.isdigit() or int(asked) < 1:
+    per_host = whole_number(asked)
+    if per_host < 1:
         raise ArgumentError(RANKS_VARIABLE, asked, "a number of ranks, from 1")
-    host, local = divmod(int(hvd.rank()), int(asked))
+    host, local = divmod(int(hvd.rank()), per_host)
     return f"host {host}", local
 
 
@@ -96,8 +98,8 @@ def assumed_topology(levels: str, hvd: Any, process_set: Any, choose: Choose) ->
     size = process_set.size()
     if size in (None, 1) or size != hvd.size():
         return None
-    per_host = int(os.environ.get(RANKS_VARIABLE, "").strip() or hvd.local_size())
     host, local = own_place(hvd)
+    per_host = int(os.environ.get(RANKS_VARIABLE, "").strip() or hvd.local_size())
     if per_host < 1 or size % per_host or host != f"host {hvd.rank() // per_host}":
         return None
     if local != hvd.rank() % per_host:

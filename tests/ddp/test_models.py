@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from horovod_sparse import ddp
-from support.replicas import same_on_all_replicas
+from support.replicas import in_small_buckets, same_on_all_replicas
 
 
 class _Net(torch.nn.Module):
@@ -93,11 +92,11 @@ def test_density_one_does_as_the_allreduce(shape, loop, views, rank):
         pytest.skip("a static graph has one forward and one backward pass in every step")
     torch.manual_seed(0)
     net = _Net(shape)
+    # PyTorch 2.3's own allreduce, without views, loses what no_sync gathered of a layer that is unused later
+    dense_views = views or (shape == "some" and loop == "no_sync")
     models = [
-        DistributedDataParallel(
-            copy.deepcopy(net), bucket_cap_mb=0.001, gradient_as_bucket_view=views, **SHAPES[shape]
-        )
-        for _ in range(2)
+        in_small_buckets(copy.deepcopy(net), 1024, gradient_as_bucket_view=as_views, **SHAPES[shape])
+        for as_views in (dense_views, views)
     ]
     optimizers = [torch.optim.SGD((p for p in m.parameters() if p.requires_grad), lr=0.01) for m in models]
     sync = ddp.attach(models[1], "topk:density=1.0", optimizers[1])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from horovod_sparse import ddp
 from support.linear import LinearModel
 from support.optimizers import gradients_of
 
-__all__ = ["Replica", "same_on_all_replicas"]
+__all__ = ["Replica", "in_small_buckets", "same_on_all_replicas"]
 
 
 class _Loss(LinearModel):
@@ -55,7 +56,7 @@ class Replica:
     ) -> None:
         self.net = _Loss(shapes, dtype)
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=lr)
-        self.model = DistributedDataParallel(self.net, bucket_cap_mb=bucket_bytes / 2**20, **arguments)
+        self.model = in_small_buckets(self.net, bucket_bytes, **arguments)
         self.sync: Any = None
         if compression is not None:
             self.sync = ddp.attach(self.model, compression, self.optimizer, plan=plan, **(attached or {}))
@@ -74,6 +75,15 @@ class Replica:
         """What this rank holds back, as a checkpoint has it."""
         saved = self.sync.state_dict()
         return saved["companions"][0] if saved["feedback"] == "lowpass" else saved["residuals"]
+
+
+def in_small_buckets(net: torch.nn.Module, bucket_bytes: int, **arguments: Any) -> DistributedDataParallel:
+    """A model in DistributedDataParallel, whose first bucket is as small as the others.
+
+    Older versions of PyTorch (2.3) give the first one a limit of its own, 1 MiB, whatever is asked for.
+    """
+    with mock.patch.object(dist, "_DEFAULT_FIRST_BUCKET_BYTES", bucket_bytes):
+        return DistributedDataParallel(net, bucket_cap_mb=bucket_bytes / 2**20, **arguments)
 
 
 def same_on_all_replicas(*tensors: torch.Tensor) -> bool:

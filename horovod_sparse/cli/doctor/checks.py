@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from horovod_sparse.checks import whole_number
 from horovod_sparse.cli.doctor.facts import SETTINGS, Finding, advice, good, problem
 from horovod_sparse.frontend.levels import RANKS_VARIABLE
 
@@ -54,7 +55,7 @@ def check_levels(everyone: Sequence[Facts], asked: str) -> Iterator[Finding]:
         asked: `levels` of the training.
     """
     settings = everyone[0]["settings"]
-    several = int(_number(settings.get(RANKS_VARIABLE), 0.0))
+    several = whole_number(settings.get(RANKS_VARIABLE, ""))
     counts: dict[object, int] = {}
     for rank, facts in enumerate(everyone):
         host = rank // several if several > 0 else facts["host"]
@@ -167,11 +168,12 @@ def is_own(name: str) -> bool:
 _HOROVOD = "0.28.1"
 
 
-def check_installation(facts: Facts) -> Iterator[Finding]:
-    """What is installed, and whether Horovod was built for it.
+def check_installation(facts: Facts, asked: str | None = None) -> Iterator[Finding]:
+    """What is installed, and whether Horovod was built for it; one problem at most is Horovod's.
 
     Args:
         facts: of `local_facts`.
+        asked: the framework to look at; any that works if None.
     """
     packages = facts["packages"]
     named = ", ".join(f"{name} {number}" for name, number in packages.items())
@@ -191,30 +193,7 @@ def check_installation(facts: Facts) -> Iterator[Finding]:
             f"horovod_sparse is tested with {_HOROVOD}",
             f"install {_HOROVOD}, or run scripts/test with yours",
         )
-    frameworks = {
-        "torch": "torch" in packages,
-        "tensorflow": "tensorflow" in packages or "tensorflow-cpu" in packages,
-    }
-    built = [name for name, there in facts["bindings"].items() if there]
-    variables = {"torch": "HOROVOD_WITH_PYTORCH=1", "tensorflow": "HOROVOD_WITH_TENSORFLOW=1"}
-    for name, installed in frameworks.items():
-        if installed and name not in built:
-            level = advice if built else problem
-            yield level(
-                "Horovod",
-                f"built without {name}, which is installed",
-                f"horovod_sparse.{name} cannot be imported",
-                f"build it with {variables[name]} (scripts/setup)",
-            )
-        if name in built and not installed:
-            yield advice(
-                "Horovod",
-                f"built for {name}, which is not installed",
-                f"horovod_sparse.{name} cannot be imported",
-                f"install {name}, in the version that Horovod was built with",
-            )
-    if built:
-        yield good("Horovod", f"built for {' and '.join(built)}")
+    yield from _bindings(facts, asked)
     if facts["numba"] is not None:
         yield problem(
             "kernels",
@@ -224,6 +203,46 @@ def check_installation(facts: Facts) -> Iterator[Finding]:
         )
     else:
         yield good("kernels", "host: numba" + ("; Triton is there for GPUs" if facts["triton"] else ""))
+
+
+def _bindings(facts: Facts, asked: str | None) -> Iterator[Finding]:
+    """Frameworks that are installed, and those that Horovod was built for."""
+    packages = facts["packages"]
+    names = {"torch": ("torch",), "tensorflow": ("tensorflow", "tensorflow-cpu")}
+    variables = {"torch": "HOROVOD_WITH_PYTORCH=1", "tensorflow": "HOROVOD_WITH_TENSORFLOW=1"}
+    built = [name for name in names if facts["bindings"][name]]
+    installed = [name for name, known in names.items() if any(package in packages for package in known)]
+    usable = [name for name in built if name in installed]
+    if not usable or (asked is not None and asked not in usable):
+        wanted = [asked] if asked is not None else installed or built or list(names)
+        missing = " or ".join(f"horovod_sparse.{name}" for name in wanted)
+        build = " ".join(variables[name] for name in wanted if name not in built)
+        yield problem(
+            "Horovod",
+            f"built for {' and '.join(built) or 'no framework'}; "
+            f"installed: {' and '.join(installed) or 'no framework'}",
+            f"{missing} cannot be imported",
+            f"build it with {build} (scripts/setup)"
+            if build
+            else f"install {' or '.join(wanted)}, in the version that Horovod was built with",
+        )
+        return
+    for name in names:
+        if name in installed and name not in built:
+            yield advice(
+                "Horovod",
+                f"built without {name}, which is installed",
+                f"horovod_sparse.{name} cannot be imported",
+                f"build it with {variables[name]} (scripts/setup)",
+            )
+        if name in built and name not in installed:
+            yield advice(
+                "Horovod",
+                f"built for {name}, which is not installed",
+                f"horovod_sparse.{name} cannot be imported",
+                f"install {name}, in the version that Horovod was built with",
+            )
+    yield good("Horovod", f"built for {' and '.join(built)}")
 
 
 def check_launch(facts: Facts) -> Iterator[Finding]:
@@ -313,7 +332,7 @@ def check_settings(facts: Facts) -> Iterator[Finding]:
             "a rank that fails leaves the others waiting, and nothing says for what",
             "unset it",
         )
-    elif _number(settings.get("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"), 0.0) <= 0.0:
+    elif (after := _number(settings.get("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"), facts["gives_up"])) <= 0.0:
         warned = _number(settings.get("HOROVOD_STALL_CHECK_TIME_SECONDS"), 60.0)
         yield advice(
             "stall check",
@@ -322,7 +341,6 @@ def check_settings(facts: Facts) -> Iterator[Finding]:
             "set HOROVOD_STALL_SHUTDOWN_TIME_SECONDS, to 300 for instance",
         )
     else:
-        after = _number(settings.get("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"), 0.0)
         yield good("stall check", f"ends a run after {after:g} s")
     if settings.get("HOROVOD_FUSION_THRESHOLD") == "0":
         yield advice(

@@ -92,8 +92,8 @@ def run(options: argparse.Namespace) -> int:
     recipe.refuse_auto("doctor")
     model = None if options.model is None else read_model(options.model)
     facts = local_facts()
-    findings: list[Finding] = []
     ranks: Ranks | None = None
+    missing = ""
     try:
         framework = usable_framework(options.framework)
         if facts["launched"]:
@@ -103,19 +103,21 @@ def run(options: argparse.Namespace) -> int:
             everyone = [{**facts, **build_facts(framework)}]
     except HorovodMissingError as error:
         # a rank without Horovod cannot tell the others; what the rest of the launch does is the launcher's
-        everyone = []
-        if "horovod" in facts["packages"]:  # otherwise what is installed says so
-            do = "scripts/setup in a clone of horovod_sparse builds it"
-            why = "nothing can be synchronized"
-            findings.append(problem("Horovod", str(error).partition(". ")[0], why, do))
+        everyone, missing = [], str(error).partition(". ")[0]
     try:
         profile = _profile(options.profile, ranks)
         asked = _Asked(recipe, merging, model, profile, options.levels)
         facts = everyone[0] if everyone else facts
-        findings += _findings(facts, everyone, asked, ranks)
+        findings = [*check_installation(facts, options.framework), *check_settings(facts)]
+        if everyone:
+            findings += _findings(facts, everyone, asked, ranks)
     finally:
         if ranks is not None:
             ranks.end()
+    known = any(finding.level == "problem" and finding.topic == "Horovod" for finding in findings)
+    if missing and not known:  # it is there, built, and cannot be loaded
+        do = "scripts/setup in a clone of horovod_sparse builds it"
+        findings.append(problem("Horovod", missing, "nothing can be synchronized", do))
     if ranks is None or ranks.rank == 0:
         console = make_console()
         show(console, "horovod-sparse doctor", "bold")
@@ -135,11 +137,8 @@ def _profile(path: str | None, ranks: Ranks | None) -> Profile | None:
 def _findings(
     facts: Mapping[str, Any], everyone: Sequence[Mapping[str, Any]], asked: _Asked, ranks: Ranks | None
 ) -> list[Finding]:
-    """All findings; the same on every rank, since all look at the facts of all."""
-    found = [*check_installation(facts), *check_settings(facts)]
-    if not everyone:
-        return found
-    found += [*check_launch(facts), *check_threads(everyone), *check_levels(everyone, asked.levels)]
+    """What is found of a Horovod that works; the same on every rank, since all look at the facts of all."""
+    found = [*check_launch(facts), *check_threads(everyone), *check_levels(everyone, asked.levels)]
     found += check_differences(everyone)
     num_rounds = len(asked.sparsifier.rounds(max(2, facts["size"])))
     profile, more = _usable_profile(facts, asked)

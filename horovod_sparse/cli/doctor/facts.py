@@ -22,6 +22,7 @@ from horovod_sparse.cli.ranks import Ranks, bindings
 from horovod_sparse.collectives import AllGather, Synchronization
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.frontend.calibration.collectives import Stopwatch
+from horovod_sparse.frontend.deadline import seconds_of_horovod
 
 _PACKAGES = (
     "horovod-sparse",
@@ -49,6 +50,9 @@ SETTINGS = (
     "HOROVOD_HIERARCHICAL_ALLREDUCE",
     "HOROVOD_LOG_LEVEL",
     "HOROVOD_NUM_NCCL_STREAMS",
+    "HOROVOD_SPARSE_CHECK_EVERY",
+    "HOROVOD_SPARSE_DEADLINE_SECONDS",
+    "HOROVOD_SPARSE_ON_DRIFT",
     "HOROVOD_SPARSE_RANKS_PER_HOST",
     "HOROVOD_SPARSE_TENSOR_SELECTION",
     "HOROVOD_SPARSE_TRANSPORT",
@@ -79,6 +83,8 @@ def local_facts() -> dict[str, Any]:
         "bindings": bindings(),
         "launched": is_launched(),
         "settings": {name: value for name, value in os.environ.items() if name.startswith("HOROVOD_")},
+        # what horovod_sparse sets when it is imported, where nothing else is said
+        "gives_up": seconds_of_horovod(),
         "threads": {name: os.environ[name] for name in _THREADS if name in os.environ},
         # launchers bind ranks to cores; who shares them is known by host, whose name need not travel
         "affinity": sorted(os.sched_getaffinity(0)),

@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from horovod_sparse.checks import whole_number
 from horovod_sparse.cli.console import console as make_console
 from horovod_sparse.cli.console import show
 from horovod_sparse.cli.model import FORMAT, add_step, read_model
@@ -67,9 +68,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _elements(text: str) -> int:
-    if not text.strip().isdigit() or int(text) < 1:
+    number = whole_number(text)
+    if number < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of elements, 1 or more")
-    return int(text)
+    return number
 
 
 def run(options: argparse.Namespace) -> int:

@@ -42,6 +42,7 @@ def test_every_subcommand_has_help(name, capsys):
         (["plan", *TABLE, "--bandwidth", "10parsec"], "25gbit"),
         (["simulate", *TABLE, "--ranks", "2,one"], "'one'"),
         (["simulate", *TABLE, "--elements", "0,5"], "'0'"),
+        (["plan", *TABLE, "--ranks", "²"], "no number of ranks"),
     ],
 )
 def test_arguments_of_the_wrong_kind_end_with_2(arguments, words, capsys):

@@ -38,6 +38,7 @@ def facts(**changes) -> dict:
         "bindings": {"torch": True, "tensorflow": False},
         "launched": True,
         "settings": {},
+        "gives_up": 330,
         "affinity": list(range(8)),
         "host": "a",
         "numba": None,
@@ -127,7 +128,9 @@ def test_threads_are_counted_against_the_cores_of_a_host():
     [
         ({"AUTOTUNE": "1"}, "autotune", "advice"),
         ({"AUTOTUNE": "0"}, "autotune", "good"),
-        ({}, "stall check", "advice"),
+        ({}, "stall check", "good"),
+        ({"STALL_SHUTDOWN_TIME_SECONDS": "0"}, "stall check", "advice"),
+        ({"SPARSE_DEADLINE_SECOND": "9"}, "settings", "advice"),
         ({"STALL_CHECK_DISABLE": "1", "STALL_SHUTDOWN_TIME_SECONDS": "9"}, "stall check", "advice"),
         ({"FUSION_THRESHOLD": "0"}, "fusion", "advice"),
         ({"TIMELINE": "here.json"}, "timeline", "advice"),
@@ -137,6 +140,13 @@ def test_threads_are_counted_against_the_cores_of_a_host():
 )
 def test_settings_that_are_wrong_are_found(values, topic, level):
     assert levels(check_settings(settings(**values)))[topic] == level
+
+
+@pytest.mark.parametrize(("deadline", "level"), [("", "good"), ("0", "advice")])
+def test_what_the_package_tells_horovod_counts(monkeypatch, deadline, level):
+    monkeypatch.setenv("HOROVOD_SPARSE_DEADLINE_SECONDS", deadline)
+    monkeypatch.delenv("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", raising=False)
+    assert levels(check_settings(local_facts()))["stall check"] == level
 
 
 def test_what_launchers_set_is_no_misspelling():
@@ -288,6 +298,40 @@ def test_a_missing_horovod_is_said_once(capsys, monkeypatch):
     assert capsys.readouterr().out.count("not installed") == 1
 
 
+BOTH = {"torch": "2.13.0", "tensorflow": "2.21.0"}
+
+
+@pytest.mark.parametrize(
+    ("packages", "built", "asked"),
+    [
+        (BOTH, "", None),
+        (BOTH, "", "torch"),
+        (BOTH, "torch", "tensorflow"),
+        (BOTH, "torch", None),  # its library is there, and cannot be loaded
+        ({}, "torch", None),
+        ({}, "", None),
+        ({"tensorflow-cpu": "2.21.0"}, "torch", None),
+        ({"torch": "2.13.0"}, "torch tensorflow", "tensorflow"),
+    ],
+)
+def test_a_horovod_that_cannot_be_imported_is_one_problem(capsys, monkeypatch, packages, built, asked):
+    def missing(asked):
+        raise HorovodMissingError("horovod cannot be imported (undefined symbol). Build it")
+
+    found = doctor.local_facts() | facts(
+        packages={"horovod": "0.28.1", **packages},
+        bindings={name: name in built.split() for name in ("torch", "tensorflow")},
+        launched=False,
+    )
+    monkeypatch.setattr(doctor, "usable_framework", missing)
+    monkeypatch.setattr(doctor, "local_facts", lambda: found)
+    assert main(["doctor", *(["--framework", asked] if asked else [])]) == 1
+    text = capsys.readouterr().out
+    assert text.count("x Horovod:") == 1
+    assert text.count("! Horovod:") == (1 if (built, asked) == ("torch", None) and packages == BOTH else 0)
+    assert "1 problem," in text
+
+
 @pytest.mark.parametrize(
     ("hosts", "asked", "level"),
     [
@@ -308,3 +352,9 @@ def test_hosts_of_several_ranks_are_found(hosts, asked, level):
 def test_ranks_that_count_as_hosts_are_found():
     told = facts(settings={"HOROVOD_SPARSE_RANKS_PER_HOST": "2"})
     assert levels(check_levels([told] * 4, "flat"))["levels"] == "advice"
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", "two", "²"])
+def test_a_number_of_ranks_that_is_none_counts_no_hosts(text):
+    told = facts(settings={"HOROVOD_SPARSE_RANKS_PER_HOST": text})
+    assert not levels(check_levels([told] * 4, "flat"))

@@ -101,7 +101,7 @@ def test_ranks_that_join_later_compare_after_the_same_steps() -> None:
     assert DriftCheck(0, "raise", Telemetry()).next_step == float("inf")
 
 
-@pytest.mark.parametrize("given", ["ten", "-1", "1.5"])
+@pytest.mark.parametrize("given", ["ten", "-1", "1.5", "²", "9" * 5000])
 def test_what_the_environment_says_is_checked(monkeypatch: pytest.MonkeyPatch, given: str) -> None:
     monkeypatch.setenv("HOROVOD_SPARSE_CHECK_EVERY", given)
     with pytest.raises(ArgumentError, match="HOROVOD_SPARSE_CHECK_EVERY"):
