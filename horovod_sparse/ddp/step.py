@@ -143,8 +143,6 @@ class Synchronizer(Training):
         failure: BaseException | None = None
         errors: list[BaseException] = []
         try:
-            if isinstance(self.recipe.feedback, MomentumCorrection) and self.optimizer is not None:
-                refuse_later_momentum(self.recipe, self.optimizer.param_groups)
             if not self._is_agreed:
                 self._agree(communicator, layout)
                 self.drift.restart(self.step)
@@ -152,6 +150,9 @@ class Synchronizer(Training):
                 streams.meet()
             self._take(self._pieces)
             errors = self._wait(communicator)
+            # not before: what the thread is about to fold in cannot be taken back
+            if isinstance(self.recipe.feedback, MomentumCorrection) and self.optimizer is not None:
+                refuse_later_momentum(self.recipe, self.optimizer.param_groups)
             if errors and self._loss_scale.scaler is None and self.poison.repeats(errors):
                 drop = any(self.poison.drops(errors, one) for one in self.mates)
                 for part in self.parts:
@@ -162,7 +163,6 @@ class Synchronizer(Training):
                 self._check_drift(communicator)
         except HorovodSparseError as error:
             failure = error
-            self._wait(communicator)  # what the thread is about to fold in cannot be taken back before
         except BaseException:
             self._give_up()
             raise

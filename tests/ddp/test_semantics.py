@@ -427,6 +427,7 @@ def test_a_plan_that_does_not_fit_raises_on_all_ranks(rank):
     replica = Replica(SHAPES, "topk:density=0.1", plan=Plan((("first",),)))
     with pytest.raises(ArgumentError, match="nothing for"):
         replica.model(gradients(rank, 0)).backward()
+    assert not any(parameter.grad.any() for parameter in replica.net.parameters())
 
 
 def test_a_step_of_a_part_of_the_ranks(rank, size):
