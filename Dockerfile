@@ -17,7 +17,7 @@ RUN apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-ins
 WORKDIR /opt/horovod_sparse
 COPY . .
 # the cache holds the wheel of Horovod once more: not in the image
-RUN scripts/setup ${OPTIONS} && rm -rf /root/.cache
+RUN scripts/setup ${OPTIONS} && rm -rf ~/.cache
 
 ENV PATH=/opt/horovod_sparse/.venv/bin:$PATH VIRTUAL_ENV=/opt/horovod_sparse/.venv \
     OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1

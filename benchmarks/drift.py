@@ -10,9 +10,7 @@ import argparse
 import json
 import os
 import platform
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,12 +21,13 @@ for _variable in ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS"):
 
 import numpy as np  # noqa: E402
 
+from benchmarks.common.launched import launched  # noqa: E402
 from benchmarks.common.options import command_line, count  # noqa: E402
 from benchmarks.common.samples import spread  # noqa: E402
 
 #: largest share of a step that the check may take, spread over the steps between two of them
 _BUDGET, _EVERY = 0.01, 1000
-_PARAMETERS, _NUM_WARMUP, _TIMEOUT_S = 160, 2, 300
+_PARAMETERS, _NUM_WARMUP = 160, 2
 
 
 def _measure(options: argparse.Namespace) -> dict[str, Any] | None:
@@ -80,19 +79,6 @@ def _measure(options: argparse.Namespace) -> dict[str, Any] | None:
     }
 
 
-def _launch(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, Any]:
-    """The same command on several ranks of this machine."""
-    with tempfile.TemporaryDirectory(prefix="horovod_sparse_bench") as folder:
-        answered = Path(folder) / "result.json"
-        launcher = Path(sys.executable).with_name("horovodrun")
-        command = [str(launcher), "--gloo", "--disable-cache", "-np", str(options.ranks), sys.executable]
-        command += ["-m", "benchmarks.drift", *arguments, "--json", str(answered)]
-        quiet: Any = {"stdout": subprocess.DEVNULL, "stdin": subprocess.DEVNULL}
-        subprocess.run(command, timeout=_TIMEOUT_S, check=True, **quiet)
-        result: dict[str, Any] = json.loads(answered.read_text())
-        return result
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures and prints.
 
@@ -117,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if result is None:
         return 0
     if not is_rank:
-        result |= _launch(options, given)
+        result |= launched("benchmarks.drift", options.ranks, given)
         for name, values in result["ms"].items():
             print(f"{name:6} {values['median']:8.2f} ms  ({values['low']:.2f}, {values['high']:.2f})")
         print(f"every {_EVERY} steps: {100 * result['share']:.4f} % of a step")

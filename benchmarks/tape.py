@@ -12,9 +12,7 @@ import argparse
 import json
 import os
 import platform
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,12 +25,13 @@ os.environ["HOROVOD_SPARSE_TENSOR_SELECTION"] = "all"  # what is asked for is me
 
 import numpy as np  # noqa: E402
 
+from benchmarks.common.launched import launched  # noqa: E402
 from benchmarks.common.options import command_line, count  # noqa: E402
 from benchmarks.common.samples import spread  # noqa: E402
 
 #: milliseconds that the tape may add
 _BUDGET_MS = 2.0
-_BATCH, _NUM_WARMUP, _TIMEOUT_S = 16, 5, 300
+_BATCH, _NUM_WARMUP = 16, 5
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -155,26 +154,6 @@ def _measure(options: argparse.Namespace) -> dict[str, Any] | None:
     }
 
 
-def _launch(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, Any]:
-    """The same command on several ranks of this machine."""
-    with tempfile.TemporaryDirectory(prefix="horovod_sparse_bench") as folder:
-        answered = Path(folder) / "result.json"
-        launcher = Path(sys.executable).with_name("horovodrun")
-        subprocess.run(
-            [
-                *(str(launcher), "--gloo", "--disable-cache", "-np", str(options.ranks)),
-                *(sys.executable, "-m", "benchmarks.tape", *arguments),
-                *("--json", str(answered)),
-            ],
-            stdout=subprocess.DEVNULL,
-            stdin=subprocess.DEVNULL,
-            timeout=_TIMEOUT_S,
-            check=True,
-        )
-        result: dict[str, Any] = json.loads(answered.read_text())
-        return result
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures and prints.
 
@@ -188,7 +167,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _arguments(given)
     is_rank = "HOROVOD_RANK" in os.environ
     if options.ranks > 1 and not is_rank:
-        result: dict[str, Any] | None = {"command": command_line("tape", given), **_launch(options, given)}
+        result: dict[str, Any] | None = {
+            "command": command_line("tape", given),
+            **launched("benchmarks.tape", options.ranks, given),
+        }
     else:
         result = _measure(options)
     if result is None:

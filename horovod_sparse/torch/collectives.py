@@ -188,7 +188,7 @@ class _Renumbered:
 def _scatter_sum(request: ReduceScatter, name: str, process_set: Any, ranks: Sequence[int]) -> Handle:
     """A reduce-scatter among some ranks: each sends the others their parts, and adds up its own, in order.
 
-    Horovod has one, too. On the host it is slower than its all-to-all, over Gloo by four times.
+    Horovod has one, too. On the host it is slower than its all-to-all.
     """
     tensor, answer = _reducible(request.buffer)
     splits = torch.zeros(process_set.size(), dtype=torch.int32)
