@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
+
+from horovod_sparse.cost.fitting import Fit
 from horovod_sparse.cost.formulas import TYPICAL_SELECTION, assumed_profile
-from horovod_sparse.cost.model import CostModel, communication_of
+from horovod_sparse.cost.model import CostModel
 from horovod_sparse.cost.times import AffineTime, AlphaBeta
 from horovod_sparse.sparsifiers import Sparsifier
 
@@ -21,7 +25,7 @@ ROUND_SECONDS = 2.5e-4
 #: of a bucket, whatever is in it: its coroutine, its messages, and that it begins with its last gradient
 BUCKET_SECONDS = 5e-4
 #: a device folds and selects at its memory's rate, not at that of one core
-_DEVICE_SELECTION = AffineTime(1e-4, 3e-11)
+_DEVICE_SELECTION = Fit(1e-4, 3e-11)
 
 
 def assumed_cost(
@@ -32,6 +36,7 @@ def assumed_cost(
     on_device: bool = False,
     on_mpi: bool = False,
     cycle_seconds: float = 1e-3,
+    per_host: int = 1,
 ) -> CostModel:
     """What is known of a cluster before its first step.
 
@@ -45,9 +50,10 @@ def assumed_cost(
         on_device: whether gradients are on an accelerator.
         on_mpi: whether messages between two ranks can go beside Horovod, and wait for no cycle.
         cycle_seconds: Horovod's cycle time.
+        per_host: L, where gradients are summed within hosts of so many ranks first.
 
     Raises:
-        ArgumentError: if P is below 2.
+        ArgumentError: if P is below 2, or no multiple of L.
 
     Example:
         >>> from horovod_sparse.sparsifiers import ExDyna
@@ -57,18 +63,31 @@ def assumed_cost(
         >>> sparse > near.dense.seconds(720_000), sparse < far.dense.seconds(720_000)
         (True, True)
     """
-    network = BETWEEN_HOSTS
-    if one_host:
-        network = BETWEEN_DEVICES if on_device else IN_MEMORY
-    waiting = AffineTime(cycle_seconds + ROUND_SECONDS)
-    formulas = assumed_profile(network, size).collectives
-    times = {
-        kind: fit.time() if on_mpi and kind == "exchange" else fit.time() + waiting
-        for kind, fit in formulas.items()
-    }
-    selection = _DEVICE_SELECTION if on_device else TYPICAL_SELECTION.time()
-    return CostModel(
-        selection=selection + AffineTime(BUCKET_SECONDS),
-        communication=communication_of(sparsifier, size, times),
-        dense=times["allreduce"],
+    inside = BETWEEN_DEVICES if on_device else IN_MEMORY
+    formulas = assumed_profile(
+        inside if one_host else BETWEEN_HOSTS,
+        size,
+        selection=_DEVICE_SELECTION if on_device else TYPICAL_SELECTION,
+        per_host=per_host,
+        host_network=inside,
+    )
+
+    def waiting(fits: Mapping[str, Fit], by_pairs: tuple[str, ...]) -> dict[str, Fit]:
+        wait = cycle_seconds + ROUND_SECONDS
+        return {
+            kind: fit
+            if on_mpi and kind in by_pairs
+            else dataclasses.replace(fit, fixed_seconds=fit.fixed_seconds + wait)
+            for kind, fit in fits.items()
+        }
+
+    profile = dataclasses.replace(
+        formulas,
+        collectives=waiting(formulas.collectives, ("exchange",)),
+        # of one level all messages are between pairs of ranks
+        levels={level: waiting(fits, tuple(fits)) for level, fits in formulas.levels.items()},
+    )
+    cost = profile.cost(sparsifier, levels="flat" if per_host == 1 else "host")
+    return dataclasses.replace(
+        cost, selection=profile.work(sparsifier, size // per_host, per_host) + AffineTime(BUCKET_SECONDS)
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from horovod_sparse.checks import check_count
@@ -257,7 +257,8 @@ class LevelChoice:
     Attributes:
         levels: "flat", or "host".
         reason: in words.
-        flat_seconds: of one synchronization of everything as one bucket, selection included.
+        flat_seconds: of one synchronization of everything as one bucket, selection included; or of an
+            iteration, where plans were compared.
         host_seconds: the same with two levels; infinite where they cannot be.
     """
 
@@ -304,17 +305,45 @@ def choose_levels(
     if profile is None:
         network = network or AlphaBeta()
         profile = assumed_profile(network, size, per_host=per_host, cycle_seconds=cycle_seconds)
-    scaled = profile_at(profile, size)
-    known = bool(scaled.levels) and scaled.per_host == per_host
-    profile = scaled if known else with_levels(scaled, per_host)
-    stands_on = "by the profile" if known else "by the profile, and by formulas within hosts"
-    if profile.framework == _FORMULAS:
-        stands_on = "by formulas"
+    known = with_levels(profile_at(profile, size), per_host)
 
     def seconds(levels: Levels) -> float:
-        cost = profile.cost(sparsifier, levels=levels)
+        cost = known.cost(sparsifier, levels=levels)
         return float(cost.selection.seconds(num_elements) + cost.communication.seconds(num_elements))
 
+    return faster_levels(seconds, sparsifier, profile, num_hosts, per_host)
+
+
+def faster_levels(
+    seconds: Callable[[Levels], float],
+    sparsifier: Sparsifier,
+    profile: Profile,
+    num_hosts: int,
+    per_host: int,
+    what: str = "",
+) -> LevelChoice:
+    """The faster number of levels, by what each takes.
+
+    Args:
+        seconds: tells that.
+        sparsifier: of the buckets.
+        profile: that the times stand on, as it was given.
+        num_hosts: N.
+        per_host: L, 2 or more.
+        what: takes so long, in words.
+
+    Example:
+        >>> from horovod_sparse.sparsifiers import TopK
+        >>> profile = assumed_profile(AlphaBeta(), 4)
+        >>> times = {"flat": 0.002, "host": 0.001}
+        >>> faster_levels(times.get, TopK(), profile, 2, 2, "an iteration: ").reason
+        '2 hosts of 2 ranks: an iteration: 1 ms with two levels, 2 ms flat, by formulas'
+    """
+    stands_on = "by the profile"
+    if profile.framework == _FORMULAS:
+        stands_on = "by formulas"
+    elif not profile.levels or profile.per_host != per_host:
+        stands_on = "by the profile, and by formulas within hosts"
     flat = seconds("flat")
     try:
         host = seconds("host")
@@ -324,7 +353,7 @@ def choose_levels(
         )
     chosen: Levels = "host" if host < flat else "flat"
     times = f"{1e3 * host:.3g} ms with two levels, {1e3 * flat:.3g} ms flat"
-    reason = f"{num_hosts} hosts of {per_host} ranks: {times}, {stands_on}"
+    reason = f"{num_hosts} hosts of {per_host} ranks: {what}{times}, {stands_on}"
     return LevelChoice(chosen, reason, flat, host)
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from horovod_sparse.cost import CostModel, Profile
+from horovod_sparse.cost import CostModel, Profile, profile_at, with_levels
 from horovod_sparse.frontend.calibration.backward_times import BackwardTimes
 from horovod_sparse.frontend.plan_request import whole_parameters
 from horovod_sparse.merging import ParameterFacts, Plan, Workload, predict
 from horovod_sparse.sparsifiers import Sparsifier
+from horovod_sparse.topology import Topology
 
 #: buckets that a probe must have more than the plan in use: from fewer nothing can be told
 _FEWEST_MORE = 16
@@ -18,7 +19,11 @@ _HALVINGS = 12
 
 
 def measured_step(
-    profile: Profile, parameters: Sequence[ParameterFacts], sparsifier: Sparsifier, size: int
+    profile: Profile,
+    parameters: Sequence[ParameterFacts],
+    sparsifier: Sparsifier,
+    size: int,
+    topology: Topology | None = None,
 ) -> tuple[Workload, CostModel]:
     """A step of the model, and what its buckets cost, as a complete profile says.
 
@@ -27,6 +32,8 @@ def measured_step(
         parameters: of the model; gradients come in the profile's order, whatever order these stand in.
         sparsifier: that the buckets have.
         size: P, where it is applied.
+        topology: which ranks share a host, where gradients are summed within hosts first. What the profile
+            does not say of it comes from formulas.
 
     Returns:
         What `predict` and all strategies take.
@@ -40,7 +47,10 @@ def measured_step(
     seconds = profile.backward_of([parameter.name for parameter in ordered])
     workload = Workload(ordered, seconds, profile.forward_seconds, whole_parameters(parameters))
     # Horovod sends what waits at the same time as one
-    return workload, profile.cost(sparsifier, size, fuse_sparse=True)
+    if topology is None or topology.per_host == 1:
+        return workload, profile.cost(sparsifier, size, fuse_sparse=True)
+    of_hosts = with_levels(profile_at(profile, size), topology.per_host)
+    return workload, of_hosts.cost(sparsifier, levels="host", fuse_sparse=True)
 
 
 def probe_of(current: Plan) -> Plan | None:
@@ -70,6 +80,7 @@ def corrected(
     sparsifier: Sparsifier,
     size: int,
     selection_too: bool = True,
+    topology: Topology | None = None,
 ) -> Profile:
     """A profile by which the measured iterations come out as long as they were.
 
@@ -87,13 +98,14 @@ def corrected(
         sparsifier: that the buckets have.
         size: P, here.
         selection_too: False where times of selection were given, and are not to be changed.
+        topology: see `measured_step`.
 
     Raises:
         ProfileMismatchError: if the profile lacks something.
     """
 
     def seconds(made: Profile, plan: Plan) -> float:
-        workload, cost = measured_step(made, parameters, sparsifier, size)
+        workload, cost = measured_step(made, parameters, sparsifier, size, topology)
         return predict(workload, plan, cost).iteration_seconds
 
     def slower(extra: float) -> Profile:

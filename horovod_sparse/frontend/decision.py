@@ -10,7 +10,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from horovod_sparse.collectives import Synchronization
-from horovod_sparse.cost import CostModel, Profile, assumed_cost, check_same_profile
+from horovod_sparse.cost import (
+    CostModel,
+    LevelChoice,
+    Levels,
+    Profile,
+    assumed_cost,
+    check_same_profile,
+    faster_levels,
+)
 from horovod_sparse.errors import ProfileMismatchError
 from horovod_sparse.frontend.agreement import shared_lines
 from horovod_sparse.frontend.calibration import QUICK, Extent, Where, calibration
@@ -35,6 +43,7 @@ from horovod_sparse.merging import (
     single,
 )
 from horovod_sparse.sparsifiers import Sparsifier
+from horovod_sparse.topology import Topology
 
 _log = logging.getLogger("horovod_sparse")
 
@@ -144,6 +153,7 @@ def decide(
             memory=memory,
             dtype=dtype,
             starting_seconds=starting_seconds,
+            topology=where.topology,
         )
     else:
         profile = request.profile
@@ -160,7 +170,8 @@ def decide(
             # in those iterations as much was sent as was asked for then
             then = next((one for one in (current_density, current.density) if one is not None), None)
             as_sent = sparsifier if then is None else dataclasses.replace(sparsifier, density=then)
-            profile = corrected(profile, measured, current, parameters, as_sent, where.size, own)
+            given = current, parameters, as_sent, where.size, own, where.topology
+            profile = corrected(profile, measured, *given)
     decision, failure = None, None
     if where.rank == 0:
         try:
@@ -207,7 +218,7 @@ def plan_by_times(
 
     def step(density: float) -> tuple[Workload, CostModel]:
         chosen = dataclasses.replace(sparsifier, density=density)
-        return measured_step(profile, parameters, chosen, where.size)
+        return measured_step(profile, parameters, chosen, where.size, where.topology)
 
     def plan_at(density: float) -> Plan:
         workload, cost = step(density)
@@ -227,6 +238,42 @@ def plan_by_times(
     workload, cost = step(density)
     plan.check(workload.parameters)
     return Decision(plan, request.describe(), _predicted(workload, plan, cost), profile, reason)
+
+
+def levels_by_plan(
+    request: PlanRequest,
+    parameters: Sequence[ParameterFacts],
+    sparsifier: Sparsifier,
+    num_hosts: int,
+    per_host: int,
+) -> LevelChoice:
+    """Which levels ``levels="auto"`` comes to where a profile says all: those of the shorter iteration.
+
+    Each is predicted under the plan that is made for it, as `plan_by_times` makes it; needs no collective.
+
+    Args:
+        request: what is wanted, complete.
+        parameters: of the model.
+        sparsifier: that the buckets have.
+        num_hosts: N.
+        per_host: L.
+    """
+    profile = request.profile
+    if per_host == 1:
+        return LevelChoice("flat", "every host has one rank")
+    if profile is None:
+        raise ProfileMismatchError("there is no profile to compare levels by")
+
+    def seconds(levels: Levels) -> float:
+        topology = Topology.regular(num_hosts, per_host) if levels == "host" else None
+        size = num_hosts * per_host
+        where = Where(
+            0, size, profile.framework, profile.controller, profile.cycle_seconds, topology=topology
+        )
+        plain = dataclasses.replace(request, profile=None)  # whose differences are told elsewhere
+        return plan_by_times(plain, where, parameters, sparsifier, profile).predicted_seconds["taken"]
+
+    return faster_levels(seconds, sparsifier, profile, num_hosts, per_host, "an iteration: ")
 
 
 @dataclass(frozen=True)
@@ -307,6 +354,7 @@ def _by_formulas(
         on_device=on_device,
         on_mpi=where.controller == "mpi",
         cycle_seconds=where.cycle_seconds,
+        per_host=1 if where.topology is None else where.topology.per_host,
     )
     kept, choices = leave_losing_buckets(plan, parameters, cost)
     lost = [choice for choice in choices if choice.dense]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -18,9 +17,10 @@ import numpy as np
 from horovod_sparse.checks import whole_number
 from horovod_sparse.collectives import ReduceScatter, Synchronization
 from horovod_sparse.cost import LevelChoice, choose_levels
-from horovod_sparse.errors import ArgumentError, UnknownNameError
+from horovod_sparse.errors import ArgumentError, ProfileMismatchError, UnknownNameError
 from horovod_sparse.feedback import HostBucket
 from horovod_sparse.frontend.agreement import shared_lines
+from horovod_sparse.frontend.decision import levels_by_plan
 from horovod_sparse.frontend.plan_request import PlanRequest
 from horovod_sparse.merging import ParameterFacts
 from horovod_sparse.sparsifiers import Sparsifier
@@ -55,14 +55,25 @@ def by_cost(
 ) -> Choose:
     """What chooses by the cost model: with the profile that was given, or by formulas.
 
+    Where plans are made by that profile, by iterations under them; else by all of the model as one bucket.
+
     Args:
         sparsifier: of the buckets.
         parameters: of the model.
         request: how plans are made; None where times decide nothing.
     """
-    profile = None if request is None else request.profile
+    profile, parameters = None if request is None else request.profile, list(parameters)
     n = max(1, sum(parameter.num_elements for parameter in parameters))
-    return partial(choose_levels, sparsifier, n, profile=profile)
+
+    def choose(num_hosts: int, per_host: int) -> LevelChoice:
+        try:
+            if request is not None and request.measures and request.complete:
+                return levels_by_plan(request, parameters, sparsifier, num_hosts, per_host)
+            return choose_levels(sparsifier, n, num_hosts, per_host, profile=profile)
+        except ProfileMismatchError as error:
+            return LevelChoice("flat", f"the profile cannot tell ({error})")
+
+    return choose
 
 
 def own_place(hvd: Any) -> tuple[str, int]:

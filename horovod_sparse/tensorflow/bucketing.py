@@ -169,7 +169,11 @@ class Bucketing:
         self._recipe.rules.hint(facts)
         if self._num_plans == 0:
             arguments, sparsifier = self._given_for(new), self._recipe.sparsifier
-            first = planning.planned(facts, sparsifier, self._process_set, self.request, arguments)
+            parameters, request = [fact for fact, _ in facts.values()], self.request
+            first = planning.planned(
+                *(facts, sparsifier, self._process_set, request, arguments),
+                lambda: self._assumed(by_cost(sparsifier, parameters, request)),
+            )
             plan, self.decision, self.request = first.plan, first.decision, first.request
             self.selection = first.selection
             self.label = label
@@ -179,8 +183,7 @@ class Bucketing:
             plan = planning.agree(plan, facts, self._process_set)
         self._facts = {**self._facts, **facts}
         if not self.parts:
-            assumed = assumed_topology(self._levels, hvd, self._process_set, self._choose_levels)
-            self.topology = self._hosts(assumed)
+            self.topology = self._assumed(self._choose_levels)
         self._names.update({variable.ref(): name for name, variable in zip(names, new, strict=True)})
         self._make_parts(plan)
         self._num_plans += 1
@@ -266,6 +269,9 @@ class Bucketing:
     @property
     def _choose_levels(self) -> Choose:
         return by_cost(self._recipe.sparsifier, self.parameters, self.request)
+
+    def _assumed(self, choose: Choose) -> Topology | None:
+        return self._hosts(assumed_topology(self._levels, hvd, self._process_set, choose))
 
     def _hosts(self, topology: Topology | None) -> Topology | None:
         """As buckets are made for it: in elastic training graphs are traced once, with two levels or one."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from horovod_sparse.frontend.agreement import (
     settings,
 )
 from horovod_sparse.frontend.building import Building
+from horovod_sparse.frontend.calibration import Where
 from horovod_sparse.frontend.collective_errors import raise_together
 from horovod_sparse.frontend.decision import FirstPlan, check_agreement, first_plan
 from horovod_sparse.frontend.engine import carry_out
@@ -30,6 +31,7 @@ from horovod_sparse.sparsifiers import Sparsifier
 from horovod_sparse.tensorflow._horovod import hvd, is_elastic, takes_part
 from horovod_sparse.tensorflow.calibration import carry_out_together, where_of
 from horovod_sparse.tensorflow.tensors import dtype_name
+from horovod_sparse.topology import Topology
 
 #: of optimizers, tapes and compressors
 building = Building(hvd)
@@ -73,6 +75,7 @@ def planned(
     process_set: Any,
     request: PlanRequest | None,
     arguments: Mapping[str, Any],
+    topology: Callable[[], Topology | None] = lambda: None,
 ) -> FirstPlan:
     """The plan to begin with, the same on all ranks.
 
@@ -82,6 +85,7 @@ def planned(
         process_set: the ranks.
         request: how plans are made, if `merging` or `tensor_selection` ask for it; see `plan_request`.
         arguments: of `make_plan`, if not.
+        topology: tells which ranks share a host, where their gradients are summed first.
 
     Returns:
         The plan, why it was taken where a profile or formulas decided, and how further ones are made.
@@ -93,7 +97,11 @@ def planned(
         StateMismatchError: on every rank alike, if their models differ.
     """
     together(check_agreement(request), process_set)
-    first = first_plan(request, facts, sparsifier, lambda: where_of(process_set), **arguments)
+
+    def where() -> Where:
+        return dataclasses.replace(where_of(process_set), topology=topology())
+
+    first = first_plan(request, facts, sparsifier, where, **arguments)
     if request is not None:
         together(raise_together(first.failure), process_set)
     return dataclasses.replace(first, plan=agree(first.plan, facts, process_set))

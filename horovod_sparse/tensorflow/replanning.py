@@ -9,10 +9,11 @@ again then, since a graph's buckets are fixed.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -27,6 +28,7 @@ from horovod_sparse.sparsifiers import Sparsifier
 from horovod_sparse.tensorflow.bucketing import Bucketing
 from horovod_sparse.tensorflow.calibration import carry_out_together, where_of
 from horovod_sparse.tensorflow.graph import HOST, HostFunctions
+from horovod_sparse.topology import Topology
 
 _log = logging.getLogger("horovod_sparse")
 
@@ -43,6 +45,7 @@ class WarmUp:
         sparsifier: that the buckets have.
         process_set: the ranks.
         name: of collectives.
+        topology: tells which ranks share a host, where their gradients are summed first.
 
     Attributes:
         recording: whether functions shall be traced in their measuring form.
@@ -55,8 +58,9 @@ class WarmUp:
         sparsifier: Sparsifier,
         process_set: Any,
         name: str,
+        topology: Callable[[], Topology | None] = lambda: None,
     ) -> None:
-        self.request = request
+        self.request, self._topology = request, topology
         self._parameters, self._sparsifier = list(parameters), sparsifier
         self._process_set, self._name = process_set, name
         self._lock = threading.Lock()
@@ -137,9 +141,10 @@ class WarmUp:
             ProfileMismatchError: on every rank alike; see `horovod_sparse.frontend.decide`.
         """
         largest = max(self._parameters, key=lambda parameter: parameter.num_elements)
+        topology = self._topology()
         coroutine = decide(
             self.request,
-            where_of(self._process_set),
+            dataclasses.replace(where_of(self._process_set), topology=topology),
             self._parameters,
             self._sparsifier,
             self._own,
@@ -147,7 +152,9 @@ class WarmUp:
         )
         # called by all ranks, and so together in elastic training, too
         with tf.device(HOST):
-            decision: Decision = carry_out_together(coroutine, self._process_set, f"{self._name}.planning")
+            decision: Decision = carry_out_together(
+                coroutine, self._process_set, f"{self._name}.planning", topology=topology
+            )
         if self._process_set.rank() == 0:
             _log.info("%s", decision)
         return decision
@@ -193,6 +200,7 @@ class Replanning:
                 self._sparsifier,
                 self._process_set,
                 self._bucketing.label,
+                lambda: self._bucketing.topology,
             )
             if self._bucketing.decision is not None:
                 self._warmup.stop()

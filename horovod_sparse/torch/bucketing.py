@@ -95,7 +95,8 @@ class Bucketing:
         self.warmup: WarmUp | None = None
         if first.request is not None:
             parameters = [fact for fact, _ in self.facts.values()]
-            self.warmup = WarmUp(first.request, parameters, recipe.sparsifier, process_set, first.decision)
+            given = first.request, parameters, recipe.sparsifier, process_set, lambda: self.topology
+            self.warmup = WarmUp(*given, first.decision)
         self._label = _next_label()
         #: the start of Horovod in which the ranks agreed last
         self._agreed_under: Any = present_start() if self.size == 1 else None

@@ -64,7 +64,9 @@ class Methods(torch.optim.Optimizer):
         recipe = compression.recipe
         facts = planning.facts_of(names, self.param_groups, recipe.rules)
         recipe.rules.hint(facts)
-        first = planning.planned(facts, recipe, self.process_set, groups=self._groups, **asked)
+        first = planning.planned(
+            facts, recipe, self.process_set, kept["levels"], groups=self._groups, **asked
+        )
         self._requires_update = {parameter for _, parameter in facts.values()}
         self._synchronizer = GradientSynchronizer(
             self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,9 +12,11 @@ from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.feedback import ParameterRules, Recipe
 from horovod_sparse.frontend.calibration import Where
 from horovod_sparse.frontend.decision import FirstPlan, first_plan
+from horovod_sparse.frontend.levels import assumed_topology, by_cost
 from horovod_sparse.frontend.plan_request import plan_request
 from horovod_sparse.merging import ParameterFacts
 from horovod_sparse.pytorch.layout import dtype_name
+from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.calibration import bucket_memory, where_of
 
 _NO_RULES = ParameterRules()
@@ -84,6 +87,7 @@ def planned(
     facts: Mapping[str, tuple[ParameterFacts, torch.Tensor]],
     recipe: Recipe,
     process_set: Any,
+    levels: str = "flat",
     **arguments: Any,
 ) -> FirstPlan:
     """The plan to begin with, as this rank's arguments ask for it. No collective.
@@ -92,6 +96,7 @@ def planned(
         facts: as made by `facts_of`.
         recipe: what to do with a bucket.
         process_set: the ranks.
+        levels: see `horovod_sparse.frontend.levels`.
         **arguments: of the optimizer; see `plan_request`.
 
     Raises:
@@ -103,7 +108,11 @@ def planned(
     arguments = {"plan": plan, **{name: arguments.get(name) for name in ("groups", "bucket_bytes")}}
 
     def where() -> Where:
-        return where_of(process_set, bucket_memory([fact for fact, _ in facts.values()])[1])
+        parameters = [fact for fact, _ in facts.values()]
+        choose = by_cost(recipe.sparsifier, parameters, request)
+        topology = assumed_topology(levels, hvd, process_set, choose)
+        here = where_of(process_set, bucket_memory(parameters)[1])
+        return dataclasses.replace(here, topology=topology)
 
     first = first_plan(request, facts, recipe.sparsifier, where, **arguments)
     if first.failure is not None and process_set.size() == 1:

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import os
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from horovod_sparse.frontend.plan_request import PlanRequest
 from horovod_sparse.merging import ParameterFacts, Plan
 from horovod_sparse.pytorch.streams import stamps_for
 from horovod_sparse.sparsifiers import Sparsifier
+from horovod_sparse.topology import Topology
 from horovod_sparse.torch.calibration import Starts, bucket_memory, carry_out_together, where_of
 
 _log = logging.getLogger("horovod_sparse")
@@ -41,6 +42,7 @@ class WarmUp:
         parameters: of the model, in the order in which it uses them.
         sparsifier: that the buckets have.
         process_set: the ranks.
+        topology: tells which of them share a host, where their gradients are summed first.
         decision: where a complete profile has made it already.
     """
 
@@ -50,9 +52,10 @@ class WarmUp:
         parameters: Sequence[ParameterFacts],
         sparsifier: Sparsifier,
         process_set: Any,
+        topology: Callable[[], Topology | None] = lambda: None,
         decision: Decision | None = None,
     ) -> None:
-        self.request, self.decision = request, decision
+        self.request, self.decision, self._topology = request, decision, topology
         self._parameters, self._sparsifier, self._process_set = list(parameters), sparsifier, process_set
         self._stamps = stamps_for(parameter.device for parameter in parameters)
         self._recorder: BackwardRecorder | None = None
@@ -192,7 +195,8 @@ class WarmUp:
         """
         self._keep()
         memory, device, dtype = bucket_memory(self._parameters)
-        where = where_of(self._process_set, device)
+        topology = self._topology()
+        where = dataclasses.replace(where_of(self._process_set, device), topology=topology)
         starts = Starts()
         coroutine = decide(
             self.request,
@@ -208,7 +212,7 @@ class WarmUp:
         )
         with torch.no_grad():
             name = "horovod_sparse.planning"
-            self.decision = carry_out_together(coroutine, self._process_set, name, starts)
+            self.decision = carry_out_together(coroutine, self._process_set, name, starts, topology=topology)
         self.tell()
         return self.decision
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from horovod_sparse.cli.options import (
     source_of,
 )
 from horovod_sparse.cli.plan import report as plan_report
-from horovod_sparse.cost import CostModel, Levels, choose_levels
+from horovod_sparse.cost import CostModel, Levels, faster_levels
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.merging import LAYER_TABLES, Plan, Workload, densest_plan, predict
 from horovod_sparse.sparsifiers import Sparsifier
@@ -91,12 +92,18 @@ def run(options: argparse.Namespace) -> int:
     if isinstance(merging, Plan):
         recipe = recipe.at(merging.density)
     step, why = model.workload(source.measured), ""
-    levels, told = _levels(options, source, recipe.sparsifier, step)
-    common: dict[str, Any] = {"fuse_sparse": fuse, "levels": levels}
+    common: dict[str, Any] = {"fuse_sparse": fuse}
 
     def chosen_at(density: float, **changed: Any) -> tuple[Workload, Plan, dict[str, str], CostModel]:
         cost = source.profile.cost(dataclasses.replace(sparsifier, density=density), **{**common, **changed})
         return *plan_report.chosen_plan(step, merging, selection, recipe, cost), cost
+
+    def iteration(levels: Levels) -> float:
+        workload, plan, _, cost = chosen_at(recipe.sparsifier.density, levels=levels)
+        return predict(workload, plan, cost).iteration_seconds
+
+    levels, told = _levels(options, source, recipe.sparsifier, iteration)
+    common["levels"] = levels
 
     def seconds(plan: Plan, density: float) -> float:
         cost = source.profile.cost(dataclasses.replace(sparsifier, density=density), **common)
@@ -147,9 +154,19 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _levels(
-    options: argparse.Namespace, source: Source, sparsifier: Sparsifier, step: Workload
+    options: argparse.Namespace,
+    source: Source,
+    sparsifier: Sparsifier,
+    iteration: Callable[[Levels], float],
 ) -> tuple[Levels, str]:
-    """With one level or two, and why in words; nothing where hosts have one rank each."""
+    """With one level or two, and why in words; nothing where hosts have one rank each.
+
+    Args:
+        options: of the command line.
+        source: what predictions stand on.
+        sparsifier: of the buckets.
+        iteration: predicts one under the plan that is made for levels, at the least density asked for.
+    """
     profile, asked = source.profile, options.levels
     if profile.per_host == 1:
         if asked == "host":
@@ -157,8 +174,9 @@ def _levels(
                 "--levels", asked, "--per-host 2 or more beside it, or a profile of such hosts"
             )
         return "flat", ""
-    count = sum(parameter.num_elements for parameter in step.parameters)
-    choice = choose_levels(sparsifier, count, profile.num_hosts, profile.per_host, profile=profile)
+    as_given = profile if source.measured is None else source.measured
+    hosts = profile.num_hosts, profile.per_host
+    choice = faster_levels(iteration, sparsifier, as_given, *hosts, "an iteration: ")
     chosen: Levels = choice.levels if asked == "auto" else asked
     return chosen, f"levels: {chosen} ({choice.reason})"
 

@@ -75,6 +75,7 @@ class Where:
         cycle_seconds: Horovod's cycle time.
         device: in words.
         one_host: whether all ranks of the job are on the same host.
+        topology: which ranks share a host, where their gradients are summed first; None with one level.
     """
 
     rank: int
@@ -84,6 +85,7 @@ class Where:
     cycle_seconds: float = 0.001
     device: str = "cpu"
     one_host: bool = False
+    topology: Topology | None = None
 
     @classmethod
     def of(cls, process_set: Any, framework: str, hvd: Any, device: str = "cpu") -> Where:

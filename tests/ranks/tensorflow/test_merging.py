@@ -98,10 +98,17 @@ def test_plans_that_need_no_times(arguments, plan):
 
 @pytest.mark.parametrize(
     "arguments",
-    [{"merging": "optimal", "tensor_selection": "cost"}, {"merging": "joint"}],
-    ids=["optimal-cost", "joint"],
+    [
+        {"merging": "optimal", "tensor_selection": "cost"},
+        {"merging": "joint"},
+        {"merging": "optimal", "levels": "host"},
+    ],
+    ids=["optimal-cost", "joint", "two-levels"],
 )
-def test_all_ranks_change_to_one_plan_and_lose_nothing(arguments):
+def test_all_ranks_change_to_one_plan_and_lose_nothing(arguments, monkeypatch):
+    size = hvd.size()
+    per_host = 2 if size % 2 == 0 else size
+    monkeypatch.setenv("HOROVOD_SPARSE_RANKS_PER_HOST", str(per_host))
     descent = Descent(**arguments)
     compression, number = descent.compression, iter(range(1000))
     for _ in range(MEASURED):
@@ -114,6 +121,8 @@ def test_all_ranks_change_to_one_plan_and_lose_nothing(arguments):
     assert compression.plan == decision.plan and not compression.is_measured
     assert decision.predicted_seconds["taken"] > 0.0
     assert len(set(hvd.allgather_object(decision.profile.digest()))) == 1
+    measures_both = "levels" in arguments and size > per_host
+    assert decision.profile.per_host == (per_host if measures_both else 1)
     # the graph of the old plan is refused, on all ranks and without a word to the others
     with pytest.raises(tf.errors.OpError, match=r"UnsupportedError.*trace it again"):
         descent.run(next(number))

@@ -20,7 +20,9 @@ from horovod_sparse.errors import (
     UnsupportedError,
 )
 from horovod_sparse.frontend.calibration import Extent, calibration
-from horovod_sparse.merging import Plan
+from horovod_sparse.frontend.correction import measured_step
+from horovod_sparse.frontend.levels import by_cost
+from horovod_sparse.merging import Plan, predict
 from horovod_sparse.simulation import SimulatedCluster
 from horovod_sparse.sparsifiers import TopK
 from horovod_sparse.topology import Topology
@@ -337,3 +339,41 @@ def test_what_auto_decides_by_is_measured(size, per_host):
     assert all(fit.fixed_seconds + fit.seconds_per_unit > 0 for fit in profile.levels["across"].values())
     choice = choose_levels(TopK(), 10**6, profile.num_hosts, per_host, profile=profile)
     assert "by the profile" in choice.reason and choice.host_seconds > 0
+
+
+@pytest.mark.parametrize("algorithm", ["topk", "exdyna"])
+def test_plans_by_times_are_made_for_both_levels(algorithm, rank, size, per_host):
+    """The warm-up measures both, and predictions are of both; nothing is lost while the plan changes."""
+    if size < 4:
+        pytest.skip("takes two hosts of two ranks")
+    model, text = LinearModel(SHAPES), f"{algorithm}:density=0.1"
+    optimizer = made(model, text, op=stock.Sum, bucket_bytes=None, merging="optimal")
+    applied = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
+    steps = 0
+    while optimizer.decision is None:
+        for name, found in train_step(model, optimizer, gradients(rank, steps)).items():
+            applied[name] += found.double()
+        steps += 1
+    held = total_of(residuals_of(optimizer), "held")
+    for name in SHAPES:
+        wanted = sum(gradients(r, step)[name] for r in range(size) for step in range(steps))
+        np.testing.assert_allclose((applied[name] + held[name]).numpy(), wanted, atol=1e-4)
+    decision, facts = optimizer.decision, [fact for fact, _ in optimizer._synchronizer.facts.values()]
+    profile, topology = decision.profile, Topology.regular(size // per_host, per_host)
+    assert (profile.num_hosts, profile.per_host) == (topology.num_hosts, per_host)
+    sparsifier = optimizer._synchronizer.recipe.sparsifier
+    told = {
+        levels: predict(workload, decision.plan, cost).iteration_seconds
+        for levels, (workload, cost) in (
+            ("host", measured_step(profile, facts, sparsifier, size, topology)),
+            ("flat", measured_step(profile, facts, sparsifier, size)),
+        )
+    }
+    assert decision.predicted_seconds["taken"] == told["host"] != told["flat"]
+    # with that profile another training begins with the plan, and with the levels that are faster
+    again = made(
+        LinearModel(SHAPES), text, bucket_bytes=None, merging="optimal", profile=profile, levels="auto"
+    )
+    choice = by_cost(sparsifier, facts, again._synchronizer._first.request)(topology.num_hosts, per_host)
+    assert (again._synchronizer.topology == topology) == (choice.levels == "host")
+    assert again.decision.predicted_seconds["taken"] == min(choice.flat_seconds, choice.host_seconds)
