@@ -297,16 +297,21 @@ class Bucket:
         self.last = report
         return sum_, overflow
 
-    def _check_steps(self, steps: np.ndarray) -> None:
+    def _check_steps(self, steps: np.ndarray, ranks: Sequence[int] | None = None) -> None:
         """Refuses ranks that have not done the same number of steps; all know those of all.
+
+        Args:
+            steps: modulo 8.
+            ranks: whose they are; all of the bucket's, if left out.
 
         Raises:
             StateMismatchError: on every rank.
         """
         if (steps != steps[0]).any():
             self.abandon()
-            ranks = {int(step): np.flatnonzero(steps == step).tolist() for step in steps}
-            told = ", ".join(f"ranks {where} at {step}" for step, where in ranks.items())
+            numbers = np.arange(len(steps)) if ranks is None else np.array(ranks)
+            at = {int(step): numbers[steps == step].tolist() for step in steps}
+            told = ", ".join(f"ranks {where} at {step}" for step, where in at.items())
             raise StateMismatchError(
                 f"ranks are not at the same step of {self.info.name}: modulo 8, {told}. Some have given up "
                 "a step alone that others have applied, so their parameters differ: resume from a checkpoint"

@@ -35,6 +35,8 @@ from horovod_sparse.wire import WireFormat, pack, unpack_sum
 
 #: within a host bytes are cheap, and every index is written by who knows its shard
 _INSIDE = WireFormat()
+#: of the number of steps that travel with a message within a host; between hosts they are in a norm's bits
+_STEP_BITS = 7
 
 
 def summable(gradient: Any, whole: BucketInfo) -> np.ndarray:
@@ -106,6 +108,8 @@ class HostBucket(Bucket):
         #: what this rank holds of others' shards, [n] each as `held` gives them: loaded, or of another plan.
         #: It waits until all ranks bring such to whose it is
         self.elsewhere: list[np.ndarray] | None = None
+        #: synchronizations that were done before the one under way
+        self._steps_before = 0
         #: [start, stop) of this rank's shard in the whole
         self.shard = part(whole.num_elements, self.local, topology.per_host)
 
@@ -158,6 +162,7 @@ class HostBucket(Bucket):
         scale: float | None = None,
     ) -> Synchronization[SparseSum]:
         """See `Bucket.step`; `gradient` is that of the whole, and the sum, too."""
+        self._steps_before = self.state.step
         summed = self._summable(gradient, self.whole)
         dense: Request = ReduceScatter(summed, level="host")
         shard = self._foldable((yield dense), self.info.num_elements)
@@ -166,7 +171,12 @@ class HostBucket(Bucket):
 
     def again(self, *, scale: float | None = None) -> Synchronization[SparseSum]:
         """See `Bucket.again`; a host whose sum was not finite is left out as a whole."""
+        self._steps_before = self.state.step
         return (yield from self._of_whole(self._synchronized_again(scale), {}))
+
+    def _check_steps(self, steps: np.ndarray, ranks: Sequence[int] | None = None) -> None:
+        """See `Bucket._check_steps`; of this rank's column, if nothing else is said."""
+        super()._check_steps(steps, self.topology.columns[self.local] if ranks is None else ranks)
 
     def _of_whole(
         self, of_shard: Synchronization[tuple[SparseSum, int | None]], before: Mapping[str, int]
@@ -214,12 +224,12 @@ class HostBucket(Bucket):
         """What this rank's column has found, for the ranks of its host.
 
         In front of the sum, for each host: elements selected, 1 + the first that is not finite or 0, and the
-        norm of its residual; and, of the sum, words of an error's text that come before it, and 1 + the first
-        element that overflows, or 0.
+        norm of its residual; and, of the sum, words of an error's text that come before it, above the low
+        bits of the steps that this rank has done, and 1 + the first element that overflows, or 0.
         """
         hosts, (start, stop) = self.topology.num_hosts, self.shard
         head, told = np.zeros(3 * hosts + 2, np.int32), _told(failure)
-        head[-2] = told.size
+        head[-2] = told.size * (_STEP_BITS + 1) + (self._steps_before & _STEP_BITS)
         head[:hosts] = sum_.counts
         for host, position in sum_.first_nonfinite.items():
             head[hosts + host] = 1 + position
@@ -239,16 +249,18 @@ class HostBucket(Bucket):
     def _joined(self, gathered: np.ndarray, own: SparseSum) -> tuple[SparseSum, dict[int, int], int | None]:
         """The sum of the whole from those of its shards, the marks of ranks, and where it overflows."""
         words, hosts, n = np.asarray(gathered), self.topology.num_hosts, self.whole.num_elements
-        heads, sums, at = [], [], 0
+        heads, sums, steps, at = [], [], [], 0
         for _ in range(self.topology.per_host):
             end = at + 3 * hosts + 2
-            if end < words.size and (length := int(words[end - 2])) > 0:
+            if end < words.size and (length := int(words[end - 2]) // (_STEP_BITS + 1)) > 0:
                 raise _failure_of(words[end : end + length])
             if end >= words.size or words[end] <= 0:
                 raise MessageError(f"{words.size} words arrived, which are not the sums of all shards")
             heads.append(words[at:end])
+            steps.append(int(words[end - 2]) & _STEP_BITS)
             sums.append(words[end : end + words[end]])
             at = end + int(words[end])
+        self._check_steps(np.array(steps), self.topology.hosts[self.host])
         whole = unpack_sum(np.concatenate(sums), len(sums), _INSIDE, n, self.whole.value_dtype)
         counts, norms = np.zeros(self.whole.size, np.int64), np.zeros((len(heads), hosts))
         marks: dict[int, int] = {}
