@@ -72,21 +72,16 @@ def assumed_cost(
         host_network=inside,
     )
 
-    def waiting(fits: Mapping[str, Fit], by_pairs: tuple[str, ...]) -> dict[str, Fit]:
-        wait = cycle_seconds + ROUND_SECONDS
-        return {
-            kind: fit
-            if on_mpi and kind in by_pairs
-            else dataclasses.replace(fit, fixed_seconds=fit.fixed_seconds + wait)
-            for kind, fit in fits.items()
-        }
+    wait, by_pairs = cycle_seconds + ROUND_SECONDS, ("exchange",) if on_mpi else ()
 
-    profile = dataclasses.replace(
-        formulas,
-        collectives=waiting(formulas.collectives, ("exchange",)),
-        # of one level all messages are between pairs of ranks
-        levels={level: waiting(fits, tuple(fits)) for level, fits in formulas.levels.items()},
-    )
+    def waiting(fits: Mapping[str, Fit], *free: str) -> dict[str, Fit]:
+        extra = {kind: 0.0 if kind in free else wait for kind in fits}
+        return {k: dataclasses.replace(f, fixed_seconds=f.fixed_seconds + extra[k]) for k, f in fits.items()}
+
+    # of one level all messages are between pairs of ranks
+    levels = {name: waiting(fits, *(fits if on_mpi else ())) for name, fits in formulas.levels.items()}
+    flat = waiting(formulas.collectives, *by_pairs)
+    profile = dataclasses.replace(formulas, collectives=flat, levels=levels)
     cost = profile.cost(sparsifier, levels="flat" if per_host == 1 else "host")
     return dataclasses.replace(
         cost, selection=profile.work(sparsifier, size // per_host, per_host) + AffineTime(BUCKET_SECONDS)

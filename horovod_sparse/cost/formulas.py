@@ -334,8 +334,7 @@ def faster_levels(
 
     Example:
         >>> from horovod_sparse.sparsifiers import TopK
-        >>> profile = assumed_profile(AlphaBeta(), 4)
-        >>> times = {"flat": 0.002, "host": 0.001}
+        >>> times, profile = {"flat": 0.002, "host": 0.001}, assumed_profile(AlphaBeta(), 4)
         >>> faster_levels(times.get, TopK(), profile, 2, 2, "an iteration: ").reason
         '2 hosts of 2 ranks: an iteration: 1 ms with two levels, 2 ms flat, by formulas'
     """

@@ -35,8 +35,7 @@ from horovod_sparse.wire import WireFormat, pack, unpack_sum
 
 #: within a host bytes are cheap, and every index is written by who knows its shard
 _INSIDE = WireFormat()
-#: of the number of steps that travel with a message within a host; between hosts they are in a norm's bits
-_STEP_BITS = 7
+_STEP_BITS = 7  # of the number of steps, which between hosts travel in a norm's bits
 
 
 def summable(gradient: Any, whole: BucketInfo) -> np.ndarray:

@@ -10,15 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from horovod_sparse.collectives import Synchronization
-from horovod_sparse.cost import (
-    CostModel,
-    LevelChoice,
-    Levels,
-    Profile,
-    assumed_cost,
-    check_same_profile,
-    faster_levels,
-)
+from horovod_sparse.cost import CostModel, LevelChoice, Levels, Profile, assumed_cost, check_same_profile
+from horovod_sparse.cost.formulas import faster_levels
 from horovod_sparse.errors import ProfileMismatchError
 from horovod_sparse.frontend.agreement import shared_lines
 from horovod_sparse.frontend.calibration import QUICK, Extent, Where, calibration
@@ -242,6 +235,7 @@ def plan_by_times(
 
 def levels_by_plan(
     request: PlanRequest,
+    profile: Profile,
     parameters: Sequence[ParameterFacts],
     sparsifier: Sparsifier,
     num_hosts: int,
@@ -249,29 +243,22 @@ def levels_by_plan(
 ) -> LevelChoice:
     """Which levels ``levels="auto"`` comes to where a profile says all: those of the shorter iteration.
 
-    Each is predicted under the plan that is made for it, as `plan_by_times` makes it; needs no collective.
-
     Args:
-        request: what is wanted, complete.
+        request: what is wanted; each iteration is under the plan that is made for its levels.
+        profile: that says all.
         parameters: of the model.
         sparsifier: that the buckets have.
         num_hosts: N.
         per_host: L.
     """
-    profile = request.profile
     if per_host == 1:
         return LevelChoice("flat", "every host has one rank")
-    if profile is None:
-        raise ProfileMismatchError("there is no profile to compare levels by")
+    flat = Where(0, num_hosts * per_host, profile.framework, profile.controller, profile.cycle_seconds)
+    here = {"flat": flat, "host": dataclasses.replace(flat, topology=Topology.regular(num_hosts, per_host))}
+    plain = dataclasses.replace(request, profile=None)  # whose differences are told elsewhere
 
     def seconds(levels: Levels) -> float:
-        topology = Topology.regular(num_hosts, per_host) if levels == "host" else None
-        size = num_hosts * per_host
-        where = Where(
-            0, size, profile.framework, profile.controller, profile.cycle_seconds, topology=topology
-        )
-        plain = dataclasses.replace(request, profile=None)  # whose differences are told elsewhere
-        return plan_by_times(plain, where, parameters, sparsifier, profile).predicted_seconds["taken"]
+        return plan_by_times(plain, here[levels], parameters, sparsifier, profile).predicted_seconds["taken"]
 
     return faster_levels(seconds, sparsifier, profile, num_hosts, per_host, "an iteration: ")
 

@@ -67,8 +67,8 @@ def by_cost(
 
     def choose(num_hosts: int, per_host: int) -> LevelChoice:
         try:
-            if request is not None and request.measures and request.complete:
-                return levels_by_plan(request, parameters, sparsifier, num_hosts, per_host)
+            if request is not None and profile is not None and request.measures and request.complete:
+                return levels_by_plan(request, profile, parameters, sparsifier, num_hosts, per_host)
             return choose_levels(sparsifier, n, num_hosts, per_host, profile=profile)
         except ProfileMismatchError as error:
             return LevelChoice("flat", f"the profile cannot tell ({error})")

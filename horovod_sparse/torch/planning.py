@@ -110,9 +110,8 @@ def planned(
     def where() -> Where:
         parameters = [fact for fact, _ in facts.values()]
         choose = by_cost(recipe.sparsifier, parameters, request)
-        topology = assumed_topology(levels, hvd, process_set, choose)
-        here = where_of(process_set, bucket_memory(parameters)[1])
-        return dataclasses.replace(here, topology=topology)
+        hosts = assumed_topology(levels, hvd, process_set, choose)
+        return dataclasses.replace(where_of(process_set, bucket_memory(parameters)[1]), topology=hosts)
 
     first = first_plan(request, facts, recipe.sparsifier, where, **arguments)
     if first.failure is not None and process_set.size() == 1:

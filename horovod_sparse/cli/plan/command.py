@@ -26,7 +26,8 @@ from horovod_sparse.cli.options import (
     source_of,
 )
 from horovod_sparse.cli.plan import report as plan_report
-from horovod_sparse.cost import CostModel, Levels, faster_levels
+from horovod_sparse.cost import CostModel, Levels
+from horovod_sparse.cost.formulas import faster_levels
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.merging import LAYER_TABLES, Plan, Workload, densest_plan, predict
 from horovod_sparse.sparsifiers import Sparsifier
@@ -159,14 +160,7 @@ def _levels(
     sparsifier: Sparsifier,
     iteration: Callable[[Levels], float],
 ) -> tuple[Levels, str]:
-    """With one level or two, and why in words; nothing where hosts have one rank each.
-
-    Args:
-        options: of the command line.
-        source: what predictions stand on.
-        sparsifier: of the buckets.
-        iteration: predicts one under the plan that is made for levels, at the least density asked for.
-    """
+    """With one level or two, and why in words; nothing where hosts have one rank each."""
     profile, asked = source.profile, options.levels
     if profile.per_host == 1:
         if asked == "host":
@@ -174,9 +168,8 @@ def _levels(
                 "--levels", asked, "--per-host 2 or more beside it, or a profile of such hosts"
             )
         return "flat", ""
-    as_given = profile if source.measured is None else source.measured
-    hosts = profile.num_hosts, profile.per_host
-    choice = faster_levels(iteration, sparsifier, as_given, *hosts, "an iteration: ")
+    given = source.measured or profile, profile.num_hosts, profile.per_host, "an iteration: "
+    choice = faster_levels(iteration, sparsifier, *given)
     chosen: Levels = choice.levels if asked == "auto" else asked
     return chosen, f"levels: {chosen} ({choice.reason})"
 

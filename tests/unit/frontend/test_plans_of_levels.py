@@ -164,7 +164,8 @@ def test_auto_takes_the_levels_of_the_shorter_iteration(tmp_path):
 
 def test_what_cannot_be_compared_stays_flat():
     profile = profile_of()
-    assert levels_by_plan(asked(merging="optimal", profile=profile), FACTS, TOPK, 4, 1).levels == "flat"
+    wanted = asked(merging="optimal", profile=profile)
+    assert levels_by_plan(wanted, profile, FACTS, TOPK, 4, 1).levels == "flat"
     teams = SparDL(teams=4, density=0.01)
     told = by_cost(teams, FACTS, asked(merging="optimal", profile=profile))(2, 2)
     assert told.levels == "flat" and "cannot be used among 2 hosts" in told.reason
