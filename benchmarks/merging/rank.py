@@ -46,7 +46,8 @@ class Training:
 
     def __init__(self, name: str, settings: dict[str, Any], profile: Profile | None = None) -> None:
         self.name, self.iterations = name, settings["iterations"]
-        self._settings, self._arguments = settings, dict(METHODS[name])
+        self._settings = settings
+        self._arguments = {"levels": settings.get("levels", "flat"), **METHODS[name]}
         self._sparsifier = hvd.Compression.parse(settings["sparsifier"])
         if self._arguments.get("merging") in ("omgs", "optimal", "joint") or "cost" in name:
             self._arguments["profile"] = profile
@@ -121,8 +122,10 @@ class Training:
 
     def predicted(self, profile: Profile) -> Timeline:
         """An iteration as the profile's model has it."""
-        facts = [fact for fact, _ in self.optimizer._synchronizer.facts.values()]
-        workload, cost = measured_step(profile, facts, self._sparsifier.recipe.sparsifier, hvd.size())
+        synchronizer = self.optimizer._synchronizer
+        facts = [fact for fact, _ in synchronizer.facts.values()]
+        chosen = self._sparsifier.recipe.sparsifier
+        workload, cost = measured_step(profile, facts, chosen, hvd.size(), synchronizer.topology)
         return predict(workload, self.optimizer.plan, cost)
 
 

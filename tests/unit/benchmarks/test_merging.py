@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from benchmarks.merging.main import METHODS, goals, parser
+from benchmarks.merging.main import LEVELS_SUFFIX, METHODS, goals, parser
 from horovod_sparse.merging import layer_table
 
 SECONDS = dict(zip(METHODS, (2.0, 1.2, 1.4, 1.1, 1.0, 1.0, 1.0, 4.0), strict=True))
@@ -38,6 +38,20 @@ def test_the_error_of_every_plan_that_is_judged_counts():
     by_name["fixed 8192"]["error"] = -0.2
     assert not met(found)[0]
     assert goals(found)["predicted against measured"]["found"] == 0.2
+
+
+def test_predictions_with_two_levels_are_judged_apart():
+    found = rows() + [{**row, "method": row["method"] + LEVELS_SUFFIX, "error": 0.3} for row in rows()]
+    told = goals(found)
+    assert told["predicted against measured"]["met"]
+    assert told[f"predicted against measured{LEVELS_SUFFIX}"] == {"allowed": 0.15, "found": 0.3, "met": False}
+    # of some methods alone nothing is said of what takes the others
+    few = [row for row in found if row["method"].startswith(("single", "optimal"))]
+    assert list(goals(few)) == ["predicted against measured", f"predicted against measured{LEVELS_SUFFIX}"]
+    options = parser().parse_args(["--ranks-per-host", "2", "--methods", "optimal,cost, optimal"])
+    assert (options.ranks_per_host, options.methods) == (2, ("optimal", "cost, optimal"))
+    with pytest.raises(SystemExit):
+        parser().parse_args(["--methods", "optimal,best"])
 
 
 def test_the_methods_are_those_that_the_ranks_know():
