@@ -17,6 +17,7 @@ from benchmarks.common.hosts import NETWORKS, Hosts
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.feedback import parse_recipe
 from horovod_sparse.frontend.plan_request import TENSOR_SELECTION_VARIABLE
+from horovod_sparse.sparsifiers import ALGORITHMS
 
 
 def count(text: str) -> int:
@@ -80,7 +81,7 @@ def named_sparsifiers(text: str, density: float) -> dict[str, str]:
 
     Args:
         text: of the command line.
-        density: added where it is not given.
+        density: added where it is not given, and the sparsifier has any but 1.
 
     Raises:
         ArgumentError: for a misspelt name, here and not on the hosts.
@@ -96,7 +97,9 @@ def named_sparsifiers(text: str, density: float) -> dict[str, str]:
     for word in words:
         name, _, arguments = word.partition(":")
         given = [item for item in arguments.split(",") if item]
-        if not any(item.startswith("density=") for item in given):
+        chosen = ALGORITHMS.get(name)
+        whole = chosen is not None and chosen.density == 1.0  # a quantizer
+        if not whole and not any(item.startswith("density=") for item in given):
             given.insert(0, f"density={density}")
         found[word] = f"{name}:{','.join(given)}"
         parse_recipe(found[word])

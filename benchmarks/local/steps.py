@@ -12,13 +12,16 @@ from benchmarks.common.timing import Work
 from horovod_sparse.arrays import FoldReport, GradientParts, HostAccumulator
 from horovod_sparse.collectives import AllGather, Request
 from horovod_sparse.feedback import Bucket, recipe
-from horovod_sparse.kernels import apply_sum, clear_all
+from horovod_sparse.kernels import apply_scaled_sum, apply_sum
+from horovod_sparse.kernels.host.quantize import encode
 from horovod_sparse.sparsifiers import ALGORITHMS, DRAGONN, BucketInfo
 from horovod_sparse.sparsifiers.exclusive import ExclusiveThreshold
 from horovod_sparse.sparsifiers.exdyna import ExDynaState
+from horovod_sparse.sparsifiers.rounds.quantized import Quantizer
 from horovod_sparse.sparsifiers.rounds.regions import equal_part
 from horovod_sparse.wire import WireFormat, pack
 from horovod_sparse.wire.message import unpack_sum
+from horovod_sparse.wire.quantized import HEADER, blank
 
 #: largest time of a step by that of one copy of the gradient
 BUDGETS = {"topk": 3.5, "micro": 2.5, "exdyna": 2.5, "randomk": 2.0}
@@ -59,6 +62,7 @@ class StepWorks:
             self._message(generator, self._k // num_ranks, False, equal_part(self._n, num_ranks, rank))
             for rank in range(1, num_ranks)
         ]
+        self._quantized: dict[str, NDArray[np.int32]] = {}
         total = self._k * 8
         self._decoded = {
             count: np.concatenate([self._message(generator, total // count, True) for _ in range(count)])
@@ -90,8 +94,19 @@ class StepWorks:
     def _bucket(self, name: str) -> Bucket:
         arguments: dict[str, Any] = {"threshold": self._threshold()} if name == "hard_threshold" else {}
         # what other ranks send was made beforehand, without room for more
-        made = recipe(name, density=self._density, feedback="none", capacity="exact", **arguments)
+        if not issubclass(ALGORITHMS[name], Quantizer):
+            arguments |= {"density": self._density, "capacity": "exact"}
+        made = recipe(name, feedback="none", **arguments)
         return Bucket(BucketInfo(name, self._n, 0, self._ranks), made, self._memory)
+
+    def _codes(self, quantizer: Quantizer) -> NDArray[np.int32]:
+        """What every other rank sends: the codes of the gradient itself."""
+        if quantizer.name not in self._quantized:
+            code = quantizer.quantization
+            message = blank(code, self._n, np.dtype(np.float32), FoldReport())
+            encode(self._source, code, 0, message[HEADER:], 0.0)
+            self._quantized[quantizer.name] = message
+        return self._quantized[quantizer.name]
 
     def _answer(self, request: Request, others: list[NDArray[np.int32]]) -> Any:
         if isinstance(request, AllGather):
@@ -104,6 +119,8 @@ class StepWorks:
         As the front ends do it: the gradient stays readable until its sum is there.
         """
         others = self._whole
+        if isinstance(bucket.recipe.sparsifier, Quantizer):
+            others = [self._codes(bucket.recipe.sparsifier)] * (self._ranks - 1)
         if isinstance(bucket.recipe.sparsifier, ExclusiveThreshold):
             others = self._windowed
         elif isinstance(bucket.recipe.sparsifier, DRAGONN):
@@ -119,8 +136,8 @@ class StepWorks:
             while True:
                 request = coroutine.send(self._answer(request, others))
         except StopIteration as stop:
-            clear_all(self._gradient)
-            apply_sum(self._gradient, stop.value.indices, stop.value.values)
+            places = None if stop.value.whole else stop.value.indices
+            apply_scaled_sum(self._gradient, places, stop.value.values, 1.0, is_zero=False)
 
     def _step(self, name: str) -> Work:
         bucket = self._bucket(name)

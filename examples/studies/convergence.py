@@ -53,7 +53,12 @@ def variants() -> dict[str, list[str]]:
     """Rows of the table -> arguments of the example."""
     rows = {name: ["--compression", name] for name in ("none", "fp16")}
     for name in ALGORITHMS:
-        rows[name] = ["--compression", name, "--density", str(DENSITY)]
+        whole = ALGORITHMS[name].density == 1.0  # quantizers: no density, and nothing to warm up
+        given = ["--warmup-epochs", "0"] if whole else ["--density", str(DENSITY)]
+        rows[name] = ["--compression", name, *given]
+    rows["signsgd, groups of 512"] = ["--compression", "signsgd:group=512", *rows["signsgd"][2:]]
+    rows["qsgd, 2 bits"] = ["--compression", "qsgd:levels=1", *rows["qsgd"][2:]]
+    rows["qsgd, no feedback"] = ["--compression", "qsgd:feedback=none", *rows["qsgd"][2:]]
     rows["randomk, no feedback"] = ["--compression", "randomk:feedback=none", *rows["randomk"][2:]]
     for name in TWO:
         rows[f"{name}, no warm-up"] = [*rows[name], "--warmup-epochs", "0"]

@@ -24,9 +24,10 @@ from horovod_sparse.checks import check_density
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.kernels.host import fold as folding
 from horovod_sparse.kernels.host import maxima as block_maxima
-from horovod_sparse.kernels.host import scatter, select, statistics
+from horovod_sparse.kernels.host import quantize, scatter, select, statistics
 from horovod_sparse.kernels.host.scatter import checked, compiled_for, wide
 from horovod_sparse.kernels.layout import Layout, bits_dtype, bits_of, block_size
+from horovod_sparse.kernels.quantization import Quantization
 
 Array = NDArray[Any]
 
@@ -167,6 +168,10 @@ class HostAccumulator:
         #: of the last fold
         self.report = FoldReport()
         self.step = 0
+        # words that have left the values, but are still in them
+        self._sent: tuple[Quantization, NDArray[np.int32]] | None = None
+        # values, and what followed them, before words left both
+        self._before: tuple[Array, Array] | None = None
         # of the last fold: the gradient's weight in the values, the velocity it went into, its norm's limit
         self._folded: tuple[float, Array | None, float | None] = 1.0, None, None
         self._square_norm = float(folding.squares_of(memory, 0, num_elements)) if memory is not None else 0.0
@@ -213,6 +218,9 @@ class HostAccumulator:
             self.dtype, decay * keep_residual, momentum, nesterov, velocity is not None, low_pass
         )
         array = checked_gradient(gradient, self.num_elements, self.dtype)
+        if keep_residual or follows:
+            self._settle()
+        self._sent = self._before = None
         self._journal.forget()
         self._cleared = (self._values, *(self._companions if masking and not follows else ()))
         held = self._values if velocity is None or not follows else velocity
@@ -248,7 +256,25 @@ class HostAccumulator:
         """Lets the report of the last fold say that this rank is well; see `Accumulator.heal`."""
         self.report = dataclasses.replace(self.report, num_nonfinite=0, first_nonfinite=-1)
 
+    def _settle(self) -> None:
+        """Takes away what `subtract` was told: it cannot be abandoned any more."""
+        if self._sent is not None:
+            code, words = self._sent
+            self._sent = None
+            quantize.take_away(self._values, words, code, self._values)
+            self._maxima.forget()
+            self._journal.forget()
+
+    def _less_sent(self, array: Array) -> Array:
+        """An array without what has left it; a view where nothing has."""
+        if self._sent is None:
+            return array.view()
+        left = np.empty_like(array)
+        quantize.take_away(array, self._sent[1], self._sent[0], left)
+        return left
+
     def _exact_maxima(self) -> Array:
+        self._settle()
         # Cleared elements leave upper bounds; they are made exact only when that is needed.
         return self._maxima.exact(self._journal.unseen())
 
@@ -262,10 +288,12 @@ class HostAccumulator:
 
     def at_least(self, threshold: float, start: int = 0, stop: int | None = None) -> Indices:
         """All positions in [start, stop) whose magnitude is >= threshold and not 0."""
+        self._settle()
         return select.at_least(self._values, self._maxima.bounds(), self._layout, threshold, start, stop)
 
     def count_at_least(self, thresholds: Any) -> NDArray[np.int64]:
         """How many magnitudes are >= each threshold and not 0, for several thresholds in one read."""
+        self._settle()
         keys = np.array([bits_of(float(t), self.dtype) for t in thresholds], bits_dtype(self.dtype))
         counts = np.zeros(keys.size, np.int64)
         statistics.count_at_least(self._values, self._maxima.bounds(), self._layout.block, keys, counts)
@@ -273,22 +301,26 @@ class HostAccumulator:
 
     def moments(self, threshold: float = 0.0) -> Moments:
         """Moments of the magnitudes that are >= threshold and not 0, in one read."""
+        self._settle()
         out = np.zeros(4)
         statistics.moments_at_least(self._values, bits_of(threshold, self.dtype), out)
         return Moments(int(out[0]), float(out[1]), float(out[2]), float(out[3]))
 
     def sample_magnitudes(self, stride: int, offset: int = 0) -> Values:
         """Every stride-th magnitude from offset on."""
+        self._settle()
         if stride < 1 or offset < 0:
             raise ArgumentError("stride, offset", (stride, offset), "a stride from 1, an offset from 0")
         return np.abs(self._values[offset::stride])
 
     def take(self, indices: Indices) -> Values:
         """The values there, as a fresh array."""
+        self._settle()
         return scatter.take(self._values, indices)
 
     def clear(self, indices: Indices) -> None:
         """Sets the values there, and (with masking) the companions', to 0; a companion may follow instead."""
+        self._settle()
         where = checked(indices, self.num_elements)
         olds = self._journal.remember(where)
         for array in self._cleared:
@@ -304,6 +336,7 @@ class HostAccumulator:
 
     def add(self, indices: Indices, values: Values) -> None:
         """Adds to the values there; what would not stay finite adds nothing. Indices are unique."""
+        self._settle()
         where = checked(indices, self.num_elements)
         new = compiled_for(values, self.dtype)
         if new.size != where.size:
@@ -321,6 +354,7 @@ class HostAccumulator:
 
     def put(self, indices: Indices, values: Values) -> None:
         """Exactly these finite values there; companions stay, or follow. Indices are unique."""
+        self._settle()
         where = checked(indices, self.num_elements)
         new = compiled_for(values, self.dtype)
         if new.size != where.size:
@@ -340,6 +374,28 @@ class HostAccumulator:
             self._journal.remember(where)
             for companion in self._companions:
                 scatter.zero_at(companion, where)
+
+    def quantize(self, code: Quantization, key: int, words: NDArray[np.int32]) -> float:
+        """Writes all values as codes of few bits; see `Accumulator.quantize`."""
+        self._settle()
+        known = self._held is self._values
+        squares = self._square_norm if known else self._squares_of(self._values)
+        return quantize.encode(self._values, code, key, words, squares)
+
+    def subtract(self, code: Quantization, words: NDArray[np.int32], left: float | None = None) -> None:
+        """What these words stand for leaves all values; see `Accumulator.subtract`."""
+        self._settle()
+        if self._held is self._values:
+            self._sent = code, words
+            self._square_norm = self._squares_of(self._less_sent(self._values)) if left is None else left
+            return
+        # companions are at hand, so they have to be right at once
+        self._before = self._values.copy(), self._held.copy()
+        for array in (self._values, self._held):
+            quantize.take_away(array, words, code, array)
+        self._maxima.forget()
+        self._journal.forget()
+        self._square_norm = self._squares_of(self._held)
 
     def _follow(self, where: Indices, change: Values) -> None:
         if self._held is not self._values:
@@ -365,6 +421,12 @@ class HostAccumulator:
 
     def abandon(self) -> None:
         """Takes back every change since the last fold, bit for bit."""
+        if self._sent is not None or self._before is not None:
+            if self._before is not None:
+                self._values[...], self._held[...] = self._before
+                self._maxima.forget()
+            self._sent = self._before = None
+            self._square_norm = self._norm_at_start
         places = self._journal.undo()
         self._maxima.exact(places)
         if places:
@@ -389,13 +451,13 @@ class HostAccumulator:
 
     def values(self) -> Values:
         """All n values: a view, to be read only (use `assign` to change them)."""
-        view = self._values.view()
+        view = self._less_sent(self._values)
         view.flags.writeable = False
         return view
 
     def residual(self) -> Values:
         """What is held back, all n elements; see `Accumulator.residual`."""
-        view = self._held.view()
+        view = self._held.view() if self._sent is None else self._less_sent(self._held)
         view.flags.writeable = False
         return view
 
@@ -415,6 +477,7 @@ class HostAccumulator:
         if not np.isfinite(new).all():
             raise ArgumentError("values", "NaN or Inf", "finite numbers")
         self._values[...] = new.reshape(-1)
+        self._sent = self._before = None
         self._held, self._square_norm = self._values, self._squares_of(self._values)
         self._norm_at_start = self._square_norm
         self._maxima.forget()

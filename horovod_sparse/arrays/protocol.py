@@ -13,6 +13,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from horovod_sparse.kernels.quantization import Quantization
+
 
 @dataclass(frozen=True)
 class Moments:
@@ -190,6 +192,30 @@ class Accumulator(Protocol):
         """Exactly these finite values there; what a feedback keeps beside them stays, or follows.
 
         Indices are unique.
+        """
+
+    def quantize(self, code: Quantization, key: int, words: NDArray[np.int32]) -> float:
+        """Writes all values as codes of few bits, and leaves them as they are.
+
+        Args:
+            code: how.
+            key: 64 bits, of the random numbers by which values are rounded.
+            words: int32, `code.num_words` of them; overwritten.
+
+        Returns:
+            Sum of squares of what the words lose.
+        """
+
+    def subtract(self, code: Quantization, words: NDArray[np.int32], left: float | None = None) -> None:
+        """What these words stand for leaves all values, and what follows them; a velocity stays.
+
+        Once a step, and the last change in it. It is carried out when the values are needed, so `abandon`
+        takes no copy of them.
+
+        Args:
+            code: how they were written.
+            words: as `quantize` wrote them; not to be changed until the next fold.
+            left: sum of squares of the values then, where it is known.
         """
 
     def mask(self, indices: Indices) -> None:

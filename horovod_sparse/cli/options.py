@@ -33,6 +33,7 @@ from horovod_sparse.merging import (
     min_elements,
     strategy_named,
 )
+from horovod_sparse.sparsifiers import ALGORITHMS
 from horovod_sparse.sparsifiers.base import value_text
 
 _PICTURES = (".png", ".svg", ".pdf")
@@ -127,7 +128,7 @@ def read_recipe(text: str, density: float | AutoDensity | None) -> Recipe:
 
     Args:
         text: ``NAME`` or ``NAME:ARGUMENT=VALUE,...``.
-        density: of `--density`; None leaves the sparsifier's own default.
+        density: of `--density`; None leaves the sparsifier's own default, and so does a quantizer.
 
     Raises:
         ArgumentError: naming what is wrong in it.
@@ -137,6 +138,8 @@ def read_recipe(text: str, density: float | AutoDensity | None) -> Recipe:
         'topk:density=0.01,values=float16'
     """
     name, _, arguments = text.partition(":")
+    if name in ALGORITHMS and ALGORITHMS[name].density == 1.0:
+        density = None  # quantizers send every element
     if density is not None and "density" not in parse_arguments(arguments):
         arguments = f"density={value_text(density)}" + ("," if arguments else "") + arguments
     return parse_recipe(f"{name}:{arguments}")

@@ -283,7 +283,7 @@ class Bucket:
         """What follows the fold."""
         sum_ = yield from self._recorded(report)
         report.num_selected = int(sum_.counts[self.info.rank])
-        report.num_received = sum_.indices.size
+        report.num_received = sum_.values.size
         report.facts.update(sum_.facts)
         if sum_.norms is not None:
             sum_.norms, steps = norms_and_steps(sum_.norms)
@@ -399,6 +399,10 @@ def overflowing(sum_: SparseSum, info: BucketInfo, scale: float) -> int | None:
     # every rank adds an element once at most, and front ends scale before they add
     if largest * max(1.0, info.size) * scale <= limit and np.isfinite(largest):
         return None
+    with np.errstate(all="ignore"):
+        if sum_.whole:
+            within = (np.abs(values) * scale <= limit) & np.isfinite(values)
+            return None if within.all() else int(np.argmin(within))
     indices, which = np.unique(sum_.indices, return_inverse=True)
     with np.errstate(all="ignore"):
         totals = np.bincount(which, weights=np.abs(values.astype(np.float64)), minlength=indices.size)

@@ -29,7 +29,7 @@ from horovod_sparse.errors import HorovodSparseError, MessageError
 from horovod_sparse.feedback.bucket import Bucket
 from horovod_sparse.feedback.recipe import Recipe
 from horovod_sparse.feedback.report import Member
-from horovod_sparse.sparsifiers import BucketInfo, SparseSum
+from horovod_sparse.sparsifiers import BucketInfo, SparseSum, WholeSum
 from horovod_sparse.topology import Topology
 from horovod_sparse.wire import WireFormat, pack, unpack_sum
 
@@ -207,7 +207,7 @@ class HostBucket(Bucket):
         report.bucket, report.num_elements = self.whole.name, self.whole.num_elements
         report.num_target = min(report.num_target * self.topology.per_host, report.num_elements)
         report.num_selected = int(sum_.counts[own].sum())
-        report.num_received = sum_.indices.size
+        report.num_received = sum_.values.size
         if sum_.norms is not None:
             report.global_error = float(np.add.reduce(sum_.norms)) / len(sum_.norms)
         report.bytes_inside = sum(before.values()) + message.buffer.nbytes
@@ -234,11 +234,14 @@ class HostBucket(Bucket):
             head[hosts + host] = 1 + position
         norms = np.full(hosts, np.nan) if sum_.norms is None else sum_.norms
         head[2 * hosts : 3 * hosts] = norms.astype(np.float32).view(np.int32)
-        indices, values = sum_.indices, sum_.values
         if overflow is not None:
             head[-1] = 1 + overflow
-        if overflow is not None or sum_.first_nonfinite:
-            indices, values = indices[:0], values[:0]
+        given_up = overflow is not None or bool(sum_.first_nonfinite)
+        if sum_.whole and not given_up:
+            body = sum_.values[: stop - start].view(np.int32)
+            return np.concatenate([head, told, np.array([-1 - body.size], np.int32), body])
+        nothing = np.empty(0, np.int32), sum_.values[:0]
+        indices, values = nothing if given_up else (sum_.indices, sum_.values)
         if (short := indices >= stop - start).any():  # the element that fills a shard up: it is 0
             indices, values = indices[~short], values[~short]
         n = self.whole.num_elements
@@ -248,19 +251,24 @@ class HostBucket(Bucket):
     def _joined(self, gathered: np.ndarray, own: SparseSum) -> tuple[SparseSum, dict[int, int], int | None]:
         """The sum of the whole from those of its shards, the marks of ranks, and where it overflows."""
         words, hosts, n = np.asarray(gathered), self.topology.num_hosts, self.whole.num_elements
-        heads, sums, steps, at = [], [], [], 0
+        heads, sums, steps, at, shards = [], [], [], 0, list[np.ndarray]()
         for _ in range(self.topology.per_host):
             end = at + 3 * hosts + 2
             if end < words.size and (length := int(words[end - 2]) // (_STEP_BITS + 1)) > 0:
                 raise _failure_of(words[end : end + length])
-            if end >= words.size or words[end] <= 0:
+            if end >= words.size or words[end] == 0:
                 raise MessageError(f"{words.size} words arrived, which are not the sums of all shards")
             heads.append(words[at:end])
             steps.append(int(words[end - 2]) & _STEP_BITS)
-            sums.append(words[end : end + words[end]])
-            at = end + int(words[end])
+            at = end + abs(int(words[end]))
+            if words[end] < 0:  # values of all elements
+                shards.append(words[end + 1 : at])
+            else:
+                sums.append(words[end:at])
         self._check_steps(np.array(steps), self.topology.hosts[self.host])
-        whole = unpack_sum(np.concatenate(sums), len(sums), _INSIDE, n, self.whole.value_dtype)
+        whole = unpack_sum(
+            np.concatenate([*sums, np.empty(0, np.int32)]), len(sums), _INSIDE, n, self.whole.value_dtype
+        )
         counts, norms = np.zeros(self.whole.size, np.int64), np.zeros((len(heads), hosts))
         marks: dict[int, int] = {}
         overflows = []
@@ -278,9 +286,13 @@ class HostBucket(Bucket):
                 else:
                     found = min(start + position, stop - 1)
                     marks |= {rank: min(found, marks.get(rank, n)) for rank in self._spared(host, marks)}
-        sum_ = SparseSum(
-            whole.indices, own.values[:0] if whole.values is None else whole.values, counts, marks
-        )
+        values = own.values[:0] if whole.values is None else whole.values
+        sum_ = SparseSum(whole.indices, values, counts, marks)
+        if shards and not sums:
+            values = np.concatenate(shards).view(self.whole.value_dtype)
+            if values.size != n:
+                raise MessageError(f"{values.size} values arrived for a bucket of {n} elements")
+            sum_ = WholeSum(values, counts, marks, None)
         if own.norms is not None:  # of a host, with each of its ranks
             sum_.norms = np.zeros(self.whole.size)
             for host, ranks in enumerate(self.topology.hosts):

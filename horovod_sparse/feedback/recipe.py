@@ -18,6 +18,7 @@ from horovod_sparse.feedback.feedbacks import (
     Feedback,
     LowPass,
     MomentumCorrection,
+    NoFeedback,
     feedback_named,
 )
 from horovod_sparse.feedback.text import NESTED, parse_arguments, parse_value
@@ -135,7 +136,8 @@ class Recipe:
             of them until then. None where the density is the sparsifier's own.
 
     Raises:
-        ArgumentError: the sparsifier's density decides nothing, so that none can be chosen.
+        ArgumentError: the sparsifier's density decides nothing, so that none can be chosen; or its arguments
+            and the feedback do not go together.
     """
 
     sparsifier: Sparsifier
@@ -145,8 +147,11 @@ class Recipe:
 
     def __post_init__(self) -> None:
         if self.auto is not None and not self.sparsifier.follows_density:
-            allowed = f"a number: what {self.sparsifier.name} sends follows its threshold, not a density"
+            allowed = f"a number: no density decides what {self.sparsifier.name} sends"
             raise ArgumentError("density", value_text(self.auto), allowed)
+        if self.sparsifier.diverges and not isinstance(self.feedback, NoFeedback):
+            allowed = f"'none' with these arguments of {self.sparsifier.name}: {self.sparsifier.diverges}"
+            raise ArgumentError("feedback", value_text(self.feedback), allowed)
 
     def at(self, density: float | None) -> Recipe:
         """The recipe at the density that a plan says.

@@ -15,6 +15,8 @@ from horovod_sparse.arrays.protocol import FoldReport, Indices, Moments, Values
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.kernels.host.scatter import checked
 from horovod_sparse.kernels.layout import Layout
+from horovod_sparse.kernels.quantization import Quantization
+from horovod_sparse.pytorch import quantize
 from horovod_sparse.pytorch.backend import kernels_for
 from horovod_sparse.pytorch.gradients import (
     KeptTensor,
@@ -23,7 +25,7 @@ from horovod_sparse.pytorch.gradients import (
     clip,
     take_out,
 )
-from horovod_sparse.pytorch.journal import Journal
+from horovod_sparse.pytorch.journal import Journal, sum_of_squares
 from horovod_sparse.pytorch.plain import device_block_size
 from horovod_sparse.pytorch.selection import Selection
 from horovod_sparse.pytorch.transfer import PendingCopy, PendingReport, on_device, to_device, to_host
@@ -92,6 +94,12 @@ class TorchAccumulator:
         self._factors: tuple[NDArray[Any], Tensor] = (np.empty(0), torch.empty(0))
         self._report: FoldReport = FoldReport()
         self.step = 0
+        # words that have left the values, but are still in them
+        self._sent: tuple[Quantization, Tensor] | None = None
+        # values, and what followed them, before words left both
+        self._before: tuple[Tensor, Tensor] | None = None
+        # words that were written last, and where they are on the host
+        self._written: tuple[NDArray[np.int32], Tensor] | None = None
         # of the last fold: the gradient's weight in the values, the velocity it went into, its norm's limit
         self._folded: tuple[float, Tensor | None, float | None] = 1.0, None, None
 
@@ -149,6 +157,9 @@ class TorchAccumulator:
         keep = isinstance(gradient, KeptTensor)
         gradient = checked_gradient(gradient.tensor if keep else gradient, self._values)
         with on_device(self.device):
+            if keep_residual or followed is not None:
+                self._settle()
+            self._sent = self._written = self._before = None
             if clip_norm is not None:
                 gradient = clip(gradient, clip_norm, keep=keep)
             flat = gradient.reshape(-1)  # a view where strides allow it
@@ -199,46 +210,55 @@ class TorchAccumulator:
     def largest(self, num_selected: int, start: int = 0, stop: int | None = None) -> Indices:
         """Exactly the `num_selected` largest magnitudes in [start, stop); ties go to the lowest index."""
         with on_device(self.device):
+            self._settle()
             return self._selection.largest(num_selected, start, stop)
 
     def kth_magnitude(self, k: int, start: int = 0, stop: int | None = None) -> float:
         """Exact k-th largest magnitude (k from 1) in [start, stop)."""
         with on_device(self.device):
+            self._settle()
             return self._selection.kth_magnitude(k, start, stop)
 
     def at_least(self, threshold: float, start: int = 0, stop: int | None = None) -> Indices:
         """All positions in [start, stop) whose magnitude is >= threshold and not 0."""
         with on_device(self.device):
+            self._settle()
             return self._selection.at_least(threshold, start, stop)
 
     def count_at_least(self, thresholds: Any) -> NDArray[np.int64]:
         """How many magnitudes are >= each threshold and not 0, for several thresholds."""
         with on_device(self.device):
+            self._settle()
             return self._selection.count_at_least(thresholds)
 
     def moments(self, threshold: float = 0.0) -> Moments:
         """Moments of the magnitudes that are >= threshold and not 0, in one read."""
         with on_device(self.device):
+            self._settle()
             return self._selection.moments(threshold)
 
     def sample_magnitudes(self, stride: int, offset: int = 0) -> Values:
         """Every stride-th magnitude from offset on."""
         with on_device(self.device):
+            self._settle()
             return self._selection.sample_magnitudes(stride, offset)
 
     def take(self, indices: Indices) -> Values:
         """The values there, as a fresh array."""
         with on_device(self.device):
+            self._settle()
             return to_host(self._values.index_select(0, self._places(indices)))
 
     def clear(self, indices: Indices) -> None:
         """Sets the values there, and (with masking) the companions', to 0; a companion may follow instead."""
         with on_device(self.device):
+            self._settle()
             self._journal.clear(self._places(indices))
 
     def add(self, indices: Indices, values: Values) -> None:
         """Adds to the values there; what would not stay finite adds nothing. Indices are unique."""
         with on_device(self.device):
+            self._settle()
             where = self._places(indices)
             new = np.ascontiguousarray(values, self.dtype).reshape(-1)
             if new.size != where.numel():
@@ -253,12 +273,59 @@ class TorchAccumulator:
     def put(self, indices: Indices, values: Values) -> None:
         """Exactly these finite values there; companions stay, or follow. Indices are unique."""
         with on_device(self.device):
+            self._settle()
             where = self._places(indices)
             new = np.ascontiguousarray(values, self.dtype).reshape(-1)
             if new.size != where.numel():
                 raise ArgumentError("values", new.size, f"one for each of the {where.numel()} indices")
             self._journal.put(where, to_device(new, self.device))
             self._grew(where)
+
+    def quantize(self, code: Quantization, key: int, words: NDArray[np.int32]) -> float:
+        """Writes all values as codes of few bits; see `Accumulator.quantize`. In plain PyTorch."""
+        with on_device(self.device):
+            self._settle()
+            written = quantize.encode(self._values, code, key)
+            words[:] = to_host(written)
+            self._written = words, written
+            left = torch.empty_like(self._values)
+            quantize.take_away(self._values, written, code, left)
+            return float(to_host(sum_of_squares(left))[0])
+
+    def subtract(self, code: Quantization, words: NDArray[np.int32], left: float | None = None) -> None:
+        """What these words stand for leaves all values; see `Accumulator.subtract`."""
+        with on_device(self.device):
+            self._settle()
+            known = self._written is not None and self._written[0] is words
+            here = self._written[1] if known and self._written else to_device(words.copy(), self.device)
+            followed = self._journal.followed
+            if followed is None:
+                self._sent = code, here
+                self._journal.square_norm = sum_of_squares(self._less_sent(self._values))
+                return
+            # companions are at hand, so they have to be right at once
+            self._before = self._values.clone(), followed.clone()
+            for tensor in (self._values, followed):
+                quantize.take_away(tensor, here, code, tensor)
+            self._selection.maxima = None
+            self._journal.settle(sum_of_squares(followed))
+
+    def _settle(self) -> None:
+        """Takes away what `subtract` was told: it cannot be abandoned any more."""
+        if self._sent is not None:
+            code, words = self._sent
+            self._sent = None
+            quantize.take_away(self._values, words, code, self._values)
+            self._selection.maxima = None
+            self._journal.settle(self._journal.square_norm)
+
+    def _less_sent(self, tensor: Tensor) -> Tensor:
+        """A tensor without what has left it; itself where nothing has."""
+        if self._sent is None:
+            return tensor
+        left = torch.empty_like(tensor)
+        quantize.take_away(tensor, self._sent[1], self._sent[0], left)
+        return left
 
     def mask(self, indices: Indices) -> None:
         """Sets the companions there to 0, where there is masking; the values stay."""
@@ -276,6 +343,14 @@ class TorchAccumulator:
     def abandon(self) -> None:
         """Takes back every change since the last fold, bit for bit."""
         with on_device(self.device):
+            if self._sent is not None or self._before is not None:
+                followed = self._journal.followed
+                if self._before is not None and followed is not None:
+                    self._values.copy_(self._before[0])
+                    followed.copy_(self._before[1])
+                    self._selection.maxima = None
+                self._sent = self._before = None
+                self._journal.take_norm_back()
             self._journal.abandon(self._selection.maxima, self._layout)
 
     def drop(self, gradient: KeptTensor) -> None:
@@ -294,11 +369,12 @@ class TorchAccumulator:
 
     def values(self) -> Values:
         """All n values, to be read only: a view on the CPU, else a copy (use `assign` to change them)."""
-        return _on_host(self._values)
+        return _on_host(self._less_sent(self._values))
 
     def residual(self) -> Values:
         """What is held back, all n elements; see `Accumulator.residual`."""
-        return _on_host(self._values if self._journal.followed is None else self._journal.followed)
+        followed = self._journal.followed
+        return _on_host(self._less_sent(self._values if followed is None else followed))
 
     def assign(self, values: Any) -> None:
         """Replaces all n values (loading a checkpoint). Companions are replaced after it, in place.
@@ -316,6 +392,7 @@ class TorchAccumulator:
         if not bool(torch.isfinite(new).all()):
             raise ArgumentError("values", "NaN or Inf", "finite numbers")
         self._values.copy_(new)
+        self._sent = self._before = None
         self._selection.maxima = None
         self._journal.restart()
 

@@ -179,15 +179,21 @@ class FlatGradient:
         """Gradients were multiplied by a number since the last sum: zeros are still zeros."""
         self._version = self._versions()
 
-    def scatter(self, indices: np.ndarray, values: np.ndarray) -> int:
+    def scatter(self, indices: np.ndarray | None, values: np.ndarray) -> int:
         """A sum as the gradients, in place of what they are.
+
+        Args:
+            indices: see `GradientMemory.scatter`.
+            values: as many.
 
         Returns:
             How many different elements it has.
         """
         num_union = self.memory.write(self.flat, indices, values, 1.0)
+        if indices is None:
+            self._uncounted = True  # zeros are needed everywhere
         self._give_out()
-        self._mark(indices)
+        self._mark(_NOWHERE if indices is None else indices)
         return num_union
 
     def fill(self, total: torch.Tensor) -> None:

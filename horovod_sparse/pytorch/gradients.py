@@ -168,7 +168,7 @@ def apply_scaled_sum(
 
     Args:
         dense: zeros; as in `apply_sum`.
-        indices: host, shape (k,), within [0, n), in any order, may repeat.
+        indices: host, shape (k,), within [0, n), in any order, may repeat; None for all elements.
         values: host, shape (k,), float32 or float64.
         scale: factor of the sums.
         kernels: another implementation than the device's.
@@ -179,6 +179,12 @@ def apply_scaled_sum(
     Raises:
         ArgumentError, MessageError: as in `apply_sum`.
     """
+    if indices is None:
+        flat = _flat(dense)
+        if np.size(values) != flat.numel():
+            raise MessageError(f"{np.size(values)} values came for a bucket of {flat.numel()} elements")
+        flat.copy_(to_device(np.ascontiguousarray(values), flat.device) * scale)
+        return flat.numel()
     if scale != 1.0 and dense.dtype not in (torch.float32, torch.float64):
         values, scale = values * values.dtype.type(scale), 1.0
     num_union = apply_sum(dense, indices, values, kernels)

@@ -63,6 +63,20 @@ class Journal:
             else square_norm
         )
 
+    def settle(self, square_norm: Tensor) -> None:
+        """What has changed so far stays, since values have changed everywhere.
+
+        Args:
+            square_norm: of what is held back now.
+        """
+        self._changes.clear()
+        self._refreshed = 0
+        self.square_norm = square_norm
+
+    def take_norm_back(self) -> None:
+        """The sum of squares as it was after the fold."""
+        self.square_norm = self._start_norm
+
     def norm_before(self, followed: Tensor | None) -> Tensor:
         """Sum of squares of what was held back until now, for a fold after which `followed` holds it."""
         if followed is self.followed:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -28,6 +28,9 @@ from horovod_sparse.sparsifiers import BucketInfo
 
 #: types of devices whose memory NumPy can read
 HOST_DEVICES = frozenset({"cpu"})
+
+#: of a sum: None for all elements
+Places: TypeAlias = np.ndarray | None
 
 #: scattered elements above this share of a buffer are cleared faster by clearing all of it
 _SPARSE_SHARE = 1 / 8
@@ -57,10 +60,13 @@ class GradientMemory(Protocol):
     def shard(self, total: Any, num_elements: int) -> Any:
         """A sum of a part of it, filled up with 0, as the accumulator folds it, and leaves it as it is."""
 
-    def scatter(self, gradient: torch.Tensor, indices: np.ndarray, values: np.ndarray, scale: float) -> int:
-        """Adds scale times a sum to a contiguous gradient of zeros; how many different elements it has."""
+    def scatter(self, gradient: torch.Tensor, indices: Places, values: np.ndarray, scale: float) -> int:
+        """Adds scale times a sum to a contiguous gradient of zeros; how many different elements it has.
 
-    def write(self, gradient: torch.Tensor, indices: np.ndarray, values: np.ndarray, scale: float) -> int:
+        Indices are None where the values are those of all elements, in their order.
+        """
+
+    def write(self, gradient: torch.Tensor, indices: Places, values: np.ndarray, scale: float) -> int:
         """As `scatter`, whatever the gradient holds."""
         self.zero(gradient)
         return self.scatter(gradient, indices, values, scale)
@@ -182,11 +188,11 @@ class HostMemory(GradientMemory):
         """See `GradientMemory.shard`."""
         return levels.foldable(total, num_elements)
 
-    def scatter(self, gradient: torch.Tensor, indices: np.ndarray, values: np.ndarray, scale: float) -> int:
+    def scatter(self, gradient: torch.Tensor, indices: Places, values: np.ndarray, scale: float) -> int:
         """See `GradientMemory.scatter`."""
         return apply_scaled_sum(host_view(gradient), indices, values, scale)
 
-    def write(self, gradient: torch.Tensor, indices: np.ndarray, values: np.ndarray, scale: float) -> int:
+    def write(self, gradient: torch.Tensor, indices: Places, values: np.ndarray, scale: float) -> int:
         """See `GradientMemory.write`."""
         return apply_scaled_sum(host_view(gradient), indices, values, scale, is_zero=False)
 
@@ -262,7 +268,7 @@ class DeviceMemory(GradientMemory):
         """See `GradientMemory.shard`."""
         return gradients.KeptTensor(torch.cat([total, total.new_zeros(num_elements - total.numel())]))
 
-    def scatter(self, gradient: torch.Tensor, indices: np.ndarray, values: np.ndarray, scale: float) -> int:
+    def scatter(self, gradient: torch.Tensor, indices: Places, values: np.ndarray, scale: float) -> int:
         """See `GradientMemory.scatter`."""
         with on_device(self._device):
             return gradients.apply_scaled_sum(gradient, indices, values, scale)

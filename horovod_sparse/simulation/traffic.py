@@ -105,7 +105,8 @@ def bucket_traffic(
     for _ in range(steps):
         cluster.recorder = Recorder(network)
         gradients = [random.laplace(size=num_elements).astype(np.float32) for _ in range(size)]
-        union = np.unique(cluster.synchronize(gradients)[0].indices).size
+        sum_ = cluster.synchronize(gradients)[0]
+        union = num_elements if sum_.whole else np.unique(sum_.indices).size
     recorder = cluster.recorder
     totals = [recorder.total(rank) for rank in range(size)]
     sent = [

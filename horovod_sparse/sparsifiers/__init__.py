@@ -1,6 +1,13 @@
 """One file per algorithm. To add one: write its file, export it here, add a test row and a docs entry."""
 
-from horovod_sparse.sparsifiers.base import BucketInfo, SparseSum, Sparsifier, SparsifierState, Traffic
+from horovod_sparse.sparsifiers.base import (
+    BucketInfo,
+    SparseSum,
+    Sparsifier,
+    SparsifierState,
+    Traffic,
+    WholeSum,
+)
 from horovod_sparse.sparsifiers.cltk import CLTK
 from horovod_sparse.sparsifiers.dgc import DGC
 from horovod_sparse.sparsifiers.dragonn import DRAGONN
@@ -10,8 +17,10 @@ from horovod_sparse.sparsifiers.hard_threshold import HardThreshold
 from horovod_sparse.sparsifiers.micro import MiCRO
 from horovod_sparse.sparsifiers.mstopk import MSTopK
 from horovod_sparse.sparsifiers.oktopk import OkTopk
+from horovod_sparse.sparsifiers.qsgd import QSGD
 from horovod_sparse.sparsifiers.randomk import RandomK
 from horovod_sparse.sparsifiers.sidco import SIDCo
+from horovod_sparse.sparsifiers.signsgd import SignSGD
 from horovod_sparse.sparsifiers.spardl import SparDL
 from horovod_sparse.sparsifiers.topk import TopK
 from horovod_sparse.sparsifiers.topk_dsa import TopkDSA
@@ -21,6 +30,7 @@ __all__ = [
     "CLTK",
     "DGC",
     "DRAGONN",
+    "QSGD",
     "BucketInfo",
     "ExDyna",
     "GTopK",
@@ -30,6 +40,7 @@ __all__ = [
     "OkTopk",
     "RandomK",
     "SIDCo",
+    "SignSGD",
     "SparDL",
     "SparseSum",
     "Sparsifier",
@@ -37,6 +48,7 @@ __all__ = [
     "TopK",
     "TopkDSA",
     "Traffic",
+    "WholeSum",
 ]
 
 #: Every algorithm by the name that `Compression` and the command lines know it under.
@@ -57,5 +69,7 @@ ALGORITHMS: dict[str, type[Sparsifier]] = {
         SparDL,
         OkTopk,
         TopkDSA,
+        SignSGD,
+        QSGD,
     )
 }

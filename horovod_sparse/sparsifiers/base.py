@@ -96,6 +96,9 @@ class SparseSum:
         rooms: elements that messages had room for, whatever was in them: of each round in which that changes.
     """
 
+    #: whether the values are those of all elements, in their order (`WholeSum`)
+    whole: ClassVar[bool] = False
+
     indices: Indices
     values: Values
     counts: np.ndarray
@@ -112,6 +115,39 @@ class SparseSum:
         return cls(
             gathered.indices, gathered.values, gathered.counts, gathered.first_nonfinite, gathered.norms
         )
+
+
+class WholeSum(SparseSum):
+    """A sum that has all n elements, in their order: nobody has to be told where they are.
+
+    Args:
+        values: [n].
+        counts, first_nonfinite, norms: see `SparseSum`.
+
+    Example:
+        >>> sum_ = WholeSum(np.ones(3, np.float32), np.array([3]), {}, None)
+        >>> sum_.whole, sum_.indices.tolist()
+        (True, [0, 1, 2])
+    """
+
+    whole = True
+
+    def __init__(
+        self,
+        values: Values,
+        counts: np.ndarray,
+        first_nonfinite: dict[int, int],
+        norms: np.ndarray | None,
+    ) -> None:
+        self.values, self.counts = values, counts
+        self.first_nonfinite, self.norms = first_nonfinite, norms
+        self.facts: dict[str, float] = {}
+        self.rooms: tuple[int, ...] = ()
+
+    @functools.cached_property
+    def indices(self) -> Indices:  # type: ignore[override]
+        """All positions, made when somebody asks for them: front ends do not."""
+        return np.arange(self.values.size, dtype=np.int32)
 
 
 @dataclass(frozen=True)
@@ -189,6 +225,11 @@ class Sparsifier(abc.ABC):
     def wire_with_room(self, elements: int) -> WireFormat:
         """How selections are written whose messages have room for so many elements at least."""
         return _wire_format(self.values, self.indices, self.quantum, elements)
+
+    @property
+    def diverges(self) -> str:
+        """Why error feedback would add up without limit what this loses; empty where it does not."""
+        return ""
 
     def density_at(self, step: int) -> float:
         """The density that is asked for in a step (from 0)."""

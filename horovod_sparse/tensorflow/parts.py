@@ -181,7 +181,7 @@ class SparseBucket(_Laid, common.BucketPart):
         """See `Part.apply`."""
         started = time.perf_counter()
         sum_ = self.task.result
-        arrays, num_union = self._output.write(sum_.indices, sum_.values, scale)
+        arrays, num_union = self._output.write(None if sum_.whole else sum_.indices, sum_.values, scale)
         self.task.settled = True
         self.bucket.accept()
         return arrays, BucketReport(
@@ -320,7 +320,8 @@ class _Memory:
         raw = np.zeros(num_elements * dtype.itemsize + _ALIGNMENT, np.uint8)
         start = -raw.ctypes.data % _ALIGNMENT
         self.flat = raw[start : start + num_elements * dtype.itemsize].view(dtype)
-        self.scattered: np.ndarray = np.empty(0, np.int32)
+        #: None: everywhere
+        self.scattered: np.ndarray | None = np.empty(0, np.int32)
         self.lent: list[weakref.ref[np.ndarray]] = []
 
     @property
@@ -328,7 +329,7 @@ class _Memory:
         return not any(ref() is not None for ref in self.lent)
 
     def clear(self) -> None:
-        if self.scattered.size > _SPARSE_SHARE * self.flat.size:
+        if self.scattered is None or self.scattered.size > _SPARSE_SHARE * self.flat.size:
             self.flat[...] = 0
         elif self.scattered.size:
             clear_at(self.flat, self.scattered)
@@ -365,34 +366,46 @@ class DenseOutput:
         self._computable = _computable(dtype)
         self._memories: list[_Memory] = []
 
-    def write(self, indices: np.ndarray, values: np.ndarray, scale: float) -> tuple[list[np.ndarray], int]:
+    def write(
+        self, indices: np.ndarray | None, values: np.ndarray, scale: float
+    ) -> tuple[list[np.ndarray], int]:
         """Scatters a sum into zeros.
 
         Args:
-            indices: int32 [k], within the bucket; repeated ones add up.
+            indices: int32 [k], within the bucket; repeated ones add up. None for all elements.
             values: float32 or float64 [k].
             scale: of the sums.
 
         Returns:
             One array per parameter, and how many different elements were written.
         """
-        memory = self._free_memory()
+        memory = self._free_memory(clear=indices is not None)
+        flat = native_bits(memory.flat).view(self._computable)
+        if indices is None:
+            memory.scattered = None
+            for place, start, length in zip(self._places, self._starts, self._lengths, strict=True):
+                apply_scaled_sum(flat[place : place + length], None, values[start : start + length], scale)
+            return self._given(memory), values.size
         where = indices
         if self._is_shifted:
             where = indices + self._shifts[np.searchsorted(self._starts, indices, side="right") - 1]
         memory.scattered = where
-        num_union = apply_scaled_sum(native_bits(memory.flat).view(self._computable), where, values, scale)
+        num_union = apply_scaled_sum(flat, where, values, scale)
+        return self._given(memory), num_union
+
+    def _given(self, memory: _Memory) -> list[np.ndarray]:
         arrays = [
             memory.flat[place : place + length].reshape(shape)
             for place, length, shape in zip(self._places, self._lengths, self.shapes, strict=True)
         ]
         memory.lent = [weakref.ref(array) for array in arrays]
-        return arrays, num_union
+        return arrays
 
-    def _free_memory(self) -> _Memory:
+    def _free_memory(self, clear: bool) -> _Memory:
         for memory in self._memories:
             if memory.is_free:
-                memory.clear()
+                if clear:
+                    memory.clear()
                 return memory
         memory = _Memory(self._num_elements, self.dtype)
         self._memories = [*self._memories[-(_NUM_KEPT - 1) :], memory]

@@ -94,7 +94,7 @@ class PendingGradient:
         if not gradient.is_contiguous():
             gradient = torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device)
         scale = factor / self.bucket.info.size * self.loss_scale
-        num_union = self.memory.write(gradient, sum_.indices, sum_.values, scale)
+        num_union = self.memory.write(gradient, None if sum_.whole else sum_.indices, sum_.values, scale)
         self.bucket.accept()
         report = BucketReport(
             step=self.bucket.last,

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from horovod_sparse.feedback import ErrorFeedback, LowPass, Recipe, recipe
+from horovod_sparse.sparsifiers.rounds.quantized import Quantizer
 
 __all__ = ["CASES", "Case", "CountBand", "case_id"]
 
@@ -59,13 +60,21 @@ class Case:
     def stays_dyadic(self) -> bool:
         """Whether numbers of few bits stay so.
 
-        int8 divides by 127, and leaves residuals of full length; several teams share out what they drop.
+        int8 divides by 127, and leaves residuals of full length; several teams share out what they drop; a
+        quantizer's units are means and norms.
         """
         sparsifier = self.recipe.sparsifier
-        return sparsifier.values != "int8" and getattr(sparsifier, "teams", 1) == 1
+        return not self.quantizes and sparsifier.values != "int8" and getattr(sparsifier, "teams", 1) == 1
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether every element is sent, in few bits: the density is 1, and rounding is coarse."""
+        return isinstance(self.recipe.sparsifier, Quantizer)
 
     def at(self, density: float) -> Recipe:
-        """The recipe at another density."""
+        """The recipe at another density, where one can be chosen."""
+        if self.quantizes:
+            return self.recipe
         sparsifier = dataclasses.replace(self.recipe.sparsifier, density=density)
         return dataclasses.replace(self.recipe, sparsifier=sparsifier)
 
@@ -96,13 +105,16 @@ _SKETCH_BAND = CountBand(first=1.1, settled=0.03, from_target=10_000)
 
 
 def _case(name: str, *, promises: dict[str, Any] | None = None, **arguments: Any) -> Case:
-    return Case(recipe(name, density=_DENSITY, **arguments), **(promises or {}))
+    return Case(recipe(name, **{"density": _DENSITY, **arguments}), **(promises or {}))
 
 
 _EXACT = {"exact_count": True}
 _SHARED = {"exact_count": True, "same_indices": True}
 _SKETCH = {"exclusive": True, "count_band": _SKETCH_BAND}
 _PAPER = {"exclusive": True}
+#: what laws say of counts they say of density 1
+_ALL: dict[str, Any] = {"density": 1.0, "promises": _SHARED}
+_LOSES: dict[str, Any] = {"feedback": "none", "density": 1.0, "promises": _SHARED | {"loses_mass": True}}
 
 CASES: tuple[Case, ...] = (
     _case("topk", promises=_EXACT),
@@ -151,6 +163,12 @@ CASES: tuple[Case, ...] = (
     _case("oktopk", threshold_steps=2, region_steps=3, values="int8", indices="gaps"),
     _case("topk_dsa"),
     _case("topk_dsa", values="int8", indices="block16"),
+    _case("signsgd", **_ALL),
+    _case("signsgd", group=64, feedback=LowPass(beta=0.5), **_ALL),
+    _case("signsgd", vote="majority", **_LOSES),
+    _case("qsgd", **_ALL),
+    _case("qsgd", levels=127, norm="l2", group=1024, **_ALL),
+    _case("qsgd", levels=1, norm="l2", group=32, **_LOSES),
     _case("topk", values="float16", indices="gaps", promises=_EXACT),
     _case("micro", values="float16", indices="gaps", promises=_SKETCH),
     _case("exdyna", values="bfloat16", indices="block16", promises=_SKETCH),

@@ -9,6 +9,7 @@ import numpy as np
 from horovod_sparse.collectives import AllGather, ReduceScatter
 from horovod_sparse.feedback.state import shared_digest
 from horovod_sparse.simulation import SimulatedCluster
+from horovod_sparse.sparsifiers.rounds.quantized import Quantizer
 from support.cases import Case
 from support.history import History
 
@@ -32,9 +33,13 @@ def rounding(history: History, num_steps: int) -> np.ndarray:
     Every step each rank rounds one addition (gradient to residual) and the ranks' values are added up
     with P - 1 more, each by at most half an ulp of a number below A = sum over steps and ranks of |g|:
     together P * steps additions. Twice that leaves room for the errors' own rounding.
+
+    A quantizer sends of a small element as much as of its group's others: there A is the bucket's largest.
     """
     dtype = history.cluster.buckets[0].info.value_dtype
     magnitude = np.abs(np.nan_to_num(history.gradients[:num_steps], nan=0, posinf=0, neginf=0)).sum((0, 1))
+    if isinstance(history.recipe.sparsifier, Quantizer):
+        magnitude = np.full_like(magnitude, magnitude.max(initial=0.0))
     # below the normal numbers an ulp no longer shrinks: half of the smallest denormal per addition
     smallest = float(np.finfo(dtype).smallest_subnormal)
     additions = history.scenario.size * num_steps

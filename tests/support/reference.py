@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 
 from horovod_sparse.arrays.protocol import FoldReport, Indices, Moments, Values
+from horovod_sparse.kernels.quantization import Quantization
+from support.quantizers_reference import decoded, packed, quantized, unpacked
 
 __all__ = ["ReferenceAccumulator"]
 
@@ -156,6 +158,17 @@ class ReferenceAccumulator:
     def _follow(self, indices: Indices, change: Values) -> None:
         if self._followed is not None:
             self._followed[indices] += change
+
+    def quantize(self, code: Quantization, key: int, words: np.ndarray) -> float:
+        found = quantized(self._values, code, key)
+        words[:] = packed(*found, code)
+        return float(np.square(self._values - decoded(*found, code), dtype=np.float64).sum())
+
+    def subtract(self, code: Quantization, words: np.ndarray, left: float | None = None) -> None:
+        sent = unpacked(words, self.num_elements, code, self.dtype)
+        self._values = self._values - sent
+        if self._followed is not None:
+            self._followed -= sent
 
     def mask(self, indices: Indices) -> None:
         for array in self._masked:

@@ -17,7 +17,6 @@ from horovod_sparse.errors import ArgumentError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.merging import Plan, Strategy, Workload
 from horovod_sparse.simulation import ScalePoint, break_even, crossings, scale_point, simulate_traffic
-from horovod_sparse.sparsifiers import HardThreshold
 
 #: an all-to-all of P ranks is P * P messages
 MOST_RANKS_ALL_TO_ALL = 512
@@ -140,7 +139,7 @@ def study_of(question: Question, recipe: Recipe, tell: Callable[[str], None] = l
         tell(f"{recipe.sparsifier.name} on {size} ranks")
         points.append(_beside_flat(question, recipe, size))
     tell(f"{recipe.sparsifier.name}: crossing in density")
-    steered = not isinstance(recipe.sparsifier, HardThreshold)
+    steered = recipe.sparsifier.follows_density
     density = _in_density(question, recipe) if steered else None
     tell(f"{recipe.sparsifier.name}: crossing in bandwidth")
     return Study(

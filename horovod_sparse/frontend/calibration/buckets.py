@@ -69,7 +69,7 @@ class HostBucketMemory:
 
     def apply(self, gradient: Any, total: SparseSum, size: int) -> None:
         """See `BucketMemory.apply`."""
-        apply_scaled_sum(gradient, total.indices, total.values, 1.0 / size)
+        apply_scaled_sum(gradient, None if total.whole else total.indices, total.values, 1.0 / size)
 
     def sum_dense(self, gradient: Any, place: tuple[int, int]) -> Synchronization[None]:
         """See `BucketMemory.sum_dense`."""
@@ -130,6 +130,8 @@ def bucket_times(
     dense = min(1.0, _DENSER * sparsifier.density)
     # of one density, that which is asked for, and a lower one
     densities = (sparsifier.density, dense if dense > sparsifier.density else sparsifier.density / _DENSER)
+    if not sparsifier.follows_density:
+        densities = densities[:1]
     for number, num_elements in enumerate(bucket_elements):
         for density in densities:
             chosen = dataclasses.replace(sparsifier, density=density, schedule=None)

@@ -307,7 +307,7 @@ def clear_at(dense: Array, indices: Any) -> None:
 
 
 def apply_scaled_sum(
-    dense: Array, indices: Array, values: Array, scale: float, *, is_zero: bool = True
+    dense: Array, indices: Array | None, values: Array, scale: float, *, is_zero: bool = True
 ) -> int:
     """Writes ``scale * sum`` into a dense array of zeros, where the sum has something.
 
@@ -316,7 +316,7 @@ def apply_scaled_sum(
 
     Args:
         dense: zeros, contiguous; float32, float64, float16, bfloat16 or uint16 (the bits of bfloat16).
-        indices: int32 [k], within [0, n); repeated ones add up.
+        indices: int32 [k], within [0, n); repeated ones add up. None for all n elements in their order.
         values: float32 or float64 [k].
         scale: factor of the sums; 1 divided by the number of ranks for an average.
         is_zero: whether dense holds zeros already; they are written first where it may not.
@@ -331,6 +331,8 @@ def apply_scaled_sum(
         >>> gradient.tolist()
         [2.0, 0.0, 1.5]
     """
+    if indices is None:
+        return _apply_whole(_flat(dense), values, scale)
     if not is_zero:
         clear_all(dense)
     if scale == 1.0:
@@ -342,3 +344,14 @@ def apply_scaled_sum(
     flat = dense.reshape(-1)
     flat[indices] = flat[indices] * flat.dtype.type(scale)
     return num_union
+
+
+def _apply_whole(flat: Array, values: Array, scale: float) -> int:
+    """The sum of all elements, scaled, in place of what there is."""
+    if values.size != flat.size:
+        raise MessageError(f"{values.size} values came for a bucket of {flat.size} elements")
+    if flat.dtype == values.dtype:
+        np.multiply(values, flat.dtype.type(scale), out=flat) if scale != 1.0 else np.copyto(flat, values)
+    else:
+        flat[...] = narrow(values if scale == 1.0 else values * values.dtype.type(scale), flat.dtype)
+    return int(flat.size)

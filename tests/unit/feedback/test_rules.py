@@ -52,7 +52,7 @@ def test_recipes_of_parameters() -> None:
     assert other.feedback == made.feedback
 
 
-@pytest.mark.parametrize("case", CASES, ids=case_id)
+@pytest.mark.parametrize("case", [case for case in CASES if not case.quantizes], ids=case_id)
 def test_every_sparsifier_takes_another_density(case: Case) -> None:
     made = Recipe(case.recipe.sparsifier, case.recipe.feedback, ParameterRules(densities={"e*": 0.5}))  # type: ignore[arg-type]
     assert made.for_parameter("emb", 1000).sparsifier.density == 0.5

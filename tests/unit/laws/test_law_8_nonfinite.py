@@ -162,7 +162,8 @@ def test_learning_rate_of_an_abandoned_step_counts_once(case: Case) -> None:
         np.testing.assert_array_equal(after, 2.0 * before)
     results = cluster.synchronize(list(np.zeros((2, 64), np.float32)), 0.25)
     total = cluster.dense(results[0]) + np.sum(cluster.residuals(), axis=0)
-    np.testing.assert_array_equal(total, 2.0 * np.sum(held, axis=0))
+    rounding = 1e-7 if case.quantizes else 0.0  # of what is sent of an element because of others
+    np.testing.assert_allclose(total, 2.0 * np.sum(held, axis=0), rtol=0, atol=rounding)
 
 
 @rows

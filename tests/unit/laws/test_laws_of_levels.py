@@ -55,7 +55,7 @@ def test_law_1_is_exact_where_sums_are(case: Case, dtype: str) -> None:
     laws.check_all(run(case.recipe, scenario, random_gradients(scenario, dyadic)), case, exactly=True)
 
 
-@rows
+@pytest.mark.parametrize("case", [case for case in CASES if not case.quantizes], ids=case_id)
 @pytest.mark.parametrize("levels", [(3, 2), (2, 4)], ids=lambda levels: "{}x{}".format(*levels))
 def test_density_one_is_dense(case: Case, levels: tuple[int, int]) -> None:
     scenario = scenario_of(*levels, 301, num_steps=2)

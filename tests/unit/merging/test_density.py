@@ -87,7 +87,7 @@ def test_a_plan_met_at_another_density_is_tried_at_all():
     assert densest_plan(limits, lambda density: worse, seconds).density < 0.012
 
 
-@pytest.mark.parametrize("name", [name for name in ALGORITHMS if name != "hard_threshold"])
+@pytest.mark.parametrize("name", [name for name in ALGORITHMS if ALGORITHMS[name].follows_density])
 def test_every_sparsifier_takes_it_and_tells_it(name):
     text = f"{name}:density=auto(least=0.002,most=0.05)"
     made = parse_recipe(text)

@@ -1,0 +1,92 @@
+"""The round of quantizers: every element of every rank in a few bits, to every rank, in one allgather."""
+
+from __future__ import annotations
+
+import abc
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import numpy as np
+
+from horovod_sparse.arrays.protocol import Accumulator
+from horovod_sparse.collectives import AllGather, Request, Synchronization
+from horovod_sparse.errors import ArgumentError
+from horovod_sparse.kernels.quantization import Quantization
+from horovod_sparse.sparsifiers.base import (
+    BucketInfo,
+    Sparsifier,
+    SparsifierState,
+    Traffic,
+    WholeSum,
+)
+from horovod_sparse.wire.quantized import HEADER, VOTED, blank, quantized_words, sum_quantized
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantizer(Sparsifier):
+    """Every rank sends all elements, in few bits; what that loses stays in its residual.
+
+    A subclass says how (`quantization`). There is no density to choose, it is 1, and no way to write a
+    selection.
+    """
+
+    density_scope: ClassVar[Literal["per rank", "global"]] = "global"
+    follows_density: ClassVar[bool] = False
+
+    density: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        planes = self.quantization.planes  # which checks its arguments
+        for name, only in (
+            ("density", 1.0),
+            ("values", "exact"),
+            ("indices", "int32"),
+            ("quantum", 1),
+            ("schedule", None),
+        ):
+            if getattr(self, name) != only:
+                allowed = f"{only!r}: {self.name} sends every element, in {planes} bits"
+                raise ArgumentError(name, getattr(self, name), allowed)
+
+    @property
+    @abc.abstractmethod
+    def quantization(self) -> Quantization:
+        """How elements become bits."""
+
+    @property
+    def votes(self) -> bool:
+        """Whether the sum is P times what most ranks have, not what all of them have together."""
+        return False
+
+    def key(self, info: BucketInfo, step: int) -> int:
+        """64 bits that a rank's random numbers of a step are made of; 0 where none are drawn."""
+        return 0
+
+    def synchronize(
+        self, accumulator: Accumulator, state: SparsifierState, info: BucketInfo
+    ) -> Synchronization[WholeSum]:
+        """One allgather; see `Sparsifier.synchronize`."""
+        n, dtype, code, votes = info.num_elements, info.value_dtype, self.quantization, self.votes
+        key = self.key(info, state.step)
+        state.step += 1
+        message = blank(code, n, dtype, accumulator.report)
+        left = accumulator.quantize(code, key, message[HEADER:])
+        if not votes:
+            accumulator.subtract(code, message[HEADER:], left)
+        gathered = yield AllGather(message)
+        found = sum_quantized(gathered, info.size, code, n, dtype, votes=votes)
+        if votes:  # every rank's part of what is applied
+            accumulator.subtract(VOTED, found.words[0])
+        return WholeSum(found.values, np.full(info.size, n), found.first_nonfinite, found.norms)
+
+    def rounds(self, size: int) -> tuple[type[Request], ...]:
+        """One allgather."""
+        return (AllGather,)
+
+    def traffic(
+        self, info: BucketInfo, counts: np.ndarray, step: int = 0, rooms: tuple[int, ...] = ()
+    ) -> tuple[Traffic, ...]:
+        """The same in every step: a header, the units of groups, and every element's bits."""
+        words = quantized_words(self.quantization, info.num_elements, info.value_dtype)
+        return (Traffic(AllGather, 4 * words),)

@@ -1,0 +1,212 @@
+"""All elements of a rank, a few bits each, as one int32 buffer.
+
+Layout, in 32-bit words: the first four are those of a selection's message (`horovod_sparse.wire.message`),
+with the length negative and n for the count; then a tag, and what `Quantization` says::
+
+    4  tag        code of the quantizer, and the low 24 bits of n
+    5  units      of all groups, float32 or float64
+    .  codes      for every 32 elements one word for each bit
+
+All ranks' messages are of one length, which n and the quantizer alone decide.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from horovod_sparse.arrays.protocol import FoldReport, Values
+from horovod_sparse.errors import MessageError
+from horovod_sparse.kernels.host.quantize import decode_sum
+from horovod_sparse.kernels.quantization import NORMS, WORD, Quantization
+from horovod_sparse.wire.format import HEADER_WORDS
+from horovod_sparse.wire.message import SharedWords, carried_norm
+
+#: words in front of the units
+HEADER = HEADER_WORDS + 1
+
+
+def quantized_words(code: Quantization, num_elements: int, dtype: Any) -> int:
+    """Length of a message in words.
+
+    Args:
+        code: of the quantizer.
+        num_elements: n.
+        dtype: of the accumulator.
+
+    Example:
+        >>> quantized_words(Quantization(), 64, np.float32)
+        8
+    """
+    return HEADER + code.num_words(num_elements, np.dtype(dtype))
+
+
+def blank(code: Quantization, num_elements: int, dtype: Any, report: FoldReport) -> NDArray[np.int32]:
+    """A message whose units and codes are still to be written, from word `HEADER` on.
+
+    Args:
+        code: of the quantizer.
+        num_elements: n.
+        dtype: of the accumulator.
+        report: of the fold that made the accumulator.
+    """
+    buffer = np.empty(quantized_words(code, num_elements, dtype), np.int32)
+    buffer[:2] = -buffer.size, num_elements
+    buffer[2] = report.first_nonfinite + 1
+    buffer.view(np.float32)[3] = carried_norm(report)
+    buffer[HEADER_WORDS] = _tag(code, num_elements)
+    return buffer
+
+
+def _tag(code: Quantization, num_elements: int) -> int:
+    # 128 to 255 is no selection's code; groups of another length are met by the message's
+    word = (0x80 | (code.levels * len(NORMS) + NORMS.index(code.norm)) % 0x80) | (
+        num_elements & 0xFFFFFF
+    ) << 8
+    return word - 2**32 if word >= 2**31 else word
+
+
+@dataclass(frozen=True)
+class QuantizedSum:
+    """What an allgather of such messages brought.
+
+    Attributes:
+        values: [n], the sum over ranks, of the accumulator's dtype.
+        words: int32 [P, ...], units and codes of every rank.
+        first_nonfinite: rank -> position of its first NaN or Inf, for ranks that have one.
+        norms: float64 [P], of the residuals, as `horovod_sparse.wire.message` tells them.
+    """
+
+    values: Values
+    words: NDArray[np.int32]
+    first_nonfinite: dict[int, int]
+    norms: NDArray[np.float64]
+
+
+def sum_quantized(
+    buffer: NDArray[np.int32], size: int, code: Quantization, num_elements: int, dtype: Any, *, votes: bool
+) -> QuantizedSum:
+    """Decodes an allgathered buffer into the sum over ranks, in their order.
+
+    Args:
+        buffer: int32, `size` messages one behind the other, of the same quantizer and bucket.
+        size: P.
+        code: of the quantizer.
+        num_elements: n of the bucket.
+        dtype: of the accumulator.
+        votes: whether the sum is P times what the majority of the ranks has; see `majority`.
+
+    Raises:
+        MessageError: the buffer is not `size` messages of this quantizer and bucket.
+
+    Example:
+        >>> from horovod_sparse.kernels.host.quantize import encode
+        >>> message = blank(Quantization(), 2, np.float32, FoldReport())
+        >>> _ = encode(np.array([3.0, -1.0], np.float32), Quantization(), 0, message[HEADER:], 10.0)
+        >>> sum_quantized(message, 1, Quantization(), 2, np.float32, votes=False).values
+        array([ 2., -2.], dtype=float32)
+    """
+    known = buffer.decoded if isinstance(buffer, SharedWords) else None
+    asked = "quantized", size, code, num_elements, np.dtype(dtype), votes
+    if known is not None and asked in known:
+        shared: QuantizedSum = known[asked]
+        return shared
+    words = np.ascontiguousarray(np.asarray(buffer))
+    length = quantized_words(code, num_elements, dtype)
+    if words.dtype != np.int32 or words.shape != (size * length,):
+        raise MessageError(
+            f"{words.size} words arrived, {size} messages of {length} words are those of {code} and a bucket "
+            f"of {num_elements} elements; all ranks must use the same sparsifier, dtype and model"
+        )
+    messages = words.reshape(size, length)
+    wanted = np.array([-length, num_elements, _tag(code, num_elements)])
+    wrong = (messages[:, [0, 1, HEADER_WORDS]] != wanted).any(1)
+    wrong |= (messages[:, 2] < 0) | (messages[:, 2] > num_elements + 1)
+    if wrong.any():
+        raise MessageError(
+            f"the message of rank {int(np.argmax(wrong))} is not one of {code} and a bucket of "
+            f"{num_elements} elements; all ranks must use the same version, sparsifier, dtype and model"
+        )
+    values = np.empty(num_elements, dtype)
+    bodies = messages[:, HEADER:]
+    if votes:
+        bodies, code = majority(bodies, code, num_elements, values.dtype), VOTED
+        decode_sum(bodies.reshape(-1), 1, 0, code, values)
+        units = bodies[:, : code.unit_words(num_elements, values.dtype)].reshape(-1).view(values.dtype)
+        values *= values.dtype.type(size)
+    else:
+        units = decode_sum(words, size, HEADER, code, values)
+    if not ((units >= 0) & np.isfinite(units)).all():
+        raise MessageError(
+            "a unit of some rank's message is below 0 or no number: it was damaged, or the ranks do not have "
+            "the same model"
+        )
+    marks = messages[:, 2]
+    found = QuantizedSum(
+        values=values,
+        words=bodies,
+        first_nonfinite={rank: int(marks[rank]) - 1 for rank in np.flatnonzero(marks).tolist()},
+        norms=np.ascontiguousarray(messages[:, 3]).view(np.float32).astype(np.float64),
+    )
+    if known is not None:
+        values.flags.writeable = False
+        known[asked] = found
+    return found
+
+
+#: of a majority's signs, where a tie is 0
+VOTED = Quantization(levels=1)
+#: words that are counted at once, in cache
+_CHUNK = 8192
+
+
+def majority(
+    bodies: NDArray[np.int32], code: Quantization, num_elements: int, dtype: np.dtype[Any]
+) -> NDArray[np.int32]:
+    """The sign that most ranks have for each element, times the mean of the ranks' units; 0 in a tie.
+
+    Args:
+        bodies: int32 [P, ...], units and signs of every rank.
+        code: of signs alone, with one unit for all elements.
+        num_elements: n.
+        dtype: of the accumulator.
+
+    Returns:
+        int32 [1, ...], a unit and codes of `VOTED`.
+    """
+    size, at = bodies.shape[0], code.unit_words(num_elements, dtype)
+    voted = np.empty(VOTED.num_words(num_elements, dtype), np.int32)
+    units = np.ascontiguousarray(bodies[:, :at]).view(dtype).reshape(size, -1)
+    voted[:at] = (units / size).sum(0, dtype=dtype).view(np.int32)
+    codes, signs = voted[at:].view(np.uint32).reshape(-1, VOTED.planes), bodies[:, at:].view(np.uint32)
+    digits = size.bit_length()
+    for start in range(0, signs.shape[1], _CHUNK):
+        ours = signs[:, start : start + _CHUNK]
+        counts = [np.zeros(ours.shape[1], np.uint32) for _ in range(digits)]  # bit j of how many are below 0
+        for rank in range(size):
+            carry = ours[rank]
+            for digit in counts:
+                carry, digit[:] = digit & carry, digit ^ carry
+        more, same = _compared(counts, size // 2)
+        codes[start : start + _CHUNK, 0] = more
+        codes[start : start + _CHUNK, 1] = ~same if size % 2 == 0 else np.uint32(0xFFFFFFFF)
+    filled = -num_elements % WORD
+    if filled:
+        codes[-1] &= np.uint32(0xFFFFFFFF) >> np.uint32(filled)
+    return voted.reshape(1, -1)
+
+
+def _compared(counts: list[NDArray[np.uint32]], number: int) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Bit by bit: whether the count is more than a number, and whether it is that number."""
+    more = np.zeros_like(counts[0])
+    same = ~more
+    for place in reversed(range(len(counts))):
+        if number >> place & 1:
+            same = same & counts[place]
+        else:
+            more = more | (same & counts[place])
+            same = same & ~counts[place]
+    return more, same
