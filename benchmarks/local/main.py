@@ -52,6 +52,12 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         action="store_true",
         help="count the thread's CPU time, not the wall clock (busy machines)",
     )
+    parser.add_argument(
+        "--only",
+        type=lambda text: [word for word in text.split(",") if word],
+        metavar="WORDS",
+        help="only what has one of these words in its name, such as topk,decode",
+    )
     parser.add_argument("--check", action="store_true", help="fail if a budget is exceeded")
     _add_chosen(parser)
     return parser.parse_args(arguments)
@@ -103,6 +109,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     works = LocalWorks(options.elements, options.density, options.ranks)
     steps = StepWorks(works.source, options.density, options.ranks)
     everything = [*works.parts(), *works.steps(), *steps.steps(), *steps.decoding(), *works.others()]
+    if options.only:
+        everything = [work for work in everything if any(word in work.name for word in options.only)]
     if options.cpu_time:
         timings = measure(works.baseline(), everything, options.repeat, seconds=_cpu_seconds)
     else:

@@ -12,7 +12,7 @@ from benchmarks.common.timing import Work
 from horovod_sparse.arrays import FoldReport, GradientParts, HostAccumulator
 from horovod_sparse.collectives import AllGather, Request
 from horovod_sparse.feedback import Bucket, recipe
-from horovod_sparse.kernels import apply_scaled_sum, apply_sum
+from horovod_sparse.kernels import apply_scaled_sum, apply_sum, clear_all
 from horovod_sparse.kernels.host.quantize import encode
 from horovod_sparse.sparsifiers import ALGORITHMS, DRAGONN, BucketInfo
 from horovod_sparse.sparsifiers.exclusive import ExclusiveThreshold
@@ -29,7 +29,7 @@ _BUDGET = 4.0
 #: share of DRAGONN's slots that something falls into: 1 - 1 / e
 _FILLED = 0.63
 #: messages that are decoded, of one total length
-_FEW, _MANY = 2, 16
+_COUNTS = (2, 4, 8, 16)
 
 
 class StepWorks:
@@ -65,9 +65,9 @@ class StepWorks:
         self._quantized: dict[str, NDArray[np.int32]] = {}
         total = self._k * 8
         self._decoded = {
-            count: np.concatenate([self._message(generator, total // count, True) for _ in range(count)])
-            for count in (_FEW, _MANY)
+            count: [self._message(generator, total // count, True) for _ in range(count)] for count in _COUNTS
         }
+        self._one = np.zeros(0, np.float32)
 
     def _message(
         self,
@@ -143,11 +143,23 @@ class StepWorks:
         bucket = self._bucket(name)
         role = {"cltk": ", leader", "micro": " (n/P searched)", "exdyna": " (n/P searched)"}.get(name, "")
         budget = BUDGETS.get(name, _BUDGET) if self._budgets else None
+        if issubclass(ALGORITHMS[name], Quantizer):
+            budget = None  # every rank's n elements are decoded: budgets are those of sparsifiers
         return Work(f"{name}{role}, P={self._ranks}", partial(self.run, bucket), self._refill, budget)
 
     def _decode(self, count: int) -> None:
-        sum_ = unpack_sum(self._decoded[count], count, WireFormat(), self._n, np.float32)
+        sum_ = unpack_sum(np.concatenate(self._decoded[count]), count, WireFormat(), self._n, np.float32)
         apply_sum(self._gradient, sum_.indices, sum_.values)
+
+    def _decode_densely(self, count: int) -> None:
+        """As one writes it first: every message becomes n elements, and these are added up."""
+        if not self._one.size:
+            self._one = np.zeros(self._n, np.float32)
+        for message in self._decoded[count]:
+            sum_ = unpack_sum(message, 1, WireFormat(), self._n, np.float32)
+            clear_all(self._one)
+            apply_sum(self._one, sum_.indices, sum_.values)
+            np.add(self._gradient, self._one, out=self._gradient)
 
     def steps(self) -> list[Work]:
         """One work for each sparsifier whose rounds need no more than gathered or summed messages."""
@@ -160,10 +172,19 @@ class StepWorks:
         return [self._step(name) for name in names]
 
     def decoding(self) -> list[Work]:
-        """Sparse decoding of few and of many messages of the same total length."""
-        return [
+        """Decoding of few and of many messages of the same total length: all at once, and each densely."""
+        sparse = [
             Work(
                 f"decode {count} messages, {self._k * 8} elements", partial(self._decode, count), self._refill
             )
-            for count in (_FEW, _MANY)
+            for count in _COUNTS
+        ]
+        return sparse + [
+            Work(
+                f"decode {count} messages densely",
+                partial(self._decode_densely, count),
+                self._refill,
+                every=count,
+            )
+            for count in _COUNTS
         ]

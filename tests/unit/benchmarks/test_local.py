@@ -40,6 +40,12 @@ def test_exdynas_parts_stay_where_the_others_messages_come_from():
     assert bucket.last.num_selected > 0
 
 
+def test_only_what_is_asked_for(capsys):
+    assert main(["--elements", "999", "--repeat", "1", "--json", "--only", "qsgd,densely"]) == 0
+    names = [timing["name"] for timing in json.loads(capsys.readouterr().out)["timings"][1:]]
+    assert names == ["qsgd, P=8", *(f"decode {count} messages densely" for count in (2, 4, 8, 16))]
+
+
 def test_json_alone_goes_to_stdout(capsys):
     assert main(["--elements", "999", "--repeat", "1", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["elements"] == 999

@@ -11,7 +11,7 @@ import torch
 from horovod_sparse.arrays import HostAccumulator
 from horovod_sparse.errors import NonFiniteGradientError
 from horovod_sparse.feedback import Bucket, parse_recipe
-from horovod_sparse.kernels import apply_sum
+from horovod_sparse.kernels import apply_scaled_sum
 from horovod_sparse.pytorch import gradients as gradients_of_torch
 from horovod_sparse.pytorch.accumulator import TorchAccumulator
 from horovod_sparse.simulation import run_lockstep
@@ -20,13 +20,20 @@ from horovod_sparse.sparsifiers import BucketInfo
 _RANKS, _ELEMENTS = 3, 800
 
 
-@pytest.mark.parametrize("name", ["topk", "micro", "exdyna"])
-def test_steps(place: Any, name: str) -> None:
-    recipe = parse_recipe(f"{name}:density=0.02")
+_QUANTIZERS = ["signsgd", "signsgd:group=96,feedback=lowpass", "signsgd:vote=majority,feedback=none"]
+_QUANTIZERS += ["qsgd:group=96", "qsgd:levels=1,norm=l2,group=0,feedback=none"]
+
+
+@pytest.mark.parametrize(
+    "text", ["topk:density=0.02", "micro:density=0.02", "exdyna:density=0.02", *_QUANTIZERS]
+)
+def test_steps(place: Any, text: str) -> None:
+    recipe = parse_recipe(text)
+    more: Any = {"density": 0.02, "companions": recipe.feedback.num_companions}
     infos = [BucketInfo("w", _ELEMENTS, rank, _RANKS) for rank in range(_RANKS)]
-    host = [Bucket(info, recipe, HostAccumulator(_ELEMENTS, density=0.02)) for info in infos]
+    host = [Bucket(info, recipe, HostAccumulator(_ELEMENTS, **more)) for info in infos]
     memory = {"device": place.device, "kernels": place.kernels}
-    ours = [Bucket(info, recipe, TorchAccumulator(_ELEMENTS, density=0.02, **memory)) for info in infos]
+    ours = [Bucket(info, recipe, TorchAccumulator(_ELEMENTS, **more, **memory)) for info in infos]
     generator = np.random.default_rng(11)
     for step in range(3):
         gradients = generator.standard_normal((_RANKS, _ELEMENTS)).astype(np.float32)
@@ -41,12 +48,19 @@ def test_steps(place: Any, name: str) -> None:
             [bucket.step(tensor) for bucket, tensor in zip(ours, tensors, strict=True)], keep_errors=True
         )
         for bucket, reference in zip(ours, host, strict=True):
+            np.testing.assert_array_equal(bucket.accumulator.residual(), reference.accumulator.residual())
             np.testing.assert_array_equal(bucket.accumulator.values(), reference.accumulator.values())
+            assert bucket.last.residual_norm == pytest.approx(reference.last.residual_norm, rel=1e-4)
         if step == 1:
             assert all(isinstance(error, NonFiniteGradientError) for error in found)
             continue
         for rank, (sum_, reference) in enumerate(zip(found, expected, strict=True)):
-            np.testing.assert_array_equal(sum_.indices, reference.indices)
-            touched = gradients_of_torch.apply_sum(tensors[rank], sum_.indices, sum_.values, place.kernels)
-            assert touched == apply_sum(gradients[rank], reference.indices, reference.values)
+            assert sum_.whole == reference.whole
+            places = None if sum_.whole else sum_.indices
+            if places is not None:
+                np.testing.assert_array_equal(places, reference.indices)
+            touched = gradients_of_torch.apply_scaled_sum(
+                tensors[rank], places, sum_.values, 0.5, place.kernels
+            )
+            assert touched == apply_scaled_sum(gradients[rank], places, reference.values, 0.5)
             np.testing.assert_array_equal(tensors[rank].cpu().numpy(), gradients[rank])
