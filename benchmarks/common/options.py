@@ -81,7 +81,7 @@ def named_sparsifiers(text: str, density: float) -> dict[str, str]:
 
     Args:
         text: of the command line.
-        density: added where it is not given, and the sparsifier has any but 1.
+        density: added where it is not given, and the sparsifier has one.
 
     Raises:
         ArgumentError: for a misspelt name, here and not on the hosts.
@@ -97,9 +97,8 @@ def named_sparsifiers(text: str, density: float) -> dict[str, str]:
     for word in words:
         name, _, arguments = word.partition(":")
         given = [item for item in arguments.split(",") if item]
-        chosen = ALGORITHMS.get(name)
-        whole = chosen is not None and chosen.density == 1.0  # a quantizer
-        if not whole and not any(item.startswith("density=") for item in given):
+        takes = name not in ALGORITHMS or ALGORITHMS[name].has_density
+        if takes and not any(item.startswith("density=") for item in given):
             given.insert(0, f"density={density}")
         found[word] = f"{name}:{','.join(given)}"
         parse_recipe(found[word])

@@ -53,8 +53,8 @@ def variants() -> dict[str, list[str]]:
     """Rows of the table -> arguments of the example."""
     rows = {name: ["--compression", name] for name in ("none", "fp16")}
     for name in ALGORITHMS:
-        whole = ALGORITHMS[name].density == 1.0  # quantizers: no density, and nothing to warm up
-        given = ["--warmup-epochs", "0"] if whole else ["--density", str(DENSITY)]
+        # a quantizer has no density, and nothing to warm up
+        given = ["--density", str(DENSITY)] if ALGORITHMS[name].has_density else ["--warmup-epochs", "0"]
         rows[name] = ["--compression", name, *given]
     rows["signsgd, groups of 512"] = ["--compression", "signsgd:group=512", *rows["signsgd"][2:]]
     rows["qsgd, 2 bits"] = ["--compression", "qsgd:levels=1", *rows["qsgd"][2:]]

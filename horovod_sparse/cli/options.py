@@ -138,8 +138,8 @@ def read_recipe(text: str, density: float | AutoDensity | None) -> Recipe:
         'topk:density=0.01,values=float16'
     """
     name, _, arguments = text.partition(":")
-    if name in ALGORITHMS and ALGORITHMS[name].density == 1.0:
-        density = None  # quantizers send every element
+    if name in ALGORITHMS and not ALGORITHMS[name].has_density:
+        density = None
     if density is not None and "density" not in parse_arguments(arguments):
         arguments = f"density={value_text(density)}" + ("," if arguments else "") + arguments
     return parse_recipe(f"{name}:{arguments}")

@@ -197,6 +197,8 @@ class Sparsifier(abc.ABC):
     name: ClassVar[str]
     #: "per rank": each rank selects density * n, the union may be P times that. "global": the union is.
     density_scope: ClassVar[Literal["per rank", "global"]] = "per rank"
+    #: whether a density can be chosen: a quantizer sends every element
+    has_density: ClassVar[bool] = True
     #: whether more density means that more is sent
     follows_density: ClassVar[bool] = True
 

@@ -162,7 +162,7 @@ class SharedWords(np.ndarray):
         decoded: what was decoded already, by how it was asked for; None in views of the buffer.
     """
 
-    decoded: dict[Any, Gathered] | None = None
+    decoded: dict[Any, Any] | None = None
 
     @classmethod
     def of(cls, buffer: NDArray[np.int32]) -> SharedWords:

@@ -214,12 +214,15 @@ def calibration(
         times = yield from bucket_times(
             sparsifier, watch, memory, extent.bucket_elements, extent.repetitions, share, tell, dtype
         )
-        selection[sparsifier.name] = fit_selection(
-            times.num_elements, times.num_selected, times.selection, what=f"selection of {sparsifier.name}"
-        )
-        decoding[sparsifier.name] = fit_selection(
-            times.num_elements, times.num_received, times.decoding, what=f"decoding of {sparsifier.name}"
-        )
+        for fits, count, seconds, what in (
+            (selection, times.num_selected, times.selection, f"selection of {sparsifier.name}"),
+            (decoding, times.num_received, times.decoding, f"decoding of {sparsifier.name}"),
+        ):
+            fits[sparsifier.name] = (
+                fit_selection(times.num_elements, count, seconds, what=what)
+                if sparsifier.has_density  # else n alone decides
+                else fit_time(times.num_elements, seconds, what=what)
+            )
     if "allreduce" in kinds:
         # what stays dense is worked for, too: under the name that `Profile.cost` looks for
         sizes = extent.bucket_elements[:_DENSE_SIZES]

@@ -129,9 +129,9 @@ def bucket_times(
     times, began = BucketTimes(), watch.clock()
     dense = min(1.0, _DENSER * sparsifier.density)
     # of one density, that which is asked for, and a lower one
-    densities = (sparsifier.density, dense if dense > sparsifier.density else sparsifier.density / _DENSER)
-    if not sparsifier.follows_density:
-        densities = densities[:1]
+    densities = [sparsifier.density, dense if dense > sparsifier.density else sparsifier.density / _DENSER]
+    if not sparsifier.has_density:
+        del densities[1:]
     for number, num_elements in enumerate(bucket_elements):
         for density in densities:
             chosen = dataclasses.replace(sparsifier, density=density, schedule=None)
