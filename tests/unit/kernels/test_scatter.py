@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from horovod_sparse import kernels
 from horovod_sparse.errors import ArgumentError, MessageError
 from support import kernels_reference as reference
+from support.gradients import as_gradient, wide
 from unit.kernels.drawing import FLOATS, SEEDS, bfloat16_bits, make
 
 
@@ -111,3 +112,16 @@ def test_clear_at(dtype):
     dense = np.ones((3, 4), dtype)
     kernels.clear_at(dense, [1, 1, 11])
     assert np.flatnonzero(dense.reshape(-1) == 0).tolist() == [1, 11]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+def test_all_elements_need_no_indices(dtype: str, scale: float) -> None:
+    """In place of whatever there is, rounded once."""
+    values = np.array([1.0, -3.0, 0.0, 1 / 3], np.float64 if dtype == "float64" else np.float32)
+    dense, one_by_one = as_gradient(np.full(4, 7.0), dtype), as_gradient(np.zeros(4), dtype)
+    assert kernels.apply_scaled_sum(dense, None, values, scale, is_zero=False) == 4
+    kernels.apply_scaled_sum(one_by_one, np.arange(4, dtype=np.int32), values, scale)
+    np.testing.assert_array_equal(wide(dense), wide(one_by_one))
+    with pytest.raises(MessageError, match="3 values came for a bucket of 4"):
+        kernels.apply_scaled_sum(dense, None, values[:3], scale)
