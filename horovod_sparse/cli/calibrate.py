@@ -161,6 +161,7 @@ def _measure(
                 memory=ranks.memory(device),
                 on_progress=tell,
                 topology=topology,
+                training=ranks.training(device),
             ),
             name="calibration",
             topology=topology,
@@ -242,6 +243,8 @@ def _show(
     if profile.levels:
         console.print(level_table(profile))
     console.print(sparsifier_table(profile))
+    if profile.training:
+        console.print(training_table(profile))
     if profile.size > 1:
         larger = [profile.size * 2**power for power in (1, 2, 4)]
         console.print(growth_table(profile, smaller, larger))
@@ -322,6 +325,25 @@ def sparsifier_table(profile: Profile) -> Table:
     return table
 
 
+def training_table(profile: Profile) -> Table:
+    """What a dense training does beside forward and backward.
+
+    Args:
+        profile: as measured.
+    """
+    columns = ("of", "fixed ms", "ns per unit", *_QUALITY)
+    table = plain_table(
+        f"A dense training on {profile.device}",
+        columns,
+        "allreduce, by bytes: of gradients in several tensors, copied into a buffer and back; start: of one "
+        "tensor, on the thread of backward; update, by elements: of SGD with momentum",
+    )
+    for name, fit in profile.training.items():
+        times = (f"{fit.fixed_seconds * 1e3:.3f}", f"{fit.seconds_per_unit * 1e9:.3g}")
+        table.add_row(name, *times, *_quality(fit))
+    return table
+
+
 def growth_table(profile: Profile, measured: Mapping[int, Profile], sizes: Sequence[int]) -> Table:
     """How the start-up time of collectives grows with P.
 
@@ -355,6 +377,7 @@ def notes_of(profile: Profile) -> list[str]:
         ("", profile.collectives),
         ("selection of ", profile.selection),
         ("decoding of ", profile.decoding),
+        ("", profile.training),
     ):
         for name, fit in fits.items():
             notes += fit.notes

@@ -87,11 +87,12 @@ class Model:
             source=source,
         )
 
-    def workload(self, profile: Profile | None = None) -> Workload:
+    def workload(self, profile: Profile | None = None, update_seconds: float | None = None) -> Workload:
         """Parameters with times; those of the profile, where it was measured on this model.
 
         Args:
-            profile: may hold backward times by name.
+            profile: may hold backward times by name, and that of the optimizer's update.
+            update_seconds: of that; see `updating_seconds`.
 
         Raises:
             ProfileMismatchError: there are times in neither, or some are missing, or all are 0.
@@ -105,11 +106,17 @@ class Model:
             facts = {parameter.name: parameter for parameter in self.parameters}
             ordered = tuple(facts[name] for name in profile.backward_seconds if name in facts)
             times = profile.backward_of([parameter.name for parameter in ordered])
+            # measured from the end of a step to that of the next: the update is in it
             return Workload(ordered, times, profile.forward_seconds)
         if self.backward_seconds is None:
             given = f"{self.name} without times"
             raise ArgumentError("--model", given, "a profile with backward times too, or times in the file")
-        return Workload(self.parameters, self.backward_seconds, self.forward_seconds)
+        return Workload(
+            self.parameters,
+            self.backward_seconds,
+            self.forward_seconds,
+            update_seconds=updating_seconds(self.parameters, profile, update_seconds),
+        )
 
     def doubts(self, profile: Profile | None) -> tuple[str, ...]:
         """What a user should know about the times that `workload` takes.
@@ -129,10 +136,29 @@ class Model:
         )
 
 
+def updating_seconds(
+    parameters: Sequence[ParameterFacts], profile: Profile | None, given: float | None = None
+) -> float:
+    """What the optimizer's update takes: as given, as the profile says, or nothing where nobody knows.
+
+    Args:
+        parameters: of the model.
+        profile: that was measured, if there is one.
+        given: seconds, or None.
+    """
+    if given is not None:
+        return given
+    return 0.0 if profile is None else profile.update_seconds([one.num_elements for one in parameters])
+
+
 def add_step(parser: argparse.ArgumentParser) -> None:
     """Adds what says how long a step computes, where a table's own time is of another device."""
     text = "time of forward and backward on one worker, as in 52ms: all times of the model are scaled to it"
     parser.add_argument("--step-seconds", type=time, metavar="TIME", help=text)
+    text = (
+        "time of the optimizer's update on one worker (default: the profile's, of SGD with momentum, or none)"
+    )
+    parser.add_argument("--update", type=time, metavar="TIME", help=text)
     text = "take a table's time of this device; docs/command.md has where each is from"
     parser.add_argument("--gpu", choices=DEVICES, help=text)
 

@@ -13,6 +13,7 @@ from horovod_sparse.cost import LevelChoice
 from horovod_sparse.errors import HorovodMissingError, HorovodSparseError
 from horovod_sparse.frontend.agreement import shared_lines
 from horovod_sparse.frontend.calibration import Where
+from horovod_sparse.frontend.calibration.training import TrainingWork
 from horovod_sparse.frontend.collective_errors import raise_together
 from horovod_sparse.frontend.levels import agreed_topology, own_place
 from horovod_sparse.topology import Topology
@@ -137,6 +138,14 @@ class Ranks:
         if device == "cpu":
             return None
         return self._calibration.DeviceBucketMemory(importlib.import_module("torch").device(device))
+
+    def training(self, device: str) -> TrainingWork | None:
+        """What a dense training does, to be timed; None with TensorFlow, where it is not."""
+        if self.framework == "tensorflow":
+            return None
+        place = importlib.import_module("torch").device(device)
+        work: TrainingWork = self._calibration.DenseTraining(place, self.hvd.global_process_set)
+        return work
 
     def end(self) -> None:
         """Stops Horovod, if this has started it."""

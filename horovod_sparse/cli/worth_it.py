@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from horovod_sparse.checks import check_count
 from horovod_sparse.cli.console import console as make_console
 from horovod_sparse.cli.console import show
-from horovod_sparse.cli.model import FORMAT, add_step, read_model
+from horovod_sparse.cli.model import FORMAT, add_step, read_model, updating_seconds
 from horovod_sparse.cli.options import add_network, network_from, selection_from, source_of
 from horovod_sparse.cost import AffineTime, AlphaBeta, Profile, assumed_profile
 from horovod_sparse.errors import ArgumentError
@@ -43,7 +43,7 @@ class Verdict:
         recipe: the best of the candidates.
         dense_seconds: an iteration with dense gradients, overlapped and fused as Horovod does.
         sparse_seconds: one with the recipe, its buckets merged as `optimal` does, but for its proof.
-        computing_seconds: of forward and backward alone.
+        computing_seconds: of forward, backward and the optimizer's update alone.
         dense_wins_from: bit/s; 0 where dense wins everywhere, infinite where it wins nowhere looked at.
     """
 
@@ -104,9 +104,9 @@ def run(options: argparse.Namespace) -> int:
     size = options.nodes * options.per_node
     if size < 2:
         raise ArgumentError("--nodes", options.nodes, "two workers or more: one alone communicates nothing")
-    workload, origin = _workload(options)
     options.ranks, options.framework = size, None
     source = source_of(options)
+    workload, origin = _workload(options, source.measured)
     network = None if options.profile else network_from(options)
     recipes = [parse_recipe(text) for text in CANDIDATES]
     share = GRADIENT_BYTES[options.gradient_dtype] / 4
@@ -151,7 +151,7 @@ def verdict_of(
         >>> verdict_of(workload, gigabit, [parse_recipe("topk:density=0.001")]).answer
         'yes'
     """
-    computing = workload.step_seconds
+    computing = workload.step_seconds + workload.update_seconds
     every = workload.with_dense([parameter.name for parameter in workload.parameters])
     best: tuple[float, Recipe] | None = None
     for recipe in recipes:
@@ -162,10 +162,10 @@ def verdict_of(
             best = seconds, recipe
     if best is None:
         raise ArgumentError("recipes", recipes, "one or more")
-    # an allreduce costs the same whatever the sparsifier
-    fixed = cost.dense.fixed_seconds
-    allreduce = AffineTime(fixed, (cost.dense.seconds(1e9) - fixed) * 1e-9 * gradient_share)
-    alone = dataclasses.replace(cost, dense=allreduce)
+    alone = profile.dense_cost()
+    fixed = alone.dense.fixed_seconds
+    allreduce = AffineTime(fixed, (alone.dense.seconds(1e9) - fixed) * 1e-9 * gradient_share)
+    alone = dataclasses.replace(alone, dense=allreduce)
     dense = predict(every, Plan((), every.dense_names), alone).iteration_seconds
     return Verdict(best[1], dense, best[0], computing, math.nan)
 
@@ -232,7 +232,8 @@ def sentences(
     sure = (
         "times are measured on this cluster, so within some 15 % as far as they were tried"
         if measured
-        else "by formulas, without Horovod's own cost; horovod-sparse calibrate measures, for --profile"
+        else "by formulas, without Horovod's own cost and the optimizer's: horovod-sparse calibrate measures "
+        "them, for --profile"
     )
     return [
         f"worth it: {verdict.answer}, {times} ({words})",
@@ -250,7 +251,7 @@ def _bandwidth(bits: float) -> str:
     return f"{bits:.0f} bit/s"
 
 
-def _workload(options: argparse.Namespace) -> tuple[Workload, str]:
+def _workload(options: argparse.Namespace, profile: Profile | None) -> tuple[Workload, str]:
     """The step of `--model`, or one of `--params` in equal pieces, and where its time is from.
 
     Raises:
@@ -266,7 +267,8 @@ def _workload(options: argparse.Namespace) -> tuple[Workload, str]:
         raise ArgumentError("--params", options.params, "either this or --model, and not both")
     if options.model is not None:
         model = read_model(options.model).on(options.gpu, given)
-        return model.workload(), model.source or "of the file"
+        update = updating_seconds(model.parameters, profile, options.update)
+        return model.workload(update_seconds=update), model.source or "of the file"
     if options.gpu is not None:
         raise ArgumentError("--gpu", options.gpu, "--model too: tables have times by device")
     if not 1.0 <= options.params < 1e13:
@@ -281,7 +283,8 @@ def _workload(options: argparse.Namespace) -> tuple[Workload, str]:
         for number, (start, stop) in enumerate(itertools.pairwise(bounds))
     )
     times = ((1 - _FORWARD_SHARE) * seconds / pieces,) * pieces
-    return Workload(facts, times, _FORWARD_SHARE * seconds), "as given"
+    update = updating_seconds(facts, profile, options.update)
+    return Workload(facts, times, _FORWARD_SHARE * seconds, update_seconds=update), "as given"
 
 
 def _numbers(verdict: Verdict, size: int) -> dict[str, object]:

@@ -14,8 +14,11 @@ from horovod_sparse.cost.formulas import (
 )
 from horovod_sparse.cost.model import COLLECTIVES, CostModel, communication_of, omgs_cost, starting_cost
 from horovod_sparse.cost.profile import (
+    ALLREDUCE,
     DENSE,
     PROFILE_VERSION,
+    START,
+    UPDATE,
     Levels,
     Profile,
     check_same_profile,
@@ -23,10 +26,13 @@ from horovod_sparse.cost.profile import (
 from horovod_sparse.cost.times import AffineTime, AlphaBeta, CollectiveCost, SortingTime, TimeModel
 
 __all__ = [
+    "ALLREDUCE",
     "COLLECTIVES",
     "DENSE",
     "HOST_NETWORK",
     "PROFILE_VERSION",
+    "START",
+    "UPDATE",
     "AffineTime",
     "AlphaBeta",
     "CollectiveCost",

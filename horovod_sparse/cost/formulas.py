@@ -11,7 +11,7 @@ from horovod_sparse.checks import check_count
 from horovod_sparse.collectives import Level
 from horovod_sparse.cost.fitting import Fit
 from horovod_sparse.cost.model import COLLECTIVES
-from horovod_sparse.cost.profile import Levels, Profile
+from horovod_sparse.cost.profile import ALLREDUCE, Levels, Profile
 from horovod_sparse.cost.times import AlphaBeta
 from horovod_sparse.errors import ArgumentError, ProfileMismatchError
 from horovod_sparse.sparsifiers import ALGORITHMS, Sparsifier
@@ -92,7 +92,13 @@ def profile_at(profile: Profile, size: int) -> Profile:
     scaled = {
         kind: _scaled(kind, fit, profile.size, size, cycle) for kind, fit in profile.collectives.items()
     }
-    changed = dataclasses.replace(profile, size=size, collectives=scaled, levels={}, per_host=1)
+    training = {
+        name: _scaled(name, fit, profile.size, size, cycle) if name == ALLREDUCE else fit
+        for name, fit in profile.training.items()
+    }
+    changed = dataclasses.replace(
+        profile, size=size, collectives=scaled, levels={}, per_host=1, training=training
+    )
     if not profile.levels or size % profile.per_host or profile.num_hosts == 1:
         return changed
     across = {

@@ -28,7 +28,7 @@ from horovod_sparse.merging.selection import (
     min_elements,
     select_tensors,
 )
-from horovod_sparse.merging.timeline import Span, Timeline, predict
+from horovod_sparse.merging.timeline import UPDATE, Span, Timeline, predict
 from horovod_sparse.merging.workload import (
     DEVICES,
     LAYER_TABLES,
@@ -44,6 +44,7 @@ __all__ = [
     "DEVICES",
     "LAYER_TABLES",
     "STRATEGIES",
+    "UPDATE",
     "Choice",
     "DensityChoice",
     "Fixed",

@@ -9,14 +9,18 @@ from horovod_sparse.cost import CostModel
 from horovod_sparse.merging.plan import Plan
 from horovod_sparse.merging.workload import Workload
 
+#: what the optimizer does once everything has been summed, as a kind of span
+UPDATE = "update"
+
 
 @dataclass(frozen=True)
 class Span:
     """Something that occupies one of the two queues.
 
     Attributes:
-        kind: "forward", "backward", "selection" (of a bucket) or "packing" (of a parameter that stays
-            dense) on the computation queue; "sparse" or "dense" on the communication queue.
+        kind: "forward", "backward", "selection" (of a bucket), "packing" (of a parameter that stays
+            dense) or "update" (of the optimizer) on the computation queue; "sparse" or "dense" on the
+            communication queue.
         start: seconds from the beginning of the step.
         end: likewise.
         buckets: numbers of the buckets it belongs to (several where messages are fused); empty for
@@ -36,7 +40,7 @@ class Timeline:
     """Both queues of a step, as plain data: what a picture or a comparison with a measurement needs.
 
     Attributes:
-        computation: spans one behind the other.
+        computation: spans one behind the other; the optimizer's update, if there is one, once all is done.
         communication: spans that do not overlap; gaps are waiting for a gradient.
     """
 
@@ -46,13 +50,18 @@ class Timeline:
     @property
     def computation_end(self) -> float:
         """Seconds until the last gradient is there and its bucket selected."""
-        return self.computation[-1].end if self.computation else 0.0
+        return max((span.end for span in self.computation if span.kind != UPDATE), default=0.0)
+
+    @property
+    def update_seconds(self) -> float:
+        """Of the optimizer."""
+        return sum(span.end - span.start for span in self.computation if span.kind == UPDATE)
 
     @property
     def iteration_seconds(self) -> float:
-        """Seconds of the step, Eq. (17): until the last communication ends."""
-        ends = [span.end for span in self.communication]
-        return max([self.computation_end, *ends])
+        """Seconds of the step, Eq. (17): until the last communication ends, and the update is made."""
+        ends = [span.end for span in (*self.computation, *self.communication)]
+        return max(ends, default=0.0)
 
     @property
     def visible_seconds(self) -> float:
@@ -61,7 +70,7 @@ class Timeline:
         Eq. (9) of OMGS-SGD with its sign put right: the end of communication minus the end of
         computation; printed is ``... - tau_s + t_s`` where ``- (tau_s + t_s)`` is meant.
         """
-        return self.iteration_seconds - self.computation_end
+        return max(0.0, self.iteration_seconds - self.update_seconds - self.computation_end)
 
     def bucket_spans(self, bucket: int) -> dict[str, Span]:
         """Selection and communication of a bucket, by kind."""
@@ -152,7 +161,11 @@ def predict(
                 else communication_seconds[number]
             )
             waiting.append(_Waiting(clock, seconds, "sparse", 0, number, names))
-    return Timeline(tuple(computation), tuple(_communicate(waiting, cost)))
+    communication = _communicate(waiting, cost)
+    if workload.update_seconds:
+        done = max(span.end for span in (*computation, *communication))
+        computation.append(Span(UPDATE, done, done + workload.update_seconds))
+    return Timeline(tuple(computation), tuple(communication))
 
 
 def _communicate(waiting: list[_Waiting], cost: CostModel) -> list[Span]:

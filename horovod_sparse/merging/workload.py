@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -22,6 +23,7 @@ class Workload:
         backward_seconds: as many; from the gradient before it (in backward order) to its own.
         forward_seconds: of the step before backward begins.
         dense: names of parameters that are not sparsified; their allreduce shares the network.
+        update_seconds: of the optimizer, once all gradients have been summed.
 
     Raises:
         ArgumentError: a time is missing, negative or not finite, or `dense` names no parameter.
@@ -37,6 +39,7 @@ class Workload:
     backward_seconds: tuple[float, ...]
     forward_seconds: float = 0.0
     dense: frozenset[str] = frozenset()
+    update_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "parameters", tuple(self.parameters))
@@ -48,6 +51,7 @@ class Workload:
         for parameter, seconds in zip(self.parameters, self.backward_seconds, strict=True):
             check_seconds(f"backward_seconds of {parameter.name}", seconds, "seconds, 0 or more")
         check_seconds("forward_seconds", self.forward_seconds, "seconds, 0 or more")
+        check_seconds("update_seconds", self.update_seconds, "seconds, 0 or more")
         if self.parameters and not any(self.backward_seconds):
             raise ProfileMismatchError("backward takes no time for any parameter: nothing was measured")
         if unknown := sorted(self.dense - {parameter.name for parameter in self.parameters}):
@@ -74,7 +78,7 @@ class Workload:
         return self.forward_seconds + math.fsum(self.backward_seconds)
 
     def lasting(self, seconds: float) -> Workload:
-        """The same step on another device: all times by one factor.
+        """The same step on another device: all times of forward and backward by one factor.
 
         Args:
             seconds: of forward and backward together, above 0.
@@ -85,11 +89,13 @@ class Workload:
         """
         factor = seconds / self.step_seconds
         times = tuple(factor * one for one in self.backward_seconds)
-        return Workload(self.parameters, times, factor * self.forward_seconds, self.dense)
+        return dataclasses.replace(
+            self, backward_seconds=times, forward_seconds=factor * self.forward_seconds
+        )
 
     def with_dense(self, dense: Collection[str]) -> Workload:
         """The same step with another choice of what stays dense."""
-        return Workload(self.parameters, self.backward_seconds, self.forward_seconds, frozenset(dense))
+        return dataclasses.replace(self, dense=frozenset(dense))
 
 
 def plan_of_segments(workload: Workload, segments: Sequence[int]) -> Plan:

@@ -144,3 +144,54 @@ class DeviceBucketMemory:
     @staticmethod
     def _wait(gradient: torch.Tensor) -> None:
         gradient[:1].cpu()
+
+
+class DenseTraining:
+    """What PyTorch and Horovod do in a dense training; implements `TrainingWork`.
+
+    Args:
+        device: where parameters and gradients are.
+        process_set: the ranks.
+    """
+
+    def __init__(self, device: torch.device, process_set: Any) -> None:
+        self._device, self._process_set = device, process_set
+
+    def update(self, num_elements: int) -> Callable[[], object]:
+        """See `TrainingWork.update`."""
+        parameter = torch.nn.Parameter(torch.zeros(num_elements, device=self._device))
+        parameter.grad = torch.full_like(parameter, 1e-3)
+        optimizer = torch.optim.SGD([parameter], lr=0.01, momentum=0.9)
+
+        def run() -> None:
+            optimizer.step()
+            self._wait(parameter)
+
+        return run
+
+    def sums(self, num_elements: int, pieces: int) -> Callable[[], Callable[[], object]]:
+        """See `TrainingWork.sums`."""
+        size = max(1, num_elements // pieces)
+        tensors = [torch.ones(size, device=self._device) for _ in range(pieces)]
+
+        def start() -> Callable[[], object]:
+            handles = [
+                hvd.allreduce_async_(
+                    tensor, name=f"calibration.sum.{number}", op=hvd.Average, process_set=self._process_set
+                )
+                for number, tensor in enumerate(tensors)
+            ]
+
+            def finish() -> None:
+                for handle in handles:
+                    hvd.synchronize(handle)
+                self._wait(tensors[-1])
+
+            return finish
+
+        return start
+
+    @staticmethod
+    def _wait(tensor: torch.Tensor) -> None:
+        if tensor.device.type not in HOST_DEVICES:
+            tensor.detach()[:1].cpu()

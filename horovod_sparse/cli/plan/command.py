@@ -92,7 +92,7 @@ def run(options: argparse.Namespace) -> int:
     fuse = source.measured is not None if options.fuse_sparse is None else options.fuse_sparse
     if isinstance(merging, Plan):
         recipe = recipe.at(merging.density)
-    step, why = model.workload(source.measured), ""
+    step, why = model.workload(source.measured, options.update), ""
     common: dict[str, Any] = {"fuse_sparse": fuse}
 
     def chosen_at(density: float, **changed: Any) -> tuple[Workload, Plan, dict[str, str], CostModel]:
@@ -122,7 +122,7 @@ def run(options: argparse.Namespace) -> int:
     sparsifier = recipe.sparsifier
     name = Path(options.merging).name  # of a file, not where it is
     chosen = plan_report.Predicted(name, plan, predict(workload, plan, cost))
-    predictions = plan_report.compared(workload, chosen, cost)
+    predictions = plan_report.compared(workload, chosen, cost, source.profile.dense_cost())
     if source.profile.per_host > 1:  # the same with the other number of levels
         other = "flat" if levels == "host" else "host"
         beside, plan_beside, _, cost_beside = chosen_at(sparsifier.density, levels=other)

@@ -14,6 +14,7 @@ from matplotlib.patches import Patch
 
 from horovod_sparse.cli.plan.measured import MeasuredStep, stacked
 from horovod_sparse.cli.plan.report import Predicted
+from horovod_sparse.merging import UPDATE
 
 #: told apart without colour vision, and for more buckets a run from dark to light
 _FEW = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#B8A800", "#7A4FB5")
@@ -84,8 +85,8 @@ def _predicted(axis: Any, one: Predicted, limit: float) -> None:
     backward: list[tuple[float, float, int | None]] = []
     for span in one.timeline.computation:
         start, end = 1e3 * span.start, 1e3 * span.end
-        if span.kind == "forward":
-            _bar(axis, _COMPUTATION, start, end, "forward", None, _FORWARD, limit, label="forward")
+        if span.kind in ("forward", UPDATE):
+            _bar(axis, _COMPUTATION, start, end, span.kind, None, _FORWARD, limit, label=span.kind)
         elif span.kind == "selection":
             bucket = span.buckets[0]
             _bar(axis, _COMPUTATION, start, end, "selection", bucket, colors[bucket], limit, hatch="////")

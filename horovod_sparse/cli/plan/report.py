@@ -196,13 +196,16 @@ def bucket_rows(workload: Workload, predicted: Predicted, density: float) -> lis
     return rows
 
 
-def compared(workload: Workload, chosen: Predicted, cost: CostModel) -> list[Predicted]:
+def compared(
+    workload: Workload, chosen: Predicted, cost: CostModel, dense_cost: CostModel | None = None
+) -> list[Predicted]:
     """The chosen plan first, then what the simple strategies, the others, and all dense lead to.
 
     Args:
         workload: with what stays dense in the chosen plan; the others keep it dense, too.
         chosen: the plan.
         cost: as it was chosen with.
+        dense_cost: of a training that sparsifies nothing (`Profile.dense_cost`); `cost` if left out.
     """
     others = []
     for name, strategy in STRATEGIES.items():
@@ -211,7 +214,7 @@ def compared(workload: Workload, chosen: Predicted, cost: CostModel) -> list[Pre
             others.append(Predicted(name, plan, predict(workload, plan, cost)))
     every = workload.with_dense([parameter.name for parameter in workload.parameters])
     plan = Plan((), every.dense_names)
-    others.append(Predicted("dense", plan, predict(every, plan, cost)))
+    others.append(Predicted("dense", plan, predict(every, plan, dense_cost or cost)))
     return [chosen, *others]
 
 

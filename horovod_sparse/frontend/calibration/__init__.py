@@ -19,11 +19,14 @@ from horovod_sparse.frontend.calibration.buckets import (
     dense_times,
 )
 from horovod_sparse.frontend.calibration.collectives import Stopwatch, collective_times
+from horovod_sparse.frontend.calibration.training import NUM_TRAINING_SIZES, TrainingWork, training_times
 from horovod_sparse.sparsifiers import Sparsifier
 from horovod_sparse.topology import Topology
 
 #: sizes at which the work for dense parameters is timed: the smaller ones, as all of each is communicated
 _DENSE_SIZES = 3
+#: of the time that a collective gets: a sparsifier is measured at two densities, and has rounds of its own
+_SPARSIFIERS_SHARES = 2
 
 
 @dataclass(frozen=True)
@@ -34,8 +37,8 @@ class Extent:
         message_bytes: that a rank puts into a collective, ascending; 3 or more sizes.
         bucket_elements: n of the buckets that are selected from, ascending; 3 or more sizes.
         repetitions: of each size, beside one to warm up.
-        budget_seconds: for all, in equal shares for every collective and sparsifier; when one's share
-            is used up, its larger sizes are left out, but never the first 3.
+        budget_seconds: for all, in shares for every collective and sparsifier; a share that does not suffice
+            measures larger sizes less often, and then leaves them out, but never the first 3.
     """
 
     message_bytes: tuple[int, ...]
@@ -140,6 +143,7 @@ def calibration(
     starting_seconds: Callable[[], float] = lambda: 0.0,
     on_progress: Callable[[int, int, str], None] = lambda done, total, what: None,
     topology: Topology | None = None,
+    training: TrainingWork | None = None,
 ) -> Synchronization[Profile]:
     """Measures collectives, selection and decoding; a coroutine, so that any driver can carry it out.
 
@@ -161,6 +165,7 @@ def calibration(
         starting_seconds: how long it took to start the last request; see `Stopwatch`.
         on_progress: gets pieces of work done, their number at most, and what was measured last.
         topology: which ranks share a host: then collectives within hosts and between them are measured, too.
+        training: what a dense training does, to be measured, too.
 
     Returns:
         The profile, without backward times.
@@ -186,7 +191,10 @@ def calibration(
     of_levels = _kinds_of_levels(sparsifiers, topology)
     num_kinds = len(kinds) + len(of_levels)
     total = num_kinds * len(extent.message_bytes) + len(sparsifiers) * per_sparsifier + _DENSE_SIZES
-    share = extent.budget_seconds / max(1, num_kinds + len(sparsifiers))
+    shares = num_kinds + _SPARSIFIERS_SHARES * len(sparsifiers)
+    if training is not None:
+        total, shares = total + NUM_TRAINING_SIZES, shares + 2
+    share = extent.budget_seconds / max(1, shares)
     done = 0
 
     def tell(what: str) -> None:
@@ -212,7 +220,14 @@ def calibration(
     decoding: dict[str, Fit] = {}
     for sparsifier in sparsifiers:
         times = yield from bucket_times(
-            sparsifier, watch, memory, extent.bucket_elements, extent.repetitions, share, tell, dtype
+            sparsifier,
+            watch,
+            memory,
+            extent.bucket_elements,
+            extent.repetitions,
+            _SPARSIFIERS_SHARES * share,
+            tell,
+            dtype,
         )
         for fits, count, seconds, what in (
             (selection, times.num_selected, times.selection, f"selection of {sparsifier.name}"),
@@ -228,6 +243,9 @@ def calibration(
         sizes = extent.bucket_elements[:_DENSE_SIZES]
         amounts, seconds = yield from dense_times(watch, memory, sizes, extent.repetitions, tell, dtype)
         selection[DENSE] = fit_time(amounts, seconds, what="work for dense parameters")
+    alongside: dict[str, Fit] = {}
+    if training is not None:
+        alongside = yield from training_times(training, watch, extent.repetitions, share, tell)
     return Profile(
         where.size,
         where.framework,
@@ -239,6 +257,7 @@ def calibration(
         device=where.device,
         per_host=topology.per_host if topology is not None and levels else 1,
         levels=levels,
+        training=alongside,
     )
 
 

@@ -13,7 +13,7 @@ from horovod_sparse.arrays import HostAccumulator
 from horovod_sparse.arrays.protocol import Accumulator
 from horovod_sparse.collectives import AllReduce, Synchronization
 from horovod_sparse.feedback import Bucket, Recipe
-from horovod_sparse.frontend.calibration.collectives import Stopwatch
+from horovod_sparse.frontend.calibration.collectives import Allowance, Stopwatch
 from horovod_sparse.frontend.parts import sum_densely
 from horovod_sparse.kernels import apply_scaled_sum
 from horovod_sparse.sparsifiers import BucketInfo, SparseSum, Sparsifier
@@ -22,8 +22,6 @@ from horovod_sparse.sparsifiers import BucketInfo, SparseSum, Sparsifier
 _DENSER = 4.0
 #: steps in which thresholds settle
 _WARMUP_STEPS = 3
-#: bucket sizes that are measured whatever time they take
-_FEWEST_SIZES = 3
 #: kept off 0, which no fit takes, where a clock is coarse
 _TINY_SECONDS = 1e-9
 
@@ -111,7 +109,7 @@ def bucket_times(
     tell: Callable[[str], None],
     dtype: str = "float32",
 ) -> Synchronization[BucketTimes]:
-    """Seconds of selection and decoding, at several sizes and two densities.
+    """Seconds of selection and decoding, at several sizes and two densities: those of the slowest rank.
 
     The sparsifier's own rounds are carried out between all ranks, so counts are those of a training,
     and ranks that share cores select at the same time, as they do there.
@@ -121,24 +119,26 @@ def bucket_times(
         watch: of this rank.
         memory: where buckets are.
         bucket_elements: n, ascending.
-        repetitions: of each, beside some to warm up.
-        budget_seconds: no further size is begun after so long, means over ranks.
+        repetitions: of each at most, beside some to warm up.
+        budget_seconds: see `Allowance`.
         tell: gets a line after each size and density.
         dtype: of gradients.
     """
-    times, began = BucketTimes(), watch.clock()
+    times = BucketTimes()
     dense = min(1.0, _DENSER * sparsifier.density)
     # of one density, that which is asked for, and a lower one
     densities = [sparsifier.density, dense if dense > sparsifier.density else sparsifier.density / _DENSER]
     if not sparsifier.has_density:
         del densities[1:]
+    allowance = Allowance(bucket_elements, repetitions, budget_seconds)
     for number, num_elements in enumerate(bucket_elements):
+        began = watch.clock()
         for density in densities:
             chosen = dataclasses.replace(sparsifier, density=density, schedule=None)
-            yield from _times_of(chosen, watch, memory, num_elements, repetitions, dtype, times)
+            yield from _times_of(chosen, watch, memory, num_elements, allowance.repetitions, dtype, times)
             tell(f"{sparsifier.name} of {num_elements} elements at density {density:g}")
         (elapsed,) = yield from watch.shared([watch.clock() - began])
-        if number + 1 >= _FEWEST_SIZES and elapsed > budget_seconds:
+        if not allowance.spend(number, elapsed):
             break
     return times
 
@@ -183,7 +183,7 @@ def dense_times(
                 answer = yield request
                 took += watch.starting_seconds()
             own.append(took + _TINY_SECONDS)
-        shared = yield from watch.shared(own[1:])
+        shared = yield from watch.shared(own[1:], slowest=True)
         amounts += [float(num_elements)] * repetitions
         seconds += shared.tolist()
         tell(f"dense parameters of {num_elements} elements")
@@ -213,7 +213,7 @@ def _times_of(
         seconds = yield from _one_step(bucket, gradient, watch, memory)
         if number >= _WARMUP_STEPS:
             own += [second + _TINY_SECONDS for second in seconds]
-    shared = yield from watch.shared(own)
+    shared = yield from watch.shared(own, slowest=True)
     selected = sparsifier.density * num_elements
     received = selected * (watch.size if sparsifier.density_scope == "per rank" else 1)
     times.num_elements += [float(num_elements)] * repetitions

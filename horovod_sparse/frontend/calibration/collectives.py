@@ -22,8 +22,71 @@ from horovod_sparse.collectives import (
 from horovod_sparse.cost.model import COLLECTIVES
 from horovod_sparse.errors import UnknownNameError
 
-#: sizes of a collective that are measured whatever time they take: fewer fix no line
+#: sizes that are measured whatever time they take: fewer fix no line
 _FEWEST_SIZES = 3
+#: repetitions of a size, where there is time for no more
+_FEWEST_REPETITIONS = 3
+
+
+class Allowance:
+    """How often each of some sizes is measured, so that the largest ones are, too, within a budget.
+
+    How long larger sizes take is told from the last two by a line, and at most in proportion to their size.
+    The next one is repeated as often as all that are left can be alike.
+
+    Args:
+        sizes: ascending.
+        wanted: repetitions of each where time does not matter, beside one to warm up.
+        budget_seconds: for all of them.
+
+    Attributes:
+        repetitions: of the next size.
+
+    Example:
+        >>> allowance = Allowance((1, 2, 4, 8, 16), 15, 20.0)
+        >>> for number, each in enumerate((0.1, 0.2, 0.4, 0.8)):
+        ...     more = allowance.spend(number, (1 + allowance.repetitions) * each)
+        ...     print(allowance.repetitions, more)
+        15 True
+        4 True
+        4 True
+        4 True
+    """
+
+    def __init__(self, sizes: Sequence[int], wanted: int, budget_seconds: float) -> None:
+        self.repetitions = self._wanted = wanted
+        self._sizes, self._left = sizes, budget_seconds
+        self._each: list[float] = []
+
+    def spend(self, number: int, elapsed_seconds: float) -> bool:
+        """A size has been measured.
+
+        Args:
+            number: of the size.
+            elapsed_seconds: that it took, the same on all ranks.
+
+        Returns:
+            Whether there is a next one, and time for it.
+        """
+        self._left -= elapsed_seconds
+        self._each.append(elapsed_seconds / (1 + self.repetitions))
+        expected = self._expected(number)
+        if not expected:
+            return False
+        fewest = min(_FEWEST_REPETITIONS, self._wanted)
+        fitting = int(min(max(0.0, self._left) / max(1e-9, sum(expected)), 1e9)) - 1
+        self.repetitions = max(fewest, min(self._wanted, fitting))
+        return number + 1 < _FEWEST_SIZES or (1 + self.repetitions) * expected[0] <= self._left
+
+    def _expected(self, number: int) -> list[float]:
+        """Seconds of a repetition of all larger sizes."""
+        here, size = self._each[-1], self._sizes[number]
+        slope = 0.0
+        if number:
+            slope = max(0.0, here - self._each[-2]) / (size - self._sizes[number - 1])
+        return [
+            min(here + slope * (larger - size), here * larger / size) for larger in self._sizes[number + 1 :]
+        ]
 
 
 class Stopwatch:
@@ -70,13 +133,19 @@ class Stopwatch:
                 yield AllGather(np.zeros(1, np.int32))
             self._sleep(float(self._generator.random()) * self._cycle_seconds)
 
-    def shared(self, seconds: Sequence[float]) -> Synchronization[NDArray[np.float64]]:
-        """Means over ranks of what each has measured: [len(seconds)], the same on all."""
+    def shared(self, seconds: Sequence[float], slowest: bool = False) -> Synchronization[NDArray[np.float64]]:
+        """What ranks have measured, as all have it together: [len(seconds)], the same on all.
+
+        Args:
+            seconds: of this rank, as many on all.
+            slowest: take the slowest rank's, for whom the others wait; else the mean over ranks.
+        """
         own = np.array(seconds, np.float64)
         if self.size == 1:
             return own
         gathered = yield AllGather(own.view(np.int32))
-        return np.array(gathered).view(np.float64).reshape(self.size, -1).mean(axis=0)
+        everyone = np.array(gathered).view(np.float64).reshape(self.size, -1)
+        return np.asarray(everyone.max(axis=0) if slowest else everyone.mean(axis=0))
 
 
 def request_of(kind: str, num_bytes: int, rank: int, size: int) -> Request:
@@ -124,8 +193,8 @@ def collective_times(
         kind: see `request_of`.
         watch: of this rank.
         message_bytes: that a rank puts in, ascending.
-        repetitions: of each size, beside one to warm up.
-        budget_seconds: no further size is begun after so long, means over ranks.
+        repetitions: of each size at most, beside one to warm up.
+        budget_seconds: see `Allowance`.
         tell: gets a line after each size.
         level: among whom: with others than all ranks, all groups of a level are at work at a time.
         place: (rank, size) within the group; of the watch if left out.
@@ -135,20 +204,21 @@ def collective_times(
     """
     amounts: list[float] = []
     seconds: list[float] = []
-    began = watch.clock()
+    allowance = Allowance(message_bytes, repetitions, budget_seconds)
     for number, num_bytes in enumerate(message_bytes):
+        began = watch.clock()
         request = replace(request_of(kind, num_bytes, *(place or (watch.rank, watch.size))), level=level)
         own = []
-        for _ in range(1 + repetitions):
+        for _ in range(1 + allowance.repetitions):
             yield from watch.meet({type(request)})
             started = watch.clock()
             yield request
             own.append(watch.clock() - started)
         *means, elapsed = yield from watch.shared([*own[1:], watch.clock() - began])
-        amounts += [float(num_bytes)] * repetitions
+        amounts += [float(num_bytes)] * allowance.repetitions
         seconds += map(float, means)
         where = {"all": "", "host": " within hosts", "across": " between hosts"}[level]
         tell(f"{kind} of {num_bytes} bytes{where}")
-        if number + 1 >= _FEWEST_SIZES and elapsed > budget_seconds:
+        if not allowance.spend(number, elapsed):
             break
     return amounts, seconds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 
@@ -9,7 +10,7 @@ import pytest
 
 from horovod_sparse.cli import worth_it
 from horovod_sparse.cli.main import main
-from horovod_sparse.cost import AlphaBeta, Profile, assumed_profile
+from horovod_sparse.cost import AlphaBeta, Fit, Profile, assumed_profile
 from horovod_sparse.feedback import parse_recipe
 from horovod_sparse.merging import ParameterFacts, Workload, layer_table
 
@@ -138,3 +139,35 @@ def test_hosts_of_several_workers_are_advised_to_sum_within_them_first(capsys):
 def test_params_need_a_time(capsys):
     assert main(["worth-it", "--params", "1e6", "--nodes", "2"]) == 2
     assert "--step-ms" in capsys.readouterr().err
+
+
+def test_the_update_lengthens_every_iteration(capsys):
+    before, after = numbers(capsys), numbers(capsys, "--update", "50ms")
+    for name in ("computing_seconds", "sparse_seconds", "dense_seconds"):
+        assert after[name] - before[name] == pytest.approx(0.05), name
+
+
+def test_a_profile_tells_of_the_update_and_of_fused_sums(capsys, tmp_path):
+    made = assumed_profile(AlphaBeta(50e-6, 8e-9), 4)
+    plain, known = tmp_path / "plain.json", tmp_path / "known.json"
+    made.save(plain)
+    training = {"update": Fit(0.0, 1e-9), "allreduce": Fit(1e-3, 3e-8), "start": Fit(1e-4, 0.0)}
+    dataclasses.replace(made, training=training).save(known)
+    before, after = (numbers(capsys, "--profile", str(path)) for path in (plain, known))
+    assert after["sparse_seconds"] - before["sparse_seconds"] == pytest.approx(0.1)
+    # 200 MB in half types
+    assert after["dense_seconds"] == pytest.approx(0.1 + 0.1 / 3 + 6.0, rel=0.02)
+    given = numbers(capsys, "--profile", str(known), "--update", "10ms")
+    assert after["sparse_seconds"] - given["sparse_seconds"] == pytest.approx(0.09)
+
+
+def test_plan_takes_dense_as_horovods_own_optimizer_does_it(capsys, tmp_path):
+    made = assumed_profile(AlphaBeta(50e-6, 8e-9), 4)
+    training = {"update": Fit(0.0, 1e-9), "allreduce": Fit(1e-3, 3e-8), "start": Fit(1e-4, 0.0)}
+    path = tmp_path / "profile.json"
+    dataclasses.replace(made, training=training).save(path)
+    words = ["plan", "--model", "resnet50", "--sparsifier", "topk", "--profile", str(path), "--json"]
+    assert main(words) == 0
+    compared = {one["name"]: one for one in json.loads(capsys.readouterr().out)["compared"]}
+    # nearly all of 102 MB is sent after backward
+    assert 3.06 < compared["dense"]["iteration_seconds"] < 3.06 + 0.18 + 0.05

@@ -9,10 +9,11 @@ import pytest
 
 from horovod_sparse.arrays import HostAccumulator
 from horovod_sparse.collectives import AllGather, AllToAll, Broadcast, Exchange, num_bytes_sent
-from horovod_sparse.cost import COLLECTIVES
+from horovod_sparse.cost import COLLECTIVES, Profile
 from horovod_sparse.errors import ArgumentError, UnknownNameError
-from horovod_sparse.frontend.calibration import Extent, Where, calibration, needed_kinds
+from horovod_sparse.frontend.calibration import THOROUGH, Extent, Where, calibration, needed_kinds
 from horovod_sparse.frontend.calibration.buckets import HostBucketMemory
+from horovod_sparse.frontend.calibration.collectives import Allowance, Stopwatch
 from horovod_sparse.frontend.engine import carry_out
 from horovod_sparse.simulation import run_lockstep
 from horovod_sparse.sparsifiers import ALGORITHMS, DGC, TopK
@@ -142,6 +143,75 @@ def test_work_for_dense_parameters_and_starting_requests_is_part_of_the_backward
     assert profile.selection["topk"].fixed_seconds == pytest.approx(1e-4 + starting, rel=1e-2)
     assert profile.selection["dense"].fixed_seconds == pytest.approx(starting, rel=1e-2)
     assert profile.cost(TopK(density=0.01)).dense_work.seconds(1) == pytest.approx(starting, rel=1e-2)
+
+
+class TimedTraining:
+    """An update takes a + b n, sums c + d by the bytes, and each of their starts e."""
+
+    def __init__(self, fake: FakeRank) -> None:
+        self.fake, self.asked = fake, []
+
+    def _takes(self, seconds):
+        self.fake.now += seconds
+
+    def update(self, num_elements):
+        self.asked.append(num_elements)
+        return lambda: self._takes(1e-5 + 1e-9 * num_elements)
+
+    def sums(self, num_elements, pieces):
+        def start():
+            self._takes(pieces * 2e-4)
+            return lambda: self._takes(3e-3 + 4 * 8e-9 * num_elements - pieces * 2e-4)
+
+        return start
+
+
+def test_what_a_dense_training_does_is_measured_too():
+    fake = FakeRank(2)
+    coroutine = calibration(
+        Where(0, 2, "torch", "gloo"),
+        [TopK(density=0.01)],
+        extent=EXTENT,
+        clock=fake.clock,
+        sleep=fake.sleep,
+        training=TimedTraining(fake),
+    )
+    profile = carry_out(coroutine, fake.execute)
+    update, sums = profile.training["update"], profile.training["allreduce"]
+    assert (update.fixed_seconds, update.seconds_per_unit) == pytest.approx((1e-5, 1e-9), rel=1e-2)
+    assert (sums.fixed_seconds, sums.seconds_per_unit) == pytest.approx((3e-3, 8e-9), rel=1e-2)
+    assert profile.training["start"].fixed_seconds == pytest.approx(2e-4)
+    assert profile.update_seconds([1000, 1_000_000]) == pytest.approx(2e-5 + 1e-9 * 1_001_000, rel=1e-2)
+    dense = profile.dense_cost()
+    assert dense.dense.seconds(10_000_000) == pytest.approx(0.083, rel=1e-2)
+    assert dense.dense_work.seconds(10_000_000) == pytest.approx(2e-4)  # however large
+    assert Profile.from_json(profile.to_json()) == profile
+    assert '"training"' not in measured(2, [TopK(density=0.01)])[0].to_json()  # as it ever was
+
+
+def test_large_sizes_are_measured_though_the_budget_is_short():
+    """A few repetitions of a large bucket say more of a large model than many of a small one."""
+    sizes, spent, repetitions = THOROUGH.bucket_elements, 0.0, []
+    allowance = Allowance(sizes, 15, budget_seconds=6.0)
+    for number, size in enumerate(sizes):
+        repetitions.append(allowance.repetitions)
+        elapsed = (1 + allowance.repetitions) * (0.01 + 3e-8 * size)
+        spent += elapsed
+        if not allowance.spend(number, elapsed):
+            break
+    # with 15 of each, the two largest would take 10 s
+    assert len(repetitions) == len(sizes) and min(repetitions) >= 3 and spent <= 6.0
+    assert repetitions[:2] == [15, 15]
+
+
+def test_ranks_wait_for_the_slowest():
+    def shared(rank, slowest):
+        watch = Stopwatch(rank, 2, lambda: 0.0, lambda seconds: None, 0.001)
+        return (yield from watch.shared([1.0 + rank, 5.0 - rank], slowest))
+
+    for slowest, expected in ((False, [1.5, 4.5]), (True, [2.0, 5.0])):
+        found = run_lockstep([shared(rank, slowest) for rank in range(2)])
+        assert [times.tolist() for times in found] == [expected, expected]
 
 
 def test_ranks_meet_by_another_kind_than_is_measured():

@@ -155,3 +155,18 @@ def test_steps_that_cannot_be() -> None:
         Workload((A, B), (1.0, 1.0), dense=frozenset("x"))
     with pytest.raises(ArgumentError, match="nothing for"):
         predict(Workload((A, B), (1.0, 1.0)), Plan((("a",),)), DENSE)
+
+
+def test_the_optimizer_updates_once_everything_has_been_summed() -> None:
+    cost = CostModel(AffineTime(1.0, 0.1), AffineTime(2.0, 0.05))
+    before = predict(
+        Workload((A, B, C), (3.0, 2.0, 1.0)), layerwise(Workload((A, B, C), (3.0, 2.0, 1.0))), cost
+    )
+    workload = Workload((A, B, C), (3.0, 2.0, 1.0), update_seconds=4.0)
+    timeline = predict(workload, layerwise(workload), cost)
+    assert kinds_and_ends(timeline.computation)[-1] == ("update", 17.5, 21.5)
+    assert timeline.iteration_seconds == before.iteration_seconds + 4.0 == 21.5
+    # computing ends where the last bucket is selected, and what communication adds stays what it was
+    assert (timeline.computation_end, timeline.visible_seconds) == (15.0, before.visible_seconds)
+    longer = workload.lasting(12.0).with_dense(["a"])
+    assert (longer.update_seconds, longer.step_seconds) == (4.0, 12.0)
