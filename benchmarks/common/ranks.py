@@ -131,11 +131,13 @@ def expected_bytes(result: dict[str, Any], own: dict[str, float], size: int) -> 
     waited = max(0.0, result["interval_seconds"] - own["barrier_seconds"])
     wire = wire_bytes(rounds, size)
     negotiation = own["barrier_bytes"] + own["idle_bytes_per_second"] * waited
+    expected = wire + negotiation
     return {
         "payload_bytes": math.fsum(payload.values()),
         "wire_bytes": wire,
         "negotiation_bytes": negotiation,
-        "measured_by_expected": result["bytes_sent"] / (wire + negotiation),
+        # where nothing goes over an interface (one rank, or no network), nothing is expected
+        "measured_by_expected": result["bytes_sent"] / expected if expected else 1.0,
     }
 
 

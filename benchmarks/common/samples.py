@@ -107,7 +107,8 @@ def summarize(samples: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
         seconds: from the first rank's start to the last rank's end, its median and quartiles;
         slowest_seconds: of the slowest rank, counted from its own start; and medians over
         repetitions of means over ranks: cpu_seconds, own_cpu_seconds, bytes_sent, bytes_received,
-        interval_seconds, parts (seconds by name; "other" is what is left of a rank's time), facts.
+        interval_seconds, parts (seconds by name; "other" is what is left of a rank's time), facts;
+        slowest_parts: of the slowest rank, each part for itself.
     """
     repetitions = list(zip(*samples, strict=True))
     means: list[dict[str, Any]] = []
@@ -119,7 +120,9 @@ def summarize(samples: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
             name: statistics.fmean(rank[name] for rank in ranks)
             for name in ("cpu", "own", "sent", "received", "interval")
         }
-        means.append({**numbers, "parts": parts, "facts": _mean_of(ranks, "facts")})
+        slowest = {name: max(rank["parts"][name] for rank in ranks) for name in ranks[0]["parts"]}
+        facts = _mean_of(ranks, "facts")
+        means.append({**numbers, "parts": parts, "slowest_parts": slowest, "facts": facts})
     names = {"cpu": "cpu_seconds", "own": "own_cpu_seconds"}
     totals = {"sent": "bytes_sent", "received": "bytes_received", "interval": "interval_seconds"}
     return {
@@ -130,6 +133,7 @@ def summarize(samples: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
         **{label: spread([item[name] for item in means]) for name, label in names.items()},
         **{label: _median([item[name] for item in means]) for name, label in totals.items()},
         "parts": _medians([item["parts"] for item in means]),
+        "slowest_parts": _medians([item["slowest_parts"] for item in means]),
         "facts": _medians([item["facts"] for item in means]),
         "repetitions": len(repetitions),
     }

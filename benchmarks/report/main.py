@@ -1,4 +1,4 @@
-"""Fills tables and draws pictures of docs/performance.md and README.md from docs/measurements/*.json."""
+"""Fills tables and draws pictures of docs and README.md from docs/measurements/*.json."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ from benchmarks.report.pictures import (
 from benchmarks.report.tables import (
     account_table,
     bandwidth_table,
+    density_table,
     drift_table,
     frameworks_table,
     growth_table,
     launch_tables,
     local_table,
+    predictions_table,
     tape_table,
     wire_table,
 )
@@ -51,6 +53,8 @@ _RENDERERS = {
     "tape": tape_table,
     "drift": drift_table,
     "wire": wire_table,
+    "predictions": predictions_table,
+    "density": density_table,
 }
 #: how the names of measurements begin that this page shows
 _KINDS = {*_RENDERERS, "ddp", "digits", "rounds", "sync", "train"}
@@ -64,8 +68,8 @@ def tables(measurements: dict[str, Any]) -> dict[str, str]:
 
     Returns:
         Markdown by name of the table: that of the file, and "budgets". A file whose name begins with account,
-        bandwidth, local, frameworks, growth, tape, drift or wire has a table of its own kind; others have one
-        per launch.
+        bandwidth, local, frameworks, growth, tape, drift, wire, predictions or density has a table of
+        its own kind; others have one per launch.
     """
     made = {}
     for name, result in measurements.items():
@@ -128,7 +132,7 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Writes docs/performance.md, the number in README.md and the pictures anew, or checks them.
+    """Writes tables of docs/, the number in README.md and the pictures anew, or checks them.
 
     Args:
         arguments: of the command line; None takes the process's own.
@@ -142,7 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     measurements = read(_DOCS / "measurements")
     made = {**tables(measurements), "number": number(measurements)}
     stale = False
-    for page in (_DOCS / "performance.md", _DOCS.parent / "README.md"):
+    for page in (_DOCS / "performance.md", _DOCS / "merging.md", _DOCS.parent / "README.md"):
         before = page.read_text()
         after = fill(before, made)
         stale |= before != after

@@ -25,6 +25,8 @@ from horovod_sparse.errors import HorovodSparseError
 from horovod_sparse.merging.workload import LAYER_TABLES
 
 _BASELINES = ("dense", "dense float16")
+#: a training that synchronizes nothing: what computing alone takes where ranks share cores
+ALONE = "alone"
 _REAL_MODELS = ("cnn", "digits", "lstm", "mlp")
 #: behind the name of a sparsifier that is measured as it is where nothing is said of buckets
 BY_DEFAULT = " by default"
@@ -68,13 +70,15 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         raise BenchmarkError(f"--framework {options.framework}: this version cannot measure it; use torch")
     if options.framework != "torch" and (options.by_default or options.model == "digits"):
         raise BenchmarkError("--by-default and --model digits are measured in PyTorch only")
+    if options.framework != "torch" and ALONE in options.baselines:
+        raise BenchmarkError(f"--baselines {ALONE} is measured in PyTorch only")
     if options.framework != "torch" and options.model not in _REAL_MODELS:
         raise BenchmarkError(f"--model {options.model} is replayed in PyTorch only: use --framework torch")
     machine = machine_facts()
     sparsifiers = named_sparsifiers(options.sparsifiers, options.density)
     if options.by_default:
         sparsifiers |= {f"{name}{BY_DEFAULT}": text for name, text in sparsifiers.items()}
-    methods = [*baselines(options.baselines, _BASELINES), *sparsifiers]
+    methods = [*baselines(options.baselines, (*_BASELINES, ALONE)), *sparsifiers]
     settings = {
         "model": options.model,
         "batch": options.batch,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
@@ -12,10 +13,11 @@ import torch
 import horovod_sparse.torch as hvd
 from benchmarks.common import ranks
 from benchmarks.common.wire import Round, rounds_of
-from benchmarks.train.main import BY_DEFAULT
+from benchmarks.train.main import ALONE, BY_DEFAULT
 from benchmarks.train.models import make_model
+from horovod_sparse.cost import Profile
 from horovod_sparse.frontend.plan_request import TENSOR_SELECTION_VARIABLE
-from horovod_sparse.merging import min_elements
+from horovod_sparse.merging import Plan, min_elements
 
 
 class Training:
@@ -32,25 +34,37 @@ class Training:
         self.name = name
         torch.manual_seed(hvd.rank())  # data differ between ranks; parameters are made equal below
         self._model, self._loss = make_model(settings["model"], settings["batch"])
-        compression = {"dense": "none", "dense float16": "fp16"}.get(name) or settings["sparsifiers"][name]
+        sgd = torch.optim.SGD(self._model.parameters(), lr=0.01, momentum=0.9)
         named = [(f"{name}.{label}", p) for label, p in self._model.named_parameters()]
         self.num_elements = sum(p.numel() for _, p in named)
+        self._bytes_per_element = 2 if name == "dense float16" else 4
+        self.parts: dict[str, float] = {}
+        self._decides = False
+        if name == ALONE:
+            self._optimizer: Any = sgd
+            return
+        self._decides = name in settings.get("profiles", {})
+        compression = {"dense": "none", "dense float16": "fp16"}.get(name) or settings["sparsifiers"][name]
         options = dict(settings["options"]) if name in settings["sparsifiers"] else {}
         if options and settings["min_elements"] is not None:
             options["tensor_selection"] = min_elements(settings["min_elements"])
+        if name in settings.get("plans", {}):
+            options = {"plan": _plan([label for label, _ in named], settings["plans"][name])}
+        if self._decides:
+            options["profile"] = Profile.from_json(json.dumps(settings["profiles"][name]))
         os.environ[TENSOR_SELECTION_VARIABLE] = "formulas" if name.endswith(BY_DEFAULT) else "all"
         self._optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD(self._model.parameters(), lr=0.01, momentum=0.9),
+            sgd,
             named_parameters=named,
             compression=hvd.Compression.parse(compression),
             **options,
         )
         hvd.broadcast_parameters(dict(named), root_rank=0)
-        self._bytes_per_element = 2 if name == "dense float16" else 4
-        self.parts: dict[str, float] = {}
 
     def prepare(self) -> None:
-        """Nothing: everything belongs to an iteration."""
+        """Trains until the density is decided, where it is to be: that is measured by whole steps."""
+        while self._decides and self._optimizer.decision is None:
+            self.run()
 
     def run(self) -> None:
         """One iteration."""
@@ -61,10 +75,14 @@ class Training:
         forward = clock()
         loss.backward()
         backward = clock()
-        optimizer.synchronize()
-        synchronized = clock()
-        with optimizer.skip_synchronize():
+        if self.name == ALONE:
+            synchronized = clock()
             optimizer.step()
+        else:
+            optimizer.synchronize()
+            synchronized = clock()
+            with optimizer.skip_synchronize():
+                optimizer.step()
         self.parts = {
             "forward": forward - started,
             "backward": backward - forward,
@@ -74,6 +92,8 @@ class Training:
 
     def rounds(self) -> list[Round]:
         """The collectives of the last iteration, as one of each kind."""
+        if self.name == ALONE:
+            return []
         synchronizer = getattr(self._optimizer, "_synchronizer", None)
         if synchronizer is None:
             return [Round("AllReduce", self._bytes_per_element * self.num_elements)]
@@ -91,7 +111,15 @@ class Training:
             return {"density_selected": 1.0, "density_union": 1.0}
         last = telemetry.last
         names = ("density_selected", "density_union", "fold_seconds", "select_seconds", "apply_seconds")
-        return {name: getattr(last, name) for name in names}
+        facts = {name: getattr(last, name) for name in names}
+        if self._decides:
+            facts["density_decided"] = self._optimizer.plan.density
+        return facts
+
+
+def _plan(names: list[str], positions: dict[str, list[Any]]) -> Plan:
+    buckets = tuple(tuple(names[place] for place in bucket) for bucket in positions["buckets"])
+    return Plan(buckets, tuple(names[place] for place in positions["dense"]))
 
 
 def _dense_round(part: Any) -> Round:

@@ -1,0 +1,1 @@
+"""Iterations predicted from a calibration of the hosts, and measured there: `scripts/bench predictions`."""
