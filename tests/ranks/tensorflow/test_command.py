@@ -18,6 +18,7 @@ def test_calibrate_measures_every_kind_of_collective(tmp_path, capsys, rank, siz
     assert (profile.size, profile.framework) == (size, "tensorflow")
     assert sorted(profile.collectives) == kinds
     assert "exdyna" in profile.selection
+    assert not profile.training  # measured in PyTorch only
     assert "controller" in capsys.readouterr().out
 
 

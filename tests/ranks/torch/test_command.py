@@ -27,11 +27,12 @@ def test_calibrate_writes_a_profile_of_this_launch(tmp_path, capsys, rank, size)
     assert (profile.size, profile.framework) == (size, "torch")
     assert profile.controller == ("mpi" if hvd.mpi_enabled() else "gloo")
     assert sorted(profile.collectives) == ["allgather", "allreduce", "exchange"]
-    for fits in (profile.collectives, profile.selection, profile.decoding):
+    assert sorted(profile.training) == ["allreduce", "start", "update"]
+    for fits in (profile.collectives, profile.selection, profile.decoding, profile.training):
         for fit in fits.values():
             assert fit.fixed_seconds + fit.seconds_per_unit * 1e6 > 0
             assert fit.num_points >= 3
-    for word in ("alpha ms", "exchange", "topk", "decoding", f"P = {4 * size}"):
+    for word in ("alpha ms", "exchange", "topk", "decoding", f"P = {4 * size}", "A dense training"):
         assert word in printed
     assert main(["plan", "--model", "vgg16_cifar", "--profile", str(path), "--sparsifier", "topk"]) == 0
     assert f"{size} ranks, measured (torch" in capsys.readouterr().out
