@@ -11,15 +11,15 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.common.hosts import Hosts, cluster_for, machine_facts, write_json
-from benchmarks.common.options import command_line, count
+from benchmarks.common.hosts import Hosts, cluster_for, write_json
+from benchmarks.common.options import count
 from benchmarks.predictions.main import (
     TRAINING,
     add_places,
-    added,
     calibrated,
     launched,
     training_settings,
+    with_others,
 )
 from horovod_sparse.errors import ArgumentError, HorovodSparseError
 from horovod_sparse.merging import LAYER_TABLES
@@ -107,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code.
     """
     options = parser().parse_args(arguments)
-    machine, found = machine_facts(), list[dict[str, Any]]()
+    found: list[dict[str, Any]] = []
     try:
         densities = [float(text) for text in options.densities.split(",")]
         if densities != sorted(set(densities)):
@@ -121,8 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(stderr=options.json == "-", width=None if sys.stderr.isatty() else 160)
     console.print(_table(found))
     if options.json:
-        result = {"command": command_line("density", arguments), "benchmark": "density", "machine": machine}
-        write_json({**result, "comparisons": added(found, options)}, options.json)
+        write_json(with_others(found, options, "density", arguments), options.json)
     return 0
 
 

@@ -205,13 +205,28 @@ def compare(options: argparse.Namespace, hosts: Hosts, model: str, profile: Prof
     }
 
 
-def added(found: list[dict[str, Any]], options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Comparisons, and with `--add` those that the file has of other rates and models before them."""
-    if not options.add or not options.json or not Path(options.json).exists():
-        return found
-    new = {(one["rate"], one["model"]) for one in found}
-    before = json.loads(Path(options.json).read_text())["comparisons"]
-    return [*(one for one in before if (one["rate"], one["model"]) not in new), *found]
+def with_others(
+    found: Sequence[Mapping[str, Any]],
+    options: argparse.Namespace,
+    name: str,
+    arguments: Sequence[str] | None,
+) -> dict[str, Any]:
+    """What is written: comparisons, and with `--add` those that the file has of other rates and models.
+
+    Args:
+        found: comparisons, each of a rate and a model.
+        options: of the command line.
+        name: of the measurement.
+        arguments: its own; None takes the process's.
+    """
+    command = command_line(name, arguments).replace(" --add", "")
+    comparisons = [{**one, "command": command} for one in found]
+    if options.add and options.json and Path(options.json).exists():
+        new = {(one["rate"], one["model"]) for one in found}
+        before = json.loads(Path(options.json).read_text())["comparisons"]
+        comparisons = [*(one for one in before if (one["rate"], one["model"]) not in new), *comparisons]
+    commands = "; ".join(dict.fromkeys(one["command"] for one in comparisons))
+    return {"command": commands, "benchmark": name, "machine": machine_facts(), "comparisons": comparisons}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -224,7 +239,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code.
     """
     options = parser().parse_args(arguments)
-    machine, found = machine_facts(), list[dict[str, Any]]()
+    found: list[dict[str, Any]] = []
     try:
         recipes = named_sparsifiers(options.sparsifiers, options.density)
         for rate in options.rate.split(","):
@@ -237,11 +252,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(stderr=options.json == "-", width=None if sys.stderr.isatty() else 160)
     console.print(_table(found))
     if options.json:
-        result = {"command": command_line("predictions", arguments), "benchmark": "predictions"}
-        write_json(
-            {**result, "machine": machine, "density": options.density, "comparisons": added(found, options)},
-            options.json,
-        )
+        write_json(with_others(found, options, "predictions", arguments), options.json)
     return 0
 
 

@@ -46,16 +46,23 @@ def test_a_plan_by_positions_is_the_same_plan():
     assert Plan(buckets, tuple(names[place] for place in found["dense"])) == plan
 
 
-def test_other_rates_and_models_stay(tmp_path):
+def test_other_rates_and_models_stay_with_their_commands(tmp_path):
     path = tmp_path / "found.json"
-    path.write_text(
-        json.dumps({"comparisons": [{"rate": rate, "model": "a", "old": True} for rate in ("1", "10")]})
-    )
-    new = [{"rate": "10", "model": "a", "old": False}]
+    before = [{"rate": rate, "model": "a", "command": f"old {rate}"} for rate in ("1", "10")]
+    path.write_text(json.dumps({"comparisons": before}))
     options = argparse.Namespace(add=True, json=str(path))
-    assert [one["old"] for one in predictions.added(new, options)] == [True, False]
+    arguments = (
+        [{"rate": "10", "model": "a"}],
+        options,
+        "density",
+        ["--rate", "10", "--add", "--json", str(path)],
+    )
+    found = predictions.with_others(*arguments)
+    commands = [one["command"] for one in found["comparisons"]]
+    assert commands == ["old 1", "scripts/bench density --rate 10"]
+    assert found["command"] == "; ".join(commands)
     options.add = False
-    assert predictions.added(new, options) == new
+    assert [one["rate"] for one in predictions.with_others(*arguments)["comparisons"]] == ["10"]
 
 
 def test_the_best_density_is_the_largest_that_costs_nothing():
