@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -21,6 +22,7 @@ from benchmarks.predictions.main import (
     training_settings,
     with_others,
 )
+from horovod_sparse.cost import Profile
 from horovod_sparse.errors import ArgumentError, HorovodSparseError
 from horovod_sparse.merging import LAYER_TABLES
 
@@ -37,6 +39,10 @@ def parser() -> argparse.ArgumentParser:
     add("--sparsifier", default="exdyna", metavar="NAME", help="default: %(default)s")
     text = "ascending, with commas; auto is kept between the first and the last (default: %(default)s)"
     add("--densities", default="0.0003,0.001,0.003,0.01,0.03", help=text)
+    text = (
+        "what scripts/bench predictions wrote: its calibration of the same rate is taken, instead of one anew"
+    )
+    add("--calibration", metavar="FILE", help=text)
     add_places(made)
     add("--repeat", type=count, default=7, help="iterations of each (default %(default)s)")
     return made
@@ -52,7 +58,9 @@ def compare(options: argparse.Namespace, hosts: Hosts, densities: Sequence[float
     """
     name = options.sparsifier
     middle = densities[len(densities) // 2]
-    profile = calibrated(options, hosts, [f"{name}:density={middle}"])
+    profile = _saved(options.calibration, hosts.rate) if options.calibration else None
+    if profile is None:
+        profile = calibrated(options, hosts, [f"{name}:density={middle}"])
     limits = f"least={densities[0]},most={densities[-1]},tolerance={TOLERANCE}"
     methods = {f"{density:g}": f"{name}:density={density}" for density in densities}
     methods[AUTO] = f"{name}:density=auto({limits})"
@@ -74,6 +82,14 @@ def compare(options: argparse.Namespace, hosts: Hosts, densities: Sequence[float
         "auto": chosen,
         **judged(densities, {key: value["median"] for key, value in seconds.items()}),
     }
+
+
+def _saved(path: str, rate: str) -> Profile | None:
+    """The calibration of a rate that a file of predictions holds, if it does."""
+    for one in json.loads(Path(path).read_text())["comparisons"]:
+        if one["rate"] == rate:
+            return Profile.from_json(json.dumps(one["profile"]))
+    return None
 
 
 def judged(densities: Sequence[float], seconds: Mapping[str, float]) -> dict[str, Any]:
