@@ -12,6 +12,7 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("rich")
 
 from studies import convergence, feedback, gpt, results, schedules, threshold
+from studies.time_to_accuracy import curves as time_to_accuracy
 
 STUDIES = {
     "threshold": (threshold, threshold.table),
@@ -20,6 +21,7 @@ STUDIES = {
     "remedies": (schedules, schedules.remedies_table),
     "convergence": (convergence, convergence.table),
     "gpt": (gpt, gpt.table),
+    "time to accuracy": (time_to_accuracy, time_to_accuracy.table),
 }
 
 
