@@ -30,6 +30,7 @@ class Trace:
         global_error: ExDyna Eq. (1), of what the ranks held back when the step began.
         losses: mean over ranks, of the training batches.
         applied_norms: L2 norms of the gradients that the optimizer got.
+        facts: what the algorithm tells of a step on rank 0, all of it.
         num_elements: n.
         score: of the trained model on the test data (see `Task.score`).
         seconds: of the whole training.
@@ -43,6 +44,7 @@ class Trace:
     global_error: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     applied_norms: list[float] = field(default_factory=list)
+    facts: list[dict[str, float]] = field(default_factory=list)
     score: float = math.nan
     seconds: float = 0.0
 
@@ -116,6 +118,7 @@ def train(
         optimizer.step()
         last = cluster.buckets[0].last
         trace.targets.append(last.num_target)
+        trace.facts.append(dict(last.facts))
         trace.counts.append(int(np.unique(sum_.indices).size))
         trace.imbalance.append(last.facts.get("imbalance", math.nan))
         trace.thresholds.append(last.facts.get("threshold", math.nan))

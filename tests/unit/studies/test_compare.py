@@ -12,7 +12,7 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("mlxtend")
 
 import compare
-from studies import papers
+from studies.papers import sixteen
 
 from horovod_sparse.cost import AlphaBeta, Fit, assumed_profile
 from horovod_sparse.merging import Plan
@@ -69,10 +69,10 @@ def test_all_of_it_is_printed_and_drawn(tmp_path, capsys, monkeypatch):
 
 
 def test_sixteen_ranks_and_encoding_are_measured(monkeypatch):
-    assert papers.encoding_ms("dragonn", 2**14, repeat=1) > 0.0 < papers.encoding_ms("torch.topk", 2**14, 1)
+    assert sixteen.encoding_ms("dragonn", 2**14, repeat=1) > 0.0 < sixteen.encoding_ms("torch.topk", 2**14, 1)
     for name, value in (("SIZE", 2), ("NUM_STEPS", 4), ("WARMUP_STEPS", 1), ("DROP_AT", 3)):
-        monkeypatch.setattr(papers, name, value)
-    run = papers.measure("exdyna")
-    found = papers.facts(run)
+        monkeypatch.setattr(sixteen, name, value)
+    run = sixteen.measure("exdyna")
+    found = sixteen.facts(run)
     assert len(run["density"]) == 4 and 0.3 < found["union"] < 3.0
     assert found["balance"] >= 1.0 and np.isfinite(found["correlation"])

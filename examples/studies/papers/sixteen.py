@@ -1,16 +1,10 @@
-"""Figures of the papers that one process can make: sixteen simulated ranks, and encoding times over size.
-
-scripts/paper_study             measures what is missing, and draws
-scripts/paper_study --draw      draws only
-"""
+"""Sixteen simulated ranks with a drop of the learning rate, and encoding times over size."""
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -25,10 +19,7 @@ from studies import results
 from studies.tasks import digits_task
 from studies.training import train
 
-__all__ = ["ENCODERS", "VARIANTS", "encoding_ms", "facts", "main", "tables"]
-
 FILE = results.MEASUREMENTS / "papers.json"
-DOCUMENT = results.DOCUMENT.with_name("reproduced.md")
 SIZE, NUM_STEPS, WARMUP_STEPS, DROP_AT, DENSITY, RATE = 16, 160, 40, 110, 0.01, 0.02
 #: by the names of the lines
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -118,42 +109,6 @@ def facts(run: dict[str, Any]) -> dict[str, float]:
     }
 
 
-def draw(result: dict[str, Any]) -> None:
-    """Density, f(t), threshold over error, and encoding time: docs/pictures/papers.png."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 7.4), layout="constrained")
-    (density, balance), (errors, encoding) = figure.subplots(2, 2)
-    for name, run in result["runs"].items():
-        steps = np.arange(1, len(run["density"]) + 1)
-        density.plot(steps, run["density"], label=name)
-        if any(value is not None for value in run["imbalance"]):
-            balance.plot(steps, run["imbalance"], label=name)
-    density.axhline(DENSITY, color="black", linewidth=0.6, linestyle=":")
-    density.set(yscale="log", ylabel="density of the union", title="ExDyna, Fig. 6")
-    balance.set(ylabel="f(t): P times the largest count by all", title="ExDyna, Fig. 9")
-    run = result["runs"]["exdyna"]
-    after = slice(WARMUP_STEPS, None)
-    threshold = np.array(run["thresholds"][after], float)
-    error = np.array(run["global_error"][after], float)
-    steps = np.arange(WARMUP_STEPS + 1, NUM_STEPS + 1)
-    errors.plot(steps, threshold, label="threshold")
-    scale = np.nansum(threshold) / np.nansum(error)
-    errors.plot(steps, error * scale, label="global error, scaled to the same mean")
-    errors.set(ylabel="magnitude", title="ExDyna, Fig. 10")
-    for name, times in result["encoding_ms"].items():
-        encoding.plot(result["encoded_bytes"], times, "o-", label=name)
-    encoding.set(xscale="log", yscale="log", xlabel="bytes of the gradient", ylabel="ms, fold and selection")
-    encoding.set_title("DRAGONN, Fig. 5a (one core)")
-    for axes in (density, balance, errors):
-        axes.axvline(DROP_AT + 1, color="black", linewidth=0.6, linestyle=":")
-        axes.set_xlabel(f"step ({SIZE} simulated ranks; the learning rate falls at {DROP_AT})")
-    for axes in (density, balance, errors, encoding):
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
-    figure.savefig(results.PICTURES / "papers.png", dpi=110, metadata={"Software": None})
-
-
 def tables(result: dict[str, Any]) -> str:
     """What the pictures show, in numbers."""
 
@@ -172,39 +127,17 @@ def tables(result: dict[str, Any]) -> str:
     return f"{first}\n\n{results.markdown(['encoding, ms', *sizes], encoded)}"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures and draws."""
-    parser = argparse.ArgumentParser(
-        prog="scripts/paper_study",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--again", action="store_true", help="measure everything anew")
-    parser.add_argument("--draw", action="store_true", help="measure nothing")
-    options = parser.parse_args(arguments)
-    torch.set_num_threads(1)
-    result = {} if options.again else results.load(FILE)
-    if not options.draw:
-        result |= {"command": "scripts/paper_study", "machine": results.machine()}
-        result |= {"size": SIZE, "density": DENSITY, "drop_at": DROP_AT, "warmup_steps": WARMUP_STEPS}
-        if "encoding_ms" not in result:
-            result["encoded_bytes"] = list(ENCODED_BYTES)
-            result["encoding_ms"] = {
-                name: [round(encoding_ms(name, num_bytes), 4) for num_bytes in ENCODED_BYTES]
-                for name in ENCODERS
-            }
-            results.save(FILE, result)
-        runs = result.setdefault("runs", {})
-        for variant in VARIANTS:
-            if variant not in runs:
-                runs[variant] = measure(variant)
-                results.save(FILE, result)
-    draw(result)
-    text = tables(result)
-    print(text)
-    DOCUMENT.write_text(results.with_table(DOCUMENT.read_text("utf-8"), "papers", text), "utf-8")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def measure_all(result: dict[str, Any]) -> Iterator[None]:
+    """What is missing in `result`; control returns after each piece."""
+    result |= {"size": SIZE, "density": DENSITY, "drop_at": DROP_AT, "warmup_steps": WARMUP_STEPS}
+    if "encoding_ms" not in result:
+        result["encoded_bytes"] = list(ENCODED_BYTES)
+        result["encoding_ms"] = {
+            name: [round(encoding_ms(name, num_bytes), 4) for num_bytes in ENCODED_BYTES] for name in ENCODERS
+        }
+        yield
+    runs = result.setdefault("runs", {})
+    for variant in VARIANTS:
+        if variant not in runs:
+            runs[variant] = measure(variant)
+            yield

@@ -1,0 +1,337 @@
+"""Pictures of docs/papers, all in one style: docs/pictures/papers/*.png."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from studies import results
+from studies.papers import counts, sixteen, trainings
+
+#: told apart without color vision (Okabe and Ito), with markers beside
+COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
+MARKERS = "os^Dvx"
+GREY = "#777777"
+FOLDER = results.PICTURES / "papers"
+
+Panels = tuple[Figure, list[Any]]
+
+
+def _panels(count: int, *, width: float = 8.0, height: float = 3.2) -> Panels:
+    figure = Figure(figsize=(width, height), layout="constrained")
+    axes = list(np.atleast_1d(figure.subplots(1, count)))
+    for axis in axes:
+        axis.grid(linewidth=0.3)
+        axis.set_axisbelow(True)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.tick_params(labelsize=8)
+        axis.xaxis.label.set_size(9)
+        axis.yaxis.label.set_size(9)
+    return figure, axes
+
+
+def _titled(axis: Any, title: str, **labels: Any) -> None:
+    axis.set_title(title, fontsize=10, loc="left")
+    axis.set(**labels)
+    if axis.get_legend_handles_labels()[0]:
+        axis.legend(fontsize=8, frameon=False)
+
+
+def measured(name: str) -> dict[str, Any]:
+    """A committed measurement by its name."""
+    return dict(json.loads((results.MEASUREMENTS / f"{name}.json").read_text("utf-8")))
+
+
+def _over_steps(axis: Any, result: dict[str, Any], what: str, names: list[str]) -> None:
+    order = list(result["runs"])
+    for name in names:
+        values = [np.nan if value is None else value for value in result["runs"][name][what]]
+        color = COLORS[order.index(name)]
+        axis.plot(np.arange(1, len(values) + 1), values, color=color, linewidth=1.3, label=name)
+    axis.axvline(result["drop_at"] + 1, color=GREY, linewidth=0.8, linestyle=":")
+
+
+_STEP = "step; the learning rate falls at the dotted line"
+
+
+def density(result: dict[str, Any]) -> Figure:
+    """ExDyna, Figs. 6 and 9."""
+    figure, (left, right) = _panels(2)
+    _over_steps(left, result, "density", ["exdyna", "micro (parts stay)", "topk", "hard_threshold"])
+    left.axhline(result["density"], color=GREY, linewidth=0.8, linestyle=":")
+    _titled(left, "Fig. 6: density of the union", yscale="log", xlabel=_STEP)
+    _over_steps(right, result, "imbalance", ["exdyna", "exdyna, rebalance=paper", "micro (parts stay)"])
+    _titled(right, "Fig. 9: f(t); 1 is perfect balance", xlabel=_STEP)
+    return figure
+
+
+def threshold(result: dict[str, Any]) -> Figure:
+    """ExDyna, Fig. 10."""
+    figure, (axis,) = _panels(1, width=5.5)
+    run, first = result["runs"]["exdyna"], result["warmup_steps"]
+    found = np.array(run["thresholds"][first:], float)
+    error = np.array(run["global_error"][first:], float)
+    steps = np.arange(first + 1, first + len(found) + 1)
+    axis.plot(
+        steps,
+        error * np.nansum(found) / np.nansum(error),
+        color=COLORS[1],
+        linewidth=3,
+        label="global error, scaled",
+    )
+    axis.plot(steps, found, color=COLORS[0], linewidth=1.2, label="threshold")
+    axis.axvline(result["drop_at"] + 1, color=GREY, linewidth=0.8, linestyle=":")
+    _titled(axis, "Fig. 10: threshold and global error", xlabel=_STEP)
+    return figure
+
+
+def ranks(result: dict[str, Any]) -> Figure:
+    """ExDyna, Fig. 8."""
+    figure, (axis,) = _panels(1, width=5.5)
+    for name, run in result["runs"].items():
+        number = list(result["runs"]).index(name)
+        dense = name == "dense"
+        label = "dense" if dense else f"ExDyna, P = {name.partition('/')[2]}"
+        color, marker = (GREY, "") if dense else (COLORS[number - 1], MARKERS[number - 1])
+        axis.plot(
+            run["steps"], run["scores"], color=color, marker=marker, markersize=4, linewidth=1.3, label=label
+        )
+    _titled(axis, "Fig. 8: test accuracy, 64 samples in every step", xlabel="step")
+    axis.yaxis.set_major_formatter("{x:.0%}")
+    return figure
+
+
+def errors(result: dict[str, Any]) -> Figure:
+    """MiCRO, Fig. 2."""
+    figure, (axis,) = _panels(1, width=5.5)
+    _over_steps(axis, result, "global_error", ["micro (parts stay)", "topk", "hard_threshold"])
+    _titled(axis, "Fig. 2: mean L2 norm of what ranks hold back", yscale="log", xlabel=_STEP)
+    return figure
+
+
+def iterations(result: dict[str, Any]) -> Figure:
+    """OMGS-SGD, Table VI, with MG-WFBP."""
+    figure, axes = _panels(4, height=2.8)
+    tables = {row["model"]: row["strategies"] for row in measured("merging")["tables"] if row["size"] == 16}
+    names = ["single", "fixed 8192", "omgs", "optimal"]
+    for axis, model in zip(axes, counts.MODELS, strict=True):
+        ours = [tables[model][name]["seconds"] for name in names]
+        ours.append(result["merging"][model]["mgwfbp"]["seconds"])
+        rows = np.arange(len(ours))
+        axis.barh(rows, ours, height=0.6, color=COLORS[0], label="predicted here")
+        theirs = [PAPER_SECONDS[model].get(name, np.nan) for name in names] + [np.nan]
+        axis.plot(theirs, rows, "D", color=COLORS[1], markersize=6, label="the paper's, measured")
+        limit = 1.4 * np.nanmax([*ours[:-1], *theirs])
+        for row, value, other in zip(rows, ours, theirs, strict=True):
+            words = f"{value:.2f} \N{RIGHTWARDS ARROW}" if value > limit else f"{value:.2f}"
+            end = (0.98 * limit, row) if value > limit else (np.nanmax([value, other]), row)
+            style = {"color": "white", "ha": "right"} if value > limit else {}
+            axis.annotate(
+                words, end, (5 * (not style), 0), textcoords="offset points", va="center", fontsize=8, **style
+            )
+        axis.set_title(model, fontsize=9, loc="left")
+        axis.set_yticks(rows, [*names, "MG-WFBP"] if axis is axes[0] else [""] * len(rows), fontsize=8)
+        axis.invert_yaxis()
+        axis.set_xlim(0, limit)
+    axes[0].set_xlabel("seconds of an iteration")
+    figure.legend(
+        *axes[0].get_legend_handles_labels(), loc="outside lower right", ncols=2, fontsize=8, frameon=False
+    )
+    return figure
+
+
+#: OMGS-SGD, Table VI
+PAPER_SECONDS = {
+    "vgg16_cifar": {"single": 0.336, "fixed 8192": 0.523, "omgs": 0.331},
+    "resnet50": {"single": 0.666, "fixed 8192": 1.217, "omgs": 0.507},
+    "inception_v4": {"single": 1.602, "fixed 8192": 3.389, "omgs": 1.247},
+    "lstm_ptb": {"single": 1.019, "fixed 8192": 0.956, "omgs": 0.916},
+}
+
+
+def plans(result: dict[str, Any]) -> Figure:
+    """OMGS-SGD's comparison on four hosts."""
+    figure, (axis,) = _panels(1, width=5.5, height=2.8)
+    rows = result["results"]
+    for row, item in enumerate(rows):
+        axis.plot(
+            [1e3 * item["seconds"]["low"], 1e3 * item["seconds"]["high"]], [row, row], color=GREY, linewidth=2
+        )
+    places = np.arange(len(rows))
+    axis.plot(
+        [1e3 * item["seconds"]["median"] for item in rows], places, "o", color=COLORS[0], label="measured"
+    )
+    axis.plot(
+        [1e3 * item["predicted_seconds"] for item in rows],
+        places,
+        "x",
+        color=COLORS[1],
+        markersize=7,
+        markeredgewidth=2,
+        label="predicted",
+    )
+    axis.set_yticks(places, [item["method"] for item in rows], fontsize=8)
+    axis.invert_yaxis()
+    _titled(
+        axis,
+        "ResNet-50 at a quarter, four hosts at 1 Gbit/s",
+        xlabel="milliseconds of an iteration",
+        xlim=(0, None),
+    )
+    return figure
+
+
+def encoding(result: dict[str, Any]) -> Figure:
+    """DRAGONN, Figs. 1 and 5a."""
+    figure, (axis,) = _panels(1, width=5.5)
+    for number, (name, times) in enumerate(result["encoding_ms"].items()):
+        sizes = [size / 2**20 for size in result["encoded_bytes"]]
+        axis.plot(sizes, times, marker=MARKERS[number], markersize=4, color=COLORS[number], label=name)
+    axis.set_xscale("log", base=2)
+    _titled(
+        axis,
+        "Fig. 5a: fold and select 0.1 %, one core",
+        yscale="log",
+        xlabel="MiB of the gradient",
+        ylabel="ms",
+    )
+    return figure
+
+
+def methods(result: dict[str, Any]) -> Figure:
+    """SparDL, Fig. 8: communication on eight hosts."""
+    launches = [one for one in result["launches"] if one["network"] == "mpi"]
+    figure, axes = _panels(len(launches), height=2.9)
+    for axis, launch in zip(axes, launches, strict=True):
+        rows = launch["results"]
+        times = [1e3 * row["communication"]["seconds"]["median"] for row in rows]
+        names = [row["method"].replace(":threshold_steps=4", "").replace(":teams", ", d") for row in rows]
+        colors = [COLORS[0] if name.startswith("spardl") else GREY for name in names]
+        axis.barh(np.arange(len(rows)), times, color=colors, height=0.65)
+        for row, value in enumerate(times):
+            axis.annotate(
+                f"{value:.1f}", (value, row), (3, 0), textcoords="offset points", va="center", fontsize=8
+            )
+        axis.set_yticks(np.arange(len(rows)), names if axis is axes[0] else [""] * len(rows), fontsize=8)
+        axis.invert_yaxis()
+        _titled(
+            axis,
+            f"density {launch['density']:g}, eight hosts, MPI",
+            xlabel="ms of communication",
+            xlim=(0, 1.15 * max(times)),
+        )
+    return figure
+
+
+def workers(result: dict[str, Any]) -> Figure:
+    """SparDL, Fig. 12, counted and predicted."""
+    figure, axes = _panels(2)
+    setting = result["setting"]
+    panels = (("received", "words received by k", 1.0), ("seconds", "ms, predicted", 1e3))
+    for axis, (what, title, factor) in zip(axes, panels, strict=True):
+        for number, (name, rows) in enumerate(result["sizes"].items()):
+            points = [
+                (size, factor * row[what]) for size, row in zip(setting["sizes"], rows, strict=True) if row
+            ]
+            axis.plot(
+                *zip(*points, strict=True),
+                marker=MARKERS[number],
+                markersize=4,
+                color=COLORS[number],
+                label=name,
+            )
+        _titled(axis, title, xlabel="workers", ylim=(0, None), xticks=setting["sizes"])
+    return figure
+
+
+def teams(result: dict[str, Any]) -> Figure:
+    """SparDL, Figs. 13 to 15, counted and predicted."""
+    figure, axes = _panels(2)
+    for axis, (size, rows) in zip(axes, result["teams"].items(), strict=True):
+        places = np.arange(len(rows))
+        for place, row in zip(places, rows.values(), strict=True):
+            axis.plot([place, place], [row["least"], row["most"]], color=GREY, linewidth=5, alpha=0.4)
+        axis.plot(places, [row["received"] for row in rows.values()], "o", color=COLORS[0])
+        for place, row in zip(places, rows.values(), strict=True):
+            words = f"{row['rounds']} r\n{1e3 * row['seconds']:.0f} ms"
+            axis.annotate(words, (place, 0), (0, 3), textcoords="offset points", ha="center", fontsize=7)
+        axis.set_xticks(places, list(rows))
+        _titled(
+            axis,
+            f"P = {size}: words received by k",
+            xlabel="R: R-SAG, B: B-SAG, with so many teams",
+            ylim=(0, 14),
+        )
+    return figure
+
+
+def _of_seeds(result: dict[str, Any], number: int, mode: str) -> list[dict[str, Any]]:
+    """Runs that are there."""
+    runs = result["runs"]
+    return [
+        runs[key] for seed in result["setting"]["seeds"] if (key := f"{number}/{mode}/seed {seed}") in runs
+    ]
+
+
+def after(result: dict[str, Any]) -> Figure:
+    """SparDL, Fig. 7: the all-gather between teams."""
+    figure, (axis,) = _panels(1, width=5.5)
+    run = _of_seeds(result, 7, "global")[0]
+    steps = np.arange(1, len(run["after"]) + 1)
+    axis.plot(steps, run["after"], color=COLORS[0], linewidth=1.3, label="elements after it")
+    axis.plot(steps, run["sent"], color=COLORS[1], linewidth=1.3, label="h, sent by each team")
+    axis.axhline(run["quota"], color=GREY, linewidth=0.9, linestyle="--", label="L, wanted")
+    _titled(axis, "Fig. 7: B-SAG's all-gather, 7 teams of 2", xlabel="step", ylim=(0, None))
+    return figure
+
+
+def residuals(result: dict[str, Any]) -> Figure:
+    """SparDL, Fig. 17, in teams."""
+    figure, axes = _panels(2)
+    ways = {2: "two teams, R-SAG", 7: "seven teams, B-SAG"}
+    for axis, (number, way) in zip(axes, ways.items(), strict=True):
+        for place, mode in enumerate(result["setting"]["modes"]):
+            runs = _of_seeds(result, number, mode)
+            scores = np.array([run["scores"] for run in runs])
+            axis.fill_between(
+                runs[0]["steps"], scores.min(0), scores.max(0), color=COLORS[place], alpha=0.2, linewidth=0
+            )
+            axis.plot(
+                runs[0]["steps"],
+                scores.mean(0),
+                color=COLORS[place],
+                marker=MARKERS[place],
+                markersize=4,
+                label=mode,
+            )
+        axis.yaxis.set_major_formatter("{x:.0%}")
+        _titled(axis, f"Fig. 17, 14 workers, {way}", xlabel="step", ylim=(0.5, None))
+    return figure
+
+
+#: name of the picture: what it is made of, and what draws it
+DRAWN: dict[str, tuple[str, Callable[[dict[str, Any]], Figure]]] = {
+    "exdyna_density": (sixteen.FILE.stem, density),
+    "exdyna_threshold": (sixteen.FILE.stem, threshold),
+    "exdyna_ranks": (trainings.RANKS_FILE.stem, ranks),
+    "micro_errors": (sixteen.FILE.stem, errors),
+    "omgs_iterations": (counts.FILE.stem, iterations),
+    "omgs_plans": ("merging_hosts", plans),
+    "dragonn_encoding": (sixteen.FILE.stem, encoding),
+    "spardl_methods": ("sparse_allreduce", methods),
+    "spardl_workers": (counts.FILE.stem, workers),
+    "spardl_teams": (counts.FILE.stem, teams),
+    "spardl_after": (trainings.TEAMS_FILE.stem, after),
+    "spardl_residuals": (trainings.TEAMS_FILE.stem, residuals),
+}
+
+
+def draw_all() -> None:
+    """Every picture, of the committed numbers."""
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    for name, (measurement, make) in DRAWN.items():
+        make(measured(measurement)).savefig(FOLDER / f"{name}.png", dpi=110, metadata={"Software": None})
