@@ -21,7 +21,9 @@ from horovod_sparse.sparsifiers import Sparsifier
 #: stands for a sparsifier's name in `Profile.selection`, for the work on parameters that stay dense
 DENSE = "dense"
 #: names in `Profile.training`
-ALLREDUCE, START, UPDATE = "allreduce", "start", "update"
+ALLREDUCE = "allreduce"
+START = "start"
+UPDATE = "update"
 #: of an element that is summed within a host (half types as float32), and of an index with its value
 _VALUE_BYTES, _SELECTED_BYTES = 4, 8
 PROFILE_VERSION = 1
