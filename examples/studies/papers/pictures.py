@@ -16,6 +16,8 @@ from studies.papers import counts, sixteen, trainings
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
 MARKERS = "os^Dvx"
 GREY = "#777777"
+#: ExDyna's density lies under MiCRO's
+_WIDTHS = {"exdyna": 3.0}
 FOLDER = results.PICTURES / "papers"
 
 Panels = tuple[Figure, list[Any]]
@@ -51,7 +53,9 @@ def _over_steps(axis: Any, result: dict[str, Any], what: str, names: list[str]) 
     for name in names:
         values = [np.nan if value is None else value for value in result["runs"][name][what]]
         color = COLORS[order.index(name)]
-        axis.plot(np.arange(1, len(values) + 1), values, color=color, linewidth=1.3, label=name)
+        axis.plot(
+            np.arange(1, len(values) + 1), values, color=color, linewidth=_WIDTHS.get(name, 1.3), label=name
+        )
     axis.axvline(result["drop_at"] + 1, color=GREY, linewidth=0.8, linestyle=":")
 
 
