@@ -21,7 +21,6 @@ from typing import Any
 for _variable in ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS"):
     os.environ.setdefault(_variable, "1")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-os.environ["HOROVOD_SPARSE_TENSOR_SELECTION"] = "all"  # what is asked for is measured
 
 import numpy as np  # noqa: E402
 
@@ -165,6 +164,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     options = _arguments(given)
+    os.environ["HOROVOD_SPARSE_TENSOR_SELECTION"] = "all"  # what is asked for is measured
     is_rank = "HOROVOD_RANK" in os.environ
     if options.ranks > 1 and not is_rank:
         result: dict[str, Any] | None = {

@@ -34,11 +34,17 @@ from horovod_sparse.sparsifiers import ALGORITHMS
 _BASELINES = ("dense", "dense float16", "naive")
 #: behind the name of a sparsifier that is synchronized on two levels
 LEVELS_SUFFIX = ", two levels"
+#: behind the name of one whose rounds are messages between pairs of ranks
+PAIRS_SUFFIX = ", pairs"
+#: behind that, where ranks of a host sum up by messages though they could share memory
+MESSAGES_SUFFIX = ", messages"
 #: of DistributedDataParallel: its own allreduce, and what it has of compression
 _OF_DDP = ("dense", "powersgd 1", "powersgd 4")
 #: bytes per element and rank that are needed at most: by gradients and dense baselines, by the naive
 #: sparsifier on top, and by each other one
 _GRADIENT_SHARE, _NAIVE_SHARE, _SPARSIFIER_SHARE = 16, 20, 9
+#: and by one on two levels, once in memory that ranks share, and once with messages
+_LEVELS_SHARE = 18
 _PROCESS_BYTES = 400_000_000
 
 
@@ -65,14 +71,27 @@ def parser() -> argparse.ArgumentParser:
         type=count,
         default=1,
         metavar="L",
-        help="with more than one (default %(default)s) each sparsifier is measured on two levels, too",
+        help="with more than one (default %(default)s) each sparsifier is measured on two levels, too, whose "
+        "ranks sum up within a host in memory that they share, and by messages",
+    )
+    made.add_argument(
+        "--pairs",
+        action="store_true",
+        help="each sparsifier is measured with its rounds as messages between pairs of ranks, too",
     )
     add_common(made, list(ALGORITHMS), _BASELINES)
     return made
 
 
 def split_for_memory(
-    names: Sequence[str], num_ranks: int, elements: int, available: int, *, naive: bool = True
+    names: Sequence[str],
+    num_ranks: int,
+    elements: int,
+    available: int,
+    *,
+    naive: bool = True,
+    levels: bool = False,
+    ways: int = 1,
 ) -> list[list[str]]:
     """The sparsifiers in as many launches as memory asks for, each beside the baselines.
 
@@ -82,6 +101,8 @@ def split_for_memory(
         elements: n.
         available: bytes.
         naive: whether the naive sparsifier is among the baselines.
+        levels: whether each is measured on two levels, too.
+        ways: in how many each is measured on one level.
 
     Raises:
         BenchmarkError: if not even one fits.
@@ -91,7 +112,7 @@ def split_for_memory(
         [['topk'], ['micro', 'exdyna']]
     """
     base = num_ranks * (_PROCESS_BYTES + (_GRADIENT_SHARE + naive * _NAIVE_SHARE) * elements)
-    each = num_ranks * _SPARSIFIER_SHARE * elements
+    each = num_ranks * (_SPARSIFIER_SHARE * ways + levels * _LEVELS_SHARE) * elements
     most = int((0.85 * available - base) // each)
     if most < 1:
         needed = (base + each) / 0.85 / 2**30
@@ -117,14 +138,20 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             for num_hosts in options.hosts or [hosts.num_hosts]:
                 num_ranks = num_hosts * options.ranks_per_host
                 for names in split_for_memory(
-                    list(sparsifiers), num_ranks, elements, available_bytes(), naive="naive" in references
+                    *(list(sparsifiers), num_ranks, elements, available_bytes()),
+                    naive="naive" in references,
+                    levels=options.ranks_per_host > 1,
+                    ways=1 + options.pairs,
                 ):
                     behind = {name: name for name in _OF_DDP}
                     behind |= {name: sparsifiers[name] for name in names}
                     behind = {} if options.engine == "horovod" else behind
                     own = ["dense"] if options.engine == "ddp" else [*references, *names]
                     if options.engine == "horovod" and options.ranks_per_host > 1:
-                        own += [name + LEVELS_SUFFIX for name in names if name != "hard_threshold"]
+                        two = [name + LEVELS_SUFFIX for name in names if name != "hard_threshold"]
+                        own += [name + way for name in two for way in ("", MESSAGES_SUFFIX)]
+                    if options.pairs:
+                        own += [name + PAIRS_SUFFIX for name in names]
                     settings = {
                         "elements": elements,
                         "layers": layers,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import os
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,7 +14,12 @@ import torch
 import horovod_sparse.torch as hvd
 from benchmarks.common.gradients import GradientSource
 from benchmarks.common.wire import Round, rounds_of
-from benchmarks.sync.main import LEVELS_SUFFIX
+from benchmarks.sync.main import LEVELS_SUFFIX, MESSAGES_SUFFIX, PAIRS_SUFFIX
+from horovod_sparse.collectives import Exchange, Synchronization
+from horovod_sparse.frontend.messages import TRANSPORT_VARIABLE
+from horovod_sparse.frontend.shared_memory import MEMORY_VARIABLE, lends
+from horovod_sparse.torch.driver import HorovodDriver
+from horovod_sparse.torch.transport import forget_transports
 
 
 class Synthetic:
@@ -172,12 +178,22 @@ class Sparse(Method):
         model: whose gradients are synchronized.
         compression: as `Compression.parse` reads it.
         options: of `DistributedOptimizer`: bucket_bytes, groups.
+        transport: what carries its rounds; see `horovod_sparse.frontend.messages`.
     """
 
     num_warmup = 6
 
-    def __init__(self, name: str, model: Synthetic, compression: str, options: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        name: str,
+        model: Synthetic,
+        compression: str,
+        options: Mapping[str, Any],
+        transport: str | None = None,
+    ) -> None:
         super().__init__(name, model)
+        self._transport = transport or _ASKED
+        _travel_by(self._transport)
         parameters = model.parameters()
         # messages have names of their own, as if there were no other method: Horovod caches by name
         named = [(f"{name}.{layer}", p) for (layer, _), p in zip(model.layers, parameters, strict=True)]
@@ -195,10 +211,15 @@ class Sparse(Method):
     def prepare(self) -> None:
         """See `Method.prepare`."""
         super().prepare()
+        _travel_by(self._transport)
         for part in self._synchronizer.parts:
             part.gradient.reset()
         for parameter, gradient in zip(self._parameters, self.model.views(), strict=True):
             parameter.grad.copy_(gradient)
+
+    def settle(self) -> None:
+        """Ranks agree, by what the environment says now."""
+        self._synchronizer.agree()
 
     def run(self) -> None:
         """See `Method.run`."""
@@ -225,7 +246,26 @@ class Sparse(Method):
             "bytes_sent": last.bytes_sent,
             "bytes_inside": last.bytes_inside,
             "residual_bytes": held,
+            "shares_memory": float(lends(self._synchronizer.parts)),
         }
+
+
+#: how rounds travel, as the user has said
+_ASKED = os.environ.get(TRANSPORT_VARIABLE, "auto")
+
+
+def _travel_by(transport: str) -> None:
+    """From now on, and agreed upon before anything is timed."""
+    if os.environ.get(TRANSPORT_VARIABLE, "auto") != transport:
+        os.environ[TRANSPORT_VARIABLE] = transport
+        forget_transports(hvd.global_process_set)
+        driver = HorovodDriver()
+        driver.start("benchmark's first message", _hello((hvd.rank() + 1) % hvd.size()))
+        driver.wait()
+
+
+def _hello(peer: int) -> Synchronization[None]:
+    yield Exchange({peer: np.zeros(1, np.int32)}, ((hvd.rank() - 1) % hvd.size(),))
 
 
 #: baselines by name
@@ -250,13 +290,18 @@ def make_method(
         return Dense(name, model, hvd.Compression.fp16)
     if name == "naive":
         return Naive(name, model, density)
-    if name.endswith(LEVELS_SUFFIX):
-        text = settings[name.removesuffix(LEVELS_SUFFIX)]
-        return Sparse(name, model, text, {**options, "levels": "host"})
-    text = settings[name]
-    if name == "hard_threshold":
+    plain = name.removesuffix(MESSAGES_SUFFIX)
+    if plain.endswith(LEVELS_SUFFIX):
+        text = settings[plain.removesuffix(LEVELS_SUFFIX)]
+        os.environ[MEMORY_VARIABLE] = str(int(plain == name))
+        made = Sparse(name, model, text, {**options, "levels": "host"})
+        made.settle()
+        return made
+    transport = "pairs" if name.endswith(PAIRS_SUFFIX) else None
+    text = settings[name.removesuffix(PAIRS_SUFFIX)]
+    if name.removesuffix(PAIRS_SUFFIX) == "hard_threshold":
         text += f",threshold={_reached_by(model, density)}"
-    return Sparse(name, model, text, options)
+    return Sparse(name, model, text, options, transport)
 
 
 def _reached_by(model: Synthetic, density: float) -> float:

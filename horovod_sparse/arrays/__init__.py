@@ -5,6 +5,7 @@ from __future__ import annotations
 from horovod_sparse.arrays.gradients import GradientParts
 from horovod_sparse.arrays.host import HostAccumulator
 from horovod_sparse.arrays.protocol import Accumulator, FoldReport, Indices, Moments, Values
+from horovod_sparse.arrays.summed import SummedParts
 
 __all__ = [
     "Accumulator",
@@ -13,5 +14,6 @@ __all__ = [
     "HostAccumulator",
     "Indices",
     "Moments",
+    "SummedParts",
     "Values",
 ]

@@ -53,6 +53,31 @@ class GradientParts:
         self._flat = [native_bits(array) for array in given]
         self.size = sum(array.size for array in self._flat)
 
+    def put_into(self, memory: Array) -> None:
+        """Copies all elements, as they are.
+
+        Args:
+            memory: shape (size,), of the parts' own type: half types as their bits.
+
+        Example:
+            >>> memory = np.empty(2, np.float32)
+            >>> GradientParts([np.ones(2, np.float32)]).put_into(memory); memory
+            array([1., 1.], dtype=float32)
+        """
+        start = 0
+        for array in self._flat:
+            memory[start : start + array.size] = array
+            start += array.size
+
+    @property
+    def native(self) -> np.dtype[Any]:
+        """The type in which kernels get the parts: that of a half type's bits."""
+        return self._flat[0].dtype
+
+    def lies_at(self, address: int) -> bool:
+        """Whether all elements lie one behind the other from an address on."""
+        return len(self._flat) == 1 and self._flat[0].ctypes.data == address
+
     def joined(self, dtype: np.dtype[Any]) -> Array:
         """All elements as one array of a type: the memory itself, where it is one array of that type.
 

@@ -20,6 +20,7 @@ from horovod_sparse.arrays.gradients import (
     residual_memory,
 )
 from horovod_sparse.arrays.protocol import FoldReport, Indices, Moments, Values
+from horovod_sparse.arrays.summed import SummedParts
 from horovod_sparse.checks import check_density
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.kernels.host import fold as folding
@@ -226,9 +227,11 @@ class HostAccumulator:
         held = self._values if velocity is None or not follows else velocity
         if held is not self._held:  # what was held back stands elsewhere until now, or has been loaded
             self._held, self._square_norm = held, self._squares_of(held)
-        parts = pieces(array, 1024 * self._layout.block, self._layout.block)
+        parts: Iterable[tuple[int, Any]] = pieces(array, 1024 * self._layout.block, self._layout.block)
         if clip_norm is not None:
             parts = scaled(parts, clip_factor(array, clip_norm), keep=isinstance(array, GradientParts))
+        elif isinstance(array, SummedParts) and velocity is None:
+            parts = array.pairs(self._layout.block)
         folded = folding.fold(
             self._values,
             parts,

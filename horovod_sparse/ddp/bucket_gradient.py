@@ -23,6 +23,9 @@ class BucketGradient:
         name: for messages.
     """
 
+    #: the buckets' memory is DistributedDataParallel's: see `horovod_sparse.frontend.shared_memory`
+    lends = None
+
     def __init__(self, parameters: Sequence[torch.Tensor], name: str) -> None:
         self.parameters, self.name = tuple(parameters), name
         lengths = [parameter.numel() for parameter in self.parameters]

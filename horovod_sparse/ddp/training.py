@@ -36,6 +36,7 @@ from horovod_sparse.frontend.levels import (
 )
 from horovod_sparse.frontend.momentum import refuse_double_momentum
 from horovod_sparse.frontend.parts import assign_residuals, held_residuals
+from horovod_sparse.frontend.shared_memory import agreed_memory
 from horovod_sparse.frontend.state import load_entry, saved_entry, share_factor
 from horovod_sparse.merging import ParameterFacts, Plan
 from horovod_sparse.pytorch.parts import Part, SparseBucket, parts_of
@@ -172,6 +173,7 @@ class Training:
             self._start_anew(start)
         if self.topology is not None and start.elsewhere:
             communicator.run("shards", gathered_shards(self.parts))
+        communicator.run("memory", agreed_memory(self.parts, self.place[0], self.topology))
         self._is_agreed = True
 
     def _prepare(self, layout: Layout) -> None:

@@ -17,14 +17,21 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from horovod_sparse import errors
 from horovod_sparse.arrays import Accumulator, GradientParts
 from horovod_sparse.arrays.protocol import FoldReport
-from horovod_sparse.collectives import AllGather, ReduceScatter, Request, Synchronization, at_level, part
+from horovod_sparse.collectives import (
+    AllGather,
+    ReduceScatter,
+    Synchronization,
+    Words,
+    at_level,
+    part,
+)
 from horovod_sparse.errors import HorovodSparseError, MessageError
 from horovod_sparse.feedback.bucket import Bucket
 from horovod_sparse.feedback.recipe import Recipe
@@ -61,6 +68,28 @@ def foldable(shard: np.ndarray, num_elements: int) -> GradientParts:
     """A host's sum of a shard, as an accumulator of so many elements folds it, and leaves it as it is."""
     short = num_elements - shard.size
     return GradientParts([shard, np.zeros(short, shard.dtype)] if short else [shard])
+
+
+class Shared(Protocol):
+    """Memory in which the ranks of a host see each other's gradients of a bucket.
+
+    Attributes:
+        factor: by which this rank's next gradient is to be multiplied.
+    """
+
+    factor: float
+
+    def offer(self, gradient: Any) -> Words:
+        """Puts a gradient where the others see it, until they have this step's sum; what to tell them."""
+
+    def summed(self, told: Words, shard: tuple[int, int], num_elements: int) -> Any:
+        """The host's sum of a shard, as an accumulator of so many elements folds it, and leaves it as it is.
+
+        Args:
+            told: by the ranks of the host: what `offer` gave, one behind the other.
+            shard: [start, stop) in the bucket.
+            num_elements: from stop - start; what is behind is 0.
+        """
 
 
 class HostBucket(Bucket):
@@ -109,6 +138,8 @@ class HostBucket(Bucket):
         self.elsewhere: list[np.ndarray] | None = None
         #: synchronizations that were done before the one under way
         self._steps_before = 0
+        #: where gradients are summed in memory that the ranks of a host share; None for messages
+        self.shared: Shared | None = None
         #: [start, stop) of this rank's shard in the whole
         self.shard = part(whole.num_elements, self.local, topology.per_host)
 
@@ -162,11 +193,15 @@ class HostBucket(Bucket):
     ) -> Synchronization[SparseSum]:
         """See `Bucket.step`; `gradient` is that of the whole, and the sum, too."""
         self._steps_before = self.state.step
-        summed = self._summable(gradient, self.whole)
-        dense: Request = ReduceScatter(summed, level="host")
-        shard = self._foldable((yield dense), self.info.num_elements)
+        if self.shared is None:
+            summed = self._summable(gradient, self.whole)
+            shard = self._foldable((yield ReduceScatter(summed, level="host")), self.info.num_elements)
+        else:
+            told = yield AllGather(self.shared.offer(gradient), level="host")
+            shard = self.shared.summed(told, self.shard, self.info.num_elements)
         of_shard = self._synchronized(shard, learning_rate, refused, scale)
-        return (yield from self._of_whole(of_shard, {"ReduceScatter": summed.nbytes}))
+        num_bytes = self.whole.num_elements * self.whole.value_dtype.itemsize
+        return (yield from self._of_whole(of_shard, {"ReduceScatter": num_bytes}))
 
     def again(self, *, scale: float | None = None) -> Synchronization[SparseSum]:
         """See `Bucket.again`; a host whose sum was not finite is left out as a whole."""

@@ -31,6 +31,7 @@ import numpy as np
 from horovod_sparse._version import __version__
 from horovod_sparse.collectives import AllGather, Synchronization
 from horovod_sparse.errors import StateMismatchError
+from horovod_sparse.frontend.messages import TRANSPORT_VARIABLE, transport_asked
 from horovod_sparse.merging import ParameterFacts, Plan
 
 
@@ -60,7 +61,7 @@ def settings(compression: object, engine: str, **arguments: object) -> dict[str,
         **arguments: that change what is applied.
     """
     describe = getattr(compression, "describe", lambda: str(compression))
-    given = {"compression": describe(), "engine": engine, **arguments}
+    given = {"compression": describe(), "engine": engine, TRANSPORT_VARIABLE: transport_asked(), **arguments}
     return {name: str(value) for name, value in given.items()} | {"version": _code_version()}
 
 

@@ -22,6 +22,7 @@ from horovod_sparse.feedback import HostBucket
 from horovod_sparse.frontend.agreement import shared_lines
 from horovod_sparse.frontend.decision import levels_by_plan
 from horovod_sparse.frontend.plan_request import PlanRequest
+from horovod_sparse.frontend.shared_memory import may_share
 from horovod_sparse.merging import ParameterFacts
 from horovod_sparse.sparsifiers import Sparsifier
 from horovod_sparse.topology import Topology
@@ -45,9 +46,11 @@ def check_levels(levels: str) -> None:
 
     Raises:
         UnknownNameError: saying which there are.
+        ArgumentError: if the environment says of memory what cannot be.
     """
     if levels not in LEVELS:
         raise UnknownNameError("levels", str(levels), LEVELS)
+    may_share()
 
 
 def by_cost(

@@ -225,6 +225,18 @@ def read(typingctx: Any, array: Any, index: Any) -> Any:
 
 
 @intrinsic
+def clear(typingctx: Any, array: Any, index: Any) -> Any:
+    """array[index] = 0; compiled for memory that is only read, too, where it is never reached."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = builder.gep(context.make_array(array)(context, builder, args[0]).data, [args[1]])
+        builder.store(ir.Constant(context.get_data_type(array.dtype), 0), pointer)
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp), codegen
+
+
+@intrinsic
 def raw_bits(typingctx: Any, number: Any) -> Any:
     """The bits of a float as an unsigned integer."""
     bits = _bits_type(number)

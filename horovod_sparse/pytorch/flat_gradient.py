@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from horovod_sparse.errors import UnsupportedError
+from horovod_sparse.frontend.shared_memory import Arena
 from horovod_sparse.pytorch.layout import alone, memory_strides, view_into
 from horovod_sparse.pytorch.memory import memory_of
 
@@ -38,9 +39,12 @@ class FlatGradient:
     Args:
         parameters: of one dtype and device, in bucket order.
         name: of the bucket, for messages.
+        arena: memory that others see, of which the buffer takes a region; memory of its own if left out.
     """
 
-    def __init__(self, parameters: Sequence[torch.Tensor], name: str = "a bucket") -> None:
+    def __init__(
+        self, parameters: Sequence[torch.Tensor], name: str = "a bucket", arena: Arena | None = None
+    ) -> None:
         self.parameters = tuple(parameters)
         self.name = name
         lengths = [parameter.numel() for parameter in self.parameters]
@@ -50,7 +54,10 @@ class FlatGradient:
         self.num_elements = int(stops[-1])
         first = self.parameters[0]
         self.memory = memory_of(first.device, name)
-        self.flat = _zeros(self.num_elements, first)
+        #: the arena, and the number of the region
+        self.lends = None if arena is None else (arena, arena.take())
+        memory = None if self.lends is None else self.lends[0].region(self.lends[1])
+        self.flat = _zeros(self.num_elements, first, memory)
         self.num_bytes = self.num_elements * int(self.flat.element_size())
         #: shape and order of every parameter's part, which stay when the parameter changes its own
         self.layouts = [
@@ -242,8 +249,10 @@ class FlatGradient:
         self._mark(_NOWHERE)
 
 
-def _zeros(num_elements: int, like: torch.Tensor) -> torch.Tensor:
+def _zeros(num_elements: int, like: torch.Tensor, memory: np.ndarray | None) -> torch.Tensor:
     """Zeros. On the host NumPy's, which asks for huge pages: large folds miss the TLB less."""
     if like.device.type != "cpu":
         return torch.zeros(num_elements, dtype=like.dtype, device=like.device)
-    return torch.from_numpy(np.zeros(num_elements * like.element_size(), np.uint8)).view(like.dtype)
+    if memory is None:
+        memory = np.zeros(num_elements * like.element_size(), np.uint8)
+    return torch.from_numpy(memory).view(like.dtype)

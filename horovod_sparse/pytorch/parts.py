@@ -17,7 +17,7 @@ from horovod_sparse.merging import ParameterFacts, Plan
 from horovod_sparse.pytorch.driver import Starter, Task
 from horovod_sparse.pytorch.flat_gradient import FlatGradient
 from horovod_sparse.pytorch.layout import dtype_name, shaped, unshaped
-from horovod_sparse.pytorch.memory import GradientMemory, unscaled
+from horovod_sparse.pytorch.memory import HOST_DEVICES, GradientMemory, unscaled
 from horovod_sparse.pytorch.streams import CudaStreams
 from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.telemetry import BucketReport
@@ -122,6 +122,8 @@ class SparseBucket(_Laid, common.BucketPart):
         whole = BucketInfo(name, self.gradient.num_elements, *place, dtype)
         self.memory: GradientMemory = self.gradient.memory
         self.streams = self.memory.streams()
+        #: see `horovod_sparse.frontend.shared_memory`
+        self.lends, self.on_host = self.gradient.lends, parameters[0].device.type in HOST_DEVICES
         members = [Member(item, *span) for item, span in zip(self.names, self.gradient.places, strict=True)]
         if topology is None:
             accumulator = self.memory.accumulator(whole, recipe)
@@ -144,6 +146,9 @@ class SparseBucket(_Laid, common.BucketPart):
             self.streams.meet()  # before gradients are copied together, or divided by the loss's scale
         self.gradient.settle()
         self._loss_scale = loss_scale
+        shared = self.bucket.shared if isinstance(self.bucket, HostBucket) else None
+        if shared is not None:  # who sums up divides by the loss's scale
+            shared.factor, loss_scale = 1.0 / loss_scale, 1.0
         foldable = self.memory.foldable(self.gradient.flat, loss_scale)
         step = self.bucket.step(foldable, self.learning_rate(), refused=refused, scale=self.scale)
         self._run(step, driver)

@@ -25,6 +25,7 @@ from horovod_sparse.frontend.levels import (
 )
 from horovod_sparse.frontend.parts import assign_residuals, held_residuals, needs_bucket
 from horovod_sparse.frontend.plan_request import make_plan, plan_request
+from horovod_sparse.frontend.shared_memory import agreed_memory
 from horovod_sparse.merging import ParameterFacts, Plan
 from horovod_sparse.tensorflow import planning
 from horovod_sparse.tensorflow._horovod import hvd, is_elastic
@@ -251,6 +252,8 @@ class Bucketing:
                 part.start_anew(start.step)
         if self.topology is not None and start.elsewhere:
             self._together(gathered_shards(self.parts))
+        if self.topology is not None:
+            self._together(agreed_memory(self.sparse, self.place()[0], self.topology))
         return start
 
     @property

@@ -125,6 +125,8 @@ class SparseBucket(_Laid, common.BucketPart):
     ) -> None:
         self.names: tuple[str, ...] = tuple(names)
         self.dense, self._hosts = dense, hosts
+        #: see `horovod_sparse.frontend.shared_memory`: gradients are TensorFlow's, and copied
+        self.lends, self.on_host = None, True
         #: see `Bucket.step`
         self.scale: float | None = None
         self.shapes, self.dtype = [tuple(shape) for shape in shapes], dtype

@@ -1,13 +1,14 @@
-"""Messages between two ranks over MPI for TensorFlow: a thread that runs whole synchronizations.
+"""Messages between two ranks beside Horovod for TensorFlow: a thread that runs whole synchronizations.
 
 TensorFlow has no operation that sends to one rank, and each round of Horovod's all-to-all takes a cycle.
-So where all ranks can use MPI, a synchronization that goes between pairs leaves the graph after its first
-leg, and comes back when it has ended: the graph's last function waits for it. Nothing waits in between,
-so every rank has started all that it has to start before it waits, in whatever order.
+So where all ranks can use MPI (or ZeroMQ), a synchronization that goes between pairs leaves the graph after
+its first leg, and comes back when it has ended: the graph's last function waits for it. Nothing waits in
+between, so every rank has started all that it has to start before it waits, in whatever order.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import threading
@@ -22,7 +23,8 @@ import tensorflow as tf
 from horovod_sparse.collectives import AllGather, Exchange, Request, Synchronization
 from horovod_sparse.errors import DeadlineError
 from horovod_sparse.frontend.deadline import deadline_of
-from horovod_sparse.frontend.transport import MpiPairs, mpi_for
+from horovod_sparse.frontend.messages import Carrier, Pairs, carrier_for, rounds_by_pairs
+from horovod_sparse.frontend.transport import by_exchanges
 from horovod_sparse.sparsifiers.rounds.pairs import bruck_all_gather
 from horovod_sparse.tensorflow._horovod import hvd, is_elastic
 
@@ -32,12 +34,14 @@ _SLEEP_SECONDS = 20e-6
 
 
 def between_pairs(kinds: Sequence[type[Request]]) -> bool:
-    """Whether a synchronization sends between pairs of ranks, and does nothing that pairs cannot do."""
-    return Exchange in kinds and set(kinds) <= {Exchange, AllGather}
+    """Whether a synchronization sends between pairs of ranks, alone or beside allgathers, or is to do so."""
+    return bool(kinds) and (rounds_by_pairs() or (Exchange in kinds and set(kinds) <= {Exchange, AllGather}))
 
 
 def over_pairs(coroutine: Synchronization[Any], rank: int, size: int) -> Synchronization[Any]:
-    """A synchronization whose allgathers go between pairs, too, by Bruck's algorithm.
+    """A synchronization whose collectives go between pairs, too: allgathers by Bruck's algorithm.
+
+    Where all rounds are to be such messages an allgather is one exchange of all with all.
 
     Example:
         >>> from horovod_sparse.simulation import run_lockstep
@@ -53,9 +57,11 @@ def over_pairs(coroutine: Synchronization[Any], rank: int, size: int) -> Synchro
             request = coroutine.send(answer)
         except StopIteration as stop:
             return stop.value
-        if isinstance(request, AllGather):
+        if isinstance(request, AllGather) and not rounds_by_pairs():
             messages = yield from bruck_all_gather(request.buffer, range(size), rank)
             answer = np.concatenate(messages)
+        elif not isinstance(request, Exchange):
+            answer = yield from by_exchanges(request, rank, size)
         else:
             answer = yield request
 
@@ -94,7 +100,7 @@ class Journey:
         if not self._ended.wait(seconds if math.isfinite(seconds) else None):
             raise DeadlineError(self.name, self._round, seconds, None)
 
-    def advance(self, pairs: MpiPairs, rank: int) -> bool:
+    def advance(self, pairs: Pairs, rank: int) -> bool:
         """Goes on as far as it can without waiting; whether it went on at all."""
         try:
             if self._handle is None:
@@ -127,18 +133,15 @@ class Journey:
 
 
 class Courier:
-    """The thread: it alone speaks to MPI, and makes the communicator when it starts.
+    """The thread: it alone speaks to the others.
 
     Args:
-        mpi: mpi4py's MPI.
-        process_set: who takes part.
+        pairs: what carries messages.
+        rank: of this process among those that take part.
     """
 
-    words = "MPI, on a communicator of their own (every rank can)"
-
-    def __init__(self, mpi: Any, process_set: Any) -> None:
-        self._make = lambda: MpiPairs(mpi, process_set.ranks, tag=int(process_set.process_set_id))
-        self._rank = int(process_set.rank())
+    def __init__(self, pairs: Pairs, rank: int) -> None:
+        self._pairs, self._rank = pairs, rank
         self._news: deque[Journey] = deque()
         self._wake = threading.Condition()
         threading.Thread(target=self._run, name="horovod_sparse.courier", daemon=True).start()
@@ -150,7 +153,7 @@ class Courier:
             self._wake.notify()
 
     def _run(self) -> None:
-        pairs, under_way = self._make(), list[Journey]()
+        pairs, under_way = self._pairs, list[Journey]()
         while True:
             with self._wake:
                 while not (self._news or under_way):
@@ -172,7 +175,7 @@ _couriers: dict[tuple[int, tuple[int, ...]], tuple[Courier | None, str]] = {}
 
 
 def courier_for(process_set: Any) -> tuple[Courier | None, str]:
-    """The courier of a process set, where all its ranks can use MPI; agreed once, at the first trace.
+    """The courier of a process set, where all its ranks can use one; agreed once, at the first trace.
 
     Args:
         process_set: every rank of it asks.
@@ -189,20 +192,40 @@ def courier_for(process_set: Any) -> tuple[Courier | None, str]:
 
 def _agreed(process_set: Any) -> tuple[Courier | None, str]:
     by_horovod = "Horovod's all-to-all ({})".format
-    mpi, reason = mpi_for(hvd)
     if is_elastic():
         # who joins traces while the others train: nothing can be agreed upon
         return None, by_horovod("elastic training")
+    carrier, reason = carrier_for(hvd)
     with tf.init_scope():
         if not tf.executing_eagerly():
             return None, by_horovod("TensorFlow 1's graphs")
-        able = hvd.allreduce(
-            tf.constant(int(mpi is not None), tf.int32),
-            op=hvd.Sum,
-            name=f"horovod_sparse.courier.{process_set.process_set_id}",
-            process_set=process_set,
-        )
-        others = int(process_set.size()) - int(able)
-    if others:
-        return None, by_horovod(reason or f"{others} other ranks cannot use MPI")
-    return Courier(mpi, process_set), Courier.words
+        offers = _told_by_all([reason, carrier and carrier.offer()], "able", process_set)
+        refused = [f"rank {rank}: {theirs}" for rank, (theirs, offer) in enumerate(offers) if offer is None]
+        if carrier is None or refused:
+            if carrier is not None:
+                carrier.forget()
+            return None, by_horovod(reason or refused[0])
+        pairs, failure = _connected(carrier, [offer for _, offer in offers], process_set)
+        failures = _told_by_all(failure, "connected", process_set)
+    if pairs is None or any(failures):
+        carrier.forget()
+        reason = failure or next(f"rank {rank}: {theirs}" for rank, theirs in enumerate(failures) if theirs)
+        _log.warning("messages between two ranks cannot go through %s: %s", carrier.words, reason)
+        return None, by_horovod(reason)
+    return Courier(pairs, int(process_set.rank())), carrier.words
+
+
+def _connected(carrier: Carrier, offers: Sequence[Any], process_set: Any) -> tuple[Pairs | None, str]:
+    """What carries messages, or None and why it cannot."""
+    try:
+        return carrier.connect(offers, process_set.ranks, int(process_set.process_set_id)), ""
+    except Exception as error:  # told to all ranks, which then do without
+        return None, f"{type(error).__name__}: {error}"
+
+
+def _told_by_all(value: Any, name: str, process_set: Any) -> list[Any]:
+    """What every rank says, in their order."""
+    line = np.frombuffer(json.dumps(value).encode() + b"\n", np.uint8)
+    name = f"horovod_sparse.courier.{process_set.process_set_id}.{name}"
+    gathered = hvd.allgather(tf.constant(line), name=name, process_set=process_set)
+    return [json.loads(line) for line in gathered.numpy().tobytes().splitlines()]

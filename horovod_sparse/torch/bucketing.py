@@ -29,9 +29,12 @@ from horovod_sparse.frontend.levels import (
 )
 from horovod_sparse.frontend.parts import assign_residuals, held_residuals
 from horovod_sparse.frontend.plan_request import make_plan
+from horovod_sparse.frontend.shared_memory import Arena, agreed_memory, may_share
 from horovod_sparse.merging import ParameterFacts, Plan
+from horovod_sparse.pytorch.flat_gradient import FlatGradient
 from horovod_sparse.pytorch.layout import dtype_name
-from horovod_sparse.pytorch.parts import Part, SparseBucket, parts_of
+from horovod_sparse.pytorch.memory import HOST_DEVICES
+from horovod_sparse.pytorch.parts import Lay, Part, SparseBucket, parts_of
 from horovod_sparse.topology import Topology
 from horovod_sparse.torch import planning
 from horovod_sparse.torch._horovod import hvd
@@ -104,6 +107,8 @@ class Bucketing:
         self.joined: set[str] = set()
         #: synchronizations done, those that were given up not counted
         self.step = 0
+        #: why gradients do not lie where the other ranks of the host see them
+        self._why_not = ""
         self.parts: list[Part] = []
         self._part_of: dict[torch.Tensor, Part] = {}
         self._name_of = {parameter: name for name, (_, parameter) in self.facts.items()}
@@ -150,7 +155,34 @@ class Bucketing:
         self, plan: Plan, facts: Mapping[str, tuple[ParameterFacts, torch.Tensor]], first: int = 0
     ) -> list[Part]:
         given = plan, facts, self.recipe, self.optimizer, self._place, first
-        return parts_of(*given, topology=self.topology)
+        return parts_of(*given, lay=self._lay(plan, facts), topology=self.topology)
+
+    def _lay(self, plan: Plan, facts: Mapping[str, tuple[ParameterFacts, torch.Tensor]]) -> Lay:
+        """What makes the memory of gradients: of buckets, where the other ranks of the host see it."""
+        self._why_not = ""
+        if self.topology is None or self.topology.per_host == 1 or not may_share():
+            return FlatGradient
+        buckets = [[facts[name][1] for name in names] for names in plan.buckets]
+        sizes = [
+            sum(parameter.numel() * parameter.element_size() for parameter in bucket)
+            for bucket in buckets
+            if bucket[0].device.type in HOST_DEVICES
+        ]
+        if not sizes:
+            return FlatGradient
+        try:
+            arena = Arena(sizes)
+        except OSError as error:
+            self._why_not = f"no memory: {error}"
+            return FlatGradient
+        left = len(sizes)
+
+        def lay(parameters: Sequence[torch.Tensor], name: str) -> FlatGradient:
+            nonlocal left
+            left -= (lends := left > 0 and parameters[0].device.type in HOST_DEVICES)
+            return FlatGradient(parameters, name, arena if lends else None)
+
+        return lay
 
     def _enter(self, parts: Sequence[Part]) -> None:
         """Further parts."""
@@ -215,6 +247,7 @@ class Bucketing:
             self._start_anew(start)
         if self.topology is not None and start.elsewhere:
             self._together(gathered_shards(self.parts))
+        self._together(agreed_memory(self.parts, self.rank, self.topology, self._why_not))
         self.drift.restart(self.step)
         if self.warmup is not None and not start.measures:
             self.warmup.stop_measuring()
@@ -326,6 +359,8 @@ class Bucketing:
         parts = self._parts_of(plan, new, first=len(self.plan.buckets))
         for part in parts:
             part.gradient.gather_existing()
+        if self._is_agreed:
+            self._together(agreed_memory(parts, self.rank, self.topology, self._why_not))
         before = self.plan
         self.plan = Plan(before.buckets + plan.buckets, before.dense + plan.dense, before.density)
         self._enter(parts)

@@ -22,7 +22,8 @@ from horovod_sparse.collectives import (
     part,
 )
 from horovod_sparse.errors import ArgumentError, CollectiveMismatchError
-from horovod_sparse.frontend.transport import Rounds, rounds_by_pairs
+from horovod_sparse.frontend.messages import rounds_by_pairs
+from horovod_sparse.frontend.transport import Rounds
 from horovod_sparse.pytorch.driver import Handle
 from horovod_sparse.pytorch.layout import readable_tensor
 from horovod_sparse.topology import Topology

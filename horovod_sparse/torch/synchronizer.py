@@ -23,6 +23,7 @@ from horovod_sparse.frontend.decision import FirstPlan
 from horovod_sparse.frontend.drift import DriftCheck
 from horovod_sparse.frontend.momentum import refuse_later_momentum
 from horovod_sparse.frontend.poison import RAISE, Poison
+from horovod_sparse.frontend.shared_memory import lends, meeting
 from horovod_sparse.merging import ParameterFacts
 from horovod_sparse.pytorch.loss_scale import ScaleOfStep, scaled_passes, watch_scalers
 from horovod_sparse.pytorch.parts import Part
@@ -341,11 +342,12 @@ class GradientSynchronizer(Bucketing):
         """No rank applies this step; raises why not, unless that is no error, or a loss scaler finds out."""
         error = worst(errors)
         if isinstance(error, NonFiniteGradientError) and self.loss_scale.scaler is not None:
-            self.give_up(drop=any(has_bad_gradient(errors, rank) for rank in self.mates))
+            self.give_up(drop=any(has_bad_gradient(errors, rank) for rank in self.mates), together=True)
             self.parts[0].gradient.overflow()
             self.overflow = error
             return
-        self.give_up(drop=any(self.poison.drops(errors, rank) for rank in self.mates))
+        drop = any(self.poison.drops(errors, rank) for rank in self.mates)
+        self.give_up(drop=drop, together=isinstance(error, NonFiniteGradientError))
         if self.poison.skips(errors):
             self.skipped = error
             return
@@ -353,17 +355,23 @@ class GradientSynchronizer(Bucketing):
             error.where[self.rank] = some_of(edited)
         raise error
 
-    def give_up(self, *, drop: bool = False) -> None:
+    def give_up(self, *, drop: bool = False, together: bool = False) -> None:
         """Takes the step back as far as it came: gradients are zeros, selections return to residuals.
 
         Args:
             drop: this rank's gradients leave the residuals, too: some of them are not finite.
+            together: all ranks give it up, and some of them drop gradients.
         """
         self.driver.clear()
         for part in self.parts:
             if part.task is not None:
                 part.abandon(drop=drop)
-            part.gradient.reset()
+        try:
+            if together and lends(self.parts):  # others read this rank's gradients to take them out again
+                self.driver.wait([self.driver.start("given_up", meeting())])
+        finally:
+            for part in self.parts:
+                part.gradient.reset()
         self._make_ready()
         if self.warmup is not None:
             self.warmup.given_up()

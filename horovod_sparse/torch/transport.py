@@ -1,25 +1,27 @@
-"""Messages between two ranks: through MPI where all ranks can, through Horovod's all-to-all otherwise.
+"""Messages between two ranks: beside Horovod where all ranks can, through its all-to-all otherwise.
 
 Horovod has no send and receive. An all-to-all in which most messages are empty does the same and works
-everywhere, but every round of it takes a cycle of Horovod (1 ms by default); MPI's own messages take
-microseconds. Which of the two it is has to be the same on all ranks, so they agree on it, once per
-process set, by an allreduce that nobody waits for: exchanges that are started meanwhile begin when it is
+everywhere, but every round of it takes a cycle of Horovod (1 ms by default); messages of MPI or ZeroMQ take
+microseconds. Which of these it is has to be the same on all ranks, so they agree on it, once per
+process set, by two allgathers that nobody waits for: exchanges that are started meanwhile begin when it is
 known.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Protocol, TypeAlias
 
 import torch
 
 from horovod_sparse.collectives import Exchange, Request
-from horovod_sparse.frontend.transport import MpiPairs, Rounds, mpi_for
+from horovod_sparse.frontend.messages import Pairs, carrier_for
+from horovod_sparse.frontend.transport import Rounds
 from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.handles import finished, held_besides, present_start
 
@@ -40,7 +42,7 @@ _Key: TypeAlias = tuple[int | None, tuple[int, ...]]
 
 
 class _Choice:
-    """The agreement of a process set's ranks: first whether all can use MPI, then a communicator for them.
+    """The agreement of a process set's ranks: what all can use, and then whether all have reached all.
 
     Args:
         process_set: the ranks.
@@ -50,15 +52,21 @@ class _Choice:
     def __init__(self, process_set: Any, number: int) -> None:
         self.start = present_start()
         self.name, self.words = "undecided", ""
-        self.pairs: MpiPairs | None = None
+        self.pairs: Pairs | None = None
         self._process_set, self._number = process_set, number
-        self._mpi, self._reason = mpi_for(hvd)
-        self._able = torch.tensor([0 if self._mpi is None else 1], dtype=torch.int32)
-        name = f"horovod_sparse.transport.{process_set.process_set_id}.{number}"
-        handle = hvd.allreduce_async(self._able, op=hvd.Sum, name=name, process_set=process_set)
-        self._handle = held_besides(handle)
-        self._maker: threading.Thread | None = None
-        self._made: MpiPairs | BaseException | None = None
+        self._carrier, reason = carrier_for(hvd)
+        offer = None if self._carrier is None else self._carrier.offer()
+        self._told = self._tell("able", [reason, offer])
+        self._connecting: threading.Thread | None = None
+        self._made: Pairs | None = None
+        self._failure = ""
+        self._connected: _Told | None = None
+
+    def _tell(self, name: str, value: Any) -> _Told:
+        process_set = self._process_set
+        return _Told(
+            f"horovod_sparse.transport.{process_set.process_set_id}.{self._number}.{name}", value, process_set
+        )
 
     def is_known(self) -> bool:
         """Whether Horovod is still the one that the ranks agreed through."""
@@ -66,40 +74,79 @@ class _Choice:
 
     def agreed(self) -> bool:
         """Whether all ranks have said what they can."""
-        return self.name != "undecided" or self._maker is not None or bool(hvd.poll(self._handle))
+        return self.name != "undecided" or self._connecting is not None or self._told.is_there()
 
     def decided(self) -> bool:
         """Whether it is known how messages travel; asks without waiting."""
         if self.name != "undecided":
             return True
-        if self._maker is None:
-            if not self.agreed():
+        if self._connecting is None:
+            if not self._told.is_there():
                 return False
-            able = int(finished(self._handle)[0])
-            if able < self._process_set.size():
-                reason = self._reason or f"{self._process_set.size() - able} other ranks cannot use it"
-                self._settle("alltoall", f"Horovod's all-to-all ({reason})")
+            answers = self._told.by_rank()
+            if refused := self._first_reason(reason if offer is None else "" for reason, offer in answers):
+                self._settle(None, refused)
                 return True
-            # making a communicator waits for the others, which a hook must not
-            self._maker = threading.Thread(target=self._make, name="horovod_sparse.transport", daemon=True)
-            self._maker.start()
-        if self._maker.is_alive():
+            # connecting waits for the others, which a hook must not
+            work = partial(self._connect, [offer for _, offer in answers])
+            self._connecting = threading.Thread(target=work, name="horovod_sparse.transport", daemon=True)
+            self._connecting.start()
+        if self._connecting.is_alive():
             return False
-        if isinstance(self._made, BaseException):
-            raise self._made
-        self.pairs = self._made
-        self._settle("mpi", "MPI, on a communicator of their own (every rank can)")
+        if self._connected is None:
+            self._connected = self._tell("connected", self._failure)
+        if not self._connected.is_there():
+            return False
+        failed = self._first_reason(self._connected.by_rank())
+        if failed:
+            _LOG.warning("messages between two ranks cannot go through %s: %s", self._carrier_words(), failed)
+        self._settle(None if failed else self._made, failed)
         return True
 
-    def _make(self) -> None:
-        try:
-            self._made = MpiPairs(self._mpi, self._process_set.ranks, tag=self._number)
-        except BaseException as error:
-            self._made = error
+    def _first_reason(self, reasons: Iterable[str]) -> str:
+        """This rank's own, if it has one, or that of the first that has; empty if none has."""
+        told = dict(enumerate(reasons))
+        own = told.get(self._process_set.rank())
+        return own or next((f"rank {rank}: {reason}" for rank, reason in told.items() if reason), "")
 
-    def _settle(self, name: str, words: str) -> None:
-        self.name, self.words = name, words
-        _LOG.info("messages between two ranks go through %s", words)
+    def _connect(self, offers: list[Any]) -> None:
+        assert self._carrier is not None
+        try:
+            self._made = self._carrier.connect(offers, self._process_set.ranks, self._number)
+        except BaseException as error:  # told to all ranks, which then do without
+            self._failure = f"{type(error).__name__}: {error}"
+
+    def _carrier_words(self) -> str:
+        return "" if self._carrier is None else self._carrier.words
+
+    def _settle(self, pairs: Pairs | None, reason: str) -> None:
+        self.pairs = pairs
+        if pairs is None:
+            self.give_up()
+            self.name, self.words = "alltoall", f"Horovod's all-to-all ({reason})"
+        else:
+            assert self._carrier is not None
+            self.name, self.words = self._carrier.name, self._carrier.words
+        _LOG.info("messages between two ranks go through %s", self.words)
+
+    def give_up(self) -> None:
+        """Lets go of what carries messages, and of all that are under way."""
+        if self._carrier is not None:
+            self._carrier.forget()
+
+
+class _Told:
+    """What every rank says, under way."""
+
+    def __init__(self, name: str, value: Any, process_set: Any) -> None:
+        line = torch.frombuffer(bytearray(json.dumps(value).encode() + b"\n"), dtype=torch.uint8)
+        self._handle = held_besides(hvd.allgather_async(line, name=name, process_set=process_set))
+
+    def is_there(self) -> bool:
+        return bool(hvd.poll(self._handle))
+
+    def by_rank(self) -> list[Any]:
+        return [json.loads(line) for line in finished(self._handle).numpy().tobytes().splitlines()]
 
 
 #: by number and ranks: Horovod gives the number of a process set that was removed to the next one
@@ -115,6 +162,8 @@ def _key(process_set: Any) -> _Key:
 def _choice_of(process_set: Any) -> _Choice:
     key, start = _key(process_set), present_start()
     if key not in _choices or not _choices[key].is_known():
+        if key in _choices:
+            _choices.pop(key).give_up()
         since, number = _numbers.get(key, (start, 0))
         if since is not start:  # Horovod was started anew: all ranks count from 0 again
             number = 0
@@ -148,7 +197,7 @@ def forget_transports(process_set: Any) -> None:
     """
     choice = _choices.get(_key(process_set))
     if choice is not None and (not choice.is_known() or choice.agreed()):
-        del _choices[_key(process_set)]
+        _choices.pop(_key(process_set)).give_up()
 
 
 class _RoundHandle:

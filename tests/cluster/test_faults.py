@@ -35,8 +35,8 @@ def _until(run: Any, folder: Path, what: str, step: int, seconds: float = 90.0) 
     return time.monotonic() - begun
 
 
-@pytest.mark.parametrize("kind", ["gloo", "mpi"])
-def test_a_link_that_is_down_and_one_that_loses_packets(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "transport"), [("gloo", "auto"), ("mpi", "auto"), ("gloo", "pairs")])
+def test_a_link_that_is_down_and_one_that_loses_packets(kind: str, transport: str, tmp_path: Path) -> None:
     if kind == "mpi" and not _mpi_here():
         pytest.skip("Horovod here is built without MPI, or there is no mpirun")
     name = f"{NAME}-f"
@@ -46,8 +46,9 @@ def test_a_link_that_is_down_and_one_that_loses_packets(kind: str, tmp_path: Pat
 
     cluster("up", "--hosts", str(_HOSTS), "--rate", "100mbit", "--name", name)
     command = [sys.executable, str(_WORKER), "networked", str(tmp_path)]
+    more = ["-x", f"HOROVOD_SPARSE_TRANSPORT={transport}", "--timeout", "200"]
     run = subprocess.Popen(
-        [str(SCRIPT), "run", "--name", name, f"--{kind}", "--timeout", "200", "--", *command],
+        [str(SCRIPT), "run", "--name", name, f"--{kind}", *more, "--", *command],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

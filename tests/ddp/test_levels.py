@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from horovod_sparse import ddp
 from horovod_sparse.errors import ArgumentError, NonFiniteGradientError, StateMismatchError, UnknownNameError
+from horovod_sparse.frontend.shared_memory import MEMORY_VARIABLE, lends
 from horovod_sparse.merging import Plan
 from horovod_sparse.simulation import SimulatedCluster
 from horovod_sparse.topology import Topology
@@ -64,6 +65,22 @@ def test_equals_the_simulator_bit_for_bit(algorithm, rank, size, per_host):
     assert replica.sync.topology == topology
     for names, cluster in clusters.items():
         np.testing.assert_array_equal(flat(replica.held(), names), cluster.residuals()[rank])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_shared_memory_gives_the_bits_that_messages_give(dtype, monkeypatch, rank):
+    found = []
+    for memory in ("0", "1"):
+        monkeypatch.setenv(MEMORY_VARIABLE, memory)
+        replica = Replica(SHAPES, "topk:density=0.1", plan=PLAN, dtype=dtype, attached={"levels": "host"})
+        arrays = []
+        for step in range(3):
+            generator = np.random.default_rng([rank, step])
+            given = {name: generator.standard_normal(shape) for name, shape in SHAPES.items()}
+            arrays += [value.clone() for value in replica.step(given).values()]
+        assert lends(replica.sync.parts) == (memory == "1")
+        found.append([*arrays, *replica.held().values()])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 def test_a_gradient_that_is_not_finite_is_told_to_all(rank, size, per_host):

@@ -78,8 +78,11 @@ def job(
                 os.kill(pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("mode", ["killed", "failed", "starved"])
-def test_a_rank_that_dies_ends_the_job(mode, tmp_path):
+@pytest.mark.parametrize(
+    ("mode", "transport"), [("killed", "auto"), ("failed", "auto"), ("starved", "auto"), ("killed", "pairs")]
+)
+def test_a_rank_that_dies_ends_the_job(mode, transport, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOROVOD_SPARSE_TRANSPORT", transport)
     with job(mode, tmp_path) as run:
         run.until(RANKS - 1, what=mode, dies=True)
         assert run.ended(ENDS) != 0
@@ -89,6 +92,20 @@ def test_a_rank_that_dies_ends_the_job(mode, tmp_path):
             assert "cannot be differentiated" in run.log.read_text()
         if mode == "starved":
             assert "can't allocate memory" in run.log.read_text()
+
+
+def test_a_rank_that_dies_while_it_reads_shared_memory_ends_the_job(tmp_path):
+    """In words, and nothing is left behind: not in /dev/shm, nor in a process that goes on."""
+    files = sorted(Path("/dev/shm").glob("*sparse*"))
+    with job("summing", tmp_path) as run:
+        run.until(RANKS - 1, what="summing", dies=True)
+        assert run.ended(ENDS) != 0
+        assert [max(steps) for steps in run.digests("summing")] == [4, 4]
+        pids = [run.entries(rank)[0]["pid"] for rank in range(RANKS)]
+        assert not any(is_alive(pid) for pid in pids)
+        told = [entry["error"] for entry in run.entries(0) if "error" in entry]
+        assert told in (["HorovodInternalError"], []), "it is told, or the launcher has ended it before"
+    assert sorted(Path("/dev/shm").glob("*sparse*")) == files
 
 
 def test_an_interrupt_ends_the_job(tmp_path):
@@ -110,7 +127,9 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def test_what_a_job_outlives(tmp_path):
+@pytest.mark.parametrize("transport", ["auto", "pairs"])
+def test_what_a_job_outlives(transport, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOROVOD_SPARSE_TRANSPORT", transport)
     with job("survived", tmp_path) as run:
         pid = run.until(RANKS - 1, what="stopped", step=2)["pid"]
         os.kill(pid, signal.SIGSTOP)

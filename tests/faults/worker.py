@@ -106,8 +106,27 @@ def interrupted(folder: Path) -> None:
     Training(folder, "interrupted").steps(0, 100_000, pause=0.05)
 
 
+def in_the_sum(training: Training, act) -> None:
+    """On the last rank, when it is about to read what the other has in memory that they share."""
+    if training.rank == hvd.size() - 1:
+        shared = training.optimizer._synchronizer.parts[0].bucket.shared
+        shared.summed = lambda *_arguments: act()
+
+
+def summing(folder: Path) -> None:
+    """Two ranks of a host, one of which is killed while it sums up."""
+    training = Training(folder, "summing", levels="host")
+    training.steps(0, FAULT_STEP)
+    in_the_sum(training, lambda: (training.note(dies=True), os.kill(os.getpid(), signal.SIGKILL)))
+    try:
+        training.steps(FAULT_STEP, STEPS)
+    except BaseException as error:
+        training.note(error=type(error).__name__)
+        raise
+
+
 def survived(folder: Path) -> None:
-    """What a job outlives: a rank that is stopped, a full disk; and what it ends by: a rank that hangs."""
+    """What a job outlives: a stopped rank, a full disk; and what it ends by: a rank that hangs in a sum."""
     plain = Training(folder, "plain")
     plain.steps(0, STEPS)
     training = Training(folder, "stopped")
@@ -132,11 +151,9 @@ def survived(folder: Path) -> None:
     again.note(loaded=hvd.load(folder / "saved", again.optimizer, model=again.model))
     again.steps(FAULT_STEP, STEPS)
 
-    training = Training(folder, "hung", deadline_seconds=2.0)
+    training = Training(folder, "hung", deadline_seconds=2.0, levels="host")
     training.steps(0, FAULT_STEP)
-    if training.rank == hvd.size() - 1:
-        time.sleep(4.0)
-        return
+    in_the_sum(training, lambda: time.sleep(4.0) or os._exit(0))
     begun = time.perf_counter()
     try:
         training.steps(FAULT_STEP, STEPS)
@@ -148,5 +165,5 @@ def survived(folder: Path) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     hvd.init()
-    modes = (killed, failed, starved, interrupted, survived, networked)
+    modes = (killed, failed, starved, interrupted, summing, survived, networked)
     {mode.__name__: mode for mode in modes}[sys.argv[1]](Path(sys.argv[2]))

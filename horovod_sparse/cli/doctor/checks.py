@@ -9,6 +9,8 @@ from typing import Any
 from horovod_sparse.checks import whole_number
 from horovod_sparse.cli.doctor.facts import SETTINGS, Finding, advice, good, problem
 from horovod_sparse.frontend.levels import RANKS_VARIABLE
+from horovod_sparse.frontend.messages import TRANSPORT_VARIABLE, WAYS
+from horovod_sparse.frontend.shared_memory import MEMORY_VARIABLE
 
 Facts = Mapping[str, Any]
 
@@ -78,6 +80,15 @@ def check_levels(everyone: Sequence[Facts], asked: str) -> Iterator[Finding]:
         )
     else:
         yield good("levels", told)
+        if reason := next((facts["no_shared_memory"] for facts in everyone if facts["no_shared_memory"]), ""):
+            yield advice(
+                "shared memory",
+                f"gradients are summed within hosts by messages: {reason}",
+                "each gradient then goes through the loopback interface, several times slower",
+                f"unset {MEMORY_VARIABLE}, and start the ranks of a host in one container",
+            )
+        else:
+            yield good("shared memory", "the ranks of a host see each other's gradients")
 
 
 def _cores(ranks: Sequence[Facts]) -> int:
@@ -275,8 +286,7 @@ def check_launch(facts: Facts) -> Iterator[Finding]:
     if controller == "mpi":
         yield from _pairs(facts)
     elif controller == "gloo":
-        text = "an all-to-all of Horovod carries messages between two ranks: Gloo has no others"
-        yield good("pairs of ranks", text)
+        yield _pairs_beside_gloo(facts)
     if facts["size"] == 1:
         yield advice(
             "launch",
@@ -284,6 +294,21 @@ def check_launch(facts: Facts) -> Iterator[Finding]:
             "controller, latency, threads and differences between ranks show under a launch of several",
             "run it as the training is run: horovodrun --gloo -np 2 horovod-sparse doctor",
         )
+
+
+def _pairs_beside_gloo(facts: Facts) -> Finding:
+    """Whether ZeroMQ is to carry rounds, and can."""
+    if facts["settings"].get(TRANSPORT_VARIABLE) != "pairs":
+        text = f"Horovod's collectives carry all rounds; {TRANSPORT_VARIABLE}=pairs takes ZeroMQ's messages"
+        return good("pairs of ranks", text)
+    if "pyzmq" in facts["packages"]:
+        return good("pairs of ranks", "ZeroMQ's messages carry the rounds of sparsifiers")
+    return problem(
+        "pairs of ranks",
+        f"{TRANSPORT_VARIABLE}=pairs, and pyzmq is not installed",
+        "rounds go through Horovod's collectives all the same",
+        "pip install 'pyzmq>=25.1' on every host",
+    )
 
 
 def _pairs(facts: Facts) -> Iterator[Finding]:
@@ -356,13 +381,20 @@ def check_settings(facts: Facts) -> Iterator[Finding]:
             "writing it takes time in every cycle",
             "unset it once you have seen enough (horovod-sparse plan --timeline reads it)",
         )
+    if (memory := settings.get(MEMORY_VARIABLE, "").strip()) not in ("", "0", "1"):
+        yield problem(
+            "shared memory",
+            f"{MEMORY_VARIABLE}={memory}",
+            "an optimizer with two levels will raise an error",
+            "1, or 0 for messages within a host, too",
+        )
     transport = settings.get("HOROVOD_SPARSE_TRANSPORT")
-    if transport not in (None, "auto", "alltoall", "mpi"):
+    if transport not in (None, *WAYS):
         yield problem(
             "transport",
             f"HOROVOD_SPARSE_TRANSPORT={transport}",
             "the first exchange between two ranks will raise an error",
-            "auto, alltoall, or mpi",
+            ", ".join(WAYS),
         )
     for name in settings:
         near = difflib.get_close_matches(name, SETTINGS, n=1, cutoff=0.88)

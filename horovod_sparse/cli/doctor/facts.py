@@ -23,6 +23,8 @@ from horovod_sparse.collectives import AllGather, Synchronization
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.frontend.calibration.collectives import Stopwatch
 from horovod_sparse.frontend.deadline import seconds_of_horovod
+from horovod_sparse.frontend.levels import own_place
+from horovod_sparse.frontend.shared_memory import why_not_shared
 
 _PACKAGES = (
     "horovod-sparse",
@@ -36,6 +38,7 @@ _PACKAGES = (
     "numba",
     "scipy",
     "mpi4py",
+    "pyzmq",
     "triton",
 )
 #: what the doctor knows of Horovod's variables (and of ours)
@@ -54,6 +57,7 @@ SETTINGS = (
     "HOROVOD_SPARSE_DEADLINE_SECONDS",
     "HOROVOD_SPARSE_ON_DRIFT",
     "HOROVOD_SPARSE_RANKS_PER_HOST",
+    "HOROVOD_SPARSE_SHARED_MEMORY",
     "HOROVOD_SPARSE_TENSOR_SELECTION",
     "HOROVOD_SPARSE_TRANSPORT",
     "HOROVOD_STALL_CHECK_DISABLE",
@@ -132,6 +136,7 @@ def build_facts(framework: str) -> dict[str, Any]:
         "thread_level": None,
         "cuda": None,  # with TensorFlow selection is on the host
         "latency_seconds": None,
+        "no_shared_memory": "",
     }
     if framework == "torch":
         torch = importlib.import_module("torch")
@@ -158,6 +163,7 @@ def rank_facts(ranks: Ranks) -> dict[str, Any]:
         facts["thread_level"] = _thread_level()
     if ranks.size > 1:
         facts["latency_seconds"] = ranks.carry_out(latency_of(ranks))
+        facts["no_shared_memory"] = ranks.carry_out(why_not_shared(own_place(ranks.hvd)[0]))
     return facts
 
 

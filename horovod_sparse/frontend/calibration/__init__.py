@@ -18,7 +18,7 @@ from horovod_sparse.frontend.calibration.buckets import (
     bucket_times,
     dense_times,
 )
-from horovod_sparse.frontend.calibration.collectives import Stopwatch, collective_times
+from horovod_sparse.frontend.calibration.collectives import Stopwatch, collective_times, shared_sum_times
 from horovod_sparse.frontend.calibration.training import NUM_TRAINING_SIZES, TrainingWork, training_times
 from horovod_sparse.sparsifiers import Sparsifier
 from horovod_sparse.topology import Topology
@@ -186,7 +186,7 @@ def calibration(
     kinds = needed_kinds(sparsifiers, where.size) if kinds is None else tuple(kinds)
     if where.size == 1:
         kinds = ()
-    memory = HostBucketMemory() if memory is None else memory
+    on_host, memory = memory is None, HostBucketMemory() if memory is None else memory
     per_sparsifier = 2 * len(extent.bucket_elements)
     of_levels = _kinds_of_levels(sparsifiers, topology)
     num_kinds = len(kinds) + len(of_levels)
@@ -212,9 +212,16 @@ def calibration(
     for level, kind in of_levels:
         group = topology.group(level, where.rank) if topology is not None else ()
         place = group.index(where.rank), len(group)
-        amounts, seconds = yield from collective_times(
-            kind, watch, extent.message_bytes, extent.repetitions, share, tell, level, place
-        )
+        found = None
+        if (level, kind) == ("host", "reducescatter") and topology is not None and on_host:
+            # as a training sums up: by messages only where the ranks of a host do not share memory
+            how = watch, topology, extent.message_bytes, extent.repetitions, share, tell
+            found = yield from shared_sum_times(*how, copied=where.framework != "torch")
+        if found is None:
+            found = yield from collective_times(
+                kind, watch, extent.message_bytes, extent.repetitions, share, tell, level, place
+            )
+        amounts, seconds = found
         levels[level][kind] = fit_time(amounts, seconds, what=f"{kind} of level {level}")
     selection: dict[str, Fit] = {}
     decoding: dict[str, Fit] = {}

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from horovod_sparse.arrays import GradientParts, HostAccumulator
 from horovod_sparse.collectives import (
     AllGather,
     AllReduce,
@@ -18,9 +21,14 @@ from horovod_sparse.collectives import (
     ReduceScatter,
     Request,
     Synchronization,
+    part,
 )
 from horovod_sparse.cost.model import COLLECTIVES
 from horovod_sparse.errors import UnknownNameError
+from horovod_sparse.feedback import HostBucket, Recipe, shard_of
+from horovod_sparse.frontend.shared_memory import Arena, agreed_memory
+from horovod_sparse.sparsifiers import BucketInfo, TopK
+from horovod_sparse.topology import Topology
 
 #: sizes that are measured whatever time they take: fewer fix no line
 _FEWEST_SIZES = 3
@@ -202,23 +210,103 @@ def collective_times(
     Returns:
         Bytes and seconds, as many each; the same on all ranks.
     """
+
+    def carried(num_bytes: int) -> tuple[type[Request], Callable[[], Synchronization[Any]]]:
+        request = replace(request_of(kind, num_bytes, *(place or (watch.rank, watch.size))), level=level)
+
+        def once() -> Synchronization[Any]:
+            return (yield request)
+
+        return type(request), once
+
+    where = {"all": "", "host": " within hosts", "across": " between hosts"}[level]
+    given = watch, message_bytes, repetitions, budget_seconds
+    return (yield from _times(carried, *given, lambda size: tell(f"{kind} of {size} bytes{where}")))
+
+
+def shared_sum_times(
+    watch: Stopwatch,
+    topology: Topology,
+    message_bytes: Sequence[int],
+    repetitions: int,
+    budget_seconds: float,
+    tell: Callable[[str], None],
+    *,
+    copied: bool = False,
+) -> Synchronization[tuple[list[float], list[float]] | None]:
+    """Seconds of a host's sum in memory that its ranks share, at several sizes of gradients in float32.
+
+    Args:
+        watch: of this rank.
+        topology: which ranks share a host.
+        message_bytes: of gradients, ascending.
+        repetitions: see `collective_times`, and so for the others.
+        budget_seconds: see there.
+        tell: see there.
+        copied: whether a training's gradients are copied to that memory.
+
+    Returns:
+        As `collective_times`; None where the ranks of a host do not share memory.
+    """
+    most = max(1, message_bytes[-1] // 4)
+    whole = BucketInfo("calibration", most, watch.rank, watch.size)
+    longest = shard_of(whole, topology)
+    bucket = HostBucket(whole, Recipe(TopK()), HostAccumulator(longest.num_elements), (), topology)
+    try:
+        arena = Arena([4 * most])
+    except OSError as error:
+        lends, why_not = None, str(error)
+    else:
+        lends, why_not = (arena, arena.take()), ""
+    part_ = SimpleNamespace(bucket=bucket, lends=lends, on_host=True)
+    yield from agreed_memory([part_], watch.rank, topology, why_not)
+    shared = bucket.shared
+    if shared is None or lends is None:
+        return None
+    lent = lends[0].region(lends[1]).view(np.float32)
+
+    def carried(num_bytes: int) -> tuple[type[Request], Callable[[], Synchronization[Any]]]:
+        count = max(1, num_bytes // 4)
+        given = np.ones(count if copied else 0, np.float32)
+
+        def once() -> Synchronization[Any]:
+            if copied:
+                lent[:count] = given
+            told = yield AllGather(shared.offer(GradientParts([lent[:count]])), level="host")
+            start, stop = part(count, bucket.local, topology.per_host)
+            shared.summed(told, (start, stop), stop - start).settle()
+
+        return AllGather, once
+
+    given = watch, message_bytes, repetitions, budget_seconds
+    return (yield from _times(carried, *given, lambda size: tell(f"sum of {size} bytes within hosts")))
+
+
+def _times(
+    carried: Callable[[int], tuple[type[Request], Callable[[], Synchronization[Any]]]],
+    watch: Stopwatch,
+    message_bytes: Sequence[int],
+    repetitions: int,
+    budget_seconds: float,
+    tell: Callable[[int], None],
+) -> Synchronization[tuple[list[float], list[float]]]:
+    """Seconds of what is carried out together, at several sizes; `carried` gives its request, and it."""
     amounts: list[float] = []
     seconds: list[float] = []
     allowance = Allowance(message_bytes, repetitions, budget_seconds)
     for number, num_bytes in enumerate(message_bytes):
         began = watch.clock()
-        request = replace(request_of(kind, num_bytes, *(place or (watch.rank, watch.size))), level=level)
+        kind, once = carried(num_bytes)
         own = []
         for _ in range(1 + allowance.repetitions):
-            yield from watch.meet({type(request)})
+            yield from watch.meet({kind})
             started = watch.clock()
-            yield request
+            yield from once()
             own.append(watch.clock() - started)
         *means, elapsed = yield from watch.shared([*own[1:], watch.clock() - began])
         amounts += [float(num_bytes)] * allowance.repetitions
         seconds += map(float, means)
-        where = {"all": "", "host": " within hosts", "across": " between hosts"}[level]
-        tell(f"{kind} of {num_bytes} bytes{where}")
+        tell(num_bytes)
         if not allowance.spend(number, elapsed):
             break
     return amounts, seconds

@@ -36,13 +36,18 @@ def squares_of(values, start, stop):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _fold_slowly(values, gradient, start, stop, decay, report, kept=None):  # type: ignore[no-untyped-def]
+def _fold_slowly(  # type: ignore[no-untyped-def]
+    values, gradient, start, stop, decay, report, kept=None, more=None, factors=None
+):
     """[start, stop) element by element, with what is not finite taken as 0; returns the maximum."""
     top = as_key(magnitude(values[start]), 0)
     for i in range(start, stop):
         old = values[i]
         carried = decay * old
-        new = carried + read(gradient, i)
+        if more is None:
+            new = carried + read(gradient, i)
+        else:
+            new = carried + (factors[0] * read(gradient, i) + factors[1] * read(more, i))
         if not math.isfinite(new):
             if report[1] < 0:
                 report[1] = i
@@ -50,13 +55,15 @@ def _fold_slowly(values, gradient, start, stop, decay, report, kept=None):  # ty
             new = carried if math.isfinite(carried) else old
         values[i] = new
         if kept is None:
-            gradient[i] = 0
+            v.clear(gradient, i)
         top = max(top, magnitude(new))
     return top
 
 
 @kernel
-def fold_plain(values, gradient, maxima, block, decay, report, kept=None):  # type: ignore[no-untyped-def]
+def fold_plain(  # type: ignore[no-untyped-def]
+    values, gradient, maxima, block, decay, report, kept=None, more=None, factors=None
+):
     """values = decay * values + gradient; gradient = 0; maxima of blocks.
 
     Nothing of a granule is written before its maximum is known. Magnitude bits order like the
@@ -73,11 +80,16 @@ def fold_plain(values, gradient, maxima, block, decay, report, kept=None):  # ty
             first (set if it is < 0), sum of squares of the new values.
         kept: True leaves the gradient as it is; None, which sets it to 0, is compiled as if the question
             were not there.
+        more: like the gradient; None, or a second part of it, which is kept:
+            factors[0] * gradient + factors[1] * more is folded.
+        factors: shape (2,), of the type of values.
     """
     n = values.size
     if n == 0:
         return
     decays = v.splat(decay)
+    if more is not None:
+        of_one, of_other = v.splat(factors[0]), v.splat(factors[1])
     limit = infinity(maxima[0])
     whole = n // GRANULE * GRANULE
     per_tile = max(TILE // block, 1) * block
@@ -90,11 +102,16 @@ def fold_plain(values, gradient, maxima, block, decay, report, kept=None):  # ty
             stop = min(start + block, tile_stop)
             top = as_key(limit, 0)
             for i in range(start, stop, GRANULE):
-                a = v.add(v.multiply(decays, v.load(values, i)), v.load(gradient, i))
-                b = v.add(v.multiply(decays, v.load(values, i + v.LANES)), v.load(gradient, i + v.LANES))
+                j = i + v.LANES
+                ga, gb = v.load(gradient, i), v.load(gradient, j)
+                if more is not None:
+                    ga = v.add(v.multiply(of_one, ga), v.multiply(of_other, v.load(more, i)))
+                    gb = v.add(v.multiply(of_one, gb), v.multiply(of_other, v.load(more, j)))
+                a = v.add(v.multiply(decays, v.load(values, i)), ga)
+                b = v.add(v.multiply(decays, v.load(values, j)), gb)
                 high = v.top_of(v.larger(v.magnitudes(a), v.magnitudes(b)))
                 if high >= limit:
-                    high = _fold_slowly(values, gradient, i, i + GRANULE, decay, report, kept)
+                    high = _fold_slowly(values, gradient, i, i + GRANULE, decay, report, kept, more, factors)
                     slow = True
                 else:
                     v.store(values, i, a)
@@ -111,7 +128,7 @@ def fold_plain(values, gradient, maxima, block, decay, report, kept=None):  # ty
             total = squares_of(values, tile, tile_stop)
         report[2] += total
     if whole < n:
-        top = _fold_slowly(values, gradient, whole, n, decay, report, kept)
+        top = _fold_slowly(values, gradient, whole, n, decay, report, kept, more, factors)
         report[2] += squares_of(values, whole, n)
         last = whole // block
         maxima[last] = top if whole % block == 0 else max(maxima[last], top)
@@ -213,6 +230,19 @@ def fold_momentum(  # type: ignore[no-untyped-def]
         maxima[last] = top if whole % block == 0 else max(maxima[last], top)
 
 
+class Pair(NamedTuple):
+    """A piece of a gradient that is a sum: factors[0] * one + factors[1] * other.
+
+    Attributes:
+        one, other: shape (m,), in a form the kernels know; they stay as they are.
+        factors: shape (2,), of the type of values.
+    """
+
+    one: Array
+    other: Array
+    factors: Array
+
+
 class Folded(NamedTuple):
     """What a fold learned.
 
@@ -244,7 +274,7 @@ def fold_factors(dtype: Any, decay: float, momentum: float, nesterov: bool) -> A
 
 def fold(
     values: Array,
-    pieces: Iterable[tuple[int, Array]],
+    pieces: Iterable[tuple[int, Array | Pair]],
     maxima: Array,
     layout: Layout,
     factors: Array,
@@ -257,7 +287,7 @@ def fold(
     Args:
         values: float32 or float64, shape (n,), finite; changed.
         pieces: start and memory of each piece of the gradient, all but the last multiples of the block
-            size, in a form the kernels know (`native_bits`); changed.
+            size, in a form the kernels know (`native_bits`); changed. Pairs, where there is no velocity.
         maxima: shape (layout.num_blocks,); overwritten.
         layout: of the blocks.
         factors: of `fold_factors`; without a velocity only the decay counts.
@@ -270,10 +300,13 @@ def fold(
     count, first, square_norm = 0, -1, 0.0
     block, kept = layout.block, True if keep_gradient else None
     for start, piece in pieces:
-        stop = start + piece.size
+        stop = start + (piece.one if isinstance(piece, Pair) else piece).size
         report = np.array([0.0, -1.0, 0.0])
         tops = maxima[start // block : -(-stop // block)]
-        if velocity is None:
+        if isinstance(piece, Pair):
+            one, other, both = piece
+            fold_plain(values[start:stop], one, tops, block, factors[0], report, True, other, both)
+        elif velocity is None:
             fold_plain(values[start:stop], piece, tops, block, factors[0], report, kept)
         else:
             fold_momentum(values[start:stop], velocity[start:stop], piece, tops, block, factors, report, kept)

@@ -13,6 +13,7 @@ from horovod_sparse.cost import choose_levels
 from horovod_sparse.errors import NonFiniteGradientError, StateMismatchError, UnknownNameError
 from horovod_sparse.feedback import recipe
 from horovod_sparse.frontend.calibration import Extent, calibration
+from horovod_sparse.frontend.shared_memory import MEMORY_VARIABLE, lends
 from horovod_sparse.merging import Plan
 from horovod_sparse.simulation import SimulatedCluster
 from horovod_sparse.sparsifiers import TopK
@@ -92,8 +93,25 @@ def _check(rank, size, per_host, chosen, dtype="float32", **arguments):
             )
             assert part.bucket.last.bytes_inside == cluster.buckets[rank].last.bytes_inside > 0
             assert part.bucket.last.bytes_by_round == cluster.buckets[rank].last.bytes_by_round
-    assert synchronizer.topology == topology
+    assert synchronizer.topology == topology and lends(synchronizer.sparse)
     return synchronizer
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
+def test_shared_memory_gives_the_bits_that_messages_give(monkeypatch, rank, dtype):
+    found = {}
+    for memory in ("0", "1"):
+        monkeypatch.setenv(MEMORY_VARIABLE, memory)
+        synchronizer, synchronize = made(recipe("topk", density=0.2), dtype)
+        sums = []
+        for step in range(3):
+            generator = np.random.default_rng([rank, step])
+            sums += synchronize(
+                [generator.standard_normal(shape).astype(numpy_dtype(dtype)) for shape in SHAPES]
+            )
+        assert lends(synchronizer.sparse) == (memory == "1")
+        found[memory] = [*sums, *(part.bucket.accumulator.values() for part in synchronizer.sparse)]
+    assert all(np.array_equal(one, other) for one, other in zip(found["0"], found["1"], strict=True))
 
 
 @pytest.mark.parametrize("case", CASES, ids=case_id)

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import errno
+import gc
+from pathlib import Path
+from unittest.mock import Mock
 
 import horovod.torch as stock
 import numpy as np
@@ -19,9 +23,11 @@ from horovod_sparse.errors import (
     UnknownNameError,
     UnsupportedError,
 )
+from horovod_sparse.frontend import shared_memory
 from horovod_sparse.frontend.calibration import Extent, calibration
 from horovod_sparse.frontend.correction import measured_step
 from horovod_sparse.frontend.levels import by_cost
+from horovod_sparse.frontend.shared_memory import MEMORY_VARIABLE, lends
 from horovod_sparse.merging import Plan, predict
 from horovod_sparse.simulation import SimulatedCluster
 from horovod_sparse.sparsifiers import TopK
@@ -94,6 +100,66 @@ def test_density_one_is_dense(dtype, rank, size):
         mean = sum(own) / size
         torch.testing.assert_close(found[name].double(), mean, rtol=tolerance, atol=tolerance)
     assert same_on_all_ranks(*model.parameters())
+
+
+def _found(text, memory, monkeypatch, rank, dtype):
+    """All gradients and residuals of some steps, of several buckets under way at a time."""
+    monkeypatch.setenv(MEMORY_VARIABLE, memory)
+    model = LinearModel(SHAPES, dtype)
+    optimizer = made(model, text)
+    arrays = []
+    for step in range(4):
+        generator = np.random.default_rng([rank, step])
+        given = {name: generator.standard_normal(shape) for name, shape in SHAPES.items()}
+        arrays += train_step(model, optimizer, given).values()
+    assert len(optimizer._synchronizer.parts) > 1
+    assert lends(optimizer._synchronizer.parts) == (memory == "1")
+    return [*arrays, *residuals_of(optimizer).values()]
+
+
+@pytest.mark.parametrize("text", ["topk:density=0.1", "exdyna:density=0.1", "topk:density=1.0"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+def test_shared_memory_gives_the_bits_that_messages_give(text, dtype, monkeypatch, rank):
+    """Of any numbers: what is summed is so in the order of ranks, and half types in float32."""
+    by_messages = _found(text, "0", monkeypatch, rank, dtype)
+    for one, other in zip(by_messages, _found(text, "1", monkeypatch, rank, dtype), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_one_rank_without_memory_and_none_shares(monkeypatch, rank, size, caplog):
+    if rank == size - 1:
+        lack = OSError(errno.ENOSPC, "No space left on device")
+        monkeypatch.setattr(shared_memory, "_populate", Mock(side_effect=lack))
+    monkeypatch.setattr(shared_memory, "_said", set())
+    model = LinearModel(SHAPES)
+    optimizer = made(model, "topk:density=0.1")
+    with caplog.at_level("INFO", "horovod_sparse"):
+        train_step(model, optimizer, gradients(rank, 0))
+    assert not lends(optimizer._synchronizer.parts)
+    told = [record.getMessage() for record in caplog.records if "within a host" in record.getMessage()]
+    assert len(told) == (rank == 0)
+    assert all(f"ranks [{size - 1}]: no memory" in line and "No space left" in line for line in told)
+
+
+def test_memory_is_given_back(rank):
+    """Of an optimizer that is gone, and of other plans; where another rank reads until the end."""
+
+    def mapped():
+        gc.collect()
+        return Path("/proc/self/maps").read_text().count("/memfd:horovod_sparse")
+
+    before, files = mapped(), sorted(Path("/dev/shm").glob("*sparse*"))
+    model = LinearModel(SHAPES)
+    optimizer = made(model, "topk:density=0.1")
+    train_step(model, optimizer, gradients(rank, 0))
+    held = mapped()
+    assert held > before
+    for names in (tuple(SHAPES), tuple(reversed(SHAPES))):
+        optimizer.replan(Plan((names,)))
+        train_step(model, optimizer, gradients(rank, 1))
+        assert mapped() == held
+    del optimizer, model
+    assert mapped() <= before and sorted(Path("/dev/shm").glob("*sparse*")) == files
 
 
 @pytest.mark.parametrize("algorithm", ["topk", "exdyna", "spardl", "oktopk"])

@@ -25,7 +25,7 @@ from support.linear import LinearModel
 from support.optimizers import make, residuals_of, train_step
 
 
-@pytest.fixture(params=["auto", "alltoall"])
+@pytest.fixture(params=["auto", "alltoall", "pairs"])
 def way(request, monkeypatch):
     """Which transport the next choice makes."""
     transport.forget_transports(hvd.global_process_set)
@@ -36,15 +36,17 @@ def way(request, monkeypatch):
 
 @pytest.fixture
 def each_way_once(way):
-    """For long tests: Horovod's all-to-all is what "auto" takes without MPI, too."""
-    if way == "alltoall" and not on_mpi("auto"):
-        pytest.skip("done already")
+    """For long tests: two ways are the same, with MPI and without."""
+    if way == "auto":
+        pytest.skip('what "alltoall" or "pairs" does')
     return way
 
 
-def on_mpi(way: str) -> bool:
-    """Whether MPI is what the next choice takes."""
-    return way == "auto" and hvd.mpi_enabled() and hvd.mpi_threads_supported()
+def carrier(way: str) -> str:
+    """What the next choice takes."""
+    if way != "alltoall" and hvd.mpi_enabled() and hvd.mpi_threads_supported():
+        return "mpi"
+    return "zmq" if way == "pairs" and not hvd.mpi_enabled() else "alltoall"
 
 
 def ring(rank: int, size: int, length: int, rounds: int):
@@ -63,7 +65,7 @@ def test_the_choice_is_made_once_and_known(way, rank, size):
     driver = HorovodDriver()
     driver.start("once", ring(rank, size, 1, 1))
     driver.wait()
-    assert transport.chosen_transport() == ("mpi" if on_mpi(way) else "alltoall")
+    assert transport.chosen_transport() == carrier(way)
 
 
 def test_many_exchanges_in_any_order(each_way_once, rank, size):
@@ -91,7 +93,7 @@ def test_many_exchanges_in_any_order(each_way_once, rank, size):
 
 def test_nothing_is_taken_for_a_message_of_a_new_start(way, rank, size):
     """Ranks give up in different rounds; the next run of the same name is clean."""
-    if way == "alltoall" or not (hvd.mpi_enabled() and hvd.mpi_threads_supported()):
+    if carrier(way) == "alltoall":
         pytest.skip("Horovod keeps its own collectives apart")
 
     def talk(word: int, rounds: int):
@@ -119,7 +121,7 @@ def test_nothing_is_taken_for_a_message_of_a_new_start(way, rank, size):
 
 def test_what_all_ranks_give_up_is_no_message_for_the_next(each_way_once, rank, size):
     """A task that nobody waits for, its driver gone with it, and another of its name after that."""
-    if not on_mpi(each_way_once):
+    if carrier(each_way_once) == "alltoall":
         pytest.skip("Horovod keeps its own collectives apart")
     driver = HorovodDriver()
     driver.start("agreed how", ring(rank, size, 1, 1))
@@ -188,6 +190,7 @@ def test_telemetry_says_which_and_why(way, rank, size):
     """In the own optimizer and in Horovod's; nothing where no message goes between two ranks."""
     words = {
         "mpi": "MPI, on a communicator of their own (every rank can)",
+        "zmq": "ZeroMQ (every rank can)",
         "alltoall": "Horovod's all-to-all (HOROVOD_SPARSE_TRANSPORT says so)",
     }
     found = {}
@@ -208,12 +211,12 @@ def test_telemetry_says_which_and_why(way, rank, size):
                 telemetry.transport != ""
             )
         if name == "spardl":
-            assert (transport.chosen_transport() == "mpi") == on_mpi(way)
+            assert transport.chosen_transport() == carrier(way)
     told = {found["spardl", sparse.DistributedOptimizer], found["spardl", hvd.DistributedOptimizer]}
-    if way == "auto" and not on_mpi(way):
+    if way == "auto" and carrier(way) == "alltoall":
         assert told == {"Horovod's all-to-all (Horovod does not run on MPI)"}
     else:
-        assert told == {words["mpi" if on_mpi(way) else "alltoall"]}
+        assert told == {words[carrier(way)]}
 
 
 def sparsifiers(size: int) -> list[tuple[str, dict]]:
@@ -263,7 +266,7 @@ def test_results_are_those_of_the_simulator(each_way_once, rank, size):
 def test_rounds_of_messages_between_pairs(monkeypatch, rank, size):
     """Every kind of round, several buckets in orders of their own, and ranks that abandon a step together."""
     transport.forget_transports(hvd.global_process_set)
-    monkeypatch.setenv("HOROVOD_SPARSE_TRANSPORT", "mpi")
+    monkeypatch.setenv("HOROVOD_SPARSE_TRANSPORT", "pairs")
     started = []
     monkeypatch.setattr(
         "horovod_sparse.torch.collectives._start_horovods",
@@ -299,7 +302,7 @@ def test_rounds_of_messages_between_pairs(monkeypatch, rank, size):
                 np.testing.assert_allclose(tasks[b].value().values, expected.values, rtol=1e-5, atol=1e-5)
     everyone = hvd.allgather_object([zlib.crc32(task.value().values.tobytes()) for task in tasks.values()])
     assert all(sorted(other) == sorted(everyone[0]) for other in everyone)
-    assert bool(started) != on_mpi("auto")
+    assert not started
     transport.forget_transports(hvd.global_process_set)
 
 
@@ -351,5 +354,5 @@ def test_within_a_process_set(way, rank, size, process_set):
     driver.wait()
     other = 1 - inner
     assert task.value() == [{other: (5 * (other + 1) + turn, {other})} for turn in range(3)]
-    assert transport.chosen_transport(chosen) == ("mpi" if on_mpi(way) else "alltoall")
+    assert transport.chosen_transport(chosen) == carrier(way)
     transport.forget_transports(chosen)

@@ -27,7 +27,10 @@ from horovod_sparse.cli.main import main
 from horovod_sparse.cost import AlphaBeta, Fit, Profile, assumed_profile
 from horovod_sparse.errors import ArgumentError, HorovodMissingError
 from horovod_sparse.feedback import parse_recipe
+from horovod_sparse.frontend import shared_memory
+from horovod_sparse.frontend.shared_memory import why_not_shared
 from horovod_sparse.merging import ParameterFacts, Plan, Workload, layerwise, single
+from horovod_sparse.simulation import run_lockstep
 from horovod_sparse.sparsifiers import ExDyna, GTopK, TopK
 
 
@@ -54,6 +57,7 @@ def facts(**changes) -> dict:
         "thread_level": "multiple",
         "cuda": None,
         "latency_seconds": 0.0011,
+        "no_shared_memory": "",
     }
     return {**usual, **changes}
 
@@ -100,6 +104,12 @@ def test_a_healthy_launch_has_no_problem():
         (check_launch, {"thread_level": "funneled"}, "pairs of ranks", "advice"),
         (check_launch, {"mpi_threads": False}, "pairs of ranks", "advice"),
         (check_launch, {"controller": "gloo", "thread_level": None}, "pairs of ranks", "good"),
+        (
+            check_launch,
+            {"controller": "gloo", "settings": {"HOROVOD_SPARSE_TRANSPORT": "pairs"}},
+            "pairs of ranks",
+            "problem",
+        ),
         (check_launch, {"size": 1}, "launch", "advice"),
     ],
 )
@@ -135,6 +145,8 @@ def test_threads_are_counted_against_the_cores_of_a_host():
         ({"FUSION_THRESHOLD": "0"}, "fusion", "advice"),
         ({"TIMELINE": "here.json"}, "timeline", "advice"),
         ({"SPARSE_TRANSPORT": "tcp"}, "transport", "problem"),
+        ({"SPARSE_TRANSPORT": "mpi"}, "transport", "problem"),
+        ({"SPARSE_SHARED_MEMORY": "2"}, "shared memory", "problem"),
         ({"CYCLETIME": "0.1"}, "settings", "advice"),
     ],
 )
@@ -347,6 +359,28 @@ def test_a_horovod_that_cannot_be_imported_is_one_problem(capsys, monkeypatch, p
 def test_hosts_of_several_ranks_are_found(hosts, asked, level):
     everyone = [facts(host=host) for host in hosts]
     assert levels(check_levels(everyone, asked)).get("levels") == level
+
+
+@pytest.mark.parametrize(
+    "reason", ["", "the memory of rank 1 cannot be seen", "HOROVOD_SPARSE_SHARED_MEMORY=0"]
+)
+def test_hosts_whose_ranks_share_no_memory_are_found(reason):
+    everyone = [facts(host=host) for host in "aabb"]
+    everyone[2]["no_shared_memory"] = reason
+    found = {one.topic: one for one in check_levels(everyone, "host")}
+    told = found["shared memory"]
+    assert told.level == ("advice" if reason else "good") and reason in told.what
+    assert "shared memory" not in levels(check_levels(everyone, "flat"))
+
+
+def test_what_ranks_of_a_host_see_of_each_other(monkeypatch):
+    ranks = [why_not_shared(host) for host in "aabb"]
+    assert run_lockstep(ranks) == [""] * 4
+    monkeypatch.setattr(shared_memory.os, "getpid", lambda: 2**22 + 1)
+    ranks = [why_not_shared(host) for host in "aabb"]
+    assert all("cannot be seen" in reason for reason in run_lockstep(ranks))
+    monkeypatch.setenv("HOROVOD_SPARSE_SHARED_MEMORY", "0")
+    assert run_lockstep([why_not_shared("a")])[0] == "HOROVOD_SPARSE_SHARED_MEMORY=0"
 
 
 def test_ranks_that_count_as_hosts_are_found():

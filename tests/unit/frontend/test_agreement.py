@@ -100,6 +100,7 @@ def test_the_version_is_that_of_the_files() -> None:
     assert settings("topk", "engine", op="Sum") == {
         "compression": "topk",
         "engine": "engine",
+        "HOROVOD_SPARSE_TRANSPORT": "auto",
         "op": "Sum",
         "version": version,
     }
