@@ -103,7 +103,7 @@ def test_every_sparsifier_takes_it_and_tells_it(name):
 def test_what_is_not_allowed_is_named():
     with pytest.raises(ArgumentError, match=r"density='atuo'.*'auto'"):
         recipe("topk", density="atuo")
-    with pytest.raises(ArgumentError, match="follows its threshold"):
+    with pytest.raises(ArgumentError, match="no density decides what hard_threshold sends"):
         recipe("hard_threshold", density="auto")
     with pytest.raises(ArgumentError, match=r"most=0\.001"):
         AutoDensity(least=0.01, most=0.001)

@@ -16,6 +16,7 @@ import horovod_sparse.torch
 from horovod_sparse.errors import ArgumentError, UnknownNameError
 from horovod_sparse.feedback import recipe
 from horovod_sparse.sparsifiers import ALGORITHMS
+from horovod_sparse.sparsifiers.rounds.quantized import Quantizer
 from horovod_sparse.torch import Compression, SparseCompressor
 
 
@@ -32,9 +33,10 @@ def test_every_public_name_of_horovod_is_here():
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_algorithm_has_a_factory_with_its_arguments(name):
     factory = getattr(Compression, name)
-    compressor = factory(density=0.25, feedback="none")
+    density = 1.0 if issubclass(ALGORITHMS[name], Quantizer) else 0.25
+    compressor = factory(density=density, feedback="none")
     assert isinstance(compressor, horovod.torch.compression.Compressor)
-    assert compressor.recipe == recipe(name, density=0.25, feedback="none")
+    assert compressor.recipe == recipe(name, density=density, feedback="none")
     parameters = inspect.signature(factory).parameters
     assert parameters["density"].default == ALGORITHMS[name].density
     assert {"quantum", "feedback", "named_parameters", "process_set"} < set(parameters)
