@@ -47,12 +47,14 @@ def test_all_ranks_take_one_density_and_lose_nothing(name, arguments, rank, size
     given = {item: np.zeros(shape) for item, shape in SHAPES.items()}
     changes = {DECIDED + 1: lambda: optimizer.replan(measure_steps=2)}
     for step in range(DECIDED + 5):
+        before = optimizer.plan.density
         found = train_step(model, optimizer, gradients(rank, step))
         asked = optimizer.telemetry.last.density_target
         if step < DECIDED:
             assert 0.019 < asked < 0.022, "the least until times have decided"
         else:
-            assert asked == pytest.approx(optimizer.plan.density, abs=2e-3)
+            # where a step ends in new plans, it was taken by the old one
+            assert any(asked == pytest.approx(plan, abs=2e-3) for plan in (before, optimizer.plan.density))
         if step >= DECIDED - 1:
             assert optimizer.plan.density in LIMITS.candidates
             assert optimizer.decision.plan == optimizer.plan
