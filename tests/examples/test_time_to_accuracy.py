@@ -24,7 +24,7 @@ def test_it_trains_times_and_goes_on_where_it_was_ended(tmp_path: Path) -> None:
             capture_output=True,
             text=True,
             stdin=subprocess.DEVNULL,
-            timeout=240,
+            timeout=600,
         )
         assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
         return done
