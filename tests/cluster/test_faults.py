@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -44,6 +45,7 @@ def test_a_link_that_is_down_and_one_that_loses_packets(kind: str, transport: st
     def on_host(*command: str) -> str:
         return cluster("enter", "--name", name, "1", "--", *command).stdout
 
+    can_lose = shutil.which("iptables") is not None
     cluster("up", "--hosts", str(_HOSTS), "--rate", "100mbit", "--name", name)
     command = [sys.executable, str(_WORKER), "networked", str(tmp_path)]
     more = ["-x", f"HOROVOD_SPARSE_TRANSPORT={transport}", "--timeout", "200"]
@@ -65,10 +67,12 @@ def test_a_link_that_is_down_and_one_that_loses_packets(kind: str, transport: st
         assert _until(run, tmp_path, "down", _LAST_STEP) < 3 * _DOWN_SECONDS
 
         lose = ["INPUT", "-i", "eth0", "-m", "statistic", "--mode", "random", "--probability", str(_LOST)]
-        on_host("iptables", "-A", *lose, "-j", "DROP")
+        if can_lose:
+            on_host("iptables", "-A", *lose, "-j", "DROP")
         _until(run, tmp_path, "lossy", _LAST_STEP)
-        lost = on_host("iptables", "-L", "INPUT", "-v", "-x", "-n").splitlines()[2].split()[0]
-        assert int(lost) > 0
+        if can_lose:
+            lost = on_host("iptables", "-L", "INPUT", "-v", "-x", "-n").splitlines()[2].split()[0]
+            assert int(lost) > 0
         assert run.wait(60) == 0
     finally:
         run.kill()
@@ -81,3 +85,5 @@ def test_a_link_that_is_down_and_one_that_loses_packets(kind: str, transport: st
             told = _entries(tmp_path, rank, what)
             own = told if what == "plain" else _entries(tmp_path, rank, "plain")
             assert told == own, f"rank {rank}: {what}"
+    if not can_lose:
+        pytest.skip("the link that was down is tested; without iptables no packet can be lost on purpose")
