@@ -1,7 +1,7 @@
 """Elastic jobs by `horovodrun` on this machine, whose hosts a test takes away and adds while they train.
 
 Horovod never starts a worker again on a host that lost one. So a job's hosts are spellings of one address,
-with one worker each: `HOSTS`. A worker's script writes down what it does with `Diary`.
+with one worker each, or several: `HOSTS`. A worker's script writes down what it does with `Diary`.
 """
 
 from __future__ import annotations
@@ -64,10 +64,11 @@ class Job:
     Args:
         folder: for its files.
         command: of a worker; gets the folder as its last argument.
-        hosts: to begin with, one worker each.
+        hosts: to begin with.
         least: workers that the job cannot do without.
         most: workers.
         environment: more variables.
+        each: workers of a host.
     """
 
     def __init__(
@@ -78,14 +79,15 @@ class Job:
         least: int,
         most: int,
         environment: dict[str, str],
+        each: int = 1,
     ) -> None:
-        self.folder = folder
+        self.folder, self._each = folder, each
         folder.mkdir(parents=True, exist_ok=True)
         self.set_hosts(hosts)
         script = folder / "discover"
         script.write_text(f'#!/bin/sh\nexec cat "{folder}/hosts"\n')
         script.chmod(0o755)
-        launcher = ["horovodrun", "--gloo", "-np", str(len(hosts)), "--min-np", str(least)]
+        launcher = ["horovodrun", "--gloo", "-np", str(each * len(hosts)), "--min-np", str(least)]
         launcher += ["--max-np", str(most), "--host-discovery-script", str(script)]
         self._log = (folder / "log").open("w")
         self._process = subprocess.Popen(
@@ -97,10 +99,15 @@ class Job:
             start_new_session=True,
         )
 
-    def set_hosts(self, hosts: Sequence[str]) -> None:
-        """The hosts that there are from now on; Horovod looks every second."""
+    def set_hosts(self, hosts: Sequence[str], **fewer: int) -> None:
+        """The hosts that there are from now on; Horovod looks every second.
+
+        Args:
+            hosts: their names.
+            **fewer: workers of those that have another number than the others, by name.
+        """
         new = self.folder / "hosts.new"
-        new.write_text("".join(f"{host}:1\n" for host in hosts))
+        new.write_text("".join(f"{host}:{fewer.get(host, self._each)}\n" for host in hosts))
         new.replace(self.folder / "hosts")
 
     @property
@@ -175,6 +182,7 @@ def elastic_job(
     hosts: Sequence[str] = HOSTS[:2],
     least: int = 1,
     most: int = 4,
+    each: int = 1,
     **environment: str,
 ) -> Iterator[Job]:
     """A job whose workers run a script: ``python SCRIPT ARGUMENTS... FOLDER``.
@@ -183,13 +191,14 @@ def elastic_job(
         folder: for its files.
         script: of a worker.
         *arguments: of the script.
-        hosts: of `HOSTS`, one worker each.
+        hosts: of `HOSTS`.
         least: workers that the job cannot do without.
         most: workers.
+        each: workers of a host.
         **environment: more variables.
     """
     command = [sys.executable, str(script), *arguments]
-    job = Job(folder, command, hosts, least, most, environment)
+    job = Job(folder, command, hosts, least, most, environment, each)
     try:
         yield job
     finally:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import signal
 import sys
@@ -131,11 +132,20 @@ class Training:
             "held": float(np.abs(before).max()),
             "digest": hashlib.sha256(weights).hexdigest()[:12],
             "buckets": len(self.optimizer.plan.buckets) if self.front == "own" else 0,
+            "hosts": self.hosts,
         }
+
+    @property
+    def hosts(self) -> list[list[int]] | None:
+        """The ranks of every host, with two levels."""
+        topology = None if self.front == "stock" else self.optimizer._synchronizer.topology
+        return None if topology is None else [list(ranks) for ranks in topology.hosts]
 
 
 def main(task: Task, folder: Path) -> None:
     torch.set_num_threads(1)
+    logging.basicConfig()
+    logging.getLogger("horovod_sparse").setLevel("INFO")
     hvd.init()
     diary = Diary(folder)
     diary.note("begun", rank=hvd.rank(), size=hvd.size())

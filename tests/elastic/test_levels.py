@@ -1,0 +1,71 @@
+"""Two levels in elastic jobs: hosts of two ranks that join, leave and are replaced, or lose one of two."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from elastic.job import HOSTS, elastic_job
+from elastic.test_torch import WORKER, lawful, of
+from horovod_sparse.cost import AlphaBeta, assumed_profile
+
+THREE = [[0, 1], [2, 3], [4, 5]]
+
+
+def hosts_of(entries: list[dict[str, Any]]) -> dict[int, list[Any]]:
+    """By batch, which ranks shared a host in it, as all ranks say that did it last."""
+    found: dict[int, list[Any]] = {}
+    for entry in of(entries, "batch"):
+        last = found.setdefault(entry["batch"], [])
+        last += [step["hosts"] for step in entry["steps"]]
+    return {batch: said[-1] for batch, said in found.items()}
+
+
+def test_hosts_join_and_leave_and_one_of_two_ranks_is_refused(tmp_path: Path) -> None:
+    """Nothing is lost of what survivors hold; at unequal hosts all ranks end with the error's name."""
+    trained = [f"own {name}:density=0.2" for name in ("topk", "exdyna")]
+    task = {"trained": trained, "batches": 100, "until": {"3": 6, "8": 4}, "killed": [(5, 6, "before")]}
+    task["more"] = {"levels": "host"}
+    with elastic_job(tmp_path, WORKER, json.dumps(task), least=2, most=6, each=2) as job:
+        job.wait_for(lambda entries: len(of(entries, "batch", batch=3)) >= 4)
+        job.set_hosts(HOSTS[:3])
+        job.wait_for(lambda entries: len(of(entries, "batch", batch=10, size=4)) >= 4)
+        job.set_hosts(HOSTS[:2], **{HOSTS[1]: 1})
+        assert job.wait() != 0
+        entries, log = job.entries, job.log
+    assert "UnsupportedError: two levels need as many ranks on every host" in log
+    steps = [(entry["size"], step) for entry in of(entries, "batch") for step in entry["steps"]]
+    for size, step in steps:
+        assert step["hosts"] == THREE[: size // 2] and step["lost"] < 1e-5, (size, step)
+    assert {size for size, _ in steps} == {4, 6}
+    assert max(step["held"] for _, step in steps) > 0
+    after = of(entries, "batch", batch=10, size=4)[-4:]
+    for which in range(len(trained)):
+        assert len({entry["steps"][which]["digest"] for entry in after}) == 1
+
+
+def test_a_host_is_replaced_and_auto_goes_flat_when_hosts_are_unequal(tmp_path: Path) -> None:
+    network = AlphaBeta(1e-3, 1e-3), AlphaBeta(0.0, 0.0)  # nothing but bytes between hosts takes time
+    profile = assumed_profile(network[0], 4, per_host=2, host_network=network[1])
+    tmp_path.mkdir(exist_ok=True)
+    profile.save(tmp_path / "profile.json")
+    task = {"batches": 12, "killed": [(3, 4, "backward")], "until": {"5": 4, "8": 3}}
+    task["more"] = {
+        "levels": "auto",
+        "bucket_bytes": None,
+        "merging": "layerwise",
+        "profile": str(tmp_path / "profile.json"),
+    }
+    with elastic_job(tmp_path, WORKER, json.dumps(task), least=2, most=4, each=2) as job:
+        job.set_hosts(HOSTS[:3])  # more than it may use at once
+        job.wait_for(lambda entries: len(of(entries, "batch", batch=8, size=4)) >= 4)
+        job.set_hosts([HOSTS[0], HOSTS[2]], **{HOSTS[2]: 1})
+        assert job.wait() == 0, job.log
+        entries, log = job.entries, job.log
+    lawful(entries, 3)
+    hosts = hosts_of(entries)
+    assert all(hosts[batch] == THREE[:2] for batch in range(1, 9)), hosts
+    assert all(hosts[batch] is None for batch in range(9, 13)), hosts
+    assert of(entries, "batch", host=HOSTS[2])
+    assert "levels='flat': hosts have different numbers of ranks ([1, 2])" in log
