@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from rich.progress import track
 from horovod_sparse.sparsifiers import ALGORITHMS
 from studies import results
 
-__all__ = ["command", "main", "summary", "table", "variants"]
+__all__ = ["command", "main", "summary", "table", "trained", "variants"]
 
 FILE = results.MEASUREMENTS / "convergence.json"
 EXAMPLES = Path(__file__).parents[1]
@@ -118,15 +119,31 @@ def command(variant: str, seed: int, json_file: str) -> list[str]:
 
 
 def launch(variant: str, seed: int, timeout_s: float) -> dict[str, Any]:
-    """One training; what it wrote, or that its gradients became infinite.
+    """One training; see `trained`."""
+    return trained(lambda file: command(variant, seed, file), timeout_s)
+
+
+def trained(command_for: Callable[[str], list[str]], timeout_s: float, **variables: str) -> dict[str, Any]:
+    """One launch of an example; what it wrote, or that its gradients became infinite.
+
+    Args:
+        command_for: the command by the file that the example is to write.
+        timeout_s: after which the launch has failed.
+        **variables: of the environment, beside the caller's.
 
     Raises:
         RuntimeError: if the launch failed or took too long, with the end of its output.
     """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "run.json"
-        arguments = ["timeout", "--kill-after=15", str(timeout_s), *command(variant, seed, str(file))]
-        done = subprocess.run(arguments, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        arguments = ["timeout", "--kill-after=15", str(timeout_s), *command_for(str(file))]
+        done = subprocess.run(
+            arguments,
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, **variables},
+        )
         if done.returncode == 1 and "NonFiniteGradientError" in done.stderr:
             return {"diverged": True}
         if done.returncode != 0 or not file.exists():

@@ -13,8 +13,12 @@ from . import measure
 ROOT = Path(__file__).resolve().parents[2]
 JSON, PAGE = ROOT / "docs" / "measurements" / "merging.json", ROOT / "docs" / "merging.md"
 SIZES = (2, 4, 8, 16)
-#: by the mark in the page: files beside JSON
-HOSTS = {"hosts": "merging_hosts.json", "names": "merging_names.json"}
+#: by the mark in a page: files beside JSON, and the page
+HOSTS = {
+    "hosts": ("merging_hosts.json", PAGE),
+    "names": ("merging_names.json", PAGE),
+    "plans": ("levels_merging.json", PAGE.with_name("levels.md")),
+}
 
 
 def random_table(rows: list[dict[str, Any]]) -> str:
@@ -100,17 +104,15 @@ def put(page: str, mark: str, text: str) -> str:
     pattern = re.compile(rf"(<!-- {mark} -->\n).*?(\n<!-- end -->)", re.DOTALL)
     changed, count = pattern.subn(lambda match: match[1] + text + match[2], page)
     if count != 1:
-        raise SystemExit(f"docs/merging.md has {count} places marked {mark!r}, not one")
+        raise SystemExit(f"the page has {count} places marked {mark!r}, not one")
     return changed
 
 
 def put_hosts() -> None:
     """The tables of what was measured on hosts, from the files of `scripts/bench merging --json`."""
-    page = PAGE.read_text(encoding="utf-8")
-    for mark, name in HOSTS.items():
+    for mark, (name, page) in HOSTS.items():
         found = json.loads((JSON.parent / name).read_text(encoding="utf-8"))
-        page = put(page, mark, hosts_table(found))
-    PAGE.write_text(page, encoding="utf-8")
+        page.write_text(put(page.read_text(encoding="utf-8"), mark, hosts_table(found)), encoding="utf-8")
 
 
 def main() -> None:

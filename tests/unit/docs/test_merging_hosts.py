@@ -1,4 +1,4 @@
-"""docs/merging.md shows what was measured on hosts, and nothing else."""
+"""docs/merging.md and docs/levels.md show what was measured on hosts, and nothing else."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
-PAGE = (ROOT / "docs" / "merging.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture
@@ -25,9 +24,11 @@ def report(monkeypatch):
 
 def test_the_tables_are_those_of_the_measurements(report):
     assert report.HOSTS
-    for mark, name in report.HOSTS.items():
+    for mark, (name, page) in report.HOSTS.items():
         found = json.loads((ROOT / "docs" / "measurements" / name).read_text(encoding="utf-8"))
-        (table,) = re.findall(rf"<!-- {mark} -->\n(.*?)\n<!-- end -->", PAGE, re.DOTALL)
+        (table,) = re.findall(
+            rf"<!-- {mark} -->\n(.*?)\n<!-- end -->", page.read_text(encoding="utf-8"), re.DOTALL
+        )
         assert table == report.hosts_table(found)
         for row in found["results"]:
             error = row["predicted_seconds"] / row["seconds"]["median"] - 1.0

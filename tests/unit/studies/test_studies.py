@@ -14,7 +14,7 @@ pytest.importorskip("mlxtend")
 pytest.importorskip("matplotlib")
 pytest.importorskip("rich")
 
-from studies import convergence, feedback, residuals, results, schedules, threshold
+from studies import convergence, feedback, levels, residuals, results, schedules, threshold
 from studies.tasks import Task, digits_task, small_digits_task, text_task
 from studies.training import train
 
@@ -178,6 +178,24 @@ def test_accuracies_are_compared_with_dense() -> None:
     dense, topk = convergence.table(result).splitlines()[2:]
     assert dense == "| none | 98.00% | 97.0% to 99.0% | 2 | +0.00 | 4.0 | 1x | 100.00% |"
     assert topk == "| topk | 96.00% | 96.0% to 96.0% | 1 | -2.00 | 0.1 | 40x | 2.00% |"
+
+
+def test_accuracies_by_levels_are_compared_with_each_other() -> None:
+    accuracies = {"flat": (0.97, 0.96), "4 x 1": (0.97, 0.96), "2 x 2": (0.955, 0.963)}
+    runs = {
+        f"topk/{topology}/seed {seed}": {"accuracy": accuracy}
+        for topology, each in accuracies.items()
+        for seed, accuracy in enumerate(each)
+    }
+    runs |= {"exdyna/flat/seed 0": {"diverged": True}, "none/flat/seed 0": {"accuracy": 0.99}}
+    rows = levels.table({"runs": runs}).splitlines()[2:]
+    assert rows[0] == "| topk | flat | 96.50 | 97.0, 96.0 | 0.60, **missed** |"
+    assert rows[2] == "| topk | 2 x 2 | 95.90 | 95.5, 96.3 | 0.60, **missed** |"
+    assert rows[3:] == ["| exdyna | flat | 0.00 | 0.0 |  |", "| none | flat | 99.00 | 99.0 |  |"]
+    command = levels.command("topk", "2 x 2", 1, 8, "out.json")
+    assert command[:6] == ["horovodrun", "--gloo", "--log-level", "ERROR", "-np", "4"]
+    assert command[command.index("--levels") :][:2] == ["--levels", "host"]
+    assert "--levels" not in levels.command("none", "flat", 1, 8, "out.json")
 
 
 def test_residual_modes_share_their_first_step_only(tiny_digits: Task) -> None:
