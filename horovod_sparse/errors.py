@@ -113,10 +113,15 @@ class NonFiniteGradientError(HorovodSparseError, ArithmeticError):
         self.bucket, self.where = bucket, where
         super().__init__(bucket, where)
 
-    def __str__(self) -> str:
+    @property
+    def finding(self) -> str:
+        """What was seen, without what became of the step."""
         places = "; ".join(f"rank {rank}: {place}" for rank, place in sorted(self.where.items()))
+        return f"the gradient of {self.bucket} is not finite ({places})"
+
+    def __str__(self) -> str:
         return (
-            f"the gradient of {self.bucket} is not finite ({places}). No rank applied this step; "
+            f"{self.finding}. No rank applied this step; "
             "lower the learning rate, clip the gradient, or look at that parameter's loss"
         )
 
@@ -137,10 +142,17 @@ class NonFiniteSumError(NonFiniteGradientError):
         super().__init__(bucket, where)
         self.parameter = parameter
 
-    def __str__(self) -> str:
+    @property
+    def finding(self) -> str:
+        """See `NonFiniteGradientError.finding`."""
         return (
             f"the sum over ranks of {self.bucket} is more than its type holds ({self.parameter}), though the "
-            "gradient of every rank is finite. No rank applied this step; lower the learning rate, or clip "
+            "gradient of every rank is finite"
+        )
+
+    def __str__(self) -> str:
+        return (
+            f"{self.finding}. No rank applied this step; lower the learning rate, or clip "
             "gradients (clip_norm of a feedback clips each rank's own)"
         )
 

@@ -43,6 +43,16 @@ def _host_counts(text: str) -> list[int]:
     return values
 
 
+#: behind the name of a sparsifier whose rounds are messages between pairs of ranks
+PAIRS_SUFFIX = ", pairs"
+
+
+def add_pairs(parser: argparse.ArgumentParser) -> None:
+    """Adds what asks for those, too."""
+    text = "each sparsifier is measured with its rounds as messages between pairs of ranks, too"
+    parser.add_argument("--pairs", action="store_true", help=text)
+
+
 def add_common(parser: argparse.ArgumentParser, sparsifiers: Sequence[str], baselines: Sequence[str]) -> None:
     """Adds them.
 

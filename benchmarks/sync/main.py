@@ -19,7 +19,9 @@ from benchmarks.common.hosts import (
     write_json,
 )
 from benchmarks.common.options import (
+    PAIRS_SUFFIX,
     add_common,
+    add_pairs,
     baselines,
     command_line,
     count,
@@ -34,8 +36,6 @@ from horovod_sparse.sparsifiers import ALGORITHMS
 _BASELINES = ("dense", "dense float16", "naive")
 #: behind the name of a sparsifier that is synchronized on two levels
 LEVELS_SUFFIX = ", two levels"
-#: behind the name of one whose rounds are messages between pairs of ranks
-PAIRS_SUFFIX = ", pairs"
 #: behind that, where ranks of a host sum up by messages though they could share memory
 MESSAGES_SUFFIX = ", messages"
 #: of DistributedDataParallel: its own allreduce, and what it has of compression
@@ -74,11 +74,7 @@ def parser() -> argparse.ArgumentParser:
         help="with more than one (default %(default)s) each sparsifier is measured on two levels, too, whose "
         "ranks sum up within a host in memory that they share, and by messages",
     )
-    made.add_argument(
-        "--pairs",
-        action="store_true",
-        help="each sparsifier is measured with its rounds as messages between pairs of ranks, too",
-    )
+    add_pairs(made)
     add_common(made, list(ALGORITHMS), _BASELINES)
     return made
 
@@ -112,7 +108,7 @@ def split_for_memory(
         [['topk'], ['micro', 'exdyna']]
     """
     base = num_ranks * (_PROCESS_BYTES + (_GRADIENT_SHARE + naive * _NAIVE_SHARE) * elements)
-    each = num_ranks * (_SPARSIFIER_SHARE * ways + levels * _LEVELS_SHARE) * elements
+    each = num_ranks * (_SPARSIFIER_SHARE * ways + levels * _LEVELS_SHARE * (1 + ways) // 2) * elements
     most = int((0.85 * available - base) // each)
     if most < 1:
         needed = (base + each) / 0.85 / 2**30
@@ -150,6 +146,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                     if options.engine == "horovod" and options.ranks_per_host > 1:
                         two = [name + LEVELS_SUFFIX for name in names if name != "hard_threshold"]
                         own += [name + way for name in two for way in ("", MESSAGES_SUFFIX)]
+                        own += [name + PAIRS_SUFFIX for name in two if options.pairs]
                     if options.pairs:
                         own += [name + PAIRS_SUFFIX for name in names]
                     settings = {

@@ -13,13 +13,11 @@ import torch
 
 import horovod_sparse.torch as hvd
 from benchmarks.common.gradients import GradientSource
+from benchmarks.common.options import PAIRS_SUFFIX
+from benchmarks.common.transports import ASKED, travel_by
 from benchmarks.common.wire import Round, rounds_of
-from benchmarks.sync.main import LEVELS_SUFFIX, MESSAGES_SUFFIX, PAIRS_SUFFIX
-from horovod_sparse.collectives import Exchange, Synchronization
-from horovod_sparse.frontend.messages import TRANSPORT_VARIABLE
+from benchmarks.sync.main import LEVELS_SUFFIX, MESSAGES_SUFFIX
 from horovod_sparse.frontend.shared_memory import MEMORY_VARIABLE, lends
-from horovod_sparse.torch.driver import HorovodDriver
-from horovod_sparse.torch.transport import forget_transports
 
 
 class Synthetic:
@@ -192,8 +190,8 @@ class Sparse(Method):
         transport: str | None = None,
     ) -> None:
         super().__init__(name, model)
-        self._transport = transport or _ASKED
-        _travel_by(self._transport)
+        self._transport = transport or ASKED
+        travel_by(self._transport)
         parameters = model.parameters()
         # messages have names of their own, as if there were no other method: Horovod caches by name
         named = [(f"{name}.{layer}", p) for (layer, _), p in zip(model.layers, parameters, strict=True)]
@@ -211,7 +209,7 @@ class Sparse(Method):
     def prepare(self) -> None:
         """See `Method.prepare`."""
         super().prepare()
-        _travel_by(self._transport)
+        travel_by(self._transport)
         for part in self._synchronizer.parts:
             part.gradient.reset()
         for parameter, gradient in zip(self._parameters, self.model.views(), strict=True):
@@ -250,24 +248,6 @@ class Sparse(Method):
         }
 
 
-#: how rounds travel, as the user has said
-_ASKED = os.environ.get(TRANSPORT_VARIABLE, "auto")
-
-
-def _travel_by(transport: str) -> None:
-    """From now on, and agreed upon before anything is timed."""
-    if os.environ.get(TRANSPORT_VARIABLE, "auto") != transport:
-        os.environ[TRANSPORT_VARIABLE] = transport
-        forget_transports(hvd.global_process_set)
-        driver = HorovodDriver()
-        driver.start("benchmark's first message", _hello((hvd.rank() + 1) % hvd.size()))
-        driver.wait()
-
-
-def _hello(peer: int) -> Synchronization[None]:
-    yield Exchange({peer: np.zeros(1, np.int32)}, ((hvd.rank() - 1) % hvd.size(),))
-
-
 #: baselines by name
 BASELINES = ("dense", "dense float16", "naive")
 
@@ -290,16 +270,17 @@ def make_method(
         return Dense(name, model, hvd.Compression.fp16)
     if name == "naive":
         return Naive(name, model, density)
-    plain = name.removesuffix(MESSAGES_SUFFIX)
+    transport = "pairs" if name.endswith(PAIRS_SUFFIX) else None
+    name_of = name.removesuffix(PAIRS_SUFFIX)
+    plain = name_of.removesuffix(MESSAGES_SUFFIX)
     if plain.endswith(LEVELS_SUFFIX):
         text = settings[plain.removesuffix(LEVELS_SUFFIX)]
-        os.environ[MEMORY_VARIABLE] = str(int(plain == name))
-        made = Sparse(name, model, text, {**options, "levels": "host"})
+        os.environ[MEMORY_VARIABLE] = str(int(plain == name_of))
+        made = Sparse(name, model, text, {**options, "levels": "host"}, transport)
         made.settle()
         return made
-    transport = "pairs" if name.endswith(PAIRS_SUFFIX) else None
-    text = settings[name.removesuffix(PAIRS_SUFFIX)]
-    if name.removesuffix(PAIRS_SUFFIX) == "hard_threshold":
+    text = settings[name_of]
+    if name_of == "hard_threshold":
         text += f",threshold={_reached_by(model, density)}"
     return Sparse(name, model, text, options, transport)
 

@@ -13,7 +13,9 @@ from rich.console import Console
 
 from benchmarks.common.hosts import BenchmarkError, cluster_for, machine_facts, write_json
 from benchmarks.common.options import (
+    PAIRS_SUFFIX,
     add_common,
+    add_pairs,
     baselines,
     command_line,
     count,
@@ -59,6 +61,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--min-elements", type=count, help="smaller parameters stay dense (default: none do)")
     text = "also with each sparsifier: what is sparsified where nothing is said of buckets"
     made.add_argument("--by-default", action="store_true", help=text)
+    add_pairs(made)
     add_common(made, _DEFAULT_SPARSIFIERS, _BASELINES)
     return made
 
@@ -70,6 +73,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         raise BenchmarkError(f"--framework {options.framework}: this version cannot measure it; use torch")
     if options.framework != "torch" and (options.by_default or options.model == "digits"):
         raise BenchmarkError("--by-default and --model digits are measured in PyTorch only")
+    if options.framework != "torch" and options.pairs:
+        raise BenchmarkError("--pairs is measured in PyTorch only")
     if options.framework != "torch" and ALONE in options.baselines:
         raise BenchmarkError(f"--baselines {ALONE} is measured in PyTorch only")
     if options.framework != "torch" and options.model not in _REAL_MODELS:
@@ -78,6 +83,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     sparsifiers = named_sparsifiers(options.sparsifiers, options.density)
     if options.by_default:
         sparsifiers |= {f"{name}{BY_DEFAULT}": text for name, text in sparsifiers.items()}
+    if options.pairs:
+        sparsifiers |= {f"{name}{PAIRS_SUFFIX}": text for name, text in sparsifiers.items()}
     methods = [*baselines(options.baselines, (*_BASELINES, ALONE)), *sparsifiers]
     settings = {
         "model": options.model,

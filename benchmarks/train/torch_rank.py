@@ -12,6 +12,8 @@ import torch
 
 import horovod_sparse.torch as hvd
 from benchmarks.common import ranks
+from benchmarks.common.options import PAIRS_SUFFIX
+from benchmarks.common.transports import ASKED, travel_by
 from benchmarks.common.wire import Round, rounds_of
 from benchmarks.train.main import ALONE, BY_DEFAULT
 from benchmarks.train.models import make_model
@@ -40,6 +42,7 @@ class Training:
         self._bytes_per_element = 2 if name == "dense float16" else 4
         self.parts: dict[str, float] = {}
         self._decides = False
+        self._transport = "pairs" if name.endswith(PAIRS_SUFFIX) else ASKED
         if name == ALONE:
             self._optimizer: Any = sgd
             return
@@ -52,6 +55,7 @@ class Training:
             options = {"plan": _plan([label for label, _ in named], settings["plans"][name])}
         if self._decides:
             options["profile"] = Profile.from_json(json.dumps(settings["profiles"][name]))
+        travel_by(self._transport)
         os.environ[TENSOR_SELECTION_VARIABLE] = "formulas" if name.endswith(BY_DEFAULT) else "all"
         self._optimizer = hvd.DistributedOptimizer(
             sgd,
@@ -63,6 +67,7 @@ class Training:
 
     def prepare(self) -> None:
         """Trains until the density is decided, where it is to be: that is measured by whole steps."""
+        travel_by(self._transport)
         while self._decides and self._optimizer.decision is None:
             self.run()
 

@@ -34,7 +34,7 @@ _log = logging.getLogger("horovod_sparse")
 EVERY_VARIABLE, POLICY_VARIABLE = "HOROVOD_SPARSE_CHECK_EVERY", "HOROVOD_SPARSE_ON_DRIFT"
 _EVERY = 1000
 #: what `on_drift` may be
-RAISE, WARN, RESYNC = "raise", "warn", "resync"
+POLICIES = RAISE, WARN, RESYNC = "raise", "warn", "resync"
 
 #: 64-bit words of a row; rows are added up. Sums this long stay in the first cache
 COLUMNS = 512
@@ -146,7 +146,7 @@ def check_drift_arguments(check_every: int | None, on_drift: str | None) -> tupl
     if isinstance(every, bool) or not isinstance(every, int) or every < 0:
         raise ArgumentError(name, os.environ.get(name, check_every), "a number of steps, or 0 for never")
     policy = on_drift if on_drift is not None else os.environ.get(POLICY_VARIABLE, "").strip() or RAISE
-    if policy not in (RAISE, WARN, RESYNC):
+    if policy not in POLICIES:
         name = "on_drift" if on_drift is not None else POLICY_VARIABLE
         raise ArgumentError(name, policy, "'raise', 'warn' or 'resync'")
     return every, policy

@@ -87,9 +87,9 @@ class Poison:
 
     def _tell(self, count: int, errors: Sequence[BaseException], what: str) -> None:
         if count & (count - 1) == 0:  # the 1st, 2nd, 4th, ...: a training that has blown up fills no disk
-            _log.warning(
-                "%s; %s, as on_nonfinite=%r asks (%d so far)", worst(errors), what, self.policy, count
-            )
+            found = worst(errors)
+            seen = found.finding if isinstance(found, NonFiniteGradientError) else str(found)
+            _log.warning("%s; %s, as on_nonfinite=%r asks (%d so far)", seen, what, self.policy, count)
 
 
 def _about_numbers(errors: Sequence[BaseException]) -> bool:

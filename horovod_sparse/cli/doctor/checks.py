@@ -2,34 +2,20 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from horovod_sparse.checks import whole_number
-from horovod_sparse.cli.doctor.facts import SETTINGS, Finding, advice, good, problem
+from horovod_sparse.cli.doctor.facts import Finding, advice, good, problem
+from horovod_sparse.cli.doctor.settings import is_own
 from horovod_sparse.frontend.levels import RANKS_VARIABLE
-from horovod_sparse.frontend.messages import TRANSPORT_VARIABLE, WAYS
+from horovod_sparse.frontend.messages import TRANSPORT_VARIABLE
 from horovod_sparse.frontend.shared_memory import MEMORY_VARIABLE
 
 Facts = Mapping[str, Any]
 
 #: settings that have to be the same on all ranks, or they wait for each other
 _STRICT = ("HOROVOD_CACHE_CAPACITY", "HOROVOD_DYNAMIC_PROCESS_SETS", "HOROVOD_CPU_OPERATIONS")
-#: set by launchers for each rank
-_OWN = (
-    "RANK",
-    "SIZE",
-    "HOSTNAME",
-    "GLOO",
-    "CONTROLLER",
-    "SECRET",
-    "RENDEZVOUS",
-    "LOCAL",
-    "CROSS",
-    "JOB",
-    "NUM_PROC",
-)
 
 
 def check_threads(everyone: Sequence[Facts]) -> Iterator[Finding]:
@@ -168,12 +154,6 @@ def _by_rank(values: Sequence[str]) -> str:
         shown = ", ".join(map(str, ranks[:6])) + (", ..." if len(ranks) > 6 else "")
         parts.append(f"{value} on rank{'' if len(ranks) == 1 else 's'} {shown}")
     return "; ".join(parts)
-
-
-def is_own(name: str) -> bool:
-    """Whether launchers set this variable, for every rank its own."""
-    rest = name.removeprefix("HOROVOD_")
-    return any(rest.startswith(word) for word in _OWN)
 
 
 _HOROVOD = "0.28.1"
@@ -331,85 +311,3 @@ def _pairs(facts: Facts) -> Iterator[Finding]:
         )
     else:
         yield good("pairs of ranks", "MPI's own messages, thread level multiple")
-
-
-def check_settings(facts: Facts) -> Iterator[Finding]:
-    """Horovod's environment variables, except cycle time and cache.
-
-    Args:
-        facts: of `local_facts`.
-    """
-    settings = facts["settings"]
-    if _is_on(settings.get("HOROVOD_AUTOTUNE")):
-        yield advice(
-            "autotune",
-            "HOROVOD_AUTOTUNE is on",
-            "it counts the bytes of allreduces only, so with sparsified gradients it tunes for next to "
-            "nothing, and changes cycle time and fusion while it tries",
-            "unset HOROVOD_AUTOTUNE, and set HOROVOD_CYCLE_TIME yourself",
-        )
-    else:
-        yield good("autotune", "off")
-    if _is_on(settings.get("HOROVOD_STALL_CHECK_DISABLE")):
-        yield advice(
-            "stall check",
-            "HOROVOD_STALL_CHECK_DISABLE is set",
-            "a rank that fails leaves the others waiting, and nothing says for what",
-            "unset it",
-        )
-    elif (after := _number(settings.get("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"), facts["gives_up"])) <= 0.0:
-        warned = _number(settings.get("HOROVOD_STALL_CHECK_TIME_SECONDS"), 60.0)
-        yield advice(
-            "stall check",
-            f"warns after {warned:g} s and never ends a run",
-            "a collective that one rank does not join holds the others for ever",
-            "set HOROVOD_STALL_SHUTDOWN_TIME_SECONDS, to 300 for instance",
-        )
-    else:
-        yield good("stall check", f"ends a run after {after:g} s")
-    if settings.get("HOROVOD_FUSION_THRESHOLD") == "0":
-        yield advice(
-            "fusion",
-            "HOROVOD_FUSION_THRESHOLD=0",
-            "messages that wait together go one by one, and each pays the network's latency",
-            "unset it (128 MiB), or set it to some MiB",
-        )
-    if settings.get("HOROVOD_TIMELINE"):
-        yield advice(
-            "timeline",
-            f"HOROVOD_TIMELINE={settings['HOROVOD_TIMELINE']}",
-            "writing it takes time in every cycle",
-            "unset it once you have seen enough (horovod-sparse plan --timeline reads it)",
-        )
-    if (memory := settings.get(MEMORY_VARIABLE, "").strip()) not in ("", "0", "1"):
-        yield problem(
-            "shared memory",
-            f"{MEMORY_VARIABLE}={memory}",
-            "an optimizer with two levels will raise an error",
-            "1, or 0 for messages within a host, too",
-        )
-    transport = settings.get("HOROVOD_SPARSE_TRANSPORT")
-    if transport not in (None, *WAYS):
-        yield problem(
-            "transport",
-            f"HOROVOD_SPARSE_TRANSPORT={transport}",
-            "the first exchange between two ranks will raise an error",
-            ", ".join(WAYS),
-        )
-    for name in settings:
-        near = difflib.get_close_matches(name, SETTINGS, n=1, cutoff=0.88)
-        if name not in SETTINGS and near and not is_own(name):
-            yield advice(
-                "settings", f"{name} is set", f"Horovod does not know it; it knows {near[0]}", "rename it"
-            )
-
-
-def _is_on(text: str | None) -> bool:
-    return text is not None and text.strip().lower() not in ("", "0", "false")
-
-
-def _number(text: str | None, default: float) -> float:
-    try:
-        return default if text is None else float(text)
-    except ValueError:
-        return default

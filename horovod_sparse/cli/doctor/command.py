@@ -14,7 +14,6 @@ from horovod_sparse.cli.doctor.checks import (
     check_installation,
     check_launch,
     check_levels,
-    check_settings,
     check_threads,
 )
 from horovod_sparse.cli.doctor.cycle import check_cache, check_cycle, check_gain, forecast, num_names
@@ -28,6 +27,7 @@ from horovod_sparse.cli.doctor.facts import (
     problem,
     rank_facts,
 )
+from horovod_sparse.cli.doctor.settings import check_settings
 from horovod_sparse.cli.model import FORMAT, Model, read_model
 from horovod_sparse.cli.options import density, read_merging, read_recipe
 from horovod_sparse.cli.ranks import FRAMEWORKS, Ranks, start, usable_framework

@@ -66,7 +66,7 @@ def transport_asked() -> str:
     Raises:
         UnknownNameError: if it is none of them.
     """
-    wanted = os.environ.get(TRANSPORT_VARIABLE, "auto")
+    wanted = os.environ.get(TRANSPORT_VARIABLE, "").strip() or "auto"
     if wanted not in WAYS:
         raise UnknownNameError(TRANSPORT_VARIABLE, wanted, WAYS)
     return wanted

@@ -11,7 +11,6 @@ from horovod_sparse.cli.doctor.checks import (
     check_installation,
     check_launch,
     check_levels,
-    check_settings,
     check_threads,
 )
 from horovod_sparse.cli.doctor.cycle import (
@@ -23,6 +22,7 @@ from horovod_sparse.cli.doctor.cycle import (
     profile_at_cycle,
 )
 from horovod_sparse.cli.doctor.facts import Finding, local_facts
+from horovod_sparse.cli.doctor.settings import check_settings
 from horovod_sparse.cli.main import main
 from horovod_sparse.cost import AlphaBeta, Fit, Profile, assumed_profile
 from horovod_sparse.errors import ArgumentError, HorovodMissingError
@@ -147,6 +147,9 @@ def test_threads_are_counted_against_the_cores_of_a_host():
         ({"SPARSE_TRANSPORT": "tcp"}, "transport", "problem"),
         ({"SPARSE_TRANSPORT": "mpi"}, "transport", "problem"),
         ({"SPARSE_SHARED_MEMORY": "2"}, "shared memory", "problem"),
+        ({"SPARSE_CHECK_EVERY": "often"}, "replicas", "problem"),
+        ({"SPARSE_ON_DRIFT": "ignore"}, "replicas", "problem"),
+        ({"SPARSE_RANKS_PER_HOST": "0"}, "levels", "problem"),
         ({"CYCLETIME": "0.1"}, "settings", "advice"),
     ],
 )
@@ -159,6 +162,13 @@ def test_what_the_package_tells_horovod_counts(monkeypatch, deadline, level):
     monkeypatch.setenv("HOROVOD_SPARSE_DEADLINE_SECONDS", deadline)
     monkeypatch.delenv("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", raising=False)
     assert levels(check_settings(local_facts()))["stall check"] == level
+
+
+def test_our_own_variables_may_be_empty_or_right():
+    right = {"CHECK_EVERY": "0", "ON_DRIFT": "resync", "RANKS_PER_HOST": "2", "TRANSPORT": "pairs"}
+    for values in (right, dict.fromkeys(right, "")):
+        found = levels(check_settings(settings(**{f"SPARSE_{name}": text for name, text in values.items()})))
+        assert set(found.values()) == {"good"}
 
 
 def test_what_launchers_set_is_no_misspelling():
