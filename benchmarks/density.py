@@ -58,7 +58,11 @@ def compare(options: argparse.Namespace, hosts: Hosts, densities: Sequence[float
     """
     name = options.sparsifier
     middle = densities[len(densities) // 2]
-    profile = _saved(options.calibration, hosts.rate) if options.calibration else None
+    profile = (
+        _saved(options.calibration, {"rate": hosts.rate, "ranks": options.hosts, "network": options.network})
+        if options.calibration
+        else None
+    )
     if profile is None:
         profile = calibrated(options, hosts, [f"{name}:density={middle}"])
     limits = f"least={densities[0]},most={densities[-1]},tolerance={TOLERANCE}"
@@ -84,10 +88,10 @@ def compare(options: argparse.Namespace, hosts: Hosts, densities: Sequence[float
     }
 
 
-def _saved(path: str, rate: str) -> Profile | None:
-    """The calibration of a rate that a file of predictions holds, if it does."""
+def _saved(path: str, place: Mapping[str, Any]) -> Profile | None:
+    """The calibration of such hosts that a file of predictions holds, if it does."""
     for one in json.loads(Path(path).read_text())["comparisons"]:
-        if one["rate"] == rate:
+        if all(one[key] == value for key, value in place.items()):
             return Profile.from_json(json.dumps(one["profile"]))
     return None
 
@@ -125,8 +129,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     found: list[dict[str, Any]] = []
     try:
-        densities = [float(text) for text in options.densities.split(",")]
-        if densities != sorted(set(densities)):
+        try:
+            densities = [float(text) for text in options.densities.split(",")]
+        except ValueError:
+            densities = []
+        if not densities or densities != sorted(set(densities)):
             raise ArgumentError("--densities", options.densities, "ascending numbers, each once")
         for rate in options.rate.split(","):
             with cluster_for(options.hosts, rate, options.name) as hosts:

@@ -197,17 +197,21 @@ def predictions_table(result: Mapping[str, Any]) -> str:
 
 
 def density_table(result: Mapping[str, Any]) -> str:
-    """Of `scripts/bench density`: a row per model and rate."""
-    rows = []
+    """Of `scripts/bench density`: a row per model and rate, a table for each list of densities."""
+    lists: dict[tuple[float, ...], list[list[str]]] = {}
     for one in result["comparisons"]:
         seconds = {name: value["median"] for name, value in one["seconds"].items()}
         times = [milliseconds(seconds[f"{density:g}"]) for density in one["densities"]]
         chosen = [f"{one['auto']:g}", milliseconds(seconds["auto"]), f"{one['best']:g}"]
         verdict = "met" if one["met"] else "**missed**"
-        rows.append([f"{one['model']}, {one['rate']}", *times, *chosen, f"{one['longer']:+.1%}", verdict])
-    densities = [f"ms at {density:g}" for density in result["comparisons"][0]["densities"]]
-    header = ["", *densities, "auto takes", "ms", "best", "longer than it", ""]
-    return f"{circumstances(result)}\n\n{markdown(header, rows)}"
+        row = [f"{one['model']}, {one['rate']}", *times, *chosen, f"{one['longer']:+.1%}", verdict]
+        lists.setdefault(tuple(one["densities"]), []).append(row)
+    blocks = [circumstances(result)]
+    for densities, rows in lists.items():
+        columns = [f"ms at {density:g}" for density in densities]
+        header = ["", *columns, "auto takes", "ms", "best", "longer than it", ""]
+        blocks.append(markdown(header, rows))
+    return "\n\n".join(blocks)
 
 
 def growth_table(result: Mapping[str, Any]) -> str:

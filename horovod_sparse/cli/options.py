@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -47,7 +48,7 @@ def _quantity(text: str, units: dict[str, float], example: str) -> float:
         value = float(match[1]) * units[match[2]] if match else -1.0
     except (KeyError, ValueError):
         value = -1.0
-    if value <= 0.0:
+    if not 0.0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is not above 0 with a unit of {example}")
     return value
 

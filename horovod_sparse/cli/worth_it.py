@@ -14,12 +14,13 @@ from horovod_sparse.checks import check_count
 from horovod_sparse.cli.console import console as make_console
 from horovod_sparse.cli.console import show
 from horovod_sparse.cli.model import FORMAT, add_step, read_model, updating_seconds
-from horovod_sparse.cli.options import add_network, network_from, selection_from, source_of
-from horovod_sparse.cost import AffineTime, AlphaBeta, Profile, assumed_profile
+from horovod_sparse.cli.options import Source, add_network, network_from, selection_from, source_of
+from horovod_sparse.cost import HOST_NETWORK, AffineTime, AlphaBeta, Profile, assumed_profile
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.feedback import Recipe, parse_recipe
 from horovod_sparse.merging import LAYER_TABLES, ParameterFacts, Plan, Workload, predict
 from horovod_sparse.merging.optimal import search_plan
+from horovod_sparse.merging.plan import MAX_BUCKET_ELEMENTS
 
 #: what is tried, denser first: of two that take equally long the denser one is advised
 CANDIDATES = ("exdyna:density=0.01", "topk:density=0.01", "exdyna:density=0.001", "topk:density=0.001")
@@ -105,6 +106,9 @@ def run(options: argparse.Namespace) -> int:
     if size < 2:
         raise ArgumentError("--nodes", options.nodes, "two workers or more: one alone communicates nothing")
     options.ranks, options.framework = size, None
+    if options.nodes == 1 and options.profile is None:  # all there is to communicate by is inside the host
+        options.bandwidth = options.bandwidth or 8.0 / HOST_NETWORK.beta_seconds
+        options.latency = options.latency or HOST_NETWORK.alpha_seconds
     source = source_of(options)
     workload, origin = _workload(options, source.measured)
     network = None if options.profile else network_from(options)
@@ -121,15 +125,15 @@ def run(options: argparse.Namespace) -> int:
             return verdict_of(workload, profile, recipes, share)
 
         verdict = dataclasses.replace(verdict, dense_wins_from=crossing(at))
+    console = make_console(to_stderr=options.json)
+    for warning in source.warnings:
+        show(console, f"warning: {warning}", "yellow")
     if options.json:
         print(json.dumps(_numbers(verdict, size), indent=1))
         return 0
-    console = make_console()
-    for warning in source.warnings:
-        show(console, f"warning: {warning}", "yellow")
     levels = options.nodes > 1 and options.per_node > 1
-    known = {"measured": network is None, "levels": levels}
-    for line in sentences(verdict, options.gradient_dtype, source.words, origin, **known):
+    sure = how_sure(source, size, options.gradient_dtype)
+    for line in sentences(verdict, options.gradient_dtype, source.words, origin, sure=sure, levels=levels):
         show(console, line)
     return 0
 
@@ -190,13 +194,34 @@ def crossing(at: Callable[[float], Verdict]) -> float:
     return math.exp(high)
 
 
+def how_sure(source: Source, size: int, dtype: str) -> str:
+    """What the times are worth, in words.
+
+    Args:
+        source: of the times.
+        size: P.
+        dtype: of dense gradients.
+    """
+    if source.measured is None:
+        return (
+            "by formulas, without Horovod's own cost and the optimizer's: horovod-sparse calibrate measures "
+            "them, for --profile"
+        )
+    if source.measured.size != size:
+        return f"measured with {source.measured.size} ranks, and converted by formulas"
+    tried = "of 16 such predictions 15 were within 15 % (docs/performance.md)"
+    if dtype != "float32":
+        tried += f"; what {dtype} saves of a dense allreduce is a formula's"
+    return f"times are measured on this cluster: {tried}"
+
+
 def sentences(
     verdict: Verdict,
     dtype: str,
     words: str,
     origin: str = "as given",
     *,
-    measured: bool,
+    sure: str,
     levels: bool = False,
 ) -> list[str]:
     """Five lines.
@@ -206,7 +231,7 @@ def sentences(
         dtype: of dense gradients.
         words: on which cluster, and by what.
         origin: where the step's time is from.
-        measured: whether times were measured on it.
+        sure: see `how_sure`.
         levels: whether there are several hosts of several workers: summing within a host first may pay then.
     """
     sparse, dense, alone = (
@@ -219,7 +244,9 @@ def sentences(
     if levels:
         paste += ', levels="auto"'
     if not verdict.speedup > 1.0:
-        paste = "compression=hvd.Compression.fp16"
+        paste = (
+            "compression=hvd.Compression.fp16" if dtype == "float16" else f"nothing: train dense, in {dtype}"
+        )
     limit = verdict.dense_wins_from
     if math.isnan(limit):
         border = "at another bandwidth: leave --profile out and give --bandwidth"
@@ -229,12 +256,6 @@ def sentences(
         border = "everywhere: the model is small for its step, or selection is slow"
     else:
         border = f"from {_bandwidth(limit)} on"
-    sure = (
-        "times are measured on this cluster: of 16 such predictions 15 were within 15 % (docs/performance.md)"
-        if measured
-        else "by formulas, without Horovod's own cost and the optimizer's: horovod-sparse calibrate measures "
-        "them, for --profile"
-    )
     return [
         f"worth it: {verdict.answer}, {times} ({words})",
         f"iteration: {sparse} sparse, {dense} dense ({dtype}, overlapped and fused), {alone} computing alone",
@@ -268,15 +289,16 @@ def _workload(options: argparse.Namespace, profile: Profile | None) -> tuple[Wor
     if options.model is not None:
         model = read_model(options.model).on(options.gpu, given)
         update = updating_seconds(model.parameters, profile, options.update)
-        return model.workload(update_seconds=update), model.source or "of the file"
+        known = profile if model.backward_seconds is None else None
+        return model.workload(known, update_seconds=update), model.source or "of the file"
     if options.gpu is not None:
         raise ArgumentError("--gpu", options.gpu, "--model too: tables have times by device")
-    if not 1.0 <= options.params < 1e13:
-        raise ArgumentError("--params", options.params, "a number of parameters, 1 or more")
+    if not 1.0 <= options.params <= 1e12:
+        raise ArgumentError("--params", options.params, "a number of parameters, from 1 to 1e12")
     if given is None:
         raise ArgumentError("--step-ms", None, "the time of forward and backward beside --params")
     num_elements, seconds = int(options.params), given
-    pieces = min(_PIECES, num_elements)
+    pieces = min(num_elements, max(_PIECES, -(-num_elements // MAX_BUCKET_ELEMENTS)))
     bounds = [num_elements * number // pieces for number in range(pieces + 1)]
     facts = tuple(
         ParameterFacts(f"piece{number}", stop - start)

@@ -63,8 +63,9 @@ def profile_at(profile: Profile, size: int) -> Profile:
     with w, the wait for Horovod's next cycle, paid once whatever P; it is taken to be half of the cycle
     time, as measurements begin anywhere in a cycle, or all of alpha where that is less. The formulas know
     neither contention nor the slowest of many ranks, so what they say is the least to be expected.
-    Selection does not depend on P. Where two levels were measured, there are more hosts of as many ranks; the
-    levels are left out where P is no multiple of that.
+    Selection does not depend on P; what quantizers decode, n elements of every rank, does. Where two levels
+    were measured, there are more hosts of as many ranks; the levels are left out where P is no multiple of
+    that.
 
     Args:
         profile: measured with P0 ranks, 2 or more.
@@ -96,8 +97,20 @@ def profile_at(profile: Profile, size: int) -> Profile:
         name: _scaled(name, fit, profile.size, size, cycle) if name == ALLREDUCE else fit
         for name, fit in profile.training.items()
     }
+    decoding = {
+        name: dataclasses.replace(fit, seconds_per_unit=fit.seconds_per_unit * size / profile.size)
+        if name in ALGORITHMS and not ALGORITHMS[name].has_density
+        else fit
+        for name, fit in profile.decoding.items()
+    }
     changed = dataclasses.replace(
-        profile, size=size, collectives=scaled, levels={}, per_host=1, training=training
+        profile,
+        size=size,
+        collectives=scaled,
+        decoding=decoding,
+        levels={},
+        per_host=1,
+        training=training,
     )
     if not profile.levels or size % profile.per_host or profile.num_hosts == 1:
         return changed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -47,6 +48,10 @@ class AutoDensity:
             raise ArgumentError("most", self.most, f"a density that is not below least={self.least}")
         allowed = "a part of an iteration from 0 to 1"
         check_number("tolerance", self.tolerance, allowed, low=0.0, high=1.0, include_low=True)
+        if self.least < sys.float_info.min:  # what is smaller has no digits to grow by
+            raise ArgumentError("least", self.least, f"a density from {sys.float_info.min:g}")
+        for name in ("least", "most", "tolerance"):  # numbers of NumPy's are not written as text like these
+            object.__setattr__(self, name, float(getattr(self, name)))
 
     @property
     def candidates(self) -> tuple[float, ...]:

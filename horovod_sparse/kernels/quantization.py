@@ -46,8 +46,9 @@ class Quantization:
 
     def __post_init__(self) -> None:
         for name, value, most in (("levels", self.levels, MOST_LEVELS), ("group", self.group, 2**31 - WORD)):
-            if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
+            if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not 0 <= value <= most:
                 raise ArgumentError(name, value, f"a whole number from 0 to {most}")
+            object.__setattr__(self, name, int(value))
         if self.group % WORD:
             raise ArgumentError("group", self.group, f"a multiple of {WORD}, or 0 for all elements")
         if self.norm not in NORMS:

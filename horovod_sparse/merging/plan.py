@@ -86,6 +86,7 @@ class Plan:
     def __post_init__(self) -> None:
         if self.density is not None:
             check_density("plan.density", self.density)
+            object.__setattr__(self, "density", float(self.density))
         # lists are what JSON gives back and what users write
         object.__setattr__(self, "buckets", tuple(tuple(bucket) for bucket in self.buckets))
         object.__setattr__(self, "dense", tuple(self.dense))

@@ -36,10 +36,11 @@ def _norms(values: Tensor, code: Quantization) -> Tensor:
     divided = counts if order == 1 else torch.ones_like(counts)
     found = found / divided
     # numbers near the ends of what float64 holds: by the largest
-    bad = ~torch.isfinite(found) | (found == 0)
-    parts = torch.where(bad & (tops > 0), rows.double() / tops, 0.0)
-    again = tops * torch.linalg.vector_norm(parts, order, dim=1, keepdim=True) / divided
-    found = torch.where(bad & (tops > 0), again, found).contiguous()
+    bad = ((~torch.isfinite(found) | (found == 0)) & (tops > 0)).view(-1).nonzero().view(-1)
+    if bad.numel():
+        parts = rows[bad].double() / tops[bad]
+        found[bad] = tops[bad] * torch.linalg.vector_norm(parts, order, dim=1, keepdim=True) / divided[bad]
+    found = found.contiguous()
     bits = (found.view(torch.int64) + (1 << 28)) & -(1 << 29)
     coarse = bits.view(torch.float64)
     return torch.where((found > 1e-300) & torch.isfinite(found), coarse, found).view(-1)

@@ -30,7 +30,8 @@ class QSGD(Quantizer):
         group: d, elements that share a norm, a multiple of 32; 0 for all of a bucket.
         norm: "max" (of the magnitudes) or "l2", the paper's analysis. The second loses more: up to
             ``sqrt(d) / s`` times the gradient's square. Where that is 1 or more, error feedback would add up
-            errors without limit, so it takes ``feedback="none"``, more levels or smaller groups.
+            errors without limit, so it takes ``feedback="none"``, more levels or smaller groups; so does one
+            level of the maximum of a whole bucket.
         seed: of the random numbers by which values are rounded. They depend on seed, bucket name, step, rank
             and position alone, so a resumed run draws what an uninterrupted one would have.
 
@@ -72,7 +73,13 @@ class QSGD(Quantizer):
     def diverges(self) -> str:
         """See `Sparsifier.diverges`."""
         if self.norm == "max":
-            return ""
+            # rounding to 0 or the largest leaves errors of up to that, which shrink by 1 / sqrt(n) a step
+            unbounded = self.levels == 1 and not self.group
+            return (
+                "one level of the largest of all elements keeps errors of sqrt(n) gradients"
+                if unbounded
+                else ""
+            )
         elements = self.group or math.inf
         if min(elements / self.levels**2, math.sqrt(elements) / self.levels) < 1.0:
             return ""

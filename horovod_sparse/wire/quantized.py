@@ -133,7 +133,7 @@ def sum_quantized(
     values = np.empty(num_elements, dtype)
     bodies = messages[:, HEADER:]
     if votes:
-        bodies, code = majority(bodies, code, num_elements, values.dtype), VOTED
+        bodies, code = majority(bodies, code, num_elements, values.dtype), voted(code)
         decode_sum(bodies.reshape(-1), 1, 0, code, values)
         units = bodies[:, : code.unit_words(num_elements, values.dtype)].reshape(-1).view(values.dtype)
         values *= values.dtype.type(size)
@@ -157,10 +157,18 @@ def sum_quantized(
     return found
 
 
-#: of a majority's signs, where a tie is 0
-VOTED = Quantization(levels=1)
 #: words that are counted at once, in cache
 _CHUNK = 8192
+
+
+def voted(code: Quantization) -> Quantization:
+    """How the signs of a majority are written, of which a tie is 0: one level, in the groups of the ranks'.
+
+    Example:
+        >>> voted(Quantization(group=64))
+        Quantization(levels=1, group=64, norm='mean')
+    """
+    return Quantization(levels=1, group=code.group)
 
 
 def majority(
@@ -170,18 +178,19 @@ def majority(
 
     Args:
         bodies: int32 [P, ...], units and signs of every rank.
-        code: of signs alone, with one unit for all elements.
+        code: of signs alone.
         num_elements: n.
         dtype: of the accumulator.
 
     Returns:
-        int32 [1, ...], a unit and codes of `VOTED`.
+        int32 [1, ...], units and codes as `voted` says.
     """
     size, at = bodies.shape[0], code.unit_words(num_elements, dtype)
-    voted = np.empty(VOTED.num_words(num_elements, dtype), np.int32)
+    written = voted(code)
+    found = np.empty(written.num_words(num_elements, dtype), np.int32)
     units = np.ascontiguousarray(bodies[:, :at]).view(dtype).reshape(size, -1)
-    voted[:at] = (units / size).sum(0, dtype=dtype).view(np.int32)
-    codes, signs = voted[at:].view(np.uint32).reshape(-1, VOTED.planes), bodies[:, at:].view(np.uint32)
+    found[:at] = (units / size).sum(0, dtype=dtype).view(np.int32)
+    codes, signs = found[at:].view(np.uint32).reshape(-1, written.planes), bodies[:, at:].view(np.uint32)
     digits = size.bit_length()
     for start in range(0, signs.shape[1], _CHUNK):
         ours = signs[:, start : start + _CHUNK]
@@ -196,7 +205,7 @@ def majority(
     filled = -num_elements % WORD
     if filled:
         codes[-1] &= np.uint32(0xFFFFFFFF) >> np.uint32(filled)
-    return voted.reshape(1, -1)
+    return found.reshape(1, -1)
 
 
 def _compared(counts: list[NDArray[np.uint32]], number: int) -> tuple[NDArray[Any], NDArray[Any]]:

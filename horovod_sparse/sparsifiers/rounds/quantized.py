@@ -19,7 +19,7 @@ from horovod_sparse.sparsifiers.base import (
     Traffic,
     WholeSum,
 )
-from horovod_sparse.wire.quantized import HEADER, VOTED, blank, quantized_words, sum_quantized
+from horovod_sparse.wire.quantized import HEADER, blank, quantized_words, sum_quantized, voted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,7 @@ class Quantizer(Sparsifier):
         gathered = yield AllGather(message)
         found = sum_quantized(gathered, info.size, code, n, dtype, votes=votes)
         if votes:  # every rank's part of what is applied
-            accumulator.subtract(VOTED, found.words[0])
+            accumulator.subtract(voted(code), found.words[0])
         return WholeSum(found.values, np.full(info.size, n), found.first_nonfinite, found.norms)
 
     def rounds(self, size: int) -> tuple[type[Request], ...]:
