@@ -121,7 +121,7 @@ MODELS: dict[str, tuple[Table, int, float, float | str | None, str]] = {
         sequential.vit_base(), 128, 0.001, "a100", "Dosovitskiy et al. 2021 (ViT-B/16); in no paper here."
     ),
     "xml_one_layer": (
-        sequential.xml_one_layer(), 256, 0.001, 0.025, "DRAGONN, section 5.1; 25 ms per step in 5.3."
+        sequential.xml_one_layer(), 256, 0.001, 0.025, "DRAGONN, section 5.1; 25 ms per step in 5.2."
     ),
 }  # fmt: skip
 

@@ -171,3 +171,50 @@ def test_plan_takes_dense_as_horovods_own_optimizer_does_it(capsys, tmp_path):
     compared = {one["name"]: one for one in json.loads(capsys.readouterr().out)["compared"]}
     # nearly all of 102 MB is sent after backward
     assert 3.06 < compared["dense"]["iteration_seconds"] < 3.06 + 0.18 + 0.05
+
+
+def test_one_host_communicates_by_the_network_within_it(capsys):
+    """It was planned at 1 Gbit/s, and `plan --per-host` said otherwise."""
+    alone = ["worth-it", "--params", "100e6", "--step-ms", "100", "--nodes", "1", "--per-node", "4", "--json"]
+    assert main(alone) == 0
+    inside = json.loads(capsys.readouterr().out)
+    fast = numbers(capsys, "--bandwidth", "32gbit", "--latency", "20us")
+    assert inside["dense_seconds"] == pytest.approx(fast["dense_seconds"])
+    assert main([*alone, "--bandwidth", "1gbit", "--latency", "20us"]) == 0
+    assert json.loads(capsys.readouterr().out)["dense_seconds"] > 2 * fast["dense_seconds"]
+
+
+def test_how_sure_it_is_depends_on_what_was_tried(capsys, tmp_path):
+    path = tmp_path / "p.json"
+    assumed_profile(AlphaBeta(1e-3, 8e-9), 4).save(path)
+    said = {}
+    for name, more in {
+        "same": [],
+        "float32": ["--gradient-dtype", "float32"],
+        "more": ["--nodes", "8"],
+    }.items():
+        assert main([*ARGUMENTS, "--profile", str(path), *more]) == 0
+        said[name] = capsys.readouterr().out.splitlines()[-1]
+    assert "15 %" in said["float32"] and "float16" not in said["float32"]
+    assert "15 %" in said["same"] and "float16" in said["same"]
+    assert "15 %" not in said["more"] and "converted" in said["more"]
+
+
+def test_a_profile_s_backward_times_are_those_of_a_file_without_any(capsys, tmp_path):
+    """It asked for "a profile with backward times", which it had been given."""
+    facts = {"parameters": [["a", 10_000_000], ["b", 90_000_000]]}
+    (tmp_path / "net.json").write_text(json.dumps(facts))
+    made = assumed_profile(AlphaBeta(1e-3, 8e-9), 4)
+    times = {"backward_seconds": {"b": 0.05, "a": 0.02}, "forward_seconds": 0.03}
+    dataclasses.replace(made, **times).save(tmp_path / "p.json")
+    words = ["worth-it", "--model", str(tmp_path / "net.json"), "--nodes", "4", "--json"]
+    assert main([*words, "--profile", str(tmp_path / "p.json")]) == 0
+    assert json.loads(capsys.readouterr().out)["computing_seconds"] == pytest.approx(0.1)
+
+
+def test_models_of_any_size_are_cut_into_buckets_that_may_be(capsys):
+    found = numbers(capsys, "--params", "175e9")
+    assert 0 < found["sparse_seconds"] < found["dense_seconds"]
+    with pytest.raises(SystemExit):
+        main([*ARGUMENTS, "--bandwidth", "1e400"])
+    assert "above 0" in capsys.readouterr().err

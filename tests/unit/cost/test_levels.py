@@ -97,3 +97,10 @@ def test_more_hosts_of_as_many_ranks() -> None:
         assert told.fixed_seconds == pytest.approx(wanted.fixed_seconds)
     assert sixteen.levels["host"] == expected["host"]
     assert not profile_at(_profile(), 9).levels
+
+
+def test_what_quantizers_decode_grows_with_ranks() -> None:
+    fits = {"qsgd": Fit(1e-3, 4e-9), "topk": Fit(1e-3, 4e-9)}
+    found = profile_at(dataclasses.replace(_profile(), decoding=fits), 32).decoding
+    assert found["topk"] == fits["topk"]
+    assert found["qsgd"].seconds_per_unit == pytest.approx(4e-9 * 32 / _profile().size)

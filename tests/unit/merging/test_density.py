@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
 
+import numpy as np
 import pytest
 
 from horovod_sparse.cost import AlphaBeta, assumed_profile
@@ -138,3 +140,12 @@ def test_buckets_that_are_given_stay():
     assert kept.buckets[:2] == plan.buckets and kept.dense == ("l0",)
     assert kept.buckets[2:] == (("l2",),), "of what the plan does not know"
     assert Kept(fixed(bytes=100)(STEP))(STEP) == fixed(bytes=100)(STEP)
+
+
+def test_limits_of_numpy_s_are_plain_numbers() -> None:
+    """As JSON, rank 0 failed with them alone, and the others waited for it."""
+    limits = AutoDensity(least=np.float32(0.001), most=np.float64(0.1), tolerance=np.float32(0.05))
+    assert json.dumps([limits.candidates, limits.tolerance])
+    assert json.dumps(Plan((), (), density=np.float32(0.5)).to_dict())
+    with pytest.raises(ArgumentError, match="least"):
+        AutoDensity(least=5e-324)

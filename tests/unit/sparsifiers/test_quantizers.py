@@ -16,7 +16,7 @@ from horovod_sparse.kernels.host.quantize import decode_sum, encode, take_away
 from horovod_sparse.kernels.quantization import Quantization
 from horovod_sparse.simulation import SimulatedCluster
 from horovod_sparse.sparsifiers import QSGD, BucketInfo, WholeSum
-from horovod_sparse.wire.quantized import HEADER, VOTED, blank, majority, sum_quantized
+from horovod_sparse.wire.quantized import HEADER, blank, majority, sum_quantized, voted
 from support.gradients import gaussian, layered
 from support.quantizers_reference import decoded, packed, quantized
 
@@ -99,15 +99,29 @@ def test_the_majority_by_hand() -> None:
     assert even.step([exactly([1, -1]), exactly([1, 1])]).tolist() == [2, 0], "a tie is 0"
 
 
+def test_a_majority_over_groups_has_a_mean_of_its_own_in_each() -> None:
+    """It crashed: one unit was expected for all elements."""
+    made, n = recipe("signsgd", vote="majority", group=32, feedback="none"), 70
+    given = np.random.default_rng(0).normal(size=(3, n)).astype(np.float32)
+    given[:, 32:64] *= 100.0
+    summed = SimulatedCluster(made, n, 3).step(list(given))
+    sizes = np.abs(given).reshape(3, n)
+    for start in (0, 32, 64):
+        part = slice(start, min(start + 32, n))
+        unit = sizes[:, part].mean(1).sum()
+        np.testing.assert_allclose(summed[part], unit * np.sign(np.sign(given[:, part]).sum(0)), rtol=1e-5)
+
+
+@pytest.mark.parametrize("group", [0, 64])
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 8, 16, 33])
-def test_majorities_are_counted(size: int) -> None:
-    n, code = 999, Quantization()
+def test_majorities_are_counted(size: int, group: int) -> None:
+    n, code = 999, Quantization(group=group)
     signs = np.random.default_rng(size).choice([-1.0, 1.0], (size, n)).astype(np.float32)
     words = np.empty((size, code.num_words(n, signs.dtype)), np.int32)
     for rank in range(size):
         encode(signs[rank], code, 0, words[rank], float(n))
-    voted, found = majority(words, code, n, signs.dtype), np.empty(n, np.float32)
-    decode_sum(voted.reshape(-1), 1, 0, VOTED, found)
+    most, found = majority(words, code, n, signs.dtype), np.empty(n, np.float32)
+    decode_sum(most.reshape(-1), 1, 0, voted(code), found)
     np.testing.assert_array_equal(found, np.sign(signs.sum(0)))
 
 
