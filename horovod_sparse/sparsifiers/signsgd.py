@@ -28,9 +28,10 @@ class SignSGD(Quantizer):
             in one bucket are better off with groups.
         vote: "mean" (of what the ranks send) or "majority".
 
-    Source: Karimireddy et al., ICML 2019, Algorithm 1 (EF-SignSGD); Bernstein et al., ICML 2018,
-    distributed training by majority vote. Departures: an element that is 0 has a sign; signs of the majority are multiplied by
-    the mean of magnitudes, so that learning rates keep their meaning; means have 24 bits, also for float64.
+    Source: Karimireddy et al., ICML 2019, Algorithm 1 (EF-SignSGD); majority vote: Bernstein et al., ICML
+    2018, distributed training by majority vote. Departures: an element that is 0 has a sign; signs of the
+    majority are multiplied by the mean of magnitudes, so that learning rates keep their meaning; means have
+    24 bits, also for float64.
 
     Example:
         >>> SignSGD(group=512).describe()
