@@ -160,7 +160,8 @@ class NonFiniteSumError(NonFiniteGradientError):
 class EditedGradientError(HorovodSparseError, RuntimeError):
     """A gradient was changed after its synchronization had begun; raised on every rank.
 
-    No rank applied the step. Gradients as they were before the change wait in the residuals.
+    No rank applied the step. Gradients as they were before the change wait in the residuals; with two levels,
+    where the ranks of a host read them where they lie, it may be what they were changed to.
 
     Args:
         bucket: name of the bucket that brought the news.

@@ -59,6 +59,10 @@ class _Launched:
         return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
     @staticmethod
+    def is_homogeneous() -> bool:  # what stands for a host is its own, however many ranks it has
+        return True
+
+    @staticmethod
     def cross_rank() -> str:
         return os.environ.get("GROUP_RANK", socket.gethostname())
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
@@ -90,12 +91,20 @@ def own_place(hvd: Any) -> tuple[str, int]:
     """
     asked = os.environ.get(RANKS_VARIABLE, "").strip()
     if not asked:
-        return f"host {hvd.cross_rank()}", int(hvd.local_rank())
+        # where hosts are of different sizes, a cross rank counts those that have a rank at this place only
+        name = hvd.cross_rank() if _are_alike(hvd) else os.environ.get("HOROVOD_HOSTNAME") or platform.node()
+        return f"host {name}", int(hvd.local_rank())
     per_host = whole_number(asked)
     if per_host < 1:
         raise ArgumentError(RANKS_VARIABLE, asked, "a number of ranks, from 1")
     host, local = divmod(int(hvd.rank()), per_host)
     return f"host {host}", local
+
+
+def _are_alike(hvd: Any) -> bool:
+    """Whether all hosts have as many ranks; the same on all ranks."""
+    asked = getattr(hvd, "is_homogeneous", None) or getattr(hvd.mpi_ops, "is_homogeneous", None)
+    return asked is None or bool(asked())
 
 
 def assumed_topology(levels: str, hvd: Any, process_set: Any, choose: Choose) -> Topology | None:

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from horovod_sparse.arrays import GradientParts, SummedParts
 from horovod_sparse.collectives import AllGather, Synchronization, Words
-from horovod_sparse.errors import ArgumentError
+from horovod_sparse.errors import ArgumentError, MessageError
 from horovod_sparse.feedback import HostBucket
 from horovod_sparse.frontend.agreement import shared_lines
 from horovod_sparse.sparsifiers import BucketInfo
@@ -185,7 +185,17 @@ class SharedSum:
 
     def summed(self, told: Words, shard: tuple[int, int], num_elements: int) -> SummedParts:
         """See `Shared.summed`."""
-        words = np.array(told, np.int32).reshape(-1, _WORDS)
+        words = np.array(told, np.int32)
+        if words.size != _WORDS * len(self._regions):
+            raise MessageError(
+                f"{words.size} words came from the {len(self._regions)} ranks of this host, {_WORDS} of each "
+                "are expected: some rank has not offered its gradient, since it failed alone"
+            )
+        words = words.reshape(-1, _WORDS)
+        if ((words[:, 0] < 0) | (words[:, 0] >= len(_KINDS))).any():
+            raise MessageError(
+                "a rank of this host offers a gradient of no known type: all must use one version"
+            )
         factors = words[:, 1:].copy().view(np.float64).reshape(-1).tolist()
         arrays = []
         for region, kind in zip(self._regions, words[:, 0].tolist(), strict=True):

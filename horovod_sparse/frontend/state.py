@@ -7,7 +7,9 @@ happens otherwise:
 * same ranks, same plan: training continues bit for bit;
 * another plan: residuals are kept, sparsifier states start anew (one line in the log);
 * another number of ranks: residuals are kept and scaled, see `redistributed`; states start anew;
-* all ranks load one rank's entry: each gets that rank's residual, an estimate of the mean;
+* all ranks load one rank's entry: each gets that rank's residual, an estimate of the mean. With two levels an
+  entry has its own shard only, which is counted once for each rank of a host then, and others' shards start
+  at zero: every rank has to load its own;
 * a checkpoint without the entry (a dense run's): residuals start at zero.
 """
 

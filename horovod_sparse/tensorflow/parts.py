@@ -217,6 +217,8 @@ class SparseBucket(_Laid, common.BucketPart):
         share = kept_share(self.made_for[1], self._place()[1])
         held = [] if stays and share == 1.0 else [array * share for array in self.held()]
         self.bucket = self._made(before if stays else None)
+        if stays and isinstance(before, HostBucket) and isinstance(self.bucket, HostBucket):
+            self.bucket.elsewhere = before.elsewhere  # `assign` makes it anew where it is scaled
         self.bucket.restart(dataclasses.replace(before.progress, step=step))
         if held:
             self.assign(held)

@@ -269,7 +269,9 @@ class Bucketing:
         if topology != self.topology:
             self.topology = topology
             self.driver.move_to(topology)
-            self.replan(self.plan)
+            # a rank that was another one has buckets of its old place: then all start anew, with other ones
+            if self._place == self.place:
+                self.replan(self.plan)
 
     def _agreement(self) -> Synchronization[Start]:
         parameters = [fact for fact, _ in self.facts.values()]

@@ -347,7 +347,10 @@ class GradientSynchronizer(Bucketing):
             self.overflow = error
             return
         drop = any(self.poison.drops(errors, rank) for rank in self.mates)
-        self.give_up(drop=drop, together=isinstance(error, NonFiniteGradientError))
+        if lends(self.parts) and any(isinstance(one, EditedGradientError) for one in errors):
+            drop = False  # what lies there now is not what was folded, so it cannot be taken out again
+        together = any(isinstance(one, NonFiniteGradientError) for one in errors)
+        self.give_up(drop=drop, together=together)
         if self.poison.skips(errors):
             self.skipped = error
             return

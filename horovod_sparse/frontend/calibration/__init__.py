@@ -186,7 +186,8 @@ def calibration(
     kinds = needed_kinds(sparsifiers, where.size) if kinds is None else tuple(kinds)
     if where.size == 1:
         kinds = ()
-    on_host, memory = memory is None, HostBucketMemory() if memory is None else memory
+    memory = HostBucketMemory() if memory is None else memory
+    on_host = isinstance(memory, HostBucketMemory)
     per_sparsifier = 2 * len(extent.bucket_elements)
     of_levels = _kinds_of_levels(sparsifiers, topology)
     num_kinds = len(kinds) + len(of_levels)

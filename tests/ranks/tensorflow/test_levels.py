@@ -191,6 +191,23 @@ def test_a_checkpoint_loads_at_other_levels_with_nothing_lost(rank, size, way):
         assert getattr(part.bucket, "elsewhere", None) is None, "all have what is theirs"
 
 
+def test_entries_that_ranks_of_a_host_swap_lose_nothing_where_all_start_anew(rank, size):
+    """Only the first host's states start anew by themselves; then all do, and what waits for others stays."""
+    first, synchronize = made(recipe("topk", density=0.05))
+    for step in range(3):
+        synchronize(gradients(rank, step))
+    held, everyone = total_held(first), hvd.allgather_object(save(first), name=f"swapped.{next(_numbers)}")
+    second, again = made(recipe("topk", density=0.05))
+    nothing = [np.zeros(shape, np.float32) for shape in SHAPES]
+    again(nothing)
+    load(second, everyone[{0: 1, 1: 0}.get(rank, rank) if size > 1 else rank])
+    applied = again(nothing)
+    for was, now, found in zip(held, total_held(second), applied, strict=True):
+        np.testing.assert_allclose(now + found, was, rtol=1e-6, atol=1e-5)
+    for part in second.sparse:
+        assert getattr(part.bucket, "elsewhere", None) is None, "all have what is theirs"
+
+
 def test_another_plan_has_other_shards_and_loses_nothing(rank, size):
     synchronizer, synchronize = made(recipe("topk", density=0.05), bucket_bytes=1)
     for step in range(2):

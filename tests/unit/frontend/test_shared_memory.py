@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from horovod_sparse.arrays import GradientParts, HostAccumulator, SummedParts
-from horovod_sparse.errors import ArgumentError
+from horovod_sparse.errors import ArgumentError, MessageError
 from horovod_sparse.feedback import HostBucket, recipe, shard_of
 from horovod_sparse.frontend import shared_memory
 from horovod_sparse.frontend.levels import check_levels
@@ -287,3 +287,16 @@ def test_nobody_can_take_memory_away():
     for size in (0, 1 << 20):
         with pytest.raises(OSError):
             os.ftruncate(arena.descriptor, size)
+
+
+def test_a_rank_that_failed_alone_is_an_error_by_name():
+    """A task that has failed answers a round with nothing; its mates got a ValueError of zip."""
+    topology = Topology.regular(1, 2)
+    parts = parts_for(100, topology)
+    agree(parts, topology)
+    shared = parts[0].bucket.shared
+    words = shared.offer(gradient_of(0, 0, 100, "float32", parts[0]))
+    with pytest.raises(MessageError, match="failed alone"):
+        shared.summed(words, (0, 50), 50)
+    with pytest.raises(MessageError, match="no known type"):
+        shared.summed(np.concatenate([words, [99, 0, 0]]), (0, 50), 50)
