@@ -186,17 +186,18 @@ class FlatGradient:
         """Gradients were multiplied by a number since the last sum: zeros are still zeros."""
         self._version = self._versions()
 
-    def scatter(self, indices: np.ndarray | None, values: np.ndarray) -> int:
+    def scatter(self, indices: np.ndarray | None, values: np.ndarray, scale: float = 1.0) -> int:
         """A sum as the gradients, in place of what they are.
 
         Args:
             indices: see `GradientMemory.scatter`.
             values: as many.
+            scale: by which they are multiplied.
 
         Returns:
             How many different elements it has.
         """
-        num_union = self.memory.write(self.flat, indices, values, 1.0)
+        num_union = self.memory.write(self.flat, indices, values, scale)
         if indices is None:
             self._uncounted = True  # zeros are needed everywhere
         self._give_out()

@@ -170,8 +170,11 @@ class SparseBucket(_Laid, common.BucketPart):
         if self.streams is not None:
             self.streams.join()
         scale *= self._loss_scale
-        values = sum_.values if scale == 1.0 else sum_.values * sum_.values.dtype.type(scale)
-        num_union = self.gradient.scatter(None if sum_.whole else sum_.indices, values)
+        if sum_.whole:  # of n elements: no copy of them
+            num_union = self.gradient.scatter(None, sum_.values, scale)
+        else:
+            values = sum_.values if scale == 1.0 else sum_.values * sum_.values.dtype.type(scale)
+            num_union = self.gradient.scatter(sum_.indices, values)
         self.bucket.accept()
         return BucketReport(
             step=self.bucket.last,
