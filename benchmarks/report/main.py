@@ -57,7 +57,7 @@ _RENDERERS = {
     "density": density_table,
 }
 #: how the names of measurements begin that this page shows
-_KINDS = {*_RENDERERS, "ddp", "digits", "rounds", "sync", "train"}
+_KINDS = {*_RENDERERS, "ddp", "digits", "quantizers", "rounds", "sync", "train"}
 
 
 def tables(measurements: dict[str, Any]) -> dict[str, str]:
