@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from horovod_sparse.errors import HorovodSparseError
 from horovod_sparse.frontend.collective_errors import error_of_rank
 from horovod_sparse.frontend.deadline import asked_store
+from horovod_sparse.frontend.messages import transport_asked
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -113,6 +114,7 @@ class Building:
         @functools.wraps(function)
         def told(*arguments: Any, **named: Any) -> Any:
             try:
+                transport_asked()  # a rank that found out in its first step would leave the others waiting
                 made = function(*arguments, **named)
             except Exception as error:
                 self.tell(error, named.get("process_set"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -19,6 +19,7 @@ from horovod_sparse.collectives import (
     Request,
     Synchronization,
 )
+from horovod_sparse.errors import CollectiveMismatchError
 from horovod_sparse.topology import Topology
 
 _SLEEP_SECONDS = 20e-6
@@ -37,6 +38,9 @@ def by_exchanges(request: Request, rank: int, size: int) -> Synchronization[Any]
 
     Returns:
         What comes back for the request.
+
+    Raises:
+        CollectiveMismatchError: if another rank gave another length, where all have to give one.
     """
     others = tuple(peer for peer in range(size) if peer != rank)
     if isinstance(request, AllGather):
@@ -51,18 +55,31 @@ def by_exchanges(request: Request, rank: int, size: int) -> Synchronization[Any]
             yield Exchange(dict.fromkeys(others, words), ())
             return request.buffer.copy()
         arrived = yield Exchange({}, (request.root,))
-        return arrived[request.root].view(request.buffer.dtype)
+        return _like(request.buffer, arrived, request.root)
     if isinstance(request, Exchange):
         raise TypeError(f"an {type(request).__name__} is messages between pairs already")
-    dtype, parts = request.buffer.dtype, np.array_split(request.buffer, size)
+    parts = np.array_split(request.buffer, size)
     arrived = yield Exchange({peer: parts[peer].view(np.int32) for peer in others}, others)
     total = np.zeros_like(parts[rank])
     for peer in range(size):
-        total += parts[rank] if peer == rank else arrived[peer].view(dtype)
+        total += parts[rank] if peer == rank else _like(parts[rank], arrived, peer)
     if isinstance(request, ReduceScatter):
         return total
     arrived = yield Exchange(dict.fromkeys(others, total.view(np.int32)), others)
-    return np.concatenate([total if peer == rank else arrived[peer].view(dtype) for peer in range(size)])
+    return np.concatenate(
+        [total if peer == rank else _like(parts[peer], arrived, peer) for peer in range(size)]
+    )
+
+
+def _like(expected: np.ndarray, arrived: Mapping[int, np.ndarray], peer: int) -> np.ndarray:
+    """A message as numbers; NumPy would take one that is too short for each of those that are expected."""
+    words = arrived[peer]
+    if words.nbytes != expected.nbytes:
+        raise CollectiveMismatchError(
+            f"rank {peer} sent {words.nbytes} bytes where this rank has {expected.nbytes}: all ranks have to "
+            "give the same length"
+        )
+    return words.view(expected.dtype)
 
 
 def over_hosts(coroutine: Synchronization[Any], topology: Topology, rank: int) -> Synchronization[Any]:
@@ -165,6 +182,7 @@ class Rounds:
         self._begin, self._name = start, name
         self._steps = _alone(request) if isinstance(request, Exchange) else by_exchanges(request, rank, size)
         self._number, self._answer, self._ended = 0, None, False
+        self._error: Exception | None = None
         self._inner = self._start(next(self._steps))
 
     def _start(self, request: Request) -> _Handle:
@@ -178,18 +196,25 @@ class Rounds:
         return self._ended or self._inner.is_known()
 
     def done(self) -> bool:
-        """Whether the last message is there; starts what comes after those that are."""
+        """Whether the last message is there; starts what comes after those that are.
+
+        Hooks of a backward pass ask, so what a message is found to be, or to lack, is raised by `result`.
+        """
         while not self._ended and self._inner.done():
             try:
                 self._inner = self._start(self._steps.send(self._inner.result()))
             except StopIteration as stop:
                 self._answer, self._ended = stop.value, True
+            except Exception as error:
+                self._error, self._ended = error, True
         return self._ended
 
     def result(self) -> Any:
         """What comes back for the request; waits for it."""
         while not self.done():
             time.sleep(_SLEEP_SECONDS)
+        if self._error is not None:
+            raise self._error
         return self._answer
 
 

@@ -212,16 +212,22 @@ class Driver:
             self.clear()
             raise
 
-    def clear(self) -> None:
+    def clear(self, *, forget: bool = True) -> None:
         """Gives up every task under way, without waiting for other ranks (after a failure, or a reset).
 
         Their coroutines are closed, and their error is the failure, or says that they were given up.
+
+        Args:
+            forget: whether to give up what carries messages beside the library, too. Not where all ranks end
+                alike and nothing is under way: others may still have to get what this rank has sent, and
+                other drivers may be in the midst of something.
         """
         error = self._failure or UnsupportedError("the synchronization was given up before its end")
         for task, coroutine, _ in list(self.parked.values()):
             coroutine.close()
             self._finish(task, error=error)
-        self._forget()
+        if forget:
+            self._forget()
 
     def _tasks(self) -> list[Task]:
         return [task for task, _, _ in self.parked.values()]

@@ -25,7 +25,7 @@ from horovod_sparse.tensorflow.collectives import NO_SPLITS, Wire, carry_out, wi
 from horovod_sparse.tensorflow.graph import HOST, HostFunctions
 from horovod_sparse.tensorflow.parts import Part
 from horovod_sparse.tensorflow.tensors import numpy_dtype
-from horovod_sparse.tensorflow.transport import Courier, between_pairs, courier_for
+from horovod_sparse.tensorflow.transport import Courier, courier_for, present_courier
 from horovod_sparse.tensorflow.waiting import Awaited, Waiting, Watch
 
 #: of gradients: what a batch of small parts comes to. Folding so many takes about as long as calling Python.
@@ -50,6 +50,8 @@ class Driver:
     ) -> None:
         self._bucketing, self._process_set, self._agree = bucketing, process_set, agree
         self._watch = watch
+        #: of what a courier has; the watch's own is for what Horovod has, in another thread
+        self._deadline = watch.another_deadline()
         self.host = HostFunctions()
 
     def start(
@@ -138,7 +140,7 @@ class Driver:
                     return task.fail(error, here)
                 if courier is None:
                     return task.start(coroutine, here)
-            task.entrust(coroutine, here, courier)
+            task.entrust(coroutine, here, present_courier(self._process_set, courier), self._deadline)
             return NO_SPLITS, NO_SPLITS
 
         return begin
@@ -161,7 +163,7 @@ class Driver:
         sizes = [len(tensors) for tensors in gradients]
         inputs = [rate, *(tensor for tensors in gradients for tensor in tensors)]
         courier: Courier | None = None
-        if between_pairs(kinds):
+        if tasks[0].between_pairs:
             courier, transport = courier_for(self._process_set)
             for task in tasks:
                 task.transport = transport
@@ -265,9 +267,9 @@ def _batches(parts: Sequence[Part]) -> list[list[Part]]:
     A large one is alone: its collectives are under way as soon as its gradients are there.
     """
     batches: list[list[Part]] = []
-    filling: dict[Any, list[Part]] = {}  # by the requests that they make
+    filling: dict[Any, list[Part]] = {}  # by the requests that they make, and what carries them
     for part in parts:
-        requests = part.task.looped, part.task.kinds
+        requests = part.task.looped, part.task.kinds, part.task.dense
         batch = filling.get(requests) if _num_bytes(part) < _BATCH_BYTES else None
         if batch is None:
             batches.append(batch := [])

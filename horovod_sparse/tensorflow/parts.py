@@ -267,7 +267,7 @@ class DenseVariable(_Laid, common.DensePart):
         self.names: tuple[str, ...] = (name,)
         self.shapes, self.dtype, self.num_elements = [tuple(shape)], dtype, math.prod(shape)
         self.label, self._place, self._size = name, place, place()[1]
-        self.task = Task(collective, (AllReduce,), accumulator_dtype(dtype))
+        self.task = Task(collective, (AllReduce,), accumulator_dtype(dtype), dense=True)
         #: of this step
         self._given = _NOTHING
 

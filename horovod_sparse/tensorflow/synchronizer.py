@@ -37,7 +37,6 @@ from horovod_sparse.tensorflow.replanning import Replanning
 from horovod_sparse.tensorflow.replicas import Replicas
 from horovod_sparse.tensorflow.task import idle_seconds
 from horovod_sparse.tensorflow.tensors import as_dense, as_rate, as_variable, numpy_dtype
-from horovod_sparse.tensorflow.transport import between_pairs
 from horovod_sparse.tensorflow.waiting import Watch
 from horovod_sparse.topology import Topology
 
@@ -350,7 +349,7 @@ class GradientSynchronizer:
                 told.append(np.array(outcome == _APPLIED and before >= check.next_step))
             return [*arrays, *told]
 
-        waits = is_elastic() or check is not None or any(between_pairs(part.task.kinds) for part in parts)
+        waits = is_elastic() or check is not None or any(part.task.between_pairs for part in parts)
         with WAITING.behind() if waits else contextlib.nullcontext():
             sums = self._driver.settle(started.tokens, finish, like)
             if policy == ZERO:
@@ -446,8 +445,9 @@ class GradientSynchronizer:
         return arrays, outcome
 
     def _finished(self, parts: Sequence[Part], scale: float) -> tuple[list[np.ndarray], int]:
+        since, overdue = time.perf_counter(), None
         for part in parts:
-            part.task.wait()
+            overdue = part.task.wait(since, overdue)
         now = time.perf_counter()
         with self._finishing:
             errors = [part.task.error for part in parts if part.task.error is not None]

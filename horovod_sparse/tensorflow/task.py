@@ -12,10 +12,11 @@ import numpy as np
 
 from horovod_sparse.collectives import AllGather, AllToAll, Exchange, Request, Synchronization
 from horovod_sparse.errors import ArgumentError, CollectiveMismatchError, DeadlineError
+from horovod_sparse.frontend.deadline import Deadline
 from horovod_sparse.sparsifiers import BucketInfo, Sparsifier
 from horovod_sparse.tensorflow._horovod import is_elastic
 from horovod_sparse.tensorflow.collectives import Wire, from_wire, nothing, to_wire
-from horovod_sparse.tensorflow.transport import Courier, Journey, over_pairs
+from horovod_sparse.tensorflow.transport import Courier, Journey, between_pairs, over_pairs
 
 _log = logging.getLogger("horovod_sparse")
 
@@ -36,6 +37,7 @@ class Task:
         value_dtype: float32 or float64: of allreduces.
         looped: whether all kinds go through one operation, as often as `kinds` says when the graph runs: see
             `is_looped`.
+        dense: whether it sums what stays dense, which is always left to Horovod.
 
     Attributes:
         result: what the coroutine returned.
@@ -48,9 +50,15 @@ class Task:
     """
 
     def __init__(
-        self, name: str, kinds: tuple[type[Request], ...], value_dtype: np.dtype[Any], looped: bool = False
+        self,
+        name: str,
+        kinds: tuple[type[Request], ...],
+        value_dtype: np.dtype[Any],
+        looped: bool = False,
+        dense: bool = False,
     ) -> None:
         self.name, self.kinds, self.value_dtype, self.looped = name, kinds, value_dtype, looped
+        self.dense = dense
         self.place = (0, 1)
         self.result: Any = None
         self.error: BaseException | None = None
@@ -77,26 +85,49 @@ class Task:
         """Whether a round is left: also where the coroutine has failed, since the others go on."""
         return self._round < len(self.kinds)
 
-    def entrust(self, coroutine: Synchronization[Any], place: tuple[int, int], courier: Courier) -> None:
-        """Runs a coroutine to its first request, and leaves the rest to the courier; `wait` ends it."""
+    @property
+    def between_pairs(self) -> bool:
+        """Whether messages between pairs of ranks are to carry it; see `transport.between_pairs`."""
+        return not self.dense and between_pairs(self.kinds)
+
+    def entrust(
+        self, coroutine: Synchronization[Any], place: tuple[int, int], courier: Courier, deadline: Deadline
+    ) -> None:
+        """Runs a coroutine to its first request, and leaves the rest to the courier; `wait` ends it.
+
+        Args:
+            coroutine: yields requests.
+            place: (rank, size) within the process set.
+            courier: of the process set.
+            deadline: of `wait`, which alone uses it.
+        """
         self._begin(place)
-        self._journey = Journey(self.name, over_pairs(coroutine, *place))
+        self._journey = Journey(self.name, over_pairs(coroutine, *place), deadline)
         if not self._journey.ended:
             courier.take(self._journey)
 
-    def wait(self) -> None:
-        """Until what is entrusted to a courier has ended. Nothing to wait for otherwise."""
-        if self._journey is not None:
-            journey = self._journey
-            try:
-                journey.wait()
-            except DeadlineError as error:
-                self.error = error
-                return
-            finally:
-                self._journey = None
-            self.result, self.error = journey.result, journey.error
-            self.legs += journey.legs
+    def wait(self, since: float | None = None, overdue: DeadlineError | None = None) -> DeadlineError | None:
+        """Until what is entrusted to a courier has ended. Nothing to wait for otherwise.
+
+        Args:
+            since: see `Journey.wait`: tasks that are waited for together have one deadline.
+            overdue: what one of them has come to: then nothing else is waited for.
+
+        Returns:
+            The error of the deadline, where it has come to that.
+        """
+        journey, self._journey = self._journey, None
+        if journey is None:
+            return overdue
+        try:
+            if overdue is not None:
+                journey.give_up(overdue)
+            journey.wait(since)
+        except DeadlineError as error:
+            overdue = error
+        self.result, self.error = journey.result, journey.error
+        self.legs += journey.legs
+        return overdue
 
     def start(self, coroutine: Synchronization[Any], place: tuple[int, int]) -> Wire:
         """Runs a coroutine to its first request.
@@ -148,8 +179,11 @@ class Task:
         A courier's journey is let come to its end: the other ranks take part in it.
         """
         if self._journey is not None:
-            self._journey.wait()
-            self._journey = None
+            journey, self._journey = self._journey, None
+            try:
+                journey.wait()
+            except DeadlineError as error:
+                _log.warning("%s: %s", self.name, error)
         if self._coroutine is not None:
             _log.warning("%s: its last synchronization did not end, and is given up", self.name)
             self._coroutine.close()

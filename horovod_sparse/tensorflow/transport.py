@@ -9,28 +9,27 @@ between, so every rank has started all that it has to start before it waits, in 
 from __future__ import annotations
 
 import json
-import logging
-import math
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from horovod_sparse.collectives import AllGather, Exchange, Request, Synchronization
-from horovod_sparse.errors import DeadlineError
-from horovod_sparse.frontend.deadline import deadline_of
-from horovod_sparse.frontend.messages import Carrier, Pairs, carrier_for, rounds_by_pairs
+from horovod_sparse.errors import DeadlineError, UnsupportedError
+from horovod_sparse.frontend.deadline import Deadline
+from horovod_sparse.frontend.messages import Carrier, Pairs, carrier_for, log_transport, rounds_by_pairs
 from horovod_sparse.frontend.transport import by_exchanges
 from horovod_sparse.sparsifiers.rounds.pairs import bruck_all_gather
-from horovod_sparse.tensorflow._horovod import hvd, is_elastic
+from horovod_sparse.tensorflow._horovod import hvd, is_elastic, present_start
 
-_log = logging.getLogger("horovod_sparse")
 #: between two looks at messages under way
 _SLEEP_SECONDS = 20e-6
+#: between two looks at the deadline by who waits for a journey
+_WAIT_SECONDS = 0.25
 
 
 def between_pairs(kinds: Sequence[type[Request]]) -> bool:
@@ -69,17 +68,24 @@ def over_pairs(coroutine: Synchronization[Any], rank: int, size: int) -> Synchro
 class Journey:
     """A synchronization that the courier has, from its first request to its end.
 
+    Args:
+        name: of its exchanges; the same on all ranks.
+        coroutine: of this rank.
+        deadline: of those that wait for it: one that no other thread uses.
+
     Attributes:
         result: what the coroutine returned.
         error: what it raised.
         legs: see `Task`.
     """
 
-    def __init__(self, name: str, coroutine: Synchronization[Any]) -> None:
+    def __init__(self, name: str, coroutine: Synchronization[Any], deadline: Deadline) -> None:
         self.name, self.result, self.error = name, None, None
         self.legs: list[tuple[float, float]] = []
-        self._coroutine = coroutine
+        self._coroutine, self._deadline = coroutine, deadline
         self._ended = threading.Event()
+        #: held by who runs the coroutine
+        self._running = threading.Lock()
         self._handle: Any = None
         self._round = 0
         self._request: Any = None
@@ -90,18 +96,36 @@ class Journey:
         """Whether there is a result or an error."""
         return self._ended.is_set()
 
-    def wait(self) -> None:
-        """Until it has ended.
+    def wait(self, since: float | None = None) -> None:
+        """Until it has ended; it is given up where that takes too long.
+
+        Args:
+            since: when waiting began, in seconds of `time.perf_counter`; now if left out.
 
         Raises:
             DeadlineError: if that takes too long.
         """
-        seconds = deadline_of()
-        if not self._ended.wait(seconds if math.isfinite(seconds) else None):
-            raise DeadlineError(self.name, self._round, seconds, None)
+        begun = time.perf_counter() if since is None else since
+        try:
+            while not self._ended.wait(_WAIT_SECONDS):
+                self._deadline.check(time.perf_counter() - begun, self.name, self._round)
+        except DeadlineError as error:
+            self.give_up(error)
+            raise
+        self._deadline.moved()
+
+    def give_up(self, error: Exception) -> None:
+        """Ends it with an error, if it has not ended: the courier lets go of it."""
+        with self._running:
+            if not self.ended:
+                self._end(error=error)
 
     def advance(self, pairs: Pairs, rank: int) -> bool:
         """Goes on as far as it can without waiting; whether it went on at all."""
+        with self._running:
+            return not self.ended and self._advance(pairs, rank)
+
+    def _advance(self, pairs: Pairs, rank: int) -> bool:
         try:
             if self._handle is None:
                 self._handle = pairs.start(self._request, f"{self.name}.{self._round}", rank)
@@ -138,28 +162,41 @@ class Courier:
     Args:
         pairs: what carries messages.
         rank: of this process among those that take part.
+        forget: gives up what carries them, when it is stopped.
     """
 
-    def __init__(self, pairs: Pairs, rank: int) -> None:
-        self._pairs, self._rank = pairs, rank
+    def __init__(self, pairs: Pairs, rank: int, forget: Callable[[], None]) -> None:
+        self._pairs, self._rank, self._forget = pairs, rank, forget
         self._news: deque[Journey] = deque()
-        self._wake = threading.Condition()
+        self._wake, self._stopped = threading.Condition(), False
         threading.Thread(target=self._run, name="horovod_sparse.courier", daemon=True).start()
 
     def take(self, journey: Journey) -> None:
         """Does not wait."""
         with self._wake:
-            self._news.append(journey)
+            stopped = self._stopped
+            if not stopped:
+                self._news.append(journey)
+                self._wake.notify()
+        if stopped:
+            journey.give_up(_anew())
+
+    def stop(self) -> None:
+        """Ends it; journeys that are under way end with an error. Does not wait."""
+        with self._wake:
+            self._stopped = True
             self._wake.notify()
 
     def _run(self) -> None:
         pairs, under_way = self._pairs, list[Journey]()
         while True:
             with self._wake:
-                while not (self._news or under_way):
+                while not (self._news or under_way or self._stopped):
                     self._wake.wait()
                 under_way += self._news
                 self._news.clear()
+            if self._stopped:
+                break
             moved = False
             for journey in under_way:
                 while not journey.ended and journey.advance(pairs, self._rank):
@@ -167,15 +204,29 @@ class Courier:
             under_way = [journey for journey in under_way if not journey.ended]
             if not moved:
                 time.sleep(_SLEEP_SECONDS)
+        for journey in under_way:
+            journey.give_up(_anew())
+        self._forget()
 
 
-#: by number and ranks of the process set (a number is given again when its set was removed); None and
-#: why, where the all-to-all is used
-_couriers: dict[tuple[int, tuple[int, ...]], tuple[Courier | None, str]] = {}
+def _anew() -> UnsupportedError:
+    return UnsupportedError(
+        "Horovod was started again since this function was traced, and messages travel in another way now: "
+        "trace it again"
+    )
+
+
+#: by number and ranks of the process set (a number is given again when its set was removed): Horovod's start,
+#: the courier, and how messages travel; None and why, where the all-to-all is used
+_couriers: dict[tuple[int, tuple[int, ...]], tuple[object, Courier | None, str]] = {}
+
+
+def _key(process_set: Any) -> tuple[int, tuple[int, ...]]:
+    return int(process_set.process_set_id), tuple(process_set.ranks or ())
 
 
 def courier_for(process_set: Any) -> tuple[Courier | None, str]:
-    """The courier of a process set, where all its ranks can use one; agreed once, at the first trace.
+    """The courier of a process set, where all its ranks can use one; agreed at the first trace of a start.
 
     Args:
         process_set: every rank of it asks.
@@ -183,36 +234,61 @@ def courier_for(process_set: Any) -> tuple[Courier | None, str]:
     Returns:
         The courier or None, and how messages between two ranks travel and why so.
     """
-    key = int(process_set.process_set_id), tuple(process_set.ranks or ())
-    if key not in _couriers:
-        _couriers[key] = _agreed(process_set)
-        _log.info("messages between two ranks go through %s", _couriers[key][1])
-    return _couriers[key]
+    key, start = _key(process_set), present_start()
+    if key not in _couriers or _couriers[key][0] is not start:
+        for former in [one for one, (since, _, _) in _couriers.items() if since is not start]:
+            courier = _couriers.pop(former)[1]
+            if courier is not None:
+                courier.stop()
+        courier, words, failed = _agreed(process_set)
+        _couriers[key] = start, courier, words
+        log_transport(words, int(process_set.rank()), beside=courier is not None, failed=failed)
+    return _couriers[key][1:]
 
 
-def _agreed(process_set: Any) -> tuple[Courier | None, str]:
+def present_courier(process_set: Any, traced: Courier) -> Courier:
+    """The courier that there is now, for a function that was traced before Horovod was started again.
+
+    Args:
+        process_set: see `courier_for`.
+        traced: that there was when it was traced.
+    """
+    return _couriers.get(_key(process_set), (None, None, ""))[1] or traced
+
+
+def _agreed(process_set: Any) -> tuple[Courier | None, str, bool]:
+    """See `courier_for`; and whether the ranks have tried in vain to reach each other."""
     by_horovod = "Horovod's all-to-all ({})".format
     if is_elastic():
         # who joins traces while the others train: nothing can be agreed upon
-        return None, by_horovod("elastic training")
-    carrier, reason = carrier_for(hvd)
+        return None, by_horovod("elastic training"), False
     with tf.init_scope():
         if not tf.executing_eagerly():
-            return None, by_horovod("TensorFlow 1's graphs")
-        offers = _told_by_all([reason, carrier and carrier.offer()], "able", process_set)
-        refused = [f"rank {rank}: {theirs}" for rank, (theirs, offer) in enumerate(offers) if offer is None]
-        if carrier is None or refused:
+            return None, by_horovod("TensorFlow 1's graphs"), False
+        carrier, reason = carrier_for(hvd, int(process_set.size()))
+        try:
+            return _tried(carrier, reason, process_set)
+        except BaseException:
             if carrier is not None:
                 carrier.forget()
-            return None, by_horovod(reason or refused[0])
-        pairs, failure = _connected(carrier, [offer for _, offer in offers], process_set)
-        failures = _told_by_all(failure, "connected", process_set)
+            raise
+
+
+def _tried(carrier: Carrier | None, reason: str, process_set: Any) -> tuple[Courier | None, str, bool]:
+    by_horovod = "Horovod's all-to-all ({})".format
+    offers = _told_by_all([reason, carrier and carrier.offer()], "able", process_set)
+    refused = [f"rank {rank}: {theirs}" for rank, (theirs, offer) in enumerate(offers) if offer is None]
+    if carrier is None or refused:
+        if carrier is not None:
+            carrier.forget()
+        return None, by_horovod(reason or refused[0]), False
+    pairs, failure = _connected(carrier, [offer for _, offer in offers], process_set)
+    failures = _told_by_all(failure, "connected", process_set)
     if pairs is None or any(failures):
         carrier.forget()
         reason = failure or next(f"rank {rank}: {theirs}" for rank, theirs in enumerate(failures) if theirs)
-        _log.warning("messages between two ranks cannot go through %s: %s", carrier.words, reason)
-        return None, by_horovod(reason)
-    return Courier(pairs, int(process_set.rank())), carrier.words
+        return None, by_horovod(reason), True
+    return Courier(pairs, int(process_set.rank()), carrier.forget), carrier.words, False
 
 
 def _connected(carrier: Carrier, offers: Sequence[Any], process_set: Any) -> tuple[Pairs | None, str]:

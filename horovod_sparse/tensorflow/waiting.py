@@ -99,12 +99,17 @@ class Watch:
         def place() -> tuple[int, list[int]]:
             return int(process_set.rank()), list(process_set.ranks)
 
-        self.deadline = Deadline(deadline_seconds, place)
+        self._seconds, self._place = deadline_seconds, place
+        self.deadline = self.another_deadline()
         self._on_error = None if on_error is None else weakref.WeakMethod(on_error)
         self._queue: Any = None
         self._host = HostFunctions()
         self._waiting: weakref.WeakSet[Waiting] = weakref.WeakSet()
         self._error: DeadlineError | None = None
+
+    def another_deadline(self) -> Deadline:
+        """As long as this one's, of a wait of its own."""
+        return Deadline(self._seconds, self._place)
 
     def waiting(self, num_begins: int, awaited: Callable[[], Awaited | None]) -> Waiting:
         """A synchronization that is looked after from now on; as long as the caller keeps it.

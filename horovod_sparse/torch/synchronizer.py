@@ -42,6 +42,8 @@ _log = logging.getLogger("horovod_sparse")
 #: parts that a hook finds not done before it looks no further: with many buckets under way, looking at all
 #: of them in every hook would take longer than what is found is worth
 _PATIENCE = 4
+#: with which a step ends on all ranks, after all of its rounds
+_ALIKE = (NonFiniteGradientError, EditedGradientError)
 
 
 def clip_gradients(param_groups: Sequence[Mapping[str, Any]], max_norm: float) -> torch.Tensor:
@@ -342,7 +344,8 @@ class GradientSynchronizer(Bucketing):
         """No rank applies this step; raises why not, unless that is no error, or a loss scaler finds out."""
         error = worst(errors)
         if isinstance(error, NonFiniteGradientError) and self.loss_scale.scaler is not None:
-            self.give_up(drop=any(has_bad_gradient(errors, rank) for rank in self.mates), together=True)
+            drop = any(has_bad_gradient(errors, rank) for rank in self.mates)
+            self.give_up(drop=drop, together=True, alike=True)
             self.parts[0].gradient.overflow()
             self.overflow = error
             return
@@ -350,7 +353,7 @@ class GradientSynchronizer(Bucketing):
         if lends(self.parts) and any(isinstance(one, EditedGradientError) for one in errors):
             drop = False  # what lies there now is not what was folded, so it cannot be taken out again
         together = any(isinstance(one, NonFiniteGradientError) for one in errors)
-        self.give_up(drop=drop, together=together)
+        self.give_up(drop=drop, together=together, alike=isinstance(error, _ALIKE))
         if self.poison.skips(errors):
             self.skipped = error
             return
@@ -358,14 +361,15 @@ class GradientSynchronizer(Bucketing):
             error.where[self.rank] = some_of(edited)
         raise error
 
-    def give_up(self, *, drop: bool = False, together: bool = False) -> None:
+    def give_up(self, *, drop: bool = False, together: bool = False, alike: bool = False) -> None:
         """Takes the step back as far as it came: gradients are zeros, selections return to residuals.
 
         Args:
             drop: this rank's gradients leave the residuals, too: some of them are not finite.
             together: all ranks give it up, and some of them drop gradients.
+            alike: every message of the step was sent and taken, on all ranks: see `Driver.clear`.
         """
-        self.driver.clear()
+        self.driver.clear(forget=not alike)
         for part in self.parts:
             if part.task is not None:
                 part.abandon(drop=drop)
@@ -393,12 +397,15 @@ class GradientSynchronizer(Bucketing):
         for part in self.parts:
             if part.task is None:
                 self._start(part)
+        alike = False
         try:
             self.driver.wait()
+            errors = self._waited()
+            alike = not errors or isinstance(worst(errors), _ALIKE)
         except hvd.HorovodInternalError as error:
             _log.info("a step was given up, since Horovod has failed: %s", error)
         finally:
-            self.give_up()
+            self.give_up(alike=alike)
 
     def _make_ready(self) -> None:
         for part in self.parts:

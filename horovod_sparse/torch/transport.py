@@ -10,7 +10,6 @@ known.
 from __future__ import annotations
 
 import json
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -20,14 +19,13 @@ from typing import Any, Protocol, TypeAlias
 import torch
 
 from horovod_sparse.collectives import Exchange, Request
-from horovod_sparse.frontend.messages import Pairs, carrier_for
+from horovod_sparse.frontend.messages import Pairs, carrier_for, log_transport
 from horovod_sparse.frontend.transport import Rounds
 from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.handles import finished, held_besides, present_start
 
 __all__ = ["chosen_transport", "forget_transports", "start_round", "transport_words"]
 
-_LOG = logging.getLogger("horovod_sparse")
 _SLEEP_SECONDS = 20e-6
 
 
@@ -53,10 +51,16 @@ class _Choice:
         self.start = present_start()
         self.name, self.words = "undecided", ""
         self.pairs: Pairs | None = None
+        #: of the agreement: Horovod gives what ranks have said once
+        self.failure: Exception | None = None
         self._process_set, self._number = process_set, number
-        self._carrier, reason = carrier_for(hvd)
+        self._carrier, reason = carrier_for(hvd, process_set.size())
         offer = None if self._carrier is None else self._carrier.offer()
-        self._told = self._tell("able", [reason, offer])
+        try:
+            self._told = self._tell("able", [reason, offer])
+        except BaseException:
+            self.give_up()
+            raise
         self._connecting: threading.Thread | None = None
         self._made: Pairs | None = None
         self._failure = ""
@@ -74,10 +78,24 @@ class _Choice:
 
     def agreed(self) -> bool:
         """Whether all ranks have said what they can."""
-        return self.name != "undecided" or self._connecting is not None or self._told.is_there()
+        known = self.name != "undecided" or self.failure is not None or self._connecting is not None
+        return known or self._told.is_there()
 
     def decided(self) -> bool:
-        """Whether it is known how messages travel; asks without waiting."""
+        """Whether it is known how messages travel, or never will be (`failure`); asks without waiting.
+
+        Raises:
+            ValueError: if Horovod was shut down, as its handles do.
+        """
+        try:
+            return self.failure is not None or self._decided()
+        except ValueError:
+            raise
+        except Exception as error:
+            self.failure = error
+            return True
+
+    def _decided(self) -> bool:
         if self.name != "undecided":
             return True
         if self._connecting is None:
@@ -98,9 +116,7 @@ class _Choice:
         if not self._connected.is_there():
             return False
         failed = self._first_reason(self._connected.by_rank())
-        if failed:
-            _LOG.warning("messages between two ranks cannot go through %s: %s", self._carrier_words(), failed)
-        self._settle(None if failed else self._made, failed)
+        self._settle(None if failed else self._made, failed, tried=True)
         return True
 
     def _first_reason(self, reasons: Iterable[str]) -> str:
@@ -116,10 +132,7 @@ class _Choice:
         except BaseException as error:  # told to all ranks, which then do without
             self._failure = f"{type(error).__name__}: {error}"
 
-    def _carrier_words(self) -> str:
-        return "" if self._carrier is None else self._carrier.words
-
-    def _settle(self, pairs: Pairs | None, reason: str) -> None:
+    def _settle(self, pairs: Pairs | None, reason: str, *, tried: bool = False) -> None:
         self.pairs = pairs
         if pairs is None:
             self.give_up()
@@ -127,7 +140,8 @@ class _Choice:
         else:
             assert self._carrier is not None
             self.name, self.words = self._carrier.name, self._carrier.words
-        _LOG.info("messages between two ranks go through %s", self.words)
+        rank = int(self._process_set.rank())
+        log_transport(self.words, rank, beside=pairs is not None, failed=tried and pairs is None)
 
     def give_up(self) -> None:
         """Lets go of what carries messages, and of all that are under way."""
@@ -162,8 +176,9 @@ def _key(process_set: Any) -> _Key:
 def _choice_of(process_set: Any) -> _Choice:
     key, start = _key(process_set), present_start()
     if key not in _choices or not _choices[key].is_known():
-        if key in _choices:
-            _choices.pop(key).give_up()
+        # those of process sets that there are no more have open sockets, too
+        for former in [one for one, choice in _choices.items() if not choice.is_known()]:
+            _choices.pop(former).give_up()
         since, number = _numbers.get(key, (start, 0))
         if since is not start:  # Horovod was started anew: all ranks count from 0 again
             number = 0
@@ -208,29 +223,41 @@ class _RoundHandle:
         self._begin = (request, name, process_set)
         self._by_horovod = by_horovod
         self._inner: _Handle | None = None
+        #: raised by `result`: hooks of a backward pass ask only whether it is done
+        self._error: Exception | None = None
         self._try()
 
     def _try(self) -> None:
-        if self._inner is None and self._choice.decided():
-            pairs, (request, name, process_set) = self._choice.pairs, self._begin
-            if pairs is None:
-                self._inner = self._by_horovod(request, name, process_set)
-            elif isinstance(request, Exchange):
-                self._inner = pairs.start(request, name, process_set.rank())
-            else:
-                rank, size = process_set.rank(), process_set.size()
-                self._inner = Rounds(partial(pairs.start, rank=rank), request, name, rank, size)
+        if self._inner is not None or self._error is not None or not self._choice.decided():
+            return
+        try:
+            self._inner = self._begun()
+        except Exception as error:
+            self._error = error
+
+    def _begun(self) -> _Handle:
+        if self._choice.failure is not None:
+            raise self._choice.failure
+        pairs, (request, name, process_set) = self._choice.pairs, self._begin
+        if pairs is None:
+            return self._by_horovod(request, name, process_set)
+        if isinstance(request, Exchange):
+            return pairs.start(request, name, process_set.rank())
+        rank, size = process_set.rank(), process_set.size()
+        return Rounds(partial(pairs.start, rank=rank), request, name, rank, size)
 
     def is_known(self) -> bool:
         return self._choice.is_known() and (self._inner is None or self._inner.is_known())
 
     def done(self) -> bool:
         self._try()
-        return self._inner is not None and self._inner.done()
+        return self._error is not None or (self._inner is not None and self._inner.done())
 
     def result(self) -> Any:
         while not self.done():
             time.sleep(_SLEEP_SECONDS)
+        if self._error is not None:
+            raise self._error
         return self._inner.result() if self._inner is not None else {}
 
 

@@ -1,8 +1,12 @@
-"""A rank of a job whose last rank cannot make its optimizer: ``building_worker.py FRAMEWORK WAY FOLDER``."""
+"""A rank of a job whose last rank cannot make its optimizer: ``building_worker.py FRAMEWORK WAY FOLDER``.
+
+WAY: whether the error is caught, and "variable" for one that an environment variable makes.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -56,7 +60,9 @@ def main() -> None:
     step = {"torch": torch_step, "tape": tape_step, "keras": keras_step}[framework]
     begun = time.monotonic()
     try:
-        step("topk:densty=0.1" if rank == last else "topk:density=0.1")
+        if way == "variable" and rank == last:
+            os.environ["HOROVOD_SPARSE_TRANSPORT"] = "mpi"
+        step("topk:densty=0.1" if rank == last and way != "variable" else "topk:density=0.1")
     except Exception as error:
         told = {"type": type(error).__name__, "text": str(error), "seconds": time.monotonic() - begun}
         (folder / f"rank-{rank}.json").write_text(json.dumps(told))

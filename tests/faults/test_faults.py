@@ -167,6 +167,20 @@ def test_a_graph_that_waits_for_a_rank_ends(way, tmp_path):
 
 
 @pytest.mark.tensorflow
+@pytest.mark.parametrize("way", ["fit", "eager"])
+def test_a_graph_that_waits_for_messages_beside_horovod_ends(way, tmp_path, monkeypatch):
+    """By the user's deadline, as it does where Horovod carries the rounds."""
+    monkeypatch.setenv("HOROVOD_SPARSE_TRANSPORT", "pairs")
+    with job(f"{way}-asleep", tmp_path, TF_WORKER) as run:
+        run.until(RANKS - 1, step=4)
+        run.ended(60.0)
+        (told,) = [entry for entry in run.entries(0) if "error" in entry]
+        assert "DeadlineError: round 0 of " in f"{told['error']}: {told['message']}"
+        assert f"rank {RANKS - 1} does not wait" in told["message"]
+        assert 2.0 <= told["waited"] < 7.0
+
+
+@pytest.mark.tensorflow
 def test_a_graph_that_waits_for_a_stopped_rank_ends(tmp_path):
     """On MPI, which waits for a stopped process in Horovod's own thread: by the end of this one."""
     import horovod.tensorflow as built

@@ -115,11 +115,12 @@ def check_differences(everyone: Sequence[Facts]) -> Iterator[Finding]:
         everyone: facts of all ranks, in rank order.
     """
     strict: dict[str, list[str]] = {"Python": [str(facts["python"]) for facts in everyone]}
+    strict[TRANSPORT_VARIABLE] = [_transport(facts) for facts in everyone]
     loose: dict[str, list[str]] = {}
     for name in sorted({name for facts in everyone for name in facts["packages"]}):
         strict[name] = [facts["packages"].get(name, "missing") for facts in everyone]
     for name in sorted({name for facts in everyone for name in facts["settings"]}):
-        if not is_own(name):
+        if not is_own(name) and name != TRANSPORT_VARIABLE:
             kind = strict if name in _STRICT else loose
             kind[name] = [facts["settings"].get(name, "unset") for facts in everyone]
     for what in ("built", "controller", "framework", "numba"):
@@ -276,9 +277,14 @@ def check_launch(facts: Facts) -> Iterator[Finding]:
         )
 
 
+def _transport(facts: Facts) -> str:
+    """What is asked for, as an optimizer reads it."""
+    return facts["settings"].get(TRANSPORT_VARIABLE, "").strip() or "auto"
+
+
 def _pairs_beside_gloo(facts: Facts) -> Finding:
     """Whether ZeroMQ is to carry rounds, and can."""
-    if facts["settings"].get(TRANSPORT_VARIABLE) != "pairs":
+    if _transport(facts) != "pairs":
         text = f"Horovod's collectives carry all rounds; {TRANSPORT_VARIABLE}=pairs takes ZeroMQ's messages"
         return good("pairs of ranks", text)
     if "pyzmq" in facts["packages"]:
@@ -296,7 +302,7 @@ def _pairs(facts: Facts) -> Iterator[Finding]:
     why = (
         "gTop-k, SparDL and others exchange messages between pairs: each round then takes a cycle of Horovod"
     )
-    if facts["settings"].get("HOROVOD_SPARSE_TRANSPORT") == "alltoall":
+    if _transport(facts) == "alltoall":
         yield advice(
             "pairs of ranks", "HOROVOD_SPARSE_TRANSPORT=alltoall", why, "unset it, or leave it at auto"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -19,6 +20,7 @@ __all__ = [
     "Pairs",
     "ZmqPairs",
     "carrier_for",
+    "log_transport",
     "rounds_by_pairs",
     "transport_asked",
 ]
@@ -28,6 +30,10 @@ __all__ = [
 #: all ranks.
 TRANSPORT_VARIABLE = "HOROVOD_SPARSE_TRANSPORT"
 WAYS = ("auto", "alltoall", "pairs")
+
+_log = logging.getLogger("horovod_sparse")
+#: what was warned of
+_warned: set[str] = set()
 
 
 class Carrier(Protocol):
@@ -77,11 +83,12 @@ def rounds_by_pairs() -> bool:
     return transport_asked() == "pairs"
 
 
-def carrier_for(hvd: Any) -> tuple[Carrier | None, str]:
+def carrier_for(hvd: Any, size: int) -> tuple[Carrier | None, str]:
     """What this rank can use beside Horovod.
 
     Args:
         hvd: Horovod's binding for a framework.
+        size: number of ranks that are to be connected.
 
     Returns:
         It, or None and why there is none.
@@ -96,4 +103,23 @@ def carrier_for(hvd: Any) -> tuple[Carrier | None, str]:
         return mpi_carrier(hvd)
     if wanted == "auto":
         return None, "Horovod does not run on MPI"
-    return zmq_carrier()
+    return zmq_carrier(size)
+
+
+def log_transport(words: str, rank: int, *, beside: bool, failed: bool = False) -> None:
+    """Says how messages between two ranks travel.
+
+    A warning where that is not what was asked for: of the first rank alone, and once in a process.
+
+    Args:
+        words: how, and why so.
+        rank: of this process among those that agreed.
+        beside: whether it is beside Horovod.
+        failed: whether that was tried in vain.
+    """
+    refused = not beside and (failed or rounds_by_pairs())
+    if refused and rank == 0 and words not in _warned:
+        _warned.add(words)
+        _log.warning("rounds go through %s, though %s=%s", words, TRANSPORT_VARIABLE, transport_asked())
+    else:
+        _log.info("messages between two ranks go through %s", words)

@@ -45,11 +45,11 @@ class MpiPairs(Pairs):
         self._next = self._await_header()
         _made.append(self)
 
-    def _send(self, peer: int, header: Words, words: Words) -> Sequence[Any]:
-        header[3] = words.size
+    def _send(self, peer: int, header: Words, message: Words) -> Sequence[Any]:
+        header[3] = message.size
         sends = [self._start_send(header, peer, _HEADER_TAG)]
-        if words.size:
-            sends.append(self._start_send(words, peer, _BODY_TAG))
+        if message.size:
+            sends.append(self._start_send(message, peer, _BODY_TAG))
         return sends
 
     def _start_send(self, words: Words, peer: int, tag: int) -> Any:

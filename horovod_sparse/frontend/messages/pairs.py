@@ -64,7 +64,7 @@ class Pairs(ABC):
                 f"{name}: rank {rank} did not await messages that ranks {strangers} sent to it too"
             )
         self._awaited.add(key)
-        sends: list[Any] = []
+        sends, ready = list[Any](), dict[int, Any]()
         for peer, buffer in request.sends.items():
             if peer == rank:
                 self._inbox[key][rank] = buffer.copy()
@@ -72,12 +72,18 @@ class Pairs(ABC):
             header = np.empty(HEADER, np.int32)
             header[:2] = np.frombuffer(digest, np.int32)
             header[2] = key[1]
-            sends += self._send(peer, header, np.ascontiguousarray(buffer))
+            if id(buffer) not in ready:  # an allgather sends one to all
+                ready[id(buffer)] = self._ready(np.ascontiguousarray(buffer))
+            sends += self._send(peer, header, ready[id(buffer)])
         return _Handle(self, sends, key, request.sources, f"{name}: rank {rank}")
 
+    def _ready(self, words: Words) -> Any:
+        """A message as `_send` takes it: made once, whoever gets it."""
+        return words
+
     @abstractmethod
-    def _send(self, peer: int, header: Words, words: Words) -> Sequence[Any]:
-        """Sends a message, and does not wait.
+    def _send(self, peer: int, header: Words, message: Any) -> Sequence[Any]:
+        """Sends what `_ready` has made, and does not wait.
 
         Returns:
             What is to be asked (`Test`) before the words may change.
@@ -126,12 +132,16 @@ class _Handle:
         return self._pairs.is_known()
 
     def done(self) -> bool:
-        self._pairs.progress()
-        # what was sent may be changed when this is done
-        self._sends = [request for request in self._sends if not request.Test()]
-        missing = self._sources - self._pairs.arrived(self._key).keys()
-        if missing and self._error is None:
-            self._error = self._pairs.lost(missing)
+        """Raises nothing, since hooks of a backward pass ask; `result` does."""
+        try:
+            self._pairs.progress()
+            # what was sent may be changed when this is done
+            self._sends = [request for request in self._sends if not request.Test()]
+            missing = self._sources - self._pairs.arrived(self._key).keys()
+            if missing and self._error is None:
+                self._error = self._pairs.lost(missing)
+        except Exception as error:
+            self._error = self._error or error
         return self._error is not None or not (self._sends or missing)
 
     def result(self) -> dict[int, Words]:

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 import horovod_sparse.tensorflow as hvd
 from horovod_sparse.feedback import recipe
+from horovod_sparse.merging import min_elements
 from horovod_sparse.simulation import SimulatedCluster
 from horovod_sparse.tensorflow import transport
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
@@ -120,3 +121,36 @@ def test_within_a_process_set(rank, size, way, process_set):
     total = synchronizer.synchronize([tf.fill([20], float(rank + 1))], [variable])[0]
     assert total.numpy().tolist() == [float(size + 1)] * 20
     assert synchronizer.telemetry.transport == words(way)
+
+
+def test_dense_gradients_stay_with_horovod(rank, size, monkeypatch):
+    """Beside buckets that do not, in rounds of the same kind."""
+    monkeypatch.setattr(transport, "_couriers", {})
+    monkeypatch.setenv("HOROVOD_SPARSE_TRANSPORT", "pairs")
+    entrusted = []
+
+    class Noted(transport.Journey):
+        def __init__(self, name, *more):
+            entrusted.append(name)
+            super().__init__(name, *more)
+
+    monkeypatch.setattr("horovod_sparse.tensorflow.task.Journey", Noted)
+    shapes = {"wide": (40, 30), "bias": (7,), "second": (20, 30)}
+    variables = [tf.Variable(tf.zeros(shape), name=name) for name, shape in shapes.items()]
+    compression = hvd.Compression.topk(density=1.0)
+
+    @tf.function
+    def gradients():
+        with tf.GradientTape() as tape:
+            loss = tf.add_n([tf.reduce_sum(variable) for variable in variables]) * float(rank + 1)
+        tape = hvd.DistributedGradientTape(
+            tape, compression=compression, tensor_selection=min_elements(100), bucket_bytes=1
+        )
+        return tape.gradient(loss, variables)
+
+    for _ in range(2):
+        for found in gradients():
+            assert set(found.numpy().reshape(-1).tolist()) == {(size + 1) / 2}
+    assert compression.plan.dense == ("bias",)
+    assert len(entrusted) == 4 and len(set(entrusted)) == 2
+    assert compression.telemetry.transport == words("pairs")

@@ -14,6 +14,7 @@ import torch
 import horovod_sparse.torch as sparse
 from horovod_sparse.arrays import HostAccumulator
 from horovod_sparse.collectives import Exchange
+from horovod_sparse.errors import NonFiniteGradientError
 from horovod_sparse.feedback import Bucket, recipe
 from horovod_sparse.simulation import SimulatedCluster
 from horovod_sparse.sparsifiers import BucketInfo
@@ -356,3 +357,46 @@ def test_within_a_process_set(way, rank, size, process_set):
     assert task.value() == [{other: (5 * (other + 1) + turn, {other})} for turn in range(3)]
     assert transport.chosen_transport(chosen) == carrier(way)
     transport.forget_transports(chosen)
+
+
+@pytest.mark.parametrize("name", ["topk", "exdyna", "gtopk", "spardl", "oktopk", "topk_dsa", "cltk", "micro"])
+def test_a_step_that_all_give_up_leaves_the_others_their_messages(monkeypatch, name, rank, size):
+    """Messages of ranks that come last, and of another optimizer that is in the midst of its own step."""
+    transport.forget_transports(hvd.global_process_set)
+    monkeypatch.setenv("HOROVOD_SPARSE_TRANSPORT", "pairs")
+    shapes, trained = {"first": (40, 30), "second": (30, 50)}, []
+    for owner in ("sick", "well"):
+        model = LinearModel({f"{owner}.{key}".replace(".", "_"): shape for key, shape in shapes.items()})
+        trained.append((model, make(model, f"{name}:density=0.1", bucket_bytes=4000)))
+    generator = np.random.default_rng([rank, size])
+
+    def gradients(model):
+        return {
+            key: generator.standard_normal(parameter.shape).astype(np.float32)
+            for key, parameter in model.named_parameters()
+        }
+
+    for model, optimizer in trained:
+        train_step(model, optimizer, gradients(model))
+    choice = transport._choice_of(hvd.global_process_set)
+    (sick, first), (well, second) = trained
+    for _ in range(2):
+        well.backward(gradients(well))
+        if rank == size - 1:
+            time.sleep(0.2)
+        given = gradients(sick)
+        if rank == size - 1:
+            given["sick_second"][3] = np.nan
+        sick.backward(given)
+        with pytest.raises(NonFiniteGradientError, match=f"rank {size - 1}"):
+            first.step()
+        second.step()
+        second.zero_grad()
+        first.zero_grad()
+    assert transport._choice_of(hvd.global_process_set) is choice
+    assert transport.chosen_transport() == carrier("pairs")
+    for model, optimizer in trained:
+        train_step(model, optimizer, gradients(model))
+        values = [zlib.crc32(parameter.detach().numpy().tobytes()) for parameter in model.parameters()]
+        assert len({tuple(other) for other in hvd.allgather_object(values)}) == 1
+    transport.forget_transports(hvd.global_process_set)

@@ -110,6 +110,13 @@ def test_a_healthy_launch_has_no_problem():
             "pairs of ranks",
             "problem",
         ),
+        (
+            check_launch,
+            {"controller": "gloo", "settings": {"HOROVOD_SPARSE_TRANSPORT": " pairs "}},
+            "pairs of ranks",
+            "problem",
+        ),
+        (check_launch, {"settings": {"HOROVOD_SPARSE_TRANSPORT": "alltoall "}}, "pairs of ranks", "advice"),
         (check_launch, {"size": 1}, "launch", "advice"),
     ],
 )
@@ -187,6 +194,12 @@ def test_ranks_that_differ_are_told_apart():
     assert "cores: 8 on ranks 0, 1; 4 on rank 2" in text
     cached = [settings(CACHE_CAPACITY="0"), facts()]
     assert levels(check_differences(cached)) == {"ranks differ": "problem"}
+    ways = [settings(SPARSE_TRANSPORT="pairs"), facts()]
+    (found,) = check_differences(ways)
+    assert found.level == "problem"
+    assert "HOROVOD_SPARSE_TRANSPORT: pairs on rank 0; auto on rank 1" in found.what
+    alike = [settings(SPARSE_TRANSPORT=" auto "), facts()]
+    assert levels(check_differences(alike)) == {"ranks": "good"}
     loose = [settings(CYCLE_TIME="5"), facts()]
     assert levels(check_differences(loose)) == {"ranks differ": "advice"}
 

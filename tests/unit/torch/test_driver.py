@@ -186,3 +186,15 @@ def test_a_tensor_is_held_though_horovod_changes_its_shape_meanwhile(monkeypatch
 
     monkeypatch.setattr(torch.Tensor, "expand", slowly)
     assert holder_of(output).grad is output
+
+
+def test_what_all_ranks_give_up_alike_leaves_other_drivers_their_messages(held, monkeypatch):
+    forgotten = []
+    monkeypatch.setattr(module, "forget_transports", forgotten.append)
+    driver = HorovodDriver()
+    for forget in (False, True):
+        task = driver.start("w", two_rounds())
+        driver.clear(forget=forget)
+        assert task.done and isinstance(task.error, UnsupportedError)
+        held["w.0"].known = False
+        assert forgotten == ([hvd.global_process_set] if forget else [])

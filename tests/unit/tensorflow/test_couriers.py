@@ -1,0 +1,181 @@
+"""Couriers of synchronizations that leave the graph: deadlines, and ends; without ranks."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+tf = pytest.importorskip("tensorflow")
+
+from horovod_sparse.collectives import AllReduce, Exchange  # noqa: E402
+from horovod_sparse.errors import DeadlineError, UnsupportedError  # noqa: E402
+from horovod_sparse.frontend.deadline import Deadline  # noqa: E402
+from horovod_sparse.tensorflow import transport  # noqa: E402
+from horovod_sparse.tensorflow.task import Task  # noqa: E402
+from horovod_sparse.tensorflow.transport import Courier, courier_for, present_courier  # noqa: E402
+
+pytestmark = pytest.mark.tensorflow
+
+_SECONDS = 0.6
+
+
+class Silence:
+    """Messages of which none arrives, but those that a test lets through."""
+
+    def __init__(self):
+        self.arrived, self.forgotten = False, threading.Event()
+
+    def start(self, request, name, rank):
+        return self
+
+    def done(self):
+        return self.arrived
+
+    def result(self):
+        return {1: np.ones(1, np.int32)}
+
+    def forget(self):
+        self.forgotten.set()
+
+
+@pytest.fixture
+def silence():
+    return Silence()
+
+
+@pytest.fixture
+def courier(silence):
+    made = Courier(silence, 0, silence.forget)
+    yield made
+    made.stop()
+    assert silence.forgotten.wait(5.0)
+
+
+def one_round():
+    found = yield Exchange({}, (1,))
+    return int(found[1][0])
+
+
+def entrusted(courier, deadline=None, name="task"):
+    task = Task(name, (Exchange,), np.dtype(np.float32))
+    task.entrust(one_round(), (0, 2), courier, deadline or Deadline(_SECONDS, lambda: (0, [0, 1])))
+    return task
+
+
+def test_what_comes_in_time_is_the_result(silence, courier):
+    task = entrusted(courier)
+    silence.arrived = True
+    assert task.wait() is None and (task.result, task.error) == (1, None)
+
+
+def test_tasks_that_are_waited_for_together_have_one_deadline(courier):
+    """That of the user's argument."""
+    deadline = Deadline(_SECONDS, lambda: (0, [0, 1]))
+    tasks, since, overdue = (
+        [entrusted(courier, deadline, f"task{i}") for i in range(4)],
+        time.perf_counter(),
+        None,
+    )
+    for task in tasks:
+        overdue = task.wait(since, overdue)
+    assert _SECONDS <= time.perf_counter() - since < 2 * _SECONDS
+    assert all(isinstance(task.error, DeadlineError) for task in tasks)
+    assert (overdue.bucket, overdue.round, overdue.seconds) == ("task0", 0, _SECONDS)
+
+
+def test_a_deadline_says_who_is_missing(courier, monkeypatch):
+    store = {}
+
+    def asked(scope, key, value=None):
+        if value is not None:
+            store[key] = value
+        return store.get(key)
+
+    monkeypatch.setattr("horovod_sparse.frontend.deadline.asked_store", asked)
+    task = entrusted(courier)
+    task.wait()
+    assert task.error.missing == {1: ""}
+
+
+def test_what_was_given_up_is_not_resumed(silence, courier):
+    """Its bucket is another step's then."""
+    resumed = []
+
+    def noting():
+        yield Exchange({}, (1,))
+        resumed.append(True)
+
+    task = Task("task", (Exchange,), np.dtype(np.float32))
+    task.entrust(noting(), (0, 2), courier, Deadline(0.1, lambda: (0, [0, 1])))
+    assert isinstance(task.wait(), DeadlineError)
+    silence.arrived = True
+    after = entrusted(courier, name="after")
+    assert after.wait() is None
+    assert not resumed
+
+
+def test_a_step_that_is_left_behind_raises_nothing_in_the_next(courier):
+    task = entrusted(courier, Deadline(0.1, lambda: (0, [0, 1])))
+    begun = time.perf_counter()
+    task.drop()
+    assert not task.under_way and time.perf_counter() - begun < 2.0
+
+
+def test_a_courier_that_is_stopped_ends_what_it_has(silence):
+    courier = Courier(silence, 0, silence.forget)
+    task = entrusted(courier)
+    courier.stop()
+    assert silence.forgotten.wait(5.0)
+    for one in (task, entrusted(courier)):
+        assert one.wait() is None
+        assert isinstance(one.error, UnsupportedError) and "trace it again" in str(one.error)
+
+
+class Ranks:
+    process_set_id, ranks = 0, (0, 1)
+
+    def rank(self):
+        return 0
+
+    def size(self):
+        return 2
+
+
+def test_every_start_of_horovod_has_couriers_of_its_own(monkeypatch):
+    """And those of the former one are stopped; a function that was traced before finds the new one."""
+    starts, made = [object()], []
+
+    def agreed(process_set):
+        made.append(Silence())
+        return Courier(made[-1], 0, made[-1].forget), "somehow", False
+
+    monkeypatch.setattr(transport, "_couriers", {})
+    monkeypatch.setattr(transport, "_agreed", agreed)
+    monkeypatch.setattr(transport, "present_start", lambda: starts[-1])
+    former, words = courier_for(Ranks())
+    assert words == "somehow" and courier_for(Ranks())[0] is former
+    starts.append(object())
+    present, _ = courier_for(Ranks())
+    assert present is not former and len(made) == 2
+    assert made[0].forgotten.wait(5.0) and not made[1].forgotten.is_set()
+    assert present_courier(Ranks(), former) is present
+    present.stop()
+
+
+def test_nothing_is_opened_where_no_ranks_can_agree(monkeypatch):
+    def refuse(hvd, size):
+        raise AssertionError("sockets would be open that nobody closes")
+
+    monkeypatch.setattr(transport, "carrier_for", refuse)
+    with tf.Graph().as_default():
+        courier, words, failed = transport._agreed(Ranks())
+    assert (courier, words, failed) == (None, "Horovod's all-to-all (TensorFlow 1's graphs)", False)
+
+
+def test_dense_gradients_stay_with_horovod(monkeypatch):
+    monkeypatch.setenv("HOROVOD_SPARSE_TRANSPORT", "pairs")
+    assert Task("task", (AllReduce,), np.dtype(np.float32)).between_pairs
+    assert not Task("task", (AllReduce,), np.dtype(np.float32), dense=True).between_pairs
