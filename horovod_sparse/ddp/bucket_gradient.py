@@ -80,9 +80,9 @@ class BucketGradient:
     def _view(self, number: int) -> torch.Tensor:
         return view_into(self.flat, self.places[number][0], self.layouts[number])
 
-    def scatter(self, indices: np.ndarray | None, values: np.ndarray) -> int:
-        """A sum as the gradients; how many different elements it has."""
-        num_union = self.memory.write(self.flat, indices, values, 1.0)
+    def scatter(self, indices: np.ndarray | None, values: np.ndarray, scale: float = 1.0) -> int:
+        """A sum, times a scale, as the gradients; how many different elements it has."""
+        num_union = self.memory.write(self.flat, indices, values, scale)
         self._give_out()
         return num_union
 
