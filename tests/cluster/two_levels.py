@@ -36,7 +36,6 @@ facts = {
     "local_size": hvd.local_size(),
     "lost": float((both[0] - both[1] + weight.detach()).abs().max()),
     "applied": float(weight.detach().abs().max()),
-    "transport": optimizer.telemetry.transport,
     "bytes_inside": last.bytes_inside,
     "bytes_sent": last.bytes_sent,
 }
