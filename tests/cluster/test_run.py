@@ -51,7 +51,7 @@ def test_allreduce_across_hosts(slow: str, kind: str) -> None:
 def test_two_levels_on_hosts_of_two_ranks(slow: str) -> None:
     """Six ranks on three hosts: what Horovod tells of hosts is enough, and nothing is lost.
 
-    Over Gloo only: two ranks of a host each that poll for MPI take minutes to start where all share two cores.
+    Over Gloo only: two ranks of a host each that poll for MPI take minutes to start where all share cores.
     """
     arguments = ["-np", "6", "--gloo", "--timeout", "100", "--", sys.executable, str(_TWO_LEVELS)]
     ranks = json.loads(cluster("run", "--name", slow, *arguments, timeout_s=110).stdout)
