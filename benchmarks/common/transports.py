@@ -8,12 +8,12 @@ import numpy as np
 
 import horovod_sparse.torch as hvd
 from horovod_sparse.collectives import Exchange, Synchronization
-from horovod_sparse.frontend.messages import TRANSPORT_VARIABLE
+from horovod_sparse.frontend.messages import TRANSPORT_VARIABLE, transport_asked
 from horovod_sparse.torch.driver import HorovodDriver
 from horovod_sparse.torch.transport import forget_transports
 
 #: how rounds travel, as the user has said
-ASKED = os.environ.get(TRANSPORT_VARIABLE, "auto")
+ASKED = transport_asked()
 
 
 def travel_by(transport: str) -> None:
@@ -22,7 +22,7 @@ def travel_by(transport: str) -> None:
     Args:
         transport: see `horovod_sparse.frontend.messages`.
     """
-    if os.environ.get(TRANSPORT_VARIABLE, "auto") != transport:
+    if transport_asked() != transport:
         os.environ[TRANSPORT_VARIABLE] = transport
         forget_transports(hvd.global_process_set)
         driver = HorovodDriver()
