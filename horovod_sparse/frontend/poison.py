@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import TypeGuard
 
 from horovod_sparse.errors import ArgumentError, NonFiniteGradientError, NonFiniteSumError
 from horovod_sparse.frontend.collective_errors import has_bad_gradient, worst
@@ -64,8 +65,9 @@ class Poison:
 
     def repeats(self, errors: Sequence[BaseException]) -> bool:
         """Whether the step is carried out once more, without the gradients of bad ranks; counts it."""
-        found = self.policy == ZERO and _about_numbers(errors)
-        bad = sorted({rank for error in errors for rank in getattr(error, "where", ())}) if found else []
+        if self.policy != ZERO or not _about_numbers(errors):
+            return False
+        bad = sorted({rank for error in errors for rank in error.where})
         if bad:
             self._telemetry.num_dropped += 1
             self._tell(self._telemetry.num_dropped, errors, f"those of ranks {bad} are left out of this step")
@@ -85,13 +87,12 @@ class Poison:
             return True
         return self.policy != RAISE and all(isinstance(error, NonFiniteSumError) for error in errors)
 
-    def _tell(self, count: int, errors: Sequence[BaseException], what: str) -> None:
+    def _tell(self, count: int, errors: Sequence[NonFiniteGradientError], what: str) -> None:
         if count & (count - 1) == 0:  # the 1st, 2nd, 4th, ...: a training that has blown up fills no disk
-            found = worst(errors)
-            seen = found.finding if isinstance(found, NonFiniteGradientError) else str(found)
+            seen = worst(errors).finding
             _log.warning("%s; %s, as on_nonfinite=%r asks (%d so far)", seen, what, self.policy, count)
 
 
-def _about_numbers(errors: Sequence[BaseException]) -> bool:
+def _about_numbers(errors: Sequence[BaseException]) -> TypeGuard[Sequence[NonFiniteGradientError]]:
     """Whether all ranks have these errors, and no rank another one."""
     return bool(errors) and all(isinstance(error, NonFiniteGradientError) for error in errors)

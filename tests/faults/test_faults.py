@@ -151,9 +151,13 @@ def test_what_a_job_outlives(transport, tmp_path, monkeypatch):
 
 
 @pytest.mark.tensorflow
-@pytest.mark.parametrize("way", ["fit", "mixed", "eager", "stock"])
-def test_a_graph_that_waits_for_a_rank_ends(way, tmp_path):
-    """On Gloo, where Horovod alone waits for ever: with the ranks that are missing."""
+@pytest.mark.parametrize(
+    ("way", "transport"),
+    [*((way, "auto") for way in ("fit", "mixed", "eager", "stock")), ("fit", "pairs"), ("eager", "pairs")],
+)
+def test_a_graph_that_waits_for_a_rank_ends(way, transport, tmp_path, monkeypatch):
+    """By the user's deadline: on Gloo Horovod alone waits for ever, and so do messages beside it."""
+    monkeypatch.setenv("HOROVOD_SPARSE_TRANSPORT", transport)
     with job(f"{way}-asleep", tmp_path, TF_WORKER) as run:
         run.until(RANKS - 1, step=4)
         run.ended(60.0)
@@ -161,23 +165,11 @@ def test_a_graph_that_waits_for_a_rank_ends(way, tmp_path):
         assert "DeadlineError: round 0 of " in f"{told['error']}: {told['message']}"
         assert f"rank {RANKS - 1} does not wait" in told["message"]
         assert 2.0 <= told["waited"] < 7.0
+        if transport == "pairs":
+            return  # nobody waits in Horovod, whose end the late rank would meet
         assert max(entry["step"] for entry in run.entries(0) if "step" in entry) == 4
         (late,) = [entry for entry in run.entries(RANKS - 1) if "error" in entry]
         assert "shut down" in late["message"], "no rank goes on alone"
-
-
-@pytest.mark.tensorflow
-@pytest.mark.parametrize("way", ["fit", "eager"])
-def test_a_graph_that_waits_for_messages_beside_horovod_ends(way, tmp_path, monkeypatch):
-    """By the user's deadline, as it does where Horovod carries the rounds."""
-    monkeypatch.setenv("HOROVOD_SPARSE_TRANSPORT", "pairs")
-    with job(f"{way}-asleep", tmp_path, TF_WORKER) as run:
-        run.until(RANKS - 1, step=4)
-        run.ended(60.0)
-        (told,) = [entry for entry in run.entries(0) if "error" in entry]
-        assert "DeadlineError: round 0 of " in f"{told['error']}: {told['message']}"
-        assert f"rank {RANKS - 1} does not wait" in told["message"]
-        assert 2.0 <= told["waited"] < 7.0
 
 
 @pytest.mark.tensorflow

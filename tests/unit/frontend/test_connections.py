@@ -21,13 +21,7 @@ from horovod_sparse.frontend.messages.zeromq import ZmqPairs
 
 zmq = pytest.importorskip("zmq")
 
-from support.zmq_ranks import everyone_says, listening, making, offers, words  # noqa: E402
-
-
-@pytest.fixture
-def connected():
-    with making() as make:
-        yield make
+from support.zmq_ranks import everyone_says, listening, offers, words  # noqa: E402
 
 
 def test_a_rank_that_is_gone_is_an_error_soon(connected):

@@ -19,13 +19,7 @@ from horovod_sparse.frontend.transport import Rounds
 
 zmq = pytest.importorskip("zmq")
 
-from support.zmq_ranks import everyone_says, making, words  # noqa: E402
-
-
-@pytest.fixture
-def connected():
-    with making() as make:
-        yield make
+from support.zmq_ranks import everyone_says, words  # noqa: E402
 
 
 def test_all_with_all_in_any_order(connected):
