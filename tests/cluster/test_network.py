@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -44,23 +45,38 @@ def test_a_host_is_reached_by_its_name_and_knows_its_own(slow: str) -> None:
     assert _ask(slow, slow).stdout == f"{slow}-2 answers 198.18.0.1\n"
 
 
-def test_the_rate_is_reached_and_not_exceeded(slow: str) -> None:
-    # A machine busy with other work may miss it once, but never exceeds it.
-    for _ in range(3):
-        before = status(slow)["hosts"]
-        results = json.loads(cluster("measure", "--name", slow, "--megabytes", "20", "--json").stdout)
-        after = status(slow)["hosts"]
+@pytest.fixture
+def slower(permitted: None) -> Iterator[str]:
+    """The name of a cluster of 3 hosts at 10 Mbit/s.
+
+    What a bucket may hold is 12 ms of that: a machine whose cores do other things for a moment loses less of
+    it than at a higher rate.
+    """
+    name = f"{NAME}-slower"
+    cluster("up", "--hosts", "3", "--rate", "10mbit", "--name", name)
+    yield name
+    cluster("down", "--name", name)
+
+
+def test_the_rate_is_reached_and_not_exceeded(slower: str) -> None:
+    # A machine busy with other work may miss it for a while, but never exceeds it.
+    asked, reached = 10e6, [0.0, 0.0]
+    for _ in range(6):
+        before = status(slower)["hosts"]
+        results = json.loads(cluster("measure", "--name", slower, "--megabytes", "2", "--json").stdout)
+        after = status(slower)["hosts"]
         rates = [result["slowest_bits_per_second"] for result in results]
         assert [result["transfers"] for result in results] == [1, 3]
-        assert max(rates) < 100e6, results
+        assert max(rates) < asked, results
         # The pair sends from host 0 to host 1, the ring from every host to the next.
         sent = [now["tx_bytes"] - then["tx_bytes"] for then, now in zip(before, after, strict=True)]
         received = [now["rx_bytes"] - then["rx_bytes"] for then, now in zip(before, after, strict=True)]
-        assert sent == pytest.approx([40e6, 20e6, 20e6], rel=0.1)
-        assert received == pytest.approx([20e6, 40e6, 20e6], rel=0.1)
-        if min(rates) > 0.85 * 100e6:
+        assert sent == pytest.approx([4e6, 2e6, 2e6], rel=0.1)
+        assert received == pytest.approx([2e6, 4e6, 2e6], rel=0.1)
+        reached = [max(pair) for pair in zip(reached, rates, strict=True)]
+        if min(reached) > 0.85 * asked:
             return
-    pytest.fail(f"100 Mbit/s were asked for, and never reached: {results}")
+    pytest.fail(f"10 Mbit/s were asked for, and never reached: {reached}")
 
 
 def _total_bytes(name: str) -> int:

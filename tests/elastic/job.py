@@ -7,6 +7,7 @@ with one worker each, or several: `HOSTS`. A worker's script writes down what it
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import os
 import signal
@@ -50,6 +51,7 @@ class Diary:
     def __init__(self, folder: Path) -> None:
         self.host = os.environ.get("HOROVOD_HOSTNAME", "nowhere")
         self._path = folder / f"{self.host}.{os.getpid()}.diary"
+        faulthandler.register(signal.SIGUSR1)  # where all its threads are, for a job that does not end
 
     def note(self, what: str, **more: Any) -> None:
         """Writes a line: what happened, where and when."""
@@ -139,7 +141,7 @@ class Job:
                 raise AssertionError(f"the job has ended with {self._process.returncode}: {self._end()}")
             if time.monotonic() > until:
                 raise AssertionError(f"not met within {seconds} s: {self._end()}")
-            time.sleep(0.05)
+            time.sleep(0.2)
 
     def wait(self, seconds: float = _SECONDS) -> int:
         """Until the job has ended.
@@ -170,8 +172,13 @@ class Job:
         self._log.close()
 
     def _end(self) -> str:
+        # Workers that live say where they are, as far as they can: see `Diary`.
+        for pid in {entry["pid"] for entry in self.entries}:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGUSR1)
+        time.sleep(2)
         last = "\n".join(str(entry) for entry in self.entries[-6:])
-        return f"{last}\n{self.log[-4000:]}"
+        return f"{last}\n{self.log[-12000:]}"
 
 
 @contextlib.contextmanager

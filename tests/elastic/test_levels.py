@@ -22,6 +22,12 @@ def hosts_of(entries: list[dict[str, Any]]) -> dict[int, list[Any]]:
     return {batch: said[-1] for batch, said in found.items()}
 
 
+def hosts_in(entries: list[dict[str, Any]], batch: int) -> list[str]:
+    """The hosts that did a batch last, in the order of their ranks, which is not that of their names."""
+    of_ranks = {entry["rank"]: entry["host"] for entry in of(entries, "batch", batch=batch)}
+    return list(dict.fromkeys(of_ranks[rank] for rank in sorted(of_ranks)))
+
+
 def test_hosts_join_and_leave_and_one_of_two_ranks_is_refused(tmp_path: Path) -> None:
     """Nothing is lost of what survivors hold; at unequal hosts all ranks end with the error's name.
 
@@ -34,7 +40,8 @@ def test_hosts_join_and_leave_and_one_of_two_ranks_is_refused(tmp_path: Path) ->
         job.wait_for(lambda entries: len(of(entries, "batch", batch=3)) >= 4)
         job.set_hosts(HOSTS[:3])
         job.wait_for(lambda entries: len(of(entries, "batch", batch=10, size=4)) >= 4)
-        job.set_hosts(HOSTS[1:3], **{HOSTS[2]: 1})
+        left = hosts_in(job.entries, 10)
+        job.set_hosts(left, **{left[1]: 1})
         assert job.wait() != 0
         entries, log = job.entries, job.log
     assert "UnsupportedError: two levels need as many ranks on every host" in log
@@ -61,10 +68,11 @@ def test_a_host_is_replaced_and_auto_goes_flat_when_hosts_are_unequal(tmp_path: 
         "profile": str(tmp_path / "profile.json"),
     }
     with elastic_job(tmp_path, WORKER, json.dumps(task), least=2, most=4, each=2) as job:
+        job.wait_for(lambda entries: len(of(entries, "begun")) == 4)
         job.set_hosts(HOSTS[:3])  # more than it may use at once
         job.wait_for(lambda entries: len(of(entries, "batch", batch=8, size=4)) >= 4)
         # another host in its place: of a host that gives up one of two workers, that one would not end
-        job.set_hosts([HOSTS[0], HOSTS[3]], **{HOSTS[3]: 1})
+        job.set_hosts([hosts_in(job.entries, 8)[0], HOSTS[3]], **{HOSTS[3]: 1})
         assert job.wait() == 0, job.log
         entries, log = job.entries, job.log
     lawful(entries, 3)
