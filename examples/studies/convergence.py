@@ -10,7 +10,6 @@ scripts/convergence_study --draw        only picture and table, from docs/measur
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -241,17 +240,9 @@ def draw(result: dict[str, Any]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures, draws, and writes the table; 1 if a row that promises to converge does not."""
-    parser = argparse.ArgumentParser(
-        prog="scripts/convergence_study",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--again", action="store_true", help="measure anew")
-    parser.add_argument("--draw", action="store_true", help="measure nothing")
+    parser = results.command_line("scripts/convergence_study", __doc__, FILE, timeout_s=900)
     parser.add_argument("--only", nargs="+", metavar="ROW", choices=list(variants()), help="these rows")
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS), help="(default %(default)s)")
-    parser.add_argument("--timeout", type=float, default=900, metavar="SECONDS", help="of a launch")
-    parser.add_argument("--json", type=Path, default=FILE, metavar="FILE", help="(default %(default)s)")
     options = parser.parse_args(arguments)
     result = results.load(options.json)
     if not options.draw:

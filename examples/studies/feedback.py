@@ -7,10 +7,8 @@ scripts/feedback_study --draw       only picture and table, from docs/measuremen
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -113,14 +111,7 @@ def draw(result: dict[str, Any]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures, draws, and writes the table."""
-    parser = argparse.ArgumentParser(
-        prog="scripts/feedback_study",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--again", action="store_true", help="measure everything anew")
-    parser.add_argument("--draw", action="store_true", help="measure nothing")
-    parser.add_argument("--json", type=Path, default=FILE, metavar="FILE", help="(default %(default)s)")
+    parser = results.command_line("scripts/feedback_study", __doc__, FILE)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     result = results.load(options.json)

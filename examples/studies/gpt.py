@@ -8,7 +8,6 @@ scripts/gpt_study --draw        only picture and table, from docs/measurements/g
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -109,13 +108,8 @@ def draw(result: dict[str, Any]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures, draws, and writes the table."""
-    parser = argparse.ArgumentParser(
-        prog="scripts/gpt_study", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--again", action="store_true", help="measure anew")
+    parser = results.command_line("scripts/gpt_study", __doc__, timeout_s=1200)
     parser.add_argument("--only", nargs="+", metavar="ROW", choices=list(ROWS), help="these rows")
-    parser.add_argument("--draw", action="store_true", help="measure nothing")
-    parser.add_argument("--timeout", type=float, default=1200, metavar="SECONDS", help="of a launch")
     options = parser.parse_args(arguments)
     result = results.load(FILE)
     if not options.draw:

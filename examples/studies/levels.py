@@ -7,10 +7,8 @@ scripts/levels_study --draw        only the table, from docs/measurements/levels
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -87,15 +85,9 @@ def table(result: dict[str, Any]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures, and writes the table; 1 where accuracies are further apart than they may be."""
-    parser = argparse.ArgumentParser(
-        prog="scripts/levels_study", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--again", action="store_true", help="measure anew")
-    parser.add_argument("--draw", action="store_true", help="measure nothing")
+    parser = results.command_line("scripts/levels_study", __doc__, FILE, timeout_s=900)
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS), help="(default %(default)s)")
     parser.add_argument("--epochs", type=int, default=8, help="(default %(default)s)")
-    parser.add_argument("--timeout", type=float, default=900, metavar="SECONDS", help="of a launch")
-    parser.add_argument("--json", type=Path, default=FILE, metavar="FILE", help="(default %(default)s)")
     options = parser.parse_args(arguments)
     result = results.load(options.json)
     if not options.draw:

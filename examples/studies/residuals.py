@@ -8,12 +8,10 @@ scripts/residual_study --real       the first steps on six processes with horovo
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import math
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -161,16 +159,9 @@ def draw(result: dict[str, Any]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures, draws, and writes the table."""
-    parser = argparse.ArgumentParser(
-        prog="scripts/residual_study",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--again", action="store_true", help="measure everything anew")
-    parser.add_argument("--draw", action="store_true", help="measure nothing")
+    parser = results.command_line("scripts/residual_study", __doc__, FILE)
     parser.add_argument("--real", action="store_true", help="compare with six processes, too")
     parser.add_argument("--task", choices=list(SETTINGS), help="this training only")
-    parser.add_argument("--json", type=Path, default=FILE, metavar="FILE", help="(default %(default)s)")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     result = results.load(options.json)

@@ -2,18 +2,53 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import platform
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["DOCUMENT", "MEASUREMENTS", "PICTURES", "load", "machine", "markdown", "save", "with_table"]
+__all__ = [
+    "DOCUMENT",
+    "MEASUREMENTS",
+    "PICTURES",
+    "command_line",
+    "load",
+    "machine",
+    "markdown",
+    "save",
+    "with_table",
+]
 
 _DOCS = Path(__file__).parents[2] / "docs"
 DOCUMENT = _DOCS / "results.md"
 MEASUREMENTS = _DOCS / "measurements"
 PICTURES = _DOCS / "pictures"
+
+
+def command_line(
+    program: str, text: str | None, file: Path | None = None, timeout_s: float | None = None
+) -> argparse.ArgumentParser:
+    """What all studies can be told.
+
+    Args:
+        program: the script.
+        text: what it says of itself.
+        file: where numbers go, if that can be chosen.
+        timeout_s: for a launch, if it makes any.
+    """
+    parser = argparse.ArgumentParser(
+        prog=program, description=text, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--again", action="store_true", help="measure everything anew")
+    parser.add_argument("--draw", action="store_true", help="measure nothing")
+    if timeout_s is not None:
+        told = "of a launch (default %(default)s)"
+        parser.add_argument("--timeout", type=float, default=timeout_s, metavar="SECONDS", help=told)
+    if file is not None:
+        parser.add_argument("--json", type=Path, default=file, metavar="FILE", help="(default %(default)s)")
+    return parser
 
 
 def load(path: Path) -> dict[str, Any]:

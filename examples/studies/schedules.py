@@ -8,13 +8,11 @@ scripts/schedule_study --part I/N   only every N-th run, from the I-th on, for N
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -233,15 +231,8 @@ def draw(result: dict[str, Any]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures, draws, and writes the tables."""
-    parser = argparse.ArgumentParser(
-        prog="scripts/schedule_study",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--again", action="store_true", help="measure everything anew")
-    parser.add_argument("--draw", action="store_true", help="measure nothing")
+    parser = results.command_line("scripts/schedule_study", __doc__, FILE)
     parser.add_argument("--part", default="0/1", metavar="I/N", help="(default %(default)s)")
-    parser.add_argument("--json", type=Path, default=FILE, metavar="FILE", help="(default %(default)s)")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     result = results.load(options.json)

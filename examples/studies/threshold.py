@@ -7,10 +7,8 @@ scripts/threshold_study --draw      only pictures and tables, from docs/measurem
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -168,15 +166,8 @@ def table(result: dict[str, Any]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures, draws, and writes the table."""
-    parser = argparse.ArgumentParser(
-        prog="scripts/threshold_study",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--again", action="store_true", help="measure everything anew")
-    parser.add_argument("--draw", action="store_true", help="measure nothing")
+    parser = results.command_line("scripts/threshold_study", __doc__, FILE)
     parser.add_argument("--task", choices=["digits", "text"], help="measure this training only")
-    parser.add_argument("--json", type=Path, default=FILE, metavar="FILE", help="(default %(default)s)")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     result = results.load(options.json)

@@ -6,7 +6,6 @@ scripts/paper_study --draw      draws only
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 
@@ -45,13 +44,7 @@ def measure(part: str, *, again: bool) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures and draws."""
-    parser = argparse.ArgumentParser(
-        prog="scripts/paper_study",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--again", action="store_true", help="measure anew")
-    parser.add_argument("--draw", action="store_true", help="measure nothing")
+    parser = results.command_line("scripts/paper_study", __doc__)
     parser.add_argument("--part", choices=list(PARTS), help="measure this only")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
