@@ -13,8 +13,8 @@ from rich.table import Table
 from benchmarks.common.hosts import NETWORKS, cluster_for, machine_facts, write_json
 from benchmarks.common.options import command_line, count, launch, named_sparsifiers
 from horovod_sparse.errors import HorovodSparseError
+from horovod_sparse.merging.workload import LAYER_TABLES
 
-_MODELS = ("resnet50", "mlp50")
 METHODS = ("layerwise", "single", "fixed 8192", "omgs", "optimal", "joint", "cost, optimal", "all dense")
 #: behind a method's name where gradients are summed within hosts first
 LEVELS_SUFFIX = ", two levels"
@@ -30,10 +30,11 @@ def parser() -> argparse.ArgumentParser:
     add = made.add_argument
     add(
         "--model",
-        choices=_MODELS,
+        choices=(*LAYER_TABLES, "mlp50"),
+        metavar="MODEL",
         default="resnet50",
-        help="resnet50: its layer table, computing time slept through; mlp50: 50 layers, computed by every "
-        "rank (default %(default)s)",
+        help=f"a layer table ({', '.join(LAYER_TABLES)}), computing time slept through; or mlp50: 50 layers, "
+        "computed by every rank (default %(default)s)",
     )
     add(
         "--scale", type=float, default=0.25, help="of the layer table's sizes and times (default %(default)s)"

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from horovod_sparse.merging.workload import layer_table
+from horovod_sparse.merging.workload import LAYER_TABLES, layer_table
 
-MODELS = ("resnet50", "mlp50")
 #: widths of the computed network: narrow and wide layers in turn, so that sizes differ as in a real one
 _WIDTHS = (128, 512, 256, 768, 384)
 _BATCH = 16
@@ -23,12 +22,12 @@ def make_network(name: str, scale: float) -> tuple[Any, Callable[[], Any]]:
     """A network, and what computes its loss.
 
     Args:
-        name: "resnet50": parameters of the layer table, whose computing time is slept through, so that
-            ranks that share cores compute as machines of their own would; or "mlp50": 50 dense layers
-            that every rank computes.
+        name: one of `LAYER_TABLES`: its parameters, whose computing time is slept through, so that ranks
+            that share cores compute as machines of their own would; or "mlp50": 50 dense layers that every
+            rank computes.
         scale: of the layer table's parameters and times, in (0, 1].
     """
-    if name == "resnet50":
+    if name in LAYER_TABLES:
         replay = _Replay(name, scale)
         return replay, replay
     widths = [64, *(_WIDTHS[number % len(_WIDTHS)] for number in range(49)), 10]

@@ -32,6 +32,8 @@ ALONE = "alone"
 _REAL_MODELS = ("cnn", "digits", "lstm", "mlp")
 #: behind the name of a sparsifier that is measured as it is where nothing is said of buckets
 BY_DEFAULT = " by default"
+#: behind the name of one whose messages are decoded to n elements each, and these added up
+DENSELY = ", decoded densely"
 _DEFAULT_SPARSIFIERS = ("exdyna", "micro", "topk", "dgc")
 
 #: the module whose ranks train with a framework; started as `python -m MODULE SETTINGS RESULT`
@@ -61,6 +63,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--min-elements", type=count, help="smaller parameters stay dense (default: none do)")
     text = "also with each sparsifier: what is sparsified where nothing is said of buckets"
     made.add_argument("--by-default", action="store_true", help=text)
+    text = "also with each sparsifier: every message is decoded to all elements, and these are added up"
+    made.add_argument("--densely", action="store_true", help=text)
     add_pairs(made)
     add_common(made, _DEFAULT_SPARSIFIERS, _BASELINES)
     return made
@@ -71,8 +75,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     module = FRAMEWORKS[options.framework]
     if importlib.util.find_spec(module) is None:
         raise BenchmarkError(f"--framework {options.framework}: this version cannot measure it; use torch")
-    if options.framework != "torch" and (options.by_default or options.model == "digits"):
-        raise BenchmarkError("--by-default and --model digits are measured in PyTorch only")
+    if options.framework != "torch" and (options.by_default or options.densely or options.model == "digits"):
+        raise BenchmarkError("--by-default, --densely and --model digits are measured in PyTorch only")
     if options.framework != "torch" and options.pairs:
         raise BenchmarkError("--pairs is measured in PyTorch only")
     if options.framework != "torch" and ALONE in options.baselines:
@@ -83,6 +87,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     sparsifiers = named_sparsifiers(options.sparsifiers, options.density)
     if options.by_default:
         sparsifiers |= {f"{name}{BY_DEFAULT}": text for name, text in sparsifiers.items()}
+    if options.densely:
+        sparsifiers |= {f"{name}{DENSELY}": text for name, text in sparsifiers.items()}
     if options.pairs:
         sparsifiers |= {f"{name}{PAIRS_SUFFIX}": text for name, text in sparsifiers.items()}
     methods = [*baselines(options.baselines, (*_BASELINES, ALONE)), *sparsifiers]

@@ -6,8 +6,10 @@ import json
 import os
 import sys
 import time
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
 import horovod_sparse.torch as hvd
@@ -15,11 +17,32 @@ from benchmarks.common import ranks
 from benchmarks.common.options import PAIRS_SUFFIX
 from benchmarks.common.transports import ASKED, travel_by
 from benchmarks.common.wire import Round, rounds_of
-from benchmarks.train.main import ALONE, BY_DEFAULT
+from benchmarks.train.main import ALONE, BY_DEFAULT, DENSELY
 from benchmarks.train.models import make_model
 from horovod_sparse.cost import Profile
 from horovod_sparse.frontend.plan_request import TENSOR_SELECTION_VARIABLE
 from horovod_sparse.merging import Plan, min_elements
+from horovod_sparse.sparsifiers import Sparsifier, WholeSum
+
+
+class _DecodedDensely:
+    """Decodes as one writes it first: every rank's message becomes n elements, and these are added up."""
+
+    def synchronize(self, accumulator: Any, state: Any, info: Any) -> Any:
+        sum_ = yield from super().synchronize(accumulator, state, info)  # type: ignore[misc]
+        total, one = np.zeros((2, info.num_elements), info.value_dtype)
+        for stop, count in zip(np.cumsum(sum_.counts), sum_.counts, strict=True):
+            message = slice(stop - count, stop)
+            one[:] = 0
+            one[sum_.indices[message]] = sum_.values[message]
+            total += one
+        return WholeSum(total, sum_.counts, sum_.first_nonfinite, sum_.norms)
+
+
+def densely(sparsifier: Sparsifier) -> Sparsifier:
+    """The same, but decoding each message densely."""
+    arguments = vars(sparsifier)
+    return type("Densely", (_DecodedDensely, type(sparsifier)), {})(**arguments)
 
 
 class Training:
@@ -56,13 +79,12 @@ class Training:
         if self._decides:
             options["profile"] = Profile.from_json(json.dumps(settings["profiles"][name]))
         travel_by(self._transport)
-        os.environ[TENSOR_SELECTION_VARIABLE] = "formulas" if name.endswith(BY_DEFAULT) else "all"
-        self._optimizer = hvd.DistributedOptimizer(
-            sgd,
-            named_parameters=named,
-            compression=hvd.Compression.parse(compression),
-            **options,
-        )
+        os.environ[TENSOR_SELECTION_VARIABLE] = "formulas" if BY_DEFAULT in name else "all"
+        chosen = hvd.Compression.parse(compression)
+        if DENSELY in name:
+            recipe = replace(chosen.recipe, sparsifier=densely(chosen.recipe.sparsifier))
+            chosen = type(chosen)(recipe)
+        self._optimizer = hvd.DistributedOptimizer(sgd, named_parameters=named, compression=chosen, **options)
         hvd.broadcast_parameters(dict(named), root_rank=0)
 
     def prepare(self) -> None:

@@ -221,7 +221,7 @@ class Profile:
         end. (Only in the end does it come after communication, and then the sum of both is the same.)
 
         With two levels a rank folds and selects from n / L elements, and decodes twice: the sum of its shard,
-        and that of all.
+        and that of all. Its messages go to single ranks, and none is sent together with another bucket's.
 
         Args:
             sparsifier: which, at which density.
@@ -243,6 +243,7 @@ class Profile:
             communication += inside["reducescatter"].time().per(_VALUE_BYTES)
             received = _received(sparsifier, among)
             communication += inside["allgather"].time().per(_SELECTED_BYTES * received / per_host)
+            options = {**options, "fuse_sparse": False}
         dense = self.collectives.get("allreduce") if size > 1 else None
         return CostModel(
             selection=selection,

@@ -14,6 +14,8 @@ from horovod_sparse.topology import Topology
 
 #: buckets that a probe must have more than the plan in use: from fewer nothing can be told
 _FEWEST_MORE = 16
+#: parameters of a model are shared out to so many of its buckets with two levels
+_MOST_ON_HOSTS = 32
 #: halvings of the interval in which time per bucket is looked for
 _HALVINGS = 12
 
@@ -46,18 +48,21 @@ def measured_step(
     ordered = tuple(facts[name] for name in profile.backward_seconds if name in facts)
     seconds = profile.backward_of([parameter.name for parameter in ordered])
     workload = Workload(ordered, seconds, profile.forward_seconds, whole_parameters(parameters))
-    # Horovod sends what waits at the same time as one
     if topology is None or topology.per_host == 1:
+        # Horovod sends what waits at the same time as one
         return workload, profile.cost(sparsifier, size, fuse_sparse=True)
     of_hosts = with_levels(profile_at(profile, size), topology.per_host)
-    return workload, of_hosts.cost(sparsifier, levels="host", fuse_sparse=True)
+    return workload, of_hosts.cost(sparsifier, levels="host")
 
 
-def probe_of(current: Plan) -> Plan | None:
-    """A plan of many buckets, to be measured beside the one in use: a bucket for every sparse parameter.
+def probe_of(current: Plan, topology: Topology | None = None) -> Plan | None:
+    """A plan of many buckets, to be measured beside the one in use: one for every sparse parameter.
 
     Args:
         current: the plan in use.
+        topology: which ranks share a host, where gradients are summed within hosts first. Nothing is fused
+            there, and every bucket waits for rounds of its own: so a bucket of the probe has several
+            parameters of a large model.
 
     Returns:
         None where it would have hardly more buckets than that.
@@ -66,10 +71,14 @@ def probe_of(current: Plan) -> Plan | None:
         >>> probe_of(Plan((tuple("abcdefghijklmnopqrstuvwxyz"),))).buckets[:2]
         (('a',), ('b',))
     """
-    names = [name for bucket in current.buckets for name in bucket]
-    if len(names) - len(current.buckets) < _FEWEST_MORE:
+    num_names = sum(map(len, current.buckets))
+    each = 1 if topology is None or topology.per_host == 1 else -(-num_names // _MOST_ON_HOSTS)
+    buckets = tuple(
+        bucket[start : start + each] for bucket in current.buckets for start in range(0, len(bucket), each)
+    )
+    if len(buckets) - len(current.buckets) < _FEWEST_MORE:
         return None
-    return Plan(tuple((name,) for name in names), current.dense, current.density)
+    return Plan(buckets, current.dense, current.density)
 
 
 def corrected(
@@ -121,7 +130,7 @@ def corrected(
 
     if not times.iteration_seconds:
         return profile
-    found, probe = lengthened(profile), probe_of(current)
+    found, probe = lengthened(profile), probe_of(current, topology)
     missing = times.probe_seconds - (0.0 if probe is None else seconds(found, probe))
     if probe is None or not times.probe_seconds or not selection_too or missing <= 0.0:
         return found

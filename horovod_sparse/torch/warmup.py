@@ -141,7 +141,7 @@ class WarmUp:
             self._keep()
         if self._left == 1:
             self._keep()
-            probe = probe_of(plan) if self.request.profile is None else None
+            probe = probe_of(plan, self._topology()) if self.request.profile is None else None
             if probe is None:
                 return self.decide_now().plan
             self._probe = None, []
