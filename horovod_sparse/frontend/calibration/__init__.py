@@ -25,6 +25,8 @@ from horovod_sparse.topology import Topology
 
 #: sizes at which the work for dense parameters is timed: the smaller ones, as all of each is communicated
 _DENSE_SIZES = 3
+#: bytes of gradients that are summed within a host: of buckets, not of what is selected
+_SUMMED_BYTES = (1 << 12, 1 << 20, 1 << 24)
 #: of the time that a collective gets: a sparsifier is measured at two densities, and has rounds of its own
 _SPARSIFIERS_SHARES = 2
 
@@ -55,8 +57,8 @@ class Extent:
             raise ArgumentError("repetitions", self.repetitions, "a whole number, 1 or more")
 
 
-#: during a training's warm-up
-QUICK = Extent((64, 4096, 1 << 16, 1 << 20, 1 << 22), (1 << 12, 1 << 16, 1 << 20), 5, 2.0)
+#: during a training's warm-up; where the third message were short, a line through three would be noise
+QUICK = Extent((64, 1 << 16, 1 << 20, 1 << 22), (1 << 12, 1 << 16, 1 << 20), 5, 2.0)
 #: for `horovod-sparse calibrate`
 THOROUGH = Extent(
     (64, 1024, 8192, 65536, 1 << 18, 1 << 20, 1 << 22, 1 << 24),
@@ -213,14 +215,14 @@ def calibration(
     for level, kind in of_levels:
         group = topology.group(level, where.rank) if topology is not None else ()
         place = group.index(where.rank), len(group)
-        found = None
+        found, sizes = None, _SUMMED_BYTES if kind == "reducescatter" else extent.message_bytes
         if (level, kind) == ("host", "reducescatter") and topology is not None and on_host:
             # as a training sums up: by messages only where the ranks of a host do not share memory
-            how = watch, topology, extent.message_bytes, extent.repetitions, share, tell
+            how = watch, topology, sizes, extent.repetitions, share, tell
             found = yield from shared_sum_times(*how, copied=where.framework != "torch")
         if found is None:
             found = yield from collective_times(
-                kind, watch, extent.message_bytes, extent.repetitions, share, tell, level, place
+                kind, watch, sizes, extent.repetitions, share, tell, level, place
             )
         amounts, seconds = found
         levels[level][kind] = fit_time(amounts, seconds, what=f"{kind} of level {level}")
@@ -248,8 +250,8 @@ def calibration(
             )
     if "allreduce" in kinds:
         # what stays dense is worked for, too: under the name that `Profile.cost` looks for
-        sizes = extent.bucket_elements[:_DENSE_SIZES]
-        amounts, seconds = yield from dense_times(watch, memory, sizes, extent.repetitions, tell, dtype)
+        elements = extent.bucket_elements[:_DENSE_SIZES]
+        amounts, seconds = yield from dense_times(watch, memory, elements, extent.repetitions, tell, dtype)
         selection[DENSE] = fit_time(amounts, seconds, what="work for dense parameters")
     alongside: dict[str, Fit] = {}
     if training is not None:

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from horovod_sparse.cost import Fit, Profile
+from horovod_sparse.cost import Fit, Profile, with_levels
 from horovod_sparse.frontend.calibration import Where
 from horovod_sparse.frontend.calibration.backward_times import BackwardTimes
 from horovod_sparse.frontend.correction import corrected, measured_step, probe_of
@@ -15,6 +15,7 @@ from horovod_sparse.frontend.plan_request import plan_request
 from horovod_sparse.merging import ParameterFacts, Plan, fixed, predict
 from horovod_sparse.simulation import run_lockstep
 from horovod_sparse.sparsifiers import TopK
+from horovod_sparse.topology import Topology
 
 TOPK = TopK(density=0.01)
 FACTS = [ParameterFacts(f"p{number}", 1000 * (1 + number % 7)) for number in range(40)]
@@ -82,6 +83,23 @@ def test_a_probe_has_many_more_buckets_than_the_plan_in_use():
         tuple((name,) for name in NAMES[:30]), NAMES[30:]
     )
     assert probe_of(Plan((NAMES[:10],), NAMES[10:])) is None
+
+
+def test_with_two_levels_a_probe_has_some_buckets_and_none_is_fused_with_another():
+    """161 buckets took 14 seconds a step there: each waits for three rounds of its own."""
+    names = tuple(f"p{number}" for number in range(161))
+    probe = probe_of(Plan((names[:90], names[90:])), Topology.regular(4, 2))
+    assert len(probe.buckets) == 27
+    assert tuple(name for bucket in probe.buckets for name in bucket) == names
+    assert probe_of(SINGLE, Topology.regular(4, 1)) == LAYERWISE
+    topology = Topology.regular(2, 2)
+    profile = with_levels(dataclasses.replace(PROFILE, size=4), 2)
+    workload, cost = measured_step(profile, FACTS, TOPK, 4, topology)
+    assert not cost.fuse_sparse
+    rounds = cost.communication.fixed_seconds
+    spent = [predict(workload, plan, cost).communication for plan in (SINGLE, LAYERWISE)]
+    assert [len(spans) for spans in spent] == [1, len(FACTS)]
+    assert sum(span.end - span.start for span in spent[1]) > len(FACTS) * rounds > 0
 
 
 def test_iterations_of_a_denser_warm_up_do_not_make_predictions_longer():
