@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from horovod_sparse.cost import CostModel, Profile, profile_at, with_levels
+from horovod_sparse.cost import CostModel, Fit, Profile, profile_at, with_levels
 from horovod_sparse.frontend.calibration.backward_times import BackwardTimes
 from horovod_sparse.frontend.plan_request import whole_parameters
 from horovod_sparse.merging import ParameterFacts, Plan, Workload, predict
@@ -97,7 +97,8 @@ def corrected(
     network that take the cores) is added to forward: to all plans alike, so that it favours none. And
     what a bucket costs beside its selection when many are under way (their bookkeeping, processors that
     ranks share) is added to the fixed time of selection: as much as makes `probe_of` come out right.
-    Nothing is ever taken off.
+    What the prediction is too long by (operations are timed one by one, while all ranks do the same) is taken
+    off all times in proportion, so that it favours no plan either; times that were given are kept.
 
     Args:
         profile: complete.
@@ -124,22 +125,51 @@ def corrected(
         fit = dataclasses.replace(fit, fixed_seconds=fit.fixed_seconds + extra, notes=(*fit.notes, note))
         return dataclasses.replace(profile, selection={**profile.selection, name: fit})
 
-    def lengthened(made: Profile) -> Profile:
-        short = times.iteration_seconds - seconds(made, current)
-        return dataclasses.replace(made, forward_seconds=made.forward_seconds + max(0.0, short))
+    def fitting(made: Profile) -> Profile:
+        predicted = seconds(made, current)
+        if predicted > times.iteration_seconds and selection_too:
+            return _scaled(made, times.iteration_seconds / predicted)
+        short = max(0.0, times.iteration_seconds - predicted)
+        return dataclasses.replace(made, forward_seconds=made.forward_seconds + short)
 
     if not times.iteration_seconds:
         return profile
-    found, probe = lengthened(profile), probe_of(current, topology)
+    found, probe = fitting(profile), probe_of(current, topology)
     missing = times.probe_seconds - (0.0 if probe is None else seconds(found, probe))
     if probe is None or not times.probe_seconds or not selection_too or missing <= 0.0:
         return found
-    # with that much for each bucket the prediction would surely be too long
-    low, high = 0.0, 2.0 * missing / (len(probe.buckets) - len(current.buckets))
+    # with that much for each bucket the prediction would surely be too long, also where it is scaled
+    low, high = 0.0, 4.0 * missing / (len(probe.buckets) - len(current.buckets))
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        if seconds(lengthened(slower(middle)), probe) < times.probe_seconds:
+        if seconds(fitting(slower(middle)), probe) < times.probe_seconds:
             low = middle
         else:
             high = middle
-    return lengthened(slower(low))
+    return fitting(slower(low))
+
+
+def _scaled(profile: Profile, factor: float) -> Profile:
+    """All times of a step alike."""
+
+    def fits(found: Mapping[str, Fit]) -> dict[str, Fit]:
+        return {
+            name: dataclasses.replace(
+                fit,
+                fixed_seconds=factor * fit.fixed_seconds,
+                seconds_per_unit=factor * fit.seconds_per_unit,
+                seconds_per_selected=factor * fit.seconds_per_selected,
+                notes=(*fit.notes, f"times {factor:.3g}, which whole iterations took of the prediction"),
+            )
+            for name, fit in found.items()
+        }
+
+    return dataclasses.replace(
+        profile,
+        collectives=fits(profile.collectives),
+        selection=fits(profile.selection),
+        decoding=fits(profile.decoding),
+        levels={level: fits(found) for level, found in profile.levels.items()},
+        backward_seconds={name: factor * each for name, each in profile.backward_seconds.items()},
+        forward_seconds=factor * profile.forward_seconds,
+    )

@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from studies import results
-from studies.papers import counts, sixteen, trainings
+from studies.papers import counts, sixteen, tables, trainings
 
 #: told apart without color vision (Okabe and Ito), with markers beside
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
@@ -252,6 +252,22 @@ def workers(result: dict[str, Any]) -> Figure:
     return figure
 
 
+def on_hosts(result: dict[str, Any]) -> Figure:
+    """SparDL, Figs. 12 and 16, measured: communication by the number of workers and by density."""
+    figure, axes = _panels(2)
+    panels = ((result, "ranks", "workers"), (measured("paper_densities"), "density", "density"))
+    for axis, (found, fact, label) in zip(axes, panels, strict=True):
+        by_place = tables.launches_by(found, fact)
+        for number, name in enumerate(("topk", "topk_dsa", "oktopk", "spardl:teams=1")):
+            points = [(place, 1e3 * row[name]) for place, row in by_place.items() if name in row]
+            style = {"marker": MARKERS[number], "markersize": 4, "color": COLORS[number]}
+            axis.plot(*zip(*points, strict=True), label=name.partition(":")[0], **style)
+        _titled(axis, "ms of communication, measured", xlabel=label)
+    axes[0].set(ylim=(0, None), xticks=sorted({launch["ranks"] for launch in result["launches"]}))
+    axes[1].set(xscale="log", yscale="log")
+    return figure
+
+
 def teams(result: dict[str, Any]) -> Figure:
     """SparDL, Figs. 13 to 15, counted and predicted."""
     figure, axes = _panels(2)
@@ -328,6 +344,7 @@ DRAWN: dict[str, tuple[str, Callable[[dict[str, Any]], Figure]]] = {
     "dragonn_encoding": (sixteen.FILE.stem, encoding),
     "spardl_methods": ("sparse_allreduce", methods),
     "spardl_workers": (counts.FILE.stem, workers),
+    "spardl_on_hosts": ("paper_workers", on_hosts),
     "spardl_teams": (counts.FILE.stem, teams),
     "spardl_after": (trainings.TEAMS_FILE.stem, after),
     "spardl_residuals": (trainings.TEAMS_FILE.stem, residuals),

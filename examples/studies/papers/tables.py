@@ -89,12 +89,93 @@ def merging(result: dict[str, Any]) -> str:
     return results.markdown(head, rows)
 
 
+def launches_by(result: dict[str, Any], fact: str) -> dict[float, dict[str, float]]:
+    """By that fact of a launch, seconds of communication by method: of `scripts/bench allreduce`."""
+    found: dict[float, dict[str, float]] = {}
+    for launch in result["launches"]:
+        row = found.setdefault(launch[fact], {})
+        row |= {
+            item["method"].replace(":threshold_steps=4", ""): item["communication"]["seconds"]["median"]
+            for item in launch["results"]
+        }
+    return dict(sorted(found.items()))
+
+
+def _beside_spardl(found: dict[float, dict[str, float]], shown: str) -> str:
+    methods = list(dict.fromkeys(name for row in found.values() for name in row))
+    rows = []
+    for method in methods:
+        seconds = [(row.get(method), row["spardl:teams=1"]) for row in found.values()]
+        cells = ["-" if mine is None else f"{1e3 * mine:.1f} ({mine / one:.2f})" for mine, one in seconds]
+        rows.append([f"`{method}`", *cells])
+    return results.markdown(["ms (by SparDL's)", *(shown.format(key) for key in found)], rows)
+
+
+def workers_on_hosts(result: dict[str, Any]) -> str:
+    """SparDL's Fig. 12, measured, and the teams of its Fig. 13."""
+    return _beside_spardl(launches_by(result, "ranks"), "P = {:g}")
+
+
+def densities(result: dict[str, Any]) -> str:
+    """SparDL's Fig. 16: communication by density."""
+    return _beside_spardl(launches_by(result, "density"), "density {:g}")
+
+
+def plans_on_hosts(found: dict[str, Any]) -> str:
+    """OMGS's Table VI beside what was predicted and measured here."""
+    rows = []
+    for name in ("vgg16_cifar", "inception_v4", "lstm_ptb"):
+        result = (
+            found if name == "vgg16_cifar" else results.load(results.MEASUREMENTS / f"merging_{name}.json")
+        )
+        for item in result["results"]:
+            seconds = item["seconds"]["median"]
+            times = [
+                f"{1e3 * item['predicted_seconds']:.0f}",
+                f"{1e3 * seconds:.0f}",
+                f"{item['error']:+.1%}",
+            ]
+            rows.append([name, item["method"], str(item["buckets"]), *times])
+    return results.markdown(["model", "plan", "buckets", "predicted ms", "measured ms", "off by"], rows)
+
+
+def parts(result: dict[str, Any]) -> str:
+    """DRAGONN's Figs. 6 and 10 (b): iterations with one part after the other."""
+    (launch,) = result["launches"]
+    seconds = {item["method"]: item["seconds"]["median"] for item in launch["results"]}
+    alone, dense = seconds["alone"], ", decoded densely"
+    shown = {
+        "dense": "dense",
+        f"dgc{dense}": "DGC, dense decoding",
+        f"dragonn{dense}": "DRAGONN's hash, dense decoding",
+        f"dragonn by default{dense}": "and tensors selected",
+        "dragonn by default": "and sparse decoding",
+        "dragonn": "hash and sparse decoding, all tensors",
+        "dgc": "DGC, sparse decoding",
+    }
+    first = seconds[f"dgc{dense}"]
+    rows = [
+        [
+            text,
+            f"{1e3 * seconds[name]:.0f}",
+            f"{1e3 * (seconds[name] - alone):.0f}",
+            f"{first / seconds[name]:.2f}",
+        ]
+        for name, text in shown.items()
+    ]
+    return results.markdown(["", "ms of an iteration", "above computing", "speed-up over DGC's"], rows)
+
+
 #: page, mark, where the numbers are, and what makes the table
 FILLED = (
     ("reproduced.md", "papers", sixteen.FILE, sixteen.tables),
     ("papers/exdyna.md", "ranks", trainings.RANKS_FILE, ranks),
     ("papers/omgs.md", "merging", counts.FILE, merging),
+    ("papers/omgs.md", "on hosts", results.MEASUREMENTS / "merging_vgg16_cifar.json", plans_on_hosts),
+    ("papers/dragonn.md", "parts", results.MEASUREMENTS / "train_parts.json", parts),
     ("papers/spardl.md", "workers", counts.FILE, workers),
+    ("papers/spardl.md", "workers on hosts", results.MEASUREMENTS / "paper_workers.json", workers_on_hosts),
+    ("papers/spardl.md", "densities", results.MEASUREMENTS / "paper_densities.json", densities),
     ("papers/spardl.md", "teams", counts.FILE, teams),
     ("papers/spardl.md", "residuals", trainings.TEAMS_FILE, residuals),
 )

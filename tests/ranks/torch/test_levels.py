@@ -227,6 +227,28 @@ def test_a_changed_gradient_is_told_to_all_ranks(rank, size):
     assert [*raised.value.where] == [size - 1]
 
 
+def test_a_nan_beside_a_changed_gradient_gets_into_no_residual(rank, size):
+    """Both on one host, in memory that its ranks share."""
+    model = LinearModel(SHAPES)
+    optimizer = made(model, "topk:density=0.2")
+    train_step(model, optimizer, gradients(rank, 0))
+    sick = gradients(rank, 1)
+    if rank == size - 2:
+        sick["one"] = np.full(SHAPES["one"], np.nan)
+    model.backward(sick)
+    if rank == size - 1:
+        model.first.grad.mul_(2.0)
+    with pytest.raises((EditedGradientError, NonFiniteGradientError)) as raised:
+        optimizer.step()
+    assert {size - 2, size - 1} & set(raised.value.where)
+    assert all(values.isfinite().all() for values in residuals_of(optimizer).values())
+    optimizer.zero_grad()
+    for step in (2, 3):
+        train_step(model, optimizer, gradients(rank, step))
+    assert same_on_all_ranks(*model.parameters())
+    assert all(values.isfinite().all() for values in model.parameters())
+
+
 @pytest.mark.parametrize("text", ["exdyna:density=0.1", "topk:density=0.1,feedback=momentum(momentum=0.5)"])
 def test_resume_is_invisible(text, rank):
     model = LinearModel(SHAPES)

@@ -64,10 +64,37 @@ def test_times_of_selection_that_were_given_are_kept():
     assert seconds(found, SINGLE) == pytest.approx(seconds(truth, SINGLE))
 
 
-def test_nothing_is_taken_off():
-    fast = dataclasses.replace(PROFILE, selection={"topk": Fit(1e-6, 1e-9)}, forward_seconds=0.0)
-    assert corrected(PROFILE, measured(fast, SINGLE, LAYERWISE), SINGLE, FACTS, TOPK, 2) == PROFILE
+@pytest.mark.parametrize("plans", [(SINGLE,), (SINGLE, LAYERWISE)])
+def test_what_a_prediction_is_too_long_by_is_taken_off_all_times_alike(plans):
+    """One plan is then predicted as it was measured, and what is the best one stays so."""
+    fast = dataclasses.replace(
+        PROFILE, selection={"topk": Fit(1e-5, 1e-10)}, forward_seconds=PROFILE.forward_seconds / 2
+    )
+    found = corrected(PROFILE, measured(fast, *plans), SINGLE, FACTS, TOPK, 2)
+    assert seconds(found, SINGLE) == pytest.approx(seconds(fast, SINGLE), rel=1e-6)
+    assert seconds(PROFILE, SINGLE) > 1.05 * seconds(fast, SINGLE)
+    factor = found.forward_seconds / PROFILE.forward_seconds
+    assert 0 < factor < 1
+    assert found.collectives["allgather"].fixed_seconds == pytest.approx(factor * 1e-3)
+    assert found.backward_seconds["p0"] == pytest.approx(factor * 1e-4)
+    assert "whole iterations took of the prediction" in found.selection["topk"].notes[-1]
+    if len(plans) == 1:
+        assert found.selection["topk"].seconds_per_unit == pytest.approx(factor * 1e-9)
+
+
+def test_times_that_were_given_are_not_made_shorter():
+    fast = dataclasses.replace(PROFILE, selection={"topk": Fit(1e-6, 1e-10)}, forward_seconds=0.0)
+    assert corrected(PROFILE, measured(fast, SINGLE, LAYERWISE), SINGLE, FACTS, TOPK, 2, False) == PROFILE
     assert corrected(PROFILE, BackwardTimes({}, 0.0, 5), SINGLE, FACTS, TOPK, 2) == PROFILE
+
+
+def test_a_bucket_costs_more_and_an_iteration_less_than_its_parts():
+    """As with two levels on shared cores: both measured plans come out as they were."""
+    truth = {SINGLE: 0.6 * seconds(PROFILE, SINGLE), LAYERWISE: 1.3 * seconds(PROFILE, LAYERWISE)}
+    times = BackwardTimes({}, 0.0, 5, (), truth[SINGLE], truth[LAYERWISE])
+    found = corrected(PROFILE, times, SINGLE, FACTS, TOPK, 2)
+    for plan, took in truth.items():
+        assert seconds(found, plan) == pytest.approx(took, rel=0.01)
 
 
 def test_without_a_probe_only_the_iteration_is_corrected():
