@@ -13,6 +13,7 @@ import torch
 import horovod_sparse.torch as hvd
 from benchmarks.common import ranks
 from benchmarks.common.samples import plain, summarize, timed
+from benchmarks.merging.main import GOES_ON
 from benchmarks.merging.models import make_network
 from horovod_sparse.cost import Profile
 from horovod_sparse.frontend.correction import measured_step
@@ -129,17 +130,18 @@ class Training:
         return predict(workload, self.optimizer.plan, cost)
 
 
-def _profile(settings: dict[str, Any]) -> tuple[Profile, dict[str, int]]:
-    """What an optimizer measures in its warm-up, and how much there is to synchronize."""
+def _warmed_up(settings: dict[str, Any]) -> Training:
+    """A training that has measured and decided, as an optimizer does in its first steps."""
     training = Training("optimal", settings)
+    training.name = GOES_ON
     training.make()
     for _ in range(_WARMUP_STEPS):
         training.run_once()
         if training.optimizer.decision is not None:
             break
-    facts = training.optimizer._synchronizer.facts.values()
-    sizes = {"elements": sum(fact.num_elements for fact, _ in facts), "parameters": len(facts)}
-    return training.optimizer.decision.profile, sizes
+    for _ in range(_FIRST_ITERATIONS):
+        training.run_once()
+    return training
 
 
 def _result(method: Training, samples: list[Any]) -> dict[str, Any]:
@@ -168,27 +170,34 @@ def _result(method: Training, samples: list[Any]) -> dict[str, Any]:
 def measure(settings: dict[str, Any]) -> dict[str, Any]:
     """Every plan in turn."""
     told: dict[str, Any] = {}
+    results = []
     if settings["profile"] is None:
-        profile, sizes = _profile(settings)
-        told = {**sizes, "profile": json.loads(profile.to_json())}
-        ranks.say("done profile 0")
+        training = _warmed_up(settings)
+        profile = training.optimizer.decision.profile
+        facts = training.optimizer._synchronizer.facts.values()
+        told = {"elements": sum(fact.num_elements for fact, _ in facts), "parameters": len(facts)}
+        told["profile"] = json.loads(profile.to_json())
+        results.append(_timed(training, settings["repeat"], profile))
     else:
         profile = Profile.from_json(json.dumps(settings["profile"]))
     for number in range(settings["names"]):
         hvd.allgather(torch.ones(1), name=f"another.{number}")
-    results = []
     for name in settings["methods"]:
         method = Training(name, settings, profile)
         method.prepare()
-        samples = []
-        with ranks.no_collection():
-            for number in range(settings["repeat"]):
-                sample = timed(method.run, ranks.barrier)
-                samples.append(replace(sample, parts=dict(method.parts), facts=method.facts()))
-                ranks.say(f"done {name} {number}")
-        method.describe(profile)
-        results.append(_result(method, samples))
+        results.append(_timed(method, settings["repeat"], profile))
     return {**told, "results": results}
+
+
+def _timed(method: Training, repeat: int, profile: Profile) -> dict[str, Any]:
+    samples = []
+    with ranks.no_collection():
+        for number in range(repeat):
+            sample = timed(method.run, ranks.barrier)
+            samples.append(replace(sample, parts=dict(method.parts), facts=method.facts()))
+            ranks.say(f"done {method.name} {number}")
+    method.describe(profile)
+    return _result(method, samples)
 
 
 if __name__ == "__main__":
