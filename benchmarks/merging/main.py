@@ -89,9 +89,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Everything that the command line asks for, as it is written to JSON.
 
     One launch measures as a training with ``merging="optimal"`` does in its warm-up, and goes on with the
-    plan that it decides for. Then every plan has a launch of its own, as a training that was given the profile. In
-    one process after the other plans it would be slower: Horovod's cycles take the longer the more names it
-    has ever seen.
+    plan that it decides for. Then every plan has a launch of its own, as a training that was given the
+    profile. In one process after the other plans it would be slower: Horovod's cycles take the longer the
+    more names it has ever seen.
     """
     machine = machine_facts()
     (sparsifier,) = named_sparsifiers(options.sparsifier, options.density).values()
