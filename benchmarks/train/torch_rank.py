@@ -32,9 +32,10 @@ class _DecodedDensely:
         sum_ = yield from super().synchronize(accumulator, state, info)  # type: ignore[misc]
         # kept from step to step: memory that is new in every step would be what is measured
         kept = vars(self).setdefault("decoded", {})
-        if info.name not in kept:
-            kept[info.name] = np.zeros((2, info.num_elements), info.value_dtype)
-        total, one = kept[info.name]
+        key = info.name, info.num_elements, info.rank
+        if key not in kept:
+            kept[key] = np.zeros((2, info.num_elements), info.value_dtype)
+        total, one = kept[key]
         total[:] = 0
         for stop, count in zip(np.cumsum(sum_.counts), sum_.counts, strict=True):
             message = slice(stop - count, stop)

@@ -227,7 +227,7 @@ class Profile:
             sparsifier: which, at which density.
             size: P where it is applied; as measured if left out.
             levels: "host" where gradients are summed within hosts first.
-            **options: further fields of `CostModel` (`fuse_sparse`, ...).
+            **options: further fields of `CostModel` (`fuse_sparse`, which is False with two levels, ...).
 
         Raises:
             ProfileMismatchError: if what the sparsifier needs was not measured. A rank alone sends nothing,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 
 from horovod_sparse.cost import CostModel, Fit, Profile, profile_at, with_levels
@@ -14,10 +15,16 @@ from horovod_sparse.topology import Topology
 
 #: buckets that a probe must have more than the plan in use: from fewer nothing can be told
 _FEWEST_MORE = 16
-#: parameters of a model are shared out to so many of its buckets with two levels
-_MOST_ON_HOSTS = 32
+#: about so many buckets share the parameters of a large model in a probe of two levels
+_PIECES_ON_HOSTS = 32
+#: costs are not made less than this share of what was measured, however short iterations were
+_LEAST_SCALE = 0.25
+#: a prediction that is off by less is right
+_CLOSE = 1e-6
 #: halvings of the interval in which time per bucket is looked for
 _HALVINGS = 12
+#: of that interval, before
+_DOUBLINGS = 6
 
 
 def measured_step(
@@ -72,13 +79,17 @@ def probe_of(current: Plan, topology: Topology | None = None) -> Plan | None:
         (('a',), ('b',))
     """
     num_names = sum(map(len, current.buckets))
-    each = 1 if topology is None or topology.per_host == 1 else -(-num_names // _MOST_ON_HOSTS)
-    buckets = tuple(
-        bucket[start : start + each] for bucket in current.buckets for start in range(0, len(bucket), each)
-    )
+    share = 1.0
+    if topology is not None and topology.per_host > 1:
+        share = min(1.0, _PIECES_ON_HOSTS / max(1, num_names))
+    buckets: list[tuple[str, ...]] = []
+    for bucket in current.buckets:
+        pieces = max(1, round(share * len(bucket)))
+        cuts = [len(bucket) * piece // pieces for piece in range(pieces + 1)]
+        buckets += [bucket[start:stop] for start, stop in itertools.pairwise(cuts)]
     if len(buckets) - len(current.buckets) < _FEWEST_MORE:
         return None
-    return Plan(buckets, current.dense, current.density)
+    return Plan(tuple(buckets), current.dense, current.density)
 
 
 def corrected(
@@ -98,7 +109,9 @@ def corrected(
     what a bucket costs beside its selection when many are under way (their bookkeeping, processors that
     ranks share) is added to the fixed time of selection: as much as makes `probe_of` come out right.
     What the prediction is too long by (operations are timed one by one, while all ranks do the same) is taken
-    off all times in proportion, so that it favours no plan either; times that were given are kept.
+    off what buckets and dense parameters cost, all in the same proportion; times that were given are kept, as
+    are those of forward and backward, which come from the iterations themselves. So what is kept of
+    collectives then says what they take within a step, not what the network can do.
 
     Args:
         profile: complete.
@@ -126,11 +139,17 @@ def corrected(
         return dataclasses.replace(profile, selection={**profile.selection, name: fit})
 
     def fitting(made: Profile) -> Profile:
-        predicted = seconds(made, current)
-        if predicted > times.iteration_seconds and selection_too:
-            return _scaled(made, times.iteration_seconds / predicted)
-        short = max(0.0, times.iteration_seconds - predicted)
-        return dataclasses.replace(made, forward_seconds=made.forward_seconds + short)
+        short = times.iteration_seconds - seconds(made, current)
+        if short >= -_CLOSE * times.iteration_seconds or not selection_too:
+            return dataclasses.replace(made, forward_seconds=made.forward_seconds + max(0.0, short))
+        low, high = _LEAST_SCALE, 1.0
+        for _ in range(_HALVINGS):
+            middle = (low + high) / 2
+            if seconds(_scaled(made, middle), current) < times.iteration_seconds:
+                low = middle
+            else:
+                high = middle
+        return _scaled(made, high)
 
     if not times.iteration_seconds:
         return profile
@@ -138,8 +157,12 @@ def corrected(
     missing = times.probe_seconds - (0.0 if probe is None else seconds(found, probe))
     if probe is None or not times.probe_seconds or not selection_too or missing <= 0.0:
         return found
-    # with that much for each bucket the prediction would surely be too long, also where it is scaled
-    low, high = 0.0, 4.0 * missing / (len(probe.buckets) - len(current.buckets))
+    # with that much for each bucket the prediction would surely be too long, if it were not scaled
+    low, high = 0.0, 2.0 * missing / (len(probe.buckets) - len(current.buckets))
+    for _ in range(_DOUBLINGS):
+        if seconds(fitting(slower(high)), probe) >= times.probe_seconds:
+            break
+        low, high = high, 2.0 * high
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         if seconds(fitting(slower(middle)), probe) < times.probe_seconds:
@@ -150,7 +173,7 @@ def corrected(
 
 
 def _scaled(profile: Profile, factor: float) -> Profile:
-    """All times of a step alike."""
+    """Less for all that buckets and dense parameters cost."""
 
     def fits(found: Mapping[str, Fit]) -> dict[str, Fit]:
         return {
@@ -159,7 +182,7 @@ def _scaled(profile: Profile, factor: float) -> Profile:
                 fixed_seconds=factor * fit.fixed_seconds,
                 seconds_per_unit=factor * fit.seconds_per_unit,
                 seconds_per_selected=factor * fit.seconds_per_selected,
-                notes=(*fit.notes, f"times {factor:.3g}, which whole iterations took of the prediction"),
+                notes=(*fit.notes, f"times {factor:.3g}, so that whole iterations come out as they were"),
             )
             for name, fit in found.items()
         }
@@ -170,6 +193,4 @@ def _scaled(profile: Profile, factor: float) -> Profile:
         selection=fits(profile.selection),
         decoding=fits(profile.decoding),
         levels={level: fits(found) for level, found in profile.levels.items()},
-        backward_seconds={name: factor * each for name, each in profile.backward_seconds.items()},
-        forward_seconds=factor * profile.forward_seconds,
     )

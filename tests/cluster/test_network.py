@@ -71,12 +71,17 @@ def test_the_rate_is_reached_and_not_exceeded(slower: str) -> None:
         # The pair sends from host 0 to host 1, the ring from every host to the next.
         sent = [now["tx_bytes"] - then["tx_bytes"] for then, now in zip(before, after, strict=True)]
         received = [now["rx_bytes"] - then["rx_bytes"] for then, now in zip(before, after, strict=True)]
-        assert sent == pytest.approx([4e6, 2e6, 2e6], rel=0.1)
-        assert received == pytest.approx([2e6, 4e6, 2e6], rel=0.1)
+        assert sent == pytest.approx([4e6, 2e6, 2e6], rel=0.2)
+        assert received == pytest.approx([2e6, 4e6, 2e6], rel=0.2)
         reached = [max(pair) for pair in zip(reached, rates, strict=True)]
         if min(reached) > 0.85 * asked:
             return
     pytest.fail(f"10 Mbit/s were asked for, and never reached: {reached}")
+
+
+def test_a_higher_rate_is_not_exceeded_either(slow: str) -> None:
+    results = json.loads(cluster("measure", "--name", slow, "--megabytes", "10", "--json").stdout)
+    assert all(10e6 < result["slowest_bits_per_second"] < 100e6 for result in results), results
 
 
 def _total_bytes(name: str) -> int:

@@ -174,8 +174,9 @@ class Job:
     def _end(self) -> str:
         # Workers that live say where they are, as far as they can: see `Diary`.
         for pid in {entry["pid"] for entry in self.entries}:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGUSR1)
+            with contextlib.suppress(OSError):
+                if str(self.folder).encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    os.kill(pid, signal.SIGUSR1)
         time.sleep(2)
         last = "\n".join(str(entry) for entry in self.entries[-6:])
         return f"{last}\n{self.log[-12000:]}"

@@ -56,7 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--levels", choices=("flat", "host", "auto"), default="auto", help=text)
     add("--framework", choices=("torch", "tensorflow"), help="where the plan shall be used; checked")
     text = (
-        "buckets that wait for the network together go as one (default: with --profile, as optimizers plan)"
+        "buckets that wait for the network together go as one, but for those of two levels (default: with "
+        "--profile, as optimizers plan)"
     )
     add("--fuse-sparse", action=argparse.BooleanOptionalAction, help=text)
     add("--rows", type=int, default=40, metavar="N", help="of each table (default: %(default)s)")

@@ -25,8 +25,6 @@ from horovod_sparse.topology import Topology
 
 #: sizes at which the work for dense parameters is timed: the smaller ones, as all of each is communicated
 _DENSE_SIZES = 3
-#: bytes of gradients that are summed within a host: of buckets, not of what is selected
-_SUMMED_BYTES = (1 << 12, 1 << 20, 1 << 24)
 #: of the time that a collective gets: a sparsifier is measured at two densities, and has rounds of its own
 _SPARSIFIERS_SHARES = 2
 
@@ -41,15 +39,17 @@ class Extent:
         repetitions: of each size, beside one to warm up.
         budget_seconds: for all, in shares for every collective and sparsifier; a share that does not suffice
             measures larger sizes less often, and then leaves them out, but never the first 3.
+        summed_bytes: of gradients that a host sums, ascending: of buckets, not of what is selected.
     """
 
     message_bytes: tuple[int, ...]
     bucket_elements: tuple[int, ...]
     repetitions: int
     budget_seconds: float
+    summed_bytes: tuple[int, ...] = (1 << 12, 1 << 20, 1 << 24)
 
     def __post_init__(self) -> None:
-        for argument in ("message_bytes", "bucket_elements"):
+        for argument in ("message_bytes", "bucket_elements", "summed_bytes"):
             sizes = getattr(self, argument)
             if len(sizes) < 3 or list(sizes) != sorted(set(sizes)) or sizes[0] < 1:
                 raise ArgumentError(argument, sizes, "3 or more sizes, ascending, from 1")
@@ -65,6 +65,7 @@ THOROUGH = Extent(
     (1 << 10, 1 << 16, 1 << 22, 1 << 24),  # the first three are measured whatever time they take
     15,
     60.0,
+    (1 << 12, 1 << 16, 1 << 20, 1 << 22, 1 << 24),
 )
 
 
@@ -193,7 +194,8 @@ def calibration(
     per_sparsifier = 2 * len(extent.bucket_elements)
     of_levels = _kinds_of_levels(sparsifiers, topology)
     num_kinds = len(kinds) + len(of_levels)
-    total = num_kinds * len(extent.message_bytes) + len(sparsifiers) * per_sparsifier + _DENSE_SIZES
+    longest = max(len(extent.message_bytes), len(extent.summed_bytes))
+    total = num_kinds * longest + len(sparsifiers) * per_sparsifier + _DENSE_SIZES
     shares = num_kinds + _SPARSIFIERS_SHARES * len(sparsifiers)
     if training is not None:
         total, shares = total + NUM_TRAINING_SIZES, shares + 2
@@ -215,7 +217,7 @@ def calibration(
     for level, kind in of_levels:
         group = topology.group(level, where.rank) if topology is not None else ()
         place = group.index(where.rank), len(group)
-        found, sizes = None, _SUMMED_BYTES if kind == "reducescatter" else extent.message_bytes
+        found, sizes = None, extent.summed_bytes if kind == "reducescatter" else extent.message_bytes
         if (level, kind) == ("host", "reducescatter") and topology is not None and on_host:
             # as a training sums up: by messages only where the ranks of a host do not share memory
             how = watch, topology, sizes, extent.repetitions, share, tell

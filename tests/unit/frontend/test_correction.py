@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 
@@ -64,37 +65,46 @@ def test_times_of_selection_that_were_given_are_kept():
     assert seconds(found, SINGLE) == pytest.approx(seconds(truth, SINGLE))
 
 
-@pytest.mark.parametrize("plans", [(SINGLE,), (SINGLE, LAYERWISE)])
-def test_what_a_prediction_is_too_long_by_is_taken_off_all_times_alike(plans):
-    """One plan is then predicted as it was measured, and what is the best one stays so."""
-    fast = dataclasses.replace(
-        PROFILE, selection={"topk": Fit(1e-5, 1e-10)}, forward_seconds=PROFILE.forward_seconds / 2
-    )
-    found = corrected(PROFILE, measured(fast, *plans), SINGLE, FACTS, TOPK, 2)
-    assert seconds(found, SINGLE) == pytest.approx(seconds(fast, SINGLE), rel=1e-6)
-    assert seconds(PROFILE, SINGLE) > 1.05 * seconds(fast, SINGLE)
-    factor = found.forward_seconds / PROFILE.forward_seconds
-    assert 0 < factor < 1
-    assert found.collectives["allgather"].fixed_seconds == pytest.approx(factor * 1e-3)
-    assert found.backward_seconds["p0"] == pytest.approx(factor * 1e-4)
-    assert "whole iterations took of the prediction" in found.selection["topk"].notes[-1]
-    if len(plans) == 1:
-        assert found.selection["topk"].seconds_per_unit == pytest.approx(factor * 1e-9)
+def test_what_a_prediction_is_too_long_by_is_taken_off_all_costs_alike():
+    """The plan in use is then predicted as it was measured; forward and backward are as they were."""
+    collectives = {**PROFILE.collectives, "allgather": Fit(5e-4, 1e-8)}
+    fast = dataclasses.replace(PROFILE, selection={"topk": Fit(5e-5, 1e-9)}, collectives=collectives)
+    found = corrected(PROFILE, measured(fast, SINGLE), SINGLE, FACTS, TOPK, 2)
+    assert seconds(PROFILE, SINGLE) > 1.02 * seconds(fast, SINGLE)
+    assert seconds(found, SINGLE) == pytest.approx(seconds(fast, SINGLE), rel=1e-3)
+    factor = found.collectives["allgather"].fixed_seconds / 1e-3
+    assert 0.25 < factor < 0.95
+    assert found.selection["topk"].seconds_per_unit == pytest.approx(factor * 1e-9)
+    assert found.collectives["allreduce"].seconds_per_unit == pytest.approx(factor * 1e-8)
+    assert "whole iterations come out" in found.selection["topk"].notes[-1]
+    assert found.backward_seconds == PROFILE.backward_seconds
+    assert found.forward_seconds == PROFILE.forward_seconds
+    order = [sorted((SINGLE, LAYERWISE), key=lambda plan: seconds(one, plan)) for one in (PROFILE, found)]
+    assert order[0] == order[1]
+
+
+def test_costs_are_not_made_less_than_a_quarter():
+    times = BackwardTimes({}, 0.0, 5, (), 1e-6)
+    found = corrected(PROFILE, times, SINGLE, FACTS, TOPK, 2)
+    assert found.collectives["allgather"].fixed_seconds == pytest.approx(0.25e-3, rel=1e-3)
 
 
 def test_times_that_were_given_are_not_made_shorter():
     fast = dataclasses.replace(PROFILE, selection={"topk": Fit(1e-6, 1e-10)}, forward_seconds=0.0)
     assert corrected(PROFILE, measured(fast, SINGLE, LAYERWISE), SINGLE, FACTS, TOPK, 2, False) == PROFILE
+    assert corrected(PROFILE, measured(PROFILE, SINGLE), SINGLE, FACTS, TOPK, 2) == PROFILE
     assert corrected(PROFILE, BackwardTimes({}, 0.0, 5), SINGLE, FACTS, TOPK, 2) == PROFILE
 
 
-def test_a_bucket_costs_more_and_an_iteration_less_than_its_parts():
+@pytest.mark.parametrize(("one", "many"), [(0.95, 1.3), (0.95, 2.0), (0.92, 2.0), (1.4, 3.0)])
+def test_one_iteration_is_shorter_and_many_buckets_take_longer_than_their_parts(one, many):
     """As with two levels on shared cores: both measured plans come out as they were."""
-    truth = {SINGLE: 0.6 * seconds(PROFILE, SINGLE), LAYERWISE: 1.3 * seconds(PROFILE, LAYERWISE)}
+    truth = {SINGLE: one * seconds(PROFILE, SINGLE), LAYERWISE: many * seconds(PROFILE, LAYERWISE)}
     times = BackwardTimes({}, 0.0, 5, (), truth[SINGLE], truth[LAYERWISE])
     found = corrected(PROFILE, times, SINGLE, FACTS, TOPK, 2)
     for plan, took in truth.items():
-        assert seconds(found, plan) == pytest.approx(took, rel=0.01)
+        # where messages are sent together, a little more time of a bucket may be much less of a step
+        assert seconds(found, plan) == pytest.approx(took, rel=0.03)
 
 
 def test_without_a_probe_only_the_iteration_is_corrected():
@@ -114,10 +124,14 @@ def test_a_probe_has_many_more_buckets_than_the_plan_in_use():
 
 def test_with_two_levels_a_probe_has_some_buckets_and_none_is_fused_with_another():
     """161 buckets took 14 seconds a step there: each waits for three rounds of its own."""
-    names = tuple(f"p{number}" for number in range(161))
-    probe = probe_of(Plan((names[:90], names[90:])), Topology.regular(4, 2))
-    assert len(probe.buckets) == 27
-    assert tuple(name for bucket in probe.buckets for name in bucket) == names
+    topology = Topology.regular(4, 2)
+    for lengths in ((161,), (90, 71), (17, 17), (9,) * 20):
+        names = [f"p{number}" for number in range(sum(lengths))]
+        left = iter(names)
+        plan = Plan(tuple(tuple(itertools.islice(left, length)) for length in lengths))
+        probe = probe_of(plan, topology)
+        assert len(probe.buckets) == {1: 32, 2: 32, 20: 40}[len(lengths)]
+        assert [name for bucket in probe.buckets for name in bucket] == names
     assert probe_of(SINGLE, Topology.regular(4, 1)) == LAYERWISE
     topology = Topology.regular(2, 2)
     profile = with_levels(dataclasses.replace(PROFILE, size=4), 2)
