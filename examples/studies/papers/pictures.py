@@ -258,7 +258,7 @@ def on_hosts(result: dict[str, Any]) -> Figure:
     panels = ((result, "ranks", "workers"), (measured("paper_densities"), "density", "density"))
     for axis, (found, fact, label) in zip(axes, panels, strict=True):
         by_place = tables.launches_by(found, fact)
-        for number, name in enumerate(("topk", "topk_dsa", "oktopk", "spardl:teams=1")):
+        for number, name in enumerate(("topk", "topk_dsa", "oktopk:threshold_steps=4", "spardl:teams=1")):
             points = [(place, 1e3 * row[name]) for place, row in by_place.items() if name in row]
             style = {"marker": MARKERS[number], "markersize": 4, "color": COLORS[number]}
             axis.plot(*zip(*points, strict=True), label=name.partition(":")[0], **style)
