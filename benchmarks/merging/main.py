@@ -23,8 +23,6 @@ GOES_ON = "optimal, same launch"
 LEVELS_SUFFIX = ", two levels"
 #: of these predictions are judged
 _JUDGED = ("layerwise", "single", "fixed 8192", "optimal")
-#: and of these apart, as launches differ
-_JUDGED_ALONE = (GOES_ON,)
 #: what a prediction may be off, and what a plan may be slower than the best of the others
 _AGREEMENT, _SLOWER = 0.15, 0.03
 
@@ -149,7 +147,7 @@ def goals(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     by_name = {item["method"]: item for item in results}
     seconds = {name: item["seconds"]["median"] for name, item in by_name.items()}
     told: dict[str, Any] = {}
-    kinds = (("predicted against measured", _JUDGED), ("the same in one launch", _JUDGED_ALONE))
+    kinds = (("predicted against measured", _JUDGED), ("the same in one launch", (GOES_ON,)))
     for suffix, (name, names) in itertools.product(("", LEVELS_SUFFIX), kinds):
         if judged := [abs(by_name[one + suffix]["error"]) for one in names if one + suffix in by_name]:
             name = f"{name}{suffix}"

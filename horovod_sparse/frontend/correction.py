@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from horovod_sparse.cost import CostModel, Fit, Profile, profile_at, with_levels
 from horovod_sparse.frontend.calibration.backward_times import BackwardTimes
@@ -21,7 +21,7 @@ _PIECES_ON_HOSTS = 32
 _LEAST_SCALE = 0.25
 #: a prediction that is off by less is right
 _CLOSE = 1e-6
-#: halvings of the interval in which time per bucket is looked for
+#: halvings of the interval in which a scale, or time per bucket, is looked for
 _HALVINGS = 12
 #: of that interval, before
 _DOUBLINGS = 6
@@ -142,14 +142,15 @@ def corrected(
         short = times.iteration_seconds - seconds(made, current)
         if short >= -_CLOSE * times.iteration_seconds or not selection_too:
             return dataclasses.replace(made, forward_seconds=made.forward_seconds + max(0.0, short))
-        low, high = _LEAST_SCALE, 1.0
-        for _ in range(_HALVINGS):
-            middle = (low + high) / 2
-            if seconds(_scaled(made, middle), current) < times.iteration_seconds:
-                low = middle
-            else:
-                high = middle
-        return _scaled(made, high)
+        return _scaled(
+            made,
+            _crossing(
+                _LEAST_SCALE,
+                1.0,
+                lambda scale: seconds(_scaled(made, scale), current),
+                times.iteration_seconds,
+            ),
+        )
 
     if not times.iteration_seconds:
         return profile
@@ -163,13 +164,16 @@ def corrected(
         if seconds(fitting(slower(high)), probe) >= times.probe_seconds:
             break
         low, high = high, 2.0 * high
+    extra = _crossing(low, high, lambda each: seconds(fitting(slower(each)), probe), times.probe_seconds)
+    return fitting(slower(extra))
+
+
+def _crossing(low: float, high: float, of: Callable[[float], float], wanted: float) -> float:
+    """Where a growing function reaches a value, by halving the interval; its nearer end where it does not."""
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        if seconds(fitting(slower(middle)), probe) < times.probe_seconds:
-            low = middle
-        else:
-            high = middle
-    return fitting(slower(low))
+        low, high = (middle, high) if of(middle) < wanted else (low, middle)
+    return (low + high) / 2
 
 
 def _scaled(profile: Profile, factor: float) -> Profile:
