@@ -85,7 +85,7 @@ def arguments() -> argparse.Namespace:
         "--levels",
         choices=("flat", "host", "auto"),
         default="flat",
-        help="host: sums gradients densely within each host first (docs/levels.md)",
+        help="host: sums gradients densely within each host first (docs/merging.md)",
     )
     parser.add_argument(
         "--stock", action="store_true", help="use Horovod's own DistributedOptimizer with our compression="

@@ -28,18 +28,6 @@ def check_number(
 ) -> None:
     """Refuses a number outside (low, high], naming the argument.
 
-    Args:
-        argument: as the user wrote it.
-        value: that was given.
-        allowed: what is accepted, in words.
-        low: bound from below.
-        high: bound from above.
-        include_low: whether `low` itself is accepted.
-        include_high: whether `high` itself is accepted.
-
-    Raises:
-        ArgumentError: if it is not a number, or outside.
-
     Example:
         >>> check_number("beta", 1.5, "a part in (0, 1]", low=0.0, high=1.0)
         Traceback (most recent call last):
@@ -54,36 +42,19 @@ def check_number(
 
 
 def check_density(argument: str, value: object, allowed: str = "a density in (0, 1]") -> None:
-    """Refuses what is not a kept fraction, naming the argument.
-
-    Raises:
-        ArgumentError: if it is not a number in (0, 1].
-    """
+    """Refuses what is not a kept fraction, naming the argument."""
     check_number(argument, value, allowed, low=0.0, high=1.0)
 
 
 def check_seconds(
     argument: str, value: object, allowed: str = "a finite number of seconds, 0 or more"
 ) -> None:
-    """Refuses what is not a finite number of 0 or more, naming the argument.
-
-    Raises:
-        ArgumentError: if it is not a number, or outside.
-    """
+    """Refuses what is not a finite number of 0 or more, naming the argument."""
     check_number(argument, value, allowed, low=0.0, high=math.inf, include_low=True, include_high=False)
 
 
 def check_count(argument: str, value: object, allowed: str = "", *, low: int = 1) -> None:
     """Refuses what is not a whole number from `low` on, naming the argument.
-
-    Args:
-        argument: as the user wrote it.
-        value: that was given.
-        allowed: what is accepted, in words; "a whole number, LOW or more" if left out.
-        low: the smallest that is accepted.
-
-    Raises:
-        ArgumentError: if it is not whole, or too small.
 
     Example:
         >>> check_count("steps", 2.0)
@@ -111,10 +82,6 @@ def whole_number(text: str) -> int:
 
 def out_of_range(fields: object, **limits: tuple[float, float]) -> str:
     """Which field of a loaded state cannot have been saved; empty if none.
-
-    Args:
-        fields: has them, numbers each.
-        **limits: the smallest and the largest, by field.
 
     Example:
         >>> from horovod_sparse.sparsifiers import SparsifierState

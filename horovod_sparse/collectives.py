@@ -10,6 +10,7 @@ sources, receivers) and what comes back are counted among these.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias, TypeVar
@@ -25,6 +26,8 @@ Result = TypeVar("Result")
 LOCAL: Mapping[str, bool] = {"local": True}
 #: of a field that older checkpoints have not got: it keeps its first value then
 ADDED: Mapping[str, bool] = {"added": True}
+#: of a field in units of the accumulator: it follows when the residual is multiplied
+SCALED: Mapping[str, bool] = {"scaled": True}
 
 #: who takes part: all ranks, those of this rank's host, or those with this rank's place on their hosts
 Level: TypeAlias = Literal["all", "host", "across"]
@@ -107,16 +110,22 @@ Request: TypeAlias = AllGather | AllReduce | ReduceScatter | Broadcast | Exchang
 Synchronization: TypeAlias = Generator[Request, Any, Result]
 
 
+def shared_lines(value: Any) -> Synchronization[list[Any]]:
+    """What every rank gave, in rank order: numbers, strings, None, and lists and dicts of them.
+
+    Example:
+        >>> from horovod_sparse.simulation import run_lockstep
+        >>> run_lockstep([shared_lines({"rank": rank}) for rank in range(2)])[0]
+        [{'rank': 0}, {'rank': 1}]
+    """
+    line = json.dumps(value).encode()
+    line += b" " * (-(len(line) + 1) % 4) + b"\n"
+    gathered = yield AllGather(np.frombuffer(line, np.int32))
+    return [json.loads(item) for item in np.array(gathered).tobytes().splitlines()]
+
+
 def part(num_elements: int, rank: int, size: int) -> tuple[int, int]:
     """Which of n elements are a rank's, where all ranks share them: the first n mod P ranks have one more.
-
-    Args:
-        num_elements: n.
-        rank: from 0.
-        size: P.
-
-    Returns:
-        [start, stop).
 
     Example:
         >>> [part(5, rank, 3) for rank in range(3)]
@@ -144,23 +153,3 @@ def at_level(coroutine: Synchronization[Result], level: Level) -> Synchronizatio
             finished: Result = stop.value
             return finished
         result = yield replace(request, level=level)
-
-
-def num_bytes_sent(request: Request, rank: int) -> int:
-    """Payload bytes that this rank puts into a request, each byte counted once.
-
-    Args:
-        request: any request.
-        rank: the asking rank (a message to itself costs nothing; only a broadcast's root sends).
-
-    Example:
-        >>> num_bytes_sent(AllGather(np.zeros(10, np.int32)), rank=0)
-        40
-    """
-    if isinstance(request, Broadcast):
-        return request.buffer.nbytes if request.root == rank else 0
-    if isinstance(request, Exchange):
-        return sum(buffer.nbytes for peer, buffer in request.sends.items() if peer != rank)
-    if isinstance(request, AllToAll):
-        return sum(buffer.nbytes for peer, buffer in enumerate(request.buffers) if peer != rank)
-    return request.buffer.nbytes

@@ -56,19 +56,20 @@ class UnknownNameError(ArgumentError):
         kind: what the name should have named ("argument of topk", "sparsifier").
         given: the name that was given.
         known: the names that exist.
+        hint: goes before these.
 
     Example:
         >>> str(UnknownNameError("sparsifier", "topq", ["topk", "micro"]))
         "unknown sparsifier 'topq': the known ones are micro, topk"
     """
 
-    def __init__(self, kind: str, given: str, known: Iterable[str]) -> None:
-        self.kind, self.known = kind, sorted(known)
-        HorovodSparseError.__init__(self, kind, given, self.known)
+    def __init__(self, kind: str, given: str, known: Iterable[str], hint: str = "") -> None:
+        self.kind, self.known, self.hint = kind, sorted(known), hint
+        HorovodSparseError.__init__(self, kind, given, self.known, hint)
         self.argument, self.given, self.allowed = kind, given, ", ".join(self.known)
 
     def __str__(self) -> str:
-        return f"unknown {self.kind} {self.given!r}: the known ones are {self.allowed}"
+        return f"unknown {self.kind} {self.given!r}: {self.hint}the known ones are {self.allowed}"
 
 
 class UnsupportedError(HorovodSparseError):
@@ -144,7 +145,7 @@ class NonFiniteSumError(NonFiniteGradientError):
 
     @property
     def finding(self) -> str:
-        """See `NonFiniteGradientError.finding`."""
+        """What was seen, without what became of the step."""
         return (
             f"the sum over ranks of {self.bucket} is more than its type holds ({self.parameter}), though the "
             "gradient of every rank is finite"

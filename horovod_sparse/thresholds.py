@@ -8,9 +8,9 @@ from typing import ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 
-from horovod_sparse.arrays.protocol import Accumulator
+from horovod_sparse.arrays import Accumulator
 from horovod_sparse.checks import LARGEST, SMALLEST, check_density, out_of_range
-from horovod_sparse.collectives import ADDED, LOCAL
+from horovod_sparse.collectives import ADDED, LOCAL, SCALED
 from horovod_sparse.errors import ArgumentError, UnknownNameError
 
 
@@ -28,12 +28,12 @@ class ThresholdState:
         scale: what the residual has been multiplied by since the first step; a first threshold is, too.
     """
 
-    threshold: float = field(default=0.0, metadata=LOCAL)
+    threshold: float = field(default=0.0, metadata={**LOCAL, **SCALED})
     correction: float = 1.0
     share: float = field(default=-1.0, metadata=LOCAL)
     ahead: int = field(default=0, metadata=ADDED)
     paused: int = field(default=0, metadata=ADDED)
-    scale: float = field(default=1.0, metadata={**ADDED, **LOCAL})
+    scale: float = field(default=1.0, metadata={**ADDED, **LOCAL, **SCALED})
 
     def flaw(self, _fresh: ThresholdState) -> str:
         """Of a loaded one: see `out_of_range`."""
@@ -58,8 +58,6 @@ class ThresholdScaling:
     """
 
     text_name: ClassVar[str] = "paper"
-    #: all hits are sent, as printed, however long that makes messages
-    bounded: ClassVar[bool] = False
 
     beta: float = 1.1
     gamma: float = 0.005
@@ -141,7 +139,6 @@ class Sketch:
     """
 
     text_name: ClassVar[str] = "sketch"
-    bounded: ClassVar[bool] = True
 
     exponent: float = 0.5
     limit: float = 16.0
@@ -231,10 +228,6 @@ RULES: dict[str, type] = {"sketch": Sketch, "paper": ThresholdScaling}
 def threshold_rule(rule: str | ThresholdRule) -> ThresholdRule:
     """A rule by its name, or the rule itself.
 
-    Raises:
-        UnknownNameError: there is no rule of that name.
-        ArgumentError: it is neither a name nor a rule.
-
     Example:
         >>> threshold_rule("sketch")
         Sketch(exponent=0.5, limit=16.0, memory=0.85)
@@ -259,10 +252,6 @@ class SampledThreshold:
 
     ``threshold = (k m / n)-th largest of m sampled magnitudes``
 
-    Args:
-        fraction: of the elements that is sampled, in (0, 1]; more are taken where the quantile of so
-            few would not be stable.
-
     Source: Lin et al., ICLR 2018 (DGC), Section 3 and its public program.
     """
 
@@ -284,13 +273,7 @@ class SampledThreshold:
         return max(1, num_elements // enough)
 
     def find(self, accumulator: Accumulator, k: int, generator: np.random.Generator) -> float:
-        """The estimate for this step's accumulator.
-
-        Args:
-            accumulator: of the bucket.
-            k: elements wanted.
-            generator: draws the start.
-        """
+        """The estimate for this step's accumulator."""
         stride = self.stride(accumulator.num_elements, k)
         sample = accumulator.sample_magnitudes(stride, int(generator.integers(stride)))
         order = min(sample.size, max(1, round(k * sample.size / accumulator.num_elements)))

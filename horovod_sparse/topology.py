@@ -18,13 +18,6 @@ class Topology:
 
     A *column* is made of the ranks with the same place on their hosts, one of every host.
 
-    Args:
-        hosts: the ranks of each host, in the order of their places on it; as many on every host.
-
-    Raises:
-        UnsupportedError: if hosts have different numbers of ranks.
-        ArgumentError: if the ranks are not 0 to P - 1, each once.
-
     Example:
         >>> topology = Topology(((0, 1), (2, 3), (4, 5)))
         >>> topology.place(3), topology.group("host", 3), topology.group("across", 3)
@@ -56,10 +49,6 @@ class Topology:
     @classmethod
     def of(cls, places: Sequence[tuple[str, int]]) -> Topology:
         """Of what ranks tell of themselves.
-
-        Args:
-            places: of every rank: its host, by a name or number that the ranks of a host share and others
-                do not, and its place there.
 
         Example:
             >>> Topology.of([("b", 1), ("a", 0), ("b", 0), ("a", 1)]).hosts

@@ -18,8 +18,6 @@ from benchmarks.common.hosts import cluster_for, machine_facts, write_json
 from benchmarks.common.options import add_common, command_line, count, launch, named_sparsifiers
 from horovod_sparse.errors import HorovodSparseError
 
-_DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "sparse_allreduce.md"
-_BEGIN, _END = "<!-- measured: begin -->\n", "<!-- measured: end -->"
 _OTHERS = ("topk", "topk_dsa", "gtopk", "oktopk", "oktopk:threshold_steps=4")
 
 
@@ -39,9 +37,6 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--elements", type=count, default=25_600_000, help="n (default %(default)s)")
     made.add_argument(
         "--add", action="store_true", help="add the launches to those of --json's file, where it exists"
-    )
-    made.add_argument(
-        "--report", metavar="FILE", help="measure nothing: fill docs/sparse_allreduce.md from FILE"
     )
     add_common(made, ["the family; spardl with every number of teams"], ())
     return made
@@ -115,19 +110,6 @@ def tables(result: dict[str, Any]) -> str:
     return "\n".join(parts)
 
 
-def with_tables(document: str, result: dict[str, Any]) -> str:
-    """The document with its tables anew.
-
-    Raises:
-        ValueError: if it has no place for them.
-    """
-    before, found, rest = document.partition(_BEGIN)
-    _, closed, after = rest.partition(_END)
-    if not (found and closed):
-        raise ValueError(f"no place for the tables: {_BEGIN.strip()} ... {_END}")
-    return f"{before}{_BEGIN}{tables(result)}{_END}{after}"
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures and prints.
 
@@ -138,10 +120,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code.
     """
     options = parser().parse_args(arguments)
-    if options.report:
-        result = json.loads(Path(options.report).read_text())
-        _DOCUMENT.write_text(with_tables(_DOCUMENT.read_text(), result))
-        return 0
     try:
         result = {"command": command_line("allreduce", arguments), **measure(options)}
     except HorovodSparseError as error:

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from benchmarks.common.hosts import NETWORKS, Hosts
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.feedback import parse_recipe
-from horovod_sparse.frontend.plan_request import TENSOR_SELECTION_VARIABLE
+from horovod_sparse.plans.dense import TENSOR_SELECTION_VARIABLE
 from horovod_sparse.sparsifiers import ALGORITHMS
 
 

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from benchmarks.common.timing import Work
 from benchmarks.local.works import layered_gradient
-from horovod_sparse.pytorch import plain as torch_plain
-from horovod_sparse.pytorch.accumulator import TorchAccumulator
-from horovod_sparse.pytorch.gradients import apply_sum, clear_at
 from horovod_sparse.sparsifiers.dragonn import HashFunction, survivors
+from horovod_sparse.tensors import plain as torch_plain
+from horovod_sparse.tensors.accumulator import TorchAccumulator
+from horovod_sparse.tensors.gradients import apply_sum, clear_at
 
 # Tiles and warps that `--tune` compares.
 _SHAPES = ((1024, 4), (2048, 4), (2048, 8), (4096, 4), (4096, 8), (8192, 8))
@@ -161,13 +161,13 @@ class DeviceWorks:
         return works + (self._shapes() if tune else [])
 
     def _shapes(self) -> list[Work]:
-        fold = importlib.import_module("horovod_sparse.pytorch.triton.fold").fold
+        fold = importlib.import_module("horovod_sparse.tensors.triton.fold").fold
         part = self._accumulators["parts"]
         arguments = (
             part._values,
             self._gradient,
-            part._selection.new_maxima(),
-            part._layout,
+            part._kernels.empty_maxima(),
+            part._kernels.layout,
             torch.ones(4, device=self._device),
             torch.zeros(1, dtype=torch.float64, device=self._device),
         )

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.common.timing import Work
-from horovod_sparse.arrays import FoldReport, GradientParts, HostAccumulator
+from horovod_sparse.arrays import FoldReport, FoldRule, GradientParts, HostAccumulator
 from horovod_sparse.collectives import AllGather, Request
 from horovod_sparse.feedback import Bucket, recipe
 from horovod_sparse.kernels import apply_scaled_sum, apply_sum, clear_all
@@ -88,14 +88,13 @@ class StepWorks:
     def _threshold(self) -> float:
         """What a user of a hard threshold would have found by trying."""
         self._refill()
-        self._memory.fold(self._gradient, keep_residual=False)
+        self._memory.fold(self._gradient, FoldRule(keep_residual=False))
         return self._memory.kth_magnitude(self._k)
 
     def _bucket(self, name: str) -> Bucket:
         arguments: dict[str, Any] = {"threshold": self._threshold()} if name == "hard_threshold" else {}
-        # what other ranks send was made beforehand, without room for more
         if not issubclass(ALGORITHMS[name], Quantizer):
-            arguments |= {"density": self._density, "capacity": "exact"}
+            arguments |= {"density": self._density}
         made = recipe(name, feedback="none", **arguments)
         return Bucket(BucketInfo(name, self._n, 0, self._ranks), made, self._memory)
 

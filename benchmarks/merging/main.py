@@ -14,7 +14,7 @@ from rich.table import Table
 from benchmarks.common.hosts import NETWORKS, cluster_for, machine_facts, write_json
 from benchmarks.common.options import command_line, count, launch, named_sparsifiers
 from horovod_sparse.errors import HorovodSparseError
-from horovod_sparse.merging.workload import LAYER_TABLES
+from horovod_sparse.planning.workload import LAYER_TABLES
 
 METHODS = ("layerwise", "single", "fixed 8192", "omgs", "optimal", "joint", "cost, optimal", "all dense")
 #: the training that measured goes on under the plan it decided for, without another launch

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from horovod_sparse.merging.workload import LAYER_TABLES, layer_table
+from horovod_sparse.planning.workload import LAYER_TABLES, layer_table
 
 #: widths of the computed network: narrow and wide layers in turn, so that sizes differ as in a real one
 _WIDTHS = (128, 512, 256, 768, 384)

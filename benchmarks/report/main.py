@@ -1,4 +1,4 @@
-"""Fills tables and draws pictures of docs and README.md from docs/measurements/*.json."""
+"""Writes docs/appendix, the number in README.md and the pictures from docs/measurements/*.json."""
 
 from __future__ import annotations
 
@@ -10,13 +10,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.allreduce.main import tables as allreduce_table
+from benchmarks.report import appendix
 from benchmarks.report.budgets import budget_table
+from benchmarks.report.goals import goal_table
 from benchmarks.report.pictures import (
     bits_per_second,
     draw,
     predicted_seconds,
     seconds_of,
 )
+from benchmarks.report.plans import hosts_table, loss_table, paper_table, random_table
 from benchmarks.report.tables import (
     account_table,
     bandwidth_table,
@@ -31,7 +35,8 @@ from benchmarks.report.tables import (
     wire_table,
 )
 
-_DOCS = Path(__file__).resolve().parents[2] / "docs"
+_ROOT = Path(__file__).resolve().parents[2]
+_DOCS = _ROOT / "docs"
 _MARKED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
 
@@ -44,7 +49,17 @@ def _predicted(result: Any, launch: Any) -> tuple[float, float]:
     return predicted_seconds(result["model"], recipe, launch["ranks"], bits_per_second(launch["rate"]))
 
 
+def _plans(result: Any) -> str:
+    return "\n\n".join(make(result) for make in (random_table, paper_table, loss_table))
+
+
+#: by name of a measurement, or by how it begins
 _RENDERERS = {
+    "merging": _plans,
+    "merging_hosts": hosts_table,
+    "merging_names": hosts_table,
+    "levels_merging": hosts_table,
+    "sparse_allreduce": allreduce_table,
     "account": account_table,
     "bandwidth": _bandwidth,
     "local": local_table,
@@ -56,8 +71,11 @@ _RENDERERS = {
     "predictions": predictions_table,
     "density": density_table,
 }
-#: how the names of measurements begin that this page shows
-_KINDS = {*_RENDERERS, "ddp", "digits", "quantizers", "rounds", "sync", "train"}
+#: by file: title, the page that says what it means, sections
+_PAGES = {
+    "performance.md": ("Measurements of time and bytes", "performance.md", appendix.PERFORMANCE),
+    "plans.md": ("Measurements of plans", "merging.md", appendix.PLANS),
+}
 
 
 def tables(measurements: dict[str, Any]) -> dict[str, str]:
@@ -67,15 +85,23 @@ def tables(measurements: dict[str, Any]) -> dict[str, str]:
         measurements: content of the JSON files by their names without ending.
 
     Returns:
-        Markdown by name of the table: that of the file, and "budgets". A file whose name begins with account,
-        bandwidth, local, frameworks, growth, tape, drift, wire, predictions or density has a table of
-        its own kind; others have one per launch.
+        Markdown by name of the table: that of the file, "budgets" and "goals". Files of a
+        kind that is not known have one per launch.
     """
     made = {}
     for name, result in measurements.items():
-        render = _RENDERERS.get(name.partition("_")[0], launch_tables)
+        render = _RENDERERS.get(name) or _RENDERERS.get(name.partition("_")[0], launch_tables)
         made[name] = render(result)
-    return {**made, "budgets": budget_table(measurements)}
+    return {**made, "budgets": budget_table(measurements), "goals": goal_table(measurements)}
+
+
+def pages(made: dict[str, str]) -> dict[Path, str]:
+    """What `docs/appendix` has to hold of these tables, by file."""
+    found = {}
+    for name, (title, prose, sections) in _PAGES.items():
+        about = f"What they mean is in [{prose}](../{prose})."
+        found[appendix.FOLDER / name] = appendix.page(title, about, sections, made)
+    return found
 
 
 def fill(text: str, made: dict[str, str]) -> str:
@@ -126,13 +152,17 @@ def number(measurements: dict[str, Any]) -> str:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """Content of the JSON files that `scripts/bench` made; studies have pages and checks of their own."""
-    paths = [path for path in sorted(folder.glob("*.json")) if path.stem.partition("_")[0] in _KINDS]
-    return {path.stem: json.loads(path.read_text()) for path in paths}
+    """Content of the JSON files that `scripts/bench` made and a page shows."""
+    names = {name for _, _, sections in _PAGES.values() for section in sections for name in section.names}
+    return {
+        path.stem: json.loads(path.read_text())
+        for path in sorted(folder.glob("*.json"))
+        if path.stem in names
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Writes tables of docs/, the number in README.md and the pictures anew, or checks them.
+    """Writes the appendix, the number in README.md and the pictures anew, or checks them.
 
     Args:
         arguments: of the command line; None takes the process's own.
@@ -143,15 +173,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="scripts/report", description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing, fail if something would change")
     options = parser.parse_args(arguments)
+    sys.path.insert(0, str(_ROOT / "examples"))
+    from studies import appendix as studies
+
     measurements = read(_DOCS / "measurements")
-    made = {**tables(measurements), "number": number(measurements)}
+    made = tables(measurements)
+    readme = _ROOT / "README.md"
+    texts = {
+        **pages(made),
+        **studies.pages(),
+        readme: fill(readme.read_text(), {"number": number(measurements)}),
+    }
     stale = False
-    for page in (_DOCS / "performance.md", _DOCS / "merging.md", _DOCS.parent / "README.md"):
-        before = page.read_text()
-        after = fill(before, made)
-        stale |= before != after
-        if not options.check:
-            page.write_text(after)
+    for path, text in texts.items():
+        if not path.exists() or path.read_text() != text:
+            stale = True
+            if options.check:
+                print(f"{path.relative_to(_ROOT)} is not what was measured", file=sys.stderr)
+            else:
+                path.parent.mkdir(exist_ok=True)
+                path.write_text(text)
     drawn = draw(measurements, made, _DOCS / "pictures", check=options.check)
     return int(options.check and (stale or not drawn))
 

@@ -163,65 +163,13 @@ def plot_sync(result: Mapping[str, Any], target: Path) -> None:
     _save(figure, target)
 
 
-#: parts of a round, with the colors that the parts of an iteration have elsewhere
-_PARTS = {
-    "cycle and wake-up": _GREY,
-    "others": "#56B4E9",
-    "negotiation": _ORANGE,
-    "transfer": _BLUE,
-}
-_DRAWN_VARIANTS = ("allgather, fixed", "allgather, changing", "8 allgathers, fixed", "8 allgathers, changing")
-
-
-def plot_account(result: Mapping[str, Any], target: Path) -> None:
-    """Where the milliseconds of a small allgather go, a column per controller and a row per number of ranks.
-
-    Args:
-        result: of `scripts/bench rounds`; the launches with its longest cycle are drawn.
-        target: file; its ending says the format.
-    """
-    cycle = max(launch["cycle_time_ms"] for launch in result["launches"])
-    launches = [launch for launch in result["launches"] if launch["cycle_time_ms"] == cycle]
-    sizes = sorted({launch["ranks"] for launch in launches})
-    networks = list(dict.fromkeys(launch["network"] for launch in launches))
-    figure, grid = plt.subplots(
-        len(sizes), len(networks), figsize=(9, 0.9 + 1.25 * len(sizes)), squeeze=False, layout="constrained"
-    )
-    for launch in launches:
-        axis = grid[sizes.index(launch["ranks"])][networks.index(launch["network"])]
-        items = {item["variant"]: item["parts"] for item in launch["results"]}
-        drawn = [variant for variant in _DRAWN_VARIANTS if variant in items]
-        starts = [0.0] * len(drawn)
-        for name, color in _PARTS.items():
-            inner = ("cycle", "wake-up") if name == "cycle and wake-up" else (name,)
-            widths = [1e3 * max(0.0, sum(items[variant][part] for part in inner)) for variant in drawn]
-            axis.barh(drawn, widths, left=starts, color=color, label=name, height=0.7)
-            starts = [start + width for start, width in zip(starts, widths, strict=True)]
-        for row, total in enumerate(starts):
-            axis.annotate(
-                f"{total:.1f}", (total, row), (3, 0), textcoords="offset points", va="center", fontsize=8
-            )
-        axis.set_xlim(0, 1.15 * max(starts))
-        axis.invert_yaxis()
-        axis.tick_params(labelsize=8)
-        axis.set_title(f"{launch['network']}, {launch['ranks']} ranks", fontsize=9, loc="left")
-        axis.spines[["top", "right"]].set_visible(False)
-    for axis in grid[-1]:
-        axis.set_xlabel("milliseconds of a round, parts' medians", fontsize=8)
-    for axis in grid[:, 1:].flat:
-        axis.set_yticklabels([])
-    handles, labels = grid[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, ncols=len(labels), loc="outside upper right", fontsize=8, frameon=False)
-    _save(figure, target)
-
-
 def _save(figure: Any, target: Path) -> None:
     figure.savefig(target, dpi=120, metadata={"Software": None})
     plt.close(figure)
 
 
-#: beginning of a measurement's name -> what draws it, into a picture of the same name
-_DRAWN = {"account": plot_account, "bandwidth": plot_bandwidth, "sync": plot_sync}
+#: a measurement's name -> what draws it, into a picture of the same name
+_DRAWN = {"bandwidth": plot_bandwidth, "sync_gloo": plot_sync}
 
 
 def made_of(measurements: Mapping[str, Any], tables: Mapping[str, str]) -> dict[str, str]:
@@ -229,7 +177,7 @@ def made_of(measurements: Mapping[str, Any], tables: Mapping[str, str]) -> dict[
     return {
         name: hashlib.sha256((json.dumps(result, sort_keys=True) + tables[name]).encode()).hexdigest()[:16]
         for name, result in measurements.items()
-        if name.partition("_")[0] in _DRAWN
+        if name in _DRAWN
     }
 
 
@@ -254,6 +202,6 @@ def draw(measurements: Mapping[str, Any], tables: Mapping[str, str], folder: Pat
     ]
     if not check:
         for name in stale:
-            _DRAWN[name.partition("_")[0]](measurements[name], folder / f"{name}.png")
+            _DRAWN[name](measurements[name], folder / f"{name}.png")
         record.write_text(json.dumps(wanted, indent=1) + "\n")
     return not stale

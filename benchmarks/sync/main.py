@@ -30,7 +30,7 @@ from benchmarks.common.options import (
 )
 from benchmarks.common.tables import sync_tables
 from horovod_sparse.errors import HorovodSparseError
-from horovod_sparse.merging.workload import LAYER_TABLES, layer_table
+from horovod_sparse.planning.workload import LAYER_TABLES, layer_table
 from horovod_sparse.sparsifiers import ALGORITHMS
 
 _BASELINES = ("dense", "dense float16", "naive")

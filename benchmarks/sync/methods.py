@@ -17,7 +17,7 @@ from benchmarks.common.options import PAIRS_SUFFIX
 from benchmarks.common.transports import ASKED, travel_by
 from benchmarks.common.wire import Round, rounds_of
 from benchmarks.sync.main import LEVELS_SUFFIX, MESSAGES_SUFFIX
-from horovod_sparse.frontend.shared_memory import MEMORY_VARIABLE, lends
+from horovod_sparse.carriers.shared_memory import MEMORY_VARIABLE, lends
 
 
 class Synthetic:
@@ -176,7 +176,7 @@ class Sparse(Method):
         model: whose gradients are synchronized.
         compression: as `Compression.parse` reads it.
         options: of `DistributedOptimizer`: bucket_bytes, groups.
-        transport: what carries its rounds; see `horovod_sparse.frontend.messages`.
+        transport: what carries its rounds; see `horovod_sparse.carriers.choice`.
     """
 
     num_warmup = 6

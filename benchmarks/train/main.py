@@ -24,7 +24,7 @@ from benchmarks.common.options import (
 )
 from benchmarks.common.tables import train_tables
 from horovod_sparse.errors import HorovodSparseError
-from horovod_sparse.merging.workload import LAYER_TABLES
+from horovod_sparse.planning.workload import LAYER_TABLES
 
 _BASELINES = ("dense", "dense float16")
 #: a training that synchronizes nothing: what computing alone takes where ranks share cores

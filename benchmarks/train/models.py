@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from horovod_sparse.merging.workload import LAYER_TABLES, layer_table
+from horovod_sparse.planning.workload import LAYER_TABLES, layer_table
 
 #: trained for real: every rank computes forward and backward
 REAL_MODELS = ("cnn", "digits", "lstm", "mlp")

@@ -20,8 +20,8 @@ from benchmarks.common.wire import Round, rounds_of
 from benchmarks.train.main import ALONE, BY_DEFAULT, DENSELY
 from benchmarks.train.models import make_model
 from horovod_sparse.cost import Profile
-from horovod_sparse.frontend.plan_request import TENSOR_SELECTION_VARIABLE
 from horovod_sparse.merging import Plan, min_elements
+from horovod_sparse.plans.dense import TENSOR_SELECTION_VARIABLE
 from horovod_sparse.sparsifiers import Sparsifier, WholeSum
 
 

@@ -2,10 +2,10 @@
 
 With DistributedDataParallel it is that of examples/ddp_digits.py, beside PyTorch's PowerSGD.
 
-scripts/convergence_study               run what is missing, then write the table
-scripts/convergence_study --only topk   these runs only
-scripts/convergence_study --again       measure anew
-scripts/convergence_study --draw        only picture and table, from docs/measurements/convergence.json
+scripts/study convergence               run what is missing, then write the table
+scripts/study convergence --only topk   these runs only
+scripts/study convergence --again       measure anew
+scripts/study convergence --draw        only picture and table, from docs/measurements/convergence.json
 """
 
 from __future__ import annotations
@@ -240,13 +240,13 @@ def draw(result: dict[str, Any]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures, draws, and writes the table; 1 if a row that promises to converge does not."""
-    parser = results.command_line("scripts/convergence_study", __doc__, FILE, timeout_s=900)
+    parser = results.command_line("scripts/study convergence", __doc__, FILE, timeout_s=900)
     parser.add_argument("--only", nargs="+", metavar="ROW", choices=list(variants()), help="these rows")
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS), help="(default %(default)s)")
     options = parser.parse_args(arguments)
     result = results.load(options.json)
     if not options.draw:
-        result |= {"command": "scripts/convergence_study", "machine": results.machine(), "size": SIZE}
+        result |= {"command": "scripts/study convergence", "machine": results.machine(), "size": SIZE}
         runs = result.setdefault("runs", {})
         # all rows with one seed first: half a study should show every row
         todo = [(seed, row) for seed in options.seeds for row in options.only or variants()]
@@ -258,9 +258,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{row}, seed {seed}: {accuracy:.1%}" if accuracy else f"{row}: diverged", file=sys.stderr)
     if options.json == FILE:
         draw(result)
-        results.DOCUMENT.write_text(
-            results.with_table(results.DOCUMENT.read_text(), "convergence", table(result))
-        )
+        results.write_appendix()
     print(table(result))
     facts = summary(result)
     behind = [

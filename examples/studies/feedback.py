@@ -1,8 +1,8 @@
 """What becomes of the residual when the learning rate falls: scaled as the papers' equations do, or not.
 
-scripts/feedback_study              run what is missing, then draw and write the table
-scripts/feedback_study --again      measure everything anew
-scripts/feedback_study --draw       only picture and table, from docs/measurements/feedback.json
+scripts/study feedback              run what is missing, then write the table
+scripts/study feedback --again      measure everything anew
+scripts/study feedback --draw       only the table, from docs/measurements/feedback.json
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 import matplotlib
 
 matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import numpy as np
 import torch
 from rich.progress import track
@@ -86,37 +85,14 @@ def table(result: dict[str, Any]) -> str:
     return results.markdown(head, rows)
 
 
-def draw(result: dict[str, Any]) -> None:
-    """Training loss around the drop, mean over seeds, smoothed over 10 steps."""
-    results.PICTURES.mkdir(parents=True, exist_ok=True)
-    drop = result["setting"]["drop_at"]
-    figure, grid = plt.subplots(1, 2, figsize=(11, 4), sharey=True, layout="constrained")
-    for axes, algorithm in zip(grid, ALGORITHMS, strict=True):
-        for form, color in (("scaled", "#1f5fbf"), ("unscaled", "#c44e00")):
-            runs = of(result, algorithm, form)
-            if runs:
-                mean = np.mean([run["losses"] for run in runs], axis=0)
-                smooth = np.convolve(mean, np.full(10, 0.1), mode="valid")
-                axes.plot(np.arange(10, mean.size + 1), smooth, color=color, linewidth=1.2, label=form)
-        axes.axvline(drop + 1, color="black", linewidth=0.6, linestyle=":")
-        axes.set_yscale("log")
-        axes.set_title(f"{algorithm}, density {result['setting']['density']:g}", fontsize=10)
-        axes.set_xlabel("step (dotted: learning rate x 0.1)")
-        axes.grid(True, linewidth=0.3)
-    grid[0].set_ylabel("training loss")
-    grid[0].legend(title="residual", fontsize=9)
-    figure.savefig(results.PICTURES / "feedback.png", dpi=110, metadata={"Software": None})
-    plt.close(figure)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures, draws, and writes the table."""
-    parser = results.command_line("scripts/feedback_study", __doc__, FILE)
+    """Measures, and writes the table."""
+    parser = results.command_line("scripts/study feedback", __doc__, FILE)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     result = results.load(options.json)
     if not options.draw:
-        result |= {"command": "scripts/feedback_study", "machine": results.machine(), "setting": SETTING}
+        result |= {"command": "scripts/study feedback", "machine": results.machine(), "setting": SETTING}
         runs, task = result.setdefault("runs", {}), digits_task(width=320)
         for seed in SEEDS:
             for algorithm in ALGORITHMS:
@@ -134,10 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     )
                     results.save(options.json, result)
     if options.json == FILE:
-        draw(result)
-        results.DOCUMENT.write_text(
-            results.with_table(results.DOCUMENT.read_text(), "feedback", table(result))
-        )
+        results.write_appendix()
     print(table(result))
     return 0
 

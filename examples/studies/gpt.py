@@ -1,9 +1,9 @@
 """examples/gpt_text.py in full on two real ranks, dense and sparse: bits per byte of text it has not seen.
 
-scripts/gpt_study               run what is missing, then draw and write the table
-scripts/gpt_study --only none   these rows only
-scripts/gpt_study --again       measure anew
-scripts/gpt_study --draw        only picture and table, from docs/measurements/gpt.json
+scripts/study gpt               run what is missing, then draw and write the table
+scripts/study gpt --only none   these rows only
+scripts/study gpt --again       measure anew
+scripts/study gpt --draw        only picture and table, from docs/measurements/gpt.json
 """
 
 from __future__ import annotations
@@ -108,12 +108,12 @@ def draw(result: dict[str, Any]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures, draws, and writes the table."""
-    parser = results.command_line("scripts/gpt_study", __doc__, timeout_s=1200)
+    parser = results.command_line("scripts/study gpt", __doc__, timeout_s=1200)
     parser.add_argument("--only", nargs="+", metavar="ROW", choices=list(ROWS), help="these rows")
     options = parser.parse_args(arguments)
     result = results.load(FILE)
     if not options.draw:
-        result |= {"command": "scripts/gpt_study", "machine": results.machine(), "size": SIZE, "steps": STEPS}
+        result |= {"command": "scripts/study gpt", "machine": results.machine(), "size": SIZE, "steps": STEPS}
         runs = result.setdefault("runs", {})
         for name in options.only or ROWS:
             if options.again or name not in runs:
@@ -121,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 results.save(FILE, result)
                 print(f"{name}: {runs[name]['bits_per_byte']:.3f} bits per byte", file=sys.stderr)
     draw(result)
-    results.DOCUMENT.write_text(results.with_table(results.DOCUMENT.read_text(), "gpt", table(result)))
+    results.write_appendix()
     print(table(result))
     return 0
 

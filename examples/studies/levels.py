@@ -1,8 +1,8 @@
 """Accuracy of examples/pytorch_mnist.py on four real ranks: as 2 x 2, as 4 x 1, and with one level.
 
-scripts/levels_study               run what is missing, then write the table
-scripts/levels_study --again       measure anew
-scripts/levels_study --draw        only the table, from docs/measurements/levels_accuracy.json
+scripts/study levels               run what is missing, then write the table
+scripts/study levels --again       measure anew
+scripts/study levels --draw        only the table, from docs/measurements/levels_accuracy.json
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from studies import convergence, results
 __all__ = ["command", "main", "spread", "table"]
 
 FILE = results.MEASUREMENTS / "levels_accuracy.json"
-DOCUMENT = results.MEASUREMENTS.parent / "levels.md"
 DENSITY, SEEDS, SIZE = 0.01, (0, 1, 2), 4
 #: what is trained; dense on one level only, as all levels do the same there
 SPARSIFIERS = ("topk", "exdyna")
@@ -85,13 +84,13 @@ def table(result: dict[str, Any]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures, and writes the table; 1 where accuracies are further apart than they may be."""
-    parser = results.command_line("scripts/levels_study", __doc__, FILE, timeout_s=900)
+    parser = results.command_line("scripts/study levels", __doc__, FILE, timeout_s=900)
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS), help="(default %(default)s)")
     parser.add_argument("--epochs", type=int, default=8, help="(default %(default)s)")
     options = parser.parse_args(arguments)
     result = results.load(options.json)
     if not options.draw:
-        result |= {"command": "scripts/levels_study", "machine": results.machine(), "size": SIZE}
+        result |= {"command": "scripts/study levels", "machine": results.machine(), "size": SIZE}
         result |= {"epochs": options.epochs, "density": DENSITY}
         runs = result.setdefault("runs", {})
         rows = [("none", "flat"), *((name, one) for name in SPARSIFIERS for one in TOPOLOGIES)]
@@ -103,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             results.save(options.json, result)
             print(f"{compression}, {topology}, seed {seed}: {run.get('accuracy')}", file=sys.stderr)
     if options.json == FILE:
-        DOCUMENT.write_text(results.with_table(DOCUMENT.read_text(), "accuracy", table(result)))
+        results.write_appendix()
     print(table(result))
     return int(any(spread(one) > GOAL for one in accuracies(result).values()))
 

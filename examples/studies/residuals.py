@@ -1,9 +1,9 @@
 """What becomes of SparDL's discards, in small: global, partial and local residuals on six simulated ranks.
 
-scripts/residual_study              run what is missing, then draw and write the table
-scripts/residual_study --again      measure everything anew
-scripts/residual_study --draw       only picture and table, from docs/measurements/residuals.json
-scripts/residual_study --real       the first steps on six processes with horovodrun, against the simulated
+scripts/study residuals              run what is missing, then write the table
+scripts/study residuals --again      measure everything anew
+scripts/study residuals --draw       only the table, from docs/measurements/residuals.json
+scripts/study residuals --real       the first steps on six processes with horovodrun, against the simulated
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Any
 import matplotlib
 
 matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import numpy as np
 import torch
 from rich.progress import track
@@ -37,9 +36,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "digits": {"density": 0.001, "size": 6, "num_steps": 500, "rates": [0.1, 0.2]},
     "text": {"density": 0.001, "size": 6, "num_steps": 500, "rates": [2.0, 4.0]},
 }
-_COLORS = {"global": "#1f5fbf", "partial": "#c44e00", "local": "#7a7a7a"}
-#: of losses in the picture
-_SMOOTHING = 20
 
 
 def task_of(name: str) -> Task:
@@ -129,37 +125,9 @@ def table(result: dict[str, Any]) -> str:
     )
 
 
-def draw(result: dict[str, Any]) -> None:
-    """Training loss of every mode at its best rate: mean over the seeds, and all of them as a band."""
-    results.PICTURES.mkdir(parents=True, exist_ok=True)
-    figure, grid = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-    for axes, (task, title) in zip(
-        grid, {"digits": "CNN on digits", "text": "LSTM on source text"}.items(), strict=True
-    ):
-        for mode in MODES:
-            rate, runs = best(result, task, mode)
-            kernel = np.full(_SMOOTHING, 1.0 / _SMOOTHING)
-            losses = np.array([np.convolve(run["losses"], kernel, mode="valid") for run in runs])
-            steps = np.arange(_SMOOTHING, losses.shape[1] + _SMOOTHING)
-            axes.fill_between(
-                steps, losses.min(0), losses.max(0), color=_COLORS[mode], alpha=0.2, linewidth=0
-            )
-            label = f"{mode}, rate {rate:g}: {_scores(runs)}"
-            on_top = {"linestyle": "--", "zorder": 5} if mode == "global" else {}
-            axes.plot(steps, losses.mean(0), color=_COLORS[mode], linewidth=1.3, label=label, **on_top)
-        axes.set_yscale("log" if task == "digits" else "linear")
-        axes.set_title(f"{title}, density {result['settings'][task]['density']:g}, 6 ranks", fontsize=10)
-        axes.set_xlabel("step")
-        axes.grid(True, which="both", linewidth=0.3)
-        axes.legend(fontsize=8, title="residuals: test score, mean (range) of three seeds", title_fontsize=8)
-    grid[0].set_ylabel(f"training loss, mean of {_SMOOTHING} steps")
-    figure.savefig(results.PICTURES / "residuals.png", dpi=110, metadata={"Software": None})
-    plt.close(figure)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures, draws, and writes the table."""
-    parser = results.command_line("scripts/residual_study", __doc__, FILE)
+    """Measures, and writes the table."""
+    parser = results.command_line("scripts/study residuals", __doc__, FILE)
     parser.add_argument("--real", action="store_true", help="compare with six processes, too")
     parser.add_argument("--task", choices=list(SETTINGS), help="this training only")
     options = parser.parse_args(arguments)
@@ -167,7 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     result = results.load(options.json)
     if not options.draw:
         result |= {
-            "command": "scripts/residual_study",
+            "command": "scripts/study residuals",
             "machine": results.machine(),
             "settings": SETTINGS,
         }
@@ -198,10 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         result["real_ranks"] = residual_ranks.compared()
         results.save(options.json, result)
     if options.json == FILE:
-        draw(result)
-        results.DOCUMENT.write_text(
-            results.with_table(results.DOCUMENT.read_text(), "residuals", table(result))
-        )
+        results.write_appendix()
     print(table(result))
     return 0
 

@@ -1,4 +1,4 @@
-"""Where measurements lie, and tables of them in docs/results.md."""
+"""Where measurements lie, and tables of them in docs/appendix."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 __all__ = [
-    "DOCUMENT",
     "MEASUREMENTS",
     "PICTURES",
     "command_line",
@@ -18,11 +17,10 @@ __all__ = [
     "machine",
     "markdown",
     "save",
-    "with_table",
+    "write_appendix",
 ]
 
 _DOCS = Path(__file__).parents[2] / "docs"
-DOCUMENT = _DOCS / "results.md"
 MEASUREMENTS = _DOCS / "measurements"
 PICTURES = _DOCS / "pictures"
 
@@ -89,15 +87,9 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(text)
 
 
-def with_table(document: str, name: str, table: str) -> str:
-    """A document whose part between the marks of this name is the table.
+def write_appendix() -> None:
+    """Writes the tables of all studies anew."""
+    # it imports every study, and they import this
+    from studies import appendix
 
-    Raises:
-        ValueError: if the document has no such marks.
-    """
-    begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->"
-    before, found, rest = document.partition(begin)
-    _, closed, after = rest.partition(end)
-    if not (found and closed):
-        raise ValueError(f"the document has no place for the table {name!r}: {begin.strip()} ... {end}")
-    return f"{before}{begin}{table}\n{end}{after}"
+    appendix.write()

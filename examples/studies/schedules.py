@@ -1,9 +1,9 @@
 """Schedules of the learning rate times optimizers, sparse beside dense; and what helps where sparse loses.
 
-scripts/schedule_study              run what is missing, then draw and write the tables
-scripts/schedule_study --again      measure everything anew
-scripts/schedule_study --draw       only picture and tables, from docs/measurements/schedules.json
-scripts/schedule_study --part I/N   only every N-th run, from the I-th on, for N processes with a file each
+scripts/study schedules              run what is missing, then draw and write the tables
+scripts/study schedules --again      measure everything anew
+scripts/study schedules --draw       only picture and tables, from docs/measurements/schedules.json
+scripts/study schedules --part I/N   only every N-th run, from the I-th on, for N processes with a file each
 """
 
 from __future__ import annotations
@@ -231,13 +231,13 @@ def draw(result: dict[str, Any]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures, draws, and writes the tables."""
-    parser = results.command_line("scripts/schedule_study", __doc__, FILE)
+    parser = results.command_line("scripts/study schedules", __doc__, FILE)
     parser.add_argument("--part", default="0/1", metavar="I/N", help="(default %(default)s)")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     result = results.load(options.json)
     if not options.draw:
-        result |= {"command": "scripts/schedule_study", "machine": results.machine(), "setting": SETTING}
+        result |= {"command": "scripts/study schedules", "machine": results.machine(), "setting": SETTING}
         runs, task = result.setdefault("runs", {}), small_digits_task()
         first, every = (int(number) for number in options.part.split("/"))
         for name in names()[first::every]:
@@ -247,8 +247,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 results.save(options.json, result)
     if options.json == FILE:
         draw(result)
-        document = results.with_table(results.DOCUMENT.read_text(), "schedules", table(result))
-        results.DOCUMENT.write_text(results.with_table(document, "remedies", remedies_table(result)))
+        results.write_appendix()
     print(table(result), remedies_table(result), sep="\n\n")
     return 0
 

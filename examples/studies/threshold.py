@@ -1,8 +1,8 @@
 """Asked and achieved density over the steps of real trainings, for both threshold rules.
 
-scripts/threshold_study             run what is missing, then draw and write the tables
-scripts/threshold_study --again     measure everything anew
-scripts/threshold_study --draw      only pictures and tables, from docs/measurements/threshold.json
+scripts/study threshold             run what is missing, then draw and write the tables
+scripts/study threshold --again     measure everything anew
+scripts/study threshold --draw      only pictures and tables, from docs/measurements/threshold.json
 """
 
 from __future__ import annotations
@@ -166,14 +166,14 @@ def table(result: dict[str, Any]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures, draws, and writes the table."""
-    parser = results.command_line("scripts/threshold_study", __doc__, FILE)
+    parser = results.command_line("scripts/study threshold", __doc__, FILE)
     parser.add_argument("--task", choices=["digits", "text"], help="measure this training only")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     result = results.load(options.json)
     if not options.draw:
         chosen = {name: one for name, one in settings().items() if options.task in (None, name)}
-        result.setdefault("command", "scripts/threshold_study")
+        result.setdefault("command", "scripts/study threshold")
         result["machine"] = results.machine()
         result["settings"] = {name: one.describe() for name, one in settings().items()}
         runs = result.setdefault("runs", {})
@@ -194,9 +194,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from studies import threshold_pictures
 
         threshold_pictures.draw(result)
-        results.DOCUMENT.write_text(
-            results.with_table(results.DOCUMENT.read_text(), "threshold", table(result))
-        )
+        results.write_appendix()
     print(table(result))
     return 0
 

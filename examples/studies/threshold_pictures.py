@@ -1,4 +1,4 @@
-"""The pictures of the threshold study."""
+"""The picture of the threshold study."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _PAPER, _SKETCH, _OTHER = "#c44e00", "#1f5fbf", "#7a7a7a"
 def draw(result: dict[str, Any]) -> None:
     """Draws what is there; a run that is missing leaves its line out."""
     results.PICTURES.mkdir(parents=True, exist_ok=True)
-    for name, figure in {"density": _densities(result), "balance": _balances(result)}.items():
-        figure.savefig(results.PICTURES / f"threshold_{name}.png", dpi=110, metadata={"Software": None})
-        plt.close(figure)
+    figure = _densities(result)
+    figure.savefig(results.PICTURES / "threshold_density.png", dpi=110, metadata={"Software": None})
+    plt.close(figure)
 
 
 def _steps(values: list[Any]) -> np.ndarray:
@@ -60,38 +60,4 @@ def _densities(result: dict[str, Any]) -> Figure:
     for axes in grid[-1]:
         axes.set_xlabel("step (dotted: warm-up ends; learning rate x 0.1)")
     grid[0, 0].legend(fontsize=9)
-    return figure
-
-
-_REBALANCE = {
-    "none (micro's equal parts)": ("micro sketch", _OTHER),
-    "paper": ("exdyna sketch, rebalance=paper", _PAPER),
-    "proportional": ("exdyna sketch", _SKETCH),
-}
-_ERRORS = {
-    "threshold=paper": ("exdyna paper", _PAPER),
-    "threshold=sketch": ("exdyna sketch", _SKETCH),
-}
-
-
-def _balances(result: dict[str, Any]) -> Figure:
-    figure, grid = plt.subplots(2, 2, figsize=(11, 7), sharex=True, layout="constrained")
-    for column, (task, title) in zip(grid.T, _TASKS.items(), strict=True):
-        for axes, key, lines in (
-            (column[0], "imbalance", _REBALANCE),
-            (column[1], "global_error", _ERRORS),
-        ):
-            for label, (variant, color) in lines.items():
-                run = result["runs"].get(f"{task}/{variant}")
-                if run is not None:
-                    values = np.array(run[key], float)
-                    axes.plot(_steps(values), values, color=color, linewidth=1.1, label=label)
-            _marks(axes, result["settings"][task])
-            axes.legend(fontsize=9)
-        column[0].set_title(title, fontsize=10)
-        column[0].set_ylim(bottom=1.0)
-        column[1].set_yscale("log")
-        column[1].set_xlabel("step (dotted: warm-up ends; learning rate x 0.1)")
-    grid[0, 0].set_ylabel("f(t): largest count / mean count")
-    grid[1, 0].set_ylabel("global error, Eq. (1)")
     return figure

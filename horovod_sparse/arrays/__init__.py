@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from horovod_sparse.arrays.gradients import GradientParts
+from horovod_sparse.arrays.accumulator import Accumulator
+from horovod_sparse.arrays.gradients import GradientParts, SummedParts
 from horovod_sparse.arrays.host import HostAccumulator
-from horovod_sparse.arrays.protocol import Accumulator, FoldReport, Indices, Moments, Values
-from horovod_sparse.arrays.summed import SummedParts
+from horovod_sparse.arrays.protocol import FoldReport, FoldRule, Indices, Moments, Values
 
 __all__ = [
     "Accumulator",
     "FoldReport",
+    "FoldRule",
     "GradientParts",
     "HostAccumulator",
     "Indices",

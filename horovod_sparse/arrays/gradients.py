@@ -1,22 +1,26 @@
-"""What a host accumulator accepts as a gradient, and in which pieces it reads it."""
+"""What a host accumulator folds: arrays, parts of a bucket, sums of other ranks; scaled, or taken out."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from horovod_sparse.errors import ArgumentError
-from horovod_sparse.kernels.host.fold import fold_factors
-from horovod_sparse.kernels.host.scatter import native_bits, wide
+from horovod_sparse.kernels.host.fold import Pair, sum_into
+from horovod_sparse.kernels.host.scatter import narrow, native_bits, wide
 
 Array = NDArray[Any]
 
 #: elements from which an array is read in place, where its start and end are at hand of whole blocks
 _LARGE = 1 << 16
+#: elements that are widened for a norm at a time: they stay in the cache between their uses
+_WIDENED = 1 << 16
+#: elements that are added up at a time: they stay in the cache until they are folded
+_SUMMED = 1 << 17
 
 
 class GradientParts:
@@ -54,16 +58,7 @@ class GradientParts:
         self.size = sum(array.size for array in self._flat)
 
     def put_into(self, memory: Array) -> None:
-        """Copies all elements, as they are.
-
-        Args:
-            memory: shape (size,), of the parts' own type: half types as their bits.
-
-        Example:
-            >>> memory = np.empty(2, np.float32)
-            >>> GradientParts([np.ones(2, np.float32)]).put_into(memory); memory
-            array([1., 1.], dtype=float32)
-        """
+        """Copies all elements to memory of the parts' own type, half types as their bits."""
         start = 0
         for array in self._flat:
             memory[start : start + array.size] = array
@@ -79,13 +74,7 @@ class GradientParts:
         return len(self._flat) == 1 and self._flat[0].ctypes.data == address
 
     def joined(self, dtype: np.dtype[Any]) -> Array:
-        """All elements as one array of a type: the memory itself, where it is one array of that type.
-
-        Args:
-            dtype: float32 or float64.
-
-        Returns:
-            Shape (size,), not to be written to.
+        """All elements as one array of float32 or float64, not to be written to: its own memory if it can be.
 
         Example:
             >>> GradientParts([np.array([0x3F80], np.uint16)]).joined(np.dtype(np.float32))
@@ -95,14 +84,9 @@ class GradientParts:
         return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
     def pieces(self, size: int, block: int = 1) -> Iterator[tuple[int, Array]]:
-        """Consecutive elements, some of them copied to a buffer that is used again: read one before the next.
+        """Position and elements of consecutive pieces, to be read only; multiples of the block but the last.
 
-        Args:
-            size: elements of the buffer, a multiple of the block size.
-            block: all pieces but the last are multiples of it.
-
-        Yields:
-            Position of its first element, and the piece, not to be written to.
+        Some are copied to a buffer of `size` elements that is used again: read one before the next.
         """
         buffer = np.empty(min(size, self.size), self._flat[0].dtype)
         start = filled = 0
@@ -128,17 +112,83 @@ class GradientParts:
             yield start, buffer[:filled]
 
 
-def accumulating(dtype: Any) -> type[np.floating[Any]]:
-    """The type in which gradients of a type accumulate.
+class SummedParts(GradientParts):
+    """The sum of arrays of other ranks, in their order; nothing of n elements is written for it.
 
     Args:
-        dtype: float32, float64, float16 or bfloat16, by name, or as NumPy or PyTorch know it.
+        arrays: two or more, shape (m,) each, as kernels get them: half types as their bits. Only read.
+        factors: of each array.
+        num_elements: n, from m; elements behind the arrays' last are 0.
+        dtype: of the sum, float32 or float64.
 
-    Returns:
-        float64 for float64, float32 for all others.
+    Example:
+        >>> parts = SummedParts([np.array([1.0, 2.0]), np.array([0.5, 0.5])], [1.0, 2.0], 3, np.float64)
+        >>> parts.joined(np.dtype(np.float64))
+        array([2., 3., 0.])
+    """
 
-    Raises:
-        ArgumentError: another type.
+    def __init__(
+        self, arrays: Sequence[Array], factors: Sequence[float], num_elements: int, dtype: Any
+    ) -> None:
+        self.dtype, self.size = np.dtype(dtype), num_elements
+        self._arrays = list(arrays)
+        self._factors = np.array(factors, self.dtype)
+        self._settled: GradientParts | None = None
+
+    def settle(self) -> None:
+        """Keeps the sum, of n elements, instead of the arrays that it is made of."""
+        if self._settled is None:
+            self._settled = GradientParts([self.joined(self.dtype)])
+            self._arrays = []
+
+    def joined(self, dtype: np.dtype[Any]) -> Array:
+        if self._settled is not None:
+            return self._settled.joined(dtype)
+        whole = np.empty(self.size, self.dtype)
+        for start, stop in self._bounds(_SUMMED):
+            self._add(whole[start:stop], start)
+        return whole.astype(dtype, copy=False)
+
+    def pieces(self, size: int, block: int = 1, first: int = 0) -> Iterator[tuple[int, Array]]:
+        if self._settled is not None:
+            yield from self._settled.pieces(size, block)
+            return
+        chunk = max(1, min(size, _SUMMED) // block) * block
+        buffer = np.empty(min(chunk, self.size), self.dtype)
+        for start, stop in self._bounds(chunk, first):
+            piece = buffer[: stop - start]
+            self._add(piece, start)
+            yield start, piece
+
+    def pairs(self, block: int) -> Iterator[tuple[int, Array | Pair]]:
+        """As `pieces`, but the last two summands are left to who folds them: memory is read once, by all."""
+        whole = 0 if self._settled is not None else self._arrays[0].size // block * block
+        chunk = whole if len(self._arrays) == 2 else max(1, _SUMMED // block) * block
+        buffer = np.empty(0 if chunk == whole else chunk, self.dtype)
+        for start in range(0, whole, max(1, chunk)):
+            parts = [array[start : min(start + chunk, whole)] for array in self._arrays]
+            factors = self._factors
+            if len(parts) > 2:
+                one = buffer[: parts[0].size]
+                sum_into(one, parts[:-1], factors[:-1])
+                parts, factors = [one, parts[-1]], np.array([1, factors[-1]], self.dtype)
+            yield start, Pair(parts[0], parts[1], factors)
+        yield from self.pieces(_SUMMED, block, whole)
+
+    def _bounds(self, chunk: int, first: int = 0) -> Iterator[tuple[int, int]]:
+        for start in range(first, self.size, chunk):
+            yield start, min(start + chunk, self.size)
+
+    def _add(self, piece: Array, start: int) -> None:
+        """Elements from `start` on."""
+        count = max(0, min(piece.size, self._arrays[0].size - start))
+        if count:
+            sum_into(piece[:count], [array[start : start + count] for array in self._arrays], self._factors)
+        piece[count:] = 0
+
+
+def accumulating(dtype: Any) -> type[np.floating[Any]]:
+    """The type in which gradients of a type, as its name or as NumPy or PyTorch know it, accumulate.
 
     Example:
         >>> accumulating("bfloat16").__name__
@@ -150,90 +200,8 @@ def accumulating(dtype: Any) -> type[np.floating[Any]]:
     return np.float64 if name == "float64" else np.float32
 
 
-def residual_memory(num_elements: int, kind: type[np.floating[Any]], memory: Array | None) -> Array:
-    """The memory of an accumulator: the given one, checked, or new zeros.
-
-    Args:
-        num_elements: n.
-        kind: float32 or float64.
-        memory: shape (n,), or None.
-
-    Returns:
-        shape (n,), contiguous.
-
-    Raises:
-        ArgumentError: the given memory has another shape or type, or holds NaN or Inf.
-    """
-    if memory is None:
-        # NumPy asks for huge pages, which matters to what touches single elements far apart.
-        return np.zeros(num_elements, kind)
-    if memory.dtype != kind or memory.shape != (num_elements,) or not memory.flags.carray:
-        allowed = f"contiguous {kind.__name__} of shape ({num_elements},)"
-        raise ArgumentError("memory", (memory.dtype.name, memory.shape), allowed)
-    if not np.isfinite(memory).all():
-        raise ArgumentError("memory", "NaN or Inf", "finite numbers")
-    return memory
-
-
-@functools.lru_cache(maxsize=32)  # they are the same in most folds
-def checked_factors(
-    dtype: np.dtype[Any],
-    decay: float,
-    momentum: float | None,
-    nesterov: bool,
-    has_companion: bool,
-    low_pass: float | None = None,
-) -> Array:
-    """The factors of a fold, for `kernels.host.fold.fold`.
-
-    Args:
-        dtype: of the accumulator.
-        decay: factor of the old values.
-        momentum: factor of the old velocity, or None.
-        nesterov: Nesterov's form of momentum.
-        has_companion: whether there is a velocity, or what a low-pass filter sums up.
-        low_pass: beta of a low-pass filter, or None.
-
-    Returns:
-        shape (4,), not to be written to.
-
-    Raises:
-        ArgumentError: a factor is outside what is allowed, or there is no companion for the momentum or the
-            filter, or both of them are asked for.
-    """
-    with np.errstate(over="ignore"):
-        factors = fold_factors(dtype, decay, momentum or 0.0, nesterov)
-    if not np.isfinite(factors[0]):
-        raise ArgumentError("decay", decay, f"a number that {dtype.name} can hold")
-    for name, factor in (("momentum", momentum), ("low_pass", low_pass)):
-        if factor is not None and not has_companion:
-            raise ArgumentError(name, factor, "None, or make the accumulator with companions=1")
-    if low_pass is not None:
-        if momentum is not None or not 0.0 < low_pass <= 1.0:
-            raise ArgumentError("low_pass", low_pass, "a number in (0, 1], without momentum")
-        # sum = decay * sum + gradient; values = (1 - beta) * gradient + beta * sum
-        beta = dtype.type(low_pass)
-        return np.array([0.0, factors[0], 1 - beta, beta], dtype)
-    if momentum is not None and not 0.0 <= momentum <= 1.0:
-        raise ArgumentError("momentum", momentum, "a number in [0, 1]")
-    return factors
-
-
 def checked_gradient(gradient: Any, num_elements: int, dtype: np.dtype[Any]) -> Array | GradientParts:
-    """A gradient as an array that can be folded.
-
-    Args:
-        gradient: any shape and strides; bfloat16 as its bits (uint16) or from ml_dtypes. Or parts, which
-            stay as they are.
-        num_elements: n, which it must have.
-        dtype: of the accumulator.
-
-    Returns:
-        The array or the parts, not a copy.
-
-    Raises:
-        ArgumentError: another number of elements, a type that does not fit, or read-only memory.
-    """
+    """A gradient as an array that can be folded, or parts, which stay as they are; not a copy."""
     array = gradient if isinstance(gradient, GradientParts) else np.asarray(gradient)
     if array.size != num_elements:
         shape = getattr(array, "shape", (array.size,))
@@ -245,28 +213,104 @@ def checked_gradient(gradient: Any, num_elements: int, dtype: np.dtype[Any]) -> 
     return array
 
 
-def pieces(array: Array | GradientParts, size: int, block: int = 1) -> Iterator[tuple[int, Array]]:
+def pieces(array: Array | GradientParts, size: int, block: int = 1) -> Iterable[tuple[int, Array]]:
     """The gradient as arrays the kernels can read and clear; all of it is 0 when they are used up.
 
     Contiguous memory is one piece, the memory itself. Parts are to be kept: nothing clears them. Anything
     else goes through a small buffer; it is cleared at the end only, since with strides of 0 elements
-    share their memory.
-
-    Args:
-        array: what `checked_gradient` returned; read in C order.
-        size: elements per buffer, a multiple of the block size.
-        block: of parts, all pieces but the last are multiples of it.
-
-    Yields:
-        Position in the bucket, and the piece.
+    share their memory. Parts come in multiples of a block, but for the last.
     """
     if isinstance(array, GradientParts):
-        yield from array.pieces(size, block)
-        return
+        parts = array.pieces(size, block)
+        # of a small gradient one piece, in a buffer of its own
+        return list(parts) if array.size <= min(size, _SUMMED, _LARGE - 1) // block * block else parts
     if array.flags.carray and array.dtype.isnative:
-        yield 0, native_bits(array)
-        return
+        return [(0, native_bits(array))]
+    return _copied(array, size)
+
+
+def _copied(array: Array, size: int) -> Iterator[tuple[int, Array]]:
     for start in range(0, array.size, size):
         chunk = np.array(array.flat[start : start + size], array.dtype.newbyteorder("="))
         yield start, native_bits(chunk)
     array[...] = 0
+
+
+def clip_factor(gradient: Array | GradientParts, clip_norm: float) -> float:
+    """``min(1, clip_norm / norm)``, the norm being that of the finite elements.
+
+    Example:
+        >>> clip_factor(np.array([3.0, np.nan, 4.0], np.float32), 1.0)
+        0.2
+    """
+    norm = finite_norm(gradient)
+    return 1.0 if norm <= clip_norm else clip_norm / norm
+
+
+def finite_norm(gradient: Array | GradientParts) -> float:
+    """L2 norm of the finite elements, also where squares would overflow or vanish."""
+    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+        total = sum(float(np.dot(chunk, chunk)) for chunk in _chunks(gradient))
+        if 1e-30 < total < math.inf:
+            return math.sqrt(total)
+        top = max((_top(chunk) for chunk in _chunks(gradient)), default=0.0)
+        if top == 0.0:
+            return 0.0
+        total = 0.0
+        for chunk in _chunks(gradient):
+            shares = np.where(np.isfinite(chunk), chunk, 0).astype(np.float64) / top
+            total += float(np.dot(shares, shares))
+    return top * math.sqrt(total)
+
+
+def scaled(
+    pieces: Iterable[tuple[int, Array]], factor: float, *, keep: bool = False
+) -> Iterator[tuple[int, Array]]:
+    """The pieces of a gradient, multiplied as they come; with `keep` copies of them. NaN and Inf stay."""
+    if factor == 1.0:
+        yield from pieces
+        return
+    for start, piece in pieces:
+        for first in range(0, piece.size, _WIDENED):
+            chunk = piece[first : first + _WIDENED]
+            large = wide(chunk)
+            small = narrow(large * large.dtype.type(factor), chunk.dtype)
+            if keep:
+                yield start + first, small
+            else:
+                chunk[:] = small
+        if not keep:
+            yield start, piece
+
+
+def take_out(values: Any, step: Any, library: Any = np) -> None:
+    """``values -= step``, where a fold has added it: what is not finite, or was not then, it has left out.
+
+    Example:
+        >>> values = np.array([3.0, 1.0, 2.0])
+        >>> take_out(values, np.array([1.0, np.inf, 2.0])); values
+        array([2., 1., 0.])
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        without = values - step
+        # a sum that overflows now may have done so then, when nothing was added
+        left_out = ~library.isfinite(values + step) & (abs(without) > abs(values))
+        values[...] = library.where(library.isfinite(without) & ~left_out, without, values)
+
+
+def _chunks(gradient: Array | GradientParts) -> Iterator[Array]:
+    if not isinstance(gradient, np.ndarray):
+        for _, piece in gradient.pieces(_WIDENED, 1):
+            for start in range(0, piece.size, _WIDENED):
+                yield wide(piece[start : start + _WIDENED])
+        return
+    array = np.ascontiguousarray(gradient)
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
+    flat = native_bits(array)
+    for start in range(0, flat.size, _WIDENED):
+        yield wide(flat[start : start + _WIDENED])
+
+
+def _top(chunk: Array) -> float:
+    return float(np.abs(chunk).max(where=np.isfinite(chunk), initial=0.0))

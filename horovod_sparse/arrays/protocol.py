@@ -1,19 +1,20 @@
-"""What a sparsifier may ask of the memory it works on.
-
-What has n elements stays where it is (host or accelerator); what has k elements (indices, values)
-is a NumPy array on the host, where Horovod's Ethernet transport needs it anyway. So one protocol is
-enough, and a sparsifier never learns which framework holds the gradient.
-"""
+"""What goes between an accumulator and who uses it, and what an accumulator asks of its memory."""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from horovod_sparse.errors import ArgumentError
+from horovod_sparse.kernels.layout import Layout
 from horovod_sparse.kernels.quantization import Quantization
+
+Indices: TypeAlias = NDArray[np.int32]
+Values: TypeAlias = NDArray[Any]
 
 
 @dataclass(frozen=True)
@@ -52,10 +53,6 @@ class Moments:
         return self.total_logarithms / self.count if self.count else 0.0
 
 
-Indices = NDArray[np.int32]
-Values = NDArray[Any]
-
-
 @dataclass(frozen=True)
 class FoldReport:
     """What one fused pass learned about the gradient and the accumulator.
@@ -78,170 +75,175 @@ class FoldReport:
     step: int = 0
 
 
-class Accumulator(Protocol):
-    """Residual plus gradient of one bucket, in the residual's memory.
+@dataclass(frozen=True)
+class FoldRule:
+    """How a gradient becomes part of an accumulator: ``values = decay * values + gradient``.
 
-    All indices are int32 positions within the bucket, ascending and unique where a method returns
-    them. Changes to the values after `fold` are journaled, so that `abandon` can take them back.
+    Args:
+        decay: factor of the old values.
+        momentum: if given, in [0, 1]: the first companion becomes momentum * companion + gradient, and
+            that is added instead of the gradient.
+        nesterov: with momentum, add gradient + momentum * companion.
+        masking: whether `Accumulator.clear` clears the companions too, until the next fold.
+        keep_residual: False forgets the old values (no error feedback).
+        clip_norm: if given, above 0: a gradient whose finite elements have a larger L2 norm is scaled
+            down to it.
 
-    Attributes:
-        step: synchronizations that there have been, which the report of the next fold says.
+    Example:
+        >>> FoldRule(momentum=0.5, nesterov=True).factors(np.dtype(np.float64)).tolist()
+        [1.0, 0.5, 1.0, 0.5]
     """
 
-    step: int
+    decay: float = 1.0
+    momentum: float | None = None
+    nesterov: bool = False
+    masking: bool = True
+    keep_residual: bool = True
+    clip_norm: float | None = None
 
-    @property
-    def num_elements(self) -> int:
-        """n, the number of elements."""
+    @functools.lru_cache(maxsize=32)  # noqa: B019 -- rules are small values, the same in most folds
+    def factors(self, dtype: np.dtype[Any]) -> Values:
+        """Of the old values, of the old companion, and of gradient and companion in what is added.
 
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """float64 for float64 gradients, float32 for all others (half types accumulate in float32)."""
-
-    @property
-    def report(self) -> FoldReport:
-        """Of the last fold."""
-
-    @property
-    def square_norm(self) -> float:
-        """Sum of squares of what is held back now (`residual`), in O(1).
-
-        That of the last fold, less what was cleared since: it keeps the rounding of the fold's sum,
-        about 1e-6 of that.
+        Raises:
+            ArgumentError: momentum or clip_norm is outside what is allowed, or the decay is no number that
+                the accumulator's dtype can hold.
         """
+        if self.momentum is not None and not 0.0 <= self.momentum <= 1.0:
+            raise ArgumentError("momentum", self.momentum, "a number in [0, 1]")
+        if self.clip_norm is not None and not self.clip_norm > 0.0:
+            raise ArgumentError("clip_norm", self.clip_norm, "a norm above 0")
+        momentum = self.momentum or 0.0
+        added = (1.0, momentum) if self.nesterov else (0.0, 1.0)
+        with np.errstate(over="ignore"):
+            factors = np.array([self.decay * self.keep_residual, momentum, *added], dtype)
+        if not np.isfinite(factors[0]):
+            raise ArgumentError("decay", self.decay, f"a number that {dtype.name} can hold")
+        return factors
 
-    @property
-    def companions(self) -> tuple[Any, ...]:
-        """Arrays of n elements, kept beside the values and restored with them: a velocity, for example."""
+    def weight(self, dtype: np.dtype[Any]) -> float:
+        """By which a gradient counts in the values."""
+        factors = self.factors(dtype)
+        return float(factors[2] + factors[3])
+
+
+#: an array of n or k elements, or a sum of squares, where the kernels keep it: host or device
+Memory: TypeAlias = Any
+Number: TypeAlias = Any
+
+
+class Kernels(Protocol):
+    """What an accumulator asks of the memory that it lies in; one object per accumulator.
+
+    `where` is what `places` made of indices. Block maxima hold magnitude bits: the bits without the sign,
+    which order like the magnitudes. Windows [start, stop) are checked, and so are ranks within them.
+    """
+
+    #: n elements, and the blocks whose maxima are kept
+    layout: Layout
+    #: of the values: float32 or float64
+    dtype: np.dtype[Any]
+
+    def checked(self, gradient: Any) -> Any:
+        """A gradient that `fold` takes, or an `ArgumentError`."""
 
     def fold(
         self,
+        values: Memory,
+        companion: Memory | None,
         gradient: Any,
-        *,
-        decay: float = 1.0,
-        momentum: float | None = None,
-        nesterov: bool = False,
-        masking: bool = True,
-        keep_residual: bool = True,
-        clip_norm: float | None = None,
-        low_pass: float | None = None,
-    ) -> FoldReport:
-        """Values = decay * values + gradient; gradient = 0; block maxima. The one pass over n elements.
+        maxima: Memory,
+        rule: FoldRule,
+        norm: Number,
+        step: int,
+    ) -> tuple[FoldReport, Number]:
+        """The one pass over n elements: changes values and companion, clears the gradient, writes maxima.
 
-        Args:
-            gradient: n elements in any shape and strides, where the memory is, of a type that accumulates in
-                its own. Set to 0. Or of a kind that is kept: `GradientParts`, `KeptTensor`.
-            decay: factor of the old values.
-            momentum: if given, the first companion becomes momentum * companion + gradient, and that is
-                added instead of the gradient.
-            nesterov: with momentum, add gradient + momentum * companion.
-            masking: whether `clear` clears the companions too, until the next fold.
-            keep_residual: False forgets the old values (no error feedback).
-            clip_norm: if given, a gradient whose finite elements have a larger L2 norm is scaled down to it.
-            low_pass: if given, beta: the first companion becomes decay * companion + gradient, and values
-                (1 - beta) * gradient + beta * companion; until the next fold it follows their changes.
-
-        Returns:
-            What the pass learned; reading its numbers may wait for a device.
-
-        Raises:
-            ArgumentError: shape, type or device do not fit, or momentum or a filter without a companion.
+        `norm` is the sum of squares of the values before; returned is that after.
         """
 
-    def refuse(self) -> None:
-        """Lets the report of the last fold say that this rank refuses the step."""
+    def take_out(self, values: Memory, companion: Memory | None, gradient: Any, rule: FoldRule) -> None:
+        """Undoes `fold` to the rounding of its sum."""
 
-    def heal(self) -> None:
-        """Lets the report of the last fold say that this rank is well, after `abandon` and `drop`."""
+    def assign(self, values: Memory, new: Any) -> None:
+        """Replaces all n values, or raises an `ArgumentError`."""
 
-    def largest(self, num_selected: int, start: int = 0, stop: int | None = None) -> Indices:
-        """Exactly the `num_selected` largest magnitudes in [start, stop); ties go to the lowest index."""
+    def empty_maxima(self) -> Memory:
+        """Room for the maxima of all blocks."""
 
-    def kth_magnitude(self, k: int, start: int = 0, stop: int | None = None) -> float:
-        """Exact k-th largest magnitude (k from 1) in [start, stop)."""
+    def scan_maxima(self, values: Memory, maxima: Memory) -> None:
+        """Maxima of all blocks."""
 
-    def at_least(self, threshold: float, start: int = 0, stop: int | None = None) -> Indices:
-        """All positions in [start, stop) whose magnitude is >= threshold and not 0."""
+    def refresh_maxima(self, values: Memory, maxima: Memory, where: Memory) -> None:
+        """Exact maxima of the blocks that hold these elements."""
 
-    def count_at_least(self, thresholds: Any) -> NDArray[np.int64]:
-        """How many magnitudes are >= each threshold and not 0, for several thresholds in one read."""
+    def raise_maxima(self, values: Memory, maxima: Memory, where: Memory) -> None:
+        """Upper bounds again after these elements may have grown."""
 
-    def moments(self, threshold: float = 0.0) -> Moments:
-        """Moments of the magnitudes that are >= threshold and not 0, in one read."""
+    def largest(self, values: Memory, maxima: Memory, k: int, start: int, stop: int) -> Indices:
+        """Of exact maxima: the k largest, 0 < k < stop - start, ascending; ties go to the lowest index."""
 
-    def sample_magnitudes(self, stride: int, offset: int = 0) -> Values:
-        """Every stride-th magnitude from offset on."""
+    def kth(self, values: Memory, maxima: Memory, k: int, start: int, stop: int) -> Any:
+        """Of exact maxima: magnitude bits of the k-th largest, 1 <= k <= stop - start."""
 
-    def take(self, indices: Indices) -> Values:
-        """The values there, as a fresh array."""
+    def at_least(self, values: Memory, maxima: Memory, bits: Any, start: int, stop: int) -> Indices:
+        """Of upper bounds: ascending positions whose magnitude bits are >= bits, start < stop."""
 
-    def clear(self, indices: Indices) -> None:
-        """Sets the values there to 0.
+    def count_at_least(self, values: Memory, maxima: Memory, bits: list[Any]) -> NDArray[np.int64]:
+        """Of upper bounds: how many magnitudes reach each."""
 
-        What a feedback keeps beside them is set to 0, too, or stays, or follows: then what stood there is
-        subtracted from it. The last fold has said which.
-        """
+    def moments(self, values: Memory, bits: Any) -> Moments:
+        """Of the magnitudes that reach it."""
 
-    def add(self, indices: Indices, values: Values) -> None:
-        """Adds to the values there, and to what follows them (what a rank gives back to its residual).
+    def sample(self, values: Memory, stride: int, offset: int) -> Values:
+        """Every stride-th magnitude."""
 
-        Indices are unique.
-        """
+    def places(self, indices: Any, *, keep: bool = False) -> Memory:
+        """Indices, checked; with `keep` no memory of the caller's. Their `len` is how many."""
 
-    def put(self, indices: Indices, values: Values) -> None:
-        """Exactly these finite values there; what a feedback keeps beside them stays, or follows.
+    def numbers(self, values: Any) -> Memory:
+        """k values from the host, in the accumulator's dtype."""
 
-        Indices are unique.
-        """
+    def to_host(self, memory: Memory) -> Values:
+        """k values on the host, of which the caller may do what it likes."""
 
-    def quantize(self, code: Quantization, key: int, words: NDArray[np.int32]) -> float:
-        """Writes all values as codes of few bits, and leaves them as they are.
+    def view(self, values: Memory) -> Values:
+        """n values on the host: their own memory where that is possible."""
 
-        Args:
-            code: how.
-            key: 64 bits, of the random numbers by which values are rounded.
-            words: int32, `code.num_words` of them; overwritten.
+    def take(self, values: Memory, where: Memory) -> Memory:
+        """The values there, fresh."""
 
-        Returns:
-            Sum of squares of what the words lose.
-        """
+    def zero(self, values: Memory, where: Memory) -> None:
+        """0 there."""
 
-    def subtract(self, code: Quantization, words: NDArray[np.int32], left: float | None = None) -> None:
-        """What these words stand for leaves all values, and what follows them; a velocity stays.
+    def put(self, values: Memory, where: Memory, new: Memory) -> None:
+        """These values there; places are unique."""
 
-        Once a step, and the last change in it. It is carried out when the values are needed, so `abandon`
-        takes no copy of them.
+    def add(self, values: Memory, where: Memory, olds: Memory, new: Memory) -> None:
+        """Adds to what stands there, `olds`, where that stays finite; places are unique."""
 
-        Args:
-            code: how they were written.
-            words: as `quantize` wrote them; not to be changed until the next fold.
-            left: sum of squares of the values then, where it is known.
-        """
+    def squares(self, values: Memory) -> Number:
+        """Sum of squares of n values."""
 
-    def mask(self, indices: Indices) -> None:
-        """Clears what a feedback clears with the values there, as `clear` does; the values stay."""
+    def number(self, value: float) -> Number:
+        """A number as the kernels keep it."""
 
-    def abandon(self) -> None:
-        """Takes back every `clear`, `add`, `put` and `mask` since the last fold, bit for bit."""
+    def float_of(self, number: Number) -> float:
+        """It, on the host."""
 
-    def drop(self, gradient: Any) -> None:
-        """Takes the last fold's gradient out of the values (and their companion) again, after `abandon`.
+    def renormed(self, norm: Number, old: Memory, new: Memory | None = None) -> Number:
+        """A sum of squares after k old values were replaced by new ones, or zeros."""
 
-        What was there before, decay included, comes back to the rounding of the sum: where the gradient
-        was more than 2**24 times larger nothing is left of it, and the value is 0.
+    def quantize(
+        self, values: Memory, code: Quantization, key: int, words: NDArray[np.int32], norm: Number
+    ) -> float:
+        """Writes words on the host; returns the sum of squares of what they lose."""
 
-        Args:
-            gradient: as it was folded; it must have been kept.
-        """
+    def words(self, words: NDArray[np.int32]) -> Memory:
+        """Words from the host, which the caller leaves alone until the next fold."""
 
-    def values(self) -> Values:
-        """All n values as a host array, a view where that is possible (checkpoints, tests)."""
+    def take_away(self, values: Memory, code: Quantization, words: Memory) -> None:
+        """The values less what the words stand for, in place."""
 
-    def residual(self) -> Values:
-        """What is held back, as a host array: gradients that were folded and not sent.
-
-        The values, unless the last fold has filtered them: then the companion that follows them.
-        """
-
-    def assign(self, values: Values) -> None:
-        """Replaces all n values (loading a checkpoint)."""
+    def less(self, values: Memory, code: Quantization, words: Memory) -> Memory:
+        """The same as a fresh array."""

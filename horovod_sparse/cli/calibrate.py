@@ -20,9 +20,12 @@ from horovod_sparse.cli.console import console as make_console
 from horovod_sparse.cli.console import is_launched, plain_table, show
 from horovod_sparse.cli.options import density, read_recipe, time
 from horovod_sparse.cli.ranks import FRAMEWORKS, Ranks, start
-from horovod_sparse.cost import COLLECTIVES, Fit, Profile, profile_at
 from horovod_sparse.errors import ArgumentError
-from horovod_sparse.frontend.calibration import QUICK, THOROUGH, Extent, calibration, needed_kinds
+from horovod_sparse.planning.calibration import QUICK, THOROUGH, Extent, calibration, needed_kinds
+from horovod_sparse.planning.fitting import Fit
+from horovod_sparse.planning.formulas import profile_at
+from horovod_sparse.planning.profile import Profile
+from horovod_sparse.plans.network import COLLECTIVES
 from horovod_sparse.sparsifiers import ALGORITHMS, Sparsifier
 
 _DEFAULT = ("exdyna", "micro", "topk", "dragonn")
@@ -33,11 +36,7 @@ _SMALL = Extent((64, 1024, 8192), (1 << 10, 1 << 11, 1 << 12), 15, 10.0)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the subcommand's arguments.
-
-    Args:
-        parser: of the subcommand.
-    """
+    """Adds the subcommand's arguments."""
     add = parser.add_argument
     parser.epilog = "Run it as the training is run: horovodrun --gloo -np 4 horovod-sparse calibrate"
     add("--framework", choices=FRAMEWORKS, help="to communicate through (default: torch if it is there)")
@@ -68,17 +67,7 @@ def _count(text: str) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measures on all ranks; rank 0 prints and writes.
-
-    Args:
-        options: of the command line.
-
-    Returns:
-        The exit code.
-
-    Raises:
-        HorovodSparseError: on every rank alike, naming the argument that is wrong.
-    """
+    """Measures on all ranks; rank 0 prints and writes."""
     sparsifiers, kinds, extent = _what(options)
     if options.device == "cuda" and options.framework == "tensorflow":
         raise ArgumentError("--device", "cuda", "cpu: with TensorFlow selection is on the host")
@@ -116,11 +105,7 @@ def _what(options: argparse.Namespace) -> tuple[list[Sparsifier], tuple[str, ...
 
 
 def _device(options: argparse.Namespace, ranks: Ranks) -> str:
-    """Where selection is timed.
-
-    Raises:
-        ArgumentError: if there is no such device.
-    """
+    """Where selection is timed."""
     if ranks.framework == "tensorflow":
         return "cpu"
     available = bool(importlib.import_module("torch").cuda.is_available())
@@ -195,11 +180,7 @@ def _introduce(console: Console, ranks: Ranks, device: str) -> None:
 
 @contextmanager
 def progress_of(rank: int) -> Iterator[Callable[[int, int, str], None]]:
-    """A progress bar on rank 0; a line for every tenth where there is no terminal, as under mpirun.
-
-    Args:
-        rank: of this process.
-    """
+    """A progress bar on rank 0; a line for every tenth where there is no terminal, as under mpirun."""
     console = make_console(to_stderr=True)
     if rank != 0:
         yield lambda done, total, what: None
@@ -256,11 +237,7 @@ _QUALITY = ("points", "R2", "error", "largest")
 
 
 def collective_table(profile: Profile) -> Table:
-    """alpha and beta of every kind.
-
-    Args:
-        profile: as measured.
-    """
+    """alpha and beta of every kind."""
     columns = ("of", "alpha ms", "beta ns/byte", "bytes/s", *_QUALITY)
     table = plain_table(
         f"Collectives of {profile.size} ranks, through Horovod, by the bytes that a rank puts in",
@@ -273,11 +250,7 @@ def collective_table(profile: Profile) -> Table:
 
 
 def level_table(profile: Profile) -> Table:
-    """alpha and beta of every kind, within hosts and between them.
-
-    Args:
-        profile: as measured, with two levels.
-    """
+    """alpha and beta of every kind, within hosts and between them."""
     columns = ("of", "among", "alpha ms", "beta ns/byte", "bytes/s", *_QUALITY)
     hosts = f"{profile.num_hosts} hosts of {profile.per_host} ranks"
     table = plain_table(
@@ -298,11 +271,7 @@ def _times_of(fit: Fit) -> tuple[str, ...]:
 
 
 def sparsifier_table(profile: Profile) -> Table:
-    """Selection and decoding of every sparsifier.
-
-    Args:
-        profile: as measured.
-    """
+    """Selection and decoding of every sparsifier."""
     columns = ("of", "what", "fixed us", "ns per element", "ns per selected", *_QUALITY)
     table = plain_table(
         f"Selection and decoding on {profile.device}",
@@ -326,11 +295,7 @@ def sparsifier_table(profile: Profile) -> Table:
 
 
 def training_table(profile: Profile) -> Table:
-    """What a dense training does beside forward and backward.
-
-    Args:
-        profile: as measured.
-    """
+    """What a dense training does beside forward and backward."""
     columns = ("of", "fixed ms", "ns per unit", *_QUALITY)
     table = plain_table(
         f"A dense training on {profile.device}",
@@ -345,13 +310,7 @@ def training_table(profile: Profile) -> Table:
 
 
 def growth_table(profile: Profile, measured: Mapping[int, Profile], sizes: Sequence[int]) -> Table:
-    """How the start-up time of collectives grows with P.
-
-    Args:
-        profile: of all ranks.
-        measured: of some of them, by their number.
-        sizes: more numbers of ranks, for which there are formulas alone.
-    """
+    """How the start-up time of collectives grows with P."""
     kinds = list(profile.collectives)
     every = sorted({*measured, profile.size, *sizes})
     table = plain_table(

@@ -26,11 +26,7 @@ def is_launched() -> bool:
 
 
 def console(*, to_stderr: bool = False) -> Console:
-    """A place to print to.
-
-    Args:
-        to_stderr: where stdout is for JSON.
-    """
+    """A place to print to."""
     stream = sys.stderr if to_stderr else sys.stdout
     # what a launcher shows its ranks is no window, even where it looks like one
     window = stream.isatty() and not is_launched()
@@ -44,24 +40,12 @@ def console(*, to_stderr: bool = False) -> Console:
 
 
 def show(to: Console, text: str, style: str | None = None) -> None:
-    """A line as it is: brackets are no markup, and it is not broken at the window's edge.
-
-    Args:
-        to: where to.
-        text: the line.
-        style: of rich.
-    """
+    """A line as it is: brackets are no markup, and it is not broken at the window's edge."""
     to.print(text, style=style, soft_wrap=True)
 
 
 def plain_table(title: str, columns: Sequence[str], caption: str = "") -> Table:
-    """A table without frames; columns of words to the left, of numbers to the right.
-
-    Args:
-        title: above it.
-        columns: their heads.
-        caption: below it.
-    """
+    """A table without frames; columns of words to the left, of numbers to the right."""
     table = Table(
         title=title,
         title_justify="left",

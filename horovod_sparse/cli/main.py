@@ -1,4 +1,4 @@
-"""The command `horovod-sparse`: measure a cluster, plan for it, simulate others, and look for mistakes."""
+"""The command `horovod-sparse`: measure a cluster, plan for it or for others, and look for mistakes."""
 
 from __future__ import annotations
 
@@ -15,27 +15,16 @@ from horovod_sparse.errors import HorovodSparseError
 
 #: name -> (module, one line); a module is imported only if it is the one that runs
 SUBCOMMANDS = {
-    "worth-it": (
-        "worth_it",
-        "whether sparse gradients are faster for a model on a cluster, and how",
-    ),
     "calibrate": ("calibrate", "measure the time of collectives and of selection, under a launch"),
-    "plan": ("plan.command", "which parameters form a bucket or stay dense, and what a step would take"),
-    "simulate": ("simulate.command", "iteration time, bytes and crossing points on up to 4096 ranks"),
+    "plan": ("plan.command", "whether sparse gradients are faster, by how much, and with which buckets"),
     "doctor": ("doctor.command", "what this installation and its settings have wrong"),
 }
+#: names of former releases, for one more
+ALIASES = {"worth-it": ["plan", "--verdict"], "simulate": ["plan", "--ranks", "2,8,32,128,512,4096"]}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a subcommand.
-
-    Args:
-        arguments: of the command line; None takes the process's own.
-
-    Returns:
-        The exit code: 0; 1 where the answer is bad news (`doctor` found a problem); 2 for wrong input,
-        said in one line on stderr by every rank that met it.
-    """
+    """Runs a subcommand."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     words = list(sys.argv[1:] if arguments is None else arguments)
     parser = argparse.ArgumentParser(
@@ -43,6 +32,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     subparsers = parser.add_subparsers(dest="subcommand", metavar="SUBCOMMAND", required=True)
+    if words and words[0] in ALIASES:
+        now = ALIASES[words[0]]
+        print(f"horovod-sparse {words[0]} will go: it is horovod-sparse {' '.join(now)} now", file=sys.stderr)
+        words[:1] = now
     chosen = next((word for word in words if word in SUBCOMMANDS), None)
     for name, (module, text) in SUBCOMMANDS.items():
         subparser = subparsers.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")

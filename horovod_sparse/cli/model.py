@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -12,15 +13,22 @@ from pathlib import Path
 from typing import Any
 
 from horovod_sparse.cli.options import time
-from horovod_sparse.cost import Profile
 from horovod_sparse.errors import ArgumentError, HorovodSparseError
-from horovod_sparse.merging import DEVICES, LAYER_TABLES, ParameterFacts, StepTime, Workload, layer_table
+from horovod_sparse.planning.profile import Profile
+from horovod_sparse.planning.workload import DEVICES, LAYER_TABLES, StepTime, Workload, layer_table
+from horovod_sparse.plans.plan import MAX_BUCKET_ELEMENTS, ParameterFacts
 
 #: of a model's file, in words
 FORMAT = (
     '{"parameters": [[name, shape, seconds], ...], "forward_seconds": seconds}: parameters in forward order, '
     "shape a list or a number of elements, seconds of backward (left out where --profile holds them)"
 )
+
+
+#: of a step's computing, where nothing else is known: backward is two of three multiplications
+_FORWARD_SHARE = 1 / 3
+#: equal pieces of a model of which only the number of parameters is known
+_PIECES = 48
 
 
 @dataclass(frozen=True)
@@ -43,18 +51,10 @@ class Model:
     forward_seconds: float = 0.0
     density: float | None = None
     steps: Mapping[str, StepTime] = field(default_factory=dict)
-    source: str = ""
+    source: str = "of the file"
 
     def on(self, gpu: str | None, step_seconds: float | None) -> Model:
         """The model with the times of another device.
-
-        Args:
-            gpu: of a table's `steps`, or None.
-            step_seconds: of forward and backward, or None.
-
-        Raises:
-            ArgumentError: the model has no times that could be scaled, or none of the device, or both are
-                given.
 
         Example:
             >>> round(read_model("resnet50").on("a100", None).workload().step_seconds, 5)
@@ -88,15 +88,7 @@ class Model:
         )
 
     def workload(self, profile: Profile | None = None, update_seconds: float | None = None) -> Workload:
-        """Parameters with times; those of the profile, where it was measured on this model.
-
-        Args:
-            profile: may hold backward times by name, and that of the optimizer's update.
-            update_seconds: of that; see `updating_seconds`.
-
-        Raises:
-            ProfileMismatchError: there are times in neither, or some are missing, or all are 0.
-        """
+        """Parameters with times; those of the profile, where it was measured on this model."""
         names = [parameter.name for parameter in self.parameters]
         if profile is not None and (
             self.backward_seconds is None or set(names) <= set(profile.backward_seconds)
@@ -119,11 +111,7 @@ class Model:
         )
 
     def doubts(self, profile: Profile | None) -> tuple[str, ...]:
-        """What a user should know about the times that `workload` takes.
-
-        Args:
-            profile: as for `workload`.
-        """
+        """What a user should know about the times that `workload` takes."""
         if profile is None or not profile.backward_seconds or self.backward_seconds is None:
             return ()
         missing = [fact.name for fact in self.parameters if fact.name not in profile.backward_seconds]
@@ -139,13 +127,7 @@ class Model:
 def updating_seconds(
     parameters: Sequence[ParameterFacts], profile: Profile | None, given: float | None = None
 ) -> float:
-    """What the optimizer's update takes: as given, as the profile says, or nothing where nobody knows.
-
-    Args:
-        parameters: of the model.
-        profile: that was measured, if there is one.
-        given: seconds, or None.
-    """
+    """What the optimizer's update takes: as given, as the profile says, or nothing where nobody knows."""
     if given is not None:
         return given
     return 0.0 if profile is None else profile.update_seconds([one.num_elements for one in parameters])
@@ -153,24 +135,50 @@ def updating_seconds(
 
 def add_step(parser: argparse.ArgumentParser) -> None:
     """Adds what says how long a step computes, where a table's own time is of another device."""
+    add = parser.add_argument
     text = "time of forward and backward on one worker, as in 52ms: all times of the model are scaled to it"
-    parser.add_argument("--step-seconds", type=time, metavar="TIME", help=text)
+    add("--step-seconds", type=time, metavar="TIME", help=text)
+    add("--step-ms", type=float, metavar="MS", help="the same in milliseconds, as a number")
     text = (
         "time of the optimizer's update on one worker (default: the profile's, of SGD with momentum, or none)"
     )
-    parser.add_argument("--update", type=time, metavar="TIME", help=text)
+    add("--update", type=time, metavar="TIME", help=text)
     text = "take a table's time of this device; docs/command.md has where each is from"
-    parser.add_argument("--gpu", choices=DEVICES, help=text)
+    add("--gpu", choices=DEVICES, help=text)
+
+
+def model_of(options: argparse.Namespace) -> Model:
+    """That of `--model`, or one of `--params` in equal pieces, with the times that are asked for."""
+    seconds, milliseconds = options.step_seconds, options.step_ms
+    if milliseconds is not None:
+        if not 0.0 < milliseconds < math.inf:
+            raise ArgumentError("--step-ms", milliseconds, "a time in milliseconds above 0")
+        if seconds is not None:
+            raise ArgumentError("--step-ms", milliseconds, "either it or --step-seconds")
+        seconds = milliseconds / 1e3
+    if (options.params is None) == (options.model is None):
+        raise ArgumentError("--model", options.model, "either this or --params, and not both")
+    if options.model is not None:
+        return read_model(options.model).on(options.gpu, seconds)
+    if options.gpu is not None:
+        raise ArgumentError("--gpu", options.gpu, "--model too: tables have times by device")
+    if not 1.0 <= options.params <= 1e12:
+        raise ArgumentError("--params", options.params, "a number of parameters, from 1 to 1e12")
+    if seconds is None:
+        raise ArgumentError("--step-ms", None, "the time of forward and backward beside --params")
+    n = int(options.params)
+    pieces = min(n, max(_PIECES, -(-n // MAX_BUCKET_ELEMENTS)))
+    bounds = [n * number // pieces for number in range(pieces + 1)]
+    facts = tuple(
+        ParameterFacts(f"piece{number}", stop - start)
+        for number, (start, stop) in enumerate(itertools.pairwise(bounds))
+    )
+    times = ((1 - _FORWARD_SHARE) * seconds / pieces,) * pieces
+    return Model(f"{n:,} parameters", facts, times, _FORWARD_SHARE * seconds, source="as given")
 
 
 def read_model(text: str) -> Model:
     """A model by the name of its table, or from a file.
-
-    Args:
-        text: a name of `LAYER_TABLES`, or a path that ends in .json, of the form `FORMAT`.
-
-    Raises:
-        ArgumentError: for another name, or a file of another form.
 
     Example:
         >>> len(read_model("vgg16_cifar").parameters)

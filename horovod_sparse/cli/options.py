@@ -12,28 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from horovod_sparse.checks import whole_number
-from horovod_sparse.cost import (
-    HOST_NETWORK,
-    AlphaBeta,
-    Fit,
-    Profile,
-    assumed_profile,
-    profile_at,
-    with_levels,
-)
-from horovod_sparse.cost.formulas import TYPICAL_SELECTION
 from horovod_sparse.errors import ArgumentError, HorovodSparseError, ProfileMismatchError, UnsupportedError
 from horovod_sparse.feedback import AutoDensity, Recipe, parse_recipe
 from horovod_sparse.feedback.text import parse_arguments, parse_value
-from horovod_sparse.merging import (
-    STRATEGIES,
-    Plan,
-    Strategy,
-    TensorSelection,
-    fixed,
-    min_elements,
-    strategy_named,
-)
+from horovod_sparse.planning.fitting import Fit
+from horovod_sparse.planning.formulas import TYPICAL_SELECTION, assumed_profile, profile_at, with_levels
+from horovod_sparse.planning.profile import Profile
+from horovod_sparse.planning.request import STRATEGIES, strategy_named
+from horovod_sparse.planning.selection import TensorSelection, min_elements
+from horovod_sparse.planning.strategies import Strategy, fixed
+from horovod_sparse.plans.network import HOST_NETWORK, AlphaBeta
+from horovod_sparse.plans.plan import Plan
 from horovod_sparse.sparsifiers import ALGORITHMS
 from horovod_sparse.sparsifiers.base import value_text
 
@@ -110,7 +99,7 @@ def num_ranks(text: str) -> int:
     return number
 
 
-def several(read: Callable[[str], object]) -> Callable[[str], list[object]]:
+def several(read: Callable[[str], int]) -> Callable[[str], list[int]]:
     """A reader of several values with commas between.
 
     Example:
@@ -118,7 +107,7 @@ def several(read: Callable[[str], object]) -> Callable[[str], list[object]]:
         [2, 8]
     """
 
-    def read_all(text: str) -> list[object]:
+    def read_all(text: str) -> list[int]:
         return [read(part) for part in text.split(",")]
 
     return read_all
@@ -126,13 +115,6 @@ def several(read: Callable[[str], object]) -> Callable[[str], list[object]]:
 
 def read_recipe(text: str, density: float | AutoDensity | None) -> Recipe:
     """A sparsifier as the user writes it, with the density of the command line where it names none.
-
-    Args:
-        text: ``NAME`` or ``NAME:ARGUMENT=VALUE,...``.
-        density: of `--density`; None leaves the sparsifier's own default, and so does a quantizer.
-
-    Raises:
-        ArgumentError: naming what is wrong in it.
 
     Example:
         >>> read_recipe("topk:values=float16", 0.01).describe()
@@ -148,12 +130,6 @@ def read_recipe(text: str, density: float | AutoDensity | None) -> Recipe:
 
 def read_merging(text: str) -> Strategy | Plan:
     """A way to merge: a strategy's name, ``fixed(num_elements=...)``, ``fixed(bytes=...)``, or a plan's file.
-
-    Args:
-        text: of `--merging`; a file is what `--save-plan` wrote.
-
-    Raises:
-        ArgumentError: if it is none of them.
 
     Example:
         >>> read_merging("fixed(num_elements=8192)")
@@ -179,9 +155,6 @@ def read_merging(text: str) -> Strategy | Plan:
 
 def read_tensor_selection(text: str) -> TensorSelection:
     """What stays dense: ``all`` (nothing does), ``cost``, or ``min_elements(...)``.
-
-    Raises:
-        ArgumentError: if it is none of them.
 
     Example:
         >>> read_tensor_selection("min_elements(1024)")
@@ -268,13 +241,8 @@ def selection_from(options: argparse.Namespace) -> Fit:
     )
 
 
-def source_of(options: argparse.Namespace) -> Source:
-    """The profile of `--profile`, for `--ranks`; or formulas for `--bandwidth` and `--latency`.
-
-    Raises:
-        ProfileMismatchError: if the profile cannot be applied.
-        ArgumentError: if both a profile and a network are given.
-    """
+def source_of(options: argparse.Namespace, size: int | None) -> Source:
+    """The profile of `--profile`, for `--ranks`; or formulas for `--bandwidth` and `--latency`."""
     given = [
         name
         for name in ("bandwidth", "latency", "selection_fixed", "selection_per_element")
@@ -283,7 +251,7 @@ def source_of(options: argparse.Namespace) -> Source:
     per_host = getattr(options, "per_host", None)
     inside = HOST_NETWORK if per_host is None else host_network_from(options)
     if options.profile is None:
-        network, size = network_from(options), options.ranks or RANKS
+        network, size = network_from(options), size or RANKS
         words = f"{_ranks(size, per_host)}, {8e-9 / network.beta_seconds:g} Gbit/s, "
         words += f"{network.alpha_seconds * 1e6:g} us latency, by formulas"
         fit = selection_from(options)
@@ -293,7 +261,7 @@ def source_of(options: argparse.Namespace) -> Source:
         flags = " and ".join("--" + name.replace("_", "-") for name in given)
         raise ArgumentError(flags, "given beside --profile", "one of the two: the profile says this itself")
     measured = Profile.load(options.profile)
-    size = options.ranks or measured.size
+    size = size or measured.size
     if size < 2:
         raise ProfileMismatchError(
             "the profile was measured with 1 rank, which communicates nothing: give --profile one of "
@@ -323,20 +291,12 @@ def add_source(parser: argparse.ArgumentParser) -> None:
     """Adds what says where times come from."""
     add = parser.add_argument
     add("--profile", metavar="FILE", help="what horovod-sparse calibrate wrote; without it formulas are used")
-    add("--ranks", type=num_ranks, metavar="P", help="default: the profile's, or 8")
+    add("--ranks", type=several(num_ranks), metavar="P[,P...]", help="default: the profile's, or 8")
     add_network(parser)
 
 
 def check_picture(argument: str, path: str | None) -> None:
     """Refuses a picture that could not be drawn, before anything is computed.
-
-    Args:
-        argument: as the user wrote it.
-        path: that was given; None where no picture is wanted.
-
-    Raises:
-        ArgumentError: for another kind of file.
-        UnsupportedError: where matplotlib is not installed.
 
     Example:
         >>> check_picture("--plot", "speed.jpeg")

@@ -8,15 +8,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from horovod_sparse.collectives import Synchronization
-from horovod_sparse.cost import LevelChoice
+from horovod_sparse.collectives import Synchronization, shared_lines
 from horovod_sparse.errors import HorovodMissingError, HorovodSparseError
-from horovod_sparse.frontend.agreement import shared_lines
-from horovod_sparse.frontend.calibration import Where
-from horovod_sparse.frontend.calibration.training import TrainingWork
-from horovod_sparse.frontend.collective_errors import raise_together
-from horovod_sparse.frontend.levels import agreed_topology, own_place
+from horovod_sparse.planning.calibration.training import TrainingWork
+from horovod_sparse.planning.formulas import LevelChoice
+from horovod_sparse.plans.dense import ClusterFacts
 from horovod_sparse.topology import Topology
+from horovod_sparse.training.collective_errors import raise_together
+from horovod_sparse.training.levels import Ranks as Place
+from horovod_sparse.training.levels import agreed_topology, own_place
 
 FRAMEWORKS = ("torch", "tensorflow")
 
@@ -37,14 +37,7 @@ def bindings() -> dict[str, bool]:
 
 
 def usable_framework(asked: str | None = None) -> str:
-    """The framework to communicate through: the one asked for, or the first that Horovod was built for.
-
-    Args:
-        asked: "torch", "tensorflow" or None.
-
-    Raises:
-        HorovodMissingError: if Horovod was built for none that is installed.
-    """
+    """The framework to communicate through: the one asked for, or the first that Horovod was built for."""
     if asked is not None:
         return asked
     built = bindings()
@@ -60,9 +53,6 @@ def usable_framework(asked: str | None = None) -> str:
 class Ranks:
     """All ranks of a launch, started unless they were before.
 
-    Args:
-        framework: "torch" or "tensorflow".
-
     Attributes:
         hvd: the framework's Horovod.
         rank: of this process.
@@ -72,7 +62,8 @@ class Ranks:
     def __init__(self, framework: str) -> None:
         self.framework = framework
         self.hvd: Any = importlib.import_module(f"horovod_sparse.{framework}")
-        self._calibration: Any = importlib.import_module(f"horovod_sparse.{framework}.calibration")
+        room = "driver" if framework == "torch" else "agreement"
+        self._carry_out = importlib.import_module(f"horovod_sparse.{framework}.{room}").carry_out_together
         self._started = not self.hvd.is_initialized()
         if self._started:
             self.hvd.init()
@@ -85,16 +76,14 @@ class Ranks:
         name: str = "command",
         topology: Topology | None = None,
     ) -> Any:
-        """What a coroutine returns that all ranks of a process set run together.
-
-        Args:
-            coroutine: of this rank.
-            process_set: the ranks; all if left out.
-            name: of the collectives.
-            topology: which ranks share a host, where requests are of single levels.
-        """
+        """What a coroutine returns that all ranks of a process set run together."""
         everyone = self.hvd.global_process_set if process_set is None else process_set
-        return self._calibration.carry_out_together(coroutine, everyone, name, topology=topology)
+        return self._carry_out(coroutine, everyone, name, topology=topology)
+
+    @property
+    def place(self) -> Place:
+        """Where this rank stands."""
+        return Place.of_horovod(self.hvd, self.hvd.global_process_set)
 
     def topology(self) -> Topology | None:
         """Which ranks share a host; None unless there are several hosts of several ranks, as many on each."""
@@ -102,7 +91,7 @@ class Ranks:
         def choose(num_hosts: int, per_host: int) -> LevelChoice:
             return LevelChoice("host" if per_host > 1 else "flat", "")
 
-        found: Topology | None = self.carry_out(agreed_topology("auto", own_place(self.hvd), choose))
+        found: Topology | None = self.carry_out(agreed_topology("auto", own_place(self.place), choose))
         return found
 
     def gathered(self, value: Any) -> list[Any]:
@@ -110,11 +99,7 @@ class Ranks:
         return list(self.carry_out(shared_lines(value)))
 
     def agreed(self, work: Callable[[], Any]) -> Any:
-        """What a piece of work on this rank gives, once it has gone well on all.
-
-        Raises:
-            HorovodSparseError: on every rank, if it raised on one.
-        """
+        """What a piece of work on this rank gives, once it has gone well on all."""
         result: Any = None
         failure: Exception | None = None
         try:
@@ -124,27 +109,27 @@ class Ranks:
         self.carry_out(raise_together(failure))
         return result
 
-    def where(self, process_set: Any = None, device: str = "cpu") -> Where:
+    def where(self, process_set: Any = None, device: str = "cpu") -> ClusterFacts:
         """This rank's place in a process set, and what a profile says of the cluster."""
         everyone = self.hvd.global_process_set if process_set is None else process_set
         if self.framework == "tensorflow":
-            found: Where = self._calibration.where_of(everyone)
-        else:
-            found = self._calibration.where_of(everyone, importlib.import_module("torch").device(device))
+            return ClusterFacts.of(everyone, "tensorflow", self.hvd)
+        where_of = importlib.import_module("horovod_sparse.torch.engine").where_of
+        found: ClusterFacts = where_of(everyone, importlib.import_module("torch").device(device))
         return found
 
     def memory(self, device: str) -> Any:
         """Where buckets are while selection is timed: None for the host."""
         if device == "cpu":
             return None
-        return self._calibration.DeviceBucketMemory(importlib.import_module("torch").device(device))
+        return _torch_calibration().DeviceBucketMemory(importlib.import_module("torch").device(device))
 
     def training(self, device: str) -> TrainingWork | None:
         """What a dense training does, to be timed; None with TensorFlow, where it is not."""
         if self.framework == "tensorflow":
             return None
         place = importlib.import_module("torch").device(device)
-        work: TrainingWork = self._calibration.DenseTraining(place, self.hvd.global_process_set)
+        work: TrainingWork = _torch_calibration().DenseTraining(place, self.hvd.global_process_set)
         return work
 
     def end(self) -> None:
@@ -153,13 +138,10 @@ class Ranks:
             self.hvd.shutdown()
 
 
+def _torch_calibration() -> Any:
+    return importlib.import_module("horovod_sparse.torch.calibration")
+
+
 def start(framework: str | None) -> Ranks:
-    """Starts Horovod on this rank.
-
-    Args:
-        framework: to communicate through; the first usable one if None.
-
-    Raises:
-        HorovodMissingError: if there is no Horovod for it.
-    """
+    """Starts Horovod on this rank."""
     return Ranks(usable_framework(framework))

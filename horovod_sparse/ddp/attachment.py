@@ -15,10 +15,12 @@ from horovod_sparse.ddp.step import Synchronizer
 from horovod_sparse.ddp.synchronizer import State
 from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.feedback import Recipe
-from horovod_sparse.merging import Plan
+from horovod_sparse.plans.plan import Plan
+from horovod_sparse.training.settings import CommonOptions, Settings
 
 if TYPE_CHECKING:  # only a model of FSDP2 has use for it
     from torch.distributed.device_mesh import DeviceMesh
+    from typing_extensions import Unpack
 
 
 def hook(state: Any, bucket: Any) -> Any:
@@ -57,12 +59,8 @@ def attach(
     compression: str | Recipe,
     optimizer: torch.optim.Optimizer | None = ...,
     *,
-    plan: Plan | None = ...,
     replicas: None = ...,
-    on_nonfinite: str = ...,
-    check_every: int | None = ...,
-    on_drift: str | None = ...,
-    levels: str = ...,
+    **options: Unpack[CommonOptions],
 ) -> State: ...
 @overload
 def attach(
@@ -70,24 +68,16 @@ def attach(
     compression: str | Recipe,
     optimizer: torch.optim.Optimizer | None = ...,
     *,
-    plan: Plan | None = ...,
     replicas: DeviceMesh | dist.ProcessGroup,
-    on_nonfinite: str = ...,
-    check_every: int | None = ...,
-    on_drift: str | None = ...,
-    levels: str = ...,
+    plan: Plan | None = ...,
 ) -> Synchronizer: ...
 def attach(
     model: torch.nn.Module,
     compression: str | Recipe,
     optimizer: torch.optim.Optimizer | None = None,
     *,
-    plan: Plan | None = None,
     replicas: DeviceMesh | dist.ProcessGroup | None = None,
-    on_nonfinite: str = "raise",
-    check_every: int | None = None,
-    on_drift: str | None = None,
-    levels: str = "flat",
+    **options: Unpack[CommonOptions],
 ) -> Synchronizer:
     """Synchronizes a model's gradients sparsely from now on. All ranks do it, in the same way.
 
@@ -98,13 +88,11 @@ def attach(
         optimizer: of all its parameters; tells learning rates, which a hook does not see. Without it,
             parameters of all groups share buckets, and a residual does not follow the learning rate
             (``scale_residual``).
-        plan: which parameters form which bucket; DistributedDataParallel's or FSDP's own if left out.
         replicas: the ranks that have the same shards as this one, one on each host: a mesh of one dimension,
             or a process group.
-        on_nonfinite: see `State`; "raise" with `replicas`.
-        check_every: see there; never with `replicas`.
-        on_drift: see there.
-        levels: see there; "flat" with `replicas`, which are on different hosts already.
+        **options: settings of the training, see `horovod_sparse.training.settings.Settings`: `plan` (that of
+            DistributedDataParallel's buckets, or of FSDP's, if left out), `on_nonfinite`, `check_every`,
+            `on_drift` and `levels`; with `replicas` a `plan` alone, and ranks never compare their parameters.
 
     Returns:
         What has the telemetry, and is saved and loaded.
@@ -116,17 +104,10 @@ def attach(
     if isinstance(model, DistributedDataParallel):
         if replicas is not None:
             raise ArgumentError("replicas", replicas, "none with DistributedDataParallel: it has a group")
-        kept = {"on_nonfinite": on_nonfinite, "check_every": check_every, "on_drift": on_drift}
-        kept["levels"] = levels
-        return _attach_buckets(model, compression, optimizer, plan, **kept)
-    given = {
-        "on_nonfinite": None if on_nonfinite == "raise" else on_nonfinite,
-        "check_every": check_every,
-        "on_drift": on_drift,
-        "levels": None if levels == "flat" else levels,
-    }
-    for name, value in given.items():
-        if value is not None:
+        return _attach_buckets(model, compression, optimizer, options)
+    settings = Settings.of(options, "horovod_sparse.ddp.attach", CommonOptions)
+    for name, value in options.items():
+        if name != "plan" and value not in (None, "raise", "flat"):
             raise ArgumentError(name, value, "nothing with replicas: it is for DistributedDataParallel")
     try:
         from torch.distributed.device_mesh import DeviceMesh
@@ -145,15 +126,14 @@ def attach(
     if group is None:
         allowed = 'the ranks with the same shards, as a process group or a mesh: mesh["replicate"]'
         raise ArgumentError("replicas", replicas, allowed)
-    return ShardedState(model, compression, optimizer, group, plan)
+    return ShardedState(model, compression, optimizer, group, settings.plan)
 
 
 def _attach_buckets(
     model: DistributedDataParallel,
     compression: str | Recipe,
     optimizer: torch.optim.Optimizer | None,
-    plan: Plan | None,
-    **kept: Any,
+    options: CommonOptions,
 ) -> State:
     if model.mixed_precision is not None:
         raise UnsupportedError(
@@ -168,8 +148,7 @@ def _attach_buckets(
         optimizer,
         named_parameters=model.module.named_parameters(),
         process_group=model.process_group,
-        plan=plan,
-        **kept,
+        **options,
     )
     state.finds_unused = model.find_unused_parameters or model.static_graph
     state.counts_joined = partial(_counts_joined, weakref.ref(model))

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from horovod_sparse.pytorch.layout import memory_strides, view_into
-from horovod_sparse.pytorch.memory import memory_of
+from horovod_sparse.tensors.layout import memory_strides, view_into
+from horovod_sparse.tensors.memory import memory_of
 
 
 class BucketGradient:
@@ -17,13 +17,9 @@ class BucketGradient:
     Where they lie in one of DistributedDataParallel's buckets in that order, that memory is used, and nothing
     is copied. Where they do not (its first buckets are others than the later ones, a plan of the user's,
     parameters that a rule leaves dense), they are copied, and the sum back.
-
-    Args:
-        parameters: of one dtype and device, in the part's order.
-        name: for messages.
     """
 
-    #: the buckets' memory is DistributedDataParallel's: see `horovod_sparse.frontend.shared_memory`
+    #: the buckets' memory is DistributedDataParallel's: see `horovod_sparse.carriers.shared_memory`
     lends = None
 
     def __init__(self, parameters: Sequence[torch.Tensor], name: str) -> None:
@@ -47,12 +43,7 @@ class BucketGradient:
         self._pieces: dict[int, torch.Tensor] = {}
 
     def take(self, number: int, piece: torch.Tensor) -> None:
-        """A parameter's gradient has come.
-
-        Args:
-            number: of the parameter.
-            piece: a view into a bucket, in the parameter's shape.
-        """
+        """A parameter's gradient has come."""
         self._pieces[number] = piece
 
     def pieces(self) -> list[tuple[torch.Tensor, torch.Tensor]]:

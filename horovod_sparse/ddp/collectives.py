@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from horovod_sparse.carriers.exchanges import by_exchanges
 from horovod_sparse.collectives import (
     AllGather,
     AllReduce,
@@ -21,10 +22,9 @@ from horovod_sparse.collectives import (
     Request,
 )
 from horovod_sparse.errors import CollectiveMismatchError
-from horovod_sparse.frontend.engine import carry_out
-from horovod_sparse.frontend.transport import by_exchanges
-from horovod_sparse.pytorch.layout import readable_tensor
+from horovod_sparse.tensors.layout import readable_tensor
 from horovod_sparse.topology import Topology
+from horovod_sparse.training.engine import carry_out
 
 #: messages under way between two ranks have different tags; tags are used again after so many
 _NUM_TAGS = 2**20
@@ -72,9 +72,6 @@ class Carrier:
     each rank to each other: as many bytes as in a ring, and one latency instead of P - 1. Each says its own
     length in its first word. A receiver has to offer memory before: as much as both ends expect after the
     messages that went between them before (Gloo takes a shorter one); what is longer follows in a second one.
-
-    Args:
-        group: of the model; its ranks make the other group together, here.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -87,11 +84,7 @@ class Carrier:
         self._to = [_Line() for _ in range(self.size)]
 
     def __call__(self, request: Request) -> Any:
-        """What comes back for a request; waits for it.
-
-        Raises:
-            RuntimeError: if torch.distributed fails, since another rank has ended.
-        """
+        """What comes back for a request; waits for it."""
         if request.level != "all":
             return self._within(request)
         if isinstance(request, AllGather):
@@ -135,9 +128,6 @@ class Carrier:
 
         To be called where DistributedDataParallel starts its own, so that their order is the same on all
         ranks. The tensor holds the sum when what comes back has been waited for.
-
-        Returns:
-            None for a request of another kind.
         """
         buffer = getattr(request, "buffer", None)
         if not isinstance(buffer, torch.Tensor) or buffer.device.type == "cpu":

@@ -14,9 +14,9 @@ import torch
 from horovod_sparse.collectives import Synchronization
 from horovod_sparse.ddp.collectives import Carrier
 from horovod_sparse.errors import EditedGradientError, NonFiniteGradientError, StateMismatchError
-from horovod_sparse.frontend.engine import carry_out
-from horovod_sparse.pytorch.driver import Task
+from horovod_sparse.tensors.driver import Task
 from horovod_sparse.topology import Topology
+from horovod_sparse.training.engine import carry_out
 
 #: raised by all ranks alike, after the same messages: what comes next fits together
 _COLLECTIVE = (NonFiniteGradientError, EditedGradientError, StateMismatchError)
@@ -40,9 +40,6 @@ class Communicator:
 
     torch.distributed matches collectives by their order, and its messages can only be waited for. So a
     thread carries out everything in that order, folds and selections included, while backward goes on.
-
-    Args:
-        carrier: carries out requests.
     """
 
     def __init__(self, carrier: Carrier) -> None:
@@ -54,7 +51,6 @@ class Communicator:
         weakref.finalize(self, _end, self._shared, thread)
 
     def start(self, name: str, coroutine: Synchronization[Any]) -> Task:
-        """See `Starter.start`."""
         task = Task(name)
         self._shared.waiting.put((task, coroutine))
         return task
@@ -76,11 +72,7 @@ class Communicator:
         return task.value()
 
     def wait(self, tasks: Iterable[Task]) -> None:
-        """Waits until tasks are done. What a coroutine raises stays in its task.
-
-        Raises:
-            Exception: if torch.distributed has failed; then it fails from now on.
-        """
+        """Waits until tasks are done. What a coroutine raises stays in its task."""
         awaited, shared, since = list(tasks), self._shared, time.perf_counter()
         with shared.changed:
             shared.changed.wait_for(lambda: all(task.done for task in awaited))

@@ -16,22 +16,18 @@ from horovod_sparse.ddp.collectives import Carrier
 from horovod_sparse.ddp.step import Synchronizer, after_backward
 from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.feedback import Recipe
-from horovod_sparse.frontend.collective_errors import worst_of_all
-from horovod_sparse.frontend.engine import carry_out
-from horovod_sparse.merging import Plan
-from horovod_sparse.pytorch.parts import Part
+from horovod_sparse.plans.plan import Plan
+from horovod_sparse.tensors.parts import Part
+from horovod_sparse.training.collective_errors import worst_of_all
+from horovod_sparse.training.engine import carry_out
+from horovod_sparse.training.settings import Settings
 
 #: what reduce-scattered gradients may be: FSDP divides others once more when the hook has returned
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
 class _Shards:
-    """What FSDP reduce-scatters at once: this rank's shards of some parameters, one behind the other.
-
-    Args:
-        group: FSDP's own group of parameters.
-        names: of the parameters.
-    """
+    """What FSDP reduce-scatters at once: this rank's shards of some parameters, one behind the other."""
 
     def __init__(self, group: Any, names: Mapping[torch.Tensor, str]) -> None:
         self.group = group
@@ -99,17 +95,6 @@ class ShardedState(Synchronizer):
 
     Errors are raised at the end of ``backward()``, on all ranks alike, as with `State`; ranks in them are
     those among the replicas of a shard.
-
-    Args:
-        model: after `fully_shard`.
-        compression: a sparsifier, as text or as a recipe.
-        optimizer: of all its parameters, if it shall tell learning rates.
-        replicas: the ranks with the same shards.
-        plan: which parameters form which bucket; FSDP's own groups if left out.
-
-    Raises:
-        ArgumentError: for an argument that is not allowed.
-        UnsupportedError: for a model that cannot be synchronized this way.
     """
 
     def __init__(
@@ -134,12 +119,12 @@ class ShardedState(Synchronizer):
             for shards in self._groups
             for one, stand_in in shards.members
         ]
-        super().__init__(compression, optimizer, named_parameters=named, process_group=replicas, plan=plan)
+        super().__init__(compression, optimizer, Settings(plan=plan, check_every=0), named, replicas)
         within = {shards.group.mesh_info.shard_process_group for shards in self._groups}
         if len(within) > 1:
             raise UnsupportedError("parts of the model are sharded over different ranks: give all one mesh")
         (self._within,) = within
-        self.shard = dist.get_rank(self._within), dist.get_world_size(self._within)
+        self.engine.shard = dist.get_rank(self._within), dist.get_world_size(self._within)
         self._neighbours: Carrier | None = None
         self._layout = [[one for _, one in shards.members] for shards in self._groups]
         #: what has come in this pass, by group, and whether FSDP has made gradients of this memory
@@ -170,12 +155,7 @@ class ShardedState(Synchronizer):
         }
 
     def on_shards(self, number: int, reduced: torch.Tensor) -> None:
-        """This rank's shards of a group are reduced within the host; does not wait.
-
-        Args:
-            number: of the group.
-            reduced: becomes their gradients when FSDP goes on.
-        """
+        """This rank's shards of a group are reduced within the host; does not wait."""
         shards = self._groups[number]
         if self.under_way and self._ending() is None:
             self._forget()  # that pass has failed
@@ -207,8 +187,8 @@ class ShardedState(Synchronizer):
 
     def _forget(self) -> None:
         """A backward pass has failed before its end: what it has begun is taken back, on all ranks alike."""
-        if self._communicator is not None:
-            self._wait(self._communicator)
+        if self.engine.communicator is not None:
+            self._wait(self.engine.communicator)
         for part in self.parts:
             if part.task is not None:
                 part.abandon()
@@ -216,7 +196,7 @@ class ShardedState(Synchronizer):
 
     def _begin_pass(self) -> None:
         self._begin()
-        self._waits = self._repeats or not self._is_agreed
+        self._waits = self._repeats or not self.is_agreed
         ending = partial(self._end_pass)
         self._ending = weakref.ref(ending)
         after_backward(ending)
@@ -254,7 +234,7 @@ class ShardedState(Synchronizer):
 
     def _of_all(self, failure: BaseException | None) -> BaseException | None:
         failure = self._refusal or failure
-        if self.shard[1] == 1:  # type: ignore[index]
+        if self.engine.shard[1] == 1:  # type: ignore[index]
             return failure
         if self._neighbours is None:
             self._neighbours = Carrier(self._within)
@@ -279,11 +259,7 @@ class ShardedState(Synchronizer):
 
 
 def _group_of(module: FSDPModule) -> Any:
-    """FSDP's group of a module's parameters; None where all are those of modules within.
-
-    Raises:
-        UnsupportedError: if FSDP synchronizes them between hosts itself, or not as one.
-    """
+    """FSDP's group of a module's parameters; None where all are those of modules within."""
     groups = module._get_fsdp_state()._fsdp_param_groups
     if len(groups) > 1:
         raise UnsupportedError("shard_placement_fn gives parameters of one module other meshes: leave it out")

@@ -2,61 +2,206 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import dataclasses
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from horovod_sparse.ddp.collectives import Carrier
+from horovod_sparse.collectives import Synchronization
+from horovod_sparse.ddp.bucket_gradient import BucketGradient
 from horovod_sparse.ddp.communicator import Communicator
-from horovod_sparse.ddp.planning import Layout
-from horovod_sparse.ddp.training import Training
-from horovod_sparse.errors import HorovodSparseError, NonFiniteGradientError, UnsupportedError
-from horovod_sparse.feedback import MomentumCorrection
-from horovod_sparse.frontend.collective_errors import has_bad_gradient, worst
-from horovod_sparse.frontend.drift import DriftCheck
-from horovod_sparse.frontend.momentum import refuse_later_momentum
-from horovod_sparse.frontend.poison import RAISE, Poison
-from horovod_sparse.pytorch.loss_scale import ScaleOfStep, watch_scalers
-from horovod_sparse.pytorch.memory import memory_of
-from horovod_sparse.pytorch.parts import DenseParameters, Part
-from horovod_sparse.pytorch.replicas import shared_entries
-from horovod_sparse.pytorch.streams import CudaStreams
-from horovod_sparse.telemetry import Telemetry
+from horovod_sparse.ddp.engine import DistributedEngine, Layout, plan_of
+from horovod_sparse.errors import ArgumentError, HorovodSparseError, StateMismatchError, UnsupportedError
+from horovod_sparse.feedback import MomentumCorrection, Recipe
+from horovod_sparse.planning import by_cost
+from horovod_sparse.plans.plan import Plan
+from horovod_sparse.tensors.entries import host_entry
+from horovod_sparse.tensors.facts import groups_of
+from horovod_sparse.tensors.loss_scale import ScaleOfStep, watch_scalers
+from horovod_sparse.tensors.memory import memory_of
+from horovod_sparse.tensors.parts import DenseParameters, Part
+from horovod_sparse.tensors.replicas import shared_entries
+from horovod_sparse.tensors.streams import CudaStreams
+from horovod_sparse.training.agreement import Start
+from horovod_sparse.training.collective_errors import raise_together
+from horovod_sparse.training.compression import recipe_of
+from horovod_sparse.training.levels import Chosen
+from horovod_sparse.training.momentum import refuse_double_momentum, refuse_later_momentum
+from horovod_sparse.training.outcome import Outcome, worst
+from horovod_sparse.training.parts import assign_residuals
+from horovod_sparse.training.settings import Settings
+from horovod_sparse.training.state import check_entry, load_entry, share_factor
+from horovod_sparse.training.training import Training
+
+_ADVICE = "the model uses {}: use the same algorithm, or load None to start with no residual"
+
+_log = logging.getLogger("horovod_sparse")
 
 
 class Synchronizer(Training):
     """Takes gradients while backward goes on, and puts their mean over ranks where they are.
 
     Those who have the gradients call `_begin`, `_take` and `_finish`, and say where sums go.
-
-    Args:
-        *arguments: see `Training`.
-        on_nonfinite: see `Poison`.
-        check_every: see `DriftCheck`; never if left out.
-        on_drift: see there.
-        **more: see `Training`.
     """
+
+    engine: DistributedEngine
 
     def __init__(
         self,
-        *arguments: Any,
-        on_nonfinite: str = RAISE,
-        check_every: int | None = 0,
-        on_drift: str | None = None,
-        **more: Any,
+        compression: str | Recipe,
+        optimizer: torch.optim.Optimizer | None,
+        settings: Settings,
+        named_parameters: Iterable[tuple[str, torch.Tensor]] | None,
+        process_group: dist.ProcessGroup | None,
     ) -> None:
-        super().__init__(*arguments, **more)
-        self.telemetry = Telemetry()
-        self.poison = Poison(on_nonfinite, self.telemetry)
-        self.drift = DriftCheck(check_every, on_drift, self.telemetry)
-        self._communicator: Communicator | None = None
+        recipe = recipe_of(compression) if isinstance(compression, str) else compression
+        if not isinstance(recipe, Recipe):
+            allowed = "a sparsifier, as text or as a recipe; for dense training leave the hook out"
+            raise ArgumentError("compression", compression, allowed)
+        if settings.plan is None or settings.plan.density is None:
+            recipe.refuse_auto("torch.distributed's front end")
+        self._named = {} if named_parameters is None else dict(named_parameters)
+        engine = DistributedEngine(recipe, optimizer, self._named, process_group)
+        super().__init__(engine, recipe, settings)
+        self.optimizer = optimizer
+        if settings.plan is not None:
+            self.plan = settings.plan
+        #: whether a backward pass has begun, and not ended
+        self.under_way = False
+        #: where a parameter's gradient goes, and its number there
+        self._place_of: dict[torch.Tensor, tuple[Part, BucketGradient, int]] = {}
+        self._gradients: list[BucketGradient] = []
+        #: what was loaded, until the next synchronization takes it over
+        self._loaded: Mapping[str, Any] | None = None
+        #: why this rank has no parts: all ranks hear of it
+        self._unprepared: HorovodSparseError | None = None
         self._loss_scale = ScaleOfStep()
         #: what has come and is not started before the end of the pass, and on which streams it was written
         self._pieces: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._writers: dict[torch.device, CudaStreams] = {}
+        if optimizer is not None:
+            refuse_double_momentum(recipe, lambda: optimizer.param_groups)
+        elif getattr(recipe.feedback, "scale_residual", False):
+            _log.warning(
+                "scale_residual=True does nothing: a communication hook sees no learning rate. Give it the "
+                "optimizer: horovod_sparse.ddp.attach(model, ..., optimizer=optimizer)"
+            )
+        else:
+            _log.info("without optimizer= residuals do not follow the learning rate")
         watch_scalers()
+
+    def choose_levels(self, num_hosts: int, per_host: int) -> Chosen:
+        """By formulas."""
+        return by_cost(self.recipe.sparsifier, self.parameters, None)(num_hosts, per_host)
+
+    def _entered(self, parts: Sequence[Any]) -> None:
+        self._gradients = [part.gradient for part in parts]
+        self._place_of = {
+            parameter: (part, part.gradient, number)
+            for part in parts
+            for number, parameter in enumerate(part.gradient.parameters)
+        }
+
+    def _group_of(self) -> Mapping[torch.Tensor, int] | None:
+        """The number of every parameter's group; None without an optimizer."""
+        return None if self.optimizer is None else groups_of(self.optimizer)
+
+    def _agree_on(self, layout: Layout) -> None:
+        """All ranks together, before their first parts, and after a load: what they go on with."""
+        self._unprepared = None
+        try:
+            self._prepare(layout)
+        except HorovodSparseError as error:
+            self._unprepared = error
+        self.agree()
+
+    def _agreement(self) -> Synchronization[Start]:
+        yield from raise_together(self._unprepared)
+        return (yield from super()._agreement())
+
+    def _prepare(self, layout: Layout) -> None:
+        """Facts, plan and parts for the buckets that have come, and what was loaded in them."""
+        self.engine.layout, self.engine.group_of = layout, self._group_of()
+        self.facts = dict(self.engine.facts({}))
+        given = self.settings.plan
+        if self._loaded is not None:
+            entry = self._checked(self._loaded, complete=True)
+            self._assume_place()
+            saved = Plan.from_dict(entry["plan"])
+            self.build(self._fitting(saved, layout) if given is None else given)
+            load_entry(self, entry, share_factor(entry["rank"], entry["size"], self.size))
+            self._loaded = None
+        elif not self.parts:
+            self.begin(self.facts, plan_of(layout, self.facts) if given is None else given)
+
+    def _fitting(self, saved: Plan, layout: Layout) -> Plan:
+        """A saved plan, or one of this step's buckets where other groups or rules do not let it be used."""
+        try:
+            saved.check(self.parameters)
+        except ArgumentError:
+            return plan_of(layout, self.facts)
+        # of a density that times decided about elsewhere: here the recipe has its own
+        return saved if self.recipe.auto is not None else dataclasses.replace(saved, density=None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's residuals and states: tensors, numbers and strings alone; every rank saves its own.
+
+        The entry is that of an optimizer of `horovod_sparse.torch` (``state_dict()["horovod_sparse"]``): each
+        loads the other's, if parameters have the same names.
+
+        Raises:
+            UnsupportedError: while a step is under way.
+        """
+        if self.under_way:
+            raise UnsupportedError("a model is saved between steps: its backward pass is under way")
+        if self._loaded is not None:
+            return dict(self._loaded)
+        shard = self.engine.shard
+        return self.save(**({} if shard is None else {"shard": list(shard)}))
+
+    def load_state_dict(self, entry: Mapping[str, Any] | None) -> None:
+        """Continues from an entry, or from nothing; takes effect with the next step, where ranks agree.
+
+        Args:
+            entry: of this rank, from `state_dict`, `redistribute`, or an optimizer of `horovod_sparse.torch`.
+
+        Raises:
+            StateMismatchError: if parameters, shapes or the algorithm differ; by the next step, on all ranks,
+                where only that can tell. Nothing has been loaded then.
+            UnsupportedError: while a step is under way.
+        """
+        if self.under_way:
+            raise UnsupportedError("a model is loaded between steps: its backward pass is under way")
+        if entry is not None:
+            entry = self._checked(entry, complete=bool(self.facts))
+        if entry is None or not entry["step"]:
+            self._loaded, self.step = None, 0
+            assign_residuals(self.parts, (), {})
+        else:
+            self._loaded = entry
+        self._agreed_under = None
+
+    def _checked(self, entry: Mapping[str, Any], *, complete: bool) -> dict[str, Any]:
+        """An entry on the host, if it is one of this training; `complete` if all parameters are known."""
+        entry = host_entry(entry)
+        check_entry(entry, self.recipe, _ADVICE)
+        own = None if self.engine.shard is None else list(self.engine.shard)
+        if entry.get("shard") != own:
+            saved, here = (
+                "whole parameters" if one is None else f"shard {one} (which, of how many)"
+                for one in (entry.get("shard"), own)
+            )
+            raise StateMismatchError(
+                f"the saved state is of {saved}, this rank trains {here}: load what such a rank has saved"
+            )
+        known = {name: parameter for name, (_, parameter) in self.facts.items()} or self._named
+        # before the first step nothing is held back for any
+        self.check_fits(entry, known if complete and entry["step"] else (), known)
+        return dict(entry)
 
     def _begin(self) -> None:
         """The first gradients of a step have come."""
@@ -67,11 +212,7 @@ class Synchronizer(Training):
             self._loss_scale.note()
 
     def _take(self, pieces: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Gradients have come; starts the parts that are complete with them.
-
-        Raises:
-            UnsupportedError: if they are those of another model.
-        """
+        """Gradients have come; starts the parts that are complete with them."""
         for parameter, piece in pieces:
             if parameter not in self._place_of:
                 raise UnsupportedError(
@@ -108,19 +249,10 @@ class Synchronizer(Training):
         return SimpleNamespace(start=communicator.start_on_device) if on_device else communicator
 
     def _running(self) -> Communicator:
-        if self._communicator is None:
-            self._communicator = Communicator(Carrier(self._group))
-        return self._communicator
+        return self.engine.running()
 
     def _finish(self, layout: Layout) -> BaseException | None:
-        """The last gradients of a step have come: waits for all parts; the step is over then.
-
-        Args:
-            layout: of the buckets that have come.
-
-        Returns:
-            Why there is no sum, and gradients are zeros.
-        """
+        """The last gradients of a step have come: waits for all parts; the step is over then."""
         failure: BaseException | None = None
         try:
             self._synchronize(layout)
@@ -138,14 +270,13 @@ class Synchronizer(Training):
 
     def _synchronize(self, layout: Layout) -> None:
         """Puts the sums into the buckets; raises why not, with zeros in them."""
-        communicator, rank = self._running(), self.place[0]
+        communicator = self._running()
         idle_before = communicator.idle_seconds
         failure: BaseException | None = None
         errors: list[BaseException] = []
         try:
-            if not self._is_agreed:
-                self._agree(communicator, layout)
-                self.drift.restart(self.step)
+            if not self.is_agreed:
+                self._agree_on(layout)
             for streams in self._writers.values():
                 streams.meet()
             self._take(self._pieces)
@@ -153,12 +284,8 @@ class Synchronizer(Training):
             # not before: what the thread is about to fold in cannot be taken back
             if isinstance(self.recipe.feedback, MomentumCorrection) and self.optimizer is not None:
                 refuse_later_momentum(self.recipe, self.optimizer.param_groups)
-            if errors and self._loss_scale.scaler is None and self.poison.repeats(errors):
-                drop = any(self.poison.drops(errors, one) for one in self.mates)
-                for part in self.parts:
-                    part.abandon(drop=drop)
-                    part.again(self._starter(part), drop=drop)
-                errors = self._wait(communicator)
+            if errors and self._loss_scale.scaler is None:
+                errors = self.carried_out_again(errors, self._starter, lambda: self._wait(communicator))
             if not errors and self.step >= self.drift.next_step:
                 self._check_drift(communicator)
         except HorovodSparseError as error:
@@ -168,7 +295,7 @@ class Synchronizer(Training):
             raise
         failure = self._of_all(worst(errors) if errors else failure)
         if failure is not None:
-            self._refuse(failure, errors, rank)
+            self._refuse(failure, errors)
             return
         num_dividing = self._num_dividing(communicator)
         reports = [part.apply(1.0 / num_dividing) for part in self.parts]
@@ -176,25 +303,23 @@ class Synchronizer(Training):
         self.step += 1
         self.telemetry.record(self.step, reports, communicator.idle_seconds - idle_before)
 
-    def _refuse(self, failure: BaseException, errors: Sequence[BaseException], rank: int) -> None:
+    def _refuse(self, failure: BaseException, errors: Sequence[BaseException]) -> None:
         """No rank applies this step; raises why not, unless it is skipped."""
-        if isinstance(failure, NonFiniteGradientError) and self._loss_scale.scaler is not None:
-            self._give_up(drop=any(has_bad_gradient(errors, one) for one in self.mates))
+        scaled = self._loss_scale.scaler is not None
+        verdict = self.policy.judge(errors, self.host_ranks, scaled=scaled, failure=failure)
+        self._give_up(drop=verdict.drop)
+        if verdict.outcome is Outcome.OVERFLOW:
             self._overflow()
-            return
-        self._give_up(drop=bool(errors) and any(self.poison.drops(errors, one) for one in self.mates))
-        if not self.poison.skips(errors):
+        elif verdict.outcome is Outcome.SKIPPED:
+            self._skip()
+        else:
             raise failure
-        self._skip()
 
     def _check_drift(self, communicator: Communicator) -> None:
         """All ranks together, before this step is applied: whether the last one has left them equal."""
         parameters = {name: parameter for name, (_, parameter) in self.facts.items()}
         entries = shared_entries(parameters, self.optimizer)
-        communicator.run("drift", self.drift.run(self.step, self.place[0], entries))
-
-    def _declared(self) -> dict[str, object]:
-        return {**super()._declared(), "on_nonfinite": self.poison.policy, **self.drift.describe()}
+        communicator.run("drift", self.drift.run(self.step, self.rank, entries))
 
     def _wait(self, communicator: Communicator) -> list[BaseException]:
         """Waits for all parts that have been started; what went wrong in them."""
@@ -215,7 +340,7 @@ class Synchronizer(Training):
 
     def _num_dividing(self, communicator: Communicator) -> float:
         """By how many ranks a sum is divided."""
-        return self.place[1]
+        return self.size
 
     def _zero(self) -> None:
         """Zeros as all gradients of this step."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -13,11 +13,14 @@ import torch.distributed as dist
 
 from horovod_sparse.collectives import AllReduce, Synchronization
 from horovod_sparse.ddp.communicator import Communicator
-from horovod_sparse.ddp.planning import plan_of
+from horovod_sparse.ddp.engine import plan_of
 from horovod_sparse.ddp.step import Synchronizer, after_backward, pass_number, throw
 from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.feedback import Recipe
-from horovod_sparse.merging import Plan
+from horovod_sparse.training.settings import CommonOptions, Settings
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _log = logging.getLogger("horovod_sparse")
 
@@ -45,18 +48,9 @@ class State(Synchronizer):
         named_parameters: names for checkpoints and messages, as from ``module.named_parameters()``. Without
             them parameters are called by their place in the first iteration's buckets.
         process_group: of the model; all ranks if left out.
-        plan: which parameters form which bucket; DistributedDataParallel's own if left out.
-        on_nonfinite: what is done where a gradient is NaN or Inf on some rank: "raise"; "skip": no parameter
-            of any rank has a gradient after ``backward()``, so that PyTorch's optimizers leave all as it is;
-            "zero": the gradients of such ranks are left out whole, and those of the others applied.
-        check_every: after so many steps, again and again, ranks compare a checksum of their parameters, and
-            of the state and settings of `optimizer`, if it is given; 0 for never. If left out, what
-            HOROVOD_SPARSE_CHECK_EVERY says, or 1000.
-        on_drift: what is done where they differ: "raise" a `DriftError` on every rank, which names what
-            differs, and the ranks; "warn", in the log; "resync": what differs becomes what rank 0 has. If
-            left out, what HOROVOD_SPARSE_ON_DRIFT says, or "raise".
-        levels: "flat": all ranks are alike; "host": gradients are summed densely within each host first, and
-            sparsified between hosts, see docs/levels.md; "auto": where the cost model says that it is faster.
+        **options: settings of the training, see `horovod_sparse.training.settings.Settings`: `plan` (that
+            of DistributedDataParallel's buckets if left out), `on_nonfinite`, `check_every`, `on_drift` and
+            `levels`.
 
     Raises:
         ArgumentError: for an argument that is not allowed.
@@ -74,23 +68,10 @@ class State(Synchronizer):
         *,
         named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
         process_group: dist.ProcessGroup | None = None,
-        plan: Plan | None = None,
-        on_nonfinite: str = "raise",
-        check_every: int | None = None,
-        on_drift: str | None = None,
-        levels: str = "flat",
+        **options: Unpack[CommonOptions],
     ) -> None:
-        super().__init__(
-            compression,
-            optimizer,
-            named_parameters=named_parameters,
-            process_group=process_group,
-            plan=plan,
-            on_nonfinite=on_nonfinite,
-            check_every=check_every,
-            on_drift=on_drift,
-            levels=levels,
-        )
+        settings = Settings.of(options, "horovod_sparse.ddp", CommonOptions)
+        super().__init__(compression, optimizer, settings, named_parameters, process_group)
         #: whether DistributedDataParallel may leave gradients out that exist; it does not tell a hook
         self.finds_unused = True
         #: whether means are those over ranks that have not joined, which it does not tell either
@@ -109,17 +90,7 @@ class State(Synchronizer):
         return type(None), ()
 
     def on_bucket(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        """A bucket is complete on this rank. Waits for other ranks with the last one only.
-
-        Args:
-            bucket: of DistributedDataParallel.
-
-        Returns:
-            Completed with the bucket's own buffer, which holds the mean over ranks then.
-
-        Raises:
-            UnsupportedError: for gradients in sparse (COO) form, or of another type than the parameters.
-        """
+        """A bucket is complete on this rank. Waits for other ranks with the last one only."""
         buffer, parameters = bucket.buffer(), tuple(bucket.parameters())
         self._check(buffer, parameters)
         future = torch.futures.Future(devices=None if buffer.device.type == "cpu" else [buffer.device])
@@ -128,7 +99,7 @@ class State(Synchronizer):
         self._results.append((future, buffer))
         self._layout.append(parameters)
         pieces = [pair for pair in zip(parameters, bucket.gradients(), strict=True) if pair[0].numel()]
-        if self._is_agreed:
+        if self.is_agreed:
             self._take(pieces)
         else:
             self._keep(pieces)
@@ -161,7 +132,7 @@ class State(Synchronizer):
         seen = [tuple(map(id, bucket)) for bucket in layout]
         self._num_alike = self._num_alike + 1 if seen == self._last_layout else 1
         self._last_layout = seen
-        if self._num_alike == _SETTLED and not self._plan_is_given:
+        if self._num_alike == _SETTLED and self.settings.plan is None:
             wanted = plan_of(layout, self.facts)
             if wanted != self.plan:
                 self.replan(wanted)
@@ -176,7 +147,7 @@ class State(Synchronizer):
         return _num_running(communicator)
 
     def _check_drift(self, communicator: Communicator) -> None:
-        if _num_running(communicator) < self.place[1]:
+        if _num_running(communicator) < self.size:
             # a rank that has joined steps no more, and gets the last one's parameters in the end
             self.drift.restart(self.step)
         else:

@@ -1,4 +1,4 @@
-"""Error feedback, plain and filtered, and momentum correction; the bucket that holds all of it."""
+"""Error feedback and momentum correction; the bucket that holds all of it."""
 
 from horovod_sparse.feedback.auto_density import AutoDensity
 from horovod_sparse.feedback.bucket import Bucket, Progress, resumed
@@ -6,7 +6,6 @@ from horovod_sparse.feedback.feedbacks import (
     FEEDBACKS,
     ErrorFeedback,
     Feedback,
-    LowPass,
     MomentumCorrection,
     NoFeedback,
 )
@@ -22,7 +21,6 @@ __all__ = [
     "ErrorFeedback",
     "Feedback",
     "HostBucket",
-    "LowPass",
     "Member",
     "MomentumCorrection",
     "NoFeedback",

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from horovod_sparse.arrays.protocol import Accumulator
-from horovod_sparse.collectives import Request, Synchronization, num_bytes_sent
+from horovod_sparse.arrays import Accumulator
+from horovod_sparse.collectives import AllToAll, Broadcast, Exchange, Request, Synchronization
 from horovod_sparse.errors import (
     EditedGradientError,
     NonFiniteGradientError,
@@ -26,8 +26,7 @@ from horovod_sparse.errors import (
 from horovod_sparse.feedback.recipe import Recipe
 from horovod_sparse.feedback.report import BucketStep, Member
 from horovod_sparse.sparsifiers import BucketInfo, SparseSum
-from horovod_sparse.sparsifiers.base import SparsifierState
-from horovod_sparse.sparsifiers.capacity import Capacity
+from horovod_sparse.sparsifiers.base import SparsifierState, rescale
 from horovod_sparse.wire import norms_and_steps
 
 #: rates below this part of the largest one so far count as that part of it: no sequence of rates
@@ -100,11 +99,6 @@ class Progress:
 def resumed(own: Progress, told: Mapping[str, Any] | None, step: int) -> Progress:
     """Where all ranks start a bucket's state anew at one step of the training.
 
-    Args:
-        own: of this rank's bucket.
-        told: of a rank that is furthest, as `Progress.to_plain` gave it: for a worker that has just come.
-        step: that all go on from.
-
     Example:
         >>> resumed(Progress(), Progress(7, 0.1).to_plain(), 7).learning_rate
         0.1
@@ -125,20 +119,13 @@ _LARGEST = {
 }
 
 #: what needs no copy
-_NUMBERS = frozenset({int, float, bool, str, type(None), Capacity})
+_NUMBERS = frozenset({int, float, bool, str, type(None)})
 
 
 class Bucket:
     """Parameters that are synchronized together, and everything this rank keeps for them.
 
-    Args:
-        info: the facts of the bucket.
-        recipe: what to do with it.
-        accumulator: its memory.
-        members: the parameters in it, for error messages and checkpoints; one named like the bucket
-            if left out.
-        timed: what the sparsifier would rather find by timing its first steps may stay open (see
-            `Sparsifier.resolved`).
+    What the sparsifier would rather find by timing its first steps may stay open where it is `timed`.
     """
 
     def __init__(
@@ -166,19 +153,15 @@ class Bucket:
 
     @property
     def learning_rate(self) -> float | None:
-        """Whose gradients the residual is made of; see `Progress`."""
+        """Whose gradients the residual is made of."""
         return self._progress.learning_rate
 
     def restart(self, progress: Progress | None = None) -> None:
-        """The sparsifier's state anew. The residual stays what it is.
-
-        Args:
-            progress: of the bucket, or the buckets, whose training goes on here; none if left out.
-        """
+        """The sparsifier's state anew. The residual stays what it is."""
         self._progress = progress or Progress()
         self.state = self.recipe.sparsifier.init(self.info)
         self.state.step = self._progress.step
-        self.recipe.sparsifier.rescale(self.state, self._progress.scale)
+        rescale(self.state, self._progress.scale)
         self._before = None
 
     def rescaled(self, factor: float) -> None:
@@ -186,13 +169,10 @@ class Bucket:
 
         Whoever multiplies the residual calls this, between two steps: what the sparsifier remembers in its
         units follows.
-
-        Args:
-            factor: what the residual has been multiplied by, above 0.
         """
         if factor != 1.0:
             self._progress = self._progress.rescaled(factor)
-            self.recipe.sparsifier.rescale(self.state, factor)
+            rescale(self.state, factor)
 
     @property
     def whole(self) -> BucketInfo:
@@ -211,23 +191,11 @@ class Bucket:
         refused: bool = False,
         scale: float | None = None,
     ) -> Synchronization[SparseSum]:
-        """One synchronization: folds the gradient in, then the sparsifier's coroutine.
+        """One synchronization: folds the gradient in, which is 0 afterwards, then the sparsifier's coroutine.
 
-        Args:
-            gradient: [n]; zeros afterwards.
-            learning_rate: of this step, where the front end knows it.
-            refused: whether this rank takes part for the others' sake alone: gradients were changed after
-                their synchronization had begun, here or in another bucket. All ranks are told.
-            scale: by which the sum is multiplied before it is applied; 1 / P if left out.
-
-        Returns:
-            The sum over ranks (not divided).
-
-        Raises:
-            NonFiniteGradientError: on every rank, if any rank's gradient is not finite; this bucket
-                is then as before the step, except that what was finite has been added to the residual.
-            EditedGradientError: on every rank, if any rank refuses the step.
-            NonFiniteSumError: on every rank, if the sum is more than the gradient's type can hold.
+        A rank that refuses the step takes part for the others' sake alone. The sum comes back undivided;
+        `scale` (1 / P if left out) multiplies it before it is applied. Errors are of all ranks alike, and
+        leave the bucket as before, but for what was finite, which is in the residual.
         """
         sum_, overflow = yield from self._synchronized(gradient, learning_rate, refused, scale)
         self._check(sum_.first_nonfinite, overflow)
@@ -258,12 +226,6 @@ class Bucket:
         """The step that was given up once more, by `abandon`, of what waits now: nothing is folded in.
 
         Every rank has its gradient in its residual; one that has dropped it sends what waited before.
-
-        Args:
-            scale: see `step`.
-
-        Returns:
-            See `step`, and what it raises.
         """
         sum_, overflow = yield from self._synchronized_again(scale)
         self._check(sum_.first_nonfinite, overflow)
@@ -298,15 +260,7 @@ class Bucket:
         return sum_, overflow
 
     def _check_steps(self, steps: np.ndarray, ranks: Sequence[int] | None = None) -> None:
-        """Refuses ranks that have not done the same number of steps; all know those of all.
-
-        Args:
-            steps: modulo 8.
-            ranks: whose they are; all of the bucket's, if left out.
-
-        Raises:
-            StateMismatchError: on every rank.
-        """
+        """Refuses ranks that have not done the same number of steps (modulo 8); all know those of all."""
         if (steps != steps[0]).any():
             self.abandon()
             numbers = np.arange(len(steps)) if ranks is None else np.array(ranks)
@@ -320,9 +274,7 @@ class Bucket:
     def _check(self, marks: Mapping[int, int], overflow: int | None) -> None:
         """Raises what all ranks know of a step that no rank may apply.
 
-        Args:
-            marks: by rank, where its gradient is not finite; n of a rank that refuses the step.
-            overflow: where the sum is more than its type can hold.
+        `marks` say by rank where its gradient is not finite, and n of a rank that refuses the step.
         """
         name, refused = self.whole.name, self.whole.num_elements
         if edited := [rank for rank, at in marks.items() if at == refused]:
@@ -354,9 +306,6 @@ class Bucket:
         """Takes the last step back, after its collectives: the selection returns to the residual.
 
         The gradient stays folded in, and so does the learning rate that the residual was scaled to.
-
-        Args:
-            drop: the gradient, which `step` was given as one that is kept, leaves the residual, too.
         """
         if self._before is not None:
             self.accumulator.abandon()
@@ -379,11 +328,6 @@ class Bucket:
 
 def overflowing(sum_: SparseSum, info: BucketInfo, scale: float) -> int | None:
     """The first element of a sum that its gradient's type cannot hold; None where all are well. O(k).
-
-    Args:
-        sum_: as it came back: an index may stand more than once.
-        info: the facts of the bucket.
-        scale: by which the sum is multiplied before it is applied.
 
     Example:
         >>> info, indices = BucketInfo("b", 9, size=2, dtype="float16"), np.array([3, 7, 7], np.int32)
@@ -418,3 +362,20 @@ def _copied(state: SparsifierState) -> SparsifierState:
     same = object.__new__(type(state))
     vars(same).update(held)
     return same
+
+
+def num_bytes_sent(request: Request, rank: int) -> int:
+    """Payload bytes that this rank puts into a request, each byte counted once.
+
+    Example:
+        >>> from horovod_sparse.collectives import AllGather
+        >>> num_bytes_sent(AllGather(np.zeros(10, np.int32)), rank=0)
+        40
+    """
+    if isinstance(request, Broadcast):
+        return request.buffer.nbytes if request.root == rank else 0
+    if isinstance(request, Exchange):
+        return sum(buffer.nbytes for peer, buffer in request.sends.items() if peer != rank)
+    if isinstance(request, AllToAll):
+        return sum(buffer.nbytes for peer, buffer in enumerate(request.buffers) if peer != rank)
+    return request.buffer.nbytes

@@ -1,12 +1,13 @@
-"""What happens to a gradient before selection, and to what was not selected after it; four ways, by name."""
+"""What happens to a gradient before selection, and to what was not selected after it; three ways, by name."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, TypeAlias, runtime_checkable
 
-from horovod_sparse.arrays.protocol import Accumulator, FoldReport
+from horovod_sparse.arrays import Accumulator, FoldReport, FoldRule
 from horovod_sparse.checks import check_number
 from horovod_sparse.errors import ArgumentError, UnknownNameError
 from horovod_sparse.sparsifiers.base import BucketInfo
@@ -17,30 +18,22 @@ LearningRates: TypeAlias = tuple[float | None, float | None]
 
 @runtime_checkable
 class Feedback(Protocol):
-    """Turns a gradient and the residual into the accumulator, in one pass."""
+    """Turns a gradient and the residual into the accumulator, in one pass.
+
+    It may also have what those here have: `keeps_residual`, `for_dense` and `for_shards`.
+    """
 
     @property
     def num_companions(self) -> int:
         """Arrays of n elements that it needs beside the residual."""
 
     def decay(self, learning_rates: LearningRates) -> float:
-        """What `fold` multiplies the residual by: thresholds have to follow it.
-
-        Args:
-            learning_rates: of the previous step and of this one; None where unknown.
-        """
+        """What `fold` multiplies the residual by: thresholds have to follow it."""
 
     def fold(
         self, accumulator: Accumulator, gradient: Any, info: BucketInfo, learning_rates: LearningRates
     ) -> FoldReport:
-        """Folds the gradient in and clears it.
-
-        Args:
-            accumulator: of the bucket.
-            gradient: [n], zeros afterwards.
-            info: the facts of the bucket.
-            learning_rates: of the previous step and of this one; None where unknown.
-        """
+        """Folds the gradient in and clears it."""
 
 
 class _Feedback:
@@ -49,6 +42,8 @@ class _Feedback:
     text_name: ClassVar[str]
     #: arrays of n elements that it needs beside the residual
     num_companions: ClassVar[int] = 0
+    #: whether what is not sent is sent later
+    keeps_residual: ClassVar[bool] = True
 
     clip_norm: float | None
     scale_residual: bool = False
@@ -58,7 +53,7 @@ class _Feedback:
             check_number("clip_norm", self.clip_norm, "a norm above 0, or None", low=0.0, high=math.inf)
 
     def decay(self, learning_rates: LearningRates) -> float:
-        """What the residual is multiplied by: eta_before / eta_now, or 1; see `Feedback.decay`.
+        """What the residual is multiplied by: eta_before / eta_now, or 1.
 
         Example:
             >>> ErrorFeedback(scale_residual=True).decay((0.1, 0.05)), ErrorFeedback().decay((0.1, 0.05))
@@ -71,15 +66,24 @@ class _Feedback:
     def fold(
         self, accumulator: Accumulator, gradient: Any, info: BucketInfo, learning_rates: LearningRates
     ) -> FoldReport:
-        """See `Feedback.fold`."""
         # of the sum over ranks; what one rank's gradient may have is less
         norm = None if self.clip_norm is None else self.clip_norm / math.sqrt(info.size)
         decay = self.decay(learning_rates)
-        return accumulator.fold(gradient, decay=decay, clip_norm=norm, **self._own())
+        return accumulator.fold(gradient, FoldRule(decay=decay, clip_norm=norm, **self._own()))
 
     def _own(self) -> dict[str, Any]:
-        """Arguments of `Accumulator.fold` that this feedback alone gives."""
+        """Arguments of `FoldRule` that this feedback alone gives."""
         return {}
+
+    def for_dense(self) -> Any:
+        """The feedback of a parameter that is sent whole."""
+        return self
+
+    def for_shards(self, count: int) -> Any:
+        """The feedback of each of so many shards of a bucket: all of them together may have its norm."""
+        if self.clip_norm is None:
+            return self
+        return dataclasses.replace(self, clip_norm=self.clip_norm / math.sqrt(count))  # type: ignore[type-var]
 
 
 @dataclass(frozen=True)
@@ -124,57 +128,12 @@ class NoFeedback(_Feedback):
     """
 
     text_name: ClassVar[str] = "none"
+    keeps_residual: ClassVar[bool] = False
 
     clip_norm: float | None = None
 
     def _own(self) -> dict[str, Any]:
         return {"keep_residual": False}
-
-
-@dataclass(frozen=True)
-class LowPass(_Feedback):
-    """``acc = m + g,  m = (1 - beta) m + beta (acc - sent)``: a residual that takes up gradients by parts.
-
-    What has waited for many steps then comes in portions, not all at once, which keeps CLT-k from diverging
-    at large learning rates; at small ones it only waits longer (docs/algorithms.md has numbers). beta = 1 is
-    plain error feedback, bit for bit.
-
-    Nothing is lost. Kept is ``s = sum of gradients - sum of what was sent``, of which ``m = beta s`` takes
-    part: a gradient that is not sent at once waits longer, the smaller beta is, but it waits. So s is what a
-    rank holds back, what norms in the telemetry speak of, and what is kept when buckets or ranks change. It
-    costs n more elements of memory, as a velocity does.
-
-    In a checkpoint s is the entry in "companions"; "residuals" has the last step's acc where nothing was
-    sent, which the next step forgets.
-
-    Args:
-        beta: part of what is held back that joins the next gradient, in (0, 1].
-        clip_norm: of a rank's gradient of a bucket, times sqrt(P); None for no clipping. See
-            `MomentumCorrection`.
-        scale_residual: see `ErrorFeedback`; here it is s that follows the learning rate.
-
-    Source: ScaleCom (Chen et al., NeurIPS 2020), Algorithm 1. Departures: it may stand around any sparsifier;
-    the learning rate stays with the optimizer.
-
-    Example:
-        >>> from horovod_sparse.feedback import parse_recipe
-        >>> parse_recipe("cltk:density=0.01,feedback=lowpass(beta=0.1)").feedback == LowPass(beta=0.1)
-        True
-    """
-
-    text_name: ClassVar[str] = "lowpass"
-    num_companions: ClassVar[int] = 1  # what is held back, unfiltered
-
-    beta: float = 0.1
-    clip_norm: float | None = None
-    scale_residual: bool = False
-
-    def __post_init__(self) -> None:
-        check_number("beta", self.beta, "a part in (0, 1]", low=0.0, high=1.0)
-        super().__post_init__()
-
-    def _own(self) -> dict[str, Any]:
-        return {"low_pass": self.beta}
 
 
 @dataclass(frozen=True)
@@ -231,30 +190,37 @@ class MomentumCorrection(_Feedback):
     def _own(self) -> dict[str, Any]:
         return {"momentum": self.momentum, "nesterov": self.nesterov, "masking": self.masking}
 
+    def for_dense(self) -> MomentumCorrection:
+        """Unmasked: a velocity that is cleared in every step would be none."""
+        return dataclasses.replace(self, masking=False)
+
 
 FEEDBACKS: dict[str, type] = {
     "error": ErrorFeedback,
-    "lowpass": LowPass,
     "momentum": MomentumCorrection,
     "none": NoFeedback,
 }
 
 
+def feedback_class(name: str) -> type:
+    """The feedback of this name, not made yet."""
+    if name == "lowpass":
+        gone = "'error' with a smaller learning rate: the low-pass filter of the residual is no more"
+        raise ArgumentError("feedback", name, gone)
+    if name not in FEEDBACKS:
+        raise UnknownNameError("feedback", name, FEEDBACKS)
+    return FEEDBACKS[name]
+
+
 def feedback_named(name: str | Feedback) -> Feedback:
     """A feedback by its name, or the feedback itself.
-
-    Raises:
-        UnknownNameError: there is no feedback of that name.
-        ArgumentError: it is neither a name nor a feedback.
 
     Example:
         >>> feedback_named("momentum").momentum
         0.9
     """
     if isinstance(name, str):
-        if name not in FEEDBACKS:
-            raise UnknownNameError("feedback", name, FEEDBACKS)
-        made: Feedback = FEEDBACKS[name]()
+        made: Feedback = feedback_class(name)()
         return made
     if not isinstance(name, Feedback) or isinstance(name, type):
         raise ArgumentError("feedback", name, f"one of {', '.join(sorted(FEEDBACKS))}, or a Feedback")

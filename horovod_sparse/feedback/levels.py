@@ -13,17 +13,17 @@ its ranks is not finite, so is its sum, and the whole host's gradient is dropped
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from horovod_sparse import errors
-from horovod_sparse.arrays import Accumulator, GradientParts
-from horovod_sparse.arrays.protocol import FoldReport
+from horovod_sparse.arrays import Accumulator, FoldReport, GradientParts
 from horovod_sparse.collectives import (
     AllGather,
     ReduceScatter,
@@ -46,15 +46,7 @@ _STEP_BITS = 7  # of the number of steps, which between hosts travel in a norm's
 
 
 def summable(gradient: Any, whole: BucketInfo) -> np.ndarray:
-    """A gradient on the host as one array that can be summed: half types in float32.
-
-    Args:
-        gradient: as an accumulator folds it.
-        whole: the facts of the bucket.
-
-    Returns:
-        [n]; the gradient's own memory, where that is possible.
-    """
+    """A gradient on the host as one array that can be summed: half types in float32."""
     kept = gradient if isinstance(gradient, GradientParts) else GradientParts([gradient])
     summed = kept.joined(whole.value_dtype)
     if kept is gradient:
@@ -83,13 +75,80 @@ class Shared(Protocol):
         """Puts a gradient where the others see it, until they have this step's sum; what to tell them."""
 
     def summed(self, told: Words, shard: tuple[int, int], num_elements: int) -> Any:
-        """The host's sum of a shard, as an accumulator of so many elements folds it, and leaves it as it is.
+        """The host's sum of a shard, as an accumulator of so many elements folds it; `told` by `offer`."""
 
-        Args:
-            told: by the ranks of the host: what `offer` gave, one behind the other.
-            shard: [start, stop) in the bucket.
-            num_elements: from stop - start; what is behind is 0.
-        """
+
+@dataclass(frozen=True, eq=False)
+class ShardMessage:
+    """What a rank's column has found of its shard, for the ranks of its host: in one row of words.
+
+    By host: `counts`, `marks` and `norms`; then ``8 w + step`` and 1 + `overflow` (or 0); then w words of an
+    error's text, and the sum. That is a selection, which begins with its length, or minus the number of
+    words that follow, counting itself, and the values of all elements.
+    """
+
+    #: elements selected
+    counts: NDArray[np.integer]
+    #: 1 + the first element that is not finite, or 0
+    marks: NDArray[np.int32]
+    #: of the residuals, float32 on the way
+    norms: NDArray[np.floating]
+    #: synchronizations that this rank has done, modulo 8
+    step: int
+    #: the first element of the sum that its type cannot hold
+    overflow: int | None = None
+    #: of the column, in place of its sum
+    failure: HorovodSparseError | None = None
+    selection: Words = field(default_factory=lambda: np.empty(0, np.int32))
+    values: Words | None = None
+
+    def packed(self) -> Words:
+        """As it travels."""
+        text = np.empty(0, np.int32)
+        if self.failure is not None:
+            line = json.dumps([type(self.failure).__name__, str(self.failure)]).encode()
+            text = np.frombuffer(line + b" " * (-len(line) % 4), np.int32)
+        norms = np.asarray(self.norms, np.float32).view(np.int32)
+        overflow = 0 if self.overflow is None else 1 + self.overflow
+        numbers = [text.size * (_STEP_BITS + 1) + self.step, overflow]
+        body = [self.selection] if self.values is None else [[-1 - self.values.size], self.values]
+        parts = [self.counts, self.marks, norms, numbers, text, *body]
+        return np.concatenate([np.asarray(one, np.int32) for one in parts])
+
+    @classmethod
+    def unpacked(cls, words: Words, count: int, hosts: int) -> list[ShardMessage]:
+        """So many of them, which came one behind the other. An error that one tells is raised."""
+        messages: list[ShardMessage] = []
+        start = 0
+        for _ in range(count):
+            end = start + 3 * hosts + 2
+            if end < words.size and (length := int(words[end - 2]) // (_STEP_BITS + 1)) > 0:
+                raise _failure_of(words[end : end + length])
+            if end >= words.size or words[end] == 0:
+                raise MessageError(f"{words.size} words arrived, which are not the sums of all shards")
+            counts, marks, norms = words[start : end - 2].reshape(3, hosts)
+            overflow = int(words[end - 1])
+            start = end + abs(int(words[end]))
+            whole = bool(words[end] < 0)
+            message = cls(
+                counts=counts,
+                marks=marks,
+                norms=norms.view(np.float32).astype(np.float64),
+                step=int(words[end - 2]) & _STEP_BITS,
+                overflow=overflow - 1 if overflow else None,
+                selection=words[end:start],
+                values=words[end + 1 : start] if whole else None,
+            )
+            messages.append(message)
+        return messages
+
+
+def _failure_of(words: Words) -> HorovodSparseError:
+    """The error that another column has told; of its kind, where that is made of a text."""
+    name, text = json.loads(words.tobytes())
+    kind = getattr(errors, name, HorovodSparseError)
+    made_of_text = kind in (errors.StateMismatchError, MessageError, errors.CollectiveMismatchError)
+    return (kind if made_of_text else HorovodSparseError)(text)
 
 
 class HostBucket(Bucket):
@@ -97,16 +156,6 @@ class HostBucket(Bucket):
 
     It is the bucket of the shard (`info`, `accumulator`, `state`), and synchronizes the whole. Shards are as
     long as the longest: a shorter one ends in an element that is always 0.
-
-    Args:
-        whole: the facts of the bucket, of all ranks.
-        recipe: what to do with it.
-        accumulator: memory for the shard: of `shard_of(whole, topology)`.
-        members: the parameters in the whole.
-        topology: which ranks share a host.
-        timed: see `Bucket`.
-        summable: makes one array of a gradient; see the function.
-        foldable: makes of a host's sum of a shard what the accumulator folds, and keeps; see the function.
     """
 
     def __init__(
@@ -121,13 +170,8 @@ class HostBucket(Bucket):
         summable: Callable[[Any, BucketInfo], Any] = summable,
         foldable: Callable[[Any, int], Any] = foldable,
     ) -> None:
-        clip_norm = getattr(recipe.feedback, "clip_norm", None)
-        if clip_norm is not None:  # of a shard: what all of them together may have is the same
-            feedback: Any = dataclasses.replace(
-                recipe.feedback,  # type: ignore[type-var]
-                clip_norm=clip_norm / math.sqrt(topology.per_host),
-            )
-            recipe = dataclasses.replace(recipe, feedback=feedback)
+        if for_shards := getattr(recipe.feedback, "for_shards", None):
+            recipe = replace(recipe, feedback=for_shards(topology.per_host))
         members = tuple(members) or (Member(whole.name, 0, whole.num_elements),)
         super().__init__(shard_of(whole, topology), recipe, accumulator, members, timed=timed)
         self._whole, self.topology = whole, topology
@@ -149,22 +193,14 @@ class HostBucket(Bucket):
         return self._whole
 
     def held(self, own: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
-        """What this rank holds of the whole: residual and companions, [n] each.
-
-        Args:
-            own: of its shard.
-        """
+        """What this rank holds of the whole: residual and companions, [n] each."""
         spread = [self.spread(values) for values in own]
         if self.elsewhere is not None:
             spread = [values + more for values, more in zip(spread, self.elsewhere, strict=True)]
         return tuple(spread)
 
     def take(self, held: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """What of the whole is of this rank's shard; the rest waits (`elsewhere`).
-
-        Args:
-            held: as the method of this name gives it.
-        """
+        """What of the whole is of this rank's shard; the rest waits (`elsewhere`)."""
         own = slice(*self.shard)
         rest = [values.copy() for values in held]
         for values in rest:
@@ -177,7 +213,6 @@ class HostBucket(Bucket):
         return np.append(shard, np.zeros(self.info.num_elements - shard.size, shard.dtype))
 
     def spread(self, held: np.ndarray) -> np.ndarray:
-        """See `Bucket.spread`."""
         start, stop = self.shard
         values = np.zeros(self.whole.num_elements, held.dtype)
         values[start:stop] = held[: stop - start]
@@ -215,12 +250,7 @@ class HostBucket(Bucket):
     def _of_whole(
         self, of_shard: Synchronization[tuple[SparseSum, int | None]], before: Mapping[str, int]
     ) -> Synchronization[SparseSum]:
-        """The sum of the whole, from the synchronization of this rank's shard; or an error of all ranks.
-
-        Args:
-            of_shard: gives the sum of the shard over hosts.
-            before: kind and bytes of what was sent within the host for it.
-        """
+        """The sum of the whole, from the synchronization of this rank's shard; or an error of all ranks."""
         failure: HorovodSparseError | None = None
         try:
             sum_, overflow = yield from at_level(of_shard, "across")
@@ -252,70 +282,56 @@ class HostBucket(Bucket):
         self._check(marks, overflow)
         return sum_
 
-    def _message(
-        self, sum_: SparseSum, overflow: int | None, failure: HorovodSparseError | None
-    ) -> np.ndarray:
-        """What this rank's column has found, for the ranks of its host.
-
-        In front of the sum, for each host: elements selected, 1 + the first that is not finite or 0, and the
-        norm of its residual; and, of the sum, words of an error's text that come before it, above the low
-        bits of the steps that this rank has done, and 1 + the first element that overflows, or 0.
-        """
-        hosts, (start, stop) = self.topology.num_hosts, self.shard
-        head, told = np.zeros(3 * hosts + 2, np.int32), _told(failure)
-        head[-2] = told.size * (_STEP_BITS + 1) + (self._steps_before & _STEP_BITS)
-        head[:hosts] = sum_.counts
+    def _message(self, sum_: SparseSum, overflow: int | None, failure: HorovodSparseError | None) -> Words:
+        """What this rank's column has found, for the ranks of its host."""
+        start, stop = self.shard
+        marks = np.zeros(self.topology.num_hosts, np.int32)
         for host, position in sum_.first_nonfinite.items():
-            head[hosts + host] = 1 + position
-        norms = np.full(hosts, np.nan) if sum_.norms is None else sum_.norms
-        head[2 * hosts : 3 * hosts] = norms.astype(np.float32).view(np.int32)
-        if overflow is not None:
-            head[-1] = 1 + overflow
+            marks[host] = 1 + position
+        norms = np.full(marks.size, np.nan) if sum_.norms is None else sum_.norms
         given_up = overflow is not None or bool(sum_.first_nonfinite)
+        message = ShardMessage(
+            counts=sum_.counts,
+            marks=marks,
+            norms=norms,
+            step=self._steps_before & _STEP_BITS,
+            overflow=overflow,
+            failure=failure,
+        )
         if sum_.whole and not given_up:
-            body = sum_.values[: stop - start].view(np.int32)
-            return np.concatenate([head, told, np.array([-1 - body.size], np.int32), body])
+            return replace(message, values=sum_.values[: stop - start].view(np.int32)).packed()
         nothing = np.empty(0, np.int32), sum_.values[:0]
         indices, values = nothing if given_up else (sum_.indices, sum_.values)
         if (short := indices >= stop - start).any():  # the element that fills a shard up: it is 0
             indices, values = indices[~short], values[~short]
         n = self.whole.num_elements
         sent = pack(indices + np.int32(start), values, FoldReport(), format=_INSIDE, num_elements=n)
-        return np.concatenate([head, told, sent])
+        return replace(message, selection=sent).packed()
 
-    def _joined(self, gathered: np.ndarray, own: SparseSum) -> tuple[SparseSum, dict[int, int], int | None]:
+    def _joined(self, gathered: Words, own: SparseSum) -> tuple[SparseSum, dict[int, int], int | None]:
         """The sum of the whole from those of its shards, the marks of ranks, and where it overflows."""
-        words, hosts, n = np.asarray(gathered), self.topology.num_hosts, self.whole.num_elements
-        heads, sums, steps, at, shards = [], [], [], 0, list[np.ndarray]()
-        for _ in range(self.topology.per_host):
-            end = at + 3 * hosts + 2
-            if end < words.size and (length := int(words[end - 2]) // (_STEP_BITS + 1)) > 0:
-                raise _failure_of(words[end : end + length])
-            if end >= words.size or words[end] == 0:
-                raise MessageError(f"{words.size} words arrived, which are not the sums of all shards")
-            heads.append(words[at:end])
-            steps.append(int(words[end - 2]) & _STEP_BITS)
-            at = end + abs(int(words[end]))
-            if words[end] < 0:  # values of all elements
-                shards.append(words[end + 1 : at])
-            else:
-                sums.append(words[end:at])
-        self._check_steps(np.array(steps), self.topology.hosts[self.host])
+        hosts, n = self.topology.num_hosts, self.whole.num_elements
+        messages = ShardMessage.unpacked(np.asarray(gathered), self.topology.per_host, hosts)
+        self._check_steps(np.array([one.step for one in messages]), self.topology.hosts[self.host])
+        selections = [one.selection for one in messages if one.values is None]
         whole = unpack_sum(
-            np.concatenate([*sums, np.empty(0, np.int32)]), len(sums), _INSIDE, n, self.whole.value_dtype
+            np.concatenate([*selections, np.empty(0, np.int32)]),
+            len(selections),
+            _INSIDE,
+            n,
+            self.whole.value_dtype,
         )
-        counts, norms = np.zeros(self.whole.size, np.int64), np.zeros((len(heads), hosts))
+        counts = np.zeros(self.whole.size, np.int64)
         marks: dict[int, int] = {}
         overflows = []
-        for local, head in enumerate(heads):
+        for local, message in enumerate(messages):
             start, stop = part(n, local, self.topology.per_host)
             column = list(self.topology.columns[local])
-            counts[column] = head[:hosts]
-            norms[local] = head[2 * hosts : 3 * hosts].view(np.float32)
-            if head[-1]:
-                overflows.append(start + int(head[-1]) - 1)
-            for host in np.flatnonzero(head[hosts : 2 * hosts]).tolist():
-                position = int(head[hosts + host]) - 1
+            counts[column] = message.counts
+            if message.overflow is not None:
+                overflows.append(start + message.overflow)
+            for host in np.flatnonzero(message.marks).tolist():
+                position = int(message.marks[host]) - 1
                 if position == self.info.num_elements:  # this rank itself refuses
                     marks[column[host]] = n
                 else:
@@ -323,16 +339,18 @@ class HostBucket(Bucket):
                     marks |= {rank: min(found, marks.get(rank, n)) for rank in self._spared(host, marks)}
         values = own.values[:0] if whole.values is None else whole.values
         sum_ = SparseSum(whole.indices, values, counts, marks)
-        if shards and not sums:
+        shards = [one.values for one in messages if one.values is not None]
+        if shards and not selections:
             values = np.concatenate(shards).view(self.whole.value_dtype)
             if values.size != n:
                 raise MessageError(f"{values.size} values arrived for a bucket of {n} elements")
             sum_ = WholeSum(values, counts, marks, None)
         if own.norms is not None:  # of a host, with each of its ranks
+            norms = np.array([one.norms for one in messages])
             sum_.norms = np.zeros(self.whole.size)
             for host, ranks in enumerate(self.topology.hosts):
                 sum_.norms[list(ranks)] = math.sqrt(float(np.square(norms[:, host]).sum()))
-        sum_.facts, sum_.rooms = own.facts, own.rooms
+        sum_.facts = own.facts
         return sum_, marks, min(overflows, default=None)
 
     def _spared(self, host: int, marks: dict[int, int]) -> list[int]:
@@ -341,28 +359,8 @@ class HostBucket(Bucket):
         return [rank for rank in self.topology.hosts[host] if marks.get(rank) != n]
 
 
-def _told(failure: HorovodSparseError | None) -> np.ndarray:
-    """An error in words of 32 bits."""
-    if failure is None:
-        return np.empty(0, np.int32)
-    text = json.dumps([type(failure).__name__, str(failure)]).encode()
-    return np.frombuffer(text + b" " * (-len(text) % 4), np.int32)
-
-
-def _failure_of(words: np.ndarray) -> HorovodSparseError:
-    """The error that another column has told; of its kind, where that is made of a text."""
-    name, text = json.loads(words.tobytes())
-    kind = getattr(errors, name, HorovodSparseError)
-    made_of_text = kind in (errors.StateMismatchError, MessageError, errors.CollectiveMismatchError)
-    return (kind if made_of_text else HorovodSparseError)(text)
-
-
 def shard_of(whole: BucketInfo, topology: Topology) -> BucketInfo:
     """The facts of a rank's shard: N ranks, and as many elements as the longest shard has.
-
-    Args:
-        whole: the facts of the bucket, of all ranks.
-        topology: which ranks share a host.
 
     Example:
         >>> shard_of(BucketInfo("w", 9, rank=3, size=4), Topology.regular(2, 2))

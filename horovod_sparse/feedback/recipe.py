@@ -16,9 +16,6 @@ from horovod_sparse.feedback.auto_density import AutoDensity
 from horovod_sparse.feedback.feedbacks import (
     ErrorFeedback,
     Feedback,
-    LowPass,
-    MomentumCorrection,
-    NoFeedback,
     feedback_named,
 )
 from horovod_sparse.feedback.text import NESTED, parse_arguments, parse_value
@@ -79,12 +76,7 @@ class ParameterRules:
         return self != ParameterRules()
 
     def density_of(self, name: str, num_elements: int) -> float | None:
-        """The density of a parameter: 1 where it is sent whole, None where it is the sparsifier's own.
-
-        Args:
-            name: of the parameter.
-            num_elements: n.
-        """
+        """The density of a parameter: 1 where it is sent whole, None where it is the sparsifier's own."""
         for pattern, density in self.densities:
             if fnmatchcase(name, pattern):
                 return density
@@ -99,11 +91,7 @@ class ParameterRules:
         return [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in known)]
 
     def hint(self, names: Iterable[str]) -> None:
-        """Logs patterns that fit no name.
-
-        Args:
-            names: of all parameters.
-        """
+        """Logs patterns that fit no name."""
         known = sorted(names)
         if missed := self.unmatched(known):
             _log.warning(
@@ -149,19 +137,12 @@ class Recipe:
         if self.auto is not None and not self.sparsifier.follows_density:
             allowed = f"a number: no density decides what {self.sparsifier.name} sends"
             raise ArgumentError("density", value_text(self.auto), allowed)
-        if self.sparsifier.diverges and not isinstance(self.feedback, NoFeedback):
+        if self.sparsifier.diverges and getattr(self.feedback, "keeps_residual", True):
             allowed = f"'none' with these arguments of {self.sparsifier.name}: {self.sparsifier.diverges}"
             raise ArgumentError("feedback", value_text(self.feedback), allowed)
 
     def at(self, density: float | None) -> Recipe:
-        """The recipe at the density that a plan says.
-
-        Args:
-            density: of the plan; None where it says none.
-
-        Raises:
-            ArgumentError: the plan was made for another density than the recipe's own.
-        """
+        """The recipe at the density that a plan says."""
         if density is None or density == self.sparsifier.density:
             return self
         if self.auto is None:
@@ -170,14 +151,7 @@ class Recipe:
         return dataclasses.replace(self, sparsifier=dataclasses.replace(self.sparsifier, density=density))
 
     def refuse_auto(self, where: str) -> None:
-        """Refuses a density that would have to be decided where nothing is measured.
-
-        Args:
-            where: that is, in words.
-
-        Raises:
-            UnsupportedError: if it is to be decided.
-        """
+        """Refuses a density that would have to be decided where nothing is measured."""
         if self.auto is not None:
             raise UnsupportedError(
                 f"density='auto' is decided by measured times, which {where} does not take: give a number "
@@ -185,12 +159,7 @@ class Recipe:
             )
 
     def for_parameter(self, name: str, num_elements: int) -> Recipe:
-        """The recipe for one parameter, or a bucket of parameters of one density: its rule applied.
-
-        Args:
-            name: of the parameter.
-            num_elements: of the parameter, not of the bucket.
-        """
+        """The recipe for one parameter, or a bucket of parameters of one density: its rule applied."""
         density = self.rules.density_of(name, num_elements)
         if density is None:
             return Recipe(self.sparsifier, self.feedback)
@@ -200,17 +169,9 @@ class Recipe:
         return Recipe(changed, self.feedback)
 
     def for_dense(self) -> Recipe:
-        """The recipe for a parameter that is sent whole: the same feedback around an allreduce.
-
-        Momentum is not masked there: a velocity that is cleared in every step would be none. Nothing is left
-        to be filtered; what was held back before, in a sparse bucket, joins the next gradient whole.
-        """
-        feedback = self.feedback
-        if isinstance(feedback, MomentumCorrection):
-            feedback = dataclasses.replace(feedback, masking=False)
-        elif isinstance(feedback, LowPass):
-            feedback = dataclasses.replace(feedback, beta=1.0)
-        return Recipe(Dense(), feedback)
+        """The recipe for a parameter that is sent whole: the same feedback around an allreduce."""
+        for_dense = getattr(self.feedback, "for_dense", None)
+        return Recipe(Dense(), self.feedback if for_dense is None else for_dense())
 
     def describe(self) -> str:
         """One line for logs and checkpoints; `parse_recipe` makes an equal recipe of it.
@@ -256,7 +217,7 @@ def recipe(name: str, **arguments: Any) -> Recipe:
     Args:
         name: of the algorithm, as in `Compression`.
         **arguments: of the algorithm, its `density` also as "auto" or an `AutoDensity`; `feedback` ("error",
-            "lowpass", "momentum", "none", or a `Feedback`); and those of `ParameterRules`. What has arguments
+            "momentum", "none", or a `Feedback`); and those of `ParameterRules`. What has arguments
             itself may be given as text: ``schedule="exponential(steps=400)"``.
 
     Raises:
@@ -274,6 +235,9 @@ def recipe(name: str, **arguments: Any) -> Recipe:
     """
     signature = recipe_signature(name)
     for argument in arguments:
+        if argument == "capacity":
+            allowed = "no such argument: messages are as long as what is in them, and quantum= rounds that up"
+            raise ArgumentError(argument, arguments[argument], allowed)
         if argument not in signature.parameters:
             raise UnknownNameError(f"argument of {name}", argument, signature.parameters)
     for argument in NESTED:

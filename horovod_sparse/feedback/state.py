@@ -23,17 +23,6 @@ _LARGEST = 2**63
 def to_plain(state: Any, array: Callable[[np.ndarray], Any] = np.copy) -> dict[str, Any]:
     """A state dataclass as nested dicts that share nothing with it.
 
-    Args:
-        state: a dataclass of numbers, strings, arrays, lists or tuples of them, dicts of them, and
-            further such dataclasses.
-        array: makes the checkpoint's kind of array from a NumPy array (which it must copy).
-
-    Returns:
-        One entry per field.
-
-    Raises:
-        StateMismatchError: for a field of another type, by name.
-
     Example:
         >>> from horovod_sparse.sparsifiers import BucketInfo, MiCRO
         >>> to_plain(MiCRO().init(BucketInfo("w", 8)))
@@ -64,12 +53,6 @@ def _to_plain(value: Any, array: Callable[[np.ndarray], Any], path: str) -> Any:
 
 def shared_digest(states: Mapping[str, Any]) -> str:
     """A digest of what is equal on all ranks in the states of buckets: all but the fields marked `LOCAL`.
-
-    Args:
-        states: by bucket.
-
-    Returns:
-        16 hexadecimal digits.
 
     Example:
         >>> from horovod_sparse.sparsifiers import SparsifierState
@@ -104,20 +87,6 @@ def _shared(value: Any) -> Any:
 def from_plain(fresh: State, plain: Mapping[str, Any], path: str = "") -> State:
     """A state as `to_plain` saved it.
 
-    Args:
-        fresh: a state as `Sparsifier.init` makes it for this bucket: says which fields there are, and
-            of which type, dtype and shape. Not changed.
-        plain: the saved one; arrays may be of any kind that NumPy can read.
-        path: of the state in what was saved, for errors; the type's name if left out.
-
-    Returns:
-        A new state of the type of `fresh`.
-
-    Raises:
-        StateMismatchError: with the path of the field, if fields, types or shapes differ: another algorithm,
-            another bucket, or another number of ranks; and if a number is NaN or Inf, or one that its state's
-            `flaw` refuses. Fields marked `ADDED` may be missing: they came later.
-
     Example:
         >>> from horovod_sparse.sparsifiers import SparsifierState
         >>> from_plain(SparsifierState(), {"step": 7})
@@ -132,7 +101,8 @@ def _from_plain(fresh: Any, plain: Any, path: str) -> Any:
         names = {item.name for item in dataclasses.fields(fresh)}
         # what older checkpoints have not got says so itself
         added = {item.name for item in dataclasses.fields(fresh) if item.metadata.get("added")}
-        if not isinstance(plain, Mapping) or not names - added <= set(plain) <= names:
+        former: frozenset[str] = getattr(fresh, "FORMER", frozenset())
+        if not isinstance(plain, Mapping) or not names - added <= set(plain) - former <= names:
             found = sorted(map(str, plain)) if isinstance(plain, Mapping) else type(plain).__name__
             raise StateMismatchError(
                 f"{path} has the fields {sorted(names)}, the saved state has {found}: it belongs to another "

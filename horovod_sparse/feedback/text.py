@@ -9,7 +9,7 @@ from typing import Any
 
 from horovod_sparse.errors import ArgumentError, UnknownNameError
 from horovod_sparse.feedback.auto_density import AutoDensity
-from horovod_sparse.feedback.feedbacks import FEEDBACKS
+from horovod_sparse.feedback.feedbacks import FEEDBACKS, feedback_class
 from horovod_sparse.sparsifiers.schedule import SCHEDULES
 from horovod_sparse.thresholds import RULES
 
@@ -25,13 +25,6 @@ _OPENING, _CLOSING, _QUOTES = "([{", ")]}", "'\""
 
 def split_outside(text: str, separator: str = ",") -> Iterator[str]:
     """The parts of a text between separators that stand outside of brackets and quotes.
-
-    Args:
-        text: any.
-        separator: one character.
-
-    Raises:
-        ArgumentError: brackets or quotes are not closed.
 
     Example:
         >>> list(split_outside("a=1,b=f(x=1,y=2),c='p,q'"))
@@ -59,13 +52,6 @@ def split_outside(text: str, separator: str = ",") -> Iterator[str]:
 
 def parse_arguments(text: str) -> dict[str, Any]:
     """Arguments by name.
-
-    Args:
-        text: ``argument=value,argument=value``, or nothing.
-
-    Raises:
-        ArgumentError: the text has another form, or an argument stands twice.
-        UnknownNameError: a nested value has an unknown name or argument.
 
     Example:
         >>> parse_arguments("density=0.01,schedule=linear(steps=10)")["schedule"].length
@@ -104,6 +90,8 @@ def parse_value(argument: str, text: str) -> Any:
 
 def _nested(argument: str, name: str, text: str) -> Any:
     known = NESTED.get(argument, {})
+    if argument == "feedback":
+        feedback_class(name)
     if name not in known:
         raise UnknownNameError(argument, name, known)
     made, arguments = known[name], parse_arguments(text)

@@ -31,12 +31,6 @@ def kernel(function: Callable[..., Any]) -> Any:
     compiles, the others read its result (numba alone lets all compile, and two processes that save
     *different* specializations of one function at the same moment can exchange their code). And the
     cache is stale as soon as a kernel file changes that this one uses, not only its own file.
-
-    Args:
-        function: what numba can compile in nopython mode.
-
-    Returns:
-        The numba dispatcher.
     """
     if numba.config.DISABLE_JIT:
         return _refuse

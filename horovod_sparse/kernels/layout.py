@@ -11,25 +11,13 @@ from horovod_sparse.errors import ArgumentError
 
 
 def block_size(density: float) -> int:
-    """Elements per block for a density.
-
-    Args:
-        density: kept fraction, in (0, 1].
-
-    Returns:
-        64 as long as most blocks hold nothing that is selected; else 256, which only serve to skip
-        what is quiet altogether.
-    """
+    """Elements per block for a density."""
     return 64 if density <= 0.01 else 256
 
 
 @dataclass(frozen=True)
 class Layout:
     """Where the blocks of an accumulator lie: contiguous, the last one may be shorter.
-
-    Args:
-        num_elements: n.
-        block: elements per block, a multiple of 32.
 
     Example:
         >>> Layout(100, 64).num_blocks
@@ -48,25 +36,6 @@ class Layout:
             raise ArgumentError("block", self.block, "a multiple of 32")
         object.__setattr__(self, "num_blocks", -(-self.num_elements // self.block))
 
-    def window(self, start: int, stop: int | None) -> tuple[int, int]:
-        """Checks a window.
-
-        Args:
-            start: first position.
-            stop: position after the last, None for n.
-
-        Returns:
-            start and stop as plain integers.
-
-        Raises:
-            ArgumentError: it does not lie within [0, n].
-        """
-        end = self.num_elements if stop is None else int(stop)
-        begin = int(start)
-        if not 0 <= begin <= end <= self.num_elements:
-            raise ArgumentError("start, stop", (start, stop), f"a window within [0, {self.num_elements}]")
-        return begin, end
-
     def whole_blocks(self, start: int, stop: int) -> tuple[int, int]:
         """The range of blocks that lie in a window completely (empty: first == last)."""
         first = -(-start // self.block)
@@ -80,18 +49,7 @@ def bits_dtype(dtype: Any) -> np.dtype[Any]:
 
 
 def bits_of(threshold: float, dtype: Any) -> Any:
-    """Magnitude bits of the smallest value of a type that is >= threshold and not 0.
-
-    Args:
-        threshold: magnitude; below 0 counts as 0.
-        dtype: float32 or float64.
-
-    Returns:
-        A scalar of the unsigned type.
-
-    Raises:
-        ArgumentError: the threshold is NaN.
-    """
+    """Magnitude bits of the smallest value of a type that is >= threshold and not 0."""
     if threshold != threshold:
         raise ArgumentError("threshold", threshold, "a number")
     dtype = np.dtype(dtype)

@@ -93,18 +93,7 @@ if PACKS:
 
     @kernel
     def append(sizes, mask, start, indices, keys, count):  # type: ignore[no-untyped-def]
-        """Appends position and key of every lane in the mask; there must be room for all lanes.
-
-        Args:
-            sizes: unsigned lanes.
-            mask: one bit per lane.
-            start: position of lane 0.
-            indices, keys: int32 and unsigned, the buffers.
-            count: how many they hold.
-
-        Returns:
-            How many they hold then.
-        """
+        """Appends position and key of every lane in the mask; there must be room for all lanes."""
         _pack_at(indices, count, _positions(start), mask)
         _pack_at(keys, count, sizes, mask)
         return count + count_bits(mask)

@@ -65,16 +65,6 @@ class SimulatedCluster:
     def synchronize(
         self, gradients: Sequence[Any], learning_rate: float | None = None, *, keep_errors: bool = False
     ) -> list[SparseSum]:
-        """One step on all ranks.
-
-        Args:
-            gradients: one array [n] per rank; zeros afterwards.
-            learning_rate: of this step.
-            keep_errors: see `run_lockstep`.
-
-        Returns:
-            The sparse sums of all ranks.
-        """
         steps = [
             bucket.step(gradient, learning_rate)
             for bucket, gradient in zip(self.buckets, gradients, strict=True)
@@ -96,4 +86,4 @@ class SimulatedCluster:
 
     def residuals(self) -> list[np.ndarray]:
         """What every rank holds back, [n] each, as copies."""
-        return [bucket.spread(bucket.accumulator.residual()).copy() for bucket in self.buckets]
+        return [bucket.spread(bucket.accumulator.values()).copy() for bucket in self.buckets]

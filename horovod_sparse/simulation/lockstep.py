@@ -18,11 +18,11 @@ from horovod_sparse.collectives import (
     ReduceScatter,
     Request,
     Synchronization,
-    num_bytes_sent,
     part,
 )
-from horovod_sparse.cost.times import AlphaBeta, CollectiveCost
 from horovod_sparse.errors import CollectiveMismatchError
+from horovod_sparse.feedback.bucket import num_bytes_sent
+from horovod_sparse.plans.network import AlphaBeta, CollectiveCost
 from horovod_sparse.topology import Topology
 from horovod_sparse.wire.message import SharedWords
 
@@ -70,12 +70,7 @@ class Recorder:
 
 
 def groups_of(requests: Sequence[Request], topology: Topology | None) -> Sequence[Sequence[int]]:
-    """The ranks that communicate with each other in one round: those of each host, for example.
-
-    Args:
-        requests: of all ranks, in rank order, of one level.
-        topology: which ranks share a host; needed where the level is not "all".
-    """
+    """The ranks that communicate with each other in one round: those of each host, for example."""
     if topology is None:
         return [range(len(requests))]
     return topology.groups(requests[0].level)

@@ -8,10 +8,16 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from horovod_sparse.cost import HOST_NETWORK, AffineTime, AlphaBeta, CostModel, Levels, TimeModel, network_at
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.feedback import Recipe
-from horovod_sparse.merging import Plan, Strategy, Workload, predict
+from horovod_sparse.planning.cost_model import CostModel
+from horovod_sparse.planning.profile import Levels
+from horovod_sparse.planning.strategies import Strategy
+from horovod_sparse.planning.timeline import predict
+from horovod_sparse.planning.times import AffineTime, TimeModel
+from horovod_sparse.planning.workload import Workload
+from horovod_sparse.plans.network import HOST_NETWORK, AlphaBeta, network_at
+from horovod_sparse.plans.plan import Plan
 from horovod_sparse.simulation.traffic import BucketTraffic, bucket_traffic
 
 

@@ -8,9 +8,10 @@ import numpy as np
 
 from horovod_sparse.checks import check_count
 from horovod_sparse.collectives import Level
-from horovod_sparse.cost import COLLECTIVES, HOST_NETWORK, AlphaBeta, CollectiveCost, Levels, network_at
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.feedback import Recipe
+from horovod_sparse.planning.profile import Levels
+from horovod_sparse.plans.network import COLLECTIVES, HOST_NETWORK, AlphaBeta, CollectiveCost, network_at
 from horovod_sparse.simulation.cluster import SimulatedCluster
 from horovod_sparse.simulation.lockstep import Recorder
 from horovod_sparse.topology import Topology

@@ -11,11 +11,10 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from horovod_sparse.arrays.protocol import Accumulator, Indices, Values
+from horovod_sparse.arrays import Accumulator, Indices, Values
 from horovod_sparse.checks import check_density
-from horovod_sparse.collectives import ADDED, AllGather, Request, Synchronization
-from horovod_sparse.errors import ArgumentError, MessageError, UnknownNameError
-from horovod_sparse.sparsifiers.capacity import Capacity
+from horovod_sparse.collectives import AllGather, Request, Synchronization
+from horovod_sparse.errors import ArgumentError, MessageError
 from horovod_sparse.sparsifiers.schedule import Schedule
 from horovod_sparse.wire import Gathered, WireFormat, pack, unpack_sum
 
@@ -65,19 +64,20 @@ class SparsifierState:
         step: synchronizations done.
     """
 
+    #: fields of older checkpoints that say nothing any more
+    FORMER: ClassVar[frozenset[str]] = frozenset({"capacity", "selections", "unions", "results"})
+
     step: int = 0
 
 
-@dataclass
-class MeasuredState(SparsifierState):
-    """Of a selection whose length changes: its messages have room for what steps have needed so far.
-
-    Attributes:
-        step: synchronizations done.
-        capacity: room in messages.
-    """
-
-    capacity: Capacity = field(default_factory=Capacity, metadata=ADDED)
+def rescale(state: Any, factor: float) -> None:
+    """Multiplies what a state remembers in units of the accumulator (fields marked `SCALED`) by a factor."""
+    for item in dataclasses.fields(state):
+        value = getattr(state, item.name)
+        if item.metadata.get("scaled"):
+            setattr(state, item.name, value * factor)
+        elif dataclasses.is_dataclass(value):
+            rescale(value, factor)
 
 
 @dataclass
@@ -91,9 +91,7 @@ class SparseSum:
         first_nonfinite: rank -> position of its first NaN or Inf, for ranks that have one.
         norms: float [P], L2 norm of the residual that every rank began the step with, where the
             messages carried it.
-        facts: the algorithm's own telemetry (threshold, imbalance, ...). `overflow` is what this rank has
-            held back because its message had no room for it.
-        rooms: elements that messages had room for, whatever was in them: of each round in which that changes.
+        facts: the algorithm's own telemetry (threshold, imbalance, ...).
     """
 
     #: whether the values are those of all elements, in their order (`WholeSum`)
@@ -105,7 +103,6 @@ class SparseSum:
     first_nonfinite: dict[int, int] = field(default_factory=dict)
     norms: np.ndarray | None = None
     facts: dict[str, float] = field(default_factory=dict)
-    rooms: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, gathered: Gathered) -> SparseSum:
@@ -119,10 +116,6 @@ class SparseSum:
 
 class WholeSum(SparseSum):
     """A sum that has all n elements, in their order: nobody has to be told where they are.
-
-    Args:
-        values: [n].
-        counts, first_nonfinite, norms: see `SparseSum`.
 
     Example:
         >>> sum_ = WholeSum(np.ones(3, np.float32), np.array([3]), {}, None)
@@ -142,7 +135,6 @@ class WholeSum(SparseSum):
         self.values, self.counts = values, counts
         self.first_nonfinite, self.norms = first_nonfinite, norms
         self.facts: dict[str, float] = {}
-        self.rooms: tuple[int, ...] = ()
 
     @functools.cached_property
     def indices(self) -> Indices:  # type: ignore[override]
@@ -188,9 +180,6 @@ class Sparsifier(abc.ABC):
             (see `WireFormat`). The rounding error stays in the residual.
         indices: how indices travel: "int32", "block16", or "gaps" (bit-packed).
         quantum: message lengths are rounded up to this many elements.
-        capacity: "measured" (where a selection's length changes, messages have room for what steps have
-            needed so far, so that lengths repeat: what exceeds it stays in the residual, what is missing is
-            padding), or "exact" (as long as what is in them).
         schedule: of the density over the steps, where it is not always `density` (warm-up).
     """
 
@@ -206,14 +195,11 @@ class Sparsifier(abc.ABC):
     values: str = "exact"
     indices: str = "int32"
     quantum: int = 1
-    capacity: str = "measured"
     schedule: Schedule | None = None
 
     def __post_init__(self) -> None:
         check_density("density", self.density, "a kept fraction in (0, 1]")
         WireFormat(self.values, self.indices, self.quantum)
-        if self.capacity not in ("measured", "exact"):
-            raise UnknownNameError("capacity", str(self.capacity), ("measured", "exact"))
         if self.schedule is not None and not hasattr(self.schedule, "density_at"):
             raise ArgumentError(
                 "schedule", self.schedule, "a schedule, such as exponential(steps=400), or None"
@@ -222,11 +208,7 @@ class Sparsifier(abc.ABC):
     @property
     def wire(self) -> WireFormat:
         """How selections are written."""
-        return self.wire_with_room(0)
-
-    def wire_with_room(self, elements: int) -> WireFormat:
-        """How selections are written whose messages have room for so many elements at least."""
-        return _wire_format(self.values, self.indices, self.quantum, elements)
+        return _wire_format(self.values, self.indices, self.quantum)
 
     @property
     def diverges(self) -> str:
@@ -245,30 +227,12 @@ class Sparsifier(abc.ABC):
         """The description for one bucket: what depends on its size, or on the number of ranks, decided.
 
         Every rank decides alike, from the facts of the bucket alone.
-
-        Args:
-            info: the facts of the bucket.
-            timed: what is better found by timing the first steps may be left open; then the rounds of a
-                step are known only when it runs.
-
-        Raises:
-            ArgumentError: an argument does not fit the bucket or the number of ranks.
         """
         return self
 
     def init(self, info: BucketInfo) -> SparsifierState:
         """The state before the first step."""
         return SparsifierState()
-
-    def rescale(self, state: Any, factor: float) -> None:  # noqa: B027 (few have to do anything)
-        """Told that residual and gradients come in other units from now on: nothing to do here.
-
-        An algorithm that remembers something in units of the accumulator (a threshold) multiplies it.
-
-        Args:
-            state: made by `init`, changed in place.
-            factor: what the residual has been multiplied by, above 0.
-        """
 
     @abc.abstractmethod
     def synchronize(
@@ -283,24 +247,26 @@ class Sparsifier(abc.ABC):
         """
 
     @abc.abstractmethod
-    def rounds(self, size: int) -> tuple[type[Request], ...]:
-        """The kinds of request that `synchronize` yields, in order, fixed for a number of ranks.
-
-        A graph driver unrolls them when it traces.
-        """
-
-    @abc.abstractmethod
-    def traffic(
-        self, info: BucketInfo, counts: np.ndarray, step: int = 0, rooms: tuple[int, ...] = ()
-    ) -> tuple[Traffic, ...]:
+    def traffic(self, info: BucketInfo, counts: np.ndarray, step: int = 0) -> tuple[Traffic, ...]:
         """Declared cost of a step for this rank.
 
         Args:
             info: the facts of the bucket.
             counts: int [P], elements that each rank selected.
             step: which step it was, from 0.
-            rooms: that messages had (`SparseSum.rooms`); none if left out.
+
+        Returns:
+            One entry for each request that `synchronize` yields, in order; their kinds are fixed for a number
+            of ranks.
         """
+
+    def rounds(self, size: int) -> tuple[type[Request], ...]:
+        """The kinds of request that `synchronize` yields, as `traffic` declares them.
+
+        A graph driver unrolls them when it traces.
+        """
+        declared = self.traffic(BucketInfo("any", size, 0, size), np.ones(size, np.int64))
+        return tuple(one.kind for one in declared)
 
     def describe(self) -> str:
         """The description as `Compression.parse` reads it; arguments at their default are left out.
@@ -344,59 +310,30 @@ class SelectAndGather(Sparsifier):
     def synchronize(
         self, accumulator: Accumulator, state: Any, info: BucketInfo
     ) -> Synchronization[SparseSum]:
-        """Selects, then one allgather; see `Sparsifier.synchronize`."""
+        """Selects, then one allgather."""
         k = self.num_selected(info, state)
         selected = self.select(accumulator, k, state, info)
         indices, facts = selected if isinstance(selected, tuple) else (selected, {})
         wire = self.message_format(info, state.step)
-        rooms: tuple[int, ...] = ()
-        if isinstance(state, MeasuredState) and self.capacity == "measured" and k < info.num_elements:
-            room = state.capacity.room(k, info.num_elements)
-            if room:
-                facts["overflow"] = float(max(0, indices.size - room))
-            if room and indices.size > room:  # the largest of those that pass
-                indices = accumulator.largest(room)
-            wire, rooms = self.wire_with_room(room), (room,)
         state.step += 1
-        values = accumulator.take(indices)
+        values = accumulator.remove(indices)
         sent = values if wire.exact else wire.round(values)
-        accumulator.clear(indices)
         if sent is not values:
             accumulator.add(indices, values - sent)
         sum_ = SparseSum.of((yield from exchange_selections(accumulator, indices, sent, info, wire)))
         sum_.facts.update(facts)
-        if rooms:
-            sum_.rooms, state.capacity = rooms, state.capacity.learned(sum_.counts, k)
         return sum_
 
-    def rounds(self, size: int) -> tuple[type[Request], ...]:
-        """One allgather."""
-        return (AllGather,)
-
-    def traffic(
-        self, info: BucketInfo, counts: np.ndarray, step: int = 0, rooms: tuple[int, ...] = ()
-    ) -> tuple[Traffic, ...]:
+    def traffic(self, info: BucketInfo, counts: np.ndarray, step: int = 0) -> tuple[Traffic, ...]:
         """Indices and values of what was selected."""
-        wire = self.wire_with_room(*rooms) if rooms else self.message_format(info, step)
-        count = int(counts[info.rank])
+        wire, count = self.message_format(info, step), int(counts[info.rank])
         return (Traffic(AllGather, wire.message_bytes(count, info.num_elements, info.value_dtype)),)
 
 
 def exchange_selections(
     accumulator: Accumulator, indices: Indices, values: Values | None, info: BucketInfo, wire: WireFormat
 ) -> Synchronization[Gathered]:
-    """The round most algorithms have: every rank's selection to every rank, in one allgather.
-
-    Args:
-        accumulator: gives the health and norm for the header.
-        indices: int32 [count], this rank's selection.
-        values: [count], or None to send indices only.
-        info: the facts of the bucket.
-        wire: how it is written.
-
-    Returns:
-        The selections of all ranks, one behind the other in rank order.
-    """
+    """The round most algorithms have: every rank's selection to every rank, in one allgather."""
     n = info.num_elements
     gathered = yield AllGather(pack(indices, values, accumulator.report, format=wire, num_elements=n))
     return unpack_sum(gathered, info.size, wire, n, None if values is None else info.value_dtype)
@@ -407,12 +344,6 @@ def step_generator(seed: int, bucket: str, step: int, rank: int | None = None) -
 
     No state has to be saved to resume, and the global seeds of NumPy or a framework are never touched.
 
-    Args:
-        seed: the user's.
-        bucket: name of the bucket.
-        step: synchronizations done before.
-        rank: for numbers of a rank's own; None for numbers that all ranks share.
-
     Example:
         >>> bool(step_generator(0, "w", 3).random() == step_generator(0, "w", 3).random())
         True
@@ -422,12 +353,7 @@ def step_generator(seed: int, bucket: str, step: int, rank: int | None = None) -
 
 
 def arguments_text(described: Any, always: tuple[str, ...] = ()) -> str:
-    """``argument=value,argument=value`` of a dataclass; arguments at their default are left out.
-
-    Args:
-        described: the dataclass.
-        always: arguments that are never left out.
-    """
+    """``argument=value,argument=value`` of a dataclass; arguments at their default are left out."""
     return ",".join(
         f"{item.name}={value_text(getattr(described, item.name))}"
         for item in dataclasses.fields(described)
@@ -437,9 +363,6 @@ def arguments_text(described: Any, always: tuple[str, ...] = ()) -> str:
 
 def value_text(value: Any) -> str:
     """A value as `feedback.text.parse_value` reads it.
-
-    Args:
-        value: a number, a word, a tuple or dict of such, or a dataclass with a `text_name`.
 
     Example:
         >>> from horovod_sparse.sparsifiers.schedule import Exponential

@@ -7,10 +7,10 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from horovod_sparse.arrays.protocol import Accumulator
-from horovod_sparse.collectives import Broadcast, Request, Synchronization
+from horovod_sparse.arrays import Accumulator
+from horovod_sparse.collectives import Broadcast, Synchronization
 from horovod_sparse.sparsifiers.base import BucketInfo, SparseSum, Sparsifier, SparsifierState, Traffic
-from horovod_sparse.sparsifiers.rounds.shared import sum_at, sum_rounds, sum_traffic
+from horovod_sparse.sparsifiers.rounds.shared import sum_at, sum_traffic
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,8 +26,8 @@ class CLTK(Sparsifier):
     Args:
         density: k / n, in (0, 1].
 
-    Source: ScaleCom (Chen et al., NeurIPS 2020), Algorithm 1, cyclic local top-k. Its low-pass filter of the
-    residual is a feedback, `LowPass`; the default is error feedback, which is the algorithm with beta = 1.
+    Source: ScaleCom (Chen et al., NeurIPS 2020), Algorithm 1, cyclic local top-k. Departure: plain
+    error feedback, which is its low-pass filter of the residual with beta = 1.
 
     Example:
         >>> CLTK(density=0.01).rounds(4)
@@ -40,7 +40,6 @@ class CLTK(Sparsifier):
     def synchronize(
         self, accumulator: Accumulator, state: SparsifierState, info: BucketInfo
     ) -> Synchronization[SparseSum]:
-        """A broadcast and an allreduce; see `Sparsifier.synchronize`."""
         leader = state.step % info.size
         k = self.num_selected(info, state)
         chosen = accumulator.largest(k) if info.rank == leader else np.zeros(k, np.int32)
@@ -49,13 +48,7 @@ class CLTK(Sparsifier):
         counts = np.full(info.size, k)
         return (yield from sum_at(accumulator, indices, counts, info, self.wire))
 
-    def rounds(self, size: int) -> tuple[type[Request], ...]:
-        """A broadcast and an allreduce."""
-        return (Broadcast, *sum_rounds(self.wire))
-
-    def traffic(
-        self, info: BucketInfo, counts: np.ndarray, step: int = 0, rooms: tuple[int, ...] = ()
-    ) -> tuple[Traffic, ...]:
+    def traffic(self, info: BucketInfo, counts: np.ndarray, step: int = 0) -> tuple[Traffic, ...]:
         """The leader's indices; everyone's values."""
         k = int(counts[0])
         leads = info.rank == step % info.size

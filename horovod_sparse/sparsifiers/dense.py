@@ -7,10 +7,10 @@ from typing import ClassVar
 
 import numpy as np
 
-from horovod_sparse.arrays.protocol import Accumulator
-from horovod_sparse.collectives import Request, Synchronization
+from horovod_sparse.arrays import Accumulator
+from horovod_sparse.collectives import Synchronization
 from horovod_sparse.sparsifiers.base import BucketInfo, SparseSum, Sparsifier, SparsifierState, Traffic
-from horovod_sparse.sparsifiers.rounds.shared import sum_at, sum_rounds, sum_traffic
+from horovod_sparse.sparsifiers.rounds.shared import sum_at, sum_traffic
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,18 +32,11 @@ class Dense(Sparsifier):
     def synchronize(
         self, accumulator: Accumulator, state: SparsifierState, info: BucketInfo
     ) -> Synchronization[SparseSum]:
-        """One allreduce; see `Sparsifier.synchronize`."""
         n = info.num_elements
         state.step += 1
         counts = np.full(info.size, n)
         return (yield from sum_at(accumulator, np.arange(n, dtype=np.int32), counts, info, self.wire))
 
-    def rounds(self, size: int) -> tuple[type[Request], ...]:
-        """One allreduce."""
-        return sum_rounds(self.wire)
-
-    def traffic(
-        self, info: BucketInfo, counts: np.ndarray, step: int = 0, rooms: tuple[int, ...] = ()
-    ) -> tuple[Traffic, ...]:
+    def traffic(self, info: BucketInfo, counts: np.ndarray, step: int = 0) -> tuple[Traffic, ...]:
         """All values."""
         return sum_traffic(info.num_elements, info, self.wire)

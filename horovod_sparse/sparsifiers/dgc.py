@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from horovod_sparse.arrays.protocol import Accumulator, Indices
+from horovod_sparse.arrays import Accumulator, Indices
 from horovod_sparse.checks import check_count
 from horovod_sparse.errors import UnknownNameError
 from horovod_sparse.sparsifiers.base import (
     BucketInfo,
-    MeasuredState,
     SelectAndGather,
     SparsifierState,
     step_generator,
@@ -61,12 +60,7 @@ class DGC(SelectAndGather):
             raise UnknownNameError("threshold of dgc", str(self.threshold), ("sampled", "exact"))
         check_count("seed", self.seed, "a whole number, 0 or more", low=0)
 
-    def init(self, info: BucketInfo) -> SparsifierState:
-        """Step 0, no length of messages yet; the exact threshold lets k pass in every step."""
-        return MeasuredState() if self.threshold == "sampled" else SparsifierState()
-
     def select(self, accumulator: Accumulator, k: int, state: SparsifierState, info: BucketInfo) -> Indices:
-        """About the k largest magnitudes; see `SelectAndGather.select`."""
         if self.threshold == "exact" or k >= accumulator.num_elements:
             return accumulator.largest(k)
         generator = step_generator(self.seed, info.name, state.step, info.rank)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
-from horovod_sparse.arrays.protocol import Accumulator, Indices
+from horovod_sparse.arrays import Accumulator, Indices
 from horovod_sparse.checks import check_count, check_number
 from horovod_sparse.sparsifiers.base import BucketInfo, SelectAndGather, SparsifierState, step_generator
 from horovod_sparse.thresholds import SampledThreshold
@@ -28,11 +29,6 @@ class HashFunction:
     evenly, or far less, than chance. With the mix the share of empty slots is that of chance for
     indices in a row as well as for scattered ones.
 
-    Args:
-        multiplier: a, in [0, 2^64).
-        offset: b, in [0, 2^64).
-        num_slots: m, in [1, 2^32).
-
     Source: DRAGONN, Section 4.1 and Definition A.4, which name no family; Dietzfelbinger 1996 for the
     linear part; the mix multiplies by odd numbers and folds high bits into low ones.
 
@@ -52,14 +48,7 @@ class HashFunction:
         return cls(int(a), int(b), num_slots)
 
     def slots(self, indices: Indices) -> np.ndarray:
-        """The slots of indices.
-
-        Args:
-            indices: int32 [hits], 0 or more.
-
-        Returns:
-            int64 [hits], each in [0, m).
-        """
+        """The slots of indices."""
         words = indices.astype(np.uint64)
         words *= np.uint64(self.multiplier)
         words += np.uint64(self.offset)
@@ -77,15 +66,8 @@ class HashFunction:
 def survivors(indices: Indices, slots: np.ndarray, num_slots: int, last: int = -1) -> Indices:
     """One write for each hit, later ones overwrite: the hits that are left in the slots at the end.
 
-    Args:
-        indices: int32 [hits], ascending.
-        slots: int64 [hits], where each is written.
-        num_slots: m.
-        last: position of the hit that is written last; the others are written in ascending order, around
-            the circle. With the same one in all steps, and few slots, some hits would never be left.
-
-    Returns:
-        int32, ascending; at most m.
+    The hit at `last` is written last; the others are written in ascending order, around the circle. With the
+    same one in all steps, and few slots, some hits would never be left.
 
     Example:
         >>> survivors(np.array([3, 5, 9], np.int32), np.array([1, 0, 1]), 3)
@@ -157,12 +139,11 @@ class DRAGONN(SelectAndGather):
 
     def message_format(self, info: BucketInfo, step: int) -> WireFormat:
         """All messages as long as all slots, whatever was hit."""
-        return self.wire_with_room(self.num_slots(info, SparsifierState(step)))
+        return dataclasses.replace(self.wire, capacity=self.num_slots(info, SparsifierState(step)))
 
     def select(
         self, accumulator: Accumulator, k: int, state: SparsifierState, info: BucketInfo
     ) -> tuple[Indices, dict[str, float]]:
-        """What is left in the slots; see `SelectAndGather.select`."""
         m, threshold = self.num_slots(info, state), 0.0
         generator = step_generator(self.seed, info.name, state.step, info.rank)
         if k < info.num_elements:

@@ -8,8 +8,8 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from horovod_sparse.arrays.protocol import Accumulator, Indices
-from horovod_sparse.collectives import ADDED, AllGather, Request, Synchronization
+from horovod_sparse.arrays import Accumulator, Indices
+from horovod_sparse.collectives import AllGather, Synchronization
 from horovod_sparse.errors import StateMismatchError
 from horovod_sparse.sparsifiers.base import (
     BucketInfo,
@@ -19,9 +19,8 @@ from horovod_sparse.sparsifiers.base import (
     Traffic,
     exchange_selections,
 )
-from horovod_sparse.sparsifiers.capacity import Capacity
 from horovod_sparse.sparsifiers.rounds.regions import Window
-from horovod_sparse.sparsifiers.rounds.shared import sum_at, sum_rounds, sum_traffic
+from horovod_sparse.sparsifiers.rounds.shared import sum_at, sum_traffic
 from horovod_sparse.thresholds import ThresholdRule, ThresholdState, threshold_rule
 
 
@@ -32,13 +31,9 @@ class ExclusiveState(SparsifierState):
     Attributes:
         step: synchronizations done.
         threshold: of the threshold rule.
-        selections: room in messages of selected indices.
-        unions: room for values at all of them.
     """
 
     threshold: ThresholdState = field(default_factory=ThresholdState)
-    selections: Capacity = field(default_factory=Capacity, metadata=ADDED)
-    unions: Capacity = field(default_factory=Capacity, metadata=ADDED)
 
     @property
     def turn(self) -> int:
@@ -63,111 +58,77 @@ class ExclusiveThreshold(Sparsifier):
         threshold_rule(self.threshold)
 
     def init(self, info: BucketInfo) -> ExclusiveState:
-        """Step 0, no threshold yet."""
         return ExclusiveState()
-
-    def rescale(self, state: ExclusiveState, factor: float) -> None:
-        """The threshold follows the residual; see `Sparsifier.rescale`."""
-        state.threshold.threshold *= factor
-        state.threshold.scale *= factor
 
     @abc.abstractmethod
     def window(self, state: Any, info: BucketInfo) -> Window:
         """(start, stop) of what this rank searches in this step."""
 
     def observe(self, state: Any, info: BucketInfo, counts: np.ndarray, union: Indices) -> None:
-        """Learns from what all ranks selected (moves partitions, for one). Nothing here.
+        """Learns from the selections of all ranks, before the step is counted (moves partitions, for one).
 
-        Args:
-            state: before its step is counted; changed in place.
-            info: the facts of the bucket.
-            counts: int [P], elements selected by every rank.
-            union: the selections of all ranks, one behind the other.
+        `counts` are elements selected by every rank, `union` their indices one behind the other.
         """
 
     def synchronize(
         self, accumulator: Accumulator, state: ExclusiveState, info: BucketInfo
     ) -> Synchronization[SparseSum]:
-        """An allgather of indices, an allreduce of values; see `Sparsifier.synchronize`."""
-        rule = threshold_rule(self.threshold)
-        num_selected = self.num_selected(info, state)
-        threshold = rule.find(accumulator, num_selected, state.threshold)
-        start, stop = self.window(state, info)
-        # a rule that does not say so sends all hits, whatever length that makes
-        bounded = getattr(rule, "bounded", False) and self.capacity == "measured"
-        bounded = bounded and num_selected < info.num_elements
-        rooms, overflow = (0, 0), 0
-        if bounded:
-            rooms = (
-                state.selections.room(num_selected, info.num_elements),
-                state.unions.room(num_selected, info.num_elements),
-            )
-        if num_selected < info.num_elements:
-            selection = accumulator.at_least(threshold, start, stop)
-            num_hits = selection.size
-            wanted = rule.wanted(num_hits, num_selected, state.threshold)
-            if rooms[0] and wanted > rooms[0]:
-                wanted, overflow = rooms[0], wanted - rooms[0]
-            if wanted != num_hits:
-                selection = accumulator.largest(min(wanted, stop - start), start, stop)
-            if wanted > num_hits:  # there may be nothing but zeros below the threshold
-                selection = selection[accumulator.take(selection) != 0]
+        rule, k = threshold_rule(self.threshold), self.num_selected(info, state)
+        threshold = rule.find(accumulator, k, state.threshold)
+        window = self.window(state, info)
+        if k < info.num_elements:
+            selection = _select(accumulator, rule, threshold, k, window, state.threshold)
         else:  # everything, zeros too: where this rank holds 0 others may not
-            selection = np.arange(start, stop, dtype=np.int32)
-        wire, union_wire = (self.wire_with_room(room) for room in rooms)
-        gathered = yield from exchange_selections(accumulator, selection, None, info, wire)
+            selection = np.arange(*window, dtype=np.int32)
+        gathered = yield from exchange_selections(accumulator, selection, None, info, self.wire)
         _check_exclusive(gathered.indices, gathered.counts, info)
-        # the union is known to all by now: nothing of it has to wait where there is too little room
         sum_ = yield from sum_at(
-            accumulator, gathered.indices, gathered.counts, info, union_wire, ask_health=False
+            accumulator, gathered.indices, gathered.counts, info, self.wire, ask_health=False
         )
         sum_.first_nonfinite, sum_.norms = gathered.first_nonfinite, gathered.norms
         union = int(sum_.counts.sum())
         sum_.facts.update(  # imbalance: f(t) of ExDyna, Eq. (5); density error: Eq. (6)
             threshold=threshold,
             imbalance=info.size * int(sum_.counts.max()) / union if union else 1.0,
-            density_error=abs(num_selected - union) / info.num_elements,
+            density_error=abs(k - union) / info.num_elements,
         )
-        if rooms[0]:
-            sum_.facts["overflow"] = float(overflow)
-        if bounded:
-            sum_.rooms = rooms
-            state.selections = state.selections.learned(sum_.counts, num_selected)
-            state.unions = state.unions.learned(np.array([union]), num_selected)
-        rule.steer(gathered.indices.size, num_selected, state.threshold)
+        rule.steer(gathered.indices.size, k, state.threshold)
         self.observe(state, info, sum_.counts, gathered.indices)
         state.step += 1
         state.threshold.share = _share(gathered.indices, self.window(state, info))
         return sum_
 
-    def rounds(self, size: int) -> tuple[type[Request], ...]:
-        """An allgather, and the rounds of a sum at known indices."""
-        return (AllGather, *sum_rounds(self.wire))
-
-    def traffic(
-        self, info: BucketInfo, counts: np.ndarray, step: int = 0, rooms: tuple[int, ...] = ()
-    ) -> tuple[Traffic, ...]:
+    def traffic(self, info: BucketInfo, counts: np.ndarray, step: int = 0) -> tuple[Traffic, ...]:
         """This rank's indices; the union's values."""
-        wire, union_wire = (self.wire_with_room(room) for room in rooms or (0, 0))
-        num_bytes = wire.message_bytes(int(counts[info.rank]), info.num_elements, None)
-        return (
-            Traffic(AllGather, num_bytes),
-            *sum_traffic(int(counts.sum()), info, union_wire, ask_health=False),
-        )
+        num_bytes = self.wire.message_bytes(int(counts[info.rank]), info.num_elements, None)
+        values = sum_traffic(int(counts.sum()), info, self.wire, ask_health=False)
+        return (Traffic(AllGather, num_bytes), *values)
+
+
+def _select(
+    accumulator: Accumulator,
+    rule: ThresholdRule,
+    threshold: float,
+    k: int,
+    window: Window,
+    state: ThresholdState,
+) -> Indices:
+    """What a rank sends of its window: its hits, or as many of its largest as the rule says."""
+    start, stop = window
+    selection = accumulator.at_least(threshold, start, stop)
+    num_hits = selection.size
+    wanted = rule.wanted(num_hits, k, state)
+    if wanted != num_hits:
+        selection = accumulator.largest(min(wanted, stop - start), start, stop)
+    if wanted > num_hits:  # there may be nothing but zeros below the threshold
+        selection = selection[accumulator.take(selection) != 0]
+    return selection
 
 
 def _check_exclusive(union: Indices, counts: np.ndarray, info: BucketInfo) -> None:
     """Refuses selections of which two hold the same element: its sum would be applied twice. O(k).
 
     All ranks see the same selections, so they all raise, or none.
-
-    Args:
-        union: the selections of all ranks, one behind the other.
-        counts: int [P], elements selected by every rank.
-        info: the facts of the bucket.
-
-    Raises:
-        StateMismatchError: naming two ranks.
     """
     ends = np.cumsum(counts)
     rising = union[1:] > union[:-1]

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from horovod_sparse.arrays.protocol import Indices
+from horovod_sparse.arrays import Indices
 from horovod_sparse.checks import check_count, check_number
 from horovod_sparse.errors import UnknownNameError
 from horovod_sparse.sparsifiers.base import BucketInfo
@@ -49,15 +49,8 @@ class Partitions:
 def partition(num_elements: int, size: int, num_blocks: int = 1024) -> Partitions:
     """Cuts a bucket into blocks and gives every rank nearly the same number of them.
 
-    Args:
-        num_elements: n.
-        size: P.
-        num_blocks: n_b where the bucket is large enough. At least 4 P blocks are made, so that blocks
-            can move, and blocks shrink below 32 elements only when there are too few elements for that.
-            Rounding the block length down makes room for further blocks: they are made too.
-
-    Returns:
-        The partitions; remainder blocks go to the first parts, one each.
+    At least 4 P blocks are made, so that blocks can move; they shrink below 32 elements only when there are
+    too few elements for that. Rounding the block length down makes room for further blocks, made too.
 
     Source: ExDyna, Algorithm 2. Departures: n_b is chosen from n and P (the printed form makes empty
     blocks below 32 * n_b elements), and less than one block is left over for the last part (the
@@ -86,13 +79,6 @@ def move_one_block(
 ) -> None:
     """Moves a block between neighbours where one selected too much and the other too little.
 
-    Args:
-        partitions: changed in place.
-        counts: int [P], elements selected in every part (not: by every rank).
-        num_elements: n.
-        alpha: a part is too full above alpha times the mean and too empty below 1 / alpha of it.
-        num_moved: blocks that move at once (blk_move).
-
     Source: ExDyna, Algorithm 3, lines 7-28, with min_blk = n_b / (4 P). Departure: when nothing was
     selected at all nothing moves (the printed form divides by zero).
     """
@@ -120,12 +106,6 @@ def move_one_block(
 
 def move_proportionally(partitions: Partitions, selected: Indices, *, step: float = 0.5) -> None:
     """Moves every boundary part of the way to where the parts would have selected equally many.
-
-    Args:
-        partitions: changed in place.
-        selected: int32, the union of all ranks' selections, in any order.
-        step: fraction of the way, in (0, 1], where every part gave many; with m elements per part on
-            average, m / (m + 10) of it.
 
     Ours, beside the paper's rule. All ranks know not only how many elements each part gave but which,
     so the boundaries that would have given equal counts are known to a block: quantiles of the selected
@@ -163,7 +143,6 @@ class ExDynaState(ExclusiveState):
     Attributes:
         step: synchronizations done.
         threshold: of the threshold rule.
-        selections, unions: room in messages.
         partitions: where the parts lie now.
     """
 
@@ -215,7 +194,6 @@ class ExDyna(ExclusiveThreshold):
             check_count(argument, getattr(self, argument), "a whole number, 1 or more")
 
     def init(self, info: BucketInfo) -> ExDynaState:
-        """Equal parts, no threshold yet."""
         return ExDynaState(partitions=partition(info.num_elements, info.size, self.num_blocks))
 
     def window(self, state: ExDynaState, info: BucketInfo) -> Window:

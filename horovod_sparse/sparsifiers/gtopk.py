@@ -7,8 +7,8 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from horovod_sparse.arrays.protocol import Accumulator
-from horovod_sparse.collectives import Exchange, Request, Synchronization
+from horovod_sparse.arrays import Accumulator
+from horovod_sparse.collectives import Exchange, Synchronization
 from horovod_sparse.sparsifiers.base import BucketInfo, SparseSum, Sparsifier, SparsifierState, Traffic
 from horovod_sparse.sparsifiers.rounds.pairs import Mail, ceil_log2, mail_words
 from horovod_sparse.sparsifiers.rounds.sparse_vectors import (
@@ -49,7 +49,6 @@ class GTopK(Sparsifier):
     def synchronize(
         self, accumulator: Accumulator, state: SparsifierState, info: BucketInfo
     ) -> Synchronization[SparseSum]:
-        """Up the tree and down again; see `Sparsifier.synchronize`."""
         k = self.num_selected(info, state)
         mail = Mail(accumulator.report, info, self.wire)
         indices = accumulator.largest(k)
@@ -95,13 +94,7 @@ class GTopK(Sparsifier):
             accumulator.add(vector.indices, error)
         return seen
 
-    def rounds(self, size: int) -> tuple[type[Request], ...]:
-        """Up and down; a rank that has nothing to do in a round yields it nevertheless."""
-        return (Exchange,) * (2 * ceil_log2(size))
-
-    def traffic(
-        self, info: BucketInfo, counts: np.ndarray, step: int = 0, rooms: tuple[int, ...] = ()
-    ) -> tuple[Traffic, ...]:
+    def traffic(self, info: BucketInfo, counts: np.ndarray, step: int = 0) -> tuple[Traffic, ...]:
         """Once up, if not rank 0; down to each child."""
         k = int(counts[info.rank])
         up, down = [], []

@@ -7,9 +7,9 @@ import math
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from horovod_sparse.arrays.protocol import Accumulator, Indices
+from horovod_sparse.arrays import Accumulator, Indices
 from horovod_sparse.checks import LARGEST, check_number, out_of_range
-from horovod_sparse.collectives import ADDED
+from horovod_sparse.collectives import ADDED, SCALED
 from horovod_sparse.sparsifiers.base import BucketInfo, SelectAndGather, SparsifierState
 
 _log = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ class HardThresholdState(SparsifierState):
         scale: what the residual has been multiplied by since the first step; the threshold is, too.
     """
 
-    scale: float = field(default=1.0, metadata=ADDED)
+    scale: float = field(default=1.0, metadata={**ADDED, **SCALED})
 
     def flaw(self, _fresh: HardThresholdState) -> str:
         """Of a loaded one: see `out_of_range`."""
@@ -65,12 +65,7 @@ class HardThreshold(SelectAndGather):
             check_number("threshold", self.threshold, "a number above 0", low=0.0, high=math.inf)
 
     def init(self, info: BucketInfo) -> HardThresholdState:
-        """Step 0, in the units of the first step."""
         return HardThresholdState()
-
-    def rescale(self, state: HardThresholdState, factor: float) -> None:
-        """The threshold follows the residual; see `Sparsifier.rescale`."""
-        state.scale *= factor
 
     def threshold_for(self, info: BucketInfo, state: HardThresholdState) -> float:
         """The user's threshold, or the guess, in the residual's units; 0 at density 1."""
@@ -91,6 +86,5 @@ class HardThreshold(SelectAndGather):
     def select(
         self, accumulator: Accumulator, k: int, state: HardThresholdState, info: BucketInfo
     ) -> tuple[Indices, dict[str, float]]:
-        """What reaches the threshold; see `SelectAndGather.select`."""
         threshold = self.threshold_for(info, state)
         return accumulator.at_least(threshold), {"threshold": threshold}

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from horovod_sparse.arrays.protocol import Accumulator, Indices
+from horovod_sparse.arrays import Accumulator, Indices
 from horovod_sparse.checks import check_count
 from horovod_sparse.sparsifiers.base import BucketInfo, SelectAndGather, SparsifierState
 
@@ -50,7 +50,6 @@ class MSTopK(SelectAndGather):
         check_count("num_passes", self.num_passes, "a whole number, 1 or more")
 
     def select(self, accumulator: Accumulator, k: int, state: SparsifierState, info: BucketInfo) -> Indices:
-        """Exactly k positions; see `SelectAndGather.select`."""
         if k >= accumulator.num_elements:
             return accumulator.largest(k)
         # at least k elements reach `low` (if there are so many that are not 0), fewer than k reach `high`

@@ -11,9 +11,9 @@ from typing import ClassVar, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_sparse.arrays.protocol import Accumulator, FoldReport, Indices, Values
+from horovod_sparse.arrays import Accumulator, FoldReport, Indices, Values
 from horovod_sparse.checks import LARGEST, check_count, out_of_range
-from horovod_sparse.collectives import ADDED, LOCAL, AllGather, AllToAll, Request, Synchronization
+from horovod_sparse.collectives import LOCAL, SCALED, AllGather, AllToAll, Synchronization
 from horovod_sparse.sparsifiers.base import (
     BucketInfo,
     SparseSum,
@@ -22,7 +22,6 @@ from horovod_sparse.sparsifiers.base import (
     Traffic,
     exchange_selections,
 )
-from horovod_sparse.sparsifiers.capacity import Capacity
 from horovod_sparse.sparsifiers.rounds.regions import (
     Window,
     cut_and_pack,
@@ -43,14 +42,12 @@ class OkTopkState(SparsifierState):
         local_threshold: for this rank's accumulator; 0 before the first step.
         global_threshold: for the sums; 0 where all of them are to be kept.
         bounds: int64 [P - 1], where the regions of ranks 1, 2, ... begin.
-        results: room in messages of the sums that come back.
     """
 
     step: int = 0
-    local_threshold: float = field(default=0.0, metadata=LOCAL)
-    global_threshold: float = 0.0
+    local_threshold: float = field(default=0.0, metadata={**LOCAL, **SCALED})
+    global_threshold: float = field(default=0.0, metadata=SCALED)
     bounds: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
-    results: Capacity = field(default_factory=Capacity, metadata=ADDED)
 
     def flaw(self, _fresh: OkTopkState) -> str:
         """Of a loaded one: see `out_of_range`."""
@@ -113,14 +110,8 @@ def shares_of(
 ) -> tuple[float, NDArray[np.int64]]:
     """A threshold that about k of all ranks' sums pass, and how many each rank keeps; all of them, if fewer.
 
-    Args:
-        told: [P, orders], magnitudes of `told_orders`, or of the smallest where a rank has fewer.
-        lengths: int64 [P], sums that each rank has.
-        k: how many are to pass in all.
-
-    Returns:
-        The threshold, 0 where all are kept; int64 [P], how many of its largest each rank keeps: k or
-        more in all, by less than a tenth of one rank's unless magnitudes are equal.
+    `told` are magnitudes of `told_orders` [P, orders], `lengths` the sums that each rank has. Kept are k or
+    more in all, by less than a tenth of one rank's unless magnitudes are equal.
 
     Example:
         >>> told = np.array([[9.0, 5.0, 1.0], [7.0, 6.0, 6.0]])
@@ -187,18 +178,11 @@ class OkTopk(Sparsifier):
         check_count("region_steps", self.region_steps, "a number of steps, 1 or more")
 
     def init(self, info: BucketInfo) -> OkTopkState:
-        """No thresholds yet, equal regions."""
         return OkTopkState(bounds=equal_regions(info))
-
-    def rescale(self, state: OkTopkState, factor: float) -> None:
-        """Both thresholds follow the residual; see `Sparsifier.rescale`."""
-        state.local_threshold *= factor
-        state.global_threshold *= factor
 
     def synchronize(
         self, accumulator: Accumulator, state: OkTopkState, info: BucketInfo
     ) -> Synchronization[SparseSum]:
-        """Two all-to-alls and two allgathers; see `Sparsifier.synchronize`."""
         k = self.num_selected(info, state)
         indices = self._select(accumulator, state, k)
         selection = SparseVector(indices, accumulator.take(indices))
@@ -209,13 +193,7 @@ class OkTopk(Sparsifier):
         selected, sizes, kept = yield from told(total, indices, state, info, k)
         spread, kept_error = yield from self._spread(kept, sizes, info)
         shared, shared_error = rounded(spread, self.wire)
-        measured = self.capacity == "measured" and k < info.num_elements
-        # nothing has to wait where there is too little room: such messages are longer
-        room = state.results.room(k, info.num_elements) if measured else 0
-        wire = self.wire_with_room(room)
-        gathered = yield from exchange_selections(accumulator, shared.indices, shared.values, info, wire)
-        if measured:
-            state.results = state.results.learned(gathered.counts, k)
+        gathered = yield from exchange_selections(accumulator, shared.indices, shared.values, info, self.wire)
         sum_ = SparseSum.of(gathered)
 
         applied = ~missing_in(indices, sum_.indices)
@@ -239,9 +217,7 @@ class OkTopk(Sparsifier):
             state.local_threshold = steered(state.local_threshold, own, k, _LOCAL_BAND, _LOCAL_FACTOR)
             state.global_threshold = steered(state.global_threshold, passed, k, _GLOBAL_BAND, _GLOBAL_FACTOR)
         state.step += 1
-        return SparseSum(
-            sum_.indices, sum_.values, selected, arrived.first_nonfinite, arrived.norms, facts, (room,)
-        )
+        return SparseSum(sum_.indices, sum_.values, selected, arrived.first_nonfinite, arrived.norms, facts)
 
     def _select(self, accumulator: Accumulator, state: OkTopkState, k: int) -> Indices:
         """What passes the local threshold."""
@@ -286,9 +262,6 @@ class OkTopk(Sparsifier):
         A message is: how many the rank selected, how many of its sums pass, then its proposal for the
         regions, then the magnitudes of all its sums; the last two in some steps only, the same on all
         ranks.
-
-        Returns:
-            int64 [P], elements that each rank selected; int64 [P], that each rank keeps; this rank's.
         """
         exact = state.step % self.threshold_steps == 0 or not state.global_threshold
         new_regions = state.step % self.region_steps == 0
@@ -331,11 +304,7 @@ class OkTopk(Sparsifier):
     def _spread(
         self, kept: SparseVector, sizes: NDArray[np.int64], info: BucketInfo
     ) -> Synchronization[tuple[SparseVector, Values | None]]:
-        """Equal parts of all ranks' sums, if one rank has far more than its share; else its own.
-
-        Returns:
-            What this rank has now, and what rounding has taken away from what it had (None: nothing).
-        """
+        """Equal parts of all ranks' sums, if one rank has far more than its share; else its own."""
         union = int(sizes.sum())
         if info.size * int(sizes.max()) <= _IMBALANCE * union:
             yield AllToAll((np.empty(0, np.int32),) * info.size)
@@ -354,20 +323,10 @@ class OkTopk(Sparsifier):
         )
         return SparseVector(sum_.indices, sum_.values), error
 
-    def rounds(self, size: int) -> tuple[type[Request], ...]:
-        """Sums, counts, balance, result."""
-        return (AllToAll, AllGather, AllToAll, AllGather)
-
-    def traffic(
-        self, info: BucketInfo, counts: np.ndarray, step: int = 0, rooms: tuple[int, ...] = ()
-    ) -> tuple[Traffic, ...]:
+    def traffic(self, info: BucketInfo, counts: np.ndarray, step: int = 0) -> tuple[Traffic, ...]:
         """All but the number of selected elements depends on the data."""
         most = min(info.num_elements, int(counts.sum()))
         words = [self.wire.message_words(count, info.num_elements, info.value_dtype) for count in (0, most)]
-        result = self.wire_with_room(*rooms) if rooms else self.wire
-        result_words = [
-            result.message_words(count, info.num_elements, info.value_dtype) for count in (0, most)
-        ]
         told = 2 + (info.size - 1 if step % self.region_steps == 0 else 0)
         per_value = info.value_dtype.itemsize // 4
         magnitudes = (0, most * per_value)
@@ -377,5 +336,5 @@ class OkTopk(Sparsifier):
             split_traffic(int(counts[info.rank]), info, self.wire),
             Traffic(AllGather, 4 * (told + magnitudes[0]), 4 * (told + magnitudes[1])),
             Traffic(AllToAll, 0, 4 * (info.size - 1) * words[1]),
-            Traffic(AllGather, 4 * result_words[0], 4 * result_words[1]),
+            Traffic(AllGather, 4 * words[0], 4 * words[1]),
         )

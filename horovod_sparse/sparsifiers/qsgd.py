@@ -60,7 +60,6 @@ class QSGD(Quantizer):
         super().__post_init__()
 
     def key(self, info: BucketInfo, step: int) -> int:
-        """See `Quantizer.key`."""
         generator = step_generator(self.seed, info.name, step, info.rank)
         return int(generator.integers(2**64, dtype=np.uint64))
 
@@ -71,7 +70,6 @@ class QSGD(Quantizer):
 
     @property
     def diverges(self) -> str:
-        """See `Sparsifier.diverges`."""
         if self.norm == "max":
             # rounding to 0 or the largest leaves errors of up to that, which shrink by 1 / sqrt(n) a step
             unbounded = self.levels == 1 and not self.group

@@ -7,9 +7,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from horovod_sparse.arrays.protocol import Accumulator, Indices
+from horovod_sparse.arrays import Accumulator, Indices
 from horovod_sparse.checks import check_count
-from horovod_sparse.collectives import Request, Synchronization
+from horovod_sparse.collectives import Synchronization
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.sparsifiers.base import (
     BucketInfo,
@@ -19,7 +19,7 @@ from horovod_sparse.sparsifiers.base import (
     Traffic,
     step_generator,
 )
-from horovod_sparse.sparsifiers.rounds.shared import sum_at, sum_rounds, sum_traffic
+from horovod_sparse.sparsifiers.rounds.shared import sum_at, sum_traffic
 
 
 def draw_positions(generator: np.random.Generator, num_elements: int, k: int) -> Indices:
@@ -28,14 +28,6 @@ def draw_positions(generator: np.random.Generator, num_elements: int, k: int) ->
     As many as are missing are drawn, over and over, and those that are new kept: no position is
     preferred on the way, so no set is. Sorting k numbers costs less than the table of a generator's
     own choice without replacement.
-
-    Args:
-        generator: of the numbers.
-        num_elements: n.
-        k: at most n.
-
-    Returns:
-        int32 [k], ascending.
 
     Example:
         >>> draw_positions(np.random.default_rng(0), 5, 5).tolist()
@@ -96,13 +88,11 @@ class RandomK(SelectAndGather):
         return draw_positions(generator, info.num_elements, k)
 
     def select(self, accumulator: Accumulator, k: int, state: SparsifierState, info: BucketInfo) -> Indices:
-        """The positions of this step; see `SelectAndGather.select`."""
         return self.positions(info, state.step)
 
     def synchronize(
         self, accumulator: Accumulator, state: SparsifierState, info: BucketInfo
     ) -> Synchronization[SparseSum]:
-        """One allreduce (shared) or one allgather; see `Sparsifier.synchronize`."""
         if not self.shared:
             return (yield from super().synchronize(accumulator, state, info))
         indices = self.positions(info, state.step)
@@ -110,14 +100,8 @@ class RandomK(SelectAndGather):
         counts = np.full(info.size, indices.size)
         return (yield from sum_at(accumulator, indices, counts, info, self.wire))
 
-    def rounds(self, size: int) -> tuple[type[Request], ...]:
-        """One allreduce (shared) or one allgather."""
-        return sum_rounds(self.wire) if self.shared else super().rounds(size)
-
-    def traffic(
-        self, info: BucketInfo, counts: np.ndarray, step: int = 0, rooms: tuple[int, ...] = ()
-    ) -> tuple[Traffic, ...]:
+    def traffic(self, info: BucketInfo, counts: np.ndarray, step: int = 0) -> tuple[Traffic, ...]:
         """Values only (shared), or indices and values."""
         if self.shared:
             return sum_traffic(int(counts[info.rank]), info, self.wire)
-        return super().traffic(info, counts, step, rooms)
+        return super().traffic(info, counts, step)

@@ -73,7 +73,6 @@ class Exponential(_Warmup):
     text_name: ClassVar[str] = "exponential"
 
     def density_at(self, step: int, final: float) -> float:
-        """See `Schedule.density_at`."""
         if step >= self.length:
             return final
         return self.start * (final / self.start) ** (step / self.length)
@@ -97,7 +96,6 @@ class Linear(_Warmup):
     text_name: ClassVar[str] = "linear"
 
     def density_at(self, step: int, final: float) -> float:
-        """See `Schedule.density_at`."""
         if step >= self.length:
             return final
         return self.start + (final - self.start) * step / self.length
@@ -152,7 +150,6 @@ class Stairs:
         return self._length().length
 
     def density_at(self, step: int, final: float) -> float:
-        """See `Schedule.density_at`."""
         stair = step // self.length
         return self.densities[stair] if stair < len(self.densities) else final
 

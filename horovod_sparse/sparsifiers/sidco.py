@@ -10,11 +10,11 @@ from typing import ClassVar
 
 import numpy as np
 
-from horovod_sparse.arrays.protocol import Accumulator, Indices, Moments
+from horovod_sparse.arrays import Accumulator, Indices, Moments
 from horovod_sparse.checks import LARGEST, check_count, check_number, out_of_range
 from horovod_sparse.collectives import LOCAL
 from horovod_sparse.errors import UnknownNameError
-from horovod_sparse.sparsifiers.base import BucketInfo, MeasuredState, SelectAndGather, step_generator
+from horovod_sparse.sparsifiers.base import BucketInfo, SelectAndGather, SparsifierState, step_generator
 from horovod_sparse.thresholds import SampledThreshold
 
 
@@ -104,12 +104,11 @@ def _moments(sample: np.ndarray, threshold: float) -> Moments:
 
 
 @dataclass
-class SIDCoState(MeasuredState):
+class SIDCoState(SparsifierState):
     """State of SIDCo on a rank.
 
     Attributes:
         step: synchronizations done.
-        capacity: room in messages.
         num_stages: how often the tail is fitted now.
         recent: achieved / target of the steps since the stage count was last looked at.
         direction: +1 or -1, where the number of stages went last.
@@ -185,18 +184,11 @@ class SIDCo(SelectAndGather):
         check_count("seed", self.seed, "a whole number, 0 or more", low=0)
 
     def init(self, info: BucketInfo) -> SIDCoState:
-        """As many stages as leave a last share of at least `first_density`; then the outcome decides."""
         stages = math.floor(math.log(self.density) / math.log(self.first_density))
         return SIDCoState(num_stages=min(max(stages, 1), self.max_stages))
 
     def threshold(self, moments_above: Callable[[float], Moments], k: int, num_stages: int) -> float:
-        """The threshold that `num_stages` fits lead to; 0 where there is nothing to fit.
-
-        Args:
-            moments_above: the moments of the magnitudes (of all, or of a sample) that reach a threshold.
-            k: elements wanted, of all or of the sample.
-            num_stages: M.
-        """
+        """The threshold that `num_stages` fits lead to; 0 where there is nothing to fit."""
         moments, threshold = moments_above(0.0), 0.0
         # zeros are not fitted, so the share is one of the others
         density = k / max(moments.count, 1)
@@ -228,7 +220,6 @@ class SIDCo(SelectAndGather):
     def select(
         self, accumulator: Accumulator, k: int, state: SIDCoState, info: BucketInfo
     ) -> tuple[Indices, dict[str, float]]:
-        """What reaches the threshold; see `SelectAndGather.select`."""
         threshold = self.find(accumulator, k, state, info)
         indices = accumulator.at_least(threshold)
         self._adapt(state, indices.size / k)

@@ -60,5 +60,4 @@ class SignSGD(Quantizer):
 
     @property
     def diverges(self) -> str:
-        """See `Sparsifier.diverges`."""
         return "what a rank alone holds back is never sent while others outvote it" if self.votes else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from horovod_sparse.arrays.protocol import Accumulator, Indices
+from horovod_sparse.arrays import Accumulator, Indices
 from horovod_sparse.sparsifiers.base import BucketInfo, SelectAndGather, SparsifierState
 
 
@@ -33,5 +33,4 @@ class TopK(SelectAndGather):
     name: ClassVar[str] = "topk"
 
     def select(self, accumulator: Accumulator, k: int, state: SparsifierState, info: BucketInfo) -> Indices:
-        """The k largest magnitudes; see `SelectAndGather.select`."""
         return accumulator.largest(k)

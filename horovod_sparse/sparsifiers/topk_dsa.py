@@ -8,8 +8,8 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_sparse.arrays.protocol import Accumulator, Values
-from horovod_sparse.collectives import AllGather, AllToAll, Request, Synchronization
+from horovod_sparse.arrays import Accumulator, Values
+from horovod_sparse.collectives import AllGather, Synchronization
 from horovod_sparse.sparsifiers.base import (
     BucketInfo,
     SparseSum,
@@ -48,12 +48,10 @@ class TopkDSA(Sparsifier):
     def synchronize(
         self, accumulator: Accumulator, state: SparsifierState, info: BucketInfo
     ) -> Synchronization[SparseSum]:
-        """An all-to-all and two allgathers; see `Sparsifier.synchronize`."""
         k = self.num_selected(info, state)
         regions = [equal_part(info.num_elements, info.size, rank) for rank in range(info.size)]
         indices = accumulator.largest(k)
-        selection = SparseVector(indices, accumulator.take(indices))
-        accumulator.clear(indices)
+        selection = SparseVector(indices, accumulator.remove(indices))
         report = accumulator.report
         total, arrived, error = yield from reduce_in_regions(selection, regions, report, info, self.wire)
         if error is not None:
@@ -103,13 +101,7 @@ class TopkDSA(Sparsifier):
         indices = np.flatnonzero(dense).astype(np.int32)
         return indices, dense[indices]
 
-    def rounds(self, size: int) -> tuple[type[Request], ...]:
-        """An all-to-all, sizes, sums."""
-        return (AllToAll, AllGather, AllGather)
-
-    def traffic(
-        self, info: BucketInfo, counts: np.ndarray, step: int = 0, rooms: tuple[int, ...] = ()
-    ) -> tuple[Traffic, ...]:
+    def traffic(self, info: BucketInfo, counts: np.ndarray, step: int = 0) -> tuple[Traffic, ...]:
         """How much goes to other regions, and how long the union is there, depends on the data."""
         start, stop = equal_part(info.num_elements, info.size, info.rank)
         longest = min(stop - start, int(counts.sum()))

@@ -10,8 +10,8 @@ from types import ModuleType
 from typing import Any
 
 from horovod_sparse.errors import HorovodMissingError, UnsupportedError
-from horovod_sparse.frontend.collective_errors import refuse_absence
-from horovod_sparse.frontend.deadline import let_horovod_give_up
+from horovod_sparse.training.collective_errors import refuse_absence
+from horovod_sparse.training.deadline import let_horovod_give_up
 
 try:
     import horovod.tensorflow as hvd
@@ -30,11 +30,7 @@ if not hasattr(hvd, "allgather"):
 let_horovod_give_up()
 
 
-class _Start:
-    """Of Horovod: one object for each."""
-
-
-_present: list[_Start] = [_Start()]
+_start = object()
 
 
 def _noted(init: Any) -> Any:
@@ -42,25 +38,22 @@ def _noted(init: Any) -> Any:
 
     @functools.wraps(init)
     def noted(*arguments: Any, **named: Any) -> None:
+        global _start
         starts = not hvd.is_initialized()
         init(*arguments, **named)
         if starts:
-            _present[0] = _Start()
+            _start = object()
 
     return noted
 
 
 def present_start() -> object:
     """A token of Horovod's present start: compare it with ``is``, and hold it to compare with later."""
-    return _present[0]
+    return _start
 
 
 def takes_part(process_set: Any) -> bool:
-    """Whether this rank is in a process set.
-
-    Raises:
-        UnsupportedError: if Horovod has not been started for TensorFlow: every rank would train alone.
-    """
+    """Whether this rank is in a process set."""
     if not hvd.is_initialized():
         other = sys.modules.get("horovod.torch")
         started = other is not None and hasattr(other, "is_initialized") and other.is_initialized()

@@ -3,43 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from horovod_sparse.checks import check_count
 from horovod_sparse.errors import ArgumentError, UnsupportedError
-from horovod_sparse.frontend.drift import check_drift_arguments
-from horovod_sparse.frontend.levels import check_levels
-from horovod_sparse.frontend.poison import RAISE, check_on_nonfinite
-from horovod_sparse.merging import Plan
-from horovod_sparse.tensorflow import planning
 from horovod_sparse.tensorflow._horovod import hvd
+from horovod_sparse.tensorflow.agreement import op_name
 from horovod_sparse.tensorflow.compression import Compression, SparseCompressor
-from horovod_sparse.tensorflow.stock import refuse_adasum
+from horovod_sparse.tensorflow.private import refuse_adasum
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
-
-#: that go with a sparsifier only
-_OF_SPARSIFIERS = (
-    *("bucket_bytes", "plan", "merging", "tensor_selection", "profile"),
-    *("check_every", "on_drift", "deadline_seconds"),
-)
+from horovod_sparse.training.settings import PlannedOptions, Settings, refuse_without_sparsifier
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Arguments:
-    """What a tape or optimizer is made with, besides what it is put around.
-
-    Names, meaning and defaults are those of the public functions, of which each has some: see
-    `horovod_sparse.tensorflow.keras.DistributedOptimizer`.
-
-    Example:
-        >>> def wrapped(optimizer, op=hvd.Sum, groups=None):
-        ...     arguments = Arguments.of(locals())
-        ...     return arguments.op == hvd.Sum, arguments.taken_by(wrapped)
-        >>> wrapped("sgd", groups=2) == (True, {"op": hvd.Sum, "groups": 2})
-        True
-    """
+    """What a tape or optimizer is made with: Horovod's arguments, and `options` for `Settings`."""
 
     name: str | None = None
     use_locking: bool = False
@@ -55,31 +36,22 @@ class Arguments:
     groups: Any = None
     process_set: Any = hvd.global_process_set
     scale_local_gradients: bool = True
-    bucket_bytes: int | None = None
-    plan: Plan | None = None
-    merging: Any = None
-    tensor_selection: Any = None
-    profile: Any = None
-    on_nonfinite: str = RAISE
-    check_every: int | None = None
-    on_drift: str | None = None
-    deadline_seconds: float | None = None
-    levels: str = "flat"
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    settings: Settings = dataclasses.field(default_factory=Settings)
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> Arguments:
-        """Those of a function.
-
-        Args:
-            given: its ``locals()``, before there are others than its arguments.
-        """
-        return cls(**{name: given[name] for name in _NAMES if name in given})
+    def of(cls, given: Mapping[str, Any], front_end: Callable[..., Any]) -> Arguments:
+        """Those of a public function, which gives its ``locals()`` before there are others."""
+        name = f"{front_end.__module__.rpartition('.')[0]}.{front_end.__name__}"
+        beside = [one for one in _parameters(front_end) if one != "options"]
+        settings = Settings.of(given["options"], name, PlannedOptions, beside)
+        return cls(settings=settings, **{name: given[name] for name in _NAMES if name in given})
 
     def taken_by(self, function: Callable[..., Any]) -> dict[str, Any]:
-        """Those that a function takes, by name: of Horovod's, or of ours."""
-        return {
-            name: getattr(self, name) for name in inspect.signature(function).parameters if name in _NAMES
-        }
+        """Those that a function takes, by name: of Horovod's, or of ours, which take options, too."""
+        taken = {name: getattr(self, name) for name in _parameters(function) if name in _NAMES}
+        options = taken.pop("options", {})
+        return {**taken, **options}
 
     @property
     def is_sparse(self) -> bool:
@@ -93,16 +65,8 @@ class Arguments:
         return dataclasses.replace(self, compression=Compression.parse(self.compression))
 
     def checked(self) -> Arguments:
-        """With the groups, by whichever name they came, in `groups` alone.
-
-        Raises:
-            ArgumentError: for an argument that is not allowed.
-            UnsupportedError: for Adasum.
-        """
+        """With the groups, by whichever name they came, in `groups` alone."""
         refuse_adasum(self.op)
-        check_on_nonfinite(self.on_nonfinite)
-        self._drift()
-        check_levels(self.levels)
         if self.op not in (hvd.Average, hvd.Sum):
             raise ArgumentError("op", self.op, "Average or Sum")
         if self.gradient_predivide_factor != 1.0 and self.op != hvd.Average:
@@ -114,16 +78,8 @@ class Arguments:
         return dataclasses.replace(self, groups=groups, num_groups=0)
 
     def refuse_sparse(self) -> None:
-        """Refuses arguments that a dense reduction has no use for; the compression is no sparsifier.
-
-        Raises:
-            ArgumentError: if one was given.
-        """
-        given = [name for name in _OF_SPARSIFIERS if getattr(self, name) is not None]
-        given += ["on_nonfinite"] * (self.on_nonfinite != RAISE) + ["levels"] * (self.levels == "host")
-        if given:
-            allowed = f"a sparsifier, which {' and '.join(given)} is for"
-            raise ArgumentError("compression", self.compression, allowed)
+        """Refuses options that a dense reduction has no use for; the compression is no sparsifier."""
+        refuse_without_sparsifier(self.options, self.compression)
 
     def synchronizer(self) -> GradientSynchronizer:
         """Of the gradients, with a sparsifier: made at the first call with a compression, and kept by it."""
@@ -131,30 +87,23 @@ class Arguments:
             process_set=self.process_set,
             average=self.op == hvd.Average,
             groups=self.groups,
-            **{name: getattr(self, name) for name in _OF_SPARSIFIERS},
             sparse_as_dense=self.sparse_as_dense,
-            on_nonfinite=self.on_nonfinite,
-            levels=self.levels,
+            settings=self.settings,
         )
-        bound.declared = bound.declared or self.declared()
+        bound.engine.given = bound.engine.given or self.declared()
         return bound
 
     def declared(self) -> dict[str, object]:
         """Those that change what is applied, in words: ranks compare them."""
         return {
-            "op": planning.op_name(self.op),
+            "op": op_name(self.op),
             "gradient_predivide_factor": float(self.gradient_predivide_factor),
             "backward_passes_per_step": self.backward_passes_per_step,
             "average_aggregated_gradients": self.average_aggregated_gradients,
             "sparse_as_dense": self.sparse_as_dense,
             "scale_local_gradients": self.scale_local_gradients,
-            "on_nonfinite": self.on_nonfinite,
-            **dict(zip(("check_every", "on_drift"), self._drift(), strict=True)),
-            "levels": self.levels,
+            **self.settings.describe(),
         }
-
-    def _drift(self) -> tuple[int, str]:
-        return check_drift_arguments(self.check_every, self.on_drift)
 
     def __reduce__(self) -> Any:
         if self.process_set is not hvd.global_process_set:
@@ -168,19 +117,34 @@ class Arguments:
 _NAMES = tuple(field.name for field in dataclasses.fields(Arguments))
 
 
+@functools.cache
+def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
+    return tuple(inspect.signature(function).parameters)
+
+
 def _made(given: dict[str, Any]) -> Arguments:
-    return Arguments.of(given)
+    return Arguments(**given)
+
+
+class Again:
+    """Wraps another optimizer in the same way, as Keras copies them: settings, and no state or residuals."""
+
+    def __init__(self, wrap: Callable[..., Any], arguments: Arguments) -> None:
+        self._wrap, self._arguments = wrap, arguments
+
+    def __call__(self, other: Any) -> Any:
+        arguments, compression = self._arguments, self._arguments.compression
+        if isinstance(compression, SparseCompressor):
+            own = SparseCompressor(compression.recipe, compression.process_set)
+            arguments = dataclasses.replace(arguments, compression=own)
+        return self._wrap(other, **arguments.taken_by(self._wrap))
+
+    def from_config(self, base: Any, config: dict[str, Any], **more: Any) -> Any:
+        return self(base.from_config(config, **more))
 
 
 def checked_layers(local_layers: Any) -> list[Any]:
-    """The layers in an argument `local_layers`.
-
-    Args:
-        local_layers: a layer, several, or None.
-
-    Raises:
-        ArgumentError: if something is no layer.
-    """
+    """The layers in an argument `local_layers`."""
     several: Iterable[Any] = local_layers if isinstance(local_layers, (list, tuple, set)) else [local_layers]
     layers = [layer for layer in several if layer is not None]
     if not all(hasattr(layer, "trainable_weights") for layer in layers):

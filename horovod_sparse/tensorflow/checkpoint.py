@@ -10,11 +10,11 @@ import numpy as np
 import tensorflow as tf
 
 from horovod_sparse.errors import ArgumentError, StateMismatchError, UnsupportedError
-from horovod_sparse.frontend import checkpoint
 from horovod_sparse.tensorflow._horovod import hvd
-from horovod_sparse.tensorflow.calibration import carry_out_together
+from horovod_sparse.tensorflow.agreement import carry_out_together
 from horovod_sparse.tensorflow.state import StateKeeper
 from horovod_sparse.tensorflow.tensors import as_variable
+from horovod_sparse.training import checkpoint
 
 _NAME = "horovod_sparse.checkpoint"
 
@@ -84,8 +84,7 @@ def load(
 def is_anything_there(directory: str | os.PathLike[str], source: Any) -> bool:
     """Whether any rank sees a checkpoint; all ranks of the source ask together."""
     _, process_set = _keeper_of(source)
-    with tf.init_scope(), tf.device("/cpu:0"):
-        found: bool = carry_out_together(checkpoint.is_anything_there(directory), process_set, _NAME)
+    found: bool = carry_out_together(checkpoint.is_anything_there(directory), process_set, _NAME)
     return found
 
 
@@ -112,8 +111,7 @@ def save_more(
         owner=keeper,
         world_rank=int(hvd.rank()),
     )
-    with tf.init_scope(), tf.device("/cpu:0"):
-        step: int = carry_out_together(together, process_set, _NAME)
+    step: int = carry_out_together(together, process_set, _NAME)
     return step
 
 
@@ -133,8 +131,7 @@ def load_more(
 
     place = {"rank": int(process_set.rank()), "size": int(process_set.size())}
     together = checkpoint.load_together(directory, check, **place, step=step, owner=keeper)
-    with tf.init_scope(), tf.device("/cpu:0"):
-        entry = carry_out_together(together, process_set, _NAME)
+    entry = carry_out_together(together, process_set, _NAME)
     training = entry.pop("training")
     for variable, saved in zip(variables, training.pop("variables") if variables else (), strict=True):
         as_variable(variable).assign(_restored(saved))
@@ -144,7 +141,7 @@ def load_more(
 
 def _keeper_of(source: Any) -> tuple[StateKeeper, Any]:
     """What has the state, and the ranks."""
-    keeper = getattr(source, "keeper", None) or getattr(source, "_horovod_sparse_keeper", None)
+    keeper = getattr(source, "_horovod_sparse_keeper", None)
     if keeper is None and hasattr(source, "inner_optimizer"):  # what scales losses under tf-keras
         return _keeper_of(source.inner_optimizer)
     if not isinstance(keeper, StateKeeper):
@@ -153,7 +150,8 @@ def _keeper_of(source: Any) -> tuple[StateKeeper, Any]:
             type(source),
             "a sparsifier such as Compression.topk(...), or an optimizer of DistributedOptimizer with one",
         )
-    process_set = keeper.process_set or getattr(source, "process_set", None) or hvd.global_process_set
+    known = source if keeper.synchronizer is None else keeper.synchronizer
+    process_set = getattr(known, "process_set", None) or hvd.global_process_set
     if not process_set.included():
         raise ArgumentError("source", type(source), "one whose process set includes this rank")
     return keeper, process_set

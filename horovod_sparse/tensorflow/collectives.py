@@ -64,9 +64,6 @@ def not_folded(gradient: Any) -> Any:
     To TensorFlow these operations are pure, so one whose input is a constant (the gradient of a sum is) is
     carried out once, when the graph is optimized, and its result kept, also for another number of ranks. If
     one rank alone traces again, it waits for the others then, which do not.
-
-    Args:
-        gradient: a tensor or `tf.IndexedSlices`.
     """
     if isinstance(gradient, tf.IndexedSlices):
         values, indices = not_folded(gradient.values), not_folded(gradient.indices)
@@ -84,12 +81,7 @@ def not_folded(gradient: Any) -> Any:
 
 
 def wire_dtype(kind: type[Request], value_dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The dtype that a request of this kind has in the graph.
-
-    Example:
-        >>> wire_dtype(AllGather, np.dtype(np.float64))
-        dtype('int32')
-    """
+    """The dtype that a request of this kind has in the graph."""
     return np.dtype(value_dtype if kind in (AllReduce, ReduceScatter) else np.int32)
 
 
@@ -100,17 +92,7 @@ def nothing(kind: type[Request], value_dtype: np.dtype[Any], size: int) -> Wire:
 
 
 def to_wire(request: Request, value_dtype: np.dtype[Any], place: tuple[int, int]) -> Wire:
-    """A request as its operation takes it.
-
-    Args:
-        request: what to communicate.
-        value_dtype: of the bucket's values, which an allreduce has to have.
-        place: (rank, size) within the process set.
-
-    Raises:
-        CollectiveMismatchError: for a sum of another dtype.
-        UnsupportedError: for a broadcast of elements that are no multiple of 4 bytes.
-    """
+    """A request as its operation takes it."""
     rank, size = place
     if isinstance(request, AllGather):
         return np.ascontiguousarray(request.buffer, np.int32), NO_SPLITS
@@ -135,16 +117,7 @@ def to_wire(request: Request, value_dtype: np.dtype[Any], place: tuple[int, int]
 
 
 def from_wire(request: Request, output: np.ndarray, splits: np.ndarray) -> Any:
-    """What comes back for a request.
-
-    Args:
-        request: what this rank asked for.
-        output: of the operation. TensorFlow's memory: the answer may be a view into it.
-        splits: of the operation, for exchanges and all-to-all.
-
-    Raises:
-        CollectiveMismatchError: if messages came that this rank does not await, or none at all.
-    """
+    """What comes back for a request."""
     if isinstance(request, (AllReduce, ReduceScatter, AllGather)):
         return output
     if isinstance(request, Broadcast):
@@ -170,18 +143,7 @@ def from_wire(request: Request, output: np.ndarray, splits: np.ndarray) -> Any:
 def carry_out(
     kind: type[Request], buffer: tf.Tensor, splits: tf.Tensor | None, name: str, process_set: Any
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """The operation for a round. Asynchronous: no thread waits for it.
-
-    Args:
-        kind: of the request.
-        buffer: 1-D, as `to_wire` makes it.
-        splits: int32 [P], for exchanges and all-to-all.
-        name: of the collective, the same on all ranks, whatever scopes are open.
-        process_set: who takes part.
-
-    Returns:
-        What `from_wire` takes.
-    """
+    """The operation for a round. Asynchronous: no thread waits for it."""
     common = {"name": name, "ignore_name_scope": True, "process_set": process_set}
     with known_to_elastic():
         if kind is AllReduce:
@@ -195,15 +157,7 @@ def carry_out(
 
 
 def reduce_densely(gradient: Any, name: str, process_set: Any, average: bool) -> Any:
-    """The sum or average over ranks, of the kind of the gradient.
-
-    Args:
-        gradient: a tensor, or `tf.IndexedSlices`: those of all ranks come one behind the other then, by
-            two allgathers, as in `hvd.allreduce`.
-        name: of the collectives.
-        process_set: the ranks that take part.
-        average: whether values are divided by the number of ranks.
-    """
+    """The sum or average over ranks, of the kind of the gradient."""
     common = {"ignore_name_scope": True, "process_set": process_set}
     gradient = not_folded(gradient)
     with known_to_elastic():

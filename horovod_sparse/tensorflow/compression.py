@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 from horovod.tensorflow.compression import Compressor as Compressor
@@ -14,19 +13,21 @@ from horovod.tensorflow.compression import NoneCompressor as NoneCompressor
 
 from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.feedback import Recipe
-from horovod_sparse.frontend.compression import Algorithms, describe_recipe, recipe_of
-from horovod_sparse.frontend.decision import Decision
-from horovod_sparse.merging import Plan
 from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.tensorflow._horovod import hvd
+from horovod_sparse.tensorflow.agreement import building
 from horovod_sparse.tensorflow.dropin import DropIn, Pending
-from horovod_sparse.tensorflow.planning import building
-from horovod_sparse.tensorflow.state import CheckpointedState, StateKeeper
-from horovod_sparse.tensorflow.stock import keep_functions_with_compressors
+from horovod_sparse.tensorflow.private import keep_functions_with_compressors
+from horovod_sparse.tensorflow.state import CheckpointedState, StateKeeper, WithState
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
+from horovod_sparse.training.compression import Algorithms, describe_recipe, recipe_of
+from horovod_sparse.training.settings import PlannedOptions, Settings
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
-class SparseCompressor(Compressor):
+class SparseCompressor(WithState, Compressor):
     """A recipe, and what it remembers of every variable. Made by `Compression.topk(...)` and the like.
 
     It keeps residuals and thresholds, which have to live as long as the training: a tape lives for one
@@ -47,84 +48,69 @@ class SparseCompressor(Compressor):
 
     def __init__(self, recipe: Recipe, process_set: Any = None) -> None:
         self.recipe, self.process_set = recipe, process_set
-        self._synchronizer: GradientSynchronizer | None = None
         self._arguments: dict[str, Any] = {}
         self._dropin: DropIn | None = None
         #: what stock Horovod has made for it
         self.stock_functions: dict[Any, Any] = {}
-        self.keeper = StateKeeper()
+        self._keeper = self._horovod_sparse_keeper = StateKeeper()
         keep_functions_with_compressors()
 
     @property
     def telemetry(self) -> Telemetry:
         """What happened in the last step, and on average; empty before the first."""
-        if self._synchronizer is not None:
-            return self._synchronizer.telemetry
         inner = None if self._dropin is None else self._dropin.synchronizer
-        return Telemetry() if inner is None else inner.telemetry
+        return super().telemetry if inner is None else inner.telemetry
 
     @property
     def synchronizer(self) -> GradientSynchronizer | None:
         """What `bind` has made; None before, and in stock Horovod's tapes and optimizers."""
-        return self._synchronizer
+        return self._keeper.synchronizer
 
-    def bind(self, **arguments: Any) -> GradientSynchronizer:
-        """The synchronizer for a tape or optimizer of ours: made at the first call, the same at later ones.
-
-        Args:
-            **arguments: of `GradientSynchronizer`, but for the recipe.
-
-        Raises:
-            ArgumentError: if it is bound already, with other arguments.
-            UnsupportedError: if it is at work in one of stock Horovod's.
-        """
+    def bind(
+        self,
+        settings: Settings | None = None,
+        *,
+        process_set: Any = None,
+        average: bool = True,
+        sparse_as_dense: bool = False,
+        groups: Any = None,
+        **options: Unpack[PlannedOptions],
+    ) -> GradientSynchronizer:
+        """The synchronizer for a tape or optimizer of ours, made once and checked later."""
         if self._dropin is not None:
             raise UnsupportedError(
                 f"{self!r} is at work in a tape or optimizer of horovod.tensorflow: make another compressor "
                 "for this one"
             )
-        theirs = arguments.get("process_set") or hvd.global_process_set
+        theirs, settings = process_set or hvd.global_process_set, settings or Settings(**options)
         process_set = self.process_set or theirs
         if process_set is not theirs and theirs is not hvd.global_process_set:
             raise ArgumentError("process_set", theirs, "the same as to the compressor, or none")
-        arguments["process_set"] = process_set
-        comparable = {name: _comparable(value) for name, value in arguments.items()}
-        if self._synchronizer is None:
-            self._synchronizer = GradientSynchronizer(self.recipe, **arguments)
+        arguments = {
+            "process_set": process_set,
+            "average": average,
+            "sparse_as_dense": sparse_as_dense,
+            "groups": groups,
+        }
+        compared = {**arguments, **vars(settings)}
+        comparable = {name: _comparable(value) for name, value in compared.items()}
+        if self.synchronizer is None:
+            self._keeper.attach(GradientSynchronizer(self.recipe, settings, **arguments))
             self._arguments = comparable
-            self.keeper.attach(self._synchronizer)
         for name, value in comparable.items():
             if self._arguments.get(name) != value:
                 raise ArgumentError(
                     name,
-                    arguments[name],
+                    compared[name],
                     "what this compressor was used with before; every tape or optimizer needs a compressor "
                     "of its own, made once",
                 )
-        return self._synchronizer
-
-    @property
-    def plan(self) -> Plan | None:
-        """Which variables form which bucket; None before the first step."""
-        return None if self._synchronizer is None else self._synchronizer.plan
-
-    @property
-    def decision(self) -> Decision | None:
-        """Why the plan was taken, where times decided about it: predictions, and the profile behind them."""
-        return None if self._synchronizer is None else self._synchronizer.decision
-
-    @property
-    def is_measured(self) -> bool:
-        """Whether backward times wait for `replan`: from the same step on, on all ranks."""
-        return self._synchronizer is not None and self._synchronizer.is_measured
-
-    def replan(self, plan: Plan | None = None, *, measure_steps: int | None = None) -> None:
-        """Changes the buckets between two steps: see `GradientSynchronizer.replan`."""
-        if self._synchronizer is not None:
-            self._synchronizer.replan(plan, measure_steps=measure_steps)
+        synchronizer = self.synchronizer
+        assert synchronizer is not None  # made above
+        return synchronizer
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's residuals and sparsifier states; `horovod_sparse.tensorflow.state` says more.
+        """This rank's residuals and sparsifier states; empty before the first step.
 
         Raises:
             UnsupportedError: if it is at work in one of stock Horovod's, which save nothing.
@@ -134,20 +120,16 @@ class SparseCompressor(Compressor):
                 f"{self!r} is at work in a tape or optimizer of horovod.tensorflow, where residuals are not "
                 "saved: use that of horovod_sparse.tensorflow"
             )
-        return self.keeper.state_dict()
-
-    def load_state_dict(self, entry: Mapping[str, Any] | None) -> None:
-        """Continues from what `state_dict` gave, also before the first step; from nothing, if it is empty."""
-        self.keeper.load_state_dict(entry)
+        return super().state_dict()
 
     def checkpointed(self) -> CheckpointedState:
         """For `tf.train.Checkpoint`: ``Checkpoint(model=..., residuals=compression.checkpointed())``."""
-        return CheckpointedState(self.keeper)
+        return CheckpointedState(self._keeper)
 
     @tf.autograph.experimental.do_not_convert
     def compress(self, tensor: tf.Tensor) -> tuple[tf.Tensor, Pending | None]:
         """Called by stock Horovod: see `DropIn.compress`."""
-        if self._synchronizer is not None:
+        if self.synchronizer is not None:
             raise UnsupportedError(
                 f"{self!r} is at work in a tape or optimizer of horovod_sparse: make another compressor for "
                 "one of horovod.tensorflow"

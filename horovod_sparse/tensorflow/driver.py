@@ -20,11 +20,11 @@ import numpy as np
 import tensorflow as tf
 
 from horovod_sparse.collectives import AllToAll, Exchange
-from horovod_sparse.tensorflow.bucketing import Bucketing
 from horovod_sparse.tensorflow.collectives import NO_SPLITS, Wire, carry_out, wire_dtype
 from horovod_sparse.tensorflow.graph import HOST, HostFunctions
 from horovod_sparse.tensorflow.parts import Part
 from horovod_sparse.tensorflow.tensors import numpy_dtype
+from horovod_sparse.tensorflow.training import VariablesTraining
 from horovod_sparse.tensorflow.transport import Courier, courier_for, present_courier
 from horovod_sparse.tensorflow.waiting import Awaited, Waiting, Watch
 
@@ -33,23 +33,10 @@ _BATCH_BYTES = 1 << 20
 
 
 class Driver:
-    """Builds the operations of synchronizations, in the graph that is being traced; runs nothing.
+    """Builds the operations of synchronizations, in the graph that is being traced; runs nothing."""
 
-    Args:
-        bucketing: of the parts that are synchronized.
-        process_set: the ranks that take part.
-        agree: called on the host before every step of a part: see `GradientSynchronizer`.
-        watch: looks after what is waited for.
-
-    Attributes:
-        host: keeps the host functions.
-    """
-
-    def __init__(
-        self, bucketing: Bucketing, process_set: Any, agree: Callable[[], None], watch: Watch
-    ) -> None:
-        self._bucketing, self._process_set, self._agree = bucketing, process_set, agree
-        self._watch = watch
+    def __init__(self, training: VariablesTraining, watch: Watch) -> None:
+        self._training, self._process_set, self._watch = training, training.process_set, watch
         #: of what a courier has; the watch's own is for what Horovod has, in another thread
         self._deadline = watch.another_deadline()
         self.host = HostFunctions()
@@ -57,17 +44,7 @@ class Driver:
     def start(
         self, parts: Sequence[Part], gradients: Sequence[Sequence[tf.Tensor]], rate: tf.Tensor
     ) -> list[tf.Tensor]:
-        """Everything up to the end of the last round.
-
-        Args:
-            parts: of the buckets.
-            gradients: of each of them, one per variable; none for the same step once more (`Part.again`).
-            rate: of this step: see `as_rate`.
-
-        Returns:
-            int32, ready when coroutines have ended, well or not, or are under way with the courier; to be
-            held until the end: for `settle`.
-        """
+        """Everything up to the end of the last round."""
         batches = [
             own
             for batch in _batches(parts)
@@ -85,8 +62,8 @@ class Driver:
 
     def _awaited(self, parts: Sequence[Part]) -> Callable[[], Awaited | None]:
         """Tells what comes first among what the others have not sent."""
-        label = self._bucketing.label
-        tasks = [(f"{label}.{part.label}", part.task) for part in parts]
+        label = self._training.engine.label
+        tasks = [(f"{label}.{part.name}", part.task) for part in parts]
 
         def awaited() -> Awaited | None:
             found = ((name, task.awaited) for name, task in tasks)
@@ -103,11 +80,6 @@ class Driver:
         """What comes of several synchronizations, when all of them have ended.
 
         An error is raised here, and nowhere else: this rank has nothing under way any more then.
-
-        Args:
-            tokens: of `start`.
-            finish: gives the results, or raises. Arrays aligned to 64 bytes are not copied.
-            like: dtype and shape of every result.
         """
 
         def call(*_tokens: np.ndarray) -> list[np.ndarray]:
@@ -125,15 +97,15 @@ class Driver:
         A courier gets the rest of the step, where there is one; `task.wait` ends it then.
         """
         # by its position: a graph shall not keep the memory of buckets that there are no more
-        version, position, task = self._bucketing.version, self._bucketing.parts.index(part), part.task
+        version, position, task = self._training.version, self._training.parts.index(part), part.task
 
         def begin(rate: np.ndarray, arrays: Sequence[np.ndarray]) -> Wire:
-            here = self._bucketing.place()
+            here = self._training.place
             task.legs.clear()
             with task.working() if courier is None else contextlib.nullcontext():
                 try:
-                    self._agree()
-                    (part,) = self._bucketing.at(version, [position])
+                    self._training.agree()
+                    (part,) = self._training.at(version, [position])
                     known = float(rate[0]) if rate.size else None
                     coroutine = part.begin(known, arrays) if arrays else part.again()
                 except Exception as error:
@@ -151,7 +123,7 @@ class Driver:
         gradients: Sequence[Sequence[tf.Tensor]],
         rate: tf.Tensor,
         waiting: Waiting,
-        place: int,
+        batch: int,
     ) -> list[tf.Tensor]:
         """The operations of parts that begin together, and make the same kinds of requests.
 
@@ -172,7 +144,7 @@ class Driver:
         def start(rate: np.ndarray, *arrays: np.ndarray) -> list[np.ndarray]:
             own = _apart(arrays, sizes)
             wires = [begin(rate, mine) for begin, mine in zip(beginnings, own, strict=True)]
-            return [waiting.begun(place), *given(wires, 0)]
+            return [waiting.begun(batch), *given(wires, 0)]
 
         def resume(number: np.ndarray, *outputs: np.ndarray) -> list[np.ndarray]:
             waiting.moved()
@@ -215,7 +187,7 @@ class Driver:
             return [held, messages[0]]
 
     def _looped(
-        self, part: Part, gradients: Sequence[tf.Tensor], rate: tf.Tensor, waiting: Waiting, place: int
+        self, part: Part, gradients: Sequence[tf.Tensor], rate: tf.Tensor, waiting: Waiting, batch: int
     ) -> list[tf.Tensor]:
         """The operations of a part, of as many rounds as `task.kinds` has when the graph runs.
 
@@ -228,7 +200,7 @@ class Driver:
 
         def start(rate: np.ndarray, *arrays: np.ndarray) -> list[np.ndarray]:
             wire = begin(rate, arrays)
-            return [waiting.begun(place), *given(wire)]
+            return [waiting.begun(batch), *given(wire)]
 
         def resume(output: np.ndarray, splits: np.ndarray) -> list[np.ndarray]:
             waiting.moved()

@@ -22,15 +22,15 @@ import tensorflow as tf
 
 from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.feedback import Recipe
-from horovod_sparse.frontend.momentum import refuse_double_momentum
 from horovod_sparse.tensorflow._horovod import is_elastic, takes_part
 from horovod_sparse.tensorflow.collectives import not_folded
 from horovod_sparse.tensorflow.graph import HOST, refuse_graphs
 from horovod_sparse.tensorflow.order import gate_callers
 from horovod_sparse.tensorflow.parts import Part, SparseBucket
-from horovod_sparse.tensorflow.stock import StockCall, stock_call
+from horovod_sparse.tensorflow.private import STOCK, StockCall, result_of_branch, stock_call
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
 from horovod_sparse.tensorflow.tensors import as_rate, dtype_name, numpy_dtype, settings_of
+from horovod_sparse.training.momentum import refuse_double_momentum
 
 _log = logging.getLogger("horovod_sparse")
 
@@ -51,46 +51,34 @@ class _Slot:
 
 @dataclass(eq=False)
 class _OnHost:
-    """What the host functions of a call of Horovod's work on.
-
-    Attributes:
-        parts: that are synchronized.
-        absent: names of the variables that send zeros, and whose sums Horovod does not ask for.
-        fetched: whether the sums are asked for a second time, in another graph.
-        arrays: the sums of this step until then.
-    """
+    """What the host functions of a call of Horovod's work on: neither tensors nor frames."""
 
     parts: Sequence[Part]
+    #: names of the variables that send zeros, and whose sums Horovod does not ask for
     absent: frozenset[str]
+    #: whether the sums are asked for a second time, in another graph; until then they are kept here
     fetched: bool = False
     arrays: list[np.ndarray] = field(default_factory=list)
 
 
 @dataclass(eq=False)
 class _Gathering:
-    """The gradients of one call of Horovod's, in one trace.
-
-    Attributes:
-        frame: of that call.
-        waiting: positions of the gradients that are not given back yet.
-        host: for host functions.
-        positions: of the sums, among the gradients.
-        tokens: of their ends; none eagerly, where they have ended.
-        graph: in which all of them are synchronized: a branch of the first gradient's `tf.cond`.
-        outer: in which that `tf.cond` stands.
-        sums: by position: in `graph`.
-        elsewhere: the same, in `outer`.
-    """
+    """The gradients of one call of Horovod's, in one trace."""
 
     frame: Any
+    #: positions of the gradients that are not given back yet
     waiting: set[int]
     host: _OnHost
+    #: of the sums, among the gradients
     positions: list[int]
+    #: of their ends; none eagerly, where they have ended
     tokens: list[tf.Tensor] = field(default_factory=list)
+    #: in which all are synchronized, a branch of the first gradient's `tf.cond`; and in which that stands
     graph: Any = None
     outer: Any = None
+    #: by position, in `graph`; and the same in `outer`
     sums: dict[int, tf.Tensor] | None = None
-    elsewhere: dict[int, tf.Tensor] | None = None
+    fetched: dict[int, tf.Tensor] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,10 +99,6 @@ class DropIn:
 
     Gradients without elements or of an integer type stay dense. The learning rate is not known here, so
     a residual cannot follow its changes (`scale_residual`, of which a word is logged).
-
-    Args:
-        recipe: what to do with a bucket.
-        process_set: of the compressor, or None.
     """
 
     def __init__(self, recipe: Recipe, process_set: Any) -> None:
@@ -128,20 +112,10 @@ class DropIn:
                 "scale_residual=True changes nothing in horovod.tensorflow's own tapes and optimizers: they "
                 "do not tell the learning rate; use those of horovod_sparse.tensorflow"
             )
-        self._told = False
+        self._has_warned = False
 
     def compress(self, tensor: tf.Tensor) -> tuple[tf.Tensor, Pending | None]:
-        """Puts the synchronization into the graph, if this is the first gradient of its call.
-
-        Returns:
-            One float64 for Horovod to allreduce, and what `decompress` needs. A gradient that stays
-            dense comes back as it is, with None.
-
-        Raises:
-            UnsupportedError: for Adasum, within XLA, where something else than Horovod's tapes and
-                optimizers calls, and for another process set.
-            ArgumentError: for momentum correction and an optimizer with momentum.
-        """
+        """Puts the synchronization into the graph, if this is the first gradient of its call."""
         refuse_graphs()
         call = stock_call(tensor)
         # Horovod traces what it does with several ranks outside of them, too
@@ -154,12 +128,7 @@ class DropIn:
         return not_folded(tf.ones([1], tf.float64)), pending
 
     def decompress(self, tensor: tf.Tensor, pending: Pending) -> tf.Tensor:
-        """The synchronized gradient, when those of all variables have ended well.
-
-        Args:
-            tensor: what Horovod has made of what `compress` gave it.
-            pending: from `compress`.
-        """
+        """The synchronized gradient, when those of all variables have ended well."""
         gathering, (dtype, shape) = pending.gathering, pending.like
         gathering.waiting.discard(pending.position)
         if not gathering.waiting:
@@ -173,10 +142,10 @@ class DropIn:
             sums = gathering.sums
             if tf.compat.v1.get_default_graph() is not gathering.graph:
                 # the first gradient's tf.cond has been closed since
-                if gathering.elsewhere is None:
+                if gathering.fetched is None:
                     with gathering.outer.as_default():
-                        gathering.elsewhere = self._fetched(gathering)
-                sums = gathering.elsewhere
+                        gathering.fetched = self._fetched(gathering)
+                sums = gathering.fetched
             result = tf.identity(sums[pending.position])
         result.set_shape(shape)
         if not gathering.waiting:
@@ -189,7 +158,7 @@ class DropIn:
         assert synchronizer is not None  # compress() has made it
 
         def finish(factor: np.ndarray, *_tokens: np.ndarray) -> list[np.ndarray]:
-            sums = synchronizer.finish(host.parts, float(factor[0]) / synchronizer.place[1])
+            sums = synchronizer.finish(host.parts, float(factor[0]) / synchronizer.size)
             _take_back(host.parts, host.absent)
             host.arrays = sums if host.fetched else []
             return sums
@@ -211,14 +180,9 @@ class DropIn:
                 np.zeros(shape, numpy_dtype(part.dtype)) for part in host.parts for shape in part.shapes
             ]
 
-        for operation in reversed(gathering.outer.get_operations()):
-            is_cond = operation.type in ("If", "StatelessIf")
-            if is_cond and operation.get_attr("then_branch").name == gathering.graph.name:
-                sums = synchronizer.host.run(fetch, [operation.outputs[0]], _types(host.parts))
-                return dict(zip(gathering.positions, sums, strict=True))
-        raise UnsupportedError(
-            "Horovod's own tf.cond was not found: this version of TensorFlow is not supported"
-        )
+        settled = result_of_branch(gathering.graph, gathering.outer)
+        sums = synchronizer.host.run(fetch, [settled], _types(host.parts))
+        return dict(zip(gathering.positions, sums, strict=True))
 
     def _gathered(self, call: StockCall) -> _Gathering:
         """The synchronization of all gradients of a call."""
@@ -231,9 +195,9 @@ class DropIn:
                     "horovod_sparse.tensorflow.keras.DistributedOptimizer"
                 )
         synchronizer = self._synchronizer_for(call.process_set)
-        synchronizer.declared = call.declared
-        if synchronizer.place[1] == 1 and not is_elastic() and not self._told:
-            self._told = True
+        synchronizer.engine.name, synchronizer.engine.given = STOCK, call.declared
+        if synchronizer.size == 1 and not is_elastic() and not self._has_warned:
+            self._has_warned = True
             _log.warning(
                 "with one rank horovod.tensorflow leaves gradients as they are: nothing is sparsified, and "
                 "%s does not act. The tapes and optimizers of horovod_sparse do with one rank what they do "
@@ -253,10 +217,10 @@ class DropIn:
         absent = self._absent(slots)
         gradients = [*(call.gradients[i] for i in positions), *(None for _ in absent)]
         slots, every = [*slots, *absent], [*positions, *(-1 - i for i in range(len(absent)))]
-        names = frozenset(str(synchronizer.bucketing.name_of(slot)) for slot in absent)
+        names = frozenset(str(synchronizer.name_of(slot)) for slot in absent)
         if tf.executing_eagerly():
             sums = synchronizer.synchronize(gradients, slots)
-            _take_back(synchronizer.bucketing.beside(absent), names)
+            _take_back(synchronizer.beside(absent), names)
             gathering = _Gathering(call.frame, set(positions), _OnHost([], names), positions)
             gathering.sums = dict(zip(every, sums, strict=True))
             return gathering
@@ -275,11 +239,9 @@ class DropIn:
     def _absent(self, slots: Sequence[_Slot]) -> list[_Slot]:
         """Those without a gradient, on all ranks alike, that share a bucket with these."""
         assert self.synchronizer is not None
-        beside = {name for part in self.synchronizer.bucketing.beside(slots) for name in part.names}
+        beside = {name for part in self.synchronizer.beside(slots) for name in part.names}
         return [
-            slot
-            for slot in self._slots
-            if slot not in slots and self.synchronizer.bucketing.name_of(slot) in beside
+            slot for slot in self._slots if slot not in slots and self.synchronizer.name_of(slot) in beside
         ]
 
     def _synchronizer_for(self, theirs: Any) -> GradientSynchronizer:

@@ -15,7 +15,7 @@ from horovod.tensorflow.elastic import run as run
 from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.tensorflow._horovod import hvd
 from horovod_sparse.tensorflow.functions import broadcast_object, broadcast_variables
-from horovod_sparse.tensorflow.tensors import as_variable, is_built, variables_of
+from horovod_sparse.tensorflow.tensors import as_variable, build, variables_of
 
 
 class _Variables:
@@ -62,7 +62,7 @@ class TensorFlowKerasState(_StockKerasState):
         self.model, self.optimizer, self.backend = model, optimizer or model.optimizer, backend
         if self.optimizer is None:
             raise ArgumentError("optimizer", None, "an optimizer, or compile the model with one")
-        _build(self.optimizer, model.trainable_variables)
+        build(self.optimizer, model.trainable_variables)
         self._kept = _Variables([])
         self._save_model()
         ObjectState.__init__(self, bcast_object=broadcast_object, get_rank=hvd.rank, **attributes)
@@ -126,13 +126,6 @@ class TensorFlowState(_StockState):
 
     def _load_model(self) -> None:
         self._kept.restore()
-
-
-def _build(optimizer: Any, variables: Sequence[Any]) -> None:
-    if hasattr(optimizer, "_create_all_weights"):  # tf-keras, of the old kind
-        optimizer._create_all_weights(variables)
-    elif not is_built(optimizer):
-        optimizer.build(variables)
 
 
 def _refuse_graphs() -> None:

@@ -22,11 +22,7 @@ HOST = "/cpu:0"
 
 
 def refuse_graphs() -> None:
-    """Refuses graphs that no host function can work in: XLA's, and those of TensorFlow 1.
-
-    Raises:
-        UnsupportedError: within ``tf.function(jit_compile=True)``, and without eager execution.
-    """
+    """Refuses graphs that no host function can work in: XLA's, and those of TensorFlow 1."""
     with tf.init_scope():  # out of a tf.function, but not out of a tf.Graph
         if not tf.executing_eagerly():
             raise UnsupportedError(
@@ -42,12 +38,7 @@ def refuse_graphs() -> None:
 
 
 def run_independently(operation: Any, kind: str) -> None:
-    """Takes an operation with side effects out of the order in which such run within `tf.function`.
-
-    Args:
-        operation: in the graph that is being traced.
-        kind: of it. TensorFlow's debuggers put operations of theirs behind one.
-    """
+    """Takes an operation with side effects out of the order in which such run within `tf.function`."""
     order = getattr(tf.compat.v1.get_default_graph(), "experimental_acd_manager", None)
     if order is not None:
         while operation.type != kind:
@@ -77,11 +68,6 @@ class HostFunctions:
         What it raises arrives as an `InvalidArgumentError`. Most errors would be an `UnknownError` to
         TensorFlow: Horovod's failures come as such, and ``hvd.elastic.run`` takes one that it does not know
         for the training's end.
-
-        Args:
-            function: takes and gives NumPy arrays; holds no tensors, which would keep their graph.
-            inputs: for its arguments.
-            types: of its results.
         """
         results = list(tf.numpy_function(self._weakly(function), list(inputs), list(types)))
         run_independently(results[0].op, "PyFunc")
@@ -112,19 +98,7 @@ class HostFunctions:
 
 
 class EagerCalls:
-    """Functions that do eagerly what a graph would do; one for each list of variables.
-
-    Args:
-        build: called with gradients (None where there is none), variables and a scalar tensor, in a graph;
-            gives one gradient per variable, or None: not always where it got None.
-
-    Example:
-        >>> calls = EagerCalls(lambda gradients, variables, factor: [
-        ...     None if gradient is None else gradient * factor for gradient in gradients])
-        >>> six, nothing = calls([tf.constant(2.0), None], [1, 2], tf.constant(3.0))
-        >>> float(six), nothing
-        (6.0, None)
-    """
+    """Functions that do eagerly what a graph would do; one for each list of variables."""
 
     def __init__(self, build: Callable[[list[Any], list[Any], tf.Tensor], list[Any]]) -> None:
         self._build = build
@@ -155,29 +129,7 @@ _SUMS, _GRADIENTS = "HorovodSparseSums", "HorovodSparseGradients"
 
 
 def refuse_differentiation(sums: Sequence[tf.Tensor], gradients: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """The sums, in the graph that is being traced; an error where a gradient goes through them.
-
-    Args:
-        sums: over ranks.
-        gradients: that they are the sums of, dense, one or more.
-
-    Example:
-        >>> @tf.function
-        ... def penalty(x):
-        ...     with tf.GradientTape() as tape:
-        ...         tape.watch(x)
-        ...         y = x * x
-        ...     return refuse_differentiation([tf.stop_gradient(y)], [y])[0]
-        >>> x = tf.constant(3.0)
-        >>> float(penalty(x))
-        9.0
-        >>> with tf.GradientTape() as tape:
-        ...     tape.watch(x)
-        ...     z = penalty(x)
-        >>> tape.gradient(z, x)
-        Traceback (most recent call last):
-        tensorflow.python.framework.errors_impl.InvalidArgumentError: ...
-    """
+    """The sums, in the graph that is being traced; an error where a gradient goes through them."""
     sources = list(gradients)
     graph = tf.compat.v1.get_default_graph()
     smallest = min(range(len(sources)), key=lambda i: sources[i].shape.num_elements() or 0)

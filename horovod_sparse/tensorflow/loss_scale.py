@@ -12,9 +12,9 @@ from typing import Any
 import tensorflow as tf
 
 from horovod_sparse.tensorflow._horovod import hvd
+from horovod_sparse.tensorflow.agreement import label_of
 from horovod_sparse.tensorflow.collectives import known_to_elastic, not_folded
-from horovod_sparse.tensorflow.planning import label_of
-from horovod_sparse.tensorflow.tensors import as_variable
+from horovod_sparse.tensorflow.tensors import as_variable, times
 from horovod_sparse.tensorflow.waiting import Watch
 
 
@@ -23,10 +23,6 @@ class ScaledReduction:
 
     Residuals are kept without the scale. Scales are powers of two, so nothing is lost when gradients are
     multiplied by it again.
-
-    Args:
-        process_set: the ranks that take part.
-        watch: ends what waits for too long; None for one that has the usual deadline.
     """
 
     def __init__(self, process_set: Any, watch: Watch | None = None) -> None:
@@ -41,15 +37,7 @@ class ScaledReduction:
         scale: Any,
         skips: bool = True,
     ) -> list[Any]:
-        """Reduced gradients, of the loss times the scale.
-
-        Args:
-            reduce: gives the reduced gradients of an unscaled loss.
-            gradients: of the loss times the scale; None, dense, or `tf.IndexedSlices`.
-            variables: of the gradients.
-            scale: number or scalar tensor.
-            skips: whether what is not finite makes all ranks skip the step; otherwise it is left to `reduce`.
-        """
+        """Reduced gradients, of the loss times the scale."""
 
         def reduced() -> list[Any]:
             sums = reduce([times(gradient, 1.0 / scale) for gradient in gradients])
@@ -101,33 +89,10 @@ class ScaledReduction:
 
 
 def nan_where(gradients: Sequence[Any], skipped: Any) -> list[Any]:
-    """Gradients that have a LossScaleOptimizer skip a step where all ranks are to skip it.
-
-    Args:
-        gradients: of a step.
-        skipped: bool [], or None for never.
-
-    Example:
-        >>> float(nan_where([tf.constant(0.0)], tf.constant(True))[0])
-        nan
-    """
+    """Gradients that have a LossScaleOptimizer skip a step where all ranks are to skip it."""
     if skipped is None:
         return list(gradients)
     return [times(gradient, tf.where(skipped, float("nan"), 1.0)) for gradient in gradients]
-
-
-def times(gradient: Any, factor: Any) -> Any:
-    """A gradient times a number; None stays None, and `tf.IndexedSlices` such.
-
-    Example:
-        >>> float(times(tf.constant(3.0), 2.0))
-        6.0
-    """
-    if gradient is None:
-        return None
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(times(gradient.values, factor), gradient.indices, gradient.dense_shape)
-    return gradient * tf.cast(factor, gradient.dtype)
 
 
 def _values(gradient: Any) -> tf.Tensor:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
 from horovod_sparse.errors import UnsupportedError
-from horovod_sparse.merging import Plan
 from horovod_sparse.tensorflow._horovod import hvd
 from horovod_sparse.tensorflow.arguments import Arguments
 from horovod_sparse.tensorflow.compression import Compression
+from horovod_sparse.training.settings import PlannedOptions
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 def DistributedOptimizer(
@@ -29,17 +32,7 @@ def DistributedOptimizer(
     groups: Any = None,
     process_set: Any = hvd.global_process_set,
     scale_local_gradients: bool = True,
-    *,
-    bucket_bytes: int | None = None,
-    plan: Plan | None = None,
-    merging: Any = None,
-    tensor_selection: Any = None,
-    profile: Any = None,
-    on_nonfinite: str = "raise",
-    check_every: int | None = None,
-    on_drift: str | None = None,
-    deadline_seconds: float | None = None,
-    levels: str = "flat",
+    **options: Unpack[PlannedOptions],
 ) -> Any:
     """Wraps an optimizer; arguments and order are those of ``horovod.tensorflow.DistributedOptimizer``.
 
@@ -48,36 +41,14 @@ def DistributedOptimizer(
 
     Args:
         optimizer: of Keras, or `tf.compat.v1.train.Optimizer`.
-        name: see `horovod_sparse.tensorflow.keras.DistributedOptimizer`, as for the others.
-        use_locking: of optimizers of TensorFlow 1.
-        device_dense: see there.
-        device_sparse: see there.
-        compression: see there.
-        sparse_as_dense: see there.
-        backward_passes_per_step: see there.
-        op: see there.
-        gradient_predivide_factor: see there.
-        average_aggregated_gradients: see there.
-        num_groups: see there.
-        groups: see there.
-        process_set: see there.
-        scale_local_gradients: see there.
-        bucket_bytes: see there.
-        plan: see there.
-        merging: see there.
-        tensor_selection: see there.
-        profile: see there.
-        on_nonfinite: see there.
-        check_every: see there.
-        on_drift: see there.
-        deadline_seconds: see there.
-        levels: see there.
+        use_locking: of optimizers of TensorFlow 1. All other arguments are those of
+            `horovod_sparse.tensorflow.keras.DistributedOptimizer`.
 
     Raises:
         ArgumentError: for an argument that is not allowed.
         UnsupportedError: for a sparsifier with an optimizer of TensorFlow 1.
     """
-    arguments = Arguments.of(locals()).parsed()
+    arguments = Arguments.of(locals(), DistributedOptimizer).parsed()
     if not isinstance(optimizer, tf.compat.v1.train.Optimizer):
         from horovod_sparse.tensorflow.keras import optimizer as of_keras  # Keras is slow to import
 

@@ -14,17 +14,6 @@ class Order:
     """Puts operations behind those that were noted last, graph by graph.
 
     A tensor is kept by its name: it would keep its graph, and a graph the memory that it works on.
-
-    Example:
-        >>> order, seen = Order(), []
-        >>> @tf.function
-        ... def both():
-        ...     for i in range(2):
-        ...         with order.behind():
-        ...             order.note(tf.numpy_function(lambda i=i: seen.append(i) or 0, [], tf.int64))
-        >>> both()
-        >>> seen
-        [0, 1]
     """
 
     def __init__(self) -> None:
@@ -47,12 +36,7 @@ WAITING = Order()
 
 
 class _Gate:
-    """Among the control dependencies of a graph: all that is made in it from now on runs after an operation.
-
-    Args:
-        graph: that is being traced.
-        operation: None for the next one that calls a function, as soon as it is made.
-    """
+    """A control dependency of all that is made in a graph from now on: an operation, or the next call."""
 
     def __init__(self, graph: Any, operation: Any = None) -> None:
         self._graph = weakref.ref(graph)
@@ -115,11 +99,7 @@ def gate(token: tf.Tensor) -> None:
 
 
 def gate_callers(graph: Any) -> None:
-    """As `gate`, around a graph that becomes a function: all that is made after its call runs after it.
-
-    Args:
-        graph: that is being traced.
-    """
+    """As `gate`, around a graph that becomes a function: all that is made after its call runs after it."""
     graph = getattr(graph, "outer_graph", None)
     while graph is not None and hasattr(graph, "outer_graph"):
         _Gate(graph)

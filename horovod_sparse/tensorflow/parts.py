@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import time
 import weakref
@@ -13,38 +12,31 @@ from typing import Any, Protocol
 import numpy as np
 
 from horovod_sparse.arrays import GradientParts, HostAccumulator
+from horovod_sparse.carriers.exchanges import over_hosts, rounds_over_hosts
 from horovod_sparse.collectives import AllReduce, Exchange, Request, Synchronization
 from horovod_sparse.feedback import Bucket, HostBucket, Member, Recipe, shard_of
-from horovod_sparse.frontend import parts as common
-from horovod_sparse.frontend.agreement import kept_share
-from horovod_sparse.frontend.parts import sum_densely
-from horovod_sparse.frontend.transport import over_hosts, rounds_over_hosts
 from horovod_sparse.kernels import apply_scaled_sum, clear_at
 from horovod_sparse.kernels.host.scatter import native_bits
 from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.sparsifiers.base import accumulator_dtype
 from horovod_sparse.telemetry import BucketReport
 from horovod_sparse.tensorflow.task import Task, is_looped
-from horovod_sparse.tensorflow.tensors import numpy_dtype
+from horovod_sparse.tensorflow.tensors import ALIGNMENT, aligned_zeros, numpy_dtype
 from horovod_sparse.topology import Topology
+from horovod_sparse.training import parts as common
+from horovod_sparse.training.agreement import kept_share
+from horovod_sparse.training.parts import sum_densely
 
 #: tells (rank, size) within the process set, at any time
 Place = Callable[[], tuple[int, int]]
 
 
 class Part(common.Part, Protocol):
-    """Variables that are synchronized together.
-
-    Attributes:
-        shapes: of the variables.
-        dtype: of the gradients, by name.
-        label: for messages.
-        task: runs in every step anew.
-    """
+    """Variables that are synchronized together."""
 
     shapes: list[tuple[int, ...]]
     dtype: str
-    label: str
+    name: str
     task: Task
 
     def begin(self, learning_rate: float | None, gradients: Sequence[np.ndarray]) -> Synchronization[Any]:
@@ -74,41 +66,8 @@ def make_accumulator(info: BucketInfo, recipe: Recipe) -> HostAccumulator:
     )
 
 
-class _Laid:
-    """The variables of a part, one behind the other."""
-
-    shapes: list[tuple[int, ...]]
-
-    @functools.cached_property
-    def places(self) -> list[tuple[int, int]]:
-        """[start, stop) of every variable."""
-        stops = np.cumsum([math.prod(shape) for shape in self.shapes]).tolist()
-        return list(zip([0, *stops[:-1]], stops, strict=True))
-
-    def shaped(self, number: int, values: np.ndarray) -> np.ndarray:
-        """See `Part.shaped`."""
-        return np.array(values).reshape(self.shapes[number])
-
-    def flat(self, number: int, values: Any) -> np.ndarray:
-        """See `Part.flat`."""
-        return np.asarray(values).reshape(-1)
-
-
-class SparseBucket(_Laid, common.BucketPart):
-    """A bucket of variables, sparsified.
-
-    Args:
-        name: of the bucket, stable over ranks and steps.
-        collective: of its collectives, differs from that of every other bucket in flight.
-        names: of the variables.
-        shapes: of the variables.
-        dtype: of the gradients.
-        recipe: what to do with them.
-        place: tells (rank, size).
-        dense: see `Part.dense`.
-        hosts: tells which ranks share a host, for two levels; None for one. In elastic training, where graphs
-            are traced once, it is always one of them.
-    """
+class SparseBucket(common.ArrayLayout, common.BucketPart):
+    """A bucket of variables, sparsified."""
 
     def __init__(
         self,
@@ -125,12 +84,12 @@ class SparseBucket(_Laid, common.BucketPart):
     ) -> None:
         self.names: tuple[str, ...] = tuple(names)
         self.dense, self._hosts = dense, hosts
-        #: see `horovod_sparse.frontend.shared_memory`: gradients are TensorFlow's, and copied
+        #: see `horovod_sparse.carriers.shared_memory`: gradients are TensorFlow's, and copied
         self.lends, self.on_host = None, True
         #: see `Bucket.step`
         self.scale: float | None = None
         self.shapes, self.dtype = [tuple(shape) for shape in shapes], dtype
-        self.label, self._recipe, self._place = name, recipe, place
+        self.name, self._recipe, self._place = name, recipe, place
         self.bucket = self._made(None)
         in_loop = is_looped(recipe.sparsifier, self.places[-1][1], hosts() is not None)
         self.task = Task(collective, self._kinds(), accumulator_dtype(dtype), in_loop)
@@ -149,7 +108,7 @@ class SparseBucket(_Laid, common.BucketPart):
     def _made(self, before: Bucket | None) -> Bucket:
         """A bucket for this rank's present place: with the memory of the one before, where it fits."""
         rank, size = self._place()
-        whole, topology = BucketInfo(self.label, self.places[-1][1], rank, size, self.dtype), self._hosts()
+        whole, topology = BucketInfo(self.name, self.places[-1][1], rank, size, self.dtype), self._hosts()
         members = [Member(item, *span) for item, span in zip(self.names, self.places, strict=True)]
         if topology is None:
             memory = make_accumulator(whole, self._recipe) if before is None else before.accumulator
@@ -165,14 +124,12 @@ class SparseBucket(_Laid, common.BucketPart):
         return kinds if self.topology is None else rounds_over_hosts(kinds, self.topology)
 
     def begin(self, learning_rate: float | None, gradients: Sequence[np.ndarray]) -> Synchronization[Any]:
-        """See `Part.begin`."""
         self.close()
         if self.made_for != self._place():  # the process set's: Horovod itself has not been started
             self.start_anew(self.bucket.progress.step)
         return self._carried(self.bucket.step(GradientParts(gradients), learning_rate, scale=self.scale))
 
     def again(self) -> Synchronization[Any]:
-        """See `Part.again`."""
         step = self.bucket.again(scale=self.scale)
         return self._carried(step if self.topology is None else _without_sum(step, self.topology))
 
@@ -180,7 +137,6 @@ class SparseBucket(_Laid, common.BucketPart):
         return step if self.topology is None else over_hosts(step, self.topology, self._place()[0])
 
     def apply(self, scale: float) -> tuple[list[np.ndarray], BucketReport]:
-        """See `Part.apply`."""
         started = time.perf_counter()
         sum_ = self.task.result
         arrays, num_union = self._output.write(None if sum_.whole else sum_.indices, sum_.values, scale)
@@ -195,22 +151,16 @@ class SparseBucket(_Laid, common.BucketPart):
         )
 
     def abandon(self, *, drop: bool = False) -> None:
-        """See `Part.abandon`."""
         self.bucket.abandon(drop=drop)
         self.task.settled = True
 
     def close(self) -> None:
-        """See `Part.close`."""
         if not self.task.settled:
             self.task.drop()
             self.abandon()
 
     def start_anew(self, step: int) -> None:
-        """The sparsifier's state anew; the residual is kept, so that its mean over ranks stays.
-
-        Args:
-            step: of the training.
-        """
+        """The sparsifier's state anew; the residual is kept, so that its mean over ranks stays."""
         before, stays = self.bucket, self.topology == self._hosts()
         if self.topology is not None and self.made_for != self._place():
             stays = False  # other ranks have other shards: what is another one's waits to be brought to it
@@ -250,40 +200,30 @@ def _without_sum(step: Synchronization[Any], topology: Topology) -> Synchronizat
     return (yield from step)
 
 
-class DenseVariable(_Laid, common.DensePart):
+class DenseVariable(common.ArrayLayout, common.DensePart):
     """A variable that a plan leaves dense: an allreduce of all its elements.
 
     Half types are summed in float32.
-
-    Args:
-        name: of the variable.
-        collective: see `SparseBucket`.
-        shape: of the variable.
-        dtype: of its gradient.
-        place: tells (rank, size).
     """
 
     def __init__(self, name: str, collective: str, shape: tuple[int, ...], dtype: str, place: Place) -> None:
         self.names: tuple[str, ...] = (name,)
         self.shapes, self.dtype, self.num_elements = [tuple(shape)], dtype, math.prod(shape)
-        self.label, self._place, self._size = name, place, place()[1]
+        self.name, self._place, self._size = name, place, place()[1]
         self.task = Task(collective, (AllReduce,), accumulator_dtype(dtype), dense=True)
         #: of this step
         self._given = _NOTHING
 
     def begin(self, learning_rate: float | None, gradients: Sequence[np.ndarray]) -> Synchronization[Any]:
-        """See `Part.begin`."""
         self._given = gradients[0]
         return self.again()
 
     def again(self) -> Synchronization[Any]:
-        """See `Part.again`."""
         wide = self._given.reshape(-1).astype(accumulator_dtype(self.dtype))
         carried = 0 if self.carried is None else self.carried
         return sum_densely(self.names[0], wide, carried, self._place())
 
     def apply(self, scale: float) -> tuple[list[np.ndarray], BucketReport]:
-        """See `Part.apply`."""
         started = time.perf_counter()
         total = self.task.result
         dense = (total * total.dtype.type(scale)).astype(numpy_dtype(self.dtype)).reshape(self.shapes[0])
@@ -292,18 +232,15 @@ class DenseVariable(_Laid, common.DensePart):
         return [dense], self.report(self._place()[1], total.itemsize, dense.nbytes, took)
 
     def close(self) -> None:
-        """See `Part.close`; nothing is kept that could be taken back."""
         self._given = _NOTHING
         if self.task.under_way:
             self.task.drop()
 
     def abandon(self, *, drop: bool = False) -> None:
-        """See `Part.abandon`; the gradient is kept until the next step, which may be this one once more."""
         if drop:
             self._given = np.zeros_like(self._given)
 
     def start_anew(self, step: int) -> None:
-        """See `Part.start_anew`."""
         size = self._place()[1]
         if self.carried is not None:
             self.carried *= kept_share(self._size, size)
@@ -311,8 +248,6 @@ class DenseVariable(_Laid, common.DensePart):
 
 
 _NOTHING: np.ndarray = np.empty(0, np.float32)
-#: TensorFlow copies arrays that are not aligned so
-_ALIGNMENT = 64
 #: scattered elements above this share of the memory are cleared faster by clearing all of it
 _SPARSE_SHARE = 1 / 8
 #: memories that are kept: eager loops hold the last step's gradients while they compute the next ones
@@ -321,9 +256,7 @@ _NUM_KEPT = 2
 
 class _Memory:
     def __init__(self, num_elements: int, dtype: np.dtype[Any]) -> None:
-        raw = np.zeros(num_elements * dtype.itemsize + _ALIGNMENT, np.uint8)
-        start = -raw.ctypes.data % _ALIGNMENT
-        self.flat = raw[start : start + num_elements * dtype.itemsize].view(dtype)
+        self.flat = aligned_zeros(num_elements * dtype.itemsize).view(dtype)
         #: None: everywhere
         self.scattered: np.ndarray | None = np.empty(0, np.int32)
         self.lent: list[weakref.ref[np.ndarray]] = []
@@ -346,10 +279,6 @@ class DenseOutput:
     the array with the last tensor. Memory whose arrays are all let go of is used for a later step,
     where only the places that hold something have to be cleared.
 
-    Args:
-        shapes: of the parameters, in bucket order.
-        dtype: of the gradients, as NumPy (or ml_dtypes) knows it.
-
     Example:
         >>> output = DenseOutput([(2,), (1, 3)], np.dtype(np.float32))
         >>> arrays, num_union = output.write(np.array([1, 4], np.int32), np.ones(2, np.float32), 0.5)
@@ -361,11 +290,11 @@ class DenseOutput:
         self.shapes, self.dtype = [tuple(shape) for shape in shapes], dtype
         self._lengths = [math.prod(shape) for shape in self.shapes]
         self._starts = np.cumsum([0, *self._lengths[:-1]])
-        per_line = _ALIGNMENT // dtype.itemsize
+        per_line = ALIGNMENT // dtype.itemsize
         padded = [-(-length // per_line) * per_line for length in self._lengths]
-        self._places = np.cumsum([0, *padded[:-1]])
+        self._offsets = np.cumsum([0, *padded[:-1]])
         self._num_elements = int(sum(padded))
-        self._shifts = (self._places - self._starts).astype(np.int32)
+        self._shifts = (self._offsets - self._starts).astype(np.int32)
         self._is_shifted = bool(self._shifts.any())
         self._computable = _computable(dtype)
         self._memories: list[_Memory] = []
@@ -373,22 +302,13 @@ class DenseOutput:
     def write(
         self, indices: np.ndarray | None, values: np.ndarray, scale: float
     ) -> tuple[list[np.ndarray], int]:
-        """Scatters a sum into zeros.
-
-        Args:
-            indices: int32 [k], within the bucket; repeated ones add up. None for all elements.
-            values: float32 or float64 [k].
-            scale: of the sums.
-
-        Returns:
-            One array per parameter, and how many different elements were written.
-        """
+        """Scatters a sum into zeros."""
         memory = self._free_memory(clear=indices is not None)
         flat = native_bits(memory.flat).view(self._computable)
         if indices is None:
             memory.scattered = None
-            for place, start, length in zip(self._places, self._starts, self._lengths, strict=True):
-                apply_scaled_sum(flat[place : place + length], None, values[start : start + length], scale)
+            for offset, start, length in zip(self._offsets, self._starts, self._lengths, strict=True):
+                apply_scaled_sum(flat[offset : offset + length], None, values[start : start + length], scale)
             return self._given(memory), values.size
         where = indices
         if self._is_shifted:
@@ -399,8 +319,8 @@ class DenseOutput:
 
     def _given(self, memory: _Memory) -> list[np.ndarray]:
         arrays = [
-            memory.flat[place : place + length].reshape(shape)
-            for place, length, shape in zip(self._places, self._lengths, self.shapes, strict=True)
+            memory.flat[offset : offset + length].reshape(shape)
+            for offset, length, shape in zip(self._offsets, self._lengths, self.shapes, strict=True)
         ]
         memory.lent = [weakref.ref(array) for array in arrays]
         return arrays

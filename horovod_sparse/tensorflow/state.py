@@ -1,6 +1,6 @@
 """Residuals and sparsifier states of a synchronizer, to be saved and loaded.
 
-`horovod_sparse.frontend.state` says what is in an entry and what other plans and ranks mean.
+`horovod_sparse.training.state` says what is in an entry and what other plans and ranks mean.
 
 Variables are known by name, or by their order where names differ but shapes agree: Keras numbers the
 layers of a second model in the same process anew.
@@ -9,26 +9,25 @@ layers of a second model in the same process anew.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
 from horovod_sparse.errors import StateMismatchError, UnsupportedError
 from horovod_sparse.feedback import Recipe
-from horovod_sparse.frontend.agreement import kept_share
-from horovod_sparse.frontend.encoding import from_bytes, to_bytes
-from horovod_sparse.frontend.parts import assign_residuals
-from horovod_sparse.frontend.state import (
+from horovod_sparse.plans.plan import Plan
+from horovod_sparse.telemetry import Telemetry
+from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
+from horovod_sparse.training.encoding import from_bytes, to_bytes
+from horovod_sparse.training.state import (
     check_entry,
     check_shapes,
     checked_states,
-    load_entry,
     redistributed,
-    saved_entry,
-    share_factor,
 )
-from horovod_sparse.merging import Plan
-from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
+
+if TYPE_CHECKING:
+    from horovod_sparse.planning.request import Decision
 
 
 def _shapes_by_name(synchronizer: GradientSynchronizer) -> dict[str, tuple[int, ...]]:
@@ -42,36 +41,16 @@ def _shapes_by_name(synchronizer: GradientSynchronizer) -> dict[str, tuple[int, 
 
 
 def save(synchronizer: GradientSynchronizer) -> dict[str, Any]:
-    """The entry of this rank: numbers, strings, and NumPy arrays in the variables' shapes.
-
-    Raises:
-        UnsupportedError: while a step is under way: what it has sent is in no residual any more, and in
-            no gradient yet.
-    """
-    if any(part.task.under_way for part in synchronizer.parts):
+    """The entry of this rank: numbers, strings, and NumPy arrays in the variables' shapes."""
+    if synchronizer.under_way:
         raise UnsupportedError("residuals are saved between steps: a step is under way, or was interrupted")
     shapes = _shapes_by_name(synchronizer)
-    return saved_entry(synchronizer, variables={name: list(shape) for name, shape in shapes.items()})
+    return synchronizer.save(variables={name: list(shape) for name, shape in shapes.items()})
 
 
 def load(synchronizer: GradientSynchronizer, entry: Mapping[str, Any]) -> None:
-    """Continues from an entry. Needs no collective.
-
-    Args:
-        synchronizer: whose variables have their buckets already, with no step under way.
-        entry: as `save` or `redistribute` made it.
-
-    Raises:
-        StateMismatchError: if variables, shapes or the algorithm differ. Nothing has been loaded then.
-    """
-    renamed = _checked(synchronizer, entry)
-    synchronizer.take_place()
-    old_size, size = entry["size"], synchronizer.place[1]
-    # in elastic training, what this worker saved when there were more or fewer: no other has a share in it
-    own = old_size in synchronizer.sizes
-    factor = kept_share(old_size, size) if own else share_factor(entry["rank"], old_size, size)
-    load_entry(synchronizer, entry, factor, renamed)
-    synchronizer.moved()
+    """Continues from an entry. Needs no collective."""
+    synchronizer.load(entry, _checked(synchronizer, entry))
 
 
 class StateKeeper:
@@ -79,68 +58,51 @@ class StateKeeper:
 
     What is loaded waits until the variables have their buckets; where nothing is synchronized (on a rank that
     the process set leaves out) it waits for ever, and is saved again.
-
-    Example:
-        >>> StateKeeper().state_dict()
-        {}
     """
 
     def __init__(self) -> None:
-        self._synchronizer: GradientSynchronizer | None = None
+        self.synchronizer: GradientSynchronizer | None = None
         self._waiting: Mapping[str, Any] | None = None
 
     def attach(self, synchronizer: GradientSynchronizer) -> None:
         """Says whose state it is."""
-        self._synchronizer = synchronizer
+        self.synchronizer = synchronizer
         synchronizer.on_planned = self._put
-
-    @property
-    def process_set(self) -> Any:
-        """The ranks that take part; None before it is known."""
-        return None if self._synchronizer is None else self._synchronizer.process_set
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's entry, see `save`; empty before the first step."""
         if self._waiting is not None:
             return dict(self._waiting)
-        synchronizer = self._synchronizer
+        synchronizer = self.synchronizer
         return save(synchronizer) if synchronizer is not None and synchronizer.parts else {}
 
     def load_state_dict(self, entry: Mapping[str, Any] | None) -> None:
         """Continues from an entry; from no residual, if it is empty or None.
 
         A step that has not come to its end, since Horovod has failed, is given up before.
-
-        Raises:
-            StateMismatchError: if it does not fit, now or with the first gradients.
         """
         self.check(entry)
         self._waiting = entry or None
-        if self._synchronizer is None:
+        if self.synchronizer is None:
             return
-        for part in self._synchronizer.parts:
+        for part in self.synchronizer.parts:
             part.close()
-        if self._synchronizer.parts and entry:
+        if self.synchronizer.parts and entry:
             self._put()
         elif not entry:
-            self._synchronizer.step = 0
-            assign_residuals(self._synchronizer.parts, (), {})
+            self.synchronizer.load(None)
 
     def check(self, entry: Any) -> None:
-        """Refuses an entry that does not fit, as far as that is known by now; nothing is changed.
-
-        Raises:
-            StateMismatchError: with the path of the field, or the variables.
-        """
+        """Refuses an entry that does not fit, as far as that is known by now; nothing is changed."""
         if entry is None or (isinstance(entry, Mapping) and not entry):
             return
-        synchronizer = self._synchronizer
+        synchronizer = self.synchronizer
         _check(entry, None if synchronizer is None else synchronizer.recipe)
         if synchronizer is not None and len(synchronizer.names) >= len(entry["variables"]):
             checked_states(synchronizer, entry, _checked(synchronizer, entry))
 
     def _put(self) -> None:
-        waiting, synchronizer = self._waiting, self._synchronizer
+        waiting, synchronizer = self._waiting, self.synchronizer
         # variables may be seen one after the other
         if (
             waiting is None
@@ -152,12 +114,72 @@ class StateKeeper:
         load(synchronizer, waiting)
 
 
-class CheckpointedState(tf.train.experimental.PythonState):
-    """Residuals and sparsifier states in a checkpoint; differs from rank to rank.
+class WithState:
+    """What a user may ask of a compressor, and of an optimizer, which has a compressor."""
 
-    Args:
-        keeper: of the synchronizer.
-    """
+    _horovod_sparse_keeper: StateKeeper | None = None
+
+    @property
+    def telemetry(self) -> Telemetry:
+        """What happened in the last step, and on average; empty before the first."""
+        synchronizer = _synchronizer(self)
+        return Telemetry() if synchronizer is None else synchronizer.telemetry
+
+    @property
+    def plan(self) -> Plan | None:
+        """Which variables form which bucket; None before the first step, and without a sparsifier."""
+        synchronizer = _synchronizer(self)
+        return synchronizer.plan if synchronizer is not None and synchronizer.parts else None
+
+    @property
+    def decision(self) -> Decision | None:
+        """Why the plan was taken, where times decided about it: predictions, and the profile behind them."""
+        synchronizer = _synchronizer(self)
+        return None if synchronizer is None else synchronizer.decision
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether backward times wait for `replan`: from the same step on, on all ranks."""
+        synchronizer = _synchronizer(self)
+        return synchronizer is not None and synchronizer.is_measured
+
+    def replan(self, plan: Plan | None = None, *, measure_steps: int | None = None) -> None:
+        """Changes the buckets between two steps; every rank does so alike. Residuals are kept.
+
+        Functions that were traced before have to be traced again; they raise an error otherwise.
+
+        Args:
+            plan: the new one. If left out, it is made as `merging` and `tensor_selection` ask for: costs
+                are measured again, unless a profile was given, and all ranks take rank 0's plan.
+            measure_steps: without a plan: so many steps are measured first, in functions that are traced
+                from now on, after one that has no beginning; call again when `is_measured` says so.
+
+        Raises:
+            ArgumentError: if no plan is given and `merging` was not either, or the plan does not fit.
+            ProfileMismatchError: on every rank alike, if no step has been measured.
+            UnsupportedError: while a step is under way.
+        """
+        synchronizer = _synchronizer(self)
+        if synchronizer is not None:
+            synchronizer.plan_anew(plan, measure_steps)
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's residuals and sparsifier states; empty before the first step."""
+        return {} if self._horovod_sparse_keeper is None else self._horovod_sparse_keeper.state_dict()
+
+    def load_state_dict(self, entry: Mapping[str, Any] | None) -> None:
+        """Continues from what `state_dict` gave, also before the first step; from nothing, if it is empty."""
+        if self._horovod_sparse_keeper is not None:
+            self._horovod_sparse_keeper.load_state_dict(entry)
+
+
+def _synchronizer(trained: WithState) -> GradientSynchronizer | None:
+    keeper = trained._horovod_sparse_keeper
+    return None if keeper is None else keeper.synchronizer
+
+
+class CheckpointedState(tf.train.experimental.PythonState):
+    """Residuals and sparsifier states in a checkpoint; differs from rank to rank."""
 
     def __init__(self, keeper: StateKeeper) -> None:
         super().__init__()
@@ -174,17 +196,7 @@ class CheckpointedState(tf.train.experimental.PythonState):
 
 
 def redistribute(entries: Sequence[Mapping[str, Any]], rank: int, size: int) -> dict[str, Any]:
-    """The entry for one rank of another number of ranks, so that the mean residual is kept exactly.
-
-    Args:
-        entries: of all old ranks, in any order.
-        rank: new rank, from 0.
-        size: new number of ranks.
-
-    Raises:
-        StateMismatchError: if the entries are not those of all old ranks of one run.
-        ArgumentError: if there is no such rank.
-    """
+    """The entry for one rank of another number of ranks, so that the mean residual is kept exactly."""
     return redistributed(entries, rank, size)
 
 

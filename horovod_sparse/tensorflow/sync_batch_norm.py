@@ -10,17 +10,13 @@ from horovod.tensorflow.sync_batch_norm import SyncBatchNormalization as _stock
 
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.tensorflow._horovod import hvd, is_elastic
+from horovod_sparse.tensorflow.agreement import label_of
 from horovod_sparse.tensorflow.collectives import known_to_elastic
-from horovod_sparse.tensorflow.planning import label_of
 from horovod_sparse.tensorflow.tensors import as_variable
 
 
 class _Sum:
-    """A differentiable sum over ranks, whose names follow from the layer's shape and its turn.
-
-    Args:
-        variable: of the layer.
-    """
+    """A differentiable sum over ranks, whose names follow from the layer's shape and its turn."""
 
     def __init__(self, variable: Any) -> None:
         label = label_of("horovod_sparse.statistics", hvd.global_process_set, [as_variable(variable)])

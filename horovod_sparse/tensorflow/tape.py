@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
 from horovod_sparse.errors import ArgumentError
-from horovod_sparse.merging import Plan
 from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.tensorflow._horovod import hvd, present_start
+from horovod_sparse.tensorflow.agreement import building, compare_densely
 from horovod_sparse.tensorflow.arguments import Arguments, checked_layers
 from horovod_sparse.tensorflow.compression import Compression
 from horovod_sparse.tensorflow.order import ungated
-from horovod_sparse.tensorflow.planning import building, compare_densely
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
 from horovod_sparse.tensorflow.tensors import as_variable, scaled_locally
+from horovod_sparse.training.settings import PlannedOptions
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 # Wrapping a tape happens within the user's tf.function: AutoGraph has nothing to do in here but to take
@@ -35,17 +38,7 @@ def DistributedGradientTape(
     groups: Any = None,
     process_set: Any = hvd.global_process_set,
     scale_local_gradients: bool = True,
-    *,
-    bucket_bytes: int | None = None,
-    plan: Plan | None = None,
-    merging: Any = None,
-    tensor_selection: Any = None,
-    profile: Any = None,
-    on_nonfinite: str = "raise",
-    check_every: int | None = None,
-    on_drift: str | None = None,
-    deadline_seconds: float | None = None,
-    levels: str = "flat",
+    **options: Unpack[PlannedOptions],
 ) -> Any:
     """Wraps a tape so that gradients are synchronized over ranks, sparsely.
 
@@ -70,8 +63,7 @@ def DistributedGradientTape(
 
     Args:
         gradtape: to compute gradients with.
-        device_dense: see above.
-        device_sparse: see above.
+        device_dense, device_sparse: see above.
         compression: a sparsifier (``Compression.exdyna(density=0.001)``), or one of Horovod's.
         sparse_as_dense: see above.
         op: Average or Sum.
@@ -80,33 +72,9 @@ def DistributedGradientTape(
         groups: number of buckets, or lists of variables that form one each.
         process_set: the ranks that take part.
         scale_local_gradients: divide gradients of local variables by the number of ranks.
-        bucket_bytes: of gradient in a bucket; 32 MiB if left out.
-        plan: which variables form which bucket, in place of `groups` and `bucket_bytes`.
-        merging: how buckets are made: "layerwise", "single", "omgs", "optimal", "joint",
-            ``fixed(num_elements=...)``, ``fixed(bytes=...)`` (`horovod_sparse.merging.fixed`), a function
-            of a workload and a cost model, or a `Plan`. Those that go by times (the three in the middle)
-            begin with the default plan, and measure 5 steps in a `tf.function`; see `compression.replan`.
-        tensor_selection: which variables are sparsified: "cost" (where it pays, by measured times), "all",
-            ``min_elements(...)`` (`horovod_sparse.merging.min_elements`), or a function of a variable's
-            facts that says yes or no. If nothing is said of buckets either, those that cannot win by
-            formulas stay dense, which one warning tells.
-        profile: a `horovod_sparse.cost.Profile`, or the path of a saved one, the same on all ranks: what it
-            holds is not measured.
-        on_nonfinite: what is done where a gradient is NaN or Inf on some rank: "raise"; "skip": gradients
-            are zeros on all ranks, and the tape's `skipped` is true, which has to guard the update
-            (``if not tape.skipped: optimizer.apply_gradients(...)``), since a tape applies nothing; "zero":
-            the gradients of such ranks are left out whole, and those of the others applied.
-        check_every: after so many steps, again and again, ranks compare a checksum of their variables; 0 for
-            never. If left out, what HOROVOD_SPARSE_CHECK_EVERY says, or 1000.
-        on_drift: what is done where they differ: "raise" a `DriftError` on every rank, which names what
-            differs, and the ranks; "warn", in the log; "resync": what differs becomes what rank 0 has,
-            counted in the telemetry. If left out, what HOROVOD_SPARSE_ON_DRIFT says, or "raise".
-        deadline_seconds: after so many seconds of waiting for other ranks all ranks end with a
-            `DeadlineError`, which a graph quotes; 0 waits for ever. 300 if left out, or what
-            HOROVOD_SPARSE_DEADLINE_SECONDS says.
-        levels: "flat": all ranks are alike; "host": gradients are summed densely within each host first, and
-            sparsified between hosts; "auto": "host" where there are several hosts, of several ranks each, as
-            many on all of them, and the cost model says that it is faster. See docs/levels.md.
+        **options: settings of the training, all but `synchronize_at` and `max_grad_norm`: see
+            `horovod_sparse.training.settings.Settings`. Plans by times are measured in a `tf.function`, and
+            taken by `compression.replan`.
 
     Returns:
         A tape.
@@ -115,7 +83,7 @@ def DistributedGradientTape(
         ArgumentError: for an argument that is not allowed.
         UnsupportedError: for Adasum.
     """
-    arguments = Arguments.of(locals())
+    arguments = Arguments.of(locals(), DistributedGradientTape)
     if not arguments.is_sparse:
         if isinstance(compression, str):
             raise ArgumentError(
@@ -144,50 +112,19 @@ def PartialDistributedGradientTape(
     process_set: Any = hvd.global_process_set,
     local_layers: Any = None,
     scale_local_gradients: bool = True,
-    *,
-    bucket_bytes: int | None = None,
-    plan: Plan | None = None,
-    merging: Any = None,
-    tensor_selection: Any = None,
-    profile: Any = None,
-    on_nonfinite: str = "raise",
-    check_every: int | None = None,
-    on_drift: str | None = None,
-    deadline_seconds: float | None = None,
-    levels: str = "flat",
+    **options: Unpack[PlannedOptions],
 ) -> Any:
     """As `DistributedGradientTape`, but the gradients of some layers stay local.
 
     Args:
-        gradtape: see `DistributedGradientTape`, as for all other arguments.
-        device_dense: see there.
-        device_sparse: see there.
-        compression: see there.
-        sparse_as_dense: see there.
-        op: see there.
-        gradient_predivide_factor: see there.
-        num_groups: see there.
-        groups: see there.
-        process_set: see there.
-        local_layers: a layer, or several.
-        scale_local_gradients: see there.
-        bucket_bytes: see there.
-        plan: see there.
-        merging: see there.
-        tensor_selection: see there.
-        profile: see there.
-        on_nonfinite: see there.
-        check_every: see there.
-        on_drift: see there.
-        deadline_seconds: see there.
-        levels: see there.
+        local_layers: a layer, or several. All other arguments are those of `DistributedGradientTape`.
 
     Raises:
         ArgumentError: if something in `local_layers` is no layer.
     """
-    arguments = Arguments.of(locals())
-    layers = checked_layers(local_layers)
-    tape = DistributedGradientTape(gradtape, **arguments.taken_by(DistributedGradientTape))
+    given = dict(locals())
+    layers, options = checked_layers(given.pop("local_layers")), given.pop("options")
+    tape = DistributedGradientTape(**given, **options)
     for layer in layers:
         for variable in layer.trainable_weights:
             tape.register_local_source(as_variable(variable))
@@ -314,13 +251,7 @@ _COPIED = {name: item for name, item in vars(_Methods).items() if name[:2] != "_
 
 
 def _distributed(gradtape: tf.GradientTape, synchronizer: GradientSynchronizer, scale_local: bool) -> Any:
-    """A tape of a class derived from that of the user's tape, which it goes on recording with.
-
-    Args:
-        gradtape: the user's.
-        synchronizer: of its gradients.
-        scale_local: whether gradients of local variables are divided by the number of ranks.
-    """
+    """A tape of a class derived from that of the user's tape, which it goes on recording with."""
     user: Any = gradtape
     cls: Any = type(type(user).__name__, (type(user),), dict(_COPIED))
     tape = cls(user._persistent, user._watch_accessed_variables)

@@ -12,11 +12,11 @@ import numpy as np
 
 from horovod_sparse.collectives import AllGather, AllToAll, Exchange, Request, Synchronization
 from horovod_sparse.errors import ArgumentError, CollectiveMismatchError, DeadlineError
-from horovod_sparse.frontend.deadline import Deadline
 from horovod_sparse.sparsifiers import BucketInfo, Sparsifier
 from horovod_sparse.tensorflow._horovod import is_elastic
 from horovod_sparse.tensorflow.collectives import Wire, from_wire, nothing, to_wire
 from horovod_sparse.tensorflow.transport import Courier, Journey, between_pairs, over_pairs
+from horovod_sparse.training.deadline import Deadline
 
 _log = logging.getLogger("horovod_sparse")
 
@@ -30,23 +30,6 @@ class Task:
     None of its methods raises, whatever the coroutine does: an exception in a graph stops what has not
     begun, on this rank alone, and the others would wait for ever for its rounds. What was raised stands
     in `error`; empty messages take the place of the rounds that are left.
-
-    Args:
-        name: stable over ranks and steps; round r communicates as ``{name}.{r}``.
-        kinds: of the requests, in order.
-        value_dtype: float32 or float64: of allreduces.
-        looped: whether all kinds go through one operation, as often as `kinds` says when the graph runs: see
-            `is_looped`.
-        dense: whether it sums what stays dense, which is always left to Horovod.
-
-    Attributes:
-        result: what the coroutine returned.
-        error: what it raised.
-        under_way: whether it waits for a collective.
-        legs: begin and end of every piece of work of the last synchronization, in seconds of
-            `time.perf_counter`.
-        settled: whether the last synchronization's result was used, or taken back; by whom it is set to True.
-        transport: how its messages between two ranks travel, and why so; empty where there are none.
     """
 
     def __init__(
@@ -57,16 +40,22 @@ class Task:
         looped: bool = False,
         dense: bool = False,
     ) -> None:
-        self.name, self.kinds, self.value_dtype, self.looped = name, kinds, value_dtype, looped
-        self.dense = dense
+        #: round r communicates as ``{name}.{r}``
+        self.name, self.kinds, self.value_dtype = name, kinds, value_dtype
+        #: whether all kinds go through one operation (`is_looped`); whether it stays dense: left to Horovod
+        self.looped, self.dense = looped, dense
         self.place = (0, 1)
+        #: what the coroutine returned, or raised
         self.result: Any = None
         self.error: BaseException | None = None
         self._coroutine: Synchronization[Any] | None = None
         self._request: Request | None = None
         self._round = 0
+        #: begin and end of every piece of work of the last synchronization, in seconds of `time.perf_counter`
         self.legs: list[tuple[float, float]] = []
+        #: whether the last synchronization's result was used, or taken back; set to True by who does so
         self.settled = True
+        #: how messages between two ranks travel, and why so; empty where there are none
         self.transport = ""
         self._journey: Journey | None = None
 
@@ -93,29 +82,14 @@ class Task:
     def entrust(
         self, coroutine: Synchronization[Any], place: tuple[int, int], courier: Courier, deadline: Deadline
     ) -> None:
-        """Runs a coroutine to its first request, and leaves the rest to the courier; `wait` ends it.
-
-        Args:
-            coroutine: yields requests.
-            place: (rank, size) within the process set.
-            courier: of the process set.
-            deadline: of `wait`, which alone uses it.
-        """
+        """Runs a coroutine to its first request, and leaves the rest to the courier; `wait` ends it."""
         self._begin(place)
         self._journey = Journey(self.name, over_pairs(coroutine, *place), deadline)
         if not self._journey.ended:
             courier.take(self._journey)
 
     def wait(self, since: float | None = None, overdue: DeadlineError | None = None) -> DeadlineError | None:
-        """Until what is entrusted to a courier has ended. Nothing to wait for otherwise.
-
-        Args:
-            since: see `Journey.wait`: tasks that are waited for together have one deadline.
-            overdue: what one of them has come to: then nothing else is waited for.
-
-        Returns:
-            The error of the deadline, where it has come to that.
-        """
+        """Until what is entrusted to a courier has ended. Nothing to wait for otherwise."""
         journey, self._journey = self._journey, None
         if journey is None:
             return overdue
@@ -130,15 +104,7 @@ class Task:
         return overdue
 
     def start(self, coroutine: Synchronization[Any], place: tuple[int, int]) -> Wire:
-        """Runs a coroutine to its first request.
-
-        Args:
-            coroutine: yields requests of the kinds declared.
-            place: (rank, size) within the process set.
-
-        Returns:
-            What the first collective takes.
-        """
+        """Runs a coroutine to its first request."""
         self._begin(place)
         self._coroutine = coroutine
         return self._advance(None)
@@ -150,11 +116,7 @@ class Task:
         return self._nothing()
 
     def resume(self, output: np.ndarray, splits: np.ndarray) -> Wire:
-        """Gives a collective's result to the coroutine, and runs it to its next request, or to its end.
-
-        Returns:
-            What the next collective takes; nothing of use after the last.
-        """
+        """Gives a collective's result to the coroutine, and runs it to its next request, or to its end."""
         self._round += 1
         if self._coroutine is None or self._request is None:
             return self._nothing()
@@ -242,10 +204,6 @@ def idle_seconds(tasks: Sequence[Task], now: float) -> float:
 
     Counted from the start of the last synchronization: before it, backward was still going on.
 
-    Args:
-        tasks: of a step, all at their end.
-        now: in seconds of `time.perf_counter`.
-
     Example:
         >>> task = Task("example", (), np.dtype(np.float32))
         >>> task.legs = [(0.0, 1.0), (4.0, 6.0)]
@@ -259,18 +217,7 @@ def idle_seconds(tasks: Sequence[Task], now: float) -> float:
 
 
 def is_looped(sparsifier: Sparsifier, num_elements: int, two_levels: bool = False) -> bool:
-    """Whether a bucket's rounds are to be in a loop: in elastic training, where their number may change.
-
-    Args:
-        sparsifier: of the bucket, not resolved.
-        num_elements: n.
-        two_levels: whether it has two levels, all of whose rounds are exchanges.
-
-    Example:
-        >>> from horovod_sparse.sparsifiers import GTopK
-        >>> is_looped(GTopK(), 100)  # not in elastic training here
-        False
-    """
+    """Whether a bucket's rounds are to be in a loop: in elastic training, where their number may change."""
     if not is_elastic() or two_levels:
         return is_elastic()
     kinds = set()

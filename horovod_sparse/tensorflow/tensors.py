@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,62 +11,42 @@ import tensorflow as tf
 
 from horovod_sparse.tensorflow._horovod import hvd, is_elastic
 
-_NAMES = {
-    tf.float32: "float32",
-    tf.float64: "float64",
-    tf.float16: "float16",
-    tf.bfloat16: "bfloat16",
-}
+#: TensorFlow takes the memory of an array that is aligned so, and copies others
+ALIGNMENT = 64
+
+_NAMES = {dtype: dtype.name for dtype in (tf.float32, tf.float64, tf.float16, tf.bfloat16)}
 
 
 def dtype_name(dtype: tf.DType) -> str | None:
-    """Name of a dtype that gradients may have, as in `BucketInfo.dtype`; None for another.
-
-    Example:
-        >>> dtype_name(tf.bfloat16), dtype_name(tf.int64)
-        ('bfloat16', None)
-    """
+    """Name of a dtype that gradients may have, as in `BucketInfo.dtype`; None for another."""
     return _NAMES.get(tf.as_dtype(dtype))
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """The dtype of arrays that TensorFlow gives and takes for a dtype's name.
-
-    Example:
-        >>> numpy_dtype("bfloat16")
-        dtype(bfloat16)
-    """
+    """The dtype of arrays that TensorFlow gives and takes for a dtype's name."""
     return np.dtype(tf.as_dtype(name).as_numpy_dtype)
 
 
 def as_variable(variable: Any) -> Any:
-    """The `tf.Variable` in a variable of Keras 3; any other as it is.
-
-    Example:
-        >>> variable = tf.Variable(1.0)
-        >>> as_variable(variable) is variable
-        True
-    """
+    """The `tf.Variable` in a variable of Keras 3; any other as it is."""
     if not hasattr(variable, "ref") and isinstance(getattr(variable, "value", None), tf.Variable):
         return variable.value
     return variable
 
 
 def is_comparable(variable: Any) -> bool:
-    """Whether it is a variable of numbers, which can be compared with that of other ranks.
-
-    Example:
-        >>> is_comparable(tf.Variable(1.0)), is_comparable(tf.Variable("one")), is_comparable(1.0)
-        (True, False, False)
-    """
+    """Whether it is a variable of numbers, which can be compared with that of other ranks."""
     if not hasattr(variable, "read_value"):
         return False
     return bool(variable.dtype.is_floating or variable.dtype.is_integer or variable.dtype.is_bool)
 
 
-def is_built(optimizer: Any) -> bool:
-    """Whether an optimizer of Keras has its variables."""
-    return bool(getattr(optimizer, "built", getattr(optimizer, "_built", False)))
+def build(optimizer: Any, variables: Sequence[Any]) -> None:
+    """Gives an optimizer of Keras its variables, where it has none yet."""
+    if hasattr(optimizer, "_create_all_weights"):  # tf-keras, of the old kind
+        optimizer._create_all_weights(variables)
+    elif hasattr(optimizer, "build") and not getattr(optimizer, "built", getattr(optimizer, "_built", False)):
+        optimizer.build(variables)
 
 
 def variables_of(optimizer: Any) -> list[Any]:
@@ -81,12 +61,7 @@ def as_dense(gradient: Any) -> Any:
 
 
 def as_rate(learning_rate: Any) -> tf.Tensor:
-    """A learning rate as float64 [1] on the host, [0] where it is None: not known.
-
-    Example:
-        >>> as_rate(0.5).numpy().tolist(), as_rate(None).numpy().tolist()
-        ([0.5], [])
-    """
+    """A learning rate as float64 [1] on the host, [0] where it is None: not known."""
     with tf.device("/cpu:0"):
         if learning_rate is None:
             return tf.zeros([0], tf.float64)
@@ -94,12 +69,7 @@ def as_rate(learning_rate: Any) -> tf.Tensor:
 
 
 def settings_of(optimizer: Any) -> dict[str, Any]:
-    """What an optimizer of Keras is set to, by name; of one that scales the loss, the one in it.
-
-    Example:
-        >>> settings_of(tf.keras.optimizers.SGD(0.1, momentum=0.5))["momentum"]
-        0.5
-    """
+    """What an optimizer of Keras is set to, by name; of one that scales the loss, the one in it."""
     with tf.init_scope():  # settings may be variables, and this be a graph
         settings: dict[str, Any] = getattr(optimizer, "inner_optimizer", optimizer).get_config()
         return settings
@@ -107,10 +77,6 @@ def settings_of(optimizer: Any) -> dict[str, Any]:
 
 def unique_names(variables: Sequence[Any], taken: Sequence[str] = ()) -> list[str]:
     """A name for every variable, for messages and checkpoints: its own, numbered where several share it.
-
-    Args:
-        variables: of TensorFlow or Keras; Keras 3 knows a path beside the name.
-        taken: names that exist already.
 
     Example:
         >>> unique_names([tf.Variable(0.0, name="w"), tf.Variable(0.0, name="w"), tf.Variable(0.0)])
@@ -136,15 +102,25 @@ def divided_by_ranks(tensor: tf.Tensor, process_set: Any) -> tf.Tensor:
 
 
 def scaled_locally(gradient: Any, process_set: Any) -> Any:
-    """The gradient divided by the number of ranks, as the average of the others' losses would have it.
+    """The gradient divided by the number of ranks, as the average of the others' losses would have it."""
+    return _changed(gradient, lambda values: divided_by_ranks(values, process_set))
 
-    Args:
-        gradient: a tensor, `tf.IndexedSlices`, or None.
-        process_set: the ranks, whether this one is among them or not.
-    """
+
+def times(gradient: Any, factor: Any) -> Any:
+    """A gradient (or None, or `tf.IndexedSlices`) times a number."""
+    return _changed(gradient, lambda values: values * tf.cast(factor, values.dtype))
+
+
+def _changed(gradient: Any, change: Callable[[tf.Tensor], tf.Tensor]) -> Any:
     if gradient is None:
         return None
     if isinstance(gradient, tf.IndexedSlices):
-        values = divided_by_ranks(gradient.values, process_set)
-        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-    return divided_by_ranks(gradient, process_set)
+        return tf.IndexedSlices(change(gradient.values), gradient.indices, gradient.dense_shape)
+    return change(gradient)
+
+
+def aligned_zeros(num_bytes: int) -> np.ndarray:
+    """Bytes [num_bytes] at an address from which TensorFlow takes an array's memory without a copy."""
+    raw = np.zeros(num_bytes + ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % ALIGNMENT
+    return raw[start : start + num_bytes]

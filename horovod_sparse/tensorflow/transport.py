@@ -1,30 +1,31 @@
 """Messages between two ranks beside Horovod for TensorFlow: a thread that runs whole synchronizations.
 
 TensorFlow has no operation that sends to one rank, and each round of Horovod's all-to-all takes a cycle.
-So where all ranks can use MPI (or ZeroMQ), a synchronization that goes between pairs leaves the graph after
+So where all ranks can use MPI, a synchronization that goes between pairs leaves the graph after
 its first leg, and comes back when it has ended: the graph's last function waits for it. Nothing waits in
 between, so every rank has started all that it has to start before it waits, in whatever order.
 """
 
 from __future__ import annotations
 
-import json
+import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from horovod_sparse.carriers.choice import Blocking, Chosen, agreed_choice, by_horovod, rounds_by_pairs
+from horovod_sparse.carriers.exchanges import by_exchanges
+from horovod_sparse.carriers.pairs import Pairs
 from horovod_sparse.collectives import AllGather, Exchange, Request, Synchronization
 from horovod_sparse.errors import DeadlineError, UnsupportedError
-from horovod_sparse.frontend.deadline import Deadline
-from horovod_sparse.frontend.messages import Carrier, Pairs, carrier_for, log_transport, rounds_by_pairs
-from horovod_sparse.frontend.transport import by_exchanges
 from horovod_sparse.sparsifiers.rounds.pairs import bruck_all_gather
 from horovod_sparse.tensorflow._horovod import hvd, is_elastic, present_start
+from horovod_sparse.training.deadline import Deadline
 
 #: between two looks at messages under way
 _SLEEP_SECONDS = 20e-6
@@ -68,11 +69,6 @@ def over_pairs(coroutine: Synchronization[Any], rank: int, size: int) -> Synchro
 class Journey:
     """A synchronization that the courier has, from its first request to its end.
 
-    Args:
-        name: of its exchanges; the same on all ranks.
-        coroutine: of this rank.
-        deadline: of those that wait for it: one that no other thread uses.
-
     Attributes:
         result: what the coroutine returned.
         error: what it raised.
@@ -97,14 +93,7 @@ class Journey:
         return self._ended.is_set()
 
     def wait(self, since: float | None = None) -> None:
-        """Until it has ended; it is given up where that takes too long.
-
-        Args:
-            since: when waiting began, in seconds of `time.perf_counter`; now if left out.
-
-        Raises:
-            DeadlineError: if that takes too long.
-        """
+        """Until it has ended; it is given up where that takes too long."""
         begun = time.perf_counter() if since is None else since
         try:
             while not self._ended.wait(_WAIT_SECONDS):
@@ -157,16 +146,10 @@ class Journey:
 
 
 class Courier:
-    """The thread: it alone speaks to the others.
+    """The thread: it alone speaks to the others."""
 
-    Args:
-        pairs: what carries messages.
-        rank: of this process among those that take part.
-        forget: gives up what carries them, when it is stopped.
-    """
-
-    def __init__(self, pairs: Pairs, rank: int, forget: Callable[[], None]) -> None:
-        self._pairs, self._rank, self._forget = pairs, rank, forget
+    def __init__(self, pairs: Pairs, rank: int) -> None:
+        self._pairs, self._rank = pairs, rank
         self._news: deque[Journey] = deque()
         self._wake, self._stopped = threading.Condition(), False
         threading.Thread(target=self._run, name="horovod_sparse.courier", daemon=True).start()
@@ -206,7 +189,6 @@ class Courier:
                 time.sleep(_SLEEP_SECONDS)
         for journey in under_way:
             journey.give_up(_anew())
-        self._forget()
 
 
 def _anew() -> UnsupportedError:
@@ -226,82 +208,44 @@ def _key(process_set: Any) -> tuple[int, tuple[int, ...]]:
 
 
 def courier_for(process_set: Any) -> tuple[Courier | None, str]:
-    """The courier of a process set, where all its ranks can use one; agreed at the first trace of a start.
-
-    Args:
-        process_set: every rank of it asks.
-
-    Returns:
-        The courier or None, and how messages between two ranks travel and why so.
-    """
+    """The courier of a process set, where all its ranks can use one; agreed at the first trace of a start."""
     key, start = _key(process_set), present_start()
     if key not in _couriers or _couriers[key][0] is not start:
         for former in [one for one, (since, _, _) in _couriers.items() if since is not start]:
             courier = _couriers.pop(former)[1]
             if courier is not None:
                 courier.stop()
-        courier, words, failed = _agreed(process_set)
-        _couriers[key] = start, courier, words
-        log_transport(words, int(process_set.rank()), beside=courier is not None, failed=failed)
+        chosen = _agreed(process_set)
+        made = None if chosen.pairs is None else Courier(chosen.pairs, int(process_set.rank()))
+        _couriers[key] = start, made, chosen.words
     return _couriers[key][1:]
 
 
 def present_courier(process_set: Any, traced: Courier) -> Courier:
-    """The courier that there is now, for a function that was traced before Horovod was started again.
-
-    Args:
-        process_set: see `courier_for`.
-        traced: that there was when it was traced.
-    """
+    """The courier that there is now, for a function that was traced before Horovod was started again."""
     return _couriers.get(_key(process_set), (None, None, ""))[1] or traced
 
 
-def _agreed(process_set: Any) -> tuple[Courier | None, str, bool]:
-    """See `courier_for`; and whether the ranks have tried in vain to reach each other."""
-    by_horovod = "Horovod's all-to-all ({})".format
+def _agreed(process_set: Any) -> Chosen:
+    """How messages between two ranks travel; all ranks ask where any does."""
+    rank = int(process_set.rank())
     if is_elastic():
         # who joins traces while the others train: nothing can be agreed upon
-        return None, by_horovod("elastic training"), False
+        return by_horovod("elastic training", rank)
     with tf.init_scope():
         if not tf.executing_eagerly():
-            return None, by_horovod("TensorFlow 1's graphs"), False
-        carrier, reason = carrier_for(hvd, int(process_set.size()))
-        try:
-            return _tried(carrier, reason, process_set)
-        except BaseException:
-            if carrier is not None:
-                carrier.forget()
-            raise
-
-
-def _tried(carrier: Carrier | None, reason: str, process_set: Any) -> tuple[Courier | None, str, bool]:
-    by_horovod = "Horovod's all-to-all ({})".format
-    offers = _told_by_all([reason, carrier and carrier.offer()], "able", process_set)
-    refused = [f"rank {rank}: {theirs}" for rank, (theirs, offer) in enumerate(offers) if offer is None]
-    if carrier is None or refused:
-        if carrier is not None:
-            carrier.forget()
-        return None, by_horovod(reason or refused[0]), False
-    pairs, failure = _connected(carrier, [offer for _, offer in offers], process_set)
-    failures = _told_by_all(failure, "connected", process_set)
-    if pairs is None or any(failures):
-        carrier.forget()
-        reason = failure or next(f"rank {rank}: {theirs}" for rank, theirs in enumerate(failures) if theirs)
-        return None, by_horovod(reason), True
-    return Courier(pairs, int(process_set.rank()), carrier.forget), carrier.words, False
-
-
-def _connected(carrier: Carrier, offers: Sequence[Any], process_set: Any) -> tuple[Pairs | None, str]:
-    """What carries messages, or None and why it cannot."""
-    try:
-        return carrier.connect(offers, process_set.ranks, int(process_set.process_set_id)), ""
-    except Exception as error:  # told to all ranks, which then do without
-        return None, f"{type(error).__name__}: {error}"
-
-
-def _told_by_all(value: Any, name: str, process_set: Any) -> list[Any]:
-    """What every rank says, in their order."""
-    line = np.frombuffer(json.dumps(value).encode() + b"\n", np.uint8)
-    name = f"horovod_sparse.courier.{process_set.process_set_id}.{name}"
-    gathered = hvd.allgather(tf.constant(line), name=name, process_set=process_set)
-    return [json.loads(line) for line in gathered.numpy().tobytes().splitlines()]
+            return by_horovod("TensorFlow 1's graphs", rank)
+        name = f"horovod_sparse.courier.{process_set.process_set_id}"
+        steps, answer = agreed_choice(hvd, process_set, int(process_set.process_set_id)), None
+        for number in itertools.count():
+            try:
+                request: Any = steps.send(answer)
+            except StopIteration as stop:
+                chosen: Chosen = stop.value
+                return chosen
+            if isinstance(request, Blocking):
+                answer = request.work()
+            else:
+                message = tf.constant(request.buffer)
+                answer = hvd.allgather(message, name=f"{name}.{number}", process_set=process_set).numpy()
+    raise AssertionError("an agreement ends")

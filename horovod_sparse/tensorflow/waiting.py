@@ -25,9 +25,10 @@ import numpy as np
 import tensorflow as tf
 
 from horovod_sparse.errors import DeadlineError
-from horovod_sparse.frontend.deadline import Deadline
 from horovod_sparse.tensorflow._horovod import hvd
 from horovod_sparse.tensorflow.graph import HOST, HostFunctions, run_independently
+from horovod_sparse.tensorflow.tensors import ALIGNMENT, aligned_zeros
+from horovod_sparse.training.deadline import Deadline
 
 _log = logging.getLogger("horovod_sparse")
 
@@ -40,21 +41,12 @@ _LOOK_SHARE, _LOOK_SECONDS, _LONGEST_LOOK_SECONDS = 0.05, 0.05, 1.0
 _SPREAD_SECONDS = 1.0
 #: in which Horovod has to end: Gloo gives a rank up after 30 s, MPI never
 ENDS_SECONDS = 45.0
-#: TensorFlow takes the memory of an array that is aligned so, and copies others
-_ALIGNMENT = 64
-
-
 #: of the assertions in a graph
 _queues: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
 
 
 class Waiting:
-    """One synchronization in a graph, in every step anew.
-
-    Args:
-        num_begins: of the host functions that begin it; then this rank has nothing to do but wait.
-        awaited: what it waits for; None for nothing that comes through Horovod's operations.
-    """
+    """One synchronization in a graph, in every step anew."""
 
     def __init__(self, num_begins: int, awaited: Callable[[], Awaited | None]) -> None:
         self._begun: list[weakref.ref[np.ndarray] | None] = [None] * num_begins
@@ -62,9 +54,7 @@ class Waiting:
 
     def begun(self, number: int) -> np.ndarray:
         """What the graph holds until the end: int32 zeros."""
-        raw = np.zeros(2 * _ALIGNMENT, np.uint8)
-        start = -raw.ctypes.data % _ALIGNMENT
-        held = raw[start : start + _ALIGNMENT].view(np.int32)
+        held = aligned_zeros(ALIGNMENT).view(np.int32)
         self._begun[number] = weakref.ref(held)
         self.moved()
         return held
@@ -82,13 +72,7 @@ class Waiting:
 
 
 class Watch:
-    """Looks after what one synchronizer waits for.
-
-    Args:
-        deadline_seconds: see `horovod_sparse.frontend.deadline.deadline_of`.
-        process_set: the ranks.
-        on_error: called with the error; a bound method, whose object is not kept.
-    """
+    """Looks after what one synchronizer waits for."""
 
     def __init__(
         self,
@@ -112,12 +96,7 @@ class Watch:
         return Deadline(self._seconds, self._place)
 
     def waiting(self, num_begins: int, awaited: Callable[[], Awaited | None]) -> Waiting:
-        """A synchronization that is looked after from now on; as long as the caller keeps it.
-
-        Args:
-            num_begins: see `Waiting`.
-            awaited: see `Waiting`.
-        """
+        """A synchronization that is looked after from now on; as long as the caller keeps it."""
         made = Waiting(num_begins, awaited)
         self._waiting.add(made)
         _thread.look_after(self)
@@ -159,14 +138,7 @@ class Watch:
 
     @contextlib.contextmanager
     def together(self, name: str) -> Iterator[None]:
-        """In it this thread runs collectives eagerly, one after the other.
-
-        Args:
-            name: of what is agreed.
-
-        Raises:
-            DeadlineError: if that takes too long.
-        """
+        """In it this thread runs collectives eagerly, one after the other."""
         self._error, waiting = None, self.waiting(1, lambda: (name, 0))
         held = waiting.begun(0)
         try:
@@ -179,13 +151,7 @@ class Watch:
             del held
 
     def around(self, given: tf.Tensor, name: str, collective: Callable[[tf.Tensor], tf.Tensor]) -> tf.Tensor:
-        """One collective of a number, in a graph or eagerly.
-
-        Args:
-            given: int32 [].
-            name: of the collective.
-            collective: gives another number for it.
-        """
+        """One collective of a number, in a graph or eagerly."""
         if tf.executing_eagerly():
             with self.together(name):
                 return collective(given)
@@ -238,7 +204,7 @@ class _Thread:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._watches: weakref.WeakSet[Watch] = weakref.WeakSet()
-        self._runs = self._has_told = False
+        self._runs = self._has_warned = False
 
     def look_after(self, watch: Watch) -> None:
         if watch.deadline.seconds == math.inf:
@@ -270,8 +236,8 @@ class _Thread:
 
     def _tell(self, problem: Exception) -> None:
         """Once: a thread that ended here would leave all that comes later without a deadline."""
-        if not self._has_told:
-            self._has_told = True
+        if not self._has_warned:
+            self._has_warned = True
             _log.warning(
                 "what waits for other ranks could not be looked at, which is tried again: %s", problem
             )

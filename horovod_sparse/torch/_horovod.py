@@ -1,11 +1,25 @@
-"""The one place that imports Horovod's PyTorch binding, and says how to get it where it is missing."""
+"""Horovod's PyTorch binding: how to get it where it is missing, which start it is, and who frees tensors.
+
+Reads the table of handles that Horovod 0.28.1 keeps in Python. Every ``hvd.init()`` makes a new one and gives
+numbers out anew, so the table itself tells one start from another.
+
+**Who frees tensors.** When a worker is lost, Horovod's thread lets go of all tensors under way while it holds
+a mutex. A tensor wants the interpreter's lock when Python's reference is the only one left; and a hook that
+starts a collective holds that lock and waits for that mutex: both wait for ever. (Horovod's own optimizer is
+spared, because a parameter holds the gradient that it sends.) So every tensor that Horovod gets from us has a
+holder besides, which is let go of when the collective has ended well, or when Horovod starts again.
+"""
 
 from __future__ import annotations
 
-from horovod_sparse.errors import HorovodMissingError
-from horovod_sparse.frontend.deadline import let_horovod_give_up
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
 
-__all__ = ["hvd"]
+import torch
+
+from horovod_sparse.errors import HorovodMissingError
+from horovod_sparse.training.deadline import let_horovod_give_up
 
 try:
     import horovod.torch as hvd
@@ -22,3 +36,55 @@ if not hasattr(hvd, "allreduce_async"):
     )
 
 let_horovod_give_up()
+
+#: a start of Horovod, and the holders of what is under way in it, by handle
+_holders: tuple[Any, dict[int, list[torch.Tensor]]] = (None, {})
+
+
+#: gives a token of Horovod's present start: compare it with ``is``, and hold it to compare with later
+present_start: Callable[[], Any] = functools.partial(getattr, hvd.mpi_ops, "_handle_map")
+
+
+def holder_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Holds a tensor as a parameter does its gradient, without Python, as long as it lives itself.
+
+    Example:
+        >>> holder_of(torch.ones(2, dtype=torch.int32)).grad
+        tensor([1, 1], dtype=torch.int32)
+    """
+    while True:
+        holder = tensor.new_empty(()).expand(tensor.shape)
+        try:
+            holder.grad = tensor
+        except RuntimeError:
+            # PyTorch wants both of one shape; Horovod's thread may have given an output its own meanwhile
+            if holder.shape == tensor.shape:
+                raise
+        else:
+            return holder
+
+
+def held_besides(handle: int) -> int:
+    """Of a collective that was just started: gives its tensors holders. Returns the handle."""
+    global _holders
+    start = present_start()
+    if _holders[0] is not start:
+        _holders = start, {}
+    _holders[1][handle] = [holder_of(tensor) for tensor in _tensors_in(start[handle])]
+    return handle
+
+
+def finished(handle: int) -> Any:
+    """What a collective gave; waits for it."""
+    result = hvd.synchronize(handle)
+    if _holders[0] is present_start():
+        _holders[1].pop(handle, None)
+    return result
+
+
+def _tensors_in(entry: Any) -> Iterator[torch.Tensor]:
+    if isinstance(entry, torch.Tensor):
+        yield entry
+    elif isinstance(entry, tuple):
+        for item in entry:
+            yield from _tensors_in(item)

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 from horovod_sparse.errors import ArgumentError, StateMismatchError
-from horovod_sparse.frontend.checkpoint import load_together, save_together
-from horovod_sparse.torch import state
 from horovod_sparse.torch._horovod import hvd
-from horovod_sparse.torch.calibration import carry_out_together
+from horovod_sparse.torch.driver import carry_out_together
+from horovod_sparse.torch.methods import ENTRY, check_groups
 from horovod_sparse.torch.synchronizer import GradientSynchronizer
+from horovod_sparse.training.checkpoint import load_together, save_together
 
 _NAME = "horovod_sparse.checkpoint"
 #: of dicts whose keys are not strings, and of tensors of types that NumPy has not
@@ -64,10 +64,10 @@ def save(
 
     def entry() -> dict[str, Any]:
         own = optimizer.state_dict()
-        training = {"optimizer": {key: value for key, value in own.items() if key != state.ENTRY}}
+        training = {"optimizer": {key: value for key, value in own.items() if key != ENTRY}}
         if model is not None:
             training["model"] = model.state_dict()
-        return {**_arrays(own[state.ENTRY]), "training": _plain(training)}
+        return {**_arrays(own[ENTRY]), "training": _plain(training)}
 
     together = save_together(
         directory,
@@ -111,9 +111,9 @@ def load(
     synchronizer = _synchronizer_of(optimizer)
 
     def check(entry: Mapping[str, Any]) -> None:
-        state.check(synchronizer, _tensors(entry))
+        synchronizer.checked(_tensors(entry))
         training = _training_of(entry)
-        state.check_groups(optimizer, training.get("optimizer"))
+        check_groups(optimizer, training.get("optimizer"))
         if model is not None:
             _check_model(model, training.get("model"))
 
@@ -124,7 +124,7 @@ def load(
     if model is not None:
         model.load_state_dict(training["model"])
     kept = {key: value for key, value in entry.items() if key != "training"}
-    optimizer.load_state_dict({**training["optimizer"], state.ENTRY: _tensors(kept)})
+    optimizer.load_state_dict({**training["optimizer"], ENTRY: _tensors(kept)})
     return int(entry["step"])
 
 

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from horovod_sparse.carriers.choice import rounds_by_pairs
+from horovod_sparse.carriers.exchanges import Rounds
 from horovod_sparse.collectives import (
     AllGather,
     AllReduce,
@@ -22,13 +24,10 @@ from horovod_sparse.collectives import (
     part,
 )
 from horovod_sparse.errors import ArgumentError, CollectiveMismatchError
-from horovod_sparse.frontend.messages import rounds_by_pairs
-from horovod_sparse.frontend.transport import Rounds
-from horovod_sparse.pytorch.driver import Handle
-from horovod_sparse.pytorch.layout import readable_tensor
+from horovod_sparse.tensors.driver import Handle
+from horovod_sparse.tensors.layout import readable_tensor
 from horovod_sparse.topology import Topology
-from horovod_sparse.torch._horovod import hvd
-from horovod_sparse.torch.handles import finished, held_besides, present_start
+from horovod_sparse.torch._horovod import finished, held_besides, hvd, present_start
 from horovod_sparse.torch.transport import start_round
 
 _log = logging.getLogger("horovod_sparse")
@@ -81,22 +80,6 @@ def start(
     Every rank of the process set starts the same kind of request under the same name; the order in
     which different names are started is free.
 
-    Args:
-        request: what to communicate. Its buffers are read in place until the handle is done. That of an
-            `AllReduce` may be a tensor on any device; then a tensor on it comes back.
-        name: of the collective, the same on all ranks; no other collective in flight has it.
-        process_set: who takes part. Ranks in requests (root, sources, receivers) count within it.
-        by_pairs: whether messages between pairs of ranks may carry it, where that is asked for: not where
-            ranks may use a name unequally often, as they do where they have yet to find out that they differ.
-        topology: which ranks of the process set share a host, where the request is of one level.
-
-    Returns:
-        A handle to ask whether it is done and for what came back.
-
-    Raises:
-        ArgumentError: if the process set is not known to Horovod.
-        HorovodInternalError: if Horovod does not run any more.
-
     Example:
         >>> import horovod.torch as hvd; hvd.init()
         >>> handle = start(AllReduce(np.array([1.0, 2.0])), "example")
@@ -145,7 +128,7 @@ def _start_horovods(request: Request, name: str, process_set: Any) -> Handle:
 def _start_within(
     request: Request, name: str, process_set: Any, by_pairs: bool, topology: Topology | None
 ) -> Handle:
-    """A request among the ranks of a host, or of a column, by messages between them; see docs/levels.md.
+    """A request among the ranks of a host, or of a column, by messages between them; see docs/merging.md.
 
     No process sets are made: each costs every cycle of Horovod one more coordination of its ranks.
     """

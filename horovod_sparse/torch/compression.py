@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from horovod_sparse.frontend.compression import Algorithms, recipe_of
 from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.compressor import SparseCompressor
 from horovod_sparse.torch.stock import building
+from horovod_sparse.training.compression import Algorithms, recipe_of
 
 _COMMON_ARGUMENTS = """
 Arguments that every algorithm takes:
@@ -53,7 +53,7 @@ class Compression(
         >>> Compression.topk(densty=0.01)
         Traceback (most recent call last):
         horovod_sparse.errors.UnknownNameError: unknown argument of topk 'densty': the known ones are \
-capacity, dense, dense_below, densities, density, feedback, indices, quantum, schedule, values
+dense, dense_below, densities, density, feedback, indices, quantum, schedule, values
     """
 
     none = hvd.Compression.none

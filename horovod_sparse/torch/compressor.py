@@ -11,26 +11,18 @@ import torch
 
 from horovod_sparse.errors import (
     ArgumentError,
-    NonFiniteGradientError,
     UnsupportedError,
 )
 from horovod_sparse.feedback import Bucket, Recipe
-from horovod_sparse.frontend.agreement import agreed_start, compared
-from horovod_sparse.frontend.collective_errors import has_bad_gradient, tell_edits, worst
-from horovod_sparse.frontend.compression import describe_recipe
-from horovod_sparse.frontend.drift import DriftCheck
-from horovod_sparse.frontend.momentum import refuse_double_momentum, refuse_later_momentum
-from horovod_sparse.merging import ParameterFacts
-from horovod_sparse.pytorch.layout import dtype_name
-from horovod_sparse.pytorch.loss_scale import ScaleOfStep, watch_scalers
-from horovod_sparse.pytorch.memory import memory_of
-from horovod_sparse.pytorch.parameter_buckets import NamedParameters, ParameterBuckets
-from horovod_sparse.pytorch.replicas import shared_entries
+from horovod_sparse.plans.plan import ParameterFacts
 from horovod_sparse.telemetry import BucketReport, Telemetry
-from horovod_sparse.torch._horovod import hvd
-from horovod_sparse.torch.calibration import carry_out_together
-from horovod_sparse.torch.driver import HorovodDriver
-from horovod_sparse.torch.handles import holder_of, present_start
+from horovod_sparse.tensors.layout import dtype_name
+from horovod_sparse.tensors.loss_scale import ScaleOfStep, watch_scalers
+from horovod_sparse.tensors.memory import memory_of
+from horovod_sparse.tensors.parameter_buckets import NamedParameters, ParameterBuckets
+from horovod_sparse.tensors.replicas import shared_entries
+from horovod_sparse.torch._horovod import holder_of, hvd, present_start
+from horovod_sparse.torch.driver import HorovodDriver, carry_out_together
 from horovod_sparse.torch.pending import PendingGradient, probes
 from horovod_sparse.torch.stock import (
     StockOptimizer,
@@ -41,6 +33,13 @@ from horovod_sparse.torch.stock import (
     settings_of,
 )
 from horovod_sparse.torch.transport import transport_words
+from horovod_sparse.training.agreement import agreed_start, compared
+from horovod_sparse.training.collective_errors import tell_edits
+from horovod_sparse.training.compression import describe_recipe
+from horovod_sparse.training.drift import DriftCheck
+from horovod_sparse.training.momentum import refuse_double_momentum, refuse_later_momentum
+from horovod_sparse.training.outcome import NonFinitePolicy, Outcome
+from horovod_sparse.training.settings import RAISE, Settings
 
 #: parked gradients that a hook looks at in vain; collectives end nearly in the order they were started in
 _PATIENCE = 4
@@ -86,7 +85,7 @@ class SparseCompressor(hvd.compression.Compressor):
         self.process_set = process_set
         self.parameters = None if named_parameters is None else NamedParameters(named_parameters)
         self.telemetry = Telemetry()
-        self.drift = DriftCheck(None, None, self.telemetry)
+        self.drift = DriftCheck(Settings(), self.telemetry)
         self._buckets = ParameterBuckets(recipe)
         self._stock: weakref.WeakKeyDictionary[Any, StockOptimizer] = weakref.WeakKeyDictionary()
         self._driver: HorovodDriver | None = None
@@ -177,9 +176,6 @@ class SparseCompressor(hvd.compression.Compressor):
         """All ranks together, before Horovod's optimizer waits for any of them: whether they do the same.
 
         And every so many steps, whether the last one has left them equal.
-
-        Raises:
-            StateMismatchError: on every rank alike, if they do not.
         """
         driver = self._driver
         if driver is None or driver.process_set.size() == 1:
@@ -199,7 +195,6 @@ class SparseCompressor(hvd.compression.Compressor):
             for name, tensor in zip(stock.parameters.names, stock.parameters.tensors, strict=True)
         ]
         given = settings_of(optimizer, self.recipe, "horovod.torch with a sparsifier")
-        given |= {name: str(value) for name, value in self.drift.describe().items()}
         try:
             compare_with_ranks(compared(given, parameters), driver.process_set, optimizer)
         except BaseException:
@@ -388,17 +383,19 @@ class SparseCompressor(hvd.compression.Compressor):
     def _give_up(self, errors: Sequence[BaseException], rank: int) -> None:
         """No rank applies this step: every rank sees the same errors, since all tasks have ended."""
         given_up = sorted(self._pending.values(), key=lambda pending: pending.name)
-        first = worst(errors)
+        policy = NonFinitePolicy(RAISE, self.telemetry)
+        verdict = policy.judge(errors, [rank], scaled=self.loss_scale.scaler is not None)
         for pending in given_up:
-            pending.give_up(drop=has_bad_gradient(errors, rank))
-        if isinstance(first, NonFiniteGradientError) and self.loss_scale.scaler is not None:
+            pending.give_up(drop=verdict.drop)
+        if verdict.outcome is Outcome.OVERFLOW:
             for pending in given_up:
                 pending.overflow = True
             return
         self._pending.clear()
         for stock in {pending.stock for pending in given_up if pending.stock is not None}:
             stock.forget_step()
-        raise first
+        assert verdict.error is not None  # there are errors
+        raise verdict.error
 
 
 def _weakly(compressor: weakref.ref[SparseCompressor]) -> Callable[[Any], None]:

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from horovod_sparse.collectives import Request, Synchronization
 from horovod_sparse.errors import UnsupportedError
-from horovod_sparse.frontend.deadline import Deadline
-from horovod_sparse.pytorch.driver import Driver
+from horovod_sparse.tensors.driver import Driver
 from horovod_sparse.topology import Topology
 from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.collectives import start
 from horovod_sparse.torch.transport import forget_transports
+from horovod_sparse.training.deadline import Deadline
+from horovod_sparse.training.engine import carry_out
 
 
 class HorovodDriver(Driver):
     """See `Driver`; over Horovod.
-
-    Args:
-        process_set: the ranks that take part.
-        deadline_seconds: after which waiting is an error; see `horovod_sparse.frontend.deadline`.
-        by_pairs: see `horovod_sparse.torch.collectives.start`.
-        topology: which ranks of the process set share a host, where requests are of single levels.
 
     Example:
         >>> import horovod.torch as hvd, numpy as np; hvd.init()
@@ -58,15 +56,54 @@ class HorovodDriver(Driver):
         self._start = partial(start, **given, topology=topology)
 
 
-def explain(error: BaseException) -> None:
-    """Raises what the user can change instead of a failure of Horovod's, where that is known.
+class Starts:
+    """How long it took to start the last request: what a training's own thread does before it goes on."""
 
-    Args:
-        error: as the driver raised it.
+    def __init__(self) -> None:
+        self._seconds = 0.0
 
-    Raises:
-        UnsupportedError: if a rank has joined.
+    def last_seconds(self) -> float:
+        """For `calibration`."""
+        return self._seconds
+
+    def note(self, seconds: float) -> None:
+        """A request was started."""
+        self._seconds = seconds
+
+
+def carry_out_together(
+    coroutine: Synchronization[Any],
+    process_set: Any,
+    name: str,
+    starts: Starts | None = None,
+    deadline_seconds: float | None = None,
+    meanwhile: Callable[[], None] | None = None,
+    topology: Topology | None = None,
+) -> Any:
+    """Runs a coroutine to its end; all ranks of the process set do so together, and nothing else meanwhile.
+
+    Every request of a type has the same name, as a bucket's has in every step: so Horovod's response cache
+    knows it. `starts` is told how long each start took; `meanwhile` is called again and again while waiting.
     """
+    driver = HorovodDriver(process_set, deadline_seconds, by_pairs=False, topology=topology)
+
+    def execute(request: Request) -> Any:
+        started = time.perf_counter()
+        task = driver.start(f"{name}.{type(request).__name__}", _alone(request))
+        if starts is not None:
+            starts.note(time.perf_counter() - started)
+        driver.wait([task], meanwhile)
+        return task.value()
+
+    return carry_out(coroutine, execute)
+
+
+def _alone(request: Request) -> Synchronization[Any]:
+    return (yield request)
+
+
+def explain(error: BaseException) -> None:
+    """Raises what the user can change instead of a failure of Horovod's, where that is known."""
     if isinstance(error, hvd.HorovodInternalError) and "join" in str(error).lower():
         raise UnsupportedError(
             "a rank has called hvd.join(): Horovod can fill in for a joined rank in an allreduce only, and "

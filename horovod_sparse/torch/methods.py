@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from horovod.torch.optimizer import _DistributedOptimizer as _Stock
 
-from horovod_sparse.errors import ArgumentError
-from horovod_sparse.frontend.collective_errors import refuse_absence
-from horovod_sparse.frontend.decision import Decision
-from horovod_sparse.merging import Plan
+from horovod_sparse.errors import ArgumentError, StateMismatchError
+from horovod_sparse.plans.plan import Plan
 from horovod_sparse.telemetry import Telemetry
-from horovod_sparse.torch import planning, state
 from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.compressor import SparseCompressor
 from horovod_sparse.torch.synchronizer import GradientSynchronizer, clip_gradients
+from horovod_sparse.training.collective_errors import refuse_absence
+from horovod_sparse.training.settings import Settings
 
+if TYPE_CHECKING:
+    from horovod_sparse.planning.request import Decision
+
+#: where an optimizer's state_dict has what we save; optimizers of PyTorch pass over what they do not know
+ENTRY = "horovod_sparse"
 _IN_FLIGHT = (
     "optimizer.{method}() was called after loss.backward() but before optimizer.step() or "
     "optimizer.synchronize(). This is prohibited as it can cause a race condition."
@@ -33,11 +37,7 @@ class Methods(torch.optim.Optimizer):
     """
 
     _synchronizer: GradientSynchronizer | None
-    _max_grad_norm: float | None
-    _synchronize_at: str
-    _on_nonfinite: str
-    #: see `DriftCheck.describe`
-    _drift: dict[str, object]
+    _settings: Settings
     #: whether a loss scaler has had gradients synchronized for the step to come
     _for_scaler = False
     _kept_entry: Mapping[str, Any] | None
@@ -49,38 +49,15 @@ class Methods(torch.optim.Optimizer):
         self: Any,
         compression: SparseCompressor,
         names: list[tuple[str, Any]],
-        asked: Any,
-        synchronize_at: str,
-        max_grad_norm: float | None,
-        **kept: Any,
+        settings: Settings,
     ) -> None:
         """Buckets and hooks, once Horovod's `__init__` has checked its arguments."""
-        self._synchronizer, self._kept_entry = None, None
-        self._max_grad_norm, self._synchronize_at = max_grad_norm, synchronize_at
-        self._on_nonfinite, self._drift, self._levels = kept["on_nonfinite"], {}, kept["levels"]
+        self._synchronizer, self._kept_entry, self._settings = None, None, settings
         if not self.process_set.included():
             refuse_absence(hvd, self.process_set)
             return
-        recipe = compression.recipe
-        facts = planning.facts_of(names, self.param_groups, recipe.rules)
-        recipe.rules.hint(facts)
-        first = planning.planned(
-            facts, recipe, self.process_set, kept["levels"], groups=self._groups, **asked
-        )
-        self._requires_update = {parameter for _, parameter in facts.values()}
-        self._synchronizer = GradientSynchronizer(
-            self,
-            facts,
-            recipe,
-            first,
-            process_set=self.process_set,
-            average=self.op == hvd.Average,
-            sparse_as_dense=self.sparse_as_dense,
-            to_coo=isinstance(self, torch.optim.SparseAdam),
-            in_backward=synchronize_at == "backward",
-            **kept,
-        )
-        self._drift = self._synchronizer.drift.describe()
+        self._synchronizer = GradientSynchronizer(self, names, compression.recipe, settings, self._groups)
+        self._requires_update = {parameter for _, parameter in self._synchronizer.facts.values()}
 
     @property
     def telemetry(self) -> Telemetry:
@@ -146,11 +123,12 @@ class Methods(torch.optim.Optimizer):
         synchronizer = self._synchronizer
         if synchronizer is not None:
             synchronizer.synchronize()
-        if self._max_grad_norm is not None and (synchronizer is None or synchronizer.overflow is None):
+        max_grad_norm = self._settings.max_grad_norm
+        if max_grad_norm is not None and (synchronizer is None or synchronizer.overflow is None):
             if synchronizer is None:
-                clip_gradients(self.param_groups, self._max_grad_norm)
+                clip_gradients(self.param_groups, max_grad_norm)
             else:
-                synchronizer.clip(self._max_grad_norm)
+                synchronizer.clip(max_grad_norm)
         if synchronizer is not None and synchronizer.to_coo:
             synchronizer.convert()
         self._synchronized, self._for_scaler = True, False
@@ -249,13 +227,13 @@ class Methods(torch.optim.Optimizer):
         """
         saved: dict[str, Any] = super(self.__class__, self).state_dict()
         if self._synchronizer is not None:
-            saved[state.ENTRY] = state.save(self._synchronizer)
+            saved[ENTRY] = self._synchronizer.save()
         elif self._kept_entry is not None:
-            saved[state.ENTRY] = self._kept_entry
+            saved[ENTRY] = self._kept_entry
         return saved
 
     def load_state_dict(self: Any, state_dict: Mapping[str, Any]) -> None:
-        """Loads what `state_dict` gave; `horovod_sparse.torch.state` says what other ranks or plans mean.
+        """Loads what `state_dict` gave; `horovod_sparse.training.state` says what other ranks or plans mean.
 
         All ranks load between the same two steps, or any before the first: in the next step they compare what
         they have. Where that is not of one step and one run, sparsifiers start anew on all of them.
@@ -266,13 +244,26 @@ class Methods(torch.optim.Optimizer):
         Raises:
             StateMismatchError: if parameters, shapes or the algorithm differ. Nothing has been loaded then.
         """
-        entry = state_dict.get(state.ENTRY)
+        entry = state_dict.get(ENTRY)
         if self._synchronizer is None:
             self._kept_entry = entry
         else:
-            state.check_groups(self, state_dict)
+            check_groups(self, state_dict)
             if entry is not None:
-                state.check(self._synchronizer, entry)
+                entry = self._synchronizer.checked(entry)
             self._synchronizer.finish_pending()
-            state.load(self._synchronizer, entry)
+            self._synchronizer.load(entry)
         _Stock.load_state_dict(self, state_dict)
+
+
+def check_groups(optimizer: torch.optim.Optimizer, saved: Any) -> None:
+    """Refuses an optimizer's own state, of other parameter groups, before anything is loaded."""
+    groups = saved.get("param_groups") if isinstance(saved, Mapping) else None
+    numbers: list[Any] = []
+    if isinstance(groups, (list, tuple)) and isinstance(saved.get("state"), Mapping):
+        numbers = [len(group.get("params", ())) for group in groups if isinstance(group, Mapping)]
+    own = [len(group["params"]) for group in optimizer.param_groups]
+    if numbers != own:
+        raise StateMismatchError(
+            f"param_groups in the saved state have {numbers or 'no'} parameters, those of the optimizer {own}"
+        )

@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import sys
 import warnings
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from horovod.torch.optimizer import _DistributedOptimizer as _Stock
 
 from horovod_sparse.checks import check_number
 from horovod_sparse.errors import ArgumentError, UnsupportedError
-from horovod_sparse.frontend.collective_errors import refuse_absence
-from horovod_sparse.frontend.deadline import deadline_of
-from horovod_sparse.frontend.drift import check_drift_arguments
-from horovod_sparse.frontend.levels import check_levels
-from horovod_sparse.frontend.momentum import refuse_double_momentum
-from horovod_sparse.frontend.poison import RAISE, check_on_nonfinite
-from horovod_sparse.merging import Plan
 from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.compression import Compression, SparseCompressor
 from horovod_sparse.torch.methods import Methods
 from horovod_sparse.torch.owners import claim_for_stock
 from horovod_sparse.torch.stock import building, compare_dense
+from horovod_sparse.training.collective_errors import refuse_absence
+from horovod_sparse.training.momentum import refuse_double_momentum
+from horovod_sparse.training.settings import Settings, SettingsOptions, refuse_without_sparsifier
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+#: the arguments of `DistributedOptimizer` that Horovod's has
+_ARGUMENTS = tuple(inspect.signature(hvd.DistributedOptimizer).parameters)
 #: Horovod's methods, and ours in place of some of them. __module__ stays Horovod's:
 #: hvd.broadcast_optimizer_state knows distributed optimizers by it, and would step any other.
 _METHODS = {**vars(_Stock), **{name: item for name, item in vars(Methods).items() if name[:2] != "__"}}
@@ -49,19 +51,7 @@ def DistributedOptimizer(
     groups: int | list[list[torch.Tensor]] | None = None,
     sparse_as_dense: bool = False,
     process_set: Any = hvd.global_process_set,
-    *,
-    bucket_bytes: int | None = None,
-    plan: Plan | None = None,
-    merging: Any = None,
-    tensor_selection: Any = None,
-    profile: Any = None,
-    synchronize_at: str = "backward",
-    max_grad_norm: float | None = None,
-    deadline_seconds: float | None = None,
-    on_nonfinite: str = RAISE,
-    check_every: int | None = None,
-    on_drift: str | None = None,
-    levels: str = "flat",
+    **options: Unpack[SettingsOptions],
 ) -> Any:
     """Wraps an optimizer so that gradients are synchronized over ranks, sparsely.
 
@@ -118,44 +108,8 @@ def DistributedOptimizer(
         groups: number of buckets, or lists of parameters that form one each.
         sparse_as_dense: see above.
         process_set: the ranks that take part.
-        bucket_bytes: of gradient in a bucket; 32 MiB if left out.
-        plan: which parameters form which bucket, in place of `groups` and `bucket_bytes`.
-        merging: how buckets are made: "layerwise", "single", "omgs", "optimal", "joint",
-            ``fixed(num_elements=...)``, ``fixed(bytes=...)`` (`horovod_sparse.merging.fixed`), a function
-            of a workload and a cost model, or a `Plan`. Those that go by times (the three in the middle)
-            begin with the default plan, measure 5 steps, with many parameters 3 with a bucket for each,
-            and the cluster; after 7 or 11 steps in all they take rank 0's plan. So does any of them, and
-            `groups` and `plan` too, where the sparsifier has ``density="auto"``: the density is decided then.
-        tensor_selection: which parameters are sparsified: "cost" (where it pays, by measured times), "all",
-            ``min_elements(...)`` (`horovod_sparse.merging.min_elements`), or a function of a parameter's
-            facts that says yes or no. If nothing is said of buckets either, those that cannot win by
-            formulas stay dense, which one warning tells.
-        profile: a `horovod_sparse.cost.Profile`, or the path of a saved one, the same on all ranks: what it
-            holds is not measured. ``optimizer.decision.profile.save(path)`` makes one.
-        synchronize_at: "backward" begins to synchronize while backward goes on; "step" when `step` or
-            `synchronize` is called, and nothing overlaps: whatever was done to a rank's own gradients until
-            then counts (Lightning's ``gradient_clip_val``, clipping by Hugging Face's Trainer).
-        max_grad_norm: clips what is applied: scales all synchronized gradients down to this norm over all
-            of them, as ``torch.nn.utils.clip_grad_norm_`` after `synchronize` does. (The `clip_norm` of
-            a feedback clips each rank's own gradients before they are accumulated, by bucket.)
-        deadline_seconds: after so many seconds of waiting for other ranks `DeadlineError` is raised; 0 waits
-            for ever. If left out, what HOROVOD_SPARSE_DEADLINE_SECONDS says, or 300.
-        on_nonfinite: what is done where a gradient is NaN or Inf on some rank: "raise"; "skip": `step` does
-            nothing on all ranks; "zero": the gradients of such ranks are left out whole, and those of the
-            others applied. The last two are counted in the telemetry. A step with a closure raises in place
-            of skipping, and behind a `torch.amp.GradScaler` the scaler skips.
-        check_every: after so many steps, again and again, ranks compare a checksum of their parameters, and
-            of the optimizer's state and settings; 0 for never. If left out, what HOROVOD_SPARSE_CHECK_EVERY
-            says, or 1000.
-        on_drift: what is done where they differ: "raise" a `DriftError` on every rank, which names what
-            differs, and the ranks; "warn", in the log; "resync": what differs becomes what rank 0 has,
-            counted in the telemetry. If left out, what HOROVOD_SPARSE_ON_DRIFT says, or "raise".
-        levels: "flat": all ranks are alike; "host": gradients are summed densely within each host first, and
-            sparsified between hosts, see docs/levels.md; "auto": "host" where there are several hosts, of
-            several ranks each, as many on all of them, and the cost model says that it is faster.
-
-    `plan` and `groups` exclude each other and all of `bucket_bytes`, `merging` and `tensor_selection`;
-    `bucket_bytes` is short for ``merging=fixed(bytes=...)``; "joint" decides about tensors itself.
+        **options: settings of the training: see `horovod_sparse.training.settings.Settings`, all of which
+            are taken.
 
     Returns:
         An optimizer of a class derived from that of `optimizer`, with `telemetry`, `plan`, `decision` and
@@ -180,36 +134,11 @@ def DistributedOptimizer(
         >>> loss.backward()
         >>> _ = optimizer.step()
     """
-    if synchronize_at not in ("backward", "step"):
-        raise ArgumentError("synchronize_at", synchronize_at, "'backward' or 'step'")
-    if max_grad_norm is not None:
-        check_number("max_grad_norm", max_grad_norm, "a norm above 0, or None", low=0.0, high=math.inf)
-    deadline_of(deadline_seconds)
-    check_on_nonfinite(on_nonfinite)
-    check_drift_arguments(check_every, on_drift)
-    check_levels(levels)
+    settings = Settings.of(options, "horovod_sparse.torch.DistributedOptimizer", SettingsOptions, _ARGUMENTS)
     if isinstance(compression, str):
         compression = Compression.parse(compression)
-    asked = {
-        "plan": plan,
-        "bucket_bytes": bucket_bytes,
-        "merging": merging,
-        "tensor_selection": tensor_selection,
-        "profile": profile,
-    }
     if not isinstance(compression, SparseCompressor):
-        own = {
-            **asked,
-            "max_grad_norm": max_grad_norm,
-            "deadline_seconds": deadline_seconds,
-            "synchronize_at": None if synchronize_at == "backward" else synchronize_at,
-            "on_nonfinite": None if on_nonfinite == RAISE else on_nonfinite,
-            "check_every": check_every,
-            "on_drift": on_drift,
-            "levels": None if levels != "host" else levels,
-        }
-        if given := [name for name, value in own.items() if value is not None]:
-            raise ArgumentError("compression", compression, f"a sparsifier, or leave {', '.join(given)} out")
+        refuse_without_sparsifier(options, compression)
         dense = hvd.DistributedOptimizer(
             optimizer,
             named_parameters,
@@ -251,14 +180,7 @@ def DistributedOptimizer(
         names = [(name, parameter) for parameter, name in wrapped._parameter_names.items()]
         order = {id(p): i for i, p in enumerate(p for group in wrapped.param_groups for p in group["params"])}
         names.sort(key=lambda pair: order[id(pair[1])])
-    kept = {
-        "deadline_seconds": deadline_seconds,
-        "on_nonfinite": on_nonfinite,
-        "check_every": check_every,
-        "on_drift": on_drift,
-        "levels": levels,
-    }
-    wrapped._attach(compression, names, asked, synchronize_at, max_grad_norm, **kept)
+    wrapped._attach(compression, names, settings)
     return wrapped
 
 

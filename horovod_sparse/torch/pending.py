@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import torch
 
 from horovod_sparse.feedback import Bucket
-from horovod_sparse.pytorch.driver import Driver, Task
-from horovod_sparse.pytorch.memory import GradientMemory
-from horovod_sparse.pytorch.streams import CudaStreams
 from horovod_sparse.sparsifiers import SparseSum
 from horovod_sparse.telemetry import BucketReport
+from horovod_sparse.tensors.driver import Driver, Task
+from horovod_sparse.tensors.memory import GradientMemory
+from horovod_sparse.tensors.streams import CudaStreams
 from horovod_sparse.torch.stock import StockOptimizer
 
 #: elements of a gradient that are looked at to notice a change that PyTorch did not count
@@ -76,14 +76,7 @@ class PendingGradient:
         self.task = driver.start(f"sparse.{self.name}", step)
 
     def finish(self, factor: float) -> tuple[torch.Tensor, BucketReport]:
-        """Writes the sum into the gradient; O(k).
-
-        Args:
-            factor: what Horovod has made of 1, summed over ranks: P for a sum, 1 for an average.
-
-        Returns:
-            The gradient (a fresh one if it was not contiguous), and what happened to it.
-        """
+        """Writes the sum into the gradient; O(k)."""
         if self.bucket is None or self.task is None:
             raise RuntimeError("the synchronization has not begun: this is a bug, please report it")
         sum_: SparseSum = self.task.value()

@@ -21,13 +21,13 @@ import torch
 
 from horovod_sparse.collectives import Synchronization
 from horovod_sparse.errors import StateMismatchError, UnsupportedError
-from horovod_sparse.frontend.agreement import compared, settings
-from horovod_sparse.frontend.building import Building
-from horovod_sparse.pytorch.parameter_buckets import NamedParameters
+from horovod_sparse.tensors.parameter_buckets import NamedParameters
 from horovod_sparse.topology import Topology
-from horovod_sparse.torch._horovod import hvd
-from horovod_sparse.torch.calibration import carry_out_together
-from horovod_sparse.torch.handles import finished, present_start
+from horovod_sparse.torch._horovod import finished, hvd, present_start
+from horovod_sparse.torch.driver import carry_out_together
+from horovod_sparse.training.agreement import compared, declaration
+from horovod_sparse.training.building import Building
+from horovod_sparse.training.settings import Settings
 
 #: how long ranks that have waited in vain may differ in when they stopped
 _ANSWER_SECONDS = 5.0
@@ -36,13 +36,7 @@ _CALLERS = {"_allreduce_grad_async", "_grouped_allreduce_grad_async"}
 
 
 def calling_optimizer(depth: int = 2, limit: int = 2) -> Any | None:
-    """The stock optimizer whose method is calling, if one is.
-
-    Args:
-        depth: frames between this one and the first that is looked at.
-        limit: how many are looked at: `compress` is called by the method itself, or by a list
-            comprehension in it, which has a frame of its own before Python 3.12.
-    """
+    """The stock optimizer whose method is calling, if one is."""
     frame: FrameType | None = sys._getframe(depth)
     for _ in range(limit):
         if frame is None:
@@ -56,11 +50,7 @@ def calling_optimizer(depth: int = 2, limit: int = 2) -> Any | None:
 
 
 class StockOptimizer:
-    """A stock `DistributedOptimizer`, as far as a compressor needs to know it; does not keep it alive.
-
-    Args:
-        optimizer: as `calling_optimizer` found it.
-    """
+    """A stock `DistributedOptimizer`, as far as a compressor needs to know it; does not keep it alive."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = weakref.ref(optimizer)
@@ -123,29 +113,21 @@ class StockOptimizer:
 building = Building(hvd)
 
 
-def settings_of(optimizer: Any, compression: object, engine: str) -> dict[str, str]:
-    """What of an optimizer, of Horovod's or of ours, has to be equal on all ranks.
-
-    Args:
-        optimizer: made by a `DistributedOptimizer`.
-        compression: see `settings`.
-        engine: see `settings`.
-    """
+def arguments_of(optimizer: Any) -> dict[str, object]:
+    """What of Horovod's own arguments, of its optimizer or ours, has to be equal on all ranks."""
     ranks = optimizer.process_set.ranks
-    return settings(
-        compression,
-        engine,
-        op={hvd.Average: "Average", hvd.Sum: "Sum"}.get(optimizer.op, "Adasum"),
-        gradient_predivide_factor=float(optimizer.gradient_predivide_factor),
-        backward_passes_per_step=optimizer.backward_passes_per_step,
-        sparse_as_dense=bool(optimizer.sparse_as_dense),
-        process_set="all" if ranks is None else list(ranks),
-        max_grad_norm=getattr(optimizer, "_max_grad_norm", None),
-        synchronize_at=getattr(optimizer, "_synchronize_at", "backward"),
-        on_nonfinite=getattr(optimizer, "_on_nonfinite", "raise"),
-        **getattr(optimizer, "_drift", {}),
-        levels=getattr(optimizer, "_levels", "flat"),
-    )
+    return {
+        "op": {hvd.Average: "Average", hvd.Sum: "Sum"}.get(optimizer.op, "Adasum"),
+        "gradient_predivide_factor": float(optimizer.gradient_predivide_factor),
+        "backward_passes_per_step": optimizer.backward_passes_per_step,
+        "sparse_as_dense": bool(optimizer.sparse_as_dense),
+        "process_set": "all" if ranks is None else list(ranks),
+    }
+
+
+def settings_of(optimizer: Any, compression: object, engine: str) -> dict[str, str]:
+    """What of one of Horovod's optimizers has to be equal on all ranks."""
+    return declaration(compression, engine, **arguments_of(optimizer), **Settings().describe())
 
 
 def compare_with_ranks(
@@ -155,20 +137,7 @@ def compare_with_ranks(
     deadline_seconds: float | None = None,
     topology: Topology | None = None,
 ) -> Any:
-    """Runs what ranks begin with, under one name whatever they go on with: see `compared`.
-
-    Args:
-        coroutine: see `carry_out_together`.
-        process_set: the ranks.
-        optimizer: of Horovod's, with a sparsifier of ours, that has sent numbers in the place of gradients.
-            A rank that sends gradients may say nothing of itself, but Horovod notices that these differ.
-        deadline_seconds: see `HorovodDriver`.
-        topology: see `HorovodDriver`.
-
-    Raises:
-        StateMismatchError: on this rank, if another one sends gradients.
-        HorovodSparseError: on this rank, if another one has failed before it came here.
-    """
+    """Runs what ranks begin with, under one name whatever they go on with: see `compared`."""
     hear = building.looking(process_set)
     waiting = [] if optimizer is None else [(optimizer, key) for key in optimizer._handles]
 
@@ -190,13 +159,6 @@ def refuse_whole_gradients(names: Sequence[str], process_set: Any) -> None:
 
     It waits for collectives of the parameters' names. Putting another type under such a name is an error of
     Horovod's on all ranks. Nothing goes on afterwards in any case, so it does not matter if nobody answers.
-
-    Args:
-        names: of the parameters, as Horovod's own optimizer calls them.
-        process_set: the ranks.
-
-    Raises:
-        StateMismatchError: if there is such a rank; all ranks that have waited for it ask at the same time.
     """
     other = torch.float64
     handles = [
@@ -246,12 +208,7 @@ def _given(output: torch.Tensor | Exception) -> torch.Tensor:
 
 
 def before_synchronizing(optimizer: Any, meet: Callable[[Any], None]) -> None:
-    """Has something done before Horovod's own optimizer waits for anything.
-
-    Args:
-        optimizer: of a class that Horovod has made for it alone.
-        meet: called with the optimizer at the beginning of each `synchronize`.
-    """
+    """Has something done before Horovod's own optimizer waits for anything."""
     cls = type(optimizer)
     synchronize = cls.synchronize
 
@@ -264,12 +221,7 @@ def before_synchronizing(optimizer: Any, meet: Callable[[Any], None]) -> None:
 
 
 def compare_dense(optimizer: Any, compression: object) -> None:
-    """Has an optimizer that sends whole gradients compare its arguments with the other ranks' once per start.
-
-    Args:
-        optimizer: of Horovod's, made by our `DistributedOptimizer`.
-        compression: one of Horovod's compressors.
-    """
+    """Has an optimizer of whole gradients compare its arguments with other ranks, once per start."""
     name = str(getattr(compression, "__name__", type(compression).__name__))
     name = {"NoneCompressor": "none", "FP16Compressor": "fp16"}.get(name, name)
     under: list[Any] = [None]
@@ -294,9 +246,6 @@ def _refuse_closures(optimizer: Any, args: Any, kwargs: Any) -> None:
 
     Horovod's `step` synchronizes before it calls the closure. What backward gives in there is under way
     when the optimizer wants it: it gets this rank's own gradient.
-
-    Raises:
-        UnsupportedError: on every rank that did so.
     """
     if any(handle is not None for handle, _ in optimizer._handles.values()):
         raise UnsupportedError(
@@ -307,11 +256,7 @@ def _refuse_closures(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 
 def refuse_adasum(optimizer: Any | None, tensor: torch.Tensor) -> None:
-    """Refuses what Adasum passes: not gradients, but what a step has done to the parameters.
-
-    Raises:
-        UnsupportedError: if this is Adasum.
-    """
+    """Refuses what Adasum passes: not gradients, but what a step has done to the parameters."""
     is_adasum = optimizer is not None and (
         hasattr(optimizer, "_starting_models") or getattr(optimizer, "op", None) == hvd.Adasum
     )

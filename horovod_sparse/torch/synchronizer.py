@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import logging
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from horovod_sparse.carriers.shared_memory import lends, meeting
+from horovod_sparse.collectives import Synchronization
 from horovod_sparse.errors import (
     DeadlineError,
     EditedGradientError,
@@ -18,24 +22,31 @@ from horovod_sparse.errors import (
     UnsupportedError,
 )
 from horovod_sparse.feedback import MomentumCorrection, Recipe
-from horovod_sparse.frontend.collective_errors import has_bad_gradient, some_of, worst
-from horovod_sparse.frontend.decision import FirstPlan
-from horovod_sparse.frontend.drift import DriftCheck
-from horovod_sparse.frontend.momentum import refuse_later_momentum
-from horovod_sparse.frontend.poison import RAISE, Poison
-from horovod_sparse.frontend.shared_memory import lends, meeting
-from horovod_sparse.merging import ParameterFacts
-from horovod_sparse.pytorch.loss_scale import ScaleOfStep, scaled_passes, watch_scalers
-from horovod_sparse.pytorch.parts import Part
-from horovod_sparse.pytorch.replicas import shared_entries
-from horovod_sparse.telemetry import Telemetry
-from horovod_sparse.torch._horovod import hvd
-from horovod_sparse.torch.bucketing import Bucketing
-from horovod_sparse.torch.calibration import carry_out_together
-from horovod_sparse.torch.driver import explain
-from horovod_sparse.torch.handles import present_start
+from horovod_sparse.planning import by_cost
+from horovod_sparse.plans.plan import ParameterFacts, Plan
+from horovod_sparse.tensors.entries import host_entry
+from horovod_sparse.tensors.layout import dtype_name
+from horovod_sparse.tensors.loss_scale import ScaleOfStep, scaled_passes, watch_scalers
+from horovod_sparse.tensors.parts import Part, SparseBucket
+from horovod_sparse.tensors.replicas import shared_entries
+from horovod_sparse.torch._horovod import hvd, present_start
+from horovod_sparse.torch.driver import carry_out_together, explain
+from horovod_sparse.torch.engine import HorovodEngine, planned
 from horovod_sparse.torch.owners import claim
+from horovod_sparse.torch.stock import refuse_whole_gradients
 from horovod_sparse.torch.transport import transport_words
+from horovod_sparse.training.collective_errors import raise_together, some_of
+from horovod_sparse.training.engine import Facts
+from horovod_sparse.training.first_plan import FirstPlan, check_agreement
+from horovod_sparse.training.levels import Chosen
+from horovod_sparse.training.momentum import refuse_later_momentum
+from horovod_sparse.training.outcome import Outcome, worst
+from horovod_sparse.training.settings import Settings
+from horovod_sparse.training.state import check_entry, checked_states
+from horovod_sparse.training.training import Training
+
+if TYPE_CHECKING:
+    from horovod_sparse.planning.warmup import WarmUp
 
 _log = logging.getLogger("horovod_sparse")
 
@@ -44,6 +55,23 @@ _log = logging.getLogger("horovod_sparse")
 _PATIENCE = 4
 #: with which a step ends on all ranks, after all of its rounds
 _ALIKE = (NonFiniteGradientError, EditedGradientError)
+
+
+_ADVICE = (
+    "the optimizer uses {}: use the same algorithm, or delete state_dict['horovod_sparse'] to start with "
+    "no residual"
+)
+_numbers = itertools.count()
+
+
+def _next_label() -> str:
+    """Goes before the names of an optimizer's collectives; the first one's have nothing before them.
+
+    Two optimizers may have parameters of the same names (two networks that are trained in turn). The
+    number need not be the same on all ranks: all take the first rank's.
+    """
+    number = next(_numbers)
+    return f"optimizer{number}." if number else ""
 
 
 def clip_gradients(param_groups: Sequence[Mapping[str, Any]], max_norm: float) -> torch.Tensor:
@@ -65,78 +93,157 @@ def _hook(synchronizer: weakref.ref[GradientSynchronizer]) -> Callable[[torch.Te
     return arrived
 
 
-class GradientSynchronizer(Bucketing):
+class GradientSynchronizer(Training):
     """Starts every bucket when its last gradient is there, and puts the sums where gradients are.
 
     Nothing waits but `synchronize`. Hooks do O(1) Python work each; all work on elements is the fused
     pass of a bucket, and work on its k selected elements.
-
-    Args:
-        optimizer: tells learning rates, passes per step, and how many passes each parameter still
-            waits for (`_allreduce_delay`, which Horovod's own methods set back too).
-        facts: as made by `planning.facts_of`.
-        recipe: what to do with a bucket.
-        first: plan to begin with, of this rank; that of the first rank is taken when all have agreed,
-            which they do in the first synchronization after every start of Horovod.
-        process_set: the ranks that take part.
-        average: whether sums are divided by the number of ranks.
-        sparse_as_dense: whether gradients in COO form are taken.
-        to_coo: whether all gradients are given in COO form: what SparseAdam takes.
-        in_backward: whether buckets are started while backward goes on, or all of them by `synchronize`.
-        deadline_seconds: of waiting for other ranks.
-        on_nonfinite: see `Poison`.
-        levels: see `horovod_sparse.frontend.levels`.
-        check_every: see `DriftCheck`.
-        on_drift: see there.
     """
+
+    engine: HorovodEngine
 
     def __init__(
         self,
         optimizer: Any,
-        facts: Mapping[str, tuple[ParameterFacts, torch.Tensor]],
+        named_parameters: Sequence[tuple[str, torch.Tensor]],
         recipe: Recipe,
-        first: FirstPlan,
-        *,
-        process_set: Any,
-        average: bool,
-        sparse_as_dense: bool,
-        to_coo: bool = False,
-        in_backward: bool = True,
-        deadline_seconds: float | None = None,
-        on_nonfinite: str = RAISE,
-        check_every: int | None = None,
-        on_drift: str | None = None,
-        levels: str = "flat",
+        settings: Settings,
+        groups: Any = None,
     ) -> None:
-        self.sparse_as_dense, self.to_coo = sparse_as_dense, to_coo
+        engine = HorovodEngine(optimizer, named_parameters, recipe, settings.deadline_seconds)
+        super().__init__(engine, recipe, settings)
+        self.optimizer, self.process_set, self.driver = optimizer, engine.process_set, engine.driver
+        self.average, self.sparse_as_dense = optimizer.op == hvd.Average, optimizer.sparse_as_dense
+        #: whether all gradients are given in COO form: what SparseAdam takes
+        self.to_coo = isinstance(optimizer, torch.optim.SparseAdam)
         self._corrects_momentum = isinstance(recipe.feedback, MomentumCorrection)
-        self.telemetry = Telemetry(selection=first.selection)
-        self.poison = Poison(on_nonfinite, self.telemetry)
-        self.drift = DriftCheck(check_every, on_drift, self.telemetry)
         self._retired = False
         #: whether a gradient has arrived since the last synchronization
         self.under_way = False
         #: of the losses whose gradients these are
         self.loss_scale = ScaleOfStep()
         #: what a loss scaler is told by gradients of Inf, instead of being raised
-        self.overflow: NonFiniteGradientError | None = None
+        self.overflow: BaseException | None = None
         #: why the optimizer is not to step, where that is no error
         self.skipped: BaseException | None = None
-        self._in_backward, self._num_started = in_backward, 0
-        self._held: list[Part] = []
+        self._in_backward, self._num_started = settings.synchronize_at == "backward", 0
+        self._kept_back: list[Part] = []
         # autograd runs the hooks of each device in a thread of its own
         self._hooks = threading.Lock()
         self._handles: list[Any] = []
-        super().__init__(optimizer, facts, recipe, first, process_set, average, deadline_seconds, levels)
-        self.claim(self.facts)
+        self._part_of: dict[torch.Tensor, Part] = {}
+        self._name_of: dict[torch.Tensor, str] = {}
+        self._kinds: list[tuple[torch.Tensor, torch.dtype, torch.device]] = []
+        facts = engine.facts({})
+        recipe.rules.hint(facts)
+        self._first: FirstPlan = planned(facts, recipe, engine, settings, groups)
+        self.telemetry.selection = self._first.selection
+        self.warmup: WarmUp | None = None
+        if self._first.request is not None:
+            # most trainings measure nothing
+            from horovod_sparse.planning.warmup import WarmUp
+            from horovod_sparse.torch.calibration import HorovodMeasuring
+
+            parameters = [fact for fact, _ in facts.values()]
+            self.warmup = WarmUp(
+                self._first.request,
+                parameters,
+                recipe.sparsifier,
+                HorovodMeasuring(parameters, self.process_set),
+                lambda: self.topology,
+                self._first.decision,
+            )
+        self._own_label = _next_label()
+        self.begin(facts, self._first.plan)
+        self.claim(facts)
         watch_scalers()
 
-    def claim(self, facts: Mapping[str, tuple[ParameterFacts, torch.Tensor]]) -> None:
-        """As `Bucketing.claim`, and hears of their gradients."""
+    def choose_levels(self, num_hosts: int, per_host: int) -> Chosen:
+        """By the profile that was given, or by formulas."""
+        return by_cost(self.recipe.sparsifier, self.parameters, self._first.request)(num_hosts, per_host)
+
+    def first_plan_of(self, facts: Facts) -> Plan:
+        """As `merging` and `tensor_selection` ask for, as far as that needs no times."""
+        if self._first.request is None:
+            return super().first_plan_of(facts)
+        return self._first.request.first_plan([fact for fact, _ in facts.values()])
+
+    def _compare_plans(self) -> Synchronization[None]:
+        yield from check_agreement(self._first.request)
+        yield from raise_together(self._first.failure)
+
+    @property
+    def _measured(self) -> str:
+        return "" if self.warmup is None else self.warmup.position
+
+    def _stop_measuring(self) -> None:
+        if self.warmup is not None:
+            self.warmup.stop_measuring()
+
+    def _share_memory(self, parts: Sequence[Any], why_not: str = "") -> None:
+        super()._share_memory(parts, self.engine.why_not_shared)
+
+    def build(self, plan: Plan) -> None:
+        self._part_of, self._kinds = {}, []
+        super().build(plan)
+
+    def _entered(self, parts: Sequence[Part]) -> None:
+        for part in parts:
+            if isinstance(part, SparseBucket) and not self.average:
+                part.scale = 1.0
+            if part.streams is not None:
+                part.streams.note()
+        entered = {parameter: part for part in parts for parameter in part.gradient.parameters}
+        self._part_of |= entered
+        self._kinds += [(p, p.dtype, p.device) for p in entered]
+        self._name_of = {parameter: name for name, (_, parameter) in self.facts.items()}
+
+    def claim(self, facts: Facts) -> None:
+        """Takes parameters from whoever synchronized them before, and hears of their gradients."""
         parameters = [parameter for _, parameter in facts.values()]
         claim(self, parameters)
         hook = _hook(weakref.ref(self))
         self._handles += [parameter.register_post_accumulate_grad_hook(hook) for parameter in parameters]
+
+    def take_in(self) -> dict[str, tuple[ParameterFacts, Any]]:
+        """See `Training.take_in`; the optimizer gets to know them as it knows those that it was made with."""
+        new = super().take_in()
+        for name, (_, parameter) in new.items():
+            self.optimizer._parameter_names[parameter] = name
+            self.optimizer._requires_update.add(parameter)
+            self.optimizer._allreduce_delay[parameter] = 0
+        if new:
+            self.claim(new)
+            if self.warmup is not None:
+                self.warmup.joined(self.parameters)
+        return new
+
+    def agree(self) -> None:
+        try:
+            super().agree()
+        except DeadlineError:
+            refuse_whole_gradients(sorted(self.facts), self.process_set)
+            raise
+        self.driver.label = self.label
+
+    def save(self, **more: Any) -> dict[str, Any]:
+        """This rank's entry, of tensors, numbers and strings alone (``torch.load(weights_only=True)``)."""
+        if any(part.task is not None for part in self.parts):
+            raise UnsupportedError(
+                "an optimizer is saved between steps: call optimizer.step() or optimizer.synchronize() first"
+            )
+        return super().save(**more)
+
+    def checked(self, entry: Any) -> dict[str, Any]:
+        """An entry, with all tensors on the host, if it fits; nothing is changed."""
+        entry = host_entry(entry)
+        check_entry(entry, self.recipe, _ADVICE)
+        facts = {**self.facts, **self.engine.facts(self.facts)}
+        known = {name: parameter for name, (_, parameter) in facts.items()}
+        # of parameters that have joined, residuals are saved or zeros
+        self.check_fits(entry, set(self.facts) - self.joined, known)
+        checked_states(self, entry)
+        return dict(entry)
 
     def on_gradient(self, parameter: torch.Tensor) -> None:
         """After every accumulation into a parameter's gradient. Never waits for other ranks."""
@@ -145,10 +252,10 @@ class GradientSynchronizer(Bucketing):
             complete = self.optimizer._allreduce_delay[parameter] == 0
             ready = part.num_missing == 0 and complete and self._in_backward
             # the last one waits for `synchronize`: it tells all ranks whether one has changed gradients
-            works = ready and len(self.parts) - self._num_started > 1 and self._is_agreed
+            works = ready and len(self.parts) - self._num_started > 1 and self.is_agreed
             if ready and not works:
                 part.gradient.settle()
-                self._held.append(part)
+                self._kept_back.append(part)
             warmup = self.warmup
             recording = warmup is not None and warmup.recording and complete
             entered = warmup.stamp() if warmup is not None and recording else None
@@ -200,17 +307,23 @@ class GradientSynchronizer(Bucketing):
         self.optimizer._synchronized = False
         if any((p.dtype, p.device) != (dtype, device) for p, dtype, device in self._kinds):
             try:
-                self.follow()
+                self._follow_parameters()
             except UnsupportedError:
                 self.under_way = False
                 raise
 
-    def reduced(self, loss: Any) -> Any:
-        """A loss over all ranks, as gradients are: their mean, or their sum.
+    def _follow_parameters(self) -> None:
+        """Parts of the types and on the devices that parameters have come to have."""
+        facts, what = {}, ""
+        for name, (fact, parameter) in self.facts.items():
+            dtype, device = dtype_name(parameter) or str(parameter.dtype), str(parameter.device)
+            facts[name] = dataclasses.replace(fact, dtype=dtype, device=device), parameter
+            if facts[name][0] != fact and (not what or dtype_name(parameter) is None):
+                what = f"{name} was {fact.dtype} on {fact.device} and is {dtype} on {device} now"
+        self.follow(facts, what)
 
-        Args:
-            loss: of this rank, a number or a tensor of one element.
-        """
+    def reduced(self, loss: Any) -> Any:
+        """A loss over all ranks, as gradients are: their mean, or their sum."""
         if self.size == 1:
             return loss
         value = torch.as_tensor(loss, dtype=torch.float64).detach().cpu().reshape(1)
@@ -220,15 +333,11 @@ class GradientSynchronizer(Bucketing):
         return total.to(loss) if isinstance(loss, torch.Tensor) else float(total)
 
     def check_drift(self) -> None:
-        """All ranks together, after the optimizer's step: whether they train the same model still.
-
-        Raises:
-            DriftError: on every rank alike, if they do not.
-        """
+        """All ranks together, after the optimizer's step: whether they train the same model still."""
         if self.size > 1:
             parameters = {name: parameter for name, (_, parameter) in self.facts.items()}
             entries = shared_entries(parameters, self.optimizer)
-            name, seconds = f"{self.driver.label}horovod_sparse.drift", self._deadline_seconds
+            name, seconds = f"{self.driver.label}horovod_sparse.drift", self.settings.deadline_seconds
             check = self.drift.run(self.step, self.rank, entries)
             carry_out_together(check, self.process_set, name, deadline_seconds=seconds)
 
@@ -241,11 +350,7 @@ class GradientSynchronizer(Bucketing):
         self._retired = True
 
     def check_in_use(self) -> None:
-        """Refuses an optimizer that has been replaced.
-
-        Raises:
-            UnsupportedError: if another optimizer has been made for a parameter of this one.
-        """
+        """Refuses an optimizer that has been replaced."""
         if self._retired:
             raise UnsupportedError(
                 "a parameter of this optimizer was given to another DistributedOptimizer afterwards, which "
@@ -292,12 +397,8 @@ class GradientSynchronizer(Bucketing):
                 if part.task is None:
                     self._start(part, refused=bool(edited))
             errors = self._waited()
-            if errors and self.loss_scale.scaler is None and self.poison.repeats(errors):
-                drop = any(self.poison.drops(errors, rank) for rank in self.mates)
-                for part in self.parts:
-                    part.abandon(drop=drop)
-                    part.again(self.driver, drop=drop)
-                errors = self._waited()
+            if errors and self.loss_scale.scaler is None:
+                errors = self.carried_out_again(errors, lambda part: self.driver, self._waited)
         except DeadlineError:
             self.give_up()
             raise
@@ -336,39 +437,33 @@ class GradientSynchronizer(Bucketing):
         return [
             part.names[number]
             for part in self.parts
-            if part.task is not None or part in self._held
+            if part.task is not None or part in self._kept_back
             for number in part.gradient.edited()
         ]
 
     def _refuse(self, errors: Sequence[BaseException], edited: Sequence[str]) -> None:
         """No rank applies this step; raises why not, unless that is no error, or a loss scaler finds out."""
-        error = worst(errors)
-        if isinstance(error, NonFiniteGradientError) and self.loss_scale.scaler is not None:
-            drop = any(has_bad_gradient(errors, rank) for rank in self.mates)
+        verdict = self.policy.judge(errors, self.host_ranks, scaled=self.loss_scale.scaler is not None)
+        error, drop = verdict.error, verdict.drop
+        if verdict.outcome is Outcome.OVERFLOW:
             self.give_up(drop=drop, together=True, alike=True)
             self.parts[0].gradient.overflow()
             self.overflow = error
             return
-        drop = any(self.poison.drops(errors, rank) for rank in self.mates)
         if lends(self.parts) and any(isinstance(one, EditedGradientError) for one in errors):
             drop = False  # what lies there now is not what was folded, so it cannot be taken out again
         together = any(isinstance(one, NonFiniteGradientError) for one in errors)
         self.give_up(drop=drop, together=together, alike=isinstance(error, _ALIKE))
-        if self.poison.skips(errors):
+        if verdict.outcome is Outcome.SKIPPED:
             self.skipped = error
             return
+        assert error is not None  # there are errors
         if isinstance(error, EditedGradientError) and edited:
             error.where[self.rank] = some_of(edited)
         raise error
 
     def give_up(self, *, drop: bool = False, together: bool = False, alike: bool = False) -> None:
-        """Takes the step back as far as it came: gradients are zeros, selections return to residuals.
-
-        Args:
-            drop: this rank's gradients leave the residuals, too: some of them are not finite.
-            together: all ranks give it up, and some of them drop gradients.
-            alike: every message of the step was sent and taken, on all ranks: see `Driver.clear`.
-        """
+        """Takes the step back as far as it came: gradients are zeros, selections return to residuals."""
         self.driver.clear(forget=not alike)
         for part in self.parts:
             if part.task is not None:
@@ -391,7 +486,7 @@ class GradientSynchronizer(Bucketing):
         """
         if not self.under_way:
             return
-        if not self._is_agreed:  # then nothing has been started
+        if not self.is_agreed:  # then nothing has been started
             self.give_up()
             return
         for part in self.parts:
@@ -413,14 +508,10 @@ class GradientSynchronizer(Bucketing):
         delays, passes = self.optimizer._allreduce_delay, self.optimizer.backward_passes_per_step
         for parameter in delays:
             delays[parameter] = passes
-        self.under_way, self._held, self._num_started = False, [], 0
+        self.under_way, self._kept_back, self._num_started = False, [], 0
 
     def clip(self, max_norm: float) -> None:
-        """Scales all gradients of the optimizer down to a norm, as `torch.nn.utils.clip_grad_norm_` does.
-
-        Args:
-            max_norm: of gradients without the loss's scale.
-        """
+        """Scales all gradients of the optimizer down to a norm, as `torch.nn.utils.clip_grad_norm_` does."""
         norm = clip_gradients(self.optimizer.param_groups, max_norm * self.loss_scale.value)
         if norm.device.type == "cpu" and torch.isfinite(norm):
             for part in self.parts:
@@ -433,11 +524,7 @@ class GradientSynchronizer(Bucketing):
                 part.gradient.to_coo()
 
     def zero_grad(self, set_to_none: bool) -> None:
-        """Zeros in all gradients that are views, which they stay; see `FlatGradient.clear`.
-
-        Args:
-            set_to_none: whether other gradients become None, or zeros.
-        """
+        """Zeros in all gradients that are views, which they stay; see `FlatGradient.clear`."""
         elsewhere = [
             parameter
             for group in self.optimizer.param_groups

@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_sparse.arrays.protocol import Indices, Values
+from horovod_sparse.arrays import Indices, Values
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.kernels.host import codecs as kernels
 from horovod_sparse.kernels.host.scatter import find_outside
@@ -33,11 +33,7 @@ class IndexCodec(Protocol):
         """Length of `count` indices below `num_elements`; never falls when count grows."""
 
     def encode(self, indices: Indices, num_elements: int, words: Words) -> None:
-        """Fills `words`, which has the length that `num_words` says.
-
-        Raises:
-            ArgumentError: the indices cannot be written this way.
-        """
+        """Fills `words`, which has the length that `num_words` says."""
 
     def decode(self, words: Words, num_elements: int, out: Indices) -> bool:
         """Fills `out`, as long as the count; False if the words cannot be that many indices."""
@@ -77,14 +73,13 @@ class Block16:
         return _num_blocks(num_elements) + (count + 1) // 2 if count else 0
 
     def encode(self, indices: Indices, num_elements: int, words: Words) -> None:
-        """Counts, then offsets; see `IndexCodec.encode`."""
+        """Counts, then offsets."""
         _check_ascending(indices, num_elements, "block16")
         if indices.size:
             words[:] = 0
             kernels.encode_blocks(indices, *_split_blocks(words, num_elements))
 
     def decode(self, words: Words, num_elements: int, out: Indices) -> bool:
-        """See `IndexCodec.decode`."""
         if out.size == 0:
             return True
         counts, offsets = _split_blocks(words, num_elements)
@@ -125,7 +120,7 @@ class Gaps:
         return -(-(count * (low + 1) + ((num_elements - 1) >> low)) // 32) + 1
 
     def encode(self, indices: Indices, num_elements: int, words: Words) -> None:
-        """Lower parts, then gaps; see `IndexCodec.encode`."""
+        """Lower parts, then gaps."""
         _check_ascending(indices, num_elements, "gaps")
         if indices.size:
             words[:] = 0
@@ -133,7 +128,6 @@ class Gaps:
             kernels.encode_gaps(indices, low, _low_words(indices.size, low), words)
 
     def decode(self, words: Words, num_elements: int, out: Indices) -> bool:
-        """See `IndexCodec.decode`."""
         if out.size == 0:
             return True
         low = low_bits(out.size, num_elements)
@@ -146,10 +140,6 @@ def low_bits(count: int, num_elements: int) -> int:
 
     One bit more costs `count` bits and takes off ceil(((n - 1) >> l) / 2), which falls with l; so l
     grows as long as (n - 1) >> l is above 2 * count.
-
-    Args:
-        count: indices, 1 or more.
-        num_elements: n.
 
     Example:
         >>> low_bits(1, 16), low_bits(25_600, 25_600_000), low_bits(16, 16)
@@ -220,7 +210,6 @@ class Float32:
         words.view(np.float32)[:] = values
 
     def decode(self, words: Words, out: Values) -> None:
-        """See `ValueCodec.decode`."""
         out[:] = words.view(np.float32)
 
 
@@ -238,7 +227,6 @@ class Float64:
         words[:] = np.ascontiguousarray(values, np.float64).view(np.uint32)
 
     def decode(self, words: Words, out: Values) -> None:
-        """See `ValueCodec.decode`."""
         out[:] = words.view(np.float64)  # may begin in the middle of eight bytes; NumPy copies that
 
 
@@ -263,7 +251,6 @@ class Half:
         self._encode(values, words.view(self._dtype))
 
     def decode(self, words: Words, out: Values) -> None:
-        """See `ValueCodec.decode`."""
         kernels.decode_half(words.view(self._dtype), out)
 
 
@@ -299,7 +286,6 @@ class Int8:
         kernels.encode_int8(values, scales, scales.view(np.float32), words[blocks:].view(np.int8))
 
     def decode(self, words: Words, out: Values) -> None:
-        """See `ValueCodec.decode`."""
         blocks = -(-out.size // kernels.INT8_BLOCK)
         kernels.decode_int8(words[blocks:].view(np.int8), words[:blocks].view(np.float32), out)
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_sparse.arrays.protocol import Values
+from horovod_sparse.arrays import Values
 from horovod_sparse.checks import check_count
 from horovod_sparse.errors import ArgumentError, UnknownNameError
 from horovod_sparse.wire.codecs import INDEX_CODECS, VALUE_CODECS, IndexCodec, ValueCodec
@@ -76,13 +76,6 @@ class WireFormat:
     def round(self, values: Values) -> Values:
         """What the receivers will see; the difference belongs back into the residual.
 
-        Args:
-            values: float32 or float64 [count]. What is not finite comes out finite, unless `exact`.
-
-        Returns:
-            The same dtype, bit for bit what every rank decodes; the argument itself where nothing
-            changes. For float32, values - round(values) is exact, unless a value saturated.
-
         Example:
             >>> WireFormat("float16").round(np.array([0.1, 1e6], np.float32))
             array([9.9975586e-02, 6.5504000e+04], dtype=float32)
@@ -110,11 +103,6 @@ class WireFormat:
     def message_words(self, count: int, num_elements: int, dtype: Any) -> int:
         """Length of a message, header and padding included, in 32-bit words; exact.
 
-        Args:
-            count: selected elements.
-            num_elements: n of the bucket.
-            dtype: of the accumulator, or None where only indices are sent.
-
         Example:
             >>> WireFormat().message_words(3, 100, np.float32), WireFormat().message_words(3, 100, None)
             (10, 7)
@@ -132,11 +120,7 @@ class WireFormat:
         )
 
     def value_codec(self, dtype: Any) -> ValueCodec:
-        """What writes values of an accumulator's dtype.
-
-        Raises:
-            ArgumentError: the dtype is neither float32 nor float64.
-        """
+        """What writes values of an accumulator's dtype."""
         name = _name_of(dtype)
         if name not in ("float32", "float64"):
             raise ArgumentError("values", name, "float32 or float64, as accumulators have them")
@@ -169,14 +153,7 @@ class Sections(NamedTuple):
 # asked for by every sender once, and by every receiver once for each rank's message
 @functools.lru_cache(maxsize=1024)
 def sections(format: WireFormat, count: int, num_elements: int, dtype: Any) -> Sections:
-    """The sections of a message.
-
-    Args:
-        format: how it is written.
-        count: selected elements.
-        num_elements: n of the bucket.
-        dtype: of the accumulator, or None where only indices are sent.
-    """
+    """The sections of a message."""
     index_codec = INDEX_CODECS[format.indices]
     value_codec = None if dtype is None else format.value_codec(dtype)
 

@@ -37,7 +37,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_sparse.arrays.protocol import FoldReport, Indices, Values
+from horovod_sparse.arrays import FoldReport, Indices, Values
 from horovod_sparse.errors import ArgumentError, MessageError
 from horovod_sparse.wire.format import HEADER_WORDS, Sections, WireFormat, sections
 
@@ -51,7 +51,7 @@ _STEP_BITS, _SMALLEST = np.uint32(7), 2.0**-100
 
 
 def carried_norm(report: FoldReport) -> float:
-    """L2 norm of the residual that this rank began the step with, as it travels; see `norms_and_steps`."""
+    """L2 norm of the residual that this rank began the step with, as it travels."""
     norm = np.float32(max(min(math.sqrt(report.carried_square_norm), _LARGEST), _SMALLEST))
     rounded = (norm.view(np.uint32) + np.uint32(4)) & ~_STEP_BITS
     bits = rounded | np.uint32(report.step & int(_STEP_BITS))
@@ -60,12 +60,6 @@ def carried_norm(report: FoldReport) -> float:
 
 def norms_and_steps(carried: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     """What `carried_norm` gave on every rank, apart.
-
-    Args:
-        carried: [P], after their way.
-
-    Returns:
-        The norms, and the steps modulo 8.
 
     Example:
         >>> reports = [FoldReport(carried_square_norm=4.0, step=35), FoldReport(step=36)]
@@ -89,21 +83,6 @@ def pack(
     num_elements: int | None = None,
 ) -> NDArray[np.int32]:
     """Puts a selection into one fresh buffer.
-
-    Args:
-        indices: int32 [count].
-        values: float32 or float64 [count], or None to send indices only.
-        report: of the fold that made the accumulator; travels in the header.
-        quantum: elements that the payload is rounded up to. A length that repeats from step to
-            step stays in Horovod's response cache; a changed one costs an extra negotiation.
-        format: how to write it, its quantum and capacity included; by default plainly.
-        num_elements: n of the bucket, which a format that is not plain needs.
-
-    Returns:
-        int32, as long as `WireFormat.message_words` says.
-
-    Raises:
-        ArgumentError: the format needs ascending indices, or n, or the arrays do not fit each other.
 
     Example:
         >>> message = pack(np.array([2, 5], np.int32), np.array([1.0, -2.0], np.float32), FoldReport())
@@ -180,22 +159,8 @@ def unpack_sum(
 
     Every index and every value is written once, to where the sum needs it.
 
-    Args:
-        buffer: int32, `size` messages one behind the other, packed with the same arguments.
-        size: P, number of ranks.
-        format: how the messages are written.
-        num_elements: n of the bucket.
-        dtype: of the accumulator, or None where only indices were sent.
-
-    Returns:
-        The selections of all ranks, and what the headers tell.
-
-    Raises:
-        MessageError: the buffer is not `size` messages of this format and bucket. Nothing outside of
-            the buffer is read, whatever stands in it.
-
     Example:
-        >>> from horovod_sparse.arrays.protocol import FoldReport
+        >>> from horovod_sparse.arrays import FoldReport
         >>> gaps = WireFormat(indices="gaps")
         >>> one = pack(np.array([2, 5], np.int32), None, FoldReport(), format=gaps, num_elements=9)
         >>> unpack_sum(np.concatenate([one, one]), 2, gaps, 9, None).indices

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_sparse.arrays.protocol import FoldReport, Values
+from horovod_sparse.arrays import FoldReport, Values
 from horovod_sparse.errors import MessageError
 from horovod_sparse.kernels.host.quantize import decode_sum
 from horovod_sparse.kernels.quantization import NORMS, WORD, Quantization
@@ -32,11 +32,6 @@ HEADER = HEADER_WORDS + 1
 def quantized_words(code: Quantization, num_elements: int, dtype: Any) -> int:
     """Length of a message in words.
 
-    Args:
-        code: of the quantizer.
-        num_elements: n.
-        dtype: of the accumulator.
-
     Example:
         >>> quantized_words(Quantization(), 64, np.float32)
         8
@@ -45,14 +40,7 @@ def quantized_words(code: Quantization, num_elements: int, dtype: Any) -> int:
 
 
 def blank(code: Quantization, num_elements: int, dtype: Any, report: FoldReport) -> NDArray[np.int32]:
-    """A message whose units and codes are still to be written, from word `HEADER` on.
-
-    Args:
-        code: of the quantizer.
-        num_elements: n.
-        dtype: of the accumulator.
-        report: of the fold that made the accumulator.
-    """
+    """A message whose units and codes are still to be written, from word `HEADER` on."""
     buffer = np.empty(quantized_words(code, num_elements, dtype), np.int32)
     buffer[:2] = -buffer.size, num_elements
     buffer[2] = report.first_nonfinite + 1
@@ -90,17 +78,6 @@ def sum_quantized(
     buffer: NDArray[np.int32], size: int, code: Quantization, num_elements: int, dtype: Any, *, votes: bool
 ) -> QuantizedSum:
     """Decodes an allgathered buffer into the sum over ranks, in their order.
-
-    Args:
-        buffer: int32, `size` messages one behind the other, of the same quantizer and bucket.
-        size: P.
-        code: of the quantizer.
-        num_elements: n of the bucket.
-        dtype: of the accumulator.
-        votes: whether the sum is P times what the majority of the ranks has; see `majority`.
-
-    Raises:
-        MessageError: the buffer is not `size` messages of this quantizer and bucket.
 
     Example:
         >>> from horovod_sparse.kernels.host.quantize import encode
@@ -174,17 +151,7 @@ def voted(code: Quantization) -> Quantization:
 def majority(
     bodies: NDArray[np.int32], code: Quantization, num_elements: int, dtype: np.dtype[Any]
 ) -> NDArray[np.int32]:
-    """The sign that most ranks have for each element, times the mean of the ranks' units; 0 in a tie.
-
-    Args:
-        bodies: int32 [P, ...], units and signs of every rank.
-        code: of signs alone.
-        num_elements: n.
-        dtype: of the accumulator.
-
-    Returns:
-        int32 [1, ...], units and codes as `voted` says.
-    """
+    """The sign that most ranks have for each element, times the mean of the ranks' units; 0 in a tie."""
     size, at = bodies.shape[0], code.unit_words(num_elements, dtype)
     written = voted(code)
     found = np.empty(written.num_words(num_elements, dtype), np.int32)

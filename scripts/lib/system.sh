@@ -1,6 +1,6 @@
 # shellcheck shell=bash
 # What has to come from the distribution: compiler, Python headers, Open MPI.
-# Sourced by scripts/setup and scripts/horovod/build_wheel, after common.sh.
+# Sourced by scripts/setup and scripts/lib/horovod/build_wheel, after common.sh.
 # shellcheck disable=SC2154  # the variables of the scripts that source this
 
 # as_root COMMAND...: fails, without asking, where nobody could type a password.

@@ -32,6 +32,7 @@ def _by_method(result: dict[str, Any]) -> dict[str, Any]:
     return {item["method"]: item for item in launch["results"]}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("network", ["gloo", "mpi"])
 def test_a_synchronization_on_a_running_cluster(slow: str, network: str) -> None:
     sparsifiers = "topk,exdyna"
@@ -61,6 +62,7 @@ def test_a_synchronization_on_a_running_cluster(slow: str, network: str) -> None
         assert sum(item["parts"].values()) <= 1.01 * item["seconds"]["high"] + 0.01
 
 
+@pytest.mark.nightly
 def test_iterations_on_a_cluster_of_their_own_that_is_gone_afterwards() -> None:
     before = namespaces()
     options = ("--hosts", "2", "--rate", "200mbit", "--model", "mlp", "--batch", "2", "--repeat", "2")
@@ -74,25 +76,6 @@ def test_iterations_on_a_cluster_of_their_own_that_is_gone_afterwards() -> None:
     assert 0.001 < found["topk"]["facts"]["density_union"] <= 0.0025 + 4_106 / 6_316_042
     assert found["topk"]["bytes"]["payload_bytes"] == pytest.approx(8 * 6_312 + 4 * 4_106, rel=0.02)
     assert namespaces() == before
-
-
-def test_plans_are_predicted_and_measured(slow: str) -> None:
-    options = ("--hosts", "2", "--scale", "0.02", "--repeat", "1", "--iterations", "2")
-    result = _bench("merging", "--name", slow, *options)
-    found = {item["method"]: item for item in result["results"]}
-    assert (result["ranks"], result["rate"], result["parameters"]) == (2, "100mbit", 161)
-    assert (found["layerwise"]["buckets"], found["single"]["buckets"]) == (161, 1)
-    assert (found["all dense"]["buckets"], found["all dense"]["dense"]) == (0, 161)
-    predicted = {name: item["predicted_seconds"] for name, item in found.items()}
-    others = (predicted[name] for name in ("layerwise", "single", "fixed 8192", "omgs"))
-    assert predicted["joint"] <= 1.000001 * predicted["optimal"] <= 1.000002 * min(others)
-    for item in found.values():
-        assert item["seconds"]["low"] > 0.0
-        assert item["error"] == pytest.approx(
-            item["predicted_seconds"] / item["seconds"]["median"] - 1.0, abs=1e-3
-        )
-    assert set(result["profile"]["collectives"]) == {"allgather", "allreduce"}
-    assert len(result["profile"]["backward_seconds"]) == 161
 
 
 def test_a_measurement_that_is_ended_leaves_no_cluster() -> None:

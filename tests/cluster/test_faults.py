@@ -36,8 +36,8 @@ def _until(run: Any, folder: Path, what: str, step: int, seconds: float = 90.0) 
     return time.monotonic() - begun
 
 
-@pytest.mark.parametrize(("kind", "transport"), [("gloo", "auto"), ("mpi", "auto"), ("gloo", "pairs")])
-def test_a_link_that_is_down_and_one_that_loses_packets(kind: str, transport: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["gloo", pytest.param("mpi", marks=pytest.mark.nightly)])
+def test_a_link_that_is_down_and_one_that_loses_packets(kind: str, tmp_path: Path) -> None:
     if kind == "mpi" and not _mpi_here():
         pytest.skip("Horovod here is built without MPI, or there is no mpirun")
     name = f"{NAME}-f"
@@ -48,7 +48,7 @@ def test_a_link_that_is_down_and_one_that_loses_packets(kind: str, transport: st
     can_lose = shutil.which("iptables") is not None
     cluster("up", "--hosts", str(_HOSTS), "--rate", "100mbit", "--name", name)
     command = [sys.executable, str(_WORKER), "networked", str(tmp_path)]
-    more = ["-x", f"HOROVOD_SPARSE_TRANSPORT={transport}", "--timeout", "200"]
+    more = ["--timeout", "200"]
     run = subprocess.Popen(
         [str(SCRIPT), "run", "--name", name, f"--{kind}", *more, "--", *command],
         stdin=subprocess.DEVNULL,

@@ -58,6 +58,7 @@ def slower(permitted: None) -> Iterator[str]:
     cluster("down", "--name", name)
 
 
+@pytest.mark.nightly
 def test_the_rate_is_reached_and_not_exceeded(slower: str) -> None:
     # A machine busy with other work may miss it for a while, but never exceeds it.
     asked, reached = 10e6, [0.0, 0.0]
@@ -79,15 +80,11 @@ def test_the_rate_is_reached_and_not_exceeded(slower: str) -> None:
     pytest.fail(f"10 Mbit/s were asked for, and never reached: {reached}")
 
 
-def test_a_higher_rate_is_not_exceeded_either(slow: str) -> None:
-    results = json.loads(cluster("measure", "--name", slow, "--megabytes", "10", "--json").stdout)
-    assert all(10e6 < result["slowest_bits_per_second"] < 100e6 for result in results), results
-
-
 def _total_bytes(name: str) -> int:
     return sum(host["tx_bytes"] for host in status(name)["hosts"])
 
 
+@pytest.mark.nightly
 def test_two_clusters_side_by_side_do_not_touch_each_other_nor_the_machine(slow: str) -> None:
     links, spaces = own_network(), namespaces()
     other = f"{NAME}-fast"

@@ -23,6 +23,7 @@ def _carrier() -> Carrier:
     return Carrier(None)
 
 
+@pytest.mark.controllers
 def test_everyone_gets_every_message(carrier, rank, size):
     for step in range(len(LENGTHS)):
         own = words(rank, 0, step)
@@ -31,6 +32,7 @@ def test_everyone_gets_every_message(carrier, rank, size):
         np.testing.assert_array_equal(found, np.concatenate([words(r, 0, step) for r in range(size)]))
 
 
+@pytest.mark.controllers
 def test_messages_between_pairs(carrier, rank, size):
     for step in range(2 * len(LENGTHS)):
         to, source = (rank + 1 + step) % size, (rank - 1 - step) % size
@@ -42,6 +44,7 @@ def test_messages_between_pairs(carrier, rank, size):
             np.testing.assert_array_equal(message, words(r, rank, step))
 
 
+@pytest.mark.controllers
 def test_sums_and_broadcasts_beside_them(carrier, rank, size):
     for step in range(3):
         total = carrier(AllReduce(np.full(5, rank + step, np.float64)))
@@ -51,6 +54,7 @@ def test_sums_and_broadcasts_beside_them(carrier, rank, size):
         carrier(AllGather(words(rank, 1, step)))
 
 
+@pytest.mark.controllers
 def test_pairs_may_have_had_other_numbers_of_messages(carrier, rank, size):
     """As where hosts have different numbers of ranks."""
     for step in range(5):

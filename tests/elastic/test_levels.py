@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from elastic.job import HOSTS, elastic_job
 from elastic.test_torch import WORKER, lawful, of
 from horovod_sparse.cost import AlphaBeta, assumed_profile
@@ -55,6 +57,7 @@ def test_hosts_join_and_leave_and_one_of_two_ranks_is_refused(tmp_path: Path) ->
         assert len({entry["steps"][which]["digest"] for entry in after}) == 1
 
 
+@pytest.mark.nightly
 def test_a_host_is_replaced_and_auto_goes_flat_when_hosts_are_unequal(tmp_path: Path) -> None:
     network = AlphaBeta(1e-3, 1e-3), AlphaBeta(0.0, 0.0)  # nothing but bytes between hosts takes time
     profile = assumed_profile(network[0], 4, per_host=2, host_network=network[1])

@@ -27,7 +27,7 @@ def agree(entries: list[dict[str, Any]]) -> None:
     assert all(len(digests) == 1 for digests in done.values()), done
 
 
-@pytest.mark.parametrize("way", ["graph", "eager"])
+@pytest.mark.parametrize("way", ["graph", pytest.param("eager", marks=pytest.mark.nightly)])
 def test_a_gradient_that_is_not_finite_ends_the_job_as_an_error(tmp_path, way):
     """The elastic wrapper swallows errors of the kind of Horovod's own, and the job seemed to be done."""
     task = {"nan": {HOSTS[1]: 3}, "batches": 6, "way": way}
@@ -40,11 +40,11 @@ def test_a_gradient_that_is_not_finite_ends_the_job_as_an_error(tmp_path, way):
 @pytest.mark.parametrize(
     ("compression", "way"),
     [
-        ("randomk:density=0.2", "graph"),
-        ("exdyna:density=0.2", "eager"),
         ("randomk:density=0.2", "keras"),
-        ("randomk:density=0.2", "stock"),
         ("exdyna:density=0.2", "stock"),
+        pytest.param("randomk:density=0.2", "graph", marks=pytest.mark.nightly),
+        pytest.param("exdyna:density=0.2", "eager", marks=pytest.mark.nightly),
+        pytest.param("randomk:density=0.2", "stock", marks=pytest.mark.nightly),
     ],
 )
 def test_a_worker_is_replaced_at_the_same_size(tmp_path, compression, way):
@@ -61,7 +61,9 @@ def test_a_worker_is_replaced_at_the_same_size(tmp_path, compression, way):
             assert (entry["step"], entry["states"]) == (entry["batch"], [entry["batch"]])
 
 
-@pytest.mark.parametrize("compression", ["topk:density=0.2", "spardl:density=0.2"])
+@pytest.mark.parametrize(
+    "compression", ["spardl:density=0.2", pytest.param("topk:density=0.2", marks=pytest.mark.nightly)]
+)
 def test_ranks_go_and_come(tmp_path, compression):
     """2, 1, 2 and 3 ranks; functions are traced once on the rank that survives and is there all the time."""
     task = {"compression": compression, "slices": True, "batches": 12}

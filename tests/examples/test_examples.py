@@ -39,7 +39,9 @@ def launched(example: str, file: Path, *arguments: str) -> dict[str, Any]:
     return told
 
 
-@pytest.mark.parametrize("compression", ["none", "exdyna:density=0.05"])
+@pytest.mark.parametrize(
+    "compression", ["exdyna:density=0.05", pytest.param("none", marks=pytest.mark.nightly)]
+)
 @pytest.mark.parametrize("example", ["pytorch_mnist", "ddp_digits", KERAS])
 def test_it_learns_and_tells_its_bytes(example: str, compression: str, tmp_path: Path) -> None:
     if example.startswith("tensorflow"):
@@ -53,7 +55,13 @@ def test_it_learns_and_tells_its_bytes(example: str, compression: str, tmp_path:
         assert run["bytes_per_step"] < dense_bytes / 2
 
 
-@pytest.mark.parametrize("example", ["cifar10_resnet", "imagenet_resnet50", "gpt_text"])
+@pytest.mark.parametrize(
+    "example",
+    [
+        "cifar10_resnet",
+        *(pytest.param(one, marks=pytest.mark.nightly) for one in ("imagenet_resnet50", "gpt_text")),
+    ],
+)
 def test_a_dry_run_takes_every_path_but_the_data(example: str, tmp_path: Path) -> None:
     curves = importlib.util.find_spec("tensorboard") is not None
     arguments = ["--tensorboard", str(tmp_path / "curves")] if curves else []

@@ -1,4 +1,4 @@
-"""`scripts/time_to_accuracy` at toy size: ranks of this machine train, and are timed over its loopback."""
+"""`scripts/study time_to_accuracy` at toy size: ranks of this machine train, and are timed over loopback."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "time_to_accuracy"
 METHODS = ("dense", "dense, DDP", "topk", "PowerSGD")
 
 
+@pytest.mark.nightly
 def test_it_trains_times_and_goes_on_where_it_was_ended(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     file, drawn = tmp_path / "toy.json", tmp_path / "toy.png"

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pytest
 
-from horovod_sparse.feedback import ErrorFeedback, LowPass, Recipe, recipe
+from horovod_sparse.feedback import ErrorFeedback, Recipe, recipe
 from horovod_sparse.sparsifiers.rounds.quantized import Quantizer
 
-__all__ = ["CASES", "Case", "CountBand", "case_id"]
+__all__ = ["CASES", "REPRESENTATIVES", "Case", "CountBand", "case_id", "on_ranks"]
 
 
 @dataclass(frozen=True)
@@ -136,8 +137,6 @@ CASES: tuple[Case, ...] = (
     _case("randomk", values="float16", promises=_SHARED),
     _case("cltk", promises=_SHARED),
     _case("cltk", values="int8", promises=_SHARED),
-    # half: numbers of few bits stay so
-    _case("cltk", feedback=LowPass(beta=0.5), promises=_SHARED),
     _case("hard_threshold", threshold=0.5),
     _case("hard_threshold", threshold=0.5, values="bfloat16", indices="block16"),
     _case("dgc"),
@@ -157,14 +156,12 @@ CASES: tuple[Case, ...] = (
     _case("spardl", teams="auto", trial_steps=0, latency_seconds=1.0),
     _case("spardl", teams="auto", trial_steps=0, latency_seconds=1.0, values="int8", gather="allgather"),
     _case("gtopk", values="float16", indices="gaps", promises=_SHARED),
-    _case("gtopk", values="float16", indices="gaps", feedback=LowPass(beta=0.5), promises=_SHARED),
     _case("oktopk"),
-    _case("oktopk", feedback=LowPass(beta=0.5)),
     _case("oktopk", threshold_steps=2, region_steps=3, values="int8", indices="gaps"),
     _case("topk_dsa"),
     _case("topk_dsa", values="int8", indices="block16"),
     _case("signsgd", **_ALL),
-    _case("signsgd", group=64, feedback=LowPass(beta=0.5), **_ALL),
+    _case("signsgd", group=64, **_ALL),
     _case("signsgd", vote="majority", **_LOSES),
     _case("qsgd", **_ALL),
     _case("qsgd", levels=127, norm="l2", group=1024, **_ALL),
@@ -173,3 +170,26 @@ CASES: tuple[Case, ...] = (
     _case("micro", values="float16", indices="gaps", promises=_SKETCH),
     _case("exdyna", values="bfloat16", indices="block16", promises=_SKETCH),
 )
+
+#: one row per kind of request: what real ranks can do differently from the simulator
+REPRESENTATIVES = tuple(
+    {case_id(case): case for case in CASES}[name]
+    for name in (
+        "topk",  # one gather
+        "exdyna",  # a gather, then sums at what was gathered
+        "randomk",  # sums at positions that all ranks know
+        "cltk-values=int8",  # a leader's broadcast; sums in parts, since the codec rounds
+        "gtopk",  # pairs, one of which has nothing to say
+        "spardl",  # pairs, then a gather
+        "oktopk",  # all to all
+        "qsgd",  # every element in few bits
+    )
+)
+
+
+def on_ranks() -> list[Any]:
+    """The table as parameters of a test on real ranks: `scripts/test --all` runs all of it."""
+    return [
+        pytest.param(case, id=case_id(case), marks=[] if case in REPRESENTATIVES else pytest.mark.nightly)
+        for case in CASES
+    ]

@@ -34,12 +34,14 @@ def rounding(history: History, num_steps: int) -> np.ndarray:
     with P - 1 more, each by at most half an ulp of a number below A = sum over steps and ranks of |g|:
     together P * steps additions. Twice that leaves room for the errors' own rounding.
 
-    A quantizer sends of a small element as much as of its group's others: there A is the bucket's largest.
+    A quantizer sends of a small element as much as of its group's others: there A is the bucket's largest,
+    or its norm.
     """
     dtype = history.cluster.buckets[0].info.value_dtype
     magnitude = np.abs(np.nan_to_num(history.gradients[:num_steps], nan=0, posinf=0, neginf=0)).sum((0, 1))
     if isinstance(history.recipe.sparsifier, Quantizer):
-        magnitude = np.full_like(magnitude, magnitude.max(initial=0.0))
+        whole = np.linalg.norm if history.recipe.sparsifier.quantization.norm == "l2" else np.max
+        magnitude = np.full_like(magnitude, whole(magnitude) if magnitude.size else 0.0)
     # below the normal numbers an ulp no longer shrinks: half of the smallest denormal per addition
     smallest = float(np.finfo(dtype).smallest_subnormal)
     additions = history.scenario.size * num_steps
@@ -165,7 +167,7 @@ def traffic_as_declared(history: History) -> None:
         for rank, bucket in enumerate(buckets):
             sum_ = step.sums[rank]
             counts = sum_.counts[next(column for column in columns if rank in column)]
-            declared = sparsifier.traffic(bucket.info, counts, number, sum_.rooms)
+            declared = sparsifier.traffic(bucket.info, counts, number)
             assert tuple(round_.kind for round_ in declared) == kinds[own]
             sent = [by_rank[rank] for by_rank in step.recorder.bytes_sent]
             assert all(round_.allows(bytes_) for round_, bytes_ in zip(declared, sent[own], strict=True)), (

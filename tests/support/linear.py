@@ -8,18 +8,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
+from support.dyadic import dyadic
+
 __all__ = ["LinearModel", "dyadic", "same_on_all_ranks"]
-
-
-def dyadic(shape: Sequence[int], *key: object) -> np.ndarray:
-    """float64 values that depend on the key alone: multiples of 1/256, at most 4 in magnitude.
-
-    Sums of a few thousand of them are exact in float32, so every order of addition gives the same bits.
-    Magnitudes are spread, so that a selection means something.
-    """
-    generator = np.random.default_rng(zlib.crc32(repr(key).encode()))
-    spread = generator.standard_normal(tuple(shape)) * generator.choice([0.05, 0.2, 1.0], tuple(shape))
-    return np.asarray(np.clip(np.rint(spread * 256), -1024, 1024) / 256)
 
 
 class LinearModel(torch.nn.Module):

@@ -70,5 +70,4 @@ def in_bucket_order(gradients: Mapping[str, np.ndarray], names: Any) -> np.ndarr
 def residuals_of(optimizer: Any) -> dict[str, torch.Tensor]:
     """What this rank holds back, as a checkpoint has it."""
     saved = optimizer.state_dict()["horovod_sparse"]
-    # behind a low-pass filter the residuals are the filter's work, and a companion holds what is held back
-    return saved["companions"][0] if saved["feedback"] == "lowpass" else saved["residuals"]
+    return saved["residuals"]

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from horovod_sparse.arrays.protocol import FoldReport, Indices, Moments, Values
+from horovod_sparse.arrays import FoldReport, FoldRule, Indices, Moments, Values
 from horovod_sparse.kernels.quantization import Quantization
 from support.quantizers_reference import decoded, packed, quantized, unpacked
 
@@ -41,7 +41,6 @@ class ReferenceAccumulator:
         self._values = np.zeros(num_elements, dtype)
         self.companions = tuple(np.zeros(num_elements, dtype) for _ in range(companions))
         self._masked = self.companions
-        self._followed: np.ndarray | None = None
         self._folded = self._values.copy(), [companion.copy() for companion in self.companions]
         self._report = FoldReport()
         self.step = 0
@@ -60,28 +59,17 @@ class ReferenceAccumulator:
 
     @property
     def square_norm(self) -> float:
-        return float(np.sum(np.square(self.residual(), dtype=np.float64)))
+        return float(np.sum(np.square(self._values, dtype=np.float64)))
 
-    def fold(
-        self,
-        gradient: np.ndarray,
-        *,
-        decay: float = 1.0,
-        momentum: float | None = None,
-        nesterov: bool = False,
-        masking: bool = True,
-        keep_residual: bool = True,
-        clip_norm: float | None = None,
-        low_pass: float | None = None,
-    ) -> FoldReport:
+    def fold(self, gradient: np.ndarray, rule: FoldRule = FoldRule()) -> FoldReport:  # noqa: B008
         old, one = self._values, self.dtype.type
-        self._masked = self.companions if masking and low_pass is None else ()
-        self._followed = self.companions[0] if low_pass is not None else None
-        carried = (decay if keep_residual else 0.0) ** 2 * self.square_norm
+        decay, momentum = rule.decay * rule.keep_residual, rule.momentum
+        self._masked = self.companions if rule.masking else ()
+        carried = decay**2 * self.square_norm
         step = widen(gradient, self.dtype)
         with np.errstate(over="ignore", invalid="ignore", under="ignore"):
-            if clip_norm is not None:
-                step = clipped(step, clip_norm)
+            if rule.clip_norm is not None:
+                step = clipped(step, rule.clip_norm)
             bad = ~np.isfinite(step)
             if momentum is not None:
                 velocity = self.companions[0]
@@ -89,15 +77,8 @@ class ReferenceAccumulator:
                 speed = one(momentum) * velocity + step
                 bad |= ~np.isfinite(speed)
                 velocity[:] = np.where(np.isfinite(speed), speed, one(momentum) * velocity)
-                step = step + one(momentum) * velocity if nesterov else velocity
-            if low_pass is not None:
-                held = self.companions[0]
-                step = np.where(bad, one(0), step)
-                summed = one(decay) * held + step
-                bad |= ~np.isfinite(summed)
-                held[:] = np.where(np.isfinite(summed), summed, one(decay) * held)
-                step = (1 - one(low_pass)) * step + one(low_pass) * held
-            kept = one(decay if keep_residual and low_pass is None else 0.0) * old
+                step = step + one(momentum) * velocity if rule.nesterov else velocity
+            kept = one(decay) * old
             new = kept + step
         bad |= ~np.isfinite(new)
         self._values = np.where(np.isfinite(new), new, np.where(np.isfinite(kept), kept, old))
@@ -141,23 +122,20 @@ class ReferenceAccumulator:
     def take(self, indices: Indices) -> Values:
         return self._values[indices]
 
+    def remove(self, indices: Indices) -> Values:
+        values = self.take(indices).copy()
+        self.clear(indices)
+        return values
+
     def clear(self, indices: Indices) -> None:
-        self._follow(indices, -self._values[indices])
         for array in (self._values, *self._masked):
             array[indices] = 0
 
     def add(self, indices: Indices, values: Values) -> None:
         self._values[indices] += values
-        self._follow(indices, values)
 
     def put(self, indices: Indices, values: Values) -> None:
-        self._follow(indices, -self._values[indices])
         self._values[indices] = values
-        self._follow(indices, values)
-
-    def _follow(self, indices: Indices, change: Values) -> None:
-        if self._followed is not None:
-            self._followed[indices] += change
 
     def quantize(self, code: Quantization, key: int, words: np.ndarray) -> float:
         found = quantized(self._values, code, key)
@@ -167,8 +145,6 @@ class ReferenceAccumulator:
     def subtract(self, code: Quantization, words: np.ndarray, left: float | None = None) -> None:
         sent = unpacked(words, self.num_elements, code, self.dtype)
         self._values = self._values - sent
-        if self._followed is not None:
-            self._followed -= sent
 
     def mask(self, indices: Indices) -> None:
         for array in self._masked:
@@ -182,9 +158,6 @@ class ReferenceAccumulator:
 
     def values(self) -> Values:
         return self._values
-
-    def residual(self) -> Values:
-        return self._values if self._followed is None else self._followed
 
     def assign(self, values: Values) -> None:
         self._values[:] = values

@@ -73,8 +73,7 @@ class Replica:
 
     def held(self) -> dict[str, torch.Tensor]:
         """What this rank holds back, as a checkpoint has it."""
-        saved = self.sync.state_dict()
-        return saved["companions"][0] if saved["feedback"] == "lowpass" else saved["residuals"]
+        return self.sync.state_dict()["residuals"]
 
 
 def in_small_buckets(net: torch.nn.Module, bucket_bytes: int, **arguments: Any) -> DistributedDataParallel:

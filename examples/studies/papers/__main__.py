@@ -1,7 +1,7 @@
-"""Figures of the papers that one process can make: pictures and tables of docs/papers.
+"""Figures of the papers that one process can make: pictures, and tables of docs/appendix/papers.md.
 
-scripts/paper_study             measures what is missing, and draws
-scripts/paper_study --draw      draws only
+scripts/study papers             measures what is missing, and draws
+scripts/study papers --draw      draws only
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from studies import results
-from studies.papers import counts, pictures, sixteen, tables, trainings
+from studies.papers import counts, pictures, sixteen, trainings
 
 #: by name: where its numbers are
 PARTS = {
@@ -28,9 +28,9 @@ def measure(part: str, *, again: bool) -> None:
     file = PARTS[part]
     result = {} if again else results.load(file)
     if part == "sixteen":
-        command, runs = "scripts/paper_study", sixteen.measure_all(result)
+        command, runs = "scripts/study papers", sixteen.measure_all(result)
     else:
-        command = f"scripts/paper_study --part {part}"
+        command = f"scripts/study papers --part {part}"
         makers = {
             "ranks": trainings.measure_ranks,
             "teams": trainings.measure_teams,
@@ -44,7 +44,7 @@ def measure(part: str, *, again: bool) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures and draws."""
-    parser = results.command_line("scripts/paper_study", __doc__)
+    parser = results.command_line("scripts/study papers", __doc__)
     parser.add_argument("--part", choices=list(PARTS), help="measure this only")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for part in [options.part] if options.part else PARTS:
             measure(part, again=options.again)
     pictures.draw_all()
-    tables.fill()
+    results.write_appendix()
     return 0
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from studies import results
-from studies.papers import counts, sixteen, tables, trainings
+from studies.papers import counts, sixteen, tables
 
 #: told apart without color vision (Okabe and Ito), with markers beside
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
@@ -93,22 +93,6 @@ def threshold(result: dict[str, Any]) -> Figure:
     return figure
 
 
-def ranks(result: dict[str, Any]) -> Figure:
-    """ExDyna, Fig. 8."""
-    figure, (axis,) = _panels(1, width=5.5)
-    for name, run in result["runs"].items():
-        number = list(result["runs"]).index(name)
-        dense = name == "dense"
-        label = "dense" if dense else f"ExDyna, P = {name.partition('/')[2]}"
-        color, marker = (GREY, "") if dense else (COLORS[number - 1], MARKERS[number - 1])
-        axis.plot(
-            run["steps"], run["scores"], color=color, marker=marker, markersize=4, linewidth=1.3, label=label
-        )
-    _titled(axis, "Fig. 8: test accuracy, 64 samples in every step", xlabel="step")
-    axis.yaxis.set_major_formatter("{x:.0%}")
-    return figure
-
-
 def errors(result: dict[str, Any]) -> Figure:
     """MiCRO, Fig. 2."""
     figure, (axis,) = _panels(1, width=5.5)
@@ -157,38 +141,6 @@ PAPER_SECONDS = {
 }
 
 
-def plans(result: dict[str, Any]) -> Figure:
-    """OMGS-SGD's comparison on four hosts."""
-    figure, (axis,) = _panels(1, width=5.5, height=2.8)
-    rows = result["results"]
-    for row, item in enumerate(rows):
-        axis.plot(
-            [1e3 * item["seconds"]["low"], 1e3 * item["seconds"]["high"]], [row, row], color=GREY, linewidth=2
-        )
-    places = np.arange(len(rows))
-    axis.plot(
-        [1e3 * item["seconds"]["median"] for item in rows], places, "o", color=COLORS[0], label="measured"
-    )
-    axis.plot(
-        [1e3 * item["predicted_seconds"] for item in rows],
-        places,
-        "x",
-        color=COLORS[1],
-        markersize=7,
-        markeredgewidth=2,
-        label="predicted",
-    )
-    axis.set_yticks(places, [item["method"] for item in rows], fontsize=8)
-    axis.invert_yaxis()
-    _titled(
-        axis,
-        "ResNet-50 at a quarter, four hosts at 1 Gbit/s",
-        xlabel="milliseconds of an iteration",
-        xlim=(0, None),
-    )
-    return figure
-
-
 def encoding(result: dict[str, Any]) -> Figure:
     """DRAGONN, Figs. 1 and 5a."""
     figure, (axis,) = _panels(1, width=5.5)
@@ -231,27 +183,6 @@ def methods(result: dict[str, Any]) -> Figure:
     return figure
 
 
-def workers(result: dict[str, Any]) -> Figure:
-    """SparDL, Fig. 12, counted and predicted."""
-    figure, axes = _panels(2)
-    setting = result["setting"]
-    panels = (("received", "words received by k", 1.0), ("seconds", "ms, predicted", 1e3))
-    for axis, (what, title, factor) in zip(axes, panels, strict=True):
-        for number, (name, rows) in enumerate(result["sizes"].items()):
-            points = [
-                (size, factor * row[what]) for size, row in zip(setting["sizes"], rows, strict=True) if row
-            ]
-            axis.plot(
-                *zip(*points, strict=True),
-                marker=MARKERS[number],
-                markersize=4,
-                color=COLORS[number],
-                label=name,
-            )
-        _titled(axis, title, xlabel="workers", ylim=(0, None), xticks=setting["sizes"])
-    return figure
-
-
 def on_hosts(result: dict[str, Any]) -> Figure:
     """SparDL, Figs. 12 and 16, measured: communication by the number of workers and by density."""
     figure, axes = _panels(2)
@@ -268,86 +199,15 @@ def on_hosts(result: dict[str, Any]) -> Figure:
     return figure
 
 
-def teams(result: dict[str, Any]) -> Figure:
-    """SparDL, Figs. 13 to 15, counted and predicted."""
-    figure, axes = _panels(2)
-    for axis, (size, rows) in zip(axes, result["teams"].items(), strict=True):
-        places = np.arange(len(rows))
-        for place, row in zip(places, rows.values(), strict=True):
-            axis.plot([place, place], [row["least"], row["most"]], color=GREY, linewidth=5, alpha=0.4)
-        axis.plot(places, [row["received"] for row in rows.values()], "o", color=COLORS[0])
-        for place, row in zip(places, rows.values(), strict=True):
-            words = f"{row['rounds']} r\n{1e3 * row['seconds']:.0f} ms"
-            axis.annotate(words, (place, 0), (0, 3), textcoords="offset points", ha="center", fontsize=7)
-        axis.set_xticks(places, list(rows))
-        _titled(
-            axis,
-            f"P = {size}: words received by k",
-            xlabel="R: R-SAG, B: B-SAG, with so many teams",
-            ylim=(0, 14),
-        )
-    return figure
-
-
-def _of_seeds(result: dict[str, Any], number: int, mode: str) -> list[dict[str, Any]]:
-    """Runs that are there."""
-    runs = result["runs"]
-    return [
-        runs[key] for seed in result["setting"]["seeds"] if (key := f"{number}/{mode}/seed {seed}") in runs
-    ]
-
-
-def after(result: dict[str, Any]) -> Figure:
-    """SparDL, Fig. 7: the all-gather between teams."""
-    figure, (axis,) = _panels(1, width=5.5)
-    run = _of_seeds(result, 7, "global")[0]
-    steps = np.arange(1, len(run["after"]) + 1)
-    axis.plot(steps, run["after"], color=COLORS[0], linewidth=1.3, label="elements after it")
-    axis.plot(steps, run["sent"], color=COLORS[1], linewidth=1.3, label="h, sent by each team")
-    axis.axhline(run["quota"], color=GREY, linewidth=0.9, linestyle="--", label="L, wanted")
-    _titled(axis, "Fig. 7: B-SAG's all-gather, 7 teams of 2", xlabel="step", ylim=(0, None))
-    return figure
-
-
-def residuals(result: dict[str, Any]) -> Figure:
-    """SparDL, Fig. 17, in teams."""
-    figure, axes = _panels(2)
-    ways = {2: "two teams, R-SAG", 7: "seven teams, B-SAG"}
-    for axis, (number, way) in zip(axes, ways.items(), strict=True):
-        for place, mode in enumerate(result["setting"]["modes"]):
-            runs = _of_seeds(result, number, mode)
-            scores = np.array([run["scores"] for run in runs])
-            axis.fill_between(
-                runs[0]["steps"], scores.min(0), scores.max(0), color=COLORS[place], alpha=0.2, linewidth=0
-            )
-            axis.plot(
-                runs[0]["steps"],
-                scores.mean(0),
-                color=COLORS[place],
-                marker=MARKERS[place],
-                markersize=4,
-                label=mode,
-            )
-        axis.yaxis.set_major_formatter("{x:.0%}")
-        _titled(axis, f"Fig. 17, 14 workers, {way}", xlabel="step", ylim=(0.5, None))
-    return figure
-
-
 #: name of the picture: what it is made of, and what draws it
 DRAWN: dict[str, tuple[str, Callable[[dict[str, Any]], Figure]]] = {
     "exdyna_density": (sixteen.FILE.stem, density),
     "exdyna_threshold": (sixteen.FILE.stem, threshold),
-    "exdyna_ranks": (trainings.RANKS_FILE.stem, ranks),
     "micro_errors": (sixteen.FILE.stem, errors),
     "omgs_iterations": (counts.FILE.stem, iterations),
-    "omgs_plans": ("merging_hosts", plans),
     "dragonn_encoding": (sixteen.FILE.stem, encoding),
     "spardl_methods": ("sparse_allreduce", methods),
-    "spardl_workers": (counts.FILE.stem, workers),
     "spardl_on_hosts": ("paper_workers", on_hosts),
-    "spardl_teams": (counts.FILE.stem, teams),
-    "spardl_after": (trainings.TEAMS_FILE.stem, after),
-    "spardl_residuals": (trainings.TEAMS_FILE.stem, residuals),
 }
 
 

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from horovod_sparse.arrays.host import HostAccumulator
+from horovod_sparse.arrays import HostAccumulator
 from horovod_sparse.feedback import Bucket, ErrorFeedback, recipe
-from horovod_sparse.frontend.engine import carry_out
 from horovod_sparse.sparsifiers import ALGORITHMS, BucketInfo
 from horovod_sparse.sparsifiers.schedule import Exponential
+from horovod_sparse.training.engine import carry_out
 from studies import results
 from studies.tasks import digits_task
 from studies.training import train

@@ -1,4 +1,4 @@
-"""Tables of docs/papers and of docs/reproduced.md, between their marks."""
+"""Tables of docs/appendix/papers.md."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ from typing import Any
 import numpy as np
 
 from studies import results
-from studies.papers import counts, sixteen, trainings
-
-DOCS = results.DOCUMENT.parent
 
 
 def ranks(result: dict[str, Any]) -> str:
@@ -163,26 +160,3 @@ def parts(result: dict[str, Any]) -> str:
         for name, text in shown.items()
     ]
     return results.markdown(["", "ms of an iteration", "above computing", "of that, DGC's by this"], rows)
-
-
-#: page, mark, where the numbers are, and what makes the table
-FILLED = (
-    ("reproduced.md", "papers", sixteen.FILE, sixteen.tables),
-    ("papers/exdyna.md", "ranks", trainings.RANKS_FILE, ranks),
-    ("papers/omgs.md", "merging", counts.FILE, merging),
-    ("papers/omgs.md", "on hosts", results.MEASUREMENTS / "merging_vgg16_cifar.json", plans_on_hosts),
-    ("papers/dragonn.md", "parts", results.MEASUREMENTS / "train_parts.json", parts),
-    ("papers/spardl.md", "workers", counts.FILE, workers),
-    ("papers/spardl.md", "workers on hosts", results.MEASUREMENTS / "paper_workers.json", workers_on_hosts),
-    ("papers/spardl.md", "densities", results.MEASUREMENTS / "paper_densities.json", densities),
-    ("papers/spardl.md", "teams", counts.FILE, teams),
-    ("papers/spardl.md", "residuals", trainings.TEAMS_FILE, residuals),
-)
-
-
-def fill() -> None:
-    """Writes every table."""
-    for page, name, file, make in FILLED:
-        path = DOCS / page
-        text = results.with_table(path.read_text("utf-8"), name, make(results.load(file)))
-        path.write_text(text, "utf-8")

@@ -1,1 +1,1 @@
-"""Score over seconds, by real trainings and by iterations on emulated hosts: `scripts/time_to_accuracy`."""
+"""Score over seconds: real trainings, and iterations on emulated hosts; `scripts/study time_to_accuracy`."""

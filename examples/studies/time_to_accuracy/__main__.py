@@ -4,10 +4,10 @@ How a score grows with steps does not depend on the network: every method trains
 two real ranks of this machine. How long an iteration takes does: all methods take turns in one launch on two
 hosts of scripts/cluster, per model and rate. Seconds at a step are its number times the median iteration.
 
-scripts/time_to_accuracy           run what is missing, then draw and write the table
-scripts/time_to_accuracy --train   no hosts, so no root: the trainings only
-scripts/time_to_accuracy --time    iterations only, on a machine with nothing else to do
-scripts/time_to_accuracy --draw    only picture and table, from docs/measurements/time_to_accuracy.json
+scripts/study time_to_accuracy           run what is missing, then draw and write the table
+scripts/study time_to_accuracy --train   no hosts, so no root: the trainings only
+scripts/study time_to_accuracy --time    iterations only, on a machine with nothing else to do
+scripts/study time_to_accuracy --draw    only picture and table, from docs/measurements/time_to_accuracy.json
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.hosts import LOOPBACK, NETWORKS, Hosts, ThisMachine, cluster_for, machine_facts
-from horovod_sparse.frontend.plan_request import TENSOR_SELECTION_VARIABLE
+from horovod_sparse.plans.dense import TENSOR_SELECTION_VARIABLE
 from studies import results
 from studies.time_to_accuracy.curves import FILE, SAME_STEPS, SCORES, table
 from studies.time_to_accuracy.images import make_images
@@ -154,7 +154,7 @@ def images_at(folder: Path | None) -> Iterator[str]:
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     made = argparse.ArgumentParser(
-        prog="scripts/time_to_accuracy",
+        prog="scripts/study time_to_accuracy",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -194,7 +194,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     result = results.load(options.json)
     if not options.draw:
         result |= {
-            "command": "scripts/time_to_accuracy",
+            "command": "scripts/study time_to_accuracy",
             "machine": results.machine(),
             "size": SIZE,
             "rates": options.rates,
@@ -210,8 +210,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         results.save(options.json, result)
     print(table(result))
     if options.json == FILE:
-        document = results.with_table(results.DOCUMENT.read_text(), "time to accuracy", table(result))
-        results.DOCUMENT.write_text(document)
+        results.write_appendix()
     if result.get("timings") and (options.json == FILE or options.picture):
         draw(result, options.picture or PICTURE)
     return 0

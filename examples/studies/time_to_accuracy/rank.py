@@ -1,4 +1,4 @@
-"""One rank of `scripts/time_to_accuracy`: trains, or times iterations; `Hosts.run` starts it with two files.
+"""One rank of `scripts/study time_to_accuracy`: trains, or times iterations; `Hosts.run` gives it two files.
 
 Settings: `work` ("train" or "time"), `model`, `shape` (arguments of the training), `methods` (name -> what
 `Compression.parse` reads, or "ddp" and "powersgd RANK" for DistributedDataParallel), and `runs` (pairs of

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from horovod_sparse.carriers.choice import TRANSPORT_VARIABLE
+from horovod_sparse.carriers.shared_memory import MEMORY_VARIABLE
 from horovod_sparse.checks import whole_number
 from horovod_sparse.cli.doctor.facts import Finding, advice, good, problem
 from horovod_sparse.cli.doctor.settings import is_own
-from horovod_sparse.frontend.levels import RANKS_VARIABLE
-from horovod_sparse.frontend.messages import TRANSPORT_VARIABLE
-from horovod_sparse.frontend.shared_memory import MEMORY_VARIABLE
+from horovod_sparse.training.levels import RANKS_VARIABLE
 
 Facts = Mapping[str, Any]
 
@@ -19,11 +19,7 @@ _STRICT = ("HOROVOD_CACHE_CAPACITY", "HOROVOD_DYNAMIC_PROCESS_SETS", "HOROVOD_CP
 
 
 def check_threads(everyone: Sequence[Facts]) -> Iterator[Finding]:
-    """Threads of the ranks of a host against the cores that they may use.
-
-    Args:
-        everyone: facts of all ranks, in rank order.
-    """
+    """Threads of the ranks of a host against the cores that they may use."""
     hosts: dict[str, list[Facts]] = {}
     for facts in everyone:
         hosts.setdefault(facts["host"], []).append(facts)
@@ -36,12 +32,7 @@ def check_threads(everyone: Sequence[Facts]) -> Iterator[Finding]:
 
 
 def check_levels(everyone: Sequence[Facts], asked: str) -> Iterator[Finding]:
-    """Whether hosts have several ranks, and the training makes use of that.
-
-    Args:
-        everyone: facts of all ranks, in rank order.
-        asked: `levels` of the training.
-    """
+    """Whether hosts have several ranks, and the training makes use of that."""
     settings = everyone[0]["settings"]
     several = whole_number(settings.get(RANKS_VARIABLE, ""))
     counts: dict[object, int] = {}
@@ -109,11 +100,7 @@ def _threads_of(ranks: Sequence[Facts]) -> Iterator[Finding]:
 
 
 def check_differences(everyone: Sequence[Facts]) -> Iterator[Finding]:
-    """What is not the same on all ranks.
-
-    Args:
-        everyone: facts of all ranks, in rank order.
-    """
+    """What is not the same on all ranks."""
     strict: dict[str, list[str]] = {"Python": [str(facts["python"]) for facts in everyone]}
     strict[TRANSPORT_VARIABLE] = [_transport(facts) for facts in everyone]
     loose: dict[str, list[str]] = {}
@@ -161,12 +148,7 @@ _HOROVOD = "0.28.1"
 
 
 def check_installation(facts: Facts, asked: str | None = None) -> Iterator[Finding]:
-    """What is installed, and whether Horovod was built for it; one problem at most is Horovod's.
-
-    Args:
-        facts: of `local_facts`.
-        asked: the framework to look at; any that works if None.
-    """
+    """What is installed, and whether Horovod was built for it; one problem at most is Horovod's."""
     packages = facts["packages"]
     named = ", ".join(f"{name} {number}" for name, number in packages.items())
     yield good("versions", f"Python {facts['python']}, {named}")
@@ -238,11 +220,7 @@ def _bindings(facts: Facts, asked: str | None) -> Iterator[Finding]:
 
 
 def check_launch(facts: Facts) -> Iterator[Finding]:
-    """Controller, operations, and how messages between two ranks travel.
-
-    Args:
-        facts: of a rank of a launch, `local_facts` and `rank_facts` together.
-    """
+    """Controller, operations, and how messages between two ranks travel."""
     built, controller = facts["built"], facts["controller"]
     names = {"mpi": "MPI", "gloo": "Gloo", "nccl": "NCCL", "ddl": "DDL", "ccl": "CCL"}
     yield good("operations", ", ".join(text for name, text in names.items() if built[name]))
@@ -283,17 +261,14 @@ def _transport(facts: Facts) -> str:
 
 
 def _pairs_beside_gloo(facts: Facts) -> Finding:
-    """Whether ZeroMQ is to carry rounds, and can."""
+    """Under Gloo Horovod's collectives carry everything."""
     if _transport(facts) != "pairs":
-        text = f"Horovod's collectives carry all rounds; {TRANSPORT_VARIABLE}=pairs takes ZeroMQ's messages"
-        return good("pairs of ranks", text)
-    if "pyzmq" in facts["packages"]:
-        return good("pairs of ranks", "ZeroMQ's messages carry the rounds of sparsifiers")
+        return good("pairs of ranks", "Horovod's collectives carry all rounds")
     return problem(
         "pairs of ranks",
-        f"{TRANSPORT_VARIABLE}=pairs, and pyzmq is not installed",
-        "rounds go through Horovod's collectives all the same",
-        "pip install 'pyzmq>=25.1' on every host",
+        f"{TRANSPORT_VARIABLE}=pairs, and Horovod runs on Gloo",
+        "messages between pairs of ranks go over MPI alone: an optimizer refuses the setting",
+        "unset it, or launch with MPI (horovodrun --mpi)",
     )
 
 

@@ -31,13 +31,19 @@ from horovod_sparse.cli.doctor.settings import check_settings
 from horovod_sparse.cli.model import FORMAT, Model, read_model
 from horovod_sparse.cli.options import density, read_merging, read_recipe
 from horovod_sparse.cli.ranks import FRAMEWORKS, Ranks, start, usable_framework
-from horovod_sparse.cost import AffineTime, CostModel, Profile, profile_at
 from horovod_sparse.errors import HorovodMissingError, HorovodSparseError, ProfileMismatchError
 from horovod_sparse.feedback import Recipe
-from horovod_sparse.frontend.calibration import QUICK, calibration, needed_kinds
-from horovod_sparse.frontend.levels import LEVELS
-from horovod_sparse.merging import LAYER_TABLES, Plan, Strategy, needs_times
+from horovod_sparse.planning.calibration import QUICK, calibration, needed_kinds
+from horovod_sparse.planning.cost_model import CostModel
+from horovod_sparse.planning.formulas import profile_at
+from horovod_sparse.planning.profile import Profile
+from horovod_sparse.planning.request import needs_times
+from horovod_sparse.planning.strategies import Strategy
+from horovod_sparse.planning.times import AffineTime
+from horovod_sparse.planning.workload import LAYER_TABLES
+from horovod_sparse.plans.plan import Plan
 from horovod_sparse.sparsifiers import Sparsifier
+from horovod_sparse.training.settings import LEVELS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,11 +63,7 @@ class _Asked:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the subcommand's arguments.
-
-    Args:
-        parser: of the subcommand.
-    """
+    """Adds the subcommand's arguments."""
     add = parser.add_argument
     parser.epilog = "Exit code 1 if there is a problem. Run it as the training is run: mpirun -np 4 ..."
     add("--framework", choices=FRAMEWORKS, help="to look at (default: torch if it is there)")
@@ -77,17 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Looks and prints; under a launch rank 0 prints.
-
-    Args:
-        options: of the command line.
-
-    Returns:
-        1 if there is a problem, else 0; the same on all ranks.
-
-    Raises:
-        HorovodSparseError: naming the argument that is wrong.
-    """
+    """Looks and prints; under a launch rank 0 prints."""
     recipe, merging = read_recipe(options.sparsifier, options.density), read_merging(options.merging)
     recipe.refuse_auto("doctor")
     model = None if options.model is None else read_model(options.model)

@@ -7,10 +7,13 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from horovod_sparse.cli.doctor.facts import Finding, advice, cycle_of, good, problem
-from horovod_sparse.cli.worth_it import verdict_of
-from horovod_sparse.cost import Profile
+from horovod_sparse.cli.plan.verdict import verdict_of
 from horovod_sparse.feedback import Recipe
-from horovod_sparse.merging import Plan, Strategy, Workload, predict
+from horovod_sparse.planning.profile import Profile
+from horovod_sparse.planning.strategies import Strategy
+from horovod_sparse.planning.timeline import predict
+from horovod_sparse.planning.workload import Workload
+from horovod_sparse.plans.plan import Plan
 from horovod_sparse.sparsifiers import Sparsifier
 
 #: milliseconds that are tried
@@ -28,10 +31,6 @@ def profile_at_cycle(profile: Profile, cycle_seconds: float) -> Profile:
     of it in the mean (measured with 2 ranks: 0.31, 1.26, 2.26 ms at cycles of 0.1, 1 and 4). It is never
     less than half of the new cycle. What takes less than a quarter of a cycle does not wait for one, as
     messages between two ranks through MPI.
-
-    Args:
-        profile: as measured.
-        cycle_seconds: the other cycle time.
 
     Example:
         >>> from horovod_sparse.cost import Fit
@@ -52,14 +51,7 @@ def profile_at_cycle(profile: Profile, cycle_seconds: float) -> Profile:
 def forecast(
     profile: Profile, workload: Workload, sparsifier: Sparsifier, merging: Strategy | Plan
 ) -> Callable[[float], float]:
-    """Predicted seconds of an iteration by the cycle time in milliseconds; plans are made anew for each.
-
-    Args:
-        profile: as measured.
-        workload: of the model.
-        sparsifier: which.
-        merging: a strategy, or a plan.
-    """
+    """Predicted seconds of an iteration by the cycle time in milliseconds; plans are made anew for each."""
 
     def seconds(cycle_ms: float) -> float:
         cost = profile_at_cycle(profile, cycle_ms * 1e-3).cost(sparsifier, fuse_sparse=True)
@@ -72,13 +64,7 @@ def forecast(
 def check_cycle(
     facts: Mapping[str, Any], num_rounds: int, predicted: Callable[[float], float] | None = None
 ) -> Iterator[Finding]:
-    """The cycle time, and what a shorter one would be worth.
-
-    Args:
-        facts: of a rank.
-        num_rounds: of the sparsifier, one behind the other.
-        predicted: of `forecast`, where there is a model and a profile.
-    """
+    """The cycle time, and what a shorter one would be worth."""
     text, cycle = facts["settings"].get("HOROVOD_CYCLE_TIME"), cycle_of(facts["settings"])
     if cycle is None:
         why = "Horovod takes 0 for what is no number, and then never sleeps"
@@ -133,24 +119,12 @@ def _forecast(now: str, cycle: float, shorter: list[float], predicted: Callable[
 
 
 def num_names(plan: Plan, sparsifier: Sparsifier, size: int) -> int:
-    """Names of collectives in a step: one for every round of a bucket, one for what is dense.
-
-    Args:
-        plan: of the step.
-        sparsifier: which.
-        size: P.
-    """
+    """Names of collectives in a step: one for every round of a bucket, one for what is dense."""
     return len(plan.buckets) * len(sparsifier.rounds(size)) + len(plan.dense)
 
 
 def check_gain(profile: Profile, workload: Workload, recipe: Recipe) -> Iterator[Finding]:
-    """Whether the model is large enough, and the network slow enough, for the sparsifier to win.
-
-    Args:
-        profile: as measured.
-        workload: of the model.
-        recipe: which sparsifier.
-    """
+    """Whether the model is large enough, and the network slow enough, for the sparsifier to win."""
     verdict = verdict_of(workload, profile, [recipe])
     sparse, dense = (f"{seconds * 1e3:.2f} ms" for seconds in (verdict.sparse_seconds, verdict.dense_seconds))
     number = sum(parameter.num_elements for parameter in workload.parameters)
@@ -165,13 +139,7 @@ def check_gain(profile: Profile, workload: Workload, recipe: Recipe) -> Iterator
 
 
 def check_cache(facts: Mapping[str, Any], names: int | None, num_rounds: int) -> Iterator[Finding]:
-    """The response cache, which spares a negotiation to every collective whose shape it knows.
-
-    Args:
-        facts: of a rank.
-        names: in use, of `num_names`; None where no model is given.
-        num_rounds: of the sparsifier.
-    """
+    """The response cache, which spares a negotiation to every collective whose shape it knows."""
     text = facts["settings"].get("HOROVOD_CACHE_CAPACITY")
     try:
         capacity = _CACHE if text is None else int(text)

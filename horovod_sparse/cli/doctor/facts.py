@@ -17,14 +17,14 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
+from horovod_sparse.carriers.shared_memory import why_not_shared
 from horovod_sparse.cli.console import is_launched, show
 from horovod_sparse.cli.ranks import Ranks, bindings
 from horovod_sparse.collectives import AllGather, Synchronization
 from horovod_sparse.errors import ArgumentError
-from horovod_sparse.frontend.calibration.collectives import Stopwatch
-from horovod_sparse.frontend.deadline import seconds_of_horovod
-from horovod_sparse.frontend.levels import own_place
-from horovod_sparse.frontend.shared_memory import why_not_shared
+from horovod_sparse.planning.calibration.collectives import Stopwatch
+from horovod_sparse.training.deadline import seconds_of_horovod
+from horovod_sparse.training.levels import own_place
 
 _PACKAGES = (
     "horovod-sparse",
@@ -38,7 +38,6 @@ _PACKAGES = (
     "numba",
     "scipy",
     "mpi4py",
-    "pyzmq",
     "triton",
 )
 #: what the doctor knows of Horovod's variables (and of ours)
@@ -113,14 +112,7 @@ def _numba() -> str | None:
 
 
 def build_facts(framework: str) -> dict[str, Any]:
-    """What Horovod was built with, and what the framework has; Horovod need not run.
-
-    Args:
-        framework: "torch" or "tensorflow".
-
-    Raises:
-        HorovodMissingError: if Horovod was not built for it.
-    """
+    """What Horovod was built with, and what the framework has; Horovod need not run."""
     hvd = importlib.import_module(f"horovod_sparse.{framework}")
     facts: dict[str, Any] = {
         "rank": 0,
@@ -150,11 +142,7 @@ def build_facts(framework: str) -> dict[str, Any]:
 
 
 def rank_facts(ranks: Ranks) -> dict[str, Any]:
-    """What a rank of a launch can tell besides; a collective: all ranks call it.
-
-    Args:
-        ranks: of the launch.
-    """
+    """What a rank of a launch can tell besides; a collective: all ranks call it."""
     facts = build_facts(ranks.framework)
     facts |= {"rank": ranks.rank, "size": ranks.size, "local_size": int(ranks.hvd.local_size())}
     facts["controller"] = "mpi" if ranks.hvd.mpi_enabled() else "gloo"
@@ -163,7 +151,7 @@ def rank_facts(ranks: Ranks) -> dict[str, Any]:
         facts["thread_level"] = _thread_level()
     if ranks.size > 1:
         facts["latency_seconds"] = ranks.carry_out(latency_of(ranks))
-        facts["no_shared_memory"] = ranks.carry_out(why_not_shared(own_place(ranks.hvd)[0]))
+        facts["no_shared_memory"] = ranks.carry_out(why_not_shared(own_place(ranks.place)[0]))
     return facts
 
 
@@ -182,11 +170,7 @@ def _thread_level() -> str | None:
 
 
 def latency_of(ranks: Ranks) -> Synchronization[float]:
-    """Median seconds of an allgather of one word, begun anywhere in a cycle; the same on all ranks.
-
-    Args:
-        ranks: of the launch.
-    """
+    """Median seconds of an allgather of one word, begun anywhere in a cycle; the same on all ranks."""
     cycle_ms = cycle_of(os.environ) or 0.0  # what is no number is a finding, not an error
     watch = Stopwatch(ranks.rank, ranks.size, time.perf_counter, time.sleep, 1e-3 * cycle_ms)
     own = []
@@ -258,12 +242,7 @@ def problem(topic: str, what: str, why: str, do: str) -> Finding:
 
 
 def print_findings(to: Console, findings: Iterable[Finding]) -> None:
-    """Problems first, then advice, then what is good; each with its reason and remedy.
-
-    Args:
-        to: where to.
-        findings: in any order; the order within a level is kept.
-    """
+    """Problems first, then advice, then what is good; each with its reason and remedy."""
     found = sorted(findings, key=lambda finding: list(LEVELS).index(finding.level))
     for finding in found:
         sign, style = LEVELS[finding.level]

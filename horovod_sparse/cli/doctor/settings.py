@@ -6,12 +6,12 @@ import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from horovod_sparse.carriers.choice import TRANSPORT_VARIABLE, WAYS
+from horovod_sparse.carriers.shared_memory import MEMORY_VARIABLE
 from horovod_sparse.checks import whole_number
 from horovod_sparse.cli.doctor.facts import SETTINGS, Finding, advice, good, problem
-from horovod_sparse.frontend.drift import EVERY_VARIABLE, POLICIES, POLICY_VARIABLE
-from horovod_sparse.frontend.levels import RANKS_VARIABLE
-from horovod_sparse.frontend.messages import TRANSPORT_VARIABLE, WAYS
-from horovod_sparse.frontend.shared_memory import MEMORY_VARIABLE
+from horovod_sparse.training.levels import RANKS_VARIABLE
+from horovod_sparse.training.settings import EVERY_VARIABLE, POLICIES, POLICY_VARIABLE
 
 Facts = Mapping[str, Any]
 
@@ -38,11 +38,7 @@ def is_own(name: str) -> bool:
 
 
 def check_settings(facts: Facts) -> Iterator[Finding]:
-    """Horovod's environment variables, except cycle time and cache.
-
-    Args:
-        facts: of `local_facts`.
-    """
+    """Horovod's environment variables, except cycle time and cache."""
     settings = facts["settings"]
     if _is_on(settings.get("HOROVOD_AUTOTUNE")):
         yield advice(

@@ -1,48 +1,67 @@
-"""`horovod-sparse plan`: buckets, what stays dense and why, and predicted iterations; and a picture."""
+"""`horovod-sparse plan`: whether it is worth it, buckets, what stays dense and why, at one size or many."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import json
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from horovod_sparse.checks import check_count
 from horovod_sparse.cli.console import console as make_console
-from horovod_sparse.cli.console import show
-from horovod_sparse.cli.model import FORMAT, add_step, read_model
+from horovod_sparse.cli.console import plain_table, show
+from horovod_sparse.cli.model import FORMAT, Model, add_step, model_of
 from horovod_sparse.cli.options import (
     Source,
     add_hosts,
     add_source,
     check_picture,
     density_or_auto,
+    network_from,
     read_merging,
     read_recipe,
     read_tensor_selection,
+    selection_from,
     source_of,
 )
 from horovod_sparse.cli.plan import report as plan_report
-from horovod_sparse.cost import CostModel, Levels
-from horovod_sparse.cost.formulas import faster_levels
+from horovod_sparse.cli.plan.verdict import (
+    CANDIDATES,
+    GRADIENT_BYTES,
+    Verdict,
+    crossing,
+    dense_cost,
+    how_sure,
+    sentences,
+    verdict_of,
+)
 from horovod_sparse.errors import ArgumentError
-from horovod_sparse.merging import LAYER_TABLES, Plan, Workload, densest_plan, predict
-from horovod_sparse.sparsifiers import Sparsifier
+from horovod_sparse.feedback import Recipe, parse_recipe
+from horovod_sparse.planning.cost_model import CostModel
+from horovod_sparse.planning.density import densest_plan
+from horovod_sparse.planning.formulas import assumed_profile, faster_levels
+from horovod_sparse.planning.profile import Levels
+from horovod_sparse.planning.timeline import predict
+from horovod_sparse.planning.workload import LAYER_TABLES, Workload
+from horovod_sparse.plans.dense import bytes_by_round
+from horovod_sparse.plans.network import HOST_NETWORK, AlphaBeta
+from horovod_sparse.plans.plan import Plan
+
+_MOST_RANKS = 4096
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the subcommand's arguments.
-
-    Args:
-        parser: of the subcommand.
-    """
+    """Adds the subcommand's arguments."""
     add = parser.add_argument
     tables = ", ".join(LAYER_TABLES)
-    add("--model", required=True, metavar="TABLE|FILE", help=f"{tables}; or a file .json: {FORMAT}")
-    add("--sparsifier", default="exdyna", metavar="NAME[:ARGUMENT=VALUE,...]", help="default: %(default)s")
+    add("--model", metavar="TABLE|FILE", help=f"{tables}; or a file .json: {FORMAT}")
+    add("--params", type=float, metavar="N", help="instead of it: as in 124e6, with --step-ms, for a verdict")
+    text = "several times beside several --ranks (default: the best of exdyna and topk at 0.01, 0.001)"
+    add("--sparsifier", action="append", metavar="NAME[:ARGUMENT=VALUE,...]", help=text)
     text = "kept fraction, auto (the largest for nothing) or auto(least=0.001,most=0.1)"
     add("--density", type=density_or_auto, help=f"{text} (default: the table's, or the sparsifier's)")
     text = "layerwise, single, omgs, optimal, joint, fixed(num_elements=N), fixed(bytes=N), or a plan's file"
@@ -51,15 +70,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tensor-selection", metavar="RULE", help=text)
     add_step(parser)
     add_source(parser)
+    add("--nodes", type=int, metavar="N", help="hosts of --per-node workers each, in place of --ranks")
+    add("--per-node", type=int, default=1, metavar="N", help="workers of a host (default: %(default)s)")
     add_hosts(parser)
     text = "flat, host (gradients are summed within hosts first) or auto (the faster one; default)"
     add("--levels", choices=("flat", "host", "auto"), default="auto", help=text)
+    text = "of dense gradients: the best that dense training could do (default: %(default)s)"
+    add("--gradient-dtype", choices=tuple(GRADIENT_BYTES), default="float16", help=text)
     add("--framework", choices=("torch", "tensorflow"), help="where the plan shall be used; checked")
     text = (
         "buckets that wait for the network together go as one, but for those of two levels (default: with "
         "--profile, as optimizers plan)"
     )
     add("--fuse-sparse", action=argparse.BooleanOptionalAction, help=text)
+    add("--verdict", action="store_true", help="five lines: whether, how much, and what to paste")
     add("--rows", type=int, default=40, metavar="N", help="of each table (default: %(default)s)")
     add("--json", nargs="?", const="-", metavar="FILE", help="write all numbers to FILE, or to stdout")
     add("--save-plan", metavar="FILE", help="for --merging, or Plan.from_dict and merging= of an optimizer")
@@ -70,24 +94,62 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Plans and prints.
-
-    Args:
-        options: of the command line.
-
-    Returns:
-        The exit code.
-
-    Raises:
-        HorovodSparseError: naming the argument that is wrong.
-    """
+    """Plans and prints."""
     _check(options)
-    model = read_model(options.model).on(options.gpu, options.step_seconds)
-    source = source_of(options)
-    chosen_density = options.density
-    if chosen_density is None and "density=" not in options.sparsifier:
-        chosen_density = model.density
-    recipe = read_recipe(options.sparsifier, chosen_density)
+    model = model_of(options)
+    if len(options.ranks or ()) > 1:
+        return _sizes(options, model)
+    if len(options.sparsifier or ()) > 1:
+        raise ArgumentError("--sparsifier", options.sparsifier, "one, or several --ranks beside several")
+    source = source_of(options, options.ranks[0] if options.ranks else None)
+    console = make_console(to_stderr=options.json == "-")
+    for warning in (*source.warnings, *model.doubts(source.measured)):
+        show(console, f"warning: {warning}", "yellow")
+    if options.verdict or options.params is not None:
+        return _verdict(options, model, source, console)
+    chosen = _chosen(options, model, source, _recipe(options, model, source))
+    _report(options, model, source, chosen, console)
+    return 0
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """A plan at one size, and what is predicted of it."""
+
+    recipe: Recipe
+    workload: Workload
+    plan: Plan
+    reasons: dict[str, str]
+    cost: CostModel
+    levels: Levels
+    words: tuple[str, ...]
+    predictions: list[plan_report.Predicted]
+
+    @property
+    def verdict(self) -> Verdict:
+        """Of the predictions."""
+        dense = next(one for one in self.predictions if one.name == "dense")
+        computing = self.workload.step_seconds + self.workload.update_seconds
+        return Verdict(self.recipe, dense.seconds, self.predictions[0].seconds, computing)
+
+
+def _recipe(options: argparse.Namespace, model: Model, source: Source, text: str | None = None) -> Recipe:
+    """As asked for; the best of some where nothing is said."""
+    text = text or (options.sparsifier[0] if options.sparsifier else None)
+    if text is None and options.density is None:
+        recipes = [parse_recipe(candidate) for candidate in CANDIDATES]
+        usable = [one for one in recipes if one.sparsifier.name in source.profile.selection]
+        if len(usable) > 1:
+            return verdict_of(model.workload(source.measured, options.update), source.profile, usable).recipe
+    text, density = text or "exdyna", options.density
+    if density is None and "density=" not in text:
+        density = model.density
+    return read_recipe(text, density)
+
+
+def _chosen(
+    options: argparse.Namespace, model: Model, source: Source, recipe: Recipe, *, others: bool = True
+) -> _Chosen:
     sparsifier, merging = recipe.sparsifier, read_merging(options.merging)
     selection = None if options.tensor_selection is None else read_tensor_selection(options.tensor_selection)
     fuse = source.measured is not None if options.fuse_sparse is None else options.fuse_sparse
@@ -104,42 +166,54 @@ def run(options: argparse.Namespace) -> int:
         workload, plan, _, cost = chosen_at(recipe.sparsifier.density, levels=levels)
         return predict(workload, plan, cost).iteration_seconds
 
-    levels, told = _levels(options, source, recipe.sparsifier, iteration)
+    profile, told = source.profile, ""
+    levels: Levels = "flat"
+    if profile.per_host > 1:
+        given = source.measured or profile, profile.num_hosts, profile.per_host, "an iteration: "
+        choice = faster_levels(iteration, recipe.sparsifier, *given)
+        levels = choice.levels if options.levels == "auto" else options.levels
+        told = f"levels: {levels} ({choice.reason})"
+    elif options.levels == "host":
+        allowed = "--per-host 2 or more beside it, or a profile of such hosts"
+        raise ArgumentError("--levels", options.levels, allowed)
     common["levels"] = levels
 
     def seconds(plan: Plan, density: float) -> float:
-        cost = source.profile.cost(dataclasses.replace(sparsifier, density=density), **common)
+        cost = profile.cost(dataclasses.replace(sparsifier, density=density), **common)
         return predict(step, plan, cost).iteration_seconds
 
-    decided = isinstance(merging, Plan) and merging.density is not None
-    if recipe.auto is None or decided:
+    if recipe.auto is None or (isinstance(merging, Plan) and merging.density is not None):
         workload, plan, reasons, cost = chosen_at(recipe.sparsifier.density)
     else:
-        choice = densest_plan(recipe.auto, lambda density: chosen_at(density)[1], seconds)
-        plan, why = choice.plan, choice.reason
+        densest = densest_plan(recipe.auto, lambda density: chosen_at(density)[1], seconds)
+        plan, why = densest.plan, densest.reason
         recipe = recipe.at(plan.density)
-        workload, _, reasons, cost = chosen_at(choice.density)
+        workload, _, reasons, cost = chosen_at(densest.density)
         workload = workload.with_dense(plan.dense)
-    sparsifier = recipe.sparsifier
     name = Path(options.merging).name  # of a file, not where it is
-    chosen = plan_report.Predicted(name, plan, predict(workload, plan, cost))
-    predictions = plan_report.compared(workload, chosen, cost, source.profile.dense_cost())
-    if source.profile.per_host > 1:  # the same with the other number of levels
+    predicted = plan_report.Predicted(name, plan, predict(workload, plan, cost))
+    dense = dense_cost(profile, GRADIENT_BYTES[options.gradient_dtype] / 4)
+    predictions = plan_report.compared(workload, predicted, cost, dense, others=others)
+    if others and profile.per_host > 1:  # the same with the other number of levels
         other = "flat" if levels == "host" else "host"
-        beside, plan_beside, _, cost_beside = chosen_at(sparsifier.density, levels=other)
+        beside, plan_beside, _, cost_beside = chosen_at(recipe.sparsifier.density, levels=other)
         timeline = predict(beside, plan_beside, cost_beside)
         predictions.insert(1, plan_report.Predicted(f"{name}, {other}", plan_beside, timeline))
-    rows = plan_report.bucket_rows(workload, chosen, sparsifier.density)
-    dense = plan_report.dense_reasons(reasons, workload)
-    console = make_console(to_stderr=options.json == "-")
-    for warning in (*source.warnings, *model.doubts(source.measured)):
-        show(console, f"warning: {warning}", "yellow")
+    words = tuple(line for line in (told, why) if line)
+    return _Chosen(recipe, workload, plan, reasons, cost, levels, words, predictions)
+
+
+def _report(
+    options: argparse.Namespace, model: Model, source: Source, chosen: _Chosen, console: Console
+) -> None:
+    predictions, workload, plan = chosen.predictions, chosen.workload, chosen.plan
+    rows = plan_report.bucket_rows(workload, predictions[0], chosen.recipe.sparsifier.density)
+    dense = plan_report.dense_reasons(chosen.reasons, workload)
     sizes = {parameter.name: parameter.num_elements for parameter in workload.parameters}
-    show(console, f"{model.name}, {sparsifier.describe()}, {name}: {plan}", "bold")
-    show(console, source.words)
-    for line in (told, why):
-        if line:
-            show(console, line)
+    show(console, chosen.verdict.headline(source.words), "bold")
+    show(console, f"{model.name}, {chosen.recipe.sparsifier.describe()}, {predictions[0].name}: {plan}")
+    for line in chosen.words:
+        show(console, line)
     if rows:
         console.print(plan_report.bucket_table(rows, options.rows))
     if dense:
@@ -148,35 +222,110 @@ def run(options: argparse.Namespace) -> int:
     if told := plan_report.too_small(predictions):
         show(console, told, "yellow")
     numbers = plan_report.as_json(rows, dense, predictions)
-    more = {"density": why} if why else {}
-    _write(options, source, {"levels": levels, **numbers, **more}, plan.to_dict())
+    if chosen.recipe.auto is not None or plan.density is not None:
+        numbers["density"] = chosen.words[-1] if chosen.words else ""
+    if options.save_plan:
+        text = json.dumps(plan.to_dict(), indent=1) + "\n"
+        Path(options.save_plan).write_text(text, encoding="utf-8")
+    verdict = chosen.verdict.numbers(source.profile.size)
+    start = {"ranks": source.profile.size, "from": source.words, "plan": plan.to_dict()}
+    _write(options, {**start, "levels": chosen.levels, **verdict, **numbers})
     if options.picture:
         _draw(options, predictions, console)
+
+
+def _verdict(options: argparse.Namespace, model: Model, source: Source, console: Console) -> int:
+    """Five lines, or their numbers."""
+    workload, size = model.workload(source.measured, options.update), source.profile.size
+    given = options.sparsifier or options.density is not None
+    recipes = [_recipe(options, model, source)] if given else [parse_recipe(text) for text in CANDIDATES]
+    share = GRADIENT_BYTES[options.gradient_dtype] / 4
+    verdict = verdict_of(workload, source.profile, recipes, share)
+    if source.measured is None:
+        network, selection = network_from(options), selection_from(options)
+
+        def at(bandwidth: float) -> Verdict:
+            faster = AlphaBeta(network.alpha_seconds, 8.0 / bandwidth)
+            return verdict_of(workload, assumed_profile(faster, size, selection=selection), recipes, share)
+
+        verdict = dataclasses.replace(verdict, dense_wins_from=crossing(at))
+    if options.json:
+        _write(options, verdict.numbers(size))
+        return 0
+    levels = (options.nodes or 1) > 1 and options.per_node > 1
+    sure, dtype = how_sure(source, size, options.gradient_dtype), options.gradient_dtype
+    for line in sentences(verdict, dtype, source.words, model.source, sure=sure, levels=levels):
+        show(console, line)
     return 0
 
 
-def _levels(
-    options: argparse.Namespace,
-    source: Source,
-    sparsifier: Sparsifier,
-    iteration: Callable[[Levels], float],
-) -> tuple[Levels, str]:
-    """With one level or two, and why in words; nothing where hosts have one rank each."""
-    profile, asked = source.profile, options.levels
-    if profile.per_host == 1:
-        if asked == "host":
-            raise ArgumentError(
-                "--levels", asked, "--per-host 2 or more beside it, or a profile of such hosts"
+def _sizes(options: argparse.Namespace, model: Model) -> int:
+    """A table over numbers of ranks for every sparsifier, by what it declares to send."""
+    if options.save_plan or options.picture or options.verdict or options.params is not None:
+        refused = "one number, for --save-plan, --picture, --verdict and --params"
+        raise ArgumentError("--ranks", options.ranks, refused)
+    console, studies = make_console(to_stderr=options.json == "-"), []
+    share = GRADIENT_BYTES[options.gradient_dtype]
+    columns = ("P", "iteration", "dense", "speedup", "bytes per rank", "of dense", "buckets", "levels")
+    for text in options.sparsifier or [None]:
+        points, title = [], ""
+        for size in options.ranks:
+            source = source_of(options, size)
+            chosen = _chosen(options, model, source, _recipe(options, model, source, text), others=False)
+            verdict, title = chosen.verdict, title or source.words.partition(", ")[2]
+            points.append(
+                {
+                    "size": size,
+                    "sparsifier": chosen.recipe.describe(),
+                    "sparse_seconds": verdict.sparse_seconds,
+                    "dense_seconds": verdict.dense_seconds,
+                    "speedup": verdict.speedup,
+                    "bytes_per_rank": _bytes(chosen, source),
+                    "dense_bytes_per_rank": share * sum(one.num_elements for one in model.parameters),
+                    "buckets": len(chosen.plan.buckets),
+                    "levels": chosen.levels,
+                }
             )
-        return "flat", ""
-    given = source.measured or profile, profile.num_hosts, profile.per_host, "an iteration: "
-    choice = faster_levels(iteration, sparsifier, *given)
-    chosen: Levels = choice.levels if asked == "auto" else asked
-    return chosen, f"levels: {chosen} ({choice.reason})"
+        named = sorted({str(point["sparsifier"]) for point in points})
+        best = max(points, key=lambda point: point["speedup"])
+        first = next((point["size"] for point in points if point["speedup"] <= 1.0), None)
+        dense = "wins at none of these" if first is None else f"wins with {first} ranks"
+        line = f"worth it: up to {best['speedup']:.1f} times faster, with {best['size']} ranks; dense {dense}"
+        show(console, line, "bold")
+        caption = "times in ms; bytes that a rank puts in between hosts, as the sparsifier declares them"
+        table = plain_table(f"{model.name}, {' or '.join(named)}, {title}", columns, caption)
+        for point in points:
+            table.add_row(
+                f"{point['size']}",
+                f"{point['sparse_seconds'] * 1e3:,.1f}",
+                f"{point['dense_seconds'] * 1e3:,.1f}",
+                f"{point['speedup']:.2f}",
+                f"{point['bytes_per_rank']:,.0f}",
+                f"{point['dense_bytes_per_rank']:,.0f}",
+                f"{point['buckets']}",
+                f"{point['levels']}",
+                style="" if point["speedup"] > 1.0 else "dim",
+            )
+        console.print(table)
+        studies.append({"sparsifier": " or ".join(named), "points": points})
+    _write(options, {"model": model.name, "merging": options.merging, "studies": studies})
+    return 0
+
+
+def _bytes(chosen: _Chosen, source: Source) -> int:
+    """That the busiest rank puts in between hosts."""
+    per_host = source.profile.per_host if chosen.levels == "host" else 1
+    facts = {parameter.name: parameter for parameter in chosen.workload.parameters}
+    total = sum(facts[name].num_bytes for name in chosen.plan.dense)
+    for names in chosen.plan.buckets:
+        n = max(1, sum(facts[name].num_elements for name in names) // per_host)
+        rounds = bytes_by_round(chosen.recipe.sparsifier, source.profile.size // per_host, n)
+        total += sum(num_bytes for _, num_bytes in rounds)
+    return total
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Refuses what can be refused before anything is computed."""
+    """Refuses what can be refused before anything is computed; hosts become ranks."""
     check_picture("--picture", options.picture)
     if options.timeline and not options.picture:
         raise ArgumentError("--timeline", options.timeline, "--picture too: it is drawn there")
@@ -188,21 +337,32 @@ def _check(options: argparse.Namespace) -> None:
         if name not in known:
             raise ArgumentError("--beside", name, f"some of {', '.join(known)}, with commas")
     options.beside = names
+    check_count("--per-node", options.per_node)
+    if options.nodes is not None:
+        check_count("--nodes", options.nodes)
+        if options.ranks:
+            raise ArgumentError("--nodes", options.nodes, "either it or --ranks")
+        size = options.nodes * options.per_node
+        if size < 2:
+            allowed = "two workers or more: one alone communicates nothing"
+            raise ArgumentError("--nodes", options.nodes, allowed)
+        options.ranks = [size]
+        if not options.verdict and options.params is None and options.per_node > 1 and options.nodes > 1:
+            options.per_host = options.per_host or options.per_node
+        if options.nodes == 1 and options.profile is None:  # all there is to communicate by is in the host
+            options.bandwidth = options.bandwidth or 8.0 / HOST_NETWORK.beta_seconds
+            options.latency = options.latency or HOST_NETWORK.alpha_seconds
+    options.ranks = sorted(set(options.ranks or ()))
+    if options.ranks and options.ranks[-1] > _MOST_RANKS:
+        raise ArgumentError("--ranks", options.ranks[-1], f"{_MOST_RANKS} at most")
 
 
-def _write(
-    options: argparse.Namespace, source: Source, numbers: dict[str, Any], plan: dict[str, Any]
-) -> None:
-    if options.save_plan:
-        Path(options.save_plan).write_text(json.dumps(plan, indent=1) + "\n", encoding="utf-8")
-    if options.json:
-        text = json.dumps(
-            {"ranks": source.profile.size, "from": source.words, "plan": plan, **numbers}, indent=1
-        )
-        if options.json == "-":
-            print(text)
-        else:
-            Path(options.json).write_text(text + "\n", encoding="utf-8")
+def _write(options: argparse.Namespace, numbers: dict[str, Any]) -> None:
+    text = json.dumps(numbers, indent=1)
+    if options.json == "-":
+        print(text)
+    elif options.json:
+        Path(options.json).write_text(text + "\n", encoding="utf-8")
 
 
 def _draw(options: argparse.Namespace, predictions: list[plan_report.Predicted], console: Console) -> None:
@@ -211,8 +371,7 @@ def _draw(options: argparse.Namespace, predictions: list[plan_report.Predicted],
 
     panels = [predictions[0], *(one for one in predictions[1:] if one.name in options.beside)]
     measured = None if options.timeline is None else measured_step(options.timeline, predictions[0].plan)
-    figure = draw_queues(panels, measured)
-    save(figure, options.picture)
+    save(draw_queues(panels, measured), options.picture)
     show(console, f"{options.picture} written")
     if measured is not None:
         text = f"measured: {measured.seconds * 1e3:.1f} ms from the first message to the end of the last"

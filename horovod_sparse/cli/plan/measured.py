@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 from horovod_sparse.errors import ArgumentError
-from horovod_sparse.merging import Plan
+from horovod_sparse.plans.plan import Plan
 
 _NEGOTIATE = "NEGOTIATE_"
 #: ``allgather.bucket3.conv.weight.0``: kind, number of the bucket, its first parameter, round
@@ -57,15 +57,7 @@ class MeasuredStep:
 
 
 def measured_step(path: str, plan: Plan) -> MeasuredStep:
-    """The step of median length in a file that HOROVOD_TIMELINE names.
-
-    Args:
-        path: of the file; one that a killed process left open is read as far as it goes.
-        plan: that the run was made with: its buckets are looked for by number and first parameter.
-
-    Raises:
-        ArgumentError: if the file is none, or holds no step with the plan's buckets.
-    """
+    """The step of median length in a file that HOROVOD_TIMELINE names."""
     found: dict[str, list[tuple[float, float, float]]] = defaultdict(list)
     for name, times in _collectives(read_events(path)):
         if _owner(name, plan) != "no":
@@ -110,11 +102,7 @@ def _owner(name: str, plan: Plan) -> int | str:
 
 
 def read_events(path: str) -> list[Mapping[str, Any]]:
-    """The events of a trace.
-
-    Raises:
-        ArgumentError: if the file holds none.
-    """
+    """The events of a trace."""
     text = Path(path).read_text(encoding="utf-8").strip()
     # a process that did not shut down leaves the list open
     for ending in ("", "]", "}]"):
@@ -163,9 +151,6 @@ def stacked(intervals: Sequence[tuple[float, float]]) -> list[tuple[float, float
     """Offset from the middle, and height, of bars in a row of height 1, so that none hides another.
 
     Intervals that overlap, directly or through others, share the height.
-
-    Args:
-        intervals: start and end of each.
 
     Example:
         >>> stacked([(0.0, 2.0), (1.0, 3.0), (4.0, 5.0)])

@@ -14,7 +14,7 @@ from matplotlib.patches import Patch
 
 from horovod_sparse.cli.plan.measured import MeasuredStep, stacked
 from horovod_sparse.cli.plan.report import Predicted
-from horovod_sparse.merging import UPDATE
+from horovod_sparse.planning.timeline import UPDATE
 
 #: told apart without colour vision, and for more buckets a run from dark to light
 _FEW = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#B8A800", "#7A4FB5")
@@ -27,15 +27,7 @@ _NARROW = 0.016
 
 
 def draw_queues(panels: Sequence[Predicted], measured: MeasuredStep | None = None) -> Any:
-    """One panel for every plan, over the same time, as Fig. 1 of OMGS-SGD.
-
-    Args:
-        panels: predicted steps; the first one's plan is that of the measured step.
-        measured: drawn below them, if given.
-
-    Returns:
-        A figure of matplotlib; every bar's gid tells its kind and bucket, as in "selection 3".
-    """
+    """One panel for every plan, over the same time, as Fig. 1 of OMGS-SGD."""
     count = len(panels) + (measured is not None)
     figure, axes = plt.subplots(
         count, 1, figsize=(10.5, 0.9 + 1.55 * count), sharex=True, squeeze=False, layout="constrained"

@@ -9,26 +9,16 @@ from typing import Any
 from rich.table import Table
 
 from horovod_sparse.cli.console import plain_table
-from horovod_sparse.cost import CostModel
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.feedback import Recipe
-from horovod_sparse.merging import (
-    Choice,
-    Plan,
-    Strategy,
-    TensorSelection,
-    Timeline,
-    Workload,
-    dense_of,
-    fixed,
-    joint,
-    layerwise,
-    omgs,
-    optimal,
-    predict,
-    select_tensors,
-    single,
-)
+from horovod_sparse.planning.cost_model import CostModel
+from horovod_sparse.planning.greedy import omgs
+from horovod_sparse.planning.optimal import optimal
+from horovod_sparse.planning.selection import Choice, TensorSelection, dense_of, joint, select_tensors
+from horovod_sparse.planning.strategies import Strategy, fixed, layerwise, single
+from horovod_sparse.planning.timeline import Timeline, predict
+from horovod_sparse.planning.workload import Workload
+from horovod_sparse.plans.plan import Plan
 
 #: what a plan is compared with; "dense" is beside them
 STRATEGIES: dict[str, Strategy] = {
@@ -99,22 +89,7 @@ def chosen_plan(
     recipe: Recipe,
     cost: CostModel,
 ) -> tuple[Workload, Plan, dict[str, str]]:
-    """What stays dense, by rule and by selection, and how the rest is merged.
-
-    Args:
-        workload: the model's step.
-        merging: a strategy, or a plan, which also says what stays dense.
-        selection: of tensors; all are sparsified if left out.
-        recipe: with the rules that hold for single parameters.
-        cost: of selection, communication and dense allreduce.
-
-    Returns:
-        The workload with what stays dense, the plan, and the reason of every dense parameter.
-
-    Raises:
-        ArgumentError: if `joint` or a plan is to decide, and a selection is given beside it; or the plan
-            does not fit the model.
-    """
+    """What stays dense, by rule and by selection, and how the rest is merged."""
     if selection is not None and (isinstance(merging, Plan) or merging is joint):
         what = "a plan" if isinstance(merging, Plan) else "joint"
         raise ArgumentError("--tensor-selection", selection, f"only one of them: {what} decides this, too")
@@ -145,11 +120,7 @@ def _joint_reasons(workload: Workload, plan: Plan, cost: CostModel) -> dict[str,
 
 
 def too_small(predictions: Sequence[Predicted]) -> str:
-    """What to say where the model is too small, or the network too fast; empty where sparsifying wins.
-
-    Args:
-        predictions: of `compared`.
-    """
+    """What to say where the model is too small, or the network too fast; empty where sparsifying wins."""
     chosen, dense = predictions[0], next(one for one in predictions if one.name == "dense")
     sparse_ms, dense_ms = (1e3 * one.seconds for one in (chosen, dense))
     if not chosen.plan.buckets or sparse_ms < dense_ms:
@@ -167,13 +138,7 @@ def dense_reasons(reasons: Mapping[str, str], workload: Workload) -> list[Choice
 
 
 def bucket_rows(workload: Workload, predicted: Predicted, density: float) -> list[BucketRow]:
-    """The table's rows, in the plan's order.
-
-    Args:
-        workload: what was planned for.
-        predicted: plan and step.
-        density: of the sparsifier.
-    """
+    """The table's rows, in the plan's order."""
     sizes = {parameter.name: parameter.num_elements for parameter in workload.parameters}
     rows = []
     for number, names in enumerate(predicted.plan.buckets):
@@ -197,25 +162,23 @@ def bucket_rows(workload: Workload, predicted: Predicted, density: float) -> lis
 
 
 def compared(
-    workload: Workload, chosen: Predicted, cost: CostModel, dense_cost: CostModel | None = None
+    workload: Workload,
+    chosen: Predicted,
+    cost: CostModel,
+    dense_cost: CostModel | None = None,
+    *,
+    others: bool = True,
 ) -> list[Predicted]:
-    """The chosen plan first, then what the simple strategies, the others, and all dense lead to.
-
-    Args:
-        workload: with what stays dense in the chosen plan; the others keep it dense, too.
-        chosen: the plan.
-        cost: as it was chosen with.
-        dense_cost: of a training that sparsifies nothing (`Profile.dense_cost`); `cost` if left out.
-    """
-    others = []
-    for name, strategy in STRATEGIES.items():
+    """The chosen plan first, then what the simple strategies, the others, and all dense lead to."""
+    beside = []
+    for name, strategy in STRATEGIES.items() if others else ():
         if name != chosen.name:
             plan = strategy(workload, cost)
-            others.append(Predicted(name, plan, predict(workload, plan, cost)))
+            beside.append(Predicted(name, plan, predict(workload, plan, cost)))
     every = workload.with_dense([parameter.name for parameter in workload.parameters])
     plan = Plan((), every.dense_names)
-    others.append(Predicted("dense", plan, predict(every, plan, dense_cost or cost)))
-    return [chosen, *others]
+    beside.append(Predicted("dense", plan, predict(every, plan, dense_cost or cost)))
+    return [chosen, *beside]
 
 
 def as_json(
@@ -263,12 +226,7 @@ def few_names(names: Sequence[str]) -> str:
 
 
 def bucket_table(rows: Sequence[BucketRow], at_most: int) -> Table:
-    """One row per bucket, the first ones of many.
-
-    Args:
-        rows: of `bucket_rows`.
-        at_most: rows that are shown.
-    """
+    """One row per bucket, the first ones of many."""
     left = len(rows) - at_most
     table = plain_table(
         "",
@@ -289,13 +247,7 @@ def bucket_table(rows: Sequence[BucketRow], at_most: int) -> Table:
 
 
 def dense_table(dense: Sequence[Choice], sizes: dict[str, int], at_most: int) -> Table:
-    """What stays dense, and why.
-
-    Args:
-        dense: of `dense_reasons`.
-        sizes: elements by name.
-        at_most: rows that are shown.
-    """
+    """What stays dense, and why."""
     count = f"{len(dense)} parameter{' stays' if len(dense) == 1 else 's stay'} dense"
     left = len(dense) - at_most
     caption = f"{left} more (--rows {len(dense)})" if left > 0 else ""
@@ -306,11 +258,7 @@ def dense_table(dense: Sequence[Choice], sizes: dict[str, int], at_most: int) ->
 
 
 def compared_table(predictions: Sequence[Predicted]) -> Table:
-    """Predicted iterations; the chosen plan first.
-
-    Args:
-        predictions: of `compared`.
-    """
+    """Predicted iterations; the chosen plan first."""
     chosen = predictions[0].seconds
     table = plain_table(
         "Predicted iterations",

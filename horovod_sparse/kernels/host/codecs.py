@@ -54,12 +54,6 @@ def encode_gaps(indices, low_bits, low_words, words):  # type: ignore[no-untyped
     """Elias-Fano: `low_bits` of every index side by side, the rest as gaps in unary.
 
     Bit (index >> low_bits) + i of the upper part is set for the i-th index.
-
-    Args:
-        indices: int32, strictly ascending and inside (`find_descent` said so).
-        low_bits: 0 to 31.
-        low_words: words of the lower part.
-        words: uint32, zeros, long enough for both parts.
     """
     mask = (1 << low_bits) - 1
     pending, filled, at = 0, 0, 0
@@ -84,15 +78,7 @@ def encode_gaps(indices, low_bits, low_words, words):  # type: ignore[no-untyped
 
 @kernel
 def decode_gaps(words, count, low_bits, low_words, num_elements, out):  # type: ignore[no-untyped-def]
-    """The inverse of `encode_gaps`.
-
-    Args:
-        words: uint32, both parts and nothing behind them; the upper part has one word or more.
-        out: int32 [count], overwritten.
-
-    Returns:
-        Whether the words stand for `count` ascending indices below num_elements.
-    """
+    """The inverse of `encode_gaps`."""
     ones = 0
     for at in range(low_words, words.size):
         ones += count_bits(_word(words, at))
@@ -117,13 +103,7 @@ def decode_gaps(words, count, low_bits, low_words, num_elements, out):  # type: 
 
 @kernel
 def encode_blocks(indices, counts, offsets):  # type: ignore[no-untyped-def]
-    """The lower 16 bits of every index, and how many indices each block of 2**16 elements has.
-
-    Args:
-        indices: int32, strictly ascending and inside.
-        counts: uint32 [blocks], zeros.
-        offsets: uint16, at least as long as indices.
-    """
+    """The lower 16 bits of every index, and how many indices each block of 2**16 elements has."""
     for i in range(indices.size):
         offsets[i] = np.uint16(indices[i])
     begin = 0
@@ -143,14 +123,7 @@ def encode_blocks(indices, counts, offsets):  # type: ignore[no-untyped-def]
 
 @kernel
 def decode_blocks(counts, offsets, num_elements, out):  # type: ignore[no-untyped-def]
-    """The inverse of `encode_blocks`.
-
-    Args:
-        out: int32 [count], overwritten; offsets has as many elements, or more.
-
-    Returns:
-        Whether the counts add up, and the indices are ascending and below num_elements.
-    """
+    """The inverse of `encode_blocks`."""
     total = 0
     for block in range(counts.size):
         total += np.int64(counts[block])
@@ -238,12 +211,6 @@ def encode_int8(values, scale_bits, scales, codes):  # type: ignore[no-untyped-d
 
     scale = max |value| / 127, rounded up to 17 significant bits; 0 where it would be subnormal, and
     then the block decodes to zeros. Values above the largest scale's reach saturate; NaN becomes 0.
-
-    Args:
-        values: float32 or float64 [count].
-        scale_bits: uint32 [blocks], overwritten.
-        scales: the same memory as float32.
-        codes: int8, at least [count], overwritten.
     """
     for block in range(scales.size):
         begin = block * INT8_BLOCK

@@ -37,22 +37,31 @@ def squares_of(values, start, stop):  # type: ignore[no-untyped-def]
 
 @kernel
 def _fold_slowly(  # type: ignore[no-untyped-def]
-    values, gradient, start, stop, decay, report, kept=None, more=None, factors=None
+    values, velocity, gradient, more, weights, start, stop, factors, report, kept
 ):
     """[start, stop) element by element, with what is not finite taken as 0; returns the maximum."""
     top = as_key(magnitude(values[start]), 0)
     for i in range(start, stop):
-        old = values[i]
-        carried = decay * old
-        if more is None:
-            new = carried + read(gradient, i)
-        else:
-            new = carried + (factors[0] * read(gradient, i) + factors[1] * read(more, i))
+        old, step, wrong = values[i], read(gradient, i), False
+        if more is not None:
+            step = weights[0] * step + weights[1] * read(more, i)
+        if velocity is not None:
+            wrong = not math.isfinite(step)
+            if wrong:
+                step = old - old  # 0 of the same type: a literal would make all this float64
+            speed = factors[1] * velocity[i] + step
+            if not math.isfinite(speed):
+                wrong, speed = True, factors[1] * velocity[i]
+            velocity[i] = speed
+            step = factors[2] * step + factors[3] * speed
+        carried = factors[0] * old
+        new = carried + step
         if not math.isfinite(new):
+            wrong, new = True, carried if math.isfinite(carried) else old
+        if wrong:
             if report[1] < 0:
                 report[1] = i
             report[0] += 1
-            new = carried if math.isfinite(carried) else old
         values[i] = new
         if kept is None:
             v.clear(gradient, i)
@@ -61,127 +70,29 @@ def _fold_slowly(  # type: ignore[no-untyped-def]
 
 
 @kernel
-def fold_plain(  # type: ignore[no-untyped-def]
-    values, gradient, maxima, block, decay, report, kept=None, more=None, factors=None
+def fold_piece(  # type: ignore[no-untyped-def]
+    values, velocity, gradient, more, weights, maxima, block, factors, report, kept
 ):
-    """values = decay * values + gradient; gradient = 0; maxima of blocks.
+    """values = decay * values + step; velocity = momentum * velocity + gradient; gradient = 0; maxima.
 
     Nothing of a granule is written before its maximum is known. Magnitude bits order like the
     magnitudes with Inf and NaN on top, so one comparison per granule finds whatever is not finite,
-    and the old values are still there for the slow way.
+    and the old values are still there for the slow way. (An Inf of gradient or velocity stays one in the
+    sum: 0 * Inf is NaN.)
 
-    Args:
-        values: float32 or float64, shape (n,), finite.
-        gradient: shape (n,), float of the same type, or the bits of a half type (see lanes.py).
-        maxima: uint32 or uint64, shape (ceil(n / block),), overwritten with magnitude bits.
-        block: elements per block, a multiple of `GRANULE`.
-        decay: factor of the old values, of the type of values.
-        report: float64, shape (3,), added to: how many elements were not finite, position of the
-            first (set if it is < 0), sum of squares of the new values.
-        kept: True leaves the gradient as it is; None, which sets it to 0, is compiled as if the question
-            were not there.
-        more: like the gradient; None, or a second part of it, which is kept:
-            factors[0] * gradient + factors[1] * more is folded.
-        factors: shape (2,), of the type of values.
+    Where velocity, more or kept are None, it is compiled as if the question were not there. With `more` (and
+    no velocity), weights[0] * gradient + weights[1] * more is folded; kept = True leaves both as they are.
+    `report` is added to: how many elements were not finite, position of the first (set if it is < 0), sum
+    of squares of the new values.
     """
     n = values.size
     if n == 0:
         return
-    decays = v.splat(decay)
+    decay = v.splat(factors[0])
+    if velocity is not None:
+        momentum, from_gradient, from_velocity = v.splat(factors[1]), v.splat(factors[2]), v.splat(factors[3])
     if more is not None:
-        of_one, of_other = v.splat(factors[0]), v.splat(factors[1])
-    limit = infinity(maxima[0])
-    whole = n // GRANULE * GRANULE
-    per_tile = max(TILE // block, 1) * block
-    for tile in range(0, whole, per_tile):
-        tile_stop = min(tile + per_tile, whole)
-        squares = v.zeros_like(decays)
-        tile_top = as_key(limit, 0)
-        slow = False
-        for start in range(tile, tile_stop, block):
-            stop = min(start + block, tile_stop)
-            top = as_key(limit, 0)
-            for i in range(start, stop, GRANULE):
-                j = i + v.LANES
-                ga, gb = v.load(gradient, i), v.load(gradient, j)
-                if more is not None:
-                    ga = v.add(v.multiply(of_one, ga), v.multiply(of_other, v.load(more, i)))
-                    gb = v.add(v.multiply(of_one, gb), v.multiply(of_other, v.load(more, j)))
-                a = v.add(v.multiply(decays, v.load(values, i)), ga)
-                b = v.add(v.multiply(decays, v.load(values, j)), gb)
-                high = v.top_of(v.larger(v.magnitudes(a), v.magnitudes(b)))
-                if high >= limit:
-                    high = _fold_slowly(values, gradient, i, i + GRANULE, decay, report, kept, more, factors)
-                    slow = True
-                else:
-                    v.store(values, i, a)
-                    v.store(values, i + v.LANES, b)
-                    if kept is None:
-                        v.store(gradient, i, v.zeros_like(a))
-                        v.store(gradient, i + v.LANES, v.zeros_like(a))
-                    squares = v.add(squares, v.add(v.multiply(a, a), v.multiply(b, b)))
-                top = max(top, high)
-            maxima[start // block] = top
-            tile_top = max(tile_top, top)
-        total = v.sum_of(squares)
-        if tile_top > as_key(limit, 0) and (slow or not 1e-30 < total < math.inf):
-            total = squares_of(values, tile, tile_stop)
-        report[2] += total
-    if whole < n:
-        top = _fold_slowly(values, gradient, whole, n, decay, report, kept, more, factors)
-        report[2] += squares_of(values, whole, n)
-        last = whole // block
-        maxima[last] = top if whole % block == 0 else max(maxima[last], top)
-
-
-@kernel
-def _momentum_slowly(  # type: ignore[no-untyped-def]
-    values, velocity, gradient, start, stop, factors, report, kept=None
-):
-    """[start, stop) element by element, with what is not finite taken as 0; returns the maximum."""
-    decay, momentum, from_gradient, from_velocity = factors[0], factors[1], factors[2], factors[3]
-    top = as_key(magnitude(values[start]), 0)
-    for i in range(start, stop):
-        old, old_velocity, step = values[i], velocity[i], read(gradient, i)
-        wrong = not math.isfinite(step)
-        if wrong:
-            step = old - old  # 0 of the same type: a literal would make all this float64
-        speed = momentum * old_velocity + step
-        if not math.isfinite(speed):
-            wrong, speed = True, momentum * old_velocity
-        carried = decay * old
-        new = carried + (from_gradient * step + from_velocity * speed)
-        if not math.isfinite(new):
-            wrong, new = True, carried if math.isfinite(carried) else old
-        if wrong:
-            if report[1] < 0:
-                report[1] = i
-            report[0] += 1
-        values[i] = new
-        velocity[i] = speed
-        if kept is None:
-            gradient[i] = 0
-        top = max(top, magnitude(new))
-    return top
-
-
-@kernel
-def fold_momentum(  # type: ignore[no-untyped-def]
-    values, velocity, gradient, maxima, block, factors, report, kept=None
-):
-    """velocity = momentum * velocity + gradient; values = decay * values + step; gradient = 0; maxima.
-
-    Args:
-        values, gradient, maxima, block, report, kept: as in `fold_plain`.
-        velocity: like values.
-        factors: shape (4,), of the type of values: decay, momentum, and step = factors[2] * gradient +
-            factors[3] * velocity: (0, 1) for momentum, (1, momentum) in Nesterov's form.
-    """
-    n = values.size
-    if n == 0:
-        return
-    decay, momentum = v.splat(factors[0]), v.splat(factors[1])
-    from_gradient, from_velocity = v.splat(factors[2]), v.splat(factors[3])
+        of_one, of_other = v.splat(weights[0]), v.splat(weights[1])
     limit = infinity(maxima[0])
     whole = n // GRANULE * GRANULE
     per_tile = max(TILE // block, 1) * block
@@ -195,23 +106,30 @@ def fold_momentum(  # type: ignore[no-untyped-def]
             top = as_key(limit, 0)
             for i in range(start, stop, GRANULE):
                 j = i + v.LANES
-                ga, gb = v.load(gradient, i), v.load(gradient, j)
-                ua = v.add(v.multiply(momentum, v.load(velocity, i)), ga)
-                ub = v.add(v.multiply(momentum, v.load(velocity, j)), gb)
-                a = v.add(v.multiply(from_gradient, ga), v.multiply(from_velocity, ua))
-                b = v.add(v.multiply(from_gradient, gb), v.multiply(from_velocity, ub))
+                a, b = v.load(gradient, i), v.load(gradient, j)
+                if more is not None:
+                    a = v.add(v.multiply(of_one, a), v.multiply(of_other, v.load(more, i)))
+                    b = v.add(v.multiply(of_one, b), v.multiply(of_other, v.load(more, j)))
+                if velocity is not None:
+                    ua = v.add(v.multiply(momentum, v.load(velocity, i)), a)
+                    ub = v.add(v.multiply(momentum, v.load(velocity, j)), b)
+                    a = v.add(v.multiply(from_gradient, a), v.multiply(from_velocity, ua))
+                    b = v.add(v.multiply(from_gradient, b), v.multiply(from_velocity, ub))
                 a = v.add(v.multiply(decay, v.load(values, i)), a)
                 b = v.add(v.multiply(decay, v.load(values, j)), b)
-                # An Inf of gradient or velocity stays one in the sum (0 * Inf is NaN).
                 high = v.top_of(v.larger(v.magnitudes(a), v.magnitudes(b)))
                 if high >= limit:
-                    high = _momentum_slowly(values, velocity, gradient, i, i + GRANULE, factors, report, kept)
+                    end = i + GRANULE
+                    high = _fold_slowly(
+                        values, velocity, gradient, more, weights, i, end, factors, report, kept
+                    )
                     slow = True
                 else:
                     v.store(values, i, a)
                     v.store(values, j, b)
-                    v.store(velocity, i, ua)
-                    v.store(velocity, j, ub)
+                    if velocity is not None:
+                        v.store(velocity, i, ua)
+                        v.store(velocity, j, ub)
                     if kept is None:
                         v.store(gradient, i, v.zeros_like(a))
                         v.store(gradient, j, v.zeros_like(a))
@@ -224,19 +142,87 @@ def fold_momentum(  # type: ignore[no-untyped-def]
             total = squares_of(values, tile, tile_stop)
         report[2] += total
     if whole < n:
-        top = _momentum_slowly(values, velocity, gradient, whole, n, factors, report, kept)
+        top = _fold_slowly(values, velocity, gradient, more, weights, whole, n, factors, report, kept)
         report[2] += squares_of(values, whole, n)
         last = whole // block
         maxima[last] = top if whole % block == 0 else max(maxima[last], top)
 
 
-class Pair(NamedTuple):
-    """A piece of a gradient that is a sum: factors[0] * one + factors[1] * other.
+@kernel
+def maximum(values, start, stop):  # type: ignore[no-untyped-def]
+    """Magnitude bits of the largest of [start, stop)."""
+    tops = v.magnitudes(v.splat(values[start]))
+    i = start
+    while i + v.LANES <= stop:
+        tops = v.larger(tops, v.magnitudes(v.load(values, i)))
+        i += v.LANES
+    top = v.top_of(tops)
+    while i < stop:
+        top = max(top, magnitude(values[i]))
+        i += 1
+    return top
 
-    Attributes:
-        one, other: shape (m,), in a form the kernels know; they stay as they are.
-        factors: shape (2,), of the type of values.
-    """
+
+@kernel
+def scan_maxima(values, maxima, block):  # type: ignore[no-untyped-def]
+    """Writes the maxima of all blocks."""
+    for j in range(maxima.size):
+        maxima[j] = maximum(values, j * block, min(j * block + block, values.size))
+
+
+@kernel
+def refresh_maxima(values, maxima, block, indices):  # type: ignore[no-untyped-def]
+    """Writes the maxima of the blocks that hold the given elements (ascending order saves work)."""
+    done = -1
+    for index in indices:
+        j = index // block
+        if j != done:
+            maxima[j] = maximum(values, j * block, min(j * block + block, values.size))
+            done = j
+
+
+@kernel
+def raise_maxima(values, maxima, block, indices):  # type: ignore[no-untyped-def]
+    """Makes the maxima upper bounds again after the given elements changed."""
+    for index in indices:
+        j = index // block
+        maxima[j] = max(maxima[j], magnitude(values[index]))
+
+
+@kernel
+def sum_two(total, one, other, factors):  # type: ignore[no-untyped-def]
+    """total = factors[0] * one + factors[1] * other."""
+    n = total.size
+    whole = n // v.LANES * v.LANES
+    of_one, of_other = v.splat(factors[0]), v.splat(factors[1])
+    for i in range(0, whole, v.LANES):
+        left, right = v.multiply(of_one, v.load(one, i)), v.multiply(of_other, v.load(other, i))
+        v.store(total, i, v.add(left, right))
+    for i in range(whole, n):
+        total[i] = factors[0] * read(one, i) + factors[1] * read(other, i)
+
+
+@kernel
+def add_more(total, more, factor):  # type: ignore[no-untyped-def]
+    """total += factor * more."""
+    n = total.size
+    whole = n // v.LANES * v.LANES
+    factors = v.splat(factor)
+    for i in range(0, whole, v.LANES):
+        v.store(total, i, v.add(v.load(total, i), v.multiply(factors, v.load(more, i))))
+    for i in range(whole, n):
+        total[i] += factor * read(more, i)
+
+
+def sum_into(total: Array, arrays: list[Array], factors: Array) -> None:
+    """Adds two or more arrays up in their order, each times its factor, a few elements at a time."""
+    sum_two(total, arrays[0], arrays[1], factors[:2])
+    for array, factor in zip(arrays[2:], factors[2:], strict=True):
+        add_more(total, array, factor)
+
+
+class Pair(NamedTuple):
+    """A piece of a gradient that is a sum: factors[0] * one + factors[1] * other."""
 
     one: Array
     other: Array
@@ -244,32 +230,11 @@ class Pair(NamedTuple):
 
 
 class Folded(NamedTuple):
-    """What a fold learned.
-
-    Attributes:
-        num_nonfinite: elements that were taken as 0.
-        first_nonfinite: position of the first, -1 if there is none.
-        square_norm: sum of squares of the new values.
-    """
+    """What a fold learned."""
 
     num_nonfinite: int
     first_nonfinite: int
     square_norm: float
-
-
-def fold_factors(dtype: Any, decay: float, momentum: float, nesterov: bool) -> Array:
-    """The four factors of a fold: decay, momentum, and what gradient and velocity add to the values.
-
-    Args:
-        dtype: of the values.
-        decay: factor of the old values.
-        momentum: factor of the old velocity.
-        nesterov: add gradient + momentum * velocity, not the velocity.
-
-    Returns:
-        shape (4,).
-    """
-    return np.array([decay, momentum, *((1.0, momentum) if nesterov else (0.0, 1.0))], dtype)
 
 
 def fold(
@@ -282,34 +247,16 @@ def fold(
     *,
     keep_gradient: bool = False,
 ) -> Folded:
-    """values = decay * values + gradient (or momentum's step); gradient = 0; maxima of blocks.
-
-    Args:
-        values: float32 or float64, shape (n,), finite; changed.
-        pieces: start and memory of each piece of the gradient, all but the last multiples of the block
-            size, in a form the kernels know (`native_bits`); changed. Pairs, where there is no velocity.
-        maxima: shape (layout.num_blocks,); overwritten.
-        layout: of the blocks.
-        factors: of `fold_factors`; without a velocity only the decay counts.
-        velocity: shape (n,), for momentum correction; changed.
-        keep_gradient: leaves the pieces as they are.
-
-    Returns:
-        What was learned on the way.
-    """
+    """values = decay * values + gradient (or momentum's step); gradient = 0; maxima of blocks."""
     count, first, square_norm = 0, -1, 0.0
     block, kept = layout.block, True if keep_gradient else None
     for start, piece in pieces:
-        stop = start + (piece.one if isinstance(piece, Pair) else piece).size
+        one, other, weights = piece if isinstance(piece, Pair) else (piece, None, None)
+        stop = start + one.size
         report = np.array([0.0, -1.0, 0.0])
         tops = maxima[start // block : -(-stop // block)]
-        if isinstance(piece, Pair):
-            one, other, both = piece
-            fold_plain(values[start:stop], one, tops, block, factors[0], report, True, other, both)
-        elif velocity is None:
-            fold_plain(values[start:stop], piece, tops, block, factors[0], report, kept)
-        else:
-            fold_momentum(values[start:stop], velocity[start:stop], piece, tops, block, factors, report, kept)
+        speed = None if velocity is None else velocity[start:stop]
+        fold_piece(values[start:stop], speed, one, other, weights, tops, block, factors, report, kept)
         if first < 0 <= report[1]:
             first = start + int(report[1])
         count += int(report[0])

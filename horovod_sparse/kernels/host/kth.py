@@ -33,16 +33,7 @@ def _pick_bin(counts, k):  # type: ignore[no-untyped-def]
 
 @kernel
 def kth_of(keys, k, num_bits):  # type: ignore[no-untyped-def]
-    """The k-th largest (k from 1 to keys.size) of keys below 2**num_bits; keys stay as they are.
-
-    Args:
-        keys: uint32 or uint64, shape (m,).
-        k: rank, from 1.
-        num_bits: 31 for magnitudes of float32, 63 for float64.
-
-    Returns:
-        The key, and how many keys are larger.
-    """
+    """The k-th largest (k from 1 to keys.size) of keys below 2**num_bits; keys stay as they are."""
     scratch = np.empty(0, keys.dtype)
     current = keys
     left = num_bits
@@ -78,18 +69,7 @@ def kth_of(keys, k, num_bits):  # type: ignore[no-untyped-def]
 
 @kernel
 def kth_of_values(values, maxima, k, num_bits, start, stop):  # type: ignore[no-untyped-def]
-    """The k-th largest magnitude of values[start:stop], in place: one read of it per digit.
-
-    Args:
-        values: float32 or float64, shape (n,).
-        maxima: any array of the unsigned type of that width (only its type is used).
-        k: rank from 1 to stop - start.
-        num_bits: 31 or 63.
-        start, stop: the window.
-
-    Returns:
-        Magnitude bits, and how many elements of the window are larger.
-    """
+    """The k-th largest magnitude of values[start:stop], in place: one read of it per digit."""
     mask_all = (1 << num_bits) - 1
     prefix = 0
     left = num_bits
@@ -127,17 +107,7 @@ def sample(values, start, stop, keys):  # type: ignore[no-untyped-def]
 
 @kernel
 def between(values, low, high, start, stop, keys):  # type: ignore[no-untyped-def]
-    """Collects the keys of values[start:stop] within [low, high] and counts those above.
-
-    Args:
-        values: float32 or float64, shape (n,).
-        low, high: magnitude bits.
-        start, stop: the window.
-        keys: of the type of low, the buffer.
-
-    Returns:
-        How many are above high, and how many were collected (-1: the buffer was too small).
-    """
+    """Collects the keys of values[start:stop] within [low, high] and counts those above."""
     lows, highs = v.splat(low), v.splat(high)
     above, count = 0, 0
     i = start

@@ -14,14 +14,6 @@ def merge_add(first, first_values, second, second_values, indices, values):  # t
 
     The loop has no branch that depends on the data but its end: which side an index comes from is a
     coin toss, and a mispredicted branch costs more than both additions.
-
-    Args:
-        first, second: int32, ascending and unique, shapes (a,) and (b,).
-        first_values, second_values: of one float type.
-        indices, values: filled from the start; room for a + b.
-
-    Returns:
-        How many indices the sum has.
     """
     a, b = first.size, second.size
     i, j, count = 0, 0, 0
@@ -56,16 +48,7 @@ def keys_of(values, keys):  # type: ignore[no-untyped-def]
 
 @kernel
 def split_at(indices, values, keys, smallest, ties, kept, kept_values, rest, rest_values):  # type: ignore[no-untyped-def]
-    """Splits a sparse vector at a magnitude; of those equal to it the first `ties` are kept.
-
-    Args:
-        indices, values: the vector.
-        keys: magnitude bits of its values.
-        smallest: magnitude bits of the smallest kept one.
-        ties: how many equal to it are kept.
-        kept, kept_values, rest, rest_values: filled from the start; one element more than they get,
-            since an element is written before it is known where it belongs.
-    """
+    """Splits a sparse vector at a magnitude; of those equal to it the first `ties` are kept."""
     num_kept, num_rest = 0, 0
     for i in range(indices.size):
         key = keys[i]

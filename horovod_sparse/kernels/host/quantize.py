@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from horovod_sparse.kernels import codes as c
 from horovod_sparse.kernels import lanes as v
 from horovod_sparse.kernels.compile import kernel
+from horovod_sparse.kernels.host.fold import maximum
 from horovod_sparse.kernels.quantization import NORMS, WORD, Quantization
 
 Array = NDArray[Any]
@@ -44,16 +45,8 @@ def _sums_of(values, start, stop, squares):  # type: ignore[no-untyped-def]
 @kernel
 def _top_of(values, start, stop):  # type: ignore[no-untyped-def]
     """The largest magnitude of [start, stop), which is not empty, as float64."""
-    whole = start + (stop - start) // v.LANES * v.LANES
-    top = v.magnitude(values[start])
-    if whole > start:
-        tops = v.magnitudes(v.load(values, start))
-        for i in range(start, whole, v.LANES):
-            tops = v.larger(tops, v.magnitudes(v.load(values, i)))
-        top = max(top, v.top_of(tops))
-    for i in range(whole, stop):
-        top = max(top, v.magnitude(values[i]))
-    return np.float64(c.bits_as_float(v.as_key(v.magnitude(values[start]), top), values[start]))
+    top = v.as_key(v.magnitude(values[start]), maximum(values, start, stop))
+    return np.float64(c.bits_as_float(top, values[start]))
 
 
 @kernel
@@ -77,19 +70,7 @@ def norm_of(values, start, stop, norm):  # type: ignore[no-untyped-def]
 
 @kernel
 def encode_signs(values, group, norm, largest, units, words):  # type: ignore[no-untyped-def]
-    """Units, and one word of signs for every 32 elements.
-
-    Args:
-        values: float32 or float64 [n], finite.
-        group: elements of a group: a multiple of 32, or n or more.
-        norm: see `norm_of`.
-        largest: that a unit may be.
-        units: of the type of values, one per group; overwritten.
-        words: uint32, overwritten.
-
-    Returns:
-        Sum of squares of what is lost.
-    """
+    """Units, and one word of signs for every 32 elements."""
     n = values.size
     left = 0.0
     for number in range(units.size):
@@ -116,14 +97,7 @@ def encode_signs(values, group, norm, largest, units, words):  # type: ignore[no
 
 @kernel
 def _encode_word(values, i, inverse, levels, planes, low, high, position, words, at):  # type: ignore[no-untyped-def]
-    """Codes of the 32 elements from i on, at words[at]; returns the sum of squares of what is lost, in units.
-
-    Args:
-        values: the elements.
-        i: the first of them in `values`.
-        inverse: 1 / unit.
-        position: the first of them in the bucket, for random numbers.
-    """
+    """Codes of the 32 elements from i on, at words[at]; returns the squares lost, in units, by lane."""
     a, b = v.load(values, i), v.load(values, i + v.LANES)
     sizes_a, sizes_b = v.multiply(c.unsigned(a), inverse), v.multiply(c.unsigned(b), inverse)
     drawn_a, drawn_b = c.drawn(a, position, low, high), c.drawn(b, position + v.LANES, low, high)
@@ -139,18 +113,7 @@ def _encode_word(values, i, inverse, levels, planes, low, high, position, words,
 
 @kernel
 def encode_levels(values, group, norm, largest, levels, planes, low, high, units, words, scratch):  # type: ignore[no-untyped-def]
-    """Units, and `planes` words for every 32 elements: a sign, and whole units, rounded at random.
-
-    Args:
-        values, group, norm, largest, units, words: as in `encode_signs`.
-        levels: s, 1 or more.
-        planes: bits of a code.
-        low, high: halves of the key of random numbers.
-        scratch: 32 elements of the type of values.
-
-    Returns:
-        Sum of squares of what is lost.
-    """
+    """Units, and `planes` words for every 32 elements: a sign, and whole units, rounded at random."""
     n = values.size
     left = 0.0
     for number in range(units.size):
@@ -207,21 +170,7 @@ def _decoded(words, at, stride, size, half, planes, units, unit, num_units, like
 
 @kernel
 def decode(words, first, stride, size, planes, group, units, base, subtract, out, scratch):  # type: ignore[no-untyped-def]
-    """out = the sum over ranks of what their codes stand for; or base less that. Ranks in their order.
-
-    Args:
-        words: uint32, the messages of all ranks.
-        first: where the first rank's codes begin.
-        stride: words from one rank's codes to those of the next.
-        size: P.
-        planes: bits of a code.
-        group: as in `encode_signs`.
-        units: of the type of out, [P * groups].
-        base: like out; only read where `subtract` is set. It may be out itself.
-        subtract: whether out becomes base less the sum.
-        out: float32 or float64 [n], overwritten.
-        scratch: 32 elements of the type of out.
-    """
+    """out = the sum over ranks of what their codes stand for; or base less that. Ranks in their order."""
     n = out.size
     num_units = units.size // size
     for unit in range(num_units):
@@ -248,25 +197,7 @@ def decode(words, first, stride, size, planes, group, units, base, subtract, out
 
 
 def encode(values: Array, code: Quantization, key: int, words: NDArray[np.int32], squares: float) -> float:
-    """Writes the words of all values.
-
-    Args:
-        values: float32 or float64 [n], finite.
-        code: how.
-        key: 64 bits, of the random numbers of levels.
-        words: int32, `code.num_words` of them; overwritten.
-        squares: sum of squares of the values.
-
-    Returns:
-        Sum of squares of what the words lose.
-
-    Example:
-        >>> words = np.empty(2, np.int32)
-        >>> encode(np.array([3.0, -1.0], np.float32), Quantization(), 0, words, 10.0)
-        2.0
-        >>> words[:1].view(np.float32).tolist(), bin(words[1])
-        ([2.0], '0b10')
-    """
+    """Writes the words of all values."""
     n, norm = values.size, NORMS.index(code.norm)
     group, at = code.length_of_group(n), code.unit_words(n, values.dtype)
     units, codes = np.empty(code.num_units(n), values.dtype), words[at:].view(np.uint32)
@@ -287,23 +218,7 @@ def encode(values: Array, code: Quantization, key: int, words: NDArray[np.int32]
 def decode_sum(
     messages: NDArray[np.int32], size: int, header: int, code: Quantization, out: Array
 ) -> NDArray[Any]:
-    """The sum over ranks of the values that their words stand for, in the order of the ranks.
-
-    Args:
-        messages: int32, P messages of one length, one behind the other.
-        size: P.
-        header: words in front of each.
-        code: how they were written.
-        out: float32 or float64 [n]; overwritten.
-
-    Returns:
-        The units, [P, groups], as they arrived.
-
-    Example:
-        >>> words, out = np.array([0x40000000, 0b10], np.int32), np.empty(2, np.float32)
-        >>> decode_sum(np.concatenate([words, words]), 2, 0, Quantization(), out).tolist(), out.tolist()
-        ([[2.0], [2.0]], [4.0, -4.0])
-    """
+    """The sum over ranks of the values that their words stand for, in the order of the ranks."""
     length, at = messages.size // size, code.unit_words(out.size, out.dtype)
     units = np.ascontiguousarray(messages.reshape(size, length)[:, header : header + at]).view(out.dtype)
     scratch = np.empty(WORD, out.dtype)
@@ -313,14 +228,7 @@ def decode_sum(
 
 
 def take_away(base: Array, words: NDArray[np.int32], code: Quantization, out: Array) -> None:
-    """out = base less what one message's words stand for.
-
-    Args:
-        base: float32 or float64 [n].
-        words: as `encode` wrote them.
-        code: how.
-        out: like base; may be base itself.
-    """
+    """out = base less what one message's words stand for."""
     at = code.unit_words(out.size, out.dtype)
     units, codes = words[:at].view(out.dtype), words.view(np.uint32)
     scratch, group = np.empty(WORD, out.dtype), code.length_of_group(out.size)

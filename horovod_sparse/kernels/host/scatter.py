@@ -89,17 +89,7 @@ def add_at(values, indices, new):  # type: ignore[no-untyped-def]
 
 @kernel
 def add_runs_at(values, indices, new, narrowed):  # type: ignore[no-untyped-def]
-    """Sums runs of equal indices in float32 on top of what a half-precision array holds there.
-
-    Args:
-        values: bits of float16 (int16) or bfloat16 (uint16), shape (n,).
-        indices: int32, ascending, may repeat.
-        new: float32, in the same order.
-        narrowed: float32, overwritten: the sums, one per run, to be rounded by the caller.
-
-    Returns:
-        Number of runs, and how many of their elements held +0.0.
-    """
+    """Sums runs of equal indices in float32 on top of what a half-precision array holds there."""
     runs, first_touches, i = 0, 0, 0
     while i < indices.size:
         index = indices[i]
@@ -114,19 +104,8 @@ def add_runs_at(values, indices, new, narrowed):  # type: ignore[no-untyped-def]
     return runs, first_touches
 
 
-def checked(indices: Any, num_elements: int) -> NDArray[np.int32]:
-    """Indices as contiguous int32, all within [0, num_elements).
-
-    Args:
-        indices: integers, shape (k,).
-        num_elements: n of what they point into.
-
-    Returns:
-        The same array where it already is contiguous int32.
-
-    Raises:
-        MessageError: one points outside.
-    """
+def checked(indices: Any, num_elements: int, *, keep: bool = False) -> NDArray[np.int32]:
+    """Indices as contiguous int32, all within [0, num_elements); with `keep` no memory of the caller's."""
     given = np.asarray(indices)
     if given.dtype != np.int32:
         if given.size and given.dtype.kind not in "iu":
@@ -136,7 +115,7 @@ def checked(indices: Any, num_elements: int) -> NDArray[np.int32]:
     ready = compiled_for(given, np.int32)
     if (position := find_outside(ready, num_elements)) >= 0:
         raise _outside(ready, position, num_elements)
-    return ready
+    return ready.copy() if keep else ready
 
 
 def _outside(indices: Array, position: int, num_elements: int) -> MessageError:
@@ -151,13 +130,6 @@ def compiled_for(array: Any, kind: Any) -> Array:
 
     What comes out of a message may be read-only or start at an odd address, and numba would compile
     every kernel once more for each such kind.
-
-    Args:
-        array: numbers, shape (k,).
-        kind: the dtype wanted.
-
-    Returns:
-        shape (k,), contiguous, aligned, writeable, in native byte order.
     """
     if isinstance(array, np.ndarray) and array.ndim == 1 and array.dtype == kind and array.flags.carray:
         return array  # at once: NumPy takes longer to find that out than a kernel for a small bucket
@@ -177,17 +149,7 @@ def taken(values: Array, indices: Array) -> Array:
 
 
 def native_bits(array: Array) -> Array:
-    """A one-dimensional view in a type the kernels know.
-
-    Args:
-        array: contiguous float32, float64, float16, bfloat16 (ml_dtypes) or uint16 (bits of bfloat16).
-
-    Returns:
-        The same memory: float32 and float64 as they are, float16 as int16, bfloat16 as uint16.
-
-    Raises:
-        ArgumentError: another type.
-    """
+    """A one-dimensional view in a type the kernels know."""
     flat = array.reshape(-1)
     if array.dtype in (np.float32, np.float64, np.uint16):
         return flat
@@ -208,12 +170,7 @@ def wide(chunk: Array) -> Array:
 
 
 def narrow(numbers: Array, dtype: Any) -> Array:
-    """The inverse of `wide`, to nearest, ties to even.
-
-    Args:
-        numbers: float32 or float64.
-        dtype: int16 (bits of float16), uint16 (bits of bfloat16), or that of the numbers.
-    """
+    """The inverse of `wide`, to nearest, ties to even."""
     if dtype == np.int16:
         with np.errstate(over="ignore"):
             return numbers.astype(np.float16).view(np.int16)
@@ -237,25 +194,6 @@ def apply_sum(dense: Array, indices: Any, values: Any) -> int:
 
     Repeated indices add up: in order for float32 and float64; in float32 with a single rounding at the
     end for float16 and bfloat16. A sum that cancels to zero is stored as -0.0.
-
-    Args:
-        dense: float32, float64, float16, bfloat16 or uint16 (the bits of bfloat16), contiguous; changed.
-        indices: shape (k,), within [0, n), in any order, may repeat.
-        values: shape (k,).
-
-    Returns:
-        How many different elements held +0.0 before: the size of the union, if dense was zero.
-
-    Raises:
-        ArgumentError: dense is not contiguous or has another type.
-        MessageError: an index is outside, or the lengths differ; nothing was written then.
-
-    Example:
-        >>> gradient = np.zeros(4, np.float32)
-        >>> apply_sum(gradient, np.array([1, 3, 1]), np.array([1.0, 2.0, 0.5]))
-        2
-        >>> gradient.tolist()
-        [0.0, 1.5, 0.0, 2.0]
     """
     flat = _flat(dense)
     where = checked(indices, flat.size)
@@ -274,34 +212,14 @@ def apply_sum(dense: Array, indices: Any, values: Any) -> int:
 
 
 def clear_all(dense: Array) -> None:
-    """Sets a dense array to 0, past the caches where it is large: half the time of an ordinary loop.
-
-    Args:
-        dense: contiguous, of any type that is 0 where all bits are.
-
-    Raises:
-        ArgumentError: dense is not contiguous.
-
-    Example:
-        >>> gradient = np.ones(3, np.float32)
-        >>> clear_all(gradient); gradient
-        array([0., 0., 0.], dtype=float32)
-    """
+    """Sets a dense array to 0, past the caches where it is large: half the time of an ordinary loop."""
     if not dense.flags.carray:
         raise ArgumentError("dense", dense.strides, "a contiguous, aligned and writeable array")
     ctypes.memset(dense.ctypes.data, 0, dense.nbytes)
 
 
 def clear_at(dense: Array, indices: Any) -> None:
-    """Sets the given places of a dense array to 0.
-
-    Args:
-        dense: as in `apply_sum`.
-        indices: shape (k,), within [0, n).
-
-    Raises:
-        MessageError: an index is outside; nothing was written then.
-    """
+    """Sets the given places of a dense array to 0."""
     flat = _flat(dense)
     zero_at(flat, checked(indices, flat.size))
 
@@ -313,23 +231,6 @@ def apply_scaled_sum(
 
     Sums are scaled, not summands, as Horovod does it: what cancels is 0, and where all ranks hold the
     same value an average is that value. Half types are summed and scaled in float32, rounded once.
-
-    Args:
-        dense: zeros, contiguous; float32, float64, float16, bfloat16 or uint16 (the bits of bfloat16).
-        indices: int32 [k], within [0, n); repeated ones add up. None for all n elements in their order.
-        values: float32 or float64 [k].
-        scale: factor of the sums; 1 divided by the number of ranks for an average.
-        is_zero: whether dense holds zeros already; they are written first where it may not.
-
-    Returns:
-        How many different elements the sum has.
-
-    Example:
-        >>> gradient = np.zeros(3, np.float32)
-        >>> apply_scaled_sum(gradient, np.array([2, 0, 2]), np.array([1.0, 4.0, 2.0]), 0.5)
-        2
-        >>> gradient.tolist()
-        [2.0, 0.0, 1.5]
     """
     if indices is None:
         return _apply_whole(_flat(dense), values, scale)

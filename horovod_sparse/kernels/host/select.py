@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_sparse.errors import ArgumentError
 from horovod_sparse.kernels import lanes as v
 from horovod_sparse.kernels.compile import kernel
 from horovod_sparse.kernels.host.kth import between, kth_of, kth_of_values, sample
@@ -21,7 +20,7 @@ from horovod_sparse.kernels.lanes import (
     successor,
     without_last_bit,
 )
-from horovod_sparse.kernels.layout import Layout, bits_dtype, bits_of, float_of
+from horovod_sparse.kernels.layout import Layout
 from horovod_sparse.kernels.packing import append, append_keys, append_positions
 
 Array = NDArray[Any]
@@ -124,20 +123,6 @@ def collect(values, maxima, block, threshold, start, stop, k, num_bits, indices,
     With k > 0 the buffers are a stream: when they are full, the k largest so far stay and the smallest
     of those raises the threshold for what follows. An equal magnitude further on then has a higher
     index and loses its tie, so only larger ones pass, and the result is exact whatever the data.
-
-    Args:
-        values: float32 or float64, shape (n,).
-        maxima: upper bounds of the blocks' magnitude bits.
-        block: elements per block.
-        threshold: magnitude bits, of the type of maxima.
-        start, stop: the window.
-        k: 0 for all.
-        num_bits: 31 or 63.
-        indices, keys: int32 and like maxima, shape (capacity,), capacity >= k + block.
-
-    Returns:
-        How many were found, and the position from which to go on: below stop if the buffers were too
-        small for all.
     """
     n = values.size
     capacity = indices.size
@@ -187,15 +172,7 @@ def collect(values, maxima, block, threshold, start, stop, k, num_bits, indices,
 
 @kernel
 def select_exactly(values, maxima, block, smallest, ties, start, stop, k, indices):  # type: ignore[no-untyped-def]
-    """Elements of [start, stop) above `smallest` and the first `ties` equal to it, ascending.
-
-    Args:
-        values, maxima, block, start, stop: as in `collect`.
-        smallest: magnitude bits of the k-th largest of the window; 0 takes zeros as well.
-        ties: how many of those equal to it belong to the k.
-        k: how many there are.
-        indices: int32, shape (k + LANES,) at least, filled up to k.
-    """
+    """Elements of [start, stop) above `smallest` and the first `ties` equal to it, ascending."""
     count = 0
     capacity = indices.size
     thresholds = v.splat(smallest)
@@ -230,11 +207,6 @@ def select_exactly(values, maxima, block, smallest, ties, start, stop, k, indice
                         count += 1
                 i += 1
     return count
-
-
-def _window(layout: Layout, start: int, stop: int | None) -> tuple[int, int]:
-    """The checked window; most selections look at the whole bucket."""
-    return (0, layout.num_elements) if stop is None and start == 0 else layout.window(start, stop)
 
 
 def _num_bits(values: Array) -> int:
@@ -286,29 +258,8 @@ def _fits_buffer(layout: Layout, k: int, start: int, stop: int) -> bool:
     return k <= max(2048, _BUFFER_SHARE * (stop - start) / layout.block)
 
 
-def largest(
-    values: Array, maxima: Array, layout: Layout, k: int, start: int = 0, stop: int | None = None
-) -> Indices:
-    """Exactly the k largest magnitudes of a window; ties go to the lowest index.
-
-    Args:
-        values: float32 or float64, shape (n,).
-        maxima: their block maxima, exact.
-        layout: of the blocks.
-        k: how many; more than the window holds takes the whole window.
-        start: first position of the window.
-        stop: position after its last, None for n.
-
-    Returns:
-        int32, ascending.
-    """
-    start, stop = _window(layout, start, stop)
-    if k < 0:
-        raise ArgumentError("num_selected", k, "0 or more")
-    if k >= stop - start:
-        return np.arange(start, stop, dtype=np.int32)
-    if k == 0:
-        return np.empty(0, np.int32)
+def largest(values: Array, maxima: Array, k: int, start: int, stop: int, layout: Layout) -> Indices:
+    """Exactly the k largest magnitudes of a window, 0 < k < stop - start, ascending; of ties the first."""
     if _fits_buffer(layout, k, start, stop):
         indices, _ = _candidates(values, maxima, layout, k, start, stop)
         if indices.size == k:
@@ -321,46 +272,20 @@ def largest(
     return out[:k]
 
 
-def kth_magnitude(
-    values: Array, maxima: Array, layout: Layout, k: int, start: int = 0, stop: int | None = None
-) -> float:
-    """The exact k-th largest magnitude of a window.
-
-    Args:
-        values, maxima, layout, start, stop: as in `largest`.
-        k: rank, from 1 to the number of elements in the window.
-
-    Returns:
-        The magnitude.
-    """
-    start, stop = _window(layout, start, stop)
-    if not 1 <= k <= stop - start:
-        raise ArgumentError("k", k, f"a rank from 1 to {stop - start}, the elements of the window")
+def kth(values: Array, maxima: Array, k: int, start: int, stop: int, layout: Layout) -> Any:
+    """Magnitude bits of the exact k-th largest of a window, 1 <= k <= stop - start."""
     if _fits_buffer(layout, k, start, stop):
         _, keys = _candidates(values, maxima, layout, k, start, stop)
-        return float_of(keys.min(), values.dtype) if keys.size == k else 0.0
-    return float_of(_smallest(values, maxima, layout, k, start, stop)[0], values.dtype)
+        return keys.min() if keys.size == k else 0
+    return _smallest(values, maxima, layout, k, start, stop)[0]
 
 
-def at_least(
-    values: Array, maxima: Array, layout: Layout, threshold: float, start: int = 0, stop: int | None = None
-) -> Indices:
-    """All positions of a window whose magnitude is >= threshold and not 0.
-
-    Args:
-        values, layout, start, stop: as in `largest`.
-        maxima: upper bounds of the block maxima.
-        threshold: magnitude.
-
-    Returns:
-        int32, ascending.
-    """
-    start, stop = _window(layout, start, stop)
-    bits = bits_of(threshold, values.dtype)
+def at_least(values: Array, maxima: Array, bits: Any, start: int, stop: int, layout: Layout) -> Indices:
+    """All positions of a window whose magnitude bits reach these, ascending; from upper bounds."""
     parts: list[Indices] = []
     capacity = min(4096, stop - start) + layout.block
     while start < stop:
-        indices, keys = np.empty(capacity, np.int32), np.empty(capacity, bits_dtype(values.dtype))
+        indices, keys = np.empty(capacity, np.int32), np.empty(capacity, maxima.dtype)
         count, start = collect(
             values, maxima, layout.block, bits, start, stop, 0, _num_bits(values), indices, keys
         )

@@ -105,15 +105,7 @@ def total_of(typingctx: Any, lanes: Any) -> Any:
 
 @kernel
 def count_at_least(values, maxima, block, thresholds, counts):  # type: ignore[no-untyped-def]
-    """counts[t] = how many magnitudes are >= thresholds[t].
-
-    Args:
-        values: float32 or float64, shape (n,).
-        maxima: upper bounds of the block maxima.
-        block: elements per block.
-        thresholds: magnitude bits, shape (m,), of the type of maxima.
-        counts: int64, shape (m,), overwritten.
-    """
+    """counts[t] = how many magnitudes are >= thresholds[t]."""
     counts[:] = 0
     if thresholds.size == 0:
         return
@@ -150,11 +142,6 @@ def moments_at_least(values, threshold, out):  # type: ignore[no-untyped-def]
 
     The logarithm of a product costs one logarithm: fractions are multiplied and exponents added, 64
     at a time in each lane.
-
-    Args:
-        values: float32 or float64, shape (n,).
-        threshold: magnitude bits, 1 or more (the logarithm of 0 is none).
-        out: float64, shape (4,), overwritten.
     """
     out[:] = 0.0
     thresholds = v.splat(threshold)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_sparse.arrays.protocol import FoldReport
+from horovod_sparse.arrays import FoldReport
 from horovod_sparse.collectives import Exchange, Synchronization, Words
 from horovod_sparse.errors import MessageError
 from horovod_sparse.sparsifiers.base import BucketInfo
@@ -44,11 +44,7 @@ class Mail:
         return np.concatenate([words, self.notes.write(ranks)]) if ranks else words
 
     def read(self, words: Words, ranks: Sequence[int] = ()) -> SparseVector:
-        """The vector of a message; takes in its notes, which are those of the same ranks.
-
-        Raises:
-            MessageError: it is not such a message.
-        """
+        """The vector of a message; takes in its notes, which are those of the same ranks."""
         end = words.size - WORDS_PER_NOTE * len(ranks)
         if end < 0:
             raise MessageError(f"a message of {words.size} words cannot hold the notes of {len(ranks)} ranks")
@@ -70,11 +66,6 @@ class Notes:
     known to the sender, so no row says whose it is, and lengths do not depend on the data. A row that
     arrives twice changes nothing.
 
-    Args:
-        report: of this rank's fold.
-        rank: of this process.
-        size: P.
-
     Example:
         >>> one, two = Notes(FoldReport(), 0, 2), Notes(FoldReport(1, first_nonfinite=7), 1, 2)
         >>> one.read(two.write([1]), [1])
@@ -92,11 +83,7 @@ class Notes:
         return self._rows[list(ranks)].reshape(-1)
 
     def read(self, words: Words, ranks: Sequence[int]) -> None:
-        """Takes in the rows of some ranks.
-
-        Raises:
-            MessageError: there are not as many words as that.
-        """
+        """Takes in the rows of some ranks."""
         if words.size != WORDS_PER_NOTE * len(ranks):
             raise MessageError(
                 f"{words.size} words arrived where the notes of {len(ranks)} ranks were awaited; "
@@ -130,14 +117,6 @@ def bruck_all_gather(message: Words, members: Sequence[int], me: int) -> Synchro
 
     In round t a member sends what it holds to the member 2**t before it, and receives from the member
     2**t behind it. One word per message says how long it is.
-
-    Args:
-        message: of this member.
-        members: their ranks.
-        me: which of them this rank is.
-
-    Returns:
-        The messages in the order of the members.
 
     Source: Bruck et al., TPDS 1997.
     """

@@ -8,8 +8,8 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from horovod_sparse.arrays.protocol import Accumulator
-from horovod_sparse.collectives import AllGather, Request, Synchronization
+from horovod_sparse.arrays import Accumulator
+from horovod_sparse.collectives import AllGather, Synchronization
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.kernels.quantization import Quantization
 from horovod_sparse.sparsifiers.base import (
@@ -67,7 +67,6 @@ class Quantizer(Sparsifier):
     def synchronize(
         self, accumulator: Accumulator, state: SparsifierState, info: BucketInfo
     ) -> Synchronization[WholeSum]:
-        """One allgather; see `Sparsifier.synchronize`."""
         n, dtype, code, votes = info.num_elements, info.value_dtype, self.quantization, self.votes
         key = self.key(info, state.step)
         state.step += 1
@@ -81,13 +80,7 @@ class Quantizer(Sparsifier):
             accumulator.subtract(voted(code), found.words[0])
         return WholeSum(found.values, np.full(info.size, n), found.first_nonfinite, found.norms)
 
-    def rounds(self, size: int) -> tuple[type[Request], ...]:
-        """One allgather."""
-        return (AllGather,)
-
-    def traffic(
-        self, info: BucketInfo, counts: np.ndarray, step: int = 0, rooms: tuple[int, ...] = ()
-    ) -> tuple[Traffic, ...]:
+    def traffic(self, info: BucketInfo, counts: np.ndarray, step: int = 0) -> tuple[Traffic, ...]:
         """The same in every step: a header, the units of groups, and every element's bits."""
         words = quantized_words(self.quantization, info.num_elements, info.value_dtype)
         return (Traffic(AllGather, 4 * words),)

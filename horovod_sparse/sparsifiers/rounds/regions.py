@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from horovod_sparse.arrays.protocol import FoldReport, Values
+from horovod_sparse.arrays import FoldReport, Values
 from horovod_sparse.collectives import AllToAll, Synchronization, Words
 from horovod_sparse.sparsifiers.base import BucketInfo, Traffic
 from horovod_sparse.sparsifiers.rounds.sparse_vectors import SparseVector, added, cut, empty, rounded
@@ -17,11 +17,7 @@ from horovod_sparse.wire import Gathered, WireFormat, pack, unpack_sum
 def cut_and_pack(
     parts: Sequence[SparseVector], report: FoldReport, info: BucketInfo, wire: WireFormat
 ) -> tuple[tuple[Words, ...], Values | None]:
-    """Messages of consecutive parts of a vector, each rounded by itself, as its receiver will see it.
-
-    Returns:
-        The messages, and what rounding takes away from all parts together (None: nothing).
-    """
+    """Messages of consecutive parts of a vector, each rounded by itself, as its receiver will see it."""
     messages, errors = [], []
     for part in parts:
         seen, error = rounded(part, wire)
@@ -33,19 +29,7 @@ def cut_and_pack(
 def reduce_in_regions(
     vector: SparseVector, regions: Sequence[Window], report: FoldReport, info: BucketInfo, wire: WireFormat
 ) -> Synchronization[tuple[SparseVector, Gathered, Values | None]]:
-    """Sums up all ranks' vectors, each rank in its own region, by one all-to-all.
-
-    Args:
-        vector: of this rank.
-        regions: of the ranks, one behind the other.
-        report: of this rank's fold; everyone gets it.
-        info: the facts of the bucket.
-        wire: how elements are written.
-
-    Returns:
-        The sum within this rank's region; what arrived (`counts` are of this region only); what rounding
-        for the wire has taken away from this rank's vector (None: nothing).
-    """
+    """Sums up all ranks' vectors, each rank in its own region, by one all-to-all."""
     messages, error = cut_and_pack([cut(vector, *region) for region in regions], report, info, wire)
     arrived = yield AllToAll(messages)
     gathered = unpack_sum(np.concatenate(arrived), info.size, wire, info.num_elements, info.value_dtype)
@@ -74,14 +58,6 @@ Window: TypeAlias = tuple[int, int]
 
 def equal_part(num_elements: int, num_parts: int, part: int) -> Window:
     """Bounds of one of nearly equal parts; the remainder goes to the first parts, one each.
-
-    Args:
-        num_elements: n.
-        num_parts: P.
-        part: in [0, P).
-
-    Returns:
-        (start, stop).
 
     Example:
         >>> [equal_part(10, 4, part) for part in range(4)]

@@ -7,8 +7,8 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_sparse.arrays.protocol import Accumulator, FoldReport, Indices, Values
-from horovod_sparse.collectives import AllGather, AllReduce, AllToAll, Request, Synchronization
+from horovod_sparse.arrays import Accumulator, FoldReport, Indices, Values
+from horovod_sparse.collectives import AllGather, AllReduce, AllToAll, Synchronization
 from horovod_sparse.sparsifiers.base import BucketInfo, SparseSum, Traffic
 from horovod_sparse.sparsifiers.rounds.regions import Window, equal_part
 from horovod_sparse.wire import WireFormat, carried_norm
@@ -37,20 +37,8 @@ def sum_at(
     Exact values take one allreduce. Rounded values must not be rounded again at every addition, where
     nobody keeps the error: each rank adds up one part of them (all-to-all), rounds the sum, keeps that
     error too, and the parts are gathered. The bytes are those of an allreduce of the rounded values.
-
-    Args:
-        accumulator: of this rank.
-        indices: int32, the same on all ranks, unique.
-        counts: int [P], how many of them each rank selected.
-        info: the facts of the bucket.
-        wire: how values are written, and for how many there is room.
-        ask_health: False where an earlier round has told whose gradient is not finite.
-
-    Returns:
-        The sum, with the health of all ranks if that was asked for.
     """
-    values = accumulator.take(indices)
-    accumulator.clear(indices)
+    values = accumulator.remove(indices)
     if wire.exact:
         report = accumulator.report if ask_health else None
         summed, marks, norms = yield from _allreduce(values, report, info, wire)
@@ -58,11 +46,6 @@ def sum_at(
         summed, marks, norms = yield from _sum_in_parts(accumulator, indices, values, info, wire, ask_health)
     nonfinite = {rank: int(mark) - 1 for rank, mark in enumerate(marks) if mark > 0}
     return SparseSum(indices, summed, counts, nonfinite, norms if ask_health else None)
-
-
-def sum_rounds(wire: WireFormat) -> tuple[type[Request], ...]:
-    """The rounds of `sum_at`."""
-    return (AllReduce,) if wire.exact else (AllToAll, AllGather)
 
 
 def sum_traffic(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_sparse.arrays.protocol import Indices, Values
+from horovod_sparse.arrays import Indices, Values
 from horovod_sparse.kernels.host.kth import kth_of
 from horovod_sparse.kernels.host.merge import absent, keys_of, merge_add, split_at
 from horovod_sparse.kernels.layout import bits_dtype
@@ -64,13 +64,6 @@ def added(first: SparseVector, second: SparseVector) -> SparseVector:
 def split_largest(vector: SparseVector, k: int) -> tuple[SparseVector, SparseVector]:
     """The k largest magnitudes, and the others. Ties go to the lowest index.
 
-    Args:
-        vector: any.
-        k: from 0; a vector of k or fewer elements is kept whole.
-
-    Returns:
-        (kept, dropped).
-
     Example:
         >>> vector = SparseVector(np.array([1, 4, 7], np.int32), np.array([-2.0, 1.0, 2.0]))
         >>> split_largest(vector, 1)[0]
@@ -125,14 +118,6 @@ def missing_in(indices: Indices, others: Indices) -> NDArray[np.bool_]:
 
 def shared_out(values: Values, num_parts: int, part: int) -> Values:
     """One of nearly equal parts of every value, whose sum over the parts is the value exactly.
-
-    Args:
-        values: float32 or float64 [count].
-        num_parts: among how many.
-        part: which; part 0 takes what equal parts of few bits leave over.
-
-    Returns:
-        Values / num_parts, as long. For a power of two that is exact, but for denormals.
 
     Example:
         >>> parts = [shared_out(np.array([1.0], np.float32), 3, part) for part in range(3)]

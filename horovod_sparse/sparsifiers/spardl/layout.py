@@ -20,13 +20,6 @@ class Layout:
     Ranks T * Q ... T * Q + Q - 1 are team T, so that ranks of one host are of one team where that is
     possible.
 
-    Args:
-        size: P.
-        teams: d, a divisor of P.
-        num_elements: n.
-        num_selected: k, of the union.
-        step: from 0; says which blocks get one element more where k / Q is not whole.
-
     Example:
         >>> layout = Layout(size=6, teams=1, num_elements=60, num_selected=12)
         >>> [layout.bag(1, stage) for stage in range(3)]
@@ -95,15 +88,7 @@ class Layout:
 def spardl_traffic(
     info: BucketInfo, layout: Layout, wire: WireFormat, recursive: bool, notes_travel: bool
 ) -> tuple[Traffic, ...]:
-    """All rounds of a step for one rank.
-
-    Args:
-        info: the facts of the bucket.
-        layout: of the step.
-        wire: how elements are written.
-        recursive: whether the sum between teams is R-SAG.
-        notes_travel: whether the last phase is Bruck's within the team.
-    """
+    """All rounds of a step for one rank."""
     team, position = layout.place(info.rank)
     d, quota = layout.teams, layout.quota(position)
     # of a block, B-SAG may leave as few elements as one team gives

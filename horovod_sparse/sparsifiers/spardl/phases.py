@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from horovod_sparse.arrays.protocol import Accumulator, Indices, Values
+from horovod_sparse.arrays import Accumulator, Indices, Values
 from horovod_sparse.collectives import Exchange, Synchronization
 from horovod_sparse.sparsifiers.base import BucketInfo, SparseSum, exchange_selections
 from horovod_sparse.sparsifiers.rounds.pairs import Mail, bruck_all_gather
@@ -32,10 +32,6 @@ class Ledger:
     discards remain, in the paper's words: *local* (never sent), *end-procedure* (sent or received, at
     an index that is not in the final sum) and *in-procedure* (received and dropped, at an index that
     came to the final sum by another way). `settle` does what Algorithm 1 does in its lines 11 to 13.
-
-    Args:
-        accumulator: of this rank.
-        wire: how values are written.
     """
 
     def __init__(self, accumulator: Accumulator, wire: WireFormat) -> None:
@@ -45,7 +41,6 @@ class Ledger:
         self._rounding: list[SparseVector] = []
 
     def select(self, indices: Indices) -> SparseVector:
-        """Takes the selection of a block, or of several, out of the accumulator."""
         values = self._accumulator.take(indices)
         self._changes.append((indices, values))
         self._selected.append(indices)
@@ -74,15 +69,12 @@ class Ledger:
     def settle(self, final: Indices, mode: str, *, in_place: bool = False) -> None:
         """Leaves in the accumulator what is to be carried to the next step.
 
-        Args:
-            final: ascending indices of the final sum.
-            mode: "global": local and end-procedure discards stay at the rank they came from, in-procedure
-                ones at the rank that dropped them; nothing is lost. "partial": in-procedure discards are
-                lost. "local": only what was never sent is kept. Rounding errors stay in all modes.
-            in_place: whether "global" keeps every discard at the rank that dropped it.
-
         The velocity of momentum correction is masked where this rank's own value has left it for good, and
         nowhere else: not where the value came back, and not where it only passed through.
+
+        "global": discards of a rank's own stay at the rank they came from, those on the way at the rank that
+        dropped them (with `in_place` all do); nothing is lost. "partial": discards on the way are lost.
+        "local": only what was never sent is kept. Rounding errors stay in all modes.
         """
         if mode == "global":
             for indices, before in [] if in_place else reversed(self._changes):
@@ -106,15 +98,7 @@ class Ledger:
 
 
 class Phases:
-    """One step of one rank.
-
-    Args:
-        accumulator: of this rank.
-        info: the facts of the bucket.
-        layout: of teams and blocks in this step.
-        wire: how elements are written.
-        notes_travel: whether notes go with the messages between teams: where the last phase is Bruck's.
-    """
+    """One step of one rank."""
 
     def __init__(
         self, accumulator: Accumulator, info: BucketInfo, layout: Layout, wire: WireFormat, notes_travel: bool
@@ -172,11 +156,7 @@ class Phases:
         return block
 
     def bruck(self, block: SparseVector, num_sent: int) -> Synchronization[tuple[SparseVector, int]]:
-        """B-SAG: the sum over any number of teams of the `num_sent` largest elements of each.
-
-        Returns:
-            The sum, cut to the block's quota; how many elements it had before.
-        """
+        """B-SAG: the sum over any number of teams of the `num_sent` largest elements of each."""
         layout, team = self._layout, self._team
         column = layout.column(self._position)
         block, dropped = split_largest(block, num_sent)

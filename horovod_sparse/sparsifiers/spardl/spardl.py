@@ -9,12 +9,11 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from horovod_sparse.arrays.protocol import Accumulator
+from horovod_sparse.arrays import Accumulator
 from horovod_sparse.checks import check_count, check_number
-from horovod_sparse.collectives import AllGather, Exchange, Request, Synchronization
+from horovod_sparse.collectives import Request, Synchronization
 from horovod_sparse.errors import ArgumentError, UnknownNameError
 from horovod_sparse.sparsifiers.base import BucketInfo, SparseSum, Sparsifier, Traffic
-from horovod_sparse.sparsifiers.rounds.pairs import ceil_log2
 from horovod_sparse.sparsifiers.rounds.sparse_vectors import discards_meet
 from horovod_sparse.sparsifiers.spardl.layout import Layout, spardl_traffic
 from horovod_sparse.sparsifiers.spardl.phases import RESIDUAL_MODES, Phases
@@ -63,7 +62,7 @@ class SparDL(Sparsifier):
             warm-up, before all ranks settle on the fastest; 0 trusts the model. A graph of TensorFlow
             has its rounds fixed and always does.
 
-    Source: Zhao et al., SparDL (papers' Algorithms 1 and 2). Departures: docs/sparse_allreduce.md.
+    Source: Zhao et al., SparDL (papers' Algorithms 1 and 2). Departures: docs/algorithms.md.
 
     Example:
         >>> SparDL(density=0.01, teams=2).describe()
@@ -103,9 +102,6 @@ class SparDL(Sparsifier):
         """With a number of teams that divides P, and a way between them that exists for it.
 
         With `timed` it is left open for teams="auto" where there is a choice.
-
-        Raises:
-            ArgumentError: teams does not divide P, or is no power of two for between="recursive".
         """
         if self.teams != "auto":
             return self._checked(info.size)
@@ -154,7 +150,6 @@ class SparDL(Sparsifier):
         )
 
     def init(self, info: BucketInfo) -> SparDLState:
-        """Step 0; Algorithm 2 as the paper begins it."""
         return fresh_state(_number(self.resolved(info).teams))
 
     def layout(self, info: BucketInfo, num_selected: int, step: int) -> Layout:
@@ -164,7 +159,6 @@ class SparDL(Sparsifier):
     def synchronize(
         self, accumulator: Accumulator, state: SparDLState, info: BucketInfo
     ) -> Synchronization[SparseSum]:
-        """The three phases, then the residuals; see `Sparsifier.synchronize`."""
         started, trials = time.perf_counter(), self._trials(info)
         if trials is not None and self.density_at(state.step) != self.density:
             trials = None  # a warm-up's messages are longer: what is timed there says nothing
@@ -200,20 +194,11 @@ class SparDL(Sparsifier):
         return sum_
 
     def rounds(self, size: int) -> tuple[type[Request], ...]:
-        """Exchanges within teams, between them, and the last phase.
+        """Exchanges within teams, between them, and the last phase."""
+        self._checked(size)
+        return super().rounds(size)
 
-        Raises:
-            ArgumentError: teams="auto": the sparsifier of a bucket (`Sparsifier.resolved`) knows.
-        """
-        plan = self._checked(size)
-        teams = _number(plan.teams)
-        stages, between = ceil_log2(size // teams), ceil_log2(teams)
-        last = (AllGather,) if plan.gather == "allgather" else (Exchange,) * stages
-        return (*(Exchange,) * (stages + between), *last)
-
-    def traffic(
-        self, info: BucketInfo, counts: np.ndarray, step: int = 0, rooms: tuple[int, ...] = ()
-    ) -> tuple[Traffic, ...]:
+    def traffic(self, info: BucketInfo, counts: np.ndarray, step: int = 0) -> tuple[Traffic, ...]:
         """Exact but for B-SAG, where it is between that of h = L / d and of h = L."""
         plan = self.resolved(info)
         layout = plan.layout(info, int(counts[info.rank]), step)

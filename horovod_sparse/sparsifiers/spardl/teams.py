@@ -23,16 +23,6 @@ def is_power_of_two(number: int) -> bool:
 def spardl_cost(size: int, teams: int, between: str) -> tuple[int, float, float]:
     """Rounds, and elements received as a share of k: Eqs. (4), (7) and (10) of the paper.
 
-    Args:
-        size: P.
-        teams: d.
-        between: "recursive" (R-SAG) or "bruck" (B-SAG).
-
-    Returns:
-        Rounds, and the least and the most elements that a rank receives, divided by k (they differ for
-        B-SAG only). The least is that of the three phases together; the paper's Eq. (10) leaves out the
-        first one there.
-
     Example:
         >>> spardl_cost(14, 1, "recursive")
         (8, 1.857..., 1.857...)
@@ -53,17 +43,6 @@ def teams_by_cost(
     size: int, bytes_of_union: float, latency_seconds: float, seconds_per_byte: float, between: str = "auto"
 ) -> list[tuple[int, float]]:
     """Every divisor d of P with its predicted time, the least first, the smaller of equals.
-
-    Args:
-        size: P.
-        bytes_of_union: k elements as they are written.
-        latency_seconds: of one round.
-        seconds_per_byte: the inverse of the bandwidth.
-        between: which way between teams; "auto" is R-SAG for powers of two, else B-SAG. For B-SAG the
-            middle of its range counts.
-
-    Returns:
-        (d, seconds).
 
     Example:
         >>> [teams_by_cost(16, 1e6, latency, 8e-9)[0][0] for latency in (1e-6, 1.0)]
@@ -136,12 +115,6 @@ def adjust(state: SparDLState, num_after: int, quota: int, teams: int) -> None:
     Twice in the right direction doubles the stride, the wrong direction turns and halves it. Shares
     instead of counts (h / L, stride / L) mean the same, and hold when the density changes.
 
-    Args:
-        state: changed in place.
-        num_after: N, elements of the union before it was cut.
-        quota: L.
-        teams: d.
-
     Source: SparDL, Algorithm 2, as printed (its text has the signs the other way round). Departures:
     the stride never falls below one element, or it could not recover (in the public program it is
     a whole number, and stays 0 for ever); it never exceeds the range, and h stays within it.
@@ -190,11 +163,6 @@ class Choice:
 def candidates_of(by_cost: Sequence[tuple[int, float]], gather: str) -> list[Choice]:
     """What is worth a trial, the model's own choice first.
 
-    Args:
-        by_cost: (d, predicted seconds), the least first.
-        gather: as the user asks for it. With "auto" both ways are tried for one team, where the model
-            counts the same for them: Bruck's rounds go between pairs, the allgather through Horovod.
-
     Example:
         >>> [(one.teams, one.gather) for one in candidates_of([(2, 1.0), (1, 1.1), (4, 9.0)], "auto")]
         [(2, 'bruck'), (1, 'allgather'), (1, 'bruck')]
@@ -219,10 +187,6 @@ class Trials:
     Every candidate has some steps in a row. The first of them does not count (Horovod learns the new
     names and lengths), of the others the fastest does. After the last one the ranks tell each other
     their times, once, and take the candidate whose slowest rank is fastest.
-
-    Args:
-        candidates: the same on all ranks; the model's own choice first.
-        num_steps: for each, 2 or more.
     """
 
     candidates: Sequence[Choice]
@@ -239,12 +203,7 @@ class Trials:
         return choice
 
     def timed(self, state: SparDLState, started: float) -> Synchronization[None]:
-        """Notes how long a step took; after the last one all ranks agree.
-
-        Args:
-            state: changed in place.
-            started: when the step began, in seconds of `time.perf_counter`.
-        """
+        """Notes how long a step took; after the last one all ranks agree."""
         if state.teams:
             return
         state.timed.append(time.perf_counter() - started)

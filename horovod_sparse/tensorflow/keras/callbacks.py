@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,15 +14,14 @@ from horovod_sparse.errors import ArgumentError
 from horovod_sparse.tensorflow import checkpoint
 from horovod_sparse.tensorflow._horovod import hvd
 from horovod_sparse.tensorflow.functions import broadcast_variables
-from horovod_sparse.tensorflow.tensors import as_variable, is_built, variables_of
+from horovod_sparse.tensorflow.tensors import as_variable, build, variables_of
 
 
 class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
     """Gives all ranks the model's and the optimizer's variables of one of them when training starts.
 
-    Before the first batch, where the model is built by then (`fit` of Keras 3 builds it); what does not
-    exist yet follows after the first batch, as in Horovod. Residuals stay each rank's own, and so do
-    states of random generators.
+    What does not exist before the first batch follows after it, as in Horovod. Residuals and states of random
+    generators stay each rank's own.
 
     Args:
         root_rank: whose variables they are.
@@ -39,34 +37,26 @@ class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
         self.broadcast_done = False
         self._done: set[Any] = set()
         self._local: set[Any] = set()
-        if local_variables is None:
-            local_variables = []
-        elif not isinstance(local_variables, (list, tuple, set)):
-            local_variables = [local_variables]
-        for variable in local_variables:
-            self.register_local_var(variable)
+        given: Any = local_variables
+        for variable in given if isinstance(given, (list, tuple, set)) else [given]:
+            if variable is not None:
+                self.register_local_var(variable)
 
     def register_local_var(self, variable: Any) -> None:
-        """Leaves a variable alone.
-
-        Raises:
-            ArgumentError: if it is none.
-        """
+        """Leaves a variable alone."""
         variable = as_variable(variable)
         if not hasattr(variable, "ref"):
             raise ArgumentError("local_variables", variable, "variables of TensorFlow or Keras")
         self._local.add(variable.ref())
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Broadcasts what is there."""
         model, optimizer = self.model, self.model.optimizer
         if not self.broadcast_done and model.built:
-            if optimizer is not None and hasattr(optimizer, "build") and not is_built(optimizer):
-                optimizer.build(model.trainable_variables)
+            if optimizer is not None:
+                build(optimizer, model.trainable_variables)
             self._broadcast()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Broadcasts what the first batch has made."""
         if not self.broadcast_done:
             self._broadcast()
             self.broadcast_done = True
@@ -85,13 +75,9 @@ class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
 
 
 class MetricAverageCallback(tf.keras.callbacks.Callback):
-    """Averages metrics over ranks at the end of every epoch.
+    """Averages metrics over ranks, on a device, at the end of every epoch.
 
-    Stands before callbacks that use metrics (`ReduceLROnPlateau`, `ModelCheckpoint`, ...), which then act
-    alike on all ranks.
-
-    Args:
-        device: where the sum is taken.
+    Callbacks behind it that use metrics (`ReduceLROnPlateau`, `ModelCheckpoint`) act alike on all ranks.
     """
 
     def __init__(self, device: str = "") -> None:
@@ -99,7 +85,6 @@ class MetricAverageCallback(tf.keras.callbacks.Callback):
         self.device = device
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Replaces numbers in `logs`; the ranks must have the same ones."""
         if not logs:
             return
         names = sorted(name for name, value in logs.items() if np.ndim(value) == 0)
@@ -110,17 +95,9 @@ class MetricAverageCallback(tf.keras.callbacks.Callback):
 
 
 class BestModelCheckpoint(tf.keras.callbacks.ModelCheckpoint):
-    """`ModelCheckpoint` with ``save_best_only``, written by rank 0 alone.
+    """`keras.callbacks.ModelCheckpoint` with ``save_best_only``, written by rank 0 alone; arguments are its.
 
     Put `MetricAverageCallback` before it, if `monitor` is a metric that ranks measure separately.
-
-    Args:
-        monitor: see `keras.callbacks.ModelCheckpoint`, as for the others.
-        verbose: see there.
-        save_weights_only: see there.
-        mode: see there.
-        save_freq: see there.
-        filepath: see there.
     """
 
     def __init__(
@@ -148,18 +125,13 @@ class BestModelCheckpoint(tf.keras.callbacks.ModelCheckpoint):
             super()._save_model(*args, **arguments)
 
 
-_log = logging.getLogger("horovod_sparse")
-
-
 class LearningRateScheduleCallback(tf.keras.callbacks.Callback):
     """Sets the learning rate to ``initial_lr * multiplier(epoch)`` from `start_epoch` to `end_epoch`.
 
-    Error feedback can follow: with `scale_residual` residuals are scaled when the learning rate changes (see
-    `ErrorFeedback`).
-
     Momentum correction (Goyal et al. 2017, Section 3): SGD's velocity holds past learning rates, so it is
     multiplied by ``rate / rate_before`` when the rate changes. Horovod changes the momentum for one step
-    instead, which comes to the same; in Keras 3 momentum is a number that was traced into the graph.
+    instead, which comes to the same; in Keras 3 momentum is a number that was traced into the graph. With
+    `scale_residual` error feedback scales residuals then, too.
 
     Args:
         initial_lr: learning rate of the optimizer when training starts.
@@ -199,7 +171,6 @@ class LearningRateScheduleCallback(tf.keras.callbacks.Callback):
             self.multiplier = lambda epoch: factor ** (epoch - start_epoch)
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Finds out how many steps an epoch has."""
         if self.steps_per_epoch is None and not self.staircase:
             self.steps_per_epoch = self.params.get("steps")
             if not self.steps_per_epoch:
@@ -208,11 +179,9 @@ class LearningRateScheduleCallback(tf.keras.callbacks.Callback):
                 )
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Remembers the epoch."""
         self.current_epoch = epoch
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Sets the rate."""
         epoch = self.current_epoch
         if epoch < self.start_epoch or (self.end_epoch is not None and epoch >= self.end_epoch):
             return
@@ -223,7 +192,6 @@ class LearningRateScheduleCallback(tf.keras.callbacks.Callback):
             self._adjust(epoch + batch / self.steps_per_epoch)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Reports the rate as ``lr``, as Horovod does."""
         if logs is not None:
             logs["lr"] = self._rate()
 
@@ -246,16 +214,8 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
     """Raises the learning rate from ``initial_lr / size`` to `initial_lr` over the first epochs.
 
     ``lr(epoch) = initial_lr / size * (epoch * (size - 1) / warmup_epochs + 1)``, with the epoch's fraction
-    counted at the end of a batch, as in Horovod.
-
-    Source: Goyal et al. 2017, "Accurate, Large Minibatch SGD".
-
-    Args:
-        initial_lr: learning rate of the optimizer, for all ranks together.
-        warmup_epochs: over which it is raised.
-        momentum_correction: see `LearningRateScheduleCallback`.
-        steps_per_epoch: see there.
-        verbose: 1 for a line on rank 0 when warm-up ends.
+    counted at the end of a batch, as in Horovod (Goyal et al. 2017, Section 2.2). `verbose`
+    prints a line on rank 0 when warm-up ends; the others are `LearningRateScheduleCallback`'s.
     """
 
     def __init__(
@@ -276,7 +236,6 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         self.verbose = verbose
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Reports the rate, and the end of warm-up."""
         super().on_epoch_end(epoch, logs)
         if self.verbose and self.end_epoch is not None and epoch == self.end_epoch - 1 and hvd.rank() == 0:
             print(f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {self._rate():g}.")
@@ -300,13 +259,9 @@ class ReplanCallback(tf.keras.callbacks.Callback):
 
     For ``DistributedOptimizer(..., merging="optimal")`` and the like. All ranks have taken as many steps by
     then, so all do so after the same batch. Without a need for times it does nothing.
-
-    Example:
-        >>> callbacks = [ReplanCallback()]
     """
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Looks whether enough is measured."""
         optimizer = self.model.optimizer
         if getattr(optimizer, "is_measured", False):
             optimizer.replan()
@@ -315,12 +270,9 @@ class ReplanCallback(tf.keras.callbacks.Callback):
 
 
 class TelemetryCallback(tf.keras.callbacks.Callback):
-    """Puts what the last step of an epoch sent and held back into the epoch's logs.
+    """Puts what the last step of an epoch sent and held back into its logs: see `Telemetry.scalars`.
 
     So `History` has it, and callbacks behind this one: `TensorBoard`, `CSVLogger`, those of W&B and MLflow.
-
-    Args:
-        prefix: of the names; see `horovod_sparse.telemetry.Telemetry.scalars`.
 
     Example:
         >>> callbacks = [TelemetryCallback(), tf.keras.callbacks.TensorBoard("logs")]
@@ -331,7 +283,6 @@ class TelemetryCallback(tf.keras.callbacks.Callback):
         self._prefix = prefix
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Adds to the logs."""
         optimizer = getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
         telemetry = getattr(optimizer, "telemetry", None)
         if logs is not None and telemetry is not None:
@@ -377,10 +328,7 @@ class CheckpointCallback(tf.keras.callbacks.Callback):
         if not self.model.built:
             raise ArgumentError("model", type(self.model), "one that is built: model.build(...) before fit")
         optimizer = self.model.optimizer
-        if hasattr(optimizer, "_create_all_weights"):  # tf-keras, old kind
-            optimizer._create_all_weights(self.model.trainable_variables)
-        elif hasattr(optimizer, "build") and not is_built(optimizer):
-            optimizer.build(self.model.trainable_variables)
+        build(optimizer, self.model.trainable_variables)
         self.loaded_step, more = checkpoint.load_more(self.directory, optimizer, None, self._variables())
         self._epoch = int(more["epoch"])
         if hasattr(self.model, "_initial_epoch"):
@@ -396,16 +344,13 @@ class CheckpointCallback(tf.keras.callbacks.Callback):
             self.model._training_state = None
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Remembers the epoch."""
         self._epoch = epoch
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Saves."""
         if self.save_freq == "epoch":
             self._save(epoch + 1)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Saves every so many batches."""
         self._num_batches += 1
         if self.save_freq != "epoch" and self._num_batches % int(self.save_freq) == 0:
             self._save(self._epoch)
@@ -429,5 +374,4 @@ class _Resumed:
     def maybe_load_initial_counters_from_ckpt(
         self, _steps: Any, _epoch: int, **_mode: Any
     ) -> tuple[int, int]:
-        """Epoch and batch."""
         return self._epoch, 0

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
-from types import FrameType
 from typing import Any
 
 import tensorflow as tf
 
 from horovod_sparse.errors import UnsupportedError
-from horovod_sparse.tensorflow.keras.copies import Again, made_again, refuse_copies
-from horovod_sparse.tensorflow.state import CheckpointedState, StateKeeper
+from horovod_sparse.tensorflow.arguments import Again
+from horovod_sparse.tensorflow.private import refuse_copies, scaler_of
+from horovod_sparse.tensorflow.state import CheckpointedState, StateKeeper, WithState
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
-
-#: frames between a LossScaleOptimizer and the attribute that it sets on the optimizer that it takes
-_LIMIT = 10
 
 
 class _Reduce:
@@ -41,12 +36,7 @@ class _Reduce:
         )
 
     def scaled_by(self, scaler: Any) -> None:
-        """Says which LossScaleOptimizer has been put around this one: gradients are its, not the loss'.
-
-        Raises:
-            UnsupportedError: where gradients of several scales would be added up, or times be needed of
-                gradients that wait for one another.
-        """
+        """Says which LossScaleOptimizer has been put around this one: gradients are its, not the loss'."""
         if self._optimizer._agg_helper is not None:
             raise UnsupportedError(
                 "backward_passes_per_step above 1 cannot be combined with a LossScaleOptimizer (which "
@@ -60,12 +50,6 @@ def attach(wrapped: Any, synchronizer: GradientSynchronizer, keeper: StateKeeper
     """Puts a sparse reduction into what Horovod has made of an optimizer.
 
     Local variables, several passes per step and scaling stay Horovod's.
-
-    Args:
-        wrapped: by `horovod.tensorflow.keras.DistributedOptimizer`.
-        synchronizer: of the gradients.
-        keeper: of its state.
-        again: wraps another optimizer in the same way.
     """
     if not hasattr(wrapped, "_allreduce_grads"):
         raise UnsupportedError(f"{type(wrapped).__name__} is no optimizer that Horovod can wrap")
@@ -87,15 +71,13 @@ def attach(wrapped: Any, synchronizer: GradientSynchronizer, keeper: StateKeeper
     cls.__module__ = base.__module__
     # what a LossScaleOptimizer sets on the optimizer that it takes: nothing else tells of it
     cls._is_wrapped_by_loss_scale_optimizer = property(_is_scaled, _scaled)
-    for attribute in ("telemetry", "plan", "decision", "is_measured"):
-        setattr(cls, attribute, property(partial(_of_synchronizer, attribute)))
-    cls.replan = lambda self, plan=None, **more: _synchronizer(self).replan(plan, **more)
-    cls.state_dict = lambda self: self._horovod_sparse_keeper.state_dict()
-    cls.load_state_dict = lambda self, entry: self._horovod_sparse_keeper.load_state_dict(entry)
+    for name, item in vars(WithState).items():
+        if name[:2] != "__":
+            setattr(cls, name, item)
     cls.get_config = _config_of(cls.get_config)
-    cls.__reduce__ = lambda self: (made_again, (again, base, self.get_config()))
-    cls.__deepcopy__ = lambda self, memo: made_again(again, base, self.get_config())
-    cls.from_config = classmethod(lambda cls, config, **more: again(base.from_config(config, **more)))
+    cls.__reduce__ = lambda self: (again.from_config, (base, self.get_config()))
+    cls.__deepcopy__ = lambda self, memo: again.from_config(base, self.get_config())
+    cls.from_config = classmethod(lambda cls, config, **more: again.from_config(base, config, **more))
     return wrapped
 
 
@@ -111,12 +93,7 @@ def _config_of(method: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[
 
 
 def scaled_again(scaler: Any, wrapped: Any) -> Any:
-    """Another LossScaleOptimizer of the same kind, settings and state.
-
-    Args:
-        scaler: of Keras 2.
-        wrapped: what it shall be put around.
-    """
+    """Another LossScaleOptimizer of the same kind, settings and state."""
     growth_steps = scaler.dynamic_growth_steps if scaler.dynamic else None
     again = type(scaler)(wrapped, scaler.dynamic, scaler.initial_scale, growth_steps)
     if scaler.dynamic:
@@ -144,26 +121,7 @@ def _is_scaled(optimizer: Any) -> bool:
 
 
 def _scaled(optimizer: Any, _value: bool) -> None:
-    frame: FrameType | None = sys._getframe(1)
-    for _ in range(_LIMIT):
-        if frame is None:
-            break
-        caller = frame.f_locals.get("self")
-        inner = getattr(caller, "__dict__", {}).get("_optimizer")
-        if inner is not None and inner is optimizer:
-            optimizer._allreduce_grads.scaled_by(caller)
-            return
-        frame = frame.f_back
-    raise UnsupportedError("what scales the loss was not found: this version of tf-keras is not supported")
-
-
-def _synchronizer(optimizer: Any) -> GradientSynchronizer:
-    synchronizer: GradientSynchronizer = optimizer._allreduce_grads.synchronizer
-    return synchronizer
-
-
-def _of_synchronizer(attribute: str, optimizer: Any) -> Any:
-    return getattr(_synchronizer(optimizer), attribute)
+    optimizer._allreduce_grads.scaled_by(scaler_of(optimizer))
 
 
 def _learning_rate(optimizer: Any) -> Any:

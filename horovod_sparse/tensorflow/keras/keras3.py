@@ -12,15 +12,13 @@ import numpy as np
 import tensorflow as tf
 
 from horovod_sparse.errors import UnsupportedError
-from horovod_sparse.frontend.decision import Decision
-from horovod_sparse.frontend.encoding import from_bytes, to_bytes
-from horovod_sparse.merging import Plan
-from horovod_sparse.telemetry import Telemetry
-from horovod_sparse.tensorflow.keras.copies import Again, made_again, refuse_copies
+from horovod_sparse.tensorflow.arguments import Again
 from horovod_sparse.tensorflow.keras.reduction import Accumulation, Reduction
-from horovod_sparse.tensorflow.loss_scale import times
-from horovod_sparse.tensorflow.state import CheckpointedState, StateKeeper
+from horovod_sparse.tensorflow.private import refuse_copies
+from horovod_sparse.tensorflow.state import CheckpointedState, StateKeeper, WithState
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
+from horovod_sparse.tensorflow.tensors import times
+from horovod_sparse.training.encoding import from_bytes, to_bytes
 
 
 def wrap(
@@ -35,17 +33,6 @@ def wrap(
 
     The class has the name of the one that it is derived from, so that a saved model can be loaded where
     there is no Horovod.
-
-    Args:
-        optimizer: of Keras 3.
-        reduction: what is done with gradients.
-        accumulation: of several passes; None for one.
-        keeper: of the synchronizer's state; None without a sparsifier.
-        name: of the optimizer; its own, if None.
-        again: wraps another optimizer in the same way.
-
-    Raises:
-        UnsupportedError: for another backend than TensorFlow, or an optimizer that is distributed.
     """
     if keras.backend.backend() != "tensorflow":
         raise UnsupportedError(
@@ -83,7 +70,7 @@ def _wrong_order() -> UnsupportedError:
 
 
 def _derived(base: Any, is_scaler: bool, again: Again) -> Any:
-    class Distributed(base):
+    class Distributed(WithState, base):
         """What differs from the user's optimizer."""
 
         _horovod_sparse_reduction: Reduction | None = None
@@ -106,10 +93,10 @@ def _derived(base: Any, is_scaler: bool, again: Again) -> Any:
         @classmethod
         def from_config(cls, config: dict[str, Any], **arguments: Any) -> Any:
             """Another optimizer with the same settings, distributed in the same way, with no residual."""
-            return again(base.from_config(config, **arguments))
+            return again.from_config(base, config, **arguments)
 
         def __reduce__(self) -> Any:
-            return made_again, (again, base, super().get_config())
+            return again.from_config, (base, super().get_config())
 
         def get_config(self) -> dict[str, Any]:
             """The settings; also called where a file is written."""
@@ -122,56 +109,10 @@ def _derived(base: Any, is_scaler: bool, again: Again) -> Any:
                 raise _wrong_order()
             super().__setattr__(name, value)
 
-        @property
-        def _horovod_sparse_synchronizer(self) -> GradientSynchronizer | None:
-            reduction = self._horovod_sparse_reduction
-            reducer = None if reduction is None else reduction.reducer
-            return reducer if isinstance(reducer, GradientSynchronizer) else None
-
-        @property
-        def telemetry(self) -> Telemetry:
-            """What happened in the last step, and means; empty where a step is not sparse."""
-            synchronizer = self._horovod_sparse_synchronizer
-            return Telemetry() if synchronizer is None else synchronizer.telemetry
-
-        @property
-        def plan(self) -> Plan | None:
-            """Which variables form which bucket; None before the first step, and without a sparsifier."""
-            synchronizer = self._horovod_sparse_synchronizer
-            return synchronizer.plan if synchronizer is not None and synchronizer.parts else None
-
-        @property
-        def decision(self) -> Decision | None:
-            """Why the plan was taken, where times decided about it."""
-            synchronizer = self._horovod_sparse_synchronizer
-            return None if synchronizer is None else synchronizer.decision
-
-        @property
-        def is_measured(self) -> bool:
-            """Whether backward times wait for `replan`."""
-            synchronizer = self._horovod_sparse_synchronizer
-            return synchronizer is not None and synchronizer.is_measured
-
-        def replan(self, plan: Plan | None = None, *, measure_steps: int | None = None) -> None:
-            """Changes the buckets between two steps: see `GradientSynchronizer.replan`."""
-            synchronizer = self._horovod_sparse_synchronizer
-            if synchronizer is not None:
-                synchronizer.replan(plan, measure_steps=measure_steps)
-
         def register_local_var(self, variable: Any) -> None:
             """Keeps a variable's gradient local: it is not reduced."""
             if self._horovod_sparse_reduction is not None:
                 self._horovod_sparse_reduction.keep_local(variable)
-
-        def state_dict(self) -> dict[str, Any]:
-            """This rank's residuals and sparsifier states; `horovod_sparse.tensorflow.state` says more."""
-            keeper = self._horovod_sparse_keeper
-            return {} if keeper is None else keeper.state_dict()
-
-        def load_state_dict(self, entry: Any) -> None:
-            """Continues from what `state_dict` gave."""
-            if self._horovod_sparse_keeper is not None:
-                self._horovod_sparse_keeper.load_state_dict(entry)
 
         def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> Any:
             """Reduces gradients over ranks, and applies them."""
@@ -239,9 +180,6 @@ class SavedState(CheckpointedState, _Saveable):
     """Saved beside the optimizer's variables (`BackupAndRestore`, ``model.save``), not among them.
 
     An optimizer that is not distributed passes over it.
-
-    Args:
-        keeper: of the synchronizer.
     """
 
     def _obj_type(self) -> str:

@@ -4,30 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 from horovod.tensorflow.keras import DistributedOptimizer as _stock
 
 from horovod_sparse.checks import check_count
 from horovod_sparse.errors import ArgumentError, UnsupportedError
-from horovod_sparse.frontend.momentum import refuse_double_momentum
-from horovod_sparse.frontend.poison import SKIP
-from horovod_sparse.merging import Plan
 from horovod_sparse.tensorflow._horovod import hvd
-from horovod_sparse.tensorflow.arguments import Arguments, checked_layers
+from horovod_sparse.tensorflow.agreement import building
+from horovod_sparse.tensorflow.arguments import Again, Arguments, checked_layers
 from horovod_sparse.tensorflow.compression import Compression
 from horovod_sparse.tensorflow.keras import keras2
-from horovod_sparse.tensorflow.keras.copies import Again
 from horovod_sparse.tensorflow.keras.reduction import (
     Accumulation,
     DenseReducer,
     Reduction,
     is_keras3,
 )
-from horovod_sparse.tensorflow.planning import building
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
 from horovod_sparse.tensorflow.tensors import settings_of
+from horovod_sparse.training.momentum import refuse_double_momentum
+from horovod_sparse.training.settings import SKIP, PlannedOptions
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 @building.telling
@@ -46,17 +47,7 @@ def DistributedOptimizer(
     groups: Any = None,
     process_set: Any = hvd.global_process_set,
     scale_local_gradients: bool = True,
-    *,
-    bucket_bytes: int | None = None,
-    plan: Plan | None = None,
-    merging: Any = None,
-    tensor_selection: Any = None,
-    profile: Any = None,
-    on_nonfinite: str = "raise",
-    check_every: int | None = None,
-    on_drift: str | None = None,
-    deadline_seconds: float | None = None,
-    levels: str = "flat",
+    **options: Unpack[PlannedOptions],
 ) -> Any:
     """Wraps a Keras optimizer so that gradients are synchronized over ranks, sparsely.
 
@@ -96,8 +87,7 @@ def DistributedOptimizer(
     Args:
         optimizer: of Keras 3 or tf-keras.
         name: of the optimizer; "Distributed..." under tf-keras, the optimizer's own under Keras 3.
-        device_dense: see above.
-        device_sparse: see above.
+        device_dense, device_sparse: see above.
         compression: a sparsifier (``Compression.exdyna(density=0.001)``), text for `Compression.parse`, or
             one of Horovod's compressors.
         sparse_as_dense: see above.
@@ -109,33 +99,10 @@ def DistributedOptimizer(
         groups: number of buckets, or lists of variables that form one each.
         process_set: the ranks that take part.
         scale_local_gradients: divide gradients of local variables by the number of ranks.
-        bucket_bytes: of gradient in a bucket; 32 MiB if left out.
-        plan: which variables form which bucket, in place of `groups` and `bucket_bytes`.
-        merging: how buckets are made: "layerwise", "single", "omgs", "optimal", "joint",
-            ``fixed(num_elements=...)``, ``fixed(bytes=...)`` (`horovod_sparse.merging.fixed`), a function
-            of a workload and a cost model, or a `Plan`. Those that go by times (the three in the middle)
-            begin with the default plan, and measure 5 steps; see `hvd.callbacks.ReplanCallback`.
-        tensor_selection: which variables are sparsified: "cost" (where it pays, by measured times), "all",
-            ``min_elements(...)`` (`horovod_sparse.merging.min_elements`), or a function of a variable's
-            facts that says yes or no. If nothing is said of buckets either, those that cannot win by
-            formulas stay dense, which one warning tells.
-        profile: a `horovod_sparse.cost.Profile`, or the path of a saved one, the same on all ranks: what it
-            holds is not measured.
-        on_nonfinite: what is done where a gradient is NaN or Inf on some rank: "raise"; "skip", under Keras
-            3: no rank's optimizer steps, and `iterations` does not count; "zero": the gradients of such ranks
-            are left out whole, and those of the others applied. The last two are counted in the telemetry.
-        check_every: after so many steps, again and again, ranks compare a checksum of their variables,
-            under Keras 3 of the optimizer's, too; 0 for
-            never. If left out, what HOROVOD_SPARSE_CHECK_EVERY says, or 1000.
-        on_drift: what is done where they differ: "raise" a `DriftError` on every rank, which names what
-            differs, and the ranks; "warn", in the log; "resync": what differs becomes what rank 0 has,
-            counted in the telemetry. If left out, what HOROVOD_SPARSE_ON_DRIFT says, or "raise".
-        deadline_seconds: after so many seconds of waiting for other ranks all ranks end with a
-            `DeadlineError`, which a graph quotes; 0 waits for ever. 300 if left out, or what
-            HOROVOD_SPARSE_DEADLINE_SECONDS says.
-        levels: "flat": all ranks are alike; "host": gradients are summed densely within each host first, and
-            sparsified between hosts; "auto": "host" where there are several hosts, of several ranks each, as
-            many on all of them, and the cost model says that it is faster. See docs/levels.md.
+        **options: settings of the training, all but `synchronize_at` and `max_grad_norm`: see
+            `horovod_sparse.training.settings.Settings`. Plans by times are taken by
+            `hvd.callbacks.ReplanCallback`. Under tf-keras ``on_nonfinite="skip"`` is refused, and
+            `check_every` compares variables of the model alone.
 
     Returns:
         An optimizer of a class derived from that of `optimizer`, with `telemetry`, `plan`, `decision`,
@@ -145,7 +112,7 @@ def DistributedOptimizer(
         ArgumentError: for an argument that is not allowed.
         UnsupportedError: for Adasum, or an optimizer that cannot be wrapped.
     """
-    arguments = Arguments.of(locals()).checked()
+    arguments = Arguments.of(locals(), DistributedOptimizer).checked()
     check_count("backward_passes_per_step", backward_passes_per_step, "a number of 1 or more")
     arguments = arguments.parsed()
     if not arguments.is_sparse:
@@ -158,8 +125,11 @@ def DistributedOptimizer(
     again, is_scaler = Again(DistributedOptimizer, arguments), hasattr(optimizer, "inner_optimizer")
     if is_scaler and not is_keras3(optimizer):  # there, what is distributed goes inside
         return keras2.scaled_again(optimizer, again(optimizer.inner_optimizer))
-    keeper = arguments.compression.keeper if arguments.is_sparse else None
-    synchronizer = _synchronizer(arguments, optimizer, is_scaler) if arguments.is_sparse else None
+    synchronizer: GradientSynchronizer | None = None
+    keeper: Any = None
+    if arguments.is_sparse:
+        synchronizer = _synchronizer(arguments, optimizer, is_scaler)
+        keeper = arguments.compression._horovod_sparse_keeper
     if is_keras3(optimizer):
         from horovod_sparse.tensorflow.keras import keras3  # Keras 3 need not be installed
 
@@ -170,7 +140,7 @@ def DistributedOptimizer(
             )
         reduction = Reduction(synchronizer or DenseReducer(arguments), scale_local_gradients)
         return keras3.wrap(optimizer, reduction, accumulation, keeper, name, again)
-    if arguments.on_nonfinite == SKIP:
+    if arguments.settings.on_nonfinite == SKIP:
         raise UnsupportedError(
             "on_nonfinite='skip' needs an optimizer of Keras 3: under tf-keras Horovod's own applies "
             "gradients. Give 'zero' or 'raise'"
@@ -178,9 +148,7 @@ def DistributedOptimizer(
     if synchronizer is None:
         return _stock(optimizer, **arguments.taken_by(_stock))
     dense = replace(arguments, compression=hvd.Compression.none, process_set=synchronizer.process_set)
-    return keras2.attach(
-        _stock(optimizer, **dense.taken_by(_stock)), synchronizer, arguments.compression.keeper, again
-    )
+    return keras2.attach(_stock(optimizer, **dense.taken_by(_stock)), synchronizer, keeper, again)
 
 
 def _synchronizer(arguments: Arguments, optimizer: Any, is_scaler: bool) -> GradientSynchronizer:
@@ -214,31 +182,19 @@ def PartialDistributedOptimizer(
     Arguments and order are those of ``horovod.keras.PartialDistributedOptimizer``.
 
     Args:
-        optimizer: see `DistributedOptimizer`, as for all other arguments.
-        name: see there.
-        device_dense: see there.
-        device_sparse: see there.
-        compression: see there.
-        sparse_as_dense: see there.
-        gradient_predivide_factor: see there.
-        op: see there.
-        groups: see there.
-        process_set: see there.
-        local_layers: a layer, or several; built already.
-        scale_local_gradients: see there.
-        **more: see there: what Horovod's function does not take.
+        local_layers: a layer, or several; built already. All other arguments are those of
+            `DistributedOptimizer`.
 
     Raises:
         ArgumentError: if something in `local_layers` is no layer, or is not built yet.
     """
-    arguments = Arguments.of(locals())
-    layers = checked_layers(local_layers)
+    given = dict(locals())
+    layers, more = checked_layers(given.pop("local_layers")), given.pop("more")
     if not all(layer.built for layer in layers):
         raise ArgumentError(
             "local_layers", local_layers, "layers that are built: they have no variables before"
         )
-    given = {**arguments.taken_by(PartialDistributedOptimizer), **more}
-    wrapped = DistributedOptimizer(optimizer, **given)
+    wrapped = DistributedOptimizer(**given, **more)
     for layer in layers:
         for variable in layer.trainable_weights:
             wrapped.register_local_var(variable)

@@ -9,12 +9,12 @@ import tensorflow as tf
 
 from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.tensorflow._horovod import hvd, is_elastic, takes_part
+from horovod_sparse.tensorflow.agreement import compare_densely, label_of
 from horovod_sparse.tensorflow.arguments import Arguments
 from horovod_sparse.tensorflow.collectives import known_to_elastic, not_folded
 from horovod_sparse.tensorflow.graph import EagerCalls, refuse_graphs
-from horovod_sparse.tensorflow.loss_scale import ScaledReduction, nan_where, times
-from horovod_sparse.tensorflow.planning import compare_densely, label_of
-from horovod_sparse.tensorflow.tensors import as_dense, as_variable, scaled_locally
+from horovod_sparse.tensorflow.loss_scale import ScaledReduction, nan_where
+from horovod_sparse.tensorflow.tensors import as_dense, as_variable, scaled_locally, times
 
 
 def is_keras3(optimizer: Any) -> bool:
@@ -46,10 +46,6 @@ class Reduction:
     """Keeps local variables apart, and reduces the gradients of the others.
 
     Keras looks into the attributes of its optimizers to save them; this object it does not.
-
-    Args:
-        reducer: of the gradients that are shared.
-        scale_local: whether gradients of local variables are divided by the number of ranks.
     """
 
     def __init__(self, reducer: Reducer, scale_local: bool) -> None:
@@ -93,14 +89,7 @@ class Reduction:
         learning_rate: Any,
         scale: Any,
     ) -> list[Any]:
-        """As `reduce`, for gradients of a scaled loss: see `ScaledReduction`.
-
-        Args:
-            gradients: of the loss times the scale.
-            variables: of the gradients.
-            learning_rate: of this step.
-            scale: number or scalar tensor.
-        """
+        """As `reduce`, for gradients of a scaled loss: see `ScaledReduction`."""
         if not self.reducer.is_needed:
             return list(gradients)
         return self._scaled(
@@ -112,13 +101,7 @@ class Reduction:
 
 
 class Accumulation:
-    """Adds up the gradients of several passes; every last one is reduced and applied.
-
-    Args:
-        passes: per step.
-        average: divide the sum by their number.
-        sparse_as_dense: whether `tf.IndexedSlices` are made dense.
-    """
+    """Adds up the gradients of several passes; every last one is reduced and applied."""
 
     def __init__(self, passes: int, average: bool, sparse_as_dense: bool) -> None:
         self.passes, self._average, self._sparse_as_dense = passes, average, sparse_as_dense
@@ -132,17 +115,7 @@ class Accumulation:
         apply: Callable[[list[Any]], Any],
         skip: Callable[[], Any],
     ) -> None:
-        """One pass.
-
-        Args:
-            gradients: of this pass.
-            variables: of the gradients.
-            apply: called with the sums (or averages) after the last pass.
-            skip: called after the others.
-
-        Raises:
-            UnsupportedError: for `tf.IndexedSlices`, unless they are made dense.
-        """
+        """One pass."""
         # of one that has none in this pass, what the passes before it had
         sums = [
             self._sums.get(as_variable(variable).ref())
@@ -186,12 +159,7 @@ class Accumulation:
 
 
 class DenseReducer:
-    """Sums or averages gradients over ranks, whole, compressed as Horovod's own compressors do.
-
-    Args:
-        arguments: of the optimizer. Its compression is Horovod's (`Compression.none` or `.fp16`), or one of
-            the user; `groups` are reduced together; `sparse_as_dense` is for `tf.IndexedSlices`.
-    """
+    """Sums or averages gradients over ranks, whole, compressed as Horovod's own compressors do."""
 
     def __init__(self, arguments: Arguments) -> None:
         self.process_set, self._sparse_as_dense = arguments.process_set, arguments.sparse_as_dense
@@ -223,11 +191,7 @@ class DenseReducer:
     def synchronize_or_skip(
         self, gradients: Sequence[Any], variables: Sequence[Any], learning_rate: Any = None
     ) -> tuple[list[Any], None]:
-        """Reduced gradients; None stays None. No step is skipped.
-
-        Raises:
-            UnsupportedError: within ``tf.function(jit_compile=True)``.
-        """
+        """Reduced gradients; None stays None. No step is skipped."""
         refuse_graphs()
         if not self.is_needed:
             return list(gradients), None
@@ -264,12 +228,12 @@ class DenseReducer:
             return []
         if isinstance(self._groups, int):
             per_group = -(-len(dense) // self._groups)
-            asked = [dense[i : i + per_group] for i in range(0, len(dense), per_group)]
+            chosen = [dense[i : i + per_group] for i in range(0, len(dense), per_group)]
         else:
             at = {variables[i].ref(): i for i in dense}
-            asked = [[at[ref] for ref in group if ref in at] for group in self._groups]
+            chosen = [[at[ref] for ref in group if ref in at] for group in self._groups]
         return [
             [i for i in group if gradients[i].dtype == dtype]
-            for group in asked
+            for group in chosen
             for dtype in dict.fromkeys(gradients[i].dtype for i in group)
         ]

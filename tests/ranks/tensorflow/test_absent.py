@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import horovod.tensorflow as stock
-import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -46,44 +45,6 @@ def test_a_tape_gives_every_variable_its_own(rank, size, graph, layerwise):
         expected = [[0.0] * 2 if i in absent else full[i] for i in range(3)]
         assert _gradients(wrap, compression, variables, absent, graph) == expected
     assert _gradients(wrap, compression, variables, (), graph) == full
-
-
-@pytest.mark.parametrize("absent", [{0}, {2}])
-def test_absent_on_one_rank_alone(rank, size, absent):
-    """What the others send for it arrives, on this rank as well."""
-    variables = [tf.Variable(tf.ones([2]), name=f"w{i}") for i in range(3)]
-    compression = hvd.Compression.topk(density=1.0)
-    _gradients(hvd.DistributedGradientTape, compression, variables, (), False)
-    own = absent if rank == 0 else ()
-    gradients = _gradients(hvd.DistributedGradientTape, compression, variables, own, False)
-    expected = [[(size - (i in absent)) * factor] * 2 for i, factor in enumerate(FACTORS)]
-    assert gradients == expected
-
-
-@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
-@pytest.mark.parametrize("wrapper", ["ours", "stock"])
-def test_nothing_is_lost(rank, size, graph, wrapper, everywhere):
-    """At a low density: what was given to the tape is applied, or held back."""
-    variables = [tf.Variable(tf.ones([8]), name=f"w{i}") for i in range(3)]
-    compression = hvd.Compression.topk(density=0.25)
-    wrap = {"ours": hvd.DistributedGradientTape, "stock": stock.DistributedGradientTape}[wrapper]
-    given, applied = np.zeros(3), np.zeros(3)
-    for absent in ((), {0}, (), {1}, {2}, {0, 1}, ()):
-        gradients = _gradients(wrap, compression, variables, absent, graph, factor=rank + 1.0)
-        for i, gradient in enumerate(gradients):
-            if i not in absent:
-                given[i] += 8 * (rank + 1.0) * FACTORS[i]
-            else:
-                assert wrapper == "ours" or gradient is None
-            applied[i] += 0.0 if gradient is None else np.sum(gradient)
-    inner = compression.synchronizer or compression._dropin.synchronizer
-    (part,) = inner.sparse
-    held = {
-        name: part.bucket.accumulator.values()[slice(*place)].sum()
-        for name, place in zip(part.names, part.places, strict=True)
-    }
-    sums = everywhere(np.array([[held[f"w{i}"] for i in range(3)], given])).sum(axis=0)
-    np.testing.assert_allclose(applied + sums[0], sums[1], rtol=1e-6)
 
 
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])

@@ -7,9 +7,7 @@ import pytest
 import tensorflow as tf
 
 import horovod_sparse.tensorflow as hvd
-from horovod_sparse.errors import StateMismatchError
 from horovod_sparse.merging import Plan
-from horovod_sparse.simulation import SimulatedCluster
 
 pytestmark = pytest.mark.tensorflow
 
@@ -41,40 +39,6 @@ def test_dense_variables_train_with_momentum(rank, size, arguments):
         assert compression.synchronizer.plan == plan
     held = compression.state_dict()
     assert sorted(held["companions"][0]) == sorted(shapes) and not held["residuals"]["bias"].any()
-
-
-def test_a_filtered_residual_is_the_simulators_and_resumes(rank, size):
-    """Through other buckets, and through a checkpoint; a dense variable is filtered of nothing."""
-    text = "cltk:density=0.1,feedback=lowpass(beta=0.25),dense=bias"
-    shapes = {"bias": (7,), "weight": (40, 3)}
-    made = hvd.Compression.parse(text).recipe.for_parameter("weight", 120)
-    cluster = SimulatedCluster(made, 120, size)
-    saved = None
-    for steps in (range(3), range(3, 6)):
-        variables = [tf.Variable(tf.zeros(shape), name=name) for name, shape in shapes.items()]
-        compression = hvd.Compression.parse(text)
-        synchronizer = compression.bind(average=False)
-        if saved is not None:
-            compression.load_state_dict(saved)
-        synchronize = tf.function(lambda *given, to=synchronizer, of=variables: to.synchronize(given, of))
-        for step in steps:
-            everyone = [
-                [(generator.integers(-64, 65, shape) / 64).astype(np.float32) for shape in shapes.values()]
-                for generator in (np.random.default_rng([step, r]) for r in range(size))
-            ]
-            bias, weight = synchronize(*map(tf.constant, everyone[rank]))
-            expected = cluster.step([gradients[1].reshape(-1) for gradients in everyone])
-            np.testing.assert_array_equal(weight.numpy().reshape(-1), expected)
-            np.testing.assert_array_equal(bias.numpy(), sum(gradients[0] for gradients in everyone))
-        saved = compression.state_dict()
-    held = saved["companions"][0]
-    np.testing.assert_array_equal(held["weight"].reshape(-1), cluster.residuals()[rank])
-    norm = np.linalg.norm(held["weight"])
-    assert norm > 0 and compression.telemetry.last.residual_norm == pytest.approx(norm, rel=1e-5)
-    momentum = hvd.Compression.parse(text.replace("lowpass(beta=0.25)", "momentum"))
-    momentum.bind(average=False).synchronize([tf.zeros(shape) for shape in shapes.values()], variables)
-    with pytest.raises(StateMismatchError, match="feedback"):
-        momentum.load_state_dict(saved)
 
 
 def test_partitions_of_a_graph_follow_the_gradients(rank, size):

@@ -13,7 +13,7 @@ import horovod_sparse.tensorflow as hvd
 import horovod_sparse.tensorflow.keras as hvd_keras
 from horovod_sparse.errors import UnsupportedError
 
-pytestmark = [pytest.mark.tensorflow, pytest.mark.once]
+pytestmark = pytest.mark.tensorflow
 
 COPIES = {"pickle": lambda one: pickle.loads(pickle.dumps(one)), "deepcopy": copy.deepcopy}
 

@@ -10,7 +10,7 @@ import tensorflow as tf
 import horovod_sparse.tensorflow as hvd
 import horovod_sparse.tensorflow.keras as hvd_keras
 
-pytestmark = [pytest.mark.tensorflow, pytest.mark.once]
+pytestmark = pytest.mark.tensorflow
 
 WRAPPERS = {"ours": hvd.DistributedGradientTape, "stock": stock.DistributedGradientTape}
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from typing import Any
-
 import keras
 import numpy as np
 import pytest
@@ -12,78 +9,9 @@ import tensorflow as tf
 
 import horovod_sparse.tensorflow as hvd
 import horovod_sparse.tensorflow.keras as hvd_keras
-from horovod_sparse.errors import ArgumentError, DriftError
-from support.tapes import SHAPES, random_gradients
+from horovod_sparse.errors import ArgumentError
 
 pytestmark = pytest.mark.tensorflow
-
-
-class Loop:
-    """Descends along random gradients with tapes; variables may be changed between two steps."""
-
-    def __init__(self, rank: int, graph: bool, **arguments: Any) -> None:
-        self.variables = [tf.Variable(tf.ones(shape), name=f"weight{i}") for i, shape in enumerate(SHAPES)]
-        self.compression = hvd.Compression.topk(density=0.1)
-        self.gradients = random_gradients(rank, steps=20)
-        self.done = 0
-        arguments = {"check_every": 3, **arguments}
-
-        def step(given):
-            with tf.GradientTape() as tape:
-                loss = tf.add_n([tf.reduce_sum(v * x) for v, x in zip(self.variables, given, strict=True)])
-            tape = hvd.DistributedGradientTape(tape, compression=self.compression, **arguments)
-            for variable, gradient in zip(self.variables, tape.gradient(loss, self.variables), strict=True):
-                variable.assign_sub(0.25 * gradient)
-
-        self._step = tf.function(step) if graph else step
-
-    def run(self, steps: int) -> None:
-        for _ in range(steps):
-            self._step([tf.constant(array) for array in self.gradients[self.done]])
-            self.done += 1
-
-    def values(self) -> np.ndarray:
-        return np.concatenate([variable.numpy().reshape(-1) for variable in self.variables])
-
-
-@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
-def test_what_differs_is_named_with_its_ranks(rank, size, graph):
-    loop = Loop(rank, graph)
-    loop.run(5)
-    if rank == size - 1:
-        loop.variables[2][1, 2, 3].assign(7.0)
-    loop.run(1)
-    with pytest.raises((DriftError, tf.errors.OpError), match=r"after step 6 weight2 differs: ranks \[0"):
-        loop.run(1)
-    synchronizer = loop.compression.synchronizer
-    assert isinstance(synchronizer.last_error, DriftError)
-    assert f"ranks [{size - 1}]" in str(synchronizer.last_error)
-
-
-@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
-def test_resync_makes_all_ranks_what_rank_0_is(rank, size, graph, everywhere):
-    loop, twin = Loop(rank, graph, on_drift="resync"), Loop(rank, graph, check_every=0)
-    loop.run(3)
-    twin.run(3)
-    if rank == size - 1:
-        loop.variables[2][1, 2, 3].assign(7.0)
-    loop.run(5)
-    twin.run(5)
-    assert loop.compression.telemetry.num_drifts == 1
-    everyone = everywhere(loop.values())
-    assert (everyone == everyone[0]).all()
-    assert np.array_equal(loop.values(), twin.values())
-
-
-def test_a_warning_comes_once(rank, size, caplog):
-    loop = Loop(rank, True, on_drift="warn")
-    loop.run(3)
-    if rank == size - 1:
-        loop.variables[0][1, 2].assign(7.0)
-    with caplog.at_level(logging.WARNING, "horovod_sparse"):
-        loop.run(9)
-    assert sum("weight0 differs" in record.message for record in caplog.records) == 1
-    assert loop.compression.telemetry.num_drifts == 3
 
 
 @pytest.mark.parametrize("policy", ["raise", "zero"])
@@ -112,7 +40,7 @@ def test_two_tapes_of_one_compressor_check_their_own_variables(rank, size, polic
         step(tf.constant(1.0))
 
 
-@pytest.mark.parametrize("what", ["weight", "slot", "rate"])
+@pytest.mark.parametrize("what", ["slot", "rate"])
 @pytest.mark.parametrize("policy", ["raise", "resync"])
 def test_keras_compares_weights_and_the_optimizers_variables(rank, size, what, policy, everywhere):
     keras.utils.set_random_seed(3)
@@ -127,14 +55,12 @@ def test_keras_compares_weights_and_the_optimizers_variables(rank, size, what, p
     model.fit(*data, batch_size=8, verbose=0)
     if rank == size - 1:
         changed = {
-            "weight": model.weights[0],
             "slot": optimizer._momentums[2],
             "rate": optimizer.learning_rate,
         }[what]
         changed.assign(changed + 1.0)
     if policy == "raise":
-        words = "DriftError: after step 3 .*kernel" if what == "weight" else "DriftError.*of the optimizer"
-        with pytest.raises(tf.errors.OpError, match=words):
+        with pytest.raises(tf.errors.OpError, match=r"DriftError.*of the optimizer"):
             model.fit(*data, batch_size=8, verbose=0)
         return
     model.fit(*data, batch_size=8, verbose=0)
@@ -165,5 +91,5 @@ def test_arguments_are_checked():
         hvd.DistributedGradientTape(tf.GradientTape(), compression=topk, check_every=-1)
     with pytest.raises(ArgumentError, match="'raise', 'warn' or 'resync'"):
         hvd_keras.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=topk, on_drift="mend")
-    with pytest.raises(ArgumentError, match="a sparsifier, which check_every is for"):
+    with pytest.raises(ArgumentError, match="a sparsifier, or leave check_every out"):
         hvd_keras.DistributedOptimizer(keras.optimizers.SGD(0.1), check_every=3)

@@ -14,7 +14,7 @@ import horovod_sparse.tensorflow as hvd
 import horovod_sparse.tensorflow.keras as hvd_keras
 from horovod_sparse.feedback import Bucket
 
-pytestmark = [pytest.mark.tensorflow, pytest.mark.once]
+pytestmark = pytest.mark.tensorflow
 
 
 def _by_tape(wrap, graph):

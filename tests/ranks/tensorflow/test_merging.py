@@ -209,7 +209,7 @@ def test_times_are_those_of_backward():
 
     for _ in range(MEASURED):
         step(tf.ones([32]))
-    synchronizer.replan()
+    synchronizer.plan_anew()
     times = synchronizer.decision.profile.backward_seconds
     assert 0.05 <= times["late"] < 0.5
     assert times["early"] < 0.04

@@ -12,7 +12,7 @@ import horovod_sparse.tensorflow.keras as hvd_keras
 from horovod_sparse.errors import StateMismatchError
 from support.keras_models import fit, flat, keras, make_model
 
-pytestmark = [pytest.mark.tensorflow, pytest.mark.once]
+pytestmark = pytest.mark.tensorflow
 
 
 def _optimizer(kind):
@@ -71,6 +71,7 @@ def test_two_models_of_the_same_names_in_one_step(rank, size):
             np.testing.assert_allclose(bias, factor * total)
 
 
+@pytest.mark.controllers
 def test_other_models_are_an_error_and_no_stall(rank, size):
     weight = tf.Variable(tf.ones([3 + rank]))
     with tf.GradientTape() as tape:

@@ -125,6 +125,7 @@ def test_horovods_timeline_shows_it(rank, size, tmp_path):
     assert max(last for _, last in quick) + 0.1 < min(first for first, _ in slow)
 
 
+@pytest.mark.controllers
 def test_no_bucket_waits_for_another(rank, size):
     """Ranks whose gradients come in opposite orders neither hang nor wait for the last one."""
     variables = [tf.Variable(tf.ones([LARGE])) for _ in range(4)]

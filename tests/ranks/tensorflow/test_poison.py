@@ -12,65 +12,10 @@ import tensorflow as tf
 import horovod_sparse.tensorflow as hvd
 import horovod_sparse.tensorflow.keras as hvd_keras
 from horovod_sparse.errors import ArgumentError
-from support.tapes import SHAPES, random_gradients, train
 
 pytestmark = pytest.mark.tensorflow
 
-COMPRESSIONS = [
-    "topk:density=0.1",
-    "topk:density=0.1,dense_below=10",
-    "exdyna:density=0.1",
-    "gtopk:density=0.1",
-]
 BAD = 2
-
-
-def poisoned(rank: int, size: int, value: float = np.nan) -> list[Any]:
-    gradients = random_gradients(rank, steps=5)
-    if rank == size - 1:
-        gradients[BAD][1][7] = value
-    return gradients
-
-
-@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
-@pytest.mark.parametrize("text", COMPRESSIONS)
-def test_zero_leaves_the_bad_rank_out_as_if_its_gradient_had_been_zero(rank, size, graph, text):
-    gradients = poisoned(rank, size)
-    compression = hvd.Compression.parse(text)
-    found = train(hvd.DistributedGradientTape, compression, graph, gradients, on_nonfinite="zero")
-    if rank == size - 1:
-        gradients[BAD] = [np.zeros_like(array) for array in gradients[BAD]]
-    twin = train(hvd.DistributedGradientTape, hvd.Compression.parse(text), graph, gradients)
-    assert np.array_equal(found, twin)
-    assert compression.telemetry.num_dropped == 1
-    assert compression.telemetry.num_steps == 5
-
-
-@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
-def test_a_tape_says_that_a_step_is_to_be_skipped(rank, size, graph):
-    variables = [tf.Variable(tf.ones(shape)) for shape in SHAPES]
-    optimizer = keras.optimizers.Adam(0.1)
-    compression = hvd.Compression.topk(density=0.1)
-
-    def step(given):
-        with tf.GradientTape() as tape:
-            loss = tf.add_n([tf.reduce_sum(v * x) for v, x in zip(variables, given, strict=True)])
-        tape = hvd.DistributedGradientTape(tape, compression=compression, on_nonfinite="skip")
-        gradients = tape.gradient(loss, variables)
-        if not tape.skipped:
-            optimizer.apply_gradients(zip(gradients, variables, strict=True))
-        return tape.skipped
-
-    optimizer.build(variables)
-    step, before, skipped = (tf.function(step) if graph else step), None, []
-    for number, given in enumerate(poisoned(rank, size)):
-        before = [variable.numpy() for variable in variables]
-        skipped.append(bool(step([tf.constant(array) for array in given])))
-        moved = any((b != v.numpy()).any() for b, v in zip(before, variables, strict=True))
-        assert moved == (number != BAD)
-    assert skipped == [number == BAD for number in range(5)]
-    assert int(optimizer.iterations) == 4
-    assert compression.telemetry.num_skipped == 1
 
 
 def trained(rank: int, size: int, data: Any, passes: int = 1, **arguments: Any) -> Any:
@@ -109,17 +54,6 @@ def test_keras_skips_a_step_and_does_not_count_it(rank, size, everywhere):
     assert np.isfinite(everyone).all()
 
 
-def test_keras_leaves_the_bad_rank_out(rank, size, everywhere):
-    compression = hvd_keras.Compression.topk(density=0.2)
-    seen, optimizer = trained(rank, size, batches(rank, size), compression=compression, on_nonfinite="zero")
-    assert not np.array_equal(seen[BAD], seen[BAD - 1])
-    assert int(optimizer.iterations) == 5
-    assert optimizer.telemetry.num_dropped == 1
-    everyone = everywhere(seen)
-    assert (everyone == everyone[0]).all()
-    assert np.isfinite(everyone).all()
-
-
 def test_keras_skips_with_several_passes_per_step(rank, size):
     compression = hvd_keras.Compression.topk(density=0.2)
     seen, optimizer = trained(
@@ -135,5 +69,5 @@ def test_a_wrong_policy_is_refused(rank):
         hvd.DistributedGradientTape(
             tf.GradientTape(), compression=hvd.Compression.topk(density=0.1), on_nonfinite="ignore"
         )
-    with pytest.raises(ArgumentError, match="a sparsifier, which on_nonfinite is for"):
+    with pytest.raises(ArgumentError, match="a sparsifier, or leave on_nonfinite out"):
         hvd_keras.DistributedOptimizer(keras.optimizers.SGD(0.1), on_nonfinite="skip")

@@ -88,6 +88,7 @@ def test_doctor_refuses_a_profile_that_one_rank_cannot_read(tmp_path, capsys, ra
     assert "not a profile" in capsys.readouterr().err
 
 
+@pytest.mark.controllers
 def test_growth_is_measured_among_some_of_the_ranks(tmp_path, capsys, rank, size):
     if size < 3:
         pytest.skip("needs 3 ranks: among 2 of them")

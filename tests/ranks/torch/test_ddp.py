@@ -13,10 +13,8 @@ import torch
 import torch.distributed as dist
 
 from horovod_sparse.merging import Plan
-from horovod_sparse.torch import SparseCompressor
-from support.cases import CASES, case_id
 from support.linear import LinearModel, dyadic
-from support.optimizers import make, residuals_of, train_step
+from support.optimizers import make, train_step
 
 SHAPES = {"first": (40, 30), "bias": (7,), "scalar": (), "second": (3, 5, 11), "one": (1,)}
 PLAN = Plan((("one", "second"), ("scalar", "bias"), ("first",)))
@@ -43,26 +41,6 @@ def _process_group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("case", CASES, ids=case_id)
-def test_both_engines_have_the_same_bits(case, rank, size):
-    from support.replicas import Replica
-
-    recipe = case.at(0.1)
-    model = LinearModel(SHAPES)
-    optimizer = make(model, SparseCompressor(recipe), plan=PLAN)
-    replica = Replica(SHAPES, recipe, plan=PLAN)
-    for step in range(4):
-        one = train_step(model, optimizer, gradients(rank, step))
-        other = replica.step(gradients(rank, step))
-        for name in SHAPES:
-            assert torch.equal(one[name], other[name]), (step, name)
-    held = replica.held()
-    for name, residual in residuals_of(optimizer).items():
-        assert torch.equal(residual, held[name])
-    for one, other in zip(model.parameters(), replica.net.parameters(), strict=True):
-        assert torch.equal(one, other)
-
-
 @pytest.mark.parametrize(
     "text", ["topk:density=0.1", "exdyna:density=0.1", "dgc:density=0.1,feedback=momentum"]
 )
@@ -85,20 +63,4 @@ def test_each_loads_what_the_other_has_saved(text, rank, size):
     for step in range(6, 9):
         one, other = train_step(later, again, gradients(rank, step)), replica.step(gradients(rank, step))
         assert all(torch.equal(one[name], other[name]) for name in SHAPES), step
-    assert replica.sync.step == 9
-
-
-def test_another_plan_keeps_the_residuals(rank, size):
-    from support.replicas import Replica
-
-    model = LinearModel(SHAPES)
-    optimizer = make(model, "topk:density=0.1", plan=PLAN)
-    for step in range(3):
-        train_step(model, optimizer, gradients(rank, step))
-    replica = Replica(SHAPES, "topk:density=0.1")
-    replica.sync.load_state_dict(optimizer.state_dict()["horovod_sparse"])
-    assert torch.equal(replica.held()["first"], residuals_of(optimizer)["first"])
-    for step in range(3, 9):
-        replica.step(gradients(rank, step))
-    assert replica.sync.plan != PLAN  # DistributedDataParallel's buckets
     assert replica.sync.step == 9

@@ -14,8 +14,10 @@ import torch
 
 from horovod_sparse.collectives import AllGather, AllReduce, AllToAll, Broadcast, Exchange
 from horovod_sparse.errors import ArgumentError, CollectiveMismatchError, DeadlineError
-from horovod_sparse.frontend.deadline import Deadline, deadline_of
 from horovod_sparse.torch.driver import HorovodDriver
+from horovod_sparse.training.deadline import Deadline, deadline_of
+
+pytestmark = pytest.mark.controllers
 
 
 def all_kinds(rank: int, size: int):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import errno
 import gc
 from pathlib import Path
@@ -14,28 +13,25 @@ import pytest
 import torch
 
 import horovod_sparse.torch as hvd
+from horovod_sparse.carriers import shared_memory
+from horovod_sparse.carriers.shared_memory import lends
 from horovod_sparse.cli.ranks import Ranks
 from horovod_sparse.cost import choose_levels
 from horovod_sparse.errors import (
     EditedGradientError,
     NonFiniteGradientError,
-    StateMismatchError,
-    UnknownNameError,
     UnsupportedError,
 )
-from horovod_sparse.frontend import shared_memory
-from horovod_sparse.frontend.calibration import Extent, calibration
-from horovod_sparse.frontend.correction import measured_step
-from horovod_sparse.frontend.levels import by_cost
-from horovod_sparse.frontend.shared_memory import MEMORY_VARIABLE, lends
 from horovod_sparse.merging import Plan, predict
-from horovod_sparse.simulation import SimulatedCluster
+from horovod_sparse.planning import by_cost
+from horovod_sparse.planning.calibration import Extent, calibration
+from horovod_sparse.planning.correction import measured_step
 from horovod_sparse.sparsifiers import TopK
 from horovod_sparse.topology import Topology
-from horovod_sparse.torch import SparseCompressor
-from support.cases import CASES, case_id
 from support.linear import LinearModel, dyadic, same_on_all_ranks
-from support.optimizers import flat, in_bucket_order, make, residuals_of, train_step
+from support.optimizers import make, residuals_of, train_step
+
+pytestmark = pytest.mark.hosts
 
 SHAPES = {"first": (40, 30), "bias": (7,), "scalar": (), "second": (3, 5, 11), "one": (1,)}
 
@@ -63,67 +59,6 @@ def total_of(arrays, name):
         key: stock.allreduce(value.double(), op=stock.Sum, name=f"{name}.{key}")
         for key, value in arrays.items()
     }
-
-
-@pytest.mark.parametrize("case", CASES, ids=case_id)
-def test_equals_the_simulator_bit_for_bit(case, rank, size, per_host):
-    model = LinearModel(SHAPES)
-    optimizer = made(model, SparseCompressor(case.at(0.1)), op=stock.Sum)
-    topology = Topology.regular(size // per_host, per_host)
-    clusters = {
-        names: SimulatedCluster(
-            case.at(0.1),
-            sum(int(np.prod(SHAPES[name])) for name in names),
-            size,
-            name=f"bucket{number}.{names[0]}",
-            topology=topology,
-        )
-        for number, names in enumerate(optimizer.plan.buckets)
-    }
-    for step in range(4):
-        found = train_step(model, optimizer, gradients(rank, step))
-        for names, cluster in clusters.items():
-            inputs = [in_bucket_order(gradients(r, step), names) for r in range(size)]
-            np.testing.assert_array_equal(flat(found, names), cluster.step(inputs, 0.5))
-    for names, cluster in clusters.items():
-        np.testing.assert_array_equal(flat(residuals_of(optimizer), names), cluster.residuals()[rank])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
-def test_density_one_is_dense(dtype, rank, size):
-    model = LinearModel(SHAPES, dtype)
-    optimizer = made(model, "topk:density=1.0")
-    found = train_step(model, optimizer, gradients(rank, 0))
-    tolerance = 2e-2 if dtype in (torch.float16, torch.bfloat16) else 1e-6
-    for name in SHAPES:
-        own = [torch.from_numpy(np.asarray(gradients(r, 0)[name])).to(dtype).double() for r in range(size)]
-        mean = sum(own) / size
-        torch.testing.assert_close(found[name].double(), mean, rtol=tolerance, atol=tolerance)
-    assert same_on_all_ranks(*model.parameters())
-
-
-def _found(text, memory, monkeypatch, rank, dtype):
-    """All gradients and residuals of some steps, of several buckets under way at a time."""
-    monkeypatch.setenv(MEMORY_VARIABLE, memory)
-    model = LinearModel(SHAPES, dtype)
-    optimizer = made(model, text)
-    arrays = []
-    for step in range(4):
-        generator = np.random.default_rng([rank, step])
-        given = {name: generator.standard_normal(shape) for name, shape in SHAPES.items()}
-        arrays += train_step(model, optimizer, given).values()
-    assert len(optimizer._synchronizer.parts) > 1
-    assert lends(optimizer._synchronizer.parts) == (memory == "1")
-    return [*arrays, *residuals_of(optimizer).values()]
-
-
-@pytest.mark.parametrize("text", ["topk:density=0.1", "exdyna:density=0.1", "topk:density=1.0"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
-def test_shared_memory_gives_the_bits_that_messages_give(text, dtype, monkeypatch, rank):
-    """Of any numbers: what is summed is so in the order of ranks, and half types in float32."""
-    by_messages = _found(text, "0", monkeypatch, rank, dtype)
-    for one, other in zip(by_messages, _found(text, "1", monkeypatch, rank, dtype), strict=True):
-        assert torch.equal(one, other)
 
 
 def test_one_rank_without_memory_and_none_shares(monkeypatch, rank, size, caplog):
@@ -162,22 +97,6 @@ def test_memory_is_given_back(rank):
     assert mapped() <= before and sorted(Path("/dev/shm").glob("*sparse*")) == files
 
 
-@pytest.mark.parametrize("algorithm", ["topk", "exdyna", "spardl", "oktopk"])
-def test_nothing_is_lost_in_any_order(algorithm, rank, size):
-    model = LinearModel(SHAPES)
-    optimizer = made(model, f"{algorithm}:density=0.1", op=stock.Sum, plan=None)
-    applied = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
-    for step in range(12):
-        shuffled = [str(name) for name in np.random.default_rng([rank, step]).permutation(list(SHAPES))]
-        for name, found in train_step(model, optimizer, gradients(rank, step), shuffled).items():
-            applied[name] += found.double()
-    held = total_of(residuals_of(optimizer), "held")
-    for name, shape in SHAPES.items():
-        wanted = sum(gradients(r, step)[name] for r in range(size) for step in range(12))
-        found = (applied[name] + held[name].reshape(shape)).numpy()
-        np.testing.assert_allclose(found, wanted, atol=1e-4)
-
-
 def test_bytes_are_told_by_level(rank, size, per_host):
     """What leaves a rank for other hosts is of its shard; dense sums stay inside."""
     sent = {}
@@ -191,28 +110,6 @@ def test_bytes_are_told_by_level(rank, size, per_host):
     assert sent["host"].bytes_sent == 4 * (4 + 2 * k)
     assert sent["host"].bytes_inside >= 4 * 4000
     assert optimizer.telemetry.last.density_target == pytest.approx(0.01, rel=0.2)
-
-
-@pytest.mark.parametrize("where", ["first", "one"])
-def test_every_rank_raises_and_the_host_goes_on(where, rank, size, per_host):
-    model = LinearModel(SHAPES)
-    optimizer = made(model, "exdyna:density=0.2")
-    train_step(model, optimizer, gradients(rank, 0))
-    before = copy.deepcopy(residuals_of(optimizer))
-    sick = gradients(rank, 1)
-    if rank == size - 1:
-        sick[where] = np.full(SHAPES[where], np.nan)
-    model.backward(sick)
-    with pytest.raises(NonFiniteGradientError) as raised:
-        optimizer.step()
-    last_host = range(size - per_host, size)
-    assert set(raised.value.where) == set(last_host) and set(raised.value.where.values()) == {where}
-    if rank in last_host:  # all of its gradients are dropped, in all buckets
-        for name, values in residuals_of(optimizer).items():
-            torch.testing.assert_close(values, before[name], rtol=0, atol=1e-6)
-    optimizer.zero_grad()
-    train_step(model, optimizer, gradients(rank, 2))
-    assert same_on_all_ranks(*model.parameters())
 
 
 def test_a_changed_gradient_is_told_to_all_ranks(rank, size):
@@ -247,58 +144,6 @@ def test_a_nan_beside_a_changed_gradient_gets_into_no_residual(rank, size):
         train_step(model, optimizer, gradients(rank, step))
     assert same_on_all_ranks(*model.parameters())
     assert all(values.isfinite().all() for values in model.parameters())
-
-
-@pytest.mark.parametrize("text", ["exdyna:density=0.1", "topk:density=0.1,feedback=momentum(momentum=0.5)"])
-def test_resume_is_invisible(text, rank):
-    model = LinearModel(SHAPES)
-    optimizer = made(model, text)
-    for step in range(3):
-        train_step(model, optimizer, gradients(rank, step))
-    saved = copy.deepcopy(optimizer.state_dict())
-    assert saved["horovod_sparse"]["levels"][1] >= 1
-    other = LinearModel(SHAPES)
-    other.load_state_dict(model.state_dict())
-    resumed = made(other, text)
-    resumed.load_state_dict(saved)
-    for step in range(3, 6):
-        again = train_step(other, resumed, gradients(rank, step))
-        optimizer_found = [found.clone() for found in again.values()]
-        assert same_on_all_ranks(*optimizer_found)
-    continued = [parameter.detach().clone() for parameter in other.parameters()]
-    third = LinearModel(SHAPES)
-    whole = made(third, text)
-    for step in range(6):
-        train_step(third, whole, gradients(rank, step))
-    for one, two in zip(continued, third.parameters(), strict=True):
-        assert torch.equal(one, two)
-
-
-@pytest.mark.parametrize("text", ["topk:density=0.05", "topk:density=0.05,feedback=momentum(momentum=0.5)"])
-@pytest.mark.parametrize("way", [("flat", "host"), ("host", "flat")])
-def test_a_checkpoint_loads_at_other_levels_with_nothing_lost(text, way, rank, size):
-    model = LinearModel(SHAPES)
-    optimizer = made(model, text, levels=way[0], op=stock.Sum)
-    for step in range(3):
-        train_step(model, optimizer, gradients(rank, step))
-    saved = copy.deepcopy(optimizer.state_dict())
-    held = total_of(residuals_of(optimizer), "held")
-    other = LinearModel(SHAPES)
-    moved = made(other, text, levels=way[1], op=stock.Sum)
-    moved.load_state_dict(saved)
-    loaded = total_of(residuals_of(moved), "loaded")
-    for name in SHAPES:
-        assert torch.equal(loaded[name], held[name])
-    nothing = {name: np.zeros(shape) for name, shape in SHAPES.items()}
-    found = train_step(other, moved, nothing)
-    after = total_of(residuals_of(moved), "after")
-    if "momentum" not in text:
-        for name, shape in SHAPES.items():
-            now = found[name].double() + after[name].reshape(shape)
-            torch.testing.assert_close(now, held[name].reshape(shape), rtol=1e-6, atol=1e-5)
-    assert same_on_all_ranks(*found.values())
-    own = moved._synchronizer.parts[0].bucket
-    assert getattr(own, "elsewhere", None) is None, "all have what is theirs"
 
 
 def test_another_plan_has_other_shards_and_loses_nothing(rank, size):
@@ -352,19 +197,6 @@ def test_hosts_of_different_size_are_refused_on_all_ranks(monkeypatch, rank, siz
     model.backward(gradients(rank, 0))
     with pytest.raises(UnsupportedError, match=f"host 0: {size - 1}, host 1: 1"):
         optimizer.step()
-
-
-def test_ranks_that_do_not_agree_about_levels_are_told(rank):
-    model = LinearModel(SHAPES)
-    optimizer = made(model, "topk:density=0.1", levels="flat" if rank == 0 else "host")
-    model.backward(gradients(rank, 0))
-    with pytest.raises(StateMismatchError, match="levels differs"):
-        optimizer.step()
-
-
-def test_other_words_are_refused():
-    with pytest.raises(UnknownNameError, match=r"levels.*auto, flat, host"):
-        made(LinearModel(SHAPES), "topk", levels="two")
 
 
 def test_ranks_share_other_hosts_after_another_start(monkeypatch, rank, size):
@@ -429,7 +261,7 @@ def test_what_auto_decides_by_is_measured(size, per_host):
     assert "by the profile" in choice.reason and choice.host_seconds > 0
 
 
-@pytest.mark.parametrize("algorithm", ["topk", "exdyna"])
+@pytest.mark.parametrize("algorithm", ["topk"])
 def test_plans_by_times_are_made_for_both_levels(algorithm, rank, size, per_host):
     """The warm-up measures both, and predictions are of both; nothing is lost while the plan changes."""
     if size < 4:

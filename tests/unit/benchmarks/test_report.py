@@ -1,14 +1,17 @@
-"""docs/performance.md and the measurements that it is made from."""
+"""Tables and pictures of docs/appendix/performance.md, of measurements made up."""
 
-import copy
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 
+from benchmarks import density
+from benchmarks.common.samples import summarize
+from benchmarks.common.wire import Round, wire_bytes
+from benchmarks.predictions import main as predictions
 from benchmarks.report.budgets import budget_table
-from benchmarks.report.main import fill, main, read, tables
-from benchmarks.report.pictures import draw
+from horovod_sparse.cost import AlphaBeta, Fit, assumed_profile
 
 _DOCS = Path(__file__).resolve().parents[3] / "docs"
 
@@ -54,16 +57,6 @@ def _row(table, beginning):
     return [cell.strip() for cell in row.strip("|").split("|")]
 
 
-def test_the_page_is_in_step_with_the_measurements():
-    assert main(["--check"]) == 0, "run scripts/report and commit docs/performance.md"
-
-
-def test_every_measurement_is_shown():
-    text = "".join((_DOCS / name).read_text() for name in ("performance.md", "merging.md"))
-    shown = {line.split()[2] for line in text.splitlines() if line.startswith("<!-- table: ")}
-    assert set(read(_DOCS / "measurements")) <= shown
-
-
 def test_no_measurement_names_a_machine_or_a_path():
     for path in (_DOCS / "measurements").glob("*.json"):
         assert "/" not in json.dumps(json.loads(path.read_text()).get("machine", ""))
@@ -81,97 +74,58 @@ def test_budgets_are_met_or_missed_as_numbers_say(sync):
     assert _row(table, "gloo: exdyna, bytes")[1:] == ["± 10 %", "+20.0%", "**missed**"]
 
 
-def test_the_best_dense_of_all_networks_is_what_counts(sync):
-    other = copy.deepcopy(sync["launches"][0])
-    other["network"], other["results"][0] = "mpi", _item("dense", 8.0)
-    sync["launches"].append(other)
-    table = budget_table({"sync": sync})
-    assert _row(table, "mpi: exdyna against dense mpi")[2] == "80.0"
-    assert _row(table, "mpi: exdyna against the best dense (gloo)")[2] == "40.0"
+def _sample(started, ended, **changes):
+    numbers = {"cpu": 0.5, "own": 0.25, "sent": 100, "received": 100, "interval": 1.0}
+    return {**numbers, "started": started, "ended": ended, "parts": {"fold": 0.1}, "facts": {}, **changes}
 
 
-def test_other_sizes_than_the_budgets_speak_of_do_not_count(sync):
-    sync["launches"][0]["ranks"] = 4
-    assert "exdyna" not in budget_table({"sync": sync})
+def test_a_repetition_lasts_from_the_first_start_to_the_last_end():
+    ranks = [[_sample(10.0, 11.0)], [_sample(10.5, 12.0)]]
+    found = summarize(ranks)
+    assert found["seconds"]["median"] == 2.0
+    assert found["slowest_seconds"]["median"] == 1.5
 
 
-def test_growing_costs_miss_the_budget(sync):
-    launches = []
-    for ranks, own in ((2, 0.010), (4, 0.010), (8, 0.013)):
-        launch = copy.deepcopy(sync["launches"][0])
-        launch["ranks"] = ranks
-        launch["results"][2]["own_cpu_seconds"]["median"] = own
-        launches.append(launch)
-    grown = {**sync, "launches": launches}
-    assert _row(budget_table({"growth": grown}), "exdyna: CPU")[3] == "**missed**"
-    launches[2]["results"][2]["own_cpu_seconds"]["median"] = 0.009
-    assert _row(budget_table({"growth": grown}), "exdyna: CPU")[3] == "met"
+def test_medians_are_over_repetitions_of_means_over_ranks():
+    first = [_sample(0.0, 1.0, sent=100), _sample(0.0, 1.0, sent=1000), _sample(0.0, 1.0, sent=10)]
+    second = [_sample(0.0, 3.0, sent=300), _sample(0.0, 1.0, sent=3000), _sample(0.0, 2.0, sent=30)]
+    found = summarize([first, second])
+    assert found["bytes_sent"] == 200
+    assert found["seconds"] == {"median": 2.0, "low": 1.5, "high": 2.5}
+    assert found["repetitions"] == 3
+    # ranks had 2.0, 1.0 and 1.5 seconds on average, and 0.1 of them folded
+    assert found["parts"]["other"] == pytest.approx(1.4)
 
 
-def test_a_table_shows_its_launch(sync):
-    made = tables({"sync_gloo": sync})
-    assert _row(made["sync_gloo"], "exdyna")[-2:] == ["40.0", "20.0"]
-    assert "2 cores, 24 GiB" in made["sync_gloo"]
-    page = (
-        "<!-- table: sync_gloo -->\n<!-- end of table -->\n<!-- table: none -->\nx\n<!-- end of table -->\n"
-    )
-    filled = fill(page, made)
-    assert "| exdyna |" in filled
-    assert "Not measured yet." in filled
-    assert fill(filled, made) == filled
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_bytes_sent_by_all_are_bytes_received_by_all(size):
+    messages = [100 * (rank + 1) for rank in range(size)]
+    received = [AlphaBeta.allgather(messages, rank).bytes_received for rank in range(size)]
+    mean = [Round("AllGather", round(sum(messages) / size))]
+    assert wire_bytes(mean, size) == pytest.approx(sum(received) / size, abs=size)
+    assert wire_bytes([Round("AllReduce", 800)], size) == AlphaBeta.allreduce(800, size).bytes_received
+    assert wire_bytes([Round("AllToAll", 700), Round("Exchange", 50)], size) == 750
 
 
-def test_what_the_tape_adds_is_a_budget():
-    spread = {"median": 5.0, "low": 4.0, "high": 6.0}
-    added = {"median": 2.25, "low": 1.0, "high": 3.0}
-    tape = {
-        "variables": 20,
-        "elements": 1000,
-        "sparsifier": "exdyna",
-        "ranks": 2,
-        "rounds": 3,
-        "machine": "a machine",
-        "budget_ms": 2.0,
-        "ms": {"plain": spread, "tape": spread, "requests": spread, "added": added},
-    }
-    made = tables({"tape": tape})
-    assert _row(made["tape"], "what is left")[1:] == ["2.25", "1.00 to 3.00"]
-    assert _row(made["budgets"], "added by TensorFlow's tape")[1:] == ["≤ 2", "2.25", "**missed**"]
-    added["median"] = 1.5
-    assert _row(budget_table({"tape": tape}), "added by TensorFlow's tape")[-1] == "met"
+ALONE = {"slowest_parts": {"forward": 0.07, "backward": 0.13, "exchange": 0.0, "step": 0.1}}
 
 
-def test_tensorflow_beside_pytorch_is_a_budget():
-    times = [{"name": "topk, PyTorch", "ratio": 1.0, "budget": None}]
-    times += [{"name": "topk, TensorFlow", "ratio": 1.6, "budget": 1.5}]
-    [row] = budget_table({"frameworks": {"timings": times}}).splitlines()[2:]
-    assert [cell.strip() for cell in row.strip("|").split("|")][1:] == ["≤ 1.5", "1.60", "**missed**"]
+def profile(**training):
+    made = assumed_profile(AlphaBeta(50e-6, 8e-9), 4)
+    return dataclasses.replace(made, training=training)
 
 
-def _train(rate, dense, sparse):
-    items = [_item("dense", dense), _item("exdyna", sparse)]
-    names = {"exdyna": "exdyna:density=0.001"}
-    return {"rate": rate, "ranks": 4, "load_before": 1.0, "results": items, "sparsifiers": names}
+def test_the_update_and_the_fused_sums_lengthen_predictions():
+    recipes = {"topk": "topk:density=0.001"}
+    plain = predictions.predicted(predictions.workload_of("resnet50", profile(), ALONE), profile(), recipes)
+    known = profile(update=Fit(0.0, 4e-9), allreduce=Fit(1e-3, 3e-8), start=Fit(1e-4, 0.0))
+    more = predictions.predicted(predictions.workload_of("resnet50", known, ALONE), known, recipes)
+    assert more["topk"] - plain["topk"] == pytest.approx(4e-9 * 25_557_032)
+    assert more["dense"] > 4 * 25_557_032 * 3e-8 > plain["dense"]
 
 
-def test_speed_up_over_bandwidth_is_measured_and_predicted(tmp_path):
-    launches = [_train("100mbit", 8.0, 0.5), _train("100gbit", 0.3, 0.3)]
-    machine = {"cores": 2, "memory_gib": 24}
-    result = {"command": "c", "model": "resnet50", "machine": machine, "launches": launches}
-    made = tables({"bandwidth": result})
-    slow, fast = (_row(made["bandwidth"], rate) for rate in ("100mbit", "100gbit"))
-    assert (slow[3], fast[3]) == ("16.0", "1.0")
-    assert float(slow[6]) > 20 > 1.1 > float(fast[6]), "the model says so, too"
-    assert not draw({"bandwidth": result}, made, tmp_path, check=True)
-    draw({"bandwidth": result}, made, tmp_path, check=False)
-    assert (tmp_path / "bandwidth.png").stat().st_size > 10_000
-    assert draw({"bandwidth": result}, made, tmp_path, check=True)
-    launches[0]["results"][1] = _item("exdyna", 0.25)
-    changed = tables({"bandwidth": result})
-    assert not draw({"bandwidth": result}, changed, tmp_path, check=True), "a picture of older numbers"
-
-
-def test_a_picture_of_synchronizations_has_every_method(sync, tmp_path):
-    made = tables({"sync_gloo": sync})
-    draw({"sync_gloo": sync}, made, tmp_path, check=False)
-    assert (tmp_path / "sync_gloo.png").stat().st_size > 10_000
+def test_the_best_density_is_the_largest_that_costs_nothing():
+    seconds = {"0.001": 1.0, "0.01": 1.049, "0.1": 1.06, "auto": 1.11}
+    found = density.judged([0.001, 0.01, 0.1], seconds)
+    assert (found["best"], found["met"]) == (0.01, False)
+    assert density.judged([0.001, 0.01, 0.1], {**seconds, "auto": 1.1})["met"]

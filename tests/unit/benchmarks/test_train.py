@@ -1,7 +1,5 @@
 """What `scripts/bench train` measures beside what front ends do."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,16 +1,16 @@
 """The command's arguments: what is refused, how it is said, and the exit code."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
 
 import pytest
 
+from horovod_sparse.cli import calibrate
+from horovod_sparse.cli.calibrate import collective_table, growth_table, sparsifier_table
 from horovod_sparse.cli.main import SUBCOMMANDS, main
 from horovod_sparse.cli.model import read_model
-from horovod_sparse.cost import AlphaBeta, Fit, Profile, assumed_profile, profile_at
+from horovod_sparse.cost import AlphaBeta, Fit, Profile, assumed_profile
 from horovod_sparse.errors import ArgumentError, ProfileMismatchError
 
 TABLE = ["--model", "vgg16_cifar"]
@@ -35,13 +35,10 @@ def test_every_subcommand_has_help(name, capsys):
     [
         ([], "SUBCOMMAND"),
         (["plam"], "invalid choice"),
-        (["plan"], "--model"),
         (["plan", *TABLE, "--density", "0"], "(0, 1]"),
         (["plan", *TABLE, "--ranks", "1"], "2 or more"),
-        (["plan", *TABLE, "--latency", "fast"], "50us"),
         (["plan", *TABLE, "--bandwidth", "10parsec"], "25gbit"),
-        (["simulate", *TABLE, "--ranks", "2,one"], "'one'"),
-        (["simulate", *TABLE, "--elements", "0,5"], "'0'"),
+        (["plan", *TABLE, "--ranks", "2,one"], "'one'"),
         (["plan", *TABLE, "--ranks", "²"], "no number of ranks"),
     ],
 )
@@ -59,18 +56,15 @@ def test_arguments_of_the_wrong_kind_end_with_2(arguments, words, capsys):
         (["plan", *TABLE, "--sparsifier", "topq"], "topk"),
         (["plan", *TABLE, "--sparsifier", "topk:densty=0.1"], "densty"),
         (["plan", *TABLE, "--merging", "best"], "optimal"),
-        (["plan", *TABLE, "--merging", "fixed(elements=3)"], "fixed(num_elements=8192)"),
-        (["plan", *TABLE, "--merging", "fixed(bytes=0)"], "1 or more"),
         (["plan", *TABLE, "--tensor-selection", "some"], "min_elements(1024)"),
         (["plan", *TABLE, "--tensor-selection", "cost", "--merging", "joint"], "joint"),
-        (["plan", *TABLE, "--picture", "plan.doc"], ".png"),
         (["plan", *TABLE, "--timeline", "t.json"], "--picture"),
-        (["plan", *TABLE, "--beside", "fastest"], "layerwise"),
         (["plan", *TABLE, "--profile", "missing.json"], "missing.json"),
         (["plan", "--model", "missing.json"], "missing.json"),
-        (["simulate", *TABLE, "--ranks", "8192"], "4096"),
-        (["simulate", *TABLE, "--elements", "4000,1000"], "1000,4000"),
-        (["simulate", *TABLE, "--sparsifier", "oktopk", "--at", "1024"], "--at"),
+        (["plan"], "--model"),
+        (["plan", *TABLE, "--ranks", "8192"], "4096"),
+        (["plan", *TABLE, "--ranks", "2,4", "--save-plan", "plan.json"], "--save-plan"),
+        (["plan", *TABLE, "--sparsifier", "topk", "--sparsifier", "exdyna"], "--sparsifier"),
     ],
 )
 def test_wrong_values_are_named_and_end_with_2(arguments, words, capsys, tmp_path, monkeypatch):
@@ -79,12 +73,6 @@ def test_wrong_values_are_named_and_end_with_2(arguments, words, capsys, tmp_pat
     text = said(capsys)
     assert words in text
     assert "\n" not in text.strip()  # one line
-
-
-def test_the_rank_is_told_under_a_launch(capsys, monkeypatch):
-    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "3")
-    assert main(["plan", "--model", "nothing"]) == 2
-    assert said(capsys).startswith("rank 3: horovod-sparse plan: ArgumentError")
 
 
 def test_it_runs_as_a_module_and_imports_no_framework():
@@ -171,23 +159,51 @@ def test_a_profile_of_another_place_is_warned_about_or_refused(tmp_path, capsys)
     assert "not a profile" in said(capsys)
 
 
-def test_formulas_of_one_size_scaled_are_formulas_of_another():
-    network = AlphaBeta(3e-4, 2e-9)
-    expected = assumed_profile(network, 32).collectives
-    scaled = profile_at(assumed_profile(network, 4), 32).collectives
-    for kind, fit in expected.items():
-        assert scaled[kind].fixed_seconds == pytest.approx(fit.fixed_seconds)
-        assert scaled[kind].seconds_per_unit == pytest.approx(fit.seconds_per_unit)
+PROFILE = Profile(
+    4,
+    "torch",
+    "mpi",
+    0.001,
+    {
+        "allgather": Fit(0.002, 2e-9, num_points=8, r_squared=0.9876, median_error=0.012, largest_error=0.34),
+        "exchange": Fit(0.0001, 0.0, median_error=0.5),
+    },
+    {"topk": Fit(1e-4, 3e-10, 2e-8)},
+    {"topk": Fit(5e-5, 0.0, 1e-8, notes=("decoding of topk: cut",))},
+)
 
 
-@pytest.mark.parametrize("size", [2, 5, 8])
-def test_formulas_are_those_of_the_simulators_clock(size):
-    network, count = AlphaBeta(3e-4, 2e-9), 1000
-    collectives = assumed_profile(network, size).collectives
-    expected = {
-        "allgather": AlphaBeta.allgather([count] * size, 0),
-        "allreduce": AlphaBeta.allreduce(count, size),
-        "broadcast": AlphaBeta.broadcast(count, size, is_root=False),
-    }
-    for kind, cost in expected.items():
-        assert collectives[kind].time().seconds(count) == pytest.approx(network.seconds(cost))
+def rows(table) -> list[list[str]]:
+    return list(map(list, zip(*(column.cells for column in table.columns), strict=True)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--sparsifier", "topq"], "topk"),
+        (["--sparsifier", "topk", "--sparsifier", "topk:indices=gaps"], "every name once"),
+        (["--collectives", "allgather,reduce"], "allreduce"),
+        (["--device", "cuda", "--framework", "tensorflow"], "cpu"),
+    ],
+)
+def test_wrong_values_are_refused_before_horovod_is_started(arguments, words, capsys, monkeypatch):
+    monkeypatch.setattr(calibrate, "start", lambda framework: pytest.fail("Horovod was started"))
+    assert main(["calibrate", *arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_tables_show_what_was_fitted_and_how_well():
+    gather, exchange = rows(collective_table(PROFILE))
+    assert gather == ["allgather", "2.000", "2", "500 MB", "8", "0.9876", "1.2%", "34.0%"]
+    assert exchange[:4] == ["exchange", "0.100", "0", "-"]
+    selection, decoding = rows(sparsifier_table(PROFILE))
+    assert selection[:5] == ["topk", "selection", "100.0", "0.3", "20"]
+    assert decoding[:5] == ["", "decoding", "50.0", "0", "10"]
+
+
+def test_the_table_of_growth_has_formulas_and_measurements():
+    two = Profile(2, "torch", "mpi", 0.001, {"allgather": Fit(0.0014, 1e-9)})
+    gather, exchange = rows(growth_table(PROFILE, {2: two}, [16]))
+    # a wait of 0.5 ms and 1.5 ms for 2 rounds: 1 round at P = 2, 4 at P = 16
+    assert gather == ["allgather", "1.250 (1.400)", "2.000", "3.500"]
+    assert exchange == ["exchange", "0.100", "0.100", "0.100"]

@@ -1,17 +1,15 @@
 """`horovod-sparse plan`: its tables against the model of a step, its files, its pictures."""
 
-from __future__ import annotations
-
 import json
+import sys
 
 import pytest
 
 pytest.importorskip("matplotlib")
 
 from horovod_sparse.cli.main import main
-from horovod_sparse.cli.plan.measured import measured_step, stacked
-from horovod_sparse.cli.plan.picture import draw_queues
-from horovod_sparse.cli.plan.report import Predicted, bucket_rows, chosen_plan, too_small
+from horovod_sparse.cli.plan.measured import measured_step
+from horovod_sparse.cli.plan.report import Predicted, bucket_rows, chosen_plan
 from horovod_sparse.cost import AffineTime, CostModel
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.feedback import parse_recipe
@@ -59,17 +57,6 @@ def test_what_stays_dense_has_its_reason():
     assert f"{predict(step, plan, slow).iteration_seconds * 1e3:.1f} ms" in reasons["a"]
 
 
-def test_a_plan_that_cannot_win_is_told_so():
-    slow = CostModel(AffineTime(50.0), AffineTime(50.0), AffineTime(0.1, 0.001))
-    plan, none = layerwise(WORKLOAD, slow), Plan((), ("c", "b", "a"))
-    sparse = Predicted("layerwise", plan, predict(WORKLOAD, plan, slow))
-    dense = Predicted("dense", none, predict(WORKLOAD.with_dense(none.dense), none, slow))
-    assert "too small a model" in too_small([sparse, dense])
-    assert too_small([dense, dense]) == ""
-    fast = Predicted("layerwise", plan, predict(WORKLOAD, plan, CostModel(AffineTime(), AffineTime())))
-    assert too_small([fast, dense]) == ""
-
-
 def test_numbers_and_plans_are_written_and_read_back(tmp_path, capsys):
     target, saved = tmp_path / "numbers.json", tmp_path / "plan.json"
     common = ["plan", "--model", "vgg16_cifar", "--sparsifier", "topk", "--ranks", "16", "--latency", "1ms"]
@@ -90,41 +77,6 @@ def test_numbers_and_plans_are_written_and_read_back(tmp_path, capsys):
     again = json.loads(capsys.readouterr().out)
     assert again["compared"][0]["iteration_seconds"] == by_name["optimal"]
     assert main(["plan", "--model", "lstm_ptb", "--merging", str(saved)]) == 2  # of another model
-
-
-def bars(figure, kind: str) -> list:
-    """Bars of a kind, over all panels, with positive width."""
-    found = [patch for axis in figure.axes for patch in axis.patches]
-    return [bar for bar in found if str(bar.get_gid()).split()[0] == kind and bar.get_width() > 0]
-
-
-def test_a_picture_has_a_bar_for_everything_that_happens():
-    plan = Plan((("c",), ("b",)), ("a",))
-    workload = WORKLOAD.with_dense(["a"])
-    one, other = predicted(plan, workload), predicted(single(WORKLOAD), name="single")
-    figure = draw_queues([one, other])
-    assert len(figure.axes) == 2
-    assert len(bars(figure, "forward")) == 2
-    assert len(bars(figure, "selection")) == len(bars(figure, "sparse")) == 2 + 1
-    assert len(bars(figure, "backward")) == 3 + 1  # neighbours of one bucket are one bar
-    assert len(bars(figure, "dense")) == 1
-    (first,) = [bar for bar in bars(figure, "selection") if bar.get_gid() == "selection 0"][:1]
-    assert first.get_x() == pytest.approx(5000.0)
-    colors = {bar.get_gid(): bar.get_facecolor() for bar in bars(figure, "sparse")[:2]}
-    assert colors["sparse 0"] != colors["sparse 1"]
-
-
-@pytest.mark.parametrize("ending", ["png", "svg"])
-def test_pictures_are_written(tmp_path, ending):
-    target = tmp_path / f"plan.{ending}"
-    common = ["plan", "--model", "resnet50", "--sparsifier", "topk", "--ranks", "16", "--latency", "1ms"]
-    assert main([*common, "--picture", str(target), "--beside", "layerwise,dense"]) == 0
-    assert target.read_bytes().startswith({"png": b"\x89PNG", "svg": b"<?xml"}[ending])
-
-
-def test_bars_that_overlap_share_the_height():
-    assert stacked([(0, 4), (1, 2), (3, 5), (6, 7)]) == [(0.25, 0.5), (-0.25, 0.5), (-0.25, 0.5), (0.0, 1.0)]
-    assert stacked([]) == []
 
 
 def trace(names: dict[str, list[tuple[float, float, float]]]) -> str:
@@ -183,19 +135,6 @@ def test_a_timeline_gives_the_step_of_median_length(tmp_path):
         measured_step(str(path), PLAN)
 
 
-def test_the_measured_step_is_drawn_beside_the_predicted_one(tmp_path):
-    path = tmp_path / "timeline.json"
-    path.write_text(
-        trace({"allgather.bucket0.c.0": [(0, 1, 2)], "allgather.bucket1.b.0": [(0.5, 1, 2)]}) + "]"
-    )
-    plan = Plan((("c",), ("b", "a")))
-    figure = draw_queues([predicted(plan)], measured_step(str(path), plan))
-    assert len(figure.axes) == 2
-    assert len(bars(figure, "asked")) == len(bars(figure, "measured")) == 2
-    # it begins where the prediction sends its first message, at 5.8 s
-    assert min(bar.get_x() for bar in bars(figure, "asked")) == pytest.approx(5800.0)
-
-
 def test_density_auto_is_the_largest_for_nothing(capsys, tmp_path):
     network = ["--ranks", "8", "--bandwidth", "2gbit"]
     arguments = ["plan", "--model", "resnet50", "--sparsifier", "topk", *network]
@@ -223,8 +162,6 @@ def test_density_auto_is_the_largest_for_nothing(capsys, tmp_path):
     with pytest.raises(SystemExit):
         main([*arguments, "--density", "auto(least=2)"])
     assert "least=2" in capsys.readouterr().err
-    assert main(["simulate", "--model", "resnet50", "--sparsifier", "topk:density=auto"]) == 2
-    assert "simulate does not take" in capsys.readouterr().err
 
 
 def test_two_levels_where_hosts_have_several_ranks(capsys):
@@ -249,3 +186,69 @@ def test_two_levels_where_hosts_have_several_ranks(capsys):
     assert slow["levels"] == "flat" and "levels: flat" in words
     assert main([*common, "--levels", "host"]) == 2
     assert "--per-host" in capsys.readouterr().err
+
+
+def test_many_sizes_at_once_are_what_each_is_alone_and_what_hands_calculate(tmp_path, capsys):
+    """One bucket of top-k: (P - 1) (16 + 8 d n) bytes against 2 (P - 1) / P * 4 n, in float32."""
+    n, backward, density = 1_000_000, 0.01, 0.01
+    (tmp_path / "model.json").write_text(json.dumps({"parameters": [["all", n, backward]]}))
+    words = [
+        "plan",
+        "--model",
+        str(tmp_path / "model.json"),
+        "--merging",
+        "single",
+        "--density",
+        str(density),
+    ]
+    words += ["--latency", "1e-6us", "--selection-fixed", "1e-6us", "--selection-per-element", "1e-9ns"]
+    words += ["--gradient-dtype", "float32", "--sparsifier", "topk"]
+    assert main([*words, "--sparsifier", "micro", "--ranks", "2,8,64,512", "--json", "-"]) == 0
+    output = capsys.readouterr()
+    topk, micro = json.loads(output.out)["studies"]
+    assert (topk["sparsifier"], micro["sparsifier"]) == ("topk:density=0.01", "micro:density=0.01")
+    message, beta = 16 + 8 * density * n, 8e-9
+    for point in topk["points"]:
+        size = point["size"]
+        assert point["bytes_per_rank"] == pytest.approx(message)
+        assert point["sparse_seconds"] == pytest.approx(backward + (size - 1) * message * beta, rel=1e-4)
+        assert point["dense_seconds"] == pytest.approx(
+            backward + 2 * (size - 1) / size * 4 * n * beta, rel=1e-4
+        )
+    # dense wins from 8 n / (16 + 8 d n) on, about 100 ranks
+    assert [point["speedup"] > 1.0 for point in topk["points"]] == [True, True, True, False]
+    assert "dense wins with 512 ranks" in output.err and "wins at none" in output.err
+    assert main([*words, "--ranks", "8", "--json", "-"]) == 0
+    alone = json.loads(capsys.readouterr().out)
+    assert alone["sparse_seconds"] == topk["points"][1]["sparse_seconds"]
+    assert alone["speedup"] == topk["points"][1]["speedup"]
+
+
+def test_without_a_sparsifier_the_best_of_some_is_planned_for(capsys):
+    assert main(["plan", "--model", "resnet50", "--ranks", "8", "--json", "-"]) == 0
+    output = capsys.readouterr()
+    assert json.loads(output.out)["recipe"] == "exdyna:density=0.01"
+    assert output.err.splitlines()[0].startswith("worth it: yes, 4.1 times faster (8 ranks")
+
+
+def test_a_picture_without_matplotlib_is_refused_in_words(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["plan", "--picture", "x.png", "--model", "resnet50"]) == 2
+    assert "pip install 'horovod_sparse[plot]'" in " ".join(capsys.readouterr().err.split())
+
+
+def test_hosts_of_several_ranks_have_two_levels_in_a_table_of_sizes(tmp_path, capsys):
+    """One bucket of top-k on 4 x 2: dense within hosts, then shards of 4 ranks, two at a time by one card."""
+    n, backward = 1_000_000, 0.01
+    (tmp_path / "model.json").write_text(json.dumps({"parameters": [["all", n, backward]]}))
+    words = ["plan", "--model", str(tmp_path / "model.json"), "--merging", "single", "--density", "0.01"]
+    words += ["--latency", "1e-6us", "--selection-fixed", "1e-6us", "--selection-per-element", "1e-9ns"]
+    words += ["--sparsifier", "topk", "--per-host", "2", "--host-bandwidth", "80gbit", "--host-latency"]
+    words += ["1e-6us", "--levels", "host", "--ranks", "8,16", "--json", "-"]
+    assert main(words) == 0
+    point = json.loads(capsys.readouterr().out)["studies"][0]["points"][0]
+    selected = 0.01 * n / 2
+    assert point["bytes_per_rank"] == pytest.approx(16 + 8 * selected, rel=0.01)
+    between = 2 * 3 * (16 + 8 * selected) * 8e-9
+    within = (4 * n / 2 + 8 * 4 * selected) * 1e-10
+    assert point["sparse_seconds"] == pytest.approx(backward + between + within, rel=0.01)

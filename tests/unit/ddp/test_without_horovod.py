@@ -1,7 +1,5 @@
 """The hook of DistributedDataParallel where Horovod cannot be imported."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -130,11 +130,11 @@ def test_commands_exist_and_take_their_options(block: Block) -> None:
 
 
 def test_what_a_command_printed_is_what_it_prints(capsys: pytest.CaptureFixture[str]) -> None:
-    """Where that takes a moment only: the answers of `worth-it`."""
+    """Where that takes a moment only: the answers of `plan --verdict`."""
     found = 0
     for block, printed in itertools.pairwise(BLOCKS):
         words = commands(block)[0] if block.language == "sh" else []
-        if words[:2] == ["horovod-sparse", "worth-it"] and (printed.page, printed.language) == (
+        if words[:3] == ["horovod-sparse", "plan", "--verdict"] and (printed.page, printed.language) == (
             block.page,
             "",
         ):
@@ -152,8 +152,8 @@ def test_yaml_can_be_read() -> None:
 
 def test_a_wrong_option_is_seen() -> None:
     with pytest.raises(AssertionError, match="--nodez"):
-        check(["horovod-sparse", "worth-it", "--nodez", "4"])
+        check(["horovod-sparse", "plan", "--nodez", "4"])
     with pytest.raises(AssertionError):
         check(["mpirun", "-np", "2", "python", "examples/none.py"])
     with pytest.raises(SystemExit):
-        horovod_sparse_command(["worth-it", "--nodez", "4"])
+        horovod_sparse_command(["plan", "--nodez", "4"])

@@ -34,17 +34,16 @@ def test_the_conda_environment_has_what_the_package_needs() -> None:
         assert by_name[requirement.name] == str(requirement).replace(" ", ""), requirement
     python = Version(by_name["python"].partition("=")[2])
     assert python in Requirement("python" + _SETTINGS["options"]["python_requires"]).specifier
-    builder = (ROOT / "scripts" / "horovod" / "build_wheel").read_text("utf-8")
+    builder = (ROOT / "scripts" / "lib" / "horovod" / "build_wheel").read_text("utf-8")
     version = re.search(r"^version=([\d.]+)$", builder, re.MULTILINE)
     assert version and by_name["horovod"].startswith(f"horovod={version[1]}=")
     assert pip["pip"] == ["-e ."]
 
 
 def test_the_table_of_what_was_tried_is_what_was_measured() -> None:
-    done = subprocess.run(
-        [sys.executable, ROOT / "scripts" / "matrix", "--check"], capture_output=True, text=True
-    )
-    assert done.returncode == 0, f"run scripts/matrix, or write its table anew: {done.stderr}"
+    matrix = ROOT / "scripts" / "lib" / "checks" / "matrix.py"
+    done = subprocess.run([sys.executable, matrix, "--check"], capture_output=True, text=True)
+    assert done.returncode == 0, f"run scripts/check matrix, or write its table anew: {done.stderr}"
 
 
 def test_the_image_is_made_by_what_is_here() -> None:

@@ -7,18 +7,20 @@ import re
 from support.documents import ROOT
 
 _TUNING = (ROOT / "docs" / "tuning.md").read_text("utf-8")
-_RESULTS = (ROOT / "docs" / "results.md").read_text("utf-8")
+_RESULTS = (ROOT / "docs" / "appendix" / "results.md").read_text("utf-8")
 
 
-def _rows(text: str, name: str) -> dict[str, list[float]]:
-    """Of a table in docs/results.md: the numbers in parentheses of every row, its first column's name."""
-    (table,) = re.findall(rf"<!-- {name}: begin -->\n(.*?)<!-- {name}: end -->", text, re.DOTALL)
-    lines = [line.strip("|").split("|") for line in table.splitlines()[2:]]
+def _table(head: str) -> list[list[str]]:
+    """The cells of the table in the appendix whose head begins so, line by line."""
+    lines = _RESULTS[_RESULTS.index(f"\n| {head}") + 1 :].partition("\n\n")[0].splitlines()
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def _rows(head: str) -> dict[str, list[float]]:
+    """The numbers in parentheses of every row, by its first column."""
     return {
-        cells[0].strip().strip("`"): [
-            float(found) for found in re.findall(r"\(([+-][\d.]+)\)", "|".join(cells))
-        ]
-        for cells in lines
+        cells[0].strip("`"): [float(found) for found in re.findall(r"\(([+-][\d.]+)\)", "|".join(cells))]
+        for cells in _table(head)
     }
 
 
@@ -29,7 +31,7 @@ def _quoted(beginning: str) -> list[list[float]]:
 
 
 def test_momentum() -> None:
-    trainings, remedies = _rows(_RESULTS, "schedules"), _rows(_RESULTS, "remedies")
+    trainings, remedies = _rows("training"), _rows("remedy")
     plain = [deltas for name, deltas in trainings.items() if name.startswith("SGD,")]
     for column, cell in enumerate(_quoted("SGD without momentum")):
         values = [deltas[column] for deltas in plain]
@@ -47,24 +49,18 @@ def test_momentum() -> None:
 
 
 def test_density() -> None:
-    (table,) = re.findall(r"<!-- convergence: begin -->\n(.*?)<!-- convergence: end -->", _RESULTS, re.DOTALL)
-    rows = re.findall(r"^\| (\w+) \| [\d.]+% \|.*$", table, re.MULTILINE)
-    lines = {name: line for line in table.splitlines() for name in rows if line.startswith(f"| {name} |")}
-    found = {
-        name: [cell.strip() for cell in line.strip("|").split("|")]
-        for name, line in lines.items()
-        if name not in ("none", "fp16", "randomk", "hard_threshold", "signsgd", "qsgd")
-    }
+    others = ("none", "fp16", "randomk", "hard_threshold", "signsgd", "qsgd")
+    rows = [row for row in _table("compression | accuracy") if re.fullmatch(r"\w+", row[0])]
+    found = [row for row in rows if row[0] not in others]
     assert len(found) >= 10
-    behind, savings = zip(*((float(c[4]), int(c[6].rstrip("x"))) for c in found.values()), strict=True)
+    behind, savings = zip(*((float(c[4]), int(c[6].rstrip("x"))) for c in found), strict=True)
     quoted = re.search(r"within ([\d.]+) points of dense, and sends (\d+) to (\d+) times less", _TUNING)
     assert quoted is not None
     assert [float(value) for value in quoted.groups()] == [-min(behind), min(savings), max(savings)]
 
 
 def test_rates_with_adamw() -> None:
-    (table,) = re.findall(r"<!-- gpt: begin -->\n(.*?)<!-- gpt: end -->", _RESULTS, re.DOTALL)
-    bits = {cells[1].strip(): cells[2].strip() for line in table.splitlines() if (cells := line.split("|"))}
+    bits = {row[0]: row[1] for row in _table("compression | bits")}
     for rate, words in (("0.001", ""), ("0.003", ", three times the rate")):
         row = f"| {rate} | {bits['none' + words]} | {bits['exdyna:density=0.05' + words]} |"
         assert row in _TUNING, row

@@ -1,24 +1,18 @@
 """Dense parameters, and parameters of another density: which, and that they meet the same laws."""
 
-from __future__ import annotations
-
-import logging
-from typing import Any
-
 import numpy as np
 import pytest
 
 from horovod_sparse.collectives import AllReduce
-from horovod_sparse.errors import ArgumentError
 from horovod_sparse.feedback import MomentumCorrection, ParameterRules, Recipe, recipe
 from horovod_sparse.merging import ParameterFacts, Plan, explicit_groups, fixed_bytes, num_buckets
-from horovod_sparse.sparsifiers import TopK
 from horovod_sparse.sparsifiers.dense import Dense
 from horovod_sparse.sparsifiers.schedule import Exponential
 from support import laws
 from support.cases import CASES, Case, case_id
 from support.gradients import DTYPES, dyadic
 from support.history import Scenario, random_gradients, run
+from support.sampling import rows_by
 
 
 def test_the_first_rule_that_holds_decides() -> None:
@@ -59,8 +53,7 @@ def test_every_sparsifier_takes_another_density(case: Case) -> None:
     assert made.for_parameter("fc", 1000).sparsifier == case.recipe.sparsifier
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [1, 3])
+@rows_by("dtype,size", DTYPES, [1, 3])
 def test_dense_meets_the_laws(dtype: str, size: int) -> None:
     scenario = Scenario(size, 37, dtype)
     gradients = random_gradients(scenario, dyadic)
@@ -70,16 +63,6 @@ def test_dense_meets_the_laws(dtype: str, size: int) -> None:
     for number, step in enumerate(gradients):
         np.testing.assert_array_equal(history.dense(number), step.sum(0))
     assert history.steps[0].recorder.kinds == [AllReduce]
-
-
-def test_dense_with_momentum_is_momentum_sgd() -> None:
-    gradients = dyadic(np.random.default_rng(0), (5, 2, 20))
-    dense = recipe("topk", feedback=MomentumCorrection(momentum=0.5)).for_dense()
-    history = run(dense, Scenario(2, 20, num_steps=5), gradients)
-    velocity = np.zeros(20)
-    for number, step in enumerate(gradients):
-        velocity = 0.5 * velocity + step.sum(0)
-        np.testing.assert_array_equal(history.dense(number), velocity)
 
 
 _FACTS = [
@@ -93,33 +76,9 @@ _FACTS = [
 
 @pytest.mark.parametrize(
     "plan",
-    [
-        fixed_bytes(_FACTS),
-        num_buckets(_FACTS, 1),
-        explicit_groups(_FACTS, [[fact.name for fact in _FACTS]]),
-    ],
+    [fixed_bytes(_FACTS), num_buckets(_FACTS, 1), explicit_groups(_FACTS, [[fact.name for fact in _FACTS]])],
     ids=["fixed_bytes", "num_buckets", "explicit_groups"],
 )
 def test_no_bucket_mixes_densities(plan: Plan) -> None:
     plan.check(_FACTS)
     assert sorted(map(sorted, plan.buckets)) == [["a.bias", "b.bias"], ["a.weight", "b.weight"], ["emb"]]
-
-
-def test_a_plan_that_mixes_them_is_refused() -> None:
-    with pytest.raises(ArgumentError, match="density"):
-        Plan((("b.bias", "b.weight"), ("a.bias", "a.weight", "emb"))).check(_FACTS)
-
-
-def test_a_pattern_that_fits_nothing_is_hinted_at(caplog: Any) -> None:
-    rules = ParameterRules(dense=("*.bias", "*.biass"), densities={"embeding.*": 0.01})  # type: ignore[arg-type]
-    with caplog.at_level(logging.WARNING, "horovod_sparse"):
-        rules.hint(["fc.bias", "embedding.weight"])
-    assert "'*.biass', 'embeding.*'" in caplog.text and "embedding.weight" in caplog.text
-    caplog.clear()
-    ParameterRules(dense=("*.bias",)).hint(["fc.bias"])
-    assert not caplog.records
-
-
-def test_density_one_is_sent_whole() -> None:
-    made = Recipe(TopK(density=0.1), rules=ParameterRules(densities=(("x", 1.0),)))
-    assert isinstance(made.for_parameter("x", 5).sparsifier, Dense)

@@ -1,20 +1,15 @@
 """Law 8: edges of shape and value."""
 
-from __future__ import annotations
-
 import numpy as np
-import pytest
 
 from support import laws
 from support.cases import CASES, Case, case_id
 from support.gradients import DTYPES, gaussian
 from support.history import Scenario, random_gradients, run
+from support.sampling import rows_by
 
-rows = pytest.mark.parametrize("case", CASES, ids=case_id)
 
-
-@rows
-@pytest.mark.parametrize("dtype", DTYPES)
+@rows_by("case,dtype", CASES, DTYPES, ids=case_id)
 def test_all_zeros(case: Case, dtype: str) -> None:
     scenario = Scenario(4, 64, dtype)
     history = run(case.recipe, scenario, np.zeros((4, 4, 64)))
@@ -23,8 +18,7 @@ def test_all_zeros(case: Case, dtype: str) -> None:
         assert not history.dense(number).any()
 
 
-@rows
-@pytest.mark.parametrize("size", [1, 2, 4])
+@rows_by("case,size", CASES, [1, 2, 4], ids=case_id)
 def test_an_idle_rank_holds_nobody_up(case: Case, size: int) -> None:
     """The last rank has zeros only, so it selects nothing, or zeros."""
     scenario = Scenario(size, 200, num_steps=2 * size)
@@ -36,16 +30,7 @@ def test_an_idle_rank_holds_nobody_up(case: Case, size: int) -> None:
         assert any(history.dense(number).any() for number in range(scenario.num_steps))
 
 
-@rows
-def test_one_nonzero_element_in_all(case: Case) -> None:
-    scenario = Scenario(3, 100, num_steps=3)
-    gradients = np.zeros((3, 3, 100))
-    gradients[0, 1, 41] = 0.5
-    laws.check_all(run(case.recipe, scenario, gradients), case, exactly=True)
-
-
-@rows
-@pytest.mark.parametrize("dtype", DTYPES)
+@rows_by("case,dtype", CASES, DTYPES, ids=case_id)
 def test_all_magnitudes_equal(case: Case, dtype: str) -> None:
     """No threshold separates them: a rule that means k may get 0 or n, but nothing may be lost."""
     scenario = Scenario(3, 96, dtype, num_steps=5)
@@ -53,8 +38,7 @@ def test_all_magnitudes_equal(case: Case, dtype: str) -> None:
     laws.check_all(run(case.recipe, scenario, signs), case, exactly=True)
 
 
-@rows
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+@rows_by("case,dtype", CASES, ["float32", "bfloat16", "float64"], ids=case_id)
 def test_denormals(case: Case, dtype: str) -> None:
     """Numbers below the smallest normal one are numbers: neither lost nor taken for 0."""
     scenario = Scenario(2, 120, dtype, num_steps=5)
@@ -65,8 +49,7 @@ def test_denormals(case: Case, dtype: str) -> None:
     laws.check_all(history, case, exactly=True)
 
 
-@rows
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@rows_by("case,dtype", CASES, ["float32", "float64"], ids=case_id)
 def test_magnitudes_of_all_sizes(case: Case, dtype: str) -> None:
     """From near the smallest to near the largest number in one bucket; their squares overflow."""
     scenario = Scenario(2, 300, dtype)
@@ -75,9 +58,9 @@ def test_magnitudes_of_all_sizes(case: Case, dtype: str) -> None:
     laws.check_all(history, case)
 
 
-@rows
-@pytest.mark.parametrize(("size", "num_elements"), [(8, 1), (8, 3), (5, 4), (1, 1), (4, 31), (8, 65)])
-def test_fewer_elements_than_ranks_or_blocks(case: Case, size: int, num_elements: int) -> None:
+@rows_by("case,shape", CASES, [(8, 1), (8, 3), (5, 4), (1, 1), (4, 31), (8, 65)], ids=case_id)
+def test_fewer_elements_than_ranks_or_blocks(case: Case, shape: tuple[int, int]) -> None:
+    size, num_elements = shape
     scenario = Scenario(size, num_elements, num_steps=2 * size)
     history = run(case.recipe, scenario, random_gradients(scenario))
     laws.check_all(history, case)

@@ -1,7 +1,5 @@
 """Law 8, NaN and Inf: every rank raises, says where, loses nothing finite, and can go on."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import pickle
@@ -9,7 +7,7 @@ import pickle
 import numpy as np
 import pytest
 
-from horovod_sparse.arrays import GradientParts, HostAccumulator
+from horovod_sparse.arrays import GradientParts
 from horovod_sparse.errors import NonFiniteGradientError, NonFiniteSumError
 from horovod_sparse.feedback import ErrorFeedback, Member
 from horovod_sparse.simulation import SimulatedCluster, run_lockstep
@@ -17,7 +15,7 @@ from support import laws
 from support.cases import CASES, Case, case_id
 from support.gradients import DTYPES
 from support.history import Scenario, random_gradients, run
-from support.reference import ReferenceAccumulator
+from support.sampling import rows_by
 
 rows = pytest.mark.parametrize("case", CASES, ids=case_id)
 
@@ -26,10 +24,8 @@ _MEMBERS = (Member("conv.weight", 0, 40), Member("conv.bias", 40, 50), Member("h
 _SICK_STEP = 3
 
 
-def cluster_of(case: Case, scenario: Scenario, memory: type = HostAccumulator) -> SimulatedCluster:
-    cluster = SimulatedCluster(
-        case.recipe, scenario.num_elements, scenario.size, scenario.dtype, accumulator=memory
-    )
+def cluster_of(case: Case, scenario: Scenario) -> SimulatedCluster:
+    cluster = scenario.cluster(case.recipe)
     for bucket in cluster.buckets:
         bucket.members = _MEMBERS
     return cluster
@@ -42,20 +38,14 @@ _SICK = {
 }
 
 
-@rows
-@pytest.mark.parametrize(
-    ("memory", "dtype", "who"),
-    [(HostAccumulator, dtype, who) for dtype in DTYPES for who in _SICK]
-    # it says the same in every dtype, as long as all other laws hold there
-    + [(ReferenceAccumulator, "float32", "two ranks")],
-)
-def test_every_rank_says_where(case: Case, memory: type, dtype: str, who: str) -> None:
+@rows_by("case,dtype,who", CASES, DTYPES, _SICK, ids=case_id)
+def test_every_rank_says_where(case: Case, dtype: str, who: str) -> None:
     sick, value = _SICK[who]
     scenario = Scenario(3, 120, dtype, num_steps=6)
     gradients = random_gradients(scenario)
     for rank, positions in sick.items():
         gradients[_SICK_STEP, rank, positions] = value
-    history = run(case.recipe, scenario, gradients, cluster=cluster_of(case, scenario, memory))
+    history = run(case.recipe, scenario, gradients, cluster=cluster_of(case, scenario))
 
     wanted = {
         rank: next(m.name for m in _MEMBERS if m.start <= min(positions) < m.stop)
@@ -166,10 +156,10 @@ def test_learning_rate_of_an_abandoned_step_counts_once(case: Case) -> None:
     np.testing.assert_allclose(total, 2.0 * np.sum(held, axis=0), rtol=0, atol=rounding)
 
 
-@rows
-@pytest.mark.parametrize(("dtype", "value"), [("float32", 3e38), ("float64", 1.5e308), ("float16", 6e4)])
-def test_a_sum_that_is_not_finite_is_applied_by_nobody(case: Case, dtype: str, value: float) -> None:
+@rows_by("case,huge", CASES, [("float32", 3e38), ("float64", 1.5e308), ("float16", 6e4)], ids=case_id)
+def test_a_sum_that_is_not_finite_is_applied_by_nobody(case: Case, huge: tuple[str, float]) -> None:
     """Every rank's gradient is finite, and what all of them together send is more than its type holds."""
+    dtype, value = huge
     scenario = Scenario(3, 120, dtype, num_steps=6)
     gradients = random_gradients(scenario)
     gradients[_SICK_STEP, :, [7, 45, 46]] = value

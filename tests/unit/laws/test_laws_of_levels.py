@@ -1,7 +1,5 @@
 """The laws with two levels: dense within a host, sparse between hosts. A host is what a rank is otherwise."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 
@@ -9,15 +7,7 @@ import numpy as np
 import pytest
 
 from horovod_sparse.arrays import GradientParts
-from horovod_sparse.errors import (
-    CollectiveMismatchError,
-    EditedGradientError,
-    HorovodSparseError,
-    NonFiniteGradientError,
-    NonFiniteSumError,
-    StateMismatchError,
-    UnsupportedError,
-)
+from horovod_sparse.errors import EditedGradientError, NonFiniteGradientError, NonFiniteSumError
 from horovod_sparse.feedback import ErrorFeedback, Member, MomentumCorrection, recipe
 from horovod_sparse.feedback.state import from_plain, to_plain
 from horovod_sparse.simulation import SimulatedCluster, run_lockstep
@@ -26,6 +16,7 @@ from support import laws
 from support.cases import CASES, Case, case_id
 from support.gradients import DTYPES, dyadic, gaussian, layered
 from support.history import History, Scenario, random_gradients, run
+from support.sampling import rows_by
 
 rows = pytest.mark.parametrize("case", CASES, ids=case_id)
 
@@ -40,23 +31,20 @@ def scenario_of(hosts: int, per_host: int, num_elements: int, **more: object) ->
     return Scenario(hosts * per_host, num_elements, hosts=hosts, **more)  # type: ignore[arg-type]
 
 
-@rows
-@pytest.mark.parametrize("shape", _SHAPES, ids=lambda shape: "{}x{}-n{}".format(*shape))
+@rows_by("case,shape", CASES, _SHAPES, ids=case_id)
 def test_all_laws_hold(case: Case, shape: tuple[int, int, int]) -> None:
     scenario = scenario_of(*shape)
     draw = layered if scenario.num_elements >= 1000 else gaussian
     laws.check_all(run(case.recipe, scenario, random_gradients(scenario, draw)), case)
 
 
-@rows
-@pytest.mark.parametrize("dtype", DTYPES)
+@rows_by("case,dtype", CASES, DTYPES, ids=case_id)
 def test_law_1_is_exact_where_sums_are(case: Case, dtype: str) -> None:
     scenario = scenario_of(2, 2, 201, dtype=dtype, num_steps=8)
     laws.check_all(run(case.recipe, scenario, random_gradients(scenario, dyadic)), case, exactly=True)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if not case.quantizes], ids=case_id)
-@pytest.mark.parametrize("levels", [(3, 2), (2, 4)], ids=lambda levels: "{}x{}".format(*levels))
+@rows_by("case,levels", [case for case in CASES if not case.quantizes], [(3, 2), (2, 4)], ids=case_id)
 def test_density_one_is_dense(case: Case, levels: tuple[int, int]) -> None:
     scenario = scenario_of(*levels, 301, num_steps=2)
     history = run(case.at(1.0), scenario, random_gradients(scenario, layered))
@@ -116,8 +104,7 @@ def sick_run(
     return history, list(history.steps[_SICK].results)
 
 
-@rows
-@pytest.mark.parametrize("position", [3, 45, 119])
+@rows_by("case,position", CASES, [3, 45, 119], ids=case_id)
 def test_every_rank_of_every_host_says_where(case: Case, position: int) -> None:
     """Only one column sees it; all ranks raise, and the host goes on with what it had."""
     gradients = random_gradients(scenario_of(3, 2, 121, num_steps=5))
@@ -156,24 +143,6 @@ def test_the_step_once_more_leaves_the_sick_host_out(case: Case) -> None:
         np.testing.assert_allclose(cluster.dense(found[0]), twin.step([*theirs]), rtol=0, atol=1e-5)
 
 
-@rows
-def test_a_step_that_is_taken_back_leaves_what_was_there(case: Case) -> None:
-    """All columns take it back, also those that have found nothing; dropped is the sick host's gradient."""
-    gradients = random_gradients(scenario_of(2, 2, 121, num_steps=3), dyadic)
-    gradients[_SICK, 0, 7] = np.inf
-    history, _ = sick_run(case, gradients, hosts=2)
-    before = np.array(history.steps[_SICK - 1].residuals)
-    if case.loses_mass:
-        before[:] = 0.0
-    for bucket in history.cluster.buckets[:2]:
-        bucket.abandon(drop=True)
-    after = np.array(history.cluster.residuals())
-    if case.stays_dyadic:
-        np.testing.assert_array_equal(after[:2], before[:2])
-    if not case.loses_mass and case.stays_dyadic:
-        np.testing.assert_array_equal(after[2:].sum(0), before[2:].sum(0) + gradients[_SICK, 2:].sum(0))
-
-
 def test_a_rank_that_refuses_is_known_to_all() -> None:
     cluster = SimulatedCluster(recipe("topk", density=0.1), 3, 8, topology=Topology.regular(2, 4))
     steps = [
@@ -182,25 +151,6 @@ def test_a_rank_that_refuses_is_known_to_all() -> None:
     ]
     for result in run_lockstep(steps, keep_errors=True, topology=cluster.topology):
         assert isinstance(result, EditedGradientError) and [*result.where] == [7]
-
-
-@rows
-def test_what_one_column_finds_is_raised_on_all_ranks(case: Case) -> None:
-    """A rank at another step, say: ranks of other columns would wait for its host's."""
-    cluster = scenario_of(2, 2, 400).cluster(case.recipe)
-    gradients = random_gradients(scenario_of(2, 2, 400, num_steps=4))
-    for step in gradients[:3]:
-        cluster.step([*step.astype(np.float32)])
-    held = cluster.residuals()
-    cluster.buckets[3].state.step -= 1
-    try:
-        found = cluster.synchronize([*gradients[3].astype(np.float32)], keep_errors=True)
-    except CollectiveMismatchError:  # in other rounds already
-        return
-    assert len({type(error) for error in found}) == 1 and isinstance(found[0], HorovodSparseError)
-    total, sums = np.sum(cluster.residuals(), 0), gradients[3].astype(np.float32).sum(0)
-    if isinstance(found[0], StateMismatchError) and not case.loses_mass:
-        np.testing.assert_allclose(total, np.sum(held, 0) + sums, atol=1e-5)
 
 
 def test_a_sum_that_is_not_finite_is_applied_by_nobody() -> None:
@@ -233,13 +183,19 @@ def test_momentum_correction_is_that_of_sums() -> None:
         np.testing.assert_array_equal(two.step([*step.copy()]), flat.step([*step.copy()]))
 
 
-def test_hosts_of_unequal_size_are_refused_by_name() -> None:
-    with pytest.raises(UnsupportedError, match=r"host 0: 2, host 1: 1.*levels='flat'"):
-        Topology.of([("a", 0), ("a", 1), ("b", 0)])
-
-
-def test_one_level_needs_a_topology() -> None:
-    whole = SimulatedCluster(recipe("topk"), 8, 2, topology=Topology.regular(1, 2))
-    steps = [bucket.step(np.ones(8, np.float32)) for bucket in whole.buckets]
-    with pytest.raises(CollectiveMismatchError, match="needs a topology"):
-        run_lockstep(steps)
+@rows
+def test_a_step_that_is_taken_back_leaves_what_was_there(case: Case) -> None:
+    """All columns take it back, also those that have found nothing; dropped is the sick host's gradient."""
+    gradients = random_gradients(scenario_of(2, 2, 121, num_steps=3), dyadic)
+    gradients[_SICK, 0, 7] = np.inf
+    history, _ = sick_run(case, gradients, hosts=2)
+    before = np.array(history.steps[_SICK - 1].residuals)
+    if case.loses_mass:
+        before[:] = 0.0
+    for bucket in history.cluster.buckets[:2]:
+        bucket.abandon(drop=True)
+    after = np.array(history.cluster.residuals())
+    if case.stays_dyadic:
+        np.testing.assert_array_equal(after[:2], before[:2])
+    if not case.loses_mass and case.stays_dyadic:
+        np.testing.assert_array_equal(after[2:].sum(0), before[2:].sum(0) + gradients[_SICK, 2:].sum(0))

@@ -1,19 +1,27 @@
 """Plans: what they refuse, what they keep apart, and that they are plain values."""
 
-import json
+import dataclasses
+import math
+import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from horovod_sparse.errors import ArgumentError
+from horovod_sparse.cost import AffineTime, AlphaBeta, CostModel, starting_cost
+from horovod_sparse.errors import ArgumentError, UnknownNameError
 from horovod_sparse.merging import (
+    LAYER_TABLES,
     ParameterFacts,
     Plan,
     explicit_groups,
     fixed_bytes,
+    layer_table,
+    min_elements,
     num_buckets,
     same_kind,
+    select_tensors,
 )
 
 KINDS = st.tuples(st.sampled_from(["float32", "bfloat16", "float64"]), st.integers(0, 1))
@@ -73,14 +81,6 @@ def test_explicit_groups_become_buckets_and_the_rest_stands_alone(facts, data):
     assert len(plan.buckets) == len(kinds)
 
 
-@given(parameters(), st.integers(1, 5000))
-def test_plans_survive_json_and_are_values(facts, bucket_bytes):
-    plan = fixed_bytes(facts, bucket_bytes)
-    again = Plan.from_dict(json.loads(json.dumps(plan.to_dict())))
-    assert again == plan
-    assert hash(again) == hash(plan)
-
-
 A, B, C = ParameterFacts("a", 4), ParameterFacts("b", 4), ParameterFacts("c", 4, dtype="float64")
 
 
@@ -110,12 +110,87 @@ def test_duplicates_and_empty_buckets_are_refused(buckets):
         Plan(buckets)
 
 
-@pytest.mark.parametrize("bucket_bytes", [0, -1, 2.5, True, "32"])
-def test_bucket_bytes_is_checked(bucket_bytes):
-    with pytest.raises(ArgumentError, match="bucket_bytes"):
-        fixed_bytes([A], bucket_bytes)
+def chosen(rule, sizes, cost=None):
+    facts = [ParameterFacts(f"p{size}", size) for size in sizes]
+    return {int(choice.name[1:]): choice.dense for choice in select_tensors(rule, facts, cost)}
 
 
-def test_a_broken_file_is_refused():
-    with pytest.raises(ArgumentError, match="to_dict"):
-        Plan.from_dict({"buckets": [["a"]]})
+def test_equation_1_at_its_border() -> None:
+    # T_comp = 1, T_spr = 2, T_full = 0.5 + 0.125 * 4 n: n = 5 gives exactly 3, which is no gain
+    cost = CostModel(AffineTime(1.0), AffineTime(2.0), AffineTime(0.5, 0.125))
+    assert chosen("cost", [4, 5, 6], cost) == {4: True, 5: True, 6: False}
+    (choice,) = select_tensors("cost", [ParameterFacts("a", 6)], cost)
+    assert (choice.compression_seconds, choice.sparse_seconds, choice.full_seconds) == (1.0, 2.0, 3.5)
+    assert choice.reason == "1e+03 ms < 3.5e+03 - 2e+03 ms"
+    # work for a dense parameter is part of T_full: 0.25 n, and 5 pays
+    worked = dataclasses.replace(cost, dense_work=AffineTime(0.0, 0.25))
+    assert chosen("cost", [1, 5], worked) == {1: True, 5: False}
+
+
+def test_dragonns_formulas_by_hand() -> None:
+    # P = 4, alpha = 1 ms, beta = 10 ns; A = 4, A' = 8, d = 0.01
+    cost = starting_cost(AlphaBeta(1e-3, 1e-8), 4, 0.01, selection=AffineTime(5e-3, 1e-9))
+    assert cost.dense.seconds(4 * 100_000) == pytest.approx(2 * 3 * (1e-3 + 4e5 / 4 * 1e-8))
+    assert cost.communication.seconds(100_000) == pytest.approx(3 * (1e-3 + 0.01 * 1e5 * 8 * 1e-8))
+    # T_full - T_spr - T_comp = 3 alpha - 5e-3 + n (6e-8 - 2.4e-9 - 1e-9): the gain begins at n = 35 336
+    assert chosen("cost", [35_335, 35_336], cost) == {35_335: True, 35_336: False}
+
+
+def test_other_rules() -> None:
+    assert chosen("all", [1, 10]) == {1: False, 10: False}
+    assert chosen(min_elements(10), [9, 10]) == {9: True, 10: False}
+    assert chosen(lambda parameter: parameter.name == "p3", [3, 4]) == {3: False, 4: True}
+    (choice,) = select_tensors(min_elements(10), [ParameterFacts("a", 9)])
+    assert choice.reason == "9 < 10 elements"
+
+
+def test_bad_rules() -> None:
+    facts = [ParameterFacts("a", 1)]
+    with pytest.raises(UnknownNameError, match="costs"):
+        select_tensors("costs", facts)
+    with pytest.raises(ArgumentError, match="profile"):
+        select_tensors("cost", facts)
+    with pytest.raises(ArgumentError, match="tensor_selection=3"):
+        select_tensors(3, facts)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="True or False for a"):
+        select_tensors(lambda parameter: "yes", facts)  # type: ignore[arg-type,return-value]
+    with pytest.raises(ArgumentError, match="min_elements=0"):
+        min_elements(0)
+
+
+ROOT = Path(__file__).resolve().parents[3]
+
+# number of parameters as published, and tensors
+PUBLISHED = {
+    "bert_base": (109_482_240, 199),
+    "gpt2_medium": (354_823_168, 292),
+    "gpt2_small": (124_439_808, 148),
+    "inception_v4": (42_679_816, 449),
+    "llama_1b": (1_100_048_384, 201),
+    "lstm_ptb": (66_034_000, 11),
+    "resnet18": (11_689_512, 62),
+    "resnet50": (25_557_032, 161),
+    "vgg16_cifar": (14_728_266, 54),
+    "vit_base": (86_567_656, 152),
+    "xml_one_layer": (126_722_048, 1),
+}
+
+
+@pytest.mark.parametrize("name", LAYER_TABLES)
+def test_totals_are_the_published_ones(name: str) -> None:
+    table = layer_table(name)
+    parameters = table.workload.parameters
+    assert [parameter.num_elements for parameter in parameters] == list(map(math.prod, table.shapes))
+    assert (sum(parameter.num_elements for parameter in parameters), len(parameters)) == PUBLISHED[name]
+    assert min(table.workload.backward_seconds) > 0.0
+    assert table.source
+    # a third of the step is forward
+    assert sum(table.workload.backward_seconds) == pytest.approx(2 * table.workload.forward_seconds, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", LAYER_TABLES)
+def test_files_are_what_the_generator_writes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(ROOT / "scripts" / "lib"), *sys.path])
+    from layer_tables_lib import write
+
+    assert (write.FOLDER / f"{name}.json").read_text(encoding="utf-8") == write.content(name)

@@ -1,14 +1,10 @@
 """Strategies: golden cases of the paper's algorithm, and the exact one against all plans there are."""
 
-from __future__ import annotations
-
-import math
 import time
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from horovod_sparse.cost import AffineTime, CostModel, SortingTime
 from horovod_sparse.errors import ArgumentError, UnknownNameError
@@ -30,8 +26,8 @@ from horovod_sparse.merging import (
     single,
     strategy_named,
 )
-from horovod_sparse.merging.optimal import Bounds, _search, best_segments, segment_tables
-from horovod_sparse.merging.selection import dense_of
+from horovod_sparse.planning.optimal import best_segments, segment_tables
+from horovod_sparse.planning.selection import dense_of
 from support.merging_models import all_plans, costs, seconds, workloads
 
 
@@ -69,14 +65,6 @@ def test_omgs_at_the_border_of_q5(second: float, merged: bool) -> None:
     assert (len(omgs(chain(second, 1.0), COST).buckets) == 1) is merged
 
 
-def test_omgs_weighs_what_selecting_more_at_once_costs() -> None:
-    # alpha = 1; t_s(100) + t_s(100) = 2 * 664, t_s(200) = 1529 times gamma: 200 gamma more when merged
-    workload, gather = chain(0.5, 1.0), AffineTime(1.0, 0.01)
-    # tau_c + alpha = 1 + 664.4 gamma + 1 > 1.5 + 1528.8 gamma while gamma < 0.5 / 864.4
-    for gamma, merged in ((0.5 / 864.4 * 0.99, True), (0.5 / 864.4 * 1.01, False)):
-        assert (len(omgs(workload, CostModel(SortingTime(gamma), gather)).buckets) == 1) is merged
-
-
 def test_omgs_merges_where_selections_have_a_price_of_their_own() -> None:
     """Bound by computation: the network is idle before each layer, so Q3 and Q5 fail; seven selections go."""
     workload, gather = chain(*[0.010] * 8), AffineTime(0.0005)
@@ -90,19 +78,10 @@ def test_omgs_merges_where_selections_have_a_price_of_their_own() -> None:
     assert len(omgs(workload, CostModel(AffineTime(0.0, 1e-5), gather)).buckets) == 8
 
 
-@settings(deadline=None, max_examples=200)
-@given(workloads(max_layers=10, kinds=2, dense=True), costs())
-def test_omgs_by_gain_is_never_worse_than_none_or_one(workload, cost) -> None:
-    if cost.selection.fixed_seconds > 0.0:
-        found = seconds(workload, omgs(workload, cost), cost)
-        for extreme in (layerwise, single):
-            assert found <= seconds(workload, extreme(workload), cost) * (1 + 1e-12)
-
-
 def test_the_greedy_choice_can_lose() -> None:
     # Merging 3 into 2 gains time for 2, but 1 then finds the network just as busy.
     random, losses = np.random.default_rng(0), 0
-    for _ in range(50):
+    for _ in range(25):
         sizes, times = random.integers(100, 100_000, 8), random.exponential(1e-3, 8)
         workload = Workload(
             tuple(ParameterFacts(f"l{i}", int(size)) for i, size in enumerate(sizes)), tuple(times)
@@ -112,10 +91,10 @@ def test_the_greedy_choice_can_lose() -> None:
         greedy = seconds(workload, omgs(workload, cost), cost)
         assert seconds(workload, optimal(workload, cost), cost) == pytest.approx(best, rel=1e-12)
         losses += greedy > best * (1 + 1e-9)
-    assert losses > 10
+    assert losses > 5
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=40)
 @given(workloads(max_layers=9), costs())
 def test_optimal_is_the_best_of_all_plans(workload, cost) -> None:
     best = min(seconds(workload, plan, cost) for plan in all_plans(workload))
@@ -125,21 +104,7 @@ def test_optimal_is_the_best_of_all_plans(workload, cost) -> None:
     assert seconds(workload, found, cost) == pytest.approx(best, rel=1e-9, abs=1e-12)
 
 
-@settings(deadline=None, max_examples=6)
-@given(st.integers(0, 10**6))
-def test_optimal_is_the_best_of_8192_plans(seed: int) -> None:
-    random = np.random.default_rng(seed)
-    facts = tuple(ParameterFacts(f"p{i}", int(n)) for i, n in enumerate(random.integers(10, 10**6, 14)))
-    workload = Workload(facts, tuple(random.exponential(1e-3, 14)))
-    cost = CostModel(SortingTime(2e-10), AffineTime(10 ** random.uniform(-3.5, -2), 1e-9))
-    tables = segment_tables(workload, cost)
-    best = min(
-        tables.seconds([*(p for p in range(1, 14) if cuts >> (p - 1) & 1), 14]) for cuts in range(2**13)
-    )
-    assert seconds(workload, optimal(workload, cost), cost) == pytest.approx(best, rel=1e-12)
-
-
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=30)
 @given(workloads(max_layers=10, kinds=3, dense=True), costs())
 def test_optimal_is_never_worse_than_the_others(workload, cost) -> None:
     plan = optimal(workload, cost)
@@ -150,64 +115,6 @@ def test_optimal_is_never_worse_than_the_others(workload, cost) -> None:
         rival.check(workload.parameters)
         assert best <= seconds(workload, rival, cost) * (1 + 1e-12)
         assert rival.dense == plan.dense == workload.dense_names
-
-
-@settings(deadline=None, max_examples=60)
-@given(workloads(max_layers=8), costs())
-def test_bounds_hold_for_every_plan(workload, cost) -> None:
-    tables = segment_tables(workload, cost)
-    bounds = Bounds(tables)
-    zero = np.zeros(1)
-    best = min(seconds(workload, plan, cost) for plan in all_plans(workload)) - workload.forward_seconds
-    assert bounds.least(0, zero, zero)[0] <= best * (1 + 1e-9) + 1e-12
-    assert best <= bounds.seconds * (1 + 1e-9) + 1e-12
-
-
-@settings(deadline=None, max_examples=100)
-@given(workloads(max_layers=8, dense=True), costs(), st.data())
-def test_tables_say_what_the_timeline_says(workload, cost, data) -> None:
-    cost = CostModel(cost.selection, cost.communication, cost.dense, fuse_dense=False)
-    m = len(workload.sparse)
-    if not m:
-        return
-    ends = [*sorted(data.draw(st.sets(st.integers(1, m - 1)) if m > 1 else st.just(set()))), m]
-    expected = seconds(workload, plan_of_segments(workload, ends), cost) - workload.forward_seconds
-    assert segment_tables(workload, cost).seconds(ends) == pytest.approx(expected, rel=1e-9, abs=1e-9)
-
-
-class NoBounds:
-    """Bounds that prune nothing."""
-
-    def __init__(self, num_layers: int) -> None:
-        self.first_start = np.zeros(num_layers + 1, np.int64)
-
-    def least(
-        self, boundary: int, computation: np.ndarray, communication: np.ndarray, *, rough: bool = False
-    ) -> np.ndarray:
-        return np.zeros(computation.size)
-
-
-@settings(deadline=None, max_examples=60)
-@given(workloads(max_layers=8), costs())
-def test_the_search_alone_finds_the_best_of_all_plans(workload, cost) -> None:
-    tables, m = segment_tables(workload, cost), len(workload.sparse)
-    best = min(seconds(workload, plan, cost) for plan in all_plans(workload)) - workload.forward_seconds
-    segments, found = _search(tables, NoBounds(m), math.inf, None)  # type: ignore[arg-type]
-    assert found == pytest.approx(best, rel=1e-9, abs=1e-12)
-    assert tables.seconds(segments) == found
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_bounds_take_nothing_from_the_search(seed: int) -> None:
-    random, layers = np.random.default_rng(seed), 60
-    facts = tuple(
-        ParameterFacts(f"p{i}", int(n)) for i, n in enumerate(np.exp(random.uniform(5, 15, layers)))
-    )
-    workload = Workload(facts, tuple(random.exponential(1e-3, layers)))
-    cost = CostModel(SortingTime(1e-9), AffineTime(10 ** random.uniform(-3.5, -2), 1e-10))
-    tables = segment_tables(workload, cost)
-    _, best = _search(tables, NoBounds(layers), math.inf, None)  # type: ignore[arg-type]
-    assert tables.seconds(best_segments(tables)) == pytest.approx(best, rel=1e-11)
 
 
 def test_500_layers_take_no_more_than_a_second() -> None:
@@ -225,7 +132,7 @@ def test_500_layers_take_no_more_than_a_second() -> None:
 
 
 @given(workloads(max_layers=20, kinds=3), costs())
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=25)
 def test_no_strategy_mixes_kinds(workload, cost) -> None:
     facts = {parameter.name: parameter for parameter in workload.parameters}
     for strategy in (*STRATEGIES.values(), fixed(num_elements=500), fixed(bytes=4000)):
@@ -293,11 +200,3 @@ def test_names() -> None:
     for arguments in ({}, {"num_elements": 1, "bytes": 1}, {"bytes": 0}, {"num_elements": True}):
         with pytest.raises(ArgumentError):
             fixed(**arguments)
-
-
-def test_everything_dense_has_no_buckets() -> None:
-    workload = chain(1.0, 2.0).with_dense(["l1", "l2"])
-    for strategy in STRATEGIES.values():
-        plan = strategy(workload, COST)
-        assert (plan.buckets, plan.dense) == ((), ("l2", "l1"))
-    assert math.isclose(seconds(workload, plan, COST), 3.0)

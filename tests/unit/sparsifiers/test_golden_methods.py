@@ -1,9 +1,8 @@
 """CLT-k, DGC, SIDCo, MSTopk, hard threshold and DRAGONN in small cases worked by hand."""
 
-from __future__ import annotations
-
 import itertools
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,10 +13,12 @@ from scipy.special import gammaln
 from horovod_sparse.arrays import HostAccumulator
 from horovod_sparse.feedback import recipe
 from horovod_sparse.simulation import SimulatedCluster
-from horovod_sparse.sparsifiers import DGC, DRAGONN, BucketInfo, HardThreshold, MSTopK, SIDCo, SparsifierState
+from horovod_sparse.sparsifiers import DGC, BucketInfo, HardThreshold, MSTopK, SIDCo, SparsifierState
+from horovod_sparse.sparsifiers.dragonn import HashFunction, survivors
 from horovod_sparse.sparsifiers.hard_threshold import HardThresholdState
 from horovod_sparse.sparsifiers.sidco import FITS, Excess
 from horovod_sparse.thresholds import SampledThreshold
+from support.sampling import rows_by
 
 
 def folded(values: Any) -> HostAccumulator:
@@ -105,12 +106,6 @@ def test_dgc_samples_with_a_stride_and_a_random_start() -> None:
     assert len(starts) > 15
 
 
-def test_a_sample_that_is_too_small_is_enlarged() -> None:
-    accumulator = folded(np.arange(1, 101))
-    # 1 % of 100 would be one element: the whole bucket is the sample, and the threshold exact.
-    assert SampledThreshold(0.01).find(accumulator, 10, np.random.default_rng(0)) == 91.0
-
-
 _SAMPLES = {
     "exponential": stats.expon(scale=0.3),
     "pareto": stats.genpareto(0.15, scale=2.0),
@@ -118,8 +113,7 @@ _SAMPLES = {
 }
 
 
-@pytest.mark.parametrize("distribution", _SAMPLES)
-@pytest.mark.parametrize("density", [0.25, 0.05, 0.01])
+@rows_by("distribution,density", _SAMPLES, [0.25, 0.05, 0.01])
 def test_fits_find_the_quantiles_of_their_own_distribution(distribution: str, density: float) -> None:
     drawn = _SAMPLES[distribution].rvs(400_000, random_state=np.random.default_rng(5))
     accumulator = folded(drawn * np.where(np.arange(drawn.size) % 2, 1, -1))
@@ -149,8 +143,7 @@ def test_each_further_stage_fits_what_exceeds_the_last_threshold() -> None:
     assert SIDCo(density=0.0625).threshold(accumulator.moments, 1, 2) == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize(("tail", "first"), [("heavy", 1.2), ("gaussian", -0.5)])
-@pytest.mark.parametrize("feedback", ["error", "none"])
+@pytest.mark.parametrize(("tail", "first", "feedback"), [("heavy", 1.2, "error"), ("gaussian", -0.5, "none")])
 def test_sidco_changes_the_number_of_stages(tail: str, first: float, feedback: str) -> None:
     """One exponential fit passes too many of a heavy tail, too few of a Gaussian; more stages mend both."""
     n, k = 200_000, 400
@@ -192,9 +185,8 @@ def test_mstopk_by_hand() -> None:
     assert MSTopK(density=0.2, num_passes=3).select(accumulator, 3, *_FRESH).tolist() == [12, 14, 15]
 
 
-@pytest.mark.parametrize("draw", ["standard_normal", "standard_cauchy", "standard_exponential", "random"])
-@pytest.mark.parametrize("k", [1, 30, 5000, 60_000, 99_999])
-def test_mstopk_is_top_k(draw: str, k: int) -> None:
+@rows_by("k,draw", [1, 30, 5000, 60_000, 99_999], ["standard_normal", "standard_cauchy", "random"])
+def test_mstopk_is_top_k(k: int, draw: str) -> None:
     values = getattr(np.random.default_rng(4), draw)(100_000).astype(np.float32)
     accumulator = folded(values)
     np.testing.assert_array_equal(
@@ -236,25 +228,82 @@ def test_dragonn_keeps_what_collided() -> None:
         assert np.count_nonzero(np.abs(held) >= cluster.buckets[rank].last.facts["threshold"]) > 0.2 * k
 
 
-def test_dragonn_messages_are_of_one_length() -> None:
-    cluster = SimulatedCluster(recipe("dragonn", density=0.01, slots_per_selected=2.0), 10_000, 3)
-    generator = np.random.default_rng(7)
-    sent = set()
-    for _ in range(5):
-        cluster.synchronize(list(generator.standard_normal((3, 10_000)).astype(np.float32)))
-        sent |= {bucket.last.bytes_sent for bucket in cluster.buckets}
-    # four words of header, 200 slots of index and value
-    assert sent == {4 * (4 + 2 * 200)}
+_SEEDS = 400
+_N = 1024
 
 
-def test_dragonn_draws_another_function_in_every_step_and_rank() -> None:
-    """The same two elements must not collide for ever: what is held back is sent within some steps."""
-    sparsifier = DRAGONN(density=0.05)
-    cluster = SimulatedCluster(recipe("dragonn", density=0.05), 2000, 1)
-    gradient = np.zeros(2000, np.float32)
-    gradient[100:200] = 1.0
-    cluster.synchronize([gradient])
-    for _ in range(12):
-        cluster.synchronize([np.zeros(2000, np.float32)])
-    assert not np.any(cluster.residuals())
-    assert sparsifier.num_slots(BucketInfo("b", 2000), SparsifierState()) == 100
+def consecutive(generator: np.random.Generator) -> np.ndarray:
+    return int(generator.integers(10**6)) + np.arange(_N)
+
+
+def clustered(generator: np.random.Generator) -> np.ndarray:
+    """Runs of neighbours, as layers with large gradients give them."""
+    starts = np.sort(generator.choice(10**6, _N // 16, replace=False)) * 64
+    return (starts[:, None] + np.arange(16)).reshape(-1)
+
+
+def strided(generator: np.random.Generator) -> np.ndarray:
+    return np.arange(_N) * 2 ** int(generator.integers(1, 20))
+
+
+def scattered(generator: np.random.Generator) -> np.ndarray:
+    return np.sort(generator.choice(2**31 - 1, _N))
+
+
+KINDS = pytest.mark.parametrize("draw", [consecutive, clustered, strided, scattered])
+
+
+def empty_shares(draw: Callable[..., np.ndarray], num_slots: int) -> np.ndarray:
+    """Share of empty slots for each seed."""
+    shares = []
+    for seed in range(_SEEDS):
+        generator = np.random.default_rng([seed, num_slots])
+        indices = draw(generator).astype(np.int32)
+        slots = HashFunction.draw(generator, num_slots).slots(indices)
+        assert ((slots >= 0) & (slots < num_slots)).all()
+        shares.append(1 - np.unique(slots).size / num_slots)
+    return np.array(shares)
+
+
+@KINDS
+@pytest.mark.parametrize(("num_slots", "low", "high"), [(1024, 0.36, 0.38), (512, 0.13, 0.14)])
+def test_memory_coverage(draw: Callable[..., np.ndarray], num_slots: int, low: float, high: float) -> None:
+    """Appendix A.2.2: the share is (1 - 1 / m) ** n, 0.3677 and 0.1350; and it varies as chance has it."""
+    shares = empty_shares(draw, num_slots)
+    expected = (1 - 1 / num_slots) ** _N
+    assert low < shares.mean() < high
+    # the variance of empty bins: m p2 + m p - m^2 p^2 over m^2, p2 the chance that two given ones are empty
+    both = (1 - 2 / num_slots) ** _N
+    deviation = np.sqrt(expected / num_slots + (1 - 1 / num_slots) * both - expected**2)
+    assert abs(shares.mean() - expected) < 4 * deviation / np.sqrt(_SEEDS)
+    assert 0.8 < shares.std() / deviation < 1.25, "neither more even than chance, nor less"
+
+
+@KINDS
+def test_survival(draw: Callable[..., np.ndarray]) -> None:
+    """Lemma A.5: hit i of n is not overwritten with a probability of ((m - 1) / m) ** (n - i)."""
+    m = 512
+    survived = np.zeros(_N)
+    for seed in range(_SEEDS):
+        generator = np.random.default_rng([seed, 7])
+        indices = np.unique(draw(generator).astype(np.int32))[:_N]
+        left = survivors(indices, HashFunction.draw(generator, m).slots(indices), m)
+        survived[: indices.size] += np.isin(indices, left)
+    expected = ((m - 1) / m) ** (_N - np.arange(1, _N + 1))
+    # groups of 64 neighbours: few enough to see the slope, enough to average over
+    found = (survived / _SEEDS).reshape(16, 64).mean(1)
+    np.testing.assert_allclose(found, expected.reshape(16, 64).mean(1), atol=0.012)
+
+
+def test_the_last_write_stays() -> None:
+    indices = np.array([2, 4, 6, 8, 10], np.int32)
+    # slot 0: 2, then 6, then 10; slot 1: 4, then 8
+    assert survivors(indices, np.array([0, 1, 0, 1, 0]), 2).tolist() == [8, 10]
+    assert survivors(indices, np.arange(5), 5).tolist() == indices.tolist()
+    assert survivors(indices[:0], np.empty(0, np.int64), 3).size == 0
+
+
+@pytest.mark.parametrize("num_slots", [1, 2, 1000, 2**31 - 1])
+def test_any_number_of_slots(num_slots: int) -> None:
+    slots = HashFunction.draw(np.random.default_rng(0), num_slots).slots(np.array([0, 2**31 - 1], np.int32))
+    assert ((slots >= 0) & (slots < num_slots)).all()

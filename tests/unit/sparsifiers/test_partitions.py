@@ -1,22 +1,15 @@
 """ExDyna's partitions: worked by hand, and against the printed algorithms."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from horovod_sparse.sparsifiers import BucketInfo, ExDyna
-from horovod_sparse.sparsifiers.exdyna import (
-    Partitions,
-    move_one_block,
-    move_proportionally,
-    partition,
-)
+from horovod_sparse.sparsifiers.exdyna import Partitions, move_one_block, move_proportionally, partition
 from support.algorithm3 import algorithm_2, algorithm_3
 
-quick = settings(max_examples=200, deadline=None, derandomize=True, database=None)
+quick = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 
 
 def moved(blocks: list[int], counts: list[float], num_elements: int = 6400, **options: float) -> list[int]:
@@ -24,9 +17,6 @@ def moved(blocks: list[int], counts: list[float], num_elements: int = 6400, **op
     partitions = Partitions(10, np.array(blocks))
     move_one_block(partitions, np.array(counts), num_elements, **options)  # type: ignore[arg-type]
     return partitions.num_blocks.tolist()
-
-
-# Algorithm 2 -----------------------------------------------------------------------------------
 
 
 def test_algorithm_2_by_hand() -> None:
@@ -68,16 +58,11 @@ def test_parts_cover_the_bucket_and_are_nearly_equal(num_elements: int, size: in
     assert num_elements < 4 * size or parts.num_blocks.min() >= 4, "blocks to move"
 
 
-# Algorithm 3 -----------------------------------------------------------------------------------
-
-
-def test_a_block_moves_left_to_right() -> None:
+def test_a_block_moves_either_way() -> None:
     # mean 100: det = 1.5 > 1.05 and det2 = 0.5 < 0.952: part 0 gives one block to part 1
     assert moved([32, 32], [150, 50]) == [31, 33]
-
-
-def test_a_block_moves_right_to_left() -> None:
     assert moved([32, 32], [50, 150]) == [33, 31]
+    assert moved([32, 32], [0, 0]) == [32, 32], "nothing is selected, nothing moves"
 
 
 def test_nothing_moves_within_the_tolerance() -> None:
@@ -113,10 +98,6 @@ def test_a_moved_block_counts_for_the_next_pair() -> None:
     # Counts 130, 94, 76 with 3 blocks at once: k_move = 14.0625. Pair (0, 1) moves: k = 115.9, 108.06, 76.
     # Only because of k_move part 1 is now too full (1.0806 > 1.05) and hands three on to part 2.
     assert moved([22, 21, 21], [130, 94, 76], 640, num_moved=3) == [19, 21, 24]
-
-
-def test_nothing_selected_moves_nothing() -> None:
-    assert moved([32, 32], [0, 0]) == [32, 32]
 
 
 @quick
@@ -165,9 +146,6 @@ def test_as_printed(data: st.DataObject) -> None:
         assert [sparsifier.window(state, info) for state, info in zip(states, infos, strict=True)] == windows
 
 
-# The proportional move -------------------------------------------------------------------------
-
-
 def test_half_the_way_by_hand() -> None:
     # 100 blocks of 10 elements, bounds (0, 50, 100). Selected: 30 in each of the blocks 10 to 19, so half
     # of them lie before block 15. (A little is added to every block, a thousandth of a mean block; 15
@@ -180,29 +158,6 @@ def test_half_the_way_by_hand() -> None:
     partitions = Partitions(10, np.array([50, 50]))
     move_proportionally(partitions, selected, step=1.0)
     assert partitions.num_blocks.tolist() == [17, 83]
-
-
-def test_where_counts_are_equal_nothing_moves() -> None:
-    partitions = Partitions(10, np.array([70, 20, 10]))
-    selected = np.concatenate([np.linspace(0, 690, 70), np.linspace(700, 890, 70), np.linspace(900, 990, 70)])
-    move_proportionally(partitions, selected.astype(np.int32), step=1.0)
-    assert partitions.num_blocks.tolist() == [70, 20, 10]
-
-
-@pytest.mark.parametrize("size", [2, 4, 8])
-def test_a_dense_stretch_at_a_boundary_is_shared_out(size: int) -> None:
-    """Nearly all of what is selected lies in a few blocks: parts meet there, and stay."""
-    selected = np.concatenate([np.arange(5_000, 5_320), np.arange(0, 10_000, 200)]).astype(np.int32)
-    partitions = partition(10_000, size)
-    for _ in range(30):
-        move_proportionally(partitions, selected)
-    before = partitions.num_blocks.tolist()
-    windows = [partitions.window(part, 10_000) for part in range(size)]
-    counts = np.array([((selected >= start) & (selected < stop)).sum() for start, stop in windows])
-    # each of a part's two boundaries stops where 0.4 of the way is less than half a block (32 elements)
-    assert np.abs(counts - counts.mean()).max() <= 2.5 * partitions.block_length
-    move_proportionally(partitions, selected)
-    assert partitions.num_blocks.tolist() == before
 
 
 @quick

@@ -1,7 +1,5 @@
 """Densities over the steps, and that counts follow them with every sparsifier."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -9,7 +7,6 @@ import pytest
 
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.feedback import Recipe, recipe
-from horovod_sparse.simulation import SimulatedCluster
 from horovod_sparse.sparsifiers.schedule import Exponential, Linear, Stairs
 from support import laws
 from support.cases import CASES, Case, case_id
@@ -48,17 +45,9 @@ def test_epochs_are_steps(schedule: Any) -> None:
     ("make", "complaint"),
     [
         (lambda: Exponential(), "steps=None"),
-        (lambda: Exponential(steps=0), "steps=0"),
-        (lambda: Exponential(steps=2.0), "steps=2.0"),  # type: ignore[arg-type]
         (lambda: Linear(steps=3, start=0.0), "start=0.0"),
-        (lambda: Linear(steps=3, start=1.5), "start=1.5"),
-        (lambda: Linear(epochs=2), "steps=None"),
         (lambda: Linear(steps=3, epochs=2, steps_per_epoch=5), "either steps"),
-        (lambda: Linear(epochs=0, steps_per_epoch=5), "epochs=0"),
-        (lambda: Linear(epochs=1, steps_per_epoch=0), "steps_per_epoch=0"),
-        (lambda: Stairs(), "steps=None"),
         (lambda: Stairs(steps=1, densities=()), "densities"),
-        (lambda: Stairs(steps=1, densities=(0.1, 2.0)), "densities=2.0"),
         (lambda: Stairs(steps=1, densities=0.1), "densities=0.1"),  # type: ignore[arg-type]
         (lambda: recipe("topk", schedule=0.1), "schedule=0.1"),
     ],
@@ -90,30 +79,3 @@ def test_the_laws_hold_through_a_warm_up(case: Case) -> None:
 
 
 _N, _START, _FINAL, _LENGTH = 400_000, 0.25, 0.025, 12
-
-
-def counts_in_a_warm_up(made: Recipe, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Union counts and targets of every step; half of the gradient is what all ranks see alike."""
-    generator = np.random.default_rng(8)
-    cluster = SimulatedCluster(made, _N, size)
-    signal = layered(generator, (_N,)).astype(np.float32)
-    counts, targets = [], []
-    for _ in range(_LENGTH + 8):
-        noise = generator.standard_normal((size, _N), np.float32)
-        sum_ = cluster.synchronize([signal + np.abs(signal) * own for own in noise])[0]
-        counts.append(sum_.counts.sum() if made.sparsifier.density_scope == "global" else sum_.counts.mean())
-        targets.append(cluster.buckets[0].last.num_target)
-    return np.array(counts), np.array(targets)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "allowed"), [("micro", 0.05), ("exdyna", 0.05), ("topk", 0.0), ("dgc", 0.3), ("mstopk", 0.0)]
-)
-def test_counts_follow_the_warm_up(name: str, allowed: float) -> None:
-    made = recipe(name, density=_FINAL, schedule=Exponential(steps=_LENGTH, start=_START))
-    counts, targets = counts_in_a_warm_up(made, 4)
-    assert targets[0] == _START * _N and targets[-1] == _FINAL * _N
-    errors = np.abs(counts / targets - 1)
-    assert errors[4:].mean() <= allowed
-    assert errors.max() <= max(3 * allowed, 0.0)

@@ -1,7 +1,5 @@
 """The studies live beside the examples, and import their data from there."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

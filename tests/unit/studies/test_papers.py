@@ -1,39 +1,13 @@
-"""The studies behind docs/papers, at toy sizes; the committed numbers, drawn and put into tables."""
-
-from __future__ import annotations
+"""The studies behind docs/papers.md, at toy sizes; the committed numbers, drawn."""
 
 import pytest
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("mlxtend")
 
-from studies.papers import counts, pictures, tables, trainings
+from studies.papers import counts, pictures
 
 TOY = {**counts.SETTING, "num_elements": 30_000, "sizes": [4, 5], "team_sizes": [6]}
-
-
-def test_exdyna_on_ranks_scores_before_the_first_step_and_after_the_last() -> None:
-    setting = {**trainings.RANKS, "sizes": [2], "samples": 4, "width": 4, "num_steps": 5, "warmup_steps": 1}
-    result: dict = {}
-    assert len(list(trainings.measure_ranks(result, {**setting, "score_every": 3}))) == 2
-    assert list(result["runs"]) == ["dense", "exdyna/2"]
-    run = result["runs"]["exdyna/2"]
-    assert run["steps"] == [0, 3, 5] and len(run["scores"]) == 3 and len(run["losses"]) == 5
-    assert run["scores"][0] == result["runs"]["dense"]["scores"][0]  # the same start, and no step yet
-    assert run["union"] < 0.5 and result["runs"]["dense"]["union"] == 1.0
-    assert not list(trainings.measure_ranks(result, setting))
-
-
-def test_teams_tell_what_goes_between_them() -> None:
-    setting = {**trainings.TEAMS, "size": 6, "teams": [2, 3], "modes": ["global"], "seeds": [1]}
-    setting |= {"batch_size": 2, "width": 4, "num_steps": 4}
-    result: dict = {}
-    assert len(list(trainings.measure_teams(result, setting))) == 2
-    pairs, triple = (result["runs"][f"{teams}/global/seed 1"] for teams in (2, 3))
-    assert "after" not in pairs  # R-SAG has no such union
-    assert len(triple["after"]) == len(triple["sent"]) == 4
-    for sent, after in zip(triple["sent"], triple["after"], strict=True):
-        assert triple["quota"] / 3 - 1 <= sent <= after <= 3 * sent
 
 
 def test_counts_are_the_formulas() -> None:
@@ -56,18 +30,6 @@ def test_dense_merging_is_no_worse_than_none_and_one_bucket() -> None:
     assert found["mgwfbp"]["seconds"] <= min(found["wfbp"]["seconds"], found["dense, one bucket"]["seconds"])
 
 
-def test_committed_numbers_are_in_the_pages_and_can_be_drawn() -> None:
-    for page, name, file, make in tables.FILLED:
-        text = make(tables.results.load(file))
-        assert f"<!-- {name}: begin -->\n{text}\n<!-- {name}: end -->" in (tables.DOCS / page).read_text(
-            "utf-8"
-        )
+def test_committed_numbers_can_be_drawn() -> None:
     for measurement, make in pictures.DRAWN.values():
         assert make(pictures.measured(measurement)).axes
-
-
-def test_every_picture_is_shown() -> None:
-    pages = "".join(page.read_text("utf-8") for page in (tables.DOCS / "papers").glob("*.md"))
-    drawn = {path.stem for path in pictures.FOLDER.glob("*.png")}
-    assert drawn == set(pictures.DRAWN)
-    assert all(f"](../pictures/papers/{name}.png)" in pages for name in drawn)

@@ -1,8 +1,5 @@
 """Couriers of synchronizations that leave the graph: deadlines, and ends; without ranks."""
 
-from __future__ import annotations
-
-import threading
 import time
 
 import numpy as np
@@ -10,12 +7,13 @@ import pytest
 
 tf = pytest.importorskip("tensorflow")
 
-from horovod_sparse.collectives import AllReduce, Exchange  # noqa: E402
+from horovod_sparse.carriers.choice import Chosen  # noqa: E402
+from horovod_sparse.collectives import Exchange  # noqa: E402
 from horovod_sparse.errors import DeadlineError, UnsupportedError  # noqa: E402
-from horovod_sparse.frontend.deadline import Deadline  # noqa: E402
 from horovod_sparse.tensorflow import transport  # noqa: E402
 from horovod_sparse.tensorflow.task import Task  # noqa: E402
 from horovod_sparse.tensorflow.transport import Courier, courier_for, present_courier  # noqa: E402
+from horovod_sparse.training.deadline import Deadline  # noqa: E402
 
 pytestmark = pytest.mark.tensorflow
 
@@ -26,7 +24,7 @@ class Silence:
     """Messages of which none arrives, but those that a test lets through."""
 
     def __init__(self):
-        self.arrived, self.forgotten = False, threading.Event()
+        self.arrived = False
 
     def start(self, request, name, rank):
         return self
@@ -37,9 +35,6 @@ class Silence:
     def result(self):
         return {1: np.ones(1, np.int32)}
 
-    def forget(self):
-        self.forgotten.set()
-
 
 @pytest.fixture
 def silence():
@@ -48,10 +43,9 @@ def silence():
 
 @pytest.fixture
 def courier(silence):
-    made = Courier(silence, 0, silence.forget)
+    made = Courier(silence, 0)
     yield made
     made.stop()
-    assert silence.forgotten.wait(5.0)
 
 
 def one_round():
@@ -63,12 +57,6 @@ def entrusted(courier, deadline=None, name="task"):
     task = Task(name, (Exchange,), np.dtype(np.float32))
     task.entrust(one_round(), (0, 2), courier, deadline or Deadline(_SECONDS, lambda: (0, [0, 1])))
     return task
-
-
-def test_what_comes_in_time_is_the_result(silence, courier):
-    task = entrusted(courier)
-    silence.arrived = True
-    assert task.wait() is None and (task.result, task.error) == (1, None)
 
 
 def test_tasks_that_are_waited_for_together_have_one_deadline(courier):
@@ -94,7 +82,7 @@ def test_a_deadline_says_who_is_missing(courier, monkeypatch):
             store[key] = value
         return store.get(key)
 
-    monkeypatch.setattr("horovod_sparse.frontend.deadline.asked_store", asked)
+    monkeypatch.setattr("horovod_sparse.training.deadline.asked_store", asked)
     task = entrusted(courier)
     task.wait()
     assert task.error.missing == {1: ""}
@@ -117,18 +105,10 @@ def test_what_was_given_up_is_not_resumed(silence, courier):
     assert not resumed
 
 
-def test_a_step_that_is_left_behind_raises_nothing_in_the_next(courier):
-    task = entrusted(courier, Deadline(0.1, lambda: (0, [0, 1])))
-    begun = time.perf_counter()
-    task.drop()
-    assert not task.under_way and time.perf_counter() - begun < 2.0
-
-
 def test_a_courier_that_is_stopped_ends_what_it_has(silence):
-    courier = Courier(silence, 0, silence.forget)
+    courier = Courier(silence, 0)
     task = entrusted(courier)
     courier.stop()
-    assert silence.forgotten.wait(5.0)
     for one in (task, entrusted(courier)):
         assert one.wait() is None
         assert isinstance(one.error, UnsupportedError) and "trace it again" in str(one.error)
@@ -146,11 +126,10 @@ class Ranks:
 
 def test_every_start_of_horovod_has_couriers_of_its_own(monkeypatch):
     """And those of the former one are stopped; a function that was traced before finds the new one."""
-    starts, made = [object()], []
+    starts = [object()]
 
     def agreed(process_set):
-        made.append(Silence())
-        return Courier(made[-1], 0, made[-1].forget), "somehow", False
+        return Chosen(Silence(), "mpi", "somehow")
 
     monkeypatch.setattr(transport, "_couriers", {})
     monkeypatch.setattr(transport, "_agreed", agreed)
@@ -159,23 +138,15 @@ def test_every_start_of_horovod_has_couriers_of_its_own(monkeypatch):
     assert words == "somehow" and courier_for(Ranks())[0] is former
     starts.append(object())
     present, _ = courier_for(Ranks())
-    assert present is not former and len(made) == 2
-    assert made[0].forgotten.wait(5.0) and not made[1].forgotten.is_set()
+    assert present is not former
+    late = entrusted(former)
+    assert late.wait() is None and "trace it again" in str(late.error)
     assert present_courier(Ranks(), former) is present
     present.stop()
 
 
-def test_nothing_is_opened_where_no_ranks_can_agree(monkeypatch):
-    def refuse(hvd, size):
-        raise AssertionError("sockets would be open that nobody closes")
-
-    monkeypatch.setattr(transport, "carrier_for", refuse)
-    with tf.Graph().as_default():
-        courier, words, failed = transport._agreed(Ranks())
-    assert (courier, words, failed) == (None, "Horovod's all-to-all (TensorFlow 1's graphs)", False)
-
-
-def test_dense_gradients_stay_with_horovod(monkeypatch):
-    monkeypatch.setenv("HOROVOD_SPARSE_TRANSPORT", "pairs")
-    assert Task("task", (AllReduce,), np.dtype(np.float32)).between_pairs
-    assert not Task("task", (AllReduce,), np.dtype(np.float32), dense=True).between_pairs
+def test_a_step_that_is_left_behind_raises_nothing_in_the_next(courier):
+    task = entrusted(courier, Deadline(0.1, lambda: (0, [0, 1])))
+    begun = time.perf_counter()
+    task.drop()
+    assert not task.under_way and time.perf_counter() - begun < 2.0

@@ -1,9 +1,6 @@
 """What the TensorFlow front end does on the host: tasks, dense outputs, names, choices; without ranks."""
 
-from __future__ import annotations
-
 import inspect
-import pickle
 
 import numpy as np
 import pytest
@@ -12,12 +9,7 @@ tf = pytest.importorskip("tensorflow")
 
 import horovod_sparse.tensorflow as hvd  # noqa: E402
 from horovod_sparse.collectives import AllGather, AllReduce  # noqa: E402
-from horovod_sparse.errors import (  # noqa: E402
-    ArgumentError,
-    CollectiveMismatchError,
-    HorovodSparseError,
-    UnknownNameError,
-)
+from horovod_sparse.errors import ArgumentError, CollectiveMismatchError, UnknownNameError  # noqa: E402
 from horovod_sparse.merging import Plan, fixed, min_elements  # noqa: E402
 from horovod_sparse.tensorflow.parts import DenseOutput  # noqa: E402
 from horovod_sparse.tensorflow.task import Task  # noqa: E402
@@ -45,15 +37,6 @@ def _task(*kinds):
     return Task("task", kinds, np.dtype(np.float32))
 
 
-def test_a_task_goes_through_its_rounds():
-    task = _task(AllGather, AllReduce)
-    assert task.start(_two_rounds(), (0, 2))[0].tolist() == [0, 1, 2]
-    assert task.resume(_WORDS, _WORDS[:0])[0].tolist() == [1.0, 1.0]
-    assert task.under_way
-    task.resume(np.full(2, 4.0, np.float32), _WORDS[:0])
-    assert (task.result, task.error, task.under_way) == (8.0, None, False)
-
-
 def test_a_task_that_fails_sends_empty_messages_of_the_right_type():
     task = _task(AllGather, AllReduce)
     task.start(_two_rounds(fails_after=0), (0, 2))
@@ -62,21 +45,6 @@ def test_a_task_that_fails_sends_empty_messages_of_the_right_type():
     assert (buffer.size, buffer.dtype) == (0, np.float32)
     task.resume(buffer, _WORDS[:0])
     assert isinstance(task.error, ValueError)
-
-
-def _no_rounds(fails):
-    if fails:
-        raise ValueError("on purpose")
-    return 5
-    yield
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_rank_alone_may_have_no_rounds(fails):
-    task = _task()
-    assert task.start(_no_rounds(fails), (0, 1))[0].size == 0
-    assert (task.result, type(task.error)) == ((None, ValueError) if fails else (5, type(None)))
-    assert task.fail(ValueError("on purpose"), (0, 1))[0].size == 0
 
 
 @pytest.mark.parametrize("kinds", [(AllReduce, AllReduce), (AllGather,), (AllGather, AllReduce, AllGather)])
@@ -142,14 +110,6 @@ def test_choices_are_those_of_pytorch():
         hvd.Compression.topq()
 
 
-def test_a_compressor_is_hashable_and_travels_as_its_recipe():
-    compression = hvd.Compression.exdyna(density=0.01)
-    assert pickle.loads(pickle.dumps(compression)).recipe == compression.recipe
-    assert len({compression, hvd.Compression.exdyna(density=0.01)}) == 2, "each is a memory of its own"
-    with pytest.raises(HorovodSparseError, match="something else"):
-        compression.compress(tf.ones([3]))
-
-
 def test_arguments_that_every_step_makes_anew_are_compared_by_value():
     def bound(compression, size=100, **more):
         return compression.bind(
@@ -167,20 +127,6 @@ def test_arguments_that_every_step_makes_anew_are_compared_by_value():
     planned = hvd.Compression.topk(density=0.5)
     first = planned.bind(process_set=hvd.global_process_set, plan=Plan((("a", "b"),)))
     assert planned.bind(process_set=hvd.global_process_set, plan=Plan((("a", "b"),))) is first
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "words"),
-    [
-        ({"merging": "optimal", "bucket_bytes": 100}, ArgumentError, "merging and bucket_bytes"),
-        ({"merging": "optimum"}, UnknownNameError, "optimal"),
-        ({"profile": "profile.json"}, ArgumentError, "merging='optimal'"),
-        ({"merging": "joint", "tensor_selection": "cost"}, ArgumentError, "merging and tensor_selection"),
-    ],
-)
-def test_arguments_that_contradict_each_other_are_refused_at_once(arguments, error, words):
-    with pytest.raises(error, match=words):
-        hvd.Compression.topk(density=0.5).bind(process_set=hvd.global_process_set, **arguments)
 
 
 def test_a_watch_that_fails_leaves_the_others_their_deadlines(monkeypatch, caplog):

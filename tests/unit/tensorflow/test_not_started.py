@@ -1,7 +1,5 @@
 """Both bindings of Horovod imported and one of them started: ranks would train alone with the other."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

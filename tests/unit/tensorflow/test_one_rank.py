@@ -1,7 +1,5 @@
 """One rank does what each of many does: equal to the simulator with P = 1, feedback included."""
 
-from __future__ import annotations
-
 import logging
 
 import numpy as np
@@ -13,6 +11,7 @@ hvd = pytest.importorskip("horovod_sparse.tensorflow")
 keras_hvd = pytest.importorskip("horovod_sparse.tensorflow.keras")
 
 from horovod_sparse.simulation import SimulatedCluster  # noqa: E402
+from support.sampling import rows_by  # noqa: E402
 
 LENGTH, RATE = 200, 0.5
 FEEDBACKS = [
@@ -55,9 +54,8 @@ def by_keras(compression, weight):
     return step
 
 
-@pytest.mark.parametrize("way", ["graph", "eager", "keras"])
-@pytest.mark.parametrize("feedback", FEEDBACKS)
-def test_equals_the_simulator_with_one_rank(way, feedback):
+@rows_by("feedback,way", FEEDBACKS, ["graph", "eager", "keras"])
+def test_equals_the_simulator_with_one_rank(feedback, way):
     compression, weight = made(feedback), tf.Variable(tf.zeros(LENGTH), name="weight")
     step = by_keras(compression, weight) if way == "keras" else by_tape(compression, weight, way == "graph")
     cluster = SimulatedCluster(compression.recipe, LENGTH, 1, name="bucket0.weight")
@@ -67,23 +65,6 @@ def test_equals_the_simulator_with_one_rank(way, feedback):
         expected -= RATE * cluster.step([targets(number)], RATE if way == "keras" else None)
         np.testing.assert_allclose(weight.numpy(), expected, rtol=1e-6, atol=1e-6)
     assert compression.telemetry.last.step == 6
-
-
-def test_momentum_correction_at_density_one_is_the_optimizers_own_momentum():
-    weights = []
-    for feedback in ("momentum(momentum=0.5,masking=False)", None):
-        weight = tf.Variable(tf.zeros(LENGTH))
-        if feedback:
-            optimizer = keras_hvd.DistributedOptimizer(
-                tf.keras.optimizers.SGD(RATE),
-                compression=hvd.Compression.topk(density=1.0, feedback=feedback),
-            )
-        else:
-            optimizer = tf.keras.optimizers.SGD(RATE, momentum=0.5)
-        for number in range(5):
-            optimizer.apply_gradients([(tf.constant(targets(number)), weight)])
-        weights.append(weight.numpy())
-    np.testing.assert_allclose(*weights, rtol=1e-5, atol=1e-5)
 
 
 def test_stock_horovod_leaves_gradients_as_they_are_which_a_warning_says_once(caplog):

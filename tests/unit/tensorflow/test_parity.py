@@ -1,7 +1,5 @@
 """The same gradients through NumPy, PyTorch and TensorFlow: the same sums and residuals, bit for bit."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -11,9 +9,9 @@ from support.cases import CASES, case_id
 tf = pytest.importorskip("tensorflow")
 torch = pytest.importorskip("torch")
 
-from horovod_sparse.pytorch.memory import host_view  # noqa: E402
-from horovod_sparse.pytorch.parts import SparseBucket as TorchBucket  # noqa: E402
 from horovod_sparse.tensorflow.parts import SparseBucket as TensorFlowBucket  # noqa: E402
+from horovod_sparse.tensors.memory import host_view  # noqa: E402
+from horovod_sparse.tensors.parts import SparseBucket as TorchBucket  # noqa: E402
 
 pytestmark = pytest.mark.tensorflow
 
@@ -83,4 +81,4 @@ def test_three_memories_agree(case):
 
         for rank, residual in enumerate(cluster.residuals()):
             for bucket in (torch_ranks[rank], tensorflow_ranks[rank]):
-                assert np.array_equal(bucket.bucket.accumulator.residual(), residual)
+                assert np.array_equal(bucket.bucket.accumulator.values(), residual)

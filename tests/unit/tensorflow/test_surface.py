@@ -1,7 +1,5 @@
 """A script that swaps one import for the other: every public name of Horovod's is ours, too."""
 
-from __future__ import annotations
-
 import importlib
 import subprocess
 import sys

@@ -7,9 +7,9 @@ import torch
 
 hvd = pytest.importorskip("horovod_sparse.torch")
 
-from horovod_sparse.errors import ArgumentError, UnknownNameError, UnsupportedError  # noqa: E402
-from horovod_sparse.frontend.agreement import Start  # noqa: E402
+from horovod_sparse.errors import ArgumentError, UnsupportedError  # noqa: E402
 from horovod_sparse.merging import Plan  # noqa: E402
+from horovod_sparse.training.agreement import Start  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -25,31 +25,6 @@ def wrap(net, compression="topk:density=0.5", optimizer=torch.optim.SGD, **argum
     base = optimizer(net.parameters(), lr=0.1)
     arguments.setdefault("named_parameters", net.named_parameters())
     return hvd.DistributedOptimizer(base, compression=compression, **arguments)
-
-
-def test_what_one_rank_holds_back_comes_out_later():
-    net = model()
-    optimizer = wrap(net)
-    first = [p.detach().clone() for p in net.parameters()]
-    gradient = [torch.zeros_like(p) for p in net.parameters()]
-    applied = [torch.zeros_like(p) for p in net.parameters()]
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(5):
-        optimizer.zero_grad()
-        data = torch.randn(4, 8, generator=generator)
-        reference = torch.autograd.grad(net(data).sum(), list(net.parameters()))
-        net(data).sum().backward()
-        optimizer.synchronize()
-        for i, p in enumerate(net.parameters()):
-            gradient[i] += reference[i]
-            applied[i] += p.grad
-        with optimizer.skip_synchronize():
-            optimizer.step()
-    held = optimizer.state_dict()["horovod_sparse"]["residuals"]
-    assert any(values.count_nonzero() for values in held.values())
-    for i, (name, p) in enumerate(net.named_parameters()):
-        torch.testing.assert_close(applied[i] + held[name], gradient[i])
-        torch.testing.assert_close(p.detach(), first[i] - 0.1 * applied[i])
 
 
 def test_names_are_checked_as_horovod_checks_them():
@@ -77,25 +52,6 @@ def test_names_are_checked_as_horovod_checks_them():
         hvd.DistributedOptimizer(wrap(net), net.named_parameters(), compression="topk")
 
 
-def test_arguments_that_exclude_each_other_are_named():
-    net = model()
-    plan = Plan((("0.weight", "0.bias", "2.weight", "2.bias"),))
-    with pytest.raises(ArgumentError, match="plan and bucket_bytes"):
-        wrap(net, plan=plan, bucket_bytes=10)
-    with pytest.raises(ArgumentError, match="plan and groups"):
-        wrap(net, plan=plan, groups=2)
-    with pytest.raises(ArgumentError, match="leave plan out"):
-        wrap(net, compression=hvd.Compression.none, plan=plan)
-    with pytest.raises(ArgumentError, match=r"2\.bias"):
-        wrap(net, plan=Plan((("0.weight", "0.bias", "2.weight"),)))
-    with pytest.raises(UnknownNameError, match="topk"):
-        wrap(net, "topq")
-    with pytest.raises(ArgumentError, match="op"):
-        wrap(net, op=hvd.Max)
-    with pytest.raises(UnsupportedError, match="complex64"):
-        wrap(torch.nn.Linear(2, 2, dtype=torch.complex64))
-
-
 def test_buckets_follow_the_model_not_the_parameter_groups():
     """Weights and biases in two groups: each kind in backward order, and no bucket mixes them."""
     net = model()
@@ -104,35 +60,6 @@ def test_buckets_follow_the_model_not_the_parameter_groups():
         torch.optim.SGD(groups, lr=0.1), named_parameters=net.named_parameters(), compression="topk"
     )
     assert optimizer.plan == Plan((("2.bias", "0.bias"), ("2.weight", "0.weight")))
-
-
-def test_without_names_parameters_have_those_of_horovod():
-    optimizer = wrap(model(), named_parameters=None)
-    assert optimizer.plan.buckets == (tuple(f"allreduce.noname.0.{i}" for i in (3, 2, 1, 0)),)
-
-
-def test_a_gradient_with_a_gradient_is_refused():
-    net = model()
-    optimizer = wrap(net)
-    with pytest.raises(AssertionError, match="create_graph"):
-        net(torch.ones(1, 8)).square().sum().backward(create_graph=True)
-    del optimizer  # its hooks live as long as it does
-
-
-def test_old_argument_num_groups_still_works():
-    with pytest.warns(DeprecationWarning, match="groups"):
-        optimizer = wrap(model(), num_groups=2)
-    assert len(optimizer.plan.buckets) == 2
-
-
-def test_schedulers_and_printing_work():
-    optimizer = wrap(model())
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    optimizer.step()
-    scheduler.step()
-    assert optimizer.param_groups[0]["lr"] == 0.05
-    assert "SGD" in repr(optimizer)
-    assert isinstance(optimizer, torch.optim.SGD)
 
 
 def test_gradients_in_coo_form_land_where_they_belong():
@@ -191,9 +118,9 @@ def test_a_new_number_of_ranks_is_taken_up_with_the_mean_of_residuals_kept(monke
     optimizer.step()
     before = optimizer.state_dict()["horovod_sparse"]
     synchronizer = optimizer._synchronizer
-    monkeypatch.setattr(type(synchronizer), "size", 3)
+    monkeypatch.setattr(synchronizer.engine, "place", lambda: (0, 3))
     optimizer.zero_grad()
-    synchronizer._start_anew(Start(True, 7, synchronizer.plan))
+    synchronizer.start_anew(Start(True, 7, synchronizer.plan))
     after = optimizer.state_dict()["horovod_sparse"]
     assert [part.bucket.info.size for part in synchronizer.sparse] == [3]
     assert (after["size"], after["step"], after["buckets"][0]["state"]["step"]) == (3, 7, 7)

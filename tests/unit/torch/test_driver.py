@@ -1,18 +1,15 @@
 """The driver with one rank, and with collectives that a test holds in its hand."""
 
-from __future__ import annotations
-
 import horovod.torch as hvd
 import numpy as np
 import pytest
 import torch
 
 from horovod_sparse.collectives import AllGather, AllReduce, AllToAll, Broadcast, Exchange
-from horovod_sparse.errors import ArgumentError, UnsupportedError
+from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.torch import driver as module
-from horovod_sparse.torch.collectives import start
+from horovod_sparse.torch._horovod import holder_of
 from horovod_sparse.torch.driver import HorovodDriver
-from horovod_sparse.torch.handles import holder_of
 
 
 class Held:
@@ -45,7 +42,7 @@ def held(monkeypatch):
         return collectives[name]
 
     monkeypatch.setattr(module, "start", fake)
-    monkeypatch.setattr("horovod_sparse.pytorch.driver._DRAIN_SECONDS", 0.01)
+    monkeypatch.setattr("horovod_sparse.tensors.driver._DRAIN_SECONDS", 0.01)
     return collectives
 
 
@@ -74,12 +71,6 @@ def test_one_rank_answers_itself(dtype):
     task = driver.start("one", everything())
     driver.wait()
     assert task.value() == 5 and task.num_rounds == 5 and not driver.parked
-
-
-def test_a_process_set_that_horovod_does_not_know():
-    hvd.init()
-    with pytest.raises(ArgumentError, match="process_set"):
-        start(AllReduce(np.ones(1)), "x", hvd.ProcessSet([0]))
 
 
 def test_waiting_for_one_advances_all(held):
@@ -140,38 +131,16 @@ def test_handles_of_a_horovod_that_was_shut_down_are_dropped(held):
     assert new.value() == 2.0
 
 
-def test_an_interrupt_is_not_kept(held):
-    def interrupted():
-        yield AllReduce(np.ones(1))
-        raise KeyboardInterrupt
-
+def test_what_all_ranks_give_up_alike_leaves_other_drivers_their_messages(held, monkeypatch):
+    forgotten = []
+    monkeypatch.setattr(module, "forget_transports", forgotten.append)
     driver = HorovodDriver()
-    driver.start("w", interrupted())
-    held["w.0"].finished = True
-    with pytest.raises(KeyboardInterrupt):
-        driver.wait()
-    assert not driver.parked
-
-
-def test_a_coroutine_that_needs_no_collective(held):
-    def nothing():
-        return 7
-        yield
-
-    driver = HorovodDriver()
-    task = driver.start("w", nothing())
-    assert task.done and task.value() == 7 and task.num_rounds == 0
-    driver.wait([task])
-
-
-def test_patience_looks_at_the_longest_parked_only(held):
-    driver = HorovodDriver()
-    tasks = [driver.start(f"t{i}", two_rounds()) for i in range(6)]
-    held["t0.0"].finished = held["t5.0"].finished = True
-    driver.advance(patience=3)
-    assert tasks[0].num_rounds == 2 and tasks[5].num_rounds == 1
-    driver.advance()
-    assert tasks[5].num_rounds == 2
+    for forget in (False, True):
+        task = driver.start("w", two_rounds())
+        driver.clear(forget=forget)
+        assert task.done and isinstance(task.error, UnsupportedError)
+        held["w.0"].known = False
+        assert forgotten == ([hvd.global_process_set] if forget else [])
 
 
 def test_a_tensor_is_held_though_horovod_changes_its_shape_meanwhile(monkeypatch):
@@ -188,13 +157,14 @@ def test_a_tensor_is_held_though_horovod_changes_its_shape_meanwhile(monkeypatch
     assert holder_of(output).grad is output
 
 
-def test_what_all_ranks_give_up_alike_leaves_other_drivers_their_messages(held, monkeypatch):
-    forgotten = []
-    monkeypatch.setattr(module, "forget_transports", forgotten.append)
+def test_an_interrupt_is_not_kept(held):
+    def interrupted():
+        yield AllReduce(np.ones(1))
+        raise KeyboardInterrupt
+
     driver = HorovodDriver()
-    for forget in (False, True):
-        task = driver.start("w", two_rounds())
-        driver.clear(forget=forget)
-        assert task.done and isinstance(task.error, UnsupportedError)
-        held["w.0"].known = False
-        assert forgotten == ([hvd.global_process_set] if forget else [])
+    driver.start("w", interrupted())
+    held["w.0"].finished = True
+    with pytest.raises(KeyboardInterrupt):
+        driver.wait()
+    assert not driver.parked

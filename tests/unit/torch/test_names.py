@@ -49,9 +49,3 @@ def test_modules_are_found_as_attributes_and_by_import():
     assert issubclass(hvd.SparseCompressor, hvd.compression.Compressor)
     assert hvd.optimizer.DistributedOptimizer is hvd.DistributedOptimizer
     assert hvd.optimizer._DistributedOptimizer is stock.optimizer._DistributedOptimizer
-
-
-def test_names_that_neither_has_are_missing():
-    for module in (hvd.compression, hvd.optimizer):
-        with pytest.raises(AttributeError, match="nothing_of_this_name"):
-            _ = module.nothing_of_this_name

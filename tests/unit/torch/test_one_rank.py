@@ -9,7 +9,7 @@ import torch
 
 hvd = pytest.importorskip("horovod_sparse.torch")
 
-from horovod_sparse.errors import ArgumentError, UnsupportedError  # noqa: E402
+from horovod_sparse.errors import UnsupportedError  # noqa: E402
 from horovod_sparse.simulation import SimulatedCluster  # noqa: E402
 from support.cases import CASES, case_id  # noqa: E402
 from support.linear import LinearModel, dyadic  # noqa: E402
@@ -60,25 +60,6 @@ def test_every_algorithm_equals_the_simulator_with_one_rank(case):
         np.testing.assert_array_equal(flat(found, NAMES), expected)
 
 
-def test_momentum_correction_at_density_one_is_the_optimizers_own_momentum():
-    weights = []
-    for corrected in (True, False):
-        model = LinearModel(SHAPES)
-        if corrected:
-            # without masking all that is sent stays in the velocity
-            feedback = "momentum(momentum=0.5,masking=False)"
-            optimizer = make(model, hvd.Compression.topk(density=1.0, feedback=feedback))
-        else:
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
-        for step in range(4):
-            model.backward(gradients(step))
-            optimizer.step()
-            optimizer.zero_grad()
-        weights.append([parameter.detach().clone() for parameter in model.parameters()])
-    for one, other in zip(*weights, strict=True):
-        torch.testing.assert_close(one, other)
-
-
 @pytest.mark.parametrize("steps", [0, 2])
 def test_models_and_optimizers_are_freed(steps):
     references = []
@@ -124,9 +105,3 @@ def test_wrapping_a_model_again_gives_it_to_the_new_optimizer():
     for one, other in zip(*results, strict=True):
         for name in SHAPES:
             assert torch.equal(one[name], other[name])
-
-
-def test_an_optimizer_that_is_wrapped_already_is_refused_by_name():
-    model = LinearModel(SHAPES)
-    with pytest.raises(ArgumentError, match="optimizer"):
-        hvd.DistributedOptimizer(make(model, "topk"), model.named_parameters(), compression="topk")

@@ -1,11 +1,10 @@
 """Choices of a transport and rounds that wait for one, with answers that a test gives."""
 
-from __future__ import annotations
-
 import horovod.torch as hvd
 import numpy as np
 import pytest
 
+from horovod_sparse.carriers.choice import Chosen
 from horovod_sparse.collectives import Exchange
 from horovod_sparse.errors import CollectiveMismatchError
 from horovod_sparse.torch import transport
@@ -14,14 +13,11 @@ from horovod_sparse.torch import transport
 class Choice:
     """What ranks have agreed on; or what the agreement ended with."""
 
-    def __init__(self, process_set=None, number=0):
-        self.known, self.given_up, self.failure, self.pairs = True, False, None, self
+    def __init__(self, process_set=None, number=0, by_horovod=None):
+        self.known, self.failure, self.chosen = True, None, Chosen(self, "mpi", "")
 
     def is_known(self):
         return self.known
-
-    def give_up(self):
-        self.given_up = True
 
     def decided(self):
         return True
@@ -31,7 +27,7 @@ class Choice:
 
 
 def test_every_choice_of_a_former_start_is_given_up(monkeypatch):
-    """Of process sets that nobody uses any more, too: their sockets are open."""
+    """Of process sets that nobody uses any more, too."""
     hvd.init()
     former = {(number, (0,)): Choice() for number in range(3)}
     choices = dict(former)
@@ -39,11 +35,11 @@ def test_every_choice_of_a_former_start_is_given_up(monkeypatch):
     monkeypatch.setattr(transport, "_Choice", Choice)
     for key in ((1, (0,)), (2, (0,))):
         former[key].known = False
-    present = transport._choice_of(hvd.global_process_set)
+    present = transport._choice_of(hvd.global_process_set, None)
     assert present is former[0, (0,)], "what is known stays, and nothing else is looked at"
     present.known = False
-    assert transport._choice_of(hvd.global_process_set) is not present
-    assert list(choices) == [(0, (0,))] and all(one.given_up for one in former.values())
+    assert transport._choice_of(hvd.global_process_set, None) is not present
+    assert list(choices) == [(0, (0,))]
 
 
 @pytest.mark.parametrize("where", ["agreement", "start"])
@@ -53,7 +49,7 @@ def test_a_hook_that_asks_is_not_interrupted_by_an_error(monkeypatch, where):
     choice = Choice()
     if where == "agreement":
         choice.failure = CollectiveMismatchError("x: rank 0 did not await messages")
-    monkeypatch.setattr(transport, "_choice_of", lambda process_set: choice)
+    monkeypatch.setattr(transport, "_choice_of", lambda process_set, by_horovod: choice)
     request = Exchange({0: np.ones(1, np.int32)}, (0,))
     handle = transport.start_round(request, "x", hvd.global_process_set, lambda *_: None)
     assert handle.done() and handle.is_known()

@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.wire.codecs import INDEX_CODECS, low_bits
+from support.sampling import rows_by
 
-quick = settings(max_examples=200, deadline=None, derandomize=True, database=None)
+quick = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 LARGEST = 2**31 - 1
 PACKED = ["block16", "gaps"]
 ALL = sorted(INDEX_CODECS)
@@ -68,9 +69,8 @@ def test_round_trip(name, selection):
     np.testing.assert_array_equal(out, indices)
 
 
-@pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize("n", [1, 2, 31, 32, 33, 64, 1000, 65_535, 65_536, 65_537, LARGEST])
-def test_every_small_count(name, n):
+@rows_by("n,name", [1, 2, 31, 32, 33, 64, 1000, 65_535, 65_536, 65_537, LARGEST], PACKED)
+def test_every_small_count(n, name):
     """Parts that end exactly with a word, one bit before and one bit after it."""
     for count in range(min(n, 130) + 1):
         indices = np.unique(np.linspace(0, n - 1, count).astype(np.int64)).astype(np.int32)
@@ -79,19 +79,13 @@ def test_every_small_count(name, n):
         np.testing.assert_array_equal(out, indices)
 
 
-@pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize("density", [0.0001, 0.001, 0.01, 0.5, 1.0])
-def test_round_trip_of_many(name, density):
+@rows_by("density,name", [0.0001, 0.001, 0.01, 0.5, 1.0], PACKED)
+def test_round_trip_of_many(density, name):
     n = 1_000_003
     indices = np.flatnonzero(np.random.default_rng(1).random(n) < density).astype(np.int32)
     valid, out = decode(name, encode(name, indices, n), indices.size, n)
     assert valid
     np.testing.assert_array_equal(out, indices)
-
-
-def test_int32_keeps_any_order():
-    indices = np.array([5, 2, 2, 9], np.int32)
-    np.testing.assert_array_equal(decode("int32", encode("int32", indices, 10), 4, 10)[1], indices)
 
 
 def test_gaps_by_hand():
@@ -102,12 +96,6 @@ def test_gaps_by_hand():
     assert low_bits(3, 16) == 2
     words = encode("gaps", np.array([5, 6, 13], np.int32), 16)
     assert words.tolist() == [0b011001, 0b100110]
-
-
-def test_gaps_of_everything_by_hand():
-    # all four of four: l = 0, no lower part; bits i + i -> 0, 2, 4, 6; the word behind it stays zero
-    words = encode("gaps", np.arange(4, dtype=np.int32), 4)
-    assert words.tolist() == [0b1010101, 0]
 
 
 def test_gaps_across_a_word_by_hand():
@@ -124,13 +112,6 @@ def test_block16_by_hand():
     # n = 70 000 is two blocks; 3 and 65 535 lie in the first, 65 536 + 9 in the second
     words = encode("block16", np.array([3, 65_535, 65_545], np.int32), 70_000)
     assert words.tolist() == [2, 1, 65_535 << 16 | 3, 9]
-
-
-def test_a_full_block():
-    indices = np.arange(65_536, dtype=np.int32)
-    words = encode("block16", indices, 65_536)
-    assert words[0] == 65_536
-    assert decode("block16", words, 65_536, 65_536)[0]
 
 
 @quick
@@ -172,42 +153,6 @@ def test_arbitrary_words_are_refused_or_valid(name, data, n, count):
     if valid and count:
         assert 0 <= out.min() <= out.max() < n
         assert name == "int32" or (np.diff(out.astype(np.int64)) > 0).all()
-
-
-@quick
-@given(data=st.data(), selection=selections())
-def test_a_flipped_bit_of_gaps(data, selection):
-    n, indices = selection
-    words = encode("gaps", indices, n)
-    assume(words.size)
-    low = low_bits(indices.size, n)
-    low_words = -(-indices.size * low // 32)
-    at = data.draw(st.integers(0, words.size - 1))
-    bit = data.draw(st.integers(0, 31))
-    words[at] ^= np.uint32(1 << bit)
-    valid, out = decode("gaps", words, indices.size, n)
-    if at >= low_words:
-        assert not valid  # one gap too many, or one too few
-    elif 32 * at + bit >= indices.size * low:
-        assert valid  # nothing stands there
-        np.testing.assert_array_equal(out, indices)
-    else:
-        assert not valid or np.count_nonzero(out != indices) == 1
-
-
-@quick
-@given(data=st.data(), selection=selections(most=10_000_000))
-def test_a_flipped_bit_of_block16(data, selection):
-    n, indices = selection
-    words = encode("block16", indices, n)
-    assume(words.size)
-    at = data.draw(st.integers(0, words.size - 1))
-    words[at] ^= np.uint32(1 << data.draw(st.integers(0, 31)))
-    valid, out = decode("block16", words, indices.size, n)
-    if at < -(-n // 65536):
-        assert not valid  # the counts do not add up
-    else:
-        assert not valid or np.count_nonzero(out != indices) <= 1
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -13,7 +13,7 @@ from horovod_sparse.errors import ArgumentError, UnknownNameError
 from horovod_sparse.wire import WireFormat
 from horovod_sparse.wire.codecs import VALUE_CODECS
 
-quick = settings(max_examples=150, deadline=None, derandomize=True, database=None)
+quick = settings(max_examples=50, deadline=None, derandomize=True, database=None)
 LOSSY = ["float32", "float16", "bfloat16", "int8"]
 DTYPES = ["float32", "float64"]
 FLOAT32 = np.finfo(np.float32)
@@ -47,22 +47,6 @@ def test_what_is_decoded_is_finite_and_as_promised(name, dtype, data):
     assert out.tobytes() == rounded.tobytes()
 
 
-@pytest.mark.parametrize("name", ["exact", "float64", "float32", None])
-@quick
-@given(values=arrays("float32"))
-def test_exact_ways_return_the_argument(name, values):
-    assert WireFormat(name).round(values) is values
-
-
-@pytest.mark.parametrize("name", LOSSY)
-@pytest.mark.parametrize("dtype", DTYPES)
-@quick
-@given(data=st.data())
-def test_rounding_twice_changes_nothing(name, dtype, data):
-    once = WireFormat(name).round(data.draw(arrays(dtype)))
-    assert WireFormat(name).round(once).tobytes() == once.tobytes()
-
-
 @pytest.mark.parametrize("name", LOSSY)
 @quick
 @given(data=st.data())
@@ -73,13 +57,6 @@ def test_nothing_is_lost(name, data):
     back = values - rounded
     for value, sent, kept in zip(values.tolist(), rounded.tolist(), back.tolist(), strict=True):
         assert Fraction(sent) + Fraction(kept) == Fraction(value)
-
-
-@quick
-@given(values=arrays("float32"))
-def test_float16_is_what_numpy_says(values):
-    expected = np.clip(values, -65504, 65504).astype(np.float16).astype(np.float32)
-    assert WireFormat("float16").round(values).tobytes() == expected.tobytes()
 
 
 def test_float16_of_every_float32_near_every_float16():
@@ -93,22 +70,6 @@ def test_float16_of_every_float32_near_every_float16():
     assert WireFormat("float16").round(values).tobytes() == expected.tobytes()
 
 
-def nearest_bfloat16(value):
-    """By the definition: 8 significant bits, exponents like float32, at most the largest."""
-    exponent = max(math.frexp(value)[1] - 8, -133)
-    step = Fraction(2) ** exponent
-    largest = (2 - Fraction(2) ** -7) * Fraction(2) ** 127
-    size = min(round(abs(Fraction(value)) / step) * step, largest)
-    return math.copysign(float(size), value)
-
-
-@quick
-@given(values=arrays("float32"))
-def test_bfloat16_is_nearest(values):
-    expected = np.array([nearest_bfloat16(value) for value in values.tolist()], np.float32)
-    assert WireFormat("bfloat16").round(values).tobytes() == expected.tobytes()
-
-
 @pytest.mark.parametrize("sign", [0, 0x8000])
 def test_bfloat16_of_every_float32_near_every_bfloat16(sign):
     """Below the halfway point the lower one, above it the upper one, upon it the even one."""
@@ -120,17 +81,6 @@ def test_bfloat16_of_every_float32_near_every_bfloat16(sign):
         )
 
 
-@quick
-@given(values=arrays("float32", min_value=-(2.0**100), max_value=2.0**100))
-def test_int8_is_within_half_a_step_of_each_block(values):
-    rounded = WireFormat("int8").round(values)
-    for begin in range(0, values.size, 64):
-        block = values[begin : begin + 64].astype(np.float64)
-        step = np.abs(block).max() / 127 * (1 + 2.0**-16)  # 17 significant bits
-        error = np.abs(block - rounded[begin : begin + 64]).max()
-        assert error <= step / 2 or np.abs(block).max() < 127 * 2.0**-126
-
-
 def test_int8_by_hand():
     # the largest is 127 / 4, so the scale is 1 / 4; 2.5 and 3.5 steps go to the even neighbours 2 and 4
     values = np.array([31.75, -31.75, 0.625, 0.875, -0.625, 0.1], np.float32)
@@ -140,28 +90,6 @@ def test_int8_by_hand():
     assert words[:1].view(np.float32)[0] == 0.25
     assert words[1:].view(np.int8).tolist() == [127, -127, 2, 4, -2, 0, 0, 0]
     assert WireFormat("int8").round(values).tolist() == [31.75, -31.75, 0.5, 1.0, -0.5, 0.0]
-
-
-@quick
-@given(values=arrays("float32"))
-def test_int8_decodes_without_rounding(values):
-    """code * scale needs no more than 24 bits, so that float32 and float64 accumulators see the same."""
-    words = np.zeros(VALUE_CODECS["int8"].num_words(values.size), np.uint32)
-    VALUE_CODECS["int8"].encode(values, words)
-    blocks = -(-values.size // 64)
-    scales = np.repeat(words[:blocks].view(np.float32), 64)[: values.size].astype(np.float64)
-    exact = words[blocks:].view(np.int8)[: values.size] * scales
-    np.testing.assert_array_equal(WireFormat("int8").round(values), exact)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_int8_blocks_do_not_mix(dtype):
-    """Zeros, tiny, ordinary and huge values in blocks of their own."""
-    scales = np.repeat([0.0, 1e-44, 1e-40, 1e-37, 1e-35, 1.0, 2.0**127], 64).astype(dtype)
-    values = scales * np.tile(np.linspace(-1, 1, 64), 7).astype(dtype)
-    rounded = WireFormat("int8").round(values)
-    assert (rounded[:256] == 0).all()  # zeros, and scales that would be subnormal
-    assert (np.abs(rounded - values)[256:] <= scales[256:] / 250).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

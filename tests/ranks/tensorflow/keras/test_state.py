@@ -11,14 +11,12 @@ import tensorflow as tf
 
 import horovod_sparse.tensorflow.keras as hvd
 from horovod_sparse.errors import StateMismatchError, UnsupportedError
-from horovod_sparse.frontend.checkpoint_folder import write_checkpoint
 from horovod_sparse.simulation import run_lockstep
 from horovod_sparse.tensorflow import broadcast_object
+from horovod_sparse.training.checkpoint_folder import write_checkpoint
 from support.keras_models import fit, flat, keras, make_model, share
 
 SPARSE = "exdyna:density=0.05"
-
-pytestmark = pytest.mark.once
 
 
 def distributed(compression=SPARSE, **arguments):
@@ -121,33 +119,6 @@ def test_saved_model(uninterrupted, tmp_path, rank, size):
     images, labels = share(rank, size)
     again.fit(images, labels, batch_size=5, epochs=3, shuffle=False, verbose=0)
     check_resumed(again, again.optimizer, uninterrupted)
-
-
-def test_state_dict(uninterrupted, rank, size):
-    model, optimizer = make_model(), distributed()
-    fit(model, optimizer, rank, size, epochs=3)
-    again, other = make_model(seed=2), distributed()
-    other.build(again.trainable_weights)
-    other.load_state_dict(optimizer.state_dict())  # before there are buckets
-    assert other.state_dict()["step"] == 18
-    again.set_weights(model.get_weights())
-    for mine, theirs in zip(other.variables, optimizer.variables, strict=True):
-        mine.assign(theirs)
-    fit(again, other, rank, size, epochs=3)
-    check_resumed(again, other, uninterrupted)
-    other.load_state_dict(None)
-    assert not residuals(other).any()
-
-
-def test_state_of_another_algorithm_is_refused(rank, size):
-    model, optimizer = make_model(), distributed()
-    fit(model, optimizer, rank, size, epochs=1)
-    other = distributed("topk:density=0.1")
-    fit(make_model(), other, rank, size, epochs=1)
-    before = residuals(other)
-    with pytest.raises(StateMismatchError, match="exdyna"):
-        other.load_state_dict(optimizer.state_dict())
-    np.testing.assert_array_equal(residuals(other), before)
 
 
 def test_config_makes_another_distributed_optimizer(uninterrupted, rank, size):

@@ -65,24 +65,6 @@ def test_schedules_go_on_where_sparsifiers_start_anew(how, rank):
     assert (weights == weights[0]).all()
 
 
-@pytest.mark.parametrize("algorithm", ["randomk", "exdyna", "micro", "cltk", "oktopk"])
-def test_ranks_that_resume_at_different_steps_start_alike(algorithm, rank, everywhere):
-    """As where a rank's file is missing, or a worker was replaced: windows, seeds and leaders go by steps."""
-    before = hvd.Compression.parse(f"{algorithm}:density=0.1")
-    trained(tf.Variable(tf.zeros(64)), before, range(5), rank)
-    compression = hvd.Compression.parse(f"{algorithm}:density=0.1")
-    if rank == 0:
-        compression.load_state_dict(before.state_dict())
-    variable = tf.Variable(tf.zeros(64))
-    for step in range(3):
-        trained(variable, compression, [step], rank)
-        weights = everywhere(variable.numpy())
-        np.testing.assert_array_equal(weights, weights[:1].repeat(len(weights), 0))
-    assert compression.state_dict()["step"] == 8, "schedules go on where the furthest rank was"
-    states = compression.state_dict()["buckets"]
-    assert [state["state"]["step"] for state in states] == [8]
-
-
 @pytest.mark.parametrize("own", [True, False])
 def test_what_a_worker_saved_among_fewer_ranks_is_its_own(own, rank, size):
     """As in PyTorch: it alone has a share in it, in elastic training. Any other is shared out."""

@@ -16,7 +16,9 @@ from support.tapes import WRAPPERS, random_gradients, train
 pytestmark = pytest.mark.tensorflow
 
 
-@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize(
+    "graph", [pytest.param(False, marks=pytest.mark.nightly), True], ids=["eager", "graph"]
+)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize(
     "arguments",
@@ -44,32 +46,7 @@ def test_density_1_is_dense(rank, size, wrapper, graph, arguments):
     assert compression.telemetry.last.density_union == 1.0
 
 
-@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_replicas_agree_and_state_moves_on(rank, size, wrapper, graph, everywhere):
-    compression = hvd.Compression.exdyna(density=0.1)
-    weights = train(WRAPPERS[wrapper], compression, graph, random_gradients(rank, steps=8))
-    everyone = everywhere(weights)
-    assert (everyone == everyone[0]).all()
-    assert compression.telemetry.num_steps == 8
-    inner = compression.synchronizer or compression._dropin.synchronizer
-    bucket = inner.sparse[0].bucket
-    assert bucket.state.step == 8, "steps were frozen into the graph"
-    assert np.abs(bucket.accumulator.values()).sum() > 0
-    assert len(inner.sparse) == 1, "variables are merged into one bucket"
-
-
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_process_sets_synchronize_among_themselves(rank, size, wrapper, process_set):
-    pairs = process_set([0, 1])
-    if not pairs.included():
-        return
-    gradients = random_gradients(rank)
-    dense = train(stock.DistributedGradientTape, stock.Compression.none, True, gradients, process_set=pairs)
-    compression = hvd.Compression.exdyna(density=1.0)
-    assert np.array_equal(train(WRAPPERS[wrapper], compression, True, gradients, process_set=pairs), dense)
-
-
+@pytest.mark.controllers
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
 @pytest.mark.parametrize("wrapper", [*WRAPPERS, "partial"])
 def test_a_rank_outside_of_the_process_set_gets_its_own(rank, size, wrapper, graph, process_set):

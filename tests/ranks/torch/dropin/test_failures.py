@@ -11,11 +11,10 @@ import torch
 
 from horovod_sparse.errors import NonFiniteGradientError, StateMismatchError, UnsupportedError
 from horovod_sparse.torch import Compression
-from horovod_sparse.torch.handles import present_start
+from horovod_sparse.torch._horovod import present_start
 from support.linear import LinearModel, dyadic, same_on_all_ranks
 
 SHAPES = {"first": (40, 3), "second": (50,), "third": (9, 2)}
-ALGORITHMS = ["topk", "micro", "exdyna", "randomk", "randomk:shared=False"]
 
 
 def make(text: str = "topk", shapes=SHAPES, density: float = 0.1, **arguments):
@@ -37,18 +36,16 @@ def train(model, optimizer, steps, rank) -> None:
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("grouped", [False, True], ids=["alone", "grouped"])
-@pytest.mark.parametrize("text", ALGORITHMS)
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_what_is_not_finite_raises_on_every_rank(bad, text, grouped, rank, size):
-    model, optimizer, compressor = make(text, op=hvd.Sum, **({"groups": 2} if grouped else {}))
+@pytest.mark.parametrize("text", ["exdyna", "randomk:shared=False"])
+def test_what_is_not_finite_raises_on_every_rank_in_groups(text, rank, size):
+    model, optimizer, compressor = make(text, op=hvd.Sum, groups=2)
     train(model, optimizer, range(2), rank)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     held = {name: state["residual"].clone() for name, state in compressor.state_dict()["parameters"].items()}
     gradients = {name: dyadic(SHAPES[name], rank, 2, name) for name in SHAPES}
     finite = {name: gradient.copy() for name, gradient in gradients.items()}
     if rank == size - 1:
-        gradients["second"][17] = bad
+        gradients["second"][17] = np.nan
         finite["second"][17] = 0.0
     # every rank in another order: each must find the same error, whichever gradient it asks for first
     order = sorted(SHAPES, reverse=bool(rank % 2))
@@ -68,23 +65,6 @@ def test_what_is_not_finite_raises_on_every_rank(bad, text, grouped, rank, size)
     train(model, optimizer, range(3, 6), rank)
     assert same_on_all_ranks(*model.parameters())
     assert not any(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
-
-
-def test_resume_is_invisible(rank, size):
-    """Saved and loaded into new objects, training goes on as if it had not stopped."""
-    straight, optimizer, _ = make("exdyna")
-    train(straight, optimizer, range(6), rank)
-    first, optimizer, compressor = make("exdyna")
-    train(first, optimizer, range(3), rank)
-    weights = {name: tensor.clone() for name, tensor in first.state_dict().items()}
-    saved = compressor.state_dict()
-    train(first, optimizer, range(3, 5), rank)  # what was saved shares nothing with what goes on
-    second, optimizer, compressor = make("exdyna")
-    second.load_state_dict(weights)
-    compressor.load_state_dict(saved)
-    train(second, optimizer, range(3, 6), rank)
-    for name, parameter in straight.named_parameters():
-        assert torch.equal(parameter, dict(second.named_parameters())[name]), name
 
 
 def test_a_state_of_another_number_of_ranks_is_refused(rank, size):
@@ -143,6 +123,7 @@ def test_one_compressor_for_two_optimizers_is_refused(rank, size):
             train(model, optimizer, range(1), rank)
 
 
+@pytest.mark.controllers
 def test_a_failure_of_horovod_leaves_residuals_whole_and_names_free(rank, size):
     """Ranks that disagree about an allreduce get Horovod's error, as elastic training expects it."""
     model, optimizer, compressor = make("randomk", shapes={"first": (40 + 10 * rank, 3)}, density=0.5)
@@ -160,6 +141,7 @@ def test_a_failure_of_horovod_leaves_residuals_whole_and_names_free(rank, size):
     assert same_on_all_ranks(*model.parameters())
 
 
+@pytest.mark.controllers
 def test_horovod_may_be_restarted_in_the_middle_of_a_step(rank, size):
     """What was in flight goes back to the residual, and its handles, which Horovod has forgotten, are let go.
 
@@ -191,35 +173,6 @@ def test_horovod_may_be_restarted_in_the_middle_of_a_step(rank, size):
     optimizer.zero_grad()
     train(model, optimizer, range(4, 6), rank)
     assert same_on_all_ranks(*model.parameters())
-
-
-def test_training_learns(rank, size):
-    """A small classifier on separable data: the loss falls as with dense gradients."""
-    losses = {}
-    for compression in (Compression.none, Compression.exdyna(density=0.05)):
-        torch.manual_seed(1)
-        model = torch.nn.Sequential(torch.nn.Linear(20, 64), torch.nn.ReLU(), torch.nn.Linear(64, 4))
-        optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.2),
-            named_parameters=model.named_parameters(),
-            compression=compression,
-        )
-        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-        generator = torch.Generator().manual_seed(rank)
-        teacher = torch.randn(20, 4, generator=torch.Generator().manual_seed(99))
-        history = []
-        for _ in range(150):
-            inputs = torch.randn(32, 20, generator=generator)
-            loss = torch.nn.functional.cross_entropy(model(inputs), (inputs @ teacher).argmax(1))
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            history.append(float(loss.detach()))
-        losses[compression] = history
-        assert same_on_all_ranks(*model.parameters())
-    dense, sparse = losses.values()
-    assert np.mean(sparse[-20:]) < 0.6 * np.mean(sparse[:5])
-    assert np.mean(sparse[-20:]) < 1.5 * np.mean(dense[-20:])
 
 
 @pytest.mark.parametrize("kind", [torch.optim.LBFGS, torch.optim.SGD])

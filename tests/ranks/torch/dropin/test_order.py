@@ -13,7 +13,7 @@ from horovod_sparse.torch import Compression
 from support.linear import LinearModel, dyadic, same_on_all_ranks
 
 SHAPES = {f"layer{i}": (20 + 7 * i, 3) for i in range(12)}
-ALGORITHMS = ["topk", "micro", "exdyna", "randomk:shared=False"]
+ALGORITHMS = ["exdyna", "randomk:shared=False"]
 
 
 def make(text: str, shapes=SHAPES, density: float = 0.05, **arguments):
@@ -32,7 +32,7 @@ def make(text: str, shapes=SHAPES, density: float = 0.05, **arguments):
 def test_replicas_agree_when_every_rank_shuffles_its_hooks(text, rank):
     model, optimizer, _ = make(text)
     shuffle = random.Random(1000 + rank)
-    for step in range(60):
+    for step in range(20):
         order = list(SHAPES)
         shuffle.shuffle(order)
         model.backward({name: dyadic(SHAPES[name], rank, step, name) for name in SHAPES}, order)
@@ -40,46 +40,6 @@ def test_replicas_agree_when_every_rank_shuffles_its_hooks(text, rank):
         optimizer.zero_grad()
     assert same_on_all_ranks(*model.parameters())
     assert all((parameter != 1).any() for parameter in model.parameters())
-
-
-@pytest.mark.parametrize("text", ["topk", "exdyna"])
-def test_a_rank_may_leave_parameters_out(text, rank, size):
-    """Rank r has no gradient for every third parameter; what the others send arrives there, too."""
-    model, optimizer, _ = make(text, density=1.0, op=hvd.Sum)
-    for step in range(5):
-        used = {r: [name for i, name in enumerate(SHAPES) if (i + r + step) % 3] for r in range(size)}
-        model.backward({name: dyadic(SHAPES[name], rank, step, name) for name in used[rank]})
-        optimizer.synchronize()
-        for name, parameter in model.named_parameters():
-            total = sum(
-                (dyadic(SHAPES[name], r, step, name) for r in range(size) if name in used[r]),
-                start=np.zeros(SHAPES[name]),
-            )
-            np.testing.assert_array_equal(parameter.grad.numpy(), total.astype(np.float32))
-        with optimizer.skip_synchronize():
-            optimizer.step()
-        optimizer.zero_grad()
-    assert same_on_all_ranks(*model.parameters())
-
-
-@pytest.mark.parametrize("text", ["topk", "micro", "randomk"])
-def test_process_sets_synchronize_among_themselves(text, rank, size, process_set):
-    """Ranks 0 and 1 train together, the others each for itself; and all together, as a set."""
-    pair = process_set([0, 1])
-    alone = {r: process_set([r]) for r in range(2, size)}
-    mine = pair if rank < 2 else alone[rank]
-    members = [0, 1] if rank < 2 else [rank]
-    # a set of one rank: stock Horovod synchronizes there, too, as long as the world has more of them
-    model, optimizer, _ = make(text, density=1.0, op=hvd.Sum, process_set=mine)
-    for step in range(3):
-        model.backward({name: dyadic(SHAPES[name], rank, step, name) for name in SHAPES})
-        optimizer.synchronize()
-        for name, parameter in model.named_parameters():
-            total = sum(dyadic(SHAPES[name], r, step, name) for r in members)
-            np.testing.assert_array_equal(parameter.grad.numpy(), total.astype(np.float32))
-        with optimizer.skip_synchronize():
-            optimizer.step()
-        optimizer.zero_grad()
 
 
 def test_a_process_set_of_its_own_must_be_the_optimizers(rank, size, process_set):

@@ -13,8 +13,8 @@ import torch
 
 import horovod_sparse.torch as hvd
 from horovod_sparse import errors
-from horovod_sparse.frontend import agreement
 from horovod_sparse.torch.stock import compare_with_ranks
+from horovod_sparse.training import agreement
 from support.linear import LinearModel, dyadic
 from support.optimizers import wrapped
 
@@ -40,46 +40,6 @@ OWN_ARGUMENTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         "tensor_selection=all, rank . for .*tensor_selection=cost",
     ),
 }
-#: texts of which every two are another compression
-TEXTS = [
-    "topk:density=0.1",
-    "topk:density=0.2",
-    "topk:density=0.1,values=float16",
-    "topk:density=0.1,values=bfloat16",
-    "topk:density=0.1,values=int8",
-    "topk:density=0.1,indices=gaps",
-    "topk:density=0.1,indices=block16",
-    "topk:density=0.1,quantum=8",
-    "topk:density=0.1,schedule=exponential(steps=10)",
-    "topk:density=0.1,schedule=exponential(steps=11)",
-    "topk:density=0.1,feedback=none",
-    "topk:density=0.1,feedback=momentum",
-    "topk:density=0.1,feedback=momentum(momentum=0.5)",
-    "topk:density=0.1,feedback=lowpass",
-    "topk:density=0.1,feedback=error(scale_residual=True)",
-    "topk:density=0.1,dense_below=100",
-    "topk:density=0.1,dense=('*.bias',)",
-    "topk:density=0.1,densities={'second':0.5}",
-    "randomk:density=0.1",
-    "randomk:density=0.1,seed=1",
-    "randomk:density=0.1,shared=False",
-    "exdyna:density=0.1",
-    "exdyna:density=0.1,rebalance=paper",
-    "exdyna:density=0.1,threshold=paper",
-    "exdyna:density=0.1,num_blocks=64",
-    "micro:density=0.1",
-    "cltk:density=0.1",
-    "gtopk:density=0.1",
-    "oktopk:density=0.1",
-    "spardl:density=0.1",
-    "topk_dsa:density=0.1",
-    "dgc:density=0.1",
-    "sidco:density=0.1",
-    "mstopk:density=0.1",
-    "dragonn:density=0.1",
-    "hard_threshold:threshold=0.01",
-]
-PAIRS = [*itertools.pairwise(TEXTS), *((TEXTS[0], text) for text in TEXTS[2::5])]
 SHAPES = {"first": (40, 30), "bias": (7,), "second": (3, 5, 11)}
 SECONDS = 10.0
 
@@ -118,15 +78,6 @@ def finish(under_way: dict[str, Any]) -> None:
             stock.allreduce(torch.zeros(shape, dtype=dtype), name=name)
 
 
-@pytest.mark.parametrize("front", ["own", "stock"])
-@pytest.mark.parametrize("pair", PAIRS, ids="|".join)
-def test_another_compression(rank, size, front, pair):
-    model = LinearModel(fresh(SHAPES))
-    optimizer = wrapped(front, model, pair[rank == size - 1])
-    words = rf"compression differs: ranks \[.*\] have {pair[0].partition(':')[0]}.*, ranks \[{size - 1}\]"
-    refused(optimizer, model, words, rank, errors.StateMismatchError)
-
-
 @pytest.mark.parametrize(
     ("front", "name"), [("own", n) for n in (*ARGUMENTS, *OWN_ARGUMENTS)] + [("stock", n) for n in ARGUMENTS]
 )
@@ -137,14 +88,16 @@ def test_another_argument(rank, size, front, name):
     refused(optimizer, model, words, rank, (errors.StateMismatchError, errors.ProfileMismatchError))
 
 
-@pytest.mark.parametrize("front", ["own", "stock"])
-@pytest.mark.parametrize("change", ["shape", "elements", "name", "dtype", "half", "missing"])
+@pytest.mark.parametrize(
+    ("front", "change"),
+    [("own", "dtype"), ("own", "half"), *(("stock", it) for it in ("shape", "name", "dtype", "missing"))],
+)
 def test_another_model(rank, size, front, change):
     is_last, shapes = rank == size - 1, fresh(SHAPES)
     names = list(shapes)
     kinds = dict.fromkeys(names, torch.float16 if change == "half" else torch.float32)
-    if is_last and change in ("shape", "elements"):
-        shapes[names[2]] = (5, 3, 11) if change == "shape" else (3, 5, 12)
+    if is_last and change == "shape":
+        shapes[names[2]] = (5, 3, 11)
     elif is_last and change == "name":
         shapes[f"{names[2]}x"] = shapes.pop(names[2])
         kinds[f"{names[2]}x"] = torch.float32
@@ -157,6 +110,7 @@ def test_another_model(rank, size, front, change):
     refused(wrapped(front, model, TEXT), model, words, rank, errors.StateMismatchError)
 
 
+@pytest.mark.controllers
 @pytest.mark.parametrize(
     ("one", "other"),
     [
@@ -188,15 +142,6 @@ def test_whole_gradients_on_one_rank(rank, size, one, other):
 
 
 @pytest.mark.parametrize("front", ["own", "stock"])
-def test_other_code(rank, size, front, monkeypatch):
-    if rank == size - 1:
-        monkeypatch.setattr(agreement, "_code_version", lambda: "0.0.9 (0123)")
-    model = LinearModel(fresh(SHAPES))
-    words = rf"version differs: .*, ranks \[{size - 1}\] 0.0.9"
-    refused(wrapped(front, model, TEXT), model, words, rank, errors.StateMismatchError)
-
-
-@pytest.mark.parametrize("front", ["own", "stock"])
 def test_the_order_of_named_parameters_does_not_matter(rank, size, front):
     shapes = fresh(SHAPES)
     model = LinearModel(shapes)
@@ -215,6 +160,7 @@ def test_the_order_of_named_parameters_does_not_matter(rank, size, front):
         np.testing.assert_allclose(1 - parameter.detach().numpy(), total, atol=1e-5)
 
 
+@pytest.mark.controllers
 @pytest.mark.parametrize("kind", [stock.Compression.none, stock.Compression.fp16], ids=["none", "fp16"])
 def test_horovods_own_optimizer_beside_ours_is_found_out_at_the_deadline(rank, size, kind):
     """It says nothing of itself, and would wait for ever; ours ends that with its own wait."""

@@ -37,8 +37,10 @@ def profile(seconds_per_byte: float, **changed) -> Profile:
 
 @pytest.mark.parametrize(
     ("name", "arguments"),
-    [("topk", {"merging": "optimal"}), ("exdyna", {}), ("spardl", {"groups": 2})],
-    ids=["topk-optimal", "exdyna-default", "spardl-groups"],
+    [
+        pytest.param("topk", {"merging": "optimal"}, id="topk-optimal", marks=pytest.mark.nightly),
+        pytest.param("exdyna", {"groups": 2}, id="exdyna-groups"),
+    ],
 )
 def test_all_ranks_take_one_density_and_lose_nothing(name, arguments, rank, size):
     model = LinearModel(SHAPES)
@@ -96,7 +98,6 @@ def test_a_profile_decides_at_once(seconds_per_byte, density, rank):
     assert optimizer.plan == dataclasses.replace(by_hand, density=density), "buckets change, density stays"
 
 
-@pytest.mark.once
 def test_where_nothing_is_measured_it_is_refused(rank):
     model = LinearModel(SHAPES)
     compression = hvd.Compression.topk(density="auto")

@@ -15,8 +15,6 @@ from horovod_sparse.merging import Plan
 from support.linear import same_on_all_ranks
 from support.optimizers import residuals_of
 
-pytestmark = pytest.mark.once
-
 
 def model_of(seed: int = 0) -> torch.nn.Module:
     torch.manual_seed(seed)
@@ -122,6 +120,7 @@ def test_gradients_are_found_wherever_their_memory_is(move, rank):
             torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-6, msg=name)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("move", sorted(set(MOVES) - {"no gradients"}))
 def test_gradients_may_move_between_the_passes_of_a_step(move, rank):
     expected = train("stock", reference(move), rank, passes=2, between_passes=True)

@@ -14,8 +14,6 @@ from support.linear import same_on_all_ranks
 
 STEPS = 4
 
-pytestmark = pytest.mark.once
-
 
 class Tied(torch.nn.Module):
     """The output layer has the embedding's weight."""
@@ -97,9 +95,7 @@ def sparsely(optimizer, model):
     return hvd.DistributedOptimizer(optimizer, model.named_parameters(), hvd.Compression.topk(density=1.0))
 
 
-@pytest.mark.parametrize(
-    "backend", [None, "aot_eager", pytest.param("inductor", marks=[pytest.mark.once, pytest.mark.slow])]
-)
+@pytest.mark.parametrize("backend", [None, "aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("name", MODELS)
 def test_it_is_dense_training(name, backend, rank):
     if backend is not None and name == "reentrant checkpointing":

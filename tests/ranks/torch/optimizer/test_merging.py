@@ -42,10 +42,9 @@ def same_plan(optimizer) -> bool:
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"merging": "optimal", "tensor_selection": "cost"},
-        {"merging": "joint"},
+        pytest.param({"merging": "optimal", "tensor_selection": "cost"}, id="optimal-cost"),
+        pytest.param({"merging": "joint"}, id="joint", marks=pytest.mark.nightly),
     ],
-    ids=["optimal-cost", "joint"],
 )
 def test_all_ranks_change_to_one_plan_and_lose_nothing(arguments, rank, size):
     """Law 1 through the warm-up, two changes by times and two by hand, dense to sparse and back."""
@@ -156,6 +155,7 @@ def test_ranks_with_different_profiles_are_refused_on_all(rank, tmp_path):
     )
 
 
+@pytest.mark.controllers
 def test_a_rank_without_any_gradient_does_not_stop_the_others(rank):
     """Its hooks never fire, so it has measured nothing; it decides at the same step all the same."""
     model = LinearModel(SHAPES)
@@ -170,6 +170,7 @@ def test_a_rank_without_any_gradient_does_not_stop_the_others(rank):
     assert same_plan(optimizer)
 
 
+@pytest.mark.nightly
 def test_a_checkpoint_of_one_plan_loads_under_another(rank):
     model = LinearModel(SHAPES)
     optimizer = make(model, "topk:density=0.05", merging="optimal", tensor_selection="cost")

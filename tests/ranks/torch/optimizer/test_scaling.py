@@ -11,11 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 import horovod_sparse.torch as hvd
 from horovod_sparse.errors import NonFiniteGradientError
-from horovod_sparse.pytorch.loss_scale import scaled_by, watch_scalers
+from horovod_sparse.tensors.loss_scale import scaled_by, watch_scalers
 from support.linear import LinearModel, dyadic, same_on_all_ranks
 from support.optimizers import make, residuals_of
-
-pytestmark = pytest.mark.once
 
 SHAPES = {"first": (40, 30), "bias": (7,), "scalar": (), "second": (3, 5, 11)}
 #: a scale that grows and falls, at the ends of steps

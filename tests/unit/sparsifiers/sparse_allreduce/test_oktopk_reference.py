@@ -1,17 +1,13 @@
 """Ok-Topk and TopkDSA against plain accounts of their papers, and by hand."""
 
-from __future__ import annotations
-
-import itertools
-
 import numpy as np
-import pytest
 
 from horovod_sparse.feedback import recipe
 from horovod_sparse.simulation import Recorder, SimulatedCluster
-from horovod_sparse.sparsifiers.oktopk import shares_of, told_orders
+from horovod_sparse.sparsifiers.oktopk import told_orders
 from horovod_sparse.sparsifiers.rounds.sparse_vectors import discards_meet
 from support.gradients import dyadic
+from support.sampling import rows_by
 from support.sparse_allreduce_reference import OkTopkReference, topk_dsa_step
 
 
@@ -30,9 +26,9 @@ def uneven(generator: np.random.Generator, size: int, n: int) -> np.ndarray:
     return gradients
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 8, 13, 16])
-@pytest.mark.parametrize(("threshold_steps", "region_steps"), [(1, 1), (4, 3), (32, 64)])
-def test_oktopk_is_that_of_the_paper(size: int, threshold_steps: int, region_steps: int) -> None:
+@rows_by("size,every", [1, 2, 3, 4, 6, 8, 13, 16], [(1, 1), (4, 3), (32, 64)])
+def test_oktopk_is_that_of_the_paper(size: int, every: tuple[int, int]) -> None:
+    threshold_steps, region_steps = every
     n, density = 40 * size, 0.1
     cluster = SimulatedCluster(
         recipe("oktopk", density=density, threshold_steps=threshold_steps, region_steps=region_steps), n, size
@@ -75,15 +71,14 @@ def test_oktopk_by_hand() -> None:
     assert [state.global_threshold for state in states] == [5.0, 5.0]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 8])
-@pytest.mark.parametrize("region_steps", [1, 64])
+@rows_by("size,region_steps", [1, 2, 3, 8], [1, 64])
 def test_k_pass_and_6k_travel_in_every_step(size: int, region_steps: int) -> None:
     """From the first step on, while residuals grow: kept thresholds let many times as many pass.
 
     Without the padding that lets lengths repeat.
     """
     n, k = 60_000, 600
-    made = recipe("oktopk", density=k / n, region_steps=region_steps, capacity="exact")
+    made = recipe("oktopk", density=k / n, region_steps=region_steps)
     cluster = SimulatedCluster(made, n, size)
     generator = np.random.default_rng(size)
     for step in range(12):
@@ -107,51 +102,12 @@ def test_k_pass_and_6k_travel_in_every_step(size: int, region_steps: int) -> Non
             assert (left > 1.1 * np.sort(total)[-k]).sum() <= 0.12 * k
 
 
-def test_a_threshold_by_what_is_told() -> None:
-    """All that there is, if that is less than asked for; ties together; nothing from an empty rank."""
-    lengths = np.array([3, 0, 2])
-    told = np.array([[4.0, 2.0, 1.0], [0.0, 0.0, 0.0], [2.0, 2.0, 2.0]])
-    assert shares_of(told[:, [0, 1, 2, 2, 2]], lengths, 5)[1].tolist() == [3, 0, 2]
-    threshold, shares = shares_of(told, lengths, 3)
-    assert (threshold, shares.tolist()) == (2.0, [2, 0, 2])
-
-
-def test_a_sum_of_two_that_is_small_for_both_comes_back() -> None:
-    """What top-k of the sums means: 4 + 4 is more than 7, though 7 is the largest that any rank has."""
-    cluster = SimulatedCluster(recipe("oktopk", density=0.25), num_elements=4, size=2)
-    # k = 1, but the exact threshold of each rank lets its ties through: 4 at 1; 7 at 3 alone would beat it
-    first = cluster.synchronize([floats(0, 4, 0, 0), floats(0, 4, 0, 0)])[0]
-    assert (first.indices.tolist(), first.values.tolist()) == ([1], [8.0])
-
-
-@pytest.mark.parametrize("size", [2, 4, 7])
-def test_regions_follow_the_selections(size: int) -> None:
-    """All that is large lies in the first tenth: drawn anew, regions receive about as much each."""
-    n = 400 * size
-    generator = np.random.default_rng(size)
-    cluster = SimulatedCluster(recipe("oktopk", density=0.02, threshold_steps=1, region_steps=2), n, size)
-    received = []
-    for _ in range(2):
-        gradients = generator.standard_normal((size, n)).astype(np.float32) * 0.01
-        gradients[:, : n // 10] *= 1000.0
-        kept = np.array(
-            [np.abs(one) >= np.sort(np.abs(one))[-8 * size] for one in cluster_view(cluster, gradients)]
-        )
-        cluster.synchronize(list(gradients))
-        bounds = [0, *cluster.buckets[0].state.bounds.tolist(), n]
-        received.append([int(kept[:, low:high].sum()) for low, high in itertools.pairwise(bounds)])
-    # of the second step, with the regions that the first one drew
-    share = sum(received[1]) / size
-    assert max(received[1]) < 1.6 * share and min(received[1]) > 0.5 * share
-
-
 def cluster_view(cluster: SimulatedCluster, gradients: np.ndarray) -> np.ndarray:
     """The accumulators that ranks are about to have."""
     return np.array(cluster.residuals()) + gradients
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 8, 16])
-@pytest.mark.parametrize("density", [0.01, 0.1, 0.4])
+@rows_by("size,density", [1, 2, 3, 4, 6, 8, 16], [0.01, 0.1, 0.4])
 def test_topk_dsa_is_that_of_the_paper(size: int, density: float) -> None:
     n = 100 * size
     cluster = SimulatedCluster(recipe("topk_dsa", density=density), n, size)

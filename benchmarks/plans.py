@@ -1,0 +1,137 @@
+"""`scripts/bench plans`: plans of the merging strategies and predicted times; no clock is involved.
+
+It writes docs/measurements/merging.json, which takes a few minutes; `scripts/report` makes tables of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from horovod_sparse.cost import AffineTime, CostModel, SortingTime, omgs_cost
+from horovod_sparse.merging import (
+    ParameterFacts,
+    Plan,
+    Strategy,
+    Workload,
+    dense_of,
+    fixed,
+    joint,
+    layer_table,
+    layerwise,
+    omgs,
+    optimal,
+    predict,
+    select_tensors,
+    single,
+)
+
+FILE = Path(__file__).resolve().parents[1] / "docs" / "measurements" / "merging.json"
+#: numbers of ranks
+SIZES = (2, 4, 8, 16)
+STRATEGIES: dict[str, Strategy] = {
+    "single": single,
+    "layerwise": layerwise,
+    "fixed 8192": fixed(num_elements=8192),
+    "omgs": omgs,
+    "optimal": optimal,
+}
+
+# OMGS-SGD, Tables V (layers after merging) and VI (seconds of an iteration, measured), 16 ranks.
+PAPER: dict[str, dict[str, dict[str, Any]]] = {
+    "vgg16_cifar": {
+        "layers": {"single": 1, "layerwise": 54, "fixed 8192": 13, "omgs": 2},
+        "seconds": {"single": 0.336, "fixed 8192": 0.523, "omgs": 0.331},
+    },
+    "resnet50": {
+        "layers": {"single": 1, "layerwise": 161, "fixed 8192": 53, "omgs": 2},
+        "seconds": {"single": 0.666, "fixed 8192": 1.217, "omgs": 0.507},
+    },
+    "inception_v4": {
+        "layers": {"single": 1, "layerwise": 449, "fixed 8192": 150, "omgs": 7},
+        "seconds": {"single": 1.602, "fixed 8192": 3.389, "omgs": 1.247},
+    },
+    "lstm_ptb": {
+        "layers": {"single": 1, "layerwise": 11, "fixed 8192": 9, "omgs": 6},
+        "seconds": {"single": 1.019, "fixed 8192": 0.956, "omgs": 0.916},
+    },
+}
+
+
+def seconds(workload: Workload, plan: Plan, cost: CostModel) -> float:
+    """Of an iteration."""
+    return predict(workload, plan, cost).iteration_seconds
+
+
+def random_inputs(count: int, layers: int, seed: int = 0) -> dict[str, Any]:
+    """Layers of 100 to 3 million elements, backward of 1 ms in the mean, constants over two decades."""
+    random, losses = np.random.default_rng(seed), []
+    for _ in range(count):
+        sizes = np.exp(random.uniform(np.log(100), np.log(3e6), layers)).astype(int)
+        facts = tuple(ParameterFacts(f"layer{i}", int(n)) for i, n in enumerate(sizes))
+        workload = Workload(facts, tuple(random.exponential(1e-3, layers)))
+        cost = CostModel(
+            SortingTime(10 ** random.uniform(-11, -9)),
+            AffineTime(10 ** random.uniform(-4, -2), 10 ** random.uniform(-11, -9)),
+        )
+        best = seconds(workload, optimal(workload, cost), cost)
+        losses.append(seconds(workload, omgs(workload, cost), cost) / best - 1)
+    lost = np.array(losses)
+    return {
+        "inputs": count,
+        "layers": layers,
+        "seed": seed,
+        "worse": int(np.sum(lost > 1e-9)),
+        "worse_by_1_percent": int(np.sum(lost > 0.01)),
+        "median_loss_where_worse": float(np.median(lost[lost > 1e-9])),
+        "largest_loss": float(lost.max()),
+    }
+
+
+def table(name: str, size: int) -> dict[str, Any]:
+    """All strategies on a layer table with the paper's constants."""
+    layers = layer_table(name)
+    workload, cost = layers.workload, omgs_cost(size, layers.density)
+    rows: dict[str, Any] = {}
+    for strategy, make in STRATEGIES.items():
+        plan = make(workload, cost)
+        rows[strategy] = {"buckets": len(plan.buckets), "seconds": seconds(workload, plan, cost)}
+    every = workload.with_dense([parameter.name for parameter in workload.parameters])
+    rows["dense"] = {"buckets": 0, "seconds": seconds(every, Plan((), every.dense_names), cost)}
+    by_cost = workload.with_dense(dense_of(select_tensors("cost", workload.parameters, cost)))
+    plan = optimal(by_cost, cost)
+    rows["Eq. (1), then optimal"] = {
+        "buckets": len(plan.buckets),
+        "dense": len(plan.dense),
+        "seconds": seconds(workload, plan, cost),
+    }
+    plan = joint(workload, cost)
+    rows["joint"] = {
+        "buckets": len(plan.buckets),
+        "dense": len(plan.dense),
+        "seconds": seconds(workload, plan, cost),
+    }
+    return {"model": name, "size": size, "density": layers.density, "strategies": rows}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Predicts, and writes the file."""
+    parser = argparse.ArgumentParser(prog="scripts/bench plans", description=__doc__)
+    parser.add_argument("--json", type=Path, default=FILE, metavar="FILE", help="(default %(default)s)")
+    options = parser.parse_args(arguments)
+    result = {
+        "random": [random_inputs(300, layers) for layers in (8, 14, 30)],
+        "tables": [table(model, size) for model in PAPER for size in SIZES],
+    }
+    options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

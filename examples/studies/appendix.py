@@ -1,0 +1,182 @@
+"""The pages of docs/appendix that show what the studies measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report.appendix import FOLDER, Section, page
+from studies import convergence, feedback, gpt, levels, residuals, results, schedules, threshold
+from studies.papers import sixteen
+from studies.papers import tables as papers
+from studies.time_to_accuracy import curves
+
+__all__ = ["TABLES", "pages", "write"]
+
+#: by name of the measurement
+TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
+    "convergence": convergence.table,
+    "gpt": gpt.table,
+    "time_to_accuracy": curves.table,
+    "schedules": lambda result: f"{schedules.table(result)}\n\n{schedules.remedies_table(result)}",
+    "levels_accuracy": levels.table,
+    "threshold": threshold.table,
+    "feedback": feedback.table,
+    "residuals": residuals.table,
+    "papers": sixteen.tables,
+    "paper_ranks": papers.ranks,
+    "paper_teams": papers.residuals,
+    "paper_counts": lambda result: "\n\n".join(
+        make(result) for make in (papers.workers, papers.teams, papers.merging)
+    ),
+    "paper_workers": papers.workers_on_hosts,
+    "paper_densities": papers.densities,
+    "merging_vgg16_cifar": papers.plans_on_hosts,
+    "train_parts": papers.parts,
+}
+
+_RESULTS = (
+    Section(
+        "Accuracy of every sparsifier",
+        "A CNN of 0.18 million parameters on digits, two real ranks, 8 epochs of 62 steps, density 0.01 "
+        "after one epoch that begins at 0.25, momentum SGD with a cosine to 0, three seeds; 1,000 test "
+        "digits, of which one is 0.1 points. Union: mean density that is applied. Drop-in: Horovod's own "
+        "optimizer with `compression=`. DDP: DistributedDataParallel. Messages of exdyna, micro, dgc, "
+        "sidco and oktopk were padded then, but in rows with other optimizers and schedules, without "
+        "warm-up, and of the drop-in.",
+        ("convergence",),
+        "scripts/study convergence",
+    ),
+    Section(
+        "A small GPT with AdamW",
+        "Four layers of width 128, 1,000 steps of 2 x 8 pieces of 128 bytes of source text, clipping to "
+        "norm 1, products in bfloat16, density falling from 0.25 in 100 steps; two real ranks, one seed.",
+        ("gpt",),
+        "scripts/study gpt",
+    ),
+    Section(
+        "Time to accuracy",
+        "Scores after equally many steps on two real ranks, three seeds, times the median iteration on two "
+        "emulated hosts that share two cores. Density 0.01 (GPT 0.05) from the first step; PowerSGD is "
+        "PyTorch's hook of rank 4 from the 2nd step. In parentheses: times sooner than dense.",
+        ("time_to_accuracy",),
+        "scripts/study time_to_accuracy",
+    ),
+    Section(
+        "Schedules and optimizers",
+        "A perceptron of 3,850 parameters on digits, two simulated ranks, 240 steps at density 0.01 without "
+        "a warm-up of it, three seeds; in parentheses points to dense training of the same row. Then "
+        "remedies for momentum with warm restarts.",
+        ("schedules",),
+        "scripts/study schedules",
+    ),
+    Section(
+        "Two levels",
+        "The CNN on four real ranks, three seeds; 4 x 1: every rank is a host of its own.",
+        ("levels_accuracy",),
+        "scripts/study levels",
+    ),
+    Section(
+        "Thresholds",
+        "A CNN on digits and an LSTM on source text, 4 simulated ranks, 500 steps, density 0.01 after a "
+        "warm-up over 100, the learning rate falling to a tenth at step 301. Error: of the union by what "
+        "was asked. Settled: the first of ten steps in a row within 10 %.",
+        ("threshold",),
+        "scripts/study threshold",
+    ),
+    Section(
+        "The residual when the learning rate falls",
+        "The CNN on 4 simulated ranks, 400 steps, the rate falling to a tenth at step 301, three seeds; "
+        "scaled: `scale_residual=True`.",
+        ("feedback",),
+        "scripts/study feedback",
+    ),
+    Section(
+        "Residuals of SparDL",
+        "Six simulated ranks, density 0.001, one team, plain SGD, 500 steps, three seeds, the better of two "
+        "learning rates. Measured while the residual followed the learning rate, and before discards stayed "
+        "with their rank in one step of 16.",
+        ("residuals",),
+        "scripts/study residuals",
+    ),
+)
+
+_PAPERS = (
+    Section(
+        "Sixteen simulated ranks, and encoding",
+        "A CNN on digits, density 0.01, the learning rate falling to a tenth at step 110. Encoding: fold "
+        "and selection of one gradient on one core that other work shared, density 0.001.",
+        ("papers",),
+        "scripts/study papers --part sixteen",
+    ),
+    Section(
+        "ExDyna on 2 to 16 ranks",
+        "All share out the same 64 samples of a step; one seed.",
+        ("paper_ranks",),
+        "scripts/study papers --part ranks",
+    ),
+    Section(
+        "SparDL's residuals in teams",
+        "14 simulated workers, density 0.01, 120 steps of plain SGD.",
+        ("paper_teams",),
+        "scripts/study papers --part teams",
+    ),
+    Section(
+        "Counted and predicted",
+        "Words that the busiest of simulated ranks receives (an element is two words), and the time at 50 "
+        "microseconds and 1 Gbit/s for 25.6 million elements, density 0.01; then every number of teams; "
+        "then OMGS's rule with nothing selected, beside its sparse plans, with the paper's constants for 16 "
+        "GPUs.",
+        ("paper_counts",),
+        "scripts/study papers --part counts",
+    ),
+    Section(
+        "SparDL on 5 to 14 hosts",
+        "Communication alone of 6.4 million elements at density 0.01, 1 Gbit/s, MPI. Up to fourteen ranks "
+        "share two cores.",
+        ("paper_workers",),
+        "scripts/bench allreduce --mpi --rate 1gbit --elements 6400000 --density 0.01 --hosts 5,8,11,14",
+    ),
+    Section(
+        "SparDL by density",
+        "Communication alone of 6.4 million elements on eight hosts, 1 Gbit/s, MPI.",
+        ("paper_densities",),
+        "scripts/bench allreduce --mpi --rate 1gbit --hosts 8 --elements 6400000 --density D --add",
+    ),
+    Section(
+        "OMGS-SGD's other models on hosts",
+        "Sizes and times at a quarter, four hosts at 1 Gbit/s. The others are in "
+        "[merging_inception_v4.json](../measurements/merging_inception_v4.json) and "
+        "[merging_lstm_ptb.json](../measurements/merging_lstm_ptb.json).",
+        ("merging_vgg16_cifar",),
+        "scripts/bench merging --hosts 4 --rate 1gbit --model MODEL",
+    ),
+    Section(
+        "DRAGONN's parts one by one",
+        "ResNet-50's gradients on four hosts at 1 Gbit/s, density 0.001. Last column: how many times as "
+        "fast the part above computing is as DGC's with dense decoding.",
+        ("train_parts",),
+        "scripts/bench train --hosts 4 --rate 1gbit --gloo --model resnet50 --baselines alone,dense "
+        "--sparsifiers dgc,dragonn --by-default --densely",
+    ),
+)
+
+
+def pages() -> dict[Path, str]:
+    """What the pages have to hold, by file."""
+    made = {name: make(results.load(results.MEASUREMENTS / f"{name}.json")) for name, make in TABLES.items()}
+    found = {}
+    for name, title, sections in (
+        ("results.md", "Measurements of accuracy", _RESULTS),
+        ("papers.md", "Measurements beside the papers", _PAPERS),
+    ):
+        found[FOLDER / name] = page(title, f"What they mean is in [{name}](../{name}).", sections, made)
+    return found
+
+
+def write() -> None:
+    """Writes the pages anew."""
+    FOLDER.mkdir(exist_ok=True)
+    for path, text in pages().items():
+        path.write_text(text, "utf-8")

@@ -1,0 +1,250 @@
+"""What a front end for a new engine has to write, by the example of processes that talk over pipes.
+
+An engine says which parameters there are, makes parts of them, and carries out requests together with the
+other ranks. A training knows when gradients are there; plans, agreement, checkpoints, policies and drift are
+`Training`'s. Run it with ``python examples/toy_engine.py --ranks 2 --compression topk:density=0.1``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import multiprocessing
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+
+from horovod_sparse.arrays import HostAccumulator
+from horovod_sparse.collectives import Request, Synchronization
+from horovod_sparse.feedback import Bucket, Member, Recipe, parse_recipe
+from horovod_sparse.plans.plan import ParameterFacts
+from horovod_sparse.simulation.lockstep import answer
+from horovod_sparse.sparsifiers import BucketInfo
+from horovod_sparse.telemetry import BucketReport
+from horovod_sparse.training.drift import HostEntry
+from horovod_sparse.training.engine import Facts, PartSpec, carry_out
+from horovod_sparse.training.levels import Ranks
+from horovod_sparse.training.outcome import Outcome
+from horovod_sparse.training.parts import ArrayLayout, BucketPart, DensePart, sum_densely
+from horovod_sparse.training.settings import CommonOptions, Settings
+from horovod_sparse.training.training import Training
+
+Arrays = dict[str, np.ndarray]
+
+
+class ArrayPart(ArrayLayout):
+    """Parameters that are synchronized together."""
+
+    def __init__(self, spec: PartSpec, facts: Facts) -> None:
+        self.name, self.names, self.dense = spec.label, spec.names, spec.dense
+        self.shapes = [facts[name][0].shape for name in spec.names]
+        self.num_elements = sum(facts[name][0].num_elements for name in spec.names)
+        self.total, self.error = None, None
+
+    def gathered(self, gradients: Mapping[str, np.ndarray]) -> np.ndarray:
+        return np.concatenate([gradients[name].reshape(-1) for name in self.names])
+
+    def run(self, step: Synchronization[Any], execute: Callable[[Request], Any]) -> None:
+        """Synchronizes; an error stays here, so that the other parts go on as they do on the other ranks."""
+        self.total, self.error = None, None
+        try:
+            self.total = carry_out(step, execute)
+        except Exception as error:
+            self.error = error
+
+    def given_out(self, total: np.ndarray) -> Arrays:
+        spans = enumerate(zip(self.names, self.places, strict=True))
+        return {name: self.shaped(number, total[slice(*span)]) for number, (name, span) in spans}
+
+
+class ArrayBucket(ArrayPart, BucketPart):
+    """A bucket of parameters, sparsified."""
+
+    def __init__(self, spec: PartSpec, facts: Facts, place: tuple[int, int]) -> None:
+        super().__init__(spec, facts)
+        assert spec.recipe is not None
+        info = BucketInfo(spec.label, self.num_elements, *place)
+        density, kept = spec.recipe.sparsifier.density, spec.recipe.feedback.num_companions
+        accumulator = HostAccumulator(self.num_elements, density=density, companions=kept)
+        members = [Member(name, *span) for name, span in zip(self.names, self.places, strict=True)]
+        self.bucket = Bucket(info, spec.recipe, accumulator, members)
+
+    def start(self, gradients: Arrays, execute: Callable[[Request], Any]) -> None:
+        self.run(self.bucket.step(self.gathered(gradients)), execute)
+
+    def again(self, execute: Callable[[Request], Any], *, drop: bool) -> None:
+        self.run(self.bucket.again(), execute)
+
+    def abandon(self, *, drop: bool = False) -> None:
+        self.bucket.abandon(drop=drop)
+
+    def apply(self, scale: float) -> tuple[np.ndarray, BucketReport]:
+        applied, total = np.zeros(self.num_elements, np.float32), self.total
+        applied[total.indices] = total.values * np.float32(scale)
+        self.bucket.accept()
+        report = BucketReport(self.bucket.last, len(total.indices), applied.nbytes, total.norms)
+        return applied, report
+
+
+class ArrayDense(ArrayPart, DensePart):
+    """Parameters that the plan leaves dense."""
+
+    dtype = "float32"
+
+    def __init__(self, spec: PartSpec, facts: Facts, place: tuple[int, int]) -> None:
+        super().__init__(spec, facts)
+        self.place, self.own = place, np.zeros(0, np.float32)
+
+    def start(self, gradients: Arrays, execute: Callable[[Request], Any]) -> None:
+        self.own = self.gathered(gradients)
+        self.again(execute, drop=False)
+
+    def again(self, execute: Callable[[Request], Any], *, drop: bool) -> None:
+        own = np.zeros_like(self.own) if drop else self.own
+        carried = 0 if self.carried is None else self.carried
+        members = [(name, stop) for name, (_, stop) in zip(self.names, self.places, strict=True)]
+        self.run(sum_densely(self.title, own, carried, self.place, members=members), execute)
+
+    def apply(self, scale: float) -> tuple[np.ndarray, BucketReport]:
+        self.carried = None
+        return self.total * np.float32(scale), self.report(self.place[1], 4, 4 * self.num_elements, 0.0)
+
+
+class PipeEngine:
+    """An `Engine` of float32 arrays by name, and of pipes to the other ranks."""
+
+    name = "toy"
+
+    def __init__(
+        self, rank: int, pipes: Mapping[int, Connection], parameters: Arrays, recipe: Recipe
+    ) -> None:
+        self.rank, self.pipes, self.parameters, self.recipe = rank, pipes, parameters, recipe
+
+    def place(self) -> tuple[int, int]:
+        return self.rank, len(self.pipes) + 1
+
+    def ranks(self) -> Ranks:
+        rank, size = self.place()
+        return Ranks(rank, size, rank, size, host="here", host_rank=rank, host_size=size)
+
+    def start_token(self) -> object:
+        return PipeEngine  # pipes are never made anew
+
+    def facts(self, known: Facts) -> Facts:
+        rules, new = self.recipe.rules, {n: a for n, a in self.parameters.items() if n not in known}
+        density = {name: rules.density_of(name, array.size) or 0.0 for name, array in new.items()}
+        return {n: (ParameterFacts(n, a.size, density=density[n], shape=a.shape), a) for n, a in new.items()}
+
+    def make_parts(
+        self, specs: Sequence[PartSpec], facts: Facts, place: tuple[int, int], topology: Any
+    ) -> list[Any]:
+        kinds = [ArrayDense if spec.recipe is None else ArrayBucket for spec in specs]
+        return [kind(spec, facts, place) for kind, spec in zip(kinds, specs, strict=True)]
+
+    def execute(self, request: Request) -> Any:
+        """Every rank tells all others what it asks for, and each works out its own answer."""
+        for pipe in self.pipes.values():
+            pipe.send(request)
+        everyone = {self.rank: request, **{peer: pipe.recv() for peer, pipe in self.pipes.items()}}
+        return answer([everyone[rank] for rank in sorted(everyone)])[self.rank]
+
+    def carry_out(self, coroutine: Synchronization[Any], topology: Any) -> Any:
+        return carry_out(coroutine, self.execute)
+
+    def move_to(self, topology: Any) -> None:
+        raise NotImplementedError("two levels: this toy knows no hosts")
+
+    def declared(self) -> Mapping[str, object]:
+        return {}
+
+    def to_array(self, array: np.ndarray) -> np.ndarray:
+        return array.copy()
+
+
+class ToyTraining(Training):
+    """Synchronizes the gradients of one step at a time; options are those of `Settings`."""
+
+    engine: PipeEngine
+
+    def __init__(self, engine: PipeEngine, **options: Any) -> None:
+        super().__init__(engine, engine.recipe, Settings.of(options, "the toy", CommonOptions))
+        self.begin(engine.facts({}), self.settings.plan or self.first_plan_of(engine.facts({})))
+
+    def synchronize(self, gradients: Arrays) -> Arrays | None:
+        """The means over ranks; None where no rank is to step."""
+        self.agree()
+        if self.step >= self.drift.next_step:
+            arrays = self.engine.parameters.items()
+            entries = [HostEntry(name, array, partial(np.copyto, array)) for name, array in arrays]
+            self.engine.carry_out(self.drift.run(self.step, self.rank, entries), None)
+        for part in self.parts:
+            part.start(gradients, self.engine.execute)
+        if errors := self._errors():
+            errors = self.carried_out_again(errors, lambda part: self.engine.execute, self._errors)
+        verdict = self.policy.judge(errors, self.host_ranks)
+        if verdict.error is not None:
+            for part in self.parts:
+                part.abandon(drop=verdict.drop)
+            if verdict.outcome is Outcome.SKIPPED:
+                return None
+            raise verdict.error
+        applied = [part.apply(1.0 / self.size) for part in self.parts]
+        self.step += 1
+        self.telemetry.record(self.step, [report for _, report in applied], 0.0)
+        means: Arrays = {}
+        for part, (total, _) in zip(self.parts, applied, strict=True):
+            means |= part.given_out(total)
+        return means
+
+    def _errors(self) -> list[BaseException]:
+        return [part.error for part in self.parts if part.error is not None]
+
+
+def data_of(rank: int) -> tuple[np.ndarray, np.ndarray]:
+    """Inputs of one rank, and what a linear map is to make of them."""
+    inputs = np.random.default_rng(rank).standard_normal((64, 20)).astype(np.float32)
+    return inputs, inputs @ np.linspace(-1.0, 1.0, 100, dtype=np.float32).reshape(20, 5)
+
+
+def gradients_of(parameters: Arrays, inputs: np.ndarray, targets: np.ndarray) -> Arrays:
+    error = inputs @ parameters["weight"] + parameters["bias"] - targets
+    return {"weight": inputs.T @ error / np.float32(len(inputs)), "bias": error.mean(axis=0)}
+
+
+def train(rank: int, pipes: Any, text: str, num_steps: int, told: Any, options: Mapping[str, Any]) -> None:
+    """Fits the map by SGD, and tells the parameters and this rank's entry of a checkpoint."""
+    inputs, targets = data_of(rank)
+    parameters = {"weight": np.zeros((20, 5), np.float32), "bias": np.zeros(5, np.float32)}
+    training = ToyTraining(PipeEngine(rank, pipes, parameters, parse_recipe(text)), **options)
+    for _ in range(num_steps):
+        means = training.synchronize(gradients_of(parameters, inputs, targets))
+        for name, mean in (means or {}).items():
+            parameters[name] -= np.float32(0.1) * mean
+    told.put((rank, parameters, training.save()))
+
+
+def launch(num_ranks: int, text: str, num_steps: int, **options: Any) -> list[tuple[int, Arrays, Any]]:
+    """What every rank tells, in rank order."""
+    context = multiprocessing.get_context("spawn")
+    pipes: list[dict[int, Any]] = [{} for _ in range(num_ranks)]
+    for low, high in itertools.combinations(range(num_ranks), 2):
+        pipes[low][high], pipes[high][low] = context.Pipe()
+    told = context.Queue()
+    for rank in range(num_ranks):
+        given = rank, pipes[rank], text, num_steps, told, options
+        context.Process(target=train, args=given, daemon=True).start()
+    return sorted((told.get(timeout=120) for _ in range(num_ranks)), key=lambda result: result[0])
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--compression", default="topk:density=0.1")
+    parser.add_argument("--steps", type=int, default=200)
+    asked = parser.parse_args()
+    for rank, parameters, _ in launch(asked.ranks, asked.compression, asked.steps):
+        slope = gradients_of(parameters, *data_of(rank))["weight"]
+        print(f"rank {rank}: largest gradient {abs(slope).max():.3g} after {asked.steps} steps")

@@ -1,0 +1,406 @@
+"""Residual plus gradient of a bucket, and the journal of what a step has changed in it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from horovod_sparse.arrays.protocol import FoldReport, FoldRule, Indices, Kernels, Memory, Moments, Values
+from horovod_sparse.errors import ArgumentError
+from horovod_sparse.kernels.layout import bits_of, float_of
+from horovod_sparse.kernels.quantization import Quantization
+
+_PLAIN = FoldRule()
+
+
+class _Change(NamedTuple):
+    where: Memory
+    olds: tuple[Memory, ...]
+
+
+class Journal:
+    """The changes of single elements since the last fold, in k-sized memory.
+
+    Args:
+        kernels: of the memory.
+        arrays: what may change, n elements each.
+    """
+
+    def __init__(self, kernels: Kernels, arrays: tuple[Memory, ...]) -> None:
+        self._kernels, self.arrays = kernels, arrays
+        self._changes: list[_Change] = []
+        self._seen = 0
+
+    def remember(self, where: Memory) -> tuple[Memory, ...]:
+        """Notes, and returns, what stands there in each array, just before it is changed."""
+        olds = tuple(self._kernels.take(array, where) for array in self.arrays)
+        self._changes.append(_Change(where, olds))
+        return olds
+
+    def unseen(self) -> Iterator[Memory]:
+        """The places of all changes that no earlier call has given out."""
+        first, self._seen = self._seen, len(self._changes)
+        for change in self._changes[first:]:
+            yield change.where
+
+    def undo(self) -> list[Memory]:
+        """Restores every array bit for bit, the last change first; returns the places, and forgets."""
+        for change in reversed(self._changes):
+            for array, old in zip(self.arrays, change.olds, strict=True):
+                self._kernels.put(array, change.where, old)
+        places = [change.where for change in self._changes]
+        self.forget()
+        return places
+
+    def forget(self) -> None:
+        """What changed stays changed."""
+        self._changes.clear()
+        self._seen = 0
+
+
+class Accumulator:
+    """Residual plus gradient of one bucket, in the residual's memory.
+
+    What has n elements stays where it is, on the host or a device; what has k elements (indices, values) is
+    a NumPy array on the host, whose network sends it. So a sparsifier never learns which framework holds
+    the gradient, and selections and sums have the same bits in every memory.
+
+    All indices are int32 positions within the bucket, ascending and unique where a method returns
+    them. Changes to the values after `fold` are journaled, so that `abandon` can take them back.
+
+    Made as `HostAccumulator`, or by a front end in its own memory.
+
+    Args:
+        kernels: of the memory.
+        values: n elements, finite.
+        companions: arrays like values that a feedback keeps beside them, such as a velocity.
+
+    Attributes:
+        step: synchronizations that there have been, which the report of the next fold says.
+        report: of the last fold; reading its numbers may wait for a device.
+    """
+
+    def __init__(self, kernels: Kernels, values: Memory, companions: tuple[Memory, ...]) -> None:
+        self._kernels, self._values, self._companions = kernels, values, companions
+        self.step = 0
+        self.report = FoldReport()
+        self._journal = Journal(kernels, (values, *companions))
+        #: sums of squares, now and after the last fold
+        self._norm = self._norm_at_fold = kernels.number(0.0)
+        #: of the last fold, and the companion that it changed
+        self._folded: tuple[FoldRule, Memory | None] = _PLAIN, None
+        #: words that have left the values, but are still in them
+        self._sent: tuple[Quantization, Memory] | None = None
+        self._maxima: Memory = None
+        self._maxima_known = False
+
+    @property
+    def num_elements(self) -> int:
+        """n, the number of elements."""
+        return self._kernels.layout.num_elements
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """float64 for float64 gradients, float32 for all others (half types accumulate in float32)."""
+        return self._kernels.dtype
+
+    @property
+    def square_norm(self) -> float:
+        """Sum of squares of the values now, in O(1).
+
+        That of the last fold, less what was cleared since: it keeps the rounding of the fold's sum,
+        about 1e-6 of that.
+        """
+        return self._kernels.float_of(self._norm)
+
+    @property
+    def companions(self) -> tuple[Memory, ...]:
+        """Arrays of n elements, kept beside the values and restored with them: a velocity, for example."""
+        return self._companions
+
+    def fold(self, gradient: Any, rule: FoldRule = _PLAIN) -> FoldReport:
+        """Values = decay * values + gradient; gradient = 0; block maxima. The one pass over n elements.
+
+        Args:
+            gradient: n elements in any shape and strides, where the memory is, of a type that accumulates in
+                its own; bfloat16 may come as its bits, in uint16. Set to 0. Or of a kind that is kept:
+                `GradientParts`, `KeptTensor`.
+            rule: decay, momentum, clipping.
+
+        Returns:
+            What the pass learned; reading its numbers may wait for a device.
+
+        Raises:
+            ArgumentError: shape, type or device do not fit, or there is no companion for a momentum.
+        """
+        companion = None
+        if rule.momentum is not None:
+            if not self._companions:
+                allowed = "None, or make the accumulator with companions=1"
+                raise ArgumentError("momentum", rule.momentum, allowed)
+            companion = self._companions[0]
+        rule.factors(self.dtype)  # refused before anything is forgotten
+        given = self._kernels.checked(gradient)
+        if rule.keep_residual:
+            self._settle()
+        self._sent = None
+        self._folded = rule, companion
+        cleared = self._companions if rule.masking else ()
+        self._journal = Journal(self._kernels, (self._values, *cleared))
+        self.report, self._norm = self._kernels.fold(
+            self._values, companion, given, self._room_for_maxima(), rule, self._norm, self.step
+        )
+        self._maxima_known = True
+        self._norm_at_fold = self._norm
+        return self.report
+
+    def refuse(self) -> None:
+        """Lets the report of the last fold say that this rank refuses the step."""
+        self.report = self._report_with(self.report.num_nonfinite, self.num_elements)
+
+    def heal(self) -> None:
+        """Lets the report of the last fold say that this rank is well, after `abandon` and `drop`."""
+        self.report = self._report_with(0, -1)
+
+    def _report_with(self, num_nonfinite: int, first: int) -> FoldReport:
+        fields = {field.name: getattr(self.report, field.name) for field in dataclasses.fields(FoldReport)}
+        return FoldReport(**fields | {"num_nonfinite": num_nonfinite, "first_nonfinite": first})
+
+    def _room_for_maxima(self) -> Memory:
+        if self._maxima is None:
+            self._maxima = self._kernels.empty_maxima()
+        return self._maxima
+
+    def _bounds(self) -> Memory:
+        """Upper bounds of the block maxima: exact, but for what was cleared since."""
+        maxima = self._room_for_maxima()
+        if not self._maxima_known:
+            self._kernels.scan_maxima(self._values, maxima)
+            self._maxima_known = True
+        return maxima
+
+    def _exact_maxima(self) -> Memory:
+        # Cleared elements leave upper bounds; they are made exact only when that is needed.
+        maxima = self._bounds()
+        for where in self._journal.unseen():
+            self._kernels.refresh_maxima(self._values, maxima, where)
+        return maxima
+
+    def _settle(self) -> None:
+        """Takes away what `subtract` was told: it cannot be abandoned any more."""
+        if self._sent is not None:
+            code, words = self._sent
+            self._sent = None
+            self._kernels.take_away(self._values, code, words)
+            self._maxima_known = False
+            self._journal.forget()
+
+    def _window(self, start: int, stop: int | None) -> tuple[int, int]:
+        self._settle()
+        first, last = int(start), self.num_elements if stop is None else int(stop)
+        if not 0 <= first <= last <= self.num_elements:
+            allowed = f"a window within [0, {self.num_elements}]"
+            raise ArgumentError("start, stop", (start, stop), allowed)
+        return first, last
+
+    def largest(self, num_selected: int, start: int = 0, stop: int | None = None) -> Indices:
+        """Exactly the `num_selected` largest magnitudes in [start, stop); ties go to the lowest index.
+
+        More than the window holds takes the whole window.
+        """
+        start, stop = self._window(start, stop)
+        if num_selected < 0:
+            raise ArgumentError("num_selected", num_selected, "0 or more")
+        if num_selected >= stop - start:
+            return np.arange(start, stop, dtype=np.int32)
+        if num_selected == 0:
+            return np.empty(0, np.int32)
+        return self._kernels.largest(self._values, self._exact_maxima(), num_selected, start, stop)
+
+    def kth_magnitude(self, k: int, start: int = 0, stop: int | None = None) -> float:
+        """Exact k-th largest magnitude (k from 1) in [start, stop)."""
+        start, stop = self._window(start, stop)
+        if not 1 <= k <= stop - start:
+            raise ArgumentError("k", k, f"a rank from 1 to {stop - start}, the elements of the window")
+        return float_of(self._kernels.kth(self._values, self._exact_maxima(), k, start, stop), self.dtype)
+
+    def at_least(self, threshold: float, start: int = 0, stop: int | None = None) -> Indices:
+        """All positions in [start, stop) whose magnitude is >= threshold and not 0."""
+        start, stop = self._window(start, stop)
+        bits = bits_of(threshold, self.dtype)
+        if start == stop:
+            return np.empty(0, np.int32)
+        return self._kernels.at_least(self._values, self._bounds(), bits, start, stop)
+
+    def count_at_least(self, thresholds: Any) -> NDArray[np.int64]:
+        """How many magnitudes are >= each threshold and not 0, for several thresholds in one read."""
+        self._settle()
+        bits = [bits_of(float(threshold), self.dtype) for threshold in thresholds]
+        if not self.num_elements:
+            return np.zeros(len(bits), np.int64)
+        return self._kernels.count_at_least(self._values, self._bounds(), bits)
+
+    def moments(self, threshold: float = 0.0) -> Moments:
+        """Moments of the magnitudes that are >= threshold and not 0, in one read."""
+        self._settle()
+        return self._kernels.moments(self._values, bits_of(threshold, self.dtype))
+
+    def sample_magnitudes(self, stride: int, offset: int = 0) -> Values:
+        """Every stride-th magnitude from offset on."""
+        self._settle()
+        if stride < 1 or offset < 0:
+            raise ArgumentError("stride, offset", (stride, offset), "a stride from 1, an offset from 0")
+        return self._kernels.sample(self._values, stride, offset)
+
+    def take(self, indices: Indices) -> Values:
+        """The values there, as a fresh array."""
+        self._settle()
+        return self._kernels.to_host(self._kernels.take(self._values, self._kernels.places(indices)))
+
+    def remove(self, indices: Indices) -> Values:
+        """`take` and `clear` in one reading: the values that stood there, as a fresh array."""
+        return np.array(self._kernels.to_host(self._cleared(indices)))
+
+    def clear(self, indices: Indices) -> None:
+        """Sets the values there to 0, and with masking the companions, as the last fold has said."""
+        self._cleared(indices)
+
+    def _cleared(self, indices: Indices) -> Memory:
+        """What stood there, which the journal keeps."""
+        self._settle()
+        where = self._kernels.places(indices, keep=True)
+        olds = self._journal.remember(where)
+        for array in self._journal.arrays:
+            self._kernels.zero(array, where)
+        if len(where) < self.num_elements:
+            self._norm = self._kernels.renormed(self._norm, olds[0])
+        else:  # all of them: 0 exactly, not the rounding of the fold's sum
+            self._norm = self._kernels.number(0.0)
+        return olds[0]
+
+    def add(self, indices: Indices, values: Values) -> None:
+        """Adds to the values there (what a rank gives back to its residual); indices are unique.
+
+        What would not stay finite adds nothing.
+        """
+        where, new = self._matched(indices, values)
+        olds = self._journal.remember(where)
+        self._kernels.add(self._values, where, olds[0], new)
+        self._grew(where, olds[0], self._kernels.take(self._values, where))
+
+    def put(self, indices: Indices, values: Values) -> None:
+        """Exactly these finite values there; companions stay. Indices are unique."""
+        where, new = self._matched(indices, values)
+        olds = self._journal.remember(where)
+        self._kernels.put(self._values, where, new)
+        self._grew(where, olds[0], new)
+
+    def _matched(self, indices: Indices, values: Values) -> tuple[Memory, Memory]:
+        self._settle()
+        where = self._kernels.places(indices, keep=True)
+        if np.size(values) != len(where):
+            raise ArgumentError("values", np.size(values), f"one for each of the {len(where)} indices")
+        return where, self._kernels.numbers(values)
+
+    def _grew(self, where: Memory, old: Memory, new: Memory) -> None:
+        self._norm = self._kernels.renormed(self._norm, old, new)
+        if self._maxima_known:
+            self._kernels.raise_maxima(self._values, self._maxima, where)
+
+    def mask(self, indices: Indices) -> None:
+        """Clears what a feedback clears with the values there, as `clear` does; the values stay."""
+        _, *companions = self._journal.arrays
+        if companions:
+            where = self._kernels.places(indices, keep=True)
+            self._journal.remember(where)
+            for companion in companions:
+                self._kernels.zero(companion, where)
+
+    def quantize(self, code: Quantization, key: int, words: NDArray[np.int32]) -> float:
+        """Writes all values as codes of few bits, and leaves them as they are.
+
+        Args:
+            code: how.
+            key: 64 bits, of the random numbers by which values are rounded.
+            words: int32, `code.num_words` of them; overwritten.
+
+        Returns:
+            Sum of squares of what the words lose.
+        """
+        self._settle()
+        return self._kernels.quantize(self._values, code, key, words, self._norm)
+
+    def subtract(self, code: Quantization, words: NDArray[np.int32], left: float | None = None) -> None:
+        """What these words stand for leaves all values; companions stay.
+
+        Once a step, and the last change in it. It is carried out when the values are needed, so `abandon`
+        takes no copy of them.
+
+        Args:
+            code: how they were written.
+            words: as `quantize` wrote them; not to be changed until the next fold.
+            left: sum of squares of the values then, where it is known.
+        """
+        self._settle()
+        self._sent = code, self._kernels.words(words)
+        if left is None:
+            self._norm = self._kernels.squares(self._kernels.less(self._values, *self._sent))
+        else:
+            self._norm = self._kernels.number(left)
+
+    def abandon(self) -> None:
+        """Takes back every change since the last fold, bit for bit."""
+        changed = self._sent is not None
+        self._sent = None
+        for where in (places := self._journal.undo()):
+            if self._maxima_known:
+                self._kernels.refresh_maxima(self._values, self._maxima, where)
+        if changed or places:
+            self._norm = self._norm_at_fold
+
+    def drop(self, gradient: Any) -> None:
+        """Takes the last fold's gradient out of the values (and their companion) again, after `abandon`.
+
+        What was there before, decay included, comes back to the rounding of the sum: where the gradient
+        was more than 2**24 times larger nothing is left of it, and the value is 0.
+
+        Args:
+            gradient: as it was folded; it must have been kept.
+        """
+        rule, companion = self._folded
+        self._kernels.take_out(self._values, companion, self._kernels.checked(gradient), rule)
+        self._start_anew()
+
+    def values(self) -> Values:
+        """All n values as a host array, to be read only: a view where that is possible."""
+        held = self._values if self._sent is None else self._kernels.less(self._values, *self._sent)
+        view = self._kernels.view(held)
+        view.flags.writeable = False
+        return view
+
+    def residual(self) -> Values:
+        """What is held back after a step: the values."""
+        return self.values()
+
+    def assign(self, values: Any) -> None:
+        """Replaces all n values (loading a checkpoint). Companions are replaced after it, in place.
+
+        Args:
+            values: n elements of any float type, in any shape.
+
+        Raises:
+            ArgumentError: another number of elements, or NaN or Inf among them.
+        """
+        self._kernels.assign(self._values, values)
+        self._sent = None
+        self._start_anew()
+
+    def _start_anew(self) -> None:
+        """All values have changed, and stay."""
+        self._norm = self._norm_at_fold = self._kernels.squares(self._values)
+        self._maxima_known = False
+        self._journal.forget()

@@ -1,0 +1,1 @@
+"""How requests travel beside an engine: messages between pairs of ranks, and the memory of a host."""

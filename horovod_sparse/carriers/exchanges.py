@@ -1,0 +1,193 @@
+"""Collectives made of messages between two ranks, and synchronizations of two levels made of those."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from horovod_sparse.collectives import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Broadcast,
+    Exchange,
+    ReduceScatter,
+    Request,
+    Synchronization,
+)
+from horovod_sparse.errors import CollectiveMismatchError
+from horovod_sparse.topology import Topology
+
+_SLEEP_SECONDS = 20e-6
+
+
+def by_exchanges(request: Request, rank: int, size: int) -> Synchronization[Any]:
+    """A collective as messages between pairs: nothing waits for a cycle of Horovod.
+
+    Every rank sends its message to every other, which is as many bytes as a ring moves. A sum is made in
+    parts: each rank adds up one, in the order of ranks, and sends it to all, so all have the same bits.
+    """
+    others = tuple(peer for peer in range(size) if peer != rank)
+    if isinstance(request, AllGather):
+        arrived = yield Exchange(dict.fromkeys(others, request.buffer), others)
+        return np.concatenate([request.buffer if peer == rank else arrived[peer] for peer in range(size)])
+    if isinstance(request, AllToAll):
+        arrived = yield Exchange({peer: request.buffers[peer] for peer in others}, others)
+        return [request.buffers[peer].copy() if peer == rank else arrived[peer] for peer in range(size)]
+    if isinstance(request, Broadcast):
+        words = np.ascontiguousarray(request.buffer).view(np.int32)
+        if request.root == rank:
+            yield Exchange(dict.fromkeys(others, words), ())
+            return request.buffer.copy()
+        arrived = yield Exchange({}, (request.root,))
+        return _like(request.buffer, arrived, request.root)
+    if isinstance(request, Exchange):
+        raise TypeError(f"an {type(request).__name__} is messages between pairs already")
+    parts = np.array_split(request.buffer, size)
+    arrived = yield Exchange({peer: parts[peer].view(np.int32) for peer in others}, others)
+    total = np.zeros_like(parts[rank])
+    for peer in range(size):
+        total += parts[rank] if peer == rank else _like(parts[rank], arrived, peer)
+    if isinstance(request, ReduceScatter):
+        return total
+    arrived = yield Exchange(dict.fromkeys(others, total.view(np.int32)), others)
+    return np.concatenate(
+        [total if peer == rank else _like(parts[peer], arrived, peer) for peer in range(size)]
+    )
+
+
+def _like(expected: np.ndarray, arrived: Mapping[int, np.ndarray], peer: int) -> np.ndarray:
+    """A message as numbers; NumPy would take one that is too short for each of those that are expected."""
+    words = arrived[peer]
+    if words.nbytes != expected.nbytes:
+        raise CollectiveMismatchError(
+            f"rank {peer} sent {words.nbytes} bytes where this rank has {expected.nbytes}: all ranks have to "
+            "give the same length"
+        )
+    return words.view(expected.dtype)
+
+
+def over_hosts(coroutine: Synchronization[Any], topology: Topology, rank: int) -> Synchronization[Any]:
+    """A synchronization of two levels, whose requests of single levels are messages between pairs of ranks.
+
+    So it needs no process sets, each of which costs every cycle of Horovod one more coordination.
+
+    Example:
+        >>> from horovod_sparse.simulation import run_lockstep
+        >>> def column(rank):
+        ...     gathered = yield AllGather(np.full(1, rank, np.int32), level="across")
+        ...     return gathered.tolist()
+        >>> topology = Topology.regular(2, 2)
+        >>> run_lockstep([over_hosts(column(rank), topology, rank) for rank in range(4)])
+        [[0, 2], [1, 3], [0, 2], [1, 3]]
+    """
+    answer: Any = None
+    while True:
+        try:
+            request = coroutine.send(answer)
+        except StopIteration as stop:
+            return stop.value
+        if request.level == "all":
+            answer = yield request
+        else:
+            answer = yield from _among(request, topology.group(request.level, rank), rank)
+
+
+def _among(request: Request, ranks: Sequence[int], rank: int) -> Synchronization[Any]:
+    """What comes back for a request among some ranks, by exchanges among all; none, where it is one."""
+    place, request = ranks.index(rank), replace(request, level="all")
+    places = {peer: number for number, peer in enumerate(ranks)}
+    steps = _alone(request) if isinstance(request, Exchange) else by_exchanges(request, place, len(ranks))
+    answer: Any = None
+    while True:
+        try:
+            exchange = steps.send(answer)
+        except StopIteration as stop:
+            return stop.value
+        if not isinstance(exchange, Exchange):
+            raise TypeError("collectives are made of exchanges alone")
+        if len(ranks) == 1:
+            answer = {peer: exchange.sends[peer].copy() for peer in exchange.sources}
+            continue
+        sends = {ranks[peer]: words for peer, words in exchange.sends.items()}
+        arrived = yield Exchange(sends, tuple(ranks[peer] for peer in exchange.sources))
+        answer = {places[peer]: words for peer, words in arrived.items()}
+
+
+def rounds_over_hosts(rounds: Sequence[type[Request]], topology: Topology) -> tuple[type[Request], ...]:
+    """The kinds of request that `over_hosts` yields for a bucket of two levels, from those among hosts.
+
+    Example:
+        >>> len(rounds_over_hosts((AllGather, AllReduce), Topology.regular(2, 2)))
+        5
+        >>> len(rounds_over_hosts((AllGather,), Topology.regular(1, 2)))
+        2
+    """
+    inside = 2 if topology.per_host > 1 else 0
+    between = sum(2 if kind is AllReduce else 1 for kind in rounds) if topology.num_hosts > 1 else 0
+    return (Exchange,) * (inside + between)
+
+
+class _Handle(Protocol):
+    """An exchange under way."""
+
+    def is_known(self) -> bool: ...
+    def done(self) -> bool: ...
+    def result(self) -> Any: ...
+
+
+class Rounds:
+    """A collective under way as messages between pairs: `start` starts one of its exchanges under a name."""
+
+    def __init__(
+        self,
+        start: Callable[[Exchange, str], _Handle],
+        request: Request,
+        name: str,
+        rank: int,
+        size: int,
+    ) -> None:
+        self._begin, self._name = start, name
+        self._steps = _alone(request) if isinstance(request, Exchange) else by_exchanges(request, rank, size)
+        self._number, self._answer, self._ended = 0, None, False
+        self._error: Exception | None = None
+        self._inner = self._start(next(self._steps))
+
+    def _start(self, request: Request) -> _Handle:
+        if not isinstance(request, Exchange):
+            raise TypeError("collectives are made of exchanges alone")
+        self._number += 1
+        return self._begin(request, f"{self._name}/{self._number}")
+
+    def is_known(self) -> bool:
+        return self._ended or self._inner.is_known()
+
+    def done(self) -> bool:
+        """Whether the last message is there; starts what comes after those that are.
+
+        Hooks of a backward pass ask, so what a message is found to be, or to lack, is raised by `result`.
+        """
+        while not self._ended and self._inner.done():
+            try:
+                self._inner = self._start(self._steps.send(self._inner.result()))
+            except StopIteration as stop:
+                self._answer, self._ended = stop.value, True
+            except Exception as error:
+                self._error, self._ended = error, True
+        return self._ended
+
+    def result(self) -> Any:
+        """What comes back for the request; waits for it."""
+        while not self.done():
+            time.sleep(_SLEEP_SECONDS)
+        if self._error is not None:
+            raise self._error
+        return self._answer
+
+
+def _alone(request: Request) -> Synchronization[Any]:
+    return (yield request)

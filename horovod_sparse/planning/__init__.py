@@ -1,0 +1,51 @@
+"""Plans by times: measuring a cluster, what a step costs, and the best buckets.
+
+Only this file is loaded before somebody asks for one: the rest with `merging`, `tensor_selection`, `profile`,
+``density="auto"``, or where ``levels="auto"`` has several hosts to choose for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from horovod_sparse.plans.fixed import only_one
+from horovod_sparse.plans.plan import ParameterFacts, Plan
+from horovod_sparse.sparsifiers import Sparsifier
+
+if TYPE_CHECKING:
+    from horovod_sparse.planning.formulas import LevelChoice
+    from horovod_sparse.planning.request import PlanRequest
+
+
+def plan_request(
+    *,
+    merging: Any = None,
+    tensor_selection: Any = None,
+    profile: Any = None,
+    plan: Plan | None = None,
+    groups: Any = None,
+    bucket_bytes: int | None = None,
+    density: Any = None,
+) -> tuple[PlanRequest | None, Plan | None]:
+    """What the arguments ask for, and the plan where one is given as such: see `planning.request`."""
+    if merging is None and tensor_selection is None and profile is None and density is None:
+        only_one(plan=plan, groups=groups, bucket_bytes=bucket_bytes)
+        return None, plan
+    from horovod_sparse.planning.request import requested
+
+    return requested(merging, tensor_selection, profile, plan, groups, bucket_bytes, density)
+
+
+def by_cost(
+    sparsifier: Sparsifier, parameters: Iterable[ParameterFacts], request: Any
+) -> Callable[[int, int], LevelChoice]:
+    """What ``levels="auto"`` chooses by: see `planning.decision.levels_by_cost`."""
+    parameters = list(parameters)
+
+    def choose(num_hosts: int, per_host: int) -> LevelChoice:
+        from horovod_sparse.planning.decision import levels_by_cost
+
+        return levels_by_cost(request, parameters, sparsifier, num_hosts, per_host)
+
+    return choose

@@ -1,0 +1,212 @@
+"""Measuring a cluster through whatever carries out requests: from samples to a profile."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from horovod_sparse.collectives import Level, Synchronization
+from horovod_sparse.errors import ArgumentError
+from horovod_sparse.planning.calibration.buckets import (
+    BucketMemory,
+    HostBucketMemory,
+    bucket_times,
+    dense_times,
+)
+from horovod_sparse.planning.calibration.collectives import Stopwatch, collective_times, shared_sum_times
+from horovod_sparse.planning.calibration.training import NUM_TRAINING_SIZES, TrainingWork, training_times
+from horovod_sparse.planning.fitting import Fit, fit_selection, fit_time
+from horovod_sparse.planning.profile import DENSE, Profile
+from horovod_sparse.plans.dense import ClusterFacts
+from horovod_sparse.plans.network import COLLECTIVES
+from horovod_sparse.sparsifiers import Sparsifier
+from horovod_sparse.topology import Topology
+
+#: sizes at which the work for dense parameters is timed: the smaller ones, as all of each is communicated
+_DENSE_SIZES = 3
+#: of the time that a collective gets: a sparsifier is measured at two densities, and has rounds of its own
+_SPARSIFIERS_SHARES = 2
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How much is measured.
+
+    Attributes:
+        message_bytes: that a rank puts into a collective, ascending; 3 or more sizes.
+        bucket_elements: n of the buckets that are selected from, ascending; 3 or more sizes.
+        repetitions: of each size, beside one to warm up.
+        budget_seconds: for all, in shares for every collective and sparsifier; a share that does not suffice
+            measures larger sizes less often, and then leaves them out, but never the first 3.
+        summed_bytes: of gradients that a host sums, ascending: of buckets, not of what is selected.
+    """
+
+    message_bytes: tuple[int, ...]
+    bucket_elements: tuple[int, ...]
+    repetitions: int
+    budget_seconds: float
+    summed_bytes: tuple[int, ...] = (1 << 12, 1 << 20, 1 << 24)
+
+    def __post_init__(self) -> None:
+        for argument in ("message_bytes", "bucket_elements", "summed_bytes"):
+            sizes = getattr(self, argument)
+            if len(sizes) < 3 or list(sizes) != sorted(set(sizes)) or sizes[0] < 1:
+                raise ArgumentError(argument, sizes, "3 or more sizes, ascending, from 1")
+        if self.repetitions < 1:
+            raise ArgumentError("repetitions", self.repetitions, "a whole number, 1 or more")
+
+
+#: during a training's warm-up; where the third message were short, a line through three would be noise
+QUICK = Extent((64, 1 << 16, 1 << 20, 1 << 22), (1 << 12, 1 << 16, 1 << 20), 5, 2.0)
+#: for `horovod-sparse calibrate`
+THOROUGH = Extent(
+    (64, 1024, 8192, 65536, 1 << 18, 1 << 20, 1 << 22, 1 << 24),
+    (1 << 10, 1 << 16, 1 << 22, 1 << 24),  # the first three are measured whatever time they take
+    15,
+    60.0,
+    (1 << 12, 1 << 16, 1 << 20, 1 << 22, 1 << 24),
+)
+
+
+def needed_kinds(sparsifiers: Sequence[Sparsifier], size: int) -> tuple[str, ...]:
+    """The kinds of collective that these sparsifiers use, and the allreduce of what stays dense.
+
+    Example:
+        >>> from horovod_sparse.sparsifiers import TopK
+        >>> needed_kinds([TopK()], 4)
+        ('allgather', 'allreduce')
+    """
+    kinds = {COLLECTIVES[kind] for sparsifier in sparsifiers for kind in sparsifier.rounds(size)}
+    return tuple(sorted(kinds | {"allreduce"}))
+
+
+def calibration(
+    where: ClusterFacts,
+    sparsifiers: Sequence[Sparsifier],
+    *,
+    extent: Extent = THOROUGH,
+    kinds: Sequence[str] | None = None,
+    memory: BucketMemory | None = None,
+    dtype: str = "float32",
+    clock: Callable[[], float] = time.perf_counter,
+    sleep: Callable[[float], None] = time.sleep,
+    starting_seconds: Callable[[], float] = lambda: 0.0,
+    on_progress: Callable[[int, int, str], None] = lambda done, total, what: None,
+    topology: Topology | None = None,
+    training: TrainingWork | None = None,
+) -> Synchronization[Profile]:
+    """Measures collectives, selection and decoding; a coroutine, so that any driver can carry it out.
+
+    All ranks run it together, with the same arguments (but for `where.rank`): whatever is decided on
+    the way (when to stop) is decided from numbers that all ranks have gathered, and all end with the
+    same profile. It shall be carried out as a training's requests are: `carry_out` with a function
+    that starts a collective under a name that depends on nothing but the request's type, and waits as
+    the driver does. Horovod's response cache then works as it does in training.
+
+    Example:
+        >>> from horovod_sparse.simulation import run_lockstep
+        >>> from horovod_sparse.sparsifiers import TopK
+        >>> extent = Extent((64, 1024, 4096), (1000, 2000, 4000), repetitions=1, budget_seconds=1.0)
+        >>> places = [ClusterFacts(rank, 2, "torch", "gloo") for rank in range(2)]
+        >>> one, other = run_lockstep([calibration(place, [TopK()], extent=extent) for place in places])
+        >>> one == other, sorted(one.collectives), sorted(one.selection)
+        (True, ['allgather', 'allreduce'], ['dense', 'topk'])
+    """
+    watch = Stopwatch(where.rank, where.size, clock, sleep, where.cycle_seconds, starting_seconds)
+    kinds = needed_kinds(sparsifiers, where.size) if kinds is None else tuple(kinds)
+    if where.size == 1:
+        kinds = ()
+    memory = HostBucketMemory() if memory is None else memory
+    on_host = isinstance(memory, HostBucketMemory)
+    per_sparsifier = 2 * len(extent.bucket_elements)
+    of_levels = _kinds_of_levels(sparsifiers, topology)
+    num_kinds = len(kinds) + len(of_levels)
+    longest = max(len(extent.message_bytes), len(extent.summed_bytes))
+    total = num_kinds * longest + len(sparsifiers) * per_sparsifier + _DENSE_SIZES
+    shares = num_kinds + _SPARSIFIERS_SHARES * len(sparsifiers)
+    if training is not None:
+        total, shares = total + NUM_TRAINING_SIZES, shares + 2
+    share = extent.budget_seconds / max(1, shares)
+    done = 0
+
+    def tell(what: str) -> None:
+        nonlocal done
+        done += 1
+        on_progress(done, total, what)
+
+    collectives: dict[str, Fit] = {}
+    for kind in kinds:
+        amounts, seconds = yield from collective_times(
+            kind, watch, extent.message_bytes, extent.repetitions, share, tell
+        )
+        collectives[kind] = fit_time(amounts, seconds, what=kind)
+    levels: dict[str, dict[str, Fit]] = {"host": {}, "across": {}} if of_levels else {}
+    for level, kind in of_levels:
+        group = topology.group(level, where.rank) if topology is not None else ()
+        place = group.index(where.rank), len(group)
+        found, sizes = None, extent.summed_bytes if kind == "reducescatter" else extent.message_bytes
+        if (level, kind) == ("host", "reducescatter") and topology is not None and on_host:
+            # as a training sums up: by messages only where the ranks of a host do not share memory
+            how = watch, topology, sizes, extent.repetitions, share, tell
+            found = yield from shared_sum_times(*how, copied=where.framework != "torch")
+        if found is None:
+            found = yield from collective_times(
+                kind, watch, sizes, extent.repetitions, share, tell, level, place
+            )
+        amounts, seconds = found
+        levels[level][kind] = fit_time(amounts, seconds, what=f"{kind} of level {level}")
+    selection: dict[str, Fit] = {}
+    decoding: dict[str, Fit] = {}
+    for sparsifier in sparsifiers:
+        times = yield from bucket_times(
+            sparsifier,
+            watch,
+            memory,
+            extent.bucket_elements,
+            extent.repetitions,
+            _SPARSIFIERS_SHARES * share,
+            tell,
+            dtype,
+        )
+        for fits, count, seconds, what in (
+            (selection, times.num_selected, times.selection, f"selection of {sparsifier.name}"),
+            (decoding, times.num_received, times.decoding, f"decoding of {sparsifier.name}"),
+        ):
+            fits[sparsifier.name] = (
+                fit_selection(times.num_elements, count, seconds, what=what)
+                if sparsifier.has_density  # else n alone decides
+                else fit_time(times.num_elements, seconds, what=what)
+            )
+    if "allreduce" in kinds:
+        # what stays dense is worked for, too: under the name that `Profile.cost` looks for
+        elements = extent.bucket_elements[:_DENSE_SIZES]
+        amounts, seconds = yield from dense_times(watch, memory, elements, extent.repetitions, tell, dtype)
+        selection[DENSE] = fit_time(amounts, seconds, what="work for dense parameters")
+    alongside: dict[str, Fit] = {}
+    if training is not None:
+        alongside = yield from training_times(training, watch, extent.repetitions, share, tell)
+    return Profile(
+        where.size,
+        where.framework,
+        where.controller,
+        where.cycle_seconds,
+        collectives,
+        selection,
+        decoding,
+        device=where.device,
+        per_host=topology.per_host if topology is not None and levels else 1,
+        levels=levels,
+        training=alongside,
+    )
+
+
+def _kinds_of_levels(sparsifiers: Sequence[Sparsifier], topology: Topology | None) -> list[tuple[Level, str]]:
+    """What two levels need: within hosts the sum and the shards, between them what sparsifiers use there."""
+    if topology is None or topology.per_host == 1 or topology.num_hosts == 1:
+        return []
+    between = sorted(
+        {COLLECTIVES[kind] for sparsifier in sparsifiers for kind in sparsifier.rounds(topology.num_hosts)}
+    )
+    inside: list[tuple[Level, str]] = [("host", "reducescatter"), ("host", "allgather")]
+    return [*inside, *(("across", kind) for kind in between)]

@@ -1,0 +1,189 @@
+"""How long backward takes for every parameter, from time stamps that hooks take."""
+
+from __future__ import annotations
+
+import operator
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from horovod_sparse.checks import check_count
+from horovod_sparse.collectives import Synchronization, shared_lines
+from horovod_sparse.errors import ProfileMismatchError
+
+
+@dataclass(frozen=True)
+class BackwardTimes:
+    """Medians over steps.
+
+    Attributes:
+        backward_seconds: by parameter, in the order in which gradients came; 0 for those that never came.
+        forward_seconds: from the end of one step to the first gradient of the next.
+        num_steps: that were measured.
+        step_seconds: forward and backward of each of them, where that is known.
+        iteration_seconds: from the end of one step to the end of the next; 0 where that is not known.
+        probe_seconds: the same under a plan of many buckets, see `probe_of`.
+    """
+
+    backward_seconds: Mapping[str, float]
+    forward_seconds: float
+    num_steps: int
+    step_seconds: tuple[float, ...] = ()
+    iteration_seconds: float = 0.0
+    probe_seconds: float = 0.0
+
+
+class BackwardRecorder:
+    """Takes the stamps of a few steps, and makes medians of them.
+
+    A stamp is what tells a time: seconds of a clock, or an event of a device. Between two gradients lies
+    the time from where the work for the one ended to where that for the other begins: so folding and
+    selecting are not counted as backward, but what a hook costs that starts nothing is.
+
+    Example:
+        >>> recorder = BackwardRecorder(["a", "b"], num_warmup=0, num_steps=1)
+        >>> recorder.begin(10.0)
+        >>> recorder.arrived("b", 13.0, 14.0)  # one second of which passes in the hook
+        >>> recorder.arrived("a", 16.0, 16.0)
+        >>> recorder.end()
+        >>> recorder.times()
+        BackwardTimes(backward_seconds={'b': 0.0, 'a': 2.0}, forward_seconds=3.0, num_steps=1,
+                      step_seconds=(5.0,), iteration_seconds=0.0, probe_seconds=0.0)
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        *,
+        num_warmup: int = 1,
+        num_steps: int = 5,
+        seconds_between: Callable[[Any, Any], float] | None = None,
+    ) -> None:
+        check_count("num_warmup", num_warmup, low=0)
+        check_count("num_steps", num_steps)
+        self._names, self._to_skip, self._num_steps = tuple(names), num_warmup, num_steps
+        self._between = seconds_between or (lambda start, stop: operator.sub(stop, start))
+        self._begun: Any = None
+        self._stamps: list[tuple[str, Any, Any]] = []
+        self._forward: list[float] = []
+        self._totals: list[float] = []
+        self._iterations: list[float] = []
+        self._backward: dict[str, list[float]] = {name: [] for name in self._names}
+        self._places: dict[str, list[int]] = {name: [] for name in self._names}
+
+    @property
+    def done(self) -> bool:
+        """Whether all steps that count have been taken."""
+        return len(self._forward) >= self._num_steps
+
+    @property
+    def num_measured(self) -> int:
+        """Steps that count so far."""
+        return len(self._forward)
+
+    def begin(self, stamp: Any) -> None:
+        """A step begins: the one before it has ended, and forward is next."""
+        self._begun, self._stamps = stamp, []
+
+    def arrived(self, name: str, entered: Any, left: Any) -> None:
+        """A gradient is complete."""
+        self._stamps.append((name, entered, left))
+
+    def end(self, stamp: Any = None) -> None:
+        """All gradients of the step have come; what did not come will not. The stamps are read."""
+        begun, stamps = self._begun, self._stamps
+        self._begun, self._stamps = None, []
+        if begun is None or not stamps or self.done:
+            return  # the first step has no beginning
+        if self._to_skip > 0:
+            self._to_skip -= 1
+            return
+        before, total = begun, 0.0
+        for place, (name, entered, left) in enumerate(stamps):
+            seconds = max(0.0, float(self._between(before, entered)))
+            total += seconds
+            if place == 0:
+                # where forward ends nobody tells; nothing can be sent before, so nothing hangs on it
+                self._forward.append(seconds)
+                seconds = 0.0
+            self._backward[name].append(seconds)
+            self._places[name].append(place)
+            before = left
+        self._totals.append(total)
+        if stamp is not None:
+            self._iterations.append(max(0.0, float(self._between(begun, stamp))))
+
+    def forget(self) -> None:
+        """The step was given up: its stamps do not count."""
+        self._begun, self._stamps = None, []
+
+    def times(self) -> BackwardTimes:
+        """Medians of the steps so far.
+
+        What delays another gradient in every step (a rank that had to leave its core to others) is in no
+        gradient's median; so all are scaled by the same factor to the median of whole steps.
+        """
+        if not self._forward:
+            raise ProfileMismatchError("no step has been measured yet: train a few steps first")
+        last = len(self._names)
+        place = {name: statistics.median(self._places[name] or [last]) for name in self._names}
+        # parameters without a gradient are started in the end, as the model's first
+        order = sorted(range(last), key=lambda i: (place[self._names[i]], -i))
+        seconds = {name: statistics.median(self._backward[name] or [0.0]) for name in self._names}
+        forward = statistics.median(self._forward)
+        found = forward + sum(seconds.values())
+        scale = statistics.median(self._totals) / found if found else 1.0
+        return BackwardTimes(
+            {self._names[i]: scale * seconds[self._names[i]] for i in order},
+            scale * forward,
+            len(self._forward),
+            tuple(self._totals),
+            statistics.median(self._iterations or [0.0]),
+        )
+
+
+def mean_times(own: BackwardTimes | None) -> Synchronization[BackwardTimes]:
+    """Times of a step as all ranks have it together: the same on every rank.
+
+    Means over the ranks that have measured something; and, as a collective waits for the slowest rank, all
+    of them times ``median over steps of (max over ranks / mean over ranks)`` of a whole step.
+
+    Example:
+        >>> from horovod_sparse.simulation import run_lockstep
+        >>> times = [BackwardTimes({"b": 1.0, "a": 2.0}, 1.0, 5), BackwardTimes({"b": 3.0, "a": 2.0}, 2.0, 5)]
+        >>> run_lockstep([mean_times(own) for own in times])[1]
+        BackwardTimes(backward_seconds={'b': 2.0, 'a': 2.0}, forward_seconds=1.5, num_steps=5,
+                      step_seconds=(), iteration_seconds=0.0, probe_seconds=0.0)
+    """
+    line = None
+    if own is not None:
+        by_name = list(own.backward_seconds.items())
+        whole = [own.iteration_seconds, own.probe_seconds]
+        line = [own.num_steps, own.forward_seconds, by_name, own.step_seconds, whole]
+    everyone = yield from shared_lines(line)
+    measured = [item for item in everyone if item is not None]
+    if not measured:
+        raise ProfileMismatchError("no rank has measured a step yet: train a few steps first")
+    steps, forward, rows, totals, iterations = zip(*measured, strict=True)
+    slowest = _slowest_by_mean(totals)
+    seconds: dict[str, list[float]] = {}
+    places: dict[str, list[int]] = {}
+    for row in rows:
+        for place, (name, value) in enumerate(row):
+            seconds.setdefault(name, []).append(value)
+            places.setdefault(name, []).append(place)
+    order = sorted(seconds, key=lambda name: statistics.fmean(places[name]))
+    return BackwardTimes(
+        {name: slowest * statistics.fmean(seconds[name]) for name in order},
+        slowest * statistics.fmean(forward),
+        min(steps),
+        (),
+        *(statistics.fmean(column) for column in zip(*iterations, strict=True)),
+    )
+
+
+def _slowest_by_mean(totals: Sequence[Sequence[float]]) -> float:
+    """How much longer the slowest rank takes than the mean one; in the median of the steps."""
+    ratios = [max(step) / statistics.fmean(step) for step in zip(*totals, strict=False) if any(step)]
+    return statistics.median(ratios) if ratios else 1.0

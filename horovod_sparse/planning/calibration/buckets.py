@@ -1,0 +1,229 @@
+"""Timing what a rank does for a bucket: until its message is ready, and from the sum's arrival on."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from horovod_sparse.arrays import Accumulator, HostAccumulator
+from horovod_sparse.collectives import AllReduce, Synchronization
+from horovod_sparse.feedback import Bucket, Recipe
+from horovod_sparse.kernels import apply_scaled_sum
+from horovod_sparse.planning.calibration.collectives import Allowance, Stopwatch
+from horovod_sparse.sparsifiers import BucketInfo, SparseSum, Sparsifier
+from horovod_sparse.training.parts import sum_densely
+
+#: a second density, so that time per element and time per selected element can be told apart
+_DENSER = 4.0
+#: steps in which thresholds settle
+_WARMUP_STEPS = 3
+#: kept off 0, which no fit takes, where a clock is coarse
+_TINY_SECONDS = 1e-9
+
+
+class BucketMemory(Protocol):
+    """Where the buckets are that are selected from: the host, or a device."""
+
+    def accumulator(self, info: BucketInfo, recipe: Recipe) -> Accumulator:
+        """Residual and companions of a bucket: zeros."""
+
+    def gradient(self, num_elements: int, dtype: str) -> Any:
+        """A flat gradient."""
+
+    def refill(self, gradient: Any) -> None:
+        """Makes it what backward leaves, the same every time; not timed, and done when it returns."""
+
+    def apply(self, gradient: Any, total: SparseSum, size: int) -> None:
+        """Scatters the mean over ranks into the gradient, which is zeros; done when it returns."""
+
+    def sum_dense(self, gradient: Any, place: tuple[int, int]) -> Synchronization[None]:
+        """Puts the mean over ranks of all elements into the gradient; done when it returns."""
+
+
+class HostBucketMemory:
+    """Buckets in the host's memory, as NumPy arrays; implements `BucketMemory`."""
+
+    def accumulator(self, info: BucketInfo, recipe: Recipe) -> HostAccumulator:
+        density, companions = recipe.sparsifier.density, recipe.feedback.num_companions
+        return HostAccumulator(info.num_elements, info.dtype, density=density, companions=companions)
+
+    def gradient(self, num_elements: int, dtype: str) -> Any:
+        # bfloat16 is held as its bits
+        return np.zeros(num_elements, "uint16" if dtype == "bfloat16" else dtype)
+
+    def refill(self, gradient: Any) -> None:
+        if gradient.dtype == np.uint16:
+            gradient[...] = (_drawn(gradient.size).view(np.uint32) >> 16).astype(np.uint16)
+        else:
+            np.copyto(gradient, _drawn(gradient.size), casting="same_kind")
+
+    def apply(self, gradient: Any, total: SparseSum, size: int) -> None:
+        apply_scaled_sum(gradient, None if total.whole else total.indices, total.values, 1.0 / size)
+
+    def sum_dense(self, gradient: Any, place: tuple[int, int]) -> Synchronization[None]:
+        halves = gradient.dtype.itemsize < 4
+        wide = gradient.astype(np.float32) if halves else gradient
+        total = yield from sum_densely("calibration", wide, 0, place)
+        np.copyto(gradient, total * (1.0 / place[1]), casting="unsafe" if halves else "same_kind")
+
+
+@dataclass
+class BucketTimes:
+    """Samples of one sparsifier; the same on all ranks.
+
+    Counts are those that the density asks for, as a cost model will ask for them: what a threshold finds
+    differs from step to step.
+
+    Attributes:
+        num_elements: n.
+        num_selected: density * n.
+        num_received: that, times the number of ranks where each rank selects so many.
+        selection: seconds until the message is ready.
+        decoding: seconds from the first answer to the sum in the gradient, the network's left out.
+    """
+
+    num_elements: list[float] = field(default_factory=list)
+    num_selected: list[float] = field(default_factory=list)
+    num_received: list[float] = field(default_factory=list)
+    selection: list[float] = field(default_factory=list)
+    decoding: list[float] = field(default_factory=list)
+
+
+def bucket_times(
+    sparsifier: Sparsifier,
+    watch: Stopwatch,
+    memory: BucketMemory,
+    bucket_elements: Sequence[int],
+    repetitions: int,
+    budget_seconds: float,
+    tell: Callable[[str], None],
+    dtype: str = "float32",
+) -> Synchronization[BucketTimes]:
+    """Seconds of selection and decoding, at several sizes and two densities: those of the slowest rank.
+
+    The sparsifier's own rounds are carried out between all ranks, so counts are those of a training,
+    and ranks that share cores select at the same time, as they do there.
+    """
+    times = BucketTimes()
+    dense = min(1.0, _DENSER * sparsifier.density)
+    # of one density, that which is asked for, and a lower one
+    densities = [sparsifier.density, dense if dense > sparsifier.density else sparsifier.density / _DENSER]
+    if not sparsifier.has_density:
+        del densities[1:]
+    allowance = Allowance(bucket_elements, repetitions, budget_seconds)
+    for number, num_elements in enumerate(bucket_elements):
+        began = watch.clock()
+        for density in densities:
+            chosen = dataclasses.replace(sparsifier, density=density, schedule=None)
+            yield from _times_of(chosen, watch, memory, num_elements, allowance.repetitions, dtype, times)
+            tell(f"{sparsifier.name} of {num_elements} elements at density {density:g}")
+        (elapsed,) = yield from watch.shared([watch.clock() - began])
+        if not allowance.spend(number, elapsed):
+            break
+    return times
+
+
+def dense_times(
+    watch: Stopwatch,
+    memory: BucketMemory,
+    bucket_elements: Sequence[int],
+    repetitions: int,
+    tell: Callable[[str], None],
+    dtype: str = "float32",
+) -> Synchronization[tuple[list[float], list[float]]]:
+    """Seconds that a rank works for a parameter that stays dense: packing it, and taking the sum."""
+    amounts: list[float] = []
+    seconds: list[float] = []
+    for num_elements in bucket_elements:
+        gradient, own = memory.gradient(num_elements, dtype), []
+        for _ in range(1 + repetitions):
+            memory.refill(gradient)
+            yield from watch.meet({AllReduce})
+            step, answer, took = memory.sum_dense(gradient, (watch.rank, watch.size)), None, 0.0
+            while True:
+                started = watch.clock()
+                try:
+                    request = step.send(answer)
+                except StopIteration:
+                    break
+                finally:
+                    took += watch.clock() - started
+                answer = yield request
+                took += watch.starting_seconds()
+            own.append(took + _TINY_SECONDS)
+        shared = yield from watch.shared(own[1:], slowest=True)
+        amounts += [float(num_elements)] * repetitions
+        seconds += shared.tolist()
+        tell(f"dense parameters of {num_elements} elements")
+    return amounts, seconds
+
+
+def _times_of(
+    sparsifier: Sparsifier,
+    watch: Stopwatch,
+    memory: BucketMemory,
+    num_elements: int,
+    repetitions: int,
+    dtype: str,
+    times: BucketTimes,
+) -> Synchronization[None]:
+    info = BucketInfo("calibration", num_elements, watch.rank, watch.size, dtype)
+    recipe = Recipe(sparsifier)
+    bucket, gradient = (
+        Bucket(info, recipe, memory.accumulator(info, recipe)),
+        memory.gradient(num_elements, dtype),
+    )
+    own: list[float] = []
+    kinds = set(sparsifier.rounds(watch.size))
+    for number in range(_WARMUP_STEPS + repetitions):
+        memory.refill(gradient)
+        yield from watch.meet(kinds)
+        seconds = yield from _one_step(bucket, gradient, watch, memory)
+        if number >= _WARMUP_STEPS:
+            own += [second + _TINY_SECONDS for second in seconds]
+    shared = yield from watch.shared(own, slowest=True)
+    selected = sparsifier.density * num_elements
+    received = selected * (watch.size if sparsifier.density_scope == "per rank" else 1)
+    times.num_elements += [float(num_elements)] * repetitions
+    times.num_selected += [selected] * repetitions
+    times.num_received += [received] * repetitions
+    times.selection += shared[0::2].tolist()
+    times.decoding += shared[1::2].tolist()
+
+
+def _one_step(
+    bucket: Bucket, gradient: Any, watch: Stopwatch, memory: BucketMemory
+) -> Synchronization[tuple[float, float]]:
+    """Seconds until the first request is started, and seconds after that that are not the network's."""
+    step = bucket.step(gradient)
+    selection, decoding, answer = 0.0, 0.0, None
+    first = True
+    while True:
+        started = watch.clock()
+        try:
+            request = step.send(answer)
+        except StopIteration as stop:
+            total: SparseSum = stop.value
+            memory.apply(gradient, total, watch.size)
+            return selection, decoding + watch.clock() - started
+        if first:
+            selection = watch.clock() - started
+        else:
+            decoding += watch.clock() - started
+        answer = yield request
+        if first:
+            selection, first = selection + watch.starting_seconds(), False
+        else:
+            decoding += watch.starting_seconds()
+
+
+def _drawn(num_elements: int) -> np.ndarray:
+    """Numbers with a heavy tail, as gradients have: the same on every call, cheap to repeat."""
+    generator = np.random.default_rng(1)
+    few = min(num_elements, 1 << 16)
+    drawn = generator.standard_normal(few, np.float32) * generator.standard_exponential(few, np.float32)
+    return np.resize(drawn, num_elements)

@@ -1,0 +1,241 @@
+"""Timing collectives on all ranks together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from horovod_sparse.arrays import GradientParts, HostAccumulator
+from horovod_sparse.carriers.shared_memory import Arena, agreed_memory
+from horovod_sparse.collectives import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Broadcast,
+    Exchange,
+    Level,
+    ReduceScatter,
+    Request,
+    Synchronization,
+    part,
+)
+from horovod_sparse.errors import UnknownNameError
+from horovod_sparse.feedback import HostBucket, Recipe, shard_of
+from horovod_sparse.plans.network import COLLECTIVES
+from horovod_sparse.sparsifiers import BucketInfo, TopK
+from horovod_sparse.topology import Topology
+
+#: sizes that are measured whatever time they take: fewer fix no line
+_FEWEST_SIZES = 3
+#: repetitions of a size, where there is time for no more
+_FEWEST_REPETITIONS = 3
+
+
+class Allowance:
+    """How often each of some sizes is measured, so that the largest ones are, too, within a budget.
+
+    How long larger sizes take is told from the last two by a line, and at most in proportion to their size.
+    The next one is repeated as often as all that are left can be alike.
+
+    Attributes:
+        repetitions: of the next size.
+
+    Example:
+        >>> allowance = Allowance((1, 2, 4, 8, 16), 15, 20.0)
+        >>> for number, each in enumerate((0.1, 0.2, 0.4, 0.8)):
+        ...     more = allowance.spend(number, (1 + allowance.repetitions) * each)
+        ...     print(allowance.repetitions, more)
+        15 True
+        4 True
+        4 True
+        4 True
+    """
+
+    def __init__(self, sizes: Sequence[int], wanted: int, budget_seconds: float) -> None:
+        self.repetitions = self._wanted = wanted
+        self._sizes, self._left = sizes, budget_seconds
+        self._each: list[float] = []
+
+    def spend(self, number: int, elapsed_seconds: float) -> bool:
+        """A size has been measured."""
+        self._left -= elapsed_seconds
+        self._each.append(elapsed_seconds / (1 + self.repetitions))
+        expected = self._expected(number)
+        if not expected:
+            return False
+        fewest = min(_FEWEST_REPETITIONS, self._wanted)
+        fitting = int(min(max(0.0, self._left) / max(1e-9, sum(expected)), 1e9)) - 1
+        self.repetitions = max(fewest, min(self._wanted, fitting))
+        return number + 1 < _FEWEST_SIZES or (1 + self.repetitions) * expected[0] <= self._left
+
+    def _expected(self, number: int) -> list[float]:
+        """Seconds of a repetition of all larger sizes."""
+        here, size = self._each[-1], self._sizes[number]
+        slope = 0.0
+        if number:
+            slope = max(0.0, here - self._each[-2]) / (size - self._sizes[number - 1])
+        return [
+            min(here + slope * (larger - size), here * larger / size) for larger in self._sizes[number + 1 :]
+        ]
+
+
+class Stopwatch:
+    """A rank's clock, and what all ranks' clocks have measured."""
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        clock: Callable[[], float],
+        sleep: Callable[[float], None],
+        cycle_seconds: float,
+        starting_seconds: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        self.rank, self.size, self.clock = rank, size, clock
+        self.starting_seconds = starting_seconds
+        self._sleep, self._cycle_seconds = sleep, cycle_seconds
+        self._generator = np.random.default_rng(0)
+
+    def meet(self, measured: Collection[type[Request]] = ()) -> Synchronization[None]:
+        """All ranks go on from here at about the same time, somewhere in a cycle."""
+        if self.size > 1:
+            if AllReduce not in measured:
+                yield AllReduce(np.zeros(1, np.float32))
+            elif Broadcast not in measured:
+                yield Broadcast(np.zeros(1, np.int32), 0)
+            else:
+                yield AllGather(np.zeros(1, np.int32))
+            self._sleep(float(self._generator.random()) * self._cycle_seconds)
+
+    def shared(self, seconds: Sequence[float], slowest: bool = False) -> Synchronization[NDArray[np.float64]]:
+        """What ranks have measured, as all have it together: [len(seconds)], the same on all."""
+        own = np.array(seconds, np.float64)
+        if self.size == 1:
+            return own
+        gathered = yield AllGather(own.view(np.int32))
+        everyone = np.array(gathered).view(np.float64).reshape(self.size, -1)
+        return np.asarray(everyone.max(axis=0) if slowest else everyone.mean(axis=0))
+
+
+def request_of(kind: str, num_bytes: int, rank: int, size: int) -> Request:
+    """A collective into which a rank puts so many bytes."""
+    words = np.ones(max(1, -(-num_bytes // 4)), np.int32)
+    if kind == "allgather":
+        return AllGather(words)
+    if kind == "allreduce":
+        return AllReduce(words.astype(np.float32))
+    if kind == "reducescatter":
+        return ReduceScatter(words.astype(np.float32))
+    if kind == "broadcast":
+        return Broadcast(words, 0)
+    if kind == "exchange":
+        return Exchange({(rank + 1) % size: words}, ((rank - 1) % size,))
+    if kind == "alltoall":
+        part = words[: max(1, words.size // (size - 1))]
+        return AllToAll(tuple(words[:0] if peer == rank else part for peer in range(size)))
+    raise UnknownNameError("collective", kind, COLLECTIVES.values())
+
+
+def collective_times(
+    kind: str,
+    watch: Stopwatch,
+    message_bytes: Sequence[int],
+    repetitions: int,
+    budget_seconds: float,
+    tell: Callable[[str], None],
+    level: Level = "all",
+    place: tuple[int, int] | None = None,
+) -> Synchronization[tuple[list[float], list[float]]]:
+    """Seconds of a collective at several sizes."""
+
+    def carried(num_bytes: int) -> tuple[type[Request], Callable[[], Synchronization[Any]]]:
+        request = replace(request_of(kind, num_bytes, *(place or (watch.rank, watch.size))), level=level)
+
+        def once() -> Synchronization[Any]:
+            return (yield request)
+
+        return type(request), once
+
+    where = {"all": "", "host": " within hosts", "across": " between hosts"}[level]
+    given = watch, message_bytes, repetitions, budget_seconds
+    return (yield from _times(carried, *given, lambda size: tell(f"{kind} of {size} bytes{where}")))
+
+
+def shared_sum_times(
+    watch: Stopwatch,
+    topology: Topology,
+    message_bytes: Sequence[int],
+    repetitions: int,
+    budget_seconds: float,
+    tell: Callable[[str], None],
+    *,
+    copied: bool = False,
+) -> Synchronization[tuple[list[float], list[float]] | None]:
+    """Seconds of a host's sum in memory that its ranks share, at several sizes of gradients in float32."""
+    most = max(1, message_bytes[-1] // 4)
+    whole = BucketInfo("calibration", most, watch.rank, watch.size)
+    longest = shard_of(whole, topology)
+    bucket = HostBucket(whole, Recipe(TopK()), HostAccumulator(longest.num_elements), (), topology)
+    try:
+        arena = Arena([4 * most])
+    except OSError as error:
+        lends, why_not = None, str(error)
+    else:
+        lends, why_not = (arena, arena.take()), ""
+    part_ = SimpleNamespace(bucket=bucket, lends=lends, on_host=True)
+    yield from agreed_memory([part_], watch.rank, topology, why_not)
+    shared = bucket.shared
+    if shared is None or lends is None:
+        return None
+    lent = lends[0].region(lends[1]).view(np.float32)
+
+    def carried(num_bytes: int) -> tuple[type[Request], Callable[[], Synchronization[Any]]]:
+        count = max(1, num_bytes // 4)
+        given = np.ones(count if copied else 0, np.float32)
+
+        def once() -> Synchronization[Any]:
+            if copied:
+                lent[:count] = given
+            told = yield AllGather(shared.offer(GradientParts([lent[:count]])), level="host")
+            start, stop = part(count, bucket.local, topology.per_host)
+            shared.summed(told, (start, stop), stop - start).settle()
+
+        return AllGather, once
+
+    given = watch, message_bytes, repetitions, budget_seconds
+    return (yield from _times(carried, *given, lambda size: tell(f"sum of {size} bytes within hosts")))
+
+
+def _times(
+    carried: Callable[[int], tuple[type[Request], Callable[[], Synchronization[Any]]]],
+    watch: Stopwatch,
+    message_bytes: Sequence[int],
+    repetitions: int,
+    budget_seconds: float,
+    tell: Callable[[int], None],
+) -> Synchronization[tuple[list[float], list[float]]]:
+    """Seconds of what is carried out together, at several sizes; `carried` gives its request, and it."""
+    amounts: list[float] = []
+    seconds: list[float] = []
+    allowance = Allowance(message_bytes, repetitions, budget_seconds)
+    for number, num_bytes in enumerate(message_bytes):
+        began = watch.clock()
+        kind, once = carried(num_bytes)
+        own = []
+        for _ in range(1 + allowance.repetitions):
+            yield from watch.meet({kind})
+            started = watch.clock()
+            yield from once()
+            own.append(watch.clock() - started)
+        *means, elapsed = yield from watch.shared([*own[1:], watch.clock() - began])
+        amounts += [float(num_bytes)] * allowance.repetitions
+        seconds += map(float, means)
+        tell(num_bytes)
+        if not allowance.spend(number, elapsed):
+            break
+    return amounts, seconds

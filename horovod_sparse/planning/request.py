@@ -1,0 +1,311 @@
+"""The arguments that decide about buckets, checked against each other."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from horovod_sparse.errors import ArgumentError, HorovodSparseError, ProfileMismatchError, UnknownNameError
+from horovod_sparse.feedback import AutoDensity
+from horovod_sparse.planning.correction import measured_step
+from horovod_sparse.planning.cost_model import CostModel
+from horovod_sparse.planning.density import densest_plan
+from horovod_sparse.planning.greedy import omgs
+from horovod_sparse.planning.optimal import optimal
+from horovod_sparse.planning.profile import Profile
+from horovod_sparse.planning.selection import TensorSelection, dense_of, joint, select_tensors
+from horovod_sparse.planning.strategies import Fixed, Kept, Strategy, fixed, layerwise, single
+from horovod_sparse.planning.timeline import predict
+from horovod_sparse.planning.times import AffineTime
+from horovod_sparse.planning.workload import Workload, whole_parameters
+from horovod_sparse.plans.dense import ClusterFacts
+from horovod_sparse.plans.fixed import DEFAULT_BUCKET_BYTES, only_one
+from horovod_sparse.plans.plan import ParameterFacts, Plan
+from horovod_sparse.sparsifiers import Sparsifier
+from horovod_sparse.sparsifiers.base import value_text
+
+_log = logging.getLogger("horovod_sparse")
+
+#: what stands in for times where none are looked at
+_NO_COST = CostModel(AffineTime(), AffineTime())
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A plan, and why it was taken.
+
+    Attributes:
+        plan: which parameters form which bucket, and which stay dense.
+        asked: what the optimizer was asked for.
+        predicted_seconds: of an iteration under this plan ("taken"), and under others.
+        profile: the measurements it stands on, backward times included: `save` it, and the next run can
+            begin with the plan.
+        density: why the plan has its density, in words; empty where it was not asked for.
+    """
+
+    plan: Plan
+    asked: str
+    predicted_seconds: Mapping[str, float]
+    profile: Profile
+    density: str = ""
+
+    def __str__(self) -> str:
+        taken, *others = (
+            f"{name} {1e3 * seconds:.4g} ms" for name, seconds in self.predicted_seconds.items()
+        )
+        text = f"{self.asked}: {self.plan}; predicted per iteration: {taken}; others: {', '.join(others)}"
+        return f"{text}; {self.density}" if self.density else text
+
+
+#: What `merging=` takes by name; `fixed(...)` takes an argument and so is given itself.
+STRATEGIES: dict[str, Strategy] = {
+    "layerwise": layerwise,
+    "single": single,
+    "omgs": omgs,
+    "optimal": optimal,
+    "joint": joint,
+}
+
+
+def strategy_named(merging: Any) -> Strategy:
+    """The strategy that the argument `merging` means.
+
+    Args:
+        merging: a name, `fixed(...)`, or any function of a workload and a cost model.
+
+    Raises:
+        UnknownNameError: for a misspelt name, with the valid ones.
+        ArgumentError: if it is something else.
+
+    Example:
+        >>> strategy_named("omgs").__name__
+        'omgs'
+    """
+    if isinstance(merging, str):
+        if merging not in STRATEGIES:
+            raise UnknownNameError("merging", merging, [*STRATEGIES, "fixed(num_elements=...)"])
+        return STRATEGIES[merging]
+    if not callable(merging):
+        raise ArgumentError("merging", merging, f"one of {sorted(STRATEGIES)}, fixed(...) or a function")
+    strategy: Strategy = merging
+    return strategy
+
+
+def needs_times(strategy: Strategy) -> bool:
+    """Whether a strategy looks at backward times and costs, so that something has to be measured first.
+
+    Example:
+        >>> needs_times(optimal), needs_times(single)
+        (True, False)
+    """
+    return not (isinstance(strategy, (Fixed, Kept)) or strategy in (layerwise, single))
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """A way to make plans, as the arguments of an optimizer ask for it.
+
+    Attributes:
+        merging: as the user wrote it, for messages.
+        strategy: what it means.
+        selection: the argument `tensor_selection`.
+        profile: the one that was given.
+        failure: why that could not be read: raised once all ranks have been told.
+        density: limits within which times decide about the density, too; None where they do not.
+    """
+
+    merging: str
+    strategy: Strategy
+    selection: TensorSelection = "all"
+    profile: Profile | None = None
+    failure: HorovodSparseError | None = None
+    density: AutoDensity | None = None
+
+    @property
+    def measures(self) -> bool:
+        """Whether the plan depends on times, or the density does."""
+        return self._merges_by_times or self.density is not None
+
+    @property
+    def _merges_by_times(self) -> bool:
+        return needs_times(self.strategy) or self.selection == "cost"
+
+    @property
+    def complete(self) -> bool:
+        """Whether a profile says all that there is to measure."""
+        return self.profile is not None and bool(self.profile.backward_seconds)
+
+    @property
+    def digest(self) -> str:
+        return "no profile" if self.profile is None else self.profile.digest()
+
+    def keeping(self, make: Callable[[], Plan]) -> PlanRequest:
+        """With the plan that is made, where buckets are given and their density is not."""
+        return dataclasses.replace(self, strategy=Kept(make())) if isinstance(self.strategy, Kept) else self
+
+    def decided(
+        self, cluster: ClusterFacts, parameters: Sequence[ParameterFacts], sparsifier: Sparsifier
+    ) -> Decision:
+        """By a complete profile; see `plan_by_times`."""
+        if self.profile is None:
+            raise ArgumentError("profile", None, "one that has all times")
+        return plan_by_times(self, cluster, parameters, sparsifier, self.profile)
+
+    def describe(self) -> str:
+        """One line, equal on ranks that ask for the same."""
+        text = f"merging={self.merging}, tensor_selection={_name_of(self.selection)}"
+        return text if self.density is None else f"{text}, density={value_text(self.density)}"
+
+    def first_plan(self, parameters: Sequence[ParameterFacts]) -> Plan:
+        """The plan that needs no times: the one asked for, or the default one until times are known."""
+        dense = whole_parameters(parameters)
+        if self.selection != "cost":
+            dense |= dense_of(select_tensors(self.selection, parameters))
+        workload = Workload(tuple(parameters), (1.0,) * len(parameters), dense=dense)
+        strategy = fixed(bytes=DEFAULT_BUCKET_BYTES) if self._merges_by_times else self.strategy
+        return strategy(workload, _NO_COST)
+
+
+def requested(
+    merging: Any,
+    tensor_selection: Any,
+    profile: Any,
+    plan: Plan | None,
+    groups: Any,
+    bucket_bytes: int | None,
+    density: AutoDensity | None,
+) -> tuple[PlanRequest | None, Plan | None]:
+    """What the arguments ask for, if they do not contradict each other.
+
+    ==================  =========================================================================
+    `plan`, `groups`    say which parameters form which bucket: nothing else may be said
+    a `Plan` as         the same as `plan`
+    `merging`
+    `bucket_bytes`      the same as ``merging=fixed(bytes=...)``; `tensor_selection` may be given
+    "joint"             decides what stays dense, too: no `tensor_selection`
+    `profile`           is looked at where times are; otherwise it changes nothing
+    `density`           is decided by times, whatever buckets there are; a `Plan` that says one decides it
+    ==================  =========================================================================
+
+    Example:
+        >>> from horovod_sparse.planning import plan_request
+        >>> plan_request(merging="optimal", tensor_selection="cost")[0].measures
+        True
+        >>> plan_request(merging="optimal", bucket_bytes=1000)
+        Traceback (most recent call last):
+        horovod_sparse.errors.ArgumentError: merging and bucket_bytes=('optimal', 1000) is not allowed: ...
+    """
+    if isinstance(merging, Plan):
+        only_one(merging=merging, plan=plan)
+        merging, plan = None, merging
+    only_one(merging=merging, plan=plan, groups=groups, bucket_bytes=bucket_bytes)
+    only_one(tensor_selection=tensor_selection, plan=plan)
+    only_one(tensor_selection=tensor_selection, groups=groups)
+    given: Any
+    if density is not None and plan is not None and plan.density is None:
+        given, failure = _profile(profile)
+        return PlanRequest("the plan given", Kept(plan), "all", given, failure, density), plan
+    if density is not None and groups is not None:
+        given, failure = _profile(profile)
+        return PlanRequest("groups", Kept(), "all", given, failure, density), None
+    if plan is not None or (merging is None and tensor_selection is None and density is None):
+        if profile is not None:
+            what = "merging='optimal', 'omgs' or 'joint', or tensor_selection='cost' with it"
+            raise ArgumentError("profile", profile, what)
+        return None, plan
+    strategy: Strategy
+    if merging is None:
+        strategy = fixed(bytes=DEFAULT_BUCKET_BYTES if bucket_bytes is None else bucket_bytes)
+    else:
+        strategy = strategy_named(merging)
+    if strategy is joint and tensor_selection is not None:
+        only_one(merging=merging, tensor_selection=tensor_selection)
+    selection = "all" if tensor_selection is None else tensor_selection
+    if isinstance(selection, str) and selection not in ("all", "cost"):
+        raise UnknownNameError("tensor_selection", selection, ["all", "cost", "min_elements(...)"])
+    if not isinstance(selection, str) and not callable(selection):
+        raise ArgumentError("tensor_selection", selection, "'cost', 'all', min_elements(...) or a function")
+    given, failure = _profile(profile)
+    return PlanRequest(
+        _name_of(strategy if merging is None else merging), strategy, selection, given, failure, density
+    ), None
+
+
+def _name_of(rule: Any) -> str:
+    """What a rule is called; the same on all ranks, so without addresses."""
+    if isinstance(rule, str):
+        return rule
+    if dataclasses.is_dataclass(rule):
+        return repr(rule)
+    return str(getattr(rule, "__name__", type(rule).__name__))
+
+
+def _profile(given: Any) -> tuple[Profile | None, HorovodSparseError | None]:
+    if given is None or isinstance(given, Profile):
+        return given, None
+    if not isinstance(given, (str, Path)):
+        raise ArgumentError("profile", given, "a Profile, or the path of a saved one")
+    try:
+        return Profile.load(given), None
+    except ProfileMismatchError as error:
+        return None, error
+    except OSError as error:
+        return None, ProfileMismatchError(f"{given}: the profile cannot be read ({error.strerror})")
+
+
+def plan_by_times(
+    request: PlanRequest,
+    where: ClusterFacts,
+    parameters: Sequence[ParameterFacts],
+    sparsifier: Sparsifier,
+    profile: Profile,
+) -> Decision:
+    """The plan that a complete profile leads to; needs no collective."""
+    if request.profile is not None:
+        for difference in profile.check(
+            size=where.size,
+            framework=where.framework,
+            controller=where.controller,
+            cycle_seconds=where.cycle_seconds,
+        ):
+            _log.warning("%s", difference)
+
+    def step(density: float) -> tuple[Workload, CostModel]:
+        chosen = dataclasses.replace(sparsifier, density=density)
+        return measured_step(profile, parameters, chosen, where.size, where.topology)
+
+    def plan_at(density: float) -> Plan:
+        workload, cost = step(density)
+        dense = workload.dense | dense_of(select_tensors(request.selection, workload.parameters, cost))
+        return request.strategy(workload.with_dense(dense), cost)
+
+    def seconds(plan: Plan, density: float) -> float:
+        workload, cost = step(density)
+        return predict(workload, plan, cost).iteration_seconds
+
+    density, reason = sparsifier.density, ""
+    if request.density is None:
+        plan = plan_at(density)
+    else:
+        choice = densest_plan(request.density, plan_at, seconds)
+        plan, density, reason = choice.plan, choice.density, choice.reason
+    workload, cost = step(density)
+    plan.check(workload.parameters)
+    return Decision(plan, request.describe(), _predicted(workload, plan, cost), profile, reason)
+
+
+def _predicted(workload: Workload, plan: Plan, cost: CostModel) -> dict[str, float]:
+    default = fixed(bytes=DEFAULT_BUCKET_BYTES)
+    others = {
+        "layerwise": layerwise(workload, cost),
+        "single": single(workload, cost),
+        "fixed 8192": fixed(num_elements=8192)(workload, cost),
+        "default": default(workload, cost),
+        "all dense": Plan((), tuple(parameter.name for parameter in workload.backward)),
+    }
+    plans = {"taken": plan, **others}
+    return {name: predict(workload, item, cost).iteration_seconds for name, item in plans.items()}

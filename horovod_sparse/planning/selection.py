@@ -1,0 +1,207 @@
+"""Which parameters are sparsified at all: by cost, one by one, or together with merging."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from horovod_sparse.checks import check_count
+from horovod_sparse.errors import ArgumentError, UnknownNameError
+from horovod_sparse.planning.cost_model import CostModel
+from horovod_sparse.planning.optimal import search_plan
+from horovod_sparse.planning.timeline import predict
+from horovod_sparse.planning.workload import Workload
+from horovod_sparse.plans.plan import ParameterFacts, Plan
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was decided for a parameter, and why.
+
+    Attributes:
+        name: of the parameter.
+        dense: whether it stays dense.
+        reason: in words, for a table.
+        compression_seconds: T_comp of Eq. (1), where a cost model was asked.
+        sparse_seconds: T_spr, likewise.
+        full_seconds: T_full, likewise.
+    """
+
+    name: str
+    dense: bool
+    reason: str
+    compression_seconds: float | None = None
+    sparse_seconds: float | None = None
+    full_seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class MinElements:
+    """Sparsify what has at least so many elements; a rule made by `min_elements`."""
+
+    num_elements: int
+
+    def __call__(self, parameter: ParameterFacts) -> bool:
+        """Whether the parameter is sparsified."""
+        return parameter.num_elements >= self.num_elements
+
+
+#: What the argument `tensor_selection` takes: "cost", "all", `min_elements(...)`, or a function that says
+#: of a parameter whether it is sparsified.
+TensorSelection: TypeAlias = str | Callable[[ParameterFacts], bool]
+
+
+def min_elements(num_elements: int) -> MinElements:
+    """A rule for `tensor_selection`: smaller parameters stay dense.
+
+    Args:
+        num_elements: the smallest that is sparsified, 1 or more.
+
+    Raises:
+        ArgumentError: if it is not a whole number from 1.
+
+    Example:
+        >>> min_elements(1024)(ParameterFacts("bias", 512))
+        False
+    """
+    check_count("min_elements", num_elements)
+    return MinElements(num_elements)
+
+
+def select_tensors(
+    rule: TensorSelection, parameters: Sequence[ParameterFacts], cost: CostModel | None = None
+) -> tuple[Choice, ...]:
+    """Decides for every parameter by itself whether it is sparsified.
+
+    ``sparsify if and only if T_comp(n) < T_full(n) - T_spr(n)`` for "cost"
+
+    Eq. (1) takes every tensor alone: its whole communication counts, hidden or not, and each pays its own
+    start-up time. So it keeps small tensors dense that, merged, would be sparsified; see `joint`.
+
+    Args:
+        rule: "cost", "all", `min_elements(...)`, or a function of a parameter (True: sparsify it).
+        parameters: of the model.
+        cost: selection is T_comp (decoding may stand in communication: only the sum matters),
+            communication T_spr, dense T_full. "cost" needs it.
+
+    Returns:
+        One choice for every parameter, in their order.
+
+    Source: DRAGONN, section 4.2, Eq. (1) and Algorithm 2.
+
+    Raises:
+        UnknownNameError: for a misspelt rule.
+        ArgumentError: "cost" without a cost model, or a rule that answers something else than yes or no.
+
+    Example:
+        >>> from horovod_sparse.cost import AffineTime
+        >>> cost = CostModel(AffineTime(1.0), AffineTime(1.0), AffineTime(1.0, 0.25))
+        >>> [c.dense for c in select_tensors("cost", [ParameterFacts("a", 1), ParameterFacts("b", 2)], cost)]
+        [True, False]
+    """
+    if isinstance(rule, str):
+        if rule == "all":
+            return tuple(Choice(parameter.name, False, "all are sparsified") for parameter in parameters)
+        if rule != "cost":
+            raise UnknownNameError("tensor_selection", rule, ["all", "cost", "min_elements(...)"])
+        if cost is None:
+            raise ArgumentError("tensor_selection", rule, "a profile too, or 'all', which needs none")
+        return tuple(_by_cost(parameter, cost) for parameter in parameters)
+    if not callable(rule):
+        raise ArgumentError("tensor_selection", rule, "'cost', 'all', min_elements(...) or a function")
+    return tuple(_by_rule(parameter, rule) for parameter in parameters)
+
+
+def dense_of(choices: Sequence[Choice]) -> frozenset[str]:
+    """Names of what stays dense, for `Workload.with_dense`."""
+    return frozenset(choice.name for choice in choices if choice.dense)
+
+
+def _by_cost(parameter: ParameterFacts, cost: CostModel) -> Choice:
+    compression = float(cost.selection.seconds(parameter.num_elements))
+    sparse = float(cost.communication.seconds(parameter.num_elements))
+    full = float(cost.dense.seconds(parameter.num_bytes) + cost.dense_work.seconds(parameter.num_elements))
+    pays = compression < full - sparse
+    sign = "<" if pays else ">="
+    reason = f"{compression * 1e3:.3g} ms {sign} {full * 1e3:.3g} - {sparse * 1e3:.3g} ms"
+    return Choice(parameter.name, not pays, reason, compression, sparse, full)
+
+
+def _by_rule(parameter: ParameterFacts, rule: Callable[[ParameterFacts], Any]) -> Choice:
+    answer = rule(parameter)
+    if answer not in (True, False):
+        raise ArgumentError("tensor_selection", answer, f"True or False for {parameter.name}")
+    if isinstance(rule, MinElements):
+        sign = ">=" if answer else "<"
+        reason = f"{parameter.num_elements} {sign} {rule.num_elements} elements"
+    else:
+        reason = f"{getattr(rule, '__name__', repr(rule))} says {'sparse' if answer else 'dense'}"
+    return Choice(parameter.name, not answer, reason)
+
+
+#: Sizes that are tried as the border between dense and sparse.
+_NUM_BORDERS = 12
+#: Rounds over the buckets of the best plan.
+_NUM_ROUNDS = 2
+
+
+def joint(workload: Workload, cost: CostModel) -> Plan:
+    """Chooses what stays dense and what is merged by the time of the whole step.
+
+    `select_tensors` judges every tensor alone, and `optimal` merges what is left. But a tensor too small
+    to be sparsified alone may be worth it within a bucket, and one that is large enough may be sent for
+    nothing while backward goes on. So candidates are compared as whole steps (`predict`):
+    all sparse, all dense, Eq. (1), a border of size at a dozen places either way; then, from the best
+    of them, whole buckets that turn dense, and dense parameters that turn sparse.
+
+    Args:
+        workload: the step; its own `dense` stay dense in every candidate.
+        cost: of selection, communication and dense allreduce.
+
+    Returns:
+        The best plan found. Never slower, by the model, than all sparse, all dense, or Eq. (1), each with
+        `optimal` merging. A search, not a proof: better plans may exist.
+
+    Example:
+        >>> from horovod_sparse.cost import AffineTime
+        >>> from horovod_sparse.merging import ParameterFacts
+        >>> workload = Workload((ParameterFacts("a", 10), ParameterFacts("b", 1000)), (1.0, 1.0))
+        >>> print(joint(workload, CostModel(AffineTime(2.0), AffineTime(1.0), AffineTime(0.5, 0.01))))
+        1 bucket of 1 parameters; 1 parameter stays dense
+    """
+    forced, every = workload.dense, {parameter.name for parameter in workload.parameters}
+    seen: dict[frozenset[str], tuple[float, Plan]] = {}
+
+    def consider(dense: Iterable[str], *, quick: bool = True) -> None:
+        chosen = forced | frozenset(dense)
+        if quick and chosen in seen:
+            return
+        step = workload.with_dense(chosen)
+        plan = search_plan(step, cost, quick=quick)
+        seconds = predict(step, plan, cost).iteration_seconds
+        if chosen not in seen or seconds < seen[chosen][0]:
+            seen[chosen] = seconds, plan
+
+    for first in ((), every, dense_of(select_tensors("cost", workload.parameters, cost))):
+        consider(first, quick=False)
+    by_size = sorted(workload.sparse, key=lambda parameter: parameter.num_elements)
+    for number in range(1, _NUM_BORDERS):
+        border = len(by_size) * number // _NUM_BORDERS
+        consider(parameter.name for parameter in by_size[:border])
+        consider(parameter.name for parameter in by_size[border:])
+    for _ in range(_NUM_ROUNDS):
+        before, plan = min(seen.values(), key=lambda found: found[0])
+        dense = frozenset(plan.dense)
+        for bucket in sorted(plan.buckets, key=len)[:_NUM_BORDERS]:
+            consider(dense | set(bucket))
+        free = [name for name in plan.dense if name not in forced]
+        size = -(-len(free) // _NUM_BORDERS) or 1
+        for start in range(0, len(free), size):
+            consider(dense - set(free[start : start + size]))
+        if min(seconds for seconds, _ in seen.values()) >= before:
+            break
+    fastest = min(seen, key=lambda chosen: seen[chosen][0])
+    consider(fastest, quick=False)
+    # of equal times, the one with the fewest buckets
+    return min(seen.values(), key=lambda found: (found[0], len(found[1].buckets)))[1]

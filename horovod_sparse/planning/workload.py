@@ -1,0 +1,217 @@
+"""A step of a model, as a plan is made for it: parameters and times, and tables of known networks."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import resources
+
+from horovod_sparse.checks import check_seconds
+from horovod_sparse.errors import ArgumentError, ProfileMismatchError, UnknownNameError
+from horovod_sparse.plans.plan import MAX_BUCKET_ELEMENTS, ParameterFacts, Plan, same_kind
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Parameters and the time that backward takes for each.
+
+    Args:
+        parameters: in the order in which the model uses them (forward).
+        backward_seconds: as many; from the gradient before it (in backward order) to its own.
+        forward_seconds: of the step before backward begins.
+        dense: names of parameters that are not sparsified; their allreduce shares the network.
+        update_seconds: of the optimizer, once all gradients have been summed.
+
+    Raises:
+        ArgumentError: a time is missing, negative or not finite, or `dense` names no parameter.
+        ProfileMismatchError: all backward times are 0, so that nothing was measured.
+
+    Example:
+        >>> workload = Workload((ParameterFacts("a", 10), ParameterFacts("b", 20)), (0.002, 0.001))
+        >>> [parameter.name for parameter in workload.backward]
+        ['b', 'a']
+    """
+
+    parameters: tuple[ParameterFacts, ...]
+    backward_seconds: tuple[float, ...]
+    forward_seconds: float = 0.0
+    dense: frozenset[str] = frozenset()
+    update_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "parameters", tuple(self.parameters))
+        object.__setattr__(self, "backward_seconds", tuple(map(float, self.backward_seconds)))
+        object.__setattr__(self, "dense", frozenset(self.dense))
+        if len(self.parameters) != len(self.backward_seconds):
+            given = f"{len(self.backward_seconds)} times for {len(self.parameters)} parameters"
+            raise ArgumentError("backward_seconds", given, "one time for every parameter")
+        for parameter, seconds in zip(self.parameters, self.backward_seconds, strict=True):
+            check_seconds(f"backward_seconds of {parameter.name}", seconds, "seconds, 0 or more")
+        check_seconds("forward_seconds", self.forward_seconds, "seconds, 0 or more")
+        check_seconds("update_seconds", self.update_seconds, "seconds, 0 or more")
+        if self.parameters and not any(self.backward_seconds):
+            raise ProfileMismatchError("backward takes no time for any parameter: nothing was measured")
+        if unknown := sorted(self.dense - {parameter.name for parameter in self.parameters}):
+            raise ArgumentError("dense", unknown, "only names of parameters")
+
+    @property
+    def backward(self) -> tuple[ParameterFacts, ...]:
+        """The parameters in the order in which their gradients come."""
+        return self.parameters[::-1]
+
+    @property
+    def sparse(self) -> tuple[ParameterFacts, ...]:
+        """The parameters that are sparsified, in forward order."""
+        return tuple(parameter for parameter in self.parameters if parameter.name not in self.dense)
+
+    @property
+    def dense_names(self) -> tuple[str, ...]:
+        """The parameters that are not, in backward order."""
+        return tuple(parameter.name for parameter in self.backward if parameter.name in self.dense)
+
+    @property
+    def step_seconds(self) -> float:
+        """Forward and backward."""
+        return self.forward_seconds + math.fsum(self.backward_seconds)
+
+    def lasting(self, seconds: float) -> Workload:
+        """The same step on another device: all times of forward and backward by one factor.
+
+        Args:
+            seconds: of forward and backward together, above 0.
+
+        Example:
+            >>> Workload((ParameterFacts("a", 10),), (3.0,), 1.0).lasting(0.2).backward_seconds
+            (0.15000000000000002,)
+        """
+        factor = seconds / self.step_seconds
+        times = tuple(factor * one for one in self.backward_seconds)
+        return dataclasses.replace(
+            self, backward_seconds=times, forward_seconds=factor * self.forward_seconds
+        )
+
+    def with_dense(self, dense: Collection[str]) -> Workload:
+        """The same step with another choice of what stays dense."""
+        return dataclasses.replace(self, dense=frozenset(dense))
+
+
+def whole_parameters(parameters: Sequence[ParameterFacts]) -> frozenset[str]:
+    """Names of those that a rule of the compressor leaves dense."""
+    return frozenset(parameter.name for parameter in parameters if parameter.density == 1.0)
+
+
+def plan_of_segments(workload: Workload, segments: Sequence[int]) -> Plan:
+    """The plan that merges runs of neighbours.
+
+    A bucket holds one dtype, device and parameter group, and no more elements than int32 can count:
+    a segment that mixes kinds becomes a bucket for each.
+
+    Args:
+        workload: whose sparse parameters are merged.
+        segments: where they end: ascending positions in backward order among the sparse parameters,
+            the last one being their number.
+
+    Example:
+        >>> facts = tuple(ParameterFacts(name, 1) for name in "abc")
+        >>> plan_of_segments(Workload(facts, (1.0, 1.0, 1.0)), [1, 3]).buckets
+        (('c',), ('b', 'a'))
+    """
+    backward, start, buckets = workload.sparse[::-1], 0, []
+    for stop in segments:
+        filling: dict[tuple[str, str, int, float], tuple[list[str], int]] = {}
+        for parameter in backward[start:stop]:
+            names, total = filling.get(same_kind(parameter), ([], 0))
+            total += parameter.num_elements
+            if not names or total > MAX_BUCKET_ELEMENTS:
+                names, total = [], parameter.num_elements
+                buckets.append(names)
+            names.append(parameter.name)
+            filling[same_kind(parameter)] = names, total
+        start = stop
+    return Plan(tuple(map(tuple, buckets)), workload.dense_names)
+
+
+LAYER_TABLES = (
+    "bert_base",
+    "gpt2_medium",
+    "gpt2_small",
+    "inception_v4",
+    "llama_1b",
+    "lstm_ptb",
+    "resnet18",
+    "resnet50",
+    "vgg16_cifar",
+    "vit_base",
+    "xml_one_layer",
+)
+#: whose step times tables may have
+DEVICES = ("v100", "rtx3090", "a100", "h100")
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Forward and backward on one device.
+
+    Attributes:
+        seconds: of both.
+        batch: samples.
+        source: where the number is from, and what is assumed.
+    """
+
+    seconds: float
+    batch: int
+    source: str
+
+
+@dataclass(frozen=True)
+class LayerTable:
+    """A network's parameters, and times of its step on one device.
+
+    Attributes:
+        name: one of `LAYER_TABLES`.
+        source: where shapes and times come from, and what is assumed.
+        batch: samples for each rank.
+        density: that the source trains it with.
+        shapes: of the parameters.
+        workload: parameters and times.
+        steps: times of today's devices, by name (some of `DEVICES`).
+    """
+
+    name: str
+    source: str
+    batch: int
+    density: float
+    shapes: tuple[tuple[int, ...], ...]
+    workload: Workload
+    steps: Mapping[str, StepTime] = field(default_factory=dict)
+
+
+def layer_table(name: str) -> LayerTable:
+    """Reads a table.
+
+    Args:
+        name: one of `LAYER_TABLES`.
+
+    Raises:
+        UnknownNameError: for another name, with those there are.
+
+    Example:
+        >>> sum(parameter.num_elements for parameter in layer_table("resnet50").workload.parameters)
+        25557032
+    """
+    if name not in LAYER_TABLES:
+        raise UnknownNameError("layer table", name, LAYER_TABLES)
+    file = resources.files("horovod_sparse.planning") / "layer_tables" / f"{name}.json"
+    saved = json.loads(file.read_text(encoding="utf-8"))
+    rows = saved["parameters"]
+    workload = Workload(
+        tuple(ParameterFacts(parameter, math.prod(shape)) for parameter, shape, _ in rows),
+        tuple(seconds for _, _, seconds in rows),
+        saved["forward_seconds"],
+    )
+    shapes = tuple(tuple(shape) for _, shape, _ in rows)
+    steps = {device: StepTime(**step) for device, step in saved.get("steps", {}).items()}
+    return LayerTable(name, saved["source"], saved["batch"], saved["density"], shapes, workload, steps)

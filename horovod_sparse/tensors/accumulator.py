@@ -1,0 +1,346 @@
+"""The accumulator in a tensor's memory, on any device PyTorch knows."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from horovod_sparse.arrays import gradients
+from horovod_sparse.arrays.accumulator import Accumulator
+from horovod_sparse.arrays.protocol import FoldReport, FoldRule, Indices, Kernels, Moments, Values
+from horovod_sparse.checks import check_density
+from horovod_sparse.errors import ArgumentError
+from horovod_sparse.kernels.host.scatter import checked
+from horovod_sparse.kernels.layout import Layout
+from horovod_sparse.kernels.quantization import Quantization
+from horovod_sparse.tensors import plain
+from horovod_sparse.tensors.transfer import PendingCopy, PendingReport, to_device, to_host
+
+_log = logging.getLogger("horovod_sparse")
+
+# The one that comes with PyTorch 2.8; 3.3 does not compile all of the kernels.
+_OLDEST_TRITON = (3, 4)
+# Room for indices that is always there; a copy of 16 KB takes no longer than one of a word.
+_ROOM = 4096
+_NARROW = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def kernels_for(device: torch.device) -> ModuleType:
+    """The fastest bodies for a device: Triton for CUDA where it is installed, else plain PyTorch."""
+    return _triton() if device.type == "cuda" else plain
+
+
+@functools.cache
+def _triton() -> ModuleType:
+    try:
+        import triton
+
+        version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+        if version < _OLDEST_TRITON:
+            raise ImportError(
+                f"Triton {triton.__version__} is older than {'.'.join(map(str, _OLDEST_TRITON))}"
+            )
+        from horovod_sparse.tensors import triton as triton_kernels
+    except ImportError as error:
+        _log.warning(
+            "sparsifiers on CUDA use plain PyTorch, several times slower than their Triton kernels: %s", error
+        )
+        return plain
+    return triton_kernels
+
+
+@dataclass(frozen=True)
+class KeptTensor:
+    """A gradient that is folded and left as it is: what `GradientParts` are on the host."""
+
+    tensor: Tensor
+
+
+def accumulating(dtype: Any) -> torch.dtype:
+    """As `gradients.accumulating`, as a dtype of PyTorch."""
+    return torch.float64 if gradients.accumulating(dtype) is np.float64 else torch.float32
+
+
+class TorchAccumulator(Accumulator):
+    """An accumulator in a tensor: what has n elements never leaves the device.
+
+    Args:
+        num_elements: n.
+        dtype: of the gradients, as a name or a dtype; the accumulator is float64 for float64, else float32.
+        density: kept fraction that selections will have, in (0, 1]; it decides the block size.
+        companions: how many tensors of n elements are kept beside the values, and cleared with them (the
+            velocity of momentum correction).
+        device: where the memory is.
+        memory: the residual's own memory, shape (n,), contiguous, of the accumulator's type; its values
+            stay, and nobody else may write to it from now on. None: new, zeros, on `device`.
+        kernels: other bodies than the device's (measurements, tests).
+
+    Raises:
+        ArgumentError: an argument is outside what is allowed.
+
+    Example:
+        >>> accumulator = TorchAccumulator(4, density=0.5, device="cpu")
+        >>> accumulator.fold(torch.tensor([1.0, -3.0, 0.0, 2.0])).square_norm
+        14.0
+        >>> accumulator.largest(2)
+        array([1, 3], dtype=int32)
+    """
+
+    def __init__(
+        self,
+        num_elements: int,
+        dtype: Any = "float32",
+        *,
+        density: float = 0.001,
+        companions: int = 0,
+        device: torch.device | str = "cuda",
+        memory: Tensor | None = None,
+        kernels: ModuleType | None = None,
+    ) -> None:
+        check_density("density", density, "a number in (0, 1]")
+        layout = Layout(int(num_elements), plain.device_block_size(density))
+        kind = accumulating(dtype)
+        if memory is None:
+            values = torch.zeros(num_elements, dtype=kind, device=device)
+        elif memory.dtype == kind and memory.shape == (num_elements,) and memory.is_contiguous():
+            values = memory.detach()
+        else:
+            allowed = f"contiguous {kind}[{num_elements}]"
+            raise ArgumentError("memory", (memory.dtype, tuple(memory.shape)), allowed)
+        expected = round(density * num_elements)
+        made = TensorKernels(layout, values, expected, kernels or kernels_for(values.device))
+        super().__init__(made, values, tuple(torch.zeros_like(values) for _ in range(companions)))
+        if memory is not None:
+            self._start_anew()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the memory is."""
+        device: torch.device = self._values.device
+        return device
+
+
+class TensorKernels(Kernels):
+    """PyTorch's tensors; `where` and a sum of squares are tensors, so that the host waits only for results.
+
+    Args:
+        layout: of the values.
+        like: the values: their dtype and device.
+        expected: how many elements a threshold will find, about.
+        bodies: `plain`, or a module with its functions.
+    """
+
+    def __init__(self, layout: Layout, like: Tensor, expected: int, bodies: ModuleType) -> None:
+        self.layout, self._bodies = layout, bodies
+        self.dtype = np.dtype(np.float64 if like.dtype == torch.float64 else np.float32)
+        self._kind, self._device = like.dtype, like.device
+        # Count and indices come in one copy if there is room for all: twice as many as last time.
+        self._room = max(_ROOM, 2 * expected)
+        # On the device, where kernels read them in the accumulator's precision: a launch argument has less.
+        self._factors: tuple[NDArray[Any], Tensor] = (np.empty(0), torch.empty(0))
+        # words that were written last, and where they are on the host
+        self._written: tuple[NDArray[np.int32], Tensor] | None = None
+
+    def checked(self, gradient: Tensor | KeptTensor) -> Tensor | KeptTensor:
+        kept = isinstance(gradient, KeptTensor)
+        tensor = gradient.tensor if isinstance(gradient, KeptTensor) else gradient
+        if tensor.numel() != self.layout.num_elements:
+            allowed = f"a tensor of {self.layout.num_elements} elements"
+            raise ArgumentError("gradient", tuple(tensor.shape), allowed)
+        if tensor.device != self._device:
+            raise ArgumentError("gradient", tensor.device, f"a tensor on {self._device}")
+        if tensor.dtype not in ((torch.float64,) if self._kind == torch.float64 else _NARROW):
+            raise ArgumentError("gradient", tensor.dtype, f"a type that accumulates in {self._kind}")
+        return KeptTensor(tensor.detach()) if kept else tensor.detach()
+
+    def fold(
+        self,
+        values: Tensor,
+        companion: Tensor | None,
+        gradient: Tensor | KeptTensor,
+        maxima: Tensor,
+        rule: FoldRule,
+        norm: Tensor,
+        step: int,
+    ) -> tuple[FoldReport, Tensor]:
+        keep = isinstance(gradient, KeptTensor)
+        tensor = gradient.tensor if isinstance(gradient, KeptTensor) else gradient
+        factors = rule.factors(self.dtype)
+        self._written = None
+        if rule.clip_norm is not None:
+            tensor = clip(tensor, rule.clip_norm, keep=keep)
+        flat = tensor.reshape(-1)  # a view where strides allow it
+        report = self._bodies.fold(
+            values,
+            flat,
+            maxima,
+            self.layout,
+            self._on_device(factors),
+            norm,
+            companion,
+            plain=factors[0] == 1.0,
+            keep=keep,
+        )
+        if not keep and flat.data_ptr() != tensor.data_ptr():
+            tensor.zero_()
+        return PendingReport(PendingCopy(report), step), report[2:3]
+
+    def _on_device(self, factors: NDArray[Any]) -> Tensor:
+        if not np.array_equal(self._factors[0], factors):
+            self._factors = factors, to_device(factors, self._device)
+        return self._factors[1]
+
+    def take_out(
+        self, values: Tensor, companion: Tensor | None, gradient: KeptTensor, rule: FoldRule
+    ) -> None:
+        step = gradient.tensor
+        if rule.clip_norm is not None:
+            step = clip(step, rule.clip_norm, keep=True)
+        step = step.reshape(-1).to(self._kind)
+        gradients.take_out(values, rule.weight(self.dtype) * step, torch)
+        if companion is not None:
+            gradients.take_out(companion, step, torch)
+
+    def assign(self, values: Tensor, new: Any) -> None:
+        new = new.detach() if isinstance(new, Tensor) else torch.from_numpy(np.array(new))
+        if new.numel() != values.numel():
+            raise ArgumentError("values", tuple(new.shape), f"an array of {values.numel()} elements")
+        new = new.to(self._kind).reshape(-1)
+        if not bool(torch.isfinite(new).all()):
+            raise ArgumentError("values", "NaN or Inf", "finite numbers")
+        values.copy_(new)
+
+    def empty_maxima(self) -> Tensor:
+        kind = plain.int_type(self._kind)
+        return torch.empty(self.layout.num_blocks, dtype=kind, device=self._device)
+
+    def scan_maxima(self, values: Tensor, maxima: Tensor) -> None:
+        self._bodies.scan_maxima(values, maxima, self.layout)
+
+    def refresh_maxima(self, values: Tensor, maxima: Tensor, where: Tensor) -> None:
+        self._bodies.refresh_maxima(values, maxima, self.layout, where)
+
+    def raise_maxima(self, values: Tensor, maxima: Tensor, where: Tensor) -> None:
+        self._bodies.raise_maxima(values, maxima, self.layout, where)
+
+    def largest(self, values: Tensor, maxima: Tensor, k: int, start: int, stop: int) -> Indices:
+        for dense in (False, True):
+            report, found = self._bodies.largest(values, maxima, self.layout, k, start, stop, dense)
+            (bits, overflow), indices = PendingCopy(report, found).arrays()
+            # Where fewer than k are not 0, zeros are selected too, and the block maxima do not say where.
+            if bits and not overflow:
+                break
+        return indices
+
+    def kth(self, values: Tensor, maxima: Tensor, k: int, start: int, stop: int) -> int:
+        for dense in (False, True):
+            bits, overflow = to_host(self._bodies.kth(values, maxima, self.layout, k, start, stop, dense))
+            if not overflow:
+                break
+        return int(bits)
+
+    def at_least(self, values: Tensor, maxima: Tensor, bits: Any, start: int, stop: int) -> Indices:
+        while True:
+            room = min(self._room, stop - start)
+            found = self._bodies.at_least(values, maxima, self.layout, int(bits), start, stop, room)
+            (count,), indices = PendingCopy(*found).arrays()
+            self._room = max(_ROOM, 2 * int(count))
+            if count <= room:
+                return indices[:count]
+
+    def count_at_least(self, values: Tensor, maxima: Tensor, bits: list[Any]) -> NDArray[np.int64]:
+        return to_host(self._bodies.count_at_least(values, maxima, self.layout, [int(key) for key in bits]))
+
+    def moments(self, values: Tensor, bits: Any) -> Moments:
+        count, *sums = (float(number) for number in to_host(self._bodies.moments(values, int(bits))))
+        return Moments(int(count), *sums)
+
+    def sample(self, values: Tensor, stride: int, offset: int) -> Values:
+        return to_host(values[offset::stride].abs())
+
+    def places(self, indices: Any, *, keep: bool = False) -> Tensor:
+        return to_device(checked(indices, self.layout.num_elements), self._device)
+
+    def numbers(self, values: Any) -> Tensor:
+        return to_device(np.ascontiguousarray(values, self.dtype).reshape(-1), self._device)
+
+    def to_host(self, memory: Tensor) -> Values:
+        return to_host(memory)
+
+    def view(self, values: Tensor) -> Values:
+        view: Values = values.detach().cpu().numpy().view()
+        return view
+
+    def take(self, values: Tensor, where: Tensor) -> Tensor:
+        return values.index_select(0, where)
+
+    def zero(self, values: Tensor, where: Tensor) -> None:
+        self._bodies.zero(values, where)
+
+    def put(self, values: Tensor, where: Tensor, new: Tensor) -> None:
+        self._bodies.put(values, where, new)
+
+    def add(self, values: Tensor, where: Tensor, olds: Tensor, new: Tensor) -> None:
+        self._bodies.add(values, where, torch.where(torch.isfinite(olds + new), new, 0.0))
+
+    def squares(self, values: Tensor) -> Tensor:
+        return torch.linalg.vector_norm(values, dtype=torch.float64).square().view(1)
+
+    def number(self, value: float) -> Tensor:
+        return torch.full((1,), value, dtype=torch.float64, device=self._device)
+
+    def float_of(self, number: Tensor) -> float:
+        return float(to_host(number)[0])
+
+    def renormed(self, norm: Tensor, old: Tensor, new: Tensor | None = None) -> Tensor:
+        left = (norm - self.squares(old)).clamp_(min=0.0)
+        return left if new is None else left + self.squares(new)
+
+    def quantize(
+        self, values: Tensor, code: Quantization, key: int, words: NDArray[np.int32], norm: Tensor
+    ) -> float:
+        written = plain.encode(values, code, key)
+        words[:] = to_host(written)
+        self._written = words, written
+        return self.float_of(self.squares(self.less(values, code, written)))
+
+    def words(self, words: NDArray[np.int32]) -> Tensor:
+        if self._written is not None and self._written[0] is words:
+            return self._written[1]
+        return to_device(words.copy(), self._device)
+
+    def take_away(self, values: Tensor, code: Quantization, words: Tensor) -> None:
+        plain.take_away(values, words, code, values)
+
+    def less(self, values: Tensor, code: Quantization, words: Tensor) -> Tensor:
+        left = torch.empty_like(values)
+        plain.take_away(values, words, code, left)
+        return left
+
+
+def clip(gradient: Tensor, clip_norm: float, *, keep: bool = False) -> Tensor:
+    """``gradient *= min(1, clip_norm / norm)``, of its finite elements; with `keep` a copy. Never waits.
+
+    Example:
+        >>> gradient = torch.tensor([3.0, float("nan"), 4.0])
+        >>> clip(gradient, 1.0)
+        tensor([0.6000,    nan, 0.8000])
+    """
+    if gradient.numel() == 0:
+        return gradient
+    finite = torch.nan_to_num(gradient.double(), nan=0.0, posinf=0.0, neginf=0.0)
+    top = finite.abs().max()
+    # Relative to the largest, so that no square overflows.
+    norm = top * torch.linalg.vector_norm(finite / torch.where(top > 0, top, 1.0))
+    factor = torch.where(norm > clip_norm, clip_norm / norm, 1.0)
+    wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+    clipped = wide * factor.to(wide.dtype)
+    return clipped if keep else gradient.copy_(clipped)

@@ -1,0 +1,132 @@
+"""How tensors lie in memory: as NumPy sees them, and a parameter's elements in the order of its bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils import dlpack
+
+from horovod_sparse.tensors.memory import host_view
+
+_NAMES = {
+    torch.float32: "float32",
+    torch.float64: "float64",
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+}
+
+
+def dtype_name(tensor: torch.Tensor) -> str | None:
+    """Name of a dtype that gradients may have, as in `BucketInfo.dtype`; None for another.
+
+    Example:
+        >>> dtype_name(torch.zeros(1, dtype=torch.bfloat16)), dtype_name(torch.zeros(1, dtype=torch.int64))
+        ('bfloat16', None)
+    """
+    return _NAMES.get(tensor.dtype)
+
+
+def on_host(saved: Any) -> Any:
+    """A checkpoint's nested values with all tensors on the CPU, wherever they were loaded to.
+
+    Example:
+        >>> on_host({"values": [torch.zeros(2), 3]})
+        {'values': [tensor([0., 0.]), 3]}
+    """
+    if isinstance(saved, torch.Tensor):
+        return saved.detach().cpu()
+    if isinstance(saved, Mapping):
+        return {key: on_host(value) for key, value in saved.items()}
+    if isinstance(saved, (list, tuple)):
+        return type(saved)(on_host(value) for value in saved)
+    return saved
+
+
+def memory_strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Strides of an array that has the tensor's shape, and its order in memory where that has no gaps.
+
+    A gradient is added to a buffer fastest when both are walked in the same order, so a parameter in
+    channels_last gets a gradient in channels_last. A tensor with gaps or overlaps (an expanded one)
+    gets the strides of a contiguous one.
+
+    Example:
+        >>> memory_strides(torch.empty(2, 3).t())
+        (1, 3)
+        >>> memory_strides(torch.empty(1).expand(2, 3))
+        (3, 1)
+    """
+    expected = 1
+    for length, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: pair[1]):
+        if length == 1:
+            continue
+        if stride != expected:
+            return tuple(torch.empty(tensor.shape, device="meta").stride())
+        expected *= length
+    return tuple(tensor.stride())
+
+
+def view_into(flat: torch.Tensor, start: int, parameter: torch.Tensor) -> torch.Tensor:
+    """The parameter's part of a flat buffer, in its shape.
+
+    Example:
+        >>> view_into(torch.arange(8), 2, torch.empty(2, 3).t())
+        tensor([[2, 5],
+                [3, 6],
+                [4, 7]])
+    """
+    return flat.as_strided(parameter.shape, memory_strides(parameter), start)
+
+
+def alone(flat: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """A part of a flat buffer as a tensor with a storage of its own: same memory, but offset 0.
+
+    PyTorch (2.13 still) adds a pure COO tensor to a dense one with the storage offset counted twice:
+    autograd would write a gradient of ``gather(sparse_grad=True)`` to a wrong place, even past the end.
+
+    Example:
+        >>> flat = torch.zeros(4)
+        >>> alone(flat, 1, 3).add_(1.0).storage_offset()
+        0
+        >>> flat
+        tensor([0., 1., 1., 0.])
+    """
+    part: torch.Tensor = dlpack.from_dlpack(dlpack.to_dlpack(flat[start:stop]))
+    return part
+
+
+def shaped(values: np.ndarray, parameter: torch.Tensor) -> torch.Tensor:
+    """A copy of a parameter's part of a bucket, in its shape, contiguous: what a checkpoint holds."""
+    copy = torch.from_numpy(np.array(values))
+    return view_into(copy, 0, parameter).clone(memory_format=torch.contiguous_format)
+
+
+def unshaped(values: torch.Tensor, parameter: torch.Tensor) -> np.ndarray:
+    """The inverse of `shaped`: the values in the order in which they lie in the bucket.
+
+    Example:
+        >>> parameter = torch.empty(2, 3).t()
+        >>> unshaped(shaped(np.arange(6.0), parameter), parameter)
+        array([0., 1., 2., 3., 4., 5.])
+    """
+    flat = torch.empty(parameter.numel(), dtype=values.dtype)
+    view_into(flat, 0, parameter).copy_(values)
+    return host_view(flat)
+
+
+class _AsWritable:
+    """Presents an array's memory as writable: PyTorch warns about memory that is not, even to read it."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array  # keeps the memory alive
+        interface = dict(array.__array_interface__)
+        interface["data"] = (interface["data"][0], False)
+        self.__array_interface__ = interface
+
+
+def readable_tensor(array: np.ndarray) -> torch.Tensor:
+    """The same memory as a tensor, to be read only (a copy only where it is not contiguous)."""
+    array = np.ascontiguousarray(array)
+    return torch.from_numpy(array if array.flags.writeable else np.asarray(_AsWritable(array)))

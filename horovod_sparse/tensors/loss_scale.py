@@ -1,0 +1,129 @@
+"""The scale of the loss whose backward pass is under way: what `torch.amp.GradScaler` has multiplied it by.
+
+Residuals outlive a scale, so a gradient has to be divided by it before error feedback takes it in, which is
+while backward goes on. A scaler tells its scale to nobody. So, once a sparsifier is in use, two methods of
+`torch.amp.GradScaler` do a little more than before, for whoever calls them (a loop, Lightning, Accelerate):
+
+* `scale` marks the scaled loss, so that its backward pass, and no other, is known to be scaled;
+* `unscale_`, which `step` calls too, has one of our optimizers synchronize first: what is unscaled, looked
+  at, clipped and applied is then the sum over ranks, and every rank finds the same overflow.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+_log = logging.getLogger("horovod_sparse")
+
+
+class _Pass:
+    """A backward pass of a scaled loss: PyTorch holds its `end` until the pass has ended, or has failed."""
+
+    def __init__(self, scaler: torch.amp.GradScaler) -> None:
+        self.scaler = scaler
+        self._number = _number_of_pass()
+
+    def end(self) -> None:
+        """PyTorch calls this where the pass has not failed."""
+        global _ended
+        scaled_passes[:] = [one for one in scaled_passes if one() not in (None, self)]
+        _ended = self._number, weakref.ref(self.scaler)
+
+
+def _number_of_pass() -> int:
+    """Of the backward pass under way: no other has it; -1 if there is none."""
+    return int(torch._C._current_graph_task_id())
+
+
+#: the last scaled pass that has ended but for what was registered for its end after it, and its scaler
+_ended: tuple[int, Callable[[], torch.amp.GradScaler | None]] = -1, lambda: None
+#: the passes under way, the innermost last; those that have failed are dead
+scaled_passes: list[weakref.ref[_Pass]] = []
+
+
+def watch_scalers() -> None:
+    """Lets scalers tell their scale from now on; changes nothing where that is done already."""
+    scaler = torch.amp.GradScaler
+    if not hasattr(scaler.scale, "horovod_sparse"):
+        scaler.scale = _telling(scaler.scale)
+        scaler.unscale_ = _after_synchronization(scaler.unscale_)
+
+
+def scaled_by() -> torch.amp.GradScaler | None:
+    """The scaler of the loss whose backward pass is under way; None if it is not scaled."""
+    alive = [one for one in (reference() for reference in scaled_passes) if one is not None]
+    if alive:
+        return alive[-1].scaler
+    number, scaler = _ended
+    # a static graph's first gradients come when the pass has ended
+    return scaler() if number != -1 and number == _number_of_pass() else None
+
+
+class ScaleOfStep:
+    """The scale of the gradients of one step, however many backward passes it has."""
+
+    def __init__(self) -> None:
+        #: of the step under way, or of the last one; None where losses are not scaled
+        self.scaler: torch.amp.GradScaler | None = None
+        self.value = 1.0
+
+    def note(self) -> None:
+        """The first gradient of a step has arrived. Asks the scaler once: the number may be on a GPU."""
+        self.scaler = scaled_by()
+        self.value = 1.0 if self.scaler is None else float(self.scaler.get_scale())
+
+    def expect(self, scaler: torch.amp.GradScaler | None) -> None:
+        """Who asks for a step of which no gradient of this rank has told: all ranks step alike."""
+        self.scaler, self.value = scaler, 1.0
+
+    def settle(self) -> None:
+        """A step ends of which no gradient has told: it is scaled as was expected, or as the last one."""
+        if self.scaler is not None:
+            self.value = float(self.scaler.get_scale())
+
+
+def _telling(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def scale(self: torch.amp.GradScaler, outputs: Any) -> Any:
+        scaled = original(self, outputs)
+        return _marked(self, scaled) if self.is_enabled() else scaled
+
+    scale.horovod_sparse = True  # type: ignore[attr-defined]
+    return scale
+
+
+def _marked(scaler: torch.amp.GradScaler, scaled: Any) -> Any:
+    if isinstance(scaled, torch.Tensor):
+        if scaled.requires_grad:
+            scaled.register_hook(lambda gradient: _begin(scaler))
+        return scaled
+    if isinstance(scaled, (list, tuple)):
+        for item in scaled:
+            _marked(scaler, item)
+        return scaled
+    return map(functools.partial(_marked, scaler), scaled) if isinstance(scaled, Iterable) else scaled
+
+
+def _begin(scaler: torch.amp.GradScaler) -> None:
+    """The backward pass of a scaled loss begins: runs before the hook of any parameter."""
+    begun = _Pass(scaler)
+    scaled_passes.append(weakref.ref(begun))
+    # at the end of this pass; not at that of a pass within it (checkpointing)
+    torch.autograd.Variable._execution_engine.queue_callback(begun.end)
+
+
+def _after_synchronization(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def unscale_(self: torch.amp.GradScaler, optimizer: Any) -> None:
+        synchronize = getattr(optimizer, "_synchronize_for_scaler", None)
+        if synchronize is not None and self.is_enabled():
+            synchronize(self)
+        original(self, optimizer)
+
+    return unscale_

@@ -1,0 +1,271 @@
+"""What is synchronized as one: a bucket, or parameters that stay dense. Both as a task of the driver."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import torch
+
+from horovod_sparse.collectives import Synchronization
+from horovod_sparse.feedback import Bucket, HostBucket, Member, Recipe, shard_of
+from horovod_sparse.sparsifiers import BucketInfo
+from horovod_sparse.telemetry import BucketReport
+from horovod_sparse.tensors.driver import Starter, Task
+from horovod_sparse.tensors.flat_gradient import FlatGradient
+from horovod_sparse.tensors.layout import dtype_name, shaped, unshaped
+from horovod_sparse.tensors.memory import HOST_DEVICES, GradientMemory, unscaled
+from horovod_sparse.tensors.streams import CudaStreams
+from horovod_sparse.topology import Topology
+from horovod_sparse.training import parts as common
+from horovod_sparse.training.engine import Facts, PartSpec
+
+#: makes what holds the gradients of a part
+Lay: TypeAlias = Callable[[Sequence[torch.Tensor], str], Any]
+
+
+class Part(common.Part, Protocol):
+    """Parameters that are synchronized together.
+
+    Attributes:
+        gradient: their memory.
+        streams: told of every gradient that is written, where there are several.
+        num_missing: parameters whose gradient is not complete yet in this step.
+        task: under way, None before `start`.
+    """
+
+    gradient: FlatGradient
+    streams: CudaStreams | None
+    num_missing: int
+    task: Task | None
+
+    def start(self, driver: Starter, loss_scale: float = 1.0, *, refused: bool = False) -> None:
+        """Takes the gradients and starts their synchronization."""
+
+    def again(self, driver: Starter, *, drop: bool) -> None:
+        """Starts the synchronization once more, after `abandon`, of what waits here."""
+
+    def apply(self, scale: float) -> BucketReport:
+        """Puts scale (and the loss's) times the sum over ranks where the gradients are. The task is done."""
+
+    def abandon(self, *, drop: bool = False) -> None:
+        """Takes the step back, as far as it came; with `drop` this rank's gradient, too."""
+
+
+class _Laid:
+    """The parameters of a part, as their gradients lie in its memory."""
+
+    gradient: FlatGradient
+
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        """[start, stop) of every parameter."""
+        return self.gradient.places
+
+    def shaped(self, number: int, values: np.ndarray) -> torch.Tensor:
+        """See `Part.shaped`: contiguous."""
+        return shaped(values, self.gradient.layouts[number])
+
+    def flat(self, number: int, values: torch.Tensor) -> np.ndarray:
+        return unshaped(values, self.gradient.layouts[number])
+
+
+class SparseBucket(_Laid, common.BucketPart):
+    """A bucket of parameters, sparsified."""
+
+    def __init__(
+        self,
+        name: str,
+        names: Sequence[str],
+        parameters: Sequence[torch.Tensor],
+        recipe: Recipe,
+        learning_rate: Callable[[], float | None],
+        place: tuple[int, int],
+        *,
+        dense: bool = False,
+        lay: Lay = FlatGradient,
+        topology: Topology | None = None,
+    ) -> None:
+        self.name, self.learning_rate, self.dense = name, learning_rate, dense
+        #: see `Bucket.step`
+        self.scale: float | None = None
+        self.names: tuple[str, ...] = tuple(names)
+        self.gradient = lay(parameters, self.names[0])
+        dtype = dtype_name(parameters[0]) or "unknown"  # others are refused before
+        whole = BucketInfo(name, self.gradient.num_elements, *place, dtype)
+        self.memory: GradientMemory = self.gradient.memory
+        self.streams = self.memory.streams()
+        #: see `horovod_sparse.carriers.shared_memory`
+        self.lends, self.on_host = self.gradient.lends, parameters[0].device.type in HOST_DEVICES
+        members = [Member(item, *span) for item, span in zip(self.names, self.gradient.places, strict=True)]
+        if topology is None:
+            accumulator = self.memory.accumulator(whole, recipe)
+            self.bucket = Bucket(whole, recipe, accumulator, members, timed=True)
+        else:
+            accumulator = self.memory.accumulator(shard_of(whole, topology), recipe)
+            self.bucket = HostBucket(
+                *(whole, recipe, accumulator, members, topology),
+                timed=True,
+                summable=self.memory.summable,
+                foldable=self.memory.shard,
+            )
+        self.num_missing = len(self.names)
+        self.task: Task | None = None
+        self._loss_scale = 1.0
+
+    def start(self, driver: Starter, loss_scale: float = 1.0, *, refused: bool = False) -> None:
+        if self.streams is not None:
+            self.streams.meet()  # before gradients are copied together, or divided by the loss's scale
+        self.gradient.settle()
+        self._loss_scale = loss_scale
+        shared = self.bucket.shared if isinstance(self.bucket, HostBucket) else None
+        if shared is not None:  # who sums up divides by the loss's scale
+            shared.factor, loss_scale = 1.0 / loss_scale, 1.0
+        foldable = self.memory.foldable(self.gradient.flat, loss_scale)
+        step = self.bucket.step(foldable, self.learning_rate(), refused=refused, scale=self.scale)
+        self._run(step, driver)
+
+    def again(self, driver: Starter, *, drop: bool) -> None:
+        """See `Part.again`: what is left of this rank waits in the residual."""
+        self._run(self.bucket.again(scale=self.scale), driver)
+
+    def _run(self, step: Synchronization[Any], driver: Starter) -> None:
+        if self.streams is not None:
+            step = self.streams.run(step)
+        self.task = driver.start(self.name, step)
+
+    def apply(self, scale: float) -> BucketReport:
+        task = _finished(self.task)
+        started = time.perf_counter()
+        sum_ = task.result
+        if self.streams is not None:
+            self.streams.join()
+        scale *= self._loss_scale
+        if sum_.whole:  # of n elements: no copy of them
+            num_union = self.gradient.scatter(None, sum_.values, scale)
+        else:
+            values = sum_.values if scale == 1.0 else sum_.values * sum_.values.dtype.type(scale)
+            num_union = self.gradient.scatter(sum_.indices, values)
+        self.bucket.accept()
+        return BucketReport(
+            step=self.bucket.last,
+            num_union=num_union,
+            dense_bytes=self.gradient.num_bytes,
+            norms=sum_.norms,
+            wait_seconds=task.waited_seconds,
+            apply_seconds=time.perf_counter() - started,
+        )
+
+    def abandon(self, *, drop: bool = False) -> None:
+        if self.streams is not None:
+            self.streams.join()
+        self.bucket.abandon(drop=drop)
+
+    def own(self) -> tuple[np.ndarray, ...]:
+        accumulator = self.bucket.accumulator
+        return (accumulator.values(), *self.memory.companions(accumulator))
+
+    def assign_own(self, own: Sequence[np.ndarray]) -> None:
+        self.bucket.accumulator.assign(own[0])
+        self.memory.assign_companions(self.bucket.accumulator, own[1:])
+
+
+class DenseParameters(_Laid, common.DensePart):
+    """Parameters that a plan leaves dense: one allreduce of all their elements.
+
+    Half types are summed in float32. The ranks' health travels behind the elements, so that a NaN is
+    met with the same error as in a bucket.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        parameters: Sequence[torch.Tensor],
+        place: tuple[int, int],
+        lay: Lay = FlatGradient,
+    ) -> None:
+        self.names: tuple[str, ...] = tuple(names)
+        self.dtype = dtype_name(parameters[0]) or "unknown"
+        self.gradient = lay(parameters, self.names[0])
+        self.num_elements = self.gradient.num_elements
+        self.streams = self.gradient.memory.streams()
+        self.rank, self.size = place
+        self.num_missing = len(self.names)
+        self.task: Task | None = None
+        self._loss_scale = 1.0
+
+    def start(self, driver: Starter, loss_scale: float = 1.0, *, refused: bool = False) -> None:
+        if self.streams is not None:
+            self.streams.meet()  # before gradients are copied together, or divided by the loss's scale
+        self.gradient.settle()
+        self._loss_scale = loss_scale
+        self._run(driver, refused)
+
+    def again(self, driver: Starter, *, drop: bool) -> None:
+        if drop:
+            self.gradient.memory.zero(self.gradient.flat)
+        self._run(driver)
+
+    def _run(self, driver: Starter, refused: bool = False) -> None:
+        flat, place = unscaled(self.gradient.flat, self._loss_scale), (self.rank, self.size)
+        members = [(name, stop) for name, (_, stop) in zip(self.names, self.places, strict=True)]
+        step = self.gradient.memory.sum_dense(
+            self.title, flat, self.carried, place, refused=refused, members=members
+        )
+        if self.streams is not None:
+            step = self.streams.run(step)
+        self.task = driver.start(f"dense.{self.names[0]}", step)
+
+    def apply(self, scale: float) -> BucketReport:
+        task = _finished(self.task)
+        started = time.perf_counter()
+        total = task.result
+        if self.streams is not None:
+            self.streams.join()
+        self.gradient.fill(total * (scale * self._loss_scale))
+        self.carried = None
+        took = time.perf_counter() - started
+        return self.report(
+            self.size, total.element_size(), self.gradient.num_bytes, took, task.waited_seconds
+        )
+
+
+def _finished(task: Task | None) -> Task:
+    if task is None or not task.done:
+        raise RuntimeError("the synchronization is not done: this is a bug, please report it")
+    if task.error is not None:
+        raise task.error
+    return task
+
+
+def make_parts(
+    specs: Sequence[PartSpec],
+    facts: Facts,
+    place: tuple[int, int],
+    topology: Topology | None,
+    optimizer: Any | None,
+    lay: Lay = FlatGradient,
+) -> list[Part]:
+    """Fresh parts, whose residuals are zeros."""
+    parts: list[Part] = []
+    for spec in specs:
+        parameters = [facts[name][1] for name in spec.names]
+        if spec.recipe is None:
+            parts.append(DenseParameters(spec.names, parameters, place, lay))
+            continue
+        rate = partial(_learning_rate, optimizer, facts[spec.names[0]][0].group)
+        hosts = None if spec.dense else topology
+        given = spec.label, spec.names, parameters, spec.recipe, rate, place
+        parts.append(SparseBucket(*given, dense=spec.dense, lay=lay, topology=hosts))
+    return parts
+
+
+def _learning_rate(optimizer: Any | None, group: int) -> float | None:
+    if optimizer is None:
+        return None
+    # by number: load_state_dict makes new dicts of the groups
+    rate = optimizer.param_groups[group].get("lr")
+    return None if rate is None else float(rate)

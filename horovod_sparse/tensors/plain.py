@@ -1,0 +1,375 @@
+"""Every primitive in plain PyTorch, on any device: the reference of the Triton kernels, and their stand-in.
+
+All tensors of a call are on one device. `values` is float32 or float64 of shape (n,), `maxima` holds
+magnitude bits (int32 or int64) of blocks of `layout.block` elements, `indices` are int32. Magnitude bits, the
+bits without the sign, order like the magnitudes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from horovod_sparse.kernels.layout import Layout
+from horovod_sparse.kernels.quantization import COUNTER, FIRST, SECOND, WORD, Quantization
+
+
+def device_block_size(density: float) -> int:
+    """Elements per block on an accelerator, for a density.
+
+    The k-th largest block maximum bounds the k-th largest element, and about k blocks pass it. They
+    are read again, so 1/8 of the blocks should pass: one read in 32 bytes of traffic. Larger blocks
+    than 1024 would save nothing any more, smaller ones than 32 are not one transaction.
+
+    Example:
+        >>> [device_block_size(density) for density in (0.1, 0.001, 1e-6)]
+        [32, 128, 1024]
+    """
+    block = 1024
+    while block > 32 and block * density > 0.125 + 0.01:
+        block //= 2
+    return block
+
+
+def int_type(dtype: torch.dtype) -> torch.dtype:
+    """The signed type as wide as float32 or float64: magnitude bits are below its sign."""
+    return torch.int64 if dtype == torch.float64 else torch.int32
+
+
+def num_magnitude_bits(dtype: torch.dtype) -> int:
+    """31 or 63."""
+    return 63 if dtype == torch.float64 else 31
+
+
+def infinity_bits(dtype: torch.dtype) -> int:
+    """Magnitude bits of Inf: smaller are finite, larger are NaN."""
+    return 0x7FF0000000000000 if dtype == torch.float64 else 0x7F800000
+
+
+def magnitudes(values: torch.Tensor) -> torch.Tensor:
+    """The bits without the sign; they order like the magnitudes, Inf and NaN on top."""
+    kind = int_type(values.dtype)
+    return values.view(kind) & torch.iinfo(kind).max
+
+
+# Elements that are worked on together, which bounds the memory for intermediates; blocks divide it.
+_TILE = 1 << 22
+
+
+def _finite(values: Tensor) -> Tensor:
+    return magnitudes(values) < infinity_bits(values.dtype)
+
+
+def fold(
+    values: Tensor,
+    gradient: Tensor,
+    maxima: Tensor,
+    layout: Layout,
+    factors: Tensor,
+    square_norm: Tensor,
+    velocity: Tensor | None = None,
+    plain: bool = False,
+    keep: bool = False,
+) -> Tensor:
+    """values = decay * values + step; gradient = 0; block maxima.
+
+    ``step = gradient``, or with a velocity ``velocity = momentum * velocity + gradient;
+    step = factors[2] * gradient + factors[3] * velocity``. `plain` says that decay is 1; `keep` leaves the
+    gradient as it is. Returns float64 [4]: how many elements were not finite and counted as 0, the position
+    of the first (n or more if there is none), sum of squares of the new values, and that of decay * the old.
+    """
+    n, block = layout.num_elements, layout.block
+    count = torch.zeros((), dtype=torch.int64, device=values.device)
+    first = torch.full((), n, dtype=torch.int64, device=values.device)
+    square = torch.zeros((), dtype=torch.float64, device=values.device)
+    decay, momentum, from_gradient, from_velocity = factors.unbind()
+    for start in range(0, n, _TILE):
+        stop = min(start + _TILE, n)
+        old, step = values[start:stop], gradient[start:stop].to(values.dtype)
+        kept = old if plain else old * decay
+        wrong = torch.zeros_like(old, dtype=torch.bool)
+        if velocity is not None:
+            wrong = ~_finite(step)
+            step = torch.where(wrong, 0.0, step)
+            coasting = momentum * velocity[start:stop]
+            speed = coasting + step
+            fine = _finite(speed)
+            wrong |= ~fine
+            speed = torch.where(fine, speed, coasting)
+            velocity[start:stop] = speed
+            step = from_gradient * step + from_velocity * speed
+        new = kept + step
+        fine = _finite(new)
+        wrong |= ~fine
+        new = torch.where(fine, new, torch.where(_finite(kept), kept, old))
+        square += new.double().square().sum()
+        count += wrong.sum()
+        # argmax of booleans finds the first one that is true; without one it says 0.
+        here = start + wrong.to(torch.uint8).argmax()
+        first = torch.minimum(first, torch.where(wrong.any(), here, n))
+        values[start:stop] = new
+        maxima[start // block : -(-stop // block)] = _block_maxima(new, block)
+    if not keep:
+        gradient.zero_()
+    carried = decay.double() ** 2 * square_norm[0]
+    return torch.stack([count.double(), first.double(), square, carried])
+
+
+def _block_maxima(values: Tensor, block: int) -> Tensor:
+    keys = magnitudes(values)
+    missing = -keys.numel() % block
+    return torch.nn.functional.pad(keys, (0, missing)).view(-1, block).amax(1)
+
+
+def scan_maxima(values: Tensor, maxima: Tensor, layout: Layout) -> None:
+    """Maxima of all blocks, without a gradient (after an assignment)."""
+    block = layout.block
+    for start in range(0, layout.num_elements, _TILE):
+        stop = min(start + _TILE, layout.num_elements)
+        maxima[start // block : -(-stop // block)] = _block_maxima(values[start:stop], block)
+
+
+def refresh_maxima(values: Tensor, maxima: Tensor, layout: Layout, indices: Tensor) -> None:
+    """Maxima of the blocks that hold the given elements."""
+    blocks = torch.unique(indices // layout.block)
+    where = blocks[:, None].long() * layout.block + torch.arange(layout.block, device=values.device)
+    # The last block may end early; its last element again changes no maximum.
+    maxima[blocks.long()] = magnitudes(values[where.clamp_(max=layout.num_elements - 1)]).amax(1)
+
+
+def raise_maxima(values: Tensor, maxima: Tensor, layout: Layout, indices: Tensor) -> None:
+    """Makes the maxima upper bounds again after the given elements grew."""
+    where = indices.long()
+    maxima.scatter_reduce_(0, where // layout.block, magnitudes(values[where]), "amax")
+
+
+def zero(values: Tensor, indices: Tensor) -> None:
+    """values[indices] = 0."""
+    values[indices.long()] = 0
+
+
+def put(values: Tensor, indices: Tensor, new: Tensor) -> None:
+    """values[indices] = new; indices are unique."""
+    values[indices.long()] = new
+
+
+def add(values: Tensor, indices: Tensor, new: Tensor) -> None:
+    """values[indices] += new; indices are unique."""
+    where = indices.long()
+    values[where] = values[where] + new
+
+
+def add_sum(dense: Tensor, indices: Tensor, new: Tensor, unique: bool) -> Tensor:
+    """Adds runs of equal indices to a dense tensor, each run in order; float64 to float64, float32 to others.
+
+    Returns int32 [1], how many different elements held +0.0. A float32 or float64 sum that comes out as +0.0
+    is stored as -0.0; half types are rounded once, after the sum.
+    """
+    where = indices.long()
+    heads = torch.ones_like(where, dtype=torch.bool)
+    heads[1:] = where[1:] != where[:-1]
+    starts = heads.nonzero().view(-1)
+    slots = where[starts]
+    total = dense[slots].to(new.dtype)
+    raw = dense[slots].view(torch.int16 if dense.itemsize == 2 else int_type(dense.dtype))
+    touches = (raw == 0).sum(dtype=torch.int32).view(1)
+    lengths = torch.diff(starts, append=starts.new_tensor([where.numel()]))
+    longest = 1 if unique or not where.numel() else int(lengths.max())
+    for turn in range(longest):
+        here = lengths > turn
+        total[here] += new[starts[here] + turn]
+    if dense.itemsize > 2:
+        total = torch.where(total.view(int_type(total.dtype)) == 0, -total, total)
+    dense[slots] = total.to(dense.dtype)
+    return touches
+
+
+def _candidates(
+    values: Tensor, maxima: Tensor, layout: Layout, threshold: int | Tensor, start: int, stop: int
+) -> tuple[Tensor, Tensor]:
+    """Positions (int64, ascending) and magnitude bits of what reaches the threshold in a window."""
+    block = layout.block
+    first, last = start // block, -(-stop // block)
+    passing = first + (maxima[first:last] >= threshold).nonzero().view(-1)
+    where = (passing[:, None] * block + torch.arange(block, device=values.device)).view(-1)
+    where = where[(where >= start) & (where < stop)]
+    keys = magnitudes(values[where])
+    hits = keys >= threshold
+    return where[hits], keys[hits]
+
+
+def at_least(
+    values: Tensor, maxima: Tensor, layout: Layout, bits: int, start: int, stop: int, capacity: int
+) -> tuple[Tensor, Tensor]:
+    """Positions in [start, stop) whose magnitude bits are >= bits, ascending; from upper bounds.
+
+    Returns how many there are (int32 [1]), and the positions: only the first that many of them count, and if
+    there was not room for all, none.
+    """
+    found, _ = _candidates(values, maxima, layout, bits, start, stop)
+    count = torch.full((1,), found.numel(), dtype=torch.int32, device=values.device)
+    return count, found[:capacity].to(torch.int32)
+
+
+def _smallest(
+    values: Tensor, maxima: Tensor, layout: Layout, k: int, start: int, stop: int
+) -> tuple[int, Tensor, Tensor]:
+    """Magnitude bits of the k-th largest, and positions and bits of the candidates for the k largest."""
+    first, last = layout.whole_blocks(start, stop)
+    floor: int | Tensor = 1
+    if k <= last - first:
+        floor = maxima[first:last].topk(k).values[-1].clamp_(min=1)
+    where, keys = _candidates(values, maxima, layout, floor, start, stop)
+    if keys.numel() < k:
+        return 0, where, keys
+    return int(keys.topk(k).values[-1]), where, keys
+
+
+def kth(values: Tensor, maxima: Tensor, layout: Layout, k: int, start: int, stop: int, dense: bool) -> Tensor:
+    """The k-th largest of a window, 1 <= k <= stop - start; from exact maxima.
+
+    Returns int64 [2]: its magnitude bits, and 1 if there was no room for the candidates and the call must be
+    repeated with `dense`, which reads the whole window.
+    """
+    smallest, _, _ = _smallest(values, maxima, layout, k, start, stop)
+    return torch.tensor([smallest, 0], dtype=torch.int64, device=values.device)
+
+
+def largest(
+    values: Tensor, maxima: Tensor, layout: Layout, k: int, start: int, stop: int, dense: bool
+) -> tuple[Tensor, Tensor]:
+    """What `kth` returns, and exactly the k largest of a window, ascending; ties go to the lowest index."""
+    smallest, where, keys = _smallest(values, maxima, layout, k, start, stop)
+    if smallest == 0:
+        where = torch.arange(start, stop, device=values.device)
+        keys = magnitudes(values[start:stop])
+    ties = keys == smallest
+    larger = keys > smallest
+    chosen = larger | (ties & (ties.cumsum(0) <= k - larger.sum()))
+    report = torch.tensor([smallest, 0], dtype=torch.int64, device=values.device)
+    return report, where[chosen].to(torch.int32)
+
+
+def count_at_least(values: Tensor, maxima: Tensor, layout: Layout, thresholds: Sequence[int]) -> Tensor:
+    """How many magnitudes reach each threshold."""
+    counts = torch.zeros(len(thresholds), dtype=torch.int64, device=values.device)
+    for piece in values.split(_TILE):
+        keys = magnitudes(piece)
+        counts += torch.stack([(keys >= bits).sum() for bits in thresholds]) if thresholds else 0
+    return counts
+
+
+def moments(values: Tensor, bits: int) -> Tensor:
+    """float64 [4]: number, sum, sum of squares and of logarithms of the magnitudes that reach a threshold."""
+    out = torch.zeros(4, dtype=torch.float64, device=values.device)
+    for piece in values.split(_TILE):
+        size = piece[magnitudes(piece) >= bits].abs().double()
+        number = torch.full((), size.numel(), dtype=torch.float64, device=values.device)
+        out += torch.stack([number, size.sum(), size.square().sum(), size.log().sum()])
+    return out
+
+
+#: elements that are worked on at once: what is made on the way takes a few times their memory
+_QUANTIZED = 1 << 20
+_WORD_MASK = 0xFFFFFFFF
+
+
+def _groups(code: Quantization, num_elements: int) -> list[tuple[int, int]]:
+    """[start, stop) of what is worked on at once: whole groups, or parts of one."""
+    length = code.length_of_group(num_elements)
+    step = max(1, _QUANTIZED // length) * length if length < _QUANTIZED else _QUANTIZED
+    return [(start, min(start + step, num_elements)) for start in range(0, num_elements, step)]
+
+
+def _norms(values: Tensor, code: Quantization) -> Tensor:
+    """Of all groups, float64 with 24 significant bits."""
+    n, length = values.numel(), code.length_of_group(values.numel())
+    if length >= n:
+        rows, counts = values.view(1, -1), torch.tensor([[max(1, n)]], device=values.device)
+    else:
+        rows = torch.nn.functional.pad(values, (0, -n % length)).view(-1, length)
+        counts = torch.full((rows.shape[0], 1), length, device=values.device)
+        counts[-1] = n - (rows.shape[0] - 1) * length
+    tops = torch.linalg.vector_norm(rows, float("inf"), dim=1, keepdim=True).double()
+    if code.norm == "max":
+        return tops.view(-1)
+    order = 1 if code.norm == "mean" else 2
+    found = torch.linalg.vector_norm(rows, order, dim=1, keepdim=True, dtype=torch.float64)
+    divided = counts if order == 1 else torch.ones_like(counts)
+    found = found / divided
+    # numbers near the ends of what float64 holds: by the largest
+    bad = ((~torch.isfinite(found) | (found == 0)) & (tops > 0)).view(-1).nonzero().view(-1)
+    if bad.numel():
+        parts = rows[bad].double() / tops[bad]
+        found[bad] = tops[bad] * torch.linalg.vector_norm(parts, order, dim=1, keepdim=True) / divided[bad]
+    found = found.contiguous()
+    bits = (found.view(torch.int64) + (1 << 28)) & -(1 << 29)
+    coarse = bits.view(torch.float64)
+    return torch.where((found > 1e-300) & torch.isfinite(found), coarse, found).view(-1)
+
+
+def _packed(bits: Tensor) -> Tensor:
+    """Words of 32 bits: bool [m, 32] to int64 [m], below 2^32."""
+    places = torch.arange(WORD, device=bits.device)
+    return (bits.long() << places).sum(1)
+
+
+def _as_int32(words: Tensor) -> Tensor:
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).int()
+
+
+def _drawn(start: int, stop: int, key: int, like: Tensor) -> Tensor:
+    """See `kernels.quantization.random_bits`; over 2^24."""
+    words = torch.arange(start, stop, device=like.device)
+    words = (words * COUNTER + (key & _WORD_MASK)) & _WORD_MASK
+    words = words ^ (words >> 16)
+    words = ((words * FIRST) & _WORD_MASK) ^ (key >> 32)
+    words = words ^ (words >> 15)
+    words = ((words * SECOND) & _WORD_MASK) >> 8
+    return words.to(like.dtype) * 2.0**-24
+
+
+def encode(values: Tensor, code: Quantization, key: int) -> Tensor:
+    """Units and codes of all values, as `kernels.host.quantize.encode` writes them."""
+    n = values.numel()
+    largest = torch.finfo(values.dtype).max
+    units = (_norms(values, code) / max(1, code.levels)).clamp_(max=largest).to(values.dtype)
+    if code.levels:
+        inverse = torch.where(units > 0, 1 / units, torch.zeros_like(units))
+        units = torch.where(torch.isfinite(inverse), units, torch.zeros_like(units))
+        inverse = torch.where(torch.isfinite(inverse), inverse, torch.zeros_like(inverse))
+    length, words = code.length_of_group(n), []
+    for start, stop in _groups(code, n):
+        part = values[start:stop]
+        planes = [part < 0]
+        if code.levels:
+            which = torch.arange(start, stop, device=values.device) // length
+            sizes = part.abs() * inverse[which] + _drawn(start, stop, key, part)
+            numbers = sizes.long().clamp_(max=code.levels)
+            planes += [(numbers >> place & 1).bool() for place in range(code.planes - 1)]
+        full = [torch.nn.functional.pad(plane, (0, -part.numel() % WORD)).view(-1, WORD) for plane in planes]
+        words.append(torch.stack([_packed(plane) for plane in full], 1).view(-1))
+    codes = torch.cat(words) if words else torch.empty(0, dtype=torch.int64, device=values.device)
+    return torch.cat([units.view(torch.int32), _as_int32(codes)])
+
+
+def take_away(values: Tensor, words: Tensor, code: Quantization, out: Tensor) -> None:
+    """out = values less what the words stand for."""
+    n = values.numel()
+    at = code.num_units(n) * (values.element_size() // 4)
+    units, codes = words[:at].view(values.dtype), words[at:].view(-1, code.planes)
+    length = code.length_of_group(n)
+    places = torch.arange(WORD, device=values.device, dtype=torch.int32)
+    for start, stop in _groups(code, n):
+        here = codes[start // WORD : -(-stop // WORD)]
+        bits = (here.unsqueeze(2) >> places) & 1  # [words, planes, 32]
+        which = torch.arange(start, stop, device=values.device) // length
+        numbers = units[which]
+        if code.levels:
+            weights = 1 << torch.arange(code.planes - 1, device=values.device)
+            levels = (bits[:, 1:] * weights.view(1, -1, 1)).sum(1).view(-1)[: stop - start]
+            numbers = levels.to(values.dtype) * numbers
+        below = bits[:, 0].reshape(-1)[: stop - start].bool()
+        out[start:stop] = values[start:stop] - torch.where(below, -numbers, numbers)

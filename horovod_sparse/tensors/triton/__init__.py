@@ -1,0 +1,35 @@
+"""The primitives on a GPU, in Triton, under the names that they have in `horovod_sparse.tensors.plain`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from horovod_sparse.tensors.triton import fold as _fold
+from horovod_sparse.tensors.triton import scatter as _scatter
+from horovod_sparse.tensors.triton import select as _select
+
+
+def _there(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Launches go to the current device, wherever the tensors are; so this makes theirs the current one."""
+
+    @functools.wraps(function)
+    def launch(values: torch.Tensor, *arguments: Any, **more: Any) -> Any:
+        if values.device.type != "cuda":  # Triton's interpreter
+            return function(values, *arguments, **more)
+        with torch.cuda.device(values.device):
+            return function(values, *arguments, **more)
+
+    return launch
+
+
+fold, scan_maxima = _there(_fold.fold), _there(_fold.scan_maxima)
+refresh_maxima, raise_maxima = _there(_fold.refresh_maxima), _there(_fold.raise_maxima)
+add, add_sum = _there(_scatter.add), _there(_scatter.add_sum)
+put, zero = _there(_scatter.put), _there(_scatter.zero)
+at_least, largest = _there(_select.at_least), _there(_select.largest)
+kth, find_kth = _there(_select.kth), _there(_select.find_kth)
+count_at_least, moments = _there(_select.count_at_least), _there(_select.moments)

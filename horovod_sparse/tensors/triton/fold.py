@@ -1,0 +1,200 @@
+"""The one pass over all elements on a GPU: accumulate, clear the gradient, leave block maxima."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from horovod_sparse.kernels.layout import Layout
+from horovod_sparse.tensors.triton.bits import OPTIONS, TILE, is_finite, magnitude, programs
+
+# Elements per program of 4 warps: a thread has four 16-byte loads per array in flight, and few enough
+# registers that five programs share a multiprocessor, so that some load while others compute.
+_TILE = 2048
+# Sums of squares that the program of the report reads at a time.
+_CHUNK = 8192
+
+
+@triton.jit
+def _fold_tile(  # type: ignore[no-untyped-def]
+    values, gradient, velocity, maxima, factors, squares, trouble, first, n,
+    PLAIN: tl.constexpr, MOMENTUM: tl.constexpr, MASKED: tl.constexpr, KEEP: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """ROWS blocks from element `first` on; only a masked tile may reach beyond n."""
+    rows = tl.arange(0, ROWS)
+    local = rows[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    values += first
+    gradient += first
+    inside = local < n - first
+    mask = inside if MASKED else None
+    other = 0.0 if MASKED else None
+    old = tl.load(values + local, mask=mask, other=other)
+    step = tl.load(gradient + local, mask=mask, other=other).to(old.dtype)
+    kept = old
+    if not PLAIN:
+        kept = old * tl.load(factors)
+    if MOMENTUM:
+        velocity += first
+        wrong_step = is_finite(step) == 0
+        step = tl.where(wrong_step, 0.0, step)
+        coasting = tl.load(velocity + local, mask=mask, other=other) * tl.load(factors + 1)
+        speed = coasting + step
+        wrong_speed = is_finite(speed) == 0
+        speed = tl.where(wrong_speed, coasting, speed)
+        tl.store(velocity + local, speed, mask=mask)
+        step = tl.load(factors + 2) * step + tl.load(factors + 3) * speed
+    total = kept + step
+    overflow = is_finite(total) == 0
+    new = tl.where(overflow, tl.where(is_finite(kept), kept, old), total)
+    tl.store(values + local, new, mask=mask)
+    if not KEEP:
+        tl.store(gradient + local, tl.zeros([ROWS, BLOCK], gradient.dtype.element_ty), mask=mask)
+    tops = tl.max(magnitude(new), axis=1)
+    blocks = first // BLOCK + rows
+    if MASKED:
+        tl.store(maxima + blocks, tops, mask=blocks * BLOCK < n)
+    else:
+        tl.store(maxima + blocks, tops)
+
+    wrong = overflow
+    if MOMENTUM:
+        wrong = wrong | wrong_step | wrong_speed
+    square = tl.sum(tl.sum(new * new, axis=1).to(tl.float64), axis=0)
+    # Where float32 squares overflow, or vanish. NaN compares false.
+    if (square > 1e-25 and square < 1e38) == 0:
+        wide = new.to(tl.float64)
+        square = tl.sum(tl.sum(wide * wide, axis=1), axis=0)
+    tl.store(squares + tl.program_id(0), square)
+    # Nothing outside n is wrong: zeros were read there.
+    count = tl.sum(tl.sum(wrong.to(tl.int32), axis=1), axis=0)
+    if count > 0:
+        earliest = tl.min(tl.min(tl.where(wrong, local, ROWS * BLOCK), axis=1), axis=0)
+        # How far from the end: the largest wins, and 0 says that there is none.
+        tl.atomic_add(trouble, count.to(tl.int64))
+        tl.atomic_max(trouble + 1, n - (first + earliest))
+
+
+@triton.jit(do_not_specialize=["n"])
+def _fold_kernel(  # type: ignore[no-untyped-def]
+    values, gradient, velocity, maxima, factors, squares, trouble, n,
+    PLAIN: tl.constexpr, MOMENTUM: tl.constexpr, KEEP: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    first = program.to(tl.int64) * (ROWS * BLOCK)
+    # Two bodies: with a mask on every access the loads would not be 16 bytes wide.
+    if first + ROWS * BLOCK <= n:
+        _fold_tile(
+            values, gradient, velocity, maxima, factors, squares, trouble, first, n,
+            PLAIN, MOMENTUM, False, KEEP, ROWS, BLOCK,
+        )  # fmt: skip
+    else:
+        _fold_tile(
+            values, gradient, velocity, maxima, factors, squares, trouble, first, n,
+            PLAIN, MOMENTUM, True, KEEP, ROWS, BLOCK,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["n", "num_programs"])
+def _report_kernel(  # type: ignore[no-untyped-def]
+    squares, trouble, factors, square_norm, report, n, num_programs, CHUNK: tl.constexpr
+):
+    """One program: adds the tiles' sums of squares, always in the same order, and writes the report."""
+    lanes = tl.arange(0, CHUNK)
+    sums = tl.zeros([CHUNK], tl.float64)
+    for start in range(0, num_programs, CHUNK):
+        sums += tl.load(squares + start + lanes, mask=start + lanes < num_programs, other=0.0)
+    decay = tl.load(factors).to(tl.float64)
+    tl.store(report, tl.load(trouble).to(tl.float64))
+    tl.store(report + 1, (n - tl.load(trouble + 1)).to(tl.float64))
+    tl.store(report + 2, tl.sum(sums, axis=0))
+    tl.store(report + 3, decay * decay * tl.load(square_norm))
+
+
+def fold(
+    values: Tensor,
+    gradient: Tensor,
+    maxima: Tensor,
+    layout: Layout,
+    factors: Tensor,
+    square_norm: Tensor,
+    velocity: Tensor | None = None,
+    plain: bool = False,
+    keep: bool = False,
+    tile: int = 0,
+    warps: int = 4,
+) -> Tensor:
+    """tile and warps are for measurements."""
+    n, block = layout.num_elements, layout.block
+    if not tile:
+        # Three arrays, or words of 64 bits, fill the registers with half as many elements.
+        tile = max(_TILE >> ((velocity is not None) + (values.dtype == torch.float64)), block)
+    grid = programs(n, tile)
+    squares = torch.empty(grid, dtype=torch.float64, device=values.device)
+    trouble = torch.zeros(2, dtype=torch.int64, device=values.device)
+    report = torch.empty(4, dtype=torch.float64, device=values.device)
+    _fold_kernel[(grid,)](
+        values, gradient, values if velocity is None else velocity, maxima, factors, squares, trouble, n,
+        PLAIN=plain, MOMENTUM=velocity is not None, KEEP=keep, ROWS=tile // block, BLOCK=block,
+        **(OPTIONS | {"num_warps": warps}),
+    )  # fmt: skip
+    _report_kernel[(1,)](
+        squares, trouble, factors, square_norm, report, n, grid, CHUNK=_CHUNK, **(OPTIONS | {"num_warps": 16})
+    )
+    return report
+
+
+# Elements whose blocks one program looks at.
+_LANES = 32
+
+
+@triton.jit(do_not_specialize=["n"])
+def _scan_kernel(values, maxima, n, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    first = tl.program_id(0).to(tl.int64) * (ROWS * BLOCK)
+    rows = tl.arange(0, ROWS)
+    local = rows[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    new = tl.load(values + first + local, mask=local < n - first, other=0.0)
+    blocks = first // BLOCK + rows
+    tl.store(maxima + blocks, tl.max(magnitude(new), axis=1), mask=blocks * BLOCK < n)
+
+
+def scan_maxima(values: Tensor, maxima: Tensor, layout: Layout) -> None:
+    n, block = layout.num_elements, layout.block
+    _scan_kernel[(programs(n),)](values, maxima, n, ROWS=TILE // block, BLOCK=block, **OPTIONS)
+
+
+@triton.jit(do_not_specialize=["n", "k"])
+def _refresh_kernel(  # type: ignore[no-untyped-def]
+    values, maxima, indices, n, k, LANES: tl.constexpr, BLOCK: tl.constexpr
+):
+    # Elements of one block all compute and store the same maximum.
+    lanes = tl.program_id(0) * LANES + tl.arange(0, LANES)
+    mask = lanes < k
+    blocks = (tl.load(indices + lanes, mask=mask, other=0) // BLOCK).to(tl.int64)
+    where = blocks[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    new = tl.load(values + where, mask=mask[:, None] & (where < n), other=0.0)
+    tl.store(maxima + blocks, tl.max(magnitude(new), axis=1), mask=mask)
+
+
+def refresh_maxima(values: Tensor, maxima: Tensor, layout: Layout, indices: Tensor) -> None:
+    k = indices.numel()
+    _refresh_kernel[(programs(k, _LANES),)](
+        values, maxima, indices, layout.num_elements, k, LANES=_LANES, BLOCK=layout.block, **OPTIONS
+    )
+
+
+@triton.jit(do_not_specialize=["block", "k"])
+def _raise_kernel(values, maxima, indices, block, k, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
+    lanes = tl.program_id(0) * LANES + tl.arange(0, LANES)
+    mask = lanes < k
+    where = tl.load(indices + lanes, mask=mask, other=0)
+    new = tl.load(values + where, mask=mask, other=0.0)
+    tl.atomic_max(maxima + where // block, magnitude(new), mask=mask)
+
+
+def raise_maxima(values: Tensor, maxima: Tensor, layout: Layout, indices: Tensor) -> None:
+    k = indices.numel()
+    _raise_kernel[(programs(k, 256),)](values, maxima, indices, layout.block, k, LANES=256, **OPTIONS)

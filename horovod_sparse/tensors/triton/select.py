@@ -1,0 +1,276 @@
+"""Selection on a GPU: positions in ascending order, by counting, a running sum, and writing.
+
+Both passes look only into blocks whose maximum passes; the second mostly finds them in the cache.
+An exact selection takes what is above a floor, and the first of those equal to it.
+
+The k-th largest magnitude is that floor, found without reading anything back on the way:
+
+1. Radix select over the block maxima, of their highest 24 bits only: a lower bound of the k-th largest
+   maximum, and so of the k-th largest element.
+2. What reaches the bound goes into a buffer, in any order: a little more than k elements.
+3. Radix select over the buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from horovod_sparse.kernels.layout import Layout
+from horovod_sparse.tensors.plain import int_type, num_magnitude_bits
+from horovod_sparse.tensors.triton.bits import OPTIONS, magnitude, programs
+from horovod_sparse.tensors.triton.blocks import (
+    BINS,
+    MAX_PROGRAMS,
+    Passing,
+    Radix,
+    advance,
+    digits,
+    list_blocks,
+    look,
+)
+
+# Digits of the block maxima that are looked at: they only have to give a good lower bound.
+_BOUND_DIGITS = 3
+# A window of up to so many elements fits a buffer as it is.
+_SMALL = 1 << 20
+
+
+@triton.jit(do_not_specialize=["start", "stop", "capacity"])
+def _gather_kernel(  # type: ignore[no-untyped-def]
+    bits, blocks, facts, start, stop, buffer, capacity, count,
+    FULL_MASK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Keys of [start, stop) that reach the bound, in any order; `count` says how many there were."""
+    bound = tl.load(facts).to(bits.dtype.element_ty)
+    total = tl.load(facts + 1).to(tl.int32)
+    for tile in range(tl.program_id(0), tl.cdiv(total, ROWS), tl.num_programs(0)):
+        _, key, inside = look(bits, blocks, total, tile, start, stop, FULL_MASK, ROWS, BLOCK)
+        hits = inside & (key >= bound)
+        ones = hits.to(tl.int32)
+        place = tl.atomic_add(count, tl.sum(ones, axis=0)) + tl.cumsum(ones, axis=0) - 1
+        tl.store(buffer + place, key, mask=hits & (place < capacity))
+
+
+@triton.jit(do_not_specialize=["k", "level", "width", "capacity"])
+def _finish_kernel(  # type: ignore[no-untyped-def]
+    counters, state, k, level, width, count, capacity, report, CANDIDATES: tl.constexpr, BINS: tl.constexpr
+):
+    """One program: the key, and whether the buffer was too small."""
+    prefix, _ = advance(counters, state, k, level, width, BINS)
+    overflow = tl.zeros([], tl.int64)
+    if CANDIDATES:
+        found = tl.load(count)
+        # Fewer than k are not 0: then the k-th is.
+        prefix = tl.where(found < k, 0, prefix)
+        overflow += (found > capacity).to(tl.int64)
+    tl.store(report, prefix)
+    tl.store(report + 1, overflow)
+
+
+def find_kth(
+    values: Tensor,
+    maxima: Tensor,
+    layout: Layout,
+    k: int,
+    start: int,
+    stop: int,
+    dense: bool,
+    capacity: int | None = None,
+) -> tuple[Tensor, Passing | None]:
+    """As `plain.kth`; also the blocks that may hold one of the k largest, None with `dense`."""
+    block, device = layout.block, values.device
+    kind, num_bits = int_type(values.dtype), num_magnitude_bits(values.dtype)
+    bits = values.view(kind)
+    all_digits = digits(num_bits)
+    num_words = len(all_digits) + _BOUND_DIGITS
+    counters = torch.zeros(num_words * BINS + 1, dtype=torch.int32, device=device)
+    state = torch.empty(2 * num_words, dtype=torch.int64, device=device)
+    report = torch.empty(2, dtype=torch.int64, device=device)
+    count = counters[-1:]
+    cut = _BOUND_DIGITS * BINS
+    radix = Radix(counters[cut:], state[2 * _BOUND_DIGITS :], k, num_bits)
+
+    first, last = layout.whole_blocks(start, stop)
+    # Without k whole blocks there is no bound: all that is not 0 would be a candidate.
+    bounded = k <= last - first
+    dense = dense or (not bounded and stop - start > _SMALL)
+    room, passing = stop - start, None
+    if dense:
+        radix.count(bits[start:stop], len(all_digits))
+    else:
+        bound_radix = Radix(counters, state, k, num_bits)
+        if bounded:
+            bound_radix.count(maxima[first:last], _BOUND_DIGITS)
+            room = min(room, 2 * k + (1 << 16))
+        room = room if capacity is None else capacity
+        passing = list_blocks(maxima, block, start, stop, 1, bound_radix if bounded else None, _BOUND_DIGITS)
+        buffer = torch.empty(room, dtype=kind, device=device)
+        _gather_kernel[(min(passing.num_tiles, MAX_PROGRAMS),)](
+            bits, passing.blocks, passing.facts, start, stop, buffer, room, count,
+            FULL_MASK=torch.iinfo(kind).max, ROWS=passing.rows, BLOCK=block, **OPTIONS,
+        )  # fmt: skip
+        radix.count(buffer, len(all_digits), count)
+    _finish_kernel[(1,)](
+        radix.counters, radix.state, k, len(all_digits), all_digits[-1][1], count, room, report,
+        CANDIDATES=not dense, BINS=BINS, **OPTIONS,
+    )  # fmt: skip
+    return report, passing
+
+
+def kth(values: Tensor, maxima: Tensor, layout: Layout, k: int, start: int, stop: int, dense: bool) -> Tensor:
+    return find_kth(values, maxima, layout, k, start, stop, dense)[0]
+
+
+@triton.jit(do_not_specialize=["start", "stop", "num_tiles"])
+def _count_kernel(  # type: ignore[no-untyped-def]
+    bits, blocks, facts, floor, start, stop, counts, num_tiles,
+    EXACT: tl.constexpr, FULL_MASK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Per tile: how many are above the floor, in the upper half of the word; equal to it, in the lower."""
+    limit = tl.load(floor).to(bits.dtype.element_ty)
+    total = tl.load(facts + 1).to(tl.int32)
+    for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        count = tl.zeros([], tl.int64)
+        if tile * ROWS < total:
+            _, key, inside = look(bits, blocks, total, tile, start, stop, FULL_MASK, ROWS, BLOCK)
+            if EXACT:
+                count += tl.sum((inside & (key == limit)).to(tl.int32), axis=0)
+                count += tl.sum((inside & (key > limit)).to(tl.int32), axis=0).to(tl.int64) << 32
+            else:
+                count += tl.sum((inside & (key >= limit)).to(tl.int32), axis=0).to(tl.int64) << 32
+        tl.store(counts + tile, count)
+
+
+@triton.jit(do_not_specialize=["start", "stop", "num_tiles", "k"])
+def _write_kernel(  # type: ignore[no-untyped-def]
+    bits, blocks, facts, floor, start, stop, sums, num_tiles, k, out,
+    EXACT: tl.constexpr, FULL_MASK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Every tile writes behind what the tiles before it found; nothing beyond out[k]. out[0]: how many."""
+    limit = tl.load(floor).to(bits.dtype.element_ty)
+    number = tl.load(facts + 1).to(tl.int32)
+    total = tl.load(sums + num_tiles - 1)
+    if tl.program_id(0) == 0:
+        tl.store(out, (total >> 32).to(tl.int32))
+    for tile in range(tl.program_id(0), tl.cdiv(number, ROWS), tl.num_programs(0)):
+        before = tl.load(sums + tile - 1, mask=tile > 0, other=0)
+        if tl.load(sums + tile) != before:
+            where, key, inside = look(bits, blocks, number, tile, start, stop, FULL_MASK, ROWS, BLOCK)
+            place = before >> 32
+            if EXACT:
+                # Ties: as many as are missing to k, the first ones.
+                ties = k - (total >> 32)
+                earlier = before & 0xFFFFFFFF
+                equal = inside & (key == limit)
+                rank = (earlier + tl.cumsum(equal.to(tl.int32), axis=0)).to(tl.int32)
+                chosen = (inside & (key > limit)) | (equal & (rank <= ties))
+                place += tl.minimum(earlier, ties)
+            else:
+                chosen = inside & (key >= limit)
+            slot = place.to(tl.int32) + tl.cumsum(chosen.to(tl.int32), axis=0)
+            tl.store(out + slot, where, mask=chosen & (slot <= k))
+
+
+def _shape(values: Tensor, layout: Layout, passing: Passing, exact: bool) -> dict[str, Any]:
+    full_mask = torch.iinfo(int_type(values.dtype)).max
+    return {"EXACT": exact, "FULL_MASK": full_mask, "ROWS": passing.rows, "BLOCK": layout.block, **OPTIONS}
+
+
+def count_tiles(
+    values: Tensor, layout: Layout, passing: Passing, floor: Tensor, exact: bool, start: int, stop: int
+) -> Tensor:
+    """Counts the elements of a window in each tile of listed blocks."""
+    tiles = passing.num_tiles
+    counts = torch.empty(tiles, dtype=torch.int64, device=values.device)
+    _count_kernel[(min(tiles, MAX_PROGRAMS),)](
+        values.view(int_type(values.dtype)), passing.blocks, passing.facts, floor, start, stop, counts, tiles,
+        **_shape(values, layout, passing, exact),
+    )  # fmt: skip
+    return counts
+
+
+def _select(
+    values: Tensor,
+    layout: Layout,
+    passing: Passing,
+    floor: Tensor,
+    exact: bool,
+    start: int,
+    stop: int,
+    k: int,
+) -> Tensor:
+    """Count, running sum, write; the first word of the result is the count (if exact, of those above)."""
+    tiles = passing.num_tiles
+    out = torch.empty(k + 1, dtype=torch.int32, device=values.device)
+    sums = count_tiles(values, layout, passing, floor, exact, start, stop).cumsum(0)
+    _write_kernel[(min(tiles, MAX_PROGRAMS),)](
+        values.view(int_type(values.dtype)), passing.blocks, passing.facts, floor, start, stop, sums, tiles,
+        k, out, **_shape(values, layout, passing, exact),
+    )  # fmt: skip
+    return out
+
+
+def at_least(
+    values: Tensor, maxima: Tensor, layout: Layout, bits: int, start: int, stop: int, capacity: int
+) -> tuple[Tensor, Tensor]:
+    passing = list_blocks(maxima, layout.block, start, stop, bits)
+    # The bound of the list is the threshold.
+    out = _select(values, layout, passing, passing.facts, False, start, stop, capacity)
+    return out[:1], out[1:]
+
+
+def largest(
+    values: Tensor, maxima: Tensor, layout: Layout, k: int, start: int, stop: int, dense: bool
+) -> tuple[Tensor, Tensor]:
+    report, passing = find_kth(values, maxima, layout, k, start, stop, dense)
+    if passing is None:
+        passing = list_blocks(maxima, layout.block, start, stop, 0)
+    out = _select(values, layout, passing, report, True, start, stop, k)
+    return report, out[1:]
+
+
+_MOMENTS_TILE = 2048
+
+
+def count_at_least(values: Tensor, maxima: Tensor, layout: Layout, thresholds: Sequence[int]) -> Tensor:
+    counts = []
+    for bits in thresholds:
+        passing = list_blocks(maxima, layout.block, 0, layout.num_elements, bits)
+        tiles = count_tiles(values, layout, passing, passing.facts, False, 0, layout.num_elements)
+        counts.append(tiles.sum() >> 32)
+    return torch.stack(counts) if counts else torch.zeros(0, dtype=torch.int64, device=values.device)
+
+
+@triton.jit(do_not_specialize=["n", "threshold"])
+def _moments_kernel(  # type: ignore[no-untyped-def]
+    values, n, threshold, partials, num_programs, TILE: tl.constexpr
+):
+    """Per tile: number, sum, sum of squares and sum of logarithms, each in its row of `partials`."""
+    program = tl.program_id(0)
+    first = program.to(tl.int64) * TILE
+    local = tl.arange(0, TILE)
+    here = tl.load(values + first + local, mask=local < n - first, other=0.0)
+    chosen = magnitude(here) >= tl.cast(threshold, tl.int64).to(magnitude(here).dtype)
+    size = tl.where(chosen, tl.abs(here), 1.0)
+    # The logarithm takes subnormal numbers as 0, so they are made larger first: 2**64 = e**44.36...
+    tiny = size < 1e-30
+    logarithm = tl.log(tl.where(tiny, size * 18446744073709551616.0, size)).to(tl.float64)
+    logarithm = tl.where(tiny, logarithm - 44.3614195558364998, logarithm)
+    size = tl.where(chosen, size, 0.0).to(tl.float64)
+    tl.store(partials + program, tl.sum(chosen.to(tl.int32), axis=0).to(tl.float64))
+    tl.store(partials + num_programs + program, tl.sum(size, axis=0))
+    tl.store(partials + 2 * num_programs + program, tl.sum(size * size, axis=0))
+    tl.store(partials + 3 * num_programs + program, tl.sum(tl.where(chosen, logarithm, 0.0), axis=0))
+
+
+def moments(values: Tensor, bits: int) -> Tensor:
+    grid = programs(values.numel(), _MOMENTS_TILE)
+    partials = torch.empty((4, grid), dtype=torch.float64, device=values.device)
+    _moments_kernel[(grid,)](values, values.numel(), bits, partials, grid, TILE=_MOMENTS_TILE, **OPTIONS)
+    return partials.sum(1)

@@ -1,0 +1,170 @@
+"""What PyTorch over Horovod gives to a training: facts of parameters, parts, and messages between ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from horovod_sparse.carriers.shared_memory import Arena, may_share
+from horovod_sparse.collectives import Synchronization
+from horovod_sparse.feedback import Recipe
+from horovod_sparse.planning import by_cost, plan_request
+from horovod_sparse.plans.dense import ClusterFacts
+from horovod_sparse.plans.plan import ParameterFacts
+from horovod_sparse.tensors.facts import facts_of, groups_of
+from horovod_sparse.tensors.flat_gradient import FlatGradient
+from horovod_sparse.tensors.memory import HOST_DEVICES
+from horovod_sparse.tensors.parts import Lay, Part, make_parts
+from horovod_sparse.topology import Topology
+from horovod_sparse.torch._horovod import hvd, present_start
+from horovod_sparse.torch.driver import HorovodDriver
+from horovod_sparse.torch.stock import arguments_of, compare_with_ranks
+from horovod_sparse.training.engine import Facts, PartSpec
+from horovod_sparse.training.first_plan import FirstPlan, first_plan
+from horovod_sparse.training.levels import Ranks, assumed_topology
+from horovod_sparse.training.settings import Settings
+
+_ADVICE = "; give such parameters an optimizer of their own"
+
+
+class HorovodEngine:
+    """An `Engine` for the parameters of one optimizer."""
+
+    name = "horovod_sparse.torch"
+    start_token = staticmethod(present_start)
+
+    def __init__(
+        self,
+        optimizer: Any,
+        named_parameters: Sequence[tuple[str, torch.Tensor]],
+        recipe: Recipe,
+        deadline_seconds: float | None,
+    ) -> None:
+        self._optimizer, self._recipe = optimizer, recipe
+        #: until facts were asked for first
+        self._named: list[tuple[str, torch.Tensor]] | None = list(named_parameters)
+        self.process_set, self._deadline_seconds = optimizer.process_set, deadline_seconds
+        self.driver = HorovodDriver(self.process_set, deadline_seconds)
+        #: why gradients do not lie where the other ranks of the host see them
+        self.why_not_shared = ""
+
+    def place(self) -> tuple[int, int]:
+        return int(self.process_set.rank()), int(self.process_set.size())
+
+    def ranks(self) -> Ranks:
+        return Ranks.of_horovod(hvd, self.process_set)
+
+    def facts(self, known: Facts) -> Facts:
+        """At first those of the model's parameters that the optimizer trains, then those that it has come to.
+
+        Frozen parameters are passed over. One that was never named is called as Horovod calls parameters
+        without names: by its place in the groups, which is the same on all ranks.
+        """
+        groups, names = groups_of(self._optimizer), self._optimizer._parameter_names
+        if self._named is not None:
+            named = [(name, parameter) for name, parameter in self._named if parameter in groups]
+            self._named = None
+        else:
+            have = {id(parameter) for _, parameter in known.values()}
+            named = [
+                (names.get(parameter, f"allreduce.noname.{i}.{j}"), parameter)
+                for i, group in enumerate(self._optimizer.param_groups)
+                for j, parameter in enumerate(group["params"])
+                if id(parameter) not in have
+            ]
+        trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
+        return facts_of(trained, groups, self._recipe.rules, _ADVICE)
+
+    def make_parts(
+        self, specs: Sequence[PartSpec], facts: Facts, place: tuple[int, int], topology: Topology | None
+    ) -> list[Part]:
+        """See `Engine`; gradients that are there become views of the parts' memory."""
+        lay = self._lay(specs, facts, topology)
+        parts = make_parts(specs, facts, place, topology, self._optimizer, lay)
+        for part in parts:
+            part.gradient.gather_existing()
+        return parts
+
+    def _lay(self, specs: Sequence[PartSpec], facts: Facts, topology: Topology | None) -> Lay:
+        """What makes the memory of gradients: of buckets, where the other ranks of the host see it."""
+        self.why_not_shared = ""
+        if topology is None or topology.per_host == 1 or not may_share():
+            return FlatGradient
+        buckets = [[facts[name][1] for name in spec.names] for spec in specs if not spec.dense]
+        sizes = [
+            sum(parameter.numel() * parameter.element_size() for parameter in bucket)
+            for bucket in buckets
+            if bucket[0].device.type in HOST_DEVICES
+        ]
+        if not sizes:
+            return FlatGradient
+        try:
+            arena = Arena(sizes)
+        except OSError as error:
+            self.why_not_shared = f"no memory: {error}"
+            return FlatGradient
+        left = len(sizes)
+
+        def lay(parameters: Sequence[torch.Tensor], name: str) -> FlatGradient:
+            nonlocal left
+            left -= (lends := left > 0 and parameters[0].device.type in HOST_DEVICES)
+            return FlatGradient(parameters, name, arena if lends else None)
+
+        return lay
+
+    def carry_out(self, coroutine: Synchronization[Any], topology: Topology | None) -> Any:
+        """See `Engine`; under one name whatever it is about, so that ranks which differ meet there."""
+        seconds = self._deadline_seconds
+        return compare_with_ranks(coroutine, self.process_set, deadline_seconds=seconds, topology=topology)
+
+    def move_to(self, topology: Topology | None) -> None:
+        self.driver.move_to(topology)
+
+    def declared(self) -> Mapping[str, object]:
+        return arguments_of(self._optimizer)
+
+    def to_array(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array.copy())
+
+
+def where_of(process_set: Any, device: torch.device) -> ClusterFacts:
+    """This rank's place, and what a profile says of the cluster."""
+    words = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return ClusterFacts.of(process_set, "torch", hvd, words)
+
+
+def most_of(parameters: Sequence[ParameterFacts]) -> tuple[torch.device, str]:
+    """Where most elements are, and of which type: what is measured stands for all."""
+    elements: dict[tuple[str, str], int] = {}
+    for parameter in parameters:
+        key = parameter.device, parameter.dtype
+        elements[key] = elements.get(key, 0) + parameter.num_elements
+    name, dtype = max(elements, key=lambda key: elements[key])
+    return torch.device(name), dtype
+
+
+def planned(
+    facts: Facts,
+    recipe: Recipe,
+    engine: HorovodEngine,
+    settings: Settings,
+    groups: Any = None,
+) -> FirstPlan:
+    """The plan to begin with, as this rank's arguments ask for it. No collective."""
+    request, plan = plan_request(**settings.planning, groups=groups, density=recipe.auto)
+    arguments = {"plan": plan, "groups": groups, "bucket_bytes": settings.bucket_bytes}
+
+    def where() -> ClusterFacts:
+        parameters = [fact for fact, _ in facts.values()]
+        choose = by_cost(recipe.sparsifier, parameters, request)
+        hosts = assumed_topology(settings.levels, engine.ranks, choose)
+        return dataclasses.replace(where_of(engine.process_set, most_of(parameters)[0]), topology=hosts)
+
+    first = first_plan(request, facts, recipe.sparsifier, where, **arguments)
+    if first.failure is not None and engine.place()[1] == 1:
+        raise first.failure
+    return first

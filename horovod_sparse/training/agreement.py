@@ -1,0 +1,308 @@
+"""What ranks agree upon before they synchronize: where they stand, their plan, and names of collectives.
+
+A sparsifier's state lives longer than Horovod. In elastic training Horovod is started again, with survivors
+that have trained and with workers that have not; a checkpoint may be loaded on some ranks, or one of another
+step. Sizes and ranks may be what they were, so nothing but an exchange tells. Used by both front ends alike:
+
+0. First of all ranks compare what has to be equal, by `compared`: under one name whatever is compared, so
+   that ranks which do not do the same meet there, and nowhere else.
+1. At the first synchronization after a start, and after a state was loaded, before any bucket communicates,
+   every rank carries out `agreed_start`, once for all buckets. That it is due must not depend on what a rank
+   finds different: a front end remembers under which start of Horovod (a token that every ``hvd.init()``
+   changes) its states were agreed upon. A fresh process has agreed under none.
+2. If `Start.anew`, each rank makes fresh states for its present place (`Sparsifier.init`) at `Start.step`, by
+   `Start.plan`, and multiplies its residuals by `kept_share`. A worker that has just come holds zeros.
+3. Otherwise states are equal already, and nothing changes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from horovod_sparse._version import __version__
+from horovod_sparse.carriers.choice import TRANSPORT_VARIABLE, transport_asked
+from horovod_sparse.collectives import Synchronization, shared_lines
+from horovod_sparse.errors import StateMismatchError
+from horovod_sparse.plans.plan import ParameterFacts, Plan
+
+#: raised by every change of what ranks send each other: ranks of two versions of the code are refused by it
+PROTOCOL = 1
+
+
+def declaration(compression: object, engine: str, **arguments: object) -> dict[str, str]:
+    """What has to be equal on all ranks, in words, by argument."""
+    describe = getattr(compression, "describe", lambda: str(compression))
+    given = {"compression": describe(), "engine": engine, TRANSPORT_VARIABLE: transport_asked(), **arguments}
+    version = {"version": f"{__version__} (protocol {PROTOCOL})"}
+    return {name: str(value) for name, value in given.items()} | version
+
+
+def compared(given: Mapping[str, str], parameters: Sequence[ParameterFacts] = ()) -> Synchronization[None]:
+    """Refuses ranks that do not do the same: one collective, and one more where their models differ.
+
+    Every rank begins with it, whatever it goes on with: where ranks would go on differently, they would wait
+    for each other's collectives for ever, or add up what does not belong together.
+
+    Example:
+        >>> from horovod_sparse.simulation import run_lockstep
+        >>> ranks = [compared({"op": op}) for op in ("Sum", "Average")]
+        >>> print(run_lockstep(ranks, keep_errors=True)[0])
+        op differs: ranks [0] have Sum, ranks [1] Average; give all ranks the same
+    """
+    model = model_of(parameters)
+    everyone = yield from shared_lines([dict(given), _digest(model)])
+    names = dict.fromkeys(name for theirs, _ in everyone for name in theirs)
+    values = {name: [theirs.get(name, "not given") for theirs, _ in everyone] for name in names}
+    differing = [
+        f"{name} differs: {ranks_apart('have {}', each)}"
+        for name, each in values.items()
+        if len(set(each)) > 1
+    ]
+    if differing:
+        raise StateMismatchError(f"{'; '.join(differing)}; give all ranks the same")
+    if len({digest for _, digest in everyone}) > 1:
+        check_same_model((yield from shared_lines(model)))
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where one rank stands.
+
+    Attributes:
+        step: synchronizations that its training has done.
+        digest: of the sparsifiers' states, as far as they are equal on all ranks; see
+            `horovod_sparse.feedback.state.shared_digest`.
+        place: (rank, size) that the states were made for.
+        plan: which parameters form which bucket.
+        parameters: of the model.
+        measuring: how far this rank has come with what all measure together, before all plan anew together.
+        label: by which the rank tells the names of this training's collectives from those of another that
+            has parameters of the same names; need not be equal.
+        told: what others have to know to start anew where this rank stands, by bucket: plain values, such as
+            `horovod_sparse.feedback.Progress.to_plain` gives.
+        column: with two levels, whose states have to be equal to this rank's: those of its column.
+        elsewhere: whether this rank holds something of others' shards.
+    """
+
+    step: int
+    digest: str
+    place: tuple[int, int]
+    plan: Plan = field(default_factory=lambda: Plan(()))
+    parameters: Sequence[ParameterFacts] = ()
+    measuring: str = ""
+    label: str = ""
+    told: Mapping[str, Any] = field(default_factory=dict)
+    column: int = 0
+    elsewhere: bool = False
+
+
+@dataclass(frozen=True)
+class Start:
+    """What all ranks go on with.
+
+    Attributes:
+        anew: whether the sparsifiers' states start anew, on all ranks.
+        step: of the training, the same on all ranks: the furthest of all.
+        plan: of the first rank that is furthest.
+        reason: why states start anew, in words; empty where they do not.
+        label: of the first rank.
+        told: by that rank, where states start anew.
+        measures: whether what is measured may go on, since all have come equally far.
+        elsewhere: whether some rank holds something of others' shards.
+    """
+
+    anew: bool
+    step: int
+    plan: Plan
+    reason: str = ""
+    label: str = ""
+    told: Mapping[str, Any] = field(default_factory=dict)
+    measures: bool = True
+    elsewhere: bool = False
+
+
+@dataclass(frozen=True)
+class _Summary:
+    """What a rank tells of where it stands: `Standing`, with digests for what is long."""
+
+    step: int
+    digest: str
+    place: list[int]
+    plan: str
+    measuring: str
+    label: str
+    column: int
+    elsewhere: bool
+
+
+def agreed_start(standing: Standing) -> Synchronization[Start]:
+    """Compares where all ranks stand: one collective, and one more where something differs.
+
+    Example:
+        >>> from horovod_sparse.simulation import run_lockstep
+        >>> survivor, newcomer = Standing(step=7, digest="a", place=(0, 2)), Standing(0, "b", place=(1, 2))
+        >>> start = run_lockstep([agreed_start(survivor), agreed_start(newcomer)])[1]
+        >>> start.anew, start.step, start.reason
+        (True, 7, 'ranks [0] have done 7 steps, ranks [1] 0')
+    """
+    plan, model = standing.plan.to_dict(), model_of(standing.parameters)
+    own = _Summary(
+        step=standing.step,
+        digest=standing.digest,
+        place=list(standing.place),
+        plan=_digest([plan, model]),
+        measuring=standing.measuring,
+        label=standing.label,
+        column=standing.column,
+        elsewhere=standing.elsewhere,
+    )
+    told = yield from shared_lines(list(dataclasses.astuple(own)))
+    ranks = [_Summary(*one) for one in told]
+    steps = [one.step for one in ranks]
+    reason = ""
+    if moved := [rank for rank, one in enumerate(ranks) if one.place != [rank, len(ranks)]]:
+        rank = moved[0]
+        old_rank, old_size = ranks[rank].place
+        reason = f"rank {rank} of {len(ranks)} was rank {old_rank} of {old_size}"
+    elif len(set(steps)) > 1:
+        reason = ranks_apart("have done {} steps", steps)
+    elif len({one.plan for one in ranks}) > 1:
+        reason = "plans differ"
+    elif len({(one.column, one.digest) for one in ranks}) > len({one.column for one in ranks}):
+        reason = "states differ"
+    label, elsewhere = ranks[0].label, any(one.elsewhere for one in ranks)
+    measures = len({one.measuring for one in ranks}) == 1
+    if not reason:
+        return Start(False, standing.step, standing.plan, "", label, {}, measures, elsewhere)
+    furthest = max(steps)
+    progress = dict(standing.told) if standing.step == furthest else {}
+    everyone = yield from shared_lines([plan, model, progress])
+    check_same_model([model for _, model, _ in everyone])
+    plan, _, progress = everyone[steps.index(furthest)]
+    # other buckets have other shards
+    return Start(True, furthest, Plan.from_dict(plan), reason, label, progress, measures, True)
+
+
+def kept_share(old_size: int, size: int) -> float:
+    """What a rank that goes on multiplies its residuals by: ``Q / P``, from P ranks to Q.
+
+    A gradient that waits in a residual is applied with the weight it was computed for, 1 / P: so the mean
+    over ranks stays, but for what ranks that are gone have taken with them. Newcomers hold zeros.
+
+    Example:
+        >>> kept_share(2, 3)
+        1.5
+    """
+    return size / old_size
+
+
+def ranks_apart(words: str, values: Sequence[object]) -> str:
+    """The different values, each with its ranks.
+
+    Example:
+        >>> ranks_apart("have {}", [7, 0, 7])
+        'ranks [0, 2] have 7, ranks [1] 0'
+    """
+    ranks: dict[object, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(rank)
+    first, *others = ranks
+    told = [
+        f"ranks {ranks[first]} {words.format(first)}",
+        *(f"ranks {ranks[item]} {item}" for item in others),
+    ]
+    return ", ".join(told)
+
+
+def _digest(value: object) -> str:
+    return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+def model_of(parameters: Sequence[ParameterFacts]) -> dict[str, tuple[object, ...]]:
+    """What must be equal of every parameter; devices may differ where every rank has one of its own."""
+    return {
+        item.name: (item.num_elements, item.dtype, item.group, item.density, item.shape)
+        for item in parameters
+    }
+
+
+def agreed_plan(plan: Plan, parameters: Sequence[ParameterFacts]) -> Synchronization[Plan]:
+    """The first rank's plan, after a comparison of all ranks' models, which raises where they differ.
+
+    Example:
+        >>> from horovod_sparse.simulation import run_lockstep
+        >>> plans = [Plan((("weight",),)), Plan((), ("weight",))]
+        >>> run_lockstep([agreed_plan(plan, [ParameterFacts("weight", 10)]) for plan in plans])[1].buckets
+        (('weight',),)
+    """
+    everyone = yield from shared_lines([plan.to_dict(), model_of(parameters)])
+    check_same_model([model for _, model in everyone])
+    return Plan.from_dict(everyone[0][0])
+
+
+def check_same_model(models: Sequence[Mapping[str, Any]]) -> None:
+    """Refuses ranks that train different models."""
+    first = models[0]
+    for rank, other in enumerate(models):
+        if differing := sorted(
+            name for name in first.keys() | other.keys() if first.get(name) != other.get(name)
+        ):
+            name = differing[0]
+            here, there = (model.get(name, "missing") for model in (first, other))
+            raise StateMismatchError(
+                f"ranks 0 and {rank} do not train the same model: {name} is {here} here and {there} there "
+                f"(elements, dtype, parameter group, density, shape); {len(differing)} parameters differ. "
+                "Check requires_grad, too"
+            )
+
+
+#: how often a name was taken. Where something is communicated first, which all ranks do: a rank may make
+#: optimizers, tapes and models for itself alone, and counting those where they are made would give the next
+#: ones of this rank other names than the other ranks' have, and all would wait for ever
+_taken: Counter[tuple[str, str]] = Counter()
+
+
+def next_label(prefix: str, model: Iterable[tuple[Sequence[int], str]]) -> str:
+    """A name for collectives that no other one of this process has, and others of the same model do not get.
+
+    Names of parameters are not in it: Keras counts layers, so a second model of a process has other ones.
+
+    Example:
+        >>> first, second = (next_label("example", [((3, 2), "float32")]) for _ in range(2))
+        >>> second == f"{first}.1"
+        True
+    """
+    described = repr(sorted((tuple(shape), dtype) for shape, dtype in model))
+    digest = hashlib.sha256(described.encode()).hexdigest()[:8]
+    number = _taken[prefix, digest]
+    _taken[prefix, digest] += 1
+    return f"{prefix}.{digest}" + (f".{number}" if number else "")
+
+
+def common_names(
+    label: str, parameters: Sequence[ParameterFacts]
+) -> Synchronization[tuple[str, dict[str, str]]]:
+    """The first rank's label, and its names of parameters where they only differ by name.
+
+    Names of buckets, and with them the random numbers of their sparsifiers, come from names of parameters.
+
+    Example:
+        >>> from horovod_sparse.simulation import run_lockstep
+        >>> ranks = [common_names(f"{i}", [ParameterFacts(f"dense_{i}", 3)]) for i in (1, 0)]
+        >>> run_lockstep(ranks)[1]
+        ('1', {'dense_0': 'dense_1'})
+    """
+    own = [(item.name, item.num_elements, item.dtype) for item in parameters]
+    everyone = yield from shared_lines([label, own])
+    common_label, first = everyone[0]
+    names = [name for name, *_ in own]
+    theirs = [name for name, *_ in first]
+    alike = [list(item[1:]) for item in own] == [item[1:] for item in first]
+    chosen = theirs if alike and set(theirs) != set(names) else names
+    return common_label, dict(zip(names, chosen, strict=True))

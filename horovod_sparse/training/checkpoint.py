@@ -1,0 +1,107 @@
+"""Saving and loading a training with all ranks together: whose a directory is, and errors on all."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import os
+import weakref
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from horovod_sparse.collectives import Synchronization, shared_lines
+from horovod_sparse.errors import CheckpointError
+from horovod_sparse.training import checkpoint_folder as folder
+from horovod_sparse.training.collective_errors import raise_together
+
+#: by directory: whose state this process has saved there, or loaded from there, last
+_owners: dict[Path, weakref.ref[Any]] = {}
+
+
+def save_together(
+    directory: str | os.PathLike[str],
+    entry: Callable[[], Mapping[str, Any]],
+    *,
+    rank: int,
+    keep: int,
+    owner: Any,
+    world_rank: int,
+) -> Synchronization[int]:
+    """Saves what every rank has, after the same step of all."""
+    made, failure, foreign = None, None, False
+    try:
+        root = folder.root_of(directory)
+        foreign = _is_of_others(root, owner, world_rank)
+        made = entry()
+    except Exception as error:  # of whatever type: others would wait for this rank
+        failure = error
+    yield from raise_together(folder.explained(failure, f"save to {directory}"))
+    assert made is not None  # raised above otherwise
+    ranks, strangers = zip(*(yield from shared_lines([world_rank, foreign])), strict=True)
+    if all(strangers):
+        raise CheckpointError(
+            f"{root} holds checkpoints of other ranks than {list(ranks)}. {folder.ONE_EACH}"
+        )
+    equal = json.dumps([made["recipe"], made["plan"]], sort_keys=True)
+    digest, step = hashlib.blake2b(equal.encode(), digest_size=8).hexdigest(), int(made["step"])
+    yield from folder.write_checkpoint(
+        root, made, step=step, digest=digest, rank=rank, keep=keep, ranks=ranks
+    )
+    _owners[root] = weakref.ref(owner)
+    return step
+
+
+def load_together(
+    directory: str | os.PathLike[str],
+    check: Callable[[Mapping[str, Any]], None],
+    *,
+    rank: int,
+    size: int,
+    step: int | None,
+    owner: Any,
+) -> Synchronization[dict[str, Any]]:
+    """An entry that fits on every rank; nothing has been assigned yet on any."""
+    entry, failure = (yield from folder.read_checkpoint(directory, rank=rank, size=size, step=step)), None
+    try:
+        check(entry)
+    except Exception as error:  # of whatever type: others would wait for this rank
+        failure = error
+    yield from raise_together(failure)
+    _owners[folder.root_of(directory)] = weakref.ref(owner)
+    return entry
+
+
+def is_anything_there(directory: str | os.PathLike[str]) -> Synchronization[bool]:
+    """Whether any rank sees a complete checkpoint."""
+    names, failure = [], None
+    try:
+        names = folder.published(folder.root_of(directory))
+    except Exception as error:
+        failure = error
+    yield from raise_together(folder.explained(failure, f"look into {directory}"))
+    return any((yield from shared_lines(bool(names))))
+
+
+def _is_of_others(root: Path, owner: Any, world_rank: int) -> bool:
+    """Whether the newest checkpoint is of ranks without this one, and was not loaded here."""
+    if _owner_of(root) is owner:
+        return False
+    if _owner_of(root) is not None:
+        gc.collect()  # an optimizer that nobody has any more may lie in a circle
+        if _owner_of(root) is not None:
+            raise CheckpointError(
+                f"{root} holds checkpoints of another optimizer or sparsifier of this process. "
+                f"{folder.ONE_EACH}"
+            )
+    found = folder.survey(root)
+    if not found:
+        return False
+    ranks = found[max(found, key=folder.age)].manifest.get("ranks")
+    return isinstance(ranks, list) and world_rank not in ranks
+
+
+def _owner_of(root: Path) -> Any:
+    last = _owners.get(root)
+    return None if last is None else last()

@@ -1,0 +1,135 @@
+"""How long a rank waits for the others before that becomes an error, and who is missing then."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+
+from horovod_sparse import checks
+from horovod_sparse.errors import DeadlineError
+
+#: seconds; 0 for no deadline
+DEADLINE_VARIABLE = "HOROVOD_SPARSE_DEADLINE_SECONDS"
+_SECONDS = 300.0
+#: at most this long is from one look at what has not come to the next; what is above, the process was stopped
+_LOOK_SECONDS = 2.0
+#: by how much later Horovod itself gives up: our error says more
+_LATER_SECONDS = 30
+
+_STALL_VARIABLE = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
+_SCOPE = "horovod_sparse.waiting"
+_ANSWER_SECONDS = 2.0
+#: as Horovod's own threads ask it
+_DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+def deadline_of(given: float | None = None) -> float:
+    """Seconds, Inf for none.
+
+    Example:
+        >>> deadline_of(20), deadline_of(0)
+        (20.0, inf)
+    """
+    name, value = "deadline_seconds", given
+    if value is None:
+        name, text = DEADLINE_VARIABLE, os.environ.get(DEADLINE_VARIABLE, "").strip()
+        try:
+            value = float(text) if text else _SECONDS
+        except ValueError:
+            value = math.nan
+    allowed = "a number of seconds, or 0 to wait for ever"
+    checks.check_seconds(name, value, allowed)
+    return float(value) or math.inf
+
+
+def let_horovod_give_up() -> None:
+    """Before Horovod starts: has it end on all ranks where a collective waits too long for one of them.
+
+    For what no coroutine of ours waits for: TensorFlow's graphs, and Horovod's own collectives. What the user
+    has set stays. Horovod 0.28.1 does so on MPI alone; on Gloo it sees no rank missing, and waits for ever.
+    """
+    if seconds := seconds_of_horovod():
+        os.environ.setdefault(_STALL_VARIABLE, str(seconds))
+
+
+def seconds_of_horovod() -> int:
+    """After how long Horovod is told to give up, where the user says nothing of it; 0 for never."""
+    seconds = deadline_of()
+    return math.ceil(seconds) + _LATER_SECONDS if math.isfinite(seconds) else 0
+
+
+class Deadline:
+    """Of one driver: told how long it has been waiting, and for what.
+
+    Where `horovodrun` has started the ranks, those that wait for long tell its store for what: so the
+    others' error can say who does not.
+
+    Time in which this process was stopped (a job that a scheduler suspends, Ctrl-Z) is no waiting: the others
+    were stopped, too, or have come to their own deadline.
+    """
+
+    def __init__(self, given: float | None, place: Callable[[], tuple[int, list[int]]]) -> None:
+        self.seconds, self._place = deadline_of(given), place
+        self._told = ""
+        #: of the wait under way: at the last look, and how much of it this process did not run
+        self._looked = self._stopped = 0.0
+
+    def check(self, waited: float, name: str, number: int) -> None:
+        """Called again and again while nothing moves."""
+        if waited < self._looked:  # another wait
+            self._stopped = 0.0
+        else:
+            self._stopped += max(0.0, waited - self._looked - _LOOK_SECONDS)
+        self._looked = waited
+        waited -= self._stopped
+        if waited < self.seconds / 2:
+            return
+        what = f"{name} {number}"
+        if self._told != what:
+            self._told = what
+            self._tell(what)
+        if waited >= self.seconds:
+            raise DeadlineError(name, number, self.seconds, self._missing(what))
+
+    def moved(self) -> None:
+        """What was waited for has come."""
+        self._looked = self._stopped = 0.0
+        if self._told:
+            self._told = ""
+            self._tell("")
+
+    def _tell(self, what: str) -> None:
+        rank, ranks = self._place()
+        asked_store(_SCOPE, str(ranks[rank]), json.dumps(what).encode())
+
+    def _missing(self, what: str) -> dict[int, str] | None:
+        """Ranks that do not wait for it, and what for; None where there is no store to ask."""
+        rank, ranks = self._place()
+        missing = {}
+        for number, key in enumerate(ranks):
+            found = asked_store(_SCOPE, str(key))
+            if number == rank and found is None:
+                return None
+            told = "" if found is None else str(json.loads(found))
+            if told != what:
+                missing[number] = told
+        return missing
+
+
+def asked_store(scope: str, key: str, value: bytes | None = None) -> bytes | None:
+    """Puts a value into the launcher's store, or gets it; None where there is none."""
+    address, port = (os.environ.get(f"HOROVOD_GLOO_RENDEZVOUS_{name}", "") for name in ("ADDR", "PORT"))
+    if not address or checks.whole_number(port) < 0:
+        return None
+    url, method = f"http://{address}:{int(port)}/{scope}/{key}", "GET" if value is None else "PUT"
+    with contextlib.suppress(urllib.error.URLError, OSError, ValueError):
+        request = urllib.request.Request(url, data=value, method=method)
+        with _DIRECTLY.open(request, timeout=_ANSWER_SECONDS) as answer:
+            found: bytes = answer.read()
+            return found
+    return None

@@ -1,0 +1,115 @@
+"""What a front end gives to `Training`: an `Engine`, which knows arrays, parameters and the other ranks.
+
+A new front end (another framework, or other collectives than Horovod's) writes
+
+* an `Engine`, and parts as `Part` describes them: they alone know where arrays are. `carry_out` below turns
+  a function that carries out one request into its method of that name;
+* a subclass of `Training` that knows when gradients are there: it starts the parts, waits for them, and does
+  what `Training.outcome` says. ``examples/toy_engine.py`` is one, over pipes between processes;
+* for ``Compression.topk(...)``, a class with the metaclass `Algorithms`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias, TypeVar
+
+import numpy as np
+
+from horovod_sparse.collectives import Request, Synchronization
+from horovod_sparse.feedback import Bucket, Recipe
+from horovod_sparse.plans.plan import ParameterFacts
+from horovod_sparse.topology import Topology
+from horovod_sparse.training.levels import Ranks
+from horovod_sparse.training.parts import Part
+
+Result = TypeVar("Result")
+
+#: what a plan looks at, and the parameter, by name
+Facts: TypeAlias = Mapping[str, tuple[ParameterFacts, Any]]
+
+
+class SparsePart(Part, Protocol):
+    """A part that is sparsified."""
+
+    bucket: Bucket
+
+
+@dataclass(frozen=True)
+class PartSpec:
+    """A part to be made: a bucket, or parameters that stay dense.
+
+    Attributes:
+        label: stable over ranks and steps.
+        names: of the parameters.
+        recipe: what to do with them; None where an allreduce does.
+        dense: whether the plan leaves them dense.
+    """
+
+    label: str
+    names: tuple[str, ...]
+    recipe: Recipe | None
+    dense: bool = False
+
+
+class Engine(Protocol):
+    """What one framework and its collectives give to a training."""
+
+    #: for messages, and for ranks to compare
+    name: str
+
+    def place(self) -> tuple[int, int]:
+        """Rank and size of this process among those that synchronize; in elastic training they change."""
+
+    def ranks(self) -> Ranks:
+        """The same, and the host it is on: asked where gradients are summed within hosts first."""
+
+    def start_token(self) -> object:
+        """Another one after every start of the collectives, compared by ``is``: ranks agree anew then."""
+
+    def facts(self, known: Facts) -> Facts:
+        """The parameters to synchronize that are not known yet, in the order of the model."""
+
+    def make_parts(
+        self, specs: Sequence[PartSpec], facts: Facts, place: tuple[int, int], topology: Topology | None
+    ) -> list[Any]:
+        """Fresh parts at a rank and size, whose residuals are zeros; gradients stay what they are."""
+
+    def carry_out(self, coroutine: Synchronization[Result], topology: Topology | None) -> Result:
+        """What a coroutine returns that all ranks run now, with the ranks that share a host."""
+
+    def move_to(self, topology: Topology | None) -> None:
+        """From now on these ranks share hosts."""
+
+    def declared(self) -> Mapping[str, object]:
+        """What has to be equal on all ranks beside recipe and settings, by argument."""
+
+    def to_array(self, array: np.ndarray) -> Any:
+        """A copy of a sparsifier's array, of the kind that checkpoints hold."""
+
+
+def carry_out(coroutine: Synchronization[Result], execute: Callable[[Request], Any]) -> Result:
+    """Runs a coroutine with a function that carries out one request and waits for what comes back.
+
+    Example:
+        >>> import numpy as np
+        >>> from horovod_sparse.collectives import AllReduce
+        >>> def double():
+        ...     total = yield AllReduce(np.ones(1))
+        ...     return float(total[0])
+        >>> carry_out(double(), lambda request: 2.0 * request.buffer)
+        2.0
+    """
+    answer: Any = None
+    while True:
+        try:
+            request = coroutine.send(answer)
+        except StopIteration as stop:
+            result: Result = stop.value
+            return result
+        try:
+            answer = execute(request)
+        except BaseException:
+            coroutine.close()
+            raise

@@ -1,0 +1,140 @@
+"""The plan that a training begins with, and what ranks compare of how they asked for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from horovod_sparse.collectives import Synchronization, shared_lines
+from horovod_sparse.errors import HorovodSparseError, ProfileMismatchError
+from horovod_sparse.plans.dense import ClusterFacts, by_formulas, sparsifies_by_formulas
+from horovod_sparse.plans.fixed import make_plan
+from horovod_sparse.plans.plan import ParameterFacts, Plan
+from horovod_sparse.sparsifiers import Sparsifier
+
+
+class Planner(Protocol):
+    """How further plans are made, where a user asks for more than sizes: `horovod_sparse.planning` has it.
+
+    A training knows no more of times than this: what it begins with, and that it has to measure. What
+    measures and decides then is `horovod_sparse.planning.warmup.WarmUp`, which a front end makes of it.
+    """
+
+    @property
+    def failure(self) -> HorovodSparseError | None:
+        """Why the profile that was given cannot be read: raised once all ranks have been told."""
+
+    @property
+    def digest(self) -> str:
+        """Of the profile that was given."""
+
+    @property
+    def measures(self) -> bool:
+        """Whether the plan, or its density, depends on times."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether a profile says all that there is to measure."""
+
+    def describe(self) -> str:
+        """One line, equal on ranks that ask for the same."""
+
+    def first_plan(self, parameters: Sequence[ParameterFacts]) -> Plan:
+        """The plan that needs no times."""
+
+    def keeping(self, make: Callable[[], Plan]) -> Planner:
+        """The same where buckets are given and their density is not: with the plan that is made."""
+
+    def decided(
+        self, cluster: ClusterFacts, parameters: Sequence[ParameterFacts], sparsifier: Sparsifier
+    ) -> Any:
+        """The `Decision` of a complete profile; needs no collective."""
+
+
+@dataclass(frozen=True)
+class FirstPlan:
+    """What this rank would begin with; all ranks take the first rank's, once they have agreed.
+
+    Attributes:
+        plan: which parameters form which bucket.
+        request: how plans are made; None where one was given, or none is asked for.
+        decision: why the plan was taken, where a profile decided.
+        failure: why the plan is not the one that was asked for.
+        selection: why buckets are dense though nobody asked for that, in words; empty where none are.
+    """
+
+    plan: Plan
+    request: Planner | None = None
+    decision: Any = None
+    failure: Exception | None = None
+    selection: str = ""
+
+
+def first_plan(
+    request: Planner | None,
+    facts: Mapping[str, tuple[ParameterFacts, Any]],
+    sparsifier: Sparsifier,
+    cluster: Callable[[], ClusterFacts],
+    **arguments: Any,
+) -> FirstPlan:
+    """The plan that needs no measuring: as asked for, by a complete profile's times, or the default one.
+
+    Without a request `arguments` (of `make_plan`) say what it is. What may fail on one rank alone is kept as
+    the failure.
+    """
+    parameters = [fact for fact, _ in facts.values()]
+    if request is None:
+        made = make_plan(facts, **arguments)
+        if all(given is None for given in arguments.values()) and sparsifies_by_formulas():
+            kept, words = by_formulas(made, parameters, sparsifier, cluster())
+            return FirstPlan(kept, selection=words)
+        return FirstPlan(made)
+    request = request.keeping(lambda: make_plan(facts, **arguments))
+    try:
+        if request.failure is not None:
+            raise request.failure
+        if request.measures and request.complete:
+            decision = request.decided(cluster(), parameters, sparsifier)
+            return FirstPlan(decision.plan, request, decision)
+        made = request.first_plan(parameters)
+        made.check(parameters)
+        return FirstPlan(made, request)
+    except Exception as failure:  # a rule of the user's may fail on one rank alone
+        return FirstPlan(make_plan(facts), request, failure=failure)
+
+
+def check_agreement(request: Planner | None) -> Synchronization[None]:
+    """Refuses ranks that ask for different things: other arguments, other profiles, one that is broken."""
+    mine: dict[str, str | None] = {"asked": None, "digest": "no profile", "failure": None}
+    if request is not None:
+        failure = None if request.failure is None else str(request.failure)
+        mine = {"asked": request.describe(), "digest": request.digest, "failure": failure}
+    everyone = yield from shared_lines(mine)
+    for rank, other in enumerate(everyone):
+        if other["failure"] is not None:
+            raise ProfileMismatchError(f"rank {rank} cannot read its profile: {other['failure']}")
+    first = everyone[0]
+    for rank, other in enumerate(everyone):
+        if other["asked"] != first["asked"]:
+            raise ProfileMismatchError(
+                f"rank 0 asks for {first['asked']}, rank {rank} for {other['asked']}: "
+                "give all the same arguments"
+            )
+    check_same_profile([other["digest"] for other in everyone])
+
+
+def check_same_profile(digests: Sequence[str]) -> None:
+    """Refuses ranks that loaded different profiles: they would make different plans.
+
+    Example:
+        >>> check_same_profile(["a", "a", "b"])
+        Traceback (most recent call last):
+        horovod_sparse.errors.ProfileMismatchError: ranks 2 loaded another profile than rank 0 (b, not a)...
+    """
+    if others := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
+        few = ", ".join(map(str, others[:5])) + (f" and {len(others) - 5} more" if len(others) > 5 else "")
+        raise ProfileMismatchError(
+            f"ranks {few} loaded another profile than rank 0 "
+            f"({digests[others[0]]}, not {digests[0]}): give all ranks the same file"
+        )

@@ -1,0 +1,64 @@
+"""Momentum and learning rates are applied once: by the feedback, or by the optimizer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from horovod_sparse.errors import ArgumentError
+from horovod_sparse.feedback import MomentumCorrection, Recipe
+
+_log = logging.getLogger("horovod_sparse")
+
+#: settings that only optimizers have which adapt to gradients: Adam and its kin, RMSprop, Adagrad, Ftrl
+_MOMENTS = {"betas", "eps", "etas", "beta_1", "epsilon", "rho", "initial_accumulator_value"}
+
+
+def refuse_double_momentum(recipe: Recipe, settings: Callable[[], Sequence[Mapping[str, Any]]]) -> None:
+    """Refuses momentum after momentum correction, and warns of what is made for plain SGD.
+
+    An optimizer with moments of another kind (Adam) is only warned of where the feedback corrects
+    momentum: that is not DGC any more, but may be meant. So is a residual that follows the learning rate
+    (`scale_residual`) where something outlives the step: the quotient of two rates then enters it.
+
+    Example:
+        >>> from horovod_sparse.feedback import recipe
+        >>> refuse_double_momentum(recipe("dgc", feedback="momentum"), lambda: [{"lr": 0.1, "momentum": 0.9}])
+        Traceback (most recent call last):
+        horovod_sparse.errors.ArgumentError: momentum=0.9 is not allowed: give momentum=0 to the optimizer...
+    """
+    feedback = recipe.feedback
+    corrects, scales = isinstance(feedback, MomentumCorrection), getattr(feedback, "scale_residual", False)
+    if not (corrects or scales):
+        return
+    groups = settings()
+    momentum = max((float(group.get("momentum") or 0.0) for group in groups), default=0.0)
+    has_moments = any(_MOMENTS & set(group) for group in groups)
+    if isinstance(feedback, MomentumCorrection) and momentum:
+        raise ArgumentError(
+            "momentum",
+            momentum,
+            "momentum=0 to the optimizer, since the feedback "
+            f"MomentumCorrection(momentum={feedback.momentum}) applies momentum before selection; "
+            'or feedback="error" to the compression, to leave momentum to the optimizer',
+        )
+    if corrects and has_moments:
+        _log.warning(
+            "momentum correction is made for SGD without momentum; this optimizer smooths gradients itself"
+        )
+    if scales and (momentum or has_moments):
+        _log.warning(
+            "scale_residual=True is made for SGD without momentum: this optimizer remembers gradients longer "
+            "than a step, and will remember what a falling learning rate has enlarged; leave it out"
+        )
+
+
+def refuse_later_momentum(recipe: Recipe, groups: Sequence[Mapping[str, Any]]) -> None:
+    """As `refuse_double_momentum`, for what groups have come to have since: called in every step.
+
+    A loaded checkpoint brings the momentum of the run that saved it, a schedule (``OneCycleLR``) sets one,
+    and so may a group that is added.
+    """
+    if isinstance(recipe.feedback, MomentumCorrection) and any(group.get("momentum") for group in groups):
+        refuse_double_momentum(recipe, lambda: groups)

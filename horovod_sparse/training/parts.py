@@ -1,0 +1,282 @@
+"""What is synchronized as one, a bucket or parameters that stay dense: what all front ends see alike.
+
+What parts hold back belongs to parameters: by their names it is saved, and survives other buckets.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+
+from horovod_sparse.collectives import AllReduce, Synchronization
+from horovod_sparse.errors import EditedGradientError, NonFiniteGradientError, NonFiniteSumError
+from horovod_sparse.feedback import Bucket, BucketStep, HostBucket, Progress, Recipe
+from horovod_sparse.plans.plan import ParameterFacts
+from horovod_sparse.sparsifiers.base import accumulator_dtype
+from horovod_sparse.telemetry import BucketReport
+
+#: parameters that are summed together: the name of each, and where it stops
+Members: TypeAlias = Sequence[tuple[str, int]]
+
+#: dense parameters are sent together until there are so many elements: a quarter of a MiB in float32
+_GROUPED_ELEMENTS = 1 << 16
+
+
+class Part(Protocol):
+    """Parameters that are synchronized together.
+
+    Attributes:
+        names: of the parameters.
+        places: [start, stop) of each among the part's n elements.
+        dense: whether the plan leaves its parameters dense: such a part is no bucket of the plan, and has
+            no sparsifier's state in a checkpoint. (A bucket that a rule of the recipe sends whole has one.)
+    """
+
+    names: tuple[str, ...]
+    dense: bool
+
+    @property
+    def places(self) -> Sequence[tuple[int, int]]: ...
+
+    def held(self) -> tuple[np.ndarray, ...]:
+        """What waits here, [n] each, to be read only: residual and companions; nothing if nothing waits."""
+
+    def blank(self) -> list[np.ndarray]:
+        """Zeros for all that may wait here: [n] each, in the order of `held`."""
+
+    def assign(self, held: Sequence[np.ndarray]) -> None:
+        """Replaces what `held` gives."""
+
+    def restart(self, progress: Progress | None = None) -> None:
+        """Nothing waits any more, and the sparsifier's state is a new one; see `Bucket.restart`."""
+
+    def shaped(self, number: int, values: np.ndarray) -> Any:
+        """A copy of the elements of a parameter, by its number: as checkpoints hold them, in its shape."""
+
+    def flat(self, number: int, values: Any) -> np.ndarray:
+        """The inverse of `shaped`."""
+
+
+class ArrayLayout:
+    """Parameters of a part that lie one behind the other in a NumPy array: `Part`'s share in that."""
+
+    shapes: list[tuple[int, ...]]
+
+    @functools.cached_property
+    def places(self) -> list[tuple[int, int]]:
+        """[start, stop) of every parameter."""
+        stops = np.cumsum([math.prod(shape) for shape in self.shapes]).tolist()
+        return list(zip([0, *stops[:-1]], stops, strict=True))
+
+    def shaped(self, number: int, values: np.ndarray) -> np.ndarray:
+        return np.array(values).reshape(self.shapes[number])
+
+    def flat(self, number: int, values: Any) -> np.ndarray:
+        return np.asarray(values).reshape(-1)
+
+
+class BucketPart:
+    """What a part with a bucket holds back; each front end's is derived from it.
+
+    Attributes:
+        bucket: residual, feedback, sparsifier and its state.
+    """
+
+    bucket: Bucket
+
+    def held(self) -> tuple[np.ndarray, ...]:
+        """See `Part.held`: views, where the accumulator is on the host."""
+        own = self.own()
+        return self.bucket.held(own) if isinstance(self.bucket, HostBucket) else own
+
+    def own(self) -> tuple[np.ndarray, ...]:
+        """What the accumulator holds: with two levels, of this rank's shard."""
+        accumulator = self.bucket.accumulator
+        return (accumulator.values(), *accumulator.companions)
+
+    def blank(self) -> list[np.ndarray]:
+        count, info = 1 + self.bucket.recipe.feedback.num_companions, self.bucket.whole
+        return [np.zeros(info.num_elements, info.value_dtype) for _ in range(count)]
+
+    def restart(self, progress: Progress | None = None) -> None:
+        self.assign(self.blank())
+        self.bucket.restart(progress)
+
+    def assign(self, held: Sequence[np.ndarray]) -> None:
+        self.assign_own(self.bucket.take(held) if isinstance(self.bucket, HostBucket) else held)
+
+    def assign_own(self, own: Sequence[np.ndarray]) -> None:
+        """Replaces what `own` gives."""
+        self.bucket.accumulator.assign(own[0])
+        for array, values in zip(self.own()[1:], own[1:], strict=True):
+            array[...] = values
+
+
+class DensePart:
+    """What a part holds back that a plan leaves dense, and that needs no bucket; see `needs_bucket`.
+
+    Attributes:
+        names: of the parameters.
+        num_elements: n, of all together.
+        dtype: of its gradient, by name.
+        carried: what error feedback still held for it when it became dense; joins the next gradient.
+    """
+
+    names: tuple[str, ...]
+    dense = True
+    num_elements: int
+    dtype: str
+    carried: np.ndarray | None = None
+
+    @property
+    def title(self) -> str:
+        """For messages."""
+        others = len(self.names) - 1
+        return self.names[0] + (f" and {others} more" if others else "")
+
+    def held(self) -> tuple[np.ndarray, ...]:
+        return () if self.carried is None else (self.carried,)
+
+    def blank(self) -> list[np.ndarray]:
+        return [np.zeros(self.num_elements, accumulator_dtype(self.dtype))]
+
+    def restart(self, progress: Progress | None = None) -> None:
+        self.carried = None
+
+    def assign(self, held: Sequence[np.ndarray]) -> None:
+        (self.carried,) = held
+
+    def abandon(self, *, drop: bool = False) -> None:
+        """The step is taken back: a dense gradient of an abandoned step is dropped, as Horovod would."""
+
+    def report(
+        self, size: int, itemsize: int, gradient_bytes: int, seconds: float, waited: float = 0.0
+    ) -> BucketReport:
+        """What has happened, for telemetry."""
+        count = self.num_elements
+        sent = (count + size) * itemsize
+        step = BucketStep(self.title, count, count, count, count, sent, [sent])
+        return BucketReport(step, count, gradient_bytes, np.zeros(size), waited, seconds)
+
+
+def dense_groups(parameters: Sequence[ParameterFacts]) -> list[tuple[str, ...]]:
+    """Names of dense parameters that are summed together: neighbours of one kind, up to a size.
+
+    A collective for every bias takes the thread that computes longer than it takes the network. Where
+    much has come together it is sent, so that it is under way while backward goes on.
+
+    Example:
+        >>> dense_groups([ParameterFacts("b", 9), ParameterFacts("w", 80_000), ParameterFacts("a", 9)])
+        [('b', 'w'), ('a',)]
+    """
+    groups: list[list[str]] = []
+    kind, length = None, 0
+    for one in parameters:
+        if (one.dtype, one.device, one.group) != kind or length >= _GROUPED_ELEMENTS:
+            groups.append([])
+            kind, length = (one.dtype, one.device, one.group), 0
+        groups[-1].append(one.name)
+        length += one.num_elements
+    return [tuple(group) for group in groups]
+
+
+def needs_bucket(dense: Recipe) -> bool:
+    """Whether a parameter that a plan leaves dense needs a bucket, as its feedback keeps something.
+
+    Momentum correction is one: without it a dense parameter would train without momentum. Everything is sent
+    then, so the residual stays 0. Any other dense parameter needs nothing but `sum_densely`.
+    """
+    return dense.feedback.num_companions > 0 or getattr(dense.feedback, "clip_norm", None) is not None
+
+
+def held_residuals(parts: Sequence[Part], num_companions: int) -> list[dict[str, Any]]:
+    """Residuals, then each companion of the feedback: copies by parameter, in its shape."""
+    arrays: list[dict[str, Any]] = [{} for _ in range(1 + num_companions)]
+    for part in parts:
+        for by_name, values in zip(arrays, part.held(), strict=False):
+            for number, (name, place) in enumerate(zip(part.names, part.places, strict=True)):
+                by_name[name] = part.shaped(number, values[slice(*place)])
+    return arrays
+
+
+def assign_residuals(
+    parts: Sequence[Part], arrays: Sequence[Mapping[str, Any]], progress: Mapping[str, Progress]
+) -> None:
+    """Puts residuals and companions into the parts, whose sparsifiers start anew.
+
+    A parameter that stays dense takes its residual into its next gradient: nothing is lost.
+    """
+    for part in parts:
+        part.restart(progress_of(part.names, progress))
+        if not any(name in by_name for by_name in arrays for name in part.names):
+            continue
+        filled = part.blank()
+        for by_name, into in zip(arrays, filled, strict=False):
+            for number, (name, place) in enumerate(zip(part.names, part.places, strict=True)):
+                if name in by_name:
+                    into[slice(*place)] = part.flat(number, by_name[name])
+        part.assign(filled)
+
+
+#: mark of a rank that refuses the step; those of NaN or Inf are above 0
+REFUSED = -1.0
+
+
+def sum_densely(
+    name: str,
+    gradient: np.ndarray,
+    carried: Any,
+    place: tuple[int, int],
+    *,
+    refused: bool = False,
+    members: Members = (),
+) -> Synchronization[np.ndarray]:
+    """The sum over ranks of all elements, by an allreduce.
+
+    The ranks' health travels behind the elements, so that a NaN is met with the same error as in a
+    bucket.
+    """
+    rank, size = place
+    buffer = np.zeros(gradient.size + size, gradient.dtype)
+    own = buffer[: gradient.size]
+    np.add(gradient, carried, out=own)
+    count, finite = own.size, np.isfinite(own)
+    if refused:
+        buffer[count + rank] = REFUSED
+    elif not finite.all():
+        stops = [stop for _, stop in members]
+        buffer[count + rank] = 1 + np.searchsorted(stops, np.argmin(finite), side="right")
+    total: np.ndarray = yield AllReduce(buffer)
+    check_health(name, total[count:], members)
+    if not np.isfinite(total[:count]).all():
+        raise NonFiniteSumError(name, {}, name)
+    return total[:count]
+
+
+def check_health(name: str, marks: np.ndarray, members: Members = ()) -> None:
+    """Raises what a dense parameter's ranks have to say of themselves."""
+    if edited := np.flatnonzero(marks == REFUSED).tolist():
+        raise EditedGradientError(name, dict.fromkeys(edited, "its own error says which"))
+    if unhealthy := np.flatnonzero(marks).tolist():
+        names = [member for member, _ in members] or [name]
+        raise NonFiniteGradientError(name, {rank: names[int(marks[rank]) - 1] for rank in unhealthy})
+
+
+def progress_of(names: Iterable[str], known: Mapping[str, Progress]) -> Progress:
+    """Of a new bucket, from that of its parameters in other buckets.
+
+    Schedules go on at the largest step number; that of all others, where no parameter has one itself.
+
+    Example:
+        >>> known = {"b": Progress(3, 0.1), "c": Progress(5)}
+        >>> progress_of("ab", known).learning_rate, [progress_of(name, known).step for name in "ba"]
+        (0.1, [3, 5])
+    """
+    found = [known[name] for name in names if name in known]
+    step = max((one.step for one in found or known.values()), default=0)
+    return dataclasses.replace(found[0] if found else Progress(), step=step)

@@ -1,0 +1,226 @@
+"""`Settings`: what a user may say of a training beside its sparsifier, in every front end."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, TypedDict
+
+from horovod_sparse.carriers.shared_memory import may_share
+from horovod_sparse.checks import check_number, whole_number
+from horovod_sparse.errors import ArgumentError, UnknownNameError
+from horovod_sparse.training.deadline import deadline_of
+
+if TYPE_CHECKING:
+    from horovod_sparse.plans.plan import Plan
+
+#: what `on_nonfinite` may be
+RAISE, SKIP, ZERO = "raise", "skip", "zero"
+#: what `on_drift` may be
+POLICIES = "raise", "warn", "resync"
+#: what `levels` may be
+LEVELS = "flat", "host", "auto"
+
+#: defaults, for those too who have no argument to give (Horovod's own optimizer with our compressor)
+EVERY_VARIABLE, POLICY_VARIABLE = "HOROVOD_SPARSE_CHECK_EVERY", "HOROVOD_SPARSE_ON_DRIFT"
+_EVERY = 1000
+
+
+class CommonOptions(TypedDict, total=False):
+    """The settings that every front end takes, as keyword arguments; see `Settings`."""
+
+    plan: Plan | None
+    on_nonfinite: str
+    check_every: int | None
+    on_drift: str | None
+    levels: str
+
+
+class PlannedOptions(CommonOptions, total=False):
+    """And those of front ends that make plans and wait with a deadline: TensorFlow's."""
+
+    bucket_bytes: int | None
+    merging: Any
+    tensor_selection: Any
+    profile: Any
+    deadline_seconds: float | None
+
+
+class SettingsOptions(PlannedOptions, total=False):
+    """All of them: what PyTorch's front end over Horovod takes."""
+
+    synchronize_at: str
+    max_grad_norm: float | None
+
+
+#: what may be said without a sparsifier, too
+_HARMLESS = {"levels": ("flat", "auto"), "on_nonfinite": (RAISE,), "synchronize_at": ("backward",)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What may be said of a training beside its sparsifier. Front ends take these as keyword arguments.
+
+    All are taken by `horovod_sparse.torch.DistributedOptimizer`; TensorFlow's front ends take all but
+    `synchronize_at` and `max_grad_norm`; `horovod_sparse.ddp` takes `plan`, `on_nonfinite`, `check_every`,
+    `on_drift` and `levels`.
+
+    Attributes:
+        plan: which parameters form which bucket, in place of `groups` and `bucket_bytes`.
+        bucket_bytes: of gradient in a bucket; 32 MiB if left out.
+        merging: how buckets are made: "layerwise", "single", "omgs", "optimal", "joint",
+            ``fixed(num_elements=...)``, ``fixed(bytes=...)`` (`horovod_sparse.merging.fixed`), a function
+            of a workload and a cost model, or a `Plan`. Those that go by times (the three in the middle)
+            begin with the default plan, measure 5 steps, with many parameters 3 with a bucket for each,
+            and the cluster; after 7 or 11 steps in all they take rank 0's plan. (In TensorFlow the plan
+            changes when `hvd.callbacks.ReplanCallback` or `replan` says so.) So does any of them, and
+            `groups` and `plan` too, where the sparsifier has ``density="auto"``: the density is decided then.
+        tensor_selection: which parameters are sparsified: "cost" (where it pays, by measured times), "all",
+            ``min_elements(...)`` (`horovod_sparse.merging.min_elements`), or a function of a parameter's
+            facts that says yes or no. If nothing is said of buckets either, those that cannot win by
+            formulas stay dense, which one warning tells.
+        profile: a `horovod_sparse.cost.Profile`, or the path of a saved one, the same on all ranks: what it
+            holds is not measured. ``optimizer.decision.profile.save(path)`` makes one.
+        synchronize_at: "backward" begins to synchronize while backward goes on; "step" when `step` or
+            `synchronize` is called, and nothing overlaps: whatever was done to a rank's own gradients until
+            then counts (Lightning's ``gradient_clip_val``, clipping by Hugging Face's Trainer).
+        max_grad_norm: clips what is applied: scales all synchronized gradients down to this norm over all
+            of them, as ``torch.nn.utils.clip_grad_norm_`` after `synchronize` does. (The `clip_norm` of
+            a feedback clips each rank's own gradients before they are accumulated, by bucket.)
+        deadline_seconds: after so many seconds of waiting for other ranks `DeadlineError` is raised (a graph
+            of TensorFlow quotes it); 0 waits for ever. If left out, what HOROVOD_SPARSE_DEADLINE_SECONDS
+            says, or 300.
+        on_nonfinite: what is done where a gradient is NaN or Inf on some rank. "raise"; "skip": no rank
+            applies the step; "zero": the gradients of such ranks are left out whole, and those of the others
+            applied. The last two are counted in the telemetry. What "skip" means to each front end: `step`
+            does nothing, but raises where it has a closure, and behind a `torch.amp.GradScaler` the scaler
+            skips; with `horovod_sparse.ddp` no parameter has a gradient after ``backward()``, so PyTorch's
+            optimizers leave all as it is; an optimizer of Keras 3 does not step, and `iterations` does not
+            count (under tf-keras "skip" is refused); a tape gives zeros and its `skipped` is true, which has
+            to guard the update (``if not tape.skipped: optimizer.apply_gradients(...)``).
+        check_every: after so many steps, again and again, ranks compare a checksum of their parameters, and
+            of the optimizer's state and settings where they are known; 0 for never. If left out, what
+            HOROVOD_SPARSE_CHECK_EVERY says, or 1000.
+        on_drift: what is done where they differ: "raise" a `DriftError` on every rank, which names what
+            differs, and the ranks; "warn", in the log; "resync": what differs becomes what rank 0 has,
+            counted in the telemetry. If left out, what HOROVOD_SPARSE_ON_DRIFT says, or "raise".
+        levels: "flat": all ranks are alike; "host": gradients are summed densely within each host first, and
+            sparsified between hosts, see docs/merging.md; "auto": "host" where there are several hosts, of
+            several ranks each, as many on all of them, and the cost model says that it is faster.
+
+    `plan` and Horovod's `groups` exclude each other and all of `bucket_bytes`, `merging` and
+    `tensor_selection`; `bucket_bytes` is short for ``merging=fixed(bytes=...)``; "joint" decides about
+    tensors itself. What is left to the environment is read when a front end is made.
+
+    Raises:
+        ArgumentError: for a value that is not allowed, of an argument or of the environment.
+        UnknownNameError: for a name that there is not, with those that there are.
+
+    Example:
+        >>> Settings(on_nonfinite="skip").describe()["on_nonfinite"]
+        'skip'
+        >>> Settings(levels="hosts")
+        Traceback (most recent call last):
+        horovod_sparse.errors.UnknownNameError: unknown levels 'hosts': the known ones are auto, flat, host
+    """
+
+    plan: Plan | None = None
+    bucket_bytes: int | None = None
+    merging: Any = None
+    tensor_selection: Any = None
+    profile: Any = None
+    synchronize_at: str = "backward"
+    max_grad_norm: float | None = None
+    deadline_seconds: float | None = None
+    on_nonfinite: str = RAISE
+    check_every: int | None = None
+    on_drift: str | None = None
+    levels: str = LEVELS[0]
+
+    def __post_init__(self) -> None:
+        if self.synchronize_at not in ("backward", "step"):
+            raise ArgumentError("synchronize_at", self.synchronize_at, "'backward' or 'step'")
+        if self.max_grad_norm is not None:
+            allowed = "a norm above 0, or None"
+            check_number("max_grad_norm", self.max_grad_norm, allowed, low=0.0, high=math.inf)
+        seconds = deadline_of(self.deadline_seconds)
+        if self.on_nonfinite not in (RAISE, SKIP, ZERO):
+            raise ArgumentError("on_nonfinite", self.on_nonfinite, "'raise', 'skip' or 'zero'")
+        every, policy = _drift_check(self.check_every, self.on_drift)
+        if self.levels not in LEVELS:
+            raise UnknownNameError("levels", str(self.levels), LEVELS)
+        may_share()  # refuses what the environment says of memory, if it cannot be
+        resolved = {"deadline_seconds": seconds if seconds < math.inf else 0.0}
+        for name, value in {**resolved, "check_every": every, "on_drift": policy}.items():
+            object.__setattr__(self, name, value)
+
+    @classmethod
+    def of(
+        cls, options: Mapping[str, Any], front_end: str, taken: type[Any], beside: Collection[str] = ()
+    ) -> Settings:
+        """Of a front end's keyword arguments.
+
+        Args:
+            options: as the user gave them.
+            front_end: for messages.
+            taken: the `TypedDict` of those that it takes.
+            beside: its other arguments, for who has misspelt one of these.
+
+        Raises:
+            UnknownNameError: for an argument that the front end does not take, with the nearest.
+        """
+        for name in options:
+            if name not in taken.__annotations__:
+                raise _unknown(front_end, name, [*taken.__annotations__, *beside])
+        return cls(**options)
+
+    @property
+    def planning(self) -> dict[str, Any]:
+        """What is said of buckets."""
+        names = "plan", "bucket_bytes", "merging", "tensor_selection", "profile"
+        return {name: getattr(self, name) for name in names}
+
+    def describe(self) -> dict[str, object]:
+        """What has to be equal on all ranks, by argument; what is asked of plans they compare themselves."""
+        names = "max_grad_norm", "synchronize_at", "on_nonfinite", "check_every", "on_drift", "levels"
+        return {name: getattr(self, name) for name in names}
+
+
+def refuse_without_sparsifier(options: Mapping[str, Any], compression: object) -> None:
+    """Refuses options that a dense reduction has no use for.
+
+    Raises:
+        ArgumentError: naming them.
+    """
+    given = [
+        name for name, value in options.items() if value is not None and value not in _HARMLESS.get(name, ())
+    ]
+    if given:
+        raise ArgumentError("compression", compression, f"a sparsifier, or leave {', '.join(given)} out")
+
+
+def _unknown(front_end: str, given: str, known: Collection[str]) -> UnknownNameError:
+    nearest = difflib.get_close_matches(given, known, 1)
+    if given in {field.name for field in fields(Settings)}:
+        hint = "it is for other front ends. "
+    else:
+        hint = f"did you mean {nearest[0]}? " if nearest else ""
+    return UnknownNameError(f"argument of {front_end}", given, known, hint)
+
+
+def _drift_check(check_every: int | None, on_drift: str | None) -> tuple[int, str]:
+    """How often ranks compare, and what they do then, by arguments or by the environment."""
+    name, every = "check_every", check_every
+    if every is None:
+        name, text = EVERY_VARIABLE, os.environ.get(EVERY_VARIABLE, "").strip()
+        every = whole_number(text) if text else _EVERY
+    if isinstance(every, bool) or not isinstance(every, int) or every < 0:
+        raise ArgumentError(name, os.environ.get(name, check_every), "a number of steps, or 0 for never")
+    policy = on_drift if on_drift is not None else os.environ.get(POLICY_VARIABLE, "").strip() or RAISE
+    if policy not in POLICIES:
+        name = "on_drift" if on_drift is not None else POLICY_VARIABLE
+        raise ArgumentError(name, policy, "'raise', 'warn' or 'resync'")
+    return every, policy

@@ -1,0 +1,374 @@
+"""The state of one rank's training in a checkpoint: saved, loaded, and for another number of ranks.
+
+Residuals belong to parameters and are saved by name, in the parameter's shape; states of sparsifiers belong
+to buckets. Both differ from rank to rank, so every rank saves an entry of its own to resume exactly. What
+happens otherwise:
+
+* same ranks, same plan: training continues bit for bit;
+* another plan: residuals are kept, sparsifier states start anew (one line in the log);
+* another number of ranks: residuals are kept and scaled, see `redistributed`; states start anew;
+* all ranks load one rank's entry: each gets that rank's residual, an estimate of the mean. With two levels an
+  entry has its own shard only, which is counted once for each rank of a host then, and others' shards start
+  at zero: every rank has to load its own;
+* a checkpoint without the entry (a dense run's): residuals start at zero.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from horovod_sparse.errors import ArgumentError, StateMismatchError
+from horovod_sparse.feedback import Feedback, HostBucket, Progress, Recipe
+from horovod_sparse.feedback.state import as_array, from_plain, is_number, to_plain
+from horovod_sparse.plans.plan import Plan
+from horovod_sparse.topology import Topology
+from horovod_sparse.training.parts import Part, assign_residuals, held_residuals
+
+_FORMAT = 1
+#: far more than there will ever be; beyond, arithmetic on them would overflow
+_MOST_RANKS, _MOST_STEPS = 2**31 - 1, 2**53
+_log = logging.getLogger("horovod_sparse")
+
+
+class Holder(Protocol):
+    """A training (`horovod_sparse.training.training`), as far as its state is saved and loaded."""
+
+    recipe: Recipe
+    step: int
+
+    @property
+    def place(self) -> tuple[int, int]: ...
+    @property
+    def topology(self) -> Topology | None: ...
+    @property
+    def plan(self) -> Plan: ...
+    @property
+    def parts(self) -> Sequence[Part]: ...
+    @property
+    def sparse(self) -> Sequence[Any]: ...
+
+
+def saved_entry(engine: Holder, array: Callable[[np.ndarray], Any] = np.copy, **more: Any) -> dict[str, Any]:
+    """The entry of this rank: numbers, strings, and arrays as the engine's parts give them."""
+    (rank, size), levels = engine.place, _levels_of(engine)
+    residuals, *companions = held_residuals(engine.parts, engine.recipe.feedback.num_companions)
+    return {
+        "format": _FORMAT,
+        "algorithm": engine.recipe.sparsifier.name,
+        "recipe": engine.recipe.describe(),
+        "rank": rank,
+        "size": size,
+        "step": engine.step,
+        **({} if levels is None else {"levels": levels}),
+        **more,
+        "plan": engine.plan.to_dict(),
+        "residuals": residuals,
+        "companions": companions,
+        "feedback": feedback_name(engine.recipe.feedback),
+        "buckets": [
+            {**part.bucket.progress.to_plain(), "state": to_plain(part.bucket.state, array)}
+            for part in engine.sparse
+        ],
+    }
+
+
+def check_entry(entry: Any, recipe: Recipe | None, advice: str) -> None:
+    """Refuses what was saved of another algorithm or feedback, by another version, or is damaged."""
+    if not isinstance(entry, Mapping):
+        raise StateMismatchError(f"the saved state is {_words(entry)}, not a mapping")
+    if type(entry.get("format")) is not int or entry["format"] != _FORMAT:
+        raise StateMismatchError(
+            f"the saved state has format {_words(entry.get('format'))}, this version reads format {_FORMAT}"
+        )
+    for name in ("algorithm", "recipe"):
+        _expect(isinstance(entry.get(name), str), name, entry.get(name), "text")
+    if recipe is not None and entry["algorithm"] != recipe.sparsifier.name:
+        used = advice.format(recipe.describe())
+        raise StateMismatchError(f"the saved state is of {entry['recipe']}, {used}")
+    _whole(entry, "size", 1, _MOST_RANKS)
+    _whole(entry, "rank", 0, entry["size"] - 1)
+    _whole(entry, "step", 0, _MOST_STEPS)
+    levels = entry.get("levels", [])
+    sound = isinstance(levels, (list, tuple)) and all(type(item) is int for item in levels)
+    _expect(sound, "levels", levels, "a list of whole numbers")
+    _expect(isinstance(entry.get("resized", False), bool), "resized", entry.get("resized"), "True or False")
+    _expect(entry.get("feedback", "") is not None, "feedback", None, "text")
+    _expect(isinstance(entry.get("feedback", ""), str), "feedback", entry.get("feedback"), "text")
+    plan = _saved_plan(entry.get("plan"))
+    companions = entry.get("companions")
+    _expect(isinstance(companions, (list, tuple)), "companions", companions, "a list")
+    if recipe is not None and not companions_fit(entry, recipe.feedback):
+        raise StateMismatchError(f"the saved state is of another feedback than {recipe.feedback}")
+    held = {"residuals": entry.get("residuals")}
+    held |= {f"companions[{number}]": one for number, one in enumerate(entry["companions"])}
+    bucketed = {name for bucket in plan.buckets for name in bucket}
+    for path, arrays in held.items():
+        _check_arrays(path, arrays, bucketed, set(plan.names()))
+    buckets = entry.get("buckets")
+    _expect(isinstance(buckets, (list, tuple)), "buckets", buckets, "a list")
+    _expect(len(entry["buckets"]) == len(plan.buckets), "buckets", buckets, f"a list of {len(plan.buckets)}")
+    for number, one in enumerate(entry["buckets"]):
+        _check_bucket(f"buckets[{number}]", one)
+
+
+def check_shapes(entry: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Refuses arrays of other shapes than parameters have here."""
+    for arrays in (entry["residuals"], *entry["companions"]):
+        for name, values in arrays.items():
+            if tuple(values.shape) != shapes[name]:
+                raise StateMismatchError(
+                    f"{name} has shape {shapes[name]}, the saved state has {tuple(values.shape)}"
+                )
+
+
+def checked_states(
+    engine: Holder, entry: Mapping[str, Any], names: Mapping[str, str] | None = None
+) -> list[Any] | None:
+    """The sparsifiers' states of an entry, made and checked; nothing is changed."""
+    (rank, size), plan = engine.place, _called(entry, names)
+    if plan != engine.plan or entry["size"] != size or entry.get("resized"):
+        return None
+    if list(entry.get("levels", ())) != (_levels_of(engine) or []):
+        return None
+    states = []
+    for number, (part, one) in enumerate(zip(engine.sparse, entry["buckets"], strict=True)):
+        bucket = part.bucket
+        info = bucket.info
+        if not isinstance(bucket, HostBucket):
+            info = dataclasses.replace(info, rank=rank, size=size)
+        fresh = bucket.recipe.sparsifier.init(info)
+        states.append(from_plain(fresh, one["state"], f"buckets[{number}].state"))
+    return states
+
+
+def _levels_of(engine: Holder) -> list[int] | None:
+    """Hosts, ranks on each, and the host and the place of this one; None for one level."""
+    (rank, size), topology = engine.place, engine.topology
+    if topology is None or topology.size != size:
+        return None
+    return [topology.num_hosts, topology.per_host, *topology.place(rank)]
+
+
+def _called(entry: Mapping[str, Any], names: Mapping[str, str] | None) -> Plan:
+    """The plan of an entry, by the names that are used here."""
+    saved = Plan.from_dict(entry["plan"])
+    if names is None:
+        return saved
+    buckets = tuple(tuple(names[name] for name in bucket) for bucket in saved.buckets)
+    return Plan(buckets, tuple(names[name] for name in saved.dense), saved.density)
+
+
+def _saved_plan(saved: Any) -> Plan:
+    lists = [saved.get("dense")] if isinstance(saved, Mapping) else [None]
+    if isinstance(saved, Mapping):
+        buckets = saved.get("buckets")
+        lists += [None] if not isinstance(buckets, (list, tuple)) else list(buckets)
+    sound = all(isinstance(one, (list, tuple)) and all(isinstance(n, str) for n in one) for one in lists)
+    _expect(sound, "plan", saved, "a plan: lists of names")
+    try:
+        return Plan.from_dict(saved)
+    except ArgumentError as error:
+        raise StateMismatchError(f"plan in the saved state is no plan ({error})") from error
+
+
+def _check_arrays(path: str, arrays: Any, needed: set[str], known: set[str]) -> None:
+    """Arrays by parameter: those of buckets all there, of a type that residuals have, and finite."""
+    _expect(isinstance(arrays, Mapping), path, arrays, "arrays by parameter")
+    for name in sorted(needed - set(arrays)):
+        raise StateMismatchError(f"{path}[{name!r}] is missing in the saved state")
+    for name, values in arrays.items():
+        where = f"{path}[{_words(name)}]"
+        _expect(name in known, where, values, "nothing: no parameter of its plan has this name")
+        _check_array(where, values)
+
+
+def _check_array(path: str, values: Any) -> None:
+    array = as_array(values)
+    sound = array is not None and array.dtype in (np.float32, np.float64)
+    _expect(sound, path, values, "an array of float32 or float64")
+    _expect(bool(np.isfinite(array).all()), path, values, "finite numbers")  # type: ignore[arg-type]
+
+
+def check_parameters(state: Any) -> None:
+    """Refuses what a compressor behind stock Horovod's optimizer cannot have saved, as `check_entry` does."""
+    _expect(isinstance(state, Mapping), "the whole", state, "a mapping")
+    _expect(isinstance(state.get("algorithm"), str), "algorithm", state.get("algorithm"), "text")
+    parameters = state.get("parameters")
+    _expect(isinstance(parameters, Mapping), "parameters", parameters, "a mapping")
+    for name, one in state["parameters"].items():
+        path = f"parameters[{_words(name)}]"
+        _expect(isinstance(name, str), path, name, "text")
+        _check_bucket(path, one, "sparsifier")
+        _whole(one, "size", 1, _MOST_RANKS, f"{path}.")
+        _expect(isinstance(one.get("feedback", ""), str), f"{path}.feedback", one.get("feedback"), "text")
+        companions = one.get("companions")
+        _expect(isinstance(companions, (list, tuple)), f"{path}.companions", companions, "a list")
+        for number, values in enumerate([one.get("residual"), *one["companions"]]):
+            where = f"{path}.companions[{number - 1}]" if number else f"{path}.residual"
+            _check_array(where, values)
+            _expect(tuple(values.shape) == tuple(one["residual"].shape), where, values, "as its residual")
+
+
+def _check_bucket(path: str, one: Any, state: str = "state") -> None:
+    """What a bucket's progress is made of; its state is checked against the sparsifier's own."""
+    _expect(isinstance(one, Mapping), path, one, "a mapping")
+    _expect("learning_rate" in one, f"{path}.learning_rate", "missing", "a number or None")
+    for name in ("learning_rate", "largest_rate", "scale"):
+        value = one.get(name)
+        sound = is_number(value) and 0.0 <= value < np.inf
+        _expect(
+            sound or (value is None and name != "scale") or name not in one,
+            f"{path}.{name}",
+            value,
+            "a finite number, not negative",
+        )
+    _expect(isinstance(one.get(state), Mapping), f"{path}.{state}", one.get(state), "a mapping")
+    _whole(one[state], "step", 0, _MOST_STEPS, f"{path}.{state}.")
+
+
+def _whole(fields: Mapping[str, Any], name: str, least: int, most: int, path: str = "") -> None:
+    value = fields.get(name)
+    sound = isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+    _expect(sound, f"{path}{name}", value, f"a whole number from {least} to {most}")
+
+
+def _expect(sound: bool, path: str, found: object, wanted: str) -> None:
+    if not sound:
+        raise StateMismatchError(f"{path} is {_words(found)} in the saved state, not {wanted}")
+
+
+def _words(value: object) -> str:
+    """What was found, briefly: it may be large, or nested without end."""
+    if value is None or isinstance(value, (bool, float)) or (isinstance(value, int) and abs(value) < 1 << 64):
+        return repr(value)
+    if isinstance(value, str):
+        return repr(value[:40])
+    shape = getattr(value, "shape", None)
+    return f"a {type(value).__name__}" + (f" of shape {tuple(shape)}" if isinstance(shape, tuple) else "")
+
+
+def load_entry(
+    engine: Holder, entry: Mapping[str, Any], factor: float, names: Mapping[str, str] | None = None
+) -> None:
+    """Continues from an entry that fits. Needs no collective."""
+    size, plan, states = engine.place[1], _called(entry, names), checked_states(engine, entry, names)
+    called = (lambda name: name) if names is None else names.__getitem__
+    progress = {
+        name: Progress.from_plain(one, one["state"]["step"])
+        for bucket_names, one in zip(plan.buckets, entry["buckets"], strict=True)
+        for name in bucket_names
+    }
+    held = [
+        {called(name): values * factor for name, values in by_name.items()}
+        for by_name in (entry["residuals"], *entry["companions"])
+    ]
+    assign_residuals(engine.parts, held, progress)
+    engine.step = int(entry["step"])
+    if states is not None:
+        for part, state in zip(engine.sparse, states, strict=True):
+            part.bucket.state = state
+    else:
+        what = f"another plan ({plan})" if entry["size"] == size else f"{entry['size']} ranks"
+        if plan == engine.plan and entry["size"] == size:
+            what = "other hosts, or another number of levels"
+        if entry.get("resized"):
+            what = "another number of ranks"
+        _log.warning(
+            "the checkpoint is of %s, now %d ranks, %s: residuals are kept, sparsifier states start anew",
+            what,
+            size,
+            engine.plan,
+        )
+
+
+def feedback_name(feedback: Feedback) -> str:
+    """By which an entry says what its companions are."""
+    return getattr(feedback, "text_name", type(feedback).__name__)
+
+
+def companions_fit(saved: Mapping[str, Any], feedback: Feedback) -> bool:
+    """Whether what was saved beside the residuals is what a feedback keeps there.
+
+    Example:
+        >>> saved = {"companions": ["a velocity"], "feedback": "momentum"}
+        >>> from horovod_sparse.feedback import ErrorFeedback
+        >>> companions_fit(saved, ErrorFeedback())
+        False
+    """
+    if len(saved["companions"]) != feedback.num_companions:
+        return False
+    name = saved.get("feedback", feedback_name(feedback))  # earlier versions did not say
+    return feedback.num_companions == 0 or name == feedback_name(feedback)
+
+
+def share_factor(old_rank: int, old_size: int, size: int) -> float:
+    """What a holder of an old rank's residual multiplies it by, so that the mean over ranks is kept.
+
+    Of P old ranks and Q new ones, old rank o belongs to new rank o mod Q if Q < P, and to all new ranks
+    r with r mod P = o otherwise. Each of its h holders takes ``e_o * Q / (P * h)``; so the mean over new
+    ranks is ``1/Q * sum_o h * e_o * Q / (P * h)``, the mean over old ranks.
+
+    Example:
+        >>> share_factor(0, 2, 2), share_factor(0, 2, 1), share_factor(0, 1, 2)
+        (1.0, 0.5, 1.0)
+    """
+    holders = len(range(old_rank, size, old_size)) if size > old_size else 1
+    return size / (old_size * max(holders, 1))
+
+
+def redistributed(entries: Sequence[Mapping[str, Any]], rank: int, size: int) -> dict[str, Any]:
+    """The entry for one rank of another number of ranks, so that the mean residual is kept exactly."""
+    by_rank = {entry["rank"]: entry for entry in entries}
+    old_size = len(entries)
+    if sorted(by_rank) != list(range(old_size)) or any(entry["size"] != old_size for entry in entries):
+        raise StateMismatchError(
+            f"entries of ranks {sorted(entry['rank'] for entry in entries)} were given, of runs with "
+            f"{sorted({entry['size'] for entry in entries})} ranks: give one of every rank of one run"
+        )
+    return joined([by_rank[old] for old in old_ranks_of(rank, old_size, size)], rank, size)
+
+
+def old_ranks_of(rank: int, old_size: int, size: int) -> list[int]:
+    """Whose entries a rank goes on with at another number of ranks.
+
+    Example:
+        >>> old_ranks_of(0, 5, 2), old_ranks_of(3, 2, 4)
+        ([0, 2, 4], [1])
+    """
+    if not 0 <= rank < size:
+        raise ArgumentError("rank", rank, f"a rank of {size}, from 0")
+    return [rank % old_size] if size >= old_size else list(range(rank, old_size, size))
+
+
+def joined(entries: Sequence[Mapping[str, Any]], rank: int, size: int) -> dict[str, Any]:
+    """The entry for one rank of another number of ranks, of those of `old_ranks_of` alone, in their order."""
+    old_size = entries[0]["size"]
+    if old_size == size:
+        return dict(entries[0])
+    shares = [(entry, share_factor(entry["rank"], old_size, size)) for entry in entries]
+    return {
+        **entries[0],
+        "rank": rank,
+        "size": size,
+        # nothing is left to scale, and no bucket's state fits
+        "resized": True,
+        "residuals": _sum([(entry["residuals"], factor) for entry, factor in shares]),
+        "companions": [
+            _sum([(entry["companions"][i], factor) for entry, factor in shares])
+            for i in range(len(entries[0]["companions"]))
+        ],
+    }
+
+
+def _sum(shares: Sequence[tuple[Mapping[str, Any], float]]) -> dict[str, Any]:
+    """Sums of factor times array, by name."""
+    total: dict[str, Any] = {}
+    for arrays, factor in shares:
+        for name, values in arrays.items():
+            total[name] = total[name] + values * factor if name in total else values * factor
+    return total

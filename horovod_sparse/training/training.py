@@ -1,0 +1,376 @@
+"""The life of a training, the same with every engine: parts, their plan, what ranks agree upon, checkpoints.
+
+A sparsifier's state lives longer than the collectives. In elastic training Horovod is started again, with
+survivors and newcomers; a checkpoint may be loaded on some ranks, or one of another step. So before the first
+parts of a training, and after every start and load, ranks agree where they stand (`agree`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from horovod_sparse.carriers.shared_memory import agreed_memory
+from horovod_sparse.collectives import Synchronization
+from horovod_sparse.errors import HorovodSparseError, StateMismatchError, UnsupportedError
+from horovod_sparse.feedback import Progress, Recipe, resumed
+from horovod_sparse.feedback.state import shared_digest
+from horovod_sparse.plans.fixed import fixed_bytes
+from horovod_sparse.plans.plan import ParameterFacts, Plan
+from horovod_sparse.telemetry import Telemetry
+from horovod_sparse.topology import Topology
+from horovod_sparse.training.agreement import (
+    Standing,
+    Start,
+    agreed_start,
+    compared,
+    declaration,
+    kept_share,
+)
+from horovod_sparse.training.drift import DriftCheck
+from horovod_sparse.training.engine import Engine, Facts, PartSpec
+from horovod_sparse.training.levels import (
+    Chosen,
+    agreed_topology,
+    assumed_topology,
+    gathered_shards,
+    hold_elsewhere,
+    own_place,
+)
+from horovod_sparse.training.outcome import NonFinitePolicy
+from horovod_sparse.training.parts import assign_residuals, dense_groups, held_residuals, needs_bucket
+from horovod_sparse.training.settings import Settings
+from horovod_sparse.training.state import (
+    check_shapes,
+    load_entry,
+    saved_entry,
+    share_factor,
+)
+
+_log = logging.getLogger("horovod_sparse")
+
+
+class Training:
+    """Parts, plan, step number, hosts and label of one training, and under which start ranks agreed on them.
+
+    A front end derives from it: it knows when gradients are there, starts the parts, and waits for them.
+
+    Attributes:
+        engine: the framework, and the other ranks.
+        recipe: what to do with a bucket.
+        settings: of the user.
+        telemetry: what happened in the last step, and on average.
+        policy: what is done about gradients that are not finite.
+        drift: when ranks compare whether they train the same model still.
+        step: synchronizations done, those that were given up not counted.
+        plan: which parameters form which bucket.
+        facts: of every parameter that is synchronized, by name, and the parameter.
+        parts: buckets and dense parameters, in the order in which they were planned.
+        topology: which ranks share a host, where gradients are summed within hosts first; else None.
+        label: goes before the names of collectives, which two trainings may otherwise have in common; the
+            first rank's, once all have agreed.
+        made_for: the rank and size that states are made for.
+        sizes: all numbers of ranks that there have been.
+        joined: parameters that have come since the training began.
+    """
+
+    def __init__(self, engine: Engine, recipe: Recipe, settings: Settings, label: str = "") -> None:
+        self.engine, self.recipe, self.settings = engine, recipe, settings
+        self.telemetry = Telemetry()
+        self.policy = NonFinitePolicy(settings.on_nonfinite, self.telemetry)
+        self.drift = DriftCheck(settings, self.telemetry)
+        self.step, self.plan = 0, Plan(())
+        self.facts: dict[str, tuple[ParameterFacts, Any]] = {}
+        self.parts: list[Any] = []
+        self.topology: Topology | None = None
+        self.label, self._own_label = "", label
+        self.made_for = (0, 1)
+        self.sizes: set[int] = set()
+        self.joined: set[str] = set()
+        #: the start of the collectives under which ranks have agreed; None where they have to
+        self._agreed_under: object = None
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Rank and size of this process among those that synchronize."""
+        return self.engine.place()
+
+    @property
+    def rank(self) -> int:
+        """Of this process among those that synchronize."""
+        return self.place[0]
+
+    @property
+    def size(self) -> int:
+        """How many ranks synchronize."""
+        return self.place[1]
+
+    @property
+    def host_ranks(self) -> tuple[int, ...]:
+        """The ranks whose gradients are summed before they are sparsified: with one level this one alone."""
+        return (self.rank,) if self.topology is None else self.topology.group("host", self.rank)
+
+    @property
+    def sparse(self) -> list[Any]:
+        """The parts that are buckets of the plan, in its order."""
+        return [part for part in self.parts if hasattr(part, "bucket") and not part.dense]
+
+    @property
+    def parameters(self) -> list[ParameterFacts]:
+        """What a plan looks at."""
+        return [fact for fact, _ in self.facts.values()]
+
+    @property
+    def is_agreed(self) -> bool:
+        """Whether ranks have agreed since the last start of the collectives, and the last load."""
+        return self._agreed_under is not None and self._agreed_under is self.engine.start_token()
+
+    # what a front end may add
+
+    def choose_levels(self, num_hosts: int, per_host: int) -> Chosen:
+        """Which levels are faster, for ``levels="auto"``; the same on all ranks."""
+        raise UnsupportedError("levels='auto' takes a cost model, which this front end has not")
+
+    def first_plan_of(self, facts: Facts) -> Plan:
+        """The plan of parameters that have come, without any times."""
+        return fixed_bytes([fact for fact, _ in facts.values()])
+
+    def _compare_plans(self) -> Synchronization[None]:
+        """Refuses ranks that ask for different plans."""
+        yield from ()
+
+    @property
+    def _measured(self) -> str:
+        """How far this rank has come with what all measure together."""
+        return ""
+
+    def _stop_measuring(self) -> None:
+        """Some rank has not measured what the others have."""
+
+    def _entered(self, parts: Sequence[Any]) -> None:
+        """There are further parts."""
+
+    # parts and plans
+
+    def begin(self, facts: Facts, plan: Plan) -> None:
+        """The first parts. No collective: ranks agree before these are synchronized."""
+        self.facts = dict(facts)
+        self._assume_place()
+        self.build(plan)
+        if self.size == 1:
+            self._agreed_under = self.engine.start_token()
+
+    def _assume_place(self) -> None:
+        self.made_for = self.place
+        self.sizes.add(self.made_for[1])
+        topology = assumed_topology(self.settings.levels, self.engine.ranks, self.choose_levels)
+        if topology != self.topology:
+            self.topology = topology
+            self.engine.move_to(topology)
+
+    def build(self, plan: Plan) -> None:
+        """Fresh parts for a plan of all parameters. Gradients stay what they are."""
+        plan.check(self.parameters)
+        parts = self._made(plan, self.facts)
+        self.plan, self.parts = plan, list(parts)
+        self._entered(parts)
+
+    def _made(self, plan: Plan, facts: Facts, first: int = 0) -> list[Any]:
+        """Parts of a plan: its buckets, the first of which has this number, then what stays dense."""
+        recipe, specs = self.recipe.at(plan.density), []
+        for number, names in enumerate(plan.buckets, first):
+            chosen = recipe.for_parameter(names[0], facts[names[0]][0].num_elements)
+            specs.append(PartSpec(f"bucket{number}.{names[0]}", tuple(names), chosen))
+        dense = recipe.for_dense()
+        for names in dense_groups([facts[name][0] for name in plan.dense]):
+            kept = dense if needs_bucket(dense) else None
+            specs.append(PartSpec(f"dense.{names[0]}", names, kept, dense=True))
+        return self.engine.make_parts(specs, facts, self.made_for, self.topology)
+
+    def _progress(self) -> dict[str, Progress]:
+        return {name: part.bucket.progress for part in self.sparse for name in part.names}
+
+    def _held(self) -> list[dict[str, Any]]:
+        return held_residuals(self.parts, self.recipe.feedback.num_companions)
+
+    def replan(self, plan: Plan) -> None:
+        """Another plan, between two steps, on all ranks: residuals are kept, sparsifiers start anew."""
+        plan.check(self.parameters)
+        if plan.density is None:  # one by hand says of buckets alone
+            plan = dataclasses.replace(plan, density=self.plan.density)
+        held, progress = self._held(), self._progress()
+        self.build(plan)
+        assign_residuals(self.parts, held, progress)
+        if self.topology is not None:  # other buckets have other shards: ranks bring each other theirs
+            self._agreed_under = None
+
+    def follow(self, facts: Facts, what: str) -> None:
+        """Parts of the types and on the devices that parameters have now; residuals are converted."""
+        before, self.facts = self.facts, dict(facts)
+        try:
+            self.replan(self.plan)
+        except HorovodSparseError as error:
+            self.facts = before
+            raise UnsupportedError(
+                f"{what}, which its bucket cannot follow ({error}). Convert and move a model as a whole, or "
+                "before it is wrapped"
+            ) from error
+
+    def take_in(self) -> dict[str, tuple[ParameterFacts, Any]]:
+        """Parts of their own for parameters that have come since; all ranks alike. Gives these.
+
+        A gradient that they have already belongs to this step.
+        """
+        new = dict(self.engine.facts(self.facts))
+        if not new:
+            return new
+        parameters = [fact for fact, _ in new.values()]
+        plan = dataclasses.replace(self.first_plan_of(new), density=self.plan.density)
+        together = self.is_agreed
+        if together and self.size > 1:
+            _log.warning(
+                "%s joined the optimizer: waiting for all ranks to have the same parameters join",
+                ", ".join(new),
+            )
+            standing = Standing(self.step, "", self.made_for, plan, parameters, label=self.label)
+            plan = self._together(agreed_start(standing)).plan
+        parts = self._made(plan, new, first=len(self.plan.buckets))
+        if together:
+            self._share_memory(parts)
+        before = self.plan
+        self.plan = Plan(before.buckets + plan.buckets, before.dense + plan.dense, before.density)
+        self.facts |= new
+        self.joined |= set(new)
+        self.parts += parts
+        self._entered(parts)
+        return new
+
+    # what ranks agree upon
+
+    def agree(self) -> None:
+        """All ranks together, before their first parts after a start or a load: what they go on with."""
+        if self.is_agreed:
+            return
+        under = self.engine.start_token()
+        start = self._together(self._agreement())
+        self.label, self._agreed_under = start.label, under
+        if start.anew:
+            self.start_anew(start)
+        if self.topology is not None and start.elsewhere:
+            self._together(gathered_shards(self.parts))
+        self._share_memory(self.parts)
+        self._agreed_under = under
+        self.drift.restart(self.step)
+        if not start.measures:
+            self._stop_measuring()
+
+    def _share_memory(self, parts: Sequence[Any], why_not: str = "") -> None:
+        """Lets the ranks of a host read each other's gradients, where all can."""
+        if self.topology is not None:
+            self._together(agreed_memory(parts, self.rank, self.topology, why_not))
+
+    def _together(self, coroutine: Synchronization[Any]) -> Any:
+        return self.engine.carry_out(coroutine, self.topology)
+
+    def declared(self) -> dict[str, str]:
+        """What has to be equal on all ranks, in words, by argument."""
+        given = {**self.engine.declared(), **self.settings.describe()}
+        return declaration(self.recipe, self.engine.name, **given)
+
+    def _agreement(self) -> Synchronization[Start]:
+        yield from compared(self.declared(), self.parameters)
+        yield from self._compare_plans()
+        place = own_place(self.engine.ranks()) if self.settings.levels != "flat" else ("", 0)
+        topology = yield from agreed_topology(self.settings.levels, place, self.choose_levels)
+        if topology != self.topology:
+            self.topology = topology
+            self.engine.move_to(topology)
+            # a rank that was another one has parts of its old place: then all start anew, with other ones
+            if self.made_for == self.place:
+                self.replan(self.plan)
+        return (yield from agreed_start(self._standing()))
+
+    def _standing(self) -> Standing:
+        return Standing(
+            self.step,
+            shared_digest({part.name: part.bucket.state for part in self.sparse}),
+            self.made_for,
+            self.plan,
+            self.parameters,
+            measuring=self._measured,
+            label=self._own_label,
+            told={name: one.to_plain() for name, one in self._progress().items()},
+            column=0 if self.topology is None else self.topology.place(self.rank)[1],
+            elsewhere=hold_elsewhere(self.parts),
+        )
+
+    def start_anew(self, start: Start) -> None:
+        """Fresh states, as all ranks have agreed; residuals are kept, and so is their mean."""
+        old_size, self.made_for, self.step = self.made_for[1], self.place, start.step
+        self.sizes.add(self.size)
+        if self.rank == 0 and start.step > 0:
+            _log.warning(
+                "sparsifier states start anew at step %d, residuals are kept: %s", start.step, start.reason
+            )
+        held = self._held()
+        progress = {
+            name: resumed(one, start.told.get(name), start.step) for name, one in self._progress().items()
+        }
+        self.build(start.plan)
+        if (factor := kept_share(old_size, self.size)) != 1.0:
+            held = [{name: values * factor for name, values in by_name.items()} for by_name in held]
+        assign_residuals(self.parts, held, progress)
+
+    # a step
+
+    def carried_out_again(
+        self,
+        errors: Sequence[BaseException],
+        starter: Callable[[Any], Any],
+        wait: Callable[[], list[BaseException]],
+    ) -> list[BaseException]:
+        """What parts end with that have ended with errors, once more where the policy says so."""
+        verdict = self.policy.repeat(errors, self.host_ranks)
+        if verdict is None:
+            return list(errors)
+        for part in self.parts:
+            part.abandon(drop=verdict.drop)
+            part.again(starter(part), drop=verdict.drop)
+        return wait()
+
+    # checkpoints
+
+    def save(self, **more: Any) -> dict[str, Any]:
+        """This rank's entry of a checkpoint, between two steps: residuals, states, plan; `more` beside it."""
+        return saved_entry(self, self.engine.to_array, **more)
+
+    def check_fits(self, entry: Mapping[str, Any], needed: Iterable[str], known: Mapping[str, Any]) -> None:
+        """Refuses an entry of other parameters; `check_entry` has passed it."""
+        saved = set(Plan.from_dict(entry["plan"]).names())
+        unknown, lacking = saved - set(known or saved), set(needed) - saved
+        if unknown or lacking:
+            raise StateMismatchError(
+                f"the saved state is of another model: it has {sorted(unknown) or 'nothing'} that this one "
+                f"has not, and lacks {sorted(lacking) or 'nothing'}"
+            )
+        if known:
+            check_shapes(entry, {name: tuple(parameter.shape) for name, parameter in known.items()})
+
+    def load(self, entry: Mapping[str, Any] | None) -> None:
+        """Continues from an entry that fits, or from nothing; ranks agree in the next step. No collective."""
+        if self.made_for != self.place:
+            self._assume_place()
+            self.build(self.plan)
+        self._agreed_under = None
+        if entry is None:
+            assign_residuals(self.parts, (), {})
+            self.step = 0
+            return
+        if not set(Plan.from_dict(entry["plan"]).names()) <= set(self.facts):
+            self.take_in()
+        # in elastic training a worker takes back what it saved when there were more or fewer: its own alone
+        own, size = entry["size"] in self.sizes, self.size
+        factor = kept_share(entry["size"], size) if own else share_factor(entry["rank"], entry["size"], size)
+        load_entry(self, entry, factor)

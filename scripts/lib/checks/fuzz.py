@@ -1,0 +1,209 @@
+#!/usr/bin/env python3
+"""Feeds damaged bytes to all that reads what others have written: a named error, or something sound.
+
+scripts/check fuzz [--target wire|profile|text|checkpoint] [--seconds S] [--seed N]
+
+With atheris (pip install atheris, where there is a wheel for this Python) one target is followed by coverage:
+scripts/check fuzz --target wire --atheris. Without it valid inputs are changed at random, and that is said.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import random
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[3]
+sys.path.insert(0, str(ROOT))
+
+#: Python that coverage follows; numba would compile what follows it, too
+FOLLOWED = [
+    "wire.message",
+    "cost.profile",
+    "feedback.text",
+    "feedback.state",
+    "training.encoding",
+    "training.state",
+]
+#: elements of a bucket; and bytes beyond which an input of a few kB has allocated without bound
+ELEMENTS, MOST_BYTES = 400, 6 * 2**30
+
+
+def with_atheris(asked: bool) -> Any:
+    """The module, with what is to be followed imported; None where it is not asked for."""
+    if not asked:
+        return None
+    try:
+        import atheris
+    except ImportError:
+        raise SystemExit("atheris is not installed here: leave --atheris out for random changes") from None
+    with atheris.instrument_imports(include=[f"horovod_sparse.{name}" for name in FOLLOWED]):
+        import horovod_sparse.cost
+        import horovod_sparse.training.state
+        import horovod_sparse.wire  # noqa: F401
+    return atheris
+
+
+def wire() -> tuple[Callable[[bytes], None], list[bytes]]:
+    """Messages of two ranks, in every format; the first byte says which."""
+    from horovod_sparse.arrays.protocol import FoldReport
+    from horovod_sparse.wire import message
+    from horovod_sparse.wire.format import WireFormat
+
+    formats = [WireFormat(), WireFormat(indices="gaps"), WireFormat(indices="block16")]
+    formats += [WireFormat(values=name) for name in ("float16", "bfloat16")]
+    indices = np.array([0, 3, 17, 18, 200, 399], np.int32)
+    seeds = []
+    for number, how in enumerate(formats):
+        values = np.linspace(-1, 1, indices.size, dtype=np.float32)
+        words = message.pack(indices, values, FoldReport(), format=how, num_elements=ELEMENTS)
+        seeds.append(bytes([number]) + np.concatenate([words, words]).tobytes())
+
+    def read(data: bytes) -> None:
+        how = formats[data[0] % len(formats)] if data else formats[0]
+        words = np.frombuffer(data[1 : 1 + (len(data) - 1) // 4 * 4] if data else b"", np.int32)
+        found = message.unpack_sum(words, 2, how, ELEMENTS, np.float32)
+        assert found.indices.size == 0 or 0 <= found.indices.min() <= found.indices.max() < ELEMENTS
+        assert found.values is not None and found.values.size == found.indices.size
+
+    return read, seeds
+
+
+def profile() -> tuple[Callable[[bytes], None], list[bytes]]:
+    """Saved measurements."""
+    from horovod_sparse.planning.profile import Profile
+
+    seeds = [
+        path.read_bytes() for path in sorted((ROOT / "docs" / "measurements" / "plan").glob("*profile*"))
+    ]
+
+    def read(data: bytes) -> None:
+        found = Profile.from_json(data.decode(errors="replace"))
+        assert Profile.from_json(found.to_json()).digest() == found.digest()
+
+    return read, seeds
+
+
+def text() -> tuple[Callable[[bytes], None], list[bytes]]:
+    """What `Compression.parse` reads."""
+    from horovod_sparse.training.compression import recipe_of
+
+    seeds = [b"exdyna:density=0.001", b"topk:density=0.1,feedback=momentum(momentum=0.9,clip_norm=1.0)"]
+    seeds += [b"randomk:density=0.3,schedule=exponential(steps=8,start=0.5)", b"none"]
+
+    def read(data: bytes) -> None:
+        recipe_of(data.decode(errors="replace"))
+
+    return read, seeds
+
+
+def checkpoint() -> tuple[Callable[[bytes], None], list[bytes]]:
+    """A rank's file, and the entry in it."""
+    from horovod_sparse.training.encoding import from_bytes, to_bytes
+    from horovod_sparse.training.state import check_entry
+
+    part = {"learning_rate": 0.1, "largest_rate": 0.1, "scale": 1.0, "state": {"step": 3}}
+    entry = {"format": 1, "algorithm": "topk", "recipe": "topk:density=0.1", "rank": 0, "size": 2, "step": 3}
+    entry |= {"plan": {"buckets": [["w"]], "dense": ["b"]}, "companions": [], "feedback": "error"}
+    entry |= {"residuals": {"w": np.ones((3, 4), np.float32)}, "buckets": [part]}
+    check_entry(copy.deepcopy(entry), None, "{}")
+
+    def read(data: bytes) -> None:
+        check_entry(from_bytes(data), None, "{}")
+
+    return read, [to_bytes(entry)]
+
+
+TARGETS = {"wire": wire, "profile": profile, "text": text, "checkpoint": checkpoint}
+
+
+def changed(seed: bytes, draw: random.Random) -> bytes:
+    """A few bytes flipped, cut, doubled or replaced by telling numbers."""
+    data = bytearray(seed)
+    for _ in range(draw.randint(1, 4)):
+        at = draw.randrange(len(data) + 1)
+        how = draw.randrange(5)
+        if how == 0 and data:
+            data[at % len(data)] ^= 1 << draw.randrange(8)
+        elif how == 1:
+            del data[at : at + draw.randrange(1, 40)]
+        elif how == 2:
+            data[at:at] = data[at : at + draw.randrange(1, 40)]
+        elif how == 3:
+            data[at : at + 4] = draw.choice([-1, 0, 1, 2**31 - 1, -(2**31), ELEMENTS]).to_bytes(
+                4, "little", signed=True
+            )
+        else:
+            data[at:at] = draw.choice(
+                [b"(", b"[" * 3000, b"1e999", b"NaN", b"null", b'"', b"\xff\xff", b",", b"-"]
+            )
+    return bytes(data)
+
+
+def guarded(read: Callable[[bytes], None]) -> Callable[[bytes], bool]:
+    """Lets named errors pass; gives whether the input was sound."""
+    from horovod_sparse.errors import HorovodSparseError
+
+    def once(data: bytes) -> bool:
+        with contextlib.suppress(HorovodSparseError):
+            read(data)
+            return True
+        return False
+
+    return once
+
+
+def at_random(name: str, seconds: float, seed: int) -> Iterator[str]:
+    read, seeds = TARGETS[name]()
+    once, draw, tried, sound = guarded(read), random.Random(seed), 0, 0
+    assert all(map(once, seeds)), "what is valid has to be read"
+    ends = time.monotonic() + seconds
+    while time.monotonic() < ends:
+        data = changed(draw.choice(seeds), draw)
+        try:
+            sound += once(data)
+        except BaseException:
+            print(f"{name}: this input is met by no named error: {data!r}", file=sys.stderr)
+            raise
+        tried += 1
+    yield f"{name}: {tried} inputs changed at random, {sound} of them sound, the rest refused by name"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--target", choices=sorted(TARGETS), action="append")
+    parser.add_argument("--seconds", type=float, default=10.0, help="for each target")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--atheris", action="store_true", help="follow coverage; one target")
+    given = parser.parse_args()
+    resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
+    names = given.target or sorted(TARGETS)
+    atheris = with_atheris(given.atheris)
+    if atheris is None:
+        for name in names:
+            for line in at_random(name, given.seconds, given.seed):
+                print(line)
+        return
+    read, seeds = TARGETS[names[0]]()
+    once = guarded(read)
+    assert all(map(once, seeds)), "what is valid has to be read"
+    numbers = [f"-max_total_time={int(given.seconds)}", f"-seed={given.seed or 1}", "-rss_limit_mb=0"]
+    with tempfile.TemporaryDirectory() as corpus:
+        for number, seed in enumerate(seeds):
+            Path(corpus, str(number)).write_bytes(seed)
+        atheris.Setup([sys.argv[0], *numbers, corpus], lambda data: once(data) and None)
+        atheris.Fuzz()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,221 @@
+#!/usr/bin/env python3
+"""Trains for long on real ranks that are killed and resumed at random, and compares every step.
+
+scripts/check soak [--steps N] [--ranks P] [--kills K] [--seed S] [--recipe TEXT] [--output FILE]
+
+Gradients depend on rank and step alone, so whatever happened before a step its weights are the same: on all
+ranks, and as often as it is taken. Kills fall anywhere, also where a checkpoint is being written. Memory,
+threads and collectives under way are held to what they were when a process was warm. The figures go into a
+file as JSON where one is given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import json
+import os
+import random
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import zlib
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[3]
+SHAPES = {"first": (200, 30), "bias": (7,), "second": (30, 5, 11)}
+SAVE_STEPS, LOOK_STEPS, WARM_STEPS, FLAT = 20, 20, 100, 0.01
+
+
+def worker(folder: Path, steps: int, recipe: str) -> None:
+    """One rank: goes on from the newest checkpoint, to the end."""
+    import numpy as np
+    import torch
+
+    import horovod_sparse.torch as hvd
+    from horovod_sparse.torch._horovod import present_start
+
+    torch.set_num_threads(1)
+    hvd.init()
+    rank = hvd.rank()
+    pages = np.random.default_rng(rank).standard_normal((7, sum(int(np.prod(s)) for s in SHAPES.values())))
+    model = torch.nn.ParameterDict({name: torch.nn.Parameter(torch.ones(s)) for name, s in SHAPES.items()})
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5),
+        model.named_parameters(),
+        compression=hvd.Compression.parse(recipe),
+        bucket_bytes=10_000,
+    )
+    first = 0
+    if hvd.broadcast_object(any((folder / "saved").glob("step-*")), 0, name="any"):
+        first = hvd.load(folder / "saved", optimizer, model=model)
+    with open(folder / f"rank-{rank}.jsonl", "a", buffering=1) as file:
+        for step in range(first, steps):
+            page = np.roll(pages[step % 7], step) * (1.0 + 0.5 * np.sin(step))
+            # sums of these are exact: with three ranks or more the order of a sum, and so its rounding, goes
+            # by what Horovod happens to fuse, in any two runs
+            page = np.clip(np.rint(page * 64), -256, 256) / 64
+            loss, start = torch.zeros(()), 0
+            for name, shape in SHAPES.items():
+                part = page[start : start + int(np.prod(shape))].reshape(shape).astype(np.float32)
+                loss, start = loss + (model[name] * torch.from_numpy(part)).sum(), start + part.size
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            digest = 0
+            for parameter in model.parameters():
+                digest = zlib.crc32(parameter.detach().numpy(), digest)
+            facts = {"step": step, "digest": digest, "pid": os.getpid()}
+            if step % LOOK_STEPS == 0:
+                held = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+                handles = len(present_start()) if hvd.size() > 1 else 0
+                facts |= {"bytes": held, "threads": threading.active_count(), "handles": handles}
+                facts |= {"tasks": len(os.listdir("/proc/self/task"))}
+            file.write(json.dumps(facts) + "\n")
+            if (step + 1) % SAVE_STEPS == 0:
+                hvd.save(folder / "saved", optimizer, model=model)
+
+
+def entries(folder: Path) -> list[dict[str, int]]:
+    """Of all ranks; a line that a killed rank did not end is left out."""
+    found = []
+    for path in sorted(folder.glob("rank-*.jsonl")):
+        for line in path.read_text().splitlines():
+            with contextlib.suppress(ValueError):
+                found.append(json.loads(line))
+    return found
+
+
+def last_entries(folder: Path) -> list[dict[str, int]]:
+    """The last one of every rank."""
+    found = []
+    for path in sorted(folder.glob("rank-*.jsonl")):
+        with open(path, "rb") as file:
+            file.seek(max(0, path.stat().st_size - 1000))
+            for line in reversed(file.read().splitlines()):
+                with contextlib.suppress(ValueError):
+                    found.append(json.loads(line))
+                    break
+    return [entry for entry in found if isinstance(entry, dict)]
+
+
+def last_step(folder: Path) -> int:
+    return max((entry["step"] for entry in last_entries(folder)), default=-1)
+
+
+def soak(given: argparse.Namespace) -> dict[str, Any]:
+    """Trains to the end, however often it is killed; returns what came of it."""
+    steps, ranks, kills = given.steps, given.ranks, given.kills
+    draw, started = random.Random(given.seed), time.monotonic()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    marks = sorted(draw.randrange(steps) for _ in range(kills))
+    with tempfile.TemporaryDirectory() as name:
+        folder, num_starts = Path(name), 0
+        while last_step(folder) < steps - 1:
+            if num_starts > kills:
+                raise SystemExit(f"it did not end by itself: {(folder / 'log').read_text()[-3000:]}")
+            inner = [sys.executable, __file__, "--worker", name, "--steps", str(steps)]
+            inner += ["--recipe", given.recipe]
+            with open(folder / "log", "w") as log:
+                command = ["horovodrun", "--gloo", "-np", str(ranks), *inner]
+                job = subprocess.Popen(
+                    command, stdout=log, stderr=log, env=environment, start_new_session=True
+                )
+            num_starts, before = num_starts + 1, last_step(folder)
+            mark = max(marks.pop(0), before + 1) if marks else None
+            while job.poll() is None:
+                time.sleep(0.02)
+                if mark is not None and last_step(folder) >= mark:
+                    time.sleep(draw.random() * 0.05)
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(draw.choice(last_entries(folder))["pid"], signal.SIGKILL)
+                    job.wait(60)
+        found = figures(entries(folder), steps, ranks)
+    asked = {name: getattr(given, name) for name in ("steps", "ranks", "seed", "recipe")}
+    return {**asked, "kills": num_starts - 1, "seconds": round(time.monotonic() - started), **found}
+
+
+def figures(found: list[dict[str, int]], steps: int, ranks: int) -> dict[str, Any]:
+    """Of all steps; and of every process that lived for long enough, as a list."""
+    digests = collections.defaultdict(set)
+    counts: collections.Counter[int] = collections.Counter()
+    lives = collections.defaultdict(list)
+    for entry in found:
+        digests[entry["step"]].add(entry["digest"])
+        counts[entry["step"]] += 1
+        if "bytes" in entry:
+            lives[entry["pid"]].append(entry)
+    return {
+        "different": sorted(step for step, values in digests.items() if len(values) > 1),
+        "missing": [step for step in range(steps) if counts[step] < ranks],
+        "repeated": sum(counts.values()) - steps * ranks,
+        "lives": [life for looks in lives.values() if (life := one_life(looks))],
+    }
+
+
+def one_life(looks: list[dict[str, int]]) -> dict[str, Any]:
+    """What a process came to after it was warm; nothing of one that did not live for long."""
+    warm = looks[WARM_STEPS // LOOK_STEPS :]
+    quarter = len(warm) // 4
+    if quarter < 2:
+        return {}
+    early, late = (
+        statistics.median(entry["bytes"] for entry in part) for part in (warm[:quarter], warm[-quarter:])
+    )
+    grown = ["memory"] if late > early * (1 + FLAT) else []
+    grown += [key for key in ("threads", "tasks", "handles") if warm[-1][key] > warm[0][key]]
+    mebibytes = [round(held / 2**20, 2) for held in (early, late)]
+    return {"steps": len(warm) * LOOK_STEPS, "mebibytes": mebibytes, "grown": grown}
+
+
+def report(result: dict[str, Any]) -> None:
+    """Tells it in a line.
+
+    Raises:
+        SystemExit: unless all is well.
+    """
+    lives = result["lives"]
+    grown, told = sorted({what for life in lives for what in life["grown"]}), ""
+    if lives:
+        longest = max(lives, key=lambda life: life["steps"])
+        early, late = longest["mebibytes"]
+        told = f", memory {early:.1f} to {late:.1f} MiB over {longest['steps']} steps"
+    missing, different = result["missing"], result["different"]
+    print(
+        f"{result['steps']} steps, {result['ranks']} ranks, {result['kills']} kills, {result['seconds']} s: "
+        f"steps missing {len(missing)}, different {len(different)}, grown {grown or 'nothing'}{told}"
+    )
+    if different or missing or grown:
+        raise SystemExit(f"different: {different[:5]}, missing: {missing[:5]}, grown: {grown}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--steps", type=int, default=20_000)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--recipe", default="exdyna:density=0.05")
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.worker is not None:
+        worker(given.worker, given.steps, given.recipe)
+    else:
+        result = soak(given)
+        if given.output is not None:
+            command = shlex.join(["scripts/check", "soak", *sys.argv[1:]])
+            given.output.write_text(json.dumps({"command": command, **result}, indent=1) + "\n")
+        report(result)
+
+
+if __name__ == "__main__":
+    main()

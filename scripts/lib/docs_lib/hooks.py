@@ -1,0 +1,124 @@
+"""Hooks of mkdocs: pages from outside of docs/, links between them, and the API reference."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from mkdocs.structure.files import File, Files
+
+from docs_lib.public import PAGES, ROOT, public_names
+
+#: pages that are not in docs/, by their path in the repository
+MOVED = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "SECURITY.md": "security.md",
+}
+_LINK = re.compile(r"(!?\[[^\]]*\]\()([^)\s]+)(\))")
+_FENCE = re.compile(r"^( *)(```|~~~).*?^\1\2 *$", re.MULTILINE | re.DOTALL)
+_LANGUAGES = {".py": "python", ".sh": "sh", ".cfg": "ini", ".toml": "toml", ".yml": "yaml", ".json": "json"}
+
+
+def site_path(path: str) -> str:
+    """Where the site has a file of the repository.
+
+    Example:
+        >>> site_path("docs/design.md"), site_path("README.md"), site_path("examples/digits.py")
+        ('design.md', 'index.md', 'source/examples/digits.py.md')
+    """
+    if path in MOVED:
+        return MOVED[path]
+    if (ROOT / path).is_dir():
+        path += "/index.md" if path.startswith("docs/") else "/index"
+    return path.removeprefix("docs/") if path.startswith("docs/") else f"source/{path}.md"
+
+
+def links(text: str) -> list[str]:
+    """Targets of all links and pictures in a page, code left out."""
+    return [match[2] for match in _LINK.finditer(_FENCE.sub("", text))]
+
+
+def target_of(link: str, page: str) -> str | None:
+    """The file of the repository that a link of a page leads to; None where it leads elsewhere.
+
+    Args:
+        link: as it is written, its anchor included.
+        page: path of the page in the repository.
+    """
+    path = link.partition("#")[0]
+    if not path or re.match(r"[a-z]+:", path):
+        return None
+    return posixpath.normpath(posixpath.join(posixpath.dirname(page), path))
+
+
+def with_links(text: str, page: str) -> str:
+    """The page's text, its links as they have to be on the site."""
+    here = posixpath.dirname(site_path(page)) or "."
+
+    def replace(match: re.Match[str]) -> str:
+        target = target_of(match[2], page)
+        if target is None:
+            return match[0]
+        anchor = match[2].partition("#")[1:]
+        return match[1] + posixpath.relpath(site_path(target), here) + "".join(anchor) + match[3]
+
+    parts, end = [], 0
+    for fence in _FENCE.finditer(text):
+        parts += [_LINK.sub(replace, text[end : fence.start()]), fence[0]]
+        end = fence.end()
+    return "".join([*parts, _LINK.sub(replace, text[end:])])
+
+
+def reference_page(title: str, modules: list[str]) -> str:
+    """A page of the API reference, every public name with an entry of its own."""
+    lines = [f"# {title}"]
+    for module in modules:
+        if len(modules) > 1:
+            lines.append(f"## {module}")
+        level = 3 if len(modules) > 1 else 2
+        for name in public_names(module):
+            lines += [f"::: {module}.{name}", "    options:", f"      heading_level: {level}"]
+        lines.append("")
+    return "\n\n".join(["\n".join(lines[:1]), "\n".join(lines[1:])]) + "\n"
+
+
+def pages_of_repository() -> list[str]:
+    """Every page written by hand, by its path in the repository."""
+    return [*MOVED, *(f"{path.relative_to(ROOT)}" for path in sorted((ROOT / "docs").rglob("*.md")))]
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Adds the pages that are not in docs/, what they and others link to, and the reference."""
+    for path, src in MOVED.items():
+        files.append(File.generated(config, src, content=with_links((ROOT / path).read_text("utf-8"), path)))
+    linked: set[str] = set()
+    for page in pages_of_repository():
+        targets = (target_of(link, page) for link in links((ROOT / page).read_text("utf-8")))
+        linked |= {target for target in targets if target is not None} - {*MOVED}
+    for path in sorted(linked):
+        file = ROOT / path
+        if file.is_dir():
+            text = f"# {path}\n\n" + "".join(f"- `{item.name}`\n" for item in sorted(file.iterdir()))
+            files.append(File.generated(config, site_path(path), content=text))
+        elif file.is_file() and not path.startswith("docs/"):
+            language = _LANGUAGES.get(file.suffix, "sh")
+            text = f"# {path}\n\n````{language}\n{file.read_text('utf-8')}\n````\n"
+            files.append(File.generated(config, site_path(path), content=text))
+    for name, (title, modules) in PAGES.items():
+        files.append(File.generated(config, f"api/{name}.md", content=reference_page(title, modules)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    """Links of pages in docs/ to what is outside of it."""
+    path = f"docs/{page.file.src_uri}"
+    if page.file.generated_by is None:
+        return with_links(markdown, path)
+    return markdown

@@ -1,0 +1,110 @@
+"""Which names of the package are public, read from its source without importing a framework."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+#: pages of the reference: file, title, and the modules whose public names are on it
+PAGES = {
+    "torch": ("PyTorch", ["horovod_sparse.torch"]),
+    "tensorflow": ("TensorFlow", ["horovod_sparse.tensorflow", "horovod_sparse.tensorflow.elastic"]),
+    "keras": (
+        "Keras",
+        [
+            "horovod_sparse.tensorflow.keras",
+            "horovod_sparse.tensorflow.keras.callbacks",
+            "horovod_sparse.tensorflow.keras.elastic",
+        ],
+    ),
+    "ddp": ("DistributedDataParallel", ["horovod_sparse.ddp"]),
+    "telemetry": ("Telemetry", ["horovod_sparse.telemetry"]),
+    "errors": ("Errors", ["horovod_sparse.errors"]),
+    "sparsifiers": ("Sparsifiers", ["horovod_sparse.sparsifiers"]),
+    "feedback": ("Feedback and recipes", ["horovod_sparse.feedback"]),
+    "merging": ("Merging", ["horovod_sparse.merging"]),
+    "cost": ("Cost model", ["horovod_sparse.cost"]),
+    "simulation": ("Simulation", ["horovod_sparse.simulation", "horovod_sparse.topology"]),
+    "extending": (
+        "For new algorithms",
+        [
+            "horovod_sparse.arrays",
+            "horovod_sparse.collectives",
+            "horovod_sparse.thresholds",
+            "horovod_sparse.wire",
+        ],
+    ),
+    "package": ("The package itself", ["horovod_sparse"]),
+}
+#: packages that export names to the rest of this one, not to users
+INTERNAL = ("horovod_sparse.kernels", "horovod_sparse.tensors", "horovod_sparse.training")
+
+
+def source_of(module: str) -> Path:
+    """The file of a module or package."""
+    path = ROOT.joinpath(*module.split("."))
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
+def public_names(module: str) -> list[str]:
+    """What a module offers, in its own order.
+
+    A package offers what its `__all__` names, or what it imports "as" itself; any other module its own
+    classes, functions and constants without an underscore.
+
+    Example:
+        >>> public_names("horovod_sparse.ddp")
+        ['attach', 'hook', 'redistribute', 'State']
+    """
+    path = source_of(module)
+    body = ast.parse(path.read_text(encoding="utf-8")).body
+    if path.name != "__init__.py":
+        names = [name for node in body for name in _defined(node)]
+        return [name for name in names if not name.startswith("_")]
+    for node in body:
+        if isinstance(node, ast.Assign) and any(
+            isinstance(target, ast.Name) and target.id == "__all__" for target in node.targets
+        ):
+            return [str(name) for name in ast.literal_eval(node.value)]
+    return [
+        alias.name
+        for node in body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if alias.asname == alias.name and not alias.name.startswith("_")
+    ]
+
+
+def _defined(node: ast.stmt) -> list[str]:
+    if isinstance(node, ast.ClassDef | ast.FunctionDef):
+        return [node.name]
+    if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+        return [node.target.id]
+    if isinstance(node, ast.Assign):
+        return [target.id for target in node.targets if isinstance(target, ast.Name)]
+    return []
+
+
+def forgotten() -> list[str]:
+    """Packages that export names and are on no page, nor said to be internal: to be empty."""
+    listed = {module for _, modules in PAGES.values() for module in modules}
+    found = []
+    for path in sorted((ROOT / "horovod_sparse").rglob("__init__.py")):
+        module = ".".join(path.parent.relative_to(ROOT).parts)
+        inside = any(module == name or module.startswith(name + ".") for name in INTERNAL)
+        # what a part of a listed package exports, that package exports
+        part = any(module.startswith(name + ".") for name in listed if name != "horovod_sparse")
+        if module not in listed and not inside and not part and public_names(module):
+            found.append(module)
+    return found
+
+
+def qualified() -> list[str]:
+    """Every public name with its module."""
+    return [
+        f"{module}.{name}"
+        for _, modules in PAGES.values()
+        for module in modules
+        for name in public_names(module)
+    ]

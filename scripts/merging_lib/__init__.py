@@ -1,1 +1,0 @@
-"""How far the greedy merging is from the best, by the model."""

@@ -1,0 +1,162 @@
+"""What a test knows of an engine: a way to train a model whose gradients it chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from horovod_sparse.simulation import SimulatedCluster
+from horovod_sparse.topology import Topology
+from support.dyadic import dyadic
+
+__all__ = ["RATE", "SHAPES", "Engine", "Ledger", "Simulated", "Training", "given", "replicas_agree"]
+
+SHAPES = {"first": (40, 30), "bias": (7,), "scalar": (), "second": (3, 5, 11), "one": (1,)}
+#: of plain SGD; weights begin at 1
+RATE = 0.5
+
+Arrays = Mapping[str, np.ndarray]
+
+
+class Training(Protocol):
+    """Parameters, plain SGD, and what synchronizes their gradients to means over ranks.
+
+    Attributes:
+        telemetry: of the engine.
+        parts: the engine's own record of buckets and dense parameters.
+    """
+
+    telemetry: Any
+    parts: Sequence[Any]
+
+    def steps(self) -> set[int]:
+        """That the sparsifiers' states have counted."""
+
+    def step(self, gradients: Arrays) -> None:
+        """Backward, in the order of the gradients, and the optimizer's step. What fails raises the package's
+        error, and leaves no gradient behind."""
+
+    def weights(self) -> dict[str, np.ndarray]:
+        """float64."""
+
+    def held(self) -> dict[str, np.ndarray]:
+        """What this rank holds back of every parameter, float64; nothing of dense ones."""
+
+    def change(self, name: str) -> None:
+        """Adds a little to one weight of this rank alone."""
+
+    def saved(self) -> Any:
+        """Weights and the engine's state."""
+
+    def load(self, saved: Any) -> None:
+        """The counterpart of `saved`."""
+
+    def load_state(self, saved: Any) -> None:
+        """Of what was saved the engine's state alone."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A way to train.
+
+    Attributes:
+        name: in reports.
+        train: a `Training` from a compression (text or recipe) and options; see `promises`.
+        has: of "saved" (states), "levels", "nonfinite" (policies), "drift", "absent" (gradients of some
+            ranks), "members" (some of the ranks), "types", "device" (memory of one), "buckets" (in reach),
+            "models" (that may differ, until ranks compare).
+        rank: of this process.
+        size: number of processes.
+        everyone: of a value what all ranks have.
+        by_day: tests that it takes part in by day, where another engine shows nearly the same; all if None.
+    """
+
+    name: str
+    train: Callable[..., Training]
+    has: frozenset[str]
+    rank: int
+    size: int
+    everyone: Callable[[Any], list[Any]]
+    by_day: frozenset[str] | None = None
+
+
+def given(rank: int, step: int, shapes: Mapping[str, Sequence[int]] = SHAPES) -> dict[str, np.ndarray]:
+    """One rank's gradients: sums of them are exact in any order."""
+    return {name: dyadic(shape, rank, step, name) for name, shape in shapes.items()}
+
+
+def replicas_agree(engine: Engine, training: Training) -> bool:
+    """To the last bit."""
+    own = {name: values.tobytes() for name, values in training.weights().items()}
+    return all(theirs == own for theirs in engine.everyone(own))
+
+
+class Simulated:
+    """The simulator beside a training: weights and what is held back, bit for bit."""
+
+    def __init__(
+        self, engine: Engine, recipe: Any, *, topology: Topology | None = None, size: int | None = None
+    ) -> None:
+        self._engine, self._recipe, self._topology = engine, recipe, topology
+        self._size = size or engine.size
+        self._weights = {name: np.ones(shape, np.float32) for name, shape in SHAPES.items()}
+        self._clusters: dict[Any, SimulatedCluster] = {}
+
+    def step(self, training: Training, everyone: Sequence[Arrays]) -> None:
+        """The same step here; compares weights after it. Buckets are known once there has been one."""
+        if not self._clusters:
+            for part in training.parts:
+                whole = getattr(part.bucket, "whole", None) or part.bucket.info
+                self._clusters[tuple(part.names)] = SimulatedCluster(
+                    self._recipe, whole.num_elements, self._size, name=whole.name, topology=self._topology
+                )
+        found = training.weights()
+        for names, cluster in self._clusters.items():
+            inputs = [flat(gradients, names).astype(np.float32) for gradients in everyone]
+            mean, start = cluster.step(inputs, RATE) * np.float32(1.0 / self._size), 0
+            for name in names:
+                weights = self._weights[name]
+                piece = mean[start : start + weights.size].reshape(weights.shape)
+                self._weights[name], start = weights - np.float32(RATE) * piece, start + weights.size
+                if self._size in (1, 2, 4):
+                    np.testing.assert_array_equal(found[name], self._weights[name], name)
+                else:  # an average by 3 rounds otherwise where each rank's share is rounded
+                    np.testing.assert_allclose(found[name], self._weights[name], rtol=1e-5, atol=1e-5)
+
+    def check_held(self, training: Training, rank: int) -> None:
+        """What this rank holds back is what the simulated one does."""
+        held = training.held()
+        for names, cluster in self._clusters.items():
+            np.testing.assert_array_equal(flat(held, names), cluster.residuals()[rank])
+
+
+def flat(arrays: Arrays, names: Sequence[str]) -> np.ndarray:
+    """The arrays of these names behind one another."""
+    return np.concatenate([np.asarray(arrays[name]).reshape(-1) for name in names])
+
+
+@dataclass
+class Ledger:
+    """Law 1 over a training: what all ranks were given was applied, or is held back."""
+
+    engine: Engine
+    total: dict[str, np.ndarray] = field(default_factory=dict)
+
+    def enter(self, gradients: Arrays) -> None:
+        """Of this rank, of a step."""
+        for name, values in gradients.items():
+            self.total[name] = self.total.get(name, 0.0) + np.asarray(values, np.float64)
+
+    def balance(self, training: Training, atol: float = 1e-4) -> None:
+        """Raises where something was lost, or came twice."""
+        held, size = training.held(), self.engine.size
+        both = self.engine.everyone([self.total, held])
+        for name, weights in training.weights().items():
+            given_, waiting = (
+                sum(np.asarray(one[i].get(name, 0.0)).reshape(-1) for one in both) / size for i in (0, 1)
+            )
+            applied = (1.0 - weights.reshape(-1)) / RATE
+            np.testing.assert_allclose(applied + waiting, given_ + np.zeros(weights.size), rtol=0, atol=atol)

@@ -1,0 +1,223 @@
+"""TensorFlow: tapes of ours and of Horovod's, eagerly and in graphs, and Keras (3 or 2)."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import horovod.tensorflow as stock
+import numpy as np
+import tensorflow as tf
+
+import horovod_sparse.tensorflow as hvd
+import horovod_sparse.tensorflow.keras as hvd_keras
+from conformance.engine import RATE, SHAPES, Engine
+from horovod_sparse.feedback import Recipe
+
+__all__ = ["KERAS", "TAPES"]
+
+IS_KERAS_2 = not hasattr(tf.keras, "version")
+
+
+class TapeTraining:
+    """Descent by a tape: ours in buckets of at most 680 bytes, or Horovod's with our compressor."""
+
+    def __init__(
+        self,
+        compression: str | Recipe,
+        shapes: Mapping[str, Any] = SHAPES,
+        *,
+        wrap: Callable[..., Any],
+        graph: bool,
+        dtype: str = "float32",
+        members: Any = None,
+        absent: bool = False,
+        **options: Any,
+    ) -> None:
+        self.variables = {name: self._variable(name, shape, dtype) for name, shape in shapes.items()}
+        self.compression = (
+            hvd.Compression.parse(compression)
+            if isinstance(compression, str)
+            else hvd.SparseCompressor(compression)
+        )
+        self._wrap, self._graph = wrap, graph
+        self._dtype = tf.as_dtype(dtype).as_numpy_dtype
+        self._options = self._given(options)
+        if members is not None:
+            self._options["process_set"] = members
+        self._functions: dict[Any, Any] = {}
+
+    @staticmethod
+    def _variable(name: str, shape: Any, dtype: str) -> Any:
+        return tf.Variable(tf.ones(shape, dtype), name=name)
+
+    def _given(self, options: dict[str, Any]) -> dict[str, Any]:
+        if self._wrap is stock.DistributedGradientTape or "merging" in options:
+            return options
+        return {"bucket_bytes": 680, **options}
+
+    @property
+    def synchronizer(self) -> Any:
+        return self.compression.synchronizer or self.compression._dropin.synchronizer
+
+    @property
+    def telemetry(self) -> Any:
+        return self.compression.telemetry
+
+    @property
+    def parts(self) -> Any:
+        return self.synchronizer.sparse
+
+    def steps(self) -> set[int]:
+        return {part.bucket.state.step for part in self.parts}
+
+    def _descend(self, given: Mapping[str, tf.Tensor]) -> None:
+        with tf.GradientTape() as tape:
+            products = [
+                tf.cast(tf.reduce_sum(self.variables[name] * given[name]), tf.float64) for name in given
+            ]
+            loss = tf.add_n(products)
+        tape = self._wrap(tape, compression=self.compression, **self._options)
+        variables = list(self.variables.values())
+        gradients = tape.gradient(loss, variables)
+        if self._options.get("on_nonfinite") == "skip":
+            tf.cond(tape.skipped, lambda: None, lambda: self._apply(variables, gradients))
+        else:
+            self._apply(variables, gradients)
+
+    @staticmethod
+    def _apply(variables: Any, gradients: Any) -> None:
+        for variable, gradient in zip(variables, gradients, strict=True):
+            if gradient is not None:
+                variable.assign_sub(tf.cast(RATE, gradient.dtype) * gradient)
+
+    def step(self, gradients: Mapping[str, np.ndarray]) -> None:
+        given = {
+            name: tf.constant(np.asarray(values).astype(self._dtype)) for name, values in gradients.items()
+        }
+        function = self._functions.setdefault(
+            frozenset(given), tf.function(self._descend, autograph=False) if self._graph else self._descend
+        )
+        try:
+            function(given)
+        except tf.errors.OpError as error:
+            raise self.synchronizer.last_error or error from None
+
+    def weights(self) -> dict[str, np.ndarray]:
+        return {name: np.asarray(one).astype(np.float64) for name, one in self.variables.items()}
+
+    def held(self) -> dict[str, np.ndarray]:
+        if self._wrap is stock.DistributedGradientTape:  # which saves nothing
+            return {
+                name: part.bucket.accumulator.residual()[slice(*place)].astype(np.float64)
+                for part in self.parts
+                for name, place in zip(part.names, part.places, strict=True)
+            }
+        return {name: np.array(values, np.float64) for name, values in self._state()["residuals"].items()}
+
+    def change(self, name: str) -> None:
+        one = self.variables[name]
+        one.assign(np.asarray(one) + np.float32(1e-3))
+
+    def _state(self) -> dict[str, Any]:
+        return self.compression.state_dict()
+
+    def saved(self) -> Any:
+        return copy.deepcopy(({name: np.array(one) for name, one in self.variables.items()}, self._state()))
+
+    def load(self, saved: Any) -> None:
+        for name, values in saved[0].items():
+            self.variables[name].assign(values)
+        self.load_state(saved)
+
+    def load_state(self, saved: Any) -> None:
+        self.compression.load_state_dict(saved[1])
+
+
+class KerasTraining(TapeTraining):
+    """`horovod_sparse.tensorflow.keras.DistributedOptimizer` in a graph."""
+
+    def __init__(self, compression: str | Recipe, shapes: Mapping[str, Any] = SHAPES, **options: Any) -> None:
+        super().__init__(compression, shapes, wrap=hvd.DistributedGradientTape, graph=True, **options)
+        self.optimizer = hvd_keras.DistributedOptimizer(
+            tf.keras.optimizers.SGD(RATE), compression=self.compression, **self._options
+        )
+        self.optimizer.build(list(self.variables.values()))
+
+    @staticmethod
+    def _variable(name: str, shape: Any, dtype: str) -> Any:
+        if IS_KERAS_2:
+            return TapeTraining._variable(name, shape, dtype)
+        return tf.keras.Variable(np.ones(shape), dtype=dtype, name=name)
+
+    def _descend(self, given: Mapping[str, tf.Tensor]) -> None:
+        variables = list(self.variables.values())
+        if IS_KERAS_2:  # reduces where it computes gradients
+
+            def loss() -> tf.Tensor:
+                return tf.add_n([tf.reduce_sum(self.variables[name] * given[name]) for name in given])
+
+            self.optimizer.minimize(loss, variables)
+        else:
+            self.optimizer.apply([given[name] for name in self.variables], variables)
+
+    def step(self, gradients: Mapping[str, np.ndarray]) -> None:
+        super().step({name: gradients[name] for name in self.variables})
+
+    def change(self, name: str) -> None:
+        one = self.variables[name]
+        one.assign(np.asarray(one) + np.float32(1e-3))
+
+    def _state(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def load_state(self, saved: Any) -> None:
+        self.optimizer.load_state_dict(saved[1])
+
+
+def _engine(name: str, train: Any, *has: str, by_day: frozenset[str] | None = None) -> Engine:
+    return Engine(
+        name,
+        train,
+        frozenset({"buckets", "models", *has}),
+        hvd.rank(),
+        hvd.size(),
+        hvd.allgather_object,
+        by_day,
+    )
+
+
+def _tape(wrap: Any, graph: bool) -> Any:
+    return functools.partial(TapeTraining, wrap=wrap, graph=graph)
+
+
+OWN, STOCK = hvd.DistributedGradientTape, stock.DistributedGradientTape
+COMMON = ("absent", "members", "types", "saved", "levels", "nonfinite", "drift")
+FEW = frozenset(
+    {
+        "test_it_equals_the_simulator",
+        "test_nothing_is_lost_in_any_order",
+        "test_a_bad_dense_gradient_names_its_rank",
+    }
+)
+SOME = frozenset(
+    {
+        "test_resume_is_invisible",
+        "test_ranks_that_stand_at_different_steps_start_alike",
+        "test_a_bad_rank_is_left_out_or_the_step_is_skipped",
+        "test_a_sum_that_is_not_finite_is_applied_by_nobody",
+        "test_replicas_that_come_apart_are_found",
+        "test_another_version_is_told_to_all",
+        "test_some_of_the_ranks_train_alone",
+    }
+)
+TAPES = [
+    _engine("graph", _tape(OWN, True), *COMMON),
+    _engine("eager", _tape(OWN, False), *COMMON, by_day=frozenset()),
+    _engine("stock", _tape(STOCK, True), "members", "types", by_day=FEW),
+    _engine("stock-eager", _tape(STOCK, False), "members", "types", by_day=frozenset()),
+]
+KERAS_HAS = ("members", "saved", *(() if IS_KERAS_2 else ("levels", "nonfinite", "drift")))
+KERAS = [_engine("keras", KerasTraining, *KERAS_HAS, by_day=FEW | SOME)]

@@ -1,0 +1,231 @@
+"""Law 6: save, load, continue = never stopped, bit for bit; at another size, or anew, nothing is lost."""
+
+import dataclasses
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from horovod_sparse.errors import CollectiveMismatchError, HorovodSparseError, StateMismatchError
+from horovod_sparse.feedback import Progress, parse_recipe, resumed
+from horovod_sparse.feedback.state import from_plain, to_plain
+from horovod_sparse.simulation import SimulatedCluster
+from horovod_sparse.sparsifiers import BucketInfo, MiCRO
+from horovod_sparse.topology import Topology
+from horovod_sparse.training.state import redistributed
+from support import laws
+from support.cases import CASES, Case, case_id
+from support.gradients import dyadic, layered
+from support.history import Scenario, random_gradients, run
+from support.sampling import rows_by
+
+_KEEPING = [case for case in CASES if not case.loses_mass]
+_N, _STEPS, _NUM_STEPS = 300, 4, 3
+
+
+def saved(cluster: SimulatedCluster) -> list[dict[str, Any]]:
+    """What each rank would write to its checkpoint, through text, so that no object is shared."""
+    return [
+        {
+            "state": json.loads(json.dumps(to_plain(bucket.state, array=np.ndarray.tolist))),
+            **bucket.progress.to_plain(),
+            "residual": bucket.accumulator.values().tobytes(),
+            "companions": [companion.tobytes() for companion in bucket.accumulator.companions],
+        }
+        for bucket in cluster.buckets
+    ]
+
+
+def restored(case: Case, scenario: Scenario, checkpoints: list[dict[str, Any]]) -> SimulatedCluster:
+    cluster = SimulatedCluster(case.recipe, scenario.num_elements, scenario.size, scenario.dtype)
+    for bucket, checkpoint in zip(cluster.buckets, checkpoints, strict=True):
+        bucket.restart(Progress.from_plain(checkpoint, checkpoint["state"]["step"]))
+        bucket.state = from_plain(bucket.state, checkpoint["state"])
+        bucket.accumulator.assign(np.frombuffer(checkpoint["residual"], bucket.info.value_dtype))
+        for companion, values in zip(bucket.accumulator.companions, checkpoint["companions"], strict=True):
+            companion[...] = np.frombuffer(values, bucket.info.value_dtype)
+    return cluster
+
+
+@rows_by(
+    "case,scenario", CASES, [Scenario(1, 50), Scenario(3, 2000), Scenario(4, 200, "float64")], ids=case_id
+)
+def test_resume_is_invisible(case: Case, scenario: Scenario) -> None:
+    gradients = random_gradients(Scenario(scenario.size, scenario.num_elements, num_steps=9), layered)
+    whole = run(case.recipe, scenario, gradients)
+
+    first = run(case.recipe, scenario, gradients[:5])
+    second = run(case.recipe, scenario, gradients[5:], cluster=restored(case, scenario, saved(first.cluster)))
+    for step, expected in zip(second.steps, whole.steps[5:], strict=True):
+        for sum_, other in zip(step.sums, expected.sums, strict=True):
+            assert sum_.indices.tobytes() == other.indices.tobytes()
+            assert sum_.values.tobytes() == other.values.tobytes()
+            assert sum_.facts == other.facts
+        assert [r.tobytes() for r in step.residuals] == [r.tobytes() for r in expected.residuals]
+
+
+@pytest.mark.parametrize("case", _KEEPING, ids=case_id)
+def test_a_fresh_state_is_noticed(case: Case) -> None:
+    """Everything that `saved` holds matters: without it the run goes on differently."""
+    scenario = Scenario(3, 2000, num_steps=9)
+    gradients = random_gradients(scenario, layered)
+    whole = run(case.recipe, scenario, gradients)
+    fresh = run(case.recipe, scenario, gradients[5:])
+    assert fresh.steps[0].residuals[0].tobytes() != whole.steps[5].residuals[0].tobytes()
+
+
+def test_a_state_of_an_earlier_version_loads() -> None:
+    """What was added since begins as in a fresh state; anything else that is missing is an error."""
+    state = MiCRO().init(BucketInfo("w", 8))
+    state.step, state.threshold.correction = 7, 2.0
+    plain = to_plain(state)
+    for name in ("ahead", "paused"):
+        del plain["threshold"][name]
+    assert from_plain(MiCRO().init(BucketInfo("w", 8)), plain) == state
+    del plain["threshold"]["correction"]
+    with pytest.raises(StateMismatchError, match="correction"):
+        from_plain(state, plain)
+
+
+def entries_of(cluster: SimulatedCluster) -> list[dict[str, Any]]:
+    """What every rank saves, as far as `redistributed` looks at it."""
+    size = len(cluster.buckets)
+    return [
+        {
+            "rank": rank,
+            "size": size,
+            "residuals": {"b": bucket.accumulator.values().copy()},
+            "companions": [{"b": companion.copy()} for companion in bucket.accumulator.companions],
+        }
+        for rank, bucket in enumerate(cluster.buckets)
+    ]
+
+
+def means(cluster: SimulatedCluster) -> np.ndarray:
+    """Over ranks: of the values, and of what a feedback keeps beside them, [1 + companions, n]."""
+    kept = [(bucket.accumulator.values(), *bucket.accumulator.companions) for bucket in cluster.buckets]
+    return np.mean(kept, axis=0, dtype=np.float64)
+
+
+@rows_by("case,sizes", _KEEPING, [(6, 4), (4, 6), (6, 1), (2, 8), (5, 3)], ids=case_id)
+def test_nothing_is_lost_on_the_way_to_another_size(case: Case, sizes: tuple[int, int]) -> None:
+    """SparDL and gTop-k leave residuals on ranks that did not make them: so law 1 is over both runs."""
+    old_size, size = sizes
+    generator = np.random.default_rng([old_size, size])
+    wanted, applied, magnitude = np.zeros(_N), np.zeros(_N), np.zeros(_N)
+    cluster = SimulatedCluster(case.recipe, _N, old_size)
+    for now in (old_size, size):
+        if now != old_size:
+            old, before = entries_of(cluster), means(cluster)
+            cluster = SimulatedCluster(case.recipe, _N, now)
+            for rank, bucket in enumerate(cluster.buckets):
+                entry = redistributed(old[::-1], rank, now)
+                bucket.accumulator.assign(entry["residuals"]["b"])
+                for companion, values in zip(bucket.accumulator.companions, entry["companions"], strict=True):
+                    companion[...] = values["b"]
+            np.testing.assert_allclose(means(cluster), before, rtol=1e-6, atol=1e-6 * np.abs(before).max())
+        for _ in range(_STEPS):
+            gradients = layered(generator, (now, _N)).astype(np.float32)
+            wanted += gradients.mean(0, dtype=np.float64)
+            magnitude += np.abs(gradients).sum(0, dtype=np.float64)
+            sum_ = cluster.synchronize(list(gradients))[0]
+            np.add.at(applied, sum_.indices, sum_.values.astype(np.float64) / now)
+    held = np.mean(cluster.residuals(), axis=0, dtype=np.float64)
+    allowed = 8 * _STEPS * max(old_size, size) * np.finfo(np.float32).eps * magnitude
+    assert (np.abs(applied + held - wanted) <= allowed).all()
+
+
+@rows_by("case,size", CASES, [2, 3], ids=case_id)
+def test_states_that_start_anew_in_the_middle_agree_and_lose_nothing(case: Case, size: int) -> None:
+    """As where rank 1 is replaced: it has neither residual nor state, the others go on at their step."""
+    scenario = Scenario(size, 60, num_steps=_NUM_STEPS)
+    before = run(case.recipe, scenario, random_gradients(scenario, dyadic))
+    cluster = run(case.recipe, scenario, random_gradients(scenario, dyadic, seed=1)).cluster
+    told = before.cluster.buckets[0].progress
+    for rank, (fresh, old) in enumerate(zip(cluster.buckets, before.cluster.buckets, strict=True)):
+        zeros = np.zeros(scenario.num_elements, fresh.info.value_dtype)
+        fresh.accumulator.assign(zeros if rank == 1 else old.accumulator.values())
+        for mine, theirs in zip(fresh.accumulator.companions, old.accumulator.companions, strict=True):
+            mine[:] = 0.0 if rank == 1 else theirs
+        own = dataclasses.replace(old.progress, step=0 if rank == 1 else old.progress.step)
+        fresh.restart(resumed(own, told.to_plain(), told.step))
+    residuals = [residual for rank, residual in enumerate(before.cluster.residuals()) if rank != 1]
+    held = np.sum(residuals, axis=0, dtype=np.float64)
+    history = run(case.recipe, scenario, random_gradients(scenario, dyadic, seed=2), cluster=cluster)
+    assert [bucket.state.step for bucket in cluster.buckets] == [2 * _NUM_STEPS] * size
+    laws.sums_are_right(history)
+    laws.replicas_agree(history)
+    if case.exclusive:
+        laws.exclusive_means_exclusive(history)
+    if not case.loses_mass:
+        history.gradients[0, 0] += held  # what was held when they started is there as if it had just come
+        laws.nothing_is_lost(history)
+
+
+@pytest.mark.parametrize("name", ["micro", "exdyna"])
+def test_a_first_threshold_is_in_the_units_that_the_residual_has_now(name: str) -> None:
+    text = f"{name}:density=0.1,threshold=paper,feedback=error(scale_residual=true)"
+    cluster, zeros = SimulatedCluster(parse_recipe(text), 100, 2), np.zeros(100, np.float32)
+    first = cluster.synchronize([zeros.copy(), zeros.copy()], 1.0)[0].facts["threshold"]
+    cluster.synchronize([zeros.copy(), zeros.copy()], 0.125)
+    for bucket in cluster.buckets:
+        bucket.restart(bucket.progress)
+    again = cluster.synchronize([zeros.copy(), zeros.copy()], 0.125)[0].facts["threshold"]
+    assert again == 8.0 * first
+
+
+SIZE, NUM_ELEMENTS = 4, 400
+
+
+def stepped(case: Case, dtype: str, num_steps: int) -> SimulatedCluster:
+    cluster = SimulatedCluster(case.recipe, NUM_ELEMENTS, SIZE, dtype)
+    for step in range(num_steps):
+        cluster.step(gradients(step, dtype))
+    return cluster
+
+
+def gradients(step: int, dtype: str = "float32") -> list[np.ndarray]:
+    return list(np.random.default_rng(step).standard_normal((SIZE, NUM_ELEMENTS)).astype(dtype))
+
+
+@rows_by("case,by", CASES, [1, 2, 3], ids=case_id)
+def test_a_rank_behind_is_an_error_on_every_rank(case: Case, by: int) -> None:
+    cluster = stepped(case, "float32", 5)
+    before = cluster.residuals()
+    cluster.buckets[2].state.step -= by
+    try:
+        found = cluster.synchronize(gradients(5), keep_errors=True)
+    except CollectiveMismatchError:  # in other rounds already: Horovod itself, or the deadline, says so
+        return
+    assert all(isinstance(error, HorovodSparseError) for error in found), found
+    kinds: set[Any] = {type(error) for error in found}
+    assert len(kinds) == 1
+    if kinds == {StateMismatchError} and "modulo 8" in str(found[0]):
+        assert f"ranks [0, 1, 3] at 5, ranks [2] at {5 - by}" in str(found[0])
+        for bucket, held, given in zip(cluster.buckets, before, gradients(5), strict=True):
+            if not case.loses_mass and case.recipe.feedback.num_companions == 0:
+                np.testing.assert_array_equal(bucket.accumulator.values(), held + given)
+
+
+@rows_by("case,hosts", CASES, [(1, 4), (2, 2), (4, 1)], ids=case_id)
+def test_a_rank_behind_on_two_levels_is_met_by_name(case: Case, hosts: tuple[int, int]) -> None:
+    """By its column, between hosts; on one host, where columns have one rank, by the others on it."""
+    cluster = SimulatedCluster(case.recipe, NUM_ELEMENTS, SIZE, topology=Topology.regular(*hosts))
+    for step in range(3):
+        cluster.step(gradients(step))
+    before = cluster.residuals()
+    cluster.buckets[2].state.step -= 1
+    try:
+        found = cluster.synchronize(gradients(3), keep_errors=True)
+    except CollectiveMismatchError:
+        assert hosts != (1, 4)
+        return
+    assert {type(error) for error in found} == {StateMismatchError}
+    column = {(1, 4): [0, 1, 3], (2, 2): [0], (4, 1): [0, 1, 3]}[hosts]
+    told = all(f"ranks {column} at 3, ranks [2] at 2" in str(error) for error in found)
+    exclusive = hosts == (4, 1) and all("in one another's parts" in str(error) for error in found)
+    assert told or exclusive, found
+    if hosts == (1, 4) and not case.loses_mass and case.recipe.feedback.num_companions == 0:
+        held = sum(cluster.residuals())
+        np.testing.assert_allclose(held, sum(before) + sum(gradients(3)), atol=1e-5)

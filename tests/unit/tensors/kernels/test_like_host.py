@@ -1,0 +1,218 @@
+"""A tensor's accumulator does what the host's does, bit for bit, whatever it is asked."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from horovod_sparse.arrays import FoldRule, HostAccumulator
+from horovod_sparse.tensors.accumulator import TorchAccumulator
+from support import kernels_reference as reference
+from support.gradients import DTYPES, as_gradient
+from support.sampling import rows_by
+
+# Magnitudes that tie, vanish, or are not numbers; between them anything.
+_SPECIAL = np.array([0.0, -0.0, 1.0, -1.0, 1e-42, 3e38, np.inf, -np.inf, np.nan])
+
+
+def as_tensor(gradient: np.ndarray, dtype: str, device: str) -> torch.Tensor:
+    if dtype == "bfloat16":
+        return torch.from_numpy(gradient.view(np.int16).copy()).view(torch.bfloat16).to(device)
+    return torch.from_numpy(gradient.copy()).to(device)
+
+
+def bits(array: np.ndarray) -> np.ndarray:
+    return array.view(np.uint64 if array.dtype == np.float64 else np.uint32)
+
+
+@st.composite
+def scenarios(draw: st.DrawFn, max_elements: int) -> dict[str, Any]:
+    return {
+        "num_elements": draw(st.integers(1, max_elements)),
+        "dtype": draw(st.sampled_from(DTYPES)),
+        "density": draw(st.sampled_from([0.001, 0.02, 0.6])),
+        "seed": draw(st.integers(0, 2**32 - 1)),
+        "kind": draw(st.sampled_from(["gaussian", "ties", "sparse", "clustered"])),
+        "special_share": draw(st.sampled_from([0.0, 0.02])),
+        "folds": draw(
+            st.lists(
+                st.fixed_dictionaries(
+                    {
+                        "decay": st.sampled_from([1.0, 0.3, 2.0]),
+                        "momentum": st.sampled_from([None, 0.0, 0.9]),
+                        "nesterov": st.booleans(),
+                        "masking": st.booleans(),
+                        "keep_residual": st.sampled_from([True, True, False]),
+                    }
+                ),
+                min_size=1,
+                max_size=2,
+            )
+        ),
+    }
+
+
+def gradient_of(scenario: dict[str, Any], generator: np.random.Generator) -> np.ndarray:
+    n = scenario["num_elements"]
+    values = generator.standard_normal(n)
+    if scenario["kind"] == "ties":
+        values = generator.integers(-2, 3, n).astype(np.float64)
+    elif scenario["kind"] == "sparse":
+        values *= generator.random(n) < 0.05
+    elif scenario["kind"] == "clustered":
+        values *= np.where(np.arange(n) < n // 10, 100.0, 0.01)
+    chosen = generator.random(n) < scenario["special_share"]
+    values[chosen] = generator.choice(_SPECIAL, int(chosen.sum()))
+    with np.errstate(over="ignore"):
+        return as_gradient(values, scenario["dtype"])
+
+
+def check_selection(host: Any, ours: Any, generator: np.random.Generator) -> None:
+    n = host.num_elements
+    start, stop = sorted(int(place) for place in generator.integers(0, n + 1, 2))
+    for low, high in ((0, n), (start, stop)):
+        if low < high:
+            k = int(generator.choice([1, max(1, (high - low) // 50), max(1, (high - low) // 2), high - low]))
+            threshold = host.kth_magnitude(k, low, high)
+            assert ours.kth_magnitude(k, low, high) == threshold
+            np.testing.assert_array_equal(ours.largest(k, low, high), host.largest(k, low, high))
+        threshold = host.kth_magnitude(max(1, n // 30))
+        found = ours.at_least(threshold, low, high)
+        assert found.dtype == np.int32
+        np.testing.assert_array_equal(found, host.at_least(threshold, low, high))
+
+
+def check_statistics(host: Any, ours: Any, generator: np.random.Generator) -> None:
+    thresholds = [0.0, host.kth_magnitude(1), float(np.exp(generator.normal()))]
+    counts = ours.count_at_least(thresholds)
+    assert counts.dtype == np.int64
+    np.testing.assert_array_equal(counts, host.count_at_least(thresholds))
+    for threshold in thresholds:
+        mine = ours.moments(threshold)
+        count, total, squares, logarithms = reference.moments_at_least(host.values(), threshold)
+        assert mine.count == count
+        assert mine.total == pytest.approx(total, rel=1e-5)
+        assert mine.total_squares == pytest.approx(squares, rel=1e-5)
+        # Logarithms cancel: to the precision of one of them, each.
+        assert mine.total_logarithms == pytest.approx(logarithms, rel=1e-5, abs=1e-5 * (1 + count))
+    stride, offset = int(generator.integers(1, 9)), int(generator.integers(0, 9))
+    np.testing.assert_array_equal(
+        ours.sample_magnitudes(stride, offset), host.sample_magnitudes(stride, offset)
+    )
+
+
+def check_state(host: Any, ours: Any) -> None:
+    assert ours.values().dtype == host.values().dtype
+    np.testing.assert_array_equal(bits(ours.values()), bits(host.values()))
+    for mine, theirs in zip(ours.companions, host.companions, strict=True):
+        np.testing.assert_array_equal(bits(mine.cpu().numpy()), bits(theirs))
+    scale = host.report.square_norm
+    if np.isfinite(scale):
+        assert ours.square_norm == pytest.approx(host.square_norm, rel=1e-5, abs=1e-5 * scale)
+
+
+def run(scenario: dict[str, Any], place: Any) -> None:
+    generator = np.random.default_rng(scenario["seed"])
+    n, dtype = scenario["num_elements"], scenario["dtype"]
+    shared = {"density": scenario["density"], "companions": 1}
+    host = HostAccumulator(n, dtype, **shared)
+    ours = TorchAccumulator(n, dtype, device=place.device, kernels=place.kernels, **shared)
+    largest = 0.0
+    for fold in scenario["folds"]:
+        gradient = gradient_of(scenario, generator)
+        tensor = as_tensor(gradient, dtype, place.device)
+        expected, report = host.fold(gradient, FoldRule(**fold)), ours.fold(tensor, FoldRule(**fold))
+        assert torch.count_nonzero(tensor) == 0
+        assert report.num_nonfinite == expected.num_nonfinite
+        assert report.first_nonfinite == expected.first_nonfinite
+        if np.isfinite(expected.square_norm):
+            assert report.square_norm == pytest.approx(expected.square_norm, rel=1e-5)
+        if np.isfinite(expected.carried_square_norm):
+            carried = pytest.approx(expected.carried_square_norm, rel=1e-5, abs=1e-4 * largest)
+            assert report.carried_square_norm == carried
+        largest = host.square_norm
+        check_state(host, ours)
+        check_selection(host, ours, generator)
+        check_statistics(host, ours, generator)
+
+        sent = host.largest(max(1, n // 20))
+        before = host.values().copy()
+        np.testing.assert_array_equal(bits(ours.take(sent)), bits(host.take(sent)))
+        for accumulator in (host, ours):
+            accumulator.clear(sent)
+            accumulator.add(sent[::2], np.full(sent[::2].size, 0.75))
+            accumulator.put(sent[::3], np.full(sent[::3].size, 1.25, np.float32))
+            accumulator.mask(np.arange(0, n, 7, dtype=np.int32))
+        check_state(host, ours)
+        check_selection(host, ours, generator)
+        for accumulator in (host, ours):
+            accumulator.abandon()
+        np.testing.assert_array_equal(bits(ours.values()), bits(before))
+        check_state(host, ours)
+        assert ours.kth_magnitude(1) == host.kth_magnitude(1)
+        for accumulator in (host, ours):
+            accumulator.clear(sent)
+
+
+def test_like_the_host(place: Any) -> None:
+    @settings(
+        max_examples=place.num_examples,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        # An example in the interpreter takes a second: it is not made smaller, only shown.
+        phases=[Phase.explicit, Phase.generate],
+    )
+    @given(scenario=scenarios(place.max_elements))
+    def check(scenario: dict[str, Any]) -> None:
+        run(scenario, place)
+
+    check()
+
+
+@pytest.mark.parametrize("kind", ["sparse", "clustered"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_hard_windows(place: Any, kind: str, dtype: str) -> None:
+    """More than k candidates in few blocks; fewer than k that are not 0; a masked last tile."""
+    scenario = {
+        # Several tiles of the fold.
+        "num_elements": 2305 if dtype == "float32" else 1157,
+        "dtype": dtype,
+        "density": 0.02,
+        "seed": 5,
+        "kind": kind,
+        "special_share": 0.0,
+        "folds": [{"decay": 1.0, "momentum": None}],
+    }
+    run(scenario, place)
+
+
+def test_a_small_buffer_is_noticed(place: Any) -> None:
+    """Where candidates do not fit, the second, dense attempt is exact."""
+    if not hasattr(place.kernels, "find_kth"):
+        pytest.skip("only the Triton kernels have a buffer")
+    values = torch.linspace(-1.0, 1.0, 2000, device=place.device)
+    ours = TorchAccumulator(2000, density=0.02, device=place.device, kernels=place.kernels)
+    ours.assign(values)
+    layout, maxima = ours._kernels.layout, ours._exact_maxima()
+    report, _ = place.kernels.find_kth(values, maxima, layout, 50, 0, 2000, False, capacity=20)
+    assert report[1] == 1
+    expected = values.abs().sort(descending=True).values[49]
+    report, _ = place.kernels.find_kth(values, maxima, layout, 50, 0, 2000, True)
+    assert report.tolist() == [int(expected.view(torch.int32)), 0]
+
+
+@rows_by("dtype,special", DTYPES, [1.0, np.nan, np.inf])
+def test_clipping_is_the_hosts(place: Any, dtype: str, special: float) -> None:
+    values = np.random.default_rng(9).standard_normal(500)
+    values[77] = special
+    gradient = as_gradient(values, dtype)
+    host = HostAccumulator(500, dtype)
+    ours = TorchAccumulator(500, dtype, device=place.device, kernels=place.kernels)
+    report = ours.fold(as_tensor(gradient, dtype, place.device), FoldRule(clip_norm=2.0))
+    expected = host.fold(gradient, FoldRule(clip_norm=2.0))
+    assert report.first_nonfinite == expected.first_nonfinite == (-1 if special == 1.0 else 77)
+    np.testing.assert_allclose(ours.values(), host.values(), rtol=1e-2, atol=1e-4)
+    assert float(np.linalg.norm(ours.values())) == pytest.approx(2.0, rel=1e-2)

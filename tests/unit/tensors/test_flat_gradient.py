@@ -1,0 +1,161 @@
+"""Flat gradient buffers: views, what is copied when, and what zeroing writes."""
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+
+from horovod_sparse.kernels.host import scatter
+from horovod_sparse.tensors import memory
+from horovod_sparse.tensors.flat_gradient import FlatGradient
+from horovod_sparse.tensors.layout import memory_strides, shaped, unshaped
+
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+
+
+def parameters(dtype=torch.float32):
+    shapes = [(4, 5), (), (3,)]
+    made = [torch.nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in shapes]
+    made.append(torch.nn.Parameter(torch.ones(2, 3, 4, 4, dtype=dtype).to(memory_format=torch.channels_last)))
+    made.append(torch.nn.Parameter(torch.ones(6, 7, dtype=dtype).t()))
+    return made
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_backward_adds_into_the_buffer(dtype):
+    made = parameters(dtype)
+    gradient = FlatGradient(made)
+    gradient.gather()
+    for number, parameter in enumerate(made):
+        assert parameter.grad.shape == parameter.shape
+        assert parameter.grad.stride() == parameter.stride()
+        (parameter * (number + 1)).sum().backward()
+    gradient.gather()
+    expected = np.concatenate([np.full(p.numel(), i + 1.0) for i, p in enumerate(made)])
+    np.testing.assert_array_equal(gradient.flat.float().numpy(), expected)
+    assert gradient.flat.numel() == gradient.num_elements == sum(p.numel() for p in made)
+
+
+def test_gradients_from_elsewhere_are_taken_over_and_missing_ones_are_zero():
+    made = parameters()
+    gradient = FlatGradient(made)
+    gradient.flat.fill_(7.0)
+    made[0].grad = torch.arange(20.0).reshape(4, 5)
+    made[2].grad = torch.tensor([0.0, 2.0, 0.0]).to_sparse()
+    gradient.gather_existing()
+    assert made[1].grad is None
+    gradient.gather()
+    assert all(p.grad is view for p, view in zip(made, gradient.views, strict=True))
+    np.testing.assert_array_equal(gradient.flat.numpy()[:24], [*range(20), 0, 0, 2, 0])
+    assert not gradient.flat.numpy()[24:].any()
+
+
+def watching(function, calls):
+    def watched(*arguments):
+        calls.append(1)
+        function(*arguments)
+
+    return watched
+
+
+def written(gradient, monkeypatch):
+    """One entry for every time that the whole buffer is zeroed."""
+    calls = []
+    on_host = type(gradient.memory) is memory.HostMemory
+    # on the host one kernel clears and writes
+    owners = [(scatter, "clear_all"), (memory, "clear_all")] if on_host else [(type(gradient.memory), "zero")]
+    for owner, name in owners:
+        monkeypatch.setattr(owner, name, watching(getattr(owner, name), calls))
+    return calls
+
+
+def scattered():
+    made = [torch.nn.Parameter(torch.ones(1000)) for _ in range(3)]
+    gradient = FlatGradient(made)
+    gradient.gather()
+    gradient.flat.numpy()[:] = 0
+    assert gradient.scatter(np.array([5, 1500, 5], np.int32), np.array([1, 2, 3], np.float32)) == 2
+    assert made[0].grad[5] == 4.0
+    return made, gradient
+
+
+CHANGES = {
+    "in place": lambda p: p.grad.add_(1.0),
+    "clipping": lambda p: torch.nn.utils.clip_grad_norm_([p], 0.1),
+    "foreach": lambda p: torch._foreach_add_([p.grad], 1.0),
+    "backward": lambda p: p.sum().backward(),
+    "inference mode": lambda p: torch.inference_mode()(p.grad.add_)(1.0),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_whoever_writes_to_a_gradient_makes_zeroing_complete(change, monkeypatch):
+    made, gradient = scattered()
+    change(made[1])
+    calls = written(gradient, monkeypatch)
+    gradient.clear()
+    assert not gradient.flat.numpy().any()
+    assert calls
+
+
+def test_writing_through_data_is_noticed_and_remembered(monkeypatch, caplog):
+    made, gradient = scattered()
+    made[1].grad.data.add_(0.5)
+    with caplog.at_level(logging.INFO, "horovod_sparse"):
+        gradient.clear()
+    assert not gradient.flat.numpy().any()
+    assert ".data" in caplog.text
+    gradient.scatter(np.array([7], np.int32), np.ones(1, np.float32))
+    calls = written(gradient, monkeypatch)
+    gradient.clear()
+    assert calls
+    assert not gradient.flat.numpy().any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gradients_in_coo_form_go_to_their_own_place(dtype):
+    """A view whose storage begins earlier would be written at twice its offset by PyTorch."""
+    made = [torch.nn.Parameter(torch.ones(4, 3, dtype=dtype)) for _ in range(3)]
+    gradient = FlatGradient(made)
+    gradient.gather()
+    made[1].gather(0, torch.tensor([[1, 1, 2]]), sparse_grad=True).sum().backward()
+    expected = np.zeros((3, 4, 3))
+    expected[1, 1, :2] = expected[1, 2, 2] = 1
+    np.testing.assert_array_equal(gradient.flat.double().numpy(), expected.reshape(-1))
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.empty(2, 3),
+        torch.empty(2, 3).t(),
+        torch.empty(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.empty(4, 1, 3).transpose(0, 2),
+        torch.empty(6, 8)[:, ::2],
+        torch.empty(3, 1).expand(3, 4),
+        torch.empty(()),
+    ],
+    ids=lambda tensor: f"{tuple(tensor.shape)}-{tensor.stride()}",
+)
+def test_layouts_are_dense_and_survive_a_checkpoint(tensor):
+    strides = memory_strides(tensor)
+    flat = torch.arange(tensor.numel())
+    view = flat.as_strided(tensor.shape, strides)
+    assert sorted(view.reshape(-1).tolist()) == flat.tolist()
+    if torch.empty_like(tensor).stride() == tensor.stride():  # preserves what is dense
+        assert all(s == t for s, t, n in zip(strides, tensor.stride(), tensor.shape, strict=True) if n > 1)
+    values = np.arange(tensor.numel(), dtype=np.float32)
+    saved = shaped(values, tensor)
+    assert saved.is_contiguous()
+    assert saved.shape == tensor.shape
+    np.testing.assert_array_equal(unshaped(saved, tensor), values)
+
+
+def test_zeroing_writes_only_to_what_was_scattered(monkeypatch):
+    _, gradient = scattered()
+    calls = written(gradient, monkeypatch)
+    gradient.clear()
+    gradient.clear()
+    assert not gradient.flat.numpy().any()
+    assert not calls

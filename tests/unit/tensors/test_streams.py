@@ -1,0 +1,175 @@
+"""Which stream waits for which, told by streams that write down what is asked of them."""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from horovod_sparse.feedback import recipe
+from horovod_sparse.tensors import parts, transfer
+from horovod_sparse.tensors.memory import unscaled
+from horovod_sparse.tensors.parts import DenseParameters, SparseBucket
+from horovod_sparse.tensors.streams import CudaStreams
+
+
+class Stream:
+    def __init__(self, name):
+        self.name, self.waited = name, []
+
+    def wait_stream(self, other):
+        self.waited.append(other.name)
+
+
+class Cuda:
+    """Stands for torch.cuda; `now` is the current stream."""
+
+    def __init__(self, now):
+        self.now = now
+
+    def current_stream(self, device):
+        assert device == torch.device("cuda", 1)
+        return self.now
+
+    @contextlib.contextmanager
+    def stream(self, other):
+        before, self.now = self.now, other
+        try:
+            yield
+        finally:
+            self.now = before
+
+
+def asking(cuda, seen):
+    """Two rounds; writes down the stream of each piece of work."""
+    for number in range(2):
+        seen.append(cuda.now.name)
+        assert (yield number) == 10 * number
+    seen.append(cuda.now.name)
+    return "done"
+
+
+def test_work_goes_on_where_it_began_and_is_waited_for():
+    first, second, third, caller = (Stream(name) for name in ("first", "second", "third", "caller"))
+    cuda, seen = Cuda(first), []
+    streams = CudaStreams(torch.device("cuda", 1), cuda)
+    for cuda.now in (first, second, first, second):
+        streams.note()
+    work = streams.run(asking(cuda, seen))
+    assert second.waited == ["first"]
+    next(work)
+    cuda.now = third  # the hook of another bucket
+    work.send(0)
+    cuda.now = caller
+    with pytest.raises(StopIteration, match="done"):
+        work.send(10)
+    assert cuda.now is caller
+    streams.join()
+    assert seen == ["second"] * 3
+    assert (first.waited, third.waited, caller.waited) == ([], [], ["second"])
+    cuda.now = third  # the next step: nothing is left of this one
+    streams.note()
+    streams.run(asking(cuda, seen))
+    assert third.waited == []
+
+
+@pytest.mark.parametrize("name", ["sparse", "dense"])
+def test_a_part_waits_for_writers_before_it_touches_gradients(name, monkeypatch):
+    """Gradients are copied together, or divided by the loss's scale, before the coroutine begins."""
+    parameter = torch.nn.Parameter(torch.ones(20))
+    if name == "sparse":
+        part = SparseBucket("b", ["w"], [parameter], recipe("topk", density=0.5), lambda: None, (0, 1))
+    else:
+        part = DenseParameters(["w"], [parameter], (0, 1))
+    parameter.grad = torch.ones(20)
+    done = []
+
+    class Told:
+        def meet(self):
+            done.append("meet")
+
+        def run(self, step):
+            done.append("run")
+            return step
+
+    settle = part.gradient.settle
+    monkeypatch.setattr(part.gradient, "settle", lambda: (done.append("settle"), settle()))
+    monkeypatch.setattr(parts, "unscaled", lambda *given: (done.append("unscale"), unscaled(*given))[1])
+    part.streams = Told()
+    part.start(SimpleNamespace(start=lambda name, step: step.close()), 2.0)
+    assert done[0] == "meet"
+    assert done[-1] == "run"
+    assert "settle" in done
+
+
+CUDA = SimpleNamespace(type="cuda")
+
+
+class Fake:
+    """Stands for a tensor on the host or on a device, and writes down what is done with it."""
+
+    def __init__(
+        self, tensor: torch.Tensor, log: list[str], *, pinned: bool = False, device: Any = None
+    ) -> None:
+        self.tensor, self.log, self.pinned = tensor, log, pinned
+        self.device = device or SimpleNamespace(type="cpu")
+        self.shape, self.dtype = tensor.shape, tensor.dtype
+
+    def numpy(self) -> np.ndarray:
+        assert self.device.type == "cpu", "NumPy cannot read a device's memory"
+        return self.tensor.numpy()
+
+    def to(self, device: Any, non_blocking: bool = False) -> Fake:
+        self.log.append(f"to device, pinned={self.pinned}, waits={not non_blocking}")
+        return Fake(self.tensor.clone(), self.log, device=device)
+
+    def copy_(self, other: Fake, non_blocking: bool = False) -> Fake:
+        self.log.append(f"to host, pinned={self.pinned}, waits={not non_blocking}")
+        self.tensor.copy_(other.tensor)
+        return self
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was done, in order, on a machine that seems to have a GPU."""
+    done: list[str] = []
+
+    class Event:
+        def record(self, stream: str) -> None:
+            done.append(f"event on {stream}")
+
+        def synchronize(self) -> None:
+            done.append("wait for the event")
+
+    def empty(shape: Any, dtype: Any, pin_memory: bool = False) -> Fake:
+        return Fake(torch.zeros(shape, dtype=dtype), done, pinned=pin_memory)
+
+    cuda = SimpleNamespace(Event=Event, current_stream=lambda device: f"the stream of {device.type}")
+    fake = SimpleNamespace(empty=empty, from_numpy=torch.from_numpy, tensor=torch.tensor, cuda=cuda)
+    monkeypatch.setattr(transfer, "torch", fake)
+    return done
+
+
+def test_to_a_device_from_pinned_memory_without_waiting(log: list[str]) -> None:
+    array = np.array([3, 1, 4], np.int32)
+    sent: Any = transfer.to_device(array, CUDA)  # type: ignore[arg-type]
+    array[:] = 0  # may be changed at once
+    assert sent.tensor.tolist() == [3, 1, 4]
+    assert sent.device is CUDA
+    assert log == ["to device, pinned=True, waits=False"]
+
+
+def test_to_the_host_into_pinned_memory_waiting_once(log: list[str]) -> None:
+    """Indices and values of a selection: two copies are queued, and one event is waited for."""
+    indices = Fake(torch.tensor([5, 9]), log, device=CUDA)
+    values = Fake(torch.tensor([0.5, -2.0]), log, device=CUDA)
+    pending = transfer.PendingCopy(indices, values)  # type: ignore[arg-type]
+    queued = ["to host, pinned=True, waits=False"] * 2 + ["event on the stream of cuda"]
+    assert log == queued
+    found = pending.arrays()
+    assert [array.tolist() for array in found] == [[5, 9], [0.5, -2.0]]
+    assert log == [*queued, "wait for the event"]

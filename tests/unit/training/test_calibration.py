@@ -1,0 +1,204 @@
+"""Calibration with a clock that moves only when something is carried out."""
+
+import numpy as np
+import pytest
+
+from horovod_sparse.arrays import HostAccumulator
+from horovod_sparse.collectives import AllGather, AllToAll, Broadcast, Exchange
+from horovod_sparse.cost import COLLECTIVES, Profile
+from horovod_sparse.errors import ArgumentError, UnknownNameError
+from horovod_sparse.feedback.bucket import num_bytes_sent
+from horovod_sparse.planning.calibration import Extent, calibration
+from horovod_sparse.planning.calibration.buckets import HostBucketMemory
+from horovod_sparse.plans.dense import ClusterFacts
+from horovod_sparse.simulation import run_lockstep
+from horovod_sparse.sparsifiers import ALGORITHMS, DGC, TopK
+from horovod_sparse.topology import Topology
+from horovod_sparse.training.engine import carry_out
+from support.sampling import rest_nightly
+
+EXTENT = Extent((64, 4096, 65536, 1 << 20), (1 << 10, 1 << 13, 1 << 15), 9, budget_seconds=1e9)
+ALPHA, BETA = 2e-3, 3e-9
+
+
+class FakeRank:
+    """Rank 0 of so many, all of which send what it sends; everything takes the time that it is given."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.now, self.num_requests = size, 0.0, 0
+        self.outliers = np.random.default_rng(0)
+
+    def clock(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def execute(self, request):
+        self.num_requests += 1
+        slow = 50.0 if self.outliers.random() < 0.1 else 1.0  # one in ten, as on a busy machine
+        self.now += slow * (ALPHA + BETA * num_bytes_sent(request, 0))
+        if isinstance(request, AllGather):
+            return np.tile(request.buffer, self.size)
+        if isinstance(request, Exchange):
+            return {source: next(iter(request.sends.values())) for source in request.sources}
+        if isinstance(request, AllToAll):
+            return list(request.buffers)
+        return request.buffer * (1 if isinstance(request, Broadcast) else self.size)
+
+
+class TimedMemory(HostBucketMemory):
+    """Folding takes a + b n, applying c for each element that was received."""
+
+    def __init__(self, fake: FakeRank) -> None:
+        self.fake = fake
+
+    def accumulator(self, info, recipe):
+        fake = self.fake
+
+        class Timed(HostAccumulator):
+            def fold(self, gradient, *rule):
+                fake.now += 1e-4 + 2e-9 * gradient.size
+                return super().fold(gradient, *rule)
+
+        return Timed(info.num_elements, info.dtype, density=recipe.sparsifier.density)
+
+    def apply(self, gradient, total, size):
+        self.fake.now += 4e-8 * total.indices.size
+        super().apply(gradient, total, size)
+
+
+def measured(size, sparsifiers, **arguments):
+    fake = FakeRank(size)
+    coroutine = calibration(
+        ClusterFacts(0, size, "torch", "gloo"),
+        sparsifiers,
+        **{"extent": EXTENT, "memory": TimedMemory(fake), **arguments},
+        clock=fake.clock,
+        sleep=fake.sleep,
+    )
+    return carry_out(coroutine, fake.execute), fake
+
+
+def test_constants_are_recovered_though_some_repetitions_are_slow():
+    profile, _ = measured(4, [TopK(density=0.01)], kinds=sorted(COLLECTIVES.values()))
+    assert sorted(profile.collectives) == sorted(COLLECTIVES.values())
+    for kind, fit in profile.collectives.items():
+        assert fit.fixed_seconds == pytest.approx(ALPHA, rel=1e-3), kind
+        assert fit.seconds_per_unit == pytest.approx(BETA, rel=1e-3), kind
+    selection, decoding = profile.selection["topk"], profile.decoding["topk"]
+    assert selection.fixed_seconds == pytest.approx(1e-4, rel=1e-3)
+    assert selection.seconds_per_unit == pytest.approx(2e-9, rel=1e-3)
+    # all ranks of the fake select alike: k elements from each of 4 ranks come back
+    assert decoding.time(4 * 0.01).seconds(1 << 15) == pytest.approx(4e-8 * 4 * 328, rel=0.01)
+    assert (profile.size, profile.framework, profile.controller) == (4, "torch", "gloo")
+
+
+@pytest.mark.parametrize("name", rest_nightly(sorted(ALGORITHMS), ("exdyna", "gtopk", "oktopk", "topk")))
+def test_every_sparsifier_can_be_calibrated_and_all_ranks_end_alike(name):
+    sparsifier = ALGORITHMS[name](density=0.05 if ALGORITHMS[name].has_density else 1.0)
+    extent = Extent((64, 256, 1024), (500, 2000, 4000), repetitions=1, budget_seconds=1e9)
+    places = [ClusterFacts(rank, 4, "torch", "gloo", 1e-6) for rank in range(4)]
+    profiles = run_lockstep([calibration(place, [sparsifier], extent=extent) for place in places])
+    assert all(profile == profiles[0] for profile in profiles)
+    cost = profiles[0].cost(sparsifier)
+    assert cost.selection.seconds(1 << 20) > 0.0
+    assert cost.communication.seconds(1 << 20) > 0.0
+
+
+def test_when_the_budget_is_used_up_three_sizes_are_left():
+    told = []
+    arguments = {"on_progress": lambda done, total, what: told.append((done, total, what))}
+    profile, fake = measured(
+        2, [DGC()], extent=Extent((64, 256, 1024, 4096), (512, 1024, 2048, 4096), 1, 0.0)
+    )
+    assert {fit.num_points for fit in profile.collectives.values()} == {3}
+    assert profile.selection["dgc"].num_points == 6  # at two densities each
+    everything, slower = measured(2, [DGC()], **arguments)
+    assert slower.num_requests > fake.num_requests
+    assert {fit.num_points for fit in everything.collectives.values()} == {4}
+    assert [done for done, _, _ in told] == list(range(1, told[0][1] + 1))
+
+
+class TimedTraining:
+    """An update takes a + b n, sums c + d by the bytes, and each of their starts e."""
+
+    def __init__(self, fake: FakeRank) -> None:
+        self.fake, self.asked = fake, []
+
+    def _takes(self, seconds):
+        self.fake.now += seconds
+
+    def update(self, num_elements):
+        self.asked.append(num_elements)
+        return lambda: self._takes(1e-5 + 1e-9 * num_elements)
+
+    def sums(self, num_elements, pieces):
+        def start():
+            self._takes(pieces * 2e-4)
+            return lambda: self._takes(3e-3 + 4 * 8e-9 * num_elements - pieces * 2e-4)
+
+        return start
+
+
+def test_what_a_dense_training_does_is_measured_too():
+    fake = FakeRank(2)
+    coroutine = calibration(
+        ClusterFacts(0, 2, "torch", "gloo"),
+        [TopK(density=0.01)],
+        extent=EXTENT,
+        clock=fake.clock,
+        sleep=fake.sleep,
+        training=TimedTraining(fake),
+    )
+    profile = carry_out(coroutine, fake.execute)
+    update, sums = profile.training["update"], profile.training["allreduce"]
+    assert (update.fixed_seconds, update.seconds_per_unit) == pytest.approx((1e-5, 1e-9), rel=1e-2)
+    assert (sums.fixed_seconds, sums.seconds_per_unit) == pytest.approx((3e-3, 8e-9), rel=1e-2)
+    assert profile.training["start"].fixed_seconds == pytest.approx(2e-4)
+    assert profile.update_seconds([1000, 1_000_000]) == pytest.approx(2e-5 + 1e-9 * 1_001_000, rel=1e-2)
+    dense = profile.dense_cost()
+    assert dense.dense.seconds(10_000_000) == pytest.approx(0.083, rel=1e-2)
+    assert dense.dense_work.seconds(10_000_000) == pytest.approx(2e-4)  # however large
+    assert Profile.from_json(profile.to_json()) == profile
+    assert '"training"' not in measured(2, [TopK(density=0.01)])[0].to_json()  # as it ever was
+
+
+def test_what_is_not_allowed_is_refused_by_name():
+    with pytest.raises(ArgumentError, match="message_bytes"):
+        Extent((64, 32, 128), (1, 2, 3), 1, 1.0)
+    with pytest.raises(ArgumentError, match="bucket_elements"):
+        Extent((32, 64, 128), (1, 2), 1, 1.0)
+    with pytest.raises(ArgumentError, match="repetitions"):
+        Extent((32, 64, 128), (1, 2, 3), 0, 1.0)
+    with pytest.raises(UnknownNameError, match="gossip"):
+        measured(2, [TopK()], kinds=["gossip"])
+
+
+def test_both_levels_are_measured_and_all_ranks_have_the_same_profile():
+    topology = Topology.regular(2, 2)
+    sizes = (64, 1024, 4096), (1000, 2000, 4000)
+    extent = Extent(*sizes, repetitions=1, budget_seconds=1.0, summed_bytes=(64, 4096, 1 << 16))
+    told: list[str] = []
+    more = {
+        "extent": extent,
+        "topology": topology,
+        "on_progress": lambda done, total, what: told.append(what),
+    }
+    ranks = [
+        calibration(ClusterFacts(rank, 4, "torch", "gloo"), [TopK(), DGC()], **more) for rank in range(4)
+    ]
+    profiles = run_lockstep(ranks, topology=topology)
+    # a host sums gradients, which are longer than what is selected from them
+    assert sum("of 65536 bytes within hosts" in what for what in told) == 4
+    assert all(profile == profiles[0] for profile in profiles)
+    assert profiles[0].per_host == 2 and sorted(profiles[0].levels["host"]) == ["allgather", "reducescatter"]
+    for sparsifier in (TopK(), DGC()):
+        both = [profiles[0].cost(sparsifier, levels=levels) for levels in ("flat", "host")]
+        assert all(cost.communication.seconds(10**6) > 0 for cost in both)
+    one_host = Topology.regular(1, 4)
+    ranks = [
+        calibration(ClusterFacts(rank, 4, "torch", "gloo"), [TopK()], extent=extent, topology=one_host)
+        for rank in range(4)
+    ]
+    assert not run_lockstep(ranks, topology=one_host)[0].levels

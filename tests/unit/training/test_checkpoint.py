@@ -1,0 +1,373 @@
+"""Checkpoints on disk: complete or not there, whatever happens while they are written."""
+
+import errno
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as st_numpy
+
+from horovod_sparse.errors import CheckpointError, HorovodSparseError, StateMismatchError
+from horovod_sparse.simulation import run_lockstep
+from horovod_sparse.training import checkpoint, checkpoint_folder, encoding
+
+SIZE = 2
+
+
+def an_entry(rank: int, size: int = SIZE, step: int = 0) -> dict[str, Any]:
+    """As a front end makes them, in small."""
+    residual = np.arange(6, dtype=np.float32).reshape(2, 3) + 10 * rank + step
+    return {
+        "rank": rank,
+        "size": size,
+        "step": step,
+        "residuals": {"w": residual},
+        "companions": [],
+        "buckets": [],
+    }
+
+
+def save(roots: Path | list[Path], step: int = 0, size: int = SIZE, keep: int = 2, **other: Any) -> list[Any]:
+    """All ranks save; what they return, or raise with keep_errors=True."""
+    where = roots if isinstance(roots, list) else [roots] * size
+    ranks = [
+        checkpoint_folder.write_checkpoint(
+            where[rank], an_entry(rank, size, step), step=step, digest="d", rank=rank, keep=keep
+        )
+        for rank in range(size)
+    ]
+    ends: list[Any] = run_lockstep(ranks, **other)  # errors, too
+    return ends
+
+
+def load(roots: Path | list[Path], size: int = SIZE, step: int | None = None, **other: Any) -> list[Any]:
+    """All ranks load."""
+    where = roots if isinstance(roots, list) else [roots] * size
+    ranks = [
+        checkpoint_folder.read_checkpoint(where[rank], rank=rank, size=size, step=step)
+        for rank in range(size)
+    ]
+    ends: list[Any] = run_lockstep(ranks, **other)  # errors, too
+    return ends
+
+
+def folders(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
+
+
+def assert_is(entry: dict[str, Any], rank: int, step: int) -> None:
+    assert entry["rank"] == rank and entry["step"] == step
+    np.testing.assert_array_equal(entry["residuals"]["w"], an_entry(rank, step=step)["residuals"]["w"])
+
+
+plain = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats(allow_nan=False)
+    | st.text()
+    | st.binary()
+    | st_numpy.arrays(
+        st.sampled_from([np.float32, np.float64, np.float16, np.int32, np.int64, np.uint8, np.bool_]),
+        st_numpy.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4),
+    ),
+    lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(st.text(), inner),
+    max_leaves=10,
+)
+
+
+def same(left: Any, right: Any) -> bool:
+    if isinstance(left, np.ndarray):
+        return left.dtype == right.dtype and left.shape == right.shape and left.tobytes() == right.tobytes()
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
+    if isinstance(left, (list, tuple)):
+        return len(left) == len(right) and all(map(same, left, right))
+    return type(left) is type(right) and left == right
+
+
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(st.dictionaries(st.text(), plain))
+def test_an_entry_comes_back_bit_for_bit(tmp_path: Path, entry: dict[str, Any]) -> None:
+    path = tmp_path / "one.npz"
+    checkpoint_folder._write(path, entry)
+    assert same(checkpoint_folder._read(path), entry)
+
+
+def test_the_newest_complete_one_is_loaded_and_the_last_few_stay(tmp_path: Path) -> None:
+    for step in (5, 10, 15):
+        save(tmp_path, step)
+    assert folders(tmp_path) == ["step-0000000010.1", "step-0000000015.1"]
+    for rank, entry in enumerate(load(tmp_path)):
+        assert_is(entry, rank, 15)
+    for rank, entry in enumerate(load(tmp_path, step=10)):
+        assert_is(entry, rank, 10)
+
+
+def test_what_a_training_taken_back_saves_is_the_newest(tmp_path: Path) -> None:
+    """Not what it has left: that has larger step numbers."""
+    for step in (5, 10):
+        save(tmp_path, step)
+    assert_is(load(tmp_path, step=5)[0], 0, 5)
+    save(tmp_path, 7)
+    assert folders(tmp_path) == ["step-0000000007.2", "step-0000000010.1"]
+    assert_is(load(tmp_path)[0], 0, 7)
+    save(tmp_path, 9)
+    save(tmp_path, 11)
+    assert folders(tmp_path) == ["step-0000000009.2", "step-0000000011.2"]
+    assert_is(load(tmp_path)[1], 1, 11)
+    save(tmp_path, 10, keep=1)
+    assert folders(tmp_path) == ["step-0000000010.3"]
+
+
+class Training:
+    """Of ranks that save together, in one process or in several."""
+
+    def __init__(self, value: float = 0.0, ranks: tuple[int, ...] = (0, 1)) -> None:
+        self.value, self.ranks = value, ranks
+
+    def save(self, root: Any, step: int) -> list[Any]:
+        def entry(rank: int) -> dict[str, Any]:
+            more = {"recipe": "r", "plan": {}, "residuals": {"w": np.full(3, self.value)}}
+            return an_entry(rank, step=step) | more
+
+        return self._together(
+            checkpoint.save_together(
+                root if not isinstance(root, list) else root[rank],
+                partial(entry, rank),
+                rank=rank,
+                keep=2,
+                owner=self,
+                world_rank=world_rank,
+            )
+            for rank, world_rank in enumerate(self.ranks)
+        )
+
+    def load(self, root: Any) -> list[Any]:
+        return self._together(
+            checkpoint.load_together(root, lambda _: None, rank=rank, size=SIZE, step=None, owner=self)
+            for rank in range(SIZE)
+        )
+
+    @staticmethod
+    def _together(ranks: Any) -> list[Any]:
+        ends: list[Any] = run_lockstep([*ranks], keep_errors=True)
+        return ends
+
+
+def test_two_optimizers_do_not_share_a_directory(tmp_path: Path) -> None:
+    """Each would go on from what the other has saved last."""
+    first, second = Training(1.0), Training(2.0)
+    assert first.save(tmp_path, 1) == [1, 1]
+    for end in second.save(tmp_path, 1):
+        assert isinstance(end, CheckpointError) and "a directory of its own" in str(end)
+    assert first.save(tmp_path, 2) == [2, 2]
+    assert second.load(tmp_path)[0]["residuals"]["w"][0] == 1.0
+    assert second.save(tmp_path, 3) == [3, 3]  # it goes on with it
+    del second, end
+    assert Training(3.0).save(tmp_path, 4) == [4, 4]  # nobody else has it any more
+
+
+def test_two_process_sets_do_not_share_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes of their own, so nothing but the directory tells."""
+    first, second = Training(1.0), Training(2.0, ranks=(2, 3))
+    assert first.save(tmp_path, 1) == [1, 1]
+    monkeypatch.setattr(checkpoint, "_owners", {})
+    for end in second.save(tmp_path, 2):
+        assert isinstance(end, CheckpointError) and "other ranks than [2, 3]" in str(end)
+    assert second.load(tmp_path)[0]["residuals"]["w"][0] == 1.0
+    assert second.save(tmp_path, 2) == [2, 2]
+    monkeypatch.setattr(checkpoint, "_owners", {})
+    assert Training(ranks=(1, 2)).save(tmp_path, 3) == [3, 3]  # at another size, say
+
+
+def test_no_rank_is_left_alone_by_what_another_cannot_do(tmp_path: Path) -> None:
+    """A file in the directory's place, no path, an error of another kind: all ranks are told."""
+    (tmp_path / "file").write_text("")
+    save(tmp_path / "good", 1)
+    for wrong in (tmp_path / "file", None, "a\0b"):
+        for ends in (
+            load([tmp_path / "good", wrong], keep_errors=True),  # type: ignore[list-item]
+            save([tmp_path / "good", wrong], 2, keep_errors=True),  # type: ignore[list-item]
+            Training().save([tmp_path / "good", wrong], 2),
+        ):
+            assert isinstance(ends[0], HorovodSparseError) and "on rank 1" in str(ends[0])
+            assert isinstance(ends[1], HorovodSparseError)
+
+    def entry() -> dict[str, Any]:
+        raise MemoryError("no room")
+
+    ranks = [
+        checkpoint.save_together(tmp_path / "good", how, rank=rank, keep=1, owner=Training, world_rank=rank)
+        for rank, how in enumerate((lambda: an_entry(0), entry))
+    ]
+    ends = run_lockstep(ranks, keep_errors=True)
+    assert "no room" in str(ends[0]) and isinstance(ends[1], MemoryError)
+    assert folders(tmp_path / "good") == ["step-0000000001.1"]
+
+
+def test_hosts_may_have_disks_of_their_own(tmp_path: Path) -> None:
+    roots = [tmp_path / "here", tmp_path / "here", tmp_path / "there"]
+    save(roots, 1, size=3)
+    assert folders(roots[0]) == folders(roots[2]) == ["step-0000000001.1"]
+    for rank, entry in enumerate(load(roots, size=3)):
+        assert_is(entry, rank, 1)
+    # at another size a rank needs what the other disk has
+    ends = load(roots[1:], size=2, keep_errors=True)
+    assert all(isinstance(end, CheckpointError) for end in ends)
+    assert "does not see it" in str(ends[0])
+
+
+def test_another_number_of_ranks_keeps_the_mean(tmp_path: Path) -> None:
+    save(tmp_path, 1, size=3)
+    mean = np.mean([an_entry(rank, 3, 1)["residuals"]["w"] for rank in range(3)], axis=0)
+    for size in (1, 2, 5):
+        entries = load(tmp_path, size=size)
+        np.testing.assert_allclose(np.mean([e["residuals"]["w"] for e in entries], axis=0), mean, rtol=1e-6)
+
+
+def test_ranks_at_different_steps_do_not_save(tmp_path: Path) -> None:
+    ranks = [
+        checkpoint_folder.write_checkpoint(tmp_path, an_entry(rank), step=rank, digest="d", rank=rank, keep=1)
+        for rank in range(SIZE)
+    ]
+    ends: list[Any] = run_lockstep(ranks, keep_errors=True)
+    for end in ends:
+        assert isinstance(end, StateMismatchError) and "steps [0, 1]" in str(end)
+    assert folders(tmp_path) == []
+
+
+def test_a_full_disk_leaves_what_was_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 1)
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(encoding.np, "savez", full)
+    for end in save(tmp_path, 2, keep_errors=True):
+        assert isinstance(end, CheckpointError) and "No space left" in str(end)
+    monkeypatch.undo()
+    assert folders(tmp_path) == ["step-0000000001.1"]
+    assert_is(load(tmp_path)[0], 0, 1)
+
+
+def test_ranks_that_disagree_about_the_newest_take_the_last_common_one(tmp_path: Path) -> None:
+    roots = [tmp_path / "here", tmp_path / "there"]
+    save(roots, 1)
+    save(roots, 2)
+    shutil.rmtree(roots[1] / "step-0000000002.1")
+    assert_is(load(roots)[1], 1, 1)
+
+
+def test_files_of_different_checkpoints_are_refused(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    shutil.copy(tmp_path / "step-0000000001.1" / "rank-00001.npz", tmp_path / "step-0000000002.1")
+    for end in load(tmp_path, keep_errors=True):
+        assert isinstance(end, CheckpointError) and "rank-00001.npz" in str(end)
+    assert_is(load(tmp_path, step=1)[1], 1, 1)
+
+
+def test_what_is_not_complete_is_refused(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    (tmp_path / "step-0000000001.1" / "rank-00000.npz").unlink()
+    for root, words in ((tmp_path, "missing"), (tmp_path / "nowhere", "no complete checkpoint")):
+        for end in load(root, keep_errors=True):
+            assert isinstance(end, CheckpointError) and words in str(end)
+
+
+@pytest.mark.parametrize("name", ["rank-00001.npz", "manifest.json"])
+def test_changed_and_truncated_files_are_named_errors(tmp_path: Path, name: str) -> None:
+    """Bit flips and truncations: never another residual."""
+    save(tmp_path, 1)
+    path = tmp_path / "step-0000000001.1" / name
+    good, draw = path.read_bytes(), random.Random(0)
+    for trial in range(200):
+        bad = bytearray(good)
+        if trial % 2:
+            bit = draw.randrange(8 * len(bad))
+            bad[bit // 8] ^= 1 << bit % 8
+        else:
+            del bad[draw.randrange(len(bad)) :]
+        path.write_bytes(bad)
+        try:
+            entries = load(tmp_path)
+        except CheckpointError:
+            continue
+        # white space of the manifest may differ without any difference
+        assert name == "manifest.json" and json.loads(bytes(bad)) == json.loads(good)
+        assert_is(entries[1], 1, 1)
+    path.write_bytes(good)
+    assert_is(load(tmp_path)[1], 1, 1)
+
+
+WRITER = """
+import sys
+sys.path.insert(0, sys.argv[2])
+from tests.unit.training.test_checkpoint import save, Path
+print("ready", flush=True)
+for step in range(1, 100_000):
+    save(Path(sys.argv[1]), step, keep=2)
+"""
+
+
+def test_killed_while_saving_the_last_complete_one_loads(tmp_path: Path) -> None:
+    """At 25 random moments."""
+    draw, root = random.Random(1), Path(__file__).resolve().parents[3]
+    leftovers = 0
+    for _ in range(1):
+        writer = subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(tmp_path), str(root)],
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": str(root)},
+        )
+        assert writer.stdout is not None and writer.stdout.readline() == b"ready\n"
+        # a stopped writer is one killed at that moment, as far as the disk goes
+        for _ in range(25):
+            time.sleep(draw.uniform(0.001, 0.02))
+            writer.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, writer.pid, os.WSTOPPED)
+            frozen = tmp_path.with_name(tmp_path.name + "-frozen")
+            shutil.copytree(tmp_path, frozen)
+            writer.send_signal(signal.SIGCONT)
+            complete = [name for name in folders(frozen) if name.startswith("step-")]
+            leftovers += len(folders(frozen)) - len(complete)
+            if complete:
+                step = int(complete[-1][5:15])
+                for rank, entry in enumerate(load(frozen)):
+                    assert_is(entry, rank, step)
+            shutil.rmtree(frozen)
+        writer.kill()
+        writer.wait()
+        step = max(int(name[5:15]) for name in folders(tmp_path) if name.startswith("step-"))
+        assert_is(load(tmp_path)[1], 1, step)
+        shutil.rmtree(tmp_path)
+        tmp_path.mkdir()
+    assert leftovers, "no moment was within a save: nothing was tried"
+
+
+def test_two_that_publish_the_same_name_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second must not take the first one's folder for its own."""
+    write = checkpoint_folder._write
+
+    def meanwhile(path: Path, entry: dict[str, Any]) -> None:
+        monkeypatch.setattr(checkpoint_folder, "_write", write)
+        save(tmp_path / "aside", 1)
+        os.rename(tmp_path / "aside" / "step-0000000001.1", tmp_path / "step-0000000001.1")
+        write(path, entry)
+
+    monkeypatch.setattr(checkpoint_folder, "_write", meanwhile)
+    for end in Training().save(tmp_path, 1):
+        assert isinstance(end, CheckpointError) and "at the same time" in str(end)

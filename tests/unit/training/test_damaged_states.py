@@ -1,0 +1,212 @@
+"""Entries of checkpoints, changed in one place: a named error and nothing changed, or the same state."""
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from horovod_sparse.errors import StateMismatchError
+from horovod_sparse.feedback import recipe
+from horovod_sparse.simulation import run_lockstep
+from horovod_sparse.training.state import check_entry, check_shapes, load_entry, saved_entry
+from unit.training.test_engine import ONE, SHAPES, ArrayEngine, same, trained
+
+NAMES = ("exdyna", "oktopk", "spardl", "sidco", "randomk")
+RECIPES = {name: recipe(name, density=0.1) for name in NAMES}
+RECIPES["dgc"] = recipe("dgc", density=0.1, feedback="momentum(momentum=0.9)")
+MORE_RECIPES = {name: recipe(name, density=0.1) for name in ("micro", "gtopk")}
+MORE_RECIPES["paper"] = recipe("exdyna", density=0.1, threshold="paper")
+MORE_RECIPES["hard_threshold"] = recipe("hard_threshold", threshold=0.5)
+ENTRIES = {name: saved_entry(trained(how, ONE, 2)[1]) for name, how in RECIPES.items()}
+
+#: what earlier versions did not save: an entry without is one of theirs, and there is no telling
+OPTIONAL = {"feedback", "largest_rate", "scale", "resized", "ahead", "paused"}
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Paths of all fields."""
+    if path:
+        yield path
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        yield from places(item, (*path, key))
+
+
+def numbers(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Paths and values of all numbers and arrays of them in a sparsifier's state."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from numbers(item, (*path, key))
+    elif isinstance(value, (int, float, list, np.ndarray)) and not isinstance(value, bool):
+        yield path, value
+
+
+def nested(value: Any, depth: int) -> Any:
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def others(value: Any) -> st.SearchStrategy[Any]:
+    """What may stand in the place of a value."""
+    strange = [None, True, -1, 10**400, 2**63, 0.5, float("nan"), float("inf"), "nonsense", b"", [], {}, ()]
+    strange += [object(), [value], {"it": value}, np.ones(3), np.array("text"), np.array([None])]
+    found = st.sampled_from(strange) | st.integers(20, 2000).map(lambda depth: nested(value, depth))
+    if isinstance(value, np.ndarray):
+        bad = value.astype(np.float64)
+        bad.reshape(-1)[-1] = np.nan
+        kinds = [bad, np.full_like(bad, -np.inf), value[:-1], value[None], value.reshape(-1)[:, None]]
+        kinds += [value.astype(kind) for kind in (np.float64, np.float16, np.complex64, str, object)]
+        kinds += [value.astype(">f8")]
+        found |= st.sampled_from(kinds)
+    return found
+
+
+@st.composite
+def mutated(draw: st.DrawFn) -> tuple[str, dict[str, Any], tuple[Any, ...]]:
+    name = draw(st.sampled_from(sorted(ENTRIES)))
+    entry: Any = {"whole": copy.deepcopy(ENTRIES[name])}
+    path = draw(st.sampled_from([*sorted(places(ENTRIES[name]), key=str), ()]))
+    *outer, last = ("whole", *path)
+    container = entry
+    for key in outer:
+        container = container[key]
+    how = draw(st.sampled_from(["drop", "replace", "add", "rename"]))
+    if how == "drop" and path:
+        del container[last]
+    elif how == "add" and isinstance(container[last], dict):
+        container[last][draw(st.sampled_from(["more", 3, ("a", 1), None]))] = draw(others(None))
+    elif how == "rename" and isinstance(container, dict) and path:
+        container["other"] = container.pop(last)
+    else:
+        container[last] = draw(others(container[last]))
+    return name, entry["whole"], path
+
+
+@settings(max_examples=120, deadline=None)
+@given(mutated())
+def test_it_is_refused_by_name_or_loads_the_same(drawn: Any) -> None:
+    name, entry, path = drawn
+    how, original = RECIPES[name], ENTRIES[name]
+    engine = ArrayEngine(how, ONE, (1, 2))
+    blank = saved_entry(engine)
+    try:
+        check_entry(entry, how, "{}")
+        check_shapes(entry, SHAPES)
+        load_entry(engine, entry, 1.0)
+    except StateMismatchError as error:
+        assert len(str(error)) < 2000
+        assert same(saved_entry(engine), blank), "nothing may have been loaded"
+        return
+    loaded = saved_entry(engine)
+    if same(loaded, original):
+        return
+    # numbers that could be this state's, and what was not saved once
+    assert OPTIONAL & set(path) or path[-1:] == ("rank",) or is_plausible(entry, path), path
+
+
+def is_plausible(entry: Any, path: tuple[Any, ...]) -> bool:
+    """Whether a finite number, a list of them, or a name stands where such a one belongs."""
+    value = entry
+    for key in path:
+        try:
+            value = value[key]
+        except (KeyError, IndexError):  # dropped: of a list that grows, or what may be missing
+            return "recent" in path or "timed" in path
+    if "size" in path or "plan" in path:  # of another run: residuals are kept, states start anew
+        return True
+    return (
+        value is None
+        or isinstance(value, (int, float, str))
+        or (isinstance(value, (list, tuple, np.ndarray)) and "state" in path)
+    )
+
+
+def wrong(value: Any) -> list[Any]:
+    """Numbers of the same kind that hardly any field can hold."""
+    if isinstance(value, np.ndarray):
+        return [value - 1000, value + 1000, value * 0, -value]
+    if isinstance(value, list):
+        return [[-1.0], [0.0], [1e300] * 100, []]
+    if isinstance(value, float):
+        return [-1.0, 0.0, 5e-324, 1e18, -1e18, 1e300]
+    return [-1, 0, 2**40, 2**62, -(2**62)]
+
+
+@pytest.mark.parametrize("name", sorted({**RECIPES, **MORE_RECIPES}))
+def test_a_number_out_of_its_range_is_refused_or_does_no_harm(name: str) -> None:
+    """Training goes on with it, in named errors if at all: nothing raw, and nothing beyond an array's end."""
+    how = {**RECIPES, **MORE_RECIPES}[name]
+    saved = [saved_entry(engine) for engine in trained(how, ONE, 2)]
+    num_refused = 0
+    for path, value in numbers(saved[0]["buckets"][0]["state"]):
+        for other in wrong(value):
+            engines = [ArrayEngine(how, ONE, (rank, 2)) for rank in range(2)]
+            try:
+                for engine, entry in zip(engines, copy.deepcopy(saved), strict=True):
+                    holder = entry["buckets"][0]["state"]
+                    for key in path[:-1]:
+                        holder = holder[key]
+                    holder[path[-1]] = other
+                    check_entry(entry, how, "{}")
+                    load_entry(engine, entry, 1.0)
+            except StateMismatchError as error:
+                assert str(path[-1]) in str(error)
+                num_refused += 1
+                continue
+            buckets = [engine.sparse[0].bucket for engine in engines]
+            for _ in range(2):
+                drawn = np.random.default_rng(0).standard_normal((2, 40)).astype(np.float32)
+                run_lockstep([bucket.step(own) for bucket, own in zip(buckets, drawn, strict=True)])
+                for bucket in buckets:
+                    bucket.accept()
+    assert num_refused >= 3
+
+
+@pytest.mark.parametrize("name", sorted(ENTRIES))
+def test_what_earlier_versions_did_not_save_may_be_missing(name: str) -> None:
+    """The state is otherwise what was saved, and what came later is as in a fresh one."""
+    entry, engine = copy.deepcopy(ENTRIES[name]), ArrayEngine(RECIPES[name], ONE, (0, 2))
+    fresh = saved_entry(engine)["buckets"][0]["state"]
+    missing = [path for path in places(entry) if path[-1] in OPTIONAL]
+    for *outer, last in missing:
+        container: Any = entry
+        for key in outer:
+            container = container[key]
+        container.pop(last)
+    check_entry(entry, RECIPES[name], "{}")
+    load_entry(engine, entry, 1.0)
+    loaded, original = saved_entry(engine), copy.deepcopy(ENTRIES[name])
+    assert same(loaded["residuals"], original["residuals"])
+    for path in missing:
+        if path[:3] == ("buckets", 0, "state"):
+            into: Any = original["buckets"][0]["state"]
+            value: Any = fresh
+            for key in path[3:-1]:
+                into, value = into[key], value[key]
+            into[path[-1]] = value[path[-1]]
+    assert same(loaded["buckets"][0]["state"], original["buckets"][0]["state"])
+
+
+@pytest.mark.parametrize("found", [[], 3, "text", None, {}, {"format": True}])
+def test_what_is_no_entry_is_refused(found: Any) -> None:
+    with pytest.raises(StateMismatchError):
+        check_entry(found, None, "{}")
+
+
+def test_the_error_names_the_field() -> None:
+    entry = copy.deepcopy(ENTRIES["exdyna"])
+    entry["buckets"][0]["state"]["threshold"]["share"] = float("nan")
+    with pytest.raises(StateMismatchError, match=r"buckets\[0\].state.threshold.share is nan"):
+        load_entry(ArrayEngine(RECIPES["exdyna"], ONE, (1, 2)), entry, 1.0)
+    entry = copy.deepcopy(ENTRIES["exdyna"])
+    entry["residuals"]["w"][0] = np.inf
+    with pytest.raises(StateMismatchError, match=r"residuals\['w'\].*finite"):
+        check_entry(entry, RECIPES["exdyna"], "{}")
+    entry["residuals"]["w"] = entry["residuals"]["w"][:-1]
+    with pytest.raises(StateMismatchError, match=r"w has shape \(4, 6\), the saved state has \(3, 6\)"):
+        check_shapes(entry, SHAPES)

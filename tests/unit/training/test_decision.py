@@ -1,0 +1,259 @@
+"""Arguments that contradict each other, and plans that all ranks take alike or refuse alike."""
+
+import dataclasses
+import logging
+
+import pytest
+
+from horovod_sparse.cost import Fit, Profile
+from horovod_sparse.errors import ArgumentError, HorovodSparseError, ProfileMismatchError
+from horovod_sparse.feedback import AutoDensity
+from horovod_sparse.merging import ParameterFacts, Plan, fixed, min_elements
+from horovod_sparse.planning import plan_request
+from horovod_sparse.planning.calibration import Extent
+from horovod_sparse.planning.calibration.backward_times import BackwardTimes
+from horovod_sparse.planning.decision import decide
+from horovod_sparse.planning.request import plan_by_times
+from horovod_sparse.plans.dense import ClusterFacts
+from horovod_sparse.simulation import run_lockstep
+from horovod_sparse.sparsifiers import ExDyna, TopK
+from horovod_sparse.training.first_plan import first_plan
+
+FACTS = [ParameterFacts(name, size) for name, size in (("a", 4000), ("b", 10), ("c", 300_000), ("d", 20_000))]
+TIMES = {"a": 2e-3, "b": 1e-3, "c": 5e-3, "d": 4e-3}
+PROFILE = Profile(
+    size=2,
+    framework="torch",
+    controller="gloo",
+    cycle_seconds=0.001,
+    collectives={"allgather": Fit(1e-3, 1e-8), "allreduce": Fit(1e-3, 1e-8)},
+    selection={"topk": Fit(1e-5, 1e-9, 1e-8)},
+    decoding={"topk": Fit(1e-5, 0.0, 1e-8)},
+    backward_seconds=TIMES,
+    forward_seconds=3e-3,
+)
+BACKWARD = BackwardTimes(dict(reversed(TIMES.items())), 3e-3, 5)
+EXTENT = Extent((64, 256, 1024), (500, 1000, 2000), 1, 1e9)
+TOPK = TopK(density=0.01)
+
+
+def where(rank, size=2, framework="torch"):
+    return ClusterFacts(rank, size, framework, "gloo")
+
+
+def decided(askeds, times=BACKWARD, facts=FACTS, size=2, **arguments):
+    coroutines = [
+        decide(asked, where(rank, size), facts, TOPK, times, extent=EXTENT, **arguments)
+        for rank, asked in enumerate(askeds)
+    ]
+    return run_lockstep(coroutines, keep_errors=True)
+
+
+def asked(**arguments):
+    return plan_request(**arguments)[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"merging": "optimal", "plan": Plan((("a",),))}, "merging and plan"),
+        ({"merging": Plan((("a",),)), "groups": 2}, "plan and groups"),
+        ({"merging": "single", "groups": 2}, "merging and groups"),
+        ({"groups": 2, "bucket_bytes": 8}, "groups and bucket_bytes"),
+        ({"tensor_selection": "cost", "plan": Plan((("a",),))}, "tensor_selection and plan"),
+        ({"merging": "joint", "tensor_selection": "cost"}, "merging and tensor_selection"),
+        ({"profile": PROFILE}, "merging='optimal'"),
+        ({"merging": "optimal", "profile": 7}, "path of a saved"),
+    ],
+)
+def test_what_contradicts_is_named(arguments, match):
+    with pytest.raises(ArgumentError, match=match):
+        plan_request(**arguments)
+
+
+def test_what_needs_no_times_is_planned_at_once():
+    plan = Plan((("d", "c", "b", "a"),))
+    assert plan_request(merging=plan) == (None, plan)
+    assert plan_request(groups=2) == (None, None)
+    assert plan_request() == (None, None)
+    assert asked(merging="single").first_plan(FACTS) == plan
+    assert asked(merging="layerwise").first_plan(FACTS).buckets == (("d",), ("c",), ("b",), ("a",))
+    chosen = asked(merging=fixed(num_elements=8192), tensor_selection=min_elements(100))
+    assert not chosen.measures
+    assert chosen.first_plan(FACTS) == Plan((("d",), ("c",), ("a",)), ("b",))
+    by_bytes = asked(tensor_selection=lambda parameter: parameter.name != "c", bucket_bytes=16_040)
+    assert by_bytes.first_plan(FACTS) == Plan((("d",), ("b", "a")), ("c",))
+
+
+#: of a model with one bucket that is worth it on one host, by elements: 32 MiB of float32
+LARGE = 8_000_000
+
+
+def begun(*facts, size=2, one_host=True, **arguments):
+    """The plan to begin with, of parameters a, b, ..."""
+    named = {fact.name: (fact, None) for fact in facts}
+    place = ClusterFacts(0, size, "torch", "gloo", one_host=one_host)
+    return first_plan(None, named, ExDyna(density=0.01), lambda: place, **arguments)
+
+
+@pytest.fixture
+def by_formulas(monkeypatch):
+    """As it is where nobody has said anything."""
+    monkeypatch.delenv("HOROVOD_SPARSE_TENSOR_SELECTION", raising=False)
+    monkeypatch.delenv("HOROVOD_ELASTIC", raising=False)
+
+
+def test_small_models_on_one_host_stay_dense_with_one_line_that_says_so(by_formulas, caplog):
+    """The CNN of the examples has 180,000 parameters: two rounds cannot win against one."""
+    with caplog.at_level(logging.WARNING, "horovod_sparse"):
+        begin = begun(ParameterFacts("a", 170_000), ParameterFacts("b", 10_000))
+    assert begin.plan == Plan((), ("b", "a"))
+    assert "180,000 of 180,000 elements stay dense" in begin.selection
+    assert [record.getMessage() for record in caplog.records] == [
+        begin.selection + ". tensor_selection='all' sparsifies all the same"
+    ]
+
+
+def test_between_hosts_a_slow_network_is_taken(by_formulas):
+    facts = ParameterFacts("a", 180_000)
+    assert begun(facts, one_host=False).plan == Plan((("a",),))
+    assert begun(ParameterFacts("a", 10_000), one_host=False).plan == Plan((), ("a",))
+
+
+@pytest.mark.parametrize("arguments", [{"groups": 1}, {"bucket_bytes": 1 << 20}, {"plan": Plan((("a",),))}])
+def test_who_says_anything_of_buckets_gets_what_he_asks_for(arguments, by_formulas):
+    assert begun(ParameterFacts("a", 1000), **arguments).plan == Plan((("a",),))
+
+
+@pytest.mark.parametrize("profile", [None, dataclasses.replace(PROFILE, backward_seconds={}), PROFILE])
+def test_all_ranks_take_one_plan_whatever_was_measured_where(profile):
+    other = dataclasses.replace(BACKWARD, forward_seconds=9.0)
+    wanted = asked(merging="optimal", tensor_selection="cost", profile=profile)
+    coroutines = [
+        decide(wanted, where(rank), FACTS, TOPK, times, extent=EXTENT)
+        for rank, times in enumerate((BACKWARD, other))
+    ]
+    one, two = run_lockstep(coroutines)
+    assert one == two
+    assert sorted(one.plan.names()) == sorted(TIMES)
+    assert one.predicted_seconds["taken"] <= one.predicted_seconds["layerwise"]
+    assert one.profile.backward_seconds == TIMES
+    assert list(one.profile.backward_seconds) == list(TIMES), "the model's order"
+    assert one.profile.forward_seconds == (3e-3 if profile is PROFILE else pytest.approx(4.5015))
+    assert "merging=optimal, tensor_selection=cost" in str(one)
+    assert "predicted per iteration: taken" in str(one)
+
+
+def test_the_decision_is_the_one_that_its_profile_leads_to():
+    """Saved and given again, the profile gives the same plan without measuring anything."""
+    first, _ = decided([asked(merging="optimal")] * 2)
+    again = asked(merging="optimal", profile=first.profile)
+    assert again.complete
+    assert plan_by_times(again, where(0), FACTS, TOPK, first.profile).plan == first.plan
+
+
+def test_what_the_prediction_is_short_of_the_measured_steps_is_added_to_all():
+    current = asked(merging="single").first_plan(FACTS)
+    slow = dataclasses.replace(BACKWARD, iteration_seconds=0.5)
+    given = dataclasses.replace(PROFILE, backward_seconds={}, forward_seconds=0.0)
+    wanted = [asked(merging="layerwise", tensor_selection="cost", profile=given)] * 2
+    plain, _ = decided(wanted)
+    added, _ = decided(wanted, times=slow, current=current)
+    assert added.predicted_seconds["single"] == pytest.approx(0.5)
+    short = 0.5 - plain.predicted_seconds["single"]
+    for name, seconds in plain.predicted_seconds.items():
+        assert added.predicted_seconds[name] == pytest.approx(seconds + short)
+    assert added.plan == plain.plan
+    quick = dataclasses.replace(BACKWARD, iteration_seconds=1e-6)
+    assert decided(wanted, times=quick, current=current)[0].predicted_seconds == plain.predicted_seconds
+
+
+def refusing(ends, kind, match):
+    assert len(ends) > 1
+    for end in ends:
+        assert type(end) is kind
+        assert match in str(end)
+
+
+def test_what_differs_between_ranks_is_refused_by_all(tmp_path):
+    other = dataclasses.replace(PROFILE, cycle_seconds=0.002)
+    refusing(
+        decided([asked(merging="optimal", profile=p) for p in (PROFILE, other)]),
+        ProfileMismatchError,
+        "ranks 1",
+    )
+    refusing(
+        decided([asked(merging="optimal", profile=p) for p in (PROFILE, None)]),
+        ProfileMismatchError,
+        "ranks 1",
+    )
+    refusing(
+        decided([asked(merging=name) for name in ("optimal", "omgs")]), ProfileMismatchError, "merging=omgs"
+    )
+    broken = tmp_path / "broken.json"
+    broken.write_text("{}")
+    for path, match in (
+        (broken, "no JSON object with a version"),
+        (tmp_path / "missing.json", "cannot be read"),
+    ):
+        ends = decided([asked(merging="optimal", profile=p) for p in (PROFILE, path)])
+        refusing(ends, ProfileMismatchError, match)
+        assert "rank 1" in str(ends[0])
+
+
+@pytest.mark.parametrize(
+    ("changed", "match"),
+    [
+        ({"backward_seconds": {"a": 1.0, "b": 1.0, "c": 1.0}}, "no backward time for d"),
+        ({"backward_seconds": dict.fromkeys(TIMES, 0.0)}, "takes no time"),
+        ({"selection": {}}, "no selection time for topk"),
+        ({"collectives": {}}, "no collectives"),
+        ({"size": 1}, "1 rank"),
+    ],
+)
+def test_a_profile_that_cannot_be_applied_is_refused_by_all(changed, match):
+    profile = dataclasses.replace(PROFILE, **changed)
+    refusing(decided([asked(merging="optimal", profile=profile)] * 2), ProfileMismatchError, match)
+    # and where backward was measured, too
+    if "backward_seconds" not in changed:
+        profile = dataclasses.replace(profile, backward_seconds={})
+        arguments = {
+            "times": dataclasses.replace(BACKWARD, iteration_seconds=1.0),
+            "current": Plan((tuple(TIMES),)),
+        }
+        ends = decided([asked(merging="optimal", profile=profile)] * 2, **arguments)
+        refusing(ends, ProfileMismatchError, match)
+
+
+def test_a_rule_that_fails_on_rank_0_ends_planning_on_all():
+    def rule(parameter):
+        raise ZeroDivisionError("division by zero")
+
+    first, second = decided([asked(merging="optimal", tensor_selection=rule)] * 2)
+    assert isinstance(first, ZeroDivisionError)
+    assert type(second) is HorovodSparseError
+    assert "on rank 0: ZeroDivisionError: division by zero" in str(second)
+
+
+@pytest.mark.parametrize(
+    "arguments", [{}, {"merging": "joint"}, {"groups": 2}, {"plan": Plan((("a", "b"), ("c", "d")))}]
+)
+def test_a_density_is_decided_with_the_plan_on_rank_0_for_all(arguments):
+    limits = AutoDensity(least=0.005, most=0.5)
+    request, plan = plan_request(**arguments, density=limits)
+    assert request.measures and "density=auto(least=0.005,most=0.5)" in request.describe()
+    given = {"groups": arguments.get("groups"), "plan": plan}
+    first = first_plan(request, {fact.name: (fact, fact) for fact in FACTS}, TOPK, lambda: where(0), **given)
+    assert first.failure is None and first.plan.density is None and first.decision is None
+    one, other = decided([dataclasses.replace(first.request, profile=PROFILE)] * 2)
+    assert one.plan == other.plan and one.density == other.density
+    assert one.plan.density in limits.candidates and f"density {one.plan.density:g}:" in str(one)
+    if "groups" in arguments or "plan" in arguments:
+        assert one.plan.buckets == first.plan.buckets
+    fast = {kind: Fit(1e-6, 1e-15) for kind in PROFILE.collectives}
+    free = dataclasses.replace(PROFILE, collectives=fast, selection={"topk": Fit(1e-6, 0.0)}, decoding={})
+    assert decided([dataclasses.replace(first.request, profile=free)] * 2)[0].plan.density == 0.5
+    slow = {kind: Fit(1e-3, 1e-3) for kind in PROFILE.collectives}
+    dear = dataclasses.replace(PROFILE, collectives=slow)
+    if "merging" not in arguments:  # joint sends all of them whole, and then no density matters
+        assert decided([dataclasses.replace(first.request, profile=dear)] * 2)[0].plan.density == 0.005

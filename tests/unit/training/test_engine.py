@@ -1,0 +1,206 @@
+"""States of an engine that knows no framework: what shared code asks of one is all that there is."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from horovod_sparse.arrays import HostAccumulator
+from horovod_sparse.errors import ArgumentError, StateMismatchError
+from horovod_sparse.feedback import Bucket, MomentumCorrection, Recipe, recipe
+from horovod_sparse.feedback.state import from_plain, to_plain
+from horovod_sparse.merging import Plan
+from horovod_sparse.simulation import run_lockstep
+from horovod_sparse.sparsifiers import BucketInfo
+from horovod_sparse.tensors.entries import redistribute
+from horovod_sparse.training.encoding import from_bytes, to_bytes
+from horovod_sparse.training.parts import ArrayLayout, BucketPart, DensePart, Part
+from horovod_sparse.training.state import (
+    Holder,
+    check_entry,
+    load_entry,
+    redistributed,
+    saved_entry,
+    share_factor,
+)
+from support.sampling import rows_by
+
+SHAPES = {"w": (4, 6), "b": (6,), "v": (10,)}
+
+
+class ArrayBucket(ArrayLayout, BucketPart):
+    dense = False
+
+    def __init__(self, names: tuple[str, ...], recipe: Recipe, place: tuple[int, int]) -> None:
+        self.names, self.shapes = names, [SHAPES[name] for name in names]
+        info = BucketInfo(names[0], self.places[-1][1], *place)
+        companions = recipe.feedback.num_companions
+        memory = HostAccumulator(info.num_elements, density=recipe.sparsifier.density, companions=companions)
+        self.bucket = Bucket(info, recipe, memory)
+
+
+class ArrayDense(ArrayLayout, DensePart):
+    def __init__(self, name: str) -> None:
+        self.names, self.shapes = (name,), [SHAPES[name]]
+        self.dtype, self.num_elements = "float32", int(np.prod(SHAPES[name]))
+
+
+class ArrayEngine:
+    """Buckets of NumPy arrays on one of several simulated ranks."""
+
+    topology = None
+
+    def __init__(self, recipe: Recipe, plan: Plan, place: tuple[int, int]) -> None:
+        self.recipe, self.plan, self.place, self.step = recipe, plan, place, 0
+        self.topology = None
+        self.sparse = [ArrayBucket(names, recipe, place) for names in plan.buckets]
+        self.parts: list[Part] = [*self.sparse, *(ArrayDense(name) for name in plan.dense)]
+
+
+ONE = Plan((("w", "b", "v"),))
+TWO = Plan((("b", "v"),), ("w",))
+RECIPES = [recipe("topk", density=0.1), recipe("dgc", density=0.1, feedback=MomentumCorrection())]
+
+
+def trained(how: Recipe, plan: Plan, size: int) -> list[Holder]:
+    engines = [ArrayEngine(how, plan, (rank, size)) for rank in range(size)]
+    generator = np.random.default_rng(0)
+    for _ in range(3):
+        for number in range(len(plan.buckets)):
+            buckets = [engine.sparse[number].bucket for engine in engines]
+            drawn = generator.standard_normal((size, buckets[0].info.num_elements)).astype(np.float32)
+            run_lockstep([bucket.step(own) for bucket, own in zip(buckets, drawn, strict=True)])
+            for bucket in buckets:
+                bucket.accept()
+        for engine in engines:
+            engine.step += 1
+    return list(engines)
+
+
+def same(left: Any, right: Any) -> bool:
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
+    if isinstance(left, list):
+        return len(left) == len(right) and all(map(same, left, right))
+    return np.array_equal(left, right)
+
+
+@pytest.mark.parametrize("how", RECIPES, ids=lambda how: how.sparsifier.name)
+def test_the_same_plan_goes_on_bit_for_bit(how: Recipe) -> None:
+    for engine in trained(how, ONE, 2):
+        entry, fresh = saved_entry(engine), ArrayEngine(how, ONE, engine.place)
+        check_entry(entry, how, "{}")
+        load_entry(fresh, entry, 1.0)
+        assert same(saved_entry(fresh), entry) and np.any(entry["residuals"]["w"])
+
+
+@pytest.mark.parametrize("how", RECIPES, ids=lambda how: how.sparsifier.name)
+def test_residuals_survive_another_plan_and_another_number_of_ranks(how: Recipe) -> None:
+    entries = [saved_entry(engine) for engine in trained(how, ONE, 2)]
+    fresh = ArrayEngine(how, TWO, (0, 1))
+    load_entry(fresh, redistributed(entries, 0, 1), share_factor(0, 1, 1))
+    kept = saved_entry(fresh)
+    for name in SHAPES:  # the mean, and the dense one's for its next gradient
+        mean = (entries[0]["residuals"][name] + entries[1]["residuals"][name]) / 2
+        np.testing.assert_allclose(kept["residuals"][name], mean, rtol=1e-6, atol=1e-7)
+    assert (fresh.step, kept["step"], kept["plan"]) == (3, 3, TWO.to_dict())
+    assert [one["state"]["step"] for one in kept["buckets"]] == [3]
+
+
+def test_names_may_be_others_and_algorithms_may_not() -> None:
+    engine, *_ = trained(RECIPES[0], ONE, 1)
+    entry, fresh = saved_entry(engine), ArrayEngine(RECIPES[0], ONE, (0, 1))
+    other = {
+        **entry,
+        "plan": Plan((("x", "b", "v"),)).to_dict(),
+        "residuals": {"x" if name == "w" else name: values for name, values in entry["residuals"].items()},
+    }
+    load_entry(fresh, other, 1.0, {"x": "w", "b": "b", "v": "v"})
+    assert same(saved_entry(fresh), entry)
+    with pytest.raises(StateMismatchError, match=r"the saved state is of topk.*, now dgc"):
+        check_entry(entry, RECIPES[1], "now {} is used")
+    with pytest.raises(StateMismatchError, match="format 2"):
+        check_entry({**entry, "format": 2}, RECIPES[0], "{}")
+
+
+def test_entries_of_some_ranks_are_refused():
+    entry = {"rank": 0, "size": 2, "residuals": {}, "companions": []}
+    with pytest.raises(StateMismatchError, match=r"ranks \[0\]"):
+        redistributed([entry], 0, 1)
+    with pytest.raises(ArgumentError, match="rank=2"):
+        redistributed([{**entry, "size": 1}], 2, 2)
+
+
+def test_bytes_keep_types_and_bits():
+    value = {
+        "numbers": [1, 2.5, True, None, float("inf")],
+        "tuple": (1, ("a", b"\x00\xff")),
+        "arrays": {"f": np.array([[1e-45, -0.0]], np.float32), "u": np.array([2**63], np.uint64)},
+        "tree": {},
+    }
+    back = from_bytes(to_bytes(value))
+    assert back["numbers"] == value["numbers"]
+    assert back["tuple"] == value["tuple"]
+    assert back["tree"] == {}
+    for name, array in value["arrays"].items():
+        assert back["arrays"][name].dtype == array.dtype
+        assert back["arrays"][name].tobytes() == array.tobytes()
+
+
+def test_what_cannot_be_saved_or_read_is_refused():
+    with pytest.raises(StateMismatchError, match="object"):
+        to_bytes({"it": object()})
+    for data in (b"nonsense", b"", to_bytes({"a": np.ones(100)})[:-50]):
+        with pytest.raises(StateMismatchError, match="cannot be read"):
+            from_bytes(data)
+
+
+def entries(size):
+    generator = np.random.default_rng(size)
+    return [
+        {
+            "rank": rank,
+            "size": size,
+            "residuals": {name: torch.from_numpy(generator.standard_normal(5)) for name in "ab"},
+            "companions": [{"a": torch.from_numpy(generator.standard_normal(5))}],
+        }
+        for rank in range(size)
+    ]
+
+
+def mean(many, pick):
+    return sum(pick(entry) for entry in many) / len(many)
+
+
+@rows_by("old_size,size", [1, 2, 3, 4, 5, 8], [4, 1, 2, 3, 5, 8], each=2)
+def test_the_mean_over_ranks_is_kept(old_size, size):
+    old = entries(old_size)
+    new = [redistribute(old[::-1], rank, size) for rank in range(size)]
+    picks = [lambda e: e["residuals"]["a"], lambda e: e["residuals"]["b"], lambda e: e["companions"][0]["a"]]
+    for pick in picks:
+        torch.testing.assert_close(mean(new, pick), mean(old, pick))
+    assert [(entry["rank"], entry["size"]) for entry in new] == [(rank, size) for rank in range(size)]
+    # a state of the sparsifier is only kept where nothing changed
+    assert all(bool(entry.get("resized")) == (size != old_size) for entry in new)
+
+
+def test_missing_and_foreign_entries_are_refused():
+    with pytest.raises(StateMismatchError, match="every rank"):
+        redistribute(entries(3)[:2], 0, 2)
+    with pytest.raises(StateMismatchError, match="every rank"):
+        redistribute([*entries(2), entries(3)[2]], 0, 2)
+    with pytest.raises(ArgumentError, match="rank"):
+        redistribute(entries(2), 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "former"), [("exdyna", "selections"), ("dgc", "capacity"), ("oktopk", "results")]
+)
+def test_what_older_checkpoints_had_besides_is_passed_over(name, former):
+    """Room in messages was learned from step to step once."""
+    fresh = recipe(name).sparsifier.init(BucketInfo("w", 5000, 0, 2))
+    saved = to_plain(fresh) | {"step": 7, former: {"ratio": 0.5, "mean": 0.4, "variance": 0.1, "steps": 3}}
+    assert from_plain(fresh, saved).step == 7
+    with pytest.raises(StateMismatchError, match="another version"):
+        from_plain(fresh, saved | {"unheard": 1})
