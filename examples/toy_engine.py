@@ -26,7 +26,7 @@ from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.telemetry import BucketReport
 from horovod_sparse.training.drift import HostEntry
 from horovod_sparse.training.engine import Facts, PartSpec, carry_out
-from horovod_sparse.training.levels import Ranks
+from horovod_sparse.training.host_topology import Ranks
 from horovod_sparse.training.outcome import Outcome
 from horovod_sparse.training.parts import ArrayLayout, BucketPart, DensePart, sum_densely
 from horovod_sparse.training.settings import CommonOptions, Settings

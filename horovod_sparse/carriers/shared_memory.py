@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from horovod_sparse.arrays import GradientParts, SummedParts
 from horovod_sparse.collectives import AllGather, Synchronization, Words, shared_lines
 from horovod_sparse.errors import ArgumentError, MessageError
-from horovod_sparse.feedback import HostBucket
+from horovod_sparse.feedback import TwoLevelBucket
 from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.topology import Topology
 
@@ -182,7 +182,7 @@ class SharedSum:
 class _Part(Protocol):
     """A part whose gradient may be shared."""
 
-    bucket: HostBucket
+    bucket: TwoLevelBucket
     #: the arena, and the number of the region, in which its gradient lies
     lends: tuple[Arena, int] | None
     #: whether its gradient is in the host's memory
@@ -204,7 +204,7 @@ def agreed_memory(
     if topology is None or topology.per_host == 1:
         return ""
     sharing: list[_Part] = [
-        part for part in parts if isinstance(getattr(part, "bucket", None), HostBucket) and part.on_host
+        part for part in parts if isinstance(getattr(part, "bucket", None), TwoLevelBucket) and part.on_host
     ]
     for part in sharing:
         part.bucket.shared = None

@@ -15,8 +15,8 @@ from horovod_sparse.planning.formulas import LevelChoice
 from horovod_sparse.plans.dense import ClusterFacts
 from horovod_sparse.topology import Topology
 from horovod_sparse.training.collective_errors import raise_together
-from horovod_sparse.training.levels import Ranks as Place
-from horovod_sparse.training.levels import agreed_topology, own_place
+from horovod_sparse.training.host_topology import Ranks as Place
+from horovod_sparse.training.host_topology import agreed_topology, own_place
 
 FRAMEWORKS = ("torch", "tensorflow")
 
@@ -114,7 +114,7 @@ class Ranks:
         everyone = self.hvd.global_process_set if process_set is None else process_set
         if self.framework == "tensorflow":
             return ClusterFacts.of(everyone, "tensorflow", self.hvd)
-        where_of = importlib.import_module("horovod_sparse.torch.engine").where_of
+        where_of = importlib.import_module("horovod_sparse.torch.horovod_engine").where_of
         found: ClusterFacts = where_of(everyone, importlib.import_module("torch").device(device))
         return found
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from horovod_sparse.collectives import Synchronization
 from horovod_sparse.ddp.bucket_gradient import BucketGradient
 from horovod_sparse.ddp.communicator import Communicator
-from horovod_sparse.ddp.engine import DistributedEngine, Layout, plan_of
+from horovod_sparse.ddp.distributed_engine import DistributedEngine, Layout, plan_of
 from horovod_sparse.errors import ArgumentError, HorovodSparseError, StateMismatchError, UnsupportedError
 from horovod_sparse.feedback import MomentumCorrection, Recipe
 from horovod_sparse.planning import by_cost
@@ -26,10 +26,10 @@ from horovod_sparse.tensors.memory import memory_of
 from horovod_sparse.tensors.parts import DenseParameters, Part
 from horovod_sparse.tensors.replicas import shared_entries
 from horovod_sparse.tensors.streams import CudaStreams
-from horovod_sparse.training.agreement import Start
+from horovod_sparse.training.agreement import AgreedStatus
 from horovod_sparse.training.collective_errors import raise_together
 from horovod_sparse.training.compression import recipe_of
-from horovod_sparse.training.levels import Chosen
+from horovod_sparse.training.host_topology import Chosen
 from horovod_sparse.training.momentum import refuse_double_momentum, refuse_later_momentum
 from horovod_sparse.training.outcome import Outcome, worst
 from horovod_sparse.training.parts import assign_residuals
@@ -119,7 +119,7 @@ class Synchronizer(Training):
             self._unprepared = error
         self.agree()
 
-    def _agreement(self) -> Synchronization[Start]:
+    def _agreement(self) -> Synchronization[AgreedStatus]:
         yield from raise_together(self._unprepared)
         return (yield from super()._agreement())
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from horovod_sparse.collectives import AllReduce, Synchronization
 from horovod_sparse.ddp.communicator import Communicator
-from horovod_sparse.ddp.engine import plan_of
+from horovod_sparse.ddp.distributed_engine import plan_of
 from horovod_sparse.ddp.step import Synchronizer, after_backward, pass_number, throw
 from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.feedback import Recipe

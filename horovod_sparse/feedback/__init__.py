@@ -9,9 +9,9 @@ from horovod_sparse.feedback.feedbacks import (
     MomentumCorrection,
     NoFeedback,
 )
-from horovod_sparse.feedback.levels import HostBucket, shard_of
 from horovod_sparse.feedback.recipe import ParameterRules, Recipe, parse_recipe, recipe, recipe_signature
 from horovod_sparse.feedback.report import BucketStep, Member
+from horovod_sparse.feedback.two_level_bucket import TwoLevelBucket, shard_of
 
 __all__ = [
     "FEEDBACKS",
@@ -20,13 +20,13 @@ __all__ = [
     "BucketStep",
     "ErrorFeedback",
     "Feedback",
-    "HostBucket",
     "Member",
     "MomentumCorrection",
     "NoFeedback",
     "ParameterRules",
     "Progress",
     "Recipe",
+    "TwoLevelBucket",
     "parse_recipe",
     "recipe",
     "recipe_signature",

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from horovod_sparse.arrays import Accumulator, HostAccumulator
-from horovod_sparse.feedback import Bucket, HostBucket, Recipe, shard_of
+from horovod_sparse.feedback import Bucket, Recipe, TwoLevelBucket, shard_of
 from horovod_sparse.simulation.lockstep import Recorder, run_lockstep
 from horovod_sparse.sparsifiers import BucketInfo, SparseSum
 from horovod_sparse.topology import Topology
@@ -60,7 +60,7 @@ class SimulatedCluster:
             if topology is None:
                 self.buckets.append(Bucket(info, recipe, memory))
             else:
-                self.buckets.append(HostBucket(whole, recipe, memory, (), topology))
+                self.buckets.append(TwoLevelBucket(whole, recipe, memory, (), topology))
 
     def synchronize(
         self, gradients: Sequence[Any], learning_rate: float | None = None, *, keep_errors: bool = False

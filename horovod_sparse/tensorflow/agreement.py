@@ -17,11 +17,11 @@ from horovod_sparse.tensorflow._horovod import hvd, is_elastic, takes_part
 from horovod_sparse.tensorflow.waiting import Watch
 from horovod_sparse.topology import Topology
 from horovod_sparse.training.agreement import compared, declaration, next_label
-from horovod_sparse.training.building import Building
+from horovod_sparse.training.construction_errors import ConstructionErrors
 from horovod_sparse.training.engine import carry_out
 
 #: of optimizers, tapes and compressors
-building = Building(hvd)
+construction_errors = ConstructionErrors(hvd)
 
 #: between two looks around of who waits
 _LOOK_SECONDS = 0.1
@@ -43,7 +43,7 @@ def carry_out_together(
     place = int(process_set.rank()), int(process_set.size())
     if topology is not None:
         coroutine = over_hosts(coroutine, topology, place[0])
-    look = building.looking(process_set) if looks else None
+    look = construction_errors.looking(process_set) if looks else None
 
     def execute(request: Request) -> Any:
         kind = type(request)

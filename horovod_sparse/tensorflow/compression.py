@@ -15,7 +15,7 @@ from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.tensorflow._horovod import hvd
-from horovod_sparse.tensorflow.agreement import building
+from horovod_sparse.tensorflow.agreement import construction_errors
 from horovod_sparse.tensorflow.dropin import DropIn, Pending
 from horovod_sparse.tensorflow.private import keep_functions_with_compressors
 from horovod_sparse.tensorflow.state import CheckpointedState, StateKeeper, WithState
@@ -177,7 +177,7 @@ class Compression(
     make=SparseCompressor,
     binding=("process_set",),
     help_text=_COMMON_ARGUMENTS,
-    telling=building.telling,
+    telling=construction_errors.telling,
 ):
     """What the argument `compression=` takes; a superset of `horovod.tensorflow.Compression`.
 
@@ -193,7 +193,7 @@ class Compression(
     fp16 = hvd.Compression.fp16
 
     @staticmethod
-    @building.telling
+    @construction_errors.telling
     def parse(text: str, *, process_set: Any = None) -> Any:
         """Reads a choice from a command line.
 

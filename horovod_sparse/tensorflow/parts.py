@@ -14,7 +14,7 @@ import numpy as np
 from horovod_sparse.arrays import GradientParts, HostAccumulator
 from horovod_sparse.carriers.exchanges import over_hosts, rounds_over_hosts
 from horovod_sparse.collectives import AllReduce, Exchange, Request, Synchronization
-from horovod_sparse.feedback import Bucket, HostBucket, Member, Recipe, shard_of
+from horovod_sparse.feedback import Bucket, Member, Recipe, TwoLevelBucket, shard_of
 from horovod_sparse.kernels import apply_scaled_sum, clear_at
 from horovod_sparse.kernels.host.scatter import native_bits
 from horovod_sparse.sparsifiers import BucketInfo
@@ -103,7 +103,7 @@ class SparseBucket(common.ArrayLayout, common.BucketPart):
     @property
     def topology(self) -> Topology | None:
         """Which ranks share a host, as the bucket is made for; None for one level."""
-        return self.bucket.topology if isinstance(self.bucket, HostBucket) else None
+        return self.bucket.topology if isinstance(self.bucket, TwoLevelBucket) else None
 
     def _made(self, before: Bucket | None) -> Bucket:
         """A bucket for this rank's present place: with the memory of the one before, where it fits."""
@@ -117,7 +117,7 @@ class SparseBucket(common.ArrayLayout, common.BucketPart):
             memory = make_accumulator(shard_of(whole, topology), self._recipe)
         else:
             memory = before.accumulator
-        return HostBucket(whole, self._recipe, memory, members, topology)
+        return TwoLevelBucket(whole, self._recipe, memory, members, topology)
 
     def _kinds(self) -> tuple[type[Request], ...]:
         kinds = self.bucket.recipe.sparsifier.rounds(self.bucket.info.size)
@@ -167,7 +167,7 @@ class SparseBucket(common.ArrayLayout, common.BucketPart):
         share = kept_share(self.made_for[1], self._place()[1])
         held = [] if stays and share == 1.0 else [array * share for array in self.held()]
         self.bucket = self._made(before if stays else None)
-        if stays and isinstance(before, HostBucket) and isinstance(self.bucket, HostBucket):
+        if stays and isinstance(before, TwoLevelBucket) and isinstance(self.bucket, TwoLevelBucket):
             self.bucket.elsewhere = before.elsewhere  # `assign` makes it anew where it is scaled
         self.bucket.restart(dataclasses.replace(before.progress, step=step))
         if held:
@@ -182,7 +182,9 @@ class SparseBucket(common.ArrayLayout, common.BucketPart):
         """
         # those that hold the same elements: with two levels the ranks of a column
         sum_, share = self.task.result, 1.0 / self.bucket.info.size
-        first, last = self.bucket.shard if isinstance(self.bucket, HostBucket) else (0, self.places[-1][1])
+        first, last = (
+            self.bucket.shard if isinstance(self.bucket, TwoLevelBucket) else (0, self.places[-1][1])
+        )
         for name, (start, stop) in zip(self.names, self.places, strict=True):
             if name in names:
                 inside = (sum_.indices >= max(start, first)) & (sum_.indices < min(stop, last))

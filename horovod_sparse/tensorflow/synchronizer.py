@@ -18,7 +18,6 @@ from horovod_sparse.tensorflow._horovod import hvd, is_elastic, takes_part
 from horovod_sparse.tensorflow.collectives import reduce_densely
 from horovod_sparse.tensorflow.driver import Driver
 from horovod_sparse.tensorflow.ending import Ending
-from horovod_sparse.tensorflow.engine import VariablesEngine
 from horovod_sparse.tensorflow.graph import EagerCalls, refuse_differentiation, refuse_graphs
 from horovod_sparse.tensorflow.loss_scale import ScaledReduction, nan_where
 from horovod_sparse.tensorflow.order import WAITING, Order, gate, ungated
@@ -27,8 +26,9 @@ from horovod_sparse.tensorflow.replanning import Replanning
 from horovod_sparse.tensorflow.replicas import Replicas
 from horovod_sparse.tensorflow.tensors import as_dense, as_rate, as_variable
 from horovod_sparse.tensorflow.training import VariablesTraining
+from horovod_sparse.tensorflow.variables_engine import VariablesEngine
 from horovod_sparse.tensorflow.waiting import Watch
-from horovod_sparse.training.agreement import Start
+from horovod_sparse.training.agreement import AgreedStatus
 from horovod_sparse.training.outcome import Outcome
 from horovod_sparse.training.settings import RAISE, ZERO, PlannedOptions, Settings
 
@@ -128,7 +128,7 @@ class GradientSynchronizer(VariablesTraining):
                     super().agree()
                 self._replicas.restart()
 
-    def start_anew(self, start: Start) -> None:
+    def start_anew(self, start: AgreedStatus) -> None:
         super().start_anew(start)
         self.replanning.stop()
 

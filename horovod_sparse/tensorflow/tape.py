@@ -10,7 +10,7 @@ import tensorflow as tf
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.tensorflow._horovod import hvd, present_start
-from horovod_sparse.tensorflow.agreement import building, compare_densely
+from horovod_sparse.tensorflow.agreement import compare_densely, construction_errors
 from horovod_sparse.tensorflow.arguments import Arguments, checked_layers
 from horovod_sparse.tensorflow.compression import Compression
 from horovod_sparse.tensorflow.order import ungated
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # Wrapping a tape happens within the user's tf.function: AutoGraph has nothing to do in here but to take
 # seconds for it.
 @tf.autograph.experimental.do_not_convert
-@building.telling
+@construction_errors.telling
 def DistributedGradientTape(
     gradtape: tf.GradientTape,
     device_dense: str = "",
@@ -98,7 +98,7 @@ def DistributedGradientTape(
 
 
 @tf.autograph.experimental.do_not_convert
-@building.telling
+@construction_errors.telling
 def PartialDistributedGradientTape(
     gradtape: tf.GradientTape,
     device_dense: str = "",

@@ -18,13 +18,20 @@ from horovod_sparse.plans.fixed import make_plan
 from horovod_sparse.plans.plan import ParameterFacts, Plan
 from horovod_sparse.tensorflow._horovod import hvd
 from horovod_sparse.tensorflow.agreement import label_of, together
-from horovod_sparse.tensorflow.engine import VariablesEngine
 from horovod_sparse.tensorflow.parts import Part, SparseBucket
 from horovod_sparse.tensorflow.tensors import as_variable, dtype_name, unique_names
-from horovod_sparse.training.agreement import Standing, Start, agreed_plan, common_names, compared, kept_share
+from horovod_sparse.tensorflow.variables_engine import VariablesEngine
+from horovod_sparse.training.agreement import (
+    AgreedStatus,
+    RankStatus,
+    common_names,
+    compared,
+    kept_share,
+    plan_of_first_rank,
+)
 from horovod_sparse.training.collective_errors import raise_together
 from horovod_sparse.training.first_plan import Planner, check_agreement, first_plan
-from horovod_sparse.training.levels import Chosen, assumed_topology
+from horovod_sparse.training.host_topology import Chosen, assumed_topology
 from horovod_sparse.training.parts import assign_residuals
 from horovod_sparse.training.settings import Settings
 from horovod_sparse.training.state import load_entry, share_factor
@@ -179,7 +186,7 @@ class VariablesTraining(Training):
                 yield from raise_together(first.failure)
             plan, self.decision, self.request = first.plan, first.decision, first.request
             self.selection, self.engine.label = first.selection, label
-        return facts, (yield from agreed_plan(plan, parameters))
+        return facts, (yield from plan_of_first_rank(plan, parameters))
 
     def _given_for(self, new: Sequence[Any]) -> dict[str, Any]:
         """The arguments of `make_plan`; of groups, the variables that are there."""
@@ -209,11 +216,11 @@ class VariablesTraining(Training):
         for part in self.sparse:
             part.start_anew(part.bucket.progress.step)
 
-    def _standing(self) -> Standing:
+    def _standing(self) -> RankStatus:
         made_for = self.sparse[0].made_for if self.sparse else self.place
         return dataclasses.replace(super()._standing(), place=made_for)
 
-    def start_anew(self, start: Start) -> None:
+    def start_anew(self, start: AgreedStatus) -> None:
         self.made_for, self.step = self.place, start.step
         self.sizes.add(self.size)
         if start.plan != self.plan:

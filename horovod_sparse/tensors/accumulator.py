@@ -21,7 +21,7 @@ from horovod_sparse.errors import ArgumentError
 from horovod_sparse.kernels.host.scatter import checked
 from horovod_sparse.kernels.layout import Layout
 from horovod_sparse.kernels.quantization import Quantization
-from horovod_sparse.tensors import plain
+from horovod_sparse.tensors import plain_kernels
 from horovod_sparse.tensors.transfer import PendingCopy, PendingReport, to_device, to_host
 
 _log = logging.getLogger("horovod_sparse")
@@ -35,7 +35,7 @@ _NARROW = (torch.float32, torch.float16, torch.bfloat16)
 
 def kernels_for(device: torch.device) -> ModuleType:
     """The fastest bodies for a device: Triton for CUDA where it is installed, else plain PyTorch."""
-    return _triton() if device.type == "cuda" else plain
+    return _triton() if device.type == "cuda" else plain_kernels
 
 
 @functools.cache
@@ -53,7 +53,7 @@ def _triton() -> ModuleType:
         _log.warning(
             "sparsifiers on CUDA use plain PyTorch, several times slower than their Triton kernels: %s", error
         )
-        return plain
+        return plain_kernels
     return triton_kernels
 
 
@@ -106,7 +106,7 @@ class TorchAccumulator(Accumulator):
         kernels: ModuleType | None = None,
     ) -> None:
         check_density("density", density, "a number in (0, 1]")
-        layout = Layout(int(num_elements), plain.device_block_size(density))
+        layout = Layout(int(num_elements), plain_kernels.device_block_size(density))
         kind = accumulating(dtype)
         if memory is None:
             values = torch.zeros(num_elements, dtype=kind, device=device)
@@ -135,7 +135,7 @@ class TensorKernels(Kernels):
         layout: of the values.
         like: the values: their dtype and device.
         expected: how many elements a threshold will find, about.
-        bodies: `plain`, or a module with its functions.
+        bodies: `plain_kernels`, or a module with its functions.
     """
 
     def __init__(self, layout: Layout, like: Tensor, expected: int, bodies: ModuleType) -> None:
@@ -219,7 +219,7 @@ class TensorKernels(Kernels):
         values.copy_(new)
 
     def empty_maxima(self) -> Tensor:
-        kind = plain.int_type(self._kind)
+        kind = plain_kernels.int_type(self._kind)
         return torch.empty(self.layout.num_blocks, dtype=kind, device=self._device)
 
     def scan_maxima(self, values: Tensor, maxima: Tensor) -> None:
@@ -307,7 +307,7 @@ class TensorKernels(Kernels):
     def quantize(
         self, values: Tensor, code: Quantization, key: int, words: NDArray[np.int32], norm: Tensor
     ) -> float:
-        written = plain.encode(values, code, key)
+        written = plain_kernels.encode(values, code, key)
         words[:] = to_host(written)
         self._written = words, written
         return self.float_of(self.squares(self.less(values, code, written)))
@@ -318,11 +318,11 @@ class TensorKernels(Kernels):
         return to_device(words.copy(), self._device)
 
     def take_away(self, values: Tensor, code: Quantization, words: Tensor) -> None:
-        plain.take_away(values, words, code, values)
+        plain_kernels.take_away(values, words, code, values)
 
     def less(self, values: Tensor, code: Quantization, words: Tensor) -> Tensor:
         left = torch.empty_like(values)
-        plain.take_away(values, words, code, left)
+        plain_kernels.take_away(values, words, code, left)
         return left
 
 

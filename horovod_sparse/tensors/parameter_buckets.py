@@ -18,7 +18,7 @@ from horovod_sparse.plans.plan import Plan
 from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.tensors.layout import dtype_name, on_host
 from horovod_sparse.tensors.memory import GradientMemory, memory_of
-from horovod_sparse.training.agreement import Standing, Start, kept_share
+from horovod_sparse.training.agreement import AgreedStatus, RankStatus, kept_share
 from horovod_sparse.training.state import check_parameters, companions_fit, feedback_name
 
 
@@ -112,7 +112,7 @@ class ParameterBuckets:
         self._entries: dict[str, _Entry] = {}
         self._saved: dict[str, Mapping[str, Any]] = {}  # loaded before the bucket exists
         #: with what states began that all ranks started anew: those of new buckets, too
-        self._start = Start(False, 0, Plan(()))
+        self._start = AgreedStatus(False, 0, Plan(()))
 
     def get(
         self, name: str, parameter: torch.Tensor, gradient: torch.Tensor, place: tuple[int, int]
@@ -146,24 +146,24 @@ class ParameterBuckets:
     def take_up(
         self, name: str, parameter: torch.Tensor, gradient: torch.Tensor, place: tuple[int, int]
     ) -> None:
-        """Makes the parameter's bucket where its state was loaded before, so that `standing` knows of it."""
+        """Makes the parameter's bucket where its state was loaded before, so that `status` knows of it."""
         if name in self._saved and name not in self._entries:
             self.get(name, parameter, gradient, place)
 
-    def standing(self, place: tuple[int, int]) -> Standing:
+    def status(self, place: tuple[int, int]) -> RankStatus:
         """Where this rank stands; at a place, unless its states were made for another."""
         buckets = {
             name: entry.bucket for name, entry in self._entries.items() if entry.parameter() is not None
         }
         places = {(bucket.info.rank, bucket.info.size) for bucket in buckets.values()}
-        return Standing(
+        return RankStatus(
             max((bucket.state.step for bucket in buckets.values()), default=0),
             shared_digest({name: bucket.state for name, bucket in buckets.items()}),
             next(iter(places - {place}), place),
             told={name: bucket.progress.to_plain() for name, bucket in buckets.items()},
         )
 
-    def start_anew(self, start: Start, place: tuple[int, int]) -> None:
+    def start_anew(self, start: AgreedStatus, place: tuple[int, int]) -> None:
         """Fresh states, as all ranks have agreed; residuals are kept, and so is their mean."""
         self._start = start
         for name, entry in list(self._entries.items()):

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from horovod_sparse.collectives import Synchronization
-from horovod_sparse.feedback import Bucket, HostBucket, Member, Recipe, shard_of
+from horovod_sparse.feedback import Bucket, Member, Recipe, TwoLevelBucket, shard_of
 from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.telemetry import BucketReport
 from horovod_sparse.tensors.driver import Starter, Task
@@ -106,7 +106,7 @@ class SparseBucket(_Laid, common.BucketPart):
             self.bucket = Bucket(whole, recipe, accumulator, members, timed=True)
         else:
             accumulator = self.memory.accumulator(shard_of(whole, topology), recipe)
-            self.bucket = HostBucket(
+            self.bucket = TwoLevelBucket(
                 *(whole, recipe, accumulator, members, topology),
                 timed=True,
                 summable=self.memory.summable,
@@ -121,7 +121,7 @@ class SparseBucket(_Laid, common.BucketPart):
             self.streams.meet()  # before gradients are copied together, or divided by the loss's scale
         self.gradient.settle()
         self._loss_scale = loss_scale
-        shared = self.bucket.shared if isinstance(self.bucket, HostBucket) else None
+        shared = self.bucket.shared if isinstance(self.bucket, TwoLevelBucket) else None
         if shared is not None:  # who sums up divides by the loss's scale
             shared.factor, loss_scale = 1.0 / loss_scale, 1.0
         foldable = self.memory.foldable(self.gradient.flat, loss_scale)

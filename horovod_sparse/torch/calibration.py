@@ -21,7 +21,7 @@ from horovod_sparse.tensors.streams import stamps_for
 from horovod_sparse.topology import Topology
 from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.driver import Starts, carry_out_together
-from horovod_sparse.torch.engine import most_of, where_of
+from horovod_sparse.torch.horovod_engine import most_of, where_of
 
 _DTYPES = {
     "float32": torch.float32,

@@ -9,7 +9,7 @@ import torch
 
 from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.compressor import SparseCompressor
-from horovod_sparse.torch.stock import building
+from horovod_sparse.torch.stock import construction_errors
 from horovod_sparse.training.compression import Algorithms, recipe_of
 
 _COMMON_ARGUMENTS = """
@@ -40,7 +40,7 @@ class Compression(
     make=SparseCompressor,
     binding=("named_parameters", "process_set"),
     help_text=_COMMON_ARGUMENTS,
-    telling=building.telling,
+    telling=construction_errors.telling,
 ):
     """What the argument `compression=` takes; a superset of `horovod.torch.Compression`.
 
@@ -60,7 +60,7 @@ dense, dense_below, densities, density, feedback, indices, quantum, schedule, va
     fp16 = hvd.Compression.fp16
 
     @staticmethod
-    @building.telling
+    @construction_errors.telling
     def parse(
         text: str,
         *,

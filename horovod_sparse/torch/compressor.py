@@ -33,7 +33,7 @@ from horovod_sparse.torch.stock import (
     settings_of,
 )
 from horovod_sparse.torch.transport import transport_words
-from horovod_sparse.training.agreement import agreed_start, compared
+from horovod_sparse.training.agreement import agreed_status, compared
 from horovod_sparse.training.collective_errors import tell_edits
 from horovod_sparse.training.compression import describe_recipe
 from horovod_sparse.training.drift import DriftCheck
@@ -218,8 +218,8 @@ class SparseCompressor(hvd.compression.Compressor):
         if self._agreed_under is present_start():
             return
         under, place = present_start(), _place_in(driver)
-        standing = self._buckets.standing(place)
-        start = carry_out_together(agreed_start(standing), driver.process_set, "horovod_sparse.dropin")
+        status = self._buckets.status(place)
+        start = carry_out_together(agreed_status(status), driver.process_set, "horovod_sparse.dropin")
         if start.anew:
             self._buckets.start_anew(start, place)
         self._agreed_under, self._num_steps = under, start.step

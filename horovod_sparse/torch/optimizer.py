@@ -19,7 +19,7 @@ from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.compression import Compression, SparseCompressor
 from horovod_sparse.torch.methods import Methods
 from horovod_sparse.torch.owners import claim_for_stock
-from horovod_sparse.torch.stock import building, compare_dense
+from horovod_sparse.torch.stock import compare_dense, construction_errors
 from horovod_sparse.training.collective_errors import refuse_absence
 from horovod_sparse.training.momentum import refuse_double_momentum
 from horovod_sparse.training.settings import Settings, SettingsOptions, refuse_without_sparsifier
@@ -39,7 +39,7 @@ def __getattr__(name: str) -> Any:
     return getattr(sys.modules[_Stock.__module__], name)
 
 
-@building.telling
+@construction_errors.telling
 def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,

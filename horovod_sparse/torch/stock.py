@@ -26,7 +26,7 @@ from horovod_sparse.topology import Topology
 from horovod_sparse.torch._horovod import finished, hvd, present_start
 from horovod_sparse.torch.driver import carry_out_together
 from horovod_sparse.training.agreement import compared, declaration
-from horovod_sparse.training.building import Building
+from horovod_sparse.training.construction_errors import ConstructionErrors
 from horovod_sparse.training.settings import Settings
 
 #: how long ranks that have waited in vain may differ in when they stopped
@@ -110,7 +110,7 @@ class StockOptimizer:
 
 
 #: of optimizers and compressors
-building = Building(hvd)
+construction_errors = ConstructionErrors(hvd)
 
 
 def arguments_of(optimizer: Any) -> dict[str, object]:
@@ -138,7 +138,7 @@ def compare_with_ranks(
     topology: Topology | None = None,
 ) -> Any:
     """Runs what ranks begin with, under one name whatever they go on with: see `compared`."""
-    hear = building.looking(process_set)
+    hear = construction_errors.looking(process_set)
     waiting = [] if optimizer is None else [(optimizer, key) for key in optimizer._handles]
 
     def look() -> None:

@@ -31,14 +31,14 @@ from horovod_sparse.tensors.parts import Part, SparseBucket
 from horovod_sparse.tensors.replicas import shared_entries
 from horovod_sparse.torch._horovod import hvd, present_start
 from horovod_sparse.torch.driver import carry_out_together, explain
-from horovod_sparse.torch.engine import HorovodEngine, planned
+from horovod_sparse.torch.horovod_engine import HorovodEngine, planned
 from horovod_sparse.torch.owners import claim
 from horovod_sparse.torch.stock import refuse_whole_gradients
 from horovod_sparse.torch.transport import transport_words
 from horovod_sparse.training.collective_errors import raise_together, some_of
 from horovod_sparse.training.engine import Facts
 from horovod_sparse.training.first_plan import FirstPlan, check_agreement
-from horovod_sparse.training.levels import Chosen
+from horovod_sparse.training.host_topology import Chosen
 from horovod_sparse.training.momentum import refuse_later_momentum
 from horovod_sparse.training.outcome import Outcome, worst
 from horovod_sparse.training.settings import Settings

@@ -7,11 +7,12 @@ step. Sizes and ranks may be what they were, so nothing but an exchange tells. U
 0. First of all ranks compare what has to be equal, by `compared`: under one name whatever is compared, so
    that ranks which do not do the same meet there, and nowhere else.
 1. At the first synchronization after a start, and after a state was loaded, before any bucket communicates,
-   every rank carries out `agreed_start`, once for all buckets. That it is due must not depend on what a rank
+   every rank carries out `agreed_status`, once for all buckets. That it is due must not depend on what a rank
    finds different: a front end remembers under which start of Horovod (a token that every ``hvd.init()``
    changes) its states were agreed upon. A fresh process has agreed under none.
-2. If `Start.anew`, each rank makes fresh states for its present place (`Sparsifier.init`) at `Start.step`, by
-   `Start.plan`, and multiplies its residuals by `kept_share`. A worker that has just come holds zeros.
+2. If `AgreedStatus.anew`, each rank makes fresh states for its present place (`Sparsifier.init`), at the
+   agreed step and by the agreed plan, and multiplies its residuals by `kept_share`. A worker that has just
+   come holds zeros.
 3. Otherwise states are equal already, and nothing changes.
 """
 
@@ -71,7 +72,7 @@ def compared(given: Mapping[str, str], parameters: Sequence[ParameterFacts] = ()
 
 
 @dataclass(frozen=True)
-class Standing:
+class RankStatus:
     """Where one rank stands.
 
     Attributes:
@@ -103,7 +104,7 @@ class Standing:
 
 
 @dataclass(frozen=True)
-class Start:
+class AgreedStatus:
     """What all ranks go on with.
 
     Attributes:
@@ -129,7 +130,7 @@ class Start:
 
 @dataclass(frozen=True)
 class _Summary:
-    """What a rank tells of where it stands: `Standing`, with digests for what is long."""
+    """What a rank tells of where it stands: `RankStatus`, with digests for what is long."""
 
     step: int
     digest: str
@@ -141,26 +142,26 @@ class _Summary:
     elsewhere: bool
 
 
-def agreed_start(standing: Standing) -> Synchronization[Start]:
+def agreed_status(status: RankStatus) -> Synchronization[AgreedStatus]:
     """Compares where all ranks stand: one collective, and one more where something differs.
 
     Example:
         >>> from horovod_sparse.simulation import run_lockstep
-        >>> survivor, newcomer = Standing(step=7, digest="a", place=(0, 2)), Standing(0, "b", place=(1, 2))
-        >>> start = run_lockstep([agreed_start(survivor), agreed_start(newcomer)])[1]
+        >>> survivor, newcomer = RankStatus(7, "a", place=(0, 2)), RankStatus(0, "b", place=(1, 2))
+        >>> start = run_lockstep([agreed_status(survivor), agreed_status(newcomer)])[1]
         >>> start.anew, start.step, start.reason
         (True, 7, 'ranks [0] have done 7 steps, ranks [1] 0')
     """
-    plan, model = standing.plan.to_dict(), model_of(standing.parameters)
+    plan, model = status.plan.to_dict(), model_of(status.parameters)
     own = _Summary(
-        step=standing.step,
-        digest=standing.digest,
-        place=list(standing.place),
+        step=status.step,
+        digest=status.digest,
+        place=list(status.place),
         plan=_digest([plan, model]),
-        measuring=standing.measuring,
-        label=standing.label,
-        column=standing.column,
-        elsewhere=standing.elsewhere,
+        measuring=status.measuring,
+        label=status.label,
+        column=status.column,
+        elsewhere=status.elsewhere,
     )
     told = yield from shared_lines(list(dataclasses.astuple(own)))
     ranks = [_Summary(*one) for one in told]
@@ -179,14 +180,14 @@ def agreed_start(standing: Standing) -> Synchronization[Start]:
     label, elsewhere = ranks[0].label, any(one.elsewhere for one in ranks)
     measures = len({one.measuring for one in ranks}) == 1
     if not reason:
-        return Start(False, standing.step, standing.plan, "", label, {}, measures, elsewhere)
+        return AgreedStatus(False, status.step, status.plan, "", label, {}, measures, elsewhere)
     furthest = max(steps)
-    progress = dict(standing.told) if standing.step == furthest else {}
+    progress = dict(status.told) if status.step == furthest else {}
     everyone = yield from shared_lines([plan, model, progress])
     check_same_model([model for _, model, _ in everyone])
     plan, _, progress = everyone[steps.index(furthest)]
     # other buckets have other shards
-    return Start(True, furthest, Plan.from_dict(plan), reason, label, progress, measures, True)
+    return AgreedStatus(True, furthest, Plan.from_dict(plan), reason, label, progress, measures, True)
 
 
 def kept_share(old_size: int, size: int) -> float:
@@ -232,13 +233,14 @@ def model_of(parameters: Sequence[ParameterFacts]) -> dict[str, tuple[object, ..
     }
 
 
-def agreed_plan(plan: Plan, parameters: Sequence[ParameterFacts]) -> Synchronization[Plan]:
+def plan_of_first_rank(plan: Plan, parameters: Sequence[ParameterFacts]) -> Synchronization[Plan]:
     """The first rank's plan, after a comparison of all ranks' models, which raises where they differ.
 
     Example:
         >>> from horovod_sparse.simulation import run_lockstep
         >>> plans = [Plan((("weight",),)), Plan((), ("weight",))]
-        >>> run_lockstep([agreed_plan(plan, [ParameterFacts("weight", 10)]) for plan in plans])[1].buckets
+        >>> facts = [ParameterFacts("weight", 10)]
+        >>> run_lockstep([plan_of_first_rank(plan, facts) for plan in plans])[1].buckets
         (('weight',),)
     """
     everyone = yield from shared_lines([plan.to_dict(), model_of(parameters)])

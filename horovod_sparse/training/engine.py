@@ -21,7 +21,7 @@ from horovod_sparse.collectives import Request, Synchronization
 from horovod_sparse.feedback import Bucket, Recipe
 from horovod_sparse.plans.plan import ParameterFacts
 from horovod_sparse.topology import Topology
-from horovod_sparse.training.levels import Ranks
+from horovod_sparse.training.host_topology import Ranks
 from horovod_sparse.training.parts import Part
 
 Result = TypeVar("Result")

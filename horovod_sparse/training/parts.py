@@ -15,7 +15,7 @@ import numpy as np
 
 from horovod_sparse.collectives import AllReduce, Synchronization
 from horovod_sparse.errors import EditedGradientError, NonFiniteGradientError, NonFiniteSumError
-from horovod_sparse.feedback import Bucket, BucketStep, HostBucket, Progress, Recipe
+from horovod_sparse.feedback import Bucket, BucketStep, Progress, Recipe, TwoLevelBucket
 from horovod_sparse.plans.plan import ParameterFacts
 from horovod_sparse.sparsifiers.base import accumulator_dtype
 from horovod_sparse.telemetry import BucketReport
@@ -92,7 +92,7 @@ class BucketPart:
     def held(self) -> tuple[np.ndarray, ...]:
         """See `Part.held`: views, where the accumulator is on the host."""
         own = self.own()
-        return self.bucket.held(own) if isinstance(self.bucket, HostBucket) else own
+        return self.bucket.held(own) if isinstance(self.bucket, TwoLevelBucket) else own
 
     def own(self) -> tuple[np.ndarray, ...]:
         """What the accumulator holds: with two levels, of this rank's shard."""
@@ -108,7 +108,7 @@ class BucketPart:
         self.bucket.restart(progress)
 
     def assign(self, held: Sequence[np.ndarray]) -> None:
-        self.assign_own(self.bucket.take(held) if isinstance(self.bucket, HostBucket) else held)
+        self.assign_own(self.bucket.take(held) if isinstance(self.bucket, TwoLevelBucket) else held)
 
     def assign_own(self, own: Sequence[np.ndarray]) -> None:
         """Replaces what `own` gives."""

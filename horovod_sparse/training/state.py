@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from horovod_sparse.errors import ArgumentError, StateMismatchError
-from horovod_sparse.feedback import Feedback, HostBucket, Progress, Recipe
+from horovod_sparse.feedback import Feedback, Progress, Recipe, TwoLevelBucket
 from horovod_sparse.feedback.state import as_array, from_plain, is_number, to_plain
 from horovod_sparse.plans.plan import Plan
 from horovod_sparse.topology import Topology
@@ -139,7 +139,7 @@ def checked_states(
     for number, (part, one) in enumerate(zip(engine.sparse, entry["buckets"], strict=True)):
         bucket = part.bucket
         info = bucket.info
-        if not isinstance(bucket, HostBucket):
+        if not isinstance(bucket, TwoLevelBucket):
             info = dataclasses.replace(info, rank=rank, size=size)
         fresh = bucket.recipe.sparsifier.init(info)
         states.append(from_plain(fresh, one["state"], f"buckets[{number}].state"))

@@ -22,16 +22,16 @@ from horovod_sparse.plans.plan import ParameterFacts, Plan
 from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.topology import Topology
 from horovod_sparse.training.agreement import (
-    Standing,
-    Start,
-    agreed_start,
+    AgreedStatus,
+    RankStatus,
+    agreed_status,
     compared,
     declaration,
     kept_share,
 )
 from horovod_sparse.training.drift import DriftCheck
 from horovod_sparse.training.engine import Engine, Facts, PartSpec
-from horovod_sparse.training.levels import (
+from horovod_sparse.training.host_topology import (
     Chosen,
     agreed_topology,
     assumed_topology,
@@ -234,8 +234,8 @@ class Training:
                 "%s joined the optimizer: waiting for all ranks to have the same parameters join",
                 ", ".join(new),
             )
-            standing = Standing(self.step, "", self.made_for, plan, parameters, label=self.label)
-            plan = self._together(agreed_start(standing)).plan
+            status = RankStatus(self.step, "", self.made_for, plan, parameters, label=self.label)
+            plan = self._together(agreed_status(status)).plan
         parts = self._made(plan, new, first=len(self.plan.buckets))
         if together:
             self._share_memory(parts)
@@ -279,7 +279,7 @@ class Training:
         given = {**self.engine.declared(), **self.settings.describe()}
         return declaration(self.recipe, self.engine.name, **given)
 
-    def _agreement(self) -> Synchronization[Start]:
+    def _agreement(self) -> Synchronization[AgreedStatus]:
         yield from compared(self.declared(), self.parameters)
         yield from self._compare_plans()
         place = own_place(self.engine.ranks()) if self.settings.levels != "flat" else ("", 0)
@@ -290,10 +290,10 @@ class Training:
             # a rank that was another one has parts of its old place: then all start anew, with other ones
             if self.made_for == self.place:
                 self.replan(self.plan)
-        return (yield from agreed_start(self._standing()))
+        return (yield from agreed_status(self._standing()))
 
-    def _standing(self) -> Standing:
-        return Standing(
+    def _standing(self) -> RankStatus:
+        return RankStatus(
             self.step,
             shared_digest({part.name: part.bucket.state for part in self.sparse}),
             self.made_for,
@@ -306,7 +306,7 @@ class Training:
             elsewhere=hold_elsewhere(self.parts),
         )
 
-    def start_anew(self, start: Start) -> None:
+    def start_anew(self, start: AgreedStatus) -> None:
         """Fresh states, as all ranks have agreed; residuals are kept, and so is their mean."""
         old_size, self.made_for, self.step = self.made_for[1], self.place, start.step
         self.sizes.add(self.size)

@@ -10,7 +10,7 @@ from horovod_sparse.carriers.shared_memory import MEMORY_VARIABLE
 from horovod_sparse.checks import whole_number
 from horovod_sparse.cli.doctor.facts import Finding, advice, good, problem
 from horovod_sparse.cli.doctor.settings import is_own
-from horovod_sparse.training.levels import RANKS_VARIABLE
+from horovod_sparse.training.host_topology import RANKS_VARIABLE
 
 Facts = Mapping[str, Any]
 

@@ -24,7 +24,7 @@ from horovod_sparse.collectives import AllGather, Synchronization
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.planning.calibration.collectives import Stopwatch
 from horovod_sparse.training.deadline import seconds_of_horovod
-from horovod_sparse.training.levels import own_place
+from horovod_sparse.training.host_topology import own_place
 
 _PACKAGES = (
     "horovod-sparse",

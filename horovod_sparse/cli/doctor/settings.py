@@ -10,7 +10,7 @@ from horovod_sparse.carriers.choice import TRANSPORT_VARIABLE, WAYS
 from horovod_sparse.carriers.shared_memory import MEMORY_VARIABLE
 from horovod_sparse.checks import whole_number
 from horovod_sparse.cli.doctor.facts import SETTINGS, Finding, advice, good, problem
-from horovod_sparse.training.levels import RANKS_VARIABLE
+from horovod_sparse.training.host_topology import RANKS_VARIABLE
 from horovod_sparse.training.settings import EVERY_VARIABLE, POLICIES, POLICY_VARIABLE
 
 Facts = Mapping[str, Any]

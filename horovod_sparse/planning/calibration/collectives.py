@@ -25,7 +25,7 @@ from horovod_sparse.collectives import (
     part,
 )
 from horovod_sparse.errors import UnknownNameError
-from horovod_sparse.feedback import HostBucket, Recipe, shard_of
+from horovod_sparse.feedback import Recipe, TwoLevelBucket, shard_of
 from horovod_sparse.plans.network import COLLECTIVES
 from horovod_sparse.sparsifiers import BucketInfo, TopK
 from horovod_sparse.topology import Topology
@@ -180,7 +180,7 @@ def shared_sum_times(
     most = max(1, message_bytes[-1] // 4)
     whole = BucketInfo("calibration", most, watch.rank, watch.size)
     longest = shard_of(whole, topology)
-    bucket = HostBucket(whole, Recipe(TopK()), HostAccumulator(longest.num_elements), (), topology)
+    bucket = TwoLevelBucket(whole, Recipe(TopK()), HostAccumulator(longest.num_elements), (), topology)
     try:
         arena = Arena([4 * most])
     except OSError as error:

@@ -12,7 +12,7 @@ from horovod.tensorflow.keras import DistributedOptimizer as _stock
 from horovod_sparse.checks import check_count
 from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.tensorflow._horovod import hvd
-from horovod_sparse.tensorflow.agreement import building
+from horovod_sparse.tensorflow.agreement import construction_errors
 from horovod_sparse.tensorflow.arguments import Again, Arguments, checked_layers
 from horovod_sparse.tensorflow.compression import Compression
 from horovod_sparse.tensorflow.keras import keras2
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-@building.telling
+@construction_errors.telling
 def DistributedOptimizer(
     optimizer: Any,
     name: str | None = None,
@@ -161,7 +161,7 @@ def _synchronizer(arguments: Arguments, optimizer: Any, is_scaler: bool) -> Grad
     return synchronizer
 
 
-@building.telling
+@construction_errors.telling
 def PartialDistributedOptimizer(
     optimizer: Any,
     name: str | None = None,

@@ -1,4 +1,4 @@
-"""The primitives on a GPU, in Triton, under the names that they have in `horovod_sparse.tensors.plain`."""
+"""The primitives on a GPU, in Triton, named as in `horovod_sparse.tensors.plain_kernels`."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from horovod_sparse.kernels.layout import Layout
-from horovod_sparse.tensors.plain import int_type, num_magnitude_bits
+from horovod_sparse.tensors.plain_kernels import int_type, num_magnitude_bits
 from horovod_sparse.tensors.triton.bits import OPTIONS, magnitude, programs
 from horovod_sparse.tensors.triton.blocks import (
     BINS,
@@ -83,7 +83,7 @@ def find_kth(
     dense: bool,
     capacity: int | None = None,
 ) -> tuple[Tensor, Passing | None]:
-    """As `plain.kth`; also the blocks that may hold one of the k largest, None with `dense`."""
+    """As `plain_kernels.kth`; also the blocks that may hold one of the k largest, None with `dense`."""
     block, device = layout.block, values.device
     kind, num_bits = int_type(values.dtype), num_magnitude_bits(values.dtype)
     bits = values.view(kind)

@@ -17,7 +17,7 @@ from horovod_sparse.arrays import GradientParts, HostAccumulator, SummedParts
 from horovod_sparse.carriers import shared_memory
 from horovod_sparse.carriers.shared_memory import Arena, agreed_memory, lends, seen
 from horovod_sparse.errors import MessageError
-from horovod_sparse.feedback import HostBucket, recipe, shard_of
+from horovod_sparse.feedback import TwoLevelBucket, recipe, shard_of
 from horovod_sparse.simulation import run_lockstep
 from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.topology import Topology
@@ -51,7 +51,7 @@ def part_of(whole, topology, lent, made="topk"):
     """A part as front ends have it, and the memory that it lends."""
     chosen = recipe(made, density=0.2)
     accumulator = HostAccumulator(shard_of(whole, topology).num_elements, whole.dtype, density=0.2)
-    bucket = HostBucket(whole, chosen, accumulator, (), topology)
+    bucket = TwoLevelBucket(whole, chosen, accumulator, (), topology)
     itemsize = np.dtype(DTYPES[whole.dtype]).itemsize
     arena = Arena([whole.num_elements * itemsize]) if lent else None
     return SimpleNamespace(bucket=bucket, lends=(arena, arena.take()) if arena else None, on_host=True)

@@ -9,7 +9,7 @@ hvd = pytest.importorskip("horovod_sparse.torch")
 
 from horovod_sparse.errors import ArgumentError, UnsupportedError  # noqa: E402
 from horovod_sparse.merging import Plan  # noqa: E402
-from horovod_sparse.training.agreement import Start  # noqa: E402
+from horovod_sparse.training.agreement import AgreedStatus  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -120,7 +120,7 @@ def test_a_new_number_of_ranks_is_taken_up_with_the_mean_of_residuals_kept(monke
     synchronizer = optimizer._synchronizer
     monkeypatch.setattr(synchronizer.engine, "place", lambda: (0, 3))
     optimizer.zero_grad()
-    synchronizer.start_anew(Start(True, 7, synchronizer.plan))
+    synchronizer.start_anew(AgreedStatus(True, 7, synchronizer.plan))
     after = optimizer.state_dict()["horovod_sparse"]
     assert [part.bucket.info.size for part in synchronizer.sparse] == [3]
     assert (after["size"], after["step"], after["buckets"][0]["state"]["step"]) == (3, 7, 7)

@@ -9,16 +9,16 @@ from horovod_sparse._version import __version__
 from horovod_sparse.errors import StateMismatchError
 from horovod_sparse.merging import ParameterFacts, Plan
 from horovod_sparse.simulation import Recorder, run_lockstep
-from horovod_sparse.training.agreement import PROTOCOL, Standing, agreed_start, compared, declaration
-from horovod_sparse.training.levels import RANKS_VARIABLE, Ranks, own_place
+from horovod_sparse.training.agreement import PROTOCOL, RankStatus, agreed_status, compared, declaration
+from horovod_sparse.training.host_topology import RANKS_VARIABLE, Ranks, own_place
 
 FACTS = (ParameterFacts("weight", 8), ParameterFacts("bias", 2))
 ONE, TWO = Plan((("weight", "bias"),)), Plan((("weight",), ("bias",)))
 
 
-def standings(size=3, **changed):
+def statuses(size=3, **changed):
     """Ranks that stand alike, but for what is changed: by field, a value for each rank."""
-    alike = [Standing(5, "a", (rank, size), ONE, FACTS) for rank in range(size)]
+    alike = [RankStatus(5, "a", (rank, size), ONE, FACTS) for rank in range(size)]
     for field, values in changed.items():
         alike = [dataclasses.replace(one, **{field: value}) for one, value in zip(alike, values, strict=True)]
     return alike
@@ -27,13 +27,13 @@ def standings(size=3, **changed):
 def started(ranks):
     """What all ranks agree upon, and the number of collectives that took."""
     recorder = Recorder()
-    first, *others = run_lockstep([agreed_start(standing) for standing in ranks], recorder)
+    first, *others = run_lockstep([agreed_status(status) for status in ranks], recorder)
     assert others == [first] * len(others)
     return first, len(recorder.kinds)
 
 
 def test_ranks_that_stand_alike_go_on() -> None:
-    start, rounds = started(standings())
+    start, rounds = started(statuses())
     assert (start.anew, start.step, start.plan, start.reason, rounds) == (False, 5, ONE, "", 1)
 
 
@@ -48,14 +48,14 @@ def test_ranks_that_stand_alike_go_on() -> None:
     ],
 )
 def test_any_difference_makes_all_start_anew_at_the_furthest_step(changed, reason) -> None:
-    start, rounds = started(standings(**changed, told=[{"bucket": rank} for rank in range(3)]))
+    start, rounds = started(statuses(**changed, told=[{"bucket": rank} for rank in range(3)]))
     assert (start.anew, start.step, start.plan, start.reason, rounds) == (True, 5, ONE, reason, 2)
     assert start.told == {"bucket": changed.get("step", (5,)).index(5)}
 
 
 @pytest.mark.parametrize(("steps", "plan"), [((5, 5, 5), ONE), ((0, 7, 7), TWO)])
 def test_the_plan_is_that_of_the_first_rank_that_is_furthest(steps, plan) -> None:
-    start, rounds = started(standings(step=steps, plan=(ONE, TWO, ONE)))
+    start, rounds = started(statuses(step=steps, plan=(ONE, TWO, ONE)))
     assert (start.anew, start.step, start.plan, rounds) == (True, max(steps), plan, 2)
 
 
@@ -87,7 +87,7 @@ def test_all_settings_that_differ_are_named_on_all_ranks() -> None:
 def test_another_model_is_refused_on_all_ranks(bias, told) -> None:
     other = (FACTS[0], bias)
     assert told in refused([compared({}, FACTS), compared({}, FACTS), compared({}, other)])
-    assert told in refused([agreed_start(one) for one in standings(parameters=(FACTS, FACTS, other))])
+    assert told in refused([agreed_status(one) for one in statuses(parameters=(FACTS, FACTS, other))])
 
 
 def test_ranks_of_another_protocol_are_refused() -> None:

@@ -20,7 +20,7 @@ from triton.runtime.jit import JITFunction, mangle_type
 
 from horovod_sparse.kernels.layout import Layout
 from horovod_sparse.tensors import triton as triton_kernels
-from horovod_sparse.tensors.plain import int_type
+from horovod_sparse.tensors.plain_kernels import int_type
 
 launches: list[tuple[JITFunction, dict[str, Any], dict[str, Any]]] = []
 

@@ -11,7 +11,7 @@ import torch
 from horovod_sparse.arrays import FoldRule
 from horovod_sparse.errors import ArgumentError, MessageError
 from horovod_sparse.tensors import accumulator as torch_backend
-from horovod_sparse.tensors import plain as torch_plain
+from horovod_sparse.tensors import plain_kernels as torch_plain
 from horovod_sparse.tensors.accumulator import TorchAccumulator
 
 

@@ -14,7 +14,7 @@ from horovod_sparse.tensorflow.agreement import carry_out_together, ranks_of
 from horovod_sparse.tensorflow.parts import DenseVariable, Part, SparseBucket
 from horovod_sparse.topology import Topology
 from horovod_sparse.training.engine import Facts, PartSpec
-from horovod_sparse.training.levels import Ranks
+from horovod_sparse.training.host_topology import Ranks
 
 
 class VariablesEngine:

@@ -25,7 +25,7 @@ from horovod_sparse.torch.driver import HorovodDriver
 from horovod_sparse.torch.stock import arguments_of, compare_with_ranks
 from horovod_sparse.training.engine import Facts, PartSpec
 from horovod_sparse.training.first_plan import FirstPlan, first_plan
-from horovod_sparse.training.levels import Ranks, assumed_topology
+from horovod_sparse.training.host_topology import Ranks, assumed_topology
 from horovod_sparse.training.settings import Settings
 
 _ADVICE = "; give such parameters an optimizer of their own"

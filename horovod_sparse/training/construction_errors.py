@@ -31,7 +31,7 @@ _PATIENCE_SECONDS, _PAUSE_SECONDS, _GRACE_SECONDS = 1.0, 0.5, 2.0
 _END_SECONDS = 5.0
 
 
-class Building:
+class ConstructionErrors:
     """What one binding of Horovod tells and hears of errors while building."""
 
     def __init__(self, hvd: Any) -> None:

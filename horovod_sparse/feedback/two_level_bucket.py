@@ -151,7 +151,7 @@ def _failure_of(words: Words) -> HorovodSparseError:
     return (kind if made_of_text else HorovodSparseError)(text)
 
 
-class HostBucket(Bucket):
+class TwoLevelBucket(Bucket):
     """A rank's shard of a bucket whose gradients are summed within hosts first.
 
     It is the bucket of the shard (`info`, `accumulator`, `state`), and synchronizes the whole. Shards are as

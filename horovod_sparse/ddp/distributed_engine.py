@@ -22,7 +22,7 @@ from horovod_sparse.tensors.facts import facts_of
 from horovod_sparse.tensors.parts import Part, make_parts
 from horovod_sparse.topology import Topology
 from horovod_sparse.training.engine import Facts, PartSpec
-from horovod_sparse.training.levels import Ranks
+from horovod_sparse.training.host_topology import Ranks
 
 #: the parameters of every bucket, in the order in which the buckets come
 Layout: TypeAlias = Sequence[Sequence[torch.Tensor]]

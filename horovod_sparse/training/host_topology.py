@@ -19,7 +19,7 @@ import numpy as np
 from horovod_sparse.checks import whole_number
 from horovod_sparse.collectives import ReduceScatter, Synchronization, shared_lines
 from horovod_sparse.errors import ArgumentError
-from horovod_sparse.feedback import HostBucket
+from horovod_sparse.feedback import TwoLevelBucket
 from horovod_sparse.topology import Topology
 
 
@@ -160,7 +160,7 @@ def hold_elsewhere(parts: Sequence[Any]) -> bool:
     return any(
         bucket.elsewhere is not None
         for bucket in (getattr(part, "bucket", None) for part in parts)
-        if isinstance(bucket, HostBucket)
+        if isinstance(bucket, TwoLevelBucket)
     )
 
 
@@ -168,7 +168,7 @@ def gathered_shards(parts: Sequence[Any]) -> Synchronization[None]:
     """Brings what ranks hold of each other's shards to whose they are; all ranks together."""
     for part in parts:
         bucket = getattr(part, "bucket", None)
-        if not isinstance(bucket, HostBucket):
+        if not isinstance(bucket, TwoLevelBucket):
             continue
         shards = []
         for values in part.held():
