@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from benchmarks.common.timing import Work
 from benchmarks.local.works import layered_gradient
 from horovod_sparse.sparsifiers.dragonn import HashFunction, survivors
-from horovod_sparse.tensors import plain as torch_plain
+from horovod_sparse.tensors import plain_kernels as torch_plain
 from horovod_sparse.tensors.accumulator import TorchAccumulator
 from horovod_sparse.tensors.gradients import apply_sum, clear_at
 

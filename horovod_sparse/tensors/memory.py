@@ -17,7 +17,7 @@ import torch
 from horovod_sparse.arrays import Accumulator, GradientParts, HostAccumulator
 from horovod_sparse.collectives import AllReduce, Synchronization
 from horovod_sparse.errors import UnsupportedError
-from horovod_sparse.feedback import Recipe, levels
+from horovod_sparse.feedback import Recipe, two_level_bucket
 from horovod_sparse.kernels import apply_scaled_sum, clear_all, clear_at
 from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.tensors import gradients
@@ -151,10 +151,10 @@ class HostMemory(GradientMemory):
         return GradientParts([host_view(unscaled(gradient, loss_scale))])
 
     def summable(self, foldable: GradientParts, whole: BucketInfo) -> np.ndarray:
-        return levels.summable(foldable, whole)
+        return two_level_bucket.summable(foldable, whole)
 
     def shard(self, total: np.ndarray, num_elements: int) -> GradientParts:
-        return levels.foldable(total, num_elements)
+        return two_level_bucket.foldable(total, num_elements)
 
     def scatter(self, gradient: torch.Tensor, indices: Places, values: np.ndarray, scale: float) -> int:
         return apply_scaled_sum(host_view(gradient), indices, values, scale)
