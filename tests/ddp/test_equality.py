@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from horovod_sparse import ddp
 from horovod_sparse.feedback import parse_recipe
-from support.linear import dyadic
+from support.dyadic import gradients_for
 from support.replicas import Replica, same_on_all_replicas
 
 SHAPES = {"first": (40, 30), "bias": (7,), "scalar": (), "second": (3, 5, 11), "one": (1,)}
@@ -24,10 +24,7 @@ WAYS = {
     "static": {"static_graph": True},
     "static views": {"static_graph": True, "gradient_as_bucket_view": True},
 }
-
-
-def gradients(rank: int, step: int) -> dict[str, np.ndarray]:
-    return {name: dyadic(shape, rank, step, name) for name, shape in SHAPES.items()}
+gradients = gradients_for(SHAPES)
 
 
 @pytest.mark.controllers

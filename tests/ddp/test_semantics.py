@@ -22,14 +22,11 @@ from horovod_sparse.errors import (
     UnsupportedError,
 )
 from horovod_sparse.merging import Plan
-from support.linear import dyadic
+from support.dyadic import gradients_for
 from support.replicas import Replica, same_on_all_replicas
 
 SHAPES = {"first": (40, 30), "bias": (7,), "second": (3, 5, 11), "one": (1,)}
-
-
-def gradients(rank: int, step: int) -> dict[str, np.ndarray]:
-    return {name: dyadic(shape, rank, step, name) for name, shape in SHAPES.items()}
+gradients = gradients_for(SHAPES)
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:

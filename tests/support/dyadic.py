@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-__all__ = ["dyadic"]
+__all__ = ["dyadic", "gradients_for"]
 
 
 def dyadic(shape: Sequence[int], *key: object) -> np.ndarray:
@@ -19,3 +19,8 @@ def dyadic(shape: Sequence[int], *key: object) -> np.ndarray:
     generator = np.random.default_rng(zlib.crc32(repr(key).encode()))
     spread = generator.standard_normal(tuple(shape)) * generator.choice([0.05, 0.2, 1.0], tuple(shape))
     return np.asarray(np.clip(np.rint(spread * 256), -1024, 1024) / 256)
+
+
+def gradients_for(shapes: Mapping[str, Sequence[int]]) -> Callable[[int, int], dict[str, np.ndarray]]:
+    """What gives a rank's gradients of these parameters at a step."""
+    return lambda rank, step: {name: dyadic(shape, rank, step, name) for name, shape in shapes.items()}

@@ -7,21 +7,18 @@ from collections.abc import Iterator
 from datetime import timedelta
 
 import horovod.torch as stock
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 from horovod_sparse.merging import Plan
-from support.linear import LinearModel, dyadic
+from support.dyadic import gradients_for
+from support.linear import LinearModel
 from support.optimizers import make, train_step
 
 SHAPES = {"first": (40, 30), "bias": (7,), "scalar": (), "second": (3, 5, 11), "one": (1,)}
 PLAN = Plan((("one", "second"), ("scalar", "bias"), ("first",)))
-
-
-def gradients(rank: int, step: int) -> dict[str, np.ndarray]:
-    return {name: dyadic(shape, rank, step, name) for name, shape in SHAPES.items()}
+gradients = gradients_for(SHAPES)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -12,15 +12,13 @@ from horovod_sparse.feedback import MomentumCorrection
 from horovod_sparse.merging import Plan
 from horovod_sparse.simulation import SimulatedCluster
 from horovod_sparse.torch import Compression
-from support.linear import LinearModel, dyadic, same_on_all_ranks
+from support.dyadic import gradients_for
+from support.linear import LinearModel, same_on_all_ranks
 from support.optimizers import flat, in_bucket_order, make, residuals_of, train_step
 
 SHAPES = {"first": (40, 30), "bias": (7,), "second": (3, 5, 11), "scale": (5,)}
 _TEXT = "dgc:density=0.1,feedback=momentum(momentum=0.5),dense=('bias','scale'),densities={'first':0.02}"
-
-
-def gradients(rank: int, step: int) -> dict[str, np.ndarray]:
-    return {name: dyadic(shape, rank, step, name) for name, shape in SHAPES.items()}
+gradients = gradients_for(SHAPES)
 
 
 def drop_in(model: LinearModel, compression):

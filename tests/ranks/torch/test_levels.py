@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import gc
 from pathlib import Path
-from unittest.mock import Mock
 
 import horovod.torch as stock
 import numpy as np
@@ -13,8 +11,6 @@ import pytest
 import torch
 
 import horovod_sparse.torch as hvd
-from horovod_sparse.carriers import shared_memory
-from horovod_sparse.carriers.shared_memory import lends
 from horovod_sparse.cli.ranks import Ranks
 from horovod_sparse.cost import choose_levels
 from horovod_sparse.errors import (
@@ -28,16 +24,14 @@ from horovod_sparse.planning.calibration import Extent, calibration
 from horovod_sparse.planning.correction import measured_step
 from horovod_sparse.sparsifiers import TopK
 from horovod_sparse.topology import Topology
+from support.dyadic import gradients_for
 from support.linear import LinearModel, dyadic, same_on_all_ranks
 from support.optimizers import make, residuals_of, train_step
 
 pytestmark = pytest.mark.hosts
 
 SHAPES = {"first": (40, 30), "bias": (7,), "scalar": (), "second": (3, 5, 11), "one": (1,)}
-
-
-def gradients(rank, step):
-    return {name: dyadic(shape, rank, step, name) for name, shape in SHAPES.items()}
+gradients = gradients_for(SHAPES)
 
 
 @pytest.fixture(autouse=True)
@@ -59,21 +53,6 @@ def total_of(arrays, name):
         key: stock.allreduce(value.double(), op=stock.Sum, name=f"{name}.{key}")
         for key, value in arrays.items()
     }
-
-
-def test_one_rank_without_memory_and_none_shares(monkeypatch, rank, size, caplog):
-    if rank == size - 1:
-        lack = OSError(errno.ENOSPC, "No space left on device")
-        monkeypatch.setattr(shared_memory, "_populate", Mock(side_effect=lack))
-    monkeypatch.setattr(shared_memory, "_said", set())
-    model = LinearModel(SHAPES)
-    optimizer = made(model, "topk:density=0.1")
-    with caplog.at_level("INFO", "horovod_sparse"):
-        train_step(model, optimizer, gradients(rank, 0))
-    assert not lends(optimizer._synchronizer.parts)
-    told = [record.getMessage() for record in caplog.records if "within a host" in record.getMessage()]
-    assert len(told) == (rank == 0)
-    assert all(f"ranks [{size - 1}]: no memory" in line and "No space left" in line for line in told)
 
 
 def test_memory_is_given_back(rank):
@@ -220,28 +199,6 @@ def test_ranks_share_other_hosts_after_another_start(monkeypatch, rank, size):
         now = found[name].double() + after[name].reshape(shape)
         torch.testing.assert_close(now, held[name].reshape(shape), rtol=1e-6, atol=1e-5)
     assert same_on_all_ranks(*found.values())
-
-
-@pytest.mark.parametrize("levels", ["host", "flat"])
-def test_a_checkpoint_on_disk_goes_on_at_either_levels(levels, rank, size, tmp_path):
-    directory = stock.broadcast_object(str(tmp_path), root_rank=0)
-    model = LinearModel(SHAPES)
-    optimizer = made(model, "exdyna:density=0.1", op=stock.Sum)
-    for step in range(3):
-        train_step(model, optimizer, gradients(rank, step))
-    assert hvd.save(directory, optimizer, model=model) == 3
-    held = total_of(residuals_of(optimizer), "held")
-    other = LinearModel(SHAPES)
-    resumed = made(other, "exdyna:density=0.1", op=stock.Sum, levels=levels)
-    assert hvd.load(directory, resumed, model=other) == 3
-    loaded = total_of(residuals_of(resumed), "loaded")
-    for name in SHAPES:
-        assert torch.equal(loaded[name], held[name])
-    found = train_step(other, resumed, gradients(rank, 3))
-    wanted = train_step(model, optimizer, gradients(rank, 3))
-    if levels == "host":
-        for name in SHAPES:
-            assert torch.equal(found[name], wanted[name])
 
 
 def test_what_auto_decides_by_is_measured(size, per_host):

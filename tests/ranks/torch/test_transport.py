@@ -18,11 +18,11 @@ from horovod_sparse.errors import NonFiniteGradientError, UnsupportedError
 from horovod_sparse.feedback import Bucket, recipe
 from horovod_sparse.simulation import SimulatedCluster
 from horovod_sparse.sparsifiers import BucketInfo
-from horovod_sparse.torch import redistribute, transport
+from horovod_sparse.torch import transport
 from horovod_sparse.torch.collectives import _start_horovods
 from horovod_sparse.torch.driver import HorovodDriver
 from support.linear import LinearModel
-from support.optimizers import make, residuals_of, train_step
+from support.optimizers import make, train_step
 
 pytestmark = pytest.mark.controllers
 
@@ -160,41 +160,6 @@ def test_starting_waits_for_nobody(way, rank, size):
     assert task.value()[0] == {(rank - 1) % size: (9 * ((rank - 1) % size + 1), {(rank - 1) % size})}
 
 
-def test_teams_are_settled_by_timing(each_way_once, rank, size):
-    """Several buckets at once, in orders of their own: all ranks settle alike, and nothing is lost."""
-    if size < 4:
-        pytest.skip("two or three ranks have one team, or as many as ranks")
-    n, num_buckets, driver, shuffle = 2000, 3, HorovodDriver(), random.Random(rank)
-    made = recipe("spardl", density=0.02, teams="auto", trial_steps=2)
-    buckets = [
-        Bucket(BucketInfo(f"timed{b}", n, rank, size), made, HostAccumulator(n, density=0.02), timed=True)
-        for b in range(num_buckets)
-    ]
-    generator = np.random.default_rng([rank, size])
-    given, applied = np.zeros((num_buckets, n)), np.zeros((num_buckets, n))
-    for _ in range(11):
-        tasks, order = {}, list(range(num_buckets))
-        shuffle.shuffle(order)
-        for b in order:
-            gradient = generator.standard_normal(n).astype(np.float32)
-            given[b] += gradient
-            tasks[b] = driver.start(f"timed{b}", buckets[b].step(gradient))
-        driver.wait()
-        for b, task in tasks.items():
-            np.add.at(applied[b], task.value().indices, task.value().values.astype(np.float64))
-    mine = (
-        [(bucket.state.teams, bucket.state.gather, bucket.last.facts["teams"]) for bucket in buckets],
-        given,
-        applied,
-        np.array([bucket.accumulator.values() for bucket in buckets], np.float64),
-    )
-    settled, gradients, sums, residuals = zip(*hvd.allgather_object(mine), strict=True)
-    assert all(one == settled[0] for one in settled)
-    assert all(size % teams == 0 and gather and used == teams for teams, gather, used in settled[0])
-    assert all((one == sums[0]).all() for one in sums)
-    np.testing.assert_allclose(sums[0] + np.sum(residuals, axis=0), np.sum(gradients, axis=0), atol=1e-4)
-
-
 def test_telemetry_says_which_and_why(way, rank, size):
     """In the own optimizer and in Horovod's; nothing where no message goes between two ranks."""
     words = {
@@ -278,43 +243,6 @@ def test_pairs_are_refused_beside_gloo(monkeypatch):
     monkeypatch.setenv("HOROVOD_SPARSE_TRANSPORT", "pairs")
     with pytest.raises(UnsupportedError, match="HOROVOD_SPARSE_TRANSPORT=pairs needs Horovod on MPI"):
         make(LinearModel({"layer": (4, 3)}), "topk:density=0.5")
-
-
-@pytest.mark.parametrize("compression", ["spardl:density=0.05,teams=auto", "gtopk:density=0.05"])
-def test_a_checkpoint_of_all_ranks_goes_on_with_fewer(compression, rank, size, process_set):
-    """Residuals lie on ranks that did not make them: all of them together are kept, in other teams."""
-    fewer = size - 1 if size < 6 else 4
-    if fewer < 2:
-        pytest.skip("one rank alone holds nothing back")
-    shape, chosen = (40, 25), process_set(range(fewer))
-    generator = np.random.default_rng([rank, size])
-    given, applied = np.zeros(shape), np.zeros(shape)
-
-    def train(ranks, saved, size):
-        model = LinearModel({"layer": shape})
-        optimizer = make(model, compression, process_set=ranks)
-        if saved is not None:
-            optimizer.load_state_dict(saved)
-        for _ in range(4):
-            gradient = generator.standard_normal(shape).astype(np.float32)
-            given[...] += gradient / size
-            applied[...] += train_step(model, optimizer, {"layer": gradient})["layer"].numpy()
-        return optimizer
-
-    saved = train(hvd.global_process_set, None, size).state_dict()
-    entries = hvd.allgather_object(saved["horovod_sparse"])
-    residual = np.zeros(shape)
-    first = applied.copy()
-    if rank < fewer:
-        optimizer = train(chosen, saved | {"horovod_sparse": redistribute(entries, rank, fewer)}, fewer)
-        residual = residuals_of(optimizer)["layer"].numpy() / fewer
-    everyone = hvd.allgather_object((given, applied, first, residual))
-    gradients, sums, firsts, residuals = (np.array(one) for one in zip(*everyone, strict=True))
-    assert (firsts == firsts[0]).all() and (sums[:fewer] == sums[0]).all()
-    # means over ranks: of all gradients, of what was applied by all and then by fewer, of what is held back
-    np.testing.assert_allclose(sums[0] + residuals.sum(0), gradients.sum(0), atol=1e-5)
-    assert np.abs(residuals).max() > 0.1
-    transport.forget_transports(chosen)
 
 
 def test_within_a_process_set(way, rank, size, process_set):

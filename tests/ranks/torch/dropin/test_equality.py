@@ -11,15 +11,13 @@ import torch
 
 from horovod_sparse.simulation import SimulatedCluster
 from horovod_sparse.torch import Compression, SparseCompressor
-from support.linear import LinearModel, dyadic
+from support.dyadic import gradients_for
+from support.linear import LinearModel
 
 pytestmark = pytest.mark.filterwarnings("ignore:Parameter `num_groups`:DeprecationWarning")
 
 SHAPES = {"first": (40, 30), "bias": (7,), "scalar": (), "second": (3, 5, 11), "one": (1,)}
-
-
-def gradients(rank: int, step: int) -> dict[str, np.ndarray]:
-    return {name: dyadic(shape, rank, step, name) for name, shape in SHAPES.items()}
+gradients = gradients_for(SHAPES)
 
 
 def wrapped(model: LinearModel, compression, **arguments):

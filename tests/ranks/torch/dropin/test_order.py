@@ -13,33 +13,6 @@ from horovod_sparse.torch import Compression
 from support.linear import LinearModel, dyadic, same_on_all_ranks
 
 SHAPES = {f"layer{i}": (20 + 7 * i, 3) for i in range(12)}
-ALGORITHMS = ["exdyna", "randomk:shared=False"]
-
-
-def make(text: str, shapes=SHAPES, density: float = 0.05, **arguments):
-    model = LinearModel(shapes)
-    compressor = Compression.parse(f"{text}{',' if ':' in text else ':'}density={density}")
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9),
-        named_parameters=model.named_parameters(),
-        compression=compressor,
-        **arguments,
-    )
-    return model, optimizer, compressor
-
-
-@pytest.mark.parametrize("text", ALGORITHMS)
-def test_replicas_agree_when_every_rank_shuffles_its_hooks(text, rank):
-    model, optimizer, _ = make(text)
-    shuffle = random.Random(1000 + rank)
-    for step in range(20):
-        order = list(SHAPES)
-        shuffle.shuffle(order)
-        model.backward({name: dyadic(SHAPES[name], rank, step, name) for name in SHAPES}, order)
-        optimizer.step()
-        optimizer.zero_grad()
-    assert same_on_all_ranks(*model.parameters())
-    assert all((parameter != 1).any() for parameter in model.parameters())
 
 
 def test_a_process_set_of_its_own_must_be_the_optimizers(rank, size, process_set):
@@ -75,28 +48,6 @@ def test_one_changed_line_is_enough(named, rank, size):
     assert same_on_all_ranks(*model.parameters())
     names = set(compressor.state_dict()["parameters"])
     assert names == (set(SHAPES) if named else {f"allreduce.noname.0.{i}" for i in range(len(SHAPES))})
-
-
-def test_two_optimizers_with_a_compressor_each(rank, size):
-    """As in a GAN: two models, whose backward passes overlap; the names differ, as stock Horovod wants."""
-    pairs = []
-    for player in ("generator", "critic"):
-        model = LinearModel({f"{player}_{name}": shape for name, shape in SHAPES.items()})
-        optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.5),
-            named_parameters=model.named_parameters(),
-            compression=Compression.micro(density=0.05),
-        )
-        pairs.append((model, optimizer))
-    for step in range(5):
-        for model, _ in pairs if rank % 2 else reversed(pairs):
-            model.backward(
-                {name: dyadic(tensor.shape, rank, step, name) for name, tensor in model.named_parameters()}
-            )
-        for _, optimizer in pairs:
-            optimizer.step()
-            optimizer.zero_grad()
-    assert same_on_all_ranks(*pairs[0][0].parameters(), *pairs[1][0].parameters())
 
 
 def test_a_layer_of_embeddings_stays_dense(rank, size):

@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from pathlib import Path
 
 import horovod.torch as stock
-import numpy as np
 import pytest
 import torch
 
 import horovod_sparse.torch as hvd
 from horovod_sparse.errors import (
     ArgumentError,
-    CheckpointError,
     HorovodSparseError,
     StateMismatchError,
     UnsupportedError,
 )
-from horovod_sparse.simulation import run_lockstep
-from horovod_sparse.training.checkpoint_folder import write_checkpoint
-from support.linear import LinearModel, dyadic, same_on_all_ranks
+from support.dyadic import gradients_for
+from support.linear import LinearModel
 from support.optimizers import make, residuals_of, train_step
 
 SHAPES = {"first": (40, 30), "bias": (7,), "second": (3, 5, 11)}
-
-
-def gradients(rank: int, step: int) -> dict[str, np.ndarray]:
-    return {name: dyadic(shape, rank, step, name) for name, shape in SHAPES.items()}
+gradients = gradients_for(SHAPES)
 
 
 @pytest.fixture
@@ -69,59 +62,6 @@ def test_it_goes_on_bit_for_bit(recipe, wrap, folder, rank):
     assert optimizer.telemetry.last.step == 6
 
 
-def test_the_last_ones_stay_and_one_is_chosen_by_its_step(folder, rank):
-    model = LinearModel(SHAPES)
-    optimizer = make(model, "exdyna:density=0.1")
-    held = {}
-    for step in range(4):
-        train_step(model, optimizer, gradients(rank, step))
-        hvd.save(folder, optimizer, keep=2)
-        held[step + 1] = residuals_of(optimizer)
-    assert hvd.load(folder, optimizer, step=3) == 3
-    assert all(torch.equal(values, held[3][name]) for name, values in residuals_of(optimizer).items())
-    with pytest.raises(CheckpointError, match="of step 1"):
-        hvd.load(folder, optimizer, step=1)
-    with pytest.raises(ArgumentError, match="keep=0"):
-        hvd.save(folder, optimizer, keep=0)
-
-
-@pytest.mark.controllers
-def test_another_number_of_ranks_keeps_the_mean(folder, rank, size):
-    """Of one rank more, as all of them would have written it: this rank writes every file."""
-    model = LinearModel(SHAPES)
-    optimizer = make(model, "exdyna:density=0.1")
-    train_step(model, optimizer, gradients(rank, 0))
-    hvd.save(folder / "own", optimizer, model=model)
-    entry = optimizer.state_dict()["horovod_sparse"]
-    old = [
-        {name: dyadic(shape, other, name).astype(np.float32) for name, shape in SHAPES.items()}
-        for other in range(size + 1)
-    ]
-    if rank == 0:
-        (group,) = optimizer.state_dict()["param_groups"]
-        training = {"optimizer": {"state": {}, "param_groups": [{**group, "lr": 0.25}]}}
-        plain = {**entry, "buckets": [dict(one) for one in entry["buckets"]], "training": training}
-        for one in plain["buckets"]:
-            one["state"] = {"step": 1}
-        entries = [
-            {**plain, "rank": other, "size": size + 1, "residuals": old[other]} for other in range(size + 1)
-        ]
-        ranks = [
-            write_checkpoint(folder / "other", entries[other], step=1, digest="d", rank=other, keep=1)
-            for other in range(size + 1)
-        ]
-        run_lockstep(ranks)
-    stock.barrier()
-    assert hvd.load(folder / "other", optimizer) == 1
-    assert optimizer.param_groups[0]["lr"] == 0.25
-    for name, values in residuals_of(optimizer).items():
-        mean = stock.allreduce(values, op=stock.Average, name=f"mean.{name}")
-        expected = np.mean([other[name] for other in old], axis=0)
-        np.testing.assert_allclose(mean.numpy(), expected, rtol=1e-6, atol=1e-6)
-    train_step(model, optimizer, gradients(rank, 1))
-    assert same_on_all_ranks(*model.parameters())
-
-
 def test_what_is_wrong_on_one_rank_is_an_error_on_all(folder, rank, size):
     model = LinearModel(SHAPES)
     optimizer = make(model, "exdyna:density=0.1", bucket_bytes=700)
@@ -154,25 +94,3 @@ def test_what_is_wrong_on_one_rank_is_an_error_on_all(folder, rank, size):
     assert all(torch.equal(*pair) for pair in zip(everything(model, optimizer), before, strict=True))
     with pytest.raises(ArgumentError, match="sparsifier"):
         hvd.save(folder, make(LinearModel(SHAPES), hvd.Compression.none))
-
-
-def test_files_of_different_steps_are_refused(folder, rank, size):
-    """A file of an earlier step among the others; and a folder that a rank does not see."""
-    model = LinearModel(SHAPES)
-    optimizer = make(model, "exdyna:density=0.1")
-    for step in range(2):
-        train_step(model, optimizer, gradients(rank, step))
-        hvd.save(folder, optimizer)
-    before = residuals_of(optimizer)
-    if rank == 0:
-        older, newer = sorted(path for path in folder.iterdir() if path.name.startswith("step-"))
-        mixed = newer / f"rank-{size - 1:05d}.npz"
-        mixed.write_bytes((older / mixed.name).read_bytes())
-        assert json.loads((newer / "manifest.json").read_text())["step"] == 2
-    stock.barrier()
-    with pytest.raises(CheckpointError, match=r"step-0000000002.*rank-|on rank"):
-        hvd.load(folder, optimizer)
-    assert all(torch.equal(values, before[name]) for name, values in residuals_of(optimizer).items())
-    assert hvd.load(folder, optimizer, step=1) == 1
-    with pytest.raises(CheckpointError, match="see"):
-        hvd.load(folder if rank == 0 else folder / "elsewhere", optimizer, step=1)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
-
 import horovod.torch as stock
 import numpy as np
 import pytest
@@ -12,14 +9,12 @@ import torch
 
 import horovod_sparse.torch as hvd
 from horovod_sparse.errors import StateMismatchError, UnsupportedError
+from support.dyadic import gradients_for
 from support.linear import LinearModel, dyadic, same_on_all_ranks
 from support.optimizers import make, train_step
 
 SHAPES = {"first": (40, 30), "bias": (7,), "second": (3, 5, 11)}
-
-
-def gradients(rank: int, step: int) -> dict[str, np.ndarray]:
-    return {name: dyadic(shape, rank, step, name) for name, shape in SHAPES.items()}
+gradients = gradients_for(SHAPES)
 
 
 def test_one_made_on_one_rank_alone_holds_up_nobody(rank, size):
@@ -69,19 +64,6 @@ def test_two_networks_of_the_same_names_are_under_way_at_once(named, rank, size)
             expected = sum(gradients(r, 10 * which + step)["first"] for r in range(size))
             np.testing.assert_array_equal(models[which].first.grad.numpy(), expected)
             optimizers[which].zero_grad()
-
-
-def test_models_are_freed(rank):
-    references = []
-    for _ in range(2):
-        model = LinearModel(SHAPES)
-        optimizer = make(model, "spardl:density=0.1")
-        for step in range(2):
-            train_step(model, optimizer, gradients(rank, step))
-        references += [weakref.ref(item) for item in (optimizer, model, *model.parameters())]
-        del model, optimizer
-    gc.collect()
-    assert not any(reference() is not None for reference in references)
 
 
 def test_wrapping_again_goes_on_from_where_the_weights_are(rank):

@@ -14,7 +14,8 @@ from horovod_sparse.cost import Fit, Profile
 from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.feedback import AutoDensity
 from horovod_sparse.merging import Plan
-from support.linear import LinearModel, dyadic, same_on_all_ranks
+from support.dyadic import gradients_for
+from support.linear import LinearModel, same_on_all_ranks
 from support.optimizers import make, residuals_of, train_step
 
 SHAPES = {"first": (40, 30), "bias": (7,), "second": (3, 5, 11), "wide": (100, 60)}
@@ -22,10 +23,7 @@ SHAPES = {"first": (40, 30), "bias": (7,), "second": (3, 5, 11), "wide": (100, 6
 DECIDED = 7
 LIMITS = AutoDensity(least=0.02, most=0.5, tolerance=0.05)
 TEXT = "{}:density=auto(least=0.02,most=0.5,tolerance=0.05)"
-
-
-def gradients(rank: int, step: int) -> dict[str, np.ndarray]:
-    return {name: dyadic(shape, rank, step, name) for name, shape in SHAPES.items()}
+gradients = gradients_for(SHAPES)
 
 
 def profile(seconds_per_byte: float, **changed) -> Profile:

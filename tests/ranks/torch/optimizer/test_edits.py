@@ -9,14 +9,12 @@ import torch
 import horovod_sparse.torch as hvd
 from horovod_sparse.errors import ArgumentError, EditedGradientError, NonFiniteGradientError
 from horovod_sparse.merging import Plan
-from support.linear import LinearModel, dyadic, same_on_all_ranks
+from support.dyadic import gradients_for
+from support.linear import LinearModel, same_on_all_ranks
 from support.optimizers import gradients_of, make, residuals_of, train_step
 
 SHAPES = {"first": (40, 30), "bias": (7,), "scalar": (), "second": (3, 5, 11)}
-
-
-def gradients(rank: int, step: int):
-    return {name: dyadic(shape, rank, step, name) for name, shape in SHAPES.items()}
+gradients = gradients_for(SHAPES)
 
 
 def weights(model):
@@ -176,28 +174,6 @@ def test_arguments_are_checked():
         make(LinearModel(SHAPES), "none", max_grad_norm=1.0)
 
 
-def test_later_hooks_and_frozen_generators_see_gradients(rank):
-    """What two models trained in turn look at (a generator and a discriminator)."""
-    models = [LinearModel(SHAPES), LinearModel(SHAPES)]
-    optimizers = [make(model, "topk:density=1.0") for model in models]
-    seen = []
-    models[0].first.register_post_accumulate_grad_hook(
-        lambda parameter: seen.append(float(parameter.grad.norm()))
-    )
-    for step in range(4):
-        for model, optimizer in zip(models, optimizers, strict=True):
-            trains = (step % 2 == 0) == (model is models[0])
-            optimizer.zero_grad()
-            for parameter in model.parameters():
-                parameter.requires_grad_(trains)
-            if trains:
-                model.backward(gradients(rank, step))
-                assert all(bool(p.grad.abs().max().is_nonzero()) for p in model.parameters())
-                optimizer.step()
-    assert len(seen) == 2
-    assert all(norm > 0 for norm in seen)
-
-
 @pytest.mark.parametrize("kind", [*PLANS, "drop-in"])
 @pytest.mark.parametrize("feedback", ["error", "momentum(momentum=0.5)", "error(clip_norm=20.0)"])
 def test_the_whole_gradient_of_a_bad_rank_is_dropped(kind, feedback, rank, size):
@@ -238,18 +214,3 @@ def test_the_whole_gradient_of_a_bad_rank_is_dropped(kind, feedback, rank, size)
         # what waited where 1e30 was added cannot be told from its rounding any more
         found, wanted = (applied[name] + waiting).reshape(-1)[1:], torch.tensor(total).reshape(-1)[1:]
         torch.testing.assert_close(found, wanted.float())
-
-
-@pytest.mark.parametrize("kind", ["own", "drop-in"])
-@pytest.mark.parametrize("what", ["op", "max_grad_norm"])
-def test_ranks_that_apply_differently_are_told(kind, what, rank):
-    own = {"op": (stock.Sum, stock.Average), "max_grad_norm": (1.0, None)}[what][rank != 0]
-    if kind == "drop-in" and what == "max_grad_norm":
-        pytest.skip("stock Horovod has no such argument")
-    model = LinearModel(SHAPES)
-    wrap = drop_in if kind == "drop-in" else lambda model, **more: make(model, "topk:density=0.1", **more)
-    optimizer = wrap(model, **{what: own})
-    model.backward(gradients(rank, 0))
-    with pytest.raises(Exception, match=r"(op|max_grad_norm) differs|Mismatched reduction operation"):
-        optimizer.step()
-    assert all(bool((parameter == 1).all()) for parameter in model.parameters())

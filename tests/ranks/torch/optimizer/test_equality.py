@@ -9,14 +9,12 @@ import torch
 
 from horovod_sparse.merging import Plan
 from horovod_sparse.torch import Compression
-from support.linear import LinearModel, dyadic, same_on_all_ranks
+from support.dyadic import gradients_for
+from support.linear import LinearModel, same_on_all_ranks
 from support.optimizers import make, residuals_of, train_step
 
 SHAPES = {"first": (40, 30), "bias": (7,), "scalar": (), "second": (3, 5, 11), "one": (1,)}
-
-
-def gradients(rank: int, step: int) -> dict[str, np.ndarray]:
-    return {name: dyadic(shape, rank, step, name) for name, shape in SHAPES.items()}
+gradients = gradients_for(SHAPES)
 
 
 @pytest.mark.parametrize("bucket_bytes", [680, 1], ids=["three buckets", "layer-wise"])

@@ -10,14 +10,12 @@ import torch
 import horovod_sparse.torch as hvd
 from horovod_sparse.errors import NonFiniteSumError, UnsupportedError
 from horovod_sparse.torch import Compression
-from support.linear import LinearModel, dyadic, same_on_all_ranks
+from support.dyadic import gradients_for
+from support.linear import LinearModel, same_on_all_ranks
 from support.optimizers import make, train_step, wrapped
 
 SHAPES = {"first": (40, 30), "bias": (7,), "scalar": (), "second": (3, 5, 11)}
-
-
-def gradients(rank: int, step: int) -> dict[str, np.ndarray]:
-    return {name: dyadic(shape, rank, step, name) for name, shape in SHAPES.items()}
+gradients = gradients_for(SHAPES)
 
 
 def test_adasum_is_refused():

@@ -66,46 +66,33 @@ def reference(move: str):
     return (lambda model: None) if move.startswith("channels last") else MOVES[move]
 
 
-#: wrappers: each gives an optimizer for a model, with so many passes per step
-def _wrapped(optimizer, model, compression, passes, wrap=hvd, **more):
+def _wrapped(model, compression, wrap=hvd, **more):
     base = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
-    return wrap.DistributedOptimizer(
-        base,
-        named_parameters=model.named_parameters(),
-        compression=compression,
-        backward_passes_per_step=passes,
-        **more,
-    )
+    return wrap.DistributedOptimizer(base, model.named_parameters(), compression=compression, **more)
 
 
 TOPK = "topk:density=1.0"
+SPLIT = Plan((("0.weight", "0.bias"),), ("3.weight", "3.bias"))
+#: each gives an optimizer for a model
 OURS = {
-    "stock": lambda model, n: _wrapped(None, model, stock.Compression.none, n, stock),
-    "own": lambda model, n: _wrapped(None, model, TOPK, n),
-    "own, small buckets": lambda model, n: _wrapped(None, model, TOPK, n, bucket_bytes=500),
-    "own, dense": lambda model, n: _wrapped(
-        None, model, TOPK, n, plan=Plan((("0.weight", "0.bias"),), ("3.weight", "3.bias"))
-    ),
-    "drop-in": lambda model, n: _wrapped(None, model, hvd.Compression.topk(density=1.0), n, stock),
-    "drop-in, groups": lambda model, n: _wrapped(
-        None, model, hvd.Compression.topk(density=1.0), n, stock, groups=2
-    ),
+    "stock": lambda model: _wrapped(model, stock.Compression.none, stock),
+    "own": lambda model: _wrapped(model, TOPK),
+    "own, small buckets": lambda model: _wrapped(model, TOPK, bucket_bytes=500),
+    "own, dense": lambda model: _wrapped(model, TOPK, plan=SPLIT),
+    "drop-in": lambda model: _wrapped(model, hvd.Compression.parse(TOPK), stock),
+    "drop-in, groups": lambda model: _wrapped(model, hvd.Compression.parse(TOPK), stock, groups=2),
 }
 
 
-def train(name: str, move, rank: int, passes: int = 1, between_passes: bool = False) -> list[torch.Tensor]:
+def train(name: str, move, rank: int) -> list[torch.Tensor]:
     model = model_of()
-    optimizer = OURS[name](model, passes)
+    optimizer = OURS[name](model)
     data = torch.randn(6, 4, 3, 5, 5, generator=torch.Generator().manual_seed(rank))
-    batches = iter(data)
-    for step in range(6 // passes):
+    for step in range(6):
         optimizer.zero_grad()
-        for number in range(passes):
-            model(next(batches)).square().mean().backward()
-            if between_passes and number + 1 < passes:
-                move(model)
+        model(data[step]).square().mean().backward()
         optimizer.step()
-        if step % 2 == 0 and not between_passes:
+        if step % 2 == 0:
             move(model)
     return [parameter.detach().clone().contiguous() for parameter in model.parameters()]
 
@@ -120,21 +107,10 @@ def test_gradients_are_found_wherever_their_memory_is(move, rank):
             torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-6, msg=name)
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("move", sorted(set(MOVES) - {"no gradients"}))
-def test_gradients_may_move_between_the_passes_of_a_step(move, rank):
-    expected = train("stock", reference(move), rank, passes=2, between_passes=True)
-    for name in list(OURS)[1:]:
-        found = train(name, MOVES[move], rank, passes=2, between_passes=True)
-        assert same_on_all_ranks(*found), name
-        for one, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-6, msg=name)
-
-
 @pytest.mark.parametrize("name", ["own", "own, small buckets", "own, dense"])
 def test_the_sum_arrives_though_gradients_move_before_the_step(name, rank):
     model, twin = model_of(), model_of()
-    optimizer, dense = OURS[name](model, 1), OURS["stock"](twin, 1)
+    optimizer, dense = OURS[name](model), OURS["stock"](twin)
     data = torch.randn(3, 4, 3, 5, 5, generator=torch.Generator().manual_seed(rank))
     for move in ("shared memory", "channels last", "p.data"):
         for one, its in ((model, optimizer), (twin, dense)):
@@ -153,7 +129,7 @@ def test_a_model_may_become_double(name, when, rank):
     results = []
     for who in ("stock", name):
         model = model_of()
-        optimizer = OURS[who](model, 1)
+        optimizer = OURS[who](model)
         data = torch.randn(5, 4, 3, 5, 5, generator=torch.Generator().manual_seed(rank))
         for step in range(5):
             if step == when:
@@ -172,7 +148,7 @@ def test_a_model_may_become_double(name, when, rank):
 
 def test_residuals_follow_a_model_that_becomes_double_and_changes_its_layout(rank):
     model = model_of()
-    optimizer = _wrapped(None, model, "topk:density=0.05", 1)
+    optimizer = _wrapped(model, "topk:density=0.05")
     model(torch.randn(4, 3, 5, 5)).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -196,7 +172,7 @@ def test_residuals_follow_a_model_that_becomes_double_and_changes_its_layout(ran
 
 def test_a_part_of_a_bucket_that_becomes_double_is_refused_by_name(rank):
     model = model_of()
-    optimizer = _wrapped(None, model, TOPK, 1)
+    optimizer = _wrapped(model, TOPK)
     model[3].double()
     with pytest.raises(UnsupportedError, match=r"3\.(weight|bias) was float32 .* float64"):
         model[3](torch.randn(4, 36, dtype=torch.float64)).square().mean().backward()

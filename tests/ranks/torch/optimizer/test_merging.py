@@ -13,16 +13,14 @@ import torch
 from horovod_sparse.cost import Fit, Profile
 from horovod_sparse.errors import ProfileMismatchError
 from horovod_sparse.merging import Plan
-from support.linear import LinearModel, dyadic, same_on_all_ranks
+from support.dyadic import gradients_for
+from support.linear import LinearModel, same_on_all_ranks
 from support.optimizers import make, residuals_of, train_step
 
 SHAPES = {"first": (40, 30), "bias": (7,), "second": (3, 5, 11), "wide": (100, 60)}
 #: the step after which the plan changes
 DECIDED = 7
-
-
-def gradients(rank: int, step: int) -> dict[str, np.ndarray]:
-    return {name: dyadic(shape, rank, step, name) for name, shape in SHAPES.items()}
+gradients = gradients_for(SHAPES)
 
 
 def profile(**changed):
@@ -168,21 +166,3 @@ def test_a_rank_without_any_gradient_does_not_stop_the_others(rank):
             train_step(model, optimizer, gradients(rank, step))
     assert optimizer.decision is not None
     assert same_plan(optimizer)
-
-
-@pytest.mark.nightly
-def test_a_checkpoint_of_one_plan_loads_under_another(rank):
-    model = LinearModel(SHAPES)
-    optimizer = make(model, "topk:density=0.05", merging="optimal", tensor_selection="cost")
-    for step in range(DECIDED + 1):
-        train_step(model, optimizer, gradients(rank, step))
-    saved, held = optimizer.state_dict(), residuals_of(optimizer)
-    for other in ("layerwise", "single", "joint"):
-        again = make(LinearModel(SHAPES), "topk:density=0.05", merging=other)
-        again.load_state_dict(saved)
-        for name, values in residuals_of(again).items():
-            assert torch.equal(values, held.get(name, torch.zeros(SHAPES[name])))
-    same = make(LinearModel(SHAPES), "topk:density=0.05", merging=optimizer.plan)
-    same.load_state_dict(saved)
-    assert same.plan == optimizer.plan
-    assert all(torch.equal(values, held[name]) for name, values in residuals_of(same).items())

@@ -10,7 +10,8 @@ import torch
 
 import horovod_sparse.torch as hvd
 from horovod_sparse.errors import ArgumentError, NonFiniteGradientError, StateMismatchError
-from support.linear import LinearModel, dyadic, same_on_all_ranks
+from support.dyadic import gradients_for
+from support.linear import LinearModel, same_on_all_ranks
 from support.optimizers import residuals_of
 
 SHAPES = {"first": (40, 30), "bias": (7,), "second": (3, 5, 11)}
@@ -26,10 +27,7 @@ COMPRESSIONS = [
     "randomk:density=0.1",
 ]
 BAD = 2
-
-
-def gradients(rank: int, step: int) -> dict[str, np.ndarray]:
-    return {name: dyadic(shape, rank, step, name) for name, shape in SHAPES.items()}
+gradients = gradients_for(SHAPES)
 
 
 def trained(given: Any, compression: str, kind: Any = torch.optim.SGD, **arguments: Any) -> tuple[Any, Any]:

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import horovod_sparse.torch as hvd
 from horovod_sparse.errors import NonFiniteGradientError
 from horovod_sparse.tensors.loss_scale import scaled_by, watch_scalers
+from support.dyadic import gradients_for
 from support.linear import LinearModel, dyadic, same_on_all_ranks
 from support.optimizers import make, residuals_of
 
@@ -19,10 +20,7 @@ SHAPES = {"first": (40, 30), "bias": (7,), "scalar": (), "second": (3, 5, 11)}
 #: a scale that grows and falls, at the ends of steps
 SCALES = [2.0**10, 2.0**11, 2.0**11, 2.0**9, 2.0**16, 2.0**16, 2.0**8, 2.0**9]
 RECIPES = ["topk:density=0.05", "micro:density=0.05", "hard_threshold:threshold=0.5", "topk:density=1.0"]
-
-
-def gradients(rank: int, step: int):
-    return {name: dyadic(shape, rank, step, name) for name, shape in SHAPES.items()}
+gradients = gradients_for(SHAPES)
 
 
 def loss_of(model, given):

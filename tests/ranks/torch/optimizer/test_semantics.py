@@ -14,14 +14,12 @@ import horovod_sparse.torch as hvd
 from horovod_sparse.feedback import parse_recipe
 from horovod_sparse.merging import Plan
 from horovod_sparse.simulation import SimulatedCluster
+from support.dyadic import gradients_for
 from support.linear import LinearModel, dyadic, same_on_all_ranks
 from support.optimizers import gradients_of, in_bucket_order, make, train_step
 
 SHAPES = {"first": (40, 30), "bias": (7,), "scalar": (), "second": (3, 5, 11)}
-
-
-def gradients(rank: int, step: int) -> dict[str, np.ndarray]:
-    return {name: dyadic(shape, rank, step, name) for name, shape in SHAPES.items()}
+gradients = gradients_for(SHAPES)
 
 
 def weights(model: torch.nn.Module) -> list[torch.Tensor]:
@@ -110,31 +108,6 @@ def test_closures_see_synchronized_gradients(rank):
     assert same_on_all_ranks(*results[0])
     assert all_equal(results[0], results[1])
     assert all_equal(results[0], results[2])
-
-
-def test_lbfgs_works_with_its_closure(rank):
-    """It evaluates the closure many times per step: every time with synchronized gradients."""
-    torch.manual_seed(0)
-    model = torch.nn.Linear(6, 1)
-    data = torch.randn(16, 6, generator=torch.Generator().manual_seed(rank))
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.LBFGS(model.parameters(), max_iter=4),
-        named_parameters=model.named_parameters(),
-        compression=hvd.Compression.topk(density=1.0),
-    )
-
-    def closure():
-        optimizer.zero_grad()
-        loss = (model(data) - data.sum(1, keepdim=True)).square().mean()
-        loss.backward()
-        return stock.allreduce(loss.detach(), name="loss")
-
-    first = float(optimizer.step(closure))
-    last = first
-    for _ in range(3):
-        last = float(optimizer.step(closure))
-    assert same_on_all_ranks(*weights(model))
-    assert last < 0.01 * first
 
 
 def test_parameter_groups_have_buckets_and_learning_rates_of_their_own(rank, size):
