@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Protocol, runtime_checkable
 
 import numpy as np
@@ -14,7 +14,7 @@ from horovod_sparse.collectives import ADDED, LOCAL, SCALED
 from horovod_sparse.errors import ArgumentError, UnknownNameError
 
 
-@dataclass
+@dataclass(frozen=True)
 class ThresholdState:
     """What a threshold rule carries from step to step.
 
@@ -72,29 +72,27 @@ class ThresholdScaling:
         """All hits, as printed."""
         return num_hits
 
-    def find(self, accumulator: Accumulator, num_selected: int, state: ThresholdState) -> float:
-        """This step's threshold."""
-        if state.threshold == 0.0:
-            state.threshold = state.scale / (2.0 * math.sqrt(num_selected))
-        return 0.0 if num_selected >= accumulator.num_elements else state.threshold
+    def find(self, accumulator: Accumulator, num_selected: int, state: ThresholdState) -> ThresholdState:
+        """With this step's threshold."""
+        if state.threshold:
+            return state
+        return replace(state, threshold=state.scale / (2.0 * math.sqrt(num_selected)))
 
-    def steer(self, count: int, num_selected: int, state: ThresholdState) -> None:
+    def steer(self, count: int, num_selected: int, state: ThresholdState) -> ThresholdState:
         """Scales the threshold by what the union count says.
 
         Example:
-            >>> state = ThresholdState(threshold=1.0)
-            >>> ThresholdScaling().steer(200, 100, state); round(state.threshold, 6)
-            1.005
-            >>> ThresholdScaling().steer(100, 100, state); round(state.threshold, 6)
-            1.006256
+            >>> above = ThresholdScaling().steer(200, 100, ThresholdState(threshold=1.0))
+            >>> within = ThresholdScaling().steer(100, 100, above)
+            >>> round(above.threshold, 6), round(within.threshold, 6)
+            (1.005, 1.006256)
         """
-        exam = count / num_selected
+        exam, factor = count / num_selected, 1.0 - self.gamma
         if exam > self.beta:
-            state.threshold *= 1.0 + self.gamma
+            factor = 1.0 + self.gamma
         elif exam > 1.0 / self.beta:
-            state.threshold *= 1.0 + self.gamma / 4.0
-        else:
-            state.threshold *= 1.0 - self.gamma
+            factor = 1.0 + self.gamma / 4.0
+        return replace(state, threshold=state.threshold * factor)
 
 
 #: elements in a window at which its share of the last union tells as much as chance hides
@@ -162,14 +160,12 @@ class Sketch:
         """c * k: as many elements reach the threshold, unless several are equal to it."""
         return max(1, round(self._target(num_selected, state) * state.correction))
 
-    def find(self, accumulator: Accumulator, num_selected: int, state: ThresholdState) -> float:
-        """This step's threshold: 0 (everything that is not 0) when all elements are wanted."""
-        order = self._order(num_selected, state)
-        if num_selected >= accumulator.num_elements:
-            state.threshold = 0.0
-        else:
-            state.threshold = accumulator.kth_magnitude(min(order, accumulator.num_elements))
-        return state.threshold
+    def find(self, accumulator: Accumulator, num_selected: int, state: ThresholdState) -> ThresholdState:
+        """With this step's threshold: 0 (everything that is not 0) when all elements are wanted."""
+        n, threshold = accumulator.num_elements, 0.0
+        if num_selected < n:
+            threshold = accumulator.kth_magnitude(min(self._order(num_selected, state), n))
+        return replace(state, threshold=threshold)
 
     def wanted(self, num_hits: int, num_selected: int, state: ThresholdState) -> int:
         """How many elements of its window a rank sends.
@@ -190,36 +186,36 @@ class Sketch:
         # + 1 and - 1: a window that gave nothing may give something again
         return round(math.expm1(weight * math.log1p(expected) + (1.0 - weight) * math.log1p(hits)))
 
-    def steer(self, count: int, num_selected: int, state: ThresholdState) -> None:
+    def steer(self, count: int, num_selected: int, state: ThresholdState) -> ThresholdState:
         """Corrects c by what the union count says; an empty union says nothing about c.
 
         Example:
-            >>> state = ThresholdState()
-            >>> Sketch().steer(200, 100, state); round(state.correction, 4)
+            >>> round(Sketch().steer(200, 100, ThresholdState()).correction, 4)
             0.7071
         """
-        target = self._target(num_selected, state)
+        target, correction = self._target(num_selected, state), state.correction
         few = num_selected < _FEW
-        state.ahead = max(state.ahead + count - num_selected, -2 * num_selected) if few else 0
-        state.paused += target == 0
+        ahead = max(state.ahead + count - num_selected, -2 * num_selected) if few else 0
         if count and target:
             exponent = self.exponent * min(1.0, num_selected / _FEW)  # two that steer at once would oversteer
-            corrected = state.correction * (target / count) ** exponent
-            state.correction = min(max(corrected, 1.0 / self.limit), self.limit)
+            corrected = correction * (target / count) ** exponent
+            correction = min(max(corrected, 1.0 / self.limit), self.limit)
+        paused = state.paused + (target == 0)
+        return replace(state, correction=correction, ahead=ahead, paused=paused)
 
 
 @runtime_checkable
 class ThresholdRule(Protocol):
     """Finds a threshold for a step, and learns from the count that it led to."""
 
-    def find(self, accumulator: Accumulator, num_selected: int, state: ThresholdState) -> float:
-        """This step's threshold."""
+    def find(self, accumulator: Accumulator, num_selected: int, state: ThresholdState) -> ThresholdState:
+        """With this step's threshold."""
 
     def wanted(self, num_hits: int, num_selected: int, state: ThresholdState) -> int:
         """How many elements of its window a rank sends, when `num_hits` there reach the threshold."""
 
-    def steer(self, count: int, num_selected: int, state: ThresholdState) -> None:
-        """Learns from the union count of this step."""
+    def steer(self, count: int, num_selected: int, state: ThresholdState) -> ThresholdState:
+        """What the union count of this step teaches."""
 
 
 RULES: dict[str, type] = {"sketch": Sketch, "paper": ThresholdScaling}

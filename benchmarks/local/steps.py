@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 
 from benchmarks.common.timing import Work
 from horovod_sparse.arrays import FoldReport, FoldRule, GradientParts, HostAccumulator
-from horovod_sparse.collectives import AllGather, Request
+from horovod_sparse.collectives import AllGather, Request, part
 from horovod_sparse.feedback import Bucket, recipe
 from horovod_sparse.kernels import apply_scaled_sum, apply_sum, clear_all
 from horovod_sparse.kernels.host.quantize import encode
@@ -18,7 +19,6 @@ from horovod_sparse.sparsifiers import ALGORITHMS, DRAGONN, BucketInfo
 from horovod_sparse.sparsifiers.exclusive import ExclusiveThreshold
 from horovod_sparse.sparsifiers.exdyna import ExDynaState
 from horovod_sparse.sparsifiers.rounds.quantized import Quantizer
-from horovod_sparse.sparsifiers.rounds.regions import equal_part
 from horovod_sparse.wire import WireFormat, pack
 from horovod_sparse.wire.message import unpack_sum
 from horovod_sparse.wire.quantized import HEADER, blank
@@ -59,7 +59,7 @@ class StepWorks:
             for _ in range(num_ranks - 1)
         ]
         self._windowed = [
-            self._message(generator, self._k // num_ranks, False, equal_part(self._n, num_ranks, rank))
+            self._message(generator, self._k // num_ranks, False, part(self._n, rank, num_ranks))
             for rank in range(1, num_ranks)
         ]
         self._quantized: dict[str, NDArray[np.int32]] = {}
@@ -125,10 +125,10 @@ class StepWorks:
         elif isinstance(bucket.recipe.sparsifier, DRAGONN):
             others = self._slots
         # the step that messages of others tell; and this rank searches the first window, or leads
-        bucket.state.step = 0
+        bucket.state = replace(bucket.state, step=0)
         if isinstance(bucket.state, ExDynaState):  # and windows lie where the others' messages come from
             fresh: Any = bucket.recipe.sparsifier.init(bucket.info)
-            bucket.state.partitions = fresh.partitions
+            bucket.state = replace(bucket.state, partitions=fresh.partitions)
         coroutine = bucket.step(GradientParts([self._gradient]))
         request = next(coroutine)
         try:

@@ -29,7 +29,7 @@ class _DecodedDensely:
     """Decodes as one writes it first: every rank's message becomes n elements, and these are added up."""
 
     def synchronize(self, accumulator: Any, state: Any, info: Any) -> Any:
-        sum_ = yield from super().synchronize(accumulator, state, info)  # type: ignore[misc]
+        sum_, after = yield from super().synchronize(accumulator, state, info)  # type: ignore[misc]
         # kept from step to step: memory that is new in every step would be what is measured
         kept = vars(self).setdefault("decoded", {})
         key = info.name, info.num_elements, info.rank
@@ -42,7 +42,7 @@ class _DecodedDensely:
             one[:] = 0
             one[sum_.indices[message]] = sum_.values[message]
             total += one
-        return WholeSum(total, sum_.counts, sum_.first_nonfinite, sum_.norms)
+        return WholeSum(total, sum_.counts, sum_.first_nonfinite, sum_.norms), after
 
 
 def densely(sparsifier: Sparsifier) -> Sparsifier:

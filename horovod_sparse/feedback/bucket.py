@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import math
 import time
@@ -26,7 +25,7 @@ from horovod_sparse.errors import (
 from horovod_sparse.feedback.recipe import Recipe
 from horovod_sparse.feedback.report import BucketStep, Member
 from horovod_sparse.sparsifiers import BucketInfo, SparseSum
-from horovod_sparse.sparsifiers.base import SparsifierState, rescale
+from horovod_sparse.sparsifiers.base import SparsifierState, rescaled
 from horovod_sparse.wire import norms_and_steps
 
 #: rates below this part of the largest one so far count as that part of it: no sequence of rates
@@ -118,15 +117,9 @@ _LARGEST = {
     "float64": float(np.finfo(np.float64).max),
 }
 
-#: what needs no copy
-_NUMBERS = frozenset({int, float, bool, str, type(None)})
-
 
 class Bucket:
-    """Parameters that are synchronized together, and everything this rank keeps for them.
-
-    What the sparsifier would rather find by timing its first steps may stay open where it is `timed`.
-    """
+    """Parameters that are synchronized together, and everything this rank keeps for them."""
 
     def __init__(
         self,
@@ -134,16 +127,15 @@ class Bucket:
         recipe: Recipe,
         accumulator: Accumulator,
         members: Sequence[Member] = (),
-        *,
-        timed: bool = False,
     ) -> None:
-        recipe = dataclasses.replace(recipe, sparsifier=recipe.sparsifier.resolved(info, timed=timed))
+        recipe = dataclasses.replace(recipe, sparsifier=recipe.sparsifier.resolved(info))
         self.info, self.recipe, self.accumulator = info, recipe, accumulator
         self.members = tuple(members) or (Member(info.name, 0, info.num_elements),)
         self.state = recipe.sparsifier.init(info)
         self._progress = Progress()
         self.last = BucketStep(info.name, info.num_elements)
-        self._before: Any = None
+        #: the state before the step that may still be given up
+        self._before: SparsifierState | None = None
         self._gradient: Any = None
 
     @property
@@ -159,9 +151,8 @@ class Bucket:
     def restart(self, progress: Progress | None = None) -> None:
         """The sparsifier's state anew. The residual stays what it is."""
         self._progress = progress or Progress()
-        self.state = self.recipe.sparsifier.init(self.info)
-        self.state.step = self._progress.step
-        rescale(self.state, self._progress.scale)
+        fresh = self.recipe.sparsifier.init(self.info)
+        self.state = rescaled(dataclasses.replace(fresh, step=self._progress.step), self._progress.scale)
         self._before = None
 
     def rescaled(self, factor: float) -> None:
@@ -172,7 +163,7 @@ class Bucket:
         """
         if factor != 1.0:
             self._progress = self._progress.rescaled(factor)
-            rescale(self.state, factor)
+            self.state = rescaled(self.state, factor)
 
     @property
     def whole(self) -> BucketInfo:
@@ -207,14 +198,12 @@ class Bucket:
         """The sum, and where it overflows, if it does; taken back already where no rank may apply it."""
         report = BucketStep(self.info.name, self.info.num_elements)
         started = time.perf_counter()
-        report.num_target = self.recipe.sparsifier.num_selected(self.info, self.state)
         feedback, now = self.recipe.feedback, self._progress.at(learning_rate)
         rates = (self.learning_rate, now.learning_rate)
         self.accumulator.step = self.state.step
         feedback.fold(self.accumulator, gradient, self.info, rates)
         self._progress = now
         self.rescaled(feedback.decay(rates))
-        self._before = _copied(self.state)  # what has followed the residual stays so
         self._gradient = gradient
         if refused:
             self.accumulator.refuse()
@@ -233,17 +222,17 @@ class Bucket:
 
     def _synchronized_again(self, scale: float | None) -> Synchronization[tuple[SparseSum, int | None]]:
         """As `_synchronized`, without a gradient."""
-        report = BucketStep(self.info.name, self.info.num_elements)
-        report.num_target = self.recipe.sparsifier.num_selected(self.info, self.state)
-        self._before = _copied(self.state)
         self.accumulator.heal()
-        return (yield from self._summed(report, scale))
+        return (yield from self._summed(BucketStep(self.info.name, self.info.num_elements), scale))
 
     def _summed(
         self, report: BucketStep, scale: float | None
     ) -> Synchronization[tuple[SparseSum, int | None]]:
         """What follows the fold."""
-        sum_ = yield from self._recorded(report)
+        self._before = self.state
+        report.num_target = self.recipe.sparsifier.num_selected(self.info, self.state.step)
+        sum_, after = yield from self._recorded(report)
+        self.state = dataclasses.replace(after, step=after.step + 1)
         report.num_selected = int(sum_.counts[self.info.rank])
         report.num_received = sum_.values.size
         report.facts.update(sum_.facts)
@@ -284,7 +273,7 @@ class Bucket:
         if overflow is not None:
             raise NonFiniteSumError(name, {}, self.member_at(overflow))
 
-    def _recorded(self, report: BucketStep) -> Synchronization[SparseSum]:
+    def _recorded(self, report: BucketStep) -> Synchronization[tuple[SparseSum, SparsifierState]]:
         """The sparsifier's coroutine, its bytes counted and its time between collectives taken."""
         coroutine = self.recipe.sparsifier.synchronize(self.accumulator, self.state, self.info)
         result: Any = None
@@ -293,7 +282,7 @@ class Bucket:
             try:
                 request: Request = coroutine.send(result)
             except StopIteration as stop:
-                finished: SparseSum = stop.value
+                finished: tuple[SparseSum, SparsifierState] = stop.value
                 return finished
             finally:
                 report.select_seconds += time.perf_counter() - resumed
@@ -352,16 +341,6 @@ def overflowing(sum_: SparseSum, info: BucketInfo, scale: float) -> int | None:
         totals = np.bincount(which, weights=np.abs(values.astype(np.float64)), minlength=indices.size)
         within = (totals * scale <= limit) & np.isfinite(totals)
     return None if within.all() else int(indices[int(np.argmin(within))])
-
-
-def _copied(state: SparsifierState) -> SparsifierState:
-    """As `copy.deepcopy`, which takes longer than a small bucket's other work, for a few numbers."""
-    held = vars(state)
-    if not all(type(value) in _NUMBERS for value in held.values()):
-        return copy.deepcopy(state)
-    same = object.__new__(type(state))
-    vars(same).update(held)
-    return same
 
 
 def num_bytes_sent(request: Request, rank: int) -> int:

@@ -211,6 +211,13 @@ def recipe_signature(name: str) -> inspect.Signature:
     return inspect.Signature([*own, *_COMMON])
 
 
+#: arguments that there were, and what is instead
+_FORMER = {
+    "capacity": "messages are as long as what is in them, and quantum= rounds that up",
+    "trial_steps": "teams='auto' are those of the two network arguments",
+}
+
+
 def recipe(name: str, **arguments: Any) -> Recipe:
     """Makes a recipe from an algorithm's name and its arguments.
 
@@ -235,9 +242,8 @@ def recipe(name: str, **arguments: Any) -> Recipe:
     """
     signature = recipe_signature(name)
     for argument in arguments:
-        if argument == "capacity":
-            allowed = "no such argument: messages are as long as what is in them, and quantum= rounds that up"
-            raise ArgumentError(argument, arguments[argument], allowed)
+        if argument in _FORMER:
+            raise ArgumentError(argument, arguments[argument], f"no such argument: {_FORMER[argument]}")
         if argument not in signature.parameters:
             raise UnknownNameError(f"argument of {name}", argument, signature.parameters)
     for argument in NESTED:

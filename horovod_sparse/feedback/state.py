@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import hashlib
 import math
@@ -45,7 +44,7 @@ def _to_plain(value: Any, array: Callable[[np.ndarray], Any], path: str) -> Any:
     if isinstance(value, Mapping):
         return {str(key): _to_plain(item, array, f"{path}.{key}") for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(_to_plain(item, array, f"{path}[{i}]") for i, item in enumerate(value))
+        return [_to_plain(item, array, f"{path}[{i}]") for i, item in enumerate(value)]
     if value is None or isinstance(value, (bool, int, float, str, bytes)):
         return value
     raise StateMismatchError(f"{path} is a {type(value).__name__}, which a checkpoint cannot hold")
@@ -111,9 +110,7 @@ def _from_plain(fresh: Any, plain: Any, path: str) -> Any:
         fields = {name: getattr(fresh, name) for name in names}
         loaded = type(fresh)(
             **{
-                name: _from_plain(value, plain[name], f"{path}.{name}")
-                if name in plain
-                else copy.deepcopy(value)
+                name: _from_plain(value, plain[name], f"{path}.{name}") if name in plain else value
                 for name, value in fields.items()
             }
         )

@@ -166,22 +166,19 @@ class TwoLevelBucket(Bucket):
         members: Sequence[Member],
         topology: Topology,
         *,
-        timed: bool = False,
         summable: Callable[[Any, BucketInfo], Any] = summable,
         foldable: Callable[[Any, int], Any] = foldable,
     ) -> None:
         if for_shards := getattr(recipe.feedback, "for_shards", None):
             recipe = replace(recipe, feedback=for_shards(topology.per_host))
         members = tuple(members) or (Member(whole.name, 0, whole.num_elements),)
-        super().__init__(shard_of(whole, topology), recipe, accumulator, members, timed=timed)
+        super().__init__(shard_of(whole, topology), recipe, accumulator, members)
         self._whole, self.topology = whole, topology
         self._summable, self._foldable = summable, foldable
         self.host, self.local = topology.place(whole.rank)
         #: what this rank holds of others' shards, [n] each as `held` gives them: loaded, or of another plan.
         #: It waits until all ranks bring such to whose it is
         self.elsewhere: list[np.ndarray] | None = None
-        #: synchronizations that were done before the one under way
-        self._steps_before = 0
         #: where gradients are summed in memory that the ranks of a host share; None for messages
         self.shared: Shared | None = None
         #: [start, stop) of this rank's shard in the whole
@@ -227,7 +224,6 @@ class TwoLevelBucket(Bucket):
         scale: float | None = None,
     ) -> Synchronization[SparseSum]:
         """See `Bucket.step`; `gradient` is that of the whole, and the sum, too."""
-        self._steps_before = self.state.step
         if self.shared is None:
             summed = self._summable(gradient, self.whole)
             shard = self._foldable((yield ReduceScatter(summed, level="host")), self.info.num_elements)
@@ -240,7 +236,6 @@ class TwoLevelBucket(Bucket):
 
     def again(self, *, scale: float | None = None) -> Synchronization[SparseSum]:
         """See `Bucket.again`; a host whose sum was not finite is left out as a whole."""
-        self._steps_before = self.state.step
         return (yield from self._of_whole(self._synchronized_again(scale), {}))
 
     def _check_steps(self, steps: np.ndarray, ranks: Sequence[int] | None = None) -> None:
@@ -294,7 +289,7 @@ class TwoLevelBucket(Bucket):
             counts=sum_.counts,
             marks=marks,
             norms=norms,
-            step=self._steps_before & _STEP_BITS,
+            step=self.accumulator.report.step & _STEP_BITS,
             overflow=overflow,
             failure=failure,
         )

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import zlib
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, final
 
 import numpy as np
 
@@ -17,6 +17,8 @@ from horovod_sparse.collectives import AllGather, Request, Synchronization
 from horovod_sparse.errors import ArgumentError, MessageError
 from horovod_sparse.sparsifiers.schedule import Schedule
 from horovod_sparse.wire import Gathered, WireFormat, pack, unpack_sum
+
+State = TypeVar("State")
 
 
 def accumulator_dtype(gradient_dtype: str) -> np.dtype[Any]:
@@ -53,15 +55,16 @@ class BucketInfo:
         return accumulator_dtype(self.dtype)
 
 
-@dataclass
+@dataclass(frozen=True)
 class SparsifierState:
     """Everything a checkpoint needs to go on; algorithms with more of it derive from this.
 
-    What a rank has for itself is marked `LOCAL`; all else is equal on all ranks after every step. A law
-    checks that, and the ranks do when Horovod starts again.
+    A state is a value: nothing in it is changed, a step makes the next one. So a step that is given up needs
+    no more than not to take that. What a rank has for itself is marked `LOCAL`; all else is equal on all
+    ranks after every step. A law checks that, and the ranks do when Horovod starts again.
 
     Attributes:
-        step: synchronizations done.
+        step: synchronizations done; the bucket counts them.
     """
 
     #: fields of older checkpoints that say nothing any more
@@ -70,14 +73,16 @@ class SparsifierState:
     step: int = 0
 
 
-def rescale(state: Any, factor: float) -> None:
-    """Multiplies what a state remembers in units of the accumulator (fields marked `SCALED`) by a factor."""
-    for item in dataclasses.fields(state):
+def rescaled(state: State, factor: float) -> State:
+    """A state whose fields in units of the accumulator (marked `SCALED`) are multiplied by a factor."""
+    changed: dict[str, Any] = {}
+    for item in dataclasses.fields(state):  # type: ignore[arg-type]
         value = getattr(state, item.name)
         if item.metadata.get("scaled"):
-            setattr(state, item.name, value * factor)
+            changed[item.name] = value * factor
         elif dataclasses.is_dataclass(value):
-            rescale(value, factor)
+            changed[item.name] = rescaled(value, factor)
+    return dataclasses.replace(state, **changed)  # type: ignore[type-var]
 
 
 @dataclass
@@ -205,30 +210,33 @@ class Sparsifier(abc.ABC):
                 "schedule", self.schedule, "a schedule, such as exponential(steps=400), or None"
             )
 
+    @final
     @property
     def wire(self) -> WireFormat:
         """How selections are written."""
         return _wire_format(self.values, self.indices, self.quantum)
 
-    @property
-    def diverges(self) -> str:
-        """Why error feedback would add up without limit what this loses; empty where it does not."""
-        return ""
-
+    @final
     def density_at(self, step: int) -> float:
         """The density that is asked for in a step (from 0)."""
         return self.density if self.schedule is None else self.schedule.density_at(step, self.density)
 
-    def num_selected(self, info: BucketInfo, state: SparsifierState) -> int:
-        """``k = max(1, round(density * n))``, at most n: what the user asked for in this step."""
-        return min(info.num_elements, max(1, round(self.density_at(state.step) * info.num_elements)))
+    @final
+    def num_selected(self, info: BucketInfo, step: int) -> int:
+        """``k = max(1, round(density * n))``, at most n: what the user asked for in a step (from 0)."""
+        return min(info.num_elements, max(1, round(self.density_at(step) * info.num_elements)))
 
-    def resolved(self, info: BucketInfo, *, timed: bool = False) -> Sparsifier:
+    def resolved(self, info: BucketInfo) -> Sparsifier:
         """The description for one bucket: what depends on its size, or on the number of ranks, decided.
 
         Every rank decides alike, from the facts of the bucket alone.
         """
         return self
+
+    @property
+    def diverges(self) -> str:
+        """Why error feedback would add up without limit what this loses; empty where it does not."""
+        return ""
 
     def init(self, info: BucketInfo) -> SparsifierState:
         """The state before the first step."""
@@ -237,13 +245,16 @@ class Sparsifier(abc.ABC):
     @abc.abstractmethod
     def synchronize(
         self, accumulator: Accumulator, state: Any, info: BucketInfo
-    ) -> Synchronization[SparseSum]:
-        """One bucket, one step: selects, yields collectives, clears what was sent, returns the sum.
+    ) -> Synchronization[tuple[SparseSum, SparsifierState]]:
+        """One bucket, one step: selects, yields collectives, and clears what was sent.
 
         Args:
             accumulator: residual + gradient of this rank; what stays in it is the next residual.
-            state: made by `init`, changed in place.
+            state: made by `init`, or by the step before.
             info: the facts of the bucket.
+
+        Returns:
+            The sum, and the state after the step, in which the bucket counts it.
         """
 
     @abc.abstractmethod
@@ -260,6 +271,7 @@ class Sparsifier(abc.ABC):
             of ranks.
         """
 
+    @final
     def rounds(self, size: int) -> tuple[type[Request], ...]:
         """The kinds of request that `synchronize` yields, as `traffic` declares them.
 
@@ -268,6 +280,7 @@ class Sparsifier(abc.ABC):
         declared = self.traffic(BucketInfo("any", size, 0, size), np.ones(size, np.int64))
         return tuple(one.kind for one in declared)
 
+    @final
     def describe(self) -> str:
         """The description as `Compression.parse` reads it; arguments at their default are left out.
 
@@ -279,6 +292,20 @@ class Sparsifier(abc.ABC):
         return f"{self.name}:{arguments_text(self, always=('density',))}"
 
 
+class Selected(NamedTuple):
+    """What `SelectAndGather.select` gives.
+
+    Attributes:
+        indices: positions that this rank sends, int32 [count], ascending and unique.
+        facts: for the telemetry (`SparseSum.facts`).
+        state: after the step; None where it stays as it is.
+    """
+
+    indices: Indices
+    facts: dict[str, float] = {}  # noqa: RUF012
+    state: SparsifierState | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class SelectAndGather(Sparsifier):
     """The case of most algorithms: every rank selects, and one allgather brings all selections to all ranks.
@@ -287,21 +314,8 @@ class SelectAndGather(Sparsifier):
     """
 
     @abc.abstractmethod
-    def select(
-        self, accumulator: Accumulator, k: int, state: Any, info: BucketInfo
-    ) -> Indices | tuple[Indices, dict[str, float]]:
-        """What this rank sends in this step.
-
-        Args:
-            accumulator: residual + gradient of this rank.
-            k: elements that density asks for.
-            state: made by `init`, before its step is counted; changed in place.
-            info: the facts of the bucket.
-
-        Returns:
-            Positions, int32 [count], ascending and unique; with them, where there are any, facts for the
-            telemetry (`SparseSum.facts`).
-        """
+    def select(self, accumulator: Accumulator, k: int, state: Any, info: BucketInfo) -> Selected:
+        """What this rank sends in this step; `k` is what density asks for."""
 
     def message_format(self, info: BucketInfo, step: int) -> WireFormat:
         """How the selections of a step are written."""
@@ -309,20 +323,17 @@ class SelectAndGather(Sparsifier):
 
     def synchronize(
         self, accumulator: Accumulator, state: Any, info: BucketInfo
-    ) -> Synchronization[SparseSum]:
+    ) -> Synchronization[tuple[SparseSum, SparsifierState]]:
         """Selects, then one allgather."""
-        k = self.num_selected(info, state)
-        selected = self.select(accumulator, k, state, info)
-        indices, facts = selected if isinstance(selected, tuple) else (selected, {})
+        indices, facts, after = self.select(accumulator, self.num_selected(info, state.step), state, info)
         wire = self.message_format(info, state.step)
-        state.step += 1
         values = accumulator.remove(indices)
         sent = values if wire.exact else wire.round(values)
         if sent is not values:
             accumulator.add(indices, values - sent)
         sum_ = SparseSum.of((yield from exchange_selections(accumulator, indices, sent, info, wire)))
         sum_.facts.update(facts)
-        return sum_
+        return sum_, state if after is None else after
 
     def traffic(self, info: BucketInfo, counts: np.ndarray, step: int = 0) -> tuple[Traffic, ...]:
         """Indices and values of what was selected."""

@@ -39,14 +39,13 @@ class CLTK(Sparsifier):
 
     def synchronize(
         self, accumulator: Accumulator, state: SparsifierState, info: BucketInfo
-    ) -> Synchronization[SparseSum]:
+    ) -> Synchronization[tuple[SparseSum, SparsifierState]]:
         leader = state.step % info.size
-        k = self.num_selected(info, state)
+        k = self.num_selected(info, state.step)
         chosen = accumulator.largest(k) if info.rank == leader else np.zeros(k, np.int32)
         indices = yield Broadcast(chosen, leader)
-        state.step += 1
         counts = np.full(info.size, k)
-        return (yield from sum_at(accumulator, indices, counts, info, self.wire))
+        return (yield from sum_at(accumulator, indices, counts, info, self.wire)), state
 
     def traffic(self, info: BucketInfo, counts: np.ndarray, step: int = 0) -> tuple[Traffic, ...]:
         """The leader's indices; everyone's values."""

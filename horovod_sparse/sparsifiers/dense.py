@@ -31,11 +31,11 @@ class Dense(Sparsifier):
 
     def synchronize(
         self, accumulator: Accumulator, state: SparsifierState, info: BucketInfo
-    ) -> Synchronization[SparseSum]:
+    ) -> Synchronization[tuple[SparseSum, SparsifierState]]:
         n = info.num_elements
-        state.step += 1
         counts = np.full(info.size, n)
-        return (yield from sum_at(accumulator, np.arange(n, dtype=np.int32), counts, info, self.wire))
+        indices = np.arange(n, dtype=np.int32)
+        return (yield from sum_at(accumulator, indices, counts, info, self.wire)), state
 
     def traffic(self, info: BucketInfo, counts: np.ndarray, step: int = 0) -> tuple[Traffic, ...]:
         """All values."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from horovod_sparse.arrays import Accumulator, Indices
+from horovod_sparse.arrays import Accumulator
 from horovod_sparse.checks import check_count
 from horovod_sparse.errors import UnknownNameError
 from horovod_sparse.sparsifiers.base import (
     BucketInfo,
     SelectAndGather,
+    Selected,
     SparsifierState,
     step_generator,
 )
@@ -60,9 +61,9 @@ class DGC(SelectAndGather):
             raise UnknownNameError("threshold of dgc", str(self.threshold), ("sampled", "exact"))
         check_count("seed", self.seed, "a whole number, 0 or more", low=0)
 
-    def select(self, accumulator: Accumulator, k: int, state: SparsifierState, info: BucketInfo) -> Indices:
+    def select(self, accumulator: Accumulator, k: int, state: SparsifierState, info: BucketInfo) -> Selected:
         if self.threshold == "exact" or k >= accumulator.num_elements:
-            return accumulator.largest(k)
+            return Selected(accumulator.largest(k))
         generator = step_generator(self.seed, info.name, state.step, info.rank)
         threshold = SampledThreshold(self.sample_fraction).find(accumulator, k, generator)
         indices = accumulator.at_least(threshold)
@@ -72,5 +73,5 @@ class DGC(SelectAndGather):
             threshold *= _LOWER
             indices = accumulator.at_least(threshold)
         if indices.size > _TOO_MANY * k:
-            return accumulator.largest(k)
-        return indices
+            return Selected(accumulator.largest(k))
+        return Selected(indices)

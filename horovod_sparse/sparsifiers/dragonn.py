@@ -10,7 +10,13 @@ import numpy as np
 
 from horovod_sparse.arrays import Accumulator, Indices
 from horovod_sparse.checks import check_count, check_number
-from horovod_sparse.sparsifiers.base import BucketInfo, SelectAndGather, SparsifierState, step_generator
+from horovod_sparse.sparsifiers.base import (
+    BucketInfo,
+    SelectAndGather,
+    Selected,
+    SparsifierState,
+    step_generator,
+)
 from horovod_sparse.thresholds import SampledThreshold
 from horovod_sparse.wire import WireFormat
 
@@ -130,21 +136,19 @@ class DRAGONN(SelectAndGather):
         check_number("slots_per_selected", self.slots_per_selected, allowed, low=0.0, high=2.0**31)
         check_count("seed", self.seed, "a whole number, 0 or more", low=0)
 
-    def num_slots(self, info: BucketInfo, state: SparsifierState) -> int:
+    def num_slots(self, info: BucketInfo, step: int) -> int:
         """m."""
-        k = self.num_selected(info, state)
+        k = self.num_selected(info, step)
         if k == info.num_elements:
             return k
         return min(info.num_elements, max(1, round(self.slots_per_selected * k)))
 
     def message_format(self, info: BucketInfo, step: int) -> WireFormat:
         """All messages as long as all slots, whatever was hit."""
-        return dataclasses.replace(self.wire, capacity=self.num_slots(info, SparsifierState(step)))
+        return dataclasses.replace(self.wire, capacity=self.num_slots(info, step))
 
-    def select(
-        self, accumulator: Accumulator, k: int, state: SparsifierState, info: BucketInfo
-    ) -> tuple[Indices, dict[str, float]]:
-        m, threshold = self.num_slots(info, state), 0.0
+    def select(self, accumulator: Accumulator, k: int, state: SparsifierState, info: BucketInfo) -> Selected:
+        m, threshold = self.num_slots(info, state.step), 0.0
         generator = step_generator(self.seed, info.name, state.step, info.rank)
         if k < info.num_elements:
             threshold = SampledThreshold(self.sample_fraction).find(accumulator, k, generator)
@@ -153,4 +157,4 @@ class DRAGONN(SelectAndGather):
             slots = HashFunction.draw(generator, m).slots(indices)
             last = int(generator.integers(max(1, indices.size)))
             indices = survivors(indices, slots, m, last)
-        return indices, {"threshold": threshold, "empty_slots": 1.0 - indices.size / m}
+        return Selected(indices, {"threshold": threshold, "empty_slots": 1.0 - indices.size / m})

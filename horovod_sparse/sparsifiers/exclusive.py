@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -24,7 +24,7 @@ from horovod_sparse.sparsifiers.rounds.shared import sum_at, sum_traffic
 from horovod_sparse.thresholds import ThresholdRule, ThresholdState, threshold_rule
 
 
-@dataclass
+@dataclass(frozen=True)
 class ExclusiveState(SparsifierState):
     """State of an exclusive threshold sparsifier.
 
@@ -64,20 +64,20 @@ class ExclusiveThreshold(Sparsifier):
     def window(self, state: Any, info: BucketInfo) -> Window:
         """(start, stop) of what this rank searches in this step."""
 
-    def observe(self, state: Any, info: BucketInfo, counts: np.ndarray, union: Indices) -> None:
-        """Learns from the selections of all ranks, before the step is counted (moves partitions, for one).
+    def observed(self, state: Any, info: BucketInfo, counts: np.ndarray, union: Indices) -> Any:
+        """The state that the selections of all ranks lead to (partitions may move).
 
         `counts` are elements selected by every rank, `union` their indices one behind the other.
         """
+        return state
 
     def synchronize(
         self, accumulator: Accumulator, state: ExclusiveState, info: BucketInfo
-    ) -> Synchronization[SparseSum]:
-        rule, k = threshold_rule(self.threshold), self.num_selected(info, state)
-        threshold = rule.find(accumulator, k, state.threshold)
-        window = self.window(state, info)
-        if k < info.num_elements:
-            selection = _select(accumulator, rule, threshold, k, window, state.threshold)
+    ) -> Synchronization[tuple[SparseSum, SparsifierState]]:
+        rule, k, n = threshold_rule(self.threshold), self.num_selected(info, state.step), info.num_elements
+        found, window = rule.find(accumulator, k, state.threshold), self.window(state, info)
+        if k < n:
+            selection = _select(accumulator, rule, k, window, found)
         else:  # everything, zeros too: where this rank holds 0 others may not
             selection = np.arange(*window, dtype=np.int32)
         gathered = yield from exchange_selections(accumulator, selection, None, info, self.wire)
@@ -88,15 +88,15 @@ class ExclusiveThreshold(Sparsifier):
         sum_.first_nonfinite, sum_.norms = gathered.first_nonfinite, gathered.norms
         union = int(sum_.counts.sum())
         sum_.facts.update(  # imbalance: f(t) of ExDyna, Eq. (5); density error: Eq. (6)
-            threshold=threshold,
+            threshold=found.threshold if k < n else 0.0,
             imbalance=info.size * int(sum_.counts.max()) / union if union else 1.0,
-            density_error=abs(k - union) / info.num_elements,
+            density_error=abs(k - union) / n,
         )
-        rule.steer(gathered.indices.size, k, state.threshold)
-        self.observe(state, info, sum_.counts, gathered.indices)
-        state.step += 1
-        state.threshold.share = _share(gathered.indices, self.window(state, info))
-        return sum_
+        after = replace(state, threshold=rule.steer(union, k, found))
+        after = self.observed(after, info, sum_.counts, gathered.indices)
+        following = self.window(replace(after, step=after.step + 1), info)
+        share = _share(gathered.indices, following)
+        return sum_, replace(after, threshold=replace(after.threshold, share=share))
 
     def traffic(self, info: BucketInfo, counts: np.ndarray, step: int = 0) -> tuple[Traffic, ...]:
         """This rank's indices; the union's values."""
@@ -106,16 +106,11 @@ class ExclusiveThreshold(Sparsifier):
 
 
 def _select(
-    accumulator: Accumulator,
-    rule: ThresholdRule,
-    threshold: float,
-    k: int,
-    window: Window,
-    state: ThresholdState,
+    accumulator: Accumulator, rule: ThresholdRule, k: int, window: Window, state: ThresholdState
 ) -> Indices:
     """What a rank sends of its window: its hits, or as many of its largest as the rule says."""
     start, stop = window
-    selection = accumulator.at_least(threshold, start, stop)
+    selection = accumulator.at_least(state.threshold, start, stop)
     num_hits = selection.size
     wanted = rule.wanted(num_hits, k, state)
     if wanted != num_hits:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import numpy as np
@@ -18,7 +18,7 @@ from horovod_sparse.sparsifiers.rounds.regions import Window
 _CHANCE = 10
 
 
-@dataclass
+@dataclass(frozen=True)
 class Partitions:
     """Contiguous parts of a bucket, in whole blocks.
 
@@ -76,16 +76,16 @@ def partition(num_elements: int, size: int, num_blocks: int = 1024) -> Partition
 
 def move_one_block(
     partitions: Partitions, counts: np.ndarray, num_elements: int, *, alpha: float = 1.05, num_moved: int = 1
-) -> None:
+) -> Partitions:
     """Moves a block between neighbours where one selected too much and the other too little.
 
     Source: ExDyna, Algorithm 3, lines 7-28, with min_blk = n_b / (4 P). Departure: when nothing was
     selected at all nothing moves (the printed form divides by zero).
     """
-    blocks, k = partitions.num_blocks, counts.astype(np.float64)
+    blocks, k = partitions.num_blocks.copy(), counts.astype(np.float64)
     mean = float(k.sum()) / blocks.size
     if mean == 0.0:
-        return
+        return partitions
     min_blocks = int(blocks.sum()) // (4 * blocks.size)
     moved_elements = num_moved * partitions.block_length * float(k.sum()) / num_elements
     for i in range(blocks.size - 1):
@@ -102,9 +102,10 @@ def move_one_block(
         blocks[target] += num_moved
         k[source] -= moved_elements
         k[target] += moved_elements
+    return replace(partitions, num_blocks=blocks)
 
 
-def move_proportionally(partitions: Partitions, selected: Indices, *, step: float = 0.5) -> None:
+def move_proportionally(partitions: Partitions, selected: Indices, *, step: float = 0.5) -> Partitions:
     """Moves every boundary part of the way to where the parts would have selected equally many.
 
     Ours, beside the paper's rule. All ranks know not only how many elements each part gave but which,
@@ -118,7 +119,7 @@ def move_proportionally(partitions: Partitions, selected: Indices, *, step: floa
     blocks = partitions.num_blocks
     size, total = blocks.size, int(blocks.sum())
     if size == 1 or total < size or selected.size == 0:
-        return
+        return partitions
     per_block = np.bincount(np.minimum(selected // partitions.block_length, total - 1), minlength=total)
     # a little for every block: where nothing was selected the cumulative count still has to rise
     cumulative = np.concatenate([[0.0], np.cumsum(per_block + selected.size * 1e-3 / total)])
@@ -129,14 +130,14 @@ def move_proportionally(partitions: Partitions, selected: Indices, *, step: floa
     for i in range(size - 1):  # from the left: room for this part; from the right: room for those behind
         low = (inner[i - 1] if i else 0) + 1
         inner[i] = min(max(inner[i], low), total - (size - 1 - i))
-    blocks[:] = np.diff(np.concatenate([[0], inner, [total]]))
+    return replace(partitions, num_blocks=np.diff(np.concatenate([[0], inner, [total]])))
 
 
 #: rounds of P steps, in the last of which bounds stay
 _LAPS = 16
 
 
-@dataclass
+@dataclass(frozen=True)
 class ExDynaState(ExclusiveState):
     """State of ExDyna, the same on all ranks.
 
@@ -200,20 +201,22 @@ class ExDyna(ExclusiveThreshold):
         """Partition (t + i) mod P."""
         return state.partitions.window((state.turn + info.rank) % info.size, info.num_elements)
 
-    def observe(self, state: ExDynaState, info: BucketInfo, counts: np.ndarray, union: Indices) -> None:
+    def observed(
+        self, state: ExDynaState, info: BucketInfo, counts: np.ndarray, union: Indices
+    ) -> ExDynaState:
         """Moves blocks, but in every sixteenth round of P steps.
 
         In that one every rank searches every part. Where bounds move in step with the turns, an element at a
         bound may be in another rank's part in every step, and one rank's share of it be held back for ever.
         """
-        if state.turn // info.size % _LAPS == _LAPS - 1:
-            return
+        partitions = state.partitions
+        if self.rebalance == "none" or state.turn // info.size % _LAPS == _LAPS - 1:
+            return state
         if self.rebalance == "proportional":
-            move_proportionally(state.partitions, union)
-        elif self.rebalance == "paper":
-            # rank i's count belongs to the partition that it searched, (t + i) mod P
-            by_part = np.empty_like(counts)
-            by_part[(state.turn + np.arange(info.size)) % info.size] = counts
-            move_one_block(
-                state.partitions, by_part, info.num_elements, alpha=self.alpha, num_moved=self.blocks_per_move
-            )
+            return replace(state, partitions=move_proportionally(partitions, union))
+        # rank i's count belongs to the partition that it searched, (t + i) mod P
+        by_part = np.empty_like(counts)
+        by_part[(state.turn + np.arange(info.size)) % info.size] = counts
+        n, num_moved = info.num_elements, self.blocks_per_move
+        moved = move_one_block(partitions, by_part, n, alpha=self.alpha, num_moved=num_moved)
+        return replace(state, partitions=moved)

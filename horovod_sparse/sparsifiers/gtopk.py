@@ -48,8 +48,8 @@ class GTopK(Sparsifier):
 
     def synchronize(
         self, accumulator: Accumulator, state: SparsifierState, info: BucketInfo
-    ) -> Synchronization[SparseSum]:
-        k = self.num_selected(info, state)
+    ) -> Synchronization[tuple[SparseSum, SparsifierState]]:
+        k = self.num_selected(info, state.step)
         mail = Mail(accumulator.report, info, self.wire)
         indices = accumulator.largest(k)
         total = SparseVector(indices, accumulator.take(indices))
@@ -83,9 +83,9 @@ class GTopK(Sparsifier):
 
         # a velocity is stale only where the step has applied something
         accumulator.mask(indices[~missing_in(indices, total.indices)])
-        state.step += 1
         counts = np.full(info.size, k, np.int64)
-        return SparseSum(total.indices, total.values, counts, mail.notes.first_nonfinite, mail.notes.norms)
+        notes = mail.notes
+        return SparseSum(total.indices, total.values, counts, notes.first_nonfinite, notes.norms), state
 
     def _as_sent(self, vector: SparseVector, accumulator: Accumulator) -> SparseVector:
         """What receivers will see; what rounding takes away stays at this rank."""

@@ -7,16 +7,16 @@ import math
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from horovod_sparse.arrays import Accumulator, Indices
+from horovod_sparse.arrays import Accumulator
 from horovod_sparse.checks import LARGEST, check_number, out_of_range
 from horovod_sparse.collectives import ADDED, SCALED
-from horovod_sparse.sparsifiers.base import BucketInfo, SelectAndGather, SparsifierState
+from horovod_sparse.sparsifiers.base import BucketInfo, SelectAndGather, Selected, SparsifierState
 
 _log = logging.getLogger(__name__)
 _hinted: set[str] = set()
 
 
-@dataclass
+@dataclass(frozen=True)
 class HardThresholdState(SparsifierState):
     """State of hard threshold.
 
@@ -69,11 +69,12 @@ class HardThreshold(SelectAndGather):
 
     def threshold_for(self, info: BucketInfo, state: HardThresholdState) -> float:
         """The user's threshold, or the guess, in the residual's units; 0 at density 1."""
-        if self.num_selected(info, state) == info.num_elements and self.density_at(state.step) == 1.0:
+        k = self.num_selected(info, state.step)
+        if k == info.num_elements and self.density_at(state.step) == 1.0:
             return 0.0
         if self.threshold is not None:
             return self.threshold * state.scale
-        guess = 1.0 / (2.0 * math.sqrt(self.num_selected(info, state)))
+        guess = 1.0 / (2.0 * math.sqrt(k))
         if info.rank == 0 and info.name not in _hinted:
             _hinted.add(info.name)
             _log.warning(
@@ -85,6 +86,6 @@ class HardThreshold(SelectAndGather):
 
     def select(
         self, accumulator: Accumulator, k: int, state: HardThresholdState, info: BucketInfo
-    ) -> tuple[Indices, dict[str, float]]:
+    ) -> Selected:
         threshold = self.threshold_for(info, state)
-        return accumulator.at_least(threshold), {"threshold": threshold}
+        return Selected(accumulator.at_least(threshold), {"threshold": threshold})

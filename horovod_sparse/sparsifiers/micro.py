@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from horovod_sparse.collectives import part
 from horovod_sparse.sparsifiers.base import BucketInfo
 from horovod_sparse.sparsifiers.exclusive import ExclusiveState, ExclusiveThreshold
-from horovod_sparse.sparsifiers.rounds.regions import Window, equal_part
+from horovod_sparse.sparsifiers.rounds.regions import Window
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,4 +36,4 @@ class MiCRO(ExclusiveThreshold):
 
     def window(self, state: ExclusiveState, info: BucketInfo) -> Window:
         """Part (t + i) mod P of equal parts."""
-        return equal_part(info.num_elements, info.size, (state.turn + info.rank) % info.size)
+        return part(info.num_elements, (state.turn + info.rank) % info.size, info.size)

@@ -9,7 +9,7 @@ import numpy as np
 
 from horovod_sparse.arrays import Accumulator, Indices
 from horovod_sparse.checks import check_count
-from horovod_sparse.sparsifiers.base import BucketInfo, SelectAndGather, SparsifierState
+from horovod_sparse.sparsifiers.base import BucketInfo, SelectAndGather, Selected, SparsifierState
 
 #: from so few elements above the lower threshold on, counting goes on among them alone
 _FEW = 4
@@ -49,9 +49,9 @@ class MSTopK(SelectAndGather):
         super().__post_init__()
         check_count("num_passes", self.num_passes, "a whole number, 1 or more")
 
-    def select(self, accumulator: Accumulator, k: int, state: SparsifierState, info: BucketInfo) -> Indices:
+    def select(self, accumulator: Accumulator, k: int, state: SparsifierState, info: BucketInfo) -> Selected:
         if k >= accumulator.num_elements:
-            return accumulator.largest(k)
+            return Selected(accumulator.largest(k))
         # at least k elements reach `low` (if there are so many that are not 0), fewer than k reach `high`
         low, high = 0.0, float(np.nextafter(accumulator.kth_magnitude(1), np.inf))
         passes, count = self.num_passes, accumulator.num_elements
@@ -65,8 +65,8 @@ class MSTopK(SelectAndGather):
                 high = middle
         reserve = accumulator.at_least(low)
         if reserve.size < k:
-            return accumulator.largest(k)  # zeros have to fill up
-        return self._among(reserve, accumulator.take(reserve), k, low, high, passes)
+            return Selected(accumulator.largest(k))  # zeros have to fill up
+        return Selected(self._among(reserve, accumulator.take(reserve), k, low, high, passes))
 
     @staticmethod
     def _among(reserve: Indices, values: np.ndarray, k: int, low: float, high: float, passes: int) -> Indices:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from horovod_sparse.arrays import Accumulator, FoldReport, Indices, Values
 from horovod_sparse.checks import LARGEST, check_count, out_of_range
-from horovod_sparse.collectives import LOCAL, SCALED, AllGather, AllToAll, Synchronization
+from horovod_sparse.collectives import LOCAL, SCALED, AllGather, AllToAll, Synchronization, part
 from horovod_sparse.sparsifiers.base import (
     BucketInfo,
     SparseSum,
@@ -25,7 +25,6 @@ from horovod_sparse.sparsifiers.base import (
 from horovod_sparse.sparsifiers.rounds.regions import (
     Window,
     cut_and_pack,
-    equal_part,
     reduce_in_regions,
     split_traffic,
 )
@@ -33,7 +32,7 @@ from horovod_sparse.sparsifiers.rounds.sparse_vectors import SparseVector, disca
 from horovod_sparse.wire import unpack_sum
 
 
-@dataclass
+@dataclass(frozen=True)
 class OkTopkState(SparsifierState):
     """State of Ok-Topk.
 
@@ -58,7 +57,7 @@ class OkTopkState(SparsifierState):
 
 def equal_regions(info: BucketInfo) -> NDArray[np.int64]:
     """Bounds of P equal regions."""
-    return np.array([equal_part(info.num_elements, info.size, r)[0] for r in range(1, info.size)], np.int64)
+    return np.array([part(info.num_elements, r, info.size)[0] for r in range(1, info.size)], np.int64)
 
 
 def regions_of(bounds: NDArray[np.int64], info: BucketInfo) -> list[Window]:
@@ -135,6 +134,16 @@ _LOCAL_BAND, _LOCAL_FACTOR = (2 / 3, 5 / 4), 1.012
 _GLOBAL_BAND, _GLOBAL_FACTOR = (2 / 3, 4 / 3), 1.008
 
 
+class _Pruned(NamedTuple):
+    """By rank: elements selected, sums kept. This rank's sums, the threshold, regions for the next step."""
+
+    selected: NDArray[np.int64]
+    sizes: NDArray[np.int64]
+    kept: SparseVector
+    threshold: float
+    bounds: NDArray[np.int64]
+
+
 @dataclass(frozen=True, kw_only=True)
 class OkTopk(Sparsifier):
     """What passes a local threshold is summed up by region; what passes a global one there comes back.
@@ -182,16 +191,16 @@ class OkTopk(Sparsifier):
 
     def synchronize(
         self, accumulator: Accumulator, state: OkTopkState, info: BucketInfo
-    ) -> Synchronization[SparseSum]:
-        k = self.num_selected(info, state)
-        indices = self._select(accumulator, state, k)
+    ) -> Synchronization[tuple[SparseSum, OkTopkState]]:
+        k = self.num_selected(info, state.step)
+        indices, local_threshold = self._select(accumulator, state, k)
         selection = SparseVector(indices, accumulator.take(indices))
         regions, report = regions_of(state.bounds, info), accumulator.report
         total, arrived, error = yield from reduce_in_regions(selection, regions, report, info, self.wire)
 
-        told = self._prune_now if self.threshold_steps == 0 else self._prune
-        selected, sizes, kept = yield from told(total, indices, state, info, k)
-        spread, kept_error = yield from self._spread(kept, sizes, info)
+        pruned = yield from self._prune(total, indices, state, info, k)
+        kept, threshold = pruned.kept, pruned.threshold
+        spread, kept_error = yield from self._spread(kept, pruned.sizes, info)
         shared, shared_error = rounded(spread, self.wire)
         gathered = yield from exchange_selections(accumulator, shared.indices, shared.values, info, self.wire)
         sum_ = SparseSum.of(gathered)
@@ -211,95 +220,81 @@ class OkTopk(Sparsifier):
         ):
             if lost is not None:
                 accumulator.add(where, lost)
-        facts = {"local_threshold": state.local_threshold, "threshold": state.global_threshold}
+        facts = {"local_threshold": local_threshold, "threshold": threshold}
         if self.threshold_steps:
-            own, passed = indices.size, int(sizes.sum())
-            state.local_threshold = steered(state.local_threshold, own, k, _LOCAL_BAND, _LOCAL_FACTOR)
-            state.global_threshold = steered(state.global_threshold, passed, k, _GLOBAL_BAND, _GLOBAL_FACTOR)
-        state.step += 1
-        return SparseSum(sum_.indices, sum_.values, selected, arrived.first_nonfinite, arrived.norms, facts)
+            passed = int(pruned.sizes.sum())
+            local_threshold = steered(local_threshold, indices.size, k, _LOCAL_BAND, _LOCAL_FACTOR)
+            threshold = steered(threshold, passed, k, _GLOBAL_BAND, _GLOBAL_FACTOR)
+        after = replace(
+            state, local_threshold=local_threshold, global_threshold=threshold, bounds=pruned.bounds
+        )
+        nonfinite, norms = arrived.first_nonfinite, arrived.norms
+        return SparseSum(sum_.indices, sum_.values, pruned.selected, nonfinite, norms, facts), after
 
-    def _select(self, accumulator: Accumulator, state: OkTopkState, k: int) -> Indices:
-        """What passes the local threshold."""
+    def _select(self, accumulator: Accumulator, state: OkTopkState, k: int) -> tuple[Indices, float]:
+        """What passes the local threshold, and this threshold."""
         if k == accumulator.num_elements:  # everything, zeros too
-            return np.arange(k, dtype=np.int32)
-        exact = self.threshold_steps == 0 or state.step % self.threshold_steps == 0
-        if exact or not state.local_threshold:
-            state.local_threshold = accumulator.kth_magnitude(k)
-        return accumulator.at_least(state.local_threshold)
+            return np.arange(k, dtype=np.int32), state.local_threshold
+        threshold = state.local_threshold
+        if self._exact(state.step) or not threshold:
+            threshold = accumulator.kth_magnitude(k)
+        return accumulator.at_least(threshold), threshold
 
-    def _prune_now(
-        self, total: SparseVector, selection: Indices, state: OkTopkState, info: BucketInfo, k: int
-    ) -> Synchronization[tuple[NDArray[np.int64], NDArray[np.int64], SparseVector]]:
-        """As `_prune`, by a threshold of this step; the message is as long in every step of one k.
-
-        It is: how many the rank selected, how many sums it has, its proposal for the regions (in some steps
-        only), and the magnitudes of `told_orders`.
-        """
-        new_regions = state.step % self.region_steps == 0
-        proposal = propose_regions(selection, info) if new_regions else state.bounds[:0]
-        magnitudes, orders = np.abs(total.values), told_orders(k)
-        falling = np.argsort(-magnitudes, kind="stable")
-        told = np.zeros(orders.size, magnitudes.dtype)
-        if len(total):
-            told = magnitudes[falling[np.minimum(orders, len(total)) - 1]]
-        numbers = np.array([selection.size, len(total)], np.int32)
-        message = np.concatenate([numbers, proposal.astype(np.int32), told.view(np.int32)])
-        gathered = (yield AllGather(message)).reshape(info.size, message.size)
-        selected, lengths = gathered[:, :2].astype(np.int64).T
-        if new_regions:
-            state.bounds = gathered[:, 2 : 2 + proposal.size].mean(axis=0).astype(np.int64)
-        theirs = np.ascontiguousarray(gathered[:, 2 + proposal.size :]).view(magnitudes.dtype)
-        state.global_threshold, sizes = shares_of(theirs, lengths, k)
-        kept = np.sort(falling[: sizes[info.rank]])
-        return selected, sizes, SparseVector(total.indices[kept], total.values[kept])
+    def _exact(self, step: int) -> bool:
+        """Whether thresholds are found in this step, not steered."""
+        return self.threshold_steps == 0 or step % self.threshold_steps == 0
 
     def _prune(
         self, total: SparseVector, selection: Indices, state: OkTopkState, info: BucketInfo, k: int
-    ) -> Synchronization[tuple[NDArray[np.int64], NDArray[np.int64], SparseVector]]:
+    ) -> Synchronization[_Pruned]:
         """What passes the global threshold, and how many do on each rank; new regions when it is time.
 
-        A message is: how many the rank selected, how many of its sums pass, then its proposal for the
-        regions, then the magnitudes of all its sums; the last two in some steps only, the same on all
-        ranks.
+        A message is: how many the rank selected, how many sums it has (or how many of them pass, where the
+        threshold is known), its proposal for the regions (in some steps only), and magnitudes: those of
+        `told_orders`, so that the message is as long in every step of one k; or with `threshold_steps` all
+        of them, in the steps that find the threshold exactly.
         """
-        exact = state.step % self.threshold_steps == 0 or not state.global_threshold
+        magnitudes, of_every_step = np.abs(total.values), self.threshold_steps == 0
+        falling = np.argsort(-magnitudes, kind="stable") if of_every_step else np.empty(0, np.int64)
+        finds = self._exact(state.step) or not state.global_threshold
+        length, told = len(total), magnitudes
+        if of_every_step:
+            orders = told_orders(k)
+            told = np.zeros(orders.size, magnitudes.dtype)
+            if length:
+                told = magnitudes[falling[np.minimum(orders, length) - 1]]
+        elif not finds:
+            length, told = int((magnitudes >= state.global_threshold).sum()), magnitudes[:0]
         new_regions = state.step % self.region_steps == 0
-        magnitudes = np.abs(total.values)
-        keeps_all = k == info.num_elements
-        passing = int((magnitudes >= state.global_threshold).sum())
         proposal = propose_regions(selection, info) if new_regions else state.bounds[:0]
-        gathered = yield AllGather(
-            np.concatenate(
-                [
-                    np.array([selection.size, len(total) if exact else passing], np.int32),
-                    proposal.astype(np.int32),
-                    magnitudes.view(np.int32) if exact else np.empty(0, np.int32),
-                ]
-            )
-        )
-        per_value, begin = magnitudes.itemsize // 4, 0
-        selected, sizes = np.empty(info.size, np.int64), np.empty(info.size, np.int64)
-        proposals, theirs = [], []
-        for rank in range(info.size):
-            selected[rank], sizes[rank] = gathered[begin : begin + 2]
-            begin += 2
-            proposals.append(gathered[begin : begin + proposal.size].astype(np.int64))
-            begin += proposal.size
-            if exact:
-                length = int(sizes[rank]) * per_value
-                theirs.append(gathered[begin : begin + length].copy().view(magnitudes.dtype))
-                begin += length
-        if exact:
-            everyone = np.concatenate(theirs)
-            state.global_threshold = 0.0
-            if not keeps_all and everyone.size > k:
-                state.global_threshold = float(np.partition(everyone, everyone.size - k)[everyone.size - k])
-            sizes = np.array([(one >= state.global_threshold).sum() for one in theirs], np.int64)
-        if new_regions:
-            state.bounds = np.mean(proposals, axis=0).astype(np.int64)
-        passes = magnitudes >= state.global_threshold
-        return selected, sizes, SparseVector(total.indices[passes], total.values[passes])
+        numbers = np.array([selection.size, length, *proposal], np.int32)
+        gathered = np.asarray((yield AllGather(np.concatenate([numbers, told.view(np.int32)]))))
+
+        heads, theirs, begin = [], [], 0
+        for _ in range(info.size):
+            heads.append(gathered[begin : begin + numbers.size])
+            count = int(heads[-1][1]) if finds and not of_every_step else told.size
+            begin += numbers.size
+            end = begin + count * (magnitudes.itemsize // 4)
+            theirs.append(gathered[begin:end].copy().view(magnitudes.dtype))
+            begin = end
+        selected, sizes, *proposals = np.array(heads, np.int64).T
+        bounds = np.array([one.mean() for one in proposals], np.int64) if new_regions else state.bounds
+
+        threshold = state.global_threshold
+        if of_every_step:
+            threshold, sizes = shares_of(np.array(theirs), sizes, k)
+            kept = np.sort(falling[: sizes[info.rank]])
+        else:
+            if finds:
+                everyone = np.concatenate(theirs)
+                threshold, order = 0.0, everyone.size - k
+                if k < info.num_elements and order > 0:
+                    threshold = float(np.partition(everyone, order)[order])
+                sizes = np.array([(one >= threshold).sum() for one in theirs], np.int64)
+            kept = np.flatnonzero(magnitudes >= threshold)
+        pruned = SparseVector(total.indices[kept], total.values[kept])
+        return _Pruned(selected, sizes, pruned, threshold, bounds)
 
     def _spread(
         self, kept: SparseVector, sizes: NDArray[np.int64], info: BucketInfo
@@ -312,9 +307,7 @@ class OkTopk(Sparsifier):
         first = int(sizes[: info.rank].sum())
         parts = []
         for rank in range(info.size):
-            start, stop = (
-                min(max(edge - first, 0), len(kept)) for edge in equal_part(union, info.size, rank)
-            )
+            start, stop = (min(max(edge - first, 0), len(kept)) for edge in part(union, rank, info.size))
             parts.append(SparseVector(kept.indices[start:stop], kept.values[start:stop]))
         messages, error = cut_and_pack(parts, FoldReport(), info, self.wire)
         arrived = yield AllToAll(messages)
@@ -331,7 +324,7 @@ class OkTopk(Sparsifier):
         per_value = info.value_dtype.itemsize // 4
         magnitudes = (0, most * per_value)
         if self.threshold_steps == 0:
-            magnitudes = (told_orders(self.num_selected(info, SparsifierState(step))).size * per_value,) * 2
+            magnitudes = (told_orders(self.num_selected(info, step)).size * per_value,) * 2
         return (
             split_traffic(int(counts[info.rank]), info, self.wire),
             Traffic(AllGather, 4 * (told + magnitudes[0]), 4 * (told + magnitudes[1])),

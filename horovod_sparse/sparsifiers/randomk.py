@@ -14,6 +14,7 @@ from horovod_sparse.errors import ArgumentError
 from horovod_sparse.sparsifiers.base import (
     BucketInfo,
     SelectAndGather,
+    Selected,
     SparseSum,
     SparsifierState,
     Traffic,
@@ -84,21 +85,20 @@ class RandomK(SelectAndGather):
     def positions(self, info: BucketInfo, step: int) -> Indices:
         """The positions of a step, ascending and unique."""
         generator = step_generator(self.seed, info.name, step, None if self.shared else info.rank)
-        k = self.num_selected(info, SparsifierState(step))
+        k = self.num_selected(info, step)
         return draw_positions(generator, info.num_elements, k)
 
-    def select(self, accumulator: Accumulator, k: int, state: SparsifierState, info: BucketInfo) -> Indices:
-        return self.positions(info, state.step)
+    def select(self, accumulator: Accumulator, k: int, state: SparsifierState, info: BucketInfo) -> Selected:
+        return Selected(self.positions(info, state.step))
 
     def synchronize(
         self, accumulator: Accumulator, state: SparsifierState, info: BucketInfo
-    ) -> Synchronization[SparseSum]:
+    ) -> Synchronization[tuple[SparseSum, SparsifierState]]:
         if not self.shared:
             return (yield from super().synchronize(accumulator, state, info))
         indices = self.positions(info, state.step)
-        state.step += 1
         counts = np.full(info.size, indices.size)
-        return (yield from sum_at(accumulator, indices, counts, info, self.wire))
+        return (yield from sum_at(accumulator, indices, counts, info, self.wire)), state
 
     def traffic(self, info: BucketInfo, counts: np.ndarray, step: int = 0) -> tuple[Traffic, ...]:
         """Values only (shared), or indices and values."""

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import ClassVar
 
 import numpy as np
 
-from horovod_sparse.arrays import Accumulator, Indices, Moments
+from horovod_sparse.arrays import Accumulator, Moments
 from horovod_sparse.checks import LARGEST, check_count, check_number, out_of_range
 from horovod_sparse.collectives import LOCAL
 from horovod_sparse.errors import UnknownNameError
-from horovod_sparse.sparsifiers.base import BucketInfo, SelectAndGather, SparsifierState, step_generator
+from horovod_sparse.sparsifiers.base import (
+    BucketInfo,
+    SelectAndGather,
+    Selected,
+    SparsifierState,
+    step_generator,
+)
 from horovod_sparse.thresholds import SampledThreshold
 
 
@@ -103,7 +109,7 @@ def _moments(sample: np.ndarray, threshold: float) -> Moments:
     return Moments(sizes.size, float(sizes.sum()), squares, float(np.log(sizes).sum()))
 
 
-@dataclass
+@dataclass(frozen=True)
 class SIDCoState(SparsifierState):
     """State of SIDCo on a rank.
 
@@ -116,7 +122,7 @@ class SIDCoState(SparsifierState):
     """
 
     num_stages: int = field(default=1, metadata=LOCAL)
-    recent: list[float] = field(default_factory=list, metadata=LOCAL)
+    recent: tuple[float, ...] = field(default=(), metadata=LOCAL)
     direction: int = field(default=1, metadata=LOCAL)
     error: float = field(default=-1.0, metadata=LOCAL)
 
@@ -217,29 +223,25 @@ class SIDCo(SelectAndGather):
         share = max(1, round(k * sample.size / info.num_elements))
         return self.threshold(partial(_moments, sample), share, state.num_stages)
 
-    def select(
-        self, accumulator: Accumulator, k: int, state: SIDCoState, info: BucketInfo
-    ) -> tuple[Indices, dict[str, float]]:
+    def select(self, accumulator: Accumulator, k: int, state: SIDCoState, info: BucketInfo) -> Selected:
         threshold = self.find(accumulator, k, state, info)
         indices = accumulator.at_least(threshold)
-        self._adapt(state, indices.size / k)
+        state = self._adapted(state, indices.size / k)
         if not indices.size:  # the fit ends above every magnitude, as it does for equal ones
             indices = accumulator.largest(k)
             indices = indices[accumulator.take(indices) != 0]
-        return indices, {"threshold": threshold, "stages": float(state.num_stages)}
+        return Selected(indices, {"threshold": threshold, "stages": float(state.num_stages)}, state)
 
-    def _adapt(self, state: SIDCoState, achieved: float) -> None:
-        state.recent.append(achieved)
-        if len(state.recent) < self.adapt_every:
-            return
-        mean = float(np.mean(state.recent))
-        state.recent.clear()
+    def _adapted(self, state: SIDCoState, achieved: float) -> SIDCoState:
+        recent = (*state.recent, achieved)
+        if len(recent) < self.adapt_every:
+            return replace(state, recent=recent)
+        mean = float(np.mean(recent))
         if abs(mean - 1.0) <= self.tolerance:
-            return
+            return replace(state, recent=())
         error = abs(math.log(max(mean, _NOTHING)))
-        if error > state.error >= 0.0:
-            state.direction = -state.direction
-        if not 1 <= state.num_stages + state.direction <= self.max_stages:
-            state.direction = -state.direction
-        state.num_stages = min(max(state.num_stages + state.direction, 1), self.max_stages)
-        state.error = error
+        direction = -state.direction if error > state.error >= 0.0 else state.direction
+        if not 1 <= state.num_stages + direction <= self.max_stages:
+            direction = -direction
+        num_stages = min(max(state.num_stages + direction, 1), self.max_stages)
+        return replace(state, num_stages=num_stages, recent=(), direction=direction, error=error)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from horovod_sparse.arrays import Accumulator, Indices
-from horovod_sparse.sparsifiers.base import BucketInfo, SelectAndGather, SparsifierState
+from horovod_sparse.arrays import Accumulator
+from horovod_sparse.sparsifiers.base import BucketInfo, SelectAndGather, Selected, SparsifierState
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,5 +32,5 @@ class TopK(SelectAndGather):
 
     name: ClassVar[str] = "topk"
 
-    def select(self, accumulator: Accumulator, k: int, state: SparsifierState, info: BucketInfo) -> Indices:
-        return accumulator.largest(k)
+    def select(self, accumulator: Accumulator, k: int, state: SparsifierState, info: BucketInfo) -> Selected:
+        return Selected(accumulator.largest(k))

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from horovod_sparse.arrays import Accumulator, Values
-from horovod_sparse.collectives import AllGather, Synchronization
+from horovod_sparse.collectives import AllGather, Synchronization, part
 from horovod_sparse.sparsifiers.base import (
     BucketInfo,
     SparseSum,
@@ -18,7 +18,7 @@ from horovod_sparse.sparsifiers.base import (
     Traffic,
     exchange_selections,
 )
-from horovod_sparse.sparsifiers.rounds.regions import Window, equal_part, reduce_in_regions, split_traffic
+from horovod_sparse.sparsifiers.rounds.regions import Window, reduce_in_regions, split_traffic
 from horovod_sparse.sparsifiers.rounds.sparse_vectors import SparseVector, rounded
 
 
@@ -47,9 +47,9 @@ class TopkDSA(Sparsifier):
 
     def synchronize(
         self, accumulator: Accumulator, state: SparsifierState, info: BucketInfo
-    ) -> Synchronization[SparseSum]:
-        k = self.num_selected(info, state)
-        regions = [equal_part(info.num_elements, info.size, rank) for rank in range(info.size)]
+    ) -> Synchronization[tuple[SparseSum, SparsifierState]]:
+        k = self.num_selected(info, state.step)
+        regions = [part(info.num_elements, rank, info.size) for rank in range(info.size)]
         indices = accumulator.largest(k)
         selection = SparseVector(indices, accumulator.remove(indices))
         report = accumulator.report
@@ -69,10 +69,9 @@ class TopkDSA(Sparsifier):
             )
             sum_ = SparseSum.of(gathered)
             indices, values = sum_.indices, sum_.values
-        state.step += 1
         counts = np.full(info.size, k, np.int64)
         facts = {"union": float(sizes.sum()), "dense": float(self._is_dense(sizes, regions, info))}
-        return SparseSum(indices, values, counts, arrived.first_nonfinite, arrived.norms, facts)
+        return SparseSum(indices, values, counts, arrived.first_nonfinite, arrived.norms, facts), state
 
     def _is_dense(self, sizes: NDArray[np.int32], regions: list[Window], info: BucketInfo) -> bool:
         """Whether all regions together are shorter without indices."""
@@ -103,7 +102,7 @@ class TopkDSA(Sparsifier):
 
     def traffic(self, info: BucketInfo, counts: np.ndarray, step: int = 0) -> tuple[Traffic, ...]:
         """How much goes to other regions, and how long the union is there, depends on the data."""
-        start, stop = equal_part(info.num_elements, info.size, info.rank)
+        start, stop = part(info.num_elements, info.rank, info.size)
         longest = min(stop - start, int(counts.sum()))
         sparse = [
             self.wire.message_bytes(count, info.num_elements, info.value_dtype) for count in (0, longest)

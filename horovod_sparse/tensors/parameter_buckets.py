@@ -132,7 +132,7 @@ class ParameterBuckets:
                 return entry.bucket
         self._recipe.refuse_auto("Horovod's own optimizer")
         recipe = self._recipe.for_parameter(name, gradient.numel())
-        bucket = Bucket(info, recipe, memory.accumulator(info, recipe), timed=True)
+        bucket = Bucket(info, recipe, memory.accumulator(info, recipe))
         new = _Entry(bucket, memory, weakref.ref(parameter))
         bucket.restart(resumed(Progress(), self._start.told.get(name), self._start.step))
         same = entry is not None and entry.parameter() is parameter
@@ -173,7 +173,7 @@ class ParameterBuckets:
             old = entry.bucket
             info = dataclasses.replace(old.info, rank=place[0], size=place[1])
             recipe = self._recipe.for_parameter(name, info.num_elements)
-            entry.bucket = Bucket(info, recipe, old.accumulator, timed=True)
+            entry.bucket = Bucket(info, recipe, old.accumulator)
             entry.bucket.restart(resumed(old.progress, start.told.get(name), start.step))
             factor = kept_share(old.info.size, info.size)
             if factor != 1.0:

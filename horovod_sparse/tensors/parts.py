@@ -103,12 +103,11 @@ class SparseBucket(_Laid, common.BucketPart):
         members = [Member(item, *span) for item, span in zip(self.names, self.gradient.places, strict=True)]
         if topology is None:
             accumulator = self.memory.accumulator(whole, recipe)
-            self.bucket = Bucket(whole, recipe, accumulator, members, timed=True)
+            self.bucket = Bucket(whole, recipe, accumulator, members)
         else:
             accumulator = self.memory.accumulator(shard_of(whole, topology), recipe)
             self.bucket = TwoLevelBucket(
                 *(whole, recipe, accumulator, members, topology),
-                timed=True,
                 summable=self.memory.summable,
                 foldable=self.memory.shard,
             )

@@ -45,13 +45,13 @@ def counted(made: dict[str, Any], size: int, setting: dict[str, Any]) -> dict[st
         receives most; `seconds` of a bucket of `scaled_to` elements.
     """
     n, density = setting["num_elements"], setting["density"]
-    traffic = bucket_traffic(recipe(**made, density=density), n, size, steps=setting["steps"])
     longer = setting["scaled_to"] / n
     network = AlphaBeta(setting["alpha_seconds"], setting["beta_seconds"] * longer)
+    traffic = bucket_traffic(recipe(**made, density=density), n, size, network, steps=setting["steps"])
     return {
         "rounds": int(traffic.rounds),
         "received": round(traffic.bytes_received / 4 / (density * n), 4),
-        "seconds": float(f"{traffic.seconds_on(network):.4g}"),
+        "seconds": float(f"{traffic.seconds:.4g}"),
     }
 
 

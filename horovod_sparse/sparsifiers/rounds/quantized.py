@@ -66,10 +66,9 @@ class Quantizer(Sparsifier):
 
     def synchronize(
         self, accumulator: Accumulator, state: SparsifierState, info: BucketInfo
-    ) -> Synchronization[WholeSum]:
+    ) -> Synchronization[tuple[WholeSum, SparsifierState]]:
         n, dtype, code, votes = info.num_elements, info.value_dtype, self.quantization, self.votes
         key = self.key(info, state.step)
-        state.step += 1
         message = blank(code, n, dtype, accumulator.report)
         left = accumulator.quantize(code, key, message[HEADER:])
         if not votes:
@@ -78,7 +77,7 @@ class Quantizer(Sparsifier):
         found = sum_quantized(gathered, info.size, code, n, dtype, votes=votes)
         if votes:  # every rank's part of what is applied
             accumulator.subtract(voted(code), found.words[0])
-        return WholeSum(found.values, np.full(info.size, n), found.first_nonfinite, found.norms)
+        return WholeSum(found.values, np.full(info.size, n), found.first_nonfinite, found.norms), state
 
     def traffic(self, info: BucketInfo, counts: np.ndarray, step: int = 0) -> tuple[Traffic, ...]:
         """The same in every step: a header, the units of groups, and every element's bits."""

@@ -13,6 +13,9 @@ from horovod_sparse.sparsifiers.base import BucketInfo, Traffic
 from horovod_sparse.sparsifiers.rounds.sparse_vectors import SparseVector, added, cut, empty, rounded
 from horovod_sparse.wire import Gathered, WireFormat, pack, unpack_sum
 
+#: (start, stop), in elements
+Window: TypeAlias = tuple[int, int]
+
 
 def cut_and_pack(
     parts: Sequence[SparseVector], report: FoldReport, info: BucketInfo, wire: WireFormat
@@ -50,19 +53,3 @@ def split_traffic(count: int, info: BucketInfo, wire: WireFormat) -> Traffic:
     plain = wire.is_plain(info.value_dtype) and wire.quantum == 1
     most = others * words[0] + words[1] - words[0] if plain else others * words[1]
     return Traffic(AllToAll, 4 * others * words[0], 4 * most if others else 0)
-
-
-#: (start, stop), in elements
-Window: TypeAlias = tuple[int, int]
-
-
-def equal_part(num_elements: int, num_parts: int, part: int) -> Window:
-    """Bounds of one of nearly equal parts; the remainder goes to the first parts, one each.
-
-    Example:
-        >>> [equal_part(10, 4, part) for part in range(4)]
-        [(0, 3), (3, 6), (6, 8), (8, 10)]
-    """
-    length, remainder = divmod(num_elements, num_parts)
-    start = part * length + min(part, remainder)
-    return start, start + length + (part < remainder)

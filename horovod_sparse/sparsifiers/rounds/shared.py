@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from horovod_sparse.arrays import Accumulator, FoldReport, Indices, Values
-from horovod_sparse.collectives import AllGather, AllReduce, AllToAll, Synchronization
+from horovod_sparse.collectives import AllGather, AllReduce, AllToAll, Synchronization, part
 from horovod_sparse.sparsifiers.base import BucketInfo, SparseSum, Traffic
-from horovod_sparse.sparsifiers.rounds.regions import Window, equal_part
+from horovod_sparse.sparsifiers.rounds.regions import Window
 from horovod_sparse.wire import WireFormat, carried_norm
 
 #: behind the values of an allreduce: a column of these per rank, which only that rank fills
@@ -124,4 +124,4 @@ def _sum_in_parts(
 
 
 def _parts(num_indices: int, size: int) -> list[Window]:
-    return [equal_part(num_indices, size, part) for part in range(size)]
+    return [part(num_indices, rank, size) for rank in range(size)]

@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from horovod_sparse.collectives import AllGather, Exchange
+from horovod_sparse.collectives import AllGather, Exchange, part
 from horovod_sparse.sparsifiers.base import BucketInfo, Traffic
 from horovod_sparse.sparsifiers.rounds.pairs import bruck_bags, ceil_log2, mail_words
-from horovod_sparse.sparsifiers.rounds.regions import Window, equal_part
+from horovod_sparse.sparsifiers.rounds.regions import Window
 from horovod_sparse.wire import WireFormat
 
 
@@ -58,7 +58,7 @@ class Layout:
 
     def window(self, block: int) -> Window:
         """Bounds of a block."""
-        return equal_part(self.num_elements, self.team_size, block)
+        return part(self.num_elements, block, self.team_size)
 
     def quota(self, block: int) -> int:
         """Elements that a block keeps: k / Q, in whole numbers that add up to k.
@@ -116,7 +116,7 @@ def spardl_traffic(
     if not notes_travel:
 
         def part_words(count: int) -> int:
-            start, stop = equal_part(count, d, team)
+            start, stop = part(count, team, d)
             return mail_words(stop - start, 0, info, wire)
 
         return (*rounds, declared(AllGather, [ends(part_words, quota)]))

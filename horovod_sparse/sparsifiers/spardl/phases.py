@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from horovod_sparse.arrays import Accumulator, Indices, Values
-from horovod_sparse.collectives import Exchange, Synchronization
+from horovod_sparse.collectives import Exchange, Synchronization, part
 from horovod_sparse.sparsifiers.base import BucketInfo, SparseSum, exchange_selections
 from horovod_sparse.sparsifiers.rounds.pairs import Mail, bruck_all_gather
-from horovod_sparse.sparsifiers.rounds.regions import equal_part
 from horovod_sparse.sparsifiers.rounds.sparse_vectors import (
     SparseVector,
     added,
@@ -190,12 +189,12 @@ class Phases:
     def gather_among_all(self, block: SparseVector) -> Synchronization[SparseSum]:
         """All blocks for all ranks by one allgather: every team gives its d-th part of each block."""
         layout = self._layout
-        start, stop = equal_part(len(block), layout.teams, self._team)
-        part = self.ledger.round(SparseVector(block.indices[start:stop], block.values[start:stop]))
+        start, stop = part(len(block), self._team, layout.teams)
+        mine = self.ledger.round(SparseVector(block.indices[start:stop], block.values[start:stop]))
         sum_ = SparseSum.of(
             (
                 yield from exchange_selections(
-                    self._accumulator, part.indices, part.values, self._info, self._wire
+                    self._accumulator, mine.indices, mine.values, self._info, self._wire
                 )
             )
         )

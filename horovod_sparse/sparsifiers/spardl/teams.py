@@ -1,16 +1,12 @@
-"""SparDL's teams: how many, by the paper's formulas and by timing, and what they send to each other."""
+"""SparDL's teams: how many, by the paper's formulas, and how much they send to each other."""
 
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-
-import numpy as np
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from horovod_sparse.checks import LARGEST, out_of_range
-from horovod_sparse.collectives import LOCAL, AllGather, Synchronization
 from horovod_sparse.sparsifiers.base import SparsifierState
 from horovod_sparse.sparsifiers.rounds.pairs import ceil_log2
 
@@ -66,7 +62,7 @@ def teams_by_cost(
 _FIRST_STRIDE = 0.01
 
 
-@dataclass
+@dataclass(frozen=True)
 class SparDLState(SparsifierState):
     """State of SparDL.
 
@@ -75,28 +71,17 @@ class SparDLState(SparsifierState):
         share: h / L: of a block's quota, what a rank sends to the other teams (B-SAG). In [1 / d, 1].
         stride: what is added to it per step; its sign is the direction.
         confirmed: whether the direction was right the last time, too.
-        teams: d that timing has settled on, for teams="auto"; 0 before, and where nothing is timed.
-        gather: the last phase that it has settled on; empty before.
-        timed: seconds of the steps that were timed so far on this rank.
     """
 
-    step: int = 0
+    FORMER: ClassVar[frozenset[str]] = SparsifierState.FORMER | {"teams", "gather", "timed"}
+
     share: float = 1.0
     stride: float = 0.0
     confirmed: bool = False
-    teams: int = 0
-    gather: str = ""
-    timed: list[float] = field(default_factory=list, metadata=LOCAL)
 
     def flaw(self, _fresh: SparDLState) -> str:
         """Of a loaded one: see `out_of_range`."""
-        return out_of_range(self, share=(0, 1), stride=(-LARGEST, LARGEST), teams=(0, 2.0**31))
-
-
-def restart(state: SparDLState, teams: int) -> None:
-    """Algorithm 2 from its beginning, for another number of teams; all else stays."""
-    fresh = fresh_state(teams)
-    state.share, state.stride, state.confirmed = fresh.share, fresh.stride, fresh.confirmed
+        return out_of_range(self, share=(0, 1), stride=(-LARGEST, LARGEST))
 
 
 def fresh_state(teams: int) -> SparDLState:
@@ -109,7 +94,7 @@ def num_between_teams(state: SparDLState, quota: int, teams: int) -> int:
     return min(quota, max(-(-quota // teams), round(state.share * quota)))
 
 
-def adjust(state: SparDLState, num_after: int, quota: int, teams: int) -> None:
+def adjusted(state: SparDLState, num_after: int, quota: int, teams: int) -> SparDLState:
     """One step of Algorithm 2: more if the teams' union was short of L, less if it was above.
 
     Twice in the right direction doubles the stride, the wrong direction turns and halves it. Shares
@@ -121,100 +106,19 @@ def adjust(state: SparDLState, num_after: int, quota: int, teams: int) -> None:
 
     Example:
         >>> state = fresh_state(teams=4)
-        >>> for _ in range(3): adjust(state, num_after=50, quota=100, teams=4)
+        >>> for _ in range(3): state = adjusted(state, num_after=50, quota=100, teams=4)
         >>> round(state.share, 4), round(state.stride, 4)
         (0.2875, 0.015)
     """
     lowest, room = 1.0 / teams, (teams - 1) / teams
     if teams == 1 or quota == 0:
-        return
-    if (num_after > quota) != (state.stride > 0.0):
-        if state.confirmed:
-            state.stride *= 2.0
-        state.confirmed = not state.confirmed
+        return state
+    stride, confirmed = state.stride, False
+    if (num_after > quota) != (stride > 0.0):
+        stride, confirmed = stride * (2.0 if state.confirmed else 1.0), not state.confirmed
     else:
-        state.stride *= -0.5
-        state.confirmed = False
+        stride *= -0.5
     least = min(1.0 / quota, _FIRST_STRIDE * room)
-    sign = 1.0 if num_after <= quota else -1.0
-    state.stride = sign * min(room, max(least, abs(state.stride)))
-    state.share = min(1.0, max(lowest, state.share + state.stride))
-
-
-#: candidates, at most; and how many times the cheapest one's predicted time they may take
-_MOST, _WITHIN = 4, 3.0
-#: the model's own choice stays unless another takes less than this share of its time
-_CLEARLY = 0.95
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What is timed.
-
-    Attributes:
-        teams: d.
-        gather: the last phase: "bruck" or "allgather".
-    """
-
-    teams: int
-    gather: str
-
-
-def candidates_of(by_cost: Sequence[tuple[int, float]], gather: str) -> list[Choice]:
-    """What is worth a trial, the model's own choice first.
-
-    Example:
-        >>> [(one.teams, one.gather) for one in candidates_of([(2, 1.0), (1, 1.1), (4, 9.0)], "auto")]
-        [(2, 'bruck'), (1, 'allgather'), (1, 'bruck')]
-    """
-    found = []
-    for teams, seconds in by_cost:
-        if seconds > _WITHIN * by_cost[0][1]:
-            continue
-        if gather != "auto":
-            found.append(Choice(teams, gather))
-        elif teams == 1:
-            found += [Choice(1, "allgather"), Choice(1, "bruck")]
-        else:
-            found.append(Choice(teams, "bruck"))
-    return found[:_MOST]
-
-
-@dataclass(frozen=True)
-class Trials:
-    """Which candidate a step uses, and what the first steps say about them.
-
-    Every candidate has some steps in a row. The first of them does not count (Horovod learns the new
-    names and lengths), of the others the fastest does. After the last one the ranks tell each other
-    their times, once, and take the candidate whose slowest rank is fastest.
-    """
-
-    candidates: Sequence[Choice]
-    num_steps: int
-
-    def current(self, state: SparDLState) -> Choice:
-        """What this step uses. Algorithm 2 begins anew when it changes."""
-        if state.teams:
-            return Choice(state.teams, state.gather)
-        number, steps_before = divmod(len(state.timed), self.num_steps)
-        choice = self.candidates[number]
-        if steps_before == 0:
-            restart(state, choice.teams)
-        return choice
-
-    def timed(self, state: SparDLState, started: float) -> Synchronization[None]:
-        """Notes how long a step took; after the last one all ranks agree."""
-        if state.teams:
-            return
-        state.timed.append(time.perf_counter() - started)
-        if len(state.timed) < len(self.candidates) * self.num_steps:
-            return
-        fastest = np.array(state.timed).reshape(len(self.candidates), -1)[:, 1:].min(axis=1)
-        gathered = np.ascontiguousarray((yield AllGather(fastest.view(np.int32)))).view(np.float64)
-        slowest_rank = gathered.reshape(-1, len(self.candidates)).max(axis=0)
-        best = int(np.argmin(slowest_rank))
-        if slowest_rank[best] > _CLEARLY * slowest_rank[0]:
-            best = 0
-        choice = self.candidates[best]
-        state.teams, state.gather, state.timed = choice.teams, choice.gather, []
-        restart(state, choice.teams)
+    stride = math.copysign(min(room, max(least, abs(stride))), quota - num_after)
+    share = min(1.0, max(lowest, state.share + stride))
+    return replace(state, share=share, stride=stride, confirmed=confirmed)

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from horovod_sparse.collectives import AllToAll, Broadcast, Exchange
 from horovod_sparse.feedback import recipe
+from horovod_sparse.sparsifiers import Traffic
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
 
 pytestmark = pytest.mark.tensorflow
@@ -23,7 +24,6 @@ class _Ring(type(recipe("topk").sparsifier)):  # type: ignore[misc]
     kind: str = "exchange"
 
     def synchronize(self, accumulator, state, info):
-        state.step += 1
         mine = np.full(info.rank + 1, info.rank, np.int32)
         if self.kind == "exchange":
             after, before = (info.rank + 1) % info.size, (info.rank - 1) % info.size
@@ -36,13 +36,14 @@ class _Ring(type(recipe("topk").sparsifier)):  # type: ignore[misc]
             assert [message.tolist() for message in arrived] == [
                 [peer + info.rank] * (peer + 1) for peer in range(info.size)
             ]
-        root = state.step % info.size
+        root = (state.step + 1) % info.size
         seen = yield Broadcast(np.full(3, info.rank + 0.5), root)
         assert seen.tolist() == [root + 0.5] * 3
         return (yield from super().synchronize(accumulator, state, info))
 
-    def rounds(self, size):
-        return (Exchange if self.kind == "exchange" else AllToAll, Broadcast, *super().rounds(size))
+    def traffic(self, info, counts, step=0):
+        kind = Exchange if self.kind == "exchange" else AllToAll
+        return (Traffic(kind, 0), Traffic(Broadcast, 0), *super().traffic(info, counts, step))
 
 
 @pytest.mark.controllers

@@ -83,6 +83,7 @@ def test_by_hand() -> None:
         ("topk:schedule=linear(stps=4)", "argument of linear 'stps'.*steps"),
         ("topk:feedback=momentun(momentum=0.5)", "unknown feedback 'momentun'.*error, momentum, none"),
         ("exdyna:capacity=exact", "capacity='exact' is not allowed: give no such argument: messages are as"),
+        ("spardl:trial_steps=2", "trial_steps=2 is not allowed: give no such argument: teams='auto' are"),
         ("cltk:feedback=lowpass", "feedback='lowpass' is not allowed: give 'error' with a smaller"),
         ("cltk:feedback=lowpass(beta=0.1)", "feedback='lowpass' is not allowed: give 'error' with a smaller"),
         ("topk:feedback=momentum(momentum=2)", "momentum=2"),

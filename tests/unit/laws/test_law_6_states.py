@@ -1,7 +1,7 @@
 """Law 6: save, load, continue = never stopped, bit for bit; at another size, or anew, nothing is lost."""
 
-import dataclasses
 import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from horovod_sparse.feedback import Progress, parse_recipe, resumed
 from horovod_sparse.feedback.state import from_plain, to_plain
 from horovod_sparse.simulation import SimulatedCluster
 from horovod_sparse.sparsifiers import BucketInfo, MiCRO
+from horovod_sparse.thresholds import ThresholdState
 from horovod_sparse.topology import Topology
 from horovod_sparse.training.state import redistributed
 from support import laws
@@ -75,10 +76,21 @@ def test_a_fresh_state_is_noticed(case: Case) -> None:
     assert fresh.steps[0].residuals[0].tobytes() != whole.steps[5].residuals[0].tobytes()
 
 
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+def test_a_step_changes_nothing_in_the_state_that_it_began_with(case: Case) -> None:
+    """So a step is given up by taking that one, and nobody copies states."""
+    scenario = Scenario(3, 200, num_steps=3)
+    cluster = run(case.recipe, scenario, random_gradients(scenario)).cluster
+    before = [(bucket.state, saved(cluster)[rank]["state"]) for rank, bucket in enumerate(cluster.buckets)]
+    run(case.recipe, scenario, random_gradients(scenario, seed=1), cluster=cluster)
+    for bucket, (state, told) in zip(cluster.buckets, before, strict=True):
+        assert to_plain(state, array=np.ndarray.tolist) == told
+        assert bucket.state.step == state.step + 3
+
+
 def test_a_state_of_an_earlier_version_loads() -> None:
     """What was added since begins as in a fresh state; anything else that is missing is an error."""
-    state = MiCRO().init(BucketInfo("w", 8))
-    state.step, state.threshold.correction = 7, 2.0
+    state = replace(MiCRO().init(BucketInfo("w", 8)), step=7, threshold=ThresholdState(correction=2.0))
     plain = to_plain(state)
     for name in ("ahead", "paused"):
         del plain["threshold"][name]
@@ -148,7 +160,7 @@ def test_states_that_start_anew_in_the_middle_agree_and_lose_nothing(case: Case,
         fresh.accumulator.assign(zeros if rank == 1 else old.accumulator.values())
         for mine, theirs in zip(fresh.accumulator.companions, old.accumulator.companions, strict=True):
             mine[:] = 0.0 if rank == 1 else theirs
-        own = dataclasses.replace(old.progress, step=0 if rank == 1 else old.progress.step)
+        own = replace(old.progress, step=0 if rank == 1 else old.progress.step)
         fresh.restart(resumed(own, told.to_plain(), told.step))
     residuals = [residual for rank, residual in enumerate(before.cluster.residuals()) if rank != 1]
     held = np.sum(residuals, axis=0, dtype=np.float64)
@@ -193,7 +205,7 @@ def gradients(step: int, dtype: str = "float32") -> list[np.ndarray]:
 def test_a_rank_behind_is_an_error_on_every_rank(case: Case, by: int) -> None:
     cluster = stepped(case, "float32", 5)
     before = cluster.residuals()
-    cluster.buckets[2].state.step -= by
+    cluster.buckets[2].state = replace(cluster.buckets[2].state, step=5 - by)
     try:
         found = cluster.synchronize(gradients(5), keep_errors=True)
     except CollectiveMismatchError:  # in other rounds already: Horovod itself, or the deadline, says so
@@ -215,7 +227,7 @@ def test_a_rank_behind_on_two_levels_is_met_by_name(case: Case, hosts: tuple[int
     for step in range(3):
         cluster.step(gradients(step))
     before = cluster.residuals()
-    cluster.buckets[2].state.step -= 1
+    cluster.buckets[2].state = replace(cluster.buckets[2].state, step=2)
     try:
         found = cluster.synchronize(gradients(3), keep_errors=True)
     except CollectiveMismatchError:

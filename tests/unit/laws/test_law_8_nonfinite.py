@@ -1,6 +1,5 @@
 """Law 8, NaN and Inf: every rank raises, says where, loses nothing finite, and can go on."""
 
-import copy
 import dataclasses
 import pickle
 
@@ -88,11 +87,11 @@ def test_the_state_is_as_before_the_step(case: Case) -> None:
     """An abandoned step teaches nothing: no threshold moves, no step is counted, no block moves."""
     gradients = random_gradients(_SCENARIO)
     cluster = run(case.recipe, _SCENARIO, gradients[:3]).cluster
-    before = [copy.deepcopy(bucket.state) for bucket in cluster.buckets]
+    before = [bucket.state for bucket in cluster.buckets]
     gradients[3, 2, 99] = np.inf
     run(case.recipe, _SCENARIO, gradients[3:4], cluster=cluster)
     for bucket, state in zip(cluster.buckets, before, strict=True):
-        assert repr(bucket.state) == repr(state)
+        assert bucket.state is state
 
 
 @rows

@@ -30,41 +30,38 @@ def holding(values: list[float]) -> ReferenceAccumulator:
     ],
 )
 def test_algorithm_5(count: int, factor: float) -> None:
-    state = ThresholdState(threshold=2.0)
-    ThresholdScaling().steer(count, 1000, state)
+    state = ThresholdScaling().steer(count, 1000, ThresholdState(threshold=2.0))
     assert state.threshold == pytest.approx(2.0 * factor, rel=1e-12)
 
 
 def test_the_first_threshold_of_the_paper_rule() -> None:
-    state = ThresholdState()
     # 1 / (2 sqrt(25)) = 0.1
-    assert ThresholdScaling().find(holding([1.0] * 100), 25, state) == pytest.approx(0.1)
+    state = ThresholdScaling().find(holding([1.0] * 100), 25, ThresholdState())
+    assert state.threshold == pytest.approx(0.1)
     # three steps with far too many selected: 0.1 * 1.005 ** 3
     for _ in range(3):
-        ThresholdScaling().steer(100, 25, state)
-    assert ThresholdScaling().find(holding([1.0] * 100), 25, state) == pytest.approx(0.1 * 1.005**3)
+        state = ThresholdScaling().steer(100, 25, state)
+    assert ThresholdScaling().find(holding([1.0] * 100), 25, state).threshold == pytest.approx(0.1 * 1.005**3)
 
 
 def test_the_sketch_is_the_order_statistic() -> None:
-    state = ThresholdState()
     accumulator = holding([0.5, -4.0, 3.0, -1.0, 2.0, 0.0])
-    assert Sketch().find(accumulator, 2, state) == 3.0
+    assert Sketch().find(accumulator, 2, ThresholdState()).threshold == 3.0
     # c = 1.5: order round(2 * 1.5) = 3
-    assert Sketch().find(accumulator, 2, ThresholdState(correction=1.5)) == 2.0
+    assert Sketch().find(accumulator, 2, ThresholdState(correction=1.5)).threshold == 2.0
     # never below order 1 or above n
-    assert Sketch().find(accumulator, 2, ThresholdState(correction=1 / 16)) == 4.0
-    assert Sketch().find(accumulator, 5, ThresholdState(correction=16.0)) == 0.0
+    assert Sketch().find(accumulator, 2, ThresholdState(correction=1 / 16)).threshold == 4.0
+    assert Sketch().find(accumulator, 5, ThresholdState(correction=16.0)).threshold == 0.0
 
 
 def test_the_correction_follows_the_count() -> None:
-    state = ThresholdState()
     # twice k: c = 0.5 ** 0.5 = 0.70711; then half of k: c = 0.70711 * 2 ** 0.5 = 1
-    Sketch().steer(200, 100, state)
+    state = Sketch().steer(200, 100, ThresholdState())
     assert state.correction == pytest.approx(0.5**0.5)
-    Sketch().steer(50, 100, state)
+    state = Sketch().steer(50, 100, state)
     assert state.correction == pytest.approx(1.0)
     # nothing selected says nothing
-    Sketch().steer(0, 100, state)
+    state = Sketch().steer(0, 100, state)
     assert state.correction == pytest.approx(1.0)
 
 

@@ -195,10 +195,11 @@ def test_missing_and_foreign_entries_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("name", "former"), [("exdyna", "selections"), ("dgc", "capacity"), ("oktopk", "results")]
+    ("name", "former"),
+    [("exdyna", "selections"), ("dgc", "capacity"), ("oktopk", "results"), ("spardl", "timed")],
 )
 def test_what_older_checkpoints_had_besides_is_passed_over(name, former):
-    """Room in messages was learned from step to step once."""
+    """Room in messages was learned from step to step once, teams were timed."""
     fresh = recipe(name).sparsifier.init(BucketInfo("w", 5000, 0, 2))
     saved = to_plain(fresh) | {"step": 7, former: {"ratio": 0.5, "mean": 0.4, "variance": 0.1, "steps": 3}}
     assert from_plain(fresh, saved).step == 7

@@ -1,5 +1,7 @@
 """Small cases worked by hand, and the figures of the SparDL paper."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -9,7 +11,7 @@ from horovod_sparse.feedback import recipe
 from horovod_sparse.simulation import SimulatedCluster, run_lockstep
 from horovod_sparse.sparsifiers import BucketInfo, GTopK, SparDL
 from horovod_sparse.sparsifiers.rounds.pairs import bruck_all_gather
-from horovod_sparse.sparsifiers.spardl.teams import adjust, fresh_state, num_between_teams
+from horovod_sparse.sparsifiers.spardl.teams import adjusted, fresh_state, num_between_teams
 from horovod_sparse.wire import WireFormat, unpack_sum
 from support.sampling import rest_nightly
 
@@ -105,7 +107,7 @@ def test_algorithm_2_by_hand() -> None:
     state, log = fresh_state(5), []
     # N = 900 three times (right direction), 1100 (wrong), 1100 twice (right), 1000 (not above L: wrong)
     for num_after in (900, 900, 900, 1100, 1100, 1100, 1000):
-        adjust(state, num_after, 1000, 5)
+        state = adjusted(state, num_after, 1000, 5)
         log.append((round(1000 * state.stride, 6), round(1000 * state.share, 6), state.confirmed))
     assert log == [
         (8, 208, True),
@@ -145,19 +147,18 @@ def test_gtopk_goes_up_and_down_any_tree(size: int) -> None:
 
 
 def test_algorithm_2_recovers_from_a_stride_of_nothing() -> None:
-    state = fresh_state(4)
-    state.stride = 0.0
+    state = replace(fresh_state(4), stride=0.0)
     for _ in range(3):
-        adjust(state, num_after=10, quota=100, teams=4)
+        state = adjusted(state, num_after=10, quota=100, teams=4)
     assert num_between_teams(state, 100, 4) > 25
     # however long it oscillates, it can still move by one element
     for step in range(200):
-        adjust(state, num_after=10 if step % 2 else 1000, quota=100, teams=4)
+        state = adjusted(state, num_after=10 if step % 2 else 1000, quota=100, teams=4)
     assert abs(state.stride) * 100 >= 0.75
     # and it stays within [L / d, L]
     for _ in range(200):
-        adjust(state, num_after=1000, quota=100, teams=4)
+        state = adjusted(state, num_after=1000, quota=100, teams=4)
     assert num_between_teams(state, 100, 4) == 25
     for _ in range(200):
-        adjust(state, num_after=0, quota=100, teams=4)
+        state = adjusted(state, num_after=0, quota=100, teams=4)
     assert num_between_teams(state, 100, 4) == 100
