@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +12,9 @@ from numpy.typing import NDArray
 from horovod_sparse.arrays.protocol import FoldReport, FoldRule, Indices, Kernels, Memory, Moments, Values
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.kernels.layout import bits_of, float_of
-from horovod_sparse.kernels.quantization import Quantization
+
+if TYPE_CHECKING:
+    from horovod_sparse.kernels.quantization import Quantization
 
 _PLAIN = FoldRule()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,9 +25,11 @@ from horovod_sparse.arrays.protocol import FoldReport, FoldRule, Indices, Kernel
 from horovod_sparse.checks import check_density
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.kernels.host import fold as folding
-from horovod_sparse.kernels.host import quantize, scatter, select, statistics
+from horovod_sparse.kernels.host import scatter, select, statistics
 from horovod_sparse.kernels.layout import Layout, bits_dtype, block_size
-from horovod_sparse.kernels.quantization import Quantization
+
+if TYPE_CHECKING:
+    from horovod_sparse.kernels.quantization import Quantization
 
 Array = NDArray[Any]
 
@@ -211,18 +213,25 @@ class HostKernels(Kernels):
     def quantize(
         self, values: Array, code: Quantization, key: int, words: NDArray[np.int32], norm: float
     ) -> float:
-        return quantize.encode(values, code, key, words, norm)
+        return _quantize().encode(values, code, key, words, norm)
 
     def words(self, words: NDArray[np.int32]) -> NDArray[np.int32]:
         return words
 
     def take_away(self, values: Array, code: Quantization, words: NDArray[np.int32]) -> None:
-        quantize.take_away(values, words, code, values)
+        _quantize().take_away(values, words, code, values)
 
     def less(self, values: Array, code: Quantization, words: NDArray[np.int32]) -> Array:
         left = np.empty_like(values)
-        quantize.take_away(values, words, code, left)
+        _quantize().take_away(values, words, code, left)
         return left
+
+
+def _quantize() -> Any:
+    """The kernels of quantizers, loaded with the first of them."""
+    from horovod_sparse.kernels.host import quantize
+
+    return quantize
 
 
 def _squares(values: Values) -> float:

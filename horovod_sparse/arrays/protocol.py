@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.kernels.layout import Layout
-from horovod_sparse.kernels.quantization import Quantization
+
+if TYPE_CHECKING:
+    from horovod_sparse.kernels.quantization import Quantization
 
 Indices: TypeAlias = NDArray[np.int32]
 Values: TypeAlias = NDArray[Any]

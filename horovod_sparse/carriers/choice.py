@@ -6,11 +6,13 @@ import logging
 import os
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from horovod_sparse.carriers.mpi import MpiPairs, mpi_or_reason
 from horovod_sparse.collectives import Request, shared_lines
 from horovod_sparse.errors import UnknownNameError, UnsupportedError
+
+if TYPE_CHECKING:
+    from horovod_sparse.carriers.mpi import MpiPairs
 
 #: "auto": messages between pairs over MPI, where there is MPI; "alltoall": over Horovod's all-to-all;
 #: "pairs": all rounds of sparsifiers are such messages over MPI. The same on all ranks.
@@ -51,6 +53,8 @@ def usable_mpi(hvd: Any) -> tuple[Any, str]:
         return None, f"{TRANSPORT_VARIABLE} says so"
     if not hvd.mpi_enabled():
         return None, "Horovod does not run on MPI"
+    from horovod_sparse.carriers.mpi import mpi_or_reason
+
     return mpi_or_reason(hvd)
 
 
@@ -113,6 +117,8 @@ def _first_reason(reasons: list[str], rank: int) -> str:
 
 def _connected(mpi: Any, ranks: list[int], number: int) -> tuple[MpiPairs | None, str]:
     """A communicator of these ranks, or None and why there is none."""
+    from horovod_sparse.carriers.mpi import MpiPairs
+
     try:
         return MpiPairs(mpi, ranks, tag=number), ""
     except Exception as error:  # told to all ranks, which then do without

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from horovod_sparse.tensors.flat_gradient import memory_of
 from horovod_sparse.tensors.layout import memory_strides, view_into
-from horovod_sparse.tensors.memory import memory_of
 
 
 class BucketGradient:

@@ -21,8 +21,8 @@ from horovod_sparse.planning import by_cost
 from horovod_sparse.plans.plan import Plan
 from horovod_sparse.tensors.entries import host_entry
 from horovod_sparse.tensors.facts import groups_of
+from horovod_sparse.tensors.flat_gradient import memory_of
 from horovod_sparse.tensors.loss_scale import ScaleOfStep, watch_scalers
-from horovod_sparse.tensors.memory import memory_of
 from horovod_sparse.tensors.parts import DenseParameters, Part
 from horovod_sparse.tensors.replicas import shared_entries
 from horovod_sparse.tensors.streams import CudaStreams

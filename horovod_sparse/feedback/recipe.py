@@ -18,10 +18,8 @@ from horovod_sparse.feedback.feedbacks import (
     Feedback,
     feedback_named,
 )
-from horovod_sparse.feedback.text import NESTED, parse_arguments, parse_value
 from horovod_sparse.sparsifiers import ALGORITHMS, Sparsifier
 from horovod_sparse.sparsifiers.base import value_text
-from horovod_sparse.sparsifiers.dense import Dense
 
 _log = logging.getLogger("horovod_sparse")
 
@@ -170,6 +168,8 @@ class Recipe:
 
     def for_dense(self) -> Recipe:
         """The recipe for a parameter that is sent whole: the same feedback around an allreduce."""
+        from horovod_sparse.sparsifiers.dense import Dense
+
         for_dense = getattr(self.feedback, "for_dense", None)
         return Recipe(Dense(), self.feedback if for_dense is None else for_dense())
 
@@ -246,8 +246,10 @@ def recipe(name: str, **arguments: Any) -> Recipe:
             raise ArgumentError(argument, arguments[argument], f"no such argument: {_FORMER[argument]}")
         if argument not in signature.parameters:
             raise UnknownNameError(f"argument of {name}", argument, signature.parameters)
-    for argument in NESTED:
+    for argument in ("feedback", "schedule", "threshold", "density"):
         if isinstance(value := arguments.get(argument), str):
+            from horovod_sparse.feedback.text import parse_value
+
             arguments[argument] = parse_value(argument, value)
             if argument == "density" and isinstance(arguments[argument], (int, float)):
                 raise ArgumentError("density", value, "a kept fraction in (0, 1] as a number, or 'auto'")
@@ -284,6 +286,8 @@ def parse_recipe(text: str) -> Recipe:
         >>> parse_recipe("topk:schedule=exponential(steps=400),dense=('*.bias',)").rules.dense
         ('*.bias',)
     """
+    from horovod_sparse.feedback.text import parse_arguments
+
     name, _, rest = text.strip().partition(":")
     _algorithm(name)
     return recipe(name, **parse_arguments(rest))

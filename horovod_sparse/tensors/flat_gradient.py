@@ -11,7 +11,7 @@ import torch
 from horovod_sparse.carriers.shared_memory import Arena
 from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.tensors.layout import alone, memory_strides, view_into
-from horovod_sparse.tensors.memory import memory_of
+from horovod_sparse.tensors.memory import HOST, HOST_DEVICES, GradientMemory
 
 _log = logging.getLogger("horovod_sparse")
 
@@ -20,6 +20,22 @@ _NOWHERE = np.empty(0, np.int32)
 _HALF_ROUNDING = 2.0**-7
 #: places per parameter that are looked at to notice a change that PyTorch did not count
 _NUM_PROBES = 16
+
+
+def memory_of(device: torch.device, name: str) -> GradientMemory:
+    """The memory of a device."""
+    if device.type in HOST_DEVICES:
+        return HOST
+    from horovod_sparse.tensors.device_memory import device_memory
+
+    try:
+        return device_memory(device)
+    except (RuntimeError, TypeError, AssertionError) as error:  # as PyTorch's backends put it
+        raise UnsupportedError(
+            f"the gradient of {name} is on {device}, where no sparsifier can work: that takes float64 beside "
+            f"the gradient's own type, and copies to the host ({str(error).splitlines()[0]}). Train on the "
+            "CPU or on a CUDA device, or use compression=Compression.none or .fp16"
+        ) from error
 
 
 class FlatGradient:

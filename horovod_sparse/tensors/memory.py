@@ -1,30 +1,27 @@
-"""Gradients in host memory and on devices: the one place that knows the difference.
+"""What is done with gradients where they are, and the host's memory.
 
 On the CPU gradients are NumPy arrays over PyTorch's memory, served by numba's kernels. On any other device
-they stay tensors, served by Triton's kernels or PyTorch's. Messages are NumPy arrays on the host in both
-cases, and both give the same bits.
+they stay tensors (`device_memory.py`), served by Triton's kernels or PyTorch's. Messages are NumPy arrays on
+the host in both cases, and both give the same bits.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
 
 from horovod_sparse.arrays import Accumulator, GradientParts, HostAccumulator
-from horovod_sparse.collectives import AllReduce, Synchronization
-from horovod_sparse.errors import UnsupportedError
+from horovod_sparse.collectives import Synchronization
 from horovod_sparse.feedback import Recipe, two_level_bucket
 from horovod_sparse.kernels import apply_scaled_sum, clear_all, clear_at
 from horovod_sparse.sparsifiers import BucketInfo
-from horovod_sparse.tensors import gradients
-from horovod_sparse.tensors.accumulator import KeptTensor, TorchAccumulator, accumulating
-from horovod_sparse.tensors.streams import CudaStreams
-from horovod_sparse.tensors.transfer import to_device, to_host
-from horovod_sparse.training.parts import REFUSED, Members, check_health, sum_densely
+from horovod_sparse.training.parts import Members, sum_densely
+
+if TYPE_CHECKING:
+    from horovod_sparse.tensors.streams import CudaStreams
 
 #: types of devices whose memory NumPy can read
 HOST_DEVICES = frozenset({"cpu"})
@@ -90,26 +87,6 @@ class GradientMemory(Protocol):
         """The sum over ranks of a flat gradient's elements; see `sum_densely`. Half types in float32."""
 
 
-def memory_of(device: torch.device, name: str) -> GradientMemory:
-    """The memory of a device."""
-    if device.type in HOST_DEVICES:
-        return _HOST
-    try:
-        return _device_memory(device)
-    except (RuntimeError, TypeError, AssertionError) as error:  # as PyTorch's backends put it
-        raise UnsupportedError(
-            f"the gradient of {name} is on {device}, where no sparsifier can work: that takes float64 beside "
-            f"the gradient's own type, and copies to the host ({str(error).splitlines()[0]}). Train on the "
-            "CPU or on a CUDA device, or use compression=Compression.none or .fp16"
-        ) from error
-
-
-@functools.cache
-def _device_memory(device: torch.device) -> DeviceMemory:
-    torch.zeros(1, dtype=torch.float64, device=device).sqrt().cpu()
-    return DeviceMemory(device)
-
-
 def unscaled(gradient: torch.Tensor, loss_scale: float) -> torch.Tensor:
     """A gradient over the scale of its loss, half types in float32; the gradient itself where that is 1."""
     if loss_scale == 1.0:
@@ -127,7 +104,8 @@ def host_view(tensor: torch.Tensor) -> np.ndarray:
     return array
 
 
-def _arguments(recipe: Recipe) -> dict[str, Any]:
+def recipe_arguments(recipe: Recipe) -> dict[str, Any]:
+    """Of an accumulator."""
     return {"density": recipe.sparsifier.density, "companions": recipe.feedback.num_companions}
 
 
@@ -135,7 +113,7 @@ class HostMemory(GradientMemory):
     """NumPy's view of PyTorch's memory."""
 
     def accumulator(self, info: BucketInfo, recipe: Recipe) -> HostAccumulator:
-        return HostAccumulator(info.num_elements, info.dtype, **_arguments(recipe))
+        return HostAccumulator(info.num_elements, info.dtype, **recipe_arguments(recipe))
 
     def companions(self, accumulator: HostAccumulator) -> tuple[np.ndarray, ...]:
         return accumulator.companions
@@ -192,71 +170,4 @@ class HostMemory(GradientMemory):
         return torch.from_numpy(total)
 
 
-class DeviceMemory(GradientMemory):
-    """Tensors on one device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def accumulator(self, info: BucketInfo, recipe: Recipe) -> TorchAccumulator:
-        return TorchAccumulator(info.num_elements, info.dtype, device=self._device, **_arguments(recipe))
-
-    def companions(self, accumulator: TorchAccumulator) -> tuple[np.ndarray, ...]:
-        return tuple(to_host(companion) for companion in accumulator.companions)
-
-    def assign_companions(self, accumulator: TorchAccumulator, values: Sequence[np.ndarray]) -> None:
-        for companion, new in zip(accumulator.companions, values, strict=True):
-            companion.copy_(torch.from_numpy(np.array(new)).reshape(-1))
-
-    def streams(self) -> CudaStreams | None:
-        return CudaStreams(self._device) if self._device.type == "cuda" else None
-
-    def foldable(self, gradient: torch.Tensor, loss_scale: float = 1.0) -> KeptTensor:
-        return KeptTensor(unscaled(gradient, loss_scale))
-
-    def summable(self, foldable: KeptTensor, whole: BucketInfo) -> torch.Tensor:
-        return foldable.tensor.to(accumulating(whole.dtype)).reshape(-1)
-
-    def shard(self, total: torch.Tensor, num_elements: int) -> KeptTensor:
-        return KeptTensor(torch.cat([total, total.new_zeros(num_elements - total.numel())]))
-
-    def scatter(self, gradient: torch.Tensor, indices: Places, values: np.ndarray, scale: float) -> int:
-        return gradients.apply_scaled_sum(gradient, indices, values, scale)
-
-    def zero(self, gradient: torch.Tensor) -> None:
-        gradient.zero_()
-
-    def clear(self, gradient: torch.Tensor, scattered: np.ndarray, probes: np.ndarray) -> bool:
-        """Looking at the probes would make the host wait: all is cleared."""
-        gradient.zero_()
-        return False
-
-    def sum_dense(
-        self,
-        name: str,
-        gradient: torch.Tensor,
-        carried: np.ndarray | None,
-        place: tuple[int, int],
-        *,
-        refused: bool = False,
-        members: Members = (),
-    ) -> Synchronization[torch.Tensor]:
-        """The elements stay on the device; the ranks' health is read."""
-        rank, size = place
-        count, wide = gradient.numel(), gradient.to(torch.promote_types(gradient.dtype, torch.float32))
-        buffer = torch.zeros(count + size, dtype=wide.dtype, device=self._device)
-        own = buffer[:count]
-        torch.add(wide, 0 if carried is None else to_device(carried, self._device), out=own)
-        if refused:
-            buffer[count + rank].fill_(REFUSED)
-        else:
-            finite = torch.isfinite(own)
-            stops = torch.tensor([stop for _, stop in members], dtype=torch.int64, device=self._device)
-            first = torch.searchsorted(stops, torch.argmin(finite.to(torch.uint8)), right=True)
-            buffer[count + rank].copy_(torch.where(finite.all(), 0, 1 + first))
-        total: Any = yield AllReduce(buffer)
-        check_health(name, to_host(total[count:]), members)
-        return total[:count]
-
-
-_HOST = HostMemory()
+HOST = HostMemory()

@@ -16,8 +16,9 @@ from horovod_sparse.feedback import Bucket, Progress, Recipe, resumed
 from horovod_sparse.feedback.state import from_plain, shared_digest, to_plain
 from horovod_sparse.plans.plan import Plan
 from horovod_sparse.sparsifiers import BucketInfo
+from horovod_sparse.tensors.flat_gradient import memory_of
 from horovod_sparse.tensors.layout import dtype_name, on_host
-from horovod_sparse.tensors.memory import GradientMemory, memory_of
+from horovod_sparse.tensors.memory import GradientMemory
 from horovod_sparse.training.agreement import AgreedStatus, RankStatus, kept_share
 from horovod_sparse.training.state import check_parameters, companions_fit, feedback_name
 

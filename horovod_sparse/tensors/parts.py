@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -18,10 +18,12 @@ from horovod_sparse.tensors.driver import Starter, Task
 from horovod_sparse.tensors.flat_gradient import FlatGradient
 from horovod_sparse.tensors.layout import dtype_name, shaped, unshaped
 from horovod_sparse.tensors.memory import HOST_DEVICES, GradientMemory, unscaled
-from horovod_sparse.tensors.streams import CudaStreams
 from horovod_sparse.topology import Topology
 from horovod_sparse.training import parts as common
 from horovod_sparse.training.engine import Facts, PartSpec
+
+if TYPE_CHECKING:
+    from horovod_sparse.tensors.streams import CudaStreams
 
 #: makes what holds the gradients of a part
 Lay: TypeAlias = Callable[[Sequence[torch.Tensor], str], Any]

@@ -16,7 +16,8 @@ from horovod_sparse.planning.request import Decision
 from horovod_sparse.planning.warmup import Decide
 from horovod_sparse.plans.plan import ParameterFacts
 from horovod_sparse.sparsifiers import BucketInfo, SparseSum
-from horovod_sparse.tensors.memory import HOST_DEVICES, DeviceMemory
+from horovod_sparse.tensors.device_memory import DeviceMemory
+from horovod_sparse.tensors.memory import HOST_DEVICES
 from horovod_sparse.tensors.streams import stamps_for
 from horovod_sparse.topology import Topology
 from horovod_sparse.torch._horovod import hvd

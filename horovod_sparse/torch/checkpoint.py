@@ -14,7 +14,6 @@ from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.driver import carry_out_together
 from horovod_sparse.torch.methods import ENTRY, check_groups
 from horovod_sparse.torch.synchronizer import GradientSynchronizer
-from horovod_sparse.training.checkpoint import load_together, save_together
 
 _NAME = "horovod_sparse.checkpoint"
 #: of dicts whose keys are not strings, and of tensors of types that NumPy has not
@@ -60,6 +59,8 @@ def save(
         ...     saved == hvd.load(directory, optimizer, model=model)
         True
     """
+    from horovod_sparse.training.checkpoint import save_together
+
     synchronizer = _synchronizer_of(optimizer)
 
     def entry() -> dict[str, Any]:
@@ -108,6 +109,8 @@ def load(
         StateMismatchError: on every rank, if it does not fit on any. Nothing has been loaded then.
         ArgumentError: for an optimizer without a sparsifier.
     """
+    from horovod_sparse.training.checkpoint import load_together
+
     synchronizer = _synchronizer_of(optimizer)
 
     def check(entry: Mapping[str, Any]) -> None:

@@ -16,9 +16,9 @@ from horovod_sparse.errors import (
 from horovod_sparse.feedback import Bucket, Recipe
 from horovod_sparse.plans.plan import ParameterFacts
 from horovod_sparse.telemetry import BucketReport, Telemetry
+from horovod_sparse.tensors.flat_gradient import memory_of
 from horovod_sparse.tensors.layout import dtype_name
 from horovod_sparse.tensors.loss_scale import ScaleOfStep, watch_scalers
-from horovod_sparse.tensors.memory import memory_of
 from horovod_sparse.tensors.parameter_buckets import NamedParameters, ParameterBuckets
 from horovod_sparse.tensors.replicas import shared_entries
 from horovod_sparse.torch._horovod import holder_of, hvd, present_start

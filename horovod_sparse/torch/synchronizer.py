@@ -28,7 +28,6 @@ from horovod_sparse.tensors.entries import host_entry
 from horovod_sparse.tensors.layout import dtype_name
 from horovod_sparse.tensors.loss_scale import ScaleOfStep, scaled_passes, watch_scalers
 from horovod_sparse.tensors.parts import Part, SparseBucket
-from horovod_sparse.tensors.replicas import shared_entries
 from horovod_sparse.torch._horovod import hvd, present_start
 from horovod_sparse.torch.driver import carry_out_together, explain
 from horovod_sparse.torch.horovod_engine import HorovodEngine, planned
@@ -335,6 +334,8 @@ class GradientSynchronizer(Training):
     def check_drift(self) -> None:
         """All ranks together, after the optimizer's step: whether they train the same model still."""
         if self.size > 1:
+            from horovod_sparse.tensors.replicas import shared_entries
+
             parameters = {name: parameter for name, (_, parameter) in self.facts.items()}
             entries = shared_entries(parameters, self.optimizer)
             name, seconds = f"{self.driver.label}horovod_sparse.drift", self.settings.deadline_seconds

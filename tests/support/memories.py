@@ -15,4 +15,4 @@ def choose_memory(monkeypatch: Any, name: str) -> None:
         name: of the memory.
     """
     chosen = {"host": frozenset({"cpu"}), "device": frozenset()}[name]
-    monkeypatch.setattr("horovod_sparse.tensors.memory.HOST_DEVICES", chosen)
+    monkeypatch.setattr("horovod_sparse.tensors.flat_gradient.HOST_DEVICES", chosen)
