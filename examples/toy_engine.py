@@ -78,8 +78,8 @@ class ArrayBucket(ArrayPart, BucketPart):
     def again(self, execute: Callable[[Request], Any], *, drop: bool) -> None:
         self.run(self.bucket.again(), execute)
 
-    def abandon(self, *, drop: bool = False) -> None:
-        self.bucket.abandon(drop=drop)
+    def abandon(self, *, drop: bool = False, again: bool = False) -> None:
+        self.bucket.abandon(drop=drop, again=again)
 
     def apply(self, scale: float) -> tuple[np.ndarray, BucketReport]:
         applied, total = np.zeros(self.num_elements, np.float32), self.total

@@ -130,8 +130,7 @@ class NonFiniteGradientError(HorovodSparseError, ArithmeticError):
 class NonFiniteSumError(NonFiniteGradientError):
     """The sum of gradients that are finite on every rank is not; raised on every rank.
 
-    The step was given up on all ranks alike, as for a gradient that is not finite. The gradients wait in the
-    residuals: what overflows once overflows again, unless gradients become smaller.
+    The step was given up on all ranks alike, as for a gradient that is not finite: all gradients are dropped.
 
     Args:
         bucket: name of the bucket.

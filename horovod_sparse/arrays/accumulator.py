@@ -364,7 +364,7 @@ class Accumulator:
         if changed or places:
             self._norm = self._norm_at_fold
 
-    def drop(self, gradient: Any) -> None:
+    def drop(self, gradient: Any, *, coasts: bool = False) -> None:
         """Takes the last fold's gradient out of the values (and their companion) again, after `abandon`.
 
         What was there before, decay included, comes back to the rounding of the sum: where the gradient
@@ -372,9 +372,13 @@ class Accumulator:
 
         Args:
             gradient: as it was folded; it must have been kept.
+            coasts: whether a velocity acts as in a fold of zeros; otherwise it is what it was before, too.
         """
         rule, companion = self._folded
         self._kernels.take_out(self._values, companion, self._kernels.checked(gradient), rule)
+        if companion is not None and not coasts and rule.momentum:
+            self._values -= rule.factors(self.dtype).tolist()[3] * companion
+            companion /= rule.momentum
         self._start_anew()
 
     def values(self) -> Values:

@@ -121,13 +121,14 @@ class State(Synchronizer):
 
     def _complete_step(self) -> None:
         """The last bucket of a step has come."""
-        failure = self._finish(self._layout)
+        before, failure = self.step, self._finish(self._layout)
         results, self._results = self._results, []
         for future, buffer in results:
             future.set_result(buffer)
         layout, self._layout = self._layout, []
         if failure is not None:
             after_backward(partial(throw, failure))
+        if self.step == before:  # given up: as if it had not been
             return
         seen = [tuple(map(id, bucket)) for bucket in layout]
         self._num_alike = self._num_alike + 1 if seen == self._last_layout else 1

@@ -291,16 +291,17 @@ class Bucket:
             report.kinds_by_round.append(type(request).__name__)
             result = yield request
 
-    def abandon(self, *, drop: bool = False) -> None:
+    def abandon(self, *, drop: bool = False, again: bool = False) -> None:
         """Takes the last step back, after its collectives: the selection returns to the residual.
 
-        The gradient stays folded in, and so does the learning rate that the residual was scaled to.
+        The gradient stays folded in, unless it is dropped; with `again`, as if it had been zeros. The
+        learning rate that the residual was scaled to stays.
         """
         if self._before is not None:
             self.accumulator.abandon()
             self.state, self._before = self._before, None
         if drop and self._gradient is not None:
-            self.accumulator.drop(self._gradient)
+            self.accumulator.drop(self._gradient, coasts=again)
             self._gradient = None
 
     def accept(self) -> None:

@@ -50,7 +50,7 @@ class Ending:
             training.last_error = verdict.error
             if verdict.outcome != Outcome.APPLIED:
                 for part in parts:
-                    part.abandon(drop=verdict.drop)
+                    part.abandon(drop=verdict.drop, again=verdict.outcome is Outcome.AGAIN)
                 if verdict.outcome == Outcome.RAISE and verdict.error is not None:
                     raise verdict.error
                 shapes = [(shape, numpy_dtype(part.dtype)) for part in parts for shape in part.shapes]

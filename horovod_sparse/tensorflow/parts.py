@@ -48,7 +48,7 @@ class Part(common.Part, Protocol):
     def apply(self, scale: float) -> tuple[list[np.ndarray], BucketReport]:
         """Scale times the sum over ranks, dense, by variable. The task is done."""
 
-    def abandon(self, *, drop: bool = False) -> None:
+    def abandon(self, *, drop: bool = False, again: bool = False) -> None:
         """Takes the step back, as far as it came."""
 
     def close(self) -> None:
@@ -150,8 +150,8 @@ class SparseBucket(common.ArrayLayout, common.BucketPart):
             apply_seconds=time.perf_counter() - started,
         )
 
-    def abandon(self, *, drop: bool = False) -> None:
-        self.bucket.abandon(drop=drop)
+    def abandon(self, *, drop: bool = False, again: bool = False) -> None:
+        self.bucket.abandon(drop=drop, again=again)
         self.task.settled = True
 
     def close(self) -> None:
@@ -238,7 +238,7 @@ class DenseVariable(common.ArrayLayout, common.DensePart):
         if self.task.under_way:
             self.task.drop()
 
-    def abandon(self, *, drop: bool = False) -> None:
+    def abandon(self, *, drop: bool = False, again: bool = False) -> None:
         if drop:
             self._given = np.zeros_like(self._given)
 

@@ -53,8 +53,8 @@ class Part(common.Part, Protocol):
     def apply(self, scale: float) -> BucketReport:
         """Puts scale (and the loss's) times the sum over ranks where the gradients are. The task is done."""
 
-    def abandon(self, *, drop: bool = False) -> None:
-        """Takes the step back, as far as it came; with `drop` this rank's gradient, too."""
+    def abandon(self, *, drop: bool = False, again: bool = False) -> None:
+        """See `Bucket.abandon`: takes the step back, as far as it came."""
 
 
 class _Laid:
@@ -160,10 +160,10 @@ class SparseBucket(_Laid, common.BucketPart):
             apply_seconds=time.perf_counter() - started,
         )
 
-    def abandon(self, *, drop: bool = False) -> None:
+    def abandon(self, *, drop: bool = False, again: bool = False) -> None:
         if self.streams is not None:
             self.streams.join()
-        self.bucket.abandon(drop=drop)
+        self.bucket.abandon(drop=drop, again=again)
 
     def own(self) -> tuple[np.ndarray, ...]:
         accumulator = self.bucket.accumulator

@@ -369,8 +369,7 @@ class GradientSynchronizer(Training):
             StateMismatchError: on every rank alike, if ranks have different parameters when the training
                 begins, or when parameters join it.
             NonFiniteGradientError: on every rank alike, if a gradient is not finite on some rank. The
-                whole step is given up: gradients are zeros, those of other ranks stay in the residuals,
-                and training may go on.
+                step is given up whole, by all ranks: gradients are zeros, and training may go on.
             EditedGradientError: on every rank alike, if gradients were changed on some rank after their
                 synchronization had begun.
             UnsupportedError: if a rank has called ``hvd.join()`` meanwhile.

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeGuard, TypeVar
 
-from horovod_sparse.errors import EditedGradientError, NonFiniteGradientError, NonFiniteSumError
+from horovod_sparse.errors import EditedGradientError, NonFiniteGradientError
 from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.training.settings import RAISE, ZERO
 
@@ -42,7 +42,7 @@ class Verdict:
     Attributes:
         outcome: the same on all ranks.
         error: why it is not applied; None where it is.
-        drop: whether this rank's gradients leave its residuals.
+        drop: whether this rank's gradients leave its residuals, all of them.
     """
 
     outcome: Outcome
@@ -59,9 +59,8 @@ class NonFinitePolicy:
       once more: the others' gradients wait in their residuals, so nothing is folded in again. A good step
       costs nothing more.
 
-    With all three the gradient of a bad rank is dropped whole, and the good ranks' stay in their residuals.
-    A sum that overflows though every gradient is finite has no bad rank. What overflows once overflows again
-    as long as it waits, so with "skip" and "zero" all ranks drop their gradients then, and skip the step.
+    A step that no rank applies is given up whole: all ranks drop its gradients, as dense training does, so
+    residuals are what they were before it. So does a sum that overflows though every gradient is finite.
 
     Example:
         >>> policy = NonFinitePolicy("skip", Telemetry())
@@ -86,12 +85,12 @@ class NonFinitePolicy:
         if not errors and failure is None:
             return Verdict(Outcome.APPLIED)
         error = worst(errors) if failure is None else failure
-        ranks = list(ranks)
-        drop = bool(errors) and any(self._drops(errors, rank) for rank in ranks)
         if again and not scaled and (verdict := self.repeat(errors, ranks)) is not None:
             return verdict
-        if scaled and isinstance(error, NonFiniteGradientError):
-            return Verdict(Outcome.OVERFLOW, error, any(_has_bad_gradient(errors, rank) for rank in ranks))
+        # known to all ranks alike; after an edit the gradient is not what was folded in
+        drop = isinstance(error, NonFiniteGradientError)
+        if scaled and drop:
+            return Verdict(Outcome.OVERFLOW, error, drop)
         return Verdict(Outcome.SKIPPED if self._skips(errors) else Outcome.RAISE, error, drop)
 
     def repeat(self, errors: Sequence[BaseException], ranks: Iterable[int]) -> Verdict | None:
@@ -103,7 +102,7 @@ class NonFinitePolicy:
             return None
         self._telemetry.num_dropped += 1
         self._tell(self._telemetry.num_dropped, errors, f"those of ranks {bad} are left out of this step")
-        return Verdict(Outcome.AGAIN, worst(errors), any(self._drops(errors, rank) for rank in ranks))
+        return Verdict(Outcome.AGAIN, worst(errors), any(rank in bad for rank in ranks))
 
     def _skips(self, errors: Sequence[BaseException]) -> bool:
         if self.on_nonfinite == RAISE or not _about_numbers(errors):
@@ -111,11 +110,6 @@ class NonFinitePolicy:
         self._telemetry.num_skipped += 1
         self._tell(self._telemetry.num_skipped, errors, "all ranks skip this step")
         return True
-
-    def _drops(self, errors: Sequence[BaseException], rank: int) -> bool:
-        if _has_bad_gradient(errors, rank):
-            return True
-        return self.on_nonfinite != RAISE and all(isinstance(error, NonFiniteSumError) for error in errors)
 
     def _tell(self, count: int, errors: Sequence[NonFiniteGradientError], what: str) -> None:
         if count & (count - 1) == 0:  # the 1st, 2nd, 4th, ...: a training that has blown up fills no disk
@@ -127,11 +121,6 @@ def worst(failures: Iterable[Failure]) -> Failure:
     """Of a step's errors the one to look at: what stands on this rank alone, or else an edit."""
     kinds = (EditedGradientError, NonFiniteGradientError)
     return min(failures, key=lambda error: 1 + kinds.index(type(error)) if type(error) in kinds else 0)
-
-
-def _has_bad_gradient(failures: Iterable[BaseException], rank: int) -> bool:
-    """Whether a gradient of this rank is not finite: all of the rank's gradients are dropped then."""
-    return any(isinstance(error, NonFiniteGradientError) and rank in error.where for error in failures)
 
 
 def _about_numbers(errors: Sequence[BaseException]) -> TypeGuard[Sequence[NonFiniteGradientError]]:

@@ -151,7 +151,7 @@ class DensePart:
     def assign(self, held: Sequence[np.ndarray]) -> None:
         (self.carried,) = held
 
-    def abandon(self, *, drop: bool = False) -> None:
+    def abandon(self, *, drop: bool = False, again: bool = False) -> None:
         """The step is taken back: a dense gradient of an abandoned step is dropped, as Horovod would."""
 
     def report(

@@ -336,7 +336,7 @@ class Training:
         if verdict is None:
             return list(errors)
         for part in self.parts:
-            part.abandon(drop=verdict.drop)
+            part.abandon(drop=verdict.drop, again=True)
             part.again(starter(part), drop=verdict.drop)
         return wait()
 

@@ -250,7 +250,7 @@ def test_a_state_of_another_compression_is_refused(engine: Engine) -> None:
     [("topk:density=0.1", np.inf), ("exdyna:density=0.1", np.nan), ("gtopk:density=0.1", np.nan)],
 )
 def test_a_bad_gradient_of_one_rank_is_an_error_on_all(engine: Engine, text: str, bad: float) -> None:
-    """Nothing is applied; the others' gradients are held back, and the bad one is dropped as a whole."""
+    """Nothing is applied, and nothing is left of it: all ranks drop their gradients."""
     training, ledger, sick = engine.train(text), Ledger(engine), engine.size - 1
     for step in range(5):
         gradients = given(engine.rank, step)
@@ -261,8 +261,6 @@ def test_a_bad_gradient_of_one_rank_is_an_error_on_all(engine: Engine, text: str
         before = training.weights()
         if engine.rank == sick:
             gradients["second"].reshape(-1)[3] = bad
-        else:
-            ledger.enter(gradients)
         with pytest.raises(NonFiniteGradientError, match=f"rank {sick}: second") as caught:
             training.step(gradients)
         assert caught.value.where == {sick: "second"}
@@ -293,13 +291,13 @@ def test_a_bad_dense_gradient_names_its_rank(engine: Engine) -> None:
         "topk:density=0.1,dense_below=10",
         "gtopk:density=0.1",
         pytest.param("exdyna:density=0.1,feedback=none", marks=pytest.mark.nightly),
-        pytest.param("topk:density=0.1,feedback=momentum(momentum=0.5)", marks=pytest.mark.nightly),
+        "topk:density=0.1,feedback=momentum(momentum=0.5)",
     ],
 )
 def test_a_bad_rank_is_left_out_or_the_step_is_skipped(engine: Engine, text: str) -> None:
-    """Left out: as if its gradient had been zero. Skipped: nobody's weights move."""
+    """Left out: as if its gradient had been zero. Skipped: as if there had been no such step."""
     leaving, skipping = (engine.train(text, on_nonfinite=policy) for policy in ("zero", "skip"))
-    twin = engine.train(text)
+    twin, without = engine.train(text), engine.train(text)
     for step in range(5):
         gradients, zeroed = given(engine.rank, step), given(engine.rank, step)
         if step == 2 and engine.rank == engine.size - 1:
@@ -308,9 +306,11 @@ def test_a_bad_rank_is_left_out_or_the_step_is_skipped(engine: Engine, text: str
         leaving.step(gradients)
         skipping.step(gradients)
         twin.step(zeroed)
+        if step != 2:
+            without.step(given(engine.rank, step))
         moved = any(not np.array_equal(one, before[name]) for name, one in skipping.weights().items())
         assert moved == (step != 2)
-    assert same(leaving, twin)
+    assert same(leaving, twin) and same(skipping, without)
     assert (leaving.telemetry.num_dropped, leaving.telemetry.num_steps) == (1, 5)
     assert (skipping.telemetry.num_skipped, skipping.telemetry.num_steps) == (1, 4)
     assert replicas_agree(engine, leaving) and replicas_agree(engine, skipping)
@@ -489,9 +489,8 @@ def test_a_bad_rank_of_a_host_is_an_error_on_all(engine: Engine, where: str, hos
     with pytest.raises(NonFiniteGradientError) as caught:
         training.step(sick)
     assert set(caught.value.where) == last_host and set(caught.value.where.values()) == {where}
-    if engine.rank in last_host:  # all of its gradients are dropped, in all buckets
-        for name, values in training.held().items():
-            np.testing.assert_allclose(values, before[name], rtol=0, atol=1e-6)
+    for name, values in training.held().items():  # all gradients are dropped, in all buckets
+        np.testing.assert_allclose(values, before[name], rtol=0, atol=1e-6)
     run(training, engine, range(2, 4))
     assert replicas_agree(engine, training)
 

@@ -137,7 +137,7 @@ def test_the_step_once_more_leaves_the_sick_host_out(case: Case) -> None:
         if step == _SICK:
             assert all(isinstance(error, NonFiniteGradientError) for error in found)
             for rank, bucket in enumerate(cluster.buckets):
-                bucket.abandon(drop=rank in found[0].where)
+                bucket.abandon(drop=rank in found[0].where, again=True)
             again = [bucket.again() for bucket in cluster.buckets]
             found = run_lockstep(again, topology=cluster.topology)
         np.testing.assert_allclose(cluster.dense(found[0]), twin.step([*theirs]), rtol=0, atol=1e-5)

@@ -49,8 +49,8 @@ def test_what_becomes_of_a_step() -> None:
     own, rule = UnsupportedError("of this rank"), NonFinitePolicy("raise", Telemetry())
     assert rule.judge([], [0]).outcome is Outcome.APPLIED
     assert rule.judge([bad], [1]) == Verdict(Outcome.RAISE, bad, True)
-    assert rule.judge([bad], [0], scaled=True) == Verdict(Outcome.OVERFLOW, bad, False)
-    assert rule.judge([bad, edited], [0], scaled=True).error is edited
+    assert rule.judge([bad], [0], scaled=True) == Verdict(Outcome.OVERFLOW, bad, True)
+    assert rule.judge([bad, edited], [0], scaled=True) == Verdict(Outcome.RAISE, edited, False)
     assert rule.judge([bad, edited, own], [0]).error is own
     assert rule.judge([], [0], failure=own) == Verdict(Outcome.RAISE, own, False)
     assert NonFinitePolicy("skip", Telemetry()).judge([bad, own], [0]).outcome is Outcome.RAISE
