@@ -15,7 +15,7 @@ from benchmarks.local.works import layered_gradient
 from horovod_sparse.sparsifiers.dragonn import HashFunction, survivors
 from horovod_sparse.tensors import plain_kernels as torch_plain
 from horovod_sparse.tensors.accumulator import TorchAccumulator
-from horovod_sparse.tensors.gradients import apply_sum, clear_at
+from horovod_sparse.tensors.device_memory import apply_sum, clear_at
 
 # Tiles and warps that `--tune` compares.
 _SHAPES = ((1024, 4), (2048, 4), (2048, 8), (4096, 4), (4096, 8), (8192, 8))

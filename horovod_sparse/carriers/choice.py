@@ -12,7 +12,7 @@ from horovod_sparse.collectives import Request, shared_lines
 from horovod_sparse.errors import UnknownNameError, UnsupportedError
 
 if TYPE_CHECKING:
-    from horovod_sparse.carriers.mpi import MpiPairs
+    from horovod_sparse.carriers.pairs import MpiPairs
 
 #: "auto": messages between pairs over MPI, where there is MPI; "alltoall": over Horovod's all-to-all;
 #: "pairs": all rounds of sparsifiers are such messages over MPI. The same on all ranks.
@@ -53,7 +53,7 @@ def usable_mpi(hvd: Any) -> tuple[Any, str]:
         return None, f"{TRANSPORT_VARIABLE} says so"
     if not hvd.mpi_enabled():
         return None, "Horovod does not run on MPI"
-    from horovod_sparse.carriers.mpi import mpi_or_reason
+    from horovod_sparse.carriers.pairs import mpi_or_reason
 
     return mpi_or_reason(hvd)
 
@@ -117,7 +117,7 @@ def _first_reason(reasons: list[str], rank: int) -> str:
 
 def _connected(mpi: Any, ranks: list[int], number: int) -> tuple[MpiPairs | None, str]:
     """A communicator of these ranks, or None and why there is none."""
-    from horovod_sparse.carriers.mpi import MpiPairs
+    from horovod_sparse.carriers.pairs import MpiPairs
 
     try:
         return MpiPairs(mpi, ranks, tag=number), ""

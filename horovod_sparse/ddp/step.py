@@ -12,18 +12,16 @@ import torch
 import torch.distributed as dist
 
 from horovod_sparse.collectives import Synchronization
-from horovod_sparse.ddp.bucket_gradient import BucketGradient
 from horovod_sparse.ddp.communicator import Communicator
-from horovod_sparse.ddp.distributed_engine import DistributedEngine, Layout, plan_of
+from horovod_sparse.ddp.distributed_engine import BucketGradient, DistributedEngine, Layout, plan_of
 from horovod_sparse.errors import ArgumentError, HorovodSparseError, StateMismatchError, UnsupportedError
 from horovod_sparse.feedback import MomentumCorrection, Recipe
 from horovod_sparse.planning import by_cost
 from horovod_sparse.plans.plan import Plan
 from horovod_sparse.tensors.entries import host_entry
-from horovod_sparse.tensors.facts import groups_of
 from horovod_sparse.tensors.flat_gradient import memory_of
 from horovod_sparse.tensors.loss_scale import ScaleOfStep, watch_scalers
-from horovod_sparse.tensors.parts import DenseParameters, Part
+from horovod_sparse.tensors.parts import DenseParameters, Part, groups_of
 from horovod_sparse.tensors.replicas import shared_entries
 from horovod_sparse.tensors.streams import CudaStreams
 from horovod_sparse.training.agreement import AgreedStatus

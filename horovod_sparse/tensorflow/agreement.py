@@ -17,7 +17,7 @@ from horovod_sparse.tensorflow._horovod import hvd, is_elastic, takes_part
 from horovod_sparse.tensorflow.waiting import Watch
 from horovod_sparse.topology import Topology
 from horovod_sparse.training.agreement import compared, declaration, next_label
-from horovod_sparse.training.construction_errors import ConstructionErrors
+from horovod_sparse.training.collective_errors import ConstructionErrors
 from horovod_sparse.training.engine import carry_out
 
 #: of optimizers, tapes and compressors

@@ -22,7 +22,7 @@ from horovod_sparse.kernels.host.scatter import checked
 from horovod_sparse.kernels.layout import Layout
 from horovod_sparse.kernels.quantization import Quantization
 from horovod_sparse.tensors import plain_kernels
-from horovod_sparse.tensors.transfer import PendingCopy, PendingReport, to_device, to_host
+from horovod_sparse.tensors.streams import PendingCopy, PendingReport, to_device, to_host
 
 _log = logging.getLogger("horovod_sparse")
 

@@ -15,10 +15,9 @@ from horovod_sparse.feedback import Recipe
 from horovod_sparse.planning import by_cost, plan_request
 from horovod_sparse.plans.dense import ClusterFacts
 from horovod_sparse.plans.plan import ParameterFacts
-from horovod_sparse.tensors.facts import facts_of, groups_of
 from horovod_sparse.tensors.flat_gradient import FlatGradient
 from horovod_sparse.tensors.memory import HOST_DEVICES
-from horovod_sparse.tensors.parts import Lay, Part, make_parts
+from horovod_sparse.tensors.parts import Lay, Part, facts_of, groups_of, make_parts
 from horovod_sparse.topology import Topology
 from horovod_sparse.torch._horovod import hvd, present_start
 from horovod_sparse.torch.driver import HorovodDriver

@@ -26,7 +26,7 @@ from horovod_sparse.topology import Topology
 from horovod_sparse.torch._horovod import finished, hvd, present_start
 from horovod_sparse.torch.driver import carry_out_together
 from horovod_sparse.training.agreement import compared, declaration
-from horovod_sparse.training.construction_errors import ConstructionErrors
+from horovod_sparse.training.collective_errors import ConstructionErrors
 from horovod_sparse.training.settings import Settings
 
 #: how long ranks that have waited in vain may differ in when they stopped

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from horovod_sparse.tensors.triton.bits import OPTIONS, programs
+from horovod_sparse.tensors.triton.blocks import OPTIONS, programs
 
 # Elements per program: every one is a memory transaction of its own, so many small programs.
 _LANES = 256

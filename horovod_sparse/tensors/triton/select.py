@@ -23,16 +23,18 @@ from torch import Tensor
 
 from horovod_sparse.kernels.layout import Layout
 from horovod_sparse.tensors.plain_kernels import int_type, num_magnitude_bits
-from horovod_sparse.tensors.triton.bits import OPTIONS, magnitude, programs
 from horovod_sparse.tensors.triton.blocks import (
     BINS,
     MAX_PROGRAMS,
+    OPTIONS,
     Passing,
     Radix,
     advance,
     digits,
     list_blocks,
     look,
+    magnitude,
+    programs,
 )
 
 # Digits of the block maxima that are looked at: they only have to give a good lower bound.

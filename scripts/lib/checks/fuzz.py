@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT))
 #: Python that coverage follows; numba would compile what follows it, too
 FOLLOWED = [
     "wire.message",
-    "cost.profile",
+    "planning.profile",
     "feedback.text",
     "feedback.state",
     "training.encoding",

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from horovod_sparse.feedback import recipe
-from horovod_sparse.tensors import parts, transfer
+from horovod_sparse.tensors import parts, streams
 from horovod_sparse.tensors.memory import unscaled
 from horovod_sparse.tensors.parts import DenseParameters, SparseBucket
 from horovod_sparse.tensors.streams import CudaStreams
@@ -150,13 +150,13 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     cuda = SimpleNamespace(Event=Event, current_stream=lambda device: f"the stream of {device.type}")
     fake = SimpleNamespace(empty=empty, from_numpy=torch.from_numpy, tensor=torch.tensor, cuda=cuda)
-    monkeypatch.setattr(transfer, "torch", fake)
+    monkeypatch.setattr(streams, "torch", fake)
     return done
 
 
 def test_to_a_device_from_pinned_memory_without_waiting(log: list[str]) -> None:
     array = np.array([3, 1, 4], np.int32)
-    sent: Any = transfer.to_device(array, CUDA)  # type: ignore[arg-type]
+    sent: Any = streams.to_device(array, CUDA)  # type: ignore[arg-type]
     array[:] = 0  # may be changed at once
     assert sent.tensor.tolist() == [3, 1, 4]
     assert sent.device is CUDA
@@ -167,7 +167,7 @@ def test_to_the_host_into_pinned_memory_waiting_once(log: list[str]) -> None:
     """Indices and values of a selection: two copies are queued, and one event is waited for."""
     indices = Fake(torch.tensor([5, 9]), log, device=CUDA)
     values = Fake(torch.tensor([0.5, -2.0]), log, device=CUDA)
-    pending = transfer.PendingCopy(indices, values)  # type: ignore[arg-type]
+    pending = streams.PendingCopy(indices, values)  # type: ignore[arg-type]
     queued = ["to host, pinned=True, waits=False"] * 2 + ["event on the stream of cuda"]
     assert log == queued
     found = pending.arrays()

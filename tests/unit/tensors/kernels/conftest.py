@@ -57,5 +57,6 @@ def _places() -> Iterator[Any]:
 @pytest.fixture(params=_places())
 def place(request: pytest.FixtureRequest) -> Place:
     name, device, num_examples, max_elements = request.param
-    kernels = importlib.import_module(f"horovod_sparse.tensors.{name}")
+    modules = {"plain": "plain_kernels", "triton": "triton"}
+    kernels = importlib.import_module(f"horovod_sparse.tensors.{modules[name]}")
     return Place(kernels, device, num_examples, max_elements)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from horovod_sparse import kernels
 from horovod_sparse.errors import MessageError
-from horovod_sparse.tensors.gradients import _stand_apart, apply_sum, clear_at
+from horovod_sparse.tensors.device_memory import _stand_apart, apply_sum, clear_at
 from support.gradients import DTYPES, as_gradient
 
 

@@ -12,7 +12,7 @@ from horovod_sparse.feedback import Bucket, parse_recipe
 from horovod_sparse.kernels import apply_scaled_sum
 from horovod_sparse.simulation import run_lockstep
 from horovod_sparse.sparsifiers import BucketInfo
-from horovod_sparse.tensors import gradients as gradients_of_torch
+from horovod_sparse.tensors import device_memory
 from horovod_sparse.tensors.accumulator import TorchAccumulator
 
 _RANKS, _ELEMENTS = 3, 800
@@ -56,8 +56,6 @@ def test_steps(place: Any, text: str) -> None:
             places = None if sum_.whole else sum_.indices
             if places is not None:
                 np.testing.assert_array_equal(places, reference.indices)
-            touched = gradients_of_torch.apply_scaled_sum(
-                tensors[rank], places, sum_.values, 0.5, place.kernels
-            )
+            touched = device_memory.apply_scaled_sum(tensors[rank], places, sum_.values, 0.5, place.kernels)
             assert touched == apply_scaled_sum(gradients[rank], places, reference.values, 0.5)
             np.testing.assert_array_equal(tensors[rank].cpu().numpy(), gradients[rank])
