@@ -71,7 +71,9 @@ class Engine:
         rank: of this process.
         size: number of processes.
         everyone: of a value what all ranks have.
-        by_day: tests that it takes part in by day, where another engine shows nearly the same; all if None.
+        by_day: how the names of tests (with their cases) begin that it takes part in by day, where another
+            engine shows nearly the same; all if None.
+        by_night: and of those among them that are for nights.
     """
 
     name: str
@@ -80,7 +82,12 @@ class Engine:
     rank: int
     size: int
     everyone: Callable[[Any], list[Any]]
-    by_day: frozenset[str] | None = None
+    by_day: tuple[str, ...] | None = None
+    by_night: tuple[str, ...] = ()
+
+    def is_by_day(self, name: str) -> bool:
+        """Whether it takes part in a test by day, by the name ``test[case]``."""
+        return (self.by_day is None or name.startswith(self.by_day)) and not name.startswith(self.by_night)
 
 
 def given(rank: int, step: int, shapes: Mapping[str, Sequence[int]] = SHAPES) -> dict[str, np.ndarray]:

@@ -36,13 +36,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "engine" in metafunc.fixturenames:
         needed = {one for mark in metafunc.definition.iter_markers("needs") for one in mark.args}
         engines = [engine for engine in metafunc.module.ENGINES if needed <= engine.has]
-        test = metafunc.definition.originalname
-        by_day = [engine.by_day is None or test in engine.by_day for engine in engines]
-        params = [
-            pytest.param(engine, id=engine.name, marks=[] if day else [pytest.mark.nightly])
-            for engine, day in zip(engines, by_day, strict=True)
-        ]
-        metafunc.parametrize("engine", params)
+        metafunc.parametrize("engine", engines, ids=[engine.name for engine in engines])
 
 
 @pytest.fixture

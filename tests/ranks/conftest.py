@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if len(folders) != 1:
         raise pytest.UsageError(f"ask for tests of one of the folders {', '.join(LAUNCHED)}")
     [folder] = folders
+    if LAUNCHED[folder] == "tensorflow":
+        # Keras imports scikit-learn for wrappers that nothing here uses: it takes each rank a second
+        sys.modules["sklearn"] = None  # type: ignore[assignment]
     if folder == "tf_keras":
         os.environ["TF_USE_LEGACY_KERAS"] = "1"
     config.pluginmanager.register(importlib.import_module(f"support.launched_{LAUNCHED[folder]}"))

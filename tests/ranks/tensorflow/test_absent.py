@@ -28,8 +28,11 @@ def _gradients(wrap, compression, variables, absent, graph, factor=1.0):
     return [None if g is None else g.numpy().tolist() for g in (tf.function(step) if graph else step)()]
 
 
-@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
-@pytest.mark.parametrize("layerwise", [False, True])
+#: of the steps; stock Horovod's own tape is nearly the same eagerly
+GRAPH = [pytest.param(False, id="eager", marks=pytest.mark.nightly), pytest.param(True, id="graph")]
+
+
+@pytest.mark.parametrize(("graph", "layerwise"), [(False, False), (True, True)], ids=["eager", "graph"])
 def test_a_tape_gives_every_variable_its_own(rank, size, graph, layerwise):
     """Ours gives zeros for a variable that had a gradient before, where all is sent."""
     variables = [tf.Variable(tf.ones([2]), name=f"w{i}") for i in range(3)]
@@ -41,27 +44,26 @@ def test_a_tape_gives_every_variable_its_own(rank, size, graph, layerwise):
 
     full = [[size * factor] * 2 for factor in FACTORS]
     assert _gradients(wrap, compression, variables, (), graph) == full
-    for absent in ({0}, {1}, {2}, {0, 2}):
+    for absent in ({1}, {0, 2}):
         expected = [[0.0] * 2 if i in absent else full[i] for i in range(3)]
         assert _gradients(wrap, compression, variables, absent, graph) == expected
     assert _gradients(wrap, compression, variables, (), graph) == full
 
 
-@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("graph", GRAPH)
 def test_stocks_tape_goes_on(rank, size, graph):
     """As stock's own does: None for the absent ones, and the others' own for the others."""
     variables = [tf.Variable(tf.ones([2]), name=f"w{i}") for i in range(3)]
     compression = hvd.Compression.topk(density=1.0)
     full = [[size * factor] * 2 for factor in FACTORS]
     assert _gradients(stock.DistributedGradientTape, compression, variables, (), graph) == full
-    for absent in ({0}, {1}, {2}, {0, 1}):
+    for absent in ({1}, {0, 1}):
         expected = [None if i in absent else full[i] for i in range(3)]
-        for sparse in (stock.Compression.none, compression)[len(absent) == 2 :]:
-            assert _gradients(stock.DistributedGradientTape, sparse, variables, absent, graph) == expected
+        assert _gradients(stock.DistributedGradientTape, compression, variables, absent, graph) == expected
     assert _gradients(stock.DistributedGradientTape, compression, variables, (), graph) == full
 
 
-@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("graph", GRAPH)
 def test_stocks_tape_knows_variables_by_identity(graph):
     """Whatever is asked for, in whatever order: residuals stay with their variables, as in our tape."""
     variables = [tf.Variable(tf.zeros([4]), name=name) for name in "ab"]
@@ -69,7 +71,7 @@ def test_stocks_tape_knows_variables_by_identity(graph):
     seen = []
     for wrap in (hvd.DistributedGradientTape, stock.DistributedGradientTape):
         compression, results = hvd.Compression.topk(density=0.25), []
-        for asked in ((0, 1), (1, 0), (1,), (0,), (0, 1), (1,), (1, 0)):
+        for asked in ((0, 1), (1, 0), (1,), (0, 1)):
 
             def step(wrap=wrap, compression=compression, asked=asked):
                 with tf.GradientTape() as tape:
@@ -82,7 +84,7 @@ def test_stocks_tape_knows_variables_by_identity(graph):
     assert seen[0] == seen[1]
 
 
-@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("graph", GRAPH)
 @pytest.mark.parametrize("wrapper", ["ours", "stock"])
 def test_a_variable_is_asked_for_twice(rank, size, graph, wrapper):
     """As of two layers that share it."""
@@ -96,12 +98,13 @@ def test_a_variable_is_asked_for_twice(rank, size, graph, wrapper):
         return wrap(tape, compression=compression, op=hvd.Sum).gradient(loss, [first, second, first])
 
     total = size * (size + 1) / 2
+    run = tf.function(step) if graph else step
     for _ in range(2):
-        gradients = (tf.function(step) if graph else step)()
+        gradients = run()
         assert [float(gradient[0]) for gradient in gradients] == [total, 10 * total, total]
 
 
-@pytest.mark.parametrize("absent", [0, 1])
+@pytest.mark.parametrize("absent", [pytest.param(0, marks=pytest.mark.nightly), 1])
 def test_keras_gives_every_variable_its_own(rank, size, absent):
     """Eagerly as in a graph: two optimizers that differ in nothing else."""
     results = []

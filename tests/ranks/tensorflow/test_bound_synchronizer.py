@@ -50,7 +50,7 @@ def test_partitions_of_a_graph_follow_the_gradients(rank, size):
     noise = np.random.default_rng(rank).standard_normal(4096).astype(np.float32)
     firsts = []
     for where in (slope, slope[::-1]):
-        for _ in range(12):
+        for _ in range(8):
             synchronize(tf.constant(noise * where))
         firsts.append(int(synchronizer.sparse[0].bucket.state.partitions.num_blocks[0]))
     # the first part has small gradients and many elements, and then large ones and few

@@ -15,11 +15,12 @@ from horovod_sparse.errors import UnsupportedError
 
 pytestmark = pytest.mark.tensorflow
 
+#: in a graph what is not so around it, and the other way round
+_MIXED = [(False, True), (True, False)]
 COPIES = {"pickle": lambda one: pickle.loads(pickle.dumps(one)), "deepcopy": copy.deepcopy}
 
 
-@pytest.mark.parametrize("made", COPIES)
-@pytest.mark.parametrize("compression", ["topk:density=1.0", "none"])
+@pytest.mark.parametrize(("made", "compression"), [("pickle", "topk:density=1.0"), ("deepcopy", "none")])
 def test_a_copy_of_an_optimizer_is_distributed(rank, size, made, compression):
     optimizer = hvd_keras.DistributedOptimizer(
         tf.keras.optimizers.SGD(0.5), compression=compression, op=hvd.Sum
@@ -45,8 +46,10 @@ def test_a_copy_of_a_model_would_not_be(rank, size, made, tmp_path):
     assert hasattr(loaded.optimizer, "telemetry")
 
 
-@pytest.mark.parametrize("inner", [False, True], ids=["eager", "graph"])
-@pytest.mark.parametrize("outer", [False, True], ids=["eagerly", "in a graph"])
+@pytest.mark.parametrize(
+    ("inner", "outer"),
+    [(False, False), (True, True), *(pytest.param(*one, marks=pytest.mark.nightly) for one in _MIXED)],
+)
 def test_a_gradient_of_a_synchronized_gradient_is_an_error(rank, size, inner, outer):
     """Where stock Horovod's has one, ours is not None. Nothing is raised where nobody asks."""
     weights = [tf.Variable(tf.ones([3])), tf.Variable(tf.ones([2]))]

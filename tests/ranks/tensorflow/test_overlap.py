@@ -59,7 +59,7 @@ def _two_buckets():
 def test_buckets_communicate_while_backward_goes_on(rank, size):
     """A part of backward that takes long comes after the first bucket's collectives."""
     synchronizer, step = _two_buckets()
-    for _ in range(3):
+    for _ in range(2):
         assert step(1.0 + rank) < LIMIT
     by_name = {part.names[0]: part.task.legs for part in synchronizer.parts}
     quick, slow = (by_name[name] for name in synchronizer.names)
@@ -173,15 +173,15 @@ def host_calls(monkeypatch):
     return calls
 
 
-@pytest.mark.parametrize("way", ["layerwise", "dense", "stock"])
+@pytest.mark.parametrize("way", ["layerwise", pytest.param("dense", marks=pytest.mark.nightly), "stock"])
 def test_many_small_variables_cost_few_calls(rank, size, way, host_calls):
     """One per round for all that is small, and one at the end; stock Horovod's tape takes one more."""
-    variables = [tf.Variable(tf.ones([40]), name=f"w{i}") for i in range(40)]
+    variables = [tf.Variable(tf.ones([40]), name=f"w{i}") for i in range(20)]
     compression = hvd.Compression.topk(density=0.1)
     wrap = stock.DistributedGradientTape if way == "stock" else hvd.DistributedGradientTape
     more = {} if way == "stock" else {"merging": "layerwise"}
     if way == "dense":
-        more = {"plan": Plan((), tuple(f"w{i}" for i in reversed(range(40))))}
+        more = {"plan": Plan((), tuple(f"w{i}" for i in reversed(range(20))))}
 
     @tf.function
     def step():
@@ -194,7 +194,7 @@ def test_many_small_variables_cost_few_calls(rank, size, way, host_calls):
     sums = step()
     assert len(host_calls) == (4 if way == "stock" else 3)
     inner = compression.synchronizer or compression._dropin.synchronizer
-    assert len(inner.parts) == (1 if way == "stock" else 40)
+    assert len(inner.parts) == (1 if way == "stock" else 20)
     assert way != "dense" or all(sum_.numpy()[0] == size * (size + 1) / 2 for sum_ in sums)
 
 

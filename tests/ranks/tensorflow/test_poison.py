@@ -54,6 +54,7 @@ def test_keras_skips_a_step_and_does_not_count_it(rank, size, everywhere):
     assert np.isfinite(everyone).all()
 
 
+@pytest.mark.nightly
 def test_keras_skips_with_several_passes_per_step(rank, size):
     compression = hvd_keras.Compression.topk(density=0.2)
     seen, optimizer = trained(

@@ -25,7 +25,7 @@ class Adds(OptimizerV2):
         return var.assign_add(grad)
 
 
-@pytest.mark.parametrize("average", [False, True])
+@pytest.mark.parametrize("average", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_passes_and_local_variables_of_an_optimizer_without_a_rate(average, rank):
     """Gradients are slices, variables in nested lists, steps in a graph."""
 
@@ -49,7 +49,7 @@ def test_passes_and_local_variables_of_an_optimizer_without_a_rate(average, rank
             )
             optimizer.apply_gradients(pairs, experimental_aggregate_gradients=False)
 
-        for _ in range(5):
+        for _ in range(3):
             step()
         return np.array(xs), np.array(ys), int(optimizer.iterations)
 
@@ -108,7 +108,7 @@ def test_an_optimizer_outside_of_its_process_set(rank):
     hvd.remove_process_set(members)
 
 
-@pytest.mark.parametrize("kind", ["new", "legacy"])
+@pytest.mark.parametrize("kind", [pytest.param("new", marks=pytest.mark.nightly), "legacy"])
 def test_a_folder_of_a_saved_model_is_loaded(kind, tmp_path, rank, size):
     """Keras restores the weights of one, and no state of its optimizer; so does Horovod."""
     optimizers = keras.optimizers if kind == "new" else keras.optimizers.legacy

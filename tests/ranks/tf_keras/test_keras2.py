@@ -20,7 +20,11 @@ from support.keras_models import fit, flat, keras, make_model, trained_densely
 EVERYTHING = "topk:density=1.0"
 SPARSE = "exdyna:density=0.05"
 CLOSE = {"rtol": 1e-4, "atol": 1e-6}
+NIGHT = pytest.mark.nightly
+#: of optimizers; by day each test takes one of the kinds where the other is nearly the same
 KINDS = ["new", "legacy"]
+NEW = ["new", pytest.param("legacy", marks=NIGHT)]
+LEGACY = [pytest.param("new", marks=NIGHT), "legacy"]
 
 
 def sgd(kind, rate=0.1, momentum=0.9):
@@ -51,8 +55,14 @@ def test_this_is_keras_2():
     assert "tf_keras" in keras.optimizers.SGD.__module__
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("run_eagerly", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "run_eagerly"),
+    [
+        ("new", False),
+        ("legacy", False),
+        *(pytest.param(kind, True, marks=NIGHT) for kind in KINDS),
+    ],
+)
 def test_everything_sent_is_dense_training(kind, run_eagerly, rank, size, everywhere):
     model = make_model()
     optimizer = hvd.DistributedOptimizer(sgd(kind), compression=EVERYTHING)
@@ -64,11 +74,9 @@ def test_everything_sent_is_dense_training(kind, run_eagerly, rank, size, everyw
 
 
 def test_dense_training_is_horovods(rank, size):
-    model = make_model()
     optimizer = hvd.DistributedOptimizer(sgd("new"), compression="none")
-    fit(model, optimizer, rank, size)
-    np.testing.assert_allclose(flat(model), flat(trained_densely(sgd("new"), rank, size)), **CLOSE)
     assert not hasattr(optimizer, "telemetry")
+    assert type(optimizer).__module__ == type(stock.DistributedOptimizer(sgd("new"))).__module__
 
 
 def test_sum_and_groups(rank, size):
@@ -83,7 +91,7 @@ def test_sum_and_groups(rank, size):
     assert len(optimizer.state_dict()["plan"]["buckets"]) == 2
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", LEGACY)
 def test_several_passes_per_step(kind, rank, size, everywhere):
     """Both passes of one step see the same weights: their gradients add up."""
     results = []
@@ -92,7 +100,7 @@ def test_several_passes_per_step(kind, rank, size, everywhere):
         optimizer = hvd.DistributedOptimizer(
             sgd(kind, 0.05, 0.0), compression=compression, backward_passes_per_step=2
         )
-        fit(model, optimizer, rank, size)
+        fit(model, optimizer, rank, size, epochs=1)
         results.append(flat(model))
         weights = everywhere(results[-1])
         assert (weights == weights[0]).all()
@@ -111,7 +119,7 @@ def test_local_layers(rank, size, everywhere):
     assert not (weights == weights[0]).all()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", LEGACY)
 def test_checkpoint_goes_on_bit_for_bit(kind, tmp_path, rank, size):
     model, first = make_model(), hvd.DistributedOptimizer(sgd(kind), compression=SPARSE)
     fit(model, first, rank, size, epochs=2)
@@ -143,7 +151,7 @@ def test_backup_and_restore(tmp_path, rank, size):
     check_resumed(model, second, "new")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", LEGACY)
 def test_saved_model_is_loaded_distributed(kind, tmp_path, rank, size, everywhere):
     path = str(tmp_path / f"{rank}.keras")
     # of an optimizer of the old kind tf-keras does not save the momentum
@@ -158,7 +166,7 @@ def test_saved_model_is_loaded_distributed(kind, tmp_path, rank, size, everywher
     assert again.optimizer.telemetry.num_steps == 6
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", NEW)
 def test_callbacks(kind, rank, size, everywhere):
     """Broadcast, warm-up and averages: what Horovod's own cannot do beside Keras 3."""
     model = make_model(seed=rank)
@@ -208,8 +216,15 @@ def test_a_rank_alone_applies_momentum_correction(rank, size):
         stock.remove_process_set(process_set)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("eagerly", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "eagerly"),
+    [
+        ("new", False),
+        ("legacy", True),
+        pytest.param("new", True, marks=NIGHT),
+        pytest.param("legacy", False, marks=NIGHT),
+    ],
+)
 def test_a_gradient_that_is_none_for_once_moves_no_other_variable(kind, eagerly):
     size, factors = stock.size(), (1.0, 10.0, 100.0)
     weights = [tf.Variable(tf.zeros([2]), name=f"w{i}") for i in range(3)]
@@ -244,7 +259,7 @@ def test_copies_are_distributed_or_refused(kind, rank, size):
         copy.deepcopy(model)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", LEGACY)
 def test_a_step_that_is_given_up_in_a_graph_counts_nothing(kind, rank, size):
     optimizer = hvd.DistributedOptimizer(sgd(kind), compression=EVERYTHING)
     weight = tf.Variable(tf.ones([4]))
@@ -261,7 +276,7 @@ def test_a_step_that_is_given_up_in_a_graph_counts_nothing(kind, rank, size):
     assert int(optimizer.iterations.numpy()) == 1
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", NEW)
 def test_the_callback_saves_and_goes_on(kind, rank, size):
     folder = broadcast_object(tempfile.mkdtemp() if rank == 0 else None, 0, name="folder")
     saves = hvd.callbacks.CheckpointCallback(folder)

@@ -14,7 +14,7 @@ import horovod_sparse.tensorflow.keras as hvd
 from horovod_sparse.errors import UnsupportedError
 from support.keras_models import fit, flat, keras, make_model
 
-KINDS = ["new", "legacy"]
+KINDS = ["new", pytest.param("legacy", marks=pytest.mark.nightly)]
 EVERYTHING, SPARSE = "topk:density=1.0", "topk:density=0.05"
 
 
@@ -82,7 +82,8 @@ def test_an_overflow_of_one_rank_is_everybodys(kind, run_eagerly, rank, size, ev
     assert (everywhere(flat(model)) == flat(model)).all()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", ["new", "legacy"])
 def test_bfloat16_needs_no_scale(kind, rank, size, everywhere):
     keras.mixed_precision.set_global_policy("mixed_bfloat16")
     try:
@@ -99,7 +100,7 @@ def test_bfloat16_needs_no_scale(kind, rank, size, everywhere):
     assert (everywhere(weights[1]) == weights[1]).all()
 
 
-@pytest.mark.parametrize("dynamic", [True, False])
+@pytest.mark.parametrize("dynamic", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_residuals_do_not_know_the_scale(dynamic, rank, size):
     """Which doubles every third step, or is fixed: training is the same as without one."""
     model, optimizer = make_model(), hvd.DistributedOptimizer(sgd("new"), compression=SPARSE)
@@ -151,7 +152,7 @@ def test_horovods_own_optimizer_cannot_tell_the_scale(rank, size):
         fit(model, keras.mixed_precision.LossScaleOptimizer(optimizer), rank, size)
 
 
-@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("graph", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_a_tape_is_told_the_scale(graph, rank, size, everywhere):
     """Unscaled residuals, and NaN on all ranks where one overflows."""
     variable, compression = tf.Variable(tf.zeros(20)), hvd_tf.Compression.topk(density=0.1)

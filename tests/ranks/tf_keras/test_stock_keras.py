@@ -66,17 +66,27 @@ def _descended(factor, passes):
     return _flat(model)
 
 
-@pytest.mark.parametrize("legacy", [False, True], ids=["new", "legacy"])
+NIGHT = pytest.mark.nightly
+PASSES = {"backward_passes_per_step": 2, "average_aggregated_gradients": True}
+#: by day each argument with one kind of optimizer
+CASES = {
+    "graph": (False, {}, "new"),
+    "eager": (True, {}, ""),
+    "two passes": (False, PASSES, "legacy"),
+    "groups": (False, {"groups": 2}, "legacy"),
+    "sum": (False, {"op": hvd.Sum}, "new"),
+}
+
+
 @pytest.mark.parametrize(
-    ("eager", "arguments"),
+    ("eager", "arguments", "legacy"),
     [
-        (False, {}),
-        (True, {}),
-        (False, {"backward_passes_per_step": 2, "average_aggregated_gradients": True}),
-        (False, {"groups": 2}),
-        (False, {"op": hvd.Sum}),
+        pytest.param(
+            *(eager, arguments, kind == "legacy"), id=f"{name}-{kind}", marks=[] if kind == day else NIGHT
+        )
+        for name, (eager, arguments, day) in CASES.items()
+        for kind in ("new", "legacy")
     ],
-    ids=["graph", "eager", "two passes", "groups", "sum"],
 )
 def test_density_1_is_dense(legacy, eager, arguments):
     passes = arguments.get("backward_passes_per_step", 1)
@@ -86,8 +96,9 @@ def test_density_1_is_dense(legacy, eager, arguments):
     assert compression.telemetry.num_steps == 6 // passes
 
 
-@pytest.mark.parametrize("legacy", [False, True], ids=["new", "legacy"])
-@pytest.mark.parametrize("eager", [False, True], ids=["graph", "eager"])
+@pytest.mark.parametrize(
+    ("legacy", "eager"), [(True, False), *(pytest.param(kind, True, marks=NIGHT) for kind in (False, True))]
+)
 def test_sparse_replicas_agree(legacy, eager):
     compression = hvd.Compression.exdyna(density=0.2)
     sparse = _fitted(compression, legacy, eager)
@@ -106,7 +117,7 @@ def test_momentum_twice_is_refused(legacy):
     assert isinstance(caught.value, ArgumentError) or "ArgumentError: momentum" in str(caught.value)
 
 
-@pytest.mark.parametrize("legacy", [False, True], ids=["new", "legacy"])
+@pytest.mark.parametrize("legacy", [False, pytest.param(True, marks=NIGHT)], ids=["new", "legacy"])
 def test_a_layer_is_frozen_and_thawed_with_the_same_optimizer(legacy):
     results = []
     for compression in (stock.Compression.none, hvd.Compression.topk(density=1.0)):

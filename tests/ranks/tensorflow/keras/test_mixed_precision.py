@@ -58,7 +58,7 @@ def test_float16_begins_with_a_scale_that_is_too_large(policy, rank, size, every
     assert (everywhere(weights[1]) == weights[1]).all()
 
 
-@pytest.mark.parametrize("run_eagerly", [False, True])
+@pytest.mark.parametrize("run_eagerly", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_float16_overflows_on_one_rank(policy, run_eagerly, rank, size, everywhere):
     """No weight and no residual moves, on any rank, and the scale is halved on every one."""
     policy("mixed_float16")
@@ -78,6 +78,7 @@ def test_float16_overflows_on_one_rank(policy, run_eagerly, rank, size, everywhe
     assert (everywhere(flat(model)) == flat(model)).all()
 
 
+@pytest.mark.nightly
 def test_bfloat16_needs_no_scale(policy, rank, size, everywhere):
     policy("mixed_bfloat16")
     weights = []

@@ -18,7 +18,11 @@ def weights(count):
     return [tf.Variable(drawn.normal(size=(6, 6), scale=0.4).astype(np.float32)) for _ in range(count)]
 
 
-@pytest.mark.parametrize("graph", [True, False])
+#: of the steps
+GRAPH = [True, pytest.param(False, marks=pytest.mark.nightly)]
+
+
+@pytest.mark.parametrize("graph", GRAPH)
 def test_recompute_grad(graph, rank, everywhere):
     """What is computed a second time in the backward pass is synchronized once, and is the same."""
     results = []
@@ -50,7 +54,7 @@ def test_recompute_grad(graph, rank, everywhere):
     assert (everywhere(results[1]) == results[1]).all()
 
 
-@pytest.mark.parametrize("graph", [True, False])
+@pytest.mark.parametrize("graph", GRAPH)
 def test_two_optimizers_train_two_models_in_turn(graph, rank, size, everywhere):
     """A generator against a critic: each by an optimizer of its own, one after the other in one step."""
     results = []

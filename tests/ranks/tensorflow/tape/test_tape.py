@@ -16,21 +16,24 @@ from support.tapes import WRAPPERS, random_gradients, train
 pytestmark = pytest.mark.tensorflow
 
 
-@pytest.mark.parametrize(
-    "graph", [pytest.param(False, marks=pytest.mark.nightly), True], ids=["eager", "graph"]
-)
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {},
-        {"op": hvd.Sum},
-        {"groups": 2},
-        {"groups": [[0, 2], [1]]},
-        {"gradient_predivide_factor": 2.0},
-    ],
-    ids=["average", "sum", "two groups", "lists", "predivide"],
-)
+def _cases():
+    """By day each argument with one of the tapes, in a graph."""
+    arguments = {
+        "average": ({}, "ours"),
+        "sum": ({"op": hvd.Sum}, "stock"),
+        "two groups": ({"groups": 2}, ""),
+        "lists": ({"groups": [[0, 2], [1]]}, "ours"),
+        "predivide": ({"gradient_predivide_factor": 2.0}, "stock"),
+    }
+    for name, (given, by_day) in arguments.items():
+        for wrapper in WRAPPERS:
+            for graph in (False, True):
+                marks = [] if graph and wrapper == by_day else [pytest.mark.nightly]
+                case = f"{name}-{wrapper}-{'graph' if graph else 'eager'}"
+                yield pytest.param(given, wrapper, graph, id=case, marks=marks)
+
+
+@pytest.mark.parametrize(("arguments", "wrapper", "graph"), _cases())
 def test_density_1_is_dense(rank, size, wrapper, graph, arguments):
     if wrapper == "stock" and isinstance(arguments.get("groups"), list) and not graph:
         pytest.skip("stock Horovod finds no variable by its name where a function's argument stands for it")
@@ -47,7 +50,9 @@ def test_density_1_is_dense(rank, size, wrapper, graph, arguments):
 
 
 @pytest.mark.controllers
-@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize(
+    "graph", [pytest.param(False, marks=pytest.mark.nightly), True], ids=["eager", "graph"]
+)
 @pytest.mark.parametrize("wrapper", [*WRAPPERS, "partial"])
 def test_a_rank_outside_of_the_process_set_gets_its_own(rank, size, wrapper, graph, process_set):
     """As in stock Horovod; the others go on, and all of them meet afterwards."""

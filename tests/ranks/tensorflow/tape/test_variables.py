@@ -14,7 +14,11 @@ from horovod_sparse.tensorflow.tensors import scaled_locally
 pytestmark = pytest.mark.tensorflow
 
 
-@pytest.mark.parametrize("what", ["slices", "local", "local slices"])
+#: of the steps
+GRAPH = [pytest.param(False, id="eager", marks=pytest.mark.nightly), pytest.param(True, id="graph")]
+
+
+@pytest.mark.parametrize("what", ["slices", pytest.param("local", marks=pytest.mark.nightly), "local slices"])
 def test_in_elastic_training_a_graph_asks_how_many_ranks_there_are(rank, size, what, monkeypatch):
     """Not when it is traced, where there may have been more of them."""
 
@@ -44,7 +48,7 @@ def test_in_elastic_training_a_graph_asks_how_many_ranks_there_are(rank, size, w
         assert values.numpy().tolist() == [pytest.approx([1.0 / size] * 2)]
 
 
-@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("graph", GRAPH)
 @pytest.mark.parametrize("sparse_as_dense", [False, True])
 def test_slices_go_horovods_way_or_are_sparsified(rank, size, graph, sparse_as_dense):
     table, dense = tf.Variable(tf.ones([6, 2])), tf.Variable(tf.ones([3]))
@@ -91,7 +95,7 @@ class _Layer:
         self.trainable_weights = list(weights)
 
 
-@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("graph", GRAPH)
 @pytest.mark.parametrize("scaled", [False, True])
 def test_a_partial_tape_leaves_layers_to_their_rank(rank, size, graph, scaled):
     """The sum for the others; `get_local_and_global_gradients` tells the two apart, as Horovod's does."""
@@ -150,7 +154,7 @@ def test_gradients_of_tensors_are_summed_densely(rank, size, graph):
     assert graph or len(compression.synchronizer._eagerly._functions) == 1
 
 
-@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("graph", GRAPH)
 @pytest.mark.parametrize("density", [0.2, 1.0])
 def test_a_tape_over_some_variables_leaves_the_others_alone(density, graph, rank, everywhere):
     """Variables of one bucket: what is applied and what is held back are all there ever was, of each."""
