@@ -80,7 +80,7 @@ class StepWorks:
         start, stop = window or (0, self._n)
         drawn = np.unique(generator.integers(start, stop, min(count, stop - start), np.int32))
         numbers = generator.standard_normal(drawn.size, np.float32) if values else None
-        return pack(drawn, numbers, FoldReport(), quantum=quantum)
+        return pack(drawn, numbers, FoldReport(), format=WireFormat(quantum=quantum))
 
     def _refill(self) -> None:
         np.copyto(self._gradient, self._source)

@@ -83,9 +83,7 @@ class GTopK(Sparsifier):
 
         # a velocity is stale only where the step has applied something
         accumulator.mask(indices[~missing_in(indices, total.indices)])
-        counts = np.full(info.size, k, np.int64)
-        notes = mail.notes
-        return SparseSum(total.indices, total.values, counts, notes.first_nonfinite, notes.norms), state
+        return mail.sum_of(total, k), state
 
     def _as_sent(self, vector: SparseVector, accumulator: Accumulator) -> SparseVector:
         """What receivers will see; what rounding takes away stays at this rank."""

@@ -19,14 +19,7 @@ class Schedule(Protocol):
 
 @dataclass(frozen=True)
 class _Warmup:
-    """A length in steps, or in epochs of so many steps; a density to start from.
-
-    Args:
-        steps: length; or
-        epochs: length, together with
-        steps_per_epoch: synchronizations in an epoch (batches / backward_passes_per_step).
-        start: density of the first step, in (0, 1].
-    """
+    """A length in steps, or in epochs of so many steps; a density to start from."""
 
     steps: int | None = None
     epochs: float | None = None
@@ -52,6 +45,14 @@ class _Warmup:
             return self.steps
         return max(1, round((self.epochs or 0) * (self.steps_per_epoch or 0)))
 
+    def density_at(self, step: int, final: float) -> float:
+        """See `Schedule`."""
+        return final if step >= self.length else self._within(step, final)
+
+    def _within(self, step: int, final: float) -> float:
+        """Before the end."""
+        raise NotImplementedError
+
 
 @dataclass(frozen=True)
 class Exponential(_Warmup):
@@ -60,7 +61,7 @@ class Exponential(_Warmup):
     Args:
         steps: length of the warm-up; or
         epochs: length, together with
-        steps_per_epoch: synchronizations in an epoch.
+        steps_per_epoch: synchronizations in an epoch (batches / backward_passes_per_step).
         start: density of the first step, in (0, 1].
 
     Example:
@@ -72,21 +73,13 @@ class Exponential(_Warmup):
 
     text_name: ClassVar[str] = "exponential"
 
-    def density_at(self, step: int, final: float) -> float:
-        if step >= self.length:
-            return final
+    def _within(self, step: int, final: float) -> float:
         return self.start * (final / self.start) ** (step / self.length)
 
 
 @dataclass(frozen=True)
 class Linear(_Warmup):
-    """``density = start + (final - start) * t / length``, then final.
-
-    Args:
-        steps: length of the warm-up; or
-        epochs: length, together with
-        steps_per_epoch: synchronizations in an epoch.
-        start: density of the first step, in (0, 1].
+    """``density = start + (final - start) * t / length``, then final. Arguments are those of `Exponential`.
 
     Example:
         >>> Linear(steps=2, start=0.5).density_at(1, final=0.1)
@@ -95,9 +88,7 @@ class Linear(_Warmup):
 
     text_name: ClassVar[str] = "linear"
 
-    def density_at(self, step: int, final: float) -> float:
-        if step >= self.length:
-            return final
+    def _within(self, step: int, final: float) -> float:
         return self.start + (final - self.start) * step / self.length
 
 

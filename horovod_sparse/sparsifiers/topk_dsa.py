@@ -19,6 +19,7 @@ from horovod_sparse.sparsifiers.base import (
     exchange_selections,
 )
 from horovod_sparse.sparsifiers.rounds.regions import Window, reduce_in_regions, split_traffic
+from horovod_sparse.sparsifiers.rounds.shared import gather_parts
 from horovod_sparse.sparsifiers.rounds.sparse_vectors import SparseVector, rounded
 
 
@@ -89,14 +90,8 @@ class TopkDSA(Sparsifier):
         start, stop = regions[info.rank]
         values = np.zeros(stop - start, info.value_dtype)
         values[total.indices - start] = total.values
-        seen = self.wire.round(values)
-        accumulator.add(total.indices, (values - seen)[total.indices - start])
-        gathered = yield AllGather(self.wire.encode_values(seen))
-        dense, begin = np.empty(info.num_elements, info.value_dtype), 0
-        for start, stop in regions:
-            end = begin + self.wire.num_value_words(stop - start, info.value_dtype)
-            dense[start:stop] = self.wire.decode_values(gathered[begin:end], stop - start, info.value_dtype)
-            begin = end
+        dense, error = yield from gather_parts(values, regions, info, self.wire)
+        accumulator.add(total.indices, error[total.indices - start])
         indices = np.flatnonzero(dense).astype(np.int32)
         return indices, dense[indices]
 

@@ -45,15 +45,12 @@ class Int32:
     code = 0
 
     def num_words(self, count: int, num_elements: int) -> int:
-        """One word per index."""
         return count
 
     def encode(self, indices: Indices, num_elements: int, words: Words) -> None:
-        """A copy."""
         words.view(np.int32)[:] = indices
 
     def decode(self, words: Words, num_elements: int, out: Indices) -> bool:
-        """A copy, and a check of the range."""
         out[:] = words.view(np.int32)
         return int(find_outside(out, num_elements)) < 0
 
@@ -69,11 +66,9 @@ class Block16:
     code = 1
 
     def num_words(self, count: int, num_elements: int) -> int:
-        """One word per block, half a word per index; none at all for none."""
         return _num_blocks(num_elements) + (count + 1) // 2 if count else 0
 
     def encode(self, indices: Indices, num_elements: int, words: Words) -> None:
-        """Counts, then offsets."""
         _check_ascending(indices, num_elements, "block16")
         if indices.size:
             words[:] = 0
@@ -120,7 +115,6 @@ class Gaps:
         return -(-(count * (low + 1) + ((num_elements - 1) >> low)) // 32) + 1
 
     def encode(self, indices: Indices, num_elements: int, words: Words) -> None:
-        """Lower parts, then gaps."""
         _check_ascending(indices, num_elements, "gaps")
         if indices.size:
             words[:] = 0
@@ -199,7 +193,6 @@ class Float32:
     code = 1
 
     def num_words(self, count: int) -> int:
-        """One word per value."""
         return count
 
     def encode(self, values: Values, words: Words) -> None:
@@ -219,11 +212,9 @@ class Float64:
     code = 2
 
     def num_words(self, count: int) -> int:
-        """Two words per value."""
         return 2 * count
 
     def encode(self, values: Values, words: Words) -> None:
-        """A copy."""
         words[:] = np.ascontiguousarray(values, np.float64).view(np.uint32)
 
     def decode(self, words: Words, out: Values) -> None:
@@ -242,7 +233,6 @@ class Half:
         self.code, self._dtype, self._encode = code, dtype, encode
 
     def num_words(self, count: int) -> int:
-        """Half a word per value."""
         return (count + 1) // 2
 
     def encode(self, values: Values, words: Words) -> None:
@@ -275,11 +265,9 @@ class Int8:
     code = 5
 
     def num_words(self, count: int) -> int:
-        """A word per block, a quarter of a word per value."""
         return -(-count // kernels.INT8_BLOCK) + (count + 3) // 4
 
     def encode(self, values: Values, words: Words) -> None:
-        """Scales, then codes."""
         words[-1:] = 0
         blocks = -(-values.size // kernels.INT8_BLOCK)
         scales = words[:blocks]

@@ -78,7 +78,6 @@ def pack(
     values: Values | None,
     report: FoldReport,
     *,
-    quantum: int = 1,
     format: WireFormat | None = None,
     num_elements: int | None = None,
 ) -> NDArray[np.int32]:
@@ -89,7 +88,7 @@ def pack(
         >>> unpack_sum(message, 1, WireFormat(), 9, np.float32).values
         array([ 1., -2.], dtype=float32)
     """
-    format = format or WireFormat(quantum=quantum)
+    format = format or WireFormat()
     dtype, count = None if values is None else values.dtype, indices.size
     if values is not None and values.shape != indices.shape:
         raise ArgumentError("values", f"shape {values.shape}", f"as many values as indices, {indices.shape}")

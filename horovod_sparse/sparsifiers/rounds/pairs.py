@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from horovod_sparse.arrays import FoldReport
 from horovod_sparse.collectives import Exchange, Synchronization, Words
 from horovod_sparse.errors import MessageError
-from horovod_sparse.sparsifiers.base import BucketInfo
+from horovod_sparse.sparsifiers.base import BucketInfo, SparseSum
 from horovod_sparse.sparsifiers.rounds.sparse_vectors import SparseVector
 from horovod_sparse.wire import WireFormat, carried_norm, pack, unpack_sum
 
@@ -25,81 +24,52 @@ def ceil_log2(number: int) -> int:
     return (number - 1).bit_length()
 
 
+#: position of what is not finite, and a norm
+_WORDS_PER_NOTE = 2
+
+
 def mail_words(count: int, num_notes: int, info: BucketInfo, wire: WireFormat) -> int:
     """Length of a message in 32-bit words: of so many elements, and the notes of so many ranks."""
-    return wire.message_words(count, info.num_elements, info.value_dtype) + WORDS_PER_NOTE * num_notes
+    return wire.message_words(count, info.num_elements, info.value_dtype) + _WORDS_PER_NOTE * num_notes
 
 
 class Mail:
-    """Writes and reads the messages of one rank in one step; its note is of this fold's report."""
+    """Writes and reads the messages of one rank in one step: sparse vectors, and notes behind them.
+
+    A note is 1 + the position of a rank's first NaN or Inf (0: none), and its residual's norm. A rank begins
+    with its own. A message carries the notes of the ranks that both sides know to be known to the sender, so
+    none says whose it is, and lengths do not depend on the data. A note that arrives twice changes nothing.
+    """
 
     def __init__(self, report: FoldReport, info: BucketInfo, wire: WireFormat) -> None:
-        self.notes = Notes(report, info.rank, info.size)
         self._info, self._wire = info, wire
+        self._notes = np.zeros((info.size, _WORDS_PER_NOTE), np.int32)
+        self._notes[info.rank, 0] = report.first_nonfinite + 1
+        self._notes[info.rank, 1:].view(np.float32)[0] = carried_norm(report)
 
     def write(self, vector: SparseVector, ranks: Sequence[int] = ()) -> Words:
         """One message: the vector, whose values must have been rounded, and the notes of some ranks."""
         n = self._info.num_elements
         words = pack(vector.indices, vector.values, FoldReport(), format=self._wire, num_elements=n)
-        return np.concatenate([words, self.notes.write(ranks)]) if ranks else words
+        return np.concatenate([words, self._notes[list(ranks)].reshape(-1)])
 
     def read(self, words: Words, ranks: Sequence[int] = ()) -> SparseVector:
         """The vector of a message; takes in its notes, which are those of the same ranks."""
-        end = words.size - WORDS_PER_NOTE * len(ranks)
+        end = words.size - _WORDS_PER_NOTE * len(ranks)
         if end < 0:
             raise MessageError(f"a message of {words.size} words cannot hold the notes of {len(ranks)} ranks")
         gathered = unpack_sum(words[:end], 1, self._wire, self._info.num_elements, self._info.value_dtype)
-        self.notes.read(words[end:], ranks)
         if gathered.values is None:
             raise MessageError("a message without values")
+        self._notes[list(ranks)] = words[end:].reshape(-1, _WORDS_PER_NOTE)
         return SparseVector(gathered.indices, gathered.values)
 
-
-#: position of what is not finite, and a norm
-WORDS_PER_NOTE = 2
-
-
-class Notes:
-    """One row per rank: 1 + position of its first NaN or Inf (0: none), and its residual's norm.
-
-    A rank begins with its own row. A message carries the rows of the ranks that both sides know to be
-    known to the sender, so no row says whose it is, and lengths do not depend on the data. A row that
-    arrives twice changes nothing.
-
-    Example:
-        >>> one, two = Notes(FoldReport(), 0, 2), Notes(FoldReport(1, first_nonfinite=7), 1, 2)
-        >>> one.read(two.write([1]), [1])
-        >>> one.first_nonfinite
-        {1: 7}
-    """
-
-    def __init__(self, report: FoldReport, rank: int, size: int) -> None:
-        self._rows = np.zeros((size, WORDS_PER_NOTE), np.int32)
-        self._rows[rank, 0] = report.first_nonfinite + 1
-        self._rows[rank, 1:].view(np.float32)[0] = carried_norm(report)
-
-    def write(self, ranks: Sequence[int]) -> Words:
-        """The rows of some ranks, as words."""
-        return self._rows[list(ranks)].reshape(-1)
-
-    def read(self, words: Words, ranks: Sequence[int]) -> None:
-        """Takes in the rows of some ranks."""
-        if words.size != WORDS_PER_NOTE * len(ranks):
-            raise MessageError(
-                f"{words.size} words arrived where the notes of {len(ranks)} ranks were awaited; "
-                "all ranks must use the same version, sparsifier and arguments"
-            )
-        self._rows[list(ranks)] = words.reshape(-1, WORDS_PER_NOTE)
-
-    @property
-    def first_nonfinite(self) -> dict[int, int]:
-        """Rank -> position of its first NaN or Inf, for ranks that have one."""
-        return {int(rank): int(self._rows[rank, 0]) - 1 for rank in np.flatnonzero(self._rows[:, 0] > 0)}
-
-    @property
-    def norms(self) -> NDArray[np.float64]:
-        """Of all ranks' residuals, as they began the step; [P]."""
-        return np.ascontiguousarray(self._rows[:, 1]).view(np.float32).astype(np.float64)
+    def sum_of(self, vector: SparseVector, num_selected: int) -> SparseSum:
+        """What all ranks end with, of whom each has selected so many elements, and has told its note."""
+        marks, norms = self._notes[:, 0], np.ascontiguousarray(self._notes[:, 1]).view(np.float32)
+        nonfinite = {rank: int(marks[rank]) - 1 for rank in np.flatnonzero(marks > 0).tolist()}
+        counts = np.full(marks.size, num_selected, np.int64)
+        return SparseSum(vector.indices, vector.values, counts, nonfinite, norms.astype(np.float64))
 
 
 def bruck_bags(num_members: int) -> list[int]:

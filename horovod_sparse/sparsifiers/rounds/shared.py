@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -108,19 +109,25 @@ def _sum_in_parts(
     total = np.zeros(stop - start, values.dtype)
     for message in arrived:
         total += wire.decode_values(message[health.size :], stop - start, values.dtype)
-    words = wire.encode_values(total)
+    summed, error = yield from gather_parts(total, parts, info, wire)
     here = indices[start:stop]
-    accumulator.add(here, (total - wire.decode_values(words, total.size, values.dtype))[: here.size])
-    gathered = yield AllGather(words)
-
-    summed, begin = np.empty(padded, values.dtype), 0
-    for start, stop in parts:
-        end = begin + wire.num_value_words(stop - start, values.dtype)
-        summed[start:stop] = wire.decode_values(gathered[begin:end], stop - start, values.dtype)
-        begin = end
+    accumulator.add(here, error[: here.size])
     heads = np.stack([message[: health.size] for message in arrived]).reshape(info.size, -1)
     norms = np.ascontiguousarray(heads[:, 1:]).view(np.float32).astype(np.float64).reshape(-1)
     return summed[:num_indices], heads[:, :1].reshape(-1), norms
+
+
+def gather_parts(
+    values: Values, parts: Sequence[Window], info: BucketInfo, wire: WireFormat
+) -> Synchronization[tuple[Values, Values]]:
+    """A vector of which every rank gives its part, and what rounding takes from this rank's."""
+    gathered = yield AllGather(wire.encode_values(values))
+    whole, begin = np.empty(parts[-1][1], values.dtype), 0
+    for start, stop in parts:
+        end = begin + wire.num_value_words(stop - start, values.dtype)
+        whole[start:stop] = wire.decode_values(gathered[begin:end], stop - start, values.dtype)
+        begin = end
+    return whole, values - whole[slice(*parts[info.rank])]
 
 
 def _parts(num_indices: int, size: int) -> list[Window]:

@@ -107,7 +107,6 @@ class Phases:
         self._mail = Mail(accumulator.report, info, wire)
         self._notes_travel = notes_travel
         self._team, self._position = layout.place(info.rank)
-        self._counts = np.full(info.size, layout.num_selected, np.int64)
 
     def scatter_reduce(self) -> Synchronization[SparseVector]:
         """Spar-Reduce-Scatter: this team's sum of this rank's block, its largest elements only.
@@ -181,10 +180,7 @@ class Phases:
         message = mail.write(block, layout.column(self._position))
         messages = yield from bruck_all_gather(message, team, self._position)
         blocks = [mail.read(words, layout.column(position)) for position, words in enumerate(messages)]
-        final = joined(blocks, block.values.dtype)
-        return SparseSum(
-            final.indices, final.values, self._counts, mail.notes.first_nonfinite, mail.notes.norms
-        )
+        return mail.sum_of(joined(blocks, block.values.dtype), layout.num_selected)
 
     def gather_among_all(self, block: SparseVector) -> Synchronization[SparseSum]:
         """All blocks for all ranks by one allgather: every team gives its d-th part of each block."""
@@ -204,5 +200,5 @@ class Phases:
             pieces = [slice(ends[rank] - sum_.counts[rank], ends[rank]) for rank in order]
             sum_.indices = np.concatenate([sum_.indices[piece] for piece in pieces])
             sum_.values = np.concatenate([sum_.values[piece] for piece in pieces])
-        sum_.counts = self._counts
+        sum_.counts = np.full_like(sum_.counts, layout.num_selected)
         return sum_

@@ -7,16 +7,19 @@ from hypothesis import strategies as st
 
 from horovod_sparse.arrays import FoldReport
 from horovod_sparse.errors import MessageError
-from horovod_sparse.sparsifiers.rounds.pairs import Notes
+from horovod_sparse.sparsifiers import BucketInfo
+from horovod_sparse.sparsifiers.rounds.pairs import Mail
 from horovod_sparse.sparsifiers.rounds.sparse_vectors import (
     SparseVector,
     added,
     cut,
+    empty,
     joined,
     missing_in,
     shared_out,
     split_largest,
 )
+from horovod_sparse.wire import WireFormat
 from support.sampling import rows_by
 
 _N = 30
@@ -75,14 +78,20 @@ def test_shares_add_up_exactly(num_parts: int, dtype: str) -> None:
 
 
 def test_notes_meet() -> None:
-    notes = [
-        Notes(FoldReport(first_nonfinite=rank - 1, carried_square_norm=4.0**rank), rank, 3)
+    nothing = empty(np.dtype(np.float32))
+    mails = [
+        Mail(
+            FoldReport(first_nonfinite=rank - 1, carried_square_norm=4.0**rank),
+            BucketInfo("b", 9, rank, 3),
+            WireFormat(),
+        )
         for rank in range(3)
     ]
-    notes[0].read(notes[2].write([2]), [2])
-    assert notes[0].first_nonfinite == {2: 1}
-    notes[0].read(notes[1].write([1]), [1])
-    assert notes[0].first_nonfinite == {1: 0, 2: 1}
-    assert notes[0].norms.tolist() == [1.0, 2.0, 4.0]
+    mails[0].read(mails[2].write(nothing, [2]), [2])
+    assert mails[0].sum_of(nothing, 0).first_nonfinite == {2: 1}
+    mails[0].read(mails[1].write(nothing, [1]), [1])
+    sum_ = mails[0].sum_of(nothing, 0)
+    assert sum_.first_nonfinite == {1: 0, 2: 1}
+    assert sum_.norms is not None and sum_.norms.tolist() == [1.0, 2.0, 4.0]
     with pytest.raises(MessageError, match="notes of 2 ranks"):
-        notes[0].read(np.zeros(3, np.int32), [0, 1])
+        mails[0].read(np.zeros(3, np.int32), [0, 1])
