@@ -27,7 +27,7 @@ from horovod_sparse.tensors.streams import CudaStreams
 from horovod_sparse.training.agreement import AgreedStatus
 from horovod_sparse.training.collective_errors import raise_together
 from horovod_sparse.training.compression import recipe_of
-from horovod_sparse.training.host_topology import Chosen
+from horovod_sparse.training.host_topology import ChosenLevels
 from horovod_sparse.training.momentum import refuse_double_momentum, refuse_later_momentum
 from horovod_sparse.training.outcome import Outcome, worst
 from horovod_sparse.training.parts import assign_residuals
@@ -92,7 +92,7 @@ class Synchronizer(Training):
             _log.info("without optimizer= residuals do not follow the learning rate")
         watch_scalers()
 
-    def choose_levels(self, num_hosts: int, per_host: int) -> Chosen:
+    def choose_levels(self, num_hosts: int, per_host: int) -> ChosenLevels:
         """By formulas."""
         return by_cost(self.recipe.sparsifier, self.parameters, None)(num_hosts, per_host)
 

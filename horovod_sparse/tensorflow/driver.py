@@ -25,7 +25,7 @@ from horovod_sparse.tensorflow.graph import HOST, HostFunctions
 from horovod_sparse.tensorflow.parts import Part
 from horovod_sparse.tensorflow.tensors import numpy_dtype
 from horovod_sparse.tensorflow.training import VariablesTraining
-from horovod_sparse.tensorflow.transport import Courier, courier_for, present_courier
+from horovod_sparse.tensorflow.transport import PairsThread, pairs_thread_for, present_pairs_thread
 from horovod_sparse.tensorflow.waiting import Awaited, Waiting, Watch
 
 #: of gradients: what a batch of small parts comes to. Folding so many takes about as long as calling Python.
@@ -37,7 +37,7 @@ class Driver:
 
     def __init__(self, training: VariablesTraining, watch: Watch) -> None:
         self._training, self._process_set, self._watch = training, training.process_set, watch
-        #: of what a courier has; the watch's own is for what Horovod has, in another thread
+        #: of what a thread of pairs has; the watch's own is for what Horovod has, in another thread
         self._deadline = watch.another_deadline()
         self.host = HostFunctions()
 
@@ -91,10 +91,10 @@ class Driver:
             result.set_shape(shape)
         return list(results)
 
-    def _beginning(self, part: Part, courier: Courier | None = None) -> Callable[..., Wire]:
+    def _beginning(self, part: Part, thread: PairsThread | None = None) -> Callable[..., Wire]:
         """What begins a part's step on the host: gives what the first collective takes.
 
-        A courier gets the rest of the step, where there is one; `task.wait` ends it then.
+        A thread gets the rest of the step, where there is one; `task.wait` ends it then.
         """
         # by its position: a graph shall not keep the memory of buckets that there are no more
         version, position, task = self._training.version, self._training.parts.index(part), part.task
@@ -102,7 +102,7 @@ class Driver:
         def begin(rate: np.ndarray, arrays: Sequence[np.ndarray]) -> Wire:
             here = self._training.place
             task.legs.clear()
-            with task.working() if courier is None else contextlib.nullcontext():
+            with task.working() if thread is None else contextlib.nullcontext():
                 try:
                     self._training.agree()
                     (part,) = self._training.at(version, [position])
@@ -110,9 +110,9 @@ class Driver:
                     coroutine = part.begin(known, arrays) if arrays else part.again()
                 except Exception as error:
                     return task.fail(error, here)
-                if courier is None:
+                if thread is None:
                     return task.start(coroutine, here)
-            task.entrust(coroutine, here, present_courier(self._process_set, courier), self._deadline)
+            task.entrust(coroutine, here, present_pairs_thread(self._process_set, thread), self._deadline)
             return NO_SPLITS, NO_SPLITS
 
         return begin
@@ -129,17 +129,17 @@ class Driver:
 
         Each has its own collectives, but what the host does between two rounds is one call for all of them:
         calling Python costs as much as a small bucket. Where messages go between pairs of ranks and MPI can
-        be used, that is one operation: a courier has the rest.
+        be used, that is one operation: a thread has the rest.
         """
         tasks, kinds = [part.task for part in parts], parts[0].task.kinds
         sizes = [len(tensors) for tensors in gradients]
         inputs = [rate, *(tensor for tensors in gradients for tensor in tensors)]
-        courier: Courier | None = None
+        thread: PairsThread | None = None
         if tasks[0].between_pairs:
-            courier, transport = courier_for(self._process_set)
+            thread, transport = pairs_thread_for(self._process_set)
             for task in tasks:
                 task.transport = transport
-        beginnings = [self._beginning(part, courier) for part in parts]
+        beginnings = [self._beginning(part, thread) for part in parts]
 
         def start(rate: np.ndarray, *arrays: np.ndarray) -> list[np.ndarray]:
             own = _apart(arrays, sizes)
@@ -155,7 +155,7 @@ class Driver:
             return given(wires, int(number) + 1)
 
         def given(wires: Sequence[Wire], number: int) -> list[np.ndarray]:
-            if number == len(kinds) or courier is not None:
+            if number == len(kinds) or thread is not None:
                 return [np.zeros((), np.int32)]
             return [array for wire in wires for array in wire[: width(number)]]
 
@@ -164,7 +164,7 @@ class Driver:
             return 2 if kinds[number] in (Exchange, AllToAll) else 1
 
         def types(number: int) -> list[tf.DType]:
-            if number == len(kinds) or courier is not None:
+            if number == len(kinds) or thread is not None:
                 return [tf.int32]
             return [
                 tf.as_dtype(dtype)
@@ -174,7 +174,7 @@ class Driver:
 
         with tf.device(HOST):
             held, *messages = self.host.run(start, inputs, [tf.int32, *types(0)])
-            for number, kind in enumerate(kinds if courier is None else ()):
+            for number, kind in enumerate(kinds if thread is None else ()):
                 answers = [tf.constant(number, tf.int32)]
                 for task, own in zip(tasks, _apart(messages, [width(number)] * len(tasks)), strict=True):
                     for tensor in own:

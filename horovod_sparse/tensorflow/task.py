@@ -15,7 +15,7 @@ from horovod_sparse.errors import ArgumentError, CollectiveMismatchError, Deadli
 from horovod_sparse.sparsifiers import BucketInfo, Sparsifier
 from horovod_sparse.tensorflow._horovod import is_elastic
 from horovod_sparse.tensorflow.collectives import Wire, from_wire, nothing, to_wire
-from horovod_sparse.tensorflow.transport import Courier, Journey, between_pairs, over_pairs
+from horovod_sparse.tensorflow.transport import PairsSynchronization, PairsThread, between_pairs, over_pairs
 from horovod_sparse.training.deadline import Deadline
 
 _log = logging.getLogger("horovod_sparse")
@@ -57,17 +57,17 @@ class Task:
         self.settled = True
         #: how messages between two ranks travel, and why so; empty where there are none
         self.transport = ""
-        self._journey: Journey | None = None
+        self._entrusted: PairsSynchronization | None = None
 
     @property
     def under_way(self) -> bool:
         """Whether a coroutine waits for a collective: also where a failed step has left one behind."""
-        return self._coroutine is not None or self._journey is not None
+        return self._coroutine is not None or self._entrusted is not None
 
     @property
     def awaited(self) -> int | None:
         """The number of the round that Horovod has; None if it has none."""
-        return None if self.settled or self._journey is not None or not self.has_rounds else self._round
+        return None if self.settled or self._entrusted is not None or not self.has_rounds else self._round
 
     @property
     def has_rounds(self) -> bool:
@@ -80,27 +80,27 @@ class Task:
         return not self.dense and between_pairs(self.kinds)
 
     def entrust(
-        self, coroutine: Synchronization[Any], place: tuple[int, int], courier: Courier, deadline: Deadline
+        self, coroutine: Synchronization[Any], place: tuple[int, int], thread: PairsThread, deadline: Deadline
     ) -> None:
-        """Runs a coroutine to its first request, and leaves the rest to the courier; `wait` ends it."""
+        """Runs a coroutine to its first request, and leaves the rest to the thread; `wait` ends it."""
         self._begin(place)
-        self._journey = Journey(self.name, over_pairs(coroutine, *place), deadline)
-        if not self._journey.ended:
-            courier.take(self._journey)
+        self._entrusted = PairsSynchronization(self.name, over_pairs(coroutine, *place), deadline)
+        if not self._entrusted.ended:
+            thread.take(self._entrusted)
 
     def wait(self, since: float | None = None, overdue: DeadlineError | None = None) -> DeadlineError | None:
-        """Until what is entrusted to a courier has ended. Nothing to wait for otherwise."""
-        journey, self._journey = self._journey, None
-        if journey is None:
+        """Until what is entrusted to a thread has ended. Nothing to wait for otherwise."""
+        entrusted, self._entrusted = self._entrusted, None
+        if entrusted is None:
             return overdue
         try:
             if overdue is not None:
-                journey.give_up(overdue)
-            journey.wait(since)
+                entrusted.give_up(overdue)
+            entrusted.wait(since)
         except DeadlineError as error:
             overdue = error
-        self.result, self.error = journey.result, journey.error
-        self.legs += journey.legs
+        self.result, self.error = entrusted.result, entrusted.error
+        self.legs += entrusted.legs
         return overdue
 
     def start(self, coroutine: Synchronization[Any], place: tuple[int, int]) -> Wire:
@@ -138,12 +138,12 @@ class Task:
     def drop(self) -> None:
         """Lets go of what a step that failed elsewhere has left behind.
 
-        A courier's journey is let come to its end: the other ranks take part in it.
+        What a thread has is let come to its end: the other ranks take part in it.
         """
-        if self._journey is not None:
-            journey, self._journey = self._journey, None
+        if self._entrusted is not None:
+            entrusted, self._entrusted = self._entrusted, None
             try:
-                journey.wait()
+                entrusted.wait()
             except DeadlineError as error:
                 _log.warning("%s: %s", self.name, error)
         if self._coroutine is not None:

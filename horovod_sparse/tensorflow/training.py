@@ -31,7 +31,7 @@ from horovod_sparse.training.agreement import (
 )
 from horovod_sparse.training.collective_errors import raise_together
 from horovod_sparse.training.first_plan import Planner, check_agreement, first_plan
-from horovod_sparse.training.host_topology import Chosen, assumed_topology
+from horovod_sparse.training.host_topology import ChosenLevels, assumed_topology
 from horovod_sparse.training.parts import assign_residuals
 from horovod_sparse.training.settings import Settings
 from horovod_sparse.training.state import load_entry, share_factor
@@ -197,7 +197,7 @@ class VariablesTraining(Training):
         present = [[variable for variable in group if id(variable) in known] for group in groups]
         return {**self._given, "groups": [group for group in present if group]}
 
-    def choose_levels(self, num_hosts: int, per_host: int) -> Chosen:
+    def choose_levels(self, num_hosts: int, per_host: int) -> ChosenLevels:
         return by_cost(self.recipe.sparsifier, self.parameters, self.request)(num_hosts, per_host)
 
     # other plans, starts and states

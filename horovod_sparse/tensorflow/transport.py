@@ -18,9 +18,15 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from horovod_sparse.carriers.choice import Blocking, Chosen, agreed_choice, by_horovod, rounds_by_pairs
 from horovod_sparse.carriers.exchanges import by_exchanges
 from horovod_sparse.carriers.pairs import Pairs
+from horovod_sparse.carriers.transport_choice import (
+    Blocking,
+    TransportChoice,
+    agreed_transport,
+    by_horovod,
+    rounds_by_pairs,
+)
 from horovod_sparse.collectives import AllGather, Exchange, Request, Synchronization
 from horovod_sparse.errors import DeadlineError, UnsupportedError
 from horovod_sparse.sparsifiers.rounds.pairs import bruck_all_gather
@@ -29,7 +35,7 @@ from horovod_sparse.training.deadline import Deadline
 
 #: between two looks at messages under way
 _SLEEP_SECONDS = 20e-6
-#: between two looks at the deadline by who waits for a journey
+#: between two looks at the deadline by who waits for what a thread has
 _WAIT_SECONDS = 0.25
 
 
@@ -66,8 +72,8 @@ def over_pairs(coroutine: Synchronization[Any], rank: int, size: int) -> Synchro
             answer = yield request
 
 
-class Journey:
-    """A synchronization that the courier has, from its first request to its end.
+class PairsSynchronization:
+    """A synchronization that the thread of pairs has, from its first request to its end.
 
     Attributes:
         result: what the coroutine returned.
@@ -104,7 +110,7 @@ class Journey:
         self._deadline.moved()
 
     def give_up(self, error: Exception) -> None:
-        """Ends it with an error, if it has not ended: the courier lets go of it."""
+        """Ends it with an error, if it has not ended: the thread lets go of it."""
         with self._running:
             if not self.ended:
                 self._end(error=error)
@@ -145,33 +151,33 @@ class Journey:
         self._ended.set()
 
 
-class Courier:
+class PairsThread:
     """The thread: it alone speaks to the others."""
 
     def __init__(self, pairs: Pairs, rank: int) -> None:
         self._pairs, self._rank = pairs, rank
-        self._news: deque[Journey] = deque()
+        self._news: deque[PairsSynchronization] = deque()
         self._wake, self._stopped = threading.Condition(), False
-        threading.Thread(target=self._run, name="horovod_sparse.courier", daemon=True).start()
+        threading.Thread(target=self._run, name="horovod_sparse.pairs", daemon=True).start()
 
-    def take(self, journey: Journey) -> None:
+    def take(self, entrusted: PairsSynchronization) -> None:
         """Does not wait."""
         with self._wake:
             stopped = self._stopped
             if not stopped:
-                self._news.append(journey)
+                self._news.append(entrusted)
                 self._wake.notify()
         if stopped:
-            journey.give_up(_anew())
+            entrusted.give_up(_anew())
 
     def stop(self) -> None:
-        """Ends it; journeys that are under way end with an error. Does not wait."""
+        """Ends it; synchronizations that are under way end with an error. Does not wait."""
         with self._wake:
             self._stopped = True
             self._wake.notify()
 
     def _run(self) -> None:
-        pairs, under_way = self._pairs, list[Journey]()
+        pairs, under_way = self._pairs, list[PairsSynchronization]()
         while True:
             with self._wake:
                 while not (self._news or under_way or self._stopped):
@@ -181,14 +187,14 @@ class Courier:
             if self._stopped:
                 break
             moved = False
-            for journey in under_way:
-                while not journey.ended and journey.advance(pairs, self._rank):
+            for entrusted in under_way:
+                while not entrusted.ended and entrusted.advance(pairs, self._rank):
                     moved = True
-            under_way = [journey for journey in under_way if not journey.ended]
+            under_way = [entrusted for entrusted in under_way if not entrusted.ended]
             if not moved:
                 time.sleep(_SLEEP_SECONDS)
-        for journey in under_way:
-            journey.give_up(_anew())
+        for entrusted in under_way:
+            entrusted.give_up(_anew())
 
 
 def _anew() -> UnsupportedError:
@@ -199,34 +205,34 @@ def _anew() -> UnsupportedError:
 
 
 #: by number and ranks of the process set (a number is given again when its set was removed): Horovod's start,
-#: the courier, and how messages travel; None and why, where the all-to-all is used
-_couriers: dict[tuple[int, tuple[int, ...]], tuple[object, Courier | None, str]] = {}
+#: the thread, and how messages travel; None and why, where the all-to-all is used
+_pairs_threads: dict[tuple[int, tuple[int, ...]], tuple[object, PairsThread | None, str]] = {}
 
 
 def _key(process_set: Any) -> tuple[int, tuple[int, ...]]:
     return int(process_set.process_set_id), tuple(process_set.ranks or ())
 
 
-def courier_for(process_set: Any) -> tuple[Courier | None, str]:
-    """The courier of a process set, where all its ranks can use one; agreed at the first trace of a start."""
+def pairs_thread_for(process_set: Any) -> tuple[PairsThread | None, str]:
+    """The thread of a process set, where all its ranks can use one; agreed at the first trace of a start."""
     key, start = _key(process_set), present_start()
-    if key not in _couriers or _couriers[key][0] is not start:
-        for former in [one for one, (since, _, _) in _couriers.items() if since is not start]:
-            courier = _couriers.pop(former)[1]
-            if courier is not None:
-                courier.stop()
+    if key not in _pairs_threads or _pairs_threads[key][0] is not start:
+        for former in [one for one, (since, _, _) in _pairs_threads.items() if since is not start]:
+            thread = _pairs_threads.pop(former)[1]
+            if thread is not None:
+                thread.stop()
         chosen = _agreed(process_set)
-        made = None if chosen.pairs is None else Courier(chosen.pairs, int(process_set.rank()))
-        _couriers[key] = start, made, chosen.words
-    return _couriers[key][1:]
+        made = None if chosen.pairs is None else PairsThread(chosen.pairs, int(process_set.rank()))
+        _pairs_threads[key] = start, made, chosen.words
+    return _pairs_threads[key][1:]
 
 
-def present_courier(process_set: Any, traced: Courier) -> Courier:
-    """The courier that there is now, for a function that was traced before Horovod was started again."""
-    return _couriers.get(_key(process_set), (None, None, ""))[1] or traced
+def present_pairs_thread(process_set: Any, traced: PairsThread) -> PairsThread:
+    """The thread that there is now, for a function that was traced before Horovod was started again."""
+    return _pairs_threads.get(_key(process_set), (None, None, ""))[1] or traced
 
 
-def _agreed(process_set: Any) -> Chosen:
+def _agreed(process_set: Any) -> TransportChoice:
     """How messages between two ranks travel; all ranks ask where any does."""
     rank = int(process_set.rank())
     if is_elastic():
@@ -235,13 +241,13 @@ def _agreed(process_set: Any) -> Chosen:
     with tf.init_scope():
         if not tf.executing_eagerly():
             return by_horovod("TensorFlow 1's graphs", rank)
-        name = f"horovod_sparse.courier.{process_set.process_set_id}"
-        steps, answer = agreed_choice(hvd, process_set, int(process_set.process_set_id)), None
+        name = f"horovod_sparse.pairs.{process_set.process_set_id}"
+        steps, answer = agreed_transport(hvd, process_set, int(process_set.process_set_id)), None
         for number in itertools.count():
             try:
                 request: Any = steps.send(answer)
             except StopIteration as stop:
-                chosen: Chosen = stop.value
+                chosen: TransportChoice = stop.value
                 return chosen
             if isinstance(request, Blocking):
                 answer = request.work()

@@ -37,7 +37,7 @@ from horovod_sparse.torch.transport import transport_words
 from horovod_sparse.training.collective_errors import raise_together, some_of
 from horovod_sparse.training.engine import Facts
 from horovod_sparse.training.first_plan import FirstPlan, check_agreement
-from horovod_sparse.training.host_topology import Chosen
+from horovod_sparse.training.host_topology import ChosenLevels
 from horovod_sparse.training.momentum import refuse_later_momentum
 from horovod_sparse.training.outcome import Outcome, worst
 from horovod_sparse.training.settings import Settings
@@ -157,7 +157,7 @@ class GradientSynchronizer(Training):
         self.claim(facts)
         watch_scalers()
 
-    def choose_levels(self, num_hosts: int, per_host: int) -> Chosen:
+    def choose_levels(self, num_hosts: int, per_host: int) -> ChosenLevels:
         """By the profile that was given, or by formulas."""
         return by_cost(self.recipe.sparsifier, self.parameters, self._first.request)(num_hosts, per_host)
 

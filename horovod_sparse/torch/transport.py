@@ -2,8 +2,8 @@
 
 Horovod has no send and receive. An all-to-all in which most messages are empty does the same and works
 everywhere, but every round of it takes a cycle of Horovod (1 ms by default); messages of MPI take
-microseconds. The ranks agree on it once per process set (`horovod_sparse.carriers.choice`), by collectives
-that nobody waits for: exchanges that are started meanwhile begin when it is known.
+microseconds. The ranks agree on it once per process set (`carriers/transport_choice.py`), by collectives that
+nobody waits for: exchanges that are started meanwhile begin when it is known.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol, TypeAlias
 
-from horovod_sparse.carriers.choice import Blocking, Chosen, agreed_choice
 from horovod_sparse.carriers.exchanges import Rounds
+from horovod_sparse.carriers.transport_choice import Blocking, TransportChoice, agreed_transport
 from horovod_sparse.collectives import Exchange, Request
 from horovod_sparse.torch._horovod import hvd, present_start
 
@@ -35,17 +35,17 @@ Start = Callable[[Any, str, Any], _Handle]
 _Key: TypeAlias = tuple[int | None, tuple[int, ...]]
 
 
-class _Choice:
+class _PendingAgreement:
     """The agreement of a process set's ranks under way; `number` tells it from those before it."""
 
     def __init__(self, process_set: Any, number: int, by_horovod: Start) -> None:
         self.start = present_start()
-        self.chosen: Chosen | None = None
+        self.chosen: TransportChoice | None = None
         #: of the agreement: Horovod gives what ranks have said once
         self.failure: Exception | None = None
         self._process_set, self._by_horovod = process_set, by_horovod
         self._name = f"horovod_sparse.transport.{process_set.process_set_id}.{number}"
-        self._steps = agreed_choice(hvd, process_set, number)
+        self._steps = agreed_transport(hvd, process_set, number)
         self._round = 0
         self._under_way = self._start(next(self._steps))
 
@@ -105,7 +105,7 @@ class _Thread:
 
 
 #: by number and ranks: Horovod gives the number of a process set that was removed to the next one
-_choices: dict[_Key, _Choice] = {}
+_agreements: dict[_Key, _PendingAgreement] = {}
 #: how many choices there were for a process set, under which of Horovod's starts
 _numbers: dict[_Key, tuple[Any, int]] = {}
 
@@ -114,22 +114,22 @@ def _key(process_set: Any) -> _Key:
     return process_set.process_set_id, tuple(process_set.ranks or ())
 
 
-def _choice_of(process_set: Any, by_horovod: Start) -> _Choice:
+def _agreement_of(process_set: Any, by_horovod: Start) -> _PendingAgreement:
     key, start = _key(process_set), present_start()
-    if key not in _choices or not _choices[key].is_known():
-        for former in [one for one, choice in _choices.items() if not choice.is_known()]:
-            del _choices[former]
+    if key not in _agreements or not _agreements[key].is_known():
+        for former in [one for one, agreement in _agreements.items() if not agreement.is_known()]:
+            del _agreements[former]
         since, number = _numbers.get(key, (start, 0))
         if since is not start:  # Horovod was started anew: all ranks count from 0 again
             number = 0
         _numbers[key] = start, number + 1
-        _choices[key] = _Choice(process_set, number, by_horovod)
-    return _choices[key]
+        _agreements[key] = _PendingAgreement(process_set, number, by_horovod)
+    return _agreements[key]
 
 
-def _chosen(process_set: Any) -> Chosen | None:
-    choice = _choices.get(_key(process_set))
-    return choice.chosen if choice is not None and choice.is_known() else None
+def _chosen(process_set: Any) -> TransportChoice | None:
+    agreement = _agreements.get(_key(process_set))
+    return agreement.chosen if agreement is not None and agreement.is_known() else None
 
 
 def chosen_transport(process_set: Any = hvd.global_process_set) -> str:
@@ -151,16 +151,16 @@ def forget_transports(process_set: Any) -> None:
     messages of a new start. All ranks do it, or none; the next exchange agrees anew. An agreement that
     is not reached yet is kept: no message has been sent, and ranks that come later answer to it.
     """
-    choice = _choices.get(_key(process_set))
-    if choice is not None and (not choice.is_known() or choice.agreed()):
-        del _choices[_key(process_set)]
+    agreement = _agreements.get(_key(process_set))
+    if agreement is not None and (not agreement.is_known() or agreement.agreed()):
+        del _agreements[_key(process_set)]
 
 
 class _RoundHandle:
     """A round that begins when it is known how."""
 
     def __init__(self, request: Request, name: str, process_set: Any, by_horovod: Start) -> None:
-        self._choice = _choice_of(process_set, by_horovod)
+        self._agreement = _agreement_of(process_set, by_horovod)
         self._begin = (request, name, process_set)
         self._by_horovod = by_horovod
         self._inner: _Handle | None = None
@@ -169,7 +169,7 @@ class _RoundHandle:
         self._try()
 
     def _try(self) -> None:
-        if self._inner is not None or self._error is not None or not self._choice.decided():
+        if self._inner is not None or self._error is not None or not self._agreement.decided():
             return
         try:
             self._inner = self._begun()
@@ -177,10 +177,10 @@ class _RoundHandle:
             self._error = error
 
     def _begun(self) -> _Handle:
-        if self._choice.failure is not None:
-            raise self._choice.failure
-        assert self._choice.chosen is not None
-        pairs, (request, name, process_set) = self._choice.chosen.pairs, self._begin
+        if self._agreement.failure is not None:
+            raise self._agreement.failure
+        assert self._agreement.chosen is not None
+        pairs, (request, name, process_set) = self._agreement.chosen.pairs, self._begin
         if pairs is None:
             return self._by_horovod(request, name, process_set)
         if isinstance(request, Exchange):
@@ -189,7 +189,7 @@ class _RoundHandle:
         return Rounds(partial(pairs.start, rank=rank), request, name, rank, size)
 
     def is_known(self) -> bool:
-        return self._choice.is_known() and (self._inner is None or self._inner.is_known())
+        return self._agreement.is_known() and (self._inner is None or self._inner.is_known())
 
     def done(self) -> bool:
         self._try()

@@ -23,7 +23,7 @@ from horovod_sparse.feedback import TwoLevelBucket
 from horovod_sparse.topology import Topology
 
 
-class Chosen(Protocol):
+class ChosenLevels(Protocol):
     """Levels, and why: what `horovod_sparse.planning` has to say."""
 
     @property
@@ -33,7 +33,7 @@ class Chosen(Protocol):
 
 
 #: which levels are faster, by numbers of hosts and of ranks on each; the same on all ranks
-Choose: TypeAlias = Callable[[int, int], Chosen]
+Choose: TypeAlias = Callable[[int, int], ChosenLevels]
 
 #: as if so many ranks, one behind the other, had a host of their own: for tests, and for hosts in which the
 #: fast network joins some of the ranks only

@@ -32,7 +32,7 @@ from horovod_sparse.training.agreement import (
 from horovod_sparse.training.drift import DriftCheck
 from horovod_sparse.training.engine import Engine, Facts, PartSpec
 from horovod_sparse.training.host_topology import (
-    Chosen,
+    ChosenLevels,
     agreed_topology,
     assumed_topology,
     gathered_shards,
@@ -129,7 +129,7 @@ class Training:
 
     # what a front end may add
 
-    def choose_levels(self, num_hosts: int, per_host: int) -> Chosen:
+    def choose_levels(self, num_hosts: int, per_host: int) -> ChosenLevels:
         """Which levels are faster, for ``levels="auto"``; the same on all ranks."""
         raise UnsupportedError("levels='auto' takes a cost model, which this front end has not")
 

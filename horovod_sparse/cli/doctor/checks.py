@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from horovod_sparse.carriers.choice import TRANSPORT_VARIABLE
 from horovod_sparse.carriers.shared_memory import MEMORY_VARIABLE
+from horovod_sparse.carriers.transport_choice import TRANSPORT_VARIABLE
 from horovod_sparse.checks import whole_number
 from horovod_sparse.cli.doctor.facts import Finding, advice, good, problem
 from horovod_sparse.cli.doctor.settings import is_own

@@ -6,8 +6,8 @@ import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from horovod_sparse.carriers.choice import TRANSPORT_VARIABLE, WAYS
 from horovod_sparse.carriers.shared_memory import MEMORY_VARIABLE
+from horovod_sparse.carriers.transport_choice import TRANSPORT_VARIABLE, WAYS
 from horovod_sparse.checks import whole_number
 from horovod_sparse.cli.doctor.facts import SETTINGS, Finding, advice, good, problem
 from horovod_sparse.training.host_topology import RANKS_VARIABLE

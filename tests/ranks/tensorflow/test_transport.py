@@ -26,7 +26,7 @@ def needs_mpi():
 @pytest.fixture(params=["auto", "alltoall", "pairs"])
 def way(request, monkeypatch):
     """Which transport the next choice makes."""
-    monkeypatch.setattr(transport, "_couriers", {})
+    monkeypatch.setattr(transport, "_pairs_threads", {})
     if request.param == "pairs":
         needs_mpi()
     monkeypatch.setenv("HOROVOD_SPARSE_TRANSPORT", request.param)
@@ -49,7 +49,7 @@ def test_several_buckets_equal_the_simulation(rank, size, way, name, graph):
     """Bit for bit, in whatever order graphs run them; telemetry says how messages travel, and why."""
     chosen = recipe(name, density=0.05)
     synchronizer = GradientSynchronizer(
-        chosen, average=False, bucket_bytes=1, name=f"courier.{way}.{name}.{graph}"
+        chosen, average=False, bucket_bytes=1, name=f"thread.{way}.{name}.{graph}"
     )
     variables = [tf.Variable(tf.zeros([N + i])) for i in range(NUM_BUCKETS)]
     clusters = [SimulatedCluster(chosen, N + i, size) for i in range(NUM_BUCKETS)]
@@ -99,16 +99,16 @@ def test_within_a_process_set(rank, size, way, process_set):
 def test_dense_gradients_stay_with_horovod(rank, size, monkeypatch):
     """Beside buckets that do not, in rounds of the same kind."""
     needs_mpi()
-    monkeypatch.setattr(transport, "_couriers", {})
+    monkeypatch.setattr(transport, "_pairs_threads", {})
     monkeypatch.setenv("HOROVOD_SPARSE_TRANSPORT", "pairs")
     entrusted = []
 
-    class Noted(transport.Journey):
+    class Noted(transport.PairsSynchronization):
         def __init__(self, name, *more):
             entrusted.append(name)
             super().__init__(name, *more)
 
-    monkeypatch.setattr("horovod_sparse.tensorflow.task.Journey", Noted)
+    monkeypatch.setattr("horovod_sparse.tensorflow.task.PairsSynchronization", Noted)
     shapes = {"wide": (40, 30), "bias": (7,), "second": (20, 30)}
     variables = [tf.Variable(tf.zeros(shape), name=name) for name, shape in shapes.items()]
     compression = hvd.Compression.topk(density=1.0)

@@ -280,7 +280,7 @@ def test_a_step_that_all_give_up_leaves_the_others_their_messages(monkeypatch, n
 
     for model, optimizer in trained:
         train_step(model, optimizer, gradients(model))
-    choice = transport._choices[transport._key(hvd.global_process_set)]
+    choice = transport._agreements[transport._key(hvd.global_process_set)]
     (sick, first), (well, second) = trained
     for _ in range(2):
         well.backward(gradients(well))
@@ -295,7 +295,7 @@ def test_a_step_that_all_give_up_leaves_the_others_their_messages(monkeypatch, n
         second.step()
         second.zero_grad()
         first.zero_grad()
-    assert transport._choices[transport._key(hvd.global_process_set)] is choice
+    assert transport._agreements[transport._key(hvd.global_process_set)] is choice
     assert transport.chosen_transport() == carrier("pairs")
     for model, optimizer in trained:
         train_step(model, optimizer, gradients(model))

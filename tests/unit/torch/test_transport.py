@@ -4,7 +4,7 @@ import horovod.torch as hvd
 import numpy as np
 import pytest
 
-from horovod_sparse.carriers.choice import Chosen
+from horovod_sparse.carriers.transport_choice import TransportChoice
 from horovod_sparse.collectives import Exchange
 from horovod_sparse.errors import CollectiveMismatchError
 from horovod_sparse.torch import transport
@@ -14,7 +14,7 @@ class Choice:
     """What ranks have agreed on; or what the agreement ended with."""
 
     def __init__(self, process_set=None, number=0, by_horovod=None):
-        self.known, self.failure, self.chosen = True, None, Chosen(self, "mpi", "")
+        self.known, self.failure, self.chosen = True, None, TransportChoice(self, "mpi", "")
 
     def is_known(self):
         return self.known
@@ -31,14 +31,14 @@ def test_every_choice_of_a_former_start_is_given_up(monkeypatch):
     hvd.init()
     former = {(number, (0,)): Choice() for number in range(3)}
     choices = dict(former)
-    monkeypatch.setattr(transport, "_choices", choices)
-    monkeypatch.setattr(transport, "_Choice", Choice)
+    monkeypatch.setattr(transport, "_agreements", choices)
+    monkeypatch.setattr(transport, "_PendingAgreement", Choice)
     for key in ((1, (0,)), (2, (0,))):
         former[key].known = False
-    present = transport._choice_of(hvd.global_process_set, None)
+    present = transport._agreement_of(hvd.global_process_set, None)
     assert present is former[0, (0,)], "what is known stays, and nothing else is looked at"
     present.known = False
-    assert transport._choice_of(hvd.global_process_set, None) is not present
+    assert transport._agreement_of(hvd.global_process_set, None) is not present
     assert list(choices) == [(0, (0,))]
 
 
@@ -49,7 +49,7 @@ def test_a_hook_that_asks_is_not_interrupted_by_an_error(monkeypatch, where):
     choice = Choice()
     if where == "agreement":
         choice.failure = CollectiveMismatchError("x: rank 0 did not await messages")
-    monkeypatch.setattr(transport, "_choice_of", lambda process_set, by_horovod: choice)
+    monkeypatch.setattr(transport, "_agreement_of", lambda process_set, by_horovod: choice)
     request = Exchange({0: np.ones(1, np.int32)}, (0,))
     handle = transport.start_round(request, "x", hvd.global_process_set, lambda *_: None)
     assert handle.done() and handle.is_known()

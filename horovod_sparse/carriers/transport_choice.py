@@ -66,7 +66,7 @@ class Blocking:
 
 
 @dataclass(frozen=True)
-class Chosen:
+class TransportChoice:
     """How messages between two ranks travel: what carries them, None for Horovod; in one word, and why so."""
 
     pairs: MpiPairs | None
@@ -75,10 +75,10 @@ class Chosen:
 
 
 #: yields requests, and work that blocks
-Agreement: TypeAlias = Generator[Request | Blocking, Any, Chosen]
+Agreement: TypeAlias = Generator[Request | Blocking, Any, TransportChoice]
 
 
-def agreed_choice(hvd: Any, process_set: Any, number: int) -> Agreement:
+def agreed_transport(hvd: Any, process_set: Any, number: int) -> Agreement:
     """What all ranks of a process set can use, and then whether all have reached all: two allgathers.
 
     `number` tells this agreement from those before it, and is the same on all ranks.
@@ -90,12 +90,12 @@ def agreed_choice(hvd: Any, process_set: Any, number: int) -> Agreement:
     pairs, failure = yield Blocking(lambda: _connected(mpi, process_set.ranks, number))
     if refused := _first_reason((yield from shared_lines(failure)), rank):
         return by_horovod(refused, rank, failed=True)
-    chosen = Chosen(pairs, "mpi", "MPI, on a communicator of their own (every rank can)")
+    chosen = TransportChoice(pairs, "mpi", "MPI, on a communicator of their own (every rank can)")
     _log.info("messages between two ranks go through %s", chosen.words)
     return chosen
 
 
-def by_horovod(reason: str, rank: int, *, failed: bool = False) -> Chosen:
+def by_horovod(reason: str, rank: int, *, failed: bool = False) -> TransportChoice:
     """Horovod's all-to-all, and why so.
 
     A warning where it is not what was asked for, or another way was tried in vain: on one rank, and once.
@@ -106,7 +106,7 @@ def by_horovod(reason: str, rank: int, *, failed: bool = False) -> Chosen:
         _log.warning("rounds go through %s, though %s=%s", words, TRANSPORT_VARIABLE, transport_asked())
     else:
         _log.info("messages between two ranks go through %s", words)
-    return Chosen(None, "alltoall", words)
+    return TransportChoice(None, "alltoall", words)
 
 
 def _first_reason(reasons: list[str], rank: int) -> str:
