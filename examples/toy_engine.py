@@ -123,11 +123,11 @@ class PipeEngine:
     ) -> None:
         self.rank, self.pipes, self.parameters, self.recipe = rank, pipes, parameters, recipe
 
-    def place(self) -> tuple[int, int]:
+    def rank_and_size(self) -> tuple[int, int]:
         return self.rank, len(self.pipes) + 1
 
     def ranks(self) -> Ranks:
-        rank, size = self.place()
+        rank, size = self.rank_and_size()
         return Ranks(rank, size, rank, size, host="here", host_rank=rank, host_size=size)
 
     def start_token(self) -> object:

@@ -62,7 +62,7 @@ class DistributedEngine:
             self.communicator = Communicator(Carrier(self._group))
         return self.communicator
 
-    def place(self) -> tuple[int, int]:
+    def rank_and_size(self) -> tuple[int, int]:
         group = dist.group.WORLD if self._group is None else self._group
         return dist.get_rank(group), dist.get_world_size(group)
 
@@ -71,7 +71,7 @@ class DistributedEngine:
         rank, size = dist.get_rank(), dist.get_world_size()
         host = os.environ.get("GROUP_RANK", socket.gethostname())
         local = int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        return Ranks(*self.place(), rank, size, host, *local)
+        return Ranks(*self.rank_and_size(), rank, size, host, *local)
 
     def start_token(self) -> object:
         return _START

@@ -100,7 +100,7 @@ class Driver:
         version, position, task = self._training.version, self._training.parts.index(part), part.task
 
         def begin(rate: np.ndarray, arrays: Sequence[np.ndarray]) -> Wire:
-            here = self._training.place
+            here = self._training.rank_and_size
             task.legs.clear()
             with task.working() if thread is None else contextlib.nullcontext():
                 try:

@@ -216,12 +216,12 @@ class VariablesTraining(Training):
         for part in self.sparse:
             part.start_anew(part.bucket.progress.step)
 
-    def _standing(self) -> RankStatus:
-        made_for = self.sparse[0].made_for if self.sparse else self.place
-        return dataclasses.replace(super()._standing(), place=made_for)
+    def _status(self) -> RankStatus:
+        made_for = self.sparse[0].made_for if self.sparse else self.rank_and_size
+        return dataclasses.replace(super()._status(), made_for=made_for)
 
     def start_anew(self, start: AgreedStatus) -> None:
-        self.made_for, self.step = self.place, start.step
+        self.made_for, self.step = self.rank_and_size, start.step
         self.sizes.add(self.size)
         if start.plan != self.plan:
             self.change_plan(start.plan)
@@ -236,7 +236,7 @@ class VariablesTraining(Training):
             assign_residuals(self.parts, (), {})
             return
         for part in self.parts:  # those that were made for another place start anew here
-            if not isinstance(part, SparseBucket) or part.made_for != self.place:
+            if not isinstance(part, SparseBucket) or part.made_for != self.rank_and_size:
                 part.start_anew(self.step)
         # in elastic training what this worker saved at another size is its own: no other has a share in it
         old_size, own = entry["size"], entry["size"] in self.sizes

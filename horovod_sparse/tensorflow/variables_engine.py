@@ -31,7 +31,7 @@ class VariablesEngine:
         self.label, self._num_parts = "", 0
         self._topology: Topology | None = None
 
-    def place(self) -> tuple[int, int]:
+    def rank_and_size(self) -> tuple[int, int]:
         return int(self.process_set.rank()), int(self.process_set.size())
 
     def ranks(self) -> Ranks:
@@ -56,14 +56,14 @@ class VariablesEngine:
                     parts.append(self._bucket(f"dense.{name}", [name], facts, spec.recipe, dense=True))
                 else:
                     shape, collective = tuple(variable.shape), self._collective()
-                    parts.append(DenseVariable(name, collective, shape, fact.dtype, self.place))
+                    parts.append(DenseVariable(name, collective, shape, fact.dtype, self.rank_and_size))
         return parts
 
     def _bucket(
         self, label: str, names: Sequence[str], facts: Facts, recipe: Recipe, *, dense: bool = False
     ) -> SparseBucket:
         shapes, dtype = [tuple(facts[name][1].shape) for name in names], facts[names[0]][0].dtype
-        own = label, self._collective(), names, shapes, dtype, recipe, self.place
+        own = label, self._collective(), names, shapes, dtype, recipe, self.rank_and_size
         return SparseBucket(*own, dense=dense, hosts=lambda: self.hosts)
 
     def _collective(self) -> str:
@@ -75,7 +75,7 @@ class VariablesEngine:
     def hosts(self) -> Topology | None:
         """As parts are made for it: in elastic training graphs are traced once, with two levels or one."""
         if self._topology is None and self._levels != "flat" and is_elastic():
-            return Topology.regular(self.place()[1], 1)
+            return Topology.regular(self.rank_and_size()[1], 1)
         return self._topology
 
     def move_to(self, topology: Topology | None) -> None:

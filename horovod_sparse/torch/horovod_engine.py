@@ -51,7 +51,7 @@ class HorovodEngine:
         #: why gradients do not lie where the other ranks of the host see them
         self.why_not_shared = ""
 
-    def place(self) -> tuple[int, int]:
+    def rank_and_size(self) -> tuple[int, int]:
         return int(self.process_set.rank()), int(self.process_set.size())
 
     def ranks(self) -> Ranks:
@@ -164,6 +164,6 @@ def planned(
         return dataclasses.replace(where_of(engine.process_set, most_of(parameters)[0]), topology=hosts)
 
     first = first_plan(request, facts, recipe.sparsifier, where, **arguments)
-    if first.failure is not None and engine.place()[1] == 1:
+    if first.failure is not None and engine.rank_and_size()[1] == 1:
         raise first.failure
     return first

@@ -79,7 +79,7 @@ class RankStatus:
         step: synchronizations that its training has done.
         digest: of the sparsifiers' states, as far as they are equal on all ranks; see
             `horovod_sparse.feedback.state.shared_digest`.
-        place: (rank, size) that the states were made for.
+        made_for: (rank, size) that the states were made for.
         plan: which parameters form which bucket.
         parameters: of the model.
         measuring: how far this rank has come with what all measure together, before all plan anew together.
@@ -93,7 +93,7 @@ class RankStatus:
 
     step: int
     digest: str
-    place: tuple[int, int]
+    made_for: tuple[int, int]
     plan: Plan = field(default_factory=lambda: Plan(()))
     parameters: Sequence[ParameterFacts] = ()
     measuring: str = ""
@@ -134,7 +134,7 @@ class _Summary:
 
     step: int
     digest: str
-    place: list[int]
+    made_for: list[int]
     plan: str
     measuring: str
     label: str
@@ -147,7 +147,7 @@ def agreed_status(status: RankStatus) -> Synchronization[AgreedStatus]:
 
     Example:
         >>> from horovod_sparse.simulation import run_lockstep
-        >>> survivor, newcomer = RankStatus(7, "a", place=(0, 2)), RankStatus(0, "b", place=(1, 2))
+        >>> survivor, newcomer = RankStatus(7, "a", made_for=(0, 2)), RankStatus(0, "b", made_for=(1, 2))
         >>> start = run_lockstep([agreed_status(survivor), agreed_status(newcomer)])[1]
         >>> start.anew, start.step, start.reason
         (True, 7, 'ranks [0] have done 7 steps, ranks [1] 0')
@@ -156,7 +156,7 @@ def agreed_status(status: RankStatus) -> Synchronization[AgreedStatus]:
     own = _Summary(
         step=status.step,
         digest=status.digest,
-        place=list(status.place),
+        made_for=list(status.made_for),
         plan=_digest([plan, model]),
         measuring=status.measuring,
         label=status.label,
@@ -167,9 +167,9 @@ def agreed_status(status: RankStatus) -> Synchronization[AgreedStatus]:
     ranks = [_Summary(*one) for one in told]
     steps = [one.step for one in ranks]
     reason = ""
-    if moved := [rank for rank, one in enumerate(ranks) if one.place != [rank, len(ranks)]]:
+    if moved := [rank for rank, one in enumerate(ranks) if one.made_for != [rank, len(ranks)]]:
         rank = moved[0]
-        old_rank, old_size = ranks[rank].place
+        old_rank, old_size = ranks[rank].made_for
         reason = f"rank {rank} of {len(ranks)} was rank {old_rank} of {old_size}"
     elif len(set(steps)) > 1:
         reason = ranks_apart("have done {} steps", steps)

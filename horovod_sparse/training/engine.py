@@ -59,7 +59,7 @@ class Engine(Protocol):
     #: for messages, and for ranks to compare
     name: str
 
-    def place(self) -> tuple[int, int]:
+    def rank_and_size(self) -> tuple[int, int]:
         """Rank and size of this process among those that synchronize; in elastic training they change."""
 
     def ranks(self) -> Ranks:

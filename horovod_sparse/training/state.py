@@ -42,7 +42,7 @@ class Holder(Protocol):
     step: int
 
     @property
-    def place(self) -> tuple[int, int]: ...
+    def rank_and_size(self) -> tuple[int, int]: ...
     @property
     def topology(self) -> Topology | None: ...
     @property
@@ -55,7 +55,7 @@ class Holder(Protocol):
 
 def saved_entry(engine: Holder, array: Callable[[np.ndarray], Any] = np.copy, **more: Any) -> dict[str, Any]:
     """The entry of this rank: numbers, strings, and arrays as the engine's parts give them."""
-    (rank, size), levels = engine.place, _levels_of(engine)
+    (rank, size), levels = engine.rank_and_size, _levels_of(engine)
     residuals, *companions = held_residuals(engine.parts, engine.recipe.feedback.num_companions)
     return {
         "format": _FORMAT,
@@ -130,7 +130,7 @@ def checked_states(
     engine: Holder, entry: Mapping[str, Any], names: Mapping[str, str] | None = None
 ) -> list[Any] | None:
     """The sparsifiers' states of an entry, made and checked; nothing is changed."""
-    (rank, size), plan = engine.place, _called(entry, names)
+    (rank, size), plan = engine.rank_and_size, _called(entry, names)
     if plan != engine.plan or entry["size"] != size or entry.get("resized"):
         return None
     if list(entry.get("levels", ())) != (_levels_of(engine) or []):
@@ -148,7 +148,7 @@ def checked_states(
 
 def _levels_of(engine: Holder) -> list[int] | None:
     """Hosts, ranks on each, and the host and the place of this one; None for one level."""
-    (rank, size), topology = engine.place, engine.topology
+    (rank, size), topology = engine.rank_and_size, engine.topology
     if topology is None or topology.size != size:
         return None
     return [topology.num_hosts, topology.per_host, *topology.place(rank)]
@@ -256,7 +256,7 @@ def load_entry(
     engine: Holder, entry: Mapping[str, Any], factor: float, names: Mapping[str, str] | None = None
 ) -> None:
     """Continues from an entry that fits. Needs no collective."""
-    size, plan, states = engine.place[1], _called(entry, names), checked_states(engine, entry, names)
+    size, plan, states = engine.rank_and_size[1], _called(entry, names), checked_states(engine, entry, names)
     called = (lambda name: name) if names is None else names.__getitem__
     progress = {
         name: Progress.from_plain(one, one["state"]["step"])

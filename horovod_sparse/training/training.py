@@ -93,19 +93,19 @@ class Training:
         self._agreed_under: object = None
 
     @property
-    def place(self) -> tuple[int, int]:
+    def rank_and_size(self) -> tuple[int, int]:
         """Rank and size of this process among those that synchronize."""
-        return self.engine.place()
+        return self.engine.rank_and_size()
 
     @property
     def rank(self) -> int:
         """Of this process among those that synchronize."""
-        return self.place[0]
+        return self.rank_and_size[0]
 
     @property
     def size(self) -> int:
         """How many ranks synchronize."""
-        return self.place[1]
+        return self.rank_and_size[1]
 
     @property
     def host_ranks(self) -> tuple[int, ...]:
@@ -163,7 +163,7 @@ class Training:
             self._agreed_under = self.engine.start_token()
 
     def _assume_place(self) -> None:
-        self.made_for = self.place
+        self.made_for = self.rank_and_size
         self.sizes.add(self.made_for[1])
         topology = assumed_topology(self.settings.levels, self.engine.ranks, self.choose_levels)
         if topology != self.topology:
@@ -288,11 +288,11 @@ class Training:
             self.topology = topology
             self.engine.move_to(topology)
             # a rank that was another one has parts of its old place: then all start anew, with other ones
-            if self.made_for == self.place:
+            if self.made_for == self.rank_and_size:
                 self.replan(self.plan)
-        return (yield from agreed_status(self._standing()))
+        return (yield from agreed_status(self._status()))
 
-    def _standing(self) -> RankStatus:
+    def _status(self) -> RankStatus:
         return RankStatus(
             self.step,
             shared_digest({part.name: part.bucket.state for part in self.sparse}),
@@ -308,7 +308,7 @@ class Training:
 
     def start_anew(self, start: AgreedStatus) -> None:
         """Fresh states, as all ranks have agreed; residuals are kept, and so is their mean."""
-        old_size, self.made_for, self.step = self.made_for[1], self.place, start.step
+        old_size, self.made_for, self.step = self.made_for[1], self.rank_and_size, start.step
         self.sizes.add(self.size)
         if self.rank == 0 and start.step > 0:
             _log.warning(
@@ -360,7 +360,7 @@ class Training:
 
     def load(self, entry: Mapping[str, Any] | None) -> None:
         """Continues from an entry that fits, or from nothing; ranks agree in the next step. No collective."""
-        if self.made_for != self.place:
+        if self.made_for != self.rank_and_size:
             self._assume_place()
             self.build(self.plan)
         self._agreed_under = None

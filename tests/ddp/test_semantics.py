@@ -415,7 +415,7 @@ def test_a_step_of_a_part_of_the_ranks(rank, size):
         replica = Replica(SHAPES, "exdyna:density=0.1", process_group=group)
         for step in range(4):
             replica.step(gradients(rank, step))
-        assert replica.sync.place == (rank - 1, size - 1)
+        assert replica.sync.rank_and_size == (rank - 1, size - 1)
         assert replica.sync.step == 4
 
 

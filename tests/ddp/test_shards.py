@@ -153,7 +153,7 @@ def test_equals_the_simulator_bit_for_bit(case, mesh, rank):
         own = np.concatenate([held["residuals"][name].numpy().ravel() for name in names])
         np.testing.assert_array_equal(own, cluster.residuals()[replica])
     assert same_on_all_replicas(*host.weights())
-    assert host.sync.place == (replica, 2)
+    assert host.sync.rank_and_size == (replica, 2)
 
 
 def test_gradients_that_are_offloaded(mesh, rank):

@@ -118,7 +118,7 @@ def test_a_new_number_of_ranks_is_taken_up_with_the_mean_of_residuals_kept(monke
     optimizer.step()
     before = optimizer.state_dict()["horovod_sparse"]
     synchronizer = optimizer._synchronizer
-    monkeypatch.setattr(synchronizer.engine, "place", lambda: (0, 3))
+    monkeypatch.setattr(synchronizer.engine, "rank_and_size", lambda: (0, 3))
     optimizer.zero_grad()
     synchronizer.start_anew(AgreedStatus(True, 7, synchronizer.plan))
     after = optimizer.state_dict()["horovod_sparse"]

@@ -43,8 +43,8 @@ def test_ranks_that_stand_alike_go_on() -> None:
         ({"step": (5, 0, 5)}, "ranks [0, 2] have done 5 steps, ranks [1] 0"),
         ({"step": (0, 5, 4)}, "ranks [0] have done 0 steps, ranks [1] 5, ranks [2] 4"),
         ({"digest": ("a", "a", "b")}, "states differ"),
-        ({"place": ((0, 2), (1, 2), (2, 3))}, "rank 0 of 3 was rank 0 of 2"),
-        ({"place": ((0, 3), (2, 3), (1, 3))}, "rank 1 of 3 was rank 2 of 3"),
+        ({"made_for": ((0, 2), (1, 2), (2, 3))}, "rank 0 of 3 was rank 0 of 2"),
+        ({"made_for": ((0, 3), (2, 3), (1, 3))}, "rank 1 of 3 was rank 2 of 3"),
     ],
 )
 def test_any_difference_makes_all_start_anew_at_the_furthest_step(changed, reason) -> None:

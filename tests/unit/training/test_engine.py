@@ -52,7 +52,7 @@ class ArrayEngine:
     topology = None
 
     def __init__(self, recipe: Recipe, plan: Plan, place: tuple[int, int]) -> None:
-        self.recipe, self.plan, self.place, self.step = recipe, plan, place, 0
+        self.recipe, self.plan, self.rank_and_size, self.step = recipe, plan, place, 0
         self.topology = None
         self.sparse = [ArrayBucket(names, recipe, place) for names in plan.buckets]
         self.parts: list[Part] = [*self.sparse, *(ArrayDense(name) for name in plan.dense)]
@@ -89,7 +89,7 @@ def same(left: Any, right: Any) -> bool:
 @pytest.mark.parametrize("how", RECIPES, ids=lambda how: how.sparsifier.name)
 def test_the_same_plan_goes_on_bit_for_bit(how: Recipe) -> None:
     for engine in trained(how, ONE, 2):
-        entry, fresh = saved_entry(engine), ArrayEngine(how, ONE, engine.place)
+        entry, fresh = saved_entry(engine), ArrayEngine(how, ONE, engine.rank_and_size)
         check_entry(entry, how, "{}")
         load_entry(fresh, entry, 1.0)
         assert same(saved_entry(fresh), entry) and np.any(entry["residuals"]["w"])
