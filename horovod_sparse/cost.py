@@ -1,6 +1,13 @@
 """What communication and selection cost: shapes of time models, fitting them, and keeping the result."""
 
-from horovod_sparse.planning.cost_model import CostModel, communication_of, omgs_cost, starting_cost
+from horovod_sparse.planning.cost_model import (
+    AffineTime,
+    CostModel,
+    SortingTime,
+    TimeModel,
+    communication_of,
+    omgs_cost,
+)
 from horovod_sparse.planning.fitting import Fit, fit_selection, fit_time
 from horovod_sparse.planning.formulas import (
     LevelChoice,
@@ -19,7 +26,6 @@ from horovod_sparse.planning.profile import (
     Levels,
     Profile,
 )
-from horovod_sparse.planning.times import AffineTime, SortingTime, TimeModel
 from horovod_sparse.plans.network import COLLECTIVES, HOST_NETWORK, AlphaBeta, CollectiveCost, network_at
 from horovod_sparse.training.first_plan import check_same_profile
 
@@ -51,6 +57,5 @@ __all__ = [
     "network_of",
     "omgs_cost",
     "profile_at",
-    "starting_cost",
     "with_levels",
 ]

@@ -1,19 +1,19 @@
 """Plans: which parameters are synchronized together, and which stay dense."""
 
-from horovod_sparse.planning.density import DensityChoice, densest_plan
-from horovod_sparse.planning.greedy import omgs
 from horovod_sparse.planning.optimal import optimal
 from horovod_sparse.planning.request import STRATEGIES, needs_times, strategy_named
 from horovod_sparse.planning.selection import (
     Choice,
+    DensityChoice,
     MinElements,
     TensorSelection,
     dense_of,
+    densest_plan,
     joint,
     min_elements,
     select_tensors,
 )
-from horovod_sparse.planning.strategies import Fixed, Kept, Strategy, fixed, layerwise, single
+from horovod_sparse.planning.strategies import Fixed, Kept, Strategy, fixed, layerwise, omgs, single
 from horovod_sparse.planning.timeline import UPDATE, Span, Timeline, predict
 from horovod_sparse.planning.workload import (
     DEVICES,

@@ -17,7 +17,7 @@ from benchmarks.merging.main import GOES_ON
 from benchmarks.merging.models import make_network
 from horovod_sparse.cost import Profile
 from horovod_sparse.merging import Plan, Timeline, fixed, predict
-from horovod_sparse.planning.correction import measured_step
+from horovod_sparse.planning.calibration.steps import measured_step
 
 #: arguments of the optimizer, by the name that results have
 METHODS: dict[str, dict[str, Any]] = {

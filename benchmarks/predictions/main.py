@@ -22,7 +22,7 @@ from horovod_sparse.cost import Profile
 from horovod_sparse.errors import HorovodSparseError
 from horovod_sparse.feedback import parse_recipe
 from horovod_sparse.merging import LAYER_TABLES, Plan, Workload, fixed, predict
-from horovod_sparse.planning.optimal import search_plan
+from horovod_sparse.planning.optimal import optimal
 from horovod_sparse.plans.fixed import DEFAULT_BUCKET_BYTES
 
 TRAINING = "benchmarks.train.torch_rank"
@@ -168,9 +168,9 @@ def compare(options: argparse.Namespace, hosts: Hosts, model: str, profile: Prof
     workload = workload_of(model, profile, alone)
     told = predicted(workload, profile, recipes)
     known = [text for text in CANDIDATES if parse_recipe(text).sparsifier.name in profile.selection]
-    verdict = verdict_of(workload, profile, [parse_recipe(text) for text in known])
+    verdict = verdict_of(workload, profile, [parse_recipe(text) for text in known], 1.0)
     answer = verdict.recipe.describe()
-    plan = search_plan(workload, profile.cost(verdict.recipe.sparsifier), quick=True)
+    plan = optimal(workload, profile.cost(verdict.recipe.sparsifier))
     told[ANSWER] = verdict.sparse_seconds
     settings = training_settings(model, options.repeat, {"dense": None, **recipes, ANSWER: answer})
     settings["plans"] = {ANSWER: positions(plan, workload)}

@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,15 +14,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from horovod_sparse.checks import whole_number
 from horovod_sparse.cli.console import console as make_console
 from horovod_sparse.cli.console import is_launched, plain_table, show
-from horovod_sparse.cli.options import density, read_recipe, time
+from horovod_sparse.cli.options import count, density, read_recipe, time
 from horovod_sparse.cli.ranks import FRAMEWORKS, Ranks, start
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.planning.calibration import QUICK, THOROUGH, Extent, calibration, needed_kinds
-from horovod_sparse.planning.fitting import Fit
-from horovod_sparse.planning.formulas import profile_at
 from horovod_sparse.planning.profile import Profile
 from horovod_sparse.plans.network import COLLECTIVES
 from horovod_sparse.sparsifiers import ALGORITHMS, Sparsifier
@@ -31,8 +27,6 @@ from horovod_sparse.sparsifiers import ALGORITHMS, Sparsifier
 _DEFAULT = ("exdyna", "micro", "topk", "dragonn")
 #: more than a training's warm-up takes, which knows its one sparsifier
 _QUICK_SECONDS = 10.0
-#: of subsets of the ranks: enough to fix alpha
-_SMALL = Extent((64, 1024, 8192), (1 << 10, 1 << 11, 1 << 12), 15, 10.0)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,18 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", choices=("cpu", "cuda"), help="where selection is (default: cuda where PyTorch has it)")
     add("--out", default="profile.json", metavar="FILE", help="written by rank 0 (default: %(default)s)")
     add("--quick", action="store_true", help="fewer sizes and repetitions: about 10 s")
-    add("--repetitions", type=_count, metavar="N", help=f"of each size (default: {THOROUGH.repetitions})")
+    add("--repetitions", type=count, metavar="N", help=f"of each size (default: {THOROUGH.repetitions})")
     text = f"for all; large sizes are left out when it is used up (default: {THOROUGH.budget_seconds:.0f}s)"
     add("--budget", type=time, metavar="TIME", help=text)
-    text = "measure alpha among 2, 4, 8, ... of the ranks, too (as process sets, after all else)"
-    add("--growth", action="store_true", help=text)
-
-
-def _count(text: str) -> int:
-    number = whole_number(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number, 1 or more")
-    return number
 
 
 def run(options: argparse.Namespace) -> int:
@@ -71,8 +56,6 @@ def run(options: argparse.Namespace) -> int:
     sparsifiers, kinds, extent = _what(options)
     if options.device == "cuda" and options.framework == "tensorflow":
         raise ArgumentError("--device", "cuda", "cpu: with TensorFlow selection is on the host")
-    if options.growth:  # Horovod reads it when it starts
-        os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
     ranks = start(options.framework)
     try:
         return _measure(options, ranks, sparsifiers, kinds, extent)
@@ -151,9 +134,11 @@ def _measure(
             name="calibration",
             topology=topology,
         )
-    smaller = _growth(ranks, kinds) if options.growth else {}
     if ranks.rank == 0:
-        _show(console, profile, smaller, options)
+        for table in tables_of(profile):
+            console.print(table)
+        for note in notes_of(profile):
+            show(console, f"note: {note}", "yellow")
         profile.save(options.out)
         show(console, f"{options.out} written")
     return 0
@@ -201,143 +186,45 @@ def progress_of(rank: int) -> Iterator[Callable[[int, int, str], None]]:
             yield lambda done, total, what: bar.update(task, completed=done, total=total, description=what)
 
 
-def _growth(ranks: Ranks, kinds: tuple[str, ...]) -> dict[int, Profile]:
-    """Profiles of collectives among the first 2, 4, 8, ... ranks; empty on ranks that were in none."""
-    found: dict[int, Profile] = {}
-    size = 2
-    while size < ranks.size:
-        some = ranks.hvd.add_process_set(list(range(size)))
-        if ranks.rank < size:
-            coroutine = calibration(ranks.where(some), [], extent=_SMALL, kinds=kinds)
-            found[size] = ranks.carry_out(coroutine, some, f"growth{size}")
-        ranks.gathered(None)  # the others wait here
-        ranks.hvd.remove_process_set(some)
-        size *= 2
-    return found
+_COLUMNS = ("of", "fixed ms", "ns per unit", "ns per selected", "points", "R2", "error", "largest")
 
 
-def _show(
-    console: Console, profile: Profile, smaller: dict[int, Profile], options: argparse.Namespace
-) -> None:
-    if profile.collectives:
-        console.print(collective_table(profile))
-    if profile.levels:
-        console.print(level_table(profile))
-    console.print(sparsifier_table(profile))
-    if profile.training:
-        console.print(training_table(profile))
-    if profile.size > 1:
-        larger = [profile.size * 2**power for power in (1, 2, 4)]
-        console.print(growth_table(profile, smaller, larger))
-    for note in notes_of(profile):
-        show(console, f"note: {note}", "yellow")
-
-
-_QUALITY = ("points", "R2", "error", "largest")
-
-
-def collective_table(profile: Profile) -> Table:
-    """alpha and beta of every kind."""
-    columns = ("of", "alpha ms", "beta ns/byte", "bytes/s", *_QUALITY)
-    table = plain_table(
-        f"Collectives of {profile.size} ranks, through Horovod, by the bytes that a rank puts in",
-        columns,
-        "error: of the fitted time, in the median and at most, over the sizes measured",
-    )
-    for kind, fit in profile.collectives.items():
-        table.add_row(kind, *_times_of(fit))
-    return table
-
-
-def level_table(profile: Profile) -> Table:
-    """alpha and beta of every kind, within hosts and between them."""
-    columns = ("of", "among", "alpha ms", "beta ns/byte", "bytes/s", *_QUALITY)
-    hosts = f"{profile.num_hosts} hosts of {profile.per_host} ranks"
-    table = plain_table(
-        f"Collectives with two levels, {hosts}",
-        columns,
-        "all hosts, or all ranks of each host, communicate at the same time",
-    )
-    for level, words in (("host", "the ranks of a host"), ("across", "one rank of each host")):
-        for kind, fit in profile.levels[level].items():
-            table.add_row(kind, words, *_times_of(fit))
-    return table
-
-
-def _times_of(fit: Fit) -> tuple[str, ...]:
-    beta = fit.seconds_per_unit
-    rate = _rate(1.0 / beta) if beta > 0.0 else "-"
-    return f"{fit.fixed_seconds * 1e3:.3f}", f"{beta * 1e9:.4g}", rate, *_quality(fit)
-
-
-def sparsifier_table(profile: Profile) -> Table:
-    """Selection and decoding of every sparsifier."""
-    columns = ("of", "what", "fixed us", "ns per element", "ns per selected", *_QUALITY)
-    table = plain_table(
-        f"Selection and decoding on {profile.device}",
-        columns,
-        "fold and selection; decoding and scattering, by what all ranks selected",
-    )
-    for name in profile.selection:
-        for what, fits in (("selection", profile.selection), ("decoding", profile.decoding)):
-            if name not in fits:
-                continue
-            fit = fits[name]
+def tables_of(profile: Profile) -> list[Table]:
+    """Every fitted time, and how well it fits: the error in the median and at most, over all sizes."""
+    put, hosts = "by bytes that a rank puts in", f"{profile.num_hosts} hosts of {profile.per_host} ranks"
+    groups = {
+        f"Collectives of {profile.size} ranks, through Horovod, {put} (alpha and beta)": profile.collectives,
+        f"Collectives within {hosts}, all hosts at a time, {put}": profile.levels.get("host", {}),
+        f"Collectives between {hosts}, all groups at a time, {put}": profile.levels.get("across", {}),
+        f"Fold and selection on {profile.device}, by elements": profile.selection,
+        f"Decoding and scattering on {profile.device}, by elements and what was selected": profile.decoding,
+        f"A dense training on {profile.device}: allreduce by bytes, update by elements": profile.training,
+    }
+    tables = []
+    for title, fits in groups.items():
+        table = plain_table(title, _COLUMNS)
+        for name, fit in fits.items():
+            slopes = (fit.seconds_per_unit, fit.seconds_per_selected)
             table.add_row(
-                name if what == "selection" else "",
-                what,
-                f"{fit.fixed_seconds * 1e6:.1f}",
-                f"{fit.seconds_per_unit * 1e9:.3g}",
-                f"{fit.seconds_per_selected * 1e9:.3g}",
-                *_quality(fit),
+                name,
+                f"{fit.fixed_seconds * 1e3:.3f}",
+                *(f"{slope * 1e9:.3g}" for slope in slopes),
+                str(fit.num_points),
+                f"{fit.r_squared:.4f}",
+                f"{fit.median_error:.1%}",
+                f"{fit.largest_error:.1%}",
             )
-    return table
-
-
-def training_table(profile: Profile) -> Table:
-    """What a dense training does beside forward and backward."""
-    columns = ("of", "fixed ms", "ns per unit", *_QUALITY)
-    table = plain_table(
-        f"A dense training on {profile.device}",
-        columns,
-        "allreduce, by bytes: of gradients in several tensors, copied into a buffer and back; start: of one "
-        "tensor, on the thread of backward; update, by elements: of SGD with momentum",
-    )
-    for name, fit in profile.training.items():
-        times = (f"{fit.fixed_seconds * 1e3:.3f}", f"{fit.seconds_per_unit * 1e9:.3g}")
-        table.add_row(name, *times, *_quality(fit))
-    return table
-
-
-def growth_table(profile: Profile, measured: Mapping[int, Profile], sizes: Sequence[int]) -> Table:
-    """How the start-up time of collectives grows with P."""
-    kinds = list(profile.collectives)
-    every = sorted({*measured, profile.size, *sizes})
-    table = plain_table(
-        "alpha in ms by the number of ranks",
-        ("of", *(f"P = {size}" for size in every)),
-        f"by the formulas of profile_at from P = {profile.size}; in brackets what was measured",
-    )
-    for kind in kinds:
-        cells = []
-        for size in every:
-            text = f"{profile_at(profile, size).collectives[kind].fixed_seconds * 1e3:.3f}"
-            if size in measured and kind in measured[size].collectives:
-                text += f" ({measured[size].collectives[kind].fixed_seconds * 1e3:.3f})"
-            cells.append(text)
-        table.add_row(kind, *cells)
-    return table
+        if fits:
+            tables.append(table)
+    return tables
 
 
 def notes_of(profile: Profile) -> list[str]:
     """What fits have to say (slopes cut off at 0), and which of them are bad."""
     notes: list[str] = []
-    for what, fits in (
-        ("", profile.collectives),
-        ("selection of ", profile.selection),
-        ("decoding of ", profile.decoding),
-        ("", profile.training),
-    ):
+    groups = {"": {**profile.collectives, **profile.training}}
+    groups |= {"selection of ": {**profile.selection}, "decoding of ": {**profile.decoding}}
+    for what, fits in groups.items():
         for name, fit in fits.items():
             notes += fit.notes
             if fit.median_error > 0.3:
@@ -346,19 +233,3 @@ def notes_of(profile: Profile) -> list[str]:
                     "machine busy? Repeat with more --repetitions"
                 )
     return notes
-
-
-def _quality(fit: Fit) -> tuple[str, ...]:
-    return (
-        str(fit.num_points),
-        f"{fit.r_squared:.4f}",
-        f"{fit.median_error:.1%}",
-        f"{fit.largest_error:.1%}",
-    )
-
-
-def _rate(bytes_per_second: float) -> str:
-    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if bytes_per_second >= unit:
-            return f"{bytes_per_second / unit:.3g} {name}"
-    return f"{bytes_per_second:.3g} B"

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from horovod_sparse.cli.options import seconds as seconds_of
 from horovod_sparse.cli.options import time
 from horovod_sparse.errors import ArgumentError, HorovodSparseError
 from horovod_sparse.planning.profile import Profile
@@ -137,7 +138,7 @@ def add_step(parser: argparse.ArgumentParser) -> None:
     """Adds what says how long a step computes, where a table's own time is of another device."""
     add = parser.add_argument
     text = "time of forward and backward on one worker, as in 52ms: all times of the model are scaled to it"
-    add("--step-seconds", type=time, metavar="TIME", help=text)
+    add("--step-seconds", type=seconds_of, metavar="TIME", help=text)
     add("--step-ms", type=float, metavar="MS", help="the same in milliseconds, as a number")
     text = (
         "time of the optimizer's update on one worker (default: the profile's, of SGD with momentum, or none)"

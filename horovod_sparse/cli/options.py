@@ -27,18 +27,25 @@ from horovod_sparse.sparsifiers import ALGORITHMS
 from horovod_sparse.sparsifiers.base import value_text
 
 _PICTURES = (".png", ".svg", ".pdf")
-_SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
-_BITS = {"": 1.0, "bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
+_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+_BITS = {
+    f"{prefix}{word}": 10.0**power
+    for word in ("bit", "bps")
+    for prefix, power in (("", 0), ("k", 3), ("m", 6), ("g", 9), ("t", 12))
+}
+_COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 
 
-def _quantity(text: str, units: dict[str, float], example: str) -> float:
+def _quantity(text: str, units: dict[str, float], what: str) -> float:
+    """A number and its unit: which of them is meant is not guessed."""
     match = re.fullmatch(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-z]*)(?:/s)?\s*", text.lower())
     try:
         value = float(match[1]) * units[match[2]] if match else -1.0
     except (KeyError, ValueError):
         value = -1.0
     if not 0.0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not above 0 with a unit of {example}")
+        wrong = "has no unit" if match and not match[2] and "" not in units else "is no number above 0"
+        raise argparse.ArgumentTypeError(f"{text!r} {wrong}, with {what}")
     return value
 
 
@@ -49,17 +56,34 @@ def time(text: str) -> float:
         >>> time("2.5ms")
         0.0025
     """
-    return _quantity(text, _SECONDS, "s, ms, us or ns, as in 50us")
+    return _quantity(text, _SECONDS, "s, ms, us or ns behind it, as in 50us")
+
+
+def seconds(text: str) -> float:
+    """Seconds, of an argument that says so: a plain number is what it says."""
+    return _quantity(text, {"": 1.0, **_SECONDS}, "s, ms, us or ns behind it, or nothing")
 
 
 def bits_per_second(text: str) -> float:
     """Bits per second.
 
     Example:
-        >>> bits_per_second("25gbit")
-        25000000000.0
+        >>> bits_per_second("25gbit"), bits_per_second("10Gbps")
+        (25000000000.0, 10000000000.0)
     """
-    return _quantity(text, _BITS, "kbit, mbit, gbit or tbit, as in 25gbit")
+    if re.search(r"[0-9]\s*[kMGTmgt]?B", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is in bytes: write bits, as in 25gbit or 25Gbps")
+    return _quantity(text, _BITS, "kbit, mbit, gbit or tbit behind it, as in 25gbit or 25Gbps")
+
+
+def num_parameters(text: str) -> float:
+    """A number of parameters.
+
+    Example:
+        >>> num_parameters("124M"), num_parameters("1.3B"), num_parameters("25e6")
+        (124000000.0, 1300000000.0, 25000000.0)
+    """
+    return _quantity(text, _COUNTS, "k, M or B behind it, as in 124M, or nothing")
 
 
 def density(text: str) -> float:
@@ -179,12 +203,14 @@ class Source:
         profile: for the number of ranks that is planned for.
         measured: the profile as it was read; None with formulas.
         words: what it is, for a table's title.
+        assumed: that nobody has measured.
         warnings: what makes predictions worse.
     """
 
     profile: Profile
     measured: Profile | None
     words: str
+    assumed: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 
 
@@ -212,18 +238,18 @@ def add_hosts(parser: argparse.ArgumentParser) -> None:
     """Adds what describes hosts of several ranks."""
     add = parser.add_argument
     text = "ranks of a host, which share its network card (default: the profile's, or 1)"
-    add("--per-host", type=num_per_host, metavar="L", help=text)
+    add("--per-host", type=count, metavar="L", help=text)
     bandwidth, latency = 8e-9 / HOST_NETWORK.beta_seconds, HOST_NETWORK.alpha_seconds * 1e6
     text = f"between the ranks of a host, where it was not measured (default {bandwidth:g}gbit)"
     add("--host-bandwidth", type=bits_per_second, help=text)
     add("--host-latency", type=time, help=f"likewise (default {latency:g}us)")
 
 
-def num_per_host(text: str) -> int:
-    """A number of ranks from 1."""
+def count(text: str) -> int:
+    """A whole number from 1."""
     number = whole_number(text)
     if number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of ranks, 1 or more")
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number, 1 or more")
     return number
 
 
@@ -256,7 +282,12 @@ def source_of(options: argparse.Namespace, size: int | None) -> Source:
         words += f"{network.alpha_seconds * 1e6:g} us latency, by formulas"
         fit = selection_from(options)
         made = assumed_profile(network, size, selection=fit, per_host=per_host or 1, host_network=inside)
-        return Source(made, None, words)
+        spent = f"{fit.fixed_seconds * 1e3:g} ms a bucket and {fit.seconds_per_unit * 1e9:g} ns an element"
+        assumed = [f"selection and decoding take {spent} (one core)", "Horovod's cycle takes nothing"]
+        if made.per_host > 1:
+            gigabits = 8e-9 / inside.beta_seconds
+            assumed.append(f"{gigabits:g} Gbit/s and {inside.alpha_seconds * 1e6:g} us within a host")
+        return Source(made, None, words, tuple(assumed))
     if given:
         flags = " and ".join("--" + name.replace("_", "-") for name in given)
         raise ArgumentError(flags, "given beside --profile", "one of the two: the profile says this itself")
@@ -279,7 +310,7 @@ def source_of(options: argparse.Namespace, size: int | None) -> Source:
     words += f"{measured.device}, "
     words += f"cycle {measured.cycle_seconds * 1e3:g} ms"
     words += ")" if size == measured.size else f", with {measured.size} ranks)"
-    return Source(usable, measured, words, warnings)
+    return Source(usable, measured, words, (), warnings)
 
 
 def _ranks(size: int, per_host: int | None) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from horovod_sparse.collectives import Synchronization, shared_lines
 from horovod_sparse.errors import HorovodMissingError, HorovodSparseError
-from horovod_sparse.planning.calibration.training import TrainingWork
+from horovod_sparse.planning.calibration.collectives import TrainingWork
 from horovod_sparse.planning.formulas import LevelChoice
 from horovod_sparse.plans.dense import ClusterFacts
 from horovod_sparse.topology import Topology

@@ -40,11 +40,11 @@ def plan_request(
 def by_cost(
     sparsifier: Sparsifier, parameters: Iterable[ParameterFacts], request: Any
 ) -> Callable[[int, int], LevelChoice]:
-    """What ``levels="auto"`` chooses by: see `planning.decision.levels_by_cost`."""
+    """What ``levels="auto"`` chooses by: see `planning.warmup.levels_by_cost`."""
     parameters = list(parameters)
 
     def choose(num_hosts: int, per_host: int) -> LevelChoice:
-        from horovod_sparse.planning.decision import levels_by_cost
+        from horovod_sparse.planning.warmup import levels_by_cost
 
         return levels_by_cost(request, parameters, sparsifier, num_hosts, per_host)
 

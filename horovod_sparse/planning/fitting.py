@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from horovod_sparse.errors import ArgumentError
-from horovod_sparse.planning.times import AffineTime
+from horovod_sparse.planning.cost_model import AffineTime
 
 #: Relative residuals beyond this pull linearly instead of quadratically (Huber).
 _HUBER = 0.05

@@ -23,8 +23,7 @@ from horovod_sparse.plans.network import (
 )
 from horovod_sparse.sparsifiers import ALGORITHMS, Sparsifier
 
-#: Selection of a rank that nobody has measured: a fold and exact top-k of float32 on one core of 2024,
-#: about 0.1 ms for a bucket and 0.3 ns for an element (docs/performance.md).
+#: of a rank that nobody has measured
 TYPICAL_SELECTION = Fit(SELECTION_SECONDS, ELEMENT_SECONDS)
 #: stands for framework and controller where nothing was measured
 _FORMULAS = "formulas"

@@ -13,9 +13,8 @@ from typing import Any, Literal, TypeAlias
 
 from horovod_sparse.checks import check_count, check_seconds
 from horovod_sparse.errors import ArgumentError, HorovodSparseError, ProfileMismatchError
-from horovod_sparse.planning.cost_model import CostModel, communication_of
+from horovod_sparse.planning.cost_model import AffineTime, CostModel, communication_of
 from horovod_sparse.planning.fitting import Fit
-from horovod_sparse.planning.times import AffineTime
 from horovod_sparse.plans.dense import SELECTED_BYTES, VALUE_BYTES, received_share
 from horovod_sparse.plans.network import COLLECTIVES
 from horovod_sparse.sparsifiers import Sparsifier

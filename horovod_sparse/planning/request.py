@@ -11,16 +11,13 @@ from typing import Any
 
 from horovod_sparse.errors import ArgumentError, HorovodSparseError, ProfileMismatchError, UnknownNameError
 from horovod_sparse.feedback import AutoDensity
-from horovod_sparse.planning.correction import measured_step
-from horovod_sparse.planning.cost_model import CostModel
-from horovod_sparse.planning.density import densest_plan
-from horovod_sparse.planning.greedy import omgs
+from horovod_sparse.planning.calibration.steps import measured_step
+from horovod_sparse.planning.cost_model import AffineTime, CostModel
 from horovod_sparse.planning.optimal import optimal
 from horovod_sparse.planning.profile import Profile
-from horovod_sparse.planning.selection import TensorSelection, dense_of, joint, select_tensors
-from horovod_sparse.planning.strategies import Fixed, Kept, Strategy, fixed, layerwise, single
+from horovod_sparse.planning.selection import TensorSelection, dense_of, densest_plan, joint, select_tensors
+from horovod_sparse.planning.strategies import Fixed, Kept, Strategy, fixed, layerwise, omgs, single
 from horovod_sparse.planning.timeline import predict
-from horovod_sparse.planning.times import AffineTime
 from horovod_sparse.planning.workload import Workload, whole_parameters
 from horovod_sparse.plans.dense import ClusterFacts
 from horovod_sparse.plans.fixed import DEFAULT_BUCKET_BYTES, only_one

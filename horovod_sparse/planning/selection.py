@@ -1,17 +1,20 @@
-"""Which parameters are sparsified at all: by cost, one by one, or together with merging."""
+"""What is sparsified, and how densely: by cost, one by one, together with merging, and by a step's length."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from horovod_sparse.checks import check_count
 from horovod_sparse.errors import ArgumentError, UnknownNameError
+from horovod_sparse.feedback import AutoDensity
 from horovod_sparse.planning.cost_model import CostModel
-from horovod_sparse.planning.optimal import search_plan
+from horovod_sparse.planning.optimal import optimal
 from horovod_sparse.planning.timeline import predict
-from horovod_sparse.planning.workload import Workload
+from horovod_sparse.planning.workload import Workload, plan_of_segments
 from horovod_sparse.plans.plan import ParameterFacts, Plan
 
 
@@ -140,9 +143,13 @@ def _by_rule(parameter: ParameterFacts, rule: Callable[[ParameterFacts], Any]) -
     return Choice(parameter.name, not answer, reason)
 
 
-#: Sizes that are tried as the border between dense and sparse.
+#: parameters of which all plans are compared, about 3^8 / 2
+_ENUMERATED = 8
+#: sizes that are tried as the border between dense and sparse
 _NUM_BORDERS = 12
-#: Rounds over the buckets of the best plan.
+#: parameters that change sides one by one: those whose sizes are nearest to that border
+_NUM_FLIPPED = 12
+#: rounds over buckets and parameters of the best plan
 _NUM_ROUNDS = 2
 
 
@@ -152,8 +159,9 @@ def joint(workload: Workload, cost: CostModel) -> Plan:
     `select_tensors` judges every tensor alone, and `optimal` merges what is left. But a tensor too small
     to be sparsified alone may be worth it within a bucket, and one that is large enough may be sent for
     nothing while backward goes on. So candidates are compared as whole steps (`predict`):
-    all sparse, all dense, Eq. (1), a border of size at a dozen places either way; then, from the best
-    of them, whole buckets that turn dense, and dense parameters that turn sparse.
+    all of them for up to 8 parameters; else all sparse, all dense, Eq. (1), a border of size at a dozen
+    places either way; then, from the best of them, whole buckets that turn dense, dense parameters that
+    turn sparse, and single ones that change sides.
 
     Args:
         workload: the step; its own `dense` stay dense in every candidate.
@@ -161,7 +169,7 @@ def joint(workload: Workload, cost: CostModel) -> Plan:
 
     Returns:
         The best plan found. Never slower, by the model, than all sparse, all dense, or Eq. (1), each with
-        `optimal` merging. A search, not a proof: better plans may exist.
+        `optimal` merging. The best of all up to 8 parameters; beyond, better plans may exist.
 
     Example:
         >>> from horovod_sparse.cost import AffineTime
@@ -170,38 +178,141 @@ def joint(workload: Workload, cost: CostModel) -> Plan:
         >>> print(joint(workload, CostModel(AffineTime(2.0), AffineTime(1.0), AffineTime(0.5, 0.01))))
         1 bucket of 1 parameters; 1 parameter stays dense
     """
+    if len(workload.sparse) <= _ENUMERATED:
+        return min(_every_plan(workload), key=lambda plan: _rank(workload, plan, cost))
     forced, every = workload.dense, {parameter.name for parameter in workload.parameters}
-    seen: dict[frozenset[str], tuple[float, Plan]] = {}
+    seen: dict[frozenset[str], Plan] = {}
 
-    def consider(dense: Iterable[str], *, quick: bool = True) -> None:
+    def consider(dense: Iterable[str]) -> None:
         chosen = forced | frozenset(dense)
-        if quick and chosen in seen:
-            return
-        step = workload.with_dense(chosen)
-        plan = search_plan(step, cost, quick=quick)
-        seconds = predict(step, plan, cost).iteration_seconds
-        if chosen not in seen or seconds < seen[chosen][0]:
-            seen[chosen] = seconds, plan
+        if chosen not in seen:
+            seen[chosen] = optimal(workload.with_dense(chosen), cost)
+
+    def best() -> Plan:
+        return min(seen.values(), key=lambda plan: _rank(workload, plan, cost))
 
     for first in ((), every, dense_of(select_tensors("cost", workload.parameters, cost))):
-        consider(first, quick=False)
+        consider(first)
     by_size = sorted(workload.sparse, key=lambda parameter: parameter.num_elements)
     for number in range(1, _NUM_BORDERS):
         border = len(by_size) * number // _NUM_BORDERS
         consider(parameter.name for parameter in by_size[:border])
         consider(parameter.name for parameter in by_size[border:])
     for _ in range(_NUM_ROUNDS):
-        before, plan = min(seen.values(), key=lambda found: found[0])
-        dense = frozenset(plan.dense)
-        for bucket in sorted(plan.buckets, key=len)[:_NUM_BORDERS]:
+        before = best()
+        dense = frozenset(before.dense)
+        for bucket in sorted(before.buckets, key=len)[:_NUM_BORDERS]:
             consider(dense | set(bucket))
-        free = [name for name in plan.dense if name not in forced]
+        free = [name for name in before.dense if name not in forced]
         size = -(-len(free) // _NUM_BORDERS) or 1
         for start in range(0, len(free), size):
             consider(dense - set(free[start : start + size]))
-        if min(seconds for seconds, _ in seen.values()) >= before:
+        near = max(0, min(len(free) - _NUM_FLIPPED // 2, len(by_size) - _NUM_FLIPPED))
+        for parameter in by_size[near : near + _NUM_FLIPPED]:
+            consider(dense ^ {parameter.name})
+        if best() == before:
             break
-    fastest = min(seen, key=lambda chosen: seen[chosen][0])
-    consider(fastest, quick=False)
-    # of equal times, the one with the fewest buckets
-    return min(seen.values(), key=lambda found: (found[0], len(found[1].buckets)))[1]
+    return best()
+
+
+def _every_plan(workload: Workload) -> Iterator[Plan]:
+    """All choices of what stays dense besides, each with all ways to merge neighbours."""
+    for dense in itertools.product((False, True), repeat=len(workload.sparse)):
+        chosen = {one.name for one, whole in zip(workload.sparse, dense, strict=True) if whole}
+        step = workload.with_dense(workload.dense | chosen)
+        last = len(step.sparse)
+        for cuts in itertools.product((False, True), repeat=max(0, last - 1)):
+            ends = [position for position, cut in enumerate(cuts, 1) if cut]
+            yield plan_of_segments(step, [*ends, last] if last else [])
+
+
+def _rank(workload: Workload, plan: Plan, cost: CostModel) -> tuple[float, int]:
+    """Of a plan: its step; of equal ones those with the fewest buckets are better."""
+    return predict(workload, plan, cost).iteration_seconds, len(plan.buckets)
+
+
+@dataclass(frozen=True)
+class DensityChoice:
+    """A density, with the plan that goes with it.
+
+    Attributes:
+        limits: it was chosen within.
+        plan: buckets and density.
+        seconds: of the predicted iteration.
+        least_seconds: at the least density, under the plan that is best there.
+        longer_seconds: at the next larger one that was compared; None at the largest.
+    """
+
+    limits: AutoDensity
+    plan: Plan
+    seconds: float
+    least_seconds: float
+    longer_seconds: float | None
+
+    @property
+    def density(self) -> float:
+        """That was chosen."""
+        return self.limits.least if self.plan.density is None else self.plan.density
+
+    @property
+    def reason(self) -> str:
+        """Why, in words."""
+        least, most = self.limits.least, self.limits.most
+        text = f"density {self.density:g}: predicted iteration {1e3 * self.seconds:.4g} ms, "
+        text += f"{1e3 * self.least_seconds:.4g} ms at {least:g}; "
+        if self.longer_seconds is None:
+            return text + f"no more than {most:g} was asked for"
+        text += f"the next denser one takes {1e3 * self.longer_seconds:.4g} ms, "
+        return text + f"more than {self.limits.tolerance:.0%} longer"
+
+
+def densest_plan(
+    limits: AutoDensity,
+    plan_at: Callable[[float], Plan],
+    seconds_of: Callable[[Plan, float], float],
+) -> DensityChoice:
+    """The largest of the candidates at which the iteration is at most `tolerance` longer than at the least.
+
+    Bisection over the densities, since an iteration becomes no shorter where more is sent; a plan is made at
+    each that is looked at. Where messages are fused that is not quite so: therefore all plans met on the way
+    are tried at all densities afterwards, the largest first.
+
+    Args:
+        limits: least, most, and tolerance.
+        plan_at: makes the plan for a density.
+        seconds_of: predicts the iteration of a plan at a density.
+
+    Returns:
+        The choice; its plan says the density.
+
+    Example:
+        >>> whole = Plan((("weight",),))
+        >>> limits = AutoDensity(tolerance=0.1)
+        >>> choice = densest_plan(limits, lambda density: whole, lambda plan, density: 1 + 5 * density)
+        >>> choice.density, choice.reason.partition(":")[0]
+        (0.0194, 'density 0.0194')
+    """
+    candidates = limits.candidates
+    plans: dict[Plan, None] = {}
+
+    def best_at(density: float, *, anew: bool = True) -> tuple[float, Plan]:
+        if anew:
+            plans[plan_at(density)] = None
+        found = [(seconds_of(plan, density), plan) for plan in plans]
+        return min(found, key=lambda item: item[0])
+
+    least_seconds, _ = best_at(candidates[0])
+    most_seconds = least_seconds * (1.0 + limits.tolerance)
+    low, high = 0, len(candidates)
+    while high - low > 1:
+        # the largest first: where communication is hidden whole, that is all
+        middle = high - 1 if (low, high) == (0, len(candidates)) else (low + high) // 2
+        low, high = (middle, high) if best_at(candidates[middle])[0] <= most_seconds else (low, middle)
+    for position in range(len(candidates) - 1, low, -1):
+        if best_at(candidates[position], anew=False)[0] <= most_seconds:
+            low = position
+            break
+    density = candidates[low]
+    seconds, plan = best_at(density, anew=False)
+    longer = None if low == len(candidates) - 1 else best_at(candidates[low + 1], anew=False)[0]
+    return DensityChoice(limits, dataclasses.replace(plan, density=density), seconds, least_seconds, longer)

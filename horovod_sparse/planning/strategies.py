@@ -1,4 +1,4 @@
-"""Strategies that go by size alone, or keep what was decided: no times are looked at."""
+"""Strategies: by size alone, as it was decided already, and the greedy one of OMGS-SGD."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import numpy as np
+from numpy.typing import NDArray
+
 from horovod_sparse.checks import check_count
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.planning.cost_model import CostModel
-from horovod_sparse.planning.workload import Workload
+from horovod_sparse.planning.timeline import predict
+from horovod_sparse.planning.workload import Workload, plan_of_segments
 from horovod_sparse.plans.fixed import fixed_bytes, fixed_elements
 from horovod_sparse.plans.plan import MAX_BUCKET_ELEMENTS, Plan
 
@@ -104,3 +108,105 @@ class Kept:
 
 def _with_dense(workload: Workload, plan: Plan) -> Plan:
     return Plan(plan.buckets, workload.dense_names)
+
+
+Times = NDArray[np.float64]
+
+
+def omgs(workload: Workload, cost: CostModel) -> Plan:
+    """Algorithm 1 of OMGS-SGD: merge l into l - 1, from L down to 2, where that pays at once.
+
+    ``Q3: u + t_s(d_l) + t_s(d_{l-1}) < tau_c(l) + t_c(d_l)`` and
+    ``Q5: tau_c(l) + alpha > u + t_s(d_l + d_{l-1})`` with ``u = tau_b(l) + t_b(l) + t_b(l-1)``;
+    all times are computed anew after each merge.
+
+    The paper proves it optimal for one decision at a time; a later merge can undo the reason of an
+    earlier one, so it is not for all of them together: see `optimal`.
+
+    That stands on the paper's selection, which a merge never makes shorter. Where a selection costs
+    something however small its bucket (``t_s = a + b n``, what is measured here), a merge may pay although
+    the network is idle. There the gain itself is tested: l is merged if the step ends earlier then, and at
+    last the plan is compared with no merging and with one bucket. So by its model (`predict`) it is never
+    worse than either, and still not the best of all.
+
+    Args:
+        workload: parameters (the paper's layers) and their backward times.
+        cost: t_s is `selection`, t_c is `communication`, alpha its `fixed_seconds`.
+
+    Returns:
+        The plan. Where parameters of different kinds (dtype, device, parameter group) were merged, a
+        bucket for each kind. Dense parameters are left out; backward runs through them.
+
+    Source: OMGS-SGD, section IV. Departures: a merged layer costs nothing, as Eq. (13) says; lines 18
+    and 22 as printed would charge it alpha again, and line 16 log 0. The public program always merges
+    the last two layers, and never l = 2 by test (its loop is off by one); this does neither.
+    """
+    elements, backward = _chain(workload, cost)
+    num_layers = elements.size
+    by_gain = cost.selection.fixed_seconds > 0.0
+    merged = np.zeros(num_layers, bool)
+    # layer l of the paper stands at l - 1
+    for layer in range(num_layers - 1, 0, -1):
+        if (_gains if by_gain else _pays_at_once)(layer, elements, backward, cost):
+            merged[layer] = True
+            elements, backward = _merge(layer, elements, backward)
+    # in backward order, a segment ends behind every layer that was not merged into the next
+    ends = [num_layers - layer for layer in range(num_layers - 1, -1, -1) if not merged[layer]]
+    plan = plan_of_segments(workload, ends)
+    if not by_gain:
+        return plan
+    others = (layerwise(workload, cost), single(workload, cost))
+    return min(plan, *others, key=lambda one: predict(workload, one, cost).iteration_seconds)
+
+
+def _pays_at_once(layer: int, elements: Times, backward: Times, cost: CostModel) -> bool:
+    """Q3 and Q5."""
+    start_backward, start_communication, _ = _timeline(elements, backward, cost)
+    here, below = elements[layer], elements[layer - 1]
+    ready = start_backward[layer] + backward[layer] + backward[layer - 1]
+    apart = ready + cost.selection.seconds(here) + cost.selection.seconds(below)
+    together = ready + cost.selection.seconds(here + below)
+    busy_until = start_communication[layer] + cost.communication.seconds(here)
+    alpha = cost.communication.fixed_seconds
+    return bool(apart < busy_until and start_communication[layer] + alpha > together)
+
+
+def _gains(layer: int, elements: Times, backward: Times, cost: CostModel) -> bool:
+    """Whether the step ends earlier with this merge, the layers below as they are."""
+    return _timeline(*_merge(layer, elements, backward), cost)[2] < _timeline(elements, backward, cost)[2]
+
+
+def _merge(layer: int, elements: Times, backward: Times) -> tuple[Times, Times]:
+    """Elements and times with a layer merged into the one below."""
+    elements, backward = elements.copy(), backward.copy()
+    for amounts in (elements, backward):
+        amounts[layer - 1] += amounts[layer]
+        amounts[layer] = 0.0
+    return elements, backward
+
+
+def _chain(workload: Workload, cost: CostModel) -> tuple[Times, Times]:
+    """Elements and backward times of the sparse parameters, forward order; a dense one passes its time on."""
+    elements, backward, carried = [], [], 0.0
+    for parameter, seconds in zip(workload.backward, reversed(workload.backward_seconds), strict=True):
+        carried += seconds
+        if parameter.name in workload.dense:
+            carried += float(cost.dense_work.seconds(parameter.num_elements))
+        else:
+            elements.append(float(parameter.num_elements))
+            backward.append(carried)
+            carried = 0.0
+    return np.array(elements[::-1]), np.array(backward[::-1])
+
+
+def _timeline(elements: Times, backward: Times, cost: CostModel) -> tuple[Times, Times, float]:
+    """When backward and communication of every layer begin, Eqs. (6) to (8), and when the last ends, (17)."""
+    selection = cost.selection.seconds(elements)
+    communication = cost.communication.seconds(elements)
+    ends = np.cumsum((backward + selection)[::-1])[::-1]  # of selection
+    start_backward = ends - selection - backward
+    start_communication, free = np.empty_like(ends), 0.0
+    for layer in range(elements.size - 1, -1, -1):
+        start_communication[layer] = max(ends[layer], free)
+        free = start_communication[layer] + communication[layer]
+    return start_backward, start_communication, free

@@ -38,9 +38,9 @@ BETWEEN_DEVICES = AlphaBeta(20e-6, 0.04e-9)
 ROUND_SECONDS = 2.5e-4
 #: of a bucket, whatever is in it: its coroutine, its messages, and that it begins with its last gradient
 BUCKET_SECONDS = 5e-4
-#: of selection, and of each of its elements: a fold and exact top-k of float32 on one core of 2024, which
-#: takes about 0.1 ms for a bucket and 0.3 ns for an element; a device works at its memory's rate
-SELECTION_SECONDS, ELEMENT_SECONDS, DEVICE_ELEMENT_SECONDS = 1e-4, 3e-10, 3e-11
+#: of selection and decoding, and of each element: a step of top-k among 8 ranks on one core, as
+#: docs/measurements/local.json has it; a device works at its memory's rate
+SELECTION_SECONDS, ELEMENT_SECONDS, DEVICE_ELEMENT_SECONDS = 1e-4, 1e-9, 3e-11
 #: of an element that is summed within a host (half types as float32), and of an index with its value
 VALUE_BYTES, SELECTED_BYTES = 4, 8
 
@@ -168,25 +168,28 @@ def by_formulas(
         return plan, ""
     facts = {parameter.name: parameter for parameter in parameters}
     kept: list[tuple[str, ...]] = []
-    left, lost = list(plan.dense), list[str]()
+    left, dense_seconds, sparse_seconds = list(plan.dense), 0.0, 0.0
     for names in plan.buckets:
         total = sum(facts[name].num_elements for name in names)
         num_bytes = sum(facts[name].num_bytes for name in names)
         selection, sparse, dense = bucket_seconds(sparsifier, cluster, total, num_bytes)
-        if facts[names[0]].density or selection < dense - sparse:
+        if facts[names[0]].density or selection + sparse < dense:
             kept.append(names)
         else:
             left += names
-            lost.append(f"{selection * 1e3:.3g} ms >= {dense * 1e3:.3g} - {sparse * 1e3:.3g} ms")
-    if not lost:
+            dense_seconds, sparse_seconds = dense_seconds + dense, sparse_seconds + selection + sparse
+    if not dense_seconds:
         return plan, ""
     number, total = sum(facts[name].num_elements for name in left), sum(f.num_elements for f in parameters)
+    network = f"{cluster.size} ranks {'on one host' if cluster.one_host else 'at 1 Gbit/s'}"
+    sparse_ms, dense_ms = 1e3 * sparse_seconds, 1e3 * dense_seconds
     words = (
-        f"{number:,} of {total:,} elements stay dense, where {sparsifier.name} cannot win "
-        f"by formulas: {cluster.size} ranks {'on one host' if cluster.one_host else 'at 1 Gbit/s'}, "
-        f"{lost[0]} for the first of {len(lost)} bucket{'s' if len(lost) > 1 else ''} "
-        "(selection, dense, sparse)"
+        f"{'parts of this model are' if kept else 'this model is'} too small to gain from {sparsifier.name} "
+        f"on this network ({network}): sparsifying {number:,} of {total:,} elements would make a step "
+        f"{sparse_ms - dense_ms:.3g} ms longer by formulas ({sparse_ms:.3g} in place of {dense_ms:.3g}), so "
+        "they stay dense"
     )
     if cluster.rank == 0:
-        _log.warning("%s. tensor_selection='all' sparsifies all the same", words)
+        told = "tensor_selection='all' sparsifies all the same"
+        _log.warning("%s. %s, and so does %s=all", words, told, TENSOR_SELECTION_VARIABLE)
     return dataclasses.replace(plan, buckets=tuple(kept), dense=tuple(left)), words

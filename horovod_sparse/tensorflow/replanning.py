@@ -28,7 +28,7 @@ from horovod_sparse.tensorflow.graph import HOST, HostFunctions
 from horovod_sparse.tensorflow.training import VariablesTraining
 
 if TYPE_CHECKING:
-    from horovod_sparse.planning.calibration.backward_times import BackwardRecorder, BackwardTimes
+    from horovod_sparse.planning.calibration.steps import BackwardRecorder, BackwardTimes
     from horovod_sparse.planning.request import Decision
 
 _log = logging.getLogger("horovod_sparse")
@@ -144,7 +144,7 @@ class Replanning:
 
     def _decide(self) -> Decision:
         """Plans by what has been measured; all ranks together, between two steps."""
-        from horovod_sparse.planning.decision import decide  # which a training without times needs not
+        from horovod_sparse.planning.warmup import decide  # which a training without times needs not
 
         training: Any = self._training
         request = training.request
@@ -161,7 +161,7 @@ class Replanning:
         return decision
 
     def _record(self, num_warmup: int, num_steps: int) -> None:
-        from horovod_sparse.planning.calibration.backward_times import BackwardRecorder
+        from horovod_sparse.planning.calibration.steps import BackwardRecorder
 
         names = [parameter.name for parameter in self._training.parameters]
         with self._lock:

@@ -1,4 +1,4 @@
-"""What the doctor looks at on a rank, plain values that travel, and the form of what it finds."""
+"""What the doctor looks at on a rank: plain values, which ranks tell each other."""
 
 from __future__ import annotations
 
@@ -8,20 +8,17 @@ import importlib.util
 import os
 import platform
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from statistics import median
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 
 from horovod_sparse.carriers.shared_memory import why_not_shared
-from horovod_sparse.cli.console import is_launched, show
+from horovod_sparse.cli.console import is_launched
 from horovod_sparse.cli.ranks import Ranks, bindings
 from horovod_sparse.collectives import AllGather, Synchronization
-from horovod_sparse.errors import ArgumentError
 from horovod_sparse.planning.calibration.collectives import Stopwatch
 from horovod_sparse.training.deadline import seconds_of_horovod
 from horovod_sparse.training.host_topology import own_place
@@ -40,32 +37,6 @@ _PACKAGES = (
     "mpi4py",
     "triton",
 )
-#: what the doctor knows of Horovod's variables (and of ours)
-SETTINGS = (
-    "HOROVOD_AUTOTUNE",
-    "HOROVOD_CACHE_CAPACITY",
-    "HOROVOD_CPU_OPERATIONS",
-    "HOROVOD_CYCLE_TIME",
-    "HOROVOD_DYNAMIC_PROCESS_SETS",
-    "HOROVOD_FUSION_THRESHOLD",
-    "HOROVOD_HIERARCHICAL_ALLGATHER",
-    "HOROVOD_HIERARCHICAL_ALLREDUCE",
-    "HOROVOD_LOG_LEVEL",
-    "HOROVOD_NUM_NCCL_STREAMS",
-    "HOROVOD_SPARSE_CHECK_EVERY",
-    "HOROVOD_SPARSE_DEADLINE_SECONDS",
-    "HOROVOD_SPARSE_ON_DRIFT",
-    "HOROVOD_SPARSE_RANKS_PER_HOST",
-    "HOROVOD_SPARSE_SHARED_MEMORY",
-    "HOROVOD_SPARSE_TENSOR_SELECTION",
-    "HOROVOD_SPARSE_TRANSPORT",
-    "HOROVOD_STALL_CHECK_DISABLE",
-    "HOROVOD_STALL_CHECK_TIME_SECONDS",
-    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
-    "HOROVOD_THREAD_AFFINITY",
-    "HOROVOD_TIMELINE",
-    "HOROVOD_TIMELINE_MARK_CYCLES",
-)
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS", "TF_NUM_INTRAOP_THREADS")
 _REPETITIONS = 25
 #: Horovod's own default
@@ -73,7 +44,7 @@ _CYCLE_MS = 1.0
 
 
 def local_facts() -> dict[str, Any]:
-    """What a process can tell without Horovod running."""
+    """What a process can tell without Horovod; what Horovod tells besides has a default here."""
     packages = {}
     for name in _PACKAGES:
         try:
@@ -92,53 +63,51 @@ def local_facts() -> dict[str, Any]:
         # launchers bind ranks to cores; who shares them is known by host, whose name need not travel
         "affinity": sorted(os.sched_getaffinity(0)),
         "host": hashlib.sha256(platform.node().encode()).hexdigest()[:8],
-        "numba": _numba(),
+        "kernels": _why_no_kernels(),
         "triton": importlib.util.find_spec("triton") is not None,
-    }
-
-
-def _numba() -> str | None:
-    """Why the kernels of the host cannot run; None if they can."""
-    try:
-        kernels = importlib.import_module("horovod_sparse.kernels")
-        array = np.array([1.0, -3.0, 2.0], np.float32)
-        accumulator = importlib.import_module("horovod_sparse.arrays").HostAccumulator(3, density=1.0)
-        accumulator.fold(array)
-        found = accumulator.largest(1).tolist()
-    except Exception as error:  # whatever it is, it is the finding
-        return f"{type(error).__name__}: {error}"
-    del kernels
-    return None if found == [1] else f"the largest of [1, -3, 2] was found at {found}"
-
-
-def build_facts(framework: str) -> dict[str, Any]:
-    """What Horovod was built with, and what the framework has; Horovod need not run."""
-    hvd = importlib.import_module(f"horovod_sparse.{framework}")
-    facts: dict[str, Any] = {
         "rank": 0,
         "size": 1,
         "local_size": 1,
-        "framework": framework,
+        "framework": "",
+        "framework_threads": os.cpu_count() or 1,
+        "cuda": None,  # with TensorFlow selection is on the host
+        "built": {},
         "controller": None,
-        "built": {
-            name: bool(getattr(hvd, f"{name}_built")())
-            for name in ("mpi", "gloo", "nccl", "ddl", "ccl", "cuda", "rocm")
-        },
         "mpi_threads": None,
         "thread_level": None,
-        "cuda": None,  # with TensorFlow selection is on the host
         "latency_seconds": None,
         "no_shared_memory": "",
     }
+
+
+def _why_no_kernels() -> str:
+    """Why the kernels of the host cannot run; empty if they can."""
+    try:
+        accumulator = importlib.import_module("horovod_sparse.arrays").HostAccumulator(3, density=1.0)
+        accumulator.fold(np.array([1.0, -3.0, 2.0], np.float32))
+        found = accumulator.largest(1).tolist()
+    except Exception as error:  # whatever it is, it is the finding
+        return f"{type(error).__name__}: {error}"
+    return "" if found == [1] else f"the largest of [1, -3, 2] was found at {found}"
+
+
+def framework_facts(framework: str) -> dict[str, Any]:
+    """What a framework has, whether or not Horovod was built for it."""
     if framework == "torch":
         torch = importlib.import_module("torch")
-        facts["framework_threads"] = int(torch.get_num_threads())
-        facts["cuda"] = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    else:
-        tensorflow = importlib.import_module("tensorflow")
-        asked = int(tensorflow.config.threading.get_intra_op_parallelism_threads())
-        facts["framework_threads"] = asked or os.cpu_count() or 1
-    return facts
+        cuda = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+        return {"framework": framework, "framework_threads": int(torch.get_num_threads()), "cuda": cuda}
+    tensorflow = importlib.import_module("tensorflow")
+    threads = int(tensorflow.config.threading.get_intra_op_parallelism_threads())
+    return {"framework": framework, "framework_threads": threads or os.cpu_count() or 1}
+
+
+def build_facts(framework: str) -> dict[str, Any]:
+    """What Horovod was built with; it need not run."""
+    hvd = importlib.import_module(f"horovod_sparse.{framework}")
+    kinds = ("mpi", "gloo", "nccl", "ddl", "ccl", "cuda", "rocm")
+    built = {name: bool(getattr(hvd, f"{name}_built")()) for name in kinds}
+    return {**framework_facts(framework), "built": built}
 
 
 def rank_facts(ranks: Ranks) -> dict[str, Any]:
@@ -195,62 +164,3 @@ def cycle_of(settings: Mapping[str, str]) -> float | None:
     except ValueError:
         return None
     return value if 0.0 <= value < float("inf") else None
-
-
-#: from bad to good, with the sign and the style of each
-LEVELS = {"problem": ("x", "bold red"), "advice": ("!", "yellow"), "good": ("+", "green")}
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One thing that was looked at.
-
-    Attributes:
-        level: "problem" (something fails, or is slow for no reason), "advice" or "good".
-        topic: a word or two: "cycle time".
-        what: was found.
-        why: it matters; empty for what is good.
-        do: what to do; likewise.
-    """
-
-    level: str
-    topic: str
-    what: str
-    why: str = ""
-    do: str = ""
-
-    def __post_init__(self) -> None:
-        if self.level not in LEVELS:
-            raise ArgumentError("level", self.level, f"one of {', '.join(LEVELS)}")
-        if self.level != "good" and not (self.why and self.do):
-            raise ArgumentError("why and do", (self.why, self.do), "both, for what is not good")
-
-
-def good(topic: str, what: str) -> Finding:
-    """What is as it should be."""
-    return Finding("good", topic, what)
-
-
-def advice(topic: str, what: str, why: str, do: str) -> Finding:
-    """What could be better."""
-    return Finding("advice", topic, what, why, do)
-
-
-def problem(topic: str, what: str, why: str, do: str) -> Finding:
-    """What is wrong."""
-    return Finding("problem", topic, what, why, do)
-
-
-def print_findings(to: Console, findings: Iterable[Finding]) -> None:
-    """Problems first, then advice, then what is good; each with its reason and remedy."""
-    found = sorted(findings, key=lambda finding: list(LEVELS).index(finding.level))
-    for finding in found:
-        sign, style = LEVELS[finding.level]
-        show(to, f"{sign} {finding.topic}: {finding.what}", style)
-        if finding.why:
-            show(to, f"    why  {finding.why}")
-            show(to, f"    do   {finding.do}")
-    counts = {level: sum(finding.level == level for finding in found) for level in LEVELS}
-    problems, advised = counts["problem"], counts["advice"]
-    text = f"{problems} problem{'' if problems == 1 else 's'}, {advised} piece{'' if advised == 1 else 's'}"
-    show(to, f"{text} of advice, {counts['good']} good", "bold")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from horovod_sparse.cli.options import (
     check_picture,
     density_or_auto,
     network_from,
+    num_parameters,
     read_merging,
     read_recipe,
     read_tensor_selection,
@@ -29,22 +31,24 @@ from horovod_sparse.cli.options import (
     source_of,
 )
 from horovod_sparse.cli.plan import report as plan_report
+from horovod_sparse.cli.plan.accuracy import OPTIMIZERS, accuracy
 from horovod_sparse.cli.plan.verdict import (
     CANDIDATES,
     GRADIENT_BYTES,
     Verdict,
     crossing,
     dense_cost,
-    how_sure,
+    residual_bytes,
     sentences,
     verdict_of,
 )
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.feedback import Recipe, parse_recipe
 from horovod_sparse.planning.cost_model import CostModel
-from horovod_sparse.planning.density import densest_plan
 from horovod_sparse.planning.formulas import assumed_profile, faster_levels
 from horovod_sparse.planning.profile import Levels
+from horovod_sparse.planning.request import STRATEGIES
+from horovod_sparse.planning.selection import densest_plan
 from horovod_sparse.planning.timeline import predict
 from horovod_sparse.planning.workload import LAYER_TABLES, Workload
 from horovod_sparse.plans.dense import bytes_by_round
@@ -59,7 +63,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     tables = ", ".join(LAYER_TABLES)
     add("--model", metavar="TABLE|FILE", help=f"{tables}; or a file .json: {FORMAT}")
-    add("--params", type=float, metavar="N", help="instead of it: as in 124e6, with --step-ms, for a verdict")
+    add(
+        "--params",
+        type=num_parameters,
+        metavar="N",
+        help="instead of it: as in 124M, with --step-ms, for a verdict",
+    )
     text = "several times beside several --ranks (default: the best of exdyna and topk at 0.01, 0.001)"
     add("--sparsifier", action="append", metavar="NAME[:ARGUMENT=VALUE,...]", help=text)
     text = "kept fraction, auto (the largest for nothing) or auto(least=0.001,most=0.1)"
@@ -77,13 +86,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--levels", choices=("flat", "host", "auto"), default="auto", help=text)
     text = "of dense gradients: the best that dense training could do (default: %(default)s)"
     add("--gradient-dtype", choices=tuple(GRADIENT_BYTES), default="float16", help=text)
+    add("--optimizer", choices=OPTIMIZERS, help="of the training: for what is said of accuracy")
     add("--framework", choices=("torch", "tensorflow"), help="where the plan shall be used; checked")
     text = (
         "buckets that wait for the network together go as one, but for those of two levels (default: with "
         "--profile, as optimizers plan)"
     )
     add("--fuse-sparse", action=argparse.BooleanOptionalAction, help=text)
-    add("--verdict", action="store_true", help="five lines: whether, how much, and what to paste")
+    add("--verdict", action="store_true", help="a few lines: whether, how much, and what to paste")
     add("--rows", type=int, default=40, metavar="N", help="of each table (default: %(default)s)")
     add("--json", nargs="?", const="-", metavar="FILE", help="write all numbers to FILE, or to stdout")
     add("--save-plan", metavar="FILE", help="for --merging, or Plan.from_dict and merging= of an optimizer")
@@ -105,11 +115,83 @@ def run(options: argparse.Namespace) -> int:
     console = make_console(to_stderr=options.json == "-")
     for warning in (*source.warnings, *model.doubts(source.measured)):
         show(console, f"warning: {warning}", "yellow")
-    if options.verdict or options.params is not None:
-        return _verdict(options, model, source, console)
-    chosen = _chosen(options, model, source, _recipe(options, model, source))
-    _report(options, model, source, chosen, console)
+    brief = options.verdict or options.params is not None
+    chosen = _chosen(options, model, source, _recipe(options, model, source), others=not brief)
+    verdict = chosen.verdict
+    if brief and source.measured is None:
+        verdict = dataclasses.replace(verdict, dense_wins_from=_crossing(options, model, source))
+    lines = sentences(
+        verdict,
+        options.gradient_dtype,
+        source,
+        paste=verdict.paste(
+            _merging(options.merging), options.gradient_dtype, levels=source.profile.per_host > 1
+        ),
+        told=accuracy(chosen.recipe, options.optimizer),
+        origin=model.source.partition(". ")[0].rstrip("."),
+        assumed=_assumed(options, source),
+    )
+    for number, (name, line) in enumerate(lines.items()):
+        show(console, f"{name}: {line}", None if number else "bold")
+    numbers = _numbers(verdict, source) | {name.replace(" ", "_"): lines[name] for name in _IN_JSON}
+    if not brief:
+        numbers |= _report(options, model, source, chosen, console)
+    _write(options, numbers)
     return 0
+
+
+#: lines that JSON has, too
+_IN_JSON = ("accuracy", "paste", "how sure", "assumed")
+
+
+def _merging(text: str) -> str:
+    """The argument `merging` for what `--merging` was."""
+    if text.endswith(".json"):
+        return f"Plan.from_dict(json.load(open({text!r})))"
+    return f'"{text}"' if text in STRATEGIES else text
+
+
+def _assumed(options: argparse.Namespace, source: Source) -> list[str]:
+    """What nobody has measured."""
+    assumed = [*source.assumed, f"dense training sums {options.gradient_dtype}, the best that it could do"]
+    if options.update is None and (source.measured is None or not source.measured.training):
+        assumed.append("the optimizer's update takes nothing (--update)")
+    if options.params is not None:
+        assumed.append("parameters come in equal pieces, and forward takes a third of the step")
+    return assumed
+
+
+def _numbers(verdict: Verdict, source: Source) -> dict[str, Any]:
+    """Of the verdict, for JSON."""
+    return {
+        "worth_it": verdict.answer,
+        "ranks": source.profile.size,
+        "from": source.words,
+        "recipe": verdict.recipe.describe(),
+        "speedup": verdict.speedup,
+        "sparse_seconds": verdict.sparse_seconds,
+        "dense_seconds": verdict.dense_seconds,
+        "computing_seconds": verdict.computing_seconds,
+        "memory_bytes": verdict.memory_bytes,
+        "dense_wins_from_bits_per_second": verdict.dense_wins_from
+        if math.isfinite(verdict.dense_wins_from)
+        else None,
+    }
+
+
+def _crossing(options: argparse.Namespace, model: Model, source: Source) -> float:
+    """The bandwidth from which on dense wins, by formulas."""
+    workload, profile = model.workload(None, options.update), source.profile
+    network, share = network_from(options), GRADIENT_BYTES[options.gradient_dtype] / 4
+    given = options.sparsifier or options.density is not None
+    recipes = [_recipe(options, model, source)] if given else [parse_recipe(text) for text in CANDIDATES]
+
+    def at(bandwidth: float) -> Verdict:
+        faster = AlphaBeta(network.alpha_seconds, 8.0 / bandwidth)
+        made = assumed_profile(faster, profile.size, selection=selection_from(options))
+        return verdict_of(workload, made, recipes, share)
+
+    return crossing(at)
 
 
 @dataclass(frozen=True)
@@ -122,6 +204,7 @@ class _Chosen:
     reasons: dict[str, str]
     cost: CostModel
     levels: Levels
+    per_host: int
     words: tuple[str, ...]
     predictions: list[plan_report.Predicted]
 
@@ -130,7 +213,10 @@ class _Chosen:
         """Of the predictions."""
         dense = next(one for one in self.predictions if one.name == "dense")
         computing = self.workload.step_seconds + self.workload.update_seconds
-        return Verdict(self.recipe, dense.seconds, self.predictions[0].seconds, computing)
+        per_host = self.per_host if self.levels == "host" else 1
+        num_elements = sum(parameter.num_elements for parameter in self.workload.sparse)
+        memory = residual_bytes(self.recipe, num_elements, per_host)
+        return Verdict(self.recipe, dense.seconds, self.predictions[0].seconds, computing, memory)
 
 
 def _recipe(options: argparse.Namespace, model: Model, source: Source, text: str | None = None) -> Recipe:
@@ -200,63 +286,47 @@ def _chosen(
         timeline = predict(beside, plan_beside, cost_beside)
         predictions.insert(1, plan_report.Predicted(f"{name}, {other}", plan_beside, timeline))
     words = tuple(line for line in (told, why) if line)
-    return _Chosen(recipe, workload, plan, reasons, cost, levels, words, predictions)
+    return _Chosen(recipe, workload, plan, reasons, cost, levels, profile.per_host, words, predictions)
 
 
 def _report(
     options: argparse.Namespace, model: Model, source: Source, chosen: _Chosen, console: Console
-) -> None:
+) -> dict[str, Any]:
+    """Prints tables, writes files, and gives the numbers."""
     predictions, workload, plan = chosen.predictions, chosen.workload, chosen.plan
     rows = plan_report.bucket_rows(workload, predictions[0], chosen.recipe.sparsifier.density)
-    dense = plan_report.dense_reasons(chosen.reasons, workload)
-    sizes = {parameter.name: parameter.num_elements for parameter in workload.parameters}
-    show(console, chosen.verdict.headline(source.words), "bold")
     show(console, f"{model.name}, {chosen.recipe.sparsifier.describe()}, {predictions[0].name}: {plan}")
     for line in chosen.words:
         show(console, line)
     if rows:
         console.print(plan_report.bucket_table(rows, options.rows))
-    if dense:
-        console.print(plan_report.dense_table(dense, sizes, options.rows))
+    if chosen.reasons:
+        console.print(plan_report.dense_table(chosen.reasons, workload, options.rows))
     console.print(plan_report.compared_table(predictions))
     if told := plan_report.too_small(predictions):
         show(console, told, "yellow")
-    numbers = plan_report.as_json(rows, dense, predictions)
+    numbers: dict[str, Any] = {
+        "buckets": rows,
+        "dense": [{"name": name, "reason": reason} for name, reason in chosen.reasons.items()],
+        "compared": [
+            {
+                "name": one.name,
+                "buckets": len(one.plan.buckets),
+                "dense": len(one.plan.dense),
+                "iteration_seconds": one.seconds,
+                "visible_seconds": one.timeline.visible_seconds,
+            }
+            for one in predictions
+        ],
+    }
     if chosen.recipe.auto is not None or plan.density is not None:
         numbers["density"] = chosen.words[-1] if chosen.words else ""
     if options.save_plan:
         text = json.dumps(plan.to_dict(), indent=1) + "\n"
         Path(options.save_plan).write_text(text, encoding="utf-8")
-    verdict = chosen.verdict.numbers(source.profile.size)
-    start = {"ranks": source.profile.size, "from": source.words, "plan": plan.to_dict()}
-    _write(options, {**start, "levels": chosen.levels, **verdict, **numbers})
     if options.picture:
         _draw(options, predictions, console)
-
-
-def _verdict(options: argparse.Namespace, model: Model, source: Source, console: Console) -> int:
-    """Five lines, or their numbers."""
-    workload, size = model.workload(source.measured, options.update), source.profile.size
-    given = options.sparsifier or options.density is not None
-    recipes = [_recipe(options, model, source)] if given else [parse_recipe(text) for text in CANDIDATES]
-    share = GRADIENT_BYTES[options.gradient_dtype] / 4
-    verdict = verdict_of(workload, source.profile, recipes, share)
-    if source.measured is None:
-        network, selection = network_from(options), selection_from(options)
-
-        def at(bandwidth: float) -> Verdict:
-            faster = AlphaBeta(network.alpha_seconds, 8.0 / bandwidth)
-            return verdict_of(workload, assumed_profile(faster, size, selection=selection), recipes, share)
-
-        verdict = dataclasses.replace(verdict, dense_wins_from=crossing(at))
-    if options.json:
-        _write(options, verdict.numbers(size))
-        return 0
-    levels = (options.nodes or 1) > 1 and options.per_node > 1
-    sure, dtype = how_sure(source, size, options.gradient_dtype), options.gradient_dtype
-    for line in sentences(verdict, dtype, source.words, model.source, sure=sure, levels=levels):
-        show(console, line)
-    return 0
+    return {"plan": plan.to_dict(), "levels": chosen.levels, **numbers}
 
 
 def _sizes(options: argparse.Namespace, model: Model) -> int:
@@ -347,7 +417,7 @@ def _check(options: argparse.Namespace) -> None:
             allowed = "two workers or more: one alone communicates nothing"
             raise ArgumentError("--nodes", options.nodes, allowed)
         options.ranks = [size]
-        if not options.verdict and options.params is None and options.per_node > 1 and options.nodes > 1:
+        if options.per_node > 1 and options.nodes > 1:
             options.per_host = options.per_host or options.per_node
         if options.nodes == 1 and options.profile is None:  # all there is to communicate by is in the host
             options.bandwidth = options.bandwidth or 8.0 / HOST_NETWORK.beta_seconds

@@ -21,31 +21,20 @@ _BUCKET = re.compile(r"^(?:\w+\.)?bucket(\d+)\.(.+)\.(\d+)$")
 
 @dataclass(frozen=True)
 class MeasuredSpan:
-    """A collective of a step.
+    """A collective: when a rank asked for it first, when all had, and when it was done; None for dense ones.
 
-    Attributes:
-        asked: seconds from the step's first collective until the first rank asked for it.
-        start: until all ranks had, and it went to the network.
-        end: until it was done.
-        bucket: its number; None for a parameter that stays dense.
-        name: as the timeline has it.
+    Seconds are from the step's first collective that was asked for.
     """
 
     asked: float
     start: float
     end: float
     bucket: int | None
-    name: str
 
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """The step of median length.
-
-    Attributes:
-        spans: of its collectives, by their start.
-        num_steps: that it was chosen from.
-    """
+    """The step of median length: its collectives by their start, and of how many steps it is one."""
 
     spans: tuple[MeasuredSpan, ...]
     num_steps: int
@@ -73,22 +62,16 @@ def measured_step(path: str, plan: Plan) -> MeasuredStep:
     num_steps = round(median(len(times) for times in found.values()))
     steps = []
     for number in range(num_steps):
-        spans = [
-            (name, times[number - num_steps]) for name, times in found.items() if len(times) >= num_steps
-        ]
-        steps.append(_step(spans, plan))
+        whole = {name: times[number - num_steps] for name, times in found.items() if len(times) >= num_steps}
+        origin = min(asked for asked, _, _ in whole.values())
+        spans = []
+        for name, (asked, start, end) in whole.items():
+            owner = _owner(name, plan)
+            bucket = owner if isinstance(owner, int) else None
+            spans.append(MeasuredSpan(asked - origin, start - origin, end - origin, bucket))
+        steps.append(sorted(spans, key=lambda span: (span.start, span.asked)))
     steps.sort(key=lambda spans: max(span.end for span in spans))
     return MeasuredStep(tuple(steps[len(steps) // 2]), num_steps)
-
-
-def _step(collectives: Sequence[tuple[str, tuple[float, float, float]]], plan: Plan) -> list[MeasuredSpan]:
-    origin = min(asked for _, (asked, _, _) in collectives)
-    spans = []
-    for name, (asked, start, end) in collectives:
-        owner = _owner(name, plan)
-        bucket = owner if isinstance(owner, int) else None
-        spans.append(MeasuredSpan(asked - origin, start - origin, end - origin, bucket, name))
-    return sorted(spans, key=lambda span: (span.start, span.asked))
 
 
 def _owner(name: str, plan: Plan) -> int | str:

@@ -12,10 +12,9 @@ from horovod_sparse.cli.console import plain_table
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.planning.cost_model import CostModel
-from horovod_sparse.planning.greedy import omgs
 from horovod_sparse.planning.optimal import optimal
-from horovod_sparse.planning.selection import Choice, TensorSelection, dense_of, joint, select_tensors
-from horovod_sparse.planning.strategies import Strategy, fixed, layerwise, single
+from horovod_sparse.planning.selection import TensorSelection, dense_of, joint, select_tensors
+from horovod_sparse.planning.strategies import Strategy, fixed, layerwise, omgs, single
 from horovod_sparse.planning.timeline import Timeline, predict
 from horovod_sparse.planning.workload import Workload
 from horovod_sparse.plans.plan import Plan
@@ -50,38 +49,6 @@ class Predicted:
         return self.timeline.iteration_seconds
 
 
-@dataclass(frozen=True)
-class BucketRow:
-    """A bucket of a plan, as its table shows it.
-
-    Attributes:
-        number: from 0, in backward order.
-        names: of its parameters, in backward order.
-        num_elements: n.
-        num_selected: k, of a rank or of the union as the sparsifier counts.
-        ready_seconds: when its last gradient is there.
-        selection_seconds: how long selecting takes.
-        send_seconds: when its messages get the network.
-        communication_seconds: how long they take, decoding included; with others, where they are fused.
-        done_seconds: when they end.
-    """
-
-    number: int
-    names: tuple[str, ...]
-    num_elements: int
-    num_selected: int
-    ready_seconds: float
-    selection_seconds: float
-    send_seconds: float
-    communication_seconds: float
-    done_seconds: float
-
-    @property
-    def waiting_seconds(self) -> float:
-        """That its messages wait for the network."""
-        return max(0.0, self.send_seconds - self.ready_seconds - self.selection_seconds)
-
-
 def chosen_plan(
     workload: Workload,
     merging: Strategy | Plan,
@@ -96,8 +63,8 @@ def chosen_plan(
     reasons: dict[str, str] = {}
     if isinstance(merging, Plan):
         merging.check(workload.parameters)
-        reasons = dict.fromkeys(merging.dense, "the given plan says so")
-        return workload.with_dense(merging.dense), merging, reasons
+        step = workload.with_dense(merging.dense)
+        return step, merging, dict.fromkeys(step.dense_names, "the given plan says so")
     for parameter in workload.parameters:
         if recipe.rules.density_of(parameter.name, parameter.num_elements) == 1.0:
             reasons[parameter.name] = "a rule of the sparsifier says so"
@@ -109,7 +76,8 @@ def chosen_plan(
     plan = merging(step, cost)
     if merging is joint:
         reasons = {**_joint_reasons(step, plan, cost), **reasons}
-    return step.with_dense(plan.dense), plan, reasons
+    step = step.with_dense(plan.dense)
+    return step, plan, {name: reasons.get(name, "the plan says so") for name in step.dense_names}
 
 
 def _joint_reasons(workload: Workload, plan: Plan, cost: CostModel) -> dict[str, str]:
@@ -131,14 +99,8 @@ def too_small(predictions: Sequence[Predicted]) -> str:
     )
 
 
-def dense_reasons(reasons: Mapping[str, str], workload: Workload) -> list[Choice]:
-    """Dense parameters in backward order with their reasons."""
-    names = workload.dense_names
-    return [Choice(name, True, reasons.get(name, "the plan says so")) for name in names]
-
-
-def bucket_rows(workload: Workload, predicted: Predicted, density: float) -> list[BucketRow]:
-    """The table's rows, in the plan's order."""
+def bucket_rows(workload: Workload, predicted: Predicted, density: float) -> list[dict[str, Any]]:
+    """Of every bucket, in the plan's order: what is in it, and when what happens, in seconds of the step."""
     sizes = {parameter.name: parameter.num_elements for parameter in workload.parameters}
     rows = []
     for number, names in enumerate(predicted.plan.buckets):
@@ -146,17 +108,18 @@ def bucket_rows(workload: Workload, predicted: Predicted, density: float) -> lis
         selection, sending = spans["selection"], spans["sparse"]
         total = sum(sizes[name] for name in names)
         rows.append(
-            BucketRow(
-                number,
-                names,
-                total,
-                min(total, max(1, round(density * total))),
-                selection.start,
-                selection.end - selection.start,
-                sending.start,
-                sending.end - sending.start,
-                sending.end,
-            )
+            {
+                "number": number,
+                "names": list(names),
+                "num_elements": total,
+                "num_selected": min(total, max(1, round(density * total))),
+                "ready_seconds": selection.start,
+                "selection_seconds": selection.end - selection.start,
+                "waiting_seconds": max(0.0, sending.start - selection.end),
+                "send_seconds": sending.start,
+                "communication_seconds": sending.end - sending.start,
+                "done_seconds": sending.end,
+            }
         )
     return rows
 
@@ -181,52 +144,8 @@ def compared(
     return [chosen, *beside]
 
 
-def as_json(
-    rows: Sequence[BucketRow], dense: Sequence[Choice], predictions: Sequence[Predicted]
-) -> dict[str, Any]:
-    """Everything that the tables show, in plain values."""
-    return {
-        "buckets": [
-            {
-                "number": row.number,
-                "names": list(row.names),
-                "num_elements": row.num_elements,
-                "num_selected": row.num_selected,
-                "ready_seconds": row.ready_seconds,
-                "selection_seconds": row.selection_seconds,
-                "waiting_seconds": row.waiting_seconds,
-                "send_seconds": row.send_seconds,
-                "communication_seconds": row.communication_seconds,
-                "done_seconds": row.done_seconds,
-            }
-            for row in rows
-        ],
-        "dense": [{"name": choice.name, "reason": choice.reason} for choice in dense],
-        "compared": [
-            {
-                "name": one.name,
-                "buckets": len(one.plan.buckets),
-                "dense": len(one.plan.dense),
-                "iteration_seconds": one.seconds,
-                "visible_seconds": one.timeline.visible_seconds,
-            }
-            for one in predictions
-        ],
-    }
-
-
-def few_names(names: Sequence[str]) -> str:
-    """First and last of some parameters, and how many there are.
-
-    Example:
-        >>> few_names(["fc.bias", "fc.weight", "conv.weight"])
-        'fc.bias … conv.weight (3)'
-    """
-    return names[0] if len(names) == 1 else f"{names[0]} … {names[-1]} ({len(names)})"
-
-
-def bucket_table(rows: Sequence[BucketRow], at_most: int) -> Table:
-    """One row per bucket, the first ones of many."""
+def bucket_table(rows: Sequence[Mapping[str, Any]], at_most: int) -> Table:
+    """One row per bucket, the first ones of many; parameters by their first, their last and their number."""
     left = len(rows) - at_most
     table = plain_table(
         "",
@@ -234,26 +153,26 @@ def bucket_table(rows: Sequence[BucketRow], at_most: int) -> Table:
         f"times in ms{f'; {left} more buckets (--rows {len(rows)})' if left > 0 else ''}",
     )
     for row in rows[:at_most]:
-        computing = (row.ready_seconds, row.selection_seconds)
-        sending = (row.waiting_seconds, row.send_seconds, row.communication_seconds, row.done_seconds)
+        first, *others = row["names"]
         table.add_row(
-            str(row.number),
-            few_names(row.names),
-            f"{row.num_elements:,}",
-            f"{row.num_selected:,}",
-            *(_ms(seconds) for seconds in (*computing, *sending)),
+            str(row["number"]),
+            f"{first} … {others[-1]} ({1 + len(others)})" if others else first,
+            f"{row['num_elements']:,}",
+            f"{row['num_selected']:,}",
+            *(_ms(value) for name, value in row.items() if name.endswith("_seconds")),
         )
     return table
 
 
-def dense_table(dense: Sequence[Choice], sizes: dict[str, int], at_most: int) -> Table:
+def dense_table(reasons: Mapping[str, str], workload: Workload, at_most: int) -> Table:
     """What stays dense, and why."""
-    count = f"{len(dense)} parameter{' stays' if len(dense) == 1 else 's stay'} dense"
-    left = len(dense) - at_most
-    caption = f"{left} more (--rows {len(dense)})" if left > 0 else ""
-    table = plain_table(count, ("parameter", "elements", "why"), caption)
-    for choice in dense[:at_most]:
-        table.add_row(choice.name, f"{sizes[choice.name]:,}", choice.reason)
+    left = len(reasons) - at_most
+    title = f"{len(reasons)} parameter{' stays' if len(reasons) == 1 else 's stay'} dense"
+    caption = f"{left} more (--rows {len(reasons)})" if left > 0 else ""
+    table = plain_table(title, ("parameter", "elements", "why"), caption)
+    sizes = {parameter.name: parameter.num_elements for parameter in workload.parameters}
+    for name, reason in list(reasons.items())[:at_most]:
+        table.add_row(name, f"{sizes[name]:,}", reason)
     return table
 
 

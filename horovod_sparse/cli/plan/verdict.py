@@ -9,12 +9,11 @@ from dataclasses import dataclass
 
 from horovod_sparse.cli.options import Source
 from horovod_sparse.errors import ArgumentError
-from horovod_sparse.feedback import Recipe
-from horovod_sparse.planning.cost_model import CostModel
-from horovod_sparse.planning.optimal import search_plan
+from horovod_sparse.feedback import NoFeedback, Recipe
+from horovod_sparse.planning.cost_model import AffineTime, CostModel
+from horovod_sparse.planning.optimal import optimal
 from horovod_sparse.planning.profile import Profile
 from horovod_sparse.planning.timeline import predict
-from horovod_sparse.planning.times import AffineTime
 from horovod_sparse.planning.workload import Workload
 from horovod_sparse.plans.plan import Plan
 
@@ -37,6 +36,7 @@ class Verdict:
         dense_seconds: an iteration with dense gradients, overlapped and fused as Horovod does.
         sparse_seconds: one with the recipe.
         computing_seconds: of forward, backward and the optimizer's update alone.
+        memory_bytes: that a rank holds besides: the residual, and what its feedback keeps.
         dense_wins_from: bit/s; 0 where dense wins everywhere, infinite where it wins nowhere looked at, NaN
             where nobody has looked.
     """
@@ -45,6 +45,7 @@ class Verdict:
     dense_seconds: float
     sparse_seconds: float
     computing_seconds: float
+    memory_bytes: int = 0
     dense_wins_from: float = math.nan
 
     @property
@@ -57,25 +58,23 @@ class Verdict:
         """In a word or two."""
         return "yes" if self.speedup >= _MARGIN else "hardly" if self.speedup > 1.0 else "no"
 
-    def headline(self, words: str) -> str:
-        """The answer, on a cluster in words."""
-        times = f"{self.speedup:.1f} times faster" if self.speedup >= _MARGIN else "no gain to speak of"
-        return f"worth it: {self.answer}, {times} ({words})"
+    def paste(self, merging: str, dtype: str, *, levels: bool) -> str:
+        """What to write; with `levels` summing within a host first may pay."""
+        if not self.speedup > 1.0:
+            return (
+                "compression=hvd.Compression.fp16"
+                if dtype == "float16"
+                else f"nothing: train dense, in {dtype}"
+            )
+        name, _, arguments = self.recipe.describe().partition(":")
+        text = f"compression=hvd.Compression.{name}({arguments}), merging={merging}"
+        return text + (', levels="auto"' if levels else "")
 
-    def numbers(self, size: int) -> dict[str, object]:
-        """For JSON."""
-        return {
-            "worth_it": self.answer,
-            "ranks": size,
-            "recipe": self.recipe.describe(),
-            "speedup": self.speedup,
-            "sparse_seconds": self.sparse_seconds,
-            "dense_seconds": self.dense_seconds,
-            "computing_seconds": self.computing_seconds,
-            "dense_wins_from_bits_per_second": self.dense_wins_from
-            if math.isfinite(self.dense_wins_from)
-            else None,
-        }
+
+def residual_bytes(recipe: Recipe, num_elements: int, per_host: int = 1) -> int:
+    """What a rank holds besides: float32 of all elements, or of its share of a host's sum."""
+    kept = recipe.feedback.num_companions + (not isinstance(recipe.feedback, NoFeedback))
+    return 4 * kept * -(-num_elements // per_host)
 
 
 def dense_cost(profile: Profile, gradient_share: float = 1.0) -> CostModel:
@@ -87,9 +86,11 @@ def dense_cost(profile: Profile, gradient_share: float = 1.0) -> CostModel:
 
 
 def verdict_of(
-    workload: Workload, profile: Profile, recipes: Sequence[Recipe], gradient_share: float = 1.0
+    workload: Workload, profile: Profile, recipes: Sequence[Recipe], gradient_share: float = 0.5
 ) -> Verdict:
-    """Dense beside the best of some recipes, denser ones first, merged as `optimal` does but for its proof.
+    """Dense beside the best of some recipes, denser ones first, with the best buckets.
+
+    Dense is the best that it could be: half types, fused and overlapped; `gradient_share` is 1 for float32.
 
     Example:
         >>> from horovod_sparse.cost import AlphaBeta, assumed_profile
@@ -103,7 +104,7 @@ def verdict_of(
     best: tuple[float, Recipe] | None = None
     for recipe in recipes:
         cost = profile.cost(recipe.sparsifier)
-        seconds = predict(workload, search_plan(workload, cost, quick=True), cost).iteration_seconds
+        seconds = predict(workload, optimal(workload, cost), cost).iteration_seconds
         if best is None or seconds * _MARGIN < best[0]:
             best = seconds, recipe
     if best is None:
@@ -143,37 +144,41 @@ def how_sure(source: Source, size: int, dtype: str) -> str:
 
 
 def sentences(
-    verdict: Verdict, dtype: str, words: str, origin: str, *, sure: str, levels: bool = False
-) -> list[str]:
-    """Five lines; with `levels` summing within a host first may pay."""
+    verdict: Verdict,
+    dtype: str,
+    source: Source,
+    *,
+    paste: str,
+    told: str,
+    origin: str,
+    assumed: Sequence[str],
+) -> dict[str, str]:
+    """What is said, line by line; the same in text and in JSON."""
     sparse, dense, alone = (
         f"{1e3 * seconds:,.1f} ms"
         for seconds in (verdict.sparse_seconds, verdict.dense_seconds, verdict.computing_seconds)
     )
-    name, _, arguments = verdict.recipe.describe().partition(":")
-    paste = f'compression=hvd.Compression.{name}({arguments}), merging="optimal"'
-    if levels:
-        paste += ', levels="auto"'
-    if not verdict.speedup > 1.0:
-        paste = (
-            "compression=hvd.Compression.fp16" if dtype == "float16" else f"nothing: train dense, in {dtype}"
-        )
+    faster = f"{verdict.speedup:.1f} times faster" if verdict.speedup >= _MARGIN else "no gain to speak of"
     limit = verdict.dense_wins_from
-    if math.isnan(limit):
-        border = "at another bandwidth: leave --profile out and give --bandwidth"
-    elif math.isinf(limit):
+    if math.isinf(limit):
         border = "on no network that was looked at, up to 10 Tbit/s"
     elif limit == 0.0:
         border = "everywhere: the model is small for its step, or selection is slow"
     else:
         border = f"from {_bandwidth(limit)} on"
-    return [
-        verdict.headline(words),
-        f"iteration: {sparse} sparse, {dense} dense ({dtype}, overlapped and fused), {alone} computing alone",
-        f"paste: {paste}",
-        f"dense wins: {border}",
-        f"how sure: {sure}; time of the step: {origin.rstrip('.')}",
-    ]
+    lines = {
+        "worth it": f"{verdict.answer}, {faster} ({source.words})",
+        "accuracy": told,
+        "iteration": f"{sparse} sparse, {dense} dense ({dtype}, overlapped, fused), {alone} computing alone",
+        "memory": f"{verdict.memory_bytes / 1e6:,.0f} MB more on every rank, for what has not been sent yet",
+        "paste": paste,
+        "dense wins": border,
+        "how sure": f"{how_sure(source, source.profile.size, dtype)}; time of the step: {origin}",
+        "assumed": "; ".join(assumed) or "nothing but the time of the step",
+    }
+    if math.isnan(limit):  # nobody has looked
+        del lines["dense wins"]
+    return lines
 
 
 def _bandwidth(bits: float) -> str:

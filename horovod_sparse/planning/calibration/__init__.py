@@ -14,8 +14,14 @@ from horovod_sparse.planning.calibration.buckets import (
     bucket_times,
     dense_times,
 )
-from horovod_sparse.planning.calibration.collectives import Stopwatch, collective_times, shared_sum_times
-from horovod_sparse.planning.calibration.training import NUM_TRAINING_SIZES, TrainingWork, training_times
+from horovod_sparse.planning.calibration.collectives import (
+    NUM_TRAINING_SIZES,
+    Stopwatch,
+    TrainingWork,
+    collective_times,
+    shared_sum_times,
+    training_times,
+)
 from horovod_sparse.planning.fitting import Fit, fit_selection, fit_time
 from horovod_sparse.planning.profile import DENSE, Profile
 from horovod_sparse.plans.dense import ClusterFacts

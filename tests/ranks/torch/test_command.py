@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 
-import pytest
-
 import horovod_sparse.torch as hvd
 from horovod_sparse.cli.main import main
 from horovod_sparse.cost import Profile
@@ -32,7 +30,7 @@ def test_calibrate_writes_a_profile_of_this_launch(tmp_path, capsys, rank, size)
         for fit in fits.values():
             assert fit.fixed_seconds + fit.seconds_per_unit * 1e6 > 0
             assert fit.num_points >= 3
-    for word in ("alpha ms", "exchange", "topk", "decoding", f"P = {4 * size}", "A dense training"):
+    for word in ("fixed ms", "exchange", "topk", "Decoding", "A dense training"):
         assert word in printed
     assert main(["plan", "--model", "vgg16_cifar", "--profile", str(path), "--sparsifier", "topk"]) == 0
     assert f"{size} ranks, measured (torch" in capsys.readouterr().out
@@ -79,16 +77,3 @@ def test_doctor_refuses_a_profile_that_one_rank_cannot_read(tmp_path, capsys, ra
         path.write_text(json.dumps({}))
     assert main(["doctor", "--profile", str(path)]) == 2
     assert "not a profile" in capsys.readouterr().err
-
-
-@pytest.mark.controllers
-def test_growth_is_measured_among_some_of_the_ranks(tmp_path, capsys, rank, size):
-    if size < 3:
-        pytest.skip("needs 3 ranks: among 2 of them")
-    path = tmp_path / "profile.json"
-    assert main(["calibrate", *SMALL, "--collectives", "allreduce", "--growth", "--out", str(path)]) == 0
-    if rank == 0:
-        (line,) = [
-            line for line in capsys.readouterr().out.splitlines() if "(" in line and "allreduce" in line
-        ]
-        assert line.count("(") == 1  # P = 2, measured

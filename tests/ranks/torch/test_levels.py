@@ -21,7 +21,7 @@ from horovod_sparse.errors import (
 from horovod_sparse.merging import Plan, predict
 from horovod_sparse.planning import by_cost
 from horovod_sparse.planning.calibration import Extent, calibration
-from horovod_sparse.planning.correction import measured_step
+from horovod_sparse.planning.calibration.steps import measured_step
 from horovod_sparse.sparsifiers import TopK
 from horovod_sparse.topology import Topology
 from support.dyadic import gradients_for

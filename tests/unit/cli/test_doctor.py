@@ -5,16 +5,9 @@ import pytest
 from horovod_sparse.carriers import shared_memory
 from horovod_sparse.carriers.shared_memory import why_not_shared
 from horovod_sparse.cli.doctor import command as doctor
-from horovod_sparse.cli.doctor.checks import (
-    check_differences,
-    check_installation,
-    check_launch,
-    check_levels,
-    check_threads,
-)
-from horovod_sparse.cli.doctor.cycle import check_cache, check_cycle, num_names
+from horovod_sparse.cli.doctor.checks import Case, examine
+from horovod_sparse.cli.doctor.command import num_names
 from horovod_sparse.cli.doctor.facts import local_facts
-from horovod_sparse.cli.doctor.settings import check_settings
 from horovod_sparse.cli.main import main
 from horovod_sparse.cost import AlphaBeta, Profile, assumed_profile
 from horovod_sparse.merging import Plan
@@ -32,7 +25,7 @@ def facts(**changes) -> dict:
         "gives_up": 330,
         "affinity": list(range(8)),
         "host": "a",
-        "numba": None,
+        "kernels": "",
         "triton": False,
         "rank": 0,
         "size": 4,
@@ -50,11 +43,11 @@ def facts(**changes) -> dict:
     return {**usual, **changes}
 
 
-def levels(findings) -> dict[str, str]:
+def levels(*everyone: dict, **case) -> dict[str, str]:
     """The worst level of every topic."""
     order = ["problem", "advice", "good"]
     worst: dict[str, str] = {}
-    for finding in findings:
+    for finding in examine(Case(everyone, **case)):
         known = worst.get(finding.topic, "good")
         worst[finding.topic] = min(known, finding.level, key=order.index)
     return worst
@@ -69,43 +62,50 @@ PAIRS = {"HOROVOD_SPARSE_TRANSPORT": " pairs "}
 
 def test_a_healthy_launch_has_no_problem():
     healthy = settings(STALL_SHUTDOWN_TIME_SECONDS="300", CYCLE_TIME="0.1")
-    found = [
-        *check_installation(healthy),
-        *check_launch(healthy),
-        *check_settings(healthy),
-        *check_threads([healthy] * 4),
-        *check_differences([healthy] * 4),
-        *check_cycle(healthy, 2),
-        *check_cache(healthy, 100, 2),
-    ]
-    assert {finding.level for finding in found} == {"good"}
+    assert set(levels(*[healthy] * 4, num_rounds=2, num_names=100).values()) == {"good"}
 
 
 @pytest.mark.parametrize(
-    ("check", "changes", "topic", "level"),
+    ("changes", "topic", "level"),
     [
-        (check_installation, {"packages": {}}, "Horovod", "problem"),
-        (check_installation, {"bindings": {"torch": False, "tensorflow": False}}, "Horovod", "problem"),
-        (check_installation, {"bindings": {"torch": True, "tensorflow": True}}, "Horovod", "advice"),
-        (check_installation, {"packages": {"horovod": "0.27.0", "torch": "2"}}, "Horovod", "advice"),
-        (check_installation, {"numba": "ImportError: no"}, "kernels", "problem"),
-        (check_launch, {"cuda": "a GPU", "triton": True}, "operations", "advice"),
-        (check_launch, {"cuda": "a GPU"}, "kernels", "advice"),
-        (check_launch, {"thread_level": "funneled"}, "pairs of ranks", "advice"),
-        (check_launch, {"mpi_threads": False}, "pairs of ranks", "advice"),
-        (check_launch, {"controller": "gloo", "thread_level": None}, "pairs of ranks", "good"),
-        (check_launch, {"controller": "gloo", "settings": PAIRS}, "pairs of ranks", "problem"),
-        (check_launch, {"settings": {"HOROVOD_SPARSE_TRANSPORT": "alltoall "}}, "pairs of ranks", "advice"),
-        (check_launch, {"size": 1}, "launch", "advice"),
+        ({"packages": {}}, "Horovod", "problem"),
+        ({"bindings": {"torch": False, "tensorflow": False}}, "Horovod", "problem"),
+        ({"bindings": {"torch": True, "tensorflow": True}}, "Horovod", "advice"),
+        ({"packages": {"horovod": "0.27.0", "torch": "2"}}, "Horovod", "advice"),
+        ({"kernels": "ImportError: no"}, "kernels", "problem"),
+        ({"cuda": "a GPU", "triton": True}, "operations", "advice"),
+        ({"cuda": "a GPU"}, "kernels", "advice"),
+        ({"thread_level": "funneled"}, "pairs of ranks", "advice"),
+        ({"mpi_threads": False}, "pairs of ranks", "advice"),
+        ({"controller": "gloo", "thread_level": None}, "pairs of ranks", "good"),
+        ({"controller": "gloo", "settings": PAIRS}, "pairs of ranks", "problem"),
+        ({"settings": {"HOROVOD_SPARSE_TRANSPORT": "alltoall "}}, "pairs of ranks", "advice"),
+        ({"size": 1}, "launch", "advice"),
     ],
 )
-def test_facts_that_are_wrong_are_found(check, changes, topic, level):
-    assert levels(check(facts(**changes)))[topic] == level
+def test_facts_that_are_wrong_are_found(changes, topic, level):
+    assert levels(facts(**changes))[topic] == level
+
+
+def test_pytorch_alone_is_an_install_that_works():
+    """`pip install horovod_sparse[torch]` with torchrun needs no Horovod; a launch by Horovod does."""
+    alone = facts(
+        packages={"torch": "2.13.0", "numba": "0.60.0"},
+        bindings=dict.fromkeys(("torch", "tensorflow"), False),
+        built={},
+        controller=None,
+    )
+    alone |= {"launched": False, "size": 1, "settings": {"HOROVOD_CYCLE_TIME": "0.1"}}
+    found = levels(alone)
+    assert found["Horovod"] == "advice" and "problem" not in found.values()
+    assert "launch" not in found
+    assert levels(alone, asked="torch")["Horovod"] == "problem"
+    assert levels({**alone, "launched": True})["Horovod"] == "problem"
 
 
 def test_threads_are_counted_against_the_cores_of_a_host():
     def judged(*ranks: dict) -> str:
-        return levels(check_threads([facts(**changes) for changes in ranks]))["threads"]
+        return levels(*[facts(**changes) for changes in ranks])["threads"]
 
     assert judged({}, {}, {}, {}) == "good"  # 4 ranks of 2 threads on 8 cores
     assert judged(*[{}] * 5) == "advice"
@@ -124,60 +124,69 @@ def test_threads_are_counted_against_the_cores_of_a_host():
     [
         ({"AUTOTUNE": "1"}, "autotune", "advice"),
         ({}, "stall check", "good"),
+        ({"STALL_SHUTDOWN_TIME_SECONDS": "0"}, "stall check", "advice"),
         ({"SPARSE_DEADLINE_SECOND": "9"}, "settings", "advice"),
         ({"STALL_CHECK_DISABLE": "1", "STALL_SHUTDOWN_TIME_SECONDS": "9"}, "stall check", "advice"),
-        ({"SPARSE_TRANSPORT": "tcp"}, "transport", "problem"),
-        ({"SPARSE_SHARED_MEMORY": "2"}, "shared memory", "problem"),
-        ({"SPARSE_CHECK_EVERY": "often"}, "replicas", "problem"),
-        ({"SPARSE_ON_DRIFT": "ignore"}, "replicas", "problem"),
-        ({"SPARSE_RANKS_PER_HOST": "0"}, "levels", "problem"),
+        ({"SPARSE_TRANSPORT": "tcp"}, "settings", "problem"),
+        ({"SPARSE_SHARED_MEMORY": "2"}, "settings", "problem"),
+        ({"SPARSE_CHECK_EVERY": "often"}, "settings", "problem"),
+        ({"SPARSE_ON_DRIFT": "ignore"}, "settings", "problem"),
+        ({"SPARSE_RANKS_PER_HOST": "0"}, "settings", "problem"),
         ({"CYCLETIME": "0.1"}, "settings", "advice"),
     ],
 )
 def test_settings_that_are_wrong_are_found(values, topic, level):
-    assert levels(check_settings(settings(**values)))[topic] == level
+    assert levels(settings(**values))[topic] == level
+
+
+def differing(*everyone: dict) -> list[tuple[str, str]]:
+    found = examine(Case(everyone))
+    return [(one.level, one.what) for one in found if one.topic == "ranks differ"]
 
 
 def test_ranks_that_differ_are_told_apart():
     same = [facts(rank=rank) for rank in range(3)]
-    assert levels(check_differences(same)) == {"ranks": "good"}
+    assert [level for level, _ in differing(*same)] == ["good"]
     same[2] = facts(packages={**same[0]["packages"], "torch": "2.12.0"}, affinity=[0, 1, 2, 3])
-    found = list(check_differences(same))
-    assert levels(found) == {"ranks differ": "problem"}
-    text = " ".join(finding.what for finding in found)
-    assert "torch: 2.13.0 on ranks 0, 1; 2.12.0 on rank 2" in text
-    assert "cores: 8 on ranks 0, 1; 4 on rank 2" in text
-    cached = [settings(CACHE_CAPACITY="0"), facts()]
-    assert levels(check_differences(cached)) == {"ranks differ": "problem"}
-    ways = [settings(SPARSE_TRANSPORT="pairs"), facts()]
-    (found,) = check_differences(ways)
-    assert found.level == "problem"
-    assert "HOROVOD_SPARSE_TRANSPORT: pairs on rank 0; auto on rank 1" in found.what
-    alike = [settings(SPARSE_TRANSPORT=" auto "), facts()]
-    assert levels(check_differences(alike)) == {"ranks": "good"}
-    loose = [settings(CYCLE_TIME="5"), facts()]
-    assert levels(check_differences(loose)) == {"ranks differ": "advice"}
+    text = dict(differing(*same))
+    assert text["problem"] == "torch: 2.13.0 on ranks 0, 1; 2.12.0 on rank 2"
+    assert text["advice"] == "cores: 8 on ranks 0, 1; 4 on rank 2"
+    assert [level for level, _ in differing(settings(CACHE_CAPACITY="0"), facts())] == ["problem"]
+    told = "HOROVOD_SPARSE_TRANSPORT: pairs on rank 0; auto on rank 1"
+    assert differing(settings(SPARSE_TRANSPORT="pairs"), facts()) == [("problem", told)]
+    assert [level for level, _ in differing(settings(SPARSE_TRANSPORT=" auto "), facts())] == ["good"]
+    assert [level for level, _ in differing(settings(CYCLE_TIME="5"), facts())] == ["advice"]
 
 
 @pytest.mark.parametrize(
     ("text", "level"), [("0", "problem"), ("fast", "problem"), ("1", "advice"), ("0.1", "good")]
 )
 def test_the_cycle_time_is_judged(text, level):
-    assert levels(check_cycle(settings(CYCLE_TIME=text), 2))["cycle time"] == level
+    assert levels(settings(CYCLE_TIME=text), num_rounds=2)["cycle time"] == level
+
+
+def test_a_shorter_cycle_is_advised_where_it_is_worth_it():
+    known = settings(CYCLE_TIME="1")
+    for seconds, level in (({1.0: 0.1, 0.2: 0.08}, "advice"), ({1.0: 0.1, 0.2: 0.099}, "good")):
+        assert levels(known, iterations=seconds)["cycle time"] == level
+    (found,) = [
+        one for one in examine(Case([known], iterations={1.0: 0.1, 0.2: 0.08})) if "cycle" in one.topic
+    ]
+    assert "0.2 saves 20%" in found.what
 
 
 def test_names_are_counted_against_the_cache():
     plan = Plan(tuple((f"p{number}",) for number in range(600)), ("dense",))
     assert [num_names(plan, made, 4) for made in (ExDyna(), TopK())] == [1201, 601]
     assert num_names(plan, GTopK(), 8) == 600 * len(GTopK().rounds(8)) + 1
-    assert levels(check_cache(facts(), 1201, 2)) == {"response cache": "advice"}
-    for text, names, level in (("2048", 1201, "good"), ("0", 1, "advice"), ("many", 1, "problem")):
-        assert levels(check_cache(settings(CACHE_CAPACITY=text), names, 2)) == {"response cache": level}
+    assert levels(facts(), num_names=1201)["response cache"] == "advice"
+    for text, names, level in (("2048", 1201, "good"), ("0", 1, "advice"), ("many", 1, "advice")):
+        assert levels(settings(CACHE_CAPACITY=text), num_names=names)["response cache"] == level
 
 
 def test_the_facts_of_this_process_are_those_that_are_checked():
-    assert set(local_facts()) <= set(facts()) | {"threads"}
-    assert local_facts()["numba"] is None  # its kernels run
+    assert set(local_facts()) == set(facts()) | {"threads"}
+    assert local_facts()["kernels"] == ""  # they run
 
 
 @pytest.fixture
@@ -196,9 +205,6 @@ def test_the_command_ends_with_1_only_for_problems(alone, capsys, monkeypatch):
     text = capsys.readouterr().out
     assert "not launched" in text
     assert "0 problems" in text
-    monkeypatch.setattr(
-        doctor, "local_facts", lambda: {"settings": {"HOROVOD_CYCLE_TIME": "0"}, "launched": False}
-    )
     known = settings(CYCLE_TIME="0")
     monkeypatch.setattr(doctor, "build_facts", lambda framework: known)
     assert main(["doctor"]) == 1
@@ -237,7 +243,7 @@ def test_the_model_and_the_profile_are_used(alone, capsys, tmp_path):
 )
 def test_hosts_of_several_ranks_are_found(hosts, asked, level):
     everyone = [facts(host=host) for host in hosts]
-    assert levels(check_levels(everyone, asked)).get("levels") == level
+    assert levels(*everyone, levels=asked).get("levels") == level
 
 
 @pytest.mark.parametrize(
@@ -246,10 +252,9 @@ def test_hosts_of_several_ranks_are_found(hosts, asked, level):
 def test_hosts_whose_ranks_share_no_memory_are_found(reason):
     everyone = [facts(host=host) for host in "aabb"]
     everyone[2]["no_shared_memory"] = reason
-    found = {one.topic: one for one in check_levels(everyone, "host")}
-    told = found["shared memory"]
+    (told,) = [one for one in examine(Case(everyone, levels="host")) if one.topic == "shared memory"]
     assert told.level == ("advice" if reason else "good") and reason in told.what
-    assert "shared memory" not in levels(check_levels(everyone, "flat"))
+    assert "shared memory" not in levels(*everyone, levels="flat")
 
 
 def test_what_ranks_of_a_host_see_of_each_other(monkeypatch):

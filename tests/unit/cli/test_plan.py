@@ -29,14 +29,15 @@ def predicted(plan: Plan, workload: Workload = WORKLOAD, name: str = "it") -> Pr
 def test_rows_say_what_happens_when():
     rows = bucket_rows(WORKLOAD, predicted(Plan((("c",), ("b", "a")))), density=0.01)
     first, second = rows
-    assert (first.names, first.num_elements, first.num_selected) == (("c",), 300, 3)
-    assert (first.ready_seconds, first.selection_seconds) == (5.0, pytest.approx(0.8))  # 4 + 1
-    assert (first.send_seconds, first.waiting_seconds) == (pytest.approx(5.8), pytest.approx(0.0))
-    assert first.done_seconds == pytest.approx(9.8)  # 1 + 3
-    assert second.ready_seconds == pytest.approx(10.8)
-    assert second.done_seconds == pytest.approx(10.8 + 0.8 + 4.0)
+    assert (first["names"], first["num_elements"], first["num_selected"]) == (["c"], 300, 3)
+    assert (first["ready_seconds"], first["selection_seconds"]) == (5.0, pytest.approx(0.8))  # 4 + 1
+    assert (first["send_seconds"], first["waiting_seconds"]) == (pytest.approx(5.8), pytest.approx(0.0))
+    assert first["done_seconds"] == pytest.approx(9.8)  # 1 + 3
+    assert second["ready_seconds"] == pytest.approx(10.8)
+    assert second["done_seconds"] == pytest.approx(10.8 + 0.8 + 4.0)
     late = bucket_rows(WORKLOAD, predicted(layerwise(WORKLOAD)), density=0.01)[1]
-    assert late.waiting_seconds == pytest.approx(9.8 - (5.8 + 2.0 + 0.7))  # the network is busy with c
+    # the network is busy with c
+    assert late["waiting_seconds"] == pytest.approx(9.8 - (5.8 + 2.0 + 0.7))
 
 
 def test_what_stays_dense_has_its_reason():
@@ -228,7 +229,7 @@ def test_without_a_sparsifier_the_best_of_some_is_planned_for(capsys):
     assert main(["plan", "--model", "resnet50", "--ranks", "8", "--json", "-"]) == 0
     output = capsys.readouterr()
     assert json.loads(output.out)["recipe"] == "exdyna:density=0.01"
-    assert output.err.splitlines()[0].startswith("worth it: yes, 4.1 times faster (8 ranks")
+    assert output.err.splitlines()[0].startswith("worth it: yes, 3.8 times faster (8 ranks")
 
 
 def test_a_picture_without_matplotlib_is_refused_in_words(capsys, monkeypatch):

@@ -2,12 +2,16 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 
 from horovod_sparse.cli.main import main
+from horovod_sparse.cli.options import bits_per_second
+from horovod_sparse.cli.plan.accuracy import OPTIMIZERS
 from horovod_sparse.cost import AlphaBeta, Fit, assumed_profile
 from horovod_sparse.feedback import parse_recipe
+from horovod_sparse.plans.dense import ELEMENT_SECONDS
 
 ARGUMENTS = ["plan", "--verdict", "--params", "100e6", "--step-ms", "100", "--nodes", "4"]
 
@@ -34,19 +38,82 @@ def test_the_crossing_is_where_both_take_equally_long(capsys):
     assert below["speedup"] > 1.0 >= above["speedup"]
 
 
-def test_it_answers_in_five_lines_with_something_to_paste(capsys):
+def test_it_answers_in_a_few_lines_with_something_to_paste_in_text_and_in_json(capsys):
     assert main([*ARGUMENTS, "--bandwidth", "1gbit"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.partition(":")[0] for line in lines] == [
-        "worth it",
-        "iteration",
-        "paste",
-        "dense wins",
-        "how sure",
-    ]
-    text = lines[2].partition("hvd.Compression.")[2].partition("), ")[0]
-    name, _, arguments = text.partition("(")
+    lines = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
+    names = ("worth it", "accuracy", "iteration", "memory", "paste", "dense wins", "how sure", "assumed")
+    assert tuple(lines) == names
+    name, _, arguments = lines["paste"].partition("hvd.Compression.")[2].partition("), ")[0].partition("(")
     assert parse_recipe(f"{name}:{arguments}")
+    assert lines["memory"].startswith("400 MB more")  # float32 of 100 million elements
+    found = numbers(capsys, "--bandwidth", "1gbit")
+    assert all(found[name.replace(" ", "_")] == lines[name] for name in ("paste", "accuracy", "assumed"))
+    assert found["memory_bytes"] == 400_000_000
+    small = ["plan", "--verdict", "--params", "1000", "--step-ms", "100"]  # where dense wins, too
+    assert main(small) == 0
+    (paste,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("paste: ")]
+    assert main([*small, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["paste"] == paste.removeprefix("paste: ")
+    assert "fp16" in paste
+
+
+def test_all_that_is_assumed_is_said(capsys):
+    said = numbers(capsys, "--per-node", "2")["assumed"]
+    each = 1e9 * ELEMENT_SECONDS
+    for word in (f"{each:g} ns an element", "cycle", "within a host", "float16", "update", "equal pieces"):
+        assert word in said
+    assert "5 ns an element" in numbers(capsys, "--selection-per-element", "5ns")["assumed"]
+
+
+def test_selection_is_assumed_to_take_what_was_measured():
+    """0.3 ns an element stood here, where the committed table had more than twice as much."""
+    file = Path(__file__).parents[3] / "docs/measurements/local.json"
+    measured = json.loads(file.read_text())
+    (took,) = [one["median_ms"] for one in measured["timings"] if one["name"] == "topk, P=8"]
+    assert pytest.approx(1e-3 * took / measured["elements"], rel=0.1) == ELEMENT_SECONDS
+
+
+@pytest.mark.parametrize(
+    ("text", "bits"), [("10Gbps", 1e10), ("10 Gbit/s", 1e10), ("100mbit", 1e8), ("2.5gbps", 2.5e9)]
+)
+def test_rates_are_read_as_people_write_them(text, bits):
+    assert bits_per_second(text) == bits
+
+
+def test_numbers_of_parameters_are_read_as_people_write_them(capsys):
+    found = [numbers(capsys, "--params", text)["sparse_seconds"] for text in ("124M", "124e6", "0.124B")]
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["--bandwidth", "10"], "'10' has no unit"),
+        (["--bandwidth", "10GB/s"], "in bytes"),
+        (["--latency", "50"], "'50' has no unit"),
+        (["--host-latency", "20"], "'20' has no unit"),
+        (["--update", "3"], "'3' has no unit"),
+        (["--params", "124X"], "124M"),
+        (["--params", "0"], "--params"),
+        (["--params", "nan"], "--params"),
+    ],
+)
+def test_what_could_mean_two_things_is_refused(arguments, word, capsys):
+    with pytest.raises(SystemExit):
+        main([*ARGUMENTS, *arguments])
+    assert word in capsys.readouterr().err
+
+
+def test_momentum_and_adamw_behind_error_feedback_are_told_what_that_costs(capsys):
+    given = {name: numbers(capsys, "--optimizer", name)["accuracy"] for name in OPTIMIZERS}
+    assert "kept up" in given["sgd"]
+    assert "feedback='momentum'" in given["momentum"] and "lost" in given["momentum"]
+    assert "0.68 bits" in given["adamw"] and "write" in given["adamw"]
+    dense_enough = numbers(capsys, "--optimizer", "adamw", "--sparsifier", "topk:density=0.2")["accuracy"]
+    corrected = numbers(capsys, "--optimizer", "momentum", "--sparsifier", "topk:feedback=momentum")
+    assert "write" not in dense_enough and "write" not in corrected["accuracy"]
+    assert corrected["memory_bytes"] == 800_000_000  # the velocity, too
+    assert "unknown for large models" in numbers(capsys)["accuracy"]
 
 
 @pytest.mark.parametrize(
@@ -55,8 +122,6 @@ def test_it_answers_in_five_lines_with_something_to_paste(capsys):
         (["--nodes", "1"], "--nodes"),
         (["--nodes", "0"], "--nodes"),
         (["--per-node", "0"], "--per-node"),
-        (["--params", "0"], "--params"),
-        (["--params", "nan"], "--params"),
         (["--step-ms", "-1"], "--step-ms"),
         (["--step-ms", "inf"], "--step-ms"),
         (["--model", "resnet50"], "--params"),
@@ -86,8 +151,8 @@ def test_models_of_any_size_are_cut_into_buckets_that_may_be(capsys):
     found = numbers(capsys, "--params", "175e9")
     assert 0 < found["sparse_seconds"] < found["dense_seconds"]
     with pytest.raises(SystemExit):
-        main([*ARGUMENTS, "--bandwidth", "1e400"])
-    assert "above 0" in capsys.readouterr().err
+        main([*ARGUMENTS, "--bandwidth", "1e400bit"])
+    assert "no number above 0" in capsys.readouterr().err
 
 
 def test_the_names_of_former_releases_say_what_they_are_now(capsys):

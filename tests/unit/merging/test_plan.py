@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from horovod_sparse.cost import AffineTime, AlphaBeta, CostModel, starting_cost
+from horovod_sparse.cost import AffineTime, CostModel
 from horovod_sparse.errors import ArgumentError, UnknownNameError
 from horovod_sparse.merging import (
     LAYER_TABLES,
@@ -129,9 +129,8 @@ def test_equation_1_at_its_border() -> None:
 
 def test_dragonns_formulas_by_hand() -> None:
     # P = 4, alpha = 1 ms, beta = 10 ns; A = 4, A' = 8, d = 0.01
-    cost = starting_cost(AlphaBeta(1e-3, 1e-8), 4, 0.01, selection=AffineTime(5e-3, 1e-9))
-    assert cost.dense.seconds(4 * 100_000) == pytest.approx(2 * 3 * (1e-3 + 4e5 / 4 * 1e-8))
-    assert cost.communication.seconds(100_000) == pytest.approx(3 * (1e-3 + 0.01 * 1e5 * 8 * 1e-8))
+    sparse, full = AffineTime(3e-3, 3 * 0.01 * 8 * 1e-8), AffineTime(6e-3, 6 * 1e-8 / 4)
+    cost = CostModel(AffineTime(5e-3, 1e-9), sparse, full)
     # T_full - T_spr - T_comp = 3 alpha - 5e-3 + n (6e-8 - 2.4e-9 - 1e-9): the gain begins at n = 35 336
     assert chosen("cost", [35_335, 35_336], cost) == {35_335: True, 35_336: False}
 

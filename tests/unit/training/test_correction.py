@@ -9,9 +9,15 @@ from horovod_sparse.cost import Fit, Profile, with_levels
 from horovod_sparse.errors import ProfileMismatchError
 from horovod_sparse.merging import ParameterFacts, Plan, fixed, predict
 from horovod_sparse.planning import plan_request
-from horovod_sparse.planning.calibration.backward_times import BackwardRecorder, BackwardTimes, mean_times
-from horovod_sparse.planning.correction import corrected, measured_step, probe_of
-from horovod_sparse.planning.decision import decide
+from horovod_sparse.planning.calibration.steps import (
+    BackwardRecorder,
+    BackwardTimes,
+    corrected,
+    mean_times,
+    measured_step,
+    probe_of,
+)
+from horovod_sparse.planning.warmup import decide
 from horovod_sparse.plans.dense import ClusterFacts
 from horovod_sparse.simulation import run_lockstep
 from horovod_sparse.sparsifiers import TopK

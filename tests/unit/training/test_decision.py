@@ -11,10 +11,10 @@ from horovod_sparse.feedback import AutoDensity
 from horovod_sparse.merging import ParameterFacts, Plan, fixed, min_elements
 from horovod_sparse.planning import plan_request
 from horovod_sparse.planning.calibration import Extent
-from horovod_sparse.planning.calibration.backward_times import BackwardTimes
-from horovod_sparse.planning.decision import decide
+from horovod_sparse.planning.calibration.steps import BackwardTimes
 from horovod_sparse.planning.request import plan_by_times
-from horovod_sparse.plans.dense import ClusterFacts
+from horovod_sparse.planning.warmup import decide
+from horovod_sparse.plans.dense import ClusterFacts, bucket_seconds
 from horovod_sparse.simulation import run_lockstep
 from horovod_sparse.sparsifiers import ExDyna, TopK
 from horovod_sparse.training.first_plan import first_plan
@@ -108,10 +108,14 @@ def test_small_models_on_one_host_stay_dense_with_one_line_that_says_so(by_formu
     with caplog.at_level(logging.WARNING, "horovod_sparse"):
         begin = begun(ParameterFacts("a", 170_000), ParameterFacts("b", 10_000))
     assert begin.plan == Plan((), ("b", "a"))
-    assert "180,000 of 180,000 elements stay dense" in begin.selection
-    assert [record.getMessage() for record in caplog.records] == [
-        begin.selection + ". tensor_selection='all' sparsifies all the same"
-    ]
+    place = ClusterFacts(0, 2, "torch", "gloo", one_host=True)
+    selection, sparse, dense = bucket_seconds(ExDyna(density=0.01), place, 180_000, 720_000)
+    words = "this model is too small to gain from exdyna on this network (2 ranks on one host)"
+    assert begin.selection.startswith(f"{words}: sparsifying 180,000 of 180,000 elements would make a step")
+    assert f"{1e3 * (selection + sparse - dense):.3g} ms longer by formulas" in begin.selection
+    (record,) = caplog.records
+    told = record.getMessage()
+    assert "tensor_selection='all'" in told and "HOROVOD_SPARSE_TENSOR_SELECTION=all" in told
 
 
 def test_between_hosts_a_slow_network_is_taken(by_formulas):

@@ -11,10 +11,9 @@ from horovod_sparse.cost import AlphaBeta, Fit, assumed_profile, choose_levels
 from horovod_sparse.merging import ParameterFacts, Plan
 from horovod_sparse.planning import by_cost, plan_request
 from horovod_sparse.planning.calibration import Extent
-from horovod_sparse.planning.calibration.backward_times import BackwardTimes
-from horovod_sparse.planning.correction import measured_step
-from horovod_sparse.planning.decision import decide
+from horovod_sparse.planning.calibration.steps import BackwardTimes, measured_step
 from horovod_sparse.planning.request import plan_by_times
+from horovod_sparse.planning.warmup import decide
 from horovod_sparse.plans.dense import ClusterFacts, bucket_seconds
 from horovod_sparse.simulation import run_lockstep
 from horovod_sparse.sparsifiers import TopK
