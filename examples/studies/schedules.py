@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from horovod_sparse.feedback import ErrorFeedback, MomentumCorrection, Recipe, recipe
-from horovod_sparse.feedback.feedbacks import LearningRates
+from horovod_sparse.feedback.feedbacks import Rates
 from horovod_sparse.sparsifiers.schedule import Exponential
 from studies import results
 from studies.tasks import Task, small_digits_task
@@ -66,7 +66,7 @@ OPTIMIZERS: dict[str, tuple[float, Callable[..., torch.optim.Optimizer]]] = {
 class _Decaying(ErrorFeedback):
     """What is held back fades: ``acc = 0.95 e + g``. Loses what it forgets; only measured here."""
 
-    def decay(self, learning_rates: LearningRates) -> float:
+    def decay(self, rates: Rates) -> float:
         return 0.95
 
 

@@ -137,13 +137,13 @@ class Accumulator:
             What the pass learned; reading its numbers may wait for a device.
 
         Raises:
-            ArgumentError: shape, type or device do not fit, or there is no companion for a momentum.
+            ArgumentError: shape, type or device do not fit, or there is no companion for momentum or moment.
         """
         companion = None
-        if rule.momentum is not None:
+        if rule.num_companions:
             if not self._companions:
-                allowed = "None, or make the accumulator with companions=1"
-                raise ArgumentError("momentum", rule.momentum, allowed)
+                allowed = "one without momentum or moment, or make the accumulator with companions=1"
+                raise ArgumentError("rule", rule, allowed)
             companion = self._companions[0]
         rule.factors(self.dtype)  # refused before anything is forgotten
         given = self._kernels.checked(gradient)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from horovod_sparse.arrays.protocol import FoldRule
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.kernels.host.fold import Pair, sum_into
 from horovod_sparse.kernels.host.scatter import narrow, native_bits, wide
@@ -283,14 +284,44 @@ def scaled(
             yield start, piece
 
 
-def take_out(values: Any, step: Any, library: Any = np) -> None:
-    """``values -= step``, where a fold has added it: what is not finite, or was not then, it has left out.
+def take_out(
+    values: Any, companion: Any | None, gradient: Any, rule: FoldRule, factors: Any, library: Any = np
+) -> None:
+    """Undoes a fold of this gradient to the rounding of its sums; a decay of values, or of a velocity, stays.
+
+    A second moment comes back as it was, but where the gradient's square was so much larger that nothing of
+    it was left.
+
+    Args:
+        values: n elements, as the fold has left them; changed.
+        companion: velocity or moment, likewise.
+        gradient: n elements of their type.
+        rule: of the fold.
+        factors: the rule's, for that type.
+        library: NumPy or PyTorch, whose arrays all of them are.
 
     Example:
-        >>> values = np.array([3.0, 1.0, 2.0])
-        >>> take_out(values, np.array([1.0, np.inf, 2.0])); values
+        >>> values, rule = np.array([3.0, 1.0, 2.0]), FoldRule()
+        >>> take_out(values, None, np.array([1.0, np.inf, 2.0]), rule, rule.factors(values.dtype)); values
         array([2., 1., 0.])
     """
+    if rule.moment is None or companion is None:
+        _subtract(values, (factors[2] + factors[3]) * gradient, library)
+        if companion is not None:
+            _subtract(companion, gradient, library)
+        return
+    _, lasting, fresh, rate, eps = factors
+    with np.errstate(over="ignore", invalid="ignore"):
+        square = fresh * (gradient * gradient)
+        counted = library.isfinite(square)
+        step = rate * gradient / (library.sqrt(companion) + eps)
+        _subtract(values, library.where(counted, step, 0), library)
+        before = (companion - square) / lasting
+        companion[...] = library.where(counted, library.where(before > 0, before, 0), companion)
+
+
+def _subtract(values: Any, step: Any, library: Any) -> None:
+    """``values -= step``, where a fold has added it: what is not finite, or was not then, it has left out."""
     with np.errstate(over="ignore", invalid="ignore"):
         without = values - step
         # a sum that overflows now may have done so then, when nothing was added

@@ -130,22 +130,22 @@ class HostKernels(Kernels):
             parts = scaled(parts, clip_factor(gradient, rule.clip_norm), keep=kept)
         elif isinstance(gradient, SummedParts) and companion is None:
             parts = gradient.pairs(block)
-        folded = folding.fold(values, parts, maxima, self.layout, factors, companion, keep_gradient=kept)
+        both = (companion, None) if rule.moment is None else (None, companion)
+        folded = folding.fold(values, parts, maxima, self.layout, factors, *both, keep_gradient=kept)
         carried = float(factors[0]) ** 2 * norm
         return FoldReport(*folded, carried, step), folded.square_norm
 
     def take_out(
         self, values: Array, companion: Array | None, gradient: Array | GradientParts, rule: FoldRule
     ) -> None:
-        weight, block = rule.weight(self.dtype), self.layout.block
+        factors, block = rule.factors(self.dtype), self.layout.block
         parts: Iterable[tuple[int, Array]] = pieces(gradient, 1024 * block, block)
         if rule.clip_norm is not None:
             parts = scaled(parts, clip_factor(gradient, rule.clip_norm), keep=True)
         for start, piece in parts:
-            step = scatter.wide(piece).astype(self.dtype)
-            take_out(values[start : start + piece.size], weight * step)
-            if companion is not None:
-                take_out(companion[start : start + piece.size], step)
+            stop, step = start + piece.size, scatter.wide(piece).astype(self.dtype)
+            held = None if companion is None else companion[start:stop]
+            take_out(values[start:stop], held, step, rule, factors)
 
     def assign(self, values: Array, new: Any) -> None:
         with np.errstate(over="ignore"):

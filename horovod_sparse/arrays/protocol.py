@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -81,6 +82,10 @@ class FoldReport:
 class FoldRule:
     """How a gradient becomes part of an accumulator: ``values = decay * values + gradient``.
 
+    With a moment the gradient is normalized first: ``v = moment v + (1 - moment) gradient^2``, v being the
+    first companion, and ``rate gradient / (sqrt(v / (1 - moment^count)) + eps)`` is added. A gradient whose
+    square is no finite number counts as not finite, and leaves v as it is.
+
     Args:
         decay: factor of the old values.
         momentum: if given, in [0, 1]: the first companion becomes momentum * companion + gradient, and
@@ -90,10 +95,19 @@ class FoldRule:
         keep_residual: False forgets the old values (no error feedback).
         clip_norm: if given, above 0: a gradient whose finite elements have a larger L2 norm is scaled
             down to it.
+        moment: if given, in (0, 1), and instead of momentum: how much of the second moment lasts.
+        rate: of what is normalized.
+        eps: above 0, beside the root of the moment.
+        count: gradients that the moment is made of, this one included.
+
+    Raises:
+        ArgumentError: something is outside what is allowed.
 
     Example:
         >>> FoldRule(momentum=0.5, nesterov=True).factors(np.dtype(np.float64)).tolist()
         [1.0, 0.5, 1.0, 0.5]
+        >>> FoldRule(moment=0.75, rate=4.0, eps=1.0).factors(np.dtype(np.float64)).tolist()
+        [1.0, 0.75, 0.25, 2.0, 0.5]
     """
 
     decay: float = 1.0
@@ -102,31 +116,49 @@ class FoldRule:
     masking: bool = True
     keep_residual: bool = True
     clip_norm: float | None = None
+    moment: float | None = None
+    rate: float = 1.0
+    eps: float = 1e-8
+    count: float = 1
+
+    def __post_init__(self) -> None:
+        if self.momentum is not None and not 0.0 <= self.momentum <= 1.0:
+            raise ArgumentError("momentum", self.momentum, "a number in [0, 1]")
+        if self.clip_norm is not None and not self.clip_norm > 0.0:
+            raise ArgumentError("clip_norm", self.clip_norm, "a norm above 0")
+        if self.moment is not None and not (0.0 < self.moment < 1.0 and self.momentum is None):
+            raise ArgumentError("moment", self.moment, "a number between 0 and 1, and no momentum")
+
+    @property
+    def num_companions(self) -> int:
+        """Arrays of n elements that the fold changes beside the values."""
+        return int(self.momentum is not None or self.moment is not None)
 
     @functools.lru_cache(maxsize=32)  # noqa: B019 -- rules are small values, the same in most folds
     def factors(self, dtype: np.dtype[Any]) -> Values:
         """Of the old values, of the old companion, and of gradient and companion in what is added.
 
+        With a moment: of the old values, of moment and square, of the gradient over the moment's root, and
+        what is added to that root; the root of ``1 - moment^count`` is in the last two.
+
         Raises:
-            ArgumentError: momentum or clip_norm is outside what is allowed, or the decay is no number that
-                the accumulator's dtype can hold.
+            ArgumentError: a factor is no number that the accumulator's dtype can hold.
         """
-        if self.momentum is not None and not 0.0 <= self.momentum <= 1.0:
-            raise ArgumentError("momentum", self.momentum, "a number in [0, 1]")
-        if self.clip_norm is not None and not self.clip_norm > 0.0:
-            raise ArgumentError("clip_norm", self.clip_norm, "a norm above 0")
-        momentum = self.momentum or 0.0
-        added = (1.0, momentum) if self.nesterov else (0.0, 1.0)
-        with np.errstate(over="ignore"):
-            factors = np.array([self.decay * self.keep_residual, momentum, *added], dtype)
+        kept = self.decay * self.keep_residual
+        if self.moment is None:
+            momentum = self.momentum or 0.0
+            numbers = [kept, momentum, *((1.0, momentum) if self.nesterov else (0.0, 1.0))]
+        else:
+            known = math.sqrt(-math.expm1(self.count * math.log(self.moment)))
+            numbers = [kept, self.moment, 1.0 - self.moment, self.rate * known, self.eps * known]
+        with np.errstate(over="ignore", under="ignore"):
+            factors = np.array(numbers, dtype)
         if not np.isfinite(factors[0]):
             raise ArgumentError("decay", self.decay, f"a number that {dtype.name} can hold")
+        if self.moment is not None and not (np.isfinite(factors).all() and factors[4] > 0):
+            allowed = f"a finite rate, and an eps above 0, that {dtype.name} can hold"
+            raise ArgumentError("rate, eps", (self.rate, self.eps), allowed)
         return factors
-
-    def weight(self, dtype: np.dtype[Any]) -> float:
-        """By which a gradient counts in the values."""
-        factors = self.factors(dtype)
-        return float(factors[2] + factors[3])
 
 
 #: an array of n or k elements, or a sum of squares, where the kernels keep it: host or device

@@ -18,6 +18,7 @@ from horovod_sparse.errors import ArgumentError, HorovodSparseError, StateMismat
 from horovod_sparse.feedback import MomentumCorrection, Recipe
 from horovod_sparse.planning import by_cost
 from horovod_sparse.plans.plan import Plan
+from horovod_sparse.tensors.adoption import adopt
 from horovod_sparse.tensors.entries import host_entry
 from horovod_sparse.tensors.flat_gradient import memory_of
 from horovod_sparse.tensors.loss_scale import ScaleOfStep, watch_scalers
@@ -82,7 +83,11 @@ class Synchronizer(Training):
         self._pieces: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._writers: dict[torch.device, CudaStreams] = {}
         if optimizer is not None:
-            refuse_double_momentum(recipe, lambda: optimizer.param_groups)
+            refuse_double_momentum(recipe, lambda: optimizer.param_groups, adopts=True)
+            adopt(optimizer, recipe)
+        elif getattr(recipe.feedback, "applies_rate", False):
+            allowed = 'the one that trains the model: attach(model, "...", optimizer=torch.optim.AdamW(...))'
+            raise ArgumentError("optimizer", None, allowed)
         elif getattr(recipe.feedback, "scale_residual", False):
             _log.warning(
                 "scale_residual=True does nothing: a communication hook sees no learning rate. Give it the "

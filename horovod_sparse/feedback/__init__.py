@@ -4,6 +4,7 @@ from horovod_sparse.feedback.auto_density import AutoDensity
 from horovod_sparse.feedback.bucket import Bucket, Progress, resumed
 from horovod_sparse.feedback.feedbacks import (
     FEEDBACKS,
+    AdamFeedback,
     ErrorFeedback,
     Feedback,
     MomentumCorrection,
@@ -15,6 +16,7 @@ from horovod_sparse.feedback.two_level_bucket import TwoLevelBucket, shard_of
 
 __all__ = [
     "FEEDBACKS",
+    "AdamFeedback",
     "AutoDensity",
     "Bucket",
     "BucketStep",

@@ -22,6 +22,7 @@ from horovod_sparse.errors import (
     NonFiniteSumError,
     StateMismatchError,
 )
+from horovod_sparse.feedback.feedbacks import Rates
 from horovod_sparse.feedback.recipe import Recipe
 from horovod_sparse.feedback.report import BucketStep, Member
 from horovod_sparse.sparsifiers import BucketInfo, SparseSum
@@ -46,12 +47,21 @@ class Progress:
             before.
         largest_rate: so far; None before the first.
         scale: what the residual has been multiplied by since the first step (1 where it follows nothing).
+        since: step with which the companions began, where they are of a rank's own gradients.
+        summed: ranks whose gradients are summed before: those of a host, with two levels.
     """
 
     step: int = 0
     learning_rate: float | None = None
     largest_rate: float | None = None
     scale: float = 1.0
+    since: int = 0
+    summed: int = 1
+
+    @property
+    def age(self) -> int:
+        """Steps that the companions are made of."""
+        return self.step - self.since
 
     def at(self, learning_rate: float | None) -> Progress:
         """With the learning rate of this step, where it is one: a finite number above 0.
@@ -81,6 +91,8 @@ class Progress:
         """For a checkpoint; the step number is in the sparsifier's state."""
         plain = dataclasses.asdict(self)
         del plain["step"]
+        if (self.since, self.summed) == (0, 1):  # as in most trainings, and in all older checkpoints
+            del plain["since"], plain["summed"]
         return plain
 
     @classmethod
@@ -89,10 +101,11 @@ class Progress:
 
         Example:
             >>> Progress.from_plain({"learning_rate": 0.0}, 7)
-            Progress(step=7, learning_rate=None, largest_rate=None, scale=1.0)
+            Progress(step=7, learning_rate=None, largest_rate=None, scale=1.0, since=0, summed=1)
         """
         rate = saved["learning_rate"] or None  # one of 0 was remembered once
-        return cls(int(step), rate, saved.get("largest_rate") or rate, saved.get("scale", 1.0))
+        since, summed = saved.get("since", 0), saved.get("summed", 1)
+        return cls(int(step), rate, saved.get("largest_rate") or rate, saved.get("scale", 1.0), since, summed)
 
 
 def resumed(own: Progress, told: Mapping[str, Any] | None, step: int) -> Progress:
@@ -132,7 +145,9 @@ class Bucket:
         self.info, self.recipe, self.accumulator = info, recipe, accumulator
         self.members = tuple(members) or (Member(info.name, 0, info.num_elements),)
         self.state = recipe.sparsifier.init(info)
-        self._progress = Progress()
+        #: of this step: where it follows the optimizer's settings, front ends put in the recipe's for them
+        self.feedback = recipe.feedback
+        self._progress = Progress(summed=self.summed)
         self.last = BucketStep(info.name, info.num_elements)
         #: the state before the step that may still be given up
         self._before: SparsifierState | None = None
@@ -150,7 +165,9 @@ class Bucket:
 
     def restart(self, progress: Progress | None = None) -> None:
         """The sparsifier's state anew. The residual stays what it is."""
-        self._progress = progress or Progress()
+        self._progress = progress = progress or Progress(summed=self.summed)
+        if progress.summed != self.summed:  # companions of other gradients
+            self._progress = dataclasses.replace(progress, since=progress.step, summed=self.summed)
         fresh = self.recipe.sparsifier.init(self.info)
         self.state = rescaled(dataclasses.replace(fresh, step=self._progress.step), self._progress.scale)
         self._before = None
@@ -164,6 +181,11 @@ class Bucket:
         if factor != 1.0:
             self._progress = self._progress.rescaled(factor)
             self.state = rescaled(self.state, factor)
+
+    @property
+    def summed(self) -> int:
+        """How many ranks' gradients are summed before they are folded."""
+        return 1
 
     @property
     def whole(self) -> BucketInfo:
@@ -198,8 +220,8 @@ class Bucket:
         """The sum, and where it overflows, if it does; taken back already where no rank may apply it."""
         report = BucketStep(self.info.name, self.info.num_elements)
         started = time.perf_counter()
-        feedback, now = self.recipe.feedback, self._progress.at(learning_rate)
-        rates = (self.learning_rate, now.learning_rate)
+        feedback, now = self.feedback, self._progress.at(learning_rate)
+        rates = Rates(self.learning_rate, now.learning_rate, learning_rate, self.progress.age)
         self.accumulator.step = self.state.step
         feedback.fold(self.accumulator, gradient, self.info, rates)
         self._progress = now

@@ -1,38 +1,51 @@
-"""What happens to a gradient before selection, and to what was not selected after it; three ways, by name."""
+"""What happens to a gradient before selection, and to what was not selected after it; by name."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, TypeAlias, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 from horovod_sparse.arrays import Accumulator, FoldReport, FoldRule
 from horovod_sparse.checks import check_number
 from horovod_sparse.errors import ArgumentError, UnknownNameError
 from horovod_sparse.sparsifiers.base import BucketInfo
 
-#: of the previous step and of this one; None where unknown
-LearningRates: TypeAlias = tuple[float | None, float | None]
+
+class Rates(NamedTuple):
+    """What a fold is told of its step.
+
+    Attributes:
+        before: learning rate whose gradients the residual is made of; None where unknown.
+        now: of this step; where a rate is 0, or very small, what a residual can follow. See `Progress.at`.
+        given: of this step, as the optimizer has it.
+        age: steps that the companions are made of.
+    """
+
+    before: float | None
+    now: float | None
+    given: float | None = None
+    age: int = 0
 
 
 @runtime_checkable
 class Feedback(Protocol):
     """Turns a gradient and the residual into the accumulator, in one pass.
 
-    It may also have what those here have: `keeps_residual`, `for_dense` and `for_shards`.
+    It may also have what those here have: `keeps_residual`, `applies_rate`, `for_dense`, `for_shards`,
+    `for_group` and `moved`.
     """
 
     @property
     def num_companions(self) -> int:
         """Arrays of n elements that it needs beside the residual."""
 
-    def decay(self, learning_rates: LearningRates) -> float:
+    def decay(self, rates: Rates) -> float:
         """What `fold` multiplies the residual by: thresholds have to follow it."""
 
-    def fold(
-        self, accumulator: Accumulator, gradient: Any, info: BucketInfo, learning_rates: LearningRates
-    ) -> FoldReport:
+    def fold(self, accumulator: Accumulator, gradient: Any, info: BucketInfo, rates: Rates) -> FoldReport:
         """Folds the gradient in and clears it."""
 
 
@@ -44,6 +57,10 @@ class _Feedback:
     num_companions: ClassVar[int] = 0
     #: whether what is not sent is sent later
     keeps_residual: ClassVar[bool] = True
+    #: whether what is sent is a step, the learning rate included, that nothing is to multiply any more
+    applies_rate: ClassVar[bool] = False
+    #: whether companions add up over ranks as residuals do, and are shared out among others like these
+    adds_up: ClassVar[bool] = True
 
     clip_norm: float | None
     scale_residual: bool = False
@@ -52,28 +69,35 @@ class _Feedback:
         if self.clip_norm is not None:
             check_number("clip_norm", self.clip_norm, "a norm above 0, or None", low=0.0, high=math.inf)
 
-    def decay(self, learning_rates: LearningRates) -> float:
+    def decay(self, rates: Rates) -> float:
         """What the residual is multiplied by: eta_before / eta_now, or 1.
 
         Example:
-            >>> ErrorFeedback(scale_residual=True).decay((0.1, 0.05)), ErrorFeedback().decay((0.1, 0.05))
+            >>> falling = Rates(0.1, 0.05)
+            >>> ErrorFeedback(scale_residual=True).decay(falling), ErrorFeedback().decay(falling)
             (2.0, 1.0)
         """
-        before, now = learning_rates
         # a rate of 0 (the first step of some warm-ups) has no quotient: what was held back is kept as it is
-        return before / now if self.scale_residual and before and now else 1.0
+        return rates.before / rates.now if self.scale_residual and rates.before and rates.now else 1.0
 
-    def fold(
-        self, accumulator: Accumulator, gradient: Any, info: BucketInfo, learning_rates: LearningRates
-    ) -> FoldReport:
+    def fold(self, accumulator: Accumulator, gradient: Any, info: BucketInfo, rates: Rates) -> FoldReport:
         # of the sum over ranks; what one rank's gradient may have is less
         norm = None if self.clip_norm is None else self.clip_norm / math.sqrt(info.size)
-        decay = self.decay(learning_rates)
-        return accumulator.fold(gradient, FoldRule(decay=decay, clip_norm=norm, **self._own()))
+        return accumulator.fold(
+            gradient, FoldRule(decay=self.decay(rates), clip_norm=norm, **self._own(rates))
+        )
 
-    def _own(self) -> dict[str, Any]:
+    def _own(self, rates: Rates) -> dict[str, Any]:
         """Arguments of `FoldRule` that this feedback alone gives."""
         return {}
+
+    def for_group(self, group: Mapping[str, Any]) -> Any:
+        """The feedback of parameters whose optimizer has these settings, as PyTorch names them."""
+        return self
+
+    def moved(self, age: int, new_age: int) -> float:
+        """What companions made of `age` steps are multiplied by where they pass for such of `new_age`."""
+        return 1.0
 
     def for_dense(self) -> Any:
         """The feedback of a parameter that is sent whole."""
@@ -132,7 +156,7 @@ class NoFeedback(_Feedback):
 
     clip_norm: float | None = None
 
-    def _own(self) -> dict[str, Any]:
+    def _own(self, rates: Rates) -> dict[str, Any]:
         return {"keep_residual": False}
 
 
@@ -187,7 +211,7 @@ class MomentumCorrection(_Feedback):
         )
         super().__post_init__()
 
-    def _own(self) -> dict[str, Any]:
+    def _own(self, rates: Rates) -> dict[str, Any]:
         return {"momentum": self.momentum, "nesterov": self.nesterov, "masking": self.masking}
 
     def for_dense(self) -> MomentumCorrection:
@@ -195,7 +219,82 @@ class MomentumCorrection(_Feedback):
         return dataclasses.replace(self, masking=False)
 
 
+@dataclass(frozen=True)
+class AdamFeedback(_Feedback):
+    """``acc = e + eta g / (sqrt(v / (1 - beta2^t)) + eps)``, with ``v = beta2 v + (1 - beta2) g^2``.
+
+    An optimizer with moments behind plain error feedback meets every element as a spike: its second moment
+    becomes 1 / density times too large, and its first one pushes on in a direction that is old already. So a
+    gradient is normalized where it is still dense, on its rank, and the *step* waits and is sent. There is no
+    first moment: error feedback is one, with a memory of 1 / density steps. What comes back is applied as it
+    is, after AdamW's decay: ``theta = theta (1 - eta weight_decay) - mean over ranks``. PyTorch's
+    `DistributedOptimizer` and `attach` let the user's AdamW do that, and take eta, beta2 and eps from it.
+
+    Of which gradient v is: of this rank's own, in float32 or float64. A loss's scale is divided out before,
+    and clipping comes before, too. Passes that are accumulated count once, as the optimizer would see their
+    sum. With two levels v is of the host's sum. A gradient that is not finite, or whose square is not, leaves
+    v as it is; a gradient that is dropped with its step is taken out of v, to the rounding of its sum. What
+    was sent is not cleared in v. Checkpoints hold v and the number of its steps. At another number of ranks a
+    rank averages v of the ranks whose residuals it takes over; where other ranks share hosts v starts anew.
+
+    Args:
+        beta2: in (0, 1); None: the optimizer's, or 0.999 where none is known.
+        eps: above 0; None: the optimizer's, or 1e-8.
+        clip_norm: see `MomentumCorrection`.
+
+    Example:
+        >>> AdamFeedback(beta2=0.99).for_group({"betas": (0.9, 0.95), "eps": 1e-6})
+        AdamFeedback(beta2=0.99, eps=1e-06, clip_norm=None)
+    """
+
+    text_name: ClassVar[str] = "adam"
+    num_companions: ClassVar[int] = 1  # the second moment
+    applies_rate: ClassVar[bool] = True
+    adds_up: ClassVar[bool] = False
+
+    beta2: float | None = None
+    eps: float | None = None
+    clip_norm: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, value, most, allowed in (
+            ("beta2", self.beta2, 1.0, "a number between 0 and 1, or None"),
+            ("eps", self.eps, math.inf, "a number above 0, or None"),
+        ):
+            if value is not None:
+                check_number(name, value, allowed, low=0.0, high=most, include_high=False)
+        super().__post_init__()
+
+    def for_group(self, group: Mapping[str, Any]) -> AdamFeedback:
+        """With beta2 and eps of the optimizer, where none were given."""
+        found: dict[str, float] = {}
+        if self.beta2 is None and "betas" in group:
+            found["beta2"] = float(group["betas"][1])
+        if self.eps is None and "eps" in group:
+            found["eps"] = float(group["eps"])
+        return dataclasses.replace(self, **found) if found else self
+
+    def _own(self, rates: Rates) -> dict[str, Any]:
+        return {
+            "masking": False,
+            "moment": _BETA2 if self.beta2 is None else self.beta2,
+            "eps": _EPS if self.eps is None else self.eps,
+            # where none is known who applies the sum multiplies it
+            "rate": 1.0 if rates.given is None else rates.given,
+            "count": rates.age + 1,
+        }
+
+    def moved(self, age: int, new_age: int) -> float:
+        """Between two buckets the estimate stays, whose bias depends on the number of steps."""
+        beta2 = _BETA2 if self.beta2 is None else self.beta2
+        return (1.0 - beta2**new_age) / (1.0 - beta2**age) if age else 0.0
+
+
+#: AdamW's own defaults
+_BETA2, _EPS = 0.999, 1e-8
+
 FEEDBACKS: dict[str, type] = {
+    "adam": AdamFeedback,
     "error": ErrorFeedback,
     "momentum": MomentumCorrection,
     "none": NoFeedback,

@@ -172,8 +172,8 @@ class TwoLevelBucket(Bucket):
         if for_shards := getattr(recipe.feedback, "for_shards", None):
             recipe = replace(recipe, feedback=for_shards(topology.per_host))
         members = tuple(members) or (Member(whole.name, 0, whole.num_elements),)
-        super().__init__(shard_of(whole, topology), recipe, accumulator, members)
         self._whole, self.topology = whole, topology
+        super().__init__(shard_of(whole, topology), recipe, accumulator, members)
         self._summable, self._foldable = summable, foldable
         self.host, self.local = topology.place(whole.rank)
         #: what this rank holds of others' shards, [n] each as `held` gives them: loaded, or of another plan.
@@ -183,6 +183,10 @@ class TwoLevelBucket(Bucket):
         self.shared: Shared | None = None
         #: [start, stop) of this rank's shard in the whole
         self.shard = part(whole.num_elements, self.local, topology.per_host)
+
+    @property
+    def summed(self) -> int:
+        return self.topology.per_host
 
     @property
     def whole(self) -> BucketInfo:

@@ -147,7 +147,21 @@ def _emit_larger(builder: Any, left: Any, right: Any) -> Any:
 
 add = intrinsic(_binary(lambda builder, left, right: builder.fadd(left, right)))
 multiply = intrinsic(_binary(lambda builder, left, right: builder.fmul(left, right)))
+divide = intrinsic(_binary(lambda builder, left, right: builder.fdiv(left, right)))
 larger = intrinsic(_binary(_emit_larger))
+
+
+@intrinsic
+def root(typingctx: Any, lanes: Any) -> Any:
+    """Square roots, rounded as IEEE says."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind, name = args[0].type, f"llvm.sqrt.v{LANES}f{lanes.element.bitwidth}"
+        declared = ir.FunctionType(kind, [kind])
+        function = builder.module.globals.get(name) or ir.Function(builder.module, declared, name)
+        return builder.call(function, args)
+
+    return lanes(lanes), codegen
 
 
 @intrinsic

@@ -165,7 +165,10 @@ class SparseBucket(common.ArrayLayout, common.BucketPart):
         if self.topology is not None and self.made_for != self._place():
             stays = False  # other ranks have other shards: what is another one's waits to be brought to it
         share = kept_share(self.made_for[1], self._place()[1])
-        held = [] if stays and share == 1.0 else [array * share for array in self.held()]
+        held = list(self.held())
+        for number in range(len(held) if getattr(before.feedback, "adds_up", True) else 1):
+            held[number] = held[number] * share
+        held = [] if stays and share == 1.0 else held
         self.bucket = self._made(before if stays else None)
         if stays and isinstance(before, TwoLevelBucket) and isinstance(self.bucket, TwoLevelBucket):
             self.bucket.elsewhere = before.elsewhere  # `assign` makes it anew where it is scaled

@@ -186,6 +186,7 @@ class TensorKernels(Kernels):
             self._on_device(factors),
             norm,
             companion,
+            moment=rule.moment is not None,
             plain=factors[0] == 1.0,
             keep=keep,
         )
@@ -205,9 +206,7 @@ class TensorKernels(Kernels):
         if rule.clip_norm is not None:
             step = clip(step, rule.clip_norm, keep=True)
         step = step.reshape(-1).to(self._kind)
-        gradients.take_out(values, rule.weight(self.dtype) * step, torch)
-        if companion is not None:
-            gradients.take_out(companion, step, torch)
+        gradients.take_out(values, companion, step, rule, rule.factors(self.dtype).tolist(), torch)
 
     def assign(self, values: Tensor, new: Any) -> None:
         new = new.detach() if isinstance(new, Tensor) else torch.from_numpy(np.array(new))

@@ -89,14 +89,16 @@ class SparseBucket(_Laid, common.BucketPart):
         names: Sequence[str],
         parameters: Sequence[torch.Tensor],
         recipe: Recipe,
-        learning_rate: Callable[[], float | None],
+        group: Callable[[], Mapping[str, Any]],
         place: tuple[int, int],
         *,
         dense: bool = False,
         lay: Lay = FlatGradient,
         topology: Topology | None = None,
     ) -> None:
-        self.name, self.learning_rate, self.dense = name, learning_rate, dense
+        self.name, self.dense = name, dense
+        #: the optimizer's settings for these parameters, as they are now; empty without an optimizer
+        self.group = group
         #: see `Bucket.step`
         self.scale: float | None = None
         self.names: tuple[str, ...] = tuple(names)
@@ -131,7 +133,12 @@ class SparseBucket(_Laid, common.BucketPart):
         if shared is not None:  # who sums up divides by the loss's scale
             shared.factor, loss_scale = 1.0 / loss_scale, 1.0
         foldable = self.memory.foldable(self.gradient.flat, loss_scale)
-        step = self.bucket.step(foldable, self.learning_rate(), refused=refused, scale=self.scale)
+        group, feedback = self.group(), self.bucket.recipe.feedback
+        if for_group := getattr(feedback, "for_group", None):
+            self.bucket.feedback = for_group(group)
+        rate = group.get("lr")
+        rate = None if rate is None else float(rate)
+        step = self.bucket.step(foldable, rate, refused=refused, scale=self.scale)
         self._run(step, driver)
 
     def again(self, driver: Starter, *, drop: bool) -> None:
@@ -262,19 +269,17 @@ def make_parts(
         if spec.recipe is None:
             parts.append(DenseParameters(spec.names, parameters, place, lay))
             continue
-        rate = partial(_learning_rate, optimizer, facts[spec.names[0]][0].group)
+        group = partial(_group, optimizer, facts[spec.names[0]][0].group)
         hosts = None if spec.dense else topology
-        given = spec.label, spec.names, parameters, spec.recipe, rate, place
+        given = spec.label, spec.names, parameters, spec.recipe, group, place
         parts.append(SparseBucket(*given, dense=spec.dense, lay=lay, topology=hosts))
     return parts
 
 
-def _learning_rate(optimizer: Any | None, group: int) -> float | None:
-    if optimizer is None:
-        return None
+def _group(optimizer: Any | None, number: int) -> Mapping[str, Any]:
     # by number: load_state_dict makes new dicts of the groups
-    rate = optimizer.param_groups[group].get("lr")
-    return None if rate is None else float(rate)
+    found: Mapping[str, Any] = {} if optimizer is None else optimizer.param_groups[number]
+    return found
 
 
 _NO_RULES = ParameterRules()

@@ -69,37 +69,47 @@ def fold(
     layout: Layout,
     factors: Tensor,
     square_norm: Tensor,
-    velocity: Tensor | None = None,
+    companion: Tensor | None = None,
+    moment: bool = False,
     plain: bool = False,
     keep: bool = False,
 ) -> Tensor:
     """values = decay * values + step; gradient = 0; block maxima.
 
-    ``step = gradient``, or with a velocity ``velocity = momentum * velocity + gradient;
-    step = factors[2] * gradient + factors[3] * velocity``. `plain` says that decay is 1; `keep` leaves the
-    gradient as it is. Returns float64 [4]: how many elements were not finite and counted as 0, the position
-    of the first (n or more if there is none), sum of squares of the new values, and that of decay * the old.
+    ``step = gradient``, or with a velocity as companion ``velocity = momentum * velocity + gradient;
+    step = factors[2] * gradient + factors[3] * velocity``; or, where the companion is a moment,
+    ``moment = factors[1] * moment + factors[2] * gradient^2;
+    step = factors[3] * gradient / (sqrt(moment) + factors[4])``. `plain` says that decay is 1; `keep` leaves
+    the gradient as it is. Returns float64 [4]: how many elements were not finite and counted as 0, the
+    position of the first (n or more if there is none), sum of squares of the new values, and that of
+    decay * the old.
     """
     n, block = layout.num_elements, layout.block
     count = torch.zeros((), dtype=torch.int64, device=values.device)
     first = torch.full((), n, dtype=torch.int64, device=values.device)
     square = torch.zeros((), dtype=torch.float64, device=values.device)
-    decay, momentum, from_gradient, from_velocity = factors.unbind()
+    decay, lasting, *others = factors.unbind()
     for start in range(0, n, _TILE):
         stop = min(start + _TILE, n)
         old, step = values[start:stop], gradient[start:stop].to(values.dtype)
         kept = old if plain else old * decay
         wrong = torch.zeros_like(old, dtype=torch.bool)
-        if velocity is not None:
+        if companion is not None and moment:
+            before = companion[start:stop]
+            square = lasting * before + others[0] * (step * step)
+            wrong = ~_finite(square)
+            companion[start:stop] = torch.where(wrong, before, square)
+            step = torch.where(wrong, 0.0, others[1] * step / (square.sqrt() + others[2]))
+        elif companion is not None:
             wrong = ~_finite(step)
             step = torch.where(wrong, 0.0, step)
-            coasting = momentum * velocity[start:stop]
+            coasting = lasting * companion[start:stop]
             speed = coasting + step
             fine = _finite(speed)
             wrong |= ~fine
             speed = torch.where(fine, speed, coasting)
-            velocity[start:stop] = speed
-            step = from_gradient * step + from_velocity * speed
+            companion[start:stop] = speed
+            step = others[0] * step + others[1] * speed
         new = kept + step
         fine = _finite(new)
         wrong |= ~fine

@@ -15,6 +15,7 @@ from horovod.torch.optimizer import _DistributedOptimizer as _Stock
 from horovod_sparse.checks import check_number
 from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.telemetry import Telemetry
+from horovod_sparse.tensors.adoption import class_of_steps
 from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.compression import Compression, SparseCompressor
 from horovod_sparse.torch.methods import Methods
@@ -163,7 +164,10 @@ def DistributedOptimizer(
         groups = num_groups if groups is None else groups
     _check(optimizer, compression, op, gradient_predivide_factor, backward_passes_per_step, process_set)
     names = None if named_parameters is None else list(named_parameters)
-    cls = type(type(optimizer).__name__, (type(optimizer),), dict(_METHODS))
+    base = class_of_steps(optimizer, compression.recipe)
+    if base is not type(optimizer):
+        _refuse_for_steps(op, settings)
+    cls = type(type(optimizer).__name__, (base,), dict(_METHODS))
     wrapped = cls(
         optimizer.param_groups,
         names,
@@ -182,6 +186,15 @@ def DistributedOptimizer(
         names.sort(key=lambda pair: order[id(pair[1])])
     wrapped._attach(compression, names, settings)
     return wrapped
+
+
+def _refuse_for_steps(op: Any, settings: Settings) -> None:
+    """What has no sense where gradients have become steps of an optimizer."""
+    if op != hvd.Average:
+        raise ArgumentError("op", op, "Average: a step of a normalized gradient is that of its mean")
+    if (norm := settings.max_grad_norm) is not None:
+        allowed = f'None, and feedback="adam(clip_norm={norm:g})": steps are synchronized, no gradients'
+        raise ArgumentError("max_grad_norm", norm, allowed)
 
 
 def _check(
@@ -209,7 +222,7 @@ def _check(
         raise ValueError("gradient_predivide_factor not supported with op != Average")
     if passes <= 0:
         raise ValueError("backward_passes_per_step must be > 0")
-    refuse_double_momentum(compression.recipe, lambda: optimizer.param_groups)
+    refuse_double_momentum(compression.recipe, lambda: optimizer.param_groups, adopts=True)
     theirs = compression.process_set
     if theirs is not None and theirs is not process_set:
         raise ArgumentError("process_set", process_set, f"the same as to the compressor, {theirs}")

@@ -6,8 +6,9 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from horovod_sparse.errors import ArgumentError
+from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.feedback import MomentumCorrection, Recipe
+from horovod_sparse.sparsifiers.base import value_text
 
 _log = logging.getLogger("horovod_sparse")
 
@@ -15,8 +16,13 @@ _log = logging.getLogger("horovod_sparse")
 _MOMENTS = {"betas", "eps", "etas", "beta_1", "epsilon", "rho", "initial_accumulator_value"}
 
 
-def refuse_double_momentum(recipe: Recipe, settings: Callable[[], Sequence[Mapping[str, Any]]]) -> None:
+def refuse_double_momentum(
+    recipe: Recipe, settings: Callable[[], Sequence[Mapping[str, Any]]], *, adopts: bool = False
+) -> None:
     """Refuses momentum after momentum correction, and warns of what is made for plain SGD.
+
+    Refused are steps, too, that are normalized already, where the front end has no optimizer apply them as
+    they are (`adopts`).
 
     An optimizer with moments of another kind (Adam) is only warned of where the feedback corrects
     momentum: that is not DGC any more, but may be meant. So is a residual that follows the learning rate
@@ -29,6 +35,12 @@ def refuse_double_momentum(recipe: Recipe, settings: Callable[[], Sequence[Mappi
         horovod_sparse.errors.ArgumentError: momentum=0.9 is not allowed: give momentum=0 to the optimizer...
     """
     feedback = recipe.feedback
+    if getattr(feedback, "applies_rate", False) and not adopts:
+        raise UnsupportedError(
+            f"feedback={value_text(feedback).removesuffix('()')!r} makes the optimizer's steps, which this "
+            "front end does not apply: horovod_sparse.torch.DistributedOptimizer(torch.optim.AdamW(...)) and "
+            "horovod_sparse.ddp.attach(model, ..., optimizer=torch.optim.AdamW(...)) do"
+        )
     corrects, scales = isinstance(feedback, MomentumCorrection), getattr(feedback, "scale_residual", False)
     if not (corrects or scales):
         return

@@ -15,7 +15,7 @@ import numpy as np
 
 from horovod_sparse.collectives import AllReduce, Synchronization
 from horovod_sparse.errors import EditedGradientError, NonFiniteGradientError, NonFiniteSumError
-from horovod_sparse.feedback import Bucket, BucketStep, Progress, Recipe, TwoLevelBucket
+from horovod_sparse.feedback import Bucket, BucketStep, Feedback, Progress, Recipe, TwoLevelBucket
 from horovod_sparse.plans.plan import ParameterFacts
 from horovod_sparse.sparsifiers.base import accumulator_dtype
 from horovod_sparse.telemetry import BucketReport
@@ -220,7 +220,28 @@ def assign_residuals(
             for number, (name, place) in enumerate(zip(part.names, part.places, strict=True)):
                 if name in by_name:
                     into[slice(*place)] = part.flat(number, by_name[name])
+                    if by_name is not arrays[0] and name in progress:
+                        into[slice(*place)] *= _moved(part, progress[name])
         part.assign(filled)
+
+
+def _moved(part: Part, progress: Progress) -> float:
+    """What a companion is multiplied by that comes from a bucket of another age."""
+    if not isinstance(part, BucketPart) or (moved := getattr(part.bucket.feedback, "moved", None)) is None:
+        return 1.0
+    age = progress.age if progress.summed == part.bucket.summed else 0
+    factor: float = moved(age, part.bucket.progress.age)
+    return factor
+
+
+def shared_out(held: Sequence[Mapping[str, Any]], factor: float, feedback: Feedback) -> list[dict[str, Any]]:
+    """Residuals, and companions that add up like them, times a factor of another number of ranks."""
+    return [
+        {name: values * factor for name, values in by_name.items()}
+        if factor != 1.0 and (number == 0 or getattr(feedback, "adds_up", True))
+        else dict(by_name)
+        for number, by_name in enumerate(held)
+    ]
 
 
 #: mark of a rank that refuses the step; those of NaN or Inf are above 0

@@ -23,11 +23,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from horovod_sparse.errors import ArgumentError, StateMismatchError
-from horovod_sparse.feedback import Feedback, Progress, Recipe, TwoLevelBucket
+from horovod_sparse.feedback import FEEDBACKS, Feedback, Progress, Recipe, TwoLevelBucket
 from horovod_sparse.feedback.state import as_array, from_plain, is_number, to_plain
 from horovod_sparse.plans.plan import Plan
 from horovod_sparse.topology import Topology
-from horovod_sparse.training.parts import Part, assign_residuals, held_residuals
+from horovod_sparse.training.parts import Part, assign_residuals, held_residuals, shared_out
 
 _FORMAT = 1
 #: far more than there will ever be; beyond, arithmetic on them would overflow
@@ -218,6 +218,9 @@ def _check_bucket(path: str, one: Any, state: str = "state") -> None:
     """What a bucket's progress is made of; its state is checked against the sparsifier's own."""
     _expect(isinstance(one, Mapping), path, one, "a mapping")
     _expect("learning_rate" in one, f"{path}.learning_rate", "missing", "a number or None")
+    for name in ("since", "summed"):
+        if name in one:
+            _whole(one, name, 0, _MOST_STEPS, f"{path}.")
     for name in ("learning_rate", "largest_rate", "scale"):
         value = one.get(name)
         sound = is_number(value) and 0.0 <= value < np.inf
@@ -263,10 +266,13 @@ def load_entry(
         for bucket_names, one in zip(plan.buckets, entry["buckets"], strict=True)
         for name in bucket_names
     }
+    # of what is dense nothing but the step was saved
+    progress |= {name: Progress(int(entry["step"])) for name in plan.dense}
     held = [
-        {called(name): values * factor for name, values in by_name.items()}
+        {called(name): values for name, values in by_name.items()}
         for by_name in (entry["residuals"], *entry["companions"])
     ]
+    held = shared_out(held, factor, engine.recipe.feedback)
     assign_residuals(engine.parts, held, progress)
     engine.step = int(entry["step"])
     if states is not None:
@@ -351,6 +357,8 @@ def joined(entries: Sequence[Mapping[str, Any]], rank: int, size: int) -> dict[s
     if old_size == size:
         return dict(entries[0])
     shares = [(entry, share_factor(entry["rank"], old_size, size)) for entry in entries]
+    adds_up = getattr(FEEDBACKS.get(entries[0].get("feedback", "error")), "adds_up", True)
+    averaged = shares if adds_up else [(entry, 1.0 / len(entries)) for entry in entries]
     return {
         **entries[0],
         "rank": rank,
@@ -359,7 +367,7 @@ def joined(entries: Sequence[Mapping[str, Any]], rank: int, size: int) -> dict[s
         "resized": True,
         "residuals": _sum([(entry["residuals"], factor) for entry, factor in shares]),
         "companions": [
-            _sum([(entry["companions"][i], factor) for entry, factor in shares])
+            _sum([(entry["companions"][i], factor) for entry, factor in averaged])
             for i in range(len(entries[0]["companions"]))
         ],
     }

@@ -40,7 +40,13 @@ from horovod_sparse.training.host_topology import (
     own_place,
 )
 from horovod_sparse.training.outcome import NonFinitePolicy
-from horovod_sparse.training.parts import assign_residuals, dense_groups, held_residuals, needs_bucket
+from horovod_sparse.training.parts import (
+    assign_residuals,
+    dense_groups,
+    held_residuals,
+    needs_bucket,
+    shared_out,
+)
 from horovod_sparse.training.settings import Settings
 from horovod_sparse.training.state import (
     check_shapes,
@@ -190,7 +196,8 @@ class Training:
         return self.engine.make_parts(specs, facts, self.made_for, self.topology)
 
     def _progress(self) -> dict[str, Progress]:
-        return {name: part.bucket.progress for part in self.sparse for name in part.names}
+        buckets = [part for part in self.parts if hasattr(part, "bucket")]
+        return {name: part.bucket.progress for part in buckets for name in part.names}
 
     def _held(self) -> list[dict[str, Any]]:
         return held_residuals(self.parts, self.recipe.feedback.num_companions)
@@ -319,8 +326,7 @@ class Training:
             name: resumed(one, start.told.get(name), start.step) for name, one in self._progress().items()
         }
         self.build(start.plan)
-        if (factor := kept_share(old_size, self.size)) != 1.0:
-            held = [{name: values * factor for name, values in by_name.items()} for by_name in held]
+        held = shared_out(held, kept_share(old_size, self.size), self.recipe.feedback)
         assign_residuals(self.parts, held, progress)
 
     # a step

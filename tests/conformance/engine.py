@@ -65,9 +65,9 @@ class Engine:
     Attributes:
         name: in reports.
         train: a `Training` from a compression (text or recipe) and options; see `promises`.
-        has: of "saved" (states), "levels", "nonfinite" (policies), "drift", "absent" (gradients of some
-            ranks), "members" (some of the ranks), "types", "device" (memory of one), "buckets" (in reach),
-            "models" (that may differ, until ranks compare).
+        has: of "saved" (states), "adopts" (the user's AdamW), "levels", "nonfinite" (policies), "drift",
+            "absent" (gradients of some ranks), "members" (some of the ranks), "types", "device" (memory of
+            one), "buckets" (in reach), "models" (that may differ, until ranks compare).
         rank: of this process.
         size: number of processes.
         everyone: of a value what all ranks have.
@@ -120,14 +120,16 @@ class Simulated:
                 self._clusters[tuple(part.names)] = SimulatedCluster(
                     self._recipe, whole.num_elements, self._size, name=whole.name, topology=self._topology
                 )
-        found = training.weights()
+        found, rate = training.weights(), RATE
+        if getattr(self._recipe.feedback, "applies_rate", False):  # what comes back is a step
+            rate = 1.0
         for names, cluster in self._clusters.items():
             inputs = [flat(gradients, names).astype(np.float32) for gradients in everyone]
             mean, start = cluster.step(inputs, RATE) * np.float32(1.0 / self._size), 0
             for name in names:
                 weights = self._weights[name]
                 piece = mean[start : start + weights.size].reshape(weights.shape)
-                self._weights[name], start = weights - np.float32(RATE) * piece, start + weights.size
+                self._weights[name], start = weights - np.float32(rate) * piece, start + weights.size
                 if self._size in (1, 2, 4):
                     np.testing.assert_array_equal(found[name], self._weights[name], name)
                 else:  # an average by 3 rounds otherwise where each rank's share is rounded

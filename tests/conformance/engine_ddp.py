@@ -96,5 +96,5 @@ def everyone(value: Any) -> list[Any]:
     return values
 
 
-HAS = frozenset({"saved", "absent", "types", "device", "levels", "nonfinite", "drift", "buckets"})
+HAS = frozenset({"adopts", "saved", "absent", "types", "device", "levels", "nonfinite", "drift", "buckets"})
 ENGINES = [Engine("hook", HookTraining, HAS, dist.get_rank(), dist.get_world_size(), everyone)]

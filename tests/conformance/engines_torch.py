@@ -15,6 +15,7 @@ import horovod_sparse.torch as hvd
 from conformance.engine import RATE, SHAPES, Engine
 from horovod_sparse.feedback import Recipe
 from support.linear import LinearModel
+from support.optimizers import base_for
 
 __all__ = ["ENGINES"]
 
@@ -48,7 +49,7 @@ class OwnTraining:
         if members is not None:
             options["process_set"] = members
         self.optimizer = self.module.DistributedOptimizer(
-            torch.optim.SGD(self.model.parameters(), lr=RATE),
+            base_for(compression, self.model.parameters(), RATE),
             self.model.named_parameters(),
             compression=self.compressor,
             **self._options(options),
@@ -149,6 +150,6 @@ def _engine(name: str, train: Any, *has: str) -> Engine:
 
 COMMON = ("saved", "absent", "members", "types", "device")
 ENGINES = [
-    _engine("own", OwnTraining, *COMMON, "levels", "nonfinite", "drift", "buckets", "models"),
+    _engine("own", OwnTraining, *COMMON, "adopts", "levels", "nonfinite", "drift", "buckets", "models"),
     _engine("stock", StockTraining, *COMMON),
 ]

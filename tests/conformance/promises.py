@@ -90,6 +90,21 @@ def test_feedback_equals_the_simulators(engine: Engine, text: str) -> None:
     assert replicas_agree(engine, training)
 
 
+@pytest.mark.needs("adopts")
+def test_steps_of_adam_equal_the_simulators(engine: Engine) -> None:
+    """Stopped and resumed on the way: the moment and its bias go on."""
+    text = "topk:density=0.1,feedback=adam(beta2=0.9)"
+    training, simulated = engine.train(text), Simulated(engine, parse_recipe(text))
+    for step in range(5):
+        if step == 3:
+            saved, training = training.saved(), engine.train(text)
+            training.load(saved)
+        run(training, engine, [step])
+        simulated.step(training, [given(rank, step) for rank in range(engine.size)])
+    simulated.check_held(training, engine.rank)
+    assert replicas_agree(engine, training)
+
+
 @pytest.mark.needs("members")
 @pytest.mark.controllers
 def test_some_of_the_ranks_train_alone(engine: Engine, process_set: Any) -> None:

@@ -33,13 +33,13 @@ class Folded:
 
     Attributes:
         values: shape (n,), the new accumulator.
-        velocity: shape (n,), or None without momentum.
+        companion: shape (n,), velocity or moment; None without either.
         nonfinite: shape (k,), positions taken as 0, ascending.
         square_norm: sum of squares of values.
     """
 
     values: Array
-    velocity: Array | None
+    companion: Array | None
     nonfinite: Array
     square_norm: float
 
@@ -67,8 +67,9 @@ def fold(
     velocity: Array | None = None,
     momentum: float = 0.0,
     nesterov: bool = False,
+    moment: tuple[Array, Array] | None = None,
 ) -> Folded:
-    """values = decay * values + gradient, or with momentum correction.
+    """values = decay * values + gradient, or with momentum correction, or normalized.
 
     Args:
         values: float32 or float64, shape (n,), finite.
@@ -77,6 +78,7 @@ def fold(
         velocity: shape (n,), for momentum correction.
         momentum: factor of the velocity.
         nesterov: add gradient + momentum * velocity instead of the velocity.
+        moment: shape (n,), and four numbers: its factor, that of a square, the rate, eps.
 
     Returns:
         The new arrays; the given ones stay as they are.
@@ -87,6 +89,12 @@ def fold(
         wrong = ~np.isfinite(step)
         step[wrong] = 0
         speed = None
+        if moment is not None:
+            before, (lasting, fresh, rate, eps) = moment
+            speed = lasting * before + fresh * (step * step)
+            wrong |= ~np.isfinite(speed)
+            speed[wrong] = before[wrong]
+            step = np.where(wrong, kind(0), rate * step / (np.sqrt(speed) + eps))
         if velocity is not None:
             kept_speed = kind(momentum) * velocity
             speed = kept_speed + step

@@ -10,7 +10,23 @@ import torch
 
 from support.linear import LinearModel
 
-__all__ = ["flat", "gradients_of", "in_bucket_order", "make", "residuals_of", "train_step", "wrapped"]
+__all__ = [
+    "base_for",
+    "flat",
+    "gradients_of",
+    "in_bucket_order",
+    "make",
+    "residuals_of",
+    "train_step",
+    "wrapped",
+]
+
+
+def base_for(compression: Any, parameters: Any, lr: float) -> torch.optim.Optimizer:
+    """Plain SGD, or the AdamW whose steps the feedback makes."""
+    if "feedback=adam" in str(compression):
+        return torch.optim.AdamW(parameters, lr=lr, weight_decay=0.0)
+    return torch.optim.SGD(parameters, lr=lr)
 
 
 def make(model: torch.nn.Module, compression: Any, *, lr: float = 0.5, **arguments: Any) -> Any:

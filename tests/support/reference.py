@@ -78,6 +78,12 @@ class ReferenceAccumulator:
                 bad |= ~np.isfinite(speed)
                 velocity[:] = np.where(np.isfinite(speed), speed, one(momentum) * velocity)
                 step = step + one(momentum) * velocity if rule.nesterov else velocity
+            if rule.moment is not None:
+                (moment,), (_, lasting, fresh, rate, eps) = self.companions, rule.factors(self.dtype)
+                square = lasting * moment + fresh * (step * step)
+                bad |= ~np.isfinite(square)
+                moment[:] = np.where(bad, moment, square)
+                step = np.where(bad, one(0), rate * step / (np.sqrt(moment) + eps))
             kept = one(decay) * old
             new = kept + step
         bad |= ~np.isfinite(new)

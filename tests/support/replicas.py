@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from horovod_sparse import ddp
 from support.linear import LinearModel
-from support.optimizers import gradients_of
+from support.optimizers import base_for, gradients_of
 
 __all__ = ["Replica", "in_small_buckets", "same_on_all_replicas"]
 
@@ -34,7 +34,7 @@ class Replica:
     Args:
         shapes: of the parameters, by name.
         compression: of the hook; None for dense training.
-        lr: of plain SGD, which is given to the hook.
+        lr: of plain SGD, or AdamW where the feedback makes its steps, which is given to the hook.
         bucket_bytes: of DistributedDataParallel's buckets.
         plan: of the hook.
         dtype: of the parameters.
@@ -55,7 +55,7 @@ class Replica:
         **arguments: Any,
     ) -> None:
         self.net = _Loss(shapes, dtype)
-        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=lr)
+        self.optimizer = base_for(compression, self.net.parameters(), lr)
         self.model = in_small_buckets(self.net, bucket_bytes, **arguments)
         self.sync: Any = None
         if compression is not None:

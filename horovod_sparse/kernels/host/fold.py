@@ -1,7 +1,8 @@
 """The one pass over all elements: accumulate, clear the gradient, leave block maxima.
 
-Plain, or with momentum correction (Lin et al. 2018), where each rank has a velocity of its own before
-selection. Kernels first, then `fold`, which calls them for as many pieces as the gradient comes in.
+Plain, with momentum correction (Lin et al. 2018), where each rank has a velocity of its own before
+selection, or normalized by a second moment of its own. Kernels first, then `fold`, which calls them for as
+many pieces as the gradient comes in.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def squares_of(values, start, stop):  # type: ignore[no-untyped-def]
 
 @kernel
 def _fold_slowly(  # type: ignore[no-untyped-def]
-    values, velocity, gradient, more, weights, start, stop, factors, report, kept
+    values, velocity, moment, gradient, more, weights, start, stop, factors, report, kept
 ):
     """[start, stop) element by element, with what is not finite taken as 0; returns the maximum."""
     top = as_key(magnitude(values[start]), 0)
@@ -54,6 +55,14 @@ def _fold_slowly(  # type: ignore[no-untyped-def]
                 wrong, speed = True, factors[1] * velocity[i]
             velocity[i] = speed
             step = factors[2] * step + factors[3] * speed
+        if moment is not None:
+            square = factors[1] * moment[i] + factors[2] * (step * step)
+            wrong = not math.isfinite(square)
+            if wrong:
+                step = old - old
+            else:
+                moment[i] = square
+                step = factors[3] * step / (math.sqrt(square) + factors[4])
         carried = factors[0] * old
         new = carried + step
         if not math.isfinite(new):
@@ -71,19 +80,22 @@ def _fold_slowly(  # type: ignore[no-untyped-def]
 
 @kernel
 def fold_piece(  # type: ignore[no-untyped-def]
-    values, velocity, gradient, more, weights, maxima, block, factors, report, kept
+    values, velocity, moment, gradient, more, weights, maxima, block, factors, report, kept
 ):
     """values = decay * values + step; velocity = momentum * velocity + gradient; gradient = 0; maxima.
+
+    With a moment, moment = factors[1] * moment + factors[2] * gradient^2, and the step is
+    factors[3] * gradient / (sqrt(moment) + factors[4]).
 
     Nothing of a granule is written before its maximum is known. Magnitude bits order like the
     magnitudes with Inf and NaN on top, so one comparison per granule finds whatever is not finite,
     and the old values are still there for the slow way. (An Inf of gradient or velocity stays one in the
-    sum: 0 * Inf is NaN.)
+    sum: 0 * Inf is NaN. A moment of Inf does not, and is looked at, too.)
 
-    Where velocity, more or kept are None, it is compiled as if the question were not there. With `more` (and
-    no velocity), weights[0] * gradient + weights[1] * more is folded; kept = True leaves both as they are.
-    `report` is added to: how many elements were not finite, position of the first (set if it is < 0), sum
-    of squares of the new values.
+    Where velocity, moment, more or kept are None, it is compiled as if the question were not there. With
+    `more` (and neither of the first two), weights[0] * gradient + weights[1] * more is folded; kept = True
+    leaves both as they are. `report` is added to: how many elements were not finite, position of the first
+    (set if it is < 0), sum of squares of the new values.
     """
     n = values.size
     if n == 0:
@@ -91,6 +103,13 @@ def fold_piece(  # type: ignore[no-untyped-def]
     decay = v.splat(factors[0])
     if velocity is not None:
         momentum, from_gradient, from_velocity = v.splat(factors[1]), v.splat(factors[2]), v.splat(factors[3])
+    if moment is not None:
+        lasting, fresh, rate, eps = (
+            v.splat(factors[1]),
+            v.splat(factors[2]),
+            v.splat(factors[3]),
+            v.splat(factors[4]),
+        )
     if more is not None:
         of_one, of_other = v.splat(weights[0]), v.splat(weights[1])
     limit = infinity(maxima[0])
@@ -115,13 +134,20 @@ def fold_piece(  # type: ignore[no-untyped-def]
                     ub = v.add(v.multiply(momentum, v.load(velocity, j)), b)
                     a = v.add(v.multiply(from_gradient, a), v.multiply(from_velocity, ua))
                     b = v.add(v.multiply(from_gradient, b), v.multiply(from_velocity, ub))
+                overflow = False
+                if moment is not None:
+                    ua = v.add(v.multiply(lasting, v.load(moment, i)), v.multiply(fresh, v.multiply(a, a)))
+                    ub = v.add(v.multiply(lasting, v.load(moment, j)), v.multiply(fresh, v.multiply(b, b)))
+                    overflow = v.top_of(v.larger(v.magnitudes(ua), v.magnitudes(ub))) >= limit
+                    a = v.divide(v.multiply(rate, a), v.add(v.root(ua), eps))
+                    b = v.divide(v.multiply(rate, b), v.add(v.root(ub), eps))
                 a = v.add(v.multiply(decay, v.load(values, i)), a)
                 b = v.add(v.multiply(decay, v.load(values, j)), b)
                 high = v.top_of(v.larger(v.magnitudes(a), v.magnitudes(b)))
-                if high >= limit:
+                if high >= limit or overflow:
                     end = i + GRANULE
                     high = _fold_slowly(
-                        values, velocity, gradient, more, weights, i, end, factors, report, kept
+                        values, velocity, moment, gradient, more, weights, i, end, factors, report, kept
                     )
                     slow = True
                 else:
@@ -130,6 +156,9 @@ def fold_piece(  # type: ignore[no-untyped-def]
                     if velocity is not None:
                         v.store(velocity, i, ua)
                         v.store(velocity, j, ub)
+                    if moment is not None:
+                        v.store(moment, i, ua)
+                        v.store(moment, j, ub)
                     if kept is None:
                         v.store(gradient, i, v.zeros_like(a))
                         v.store(gradient, j, v.zeros_like(a))
@@ -142,7 +171,7 @@ def fold_piece(  # type: ignore[no-untyped-def]
             total = squares_of(values, tile, tile_stop)
         report[2] += total
     if whole < n:
-        top = _fold_slowly(values, velocity, gradient, more, weights, whole, n, factors, report, kept)
+        top = _fold_slowly(values, velocity, moment, gradient, more, weights, whole, n, factors, report, kept)
         report[2] += squares_of(values, whole, n)
         last = whole // block
         maxima[last] = top if whole % block == 0 else max(maxima[last], top)
@@ -244,10 +273,11 @@ def fold(
     layout: Layout,
     factors: Array,
     velocity: Array | None = None,
+    moment: Array | None = None,
     *,
     keep_gradient: bool = False,
 ) -> Folded:
-    """values = decay * values + gradient (or momentum's step); gradient = 0; maxima of blocks."""
+    """values = decay * values + gradient (or what velocity or moment make of it); gradient = 0; maxima."""
     count, first, square_norm = 0, -1, 0.0
     block, kept = layout.block, True if keep_gradient else None
     for start, piece in pieces:
@@ -256,7 +286,8 @@ def fold(
         report = np.array([0.0, -1.0, 0.0])
         tops = maxima[start // block : -(-stop // block)]
         speed = None if velocity is None else velocity[start:stop]
-        fold_piece(values[start:stop], speed, one, other, weights, tops, block, factors, report, kept)
+        square = None if moment is None else moment[start:stop]
+        fold_piece(values[start:stop], speed, square, one, other, weights, tops, block, factors, report, kept)
         if first < 0 <= report[1]:
             first = start + int(report[1])
         count += int(report[0])

@@ -51,6 +51,18 @@ def is_finite(values):  # type: ignore[no-untyped-def]
     return finite
 
 
+@triton.jit
+def root(values):  # type: ignore[no-untyped-def]
+    """Square roots, rounded as IEEE says: Triton's own of float32 is not."""
+    return tl.sqrt(values) if values.dtype == tl.float64 else tl.sqrt_rn(values)
+
+
+@triton.jit
+def quotient(left, right):  # type: ignore[no-untyped-def]
+    """left / right, rounded as IEEE says: Triton's own of float32 is not."""
+    return left / right if left.dtype == tl.float64 else tl.div_rn(left, right)
+
+
 BINS = 256
 # Programs of a launch, at most: each ends with up to 256 atomic additions.
 _MAX_PROGRAMS = 528

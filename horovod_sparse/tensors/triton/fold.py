@@ -8,7 +8,15 @@ import triton.language as tl
 from torch import Tensor
 
 from horovod_sparse.kernels.layout import Layout
-from horovod_sparse.tensors.triton.blocks import OPTIONS, TILE, is_finite, magnitude, programs
+from horovod_sparse.tensors.triton.blocks import (
+    OPTIONS,
+    TILE,
+    is_finite,
+    magnitude,
+    programs,
+    quotient,
+    root,
+)
 
 # Elements per program of 4 warps: a thread has four 16-byte loads per array in flight, and few enough
 # registers that five programs share a multiprocessor, so that some load while others compute.
@@ -19,9 +27,9 @@ _CHUNK = 8192
 
 @triton.jit
 def _fold_tile(  # type: ignore[no-untyped-def]
-    values, gradient, velocity, maxima, factors, squares, trouble, first, n,
-    PLAIN: tl.constexpr, MOMENTUM: tl.constexpr, MASKED: tl.constexpr, KEEP: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    values, gradient, companion, maxima, factors, squares, trouble, first, n,
+    PLAIN: tl.constexpr, MOMENTUM: tl.constexpr, MOMENT: tl.constexpr, MASKED: tl.constexpr,
+    KEEP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """ROWS blocks from element `first` on; only a masked tile may reach beyond n."""
     rows = tl.arange(0, ROWS)
@@ -36,15 +44,23 @@ def _fold_tile(  # type: ignore[no-untyped-def]
     kept = old
     if not PLAIN:
         kept = old * tl.load(factors)
+    if MOMENT:
+        companion += first
+        before = tl.load(companion + local, mask=mask, other=other)
+        square = before * tl.load(factors + 1) + tl.load(factors + 2) * (step * step)
+        wrong_step = is_finite(square) == 0
+        tl.store(companion + local, tl.where(wrong_step, before, square), mask=mask)
+        step = quotient(tl.load(factors + 3) * step, root(square) + tl.load(factors + 4))
+        step = tl.where(wrong_step, 0.0, step)
     if MOMENTUM:
-        velocity += first
+        companion += first
         wrong_step = is_finite(step) == 0
         step = tl.where(wrong_step, 0.0, step)
-        coasting = tl.load(velocity + local, mask=mask, other=other) * tl.load(factors + 1)
+        coasting = tl.load(companion + local, mask=mask, other=other) * tl.load(factors + 1)
         speed = coasting + step
         wrong_speed = is_finite(speed) == 0
         speed = tl.where(wrong_speed, coasting, speed)
-        tl.store(velocity + local, speed, mask=mask)
+        tl.store(companion + local, speed, mask=mask)
         step = tl.load(factors + 2) * step + tl.load(factors + 3) * speed
     total = kept + step
     overflow = is_finite(total) == 0
@@ -60,6 +76,8 @@ def _fold_tile(  # type: ignore[no-untyped-def]
         tl.store(maxima + blocks, tops)
 
     wrong = overflow
+    if MOMENT:
+        wrong = wrong | wrong_step
     if MOMENTUM:
         wrong = wrong | wrong_step | wrong_speed
     square = tl.sum(tl.sum(new * new, axis=1).to(tl.float64), axis=0)
@@ -79,22 +97,22 @@ def _fold_tile(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["n"])
 def _fold_kernel(  # type: ignore[no-untyped-def]
-    values, gradient, velocity, maxima, factors, squares, trouble, n,
-    PLAIN: tl.constexpr, MOMENTUM: tl.constexpr, KEEP: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    values, gradient, companion, maxima, factors, squares, trouble, n,
+    PLAIN: tl.constexpr, MOMENTUM: tl.constexpr, MOMENT: tl.constexpr, KEEP: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     first = program.to(tl.int64) * (ROWS * BLOCK)
     # Two bodies: with a mask on every access the loads would not be 16 bytes wide.
     if first + ROWS * BLOCK <= n:
         _fold_tile(
-            values, gradient, velocity, maxima, factors, squares, trouble, first, n,
-            PLAIN, MOMENTUM, False, KEEP, ROWS, BLOCK,
+            values, gradient, companion, maxima, factors, squares, trouble, first, n,
+            PLAIN, MOMENTUM, MOMENT, False, KEEP, ROWS, BLOCK,
         )  # fmt: skip
     else:
         _fold_tile(
-            values, gradient, velocity, maxima, factors, squares, trouble, first, n,
-            PLAIN, MOMENTUM, True, KEEP, ROWS, BLOCK,
+            values, gradient, companion, maxima, factors, squares, trouble, first, n,
+            PLAIN, MOMENTUM, MOMENT, True, KEEP, ROWS, BLOCK,
         )  # fmt: skip
 
 
@@ -121,7 +139,8 @@ def fold(
     layout: Layout,
     factors: Tensor,
     square_norm: Tensor,
-    velocity: Tensor | None = None,
+    companion: Tensor | None = None,
+    moment: bool = False,
     plain: bool = False,
     keep: bool = False,
     tile: int = 0,
@@ -131,14 +150,15 @@ def fold(
     n, block = layout.num_elements, layout.block
     if not tile:
         # Three arrays, or words of 64 bits, fill the registers with half as many elements.
-        tile = max(_TILE >> ((velocity is not None) + (values.dtype == torch.float64)), block)
+        tile = max(_TILE >> ((companion is not None) + (values.dtype == torch.float64)), block)
     grid = programs(n, tile)
     squares = torch.empty(grid, dtype=torch.float64, device=values.device)
     trouble = torch.zeros(2, dtype=torch.int64, device=values.device)
     report = torch.empty(4, dtype=torch.float64, device=values.device)
     _fold_kernel[(grid,)](
-        values, gradient, values if velocity is None else velocity, maxima, factors, squares, trouble, n,
-        PLAIN=plain, MOMENTUM=velocity is not None, KEEP=keep, ROWS=tile // block, BLOCK=block,
+        values, gradient, values if companion is None else companion, maxima, factors, squares, trouble, n,
+        PLAIN=plain, MOMENTUM=companion is not None and not moment, MOMENT=moment, KEEP=keep,
+        ROWS=tile // block, BLOCK=block,
         **(OPTIONS | {"num_warps": warps}),
     )  # fmt: skip
     _report_kernel[(1,)](

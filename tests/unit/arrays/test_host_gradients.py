@@ -135,6 +135,8 @@ FOLDS = {
     "momentum": {"momentum": 0.5},
     "Nesterov": {"momentum": 0.5, "nesterov": True},
     "clipped": {"clip_norm": 8.0},
+    "moment": {"moment": 0.5, "rate": 0.25, "count": 3},
+    "moment of a clipped": {"moment": 0.5, "rate": 0.25, "count": 3, "clip_norm": 8.0},
 }
 
 
@@ -160,9 +162,11 @@ def test_what_was_there_before_comes_back(kind, coasts):
     bad = (generator.integers(-64, 64, N) / 16).astype(np.float32)
     bad[5], bad[6], bad[7] = np.nan, np.inf, 1e30
     found = []
-    for accumulator in both("momentum" in FOLDS[kind]):
+    keeps, normalizes = FoldRule(**FOLDS[kind]).num_companions, "moment" in FOLDS[kind]
+    for accumulator in both(keeps):
         accumulator.fold(kept(accumulator, first), FoldRule(**FOLDS[kind]))
         accumulator.clear(accumulator.largest(70))
+        before = np.array(accumulator.companions[0]) if normalizes else None
         gradient = bad.copy()
         accumulator.fold(kept(accumulator, gradient), FoldRule(**FOLDS[kind]))
         np.testing.assert_array_equal(gradient, bad)
@@ -170,7 +174,9 @@ def test_what_was_there_before_comes_back(kind, coasts):
         accumulator.abandon()
         accumulator.drop(kept(accumulator, gradient), coasts=coasts)
         found.append((accumulator.values().copy(), accumulator.largest(70), accumulator.square_norm))
-    wanted = both("momentum" in FOLDS[kind])[0]
+        moment = np.array(accumulator.companions[0]) if normalizes else np.zeros(N)
+        np.testing.assert_allclose(moment, before if normalizes else 0, rtol=1e-4, atol=1e-4)
+    wanted = both(keeps)[0]
     wanted.fold(kept(wanted, first), FoldRule(**FOLDS[kind]))
     wanted.clear(wanted.largest(70))
     if coasts:

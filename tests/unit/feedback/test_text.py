@@ -6,6 +6,7 @@ import pytest
 
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.feedback import (
+    AdamFeedback,
     ErrorFeedback,
     MomentumCorrection,
     NoFeedback,
@@ -30,6 +31,7 @@ _FEEDBACKS = [
     ErrorFeedback(scale_residual=True),
     ErrorFeedback(clip_norm=0.5),
     NoFeedback(),
+    AdamFeedback(beta2=0.99, clip_norm=1.0),
     MomentumCorrection(),
     MomentumCorrection(momentum=0.5, nesterov=True, masking=False, clip_norm=1.5, scale_residual=True),
 ]

@@ -33,22 +33,23 @@ def gradient_of(name, kind, n, seed, share):
         return made.astype(HELD[name])
 
 
-def fold(values, gradient, decay, block, velocity=None, momentum=0.0, nesterov=False):
+def fold(values, gradient, rule, block, *companions):
     layout = Layout(values.size, block)
     maxima = np.full(layout.num_blocks, 7, bits_dtype(values.dtype))
-    factors = FoldRule(decay, momentum, nesterov).factors(values.dtype)
     pieces = [(0, native_bits(gradient))]
-    return folding.fold(values, pieces, maxima, layout, factors, velocity), maxima
+    return folding.fold(values, pieces, maxima, layout, rule.factors(values.dtype), *companions), maxima
 
 
-def check(values, gradient, decay, block, velocity=None, momentum=0.0, nesterov=False):
-    expected = reference.fold(
-        values, gradient, decay=decay, velocity=velocity, momentum=momentum, nesterov=nesterov
-    )
-    got, maxima = fold(values, gradient, decay, block, velocity, momentum, nesterov)
+def check(values, gradient, rule, block, companion=None):
+    like = {"velocity": companion, "momentum": rule.momentum or 0.0, "nesterov": rule.nesterov}
+    if rule.moment is not None:
+        like = {"moment": (companion, rule.factors(values.dtype)[1:])}
+    expected = reference.fold(values, gradient, decay=rule.decay, **like)
+    companions = (companion,) if rule.moment is None else (None, companion)
+    got, maxima = fold(values, gradient, rule, block, *companions)
     assert same_bits(values, expected.values)
-    if velocity is not None:
-        assert same_bits(velocity, expected.velocity)
+    if companion is not None:
+        assert same_bits(companion, expected.companion)
     assert not gradient.view(np.uint8).any()
     assert got.num_nonfinite == expected.nonfinite.size
     assert got.first_nonfinite == (expected.nonfinite[0] if expected.nonfinite.size else -1)
@@ -68,7 +69,7 @@ def check(values, gradient, decay, block, velocity=None, momentum=0.0, nesterov=
 @settings(max_examples=60, deadline=None)
 def test_plain(name, kinds, n, seed, decay, share, block):
     values = make(kinds[0], n, seed, np.float64 if name == "float64" else np.float32)
-    check(values, gradient_of(name, kinds[1], n, seed ^ 1, share), decay, block)
+    check(values, gradient_of(name, kinds[1], n, seed ^ 1, share), FoldRule(decay), block)
 
 
 @given(
@@ -87,13 +88,39 @@ def test_momentum(name, kinds, n, seed, decay, momentum, nesterov, share, block)
     kind = np.float64 if name == "float64" else np.float32
     values, velocity = make(kinds[0], n, seed, kind), make(kinds[2], n, seed ^ 2, kind)
     gradient = gradient_of(name, kinds[1], n, seed ^ 1, share)
-    check(values, gradient, decay, block, velocity, momentum, nesterov)
+    check(values, gradient, FoldRule(decay, momentum, nesterov), block, velocity)
+
+
+@given(
+    name=DTYPES,
+    kinds=st.tuples(st.sampled_from(KINDS), st.sampled_from(KINDS), st.sampled_from(KINDS)),
+    n=SIZES,
+    seed=SEEDS,
+    rule=st.sampled_from([FoldRule(0.9, moment=0.99, rate=0.1), FoldRule(moment=0.5, rate=0.0, count=3)]),
+    share=st.sampled_from([0.0, 0.001, 0.3]),
+    block=st.sampled_from([64, 256]),
+)
+@settings(max_examples=40, deadline=None)
+def test_moment(name, kinds, n, seed, rule, share, block):
+    kind = np.float64 if name == "float64" else np.float32
+    values, moment = make(kinds[0], n, seed, kind), np.abs(make(kinds[2], n, seed ^ 2, kind))
+    check(values, gradient_of(name, kinds[1], n, seed ^ 1, share), rule, block, moment)
+
+
+@rows_by("place,kind", [0, 31, 32, 4095, 4096, 9_999], [np.float32, np.float64])
+def test_a_square_that_overflows_leaves_the_moment(place, kind):
+    values, moment, gradient = np.ones(10_000, kind), np.ones(10_000, kind), np.ones(10_000, kind)
+    gradient[place] = np.sqrt(np.finfo(kind).max) * 4
+    got, _ = fold(values, gradient, FoldRule(moment=0.5, rate=0.5, count=np.inf), 64, None, moment)
+    assert (got.num_nonfinite, got.first_nonfinite) == (1, place)
+    assert (values[place], moment[place]) == (1, 1)
+    np.testing.assert_allclose(np.delete(values, place), 1.5)
 
 
 @pytest.mark.parametrize("kind", [np.float16, np.uint16])
 def test_every_half_number(kind):
     bits = np.arange(2**16, dtype=np.uint16)
-    check(np.zeros(2**16, np.float32), bits.view(kind).copy(), 1.0, 64)
+    check(np.zeros(2**16, np.float32), bits.view(kind).copy(), FoldRule(), 64)
 
 
 @rows_by("place,kind", [0, 31, 32, 4095, 4096, 9_999], [np.float32, np.float64])
@@ -103,7 +130,7 @@ def test_one_overflow_keeps_the_old_value(place, kind):
     values[place] = top
     gradient = np.ones(10_000, kind)
     gradient[place] = top
-    got, _ = fold(values, gradient, 1.0, 64)
+    got, _ = fold(values, gradient, FoldRule(), 64)
     assert (got.num_nonfinite, got.first_nonfinite) == (1, place)
     assert values[place] == top
     assert (np.delete(values, place) == 2).all()
@@ -112,7 +139,7 @@ def test_one_overflow_keeps_the_old_value(place, kind):
 def test_square_norm_beyond_what_float32_squares_hold():
     for size in (1e30, 1e-30):
         values = np.zeros(5000, np.float32)
-        got, _ = fold(values, np.full(5000, size, np.float32), 1.0, 64)
+        got, _ = fold(values, np.full(5000, size, np.float32), FoldRule(), 64)
         np.testing.assert_allclose(got.square_norm, 5000 * size**2, rtol=1e-6)
 
 

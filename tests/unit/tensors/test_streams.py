@@ -82,7 +82,7 @@ def test_a_part_waits_for_writers_before_it_touches_gradients(name, monkeypatch)
     """Gradients are copied together, or divided by the loss's scale, before the coroutine begins."""
     parameter = torch.nn.Parameter(torch.ones(20))
     if name == "sparse":
-        part = SparseBucket("b", ["w"], [parameter], recipe("topk", density=0.5), lambda: None, (0, 1))
+        part = SparseBucket("b", ["w"], [parameter], recipe("topk", density=0.5), dict, (0, 1))
     else:
         part = DenseParameters(["w"], [parameter], (0, 1))
     parameter.grad = torch.ones(20)

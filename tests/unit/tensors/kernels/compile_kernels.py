@@ -69,11 +69,12 @@ def launch_all(dtype: torch.dtype, gradient: torch.dtype) -> None:
     n, k = layout.num_elements, 100
     values = torch.zeros(n, dtype=dtype)
     maxima = torch.zeros(layout.num_blocks, dtype=int_type(dtype))
-    factors, norm = torch.ones(4, dtype=dtype), torch.zeros(1, dtype=torch.float64)
+    factors, norm = torch.ones(5, dtype=dtype), torch.zeros(1, dtype=torch.float64)
     indices = torch.arange(k, dtype=torch.int32)
     dense = torch.zeros(n, dtype=gradient)
     triton_kernels.fold(values, dense, maxima, layout, factors, norm, plain=True)
-    triton_kernels.fold(values, dense, maxima, layout, factors, norm, values.clone())
+    for moment in (False, True):
+        triton_kernels.fold(values, dense, maxima, layout, factors, norm, values.clone(), moment=moment)
     triton_kernels.scan_maxima(values, maxima, layout)
     triton_kernels.refresh_maxima(values, maxima, layout, indices)
     triton_kernels.raise_maxima(values, maxima, layout, indices)

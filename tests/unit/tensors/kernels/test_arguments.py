@@ -36,11 +36,16 @@ def test_refused_at_once(arguments: dict[str, Any], message: str) -> None:
         (torch.zeros(4, dtype=torch.float64), {}, "accumulates in"),
         (torch.zeros(4, device="meta"), {}, "a tensor on cpu"),
         (torch.zeros(4), {"momentum": 0.9}, "companions=1"),
+        (torch.zeros(4), {"moment": 0.9}, "companions=1"),
+        (torch.zeros(4), {"moment": 1.0}, "between 0 and 1"),
+        (torch.zeros(4), {"moment": 0.9, "momentum": 0.9}, "no momentum"),
+        (torch.zeros(4), {"moment": 0.9, "eps": 0.0}, "eps above 0"),
+        (torch.zeros(4), {"moment": 0.9, "rate": float("nan")}, "finite rate"),
         (torch.zeros(4), {"decay": float("nan")}, "decay"),
     ],
 )
 def test_gradients_that_do_not_fit(gradient: torch.Tensor, arguments: dict[str, Any], message: str) -> None:
-    accumulator = TorchAccumulator(4, device="cpu")
+    accumulator = TorchAccumulator(4, device="cpu", companions="eps" in message or "rate" in message)
     with pytest.raises(ArgumentError, match=message):
         accumulator.fold(gradient, FoldRule(**arguments))
 

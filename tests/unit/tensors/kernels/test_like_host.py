@@ -16,6 +16,8 @@ from support.sampling import rows_by
 
 # Magnitudes that tie, vanish, or are not numbers; between them anything.
 _SPECIAL = np.array([0.0, -0.0, 1.0, -1.0, 1e-42, 3e38, np.inf, -np.inf, np.nan])
+COMPANIONS = [{}, {"momentum": 0.0}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}]
+COMPANIONS += [{"moment": 0.99, "rate": 0.1}, {"moment": 0.5, "count": 2}]
 
 
 def as_tensor(gradient: np.ndarray, dtype: str, device: str) -> torch.Tensor:
@@ -37,13 +39,12 @@ def scenarios(draw: st.DrawFn, max_elements: int) -> dict[str, Any]:
         "seed": draw(st.integers(0, 2**32 - 1)),
         "kind": draw(st.sampled_from(["gaussian", "ties", "sparse", "clustered"])),
         "special_share": draw(st.sampled_from([0.0, 0.02])),
+        "companion": draw(st.sampled_from(COMPANIONS)),
         "folds": draw(
             st.lists(
                 st.fixed_dictionaries(
                     {
                         "decay": st.sampled_from([1.0, 0.3, 2.0]),
-                        "momentum": st.sampled_from([None, 0.0, 0.9]),
-                        "nesterov": st.booleans(),
                         "masking": st.booleans(),
                         "keep_residual": st.sampled_from([True, True, False]),
                     }
@@ -124,7 +125,8 @@ def run(scenario: dict[str, Any], place: Any) -> None:
     for fold in scenario["folds"]:
         gradient = gradient_of(scenario, generator)
         tensor = as_tensor(gradient, dtype, place.device)
-        expected, report = host.fold(gradient, FoldRule(**fold)), ours.fold(tensor, FoldRule(**fold))
+        rule = FoldRule(**{**fold, **scenario["companion"]})
+        expected, report = host.fold(gradient, rule), ours.fold(tensor, rule)
         assert torch.count_nonzero(tensor) == 0
         assert report.num_nonfinite == expected.num_nonfinite
         assert report.first_nonfinite == expected.first_nonfinite
@@ -184,7 +186,8 @@ def test_hard_windows(place: Any, kind: str, dtype: str) -> None:
         "seed": 5,
         "kind": kind,
         "special_share": 0.0,
-        "folds": [{"decay": 1.0, "momentum": None}],
+        "companion": {},
+        "folds": [{"decay": 1.0}],
     }
     run(scenario, place)
 
