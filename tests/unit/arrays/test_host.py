@@ -64,7 +64,7 @@ def test_any_history(name, kind, n, seed, density, companions, steps):
         report = accumulator.fold(gradient, FoldRule(decay=0.5, momentum=momentum))
         arrays[0] = folded.values
         if momentum:
-            arrays[1] = folded.velocity
+            arrays[1] = folded.companion
         assert report.num_nonfinite == folded.nonfinite.size
         at_fold = [array.copy() for array in arrays]
         for change in changes:
