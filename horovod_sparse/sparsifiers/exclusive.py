@@ -19,8 +19,8 @@ from horovod_sparse.sparsifiers.base import (
     Traffic,
     exchange_selections,
 )
-from horovod_sparse.sparsifiers.rounds.regions import Window
 from horovod_sparse.sparsifiers.rounds.shared import sum_at, sum_traffic
+from horovod_sparse.sparsifiers.rounds.sparse_vectors import Window
 from horovod_sparse.thresholds import ThresholdRule, ThresholdState, threshold_rule
 
 

@@ -12,7 +12,7 @@ from horovod_sparse.checks import check_count, check_number
 from horovod_sparse.errors import UnknownNameError
 from horovod_sparse.sparsifiers.base import BucketInfo
 from horovod_sparse.sparsifiers.exclusive import ExclusiveState, ExclusiveThreshold
-from horovod_sparse.sparsifiers.rounds.regions import Window
+from horovod_sparse.sparsifiers.rounds.sparse_vectors import Window
 
 #: elements per part at which half of a step's imbalance is chance; 0 to 60 were tried in the simulator
 _CHANCE = 10

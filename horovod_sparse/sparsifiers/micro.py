@@ -8,7 +8,7 @@ from typing import ClassVar
 from horovod_sparse.collectives import part
 from horovod_sparse.sparsifiers.base import BucketInfo
 from horovod_sparse.sparsifiers.exclusive import ExclusiveState, ExclusiveThreshold
-from horovod_sparse.sparsifiers.rounds.regions import Window
+from horovod_sparse.sparsifiers.rounds.sparse_vectors import Window
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,13 +22,16 @@ from horovod_sparse.sparsifiers.base import (
     Traffic,
     exchange_selections,
 )
-from horovod_sparse.sparsifiers.rounds.regions import (
+from horovod_sparse.sparsifiers.rounds.sparse_vectors import (
+    SparseVector,
     Window,
     cut_and_pack,
+    discards_meet,
+    missing_in,
     reduce_in_regions,
+    rounded,
     split_traffic,
 )
-from horovod_sparse.sparsifiers.rounds.sparse_vectors import SparseVector, discards_meet, missing_in, rounded
 from horovod_sparse.wire import unpack_sum
 
 

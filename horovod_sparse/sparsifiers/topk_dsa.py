@@ -18,9 +18,14 @@ from horovod_sparse.sparsifiers.base import (
     Traffic,
     exchange_selections,
 )
-from horovod_sparse.sparsifiers.rounds.regions import Window, reduce_in_regions, split_traffic
 from horovod_sparse.sparsifiers.rounds.shared import gather_parts
-from horovod_sparse.sparsifiers.rounds.sparse_vectors import SparseVector, rounded
+from horovod_sparse.sparsifiers.rounds.sparse_vectors import (
+    SparseVector,
+    Window,
+    reduce_in_regions,
+    rounded,
+    split_traffic,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from horovod_sparse.arrays import Accumulator, FoldReport, Indices, Values
 from horovod_sparse.collectives import AllGather, AllReduce, AllToAll, Synchronization, part
 from horovod_sparse.sparsifiers.base import BucketInfo, SparseSum, Traffic
-from horovod_sparse.sparsifiers.rounds.regions import Window
+from horovod_sparse.sparsifiers.rounds.sparse_vectors import Window
 from horovod_sparse.wire import WireFormat, carried_norm
 
 #: behind the values of an allreduce: a column of these per rank, which only that rank fills

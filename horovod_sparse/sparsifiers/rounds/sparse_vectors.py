@@ -1,23 +1,30 @@
-"""Sparse vectors: ascending indices and their values, added, cut, and reduced to their largest."""
+"""Sparse vectors: ascending indices and their values, added, cut, reduced, and summed up by regions."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_sparse.arrays import Indices, Values
+from horovod_sparse.arrays import FoldReport, Indices, Values
+from horovod_sparse.collectives import AllToAll, Synchronization, Words
 from horovod_sparse.kernels.host.kth import kth_of
 from horovod_sparse.kernels.host.merge import absent, keys_of, merge_add, split_at
 from horovod_sparse.kernels.layout import bits_dtype
-from horovod_sparse.wire import WireFormat
+from horovod_sparse.sparsifiers.base import BucketInfo, Traffic
+from horovod_sparse.wire import Gathered, WireFormat, pack, unpack_sum
 
 #: bits of a value that survive when it is shared out among ranks whose number is no power of two
 _SHARE_BITS = {"float32": 12, "float64": 26}
 #: 2**32 divided by the golden ratio: its multiples lie evenly, at whichever distance they are taken
 _GOLDEN = 2654435769
+
+
+#: (start, stop), in elements
+Window: TypeAlias = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -157,3 +164,41 @@ def discards_meet(step: int) -> bool:
         [12, 33, 46, 67]
     """
     return (step + 1) * _GOLDEN % 2**32 < 2**28
+
+
+def cut_and_pack(
+    parts: Sequence[SparseVector], report: FoldReport, info: BucketInfo, wire: WireFormat
+) -> tuple[tuple[Words, ...], Values | None]:
+    """Messages of consecutive parts of a vector, each rounded by itself, as its receiver will see it."""
+    messages, errors = [], []
+    for part in parts:
+        seen, error = rounded(part, wire)
+        messages.append(pack(seen.indices, seen.values, report, format=wire, num_elements=info.num_elements))
+        errors.append(np.zeros_like(part.values) if error is None else error)
+    return tuple(messages), None if wire.exact else np.concatenate(errors)
+
+
+def reduce_in_regions(
+    vector: SparseVector, regions: Sequence[Window], report: FoldReport, info: BucketInfo, wire: WireFormat
+) -> Synchronization[tuple[SparseVector, Gathered, Values | None]]:
+    """Sums up all ranks' vectors, each rank in its own region, by one all-to-all."""
+    messages, error = cut_and_pack([cut(vector, *region) for region in regions], report, info, wire)
+    arrived = yield AllToAll(messages)
+    gathered = unpack_sum(np.concatenate(arrived), info.size, wire, info.num_elements, info.value_dtype)
+    total, begin = empty(info.value_dtype), 0
+    for count in gathered.counts:
+        if gathered.values is not None:
+            here = slice(begin, begin + count)
+            total = added(total, SparseVector(gathered.indices[here], gathered.values[here]))
+        begin += int(count)
+    return total, gathered, error
+
+
+def split_traffic(count: int, info: BucketInfo, wire: WireFormat) -> Traffic:
+    """Declared cost of that: nothing leaves if all is in the own region, all if nothing is."""
+    words = [wire.message_words(number, info.num_elements, info.value_dtype) for number in (0, count)]
+    others = info.size - 1
+    # written plainly, elements cost the same in whichever message they are
+    plain = wire.is_plain(info.value_dtype) and wire.quantum == 1
+    most = others * words[0] + words[1] - words[0] if plain else others * words[1]
+    return Traffic(AllToAll, 4 * others * words[0], 4 * most if others else 0)

@@ -17,7 +17,7 @@ from horovod_sparse.sparsifiers.rounds.sparse_vectors import (
     shared_out,
     split_largest,
 )
-from horovod_sparse.sparsifiers.spardl.layout import Layout
+from horovod_sparse.sparsifiers.spardl.team_layout import TeamLayout
 from horovod_sparse.wire import WireFormat
 
 RESIDUAL_MODES = ("global", "partial", "local")
@@ -100,13 +100,18 @@ class Phases:
     """One step of one rank."""
 
     def __init__(
-        self, accumulator: Accumulator, info: BucketInfo, layout: Layout, wire: WireFormat, notes_travel: bool
+        self,
+        accumulator: Accumulator,
+        info: BucketInfo,
+        layout: TeamLayout,
+        wire: WireFormat,
+        notes_travel: bool,
     ) -> None:
         self.ledger = Ledger(accumulator, wire)
         self._accumulator, self._info, self._layout, self._wire = accumulator, info, layout, wire
         self._mail = Mail(accumulator.report, info, wire)
         self._notes_travel = notes_travel
-        self._team, self._position = layout.place(info.rank)
+        self._team, self._position = layout.team_and_position(info.rank)
 
     def scatter_reduce(self) -> Synchronization[SparseVector]:
         """Spar-Reduce-Scatter: this team's sum of this rank's block, its largest elements only.

@@ -13,8 +13,8 @@ from horovod_sparse.collectives import Synchronization
 from horovod_sparse.errors import ArgumentError, UnknownNameError
 from horovod_sparse.sparsifiers.base import BucketInfo, SparseSum, Sparsifier, Traffic
 from horovod_sparse.sparsifiers.rounds.sparse_vectors import discards_meet
-from horovod_sparse.sparsifiers.spardl.layout import Layout, spardl_traffic
 from horovod_sparse.sparsifiers.spardl.phases import RESIDUAL_MODES, Phases
+from horovod_sparse.sparsifiers.spardl.team_layout import TeamLayout, spardl_traffic
 from horovod_sparse.sparsifiers.spardl.teams import (
     SparDLState,
     adjusted,
@@ -108,9 +108,9 @@ class SparDL(Sparsifier):
     def init(self, info: BucketInfo) -> SparDLState:
         return fresh_state(int(self.resolved(info).teams))
 
-    def layout(self, info: BucketInfo, num_selected: int, step: int) -> Layout:
+    def layout(self, info: BucketInfo, num_selected: int, step: int) -> TeamLayout:
         """Teams, blocks and quotas of a step, once teams are resolved."""
-        return Layout(info.size, int(self.teams), info.num_elements, num_selected, step)
+        return TeamLayout(info.size, int(self.teams), info.num_elements, num_selected, step)
 
     def synchronize(
         self, accumulator: Accumulator, state: SparDLState, info: BucketInfo
@@ -121,12 +121,12 @@ class SparDL(Sparsifier):
         facts = {"teams": float(layout.teams)}
 
         block = yield from phases.scatter_reduce()
-        quota = layout.quota(layout.place(info.rank)[1])
+        quota = layout.quota(layout.team_and_position(info.rank)[1])
         after = state
         if layout.teams > 1 and plan.between == "recursive":
             block = yield from phases.recursive_doubling(block)
         elif layout.teams > 1:
-            start, stop = layout.window(layout.place(info.rank)[1])
+            start, stop = layout.window(layout.team_and_position(info.rank)[1])
             keeps_all = quota == stop - start  # a union cannot be longer than the block: no need to send less
             num_sent = quota if keeps_all else num_between_teams(state, quota, layout.teams)
             block, num_after = yield from phases.bruck(block, num_sent)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from horovod_sparse.feedback import parse_recipe
 from horovod_sparse.simulation import SimulatedCluster
-from horovod_sparse.sparsifiers.spardl.layout import Layout
+from horovod_sparse.sparsifiers.spardl.team_layout import TeamLayout
 from support import laws
 from support.cases import CASES, Case, case_id
 from support.sampling import rows_by
@@ -88,7 +88,7 @@ def test_blocks_of_spardl_take_turns_fairly(num_elements: int, team_size: int, d
     first = data.draw(st.integers(0, 1000))
     kept = np.zeros(team_size, int)
     for step in range(first, first + num_elements):
-        layout = Layout(team_size, 1, num_elements, k, step)
+        layout = TeamLayout(team_size, 1, num_elements, k, step)
         quotas = [layout.quota(block) for block in range(team_size)]
         assert sum(quotas) == k
         kept += quotas

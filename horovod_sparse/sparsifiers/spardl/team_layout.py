@@ -9,19 +9,19 @@ from dataclasses import dataclass
 from horovod_sparse.collectives import AllGather, Exchange, part
 from horovod_sparse.sparsifiers.base import BucketInfo, Traffic
 from horovod_sparse.sparsifiers.rounds.pairs import bruck_bags, ceil_log2, mail_words
-from horovod_sparse.sparsifiers.rounds.regions import Window
+from horovod_sparse.sparsifiers.rounds.sparse_vectors import Window
 from horovod_sparse.wire import WireFormat
 
 
 @dataclass(frozen=True)
-class Layout:
+class TeamLayout:
     """P ranks in d teams of Q = P / d; the bucket in Q blocks, in every team alike.
 
     Ranks T * Q ... T * Q + Q - 1 are team T, so that ranks of one host are of one team where that is
     possible.
 
     Example:
-        >>> layout = Layout(size=6, teams=1, num_elements=60, num_selected=12)
+        >>> layout = TeamLayout(size=6, teams=1, num_elements=60, num_selected=12)
         >>> [layout.bag(1, stage) for stage in range(3)]
         [[2], [3, 4], [5, 0]]
         >>> layout.window(5), layout.quota(5)
@@ -44,7 +44,7 @@ class Layout:
         """Rounds of Spar-Reduce-Scatter: ceil(log2 Q)."""
         return ceil_log2(self.team_size)
 
-    def place(self, rank: int) -> tuple[int, int]:
+    def team_and_position(self, rank: int) -> tuple[int, int]:
         """(team, position within it) of a rank."""
         return divmod(rank, self.team_size)
 
@@ -86,10 +86,10 @@ class Layout:
 
 
 def spardl_traffic(
-    info: BucketInfo, layout: Layout, wire: WireFormat, recursive: bool, notes_travel: bool
+    info: BucketInfo, layout: TeamLayout, wire: WireFormat, recursive: bool, notes_travel: bool
 ) -> tuple[Traffic, ...]:
     """All rounds of a step for one rank."""
-    team, position = layout.place(info.rank)
+    team, position = layout.team_and_position(info.rank)
     d, quota = layout.teams, layout.quota(position)
     # of a block, B-SAG may leave as few elements as one team gives
     exact = d == 1 or recursive
