@@ -24,7 +24,7 @@ class WireFormat:
 
     Args:
         values: "exact" (or None; as the accumulator has them), "float64", "float32", "float16",
-            "bfloat16", or "int8" (with a float32 scale per 64 values).
+            "bfloat16", "int8" (with a float32 scale per 64 values), or "2bit" (with two magnitudes per 64).
         indices: "int32" (any order), or for ascending ones "block16" or "gaps" (bit-packed).
         quantum: elements that the payload is rounded up to. A length that repeats from step to step
             stays in Horovod's response cache; a changed one costs an extra negotiation.

@@ -53,7 +53,7 @@ class Case:
     @property
     def value_rounding(self) -> float:
         """Relative error of a value that is written for the wire; 0 where values are exact."""
-        return {"float16": 2.0**-10, "bfloat16": 2.0**-7, "int8": 2.0**-6}.get(
+        return {"float16": 2.0**-10, "bfloat16": 2.0**-7, "int8": 2.0**-6, "2bit": 1.0}.get(
             self.recipe.sparsifier.values, 0.0
         )
 
@@ -61,11 +61,15 @@ class Case:
     def stays_dyadic(self) -> bool:
         """Whether numbers of few bits stay so.
 
-        int8 divides by 127, and leaves residuals of full length; several teams share out what they drop; a
-        quantizer's units are means and norms.
+        int8 divides by 127 and two bits by counts, which leaves residuals of full length; several teams share
+        out what they drop; a quantizer's units are means and norms.
         """
         sparsifier = self.recipe.sparsifier
-        return not self.quantizes and sparsifier.values != "int8" and getattr(sparsifier, "teams", 1) == 1
+        return (
+            not self.quantizes
+            and sparsifier.values not in ("int8", "2bit")
+            and getattr(sparsifier, "teams", 1) == 1
+        )
 
     @property
     def quantizes(self) -> bool:
@@ -167,6 +171,10 @@ CASES: tuple[Case, ...] = (
     _case("qsgd", levels=1, norm="l2", group=32, **_LOSES),
     _case("topk", values="float16", indices="gaps", promises=_EXACT),
     _case("micro", values="float16", indices="gaps", promises=_SKETCH),
+    _case("topk", values="2bit", indices="gaps", promises=_EXACT),
+    _case("exdyna", values="2bit", promises=_SKETCH),
+    _case("spardl", teams="auto", latency_seconds=1.0, values="2bit", indices="gaps"),
+    _case("oktopk", values="2bit"),
     _case("exdyna", values="bfloat16", indices="block16", promises=_SKETCH),
 )
 

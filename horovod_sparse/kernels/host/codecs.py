@@ -1,4 +1,4 @@
-"""Ascending indices into few bits and back, and values into float16, bfloat16 and int8.
+"""Ascending indices into few bits and back, and values into float16, bfloat16, int8 and two bits.
 
 All arrays are one-dimensional views of int32 buffers: `words` as uint32, `offsets` as uint16, half
 types as int16 or uint16. What is read was written by another rank, so each decoder of indices proves
@@ -240,3 +240,55 @@ def decode_int8(codes, scales, out):  # type: ignore[no-untyped-def]
         scale = scales[block]
         for i in range(block * INT8_BLOCK, min((block + 1) * INT8_BLOCK, out.size)):
             out[i] = np.float32(codes[i]) * scale
+
+
+#: Values that share two magnitudes.
+TWO_BIT_BLOCK = 64
+_LARGEST_SIZE = float(np.uint32(0x7F7F0000).view(np.float32))  # of bfloat16, as which magnitudes travel
+
+
+@kernel
+def _size(value):  # type: ignore[no-untyped-def]
+    """The magnitude as float64, at most the largest bfloat16; 0 for NaN."""
+    size = min(abs(np.float64(value)), _LARGEST_SIZE)
+    return size if size == size else 0.0
+
+
+@kernel
+def encode_2bit(values, sizes, signs, larges):  # type: ignore[no-untyped-def]
+    """The sign of every value, and which of two magnitudes per block of `TWO_BIT_BLOCK` values it has.
+
+    Values are split at the mean magnitude of their block; `sizes` are the means of those up to it and of
+    those above. Both are what leaves the least squares of those values.
+    """
+    for block in range(sizes.size // 2):
+        begin = block * TWO_BIT_BLOCK
+        end = min(begin + TWO_BIT_BLOCK, values.size)
+        total = 0.0
+        for i in range(begin, end):
+            total += _size(values[i])
+        mean = total / (end - begin)
+        small, large, above = 0.0, 0.0, 0
+        for word in range(begin >> 5, (end + 31) >> 5):
+            negative, bigger = np.uint32(0), np.uint32(0)
+            for i in range(word << 5, min((word + 1) << 5, end)):
+                size = _size(values[i])
+                negative |= np.uint32(values[i] < 0) << np.uint32(i & 31)
+                if size > mean:
+                    bigger |= np.uint32(1) << np.uint32(i & 31)
+                    large += size
+                    above += 1
+                else:
+                    small += size
+            signs[word], larges[word] = negative, bigger
+        sizes[2 * block] = small / max(end - begin - above, 1)
+        sizes[2 * block + 1] = large / max(above, 1)
+
+
+@kernel
+def decode_2bit(sizes, signs, larges, out):  # type: ignore[no-untyped-def]
+    """The inverse of `encode_2bit`; there is no -0."""
+    for i in range(out.size):
+        word, bit = i >> 5, np.uint32(i & 31)
+        size = sizes[2 * (i // TWO_BIT_BLOCK) + ((larges[word] >> bit) & _ONE)]
+        out[i] = np.float32(0.0) - size if (signs[word] >> bit) & _ONE else size

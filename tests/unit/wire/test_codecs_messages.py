@@ -13,7 +13,7 @@ from horovod_sparse.wire import WireFormat, norms_and_steps, pack, unpack_sum
 from support.sampling import rows_by
 
 quick = settings(max_examples=12, deadline=None, derandomize=True, database=None)
-VALUES = ["exact", "float64", "float32", "float16", "bfloat16", "int8"]
+VALUES = ["exact", "float64", "float32", "float16", "bfloat16", "int8", "2bit"]
 INDICES = ["int32", "block16", "gaps"]
 FORMATS = [WireFormat(values, indices) for values, indices in itertools.product(VALUES, INDICES)]
 NAMES = [f"{item.values}-{item.indices}" for item in FORMATS]

@@ -99,6 +99,7 @@ def test_int8_by_hand():
         ("float16", 65504.0),
         ("bfloat16", (2 - 2.0**-7) * 2.0**127),
         ("int8", None),
+        ("2bit", (2 - 2.0**-7) * 2.0**127),
         ("float32", float(FLOAT32.max)),
     ],
 )
@@ -111,6 +112,38 @@ def test_huge_values_saturate(name, largest, dtype):
         assert rounded[2] == 1.0
     else:
         assert float(FLOAT32.max) * 0.999 < rounded[0] <= float(FLOAT32.max)
+
+
+def test_2bit_by_hand():
+    # block one: 32 times 1, 31 times -3, and -9; mean (32 + 93 + 9) / 64 = 2.09; 1 and 102 / 32 = 3.1875
+    # block two: 5 and -0.5, mean 2.75; and 0, which counts as positive: mean 1.8333; small 0.25, large 5
+    values = np.array([1.0] * 32 + [-3.0] * 31 + [-9.0] + [5.0, -0.5, 0.0], np.float32)
+    words = np.zeros(VALUE_CODECS["2bit"].num_words(67), np.uint32)
+    VALUE_CODECS["2bit"].encode(values, words)
+    assert words.size == 2 + 3 + 3
+    small, large = np.array([1.0, 3.1875], np.float32).view(np.uint32) >> 16
+    assert [hex(word) for word in words] == [
+        hex(small | large << 16),
+        hex(0x3E80 | 0x40A0 << 16),  # 0.25 and 5
+        *("0x0", "0xffffffff", "0x2"),
+        *("0x0", "0xffffffff", "0x1"),
+    ]
+    assert WireFormat("2bit").round(values).tolist() == [1.0] * 32 + [-3.1875] * 32 + [5.0, -0.25, 0.25]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@quick
+@given(data=st.data())
+def test_2bit_loses_less_than_there_is_and_nothing_the_second_time(dtype, data):
+    """So error feedback contracts; and a rank that writes what it has rounded sends what it keeps."""
+    values = data.draw(arrays(dtype, min_value=-1e9, max_value=1e9))
+    rounded = WireFormat("2bit").round(values)
+    assert WireFormat("2bit").round(rounded).tobytes() == rounded.tobytes()
+    for start in range(0, values.size, 64):
+        block, seen = (one[start : start + 64].astype(np.float64) for one in (values, rounded))
+        squares = np.square(block).sum()
+        assert np.square(block - seen).sum() <= squares * (1 - 1 / 64 + 2.0**-16) + 1e-70
+        assert np.unique(np.abs(seen)).size <= 2
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
