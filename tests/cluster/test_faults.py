@@ -16,7 +16,7 @@ from cluster.script import NAME, SCRIPT, cluster
 from cluster.test_run import _mpi_here
 
 _WORKER = Path(__file__).resolve().parents[1] / "faults" / "worker.py"
-_HOSTS, _LAST_STEP, _DOWN_SECONDS, _LOST = 3, 11, 10.0, 0.02
+_HOSTS, _LAST_STEP, _DOWN_SECONDS, _LOST = 3, 11, 5.0, 0.02
 
 
 def _entries(folder: Path, rank: int, what: str) -> dict[int, str]:
@@ -64,7 +64,7 @@ def test_a_link_that_is_down_and_one_that_loses_packets(kind: str, tmp_path: Pat
         assert steps < _LAST_STEP, "nobody goes on without the others"
         on_host("ip", "link", "set", "eth0", "up")
         # TCP tries again after twice the time that it has waited before
-        assert _until(run, tmp_path, "down", _LAST_STEP) < 3 * _DOWN_SECONDS
+        assert _until(run, tmp_path, "down", _LAST_STEP) < 6 * _DOWN_SECONDS
 
         lose = ["INPUT", "-i", "eth0", "-m", "statistic", "--mode", "random", "--probability", str(_LOST)]
         if can_lose:

@@ -48,6 +48,7 @@ def test_allreduce_across_hosts(slow: str, kind: str) -> None:
     assert _processes(slow) == []
 
 
+@pytest.mark.nightly
 def test_two_levels_on_hosts_of_two_ranks(slow: str) -> None:
     """Six ranks on three hosts: what Horovod tells of hosts is enough, and nothing is lost.
 

@@ -25,6 +25,7 @@ from horovod_sparse.topology import Topology
 from horovod_sparse.training import agreement
 from support.cases import on_ranks
 from support.memories import choose_memory
+from support.sampling import rows_by
 
 ZEROS = {name: np.zeros(shape) for name, shape in SHAPES.items()}
 #: in which all ranks have to have an error
@@ -121,7 +122,7 @@ def test_some_of_the_ranks_train_alone(engine: Engine, process_set: Any) -> None
 
 
 @pytest.mark.needs("device")
-@pytest.mark.parametrize("case", on_ranks())
+@pytest.mark.parametrize("case", on_ranks("exdyna", "oktopk", "qsgd"))
 def test_gradients_of_a_device_have_the_hosts_bits(engine: Engine, case: Any, monkeypatch: Any) -> None:
     """As if a GPU held them: its memory, on tensors of the CPU."""
     trainings = []
@@ -452,7 +453,7 @@ def test_another_version_is_told_to_all(engine: Engine, monkeypatch: Any) -> Non
 
 @pytest.mark.needs("levels")
 @pytest.mark.hosts
-@pytest.mark.parametrize("case", on_ranks())
+@pytest.mark.parametrize("case", on_ranks("topk", "exdyna", "cltk-values=int8", "oktopk", "qsgd"))
 def test_two_levels_equal_the_simulators(engine: Engine, case: Any, hosts: Topology) -> None:
     recipe = case.at(0.1)
     training = engine.train(recipe, levels="host")
@@ -468,8 +469,7 @@ def test_two_levels_equal_the_simulators(engine: Engine, case: Any, hosts: Topol
 
 @pytest.mark.needs("levels")
 @pytest.mark.hosts
-@pytest.mark.parametrize("text", ["topk:density=0.1", "exdyna:density=1.0"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@rows_by("text,dtype", ["topk:density=0.1", "exdyna:density=1.0"], ["float32", "bfloat16"])
 def test_shared_memory_gives_the_bits_of_messages(
     engine: Engine, text: str, dtype: str, hosts: Topology, monkeypatch: Any
 ) -> None:
@@ -506,8 +506,12 @@ def test_a_bad_rank_of_a_host_is_an_error_on_all(engine: Engine, where: str, hos
 
 @pytest.mark.needs("levels")
 @pytest.mark.hosts
-@pytest.mark.parametrize("way", [("flat", "host"), ("host", "flat"), ("host", "host")], ids="-".join)
-@pytest.mark.parametrize("feedback", ["error", "momentum(momentum=0.5)"])
+@rows_by(
+    "way,feedback",
+    [("flat", "host"), ("host", "flat"), ("host", "host")],
+    ["error", "momentum(momentum=0.5)"],
+    ids="-".join,
+)
 def test_what_was_saved_loads_at_other_levels(
     engine: Engine, way: Any, feedback: str, hosts: Topology
 ) -> None:

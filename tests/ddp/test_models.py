@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from horovod_sparse import ddp
 from support.replicas import in_small_buckets, same_on_all_replicas
+from support.sampling import rows_by
 
 
 class _Net(torch.nn.Module):
@@ -80,9 +81,10 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("views", [False, True], ids=["copied", "views"])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("loop", ["plain", "several forward passes", "several backward passes", "no_sync"])
+LOOPS = ["plain", "several forward passes", "several backward passes", "no_sync"]
+
+
+@rows_by("shape,loop,views", SHAPES, LOOPS, [False, True], each=2)
 def test_density_one_does_as_the_allreduce(shape, loop, views, rank):
     if shape == "norm" and loop == "several forward passes":
         pytest.skip("DistributedDataParallel broadcasts buffers between the passes, which no backward allows")

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["HOSTS", "Diary", "Job", "elastic_job"]
+__all__ = ["HOSTS", "Diary", "Job", "elastic_job", "of"]
 
 #: what the resolver takes for this machine
 HOSTS = ("localhost", "127.0.0.1", "127.1", "127.0.1", "Localhost", "LOCALHOST")
@@ -34,6 +34,11 @@ _ENVIRONMENT = {
     "TF_CPP_MIN_LOG_LEVEL": "2",
     "HOROVOD_GLOO_TIMEOUT_SECONDS": "60",
 }
+
+
+def of(entries: list[dict[str, Any]], what: str, **facts: Any) -> list[dict[str, Any]]:
+    """Entries of a kind."""
+    return [e for e in entries if e["what"] == what and all(e[name] == facts[name] for name in facts)]
 
 
 class Diary:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from elastic.job import HOSTS, elastic_job
-from elastic.test_torch import WORKER, lawful, of
+from elastic.job import HOSTS, elastic_job, of
+from elastic.test_torch import WORKER, lawful
 from horovod_sparse.cost import AlphaBeta, assumed_profile
 
 THREE = [[0, 1], [2, 3], [4, 5]]

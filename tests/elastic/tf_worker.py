@@ -1,6 +1,6 @@
 """A worker of an elastic job in TensorFlow: trains, and does what its argument says at some batch.
 
-``tf_worker.py '{"batches": 20, "compression": "topk:density=0.2", ...}' FOLDER``; see `Task`.
+``tf_worker.py '{"batches": 20, "trained": ["graph topk:density=0.2"], ...}' FOLDER``; see `Task`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
+import horovod.tensorflow as stock
 import numpy as np
 import tensorflow as tf
 from horovod.common.elastic import ObjectState
@@ -27,7 +28,7 @@ from horovod.tensorflow.functions import broadcast_object
 import horovod_sparse.tensorflow as hvd
 from elastic.job import Diary
 
-LENGTH = 40
+LENGTH, RATE = 40, 0.1
 
 
 @dataclass
@@ -35,25 +36,64 @@ class Task:
     """What the worker does.
 
     Attributes:
-        compression: as text; "none" for stock Horovod's dense way.
+        trained: ways to train, each with a compression of its own: "graph" and "eager" by a tape, whose
+            embedding gives tf.IndexedSlices; "stock" by stock Horovod's tape with our compressor; "keras" by
+            an optimizer of Keras 3.
         batches: in all.
-        way: "graph" and "eager": a tape; "stock": stock Horovod's tape with our compressor; "keras": an
-            optimizer of Keras 3.
         killed: by host, the batch in which its worker kills itself.
         nan: by host, the batch in which its gradient is NaN.
         until: the number of ranks there must be before the last batches, by batch: the job waits there.
-        slices: whether an embedding gives tf.IndexedSlices.
-        rate: learning rate.
     """
 
-    compression: str = "topk:density=0.2"
+    trained: list[str] = field(default_factory=lambda: ["graph topk:density=0.2"])
     batches: int = 12
-    way: str = "graph"
     killed: dict[str, int] = field(default_factory=dict)
     nan: dict[str, int] = field(default_factory=dict)
     until: dict[str, int] = field(default_factory=dict)
-    slices: bool = False
-    rate: float = 0.1
+
+
+class Training:
+    """Variables, and what synchronizes their gradients: that of the table's row 3 is 1 on every rank."""
+
+    def __init__(self, text: str) -> None:
+        self.way, _, compression = text.partition(" ")
+        self.weight = tf.Variable(tf.zeros([LENGTH]), name=f"{self.way}_weight")
+        self.table = tf.Variable(tf.zeros([6, 2]), name=f"{self.way}_table")
+        self.slices = self.way in ("graph", "eager")
+        self.variables = [self.weight, self.table] if self.slices else [self.weight]
+        self.compression = hvd.Compression.parse(compression)
+        if self.way == "keras":
+            import horovod_sparse.tensorflow.keras
+
+            self.optimizer = horovod_sparse.tensorflow.keras.DistributedOptimizer(
+                tf.keras.optimizers.SGD(RATE), compression=self.compression
+            )
+        self.step = self._step if self.way == "eager" else tf.function(self._step)
+
+    def _step(self, factor: Any, rank: Any) -> None:
+        with tf.GradientTape() as tape:
+            # a different optimum on every rank
+            loss = factor * tf.reduce_sum((self.weight - tf.range(LENGTH, dtype=tf.float32) - rank) ** 2)
+            if self.slices:
+                loss += tf.reduce_sum(tf.gather(self.table, [tf.cast(rank, tf.int32), 3]))
+        if self.way == "keras":
+            gradients = tape.gradient(loss, self.variables)
+            self.optimizer.apply_gradients(zip(gradients, self.variables, strict=True))
+            return
+        module = stock if self.way == "stock" else hvd
+        tape = module.DistributedGradientTape(tape, compression=self.compression)
+        for variable, gradient in zip(self.variables, tape.gradient(loss, self.variables), strict=True):
+            variable.assign_sub(RATE * tf.convert_to_tensor(gradient))
+
+    def facts(self) -> dict[str, Any]:
+        values = b"".join(item.numpy().tobytes() for item in self.variables)
+        found: dict[str, Any] = {"way": self.way, "digest": hashlib.sha256(values).hexdigest()[:12]}
+        if self.slices:
+            found["table"] = self.table.numpy().tolist()
+        if self.way != "stock":  # which does not say where it stands
+            entry = self.compression.state_dict()
+            found |= {"step": entry["step"], "states": [one["state"]["step"] for one in entry["buckets"]]}
+        return found
 
 
 class State(ObjectState):
@@ -88,41 +128,7 @@ def main(task: Task, folder: Path) -> None:
     hvd.init()
     diary = Diary(folder)
     diary.note("begun", rank=hvd.rank(), size=hvd.size())
-    weight = tf.Variable(tf.zeros([LENGTH]), name="weight")
-    table = tf.Variable(tf.zeros([6, 2]), name="table")
-    variables = [weight, table] if task.slices else [weight]
-    compression = hvd.Compression.parse(task.compression)
-
-    def loss_of(factor: Any, rank: Any) -> Any:
-        # a different optimum on every rank; that of the sum is known
-        loss = factor * tf.reduce_sum((weight - tf.range(LENGTH, dtype=tf.float32) - rank) ** 2)
-        if task.slices:
-            loss += tf.reduce_sum(tf.gather(table, [tf.cast(rank, tf.int32), 3]))
-        return loss
-
-    def gradients(factor: Any, rank: Any) -> list[Any]:
-        with tf.GradientTape() as tape:
-            loss = loss_of(factor, rank)
-        tape = (hvd if task.way != "stock" else stock()).DistributedGradientTape(
-            tape, compression=compression
-        )
-        return list(tape.gradient(loss, variables))
-
-    if task.way == "keras":
-        optimizer = keras_optimizer(task.rate, compression)
-
-    def step(factor: Any, rank: Any) -> None:
-        if task.way == "keras":
-            with tf.GradientTape() as tape:
-                loss = loss_of(factor, rank)
-            optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
-            return
-        for variable, gradient in zip(variables, gradients(factor, rank), strict=True):
-            dense = tf.convert_to_tensor(gradient)
-            variable.assign_sub(task.rate * dense)
-
-    if task.way != "eager":
-        step = tf.function(step)
+    trainings = [Training(text) for text in task.trained]
 
     @run
     def train(state: State) -> str:
@@ -136,35 +142,17 @@ def main(task: Task, folder: Path) -> None:
                 diary.note("dies", batch=state.batch)
                 os.kill(os.getpid(), signal.SIGKILL)
             bad = task.nan.get(diary.host) == state.batch
-            step(tf.constant(float("nan") if bad else 1.0), tf.constant(float(hvd.rank())))
+            for training in trainings:
+                training.step(tf.constant(float("nan") if bad else 1.0), tf.constant(float(hvd.rank())))
             state.batch += 1
-            digest = hashlib.sha256(b"".join(item.numpy().tobytes() for item in variables)).hexdigest()[:12]
-            facts: dict[str, Any] = {"table": table.numpy().tolist()} if task.slices else {}
-            if task.way != "stock":
-                entry = compression.state_dict()
-                states = [bucket["state"]["step"] for bucket in entry["buckets"]]
-                facts |= {"step": entry["step"], "states": states}
-            diary.note("batch", batch=state.batch, rank=hvd.rank(), size=hvd.size(), digest=digest, **facts)
+            facts = [training.facts() for training in trainings]
+            diary.note("batch", batch=state.batch, rank=hvd.rank(), size=hvd.size(), trained=facts)
             state.commit()
         return "finished"
 
+    variables = [variable for training in trainings for variable in training.variables]
     ended = train(State(variables, batch=0))
-    away = float(np.abs(weight.numpy() - np.arange(LENGTH) - (hvd.size() - 1) / 2).max())
-    diary.note("ended", value=ended, away=away, size=hvd.size())
-
-
-def keras_optimizer(rate: float, compression: Any) -> Any:
-    import horovod_sparse.tensorflow.keras
-
-    return horovod_sparse.tensorflow.keras.DistributedOptimizer(
-        tf.keras.optimizers.SGD(rate), compression=compression
-    )
-
-
-def stock() -> Any:
-    import horovod.tensorflow
-
-    return horovod.tensorflow
+    diary.note("ended", value=ended, size=hvd.size())
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-KERAS = pytest.param("tensorflow2_keras_mnist", marks=pytest.mark.tensorflow)
+KERAS = pytest.param("tensorflow2_keras_mnist", marks=[pytest.mark.tensorflow, pytest.mark.nightly])
 #: launched by torchrun
 WITHOUT_HOROVOD = ("ddp_digits", "imagenet_resnet50")
 
@@ -73,6 +73,3 @@ def test_a_dry_run_takes_every_path_but_the_data(example: str, tmp_path: Path) -
     if curves:
         (file,) = (tmp_path / "curves").iterdir()
         assert b"sparse/density_union" in file.read_bytes()
-    if example == "cifar10_resnet":  # the epoch is there already: nothing is left to do
-        again = launched(example, tmp_path / "again.json", "--dry-run", *arguments[-2:])
-        assert again["final_loss"] == 0.0 and again["accuracy"] == run["accuracy"]

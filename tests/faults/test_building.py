@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,20 +13,23 @@ WORKER = Path(__file__).with_name("building_worker.py")
 SECONDS = 20.0
 
 
-DEFAULT = {"torch": "raised", "tape": "variable", "keras": "caught"}
+#: by day; nights have every framework in every way
+BY_DAY = (("torch", "raised"), ("keras", "variable"))
+CASES = [
+    pytest.param(
+        framework,
+        way,
+        marks=[
+            *([] if framework == "torch" else [pytest.mark.tensorflow]),
+            *([] if (framework, way) in BY_DAY else [pytest.mark.nightly]),
+        ],
+    )
+    for framework in ("torch", "tape", "keras")
+    for way in ("raised", "caught", "variable")
+]
 
 
-def cases() -> list[Any]:
-    """Every framework in every way; one of each by day."""
-    marks = {"torch": (), "tape": (pytest.mark.tensorflow,), "keras": (pytest.mark.tensorflow,)}
-    return [
-        pytest.param(name, way, marks=(*marks[name], *(() if way == day else (pytest.mark.nightly,))))
-        for name, day in DEFAULT.items()
-        for way in ("raised", "caught", "variable")
-    ]
-
-
-@pytest.mark.parametrize(("framework", "way"), cases())
+@pytest.mark.parametrize(("framework", "way"), CASES)
 def test_the_others_raise_what_one_rank_has_met(tmp_path: Path, framework: str, way: str) -> None:
     command = ["horovodrun", "--gloo", "-np", "2", sys.executable, str(WORKER), framework, way, str(tmp_path)]
     quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}

@@ -15,10 +15,12 @@ from typing import Any
 
 import pytest
 
+from support.sampling import rest_nightly
+
 WORKER, TF_WORKER = (Path(__file__).with_name(name) for name in ("worker.py", "tf_worker.py"))
 RANKS = 2
 #: seconds in which a job has to begin, and in which it has to end after a fault: on a busy machine
-BEGINS, ENDS = 90.0, 10.0
+BEGINS, ENDS = 120.0, 20.0
 
 
 class Job:
@@ -78,7 +80,7 @@ def job(
                 os.kill(pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("mode", ["killed", "failed", pytest.param("starved", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("mode", rest_nightly(["failed", "killed", "starved"], ["failed"]))
 def test_a_rank_that_dies_ends_the_job(mode, tmp_path):
     with job(mode, tmp_path) as run:
         run.until(RANKS - 1, what=mode, dies=True)
@@ -128,7 +130,7 @@ def test_what_a_job_outlives(tmp_path):
     with job("survived", tmp_path) as run:
         pid = run.until(RANKS - 1, what="stopped", step=2)["pid"]
         os.kill(pid, signal.SIGSTOP)
-        time.sleep(5.0)
+        time.sleep(3.0)
         os.kill(pid, signal.SIGCONT)
         for rank in range(RANKS):  # the others may write the last step after rank 0 has
             run.until(rank, what="stopped", step=11)
@@ -140,16 +142,14 @@ def test_what_a_job_outlives(tmp_path):
             told = [e["message"] for e in run.entries(rank) if e["what"] == "full disk" and "message" in e]
             assert "could not write rank-00001.npz" in told[0] and full
         hung = run.until(0, what="hung", missing=[RANKS - 1])
-        assert 2.0 <= hung["waited"] < 6.0 and "bucket0" in hung["bucket"]
+        assert 2.0 <= hung["waited"] < 15.0 and "bucket0" in hung["bucket"]
         resumed = [{step: item for step, item in one.items() if step >= 5} for one in plain]
         assert run.digests("full disk again") == resumed, "the checkpoint before it goes on bit for bit"
         run.ended(30.0)
 
 
 @pytest.mark.tensorflow
-@pytest.mark.parametrize(
-    "way", ["fit", "stock", *(pytest.param(way, marks=pytest.mark.nightly) for way in ("mixed", "eager"))]
-)
+@pytest.mark.parametrize("way", rest_nightly(["fit", "stock", "mixed", "eager"], ["fit"]))
 def test_a_graph_that_waits_for_a_rank_ends(way, tmp_path):
     """By the user's deadline: on Gloo Horovod alone waits for ever."""
     with job(f"{way}-asleep", tmp_path, TF_WORKER) as run:
@@ -158,7 +158,7 @@ def test_a_graph_that_waits_for_a_rank_ends(way, tmp_path):
         (told,) = [entry for entry in run.entries(0) if "error" in entry]
         assert "DeadlineError: round 0 of " in f"{told['error']}: {told['message']}"
         assert f"rank {RANKS - 1} does not wait" in told["message"]
-        assert 2.0 <= told["waited"] < 7.0
+        assert 2.0 <= told["waited"] < 15.0
         assert max(entry["step"] for entry in run.entries(0) if "step" in entry) == 4
         (late,) = [entry for entry in run.entries(RANKS - 1) if "error" in entry]
         assert "shut down" in late["message"], "no rank goes on alone"

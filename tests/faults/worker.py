@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -27,7 +28,7 @@ STEPS, FAULT_STEP = 12, 5
 class Training:
     """Whose gradients depend on rank and step alone."""
 
-    def __init__(self, folder: Path, what: str, **more: float) -> None:
+    def __init__(self, folder: Path, what: str, **more: Any) -> None:
         self.rank, self.what = hvd.rank(), what
         self.path = folder / f"rank-{self.rank}.jsonl"
         self.model = LinearModel(SHAPES)
@@ -65,9 +66,16 @@ def fail() -> None:
     raise RuntimeError("the loss of this rank cannot be differentiated")
 
 
-def killed(folder: Path) -> None:
-    training = Training(folder, "killed")
+def begun(folder: Path, what: str, **more: Any) -> Training:
+    """After some steps, which all ranks have written down."""
+    training = Training(folder, what, **more)
     training.steps(0, FAULT_STEP)
+    hvd.barrier()
+    return training
+
+
+def killed(folder: Path) -> None:
+    training = begun(folder, "killed")
     in_backward(training, lambda: (training.note(dies=True), os.kill(os.getpid(), signal.SIGKILL)))
     training.steps(FAULT_STEP, STEPS)
 
@@ -81,8 +89,7 @@ def starve() -> None:
 
 
 def starved(folder: Path) -> None:
-    training = Training(folder, "starved")
-    training.steps(0, FAULT_STEP)
+    training = begun(folder, "starved")
     training.note(dies=True)
     in_backward(training, starve)
     training.steps(FAULT_STEP, STEPS)
@@ -95,8 +102,7 @@ def networked(folder: Path) -> None:
 
 
 def failed(folder: Path) -> None:
-    training = Training(folder, "failed")
-    training.steps(0, FAULT_STEP)
+    training = begun(folder, "failed")
     training.note(dies=True)
     in_backward(training, fail)
     training.steps(FAULT_STEP, STEPS)
@@ -115,8 +121,7 @@ def in_the_sum(training: Training, act) -> None:
 
 def summing(folder: Path) -> None:
     """Two ranks of a host, one of which is killed while it sums up."""
-    training = Training(folder, "summing", levels="host")
-    training.steps(0, FAULT_STEP)
+    training = begun(folder, "summing", levels="host")
     in_the_sum(training, lambda: (training.note(dies=True), os.kill(os.getpid(), signal.SIGKILL)))
     try:
         training.steps(FAULT_STEP, STEPS)
@@ -151,14 +156,13 @@ def survived(folder: Path) -> None:
     again.note(loaded=hvd.load(folder / "saved", again.optimizer, model=again.model))
     again.steps(FAULT_STEP, STEPS)
 
-    training = Training(folder, "hung", deadline_seconds=2.0, levels="host")
-    training.steps(0, FAULT_STEP)
+    training = begun(folder, "hung", deadline_seconds=2.0, levels="host")
     in_the_sum(training, lambda: time.sleep(4.0) or os._exit(0))
-    begun = time.perf_counter()
+    since = time.perf_counter()
     try:
         training.steps(FAULT_STEP, STEPS)
     except DeadlineError as error:
-        seconds = time.perf_counter() - begun
+        seconds = time.perf_counter() - since
         training.note(bucket=error.bucket, missing=list(error.missing or ()), waited=seconds)
 
 

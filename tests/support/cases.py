@@ -194,9 +194,11 @@ REPRESENTATIVES = tuple(
 )
 
 
-def on_ranks() -> list[Any]:
-    """The table as parameters of a test on real ranks: `scripts/test --all` runs all of it."""
+def on_ranks(*names: str) -> list[Any]:
+    """The table as parameters of a test on real ranks: by day these rows, or the representatives."""
+    by_day = names or tuple(map(case_id, REPRESENTATIVES))
+    named = {case_id(case): case for case in CASES}
     return [
-        pytest.param(case, id=case_id(case), marks=[] if case in REPRESENTATIVES else pytest.mark.nightly)
-        for case in CASES
+        pytest.param(case, id=name, marks=[] if name in by_day else pytest.mark.nightly)
+        for name, case in named.items()
     ]

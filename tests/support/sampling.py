@@ -11,6 +11,10 @@ import pytest
 __all__ = ["rest_nightly", "rows_by"]
 
 
+def named(value: Any) -> str:
+    return getattr(value, "__name__", str(value))
+
+
 def rows_by(
     names: str,
     rows: Iterable[Any],
@@ -34,7 +38,7 @@ def rows_by(
     for number, row in enumerate(rows):
         for turn, combination in enumerate(combinations):
             marks = [] if (turn - number) % len(combinations) % stride == 0 else [pytest.mark.nightly]
-            words = [ids(row) if ids else str(row), *map(str, combination)]
+            words = [ids(row) if ids else named(row), *map(named, combination)]
             made.append(pytest.param(row, *combination, marks=marks, id="-".join(words)))
     return pytest.mark.parametrize(names, made)
 

@@ -201,6 +201,7 @@ def test_ranks_share_other_hosts_after_another_start(monkeypatch, rank, size):
     assert same_on_all_ranks(*found.values())
 
 
+@pytest.mark.nightly
 def test_what_auto_decides_by_is_measured(size, per_host):
     """Both levels, as a training's requests travel."""
     if size < 4:

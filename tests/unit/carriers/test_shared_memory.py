@@ -166,15 +166,14 @@ def test_a_sum_of_copies_stays_when_others_write_their_next():
     assert np.array_equal(found.joined(np.dtype(np.float32)), wanted[:25])
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.ENOMEM, errno.EMFILE])
-def test_one_rank_without_memory_and_all_send_messages(number, monkeypatch, caplog):
+def test_one_rank_without_memory_and_all_send_messages(monkeypatch, caplog):
     """As in a container with too little of it: an error when memory is taken, no signal later."""
     topology, made = Topology.regular(2, 2), []
 
     def populate(memory, descriptor, size):
         made.append(size)
         if len(made) == 3:
-            raise OSError(number, os.strerror(number))
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(shared_memory, "_populate", populate)
     before, parts = num_held(), parts_for(1001, topology)
@@ -182,7 +181,7 @@ def test_one_rank_without_memory_and_all_send_messages(number, monkeypatch, capl
         for _ in range(2):
             made.clear()
             words = agree(parts, topology)
-    assert len(set(words)) == 1 and os.strerror(number) in words[0] and "ranks [2]" in words[0]
+    assert len(set(words)) == 1 and os.strerror(errno.ENOSPC) in words[0] and "ranks [2]" in words[0]
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert not lends(parts) and num_held() == before
     run(parts, topology, 1001, "float32")

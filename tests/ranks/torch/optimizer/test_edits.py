@@ -12,6 +12,7 @@ from horovod_sparse.merging import Plan
 from support.dyadic import gradients_for
 from support.linear import LinearModel, same_on_all_ranks
 from support.optimizers import gradients_of, make, residuals_of, train_step
+from support.sampling import rows_by
 
 SHAPES = {"first": (40, 30), "bias": (7,), "scalar": (), "second": (3, 5, 11)}
 gradients = gradients_for(SHAPES)
@@ -63,8 +64,7 @@ def wrapped(kind, model):
     return drop_in(model) if kind == "drop-in" else make(model, "topk:density=0.1", **PLANS[kind])
 
 
-@pytest.mark.parametrize("kind", [*PLANS, "drop-in"])
-@pytest.mark.parametrize("who", ["all", "one"])
+@rows_by("kind,who", [*PLANS, "drop-in"], ["one", "all"])
 def test_an_edit_between_backward_and_step_is_an_error_on_every_rank(kind, who, rank, size):
     """Also where a single rank has changed something; and training goes on after it."""
     for name, edit in EDITS.items():
@@ -174,8 +174,9 @@ def test_arguments_are_checked():
         make(LinearModel(SHAPES), "none", max_grad_norm=1.0)
 
 
-@pytest.mark.parametrize("kind", [*PLANS, "drop-in"])
-@pytest.mark.parametrize("feedback", ["error", "momentum(momentum=0.5)", "error(clip_norm=20.0)"])
+@rows_by(
+    "feedback,kind", ["error", "momentum(momentum=0.5)", "error(clip_norm=20.0)"], [*PLANS, "drop-in"], each=2
+)
 def test_the_whole_gradient_of_a_bad_rank_is_dropped(kind, feedback, rank, size):
     """Inf in one bucket, and values of 1e30 beside it and in the others: nothing of it arrives later."""
     sick, model = size - 1, LinearModel(SHAPES)

@@ -14,6 +14,7 @@ from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.merging import Plan
 from support.linear import same_on_all_ranks
 from support.optimizers import residuals_of
+from support.sampling import rows_by
 
 
 def model_of(seed: int = 0) -> torch.nn.Module:
@@ -97,14 +98,13 @@ def train(name: str, move, rank: int) -> list[torch.Tensor]:
     return [parameter.detach().clone().contiguous() for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize("move", MOVES)
-def test_gradients_are_found_wherever_their_memory_is(move, rank):
+@rows_by("move,name", MOVES, list(OURS)[1:], each=2)
+def test_gradients_are_found_wherever_their_memory_is(move, name, rank):
     expected = train("stock", reference(move), rank)
-    for name in list(OURS)[1:]:
-        found = train(name, MOVES[move], rank)
-        assert same_on_all_ranks(*found), name
-        for one, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-6, msg=name)
+    found = train(name, MOVES[move], rank)
+    assert same_on_all_ranks(*found)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize("name", ["own", "own, small buckets", "own, dense"])
@@ -123,8 +123,7 @@ def test_the_sum_arrives_though_gradients_move_before_the_step(name, rank):
             torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize("name", ["own", "own, small buckets", "own, dense", "drop-in"])
-@pytest.mark.parametrize("when", [0, 2])
+@rows_by("name,when", ["own", "own, small buckets", "own, dense", "drop-in"], [0, 2])
 def test_a_model_may_become_double(name, when, rank):
     results = []
     for who in ("stock", name):

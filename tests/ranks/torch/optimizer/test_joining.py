@@ -12,6 +12,7 @@ import horovod_sparse.torch as hvd
 from horovod_sparse.errors import StateMismatchError, UnsupportedError
 from support.linear import LinearModel, dyadic, same_on_all_ranks
 from support.optimizers import make, residuals_of
+from support.sampling import rows_by
 
 SHAPES = {"first": (40, 30), "bias": (7,), "second": (3, 5, 11), "late": (6, 8)}
 
@@ -39,10 +40,14 @@ def frozen(how):
     return model, [model.first, model.second]
 
 
-@pytest.mark.parametrize("moment", ["before the first step", "between steps", "within a step"])
-@pytest.mark.parametrize("how", [thaw, add_named])
-@pytest.mark.parametrize("named", [True, False])
-def test_parameters_that_join_are_synchronized_from_then_on(how, named, moment, rank, size):
+@rows_by(
+    "moment,how,named",
+    ["before the first step", "between steps", "within a step"],
+    [thaw, add_named],
+    [True, False],
+    each=2,
+)
+def test_parameters_that_join_are_synchronized_from_then_on(moment, how, named, rank, size):
     """With everything sent, weights are those of dense training on all ranks' gradients."""
     model, parameters = frozen(how)
     optimizer = hvd.DistributedOptimizer(

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import horovod_sparse.torch as hvd
 from support.linear import same_on_all_ranks
+from support.sampling import rest_nightly
 
 STEPS = 4
 
@@ -95,7 +96,7 @@ def sparsely(optimizer, model):
     return hvd.DistributedOptimizer(optimizer, model.named_parameters(), hvd.Compression.topk(density=1.0))
 
 
-@pytest.mark.parametrize("backend", [None, "aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("backend", rest_nightly([None, "aot_eager", "inductor"], [None]))
 @pytest.mark.parametrize("name", MODELS)
 def test_it_is_dense_training(name, backend, rank):
     if backend is not None and name == "reentrant checkpointing":

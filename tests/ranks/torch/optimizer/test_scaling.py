@@ -15,6 +15,7 @@ from horovod_sparse.tensors.loss_scale import scaled_by, watch_scalers
 from support.dyadic import gradients_for
 from support.linear import LinearModel, dyadic, same_on_all_ranks
 from support.optimizers import make, residuals_of
+from support.sampling import rows_by
 
 SHAPES = {"first": (40, 30), "bias": (7,), "scalar": (), "second": (3, 5, 11)}
 #: a scale that grows and falls, at the ends of steps
@@ -90,8 +91,7 @@ def train(wrap, text, loop, rank, *, scales=SCALES, bad=None, size=2):
     return history, optimizer
 
 
-@pytest.mark.parametrize("text", RECIPES)
-@pytest.mark.parametrize("loop", LOOPS)
+@rows_by("text,loop", RECIPES, LOOPS)
 def test_a_scale_that_changes_changes_no_update(text, loop, rank):
     expected, unscaled = train(own, text, None, rank)
     found, optimizer = train(own, text, loop, rank)
