@@ -198,6 +198,22 @@ def test_what_is_no_entry_is_refused(found: Any) -> None:
         check_entry(found, None, "{}")
 
 
+@pytest.mark.parametrize(
+    ("name", "field", "value"),
+    [
+        ("oktopk", "bounds", np.array([-5])),
+        ("oktopk", "global_threshold", -1.0),
+        ("sidco", "recent", [-1.0]),
+        ("sidco", "num_stages", 0),
+    ],
+)
+def test_what_no_sparsifier_comes_to_is_refused(name: str, field: str, value: Any) -> None:
+    entry = copy.deepcopy(ENTRIES[name])
+    entry["buckets"][0]["state"][field] = value
+    with pytest.raises(StateMismatchError, match=rf"buckets\[0\]\.state.*{field}"):
+        load_entry(ArrayEngine(RECIPES[name], ONE, (1, 2)), entry, 1.0)
+
+
 def test_the_error_names_the_field() -> None:
     entry = copy.deepcopy(ENTRIES["exdyna"])
     entry["buckets"][0]["state"]["threshold"]["share"] = float("nan")
