@@ -12,6 +12,7 @@ from horovod_sparse.planning import plan_request
 from horovod_sparse.planning.calibration.steps import (
     BackwardRecorder,
     BackwardTimes,
+    _scaled,
     corrected,
     mean_times,
     measured_step,
@@ -65,24 +66,34 @@ def test_time_per_bucket_and_time_per_iteration_are_told_apart():
 
 def test_what_a_prediction_is_too_long_by_is_taken_off_all_costs_alike():
     """The plan in use is then predicted as it was measured; forward and backward are as they were."""
-    level = {"allgather": Fit(1e-3, 1e-8), "reducescatter": Fit(1e-3, 1e-8)}
-    whole = dataclasses.replace(PROFILE, decoding={"topk": Fit(1e-5, 0.0, 1e-8)}, levels={"host": level})
     collectives = {**PROFILE.collectives, "allgather": Fit(5e-4, 1e-8)}
-    fast = dataclasses.replace(whole, selection={"topk": Fit(5e-5, 1e-9)}, collectives=collectives)
-    found = corrected(whole, measured(fast, SINGLE), SINGLE, FACTS, TOPK, 2)
-    assert seconds(whole, SINGLE) > 1.02 * seconds(fast, SINGLE)
+    fast = dataclasses.replace(PROFILE, selection={"topk": Fit(5e-5, 1e-9)}, collectives=collectives)
+    found = corrected(PROFILE, measured(fast, SINGLE), SINGLE, FACTS, TOPK, 2)
+    assert seconds(PROFILE, SINGLE) > 1.02 * seconds(fast, SINGLE)
     assert seconds(found, SINGLE) == pytest.approx(seconds(fast, SINGLE), rel=1e-3)
     factor = found.collectives["allgather"].fixed_seconds / 1e-3
     assert 0.25 < factor < 0.95
     assert found.selection["topk"].seconds_per_unit == pytest.approx(factor * 1e-9)
     assert found.collectives["allreduce"].seconds_per_unit == pytest.approx(factor * 1e-8)
-    assert found.decoding["topk"].seconds_per_selected == pytest.approx(factor * 1e-8)
-    assert found.levels["host"]["reducescatter"].fixed_seconds == pytest.approx(factor * 1e-3)
     assert "whole iterations come out" in found.selection["topk"].notes[-1]
     assert found.backward_seconds == PROFILE.backward_seconds
     assert found.forward_seconds == PROFILE.forward_seconds
-    order = [sorted((SINGLE, LAYERWISE), key=lambda plan: seconds(one, plan)) for one in (whole, found)]
+    order = [sorted((SINGLE, LAYERWISE), key=lambda plan: seconds(one, plan)) for one in (PROFILE, found)]
     assert order[0] == order[1]
+
+
+def test_no_cost_is_left_out_of_what_is_taken_off():
+    profile = with_levels(dataclasses.replace(PROFILE, size=4), 2)
+    profile = dataclasses.replace(profile, decoding={"topk": Fit(1e-5, 0.0, 1e-8)})
+    half = _scaled(profile, 0.5)
+    pairs = [
+        (getattr(profile, name), getattr(half, name)) for name in ("collectives", "selection", "decoding")
+    ]
+    pairs += [(profile.levels[name], half.levels[name]) for name in profile.levels]
+    for before, after in pairs:
+        for name, fit in before.items():
+            one, other = (dataclasses.astuple(item)[:3] for item in (fit, after[name]))
+            assert other == pytest.approx([0.5 * seconds for seconds in one])
 
 
 @pytest.mark.parametrize(("one", "many"), [(0.95, 1.3), (0.95, 2.0), (0.92, 2.0), (1.4, 3.0)])
