@@ -150,7 +150,7 @@ class State(Synchronizer):
     def _check_drift(self, communicator: Communicator) -> None:
         if _num_running(communicator) < self.size:
             # a rank that has joined steps no more, and gets the last one's parameters in the end
-            self.drift.restart(self.step)
+            self.drift.postpone(self.step)
         else:
             super()._check_drift(communicator)
 

@@ -130,7 +130,8 @@ def load_more(
             _check_variables(variables, training["variables"])
 
     place = {"rank": int(process_set.rank()), "size": int(process_set.size())}
-    together = checkpoint.load_together(directory, check, **place, step=step, owner=keeper)
+    loaded = f"the optimizer and {len(variables)} variables"
+    together = checkpoint.load_together(directory, check, **place, step=step, owner=keeper, loaded=loaded)
     entry = carry_out_together(together, process_set, _NAME)
     training = entry.pop("training")
     for variable, saved in zip(variables, training.pop("variables") if variables else (), strict=True):

@@ -121,7 +121,8 @@ def load(
             _check_model(model, training.get("model"))
 
     place = {"rank": synchronizer.rank, "size": synchronizer.size}
-    together = load_together(directory, check, **place, step=step, owner=synchronizer)
+    loaded = "" if model is None else "the optimizer and a model"
+    together = load_together(directory, check, **place, step=step, owner=synchronizer, loaded=loaded)
     entry = carry_out_together(together, synchronizer.process_set, _NAME)
     training = _training_of(entry)
     if model is not None:

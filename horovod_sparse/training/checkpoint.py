@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from horovod_sparse.collectives import Synchronization, shared_lines
-from horovod_sparse.errors import CheckpointError
+from horovod_sparse.errors import CheckpointError, HorovodSparseError, StateMismatchError
 from horovod_sparse.training import checkpoint_folder as folder
+from horovod_sparse.training.agreement import compared
 from horovod_sparse.training.collective_errors import raise_together
 
 #: by directory: whose state this process has saved there, or loaded from there, last
@@ -44,7 +45,7 @@ def save_together(
         raise CheckpointError(
             f"{root} holds checkpoints of other ranks than {list(ranks)}. {folder.ONE_EACH}"
         )
-    equal = json.dumps([made["recipe"], made["plan"]], sort_keys=True)
+    equal = json.dumps([made["recipe"], made["plan"], sorted(made.get("training", ()))], sort_keys=True)
     digest, step = hashlib.blake2b(equal.encode(), digest_size=8).hexdigest(), int(made["step"])
     yield from folder.write_checkpoint(
         root, made, step=step, digest=digest, rank=rank, keep=keep, ranks=ranks
@@ -61,13 +62,22 @@ def load_together(
     size: int,
     step: int | None,
     owner: Any,
+    loaded: str = "",
 ) -> Synchronization[dict[str, Any]]:
-    """An entry that fits on every rank; nothing has been assigned yet on any."""
+    """An entry that fits on every rank; nothing has been assigned yet on any.
+
+    `loaded` says what is loaded beside the optimizer. All ranks load the same.
+    """
+    yield from compared({"step of the checkpoint": str(step), "what is loaded": loaded or "the optimizer"})
     entry, failure = (yield from folder.read_checkpoint(directory, rank=rank, size=size, step=step)), None
     try:
         check(entry)
-    except Exception as error:  # of whatever type: others would wait for this rank
+    except HorovodSparseError as error:
         failure = error
+    except Exception as error:  # of whatever type: others would wait for this rank
+        failure = StateMismatchError(
+            f"the checkpoint is damaged ({type(error).__name__}: {str(error)[:200]})"
+        )
     yield from raise_together(failure)
     _owners[folder.root_of(directory)] = weakref.ref(owner)
     return entry

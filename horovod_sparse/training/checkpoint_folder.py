@@ -35,7 +35,7 @@ from horovod_sparse.collectives import Synchronization, shared_lines
 from horovod_sparse.errors import ArgumentError, CheckpointError, StateMismatchError
 from horovod_sparse.training.collective_errors import raise_together
 from horovod_sparse.training.encoding import read_tree, write_tree
-from horovod_sparse.training.state import joined, old_ranks_of
+from horovod_sparse.training.state import check_entry, joined, old_ranks_of
 
 _FORMAT = 1
 _NAME = re.compile(r"step-(\d{10})\.(\d+)")
@@ -152,6 +152,7 @@ def read_checkpoint(
         parts: list[dict[str, Any]] = []
         for old in old_ranks_of(rank, manifest["size"], size):
             part = _checked(found[name], old)
+            check_entry(part, None, "")
             if size != manifest["size"] and (part["rank"], part["size"]) != (old, manifest["size"]):
                 raise CheckpointError(
                     f"{_file_of(old)} of {name} has what rank {part['rank']} of {part['size']} saved"
@@ -207,14 +208,28 @@ def survey(root: Path) -> dict[str, _Found]:
             manifest, fault = json.loads((folder / _MANIFEST).read_bytes()), ""
             if not isinstance(manifest, dict) or _sealed(manifest) != manifest:
                 manifest, fault = {}, f"{_MANIFEST} does not have the checksum that it says"
-            elif manifest["format"] != _FORMAT:
-                fault = f"format {manifest['format']}, where this version reads {_FORMAT}"
-            elif manifest["step"] != step:
-                fault = f"its manifest is of step {manifest['step']}"
+            else:
+                fault = _fault_of(manifest, step)
         except (OSError, ValueError, RecursionError) as error:
             manifest, fault = {}, f"{_MANIFEST} cannot be read ({type(error).__name__}: {error})"
         found[name] = _Found(folder, manifest, fault)
     return found
+
+
+def _fault_of(manifest: Mapping[str, Any], step: int) -> str:
+    """What is wrong with a manifest, which anybody may have written, before anything is made of it."""
+    if manifest.get("format") != _FORMAT:
+        return f"format {str(manifest.get('format'))[:40]}, where this version reads {_FORMAT}"
+    if manifest.get("step") != step:
+        return f"its manifest is of step {str(manifest.get('step'))[:40]}"
+    files, size = manifest.get("files"), manifest.get("size")
+    if not isinstance(files, dict) or type(size) is not int or size != len(files) or not size:
+        return f"{_MANIFEST} does not list one file for each rank"
+    for rank in range(size):
+        fact = files.get(_file_of(rank))
+        if not (isinstance(fact, list) and list(map(type, fact)) == [int, str]):
+            return f"{_MANIFEST} does not say length and checksum of {_file_of(rank)}"
+    return ""
 
 
 def published(root: Path) -> list[str]:

@@ -119,12 +119,19 @@ class DriftCheck:
         self.restart(0)
 
     def restart(self, step: int) -> None:
+        """Ranks go on together from this step, after a start or a load: they compare after the next one.
+
+        What they begin with may differ: a model that nobody has broadcast, learning rates, a state.
+        """
+        self.next_step = step + 1 if self.every else math.inf
+
+    def postpone(self, step: int) -> None:
         """All ranks stand at this step of the training: by it alone they know when to compare next."""
         self.next_step = (step // self.every + 1) * self.every if self.every else math.inf
 
     def run(self, step: int, rank: int, entries: Sequence[Entry]) -> Synchronization[None]:
         """Compares, between two steps; all ranks together."""
-        self.restart(step)
+        self.postpone(step)
         differing = yield from differing_entries(entries)
         if not differing:
             self._known = frozenset()

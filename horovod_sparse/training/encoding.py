@@ -46,7 +46,8 @@ def read_tree(file: BinaryIO) -> Any:
     try:
         _check_lengths(file)
         with np.load(file, allow_pickle=False) as arrays:
-            return _unflatten(json.loads(arrays[_TREE].tobytes()), arrays)
+            unread = set(arrays.files)
+            return _unflatten(json.loads(arrays[_TREE].tobytes()), arrays, unread)
     except Exception as error:  # whatever damaged bytes make of zipfile, NumPy and JSON
         raise StateMismatchError(f"the saved state cannot be read ({str(error)[:500]})") from error
 
@@ -56,6 +57,10 @@ def _check_lengths(file: BinaryIO) -> None:
     length = file.seek(0, io.SEEK_END)
     file.seek(0)
     with zipfile.ZipFile(file) as members:
+        if (
+            sum(info.file_size for info in members.infolist()) > length
+        ):  # several may stand for the same bytes
+            raise ValueError("its members together are longer than it is")
         for info in members.infolist():
             if info.compress_type != zipfile.ZIP_STORED or info.file_size > length:
                 raise ValueError(f"{info.filename} is not as it is written")
@@ -64,7 +69,7 @@ def _check_lengths(file: BinaryIO) -> None:
                 if version != (1, 0):  # of headers beyond 64 KiB, which no array of ours has
                     raise ValueError(f"{info.filename} has version {version}")
                 shape, _, dtype = np.lib.format.read_array_header_1_0(member)
-                if math.prod(shape) * dtype.itemsize > length:
+                if math.prod(shape) * dtype.itemsize > length or not dtype.itemsize:
                     raise ValueError(f"{info.filename} says it has shape {shape}")
     file.seek(0)
 
@@ -87,16 +92,17 @@ def _flatten(value: Any, arrays: dict[str, Any]) -> Any:
     raise StateMismatchError(f"a checkpoint cannot hold a {type(value).__name__}")
 
 
-def _unflatten(tree: Any, arrays: Any) -> Any:
+def _unflatten(tree: Any, arrays: Any, unread: set[str]) -> Any:
     if isinstance(tree, list):
-        return [_unflatten(item, arrays) for item in tree]
+        return [_unflatten(item, arrays, unread) for item in tree]
     if not isinstance(tree, dict):
         return tree
     ((kind, content),) = tree.items()
     if kind == "array":
+        unread.remove(content)  # named twice it would take memory twice
         return arrays[content]
     if kind == "bytes":
         return base64.b64decode(content)
     if kind == "tuple":
-        return tuple(_unflatten(item, arrays) for item in content)
-    return {key: _unflatten(item, arrays) for key, item in content}
+        return tuple(_unflatten(item, arrays, unread) for item in content)
+    return {key: _unflatten(item, arrays, unread) for key, item in content}

@@ -378,5 +378,7 @@ def _sum(shares: Sequence[tuple[Mapping[str, Any], float]]) -> dict[str, Any]:
     total: dict[str, Any] = {}
     for arrays, factor in shares:
         for name, values in arrays.items():
+            if name in total and total[name].shape != values.shape:
+                raise StateMismatchError(f"{name} has not the same shape in the states of all ranks")
             total[name] = total[name] + values * factor if name in total else values * factor
     return total

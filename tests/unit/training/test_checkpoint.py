@@ -1,6 +1,8 @@
 """Checkpoints on disk: complete or not there, whatever happens while they are written."""
 
+import copy
 import errno
+import io
 import json
 import os
 import random
@@ -9,6 +11,8 @@ import signal
 import subprocess
 import sys
 import time
+import tracemalloc
+import zipfile
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +34,10 @@ def an_entry(rank: int, size: int = SIZE, step: int = 0) -> dict[str, Any]:
     """As a front end makes them, in small."""
     residual = np.arange(6, dtype=np.float32).reshape(2, 3) + 10 * rank + step
     return {
+        "format": 1,
+        "algorithm": "topk",
+        "recipe": "topk:density=0.01",
+        "plan": {"buckets": [], "dense": ["w"]},
         "rank": rank,
         "size": size,
         "step": step,
@@ -311,6 +319,70 @@ def test_changed_and_truncated_files_are_named_errors(tmp_path: Path, name: str)
         assert_is(entries[1], 1, 1)
     path.write_bytes(good)
     assert_is(load(tmp_path)[1], 1, 1)
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        {"size": 0, "files": {}},
+        {"size": 2**26},
+        {"size": "2"},
+        {"size": True},
+        {"files": None},
+        {"files": {"rank-00000.npz": [1, "x"], "rank-00007.npz": [1, "x"]}},
+        {"files": {"rank-00000.npz": 3, "rank-00001.npz": [None, "x"]}},
+        {"format": None},
+        {"step": {}},
+        {"step": 2},
+    ],
+    ids=str,
+)
+def test_a_forged_manifest_is_refused_before_anything_is_made_of_it(tmp_path: Path, forged: Any) -> None:
+    """Though it has the checksum that it says."""
+    save(tmp_path, 1)
+    path = tmp_path / "step-0000000001.1" / "manifest.json"
+    manifest = json.loads(path.read_bytes()) | forged
+    path.write_text(json.dumps(checkpoint_folder._sealed(manifest)))
+    tracemalloc.start()
+    ends = load(tmp_path, size=1, keep_errors=True)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert all(type(end) is CheckpointError for end in ends) and most < 2**22
+
+
+def test_an_array_is_read_once() -> None:
+    """A tree that names one array many times, and members that stand for the same bytes."""
+    arrays = {"a0": np.zeros(1000)}
+    for tree in ([{"array": "a0"}] * 2, {"array": "a1"}, {"array": ["a0"]}):
+        stream = io.BytesIO()
+        np.savez(stream, tree=np.frombuffer(json.dumps(tree).encode(), np.uint8), **arrays)
+        with pytest.raises(StateMismatchError, match="cannot be read"):
+            encoding.from_bytes(stream.getvalue())
+    stream = io.BytesIO()
+    tree = np.frombuffer(json.dumps([{"array": f"a{i}"} for i in range(8)]).encode(), np.uint8)
+    np.savez(stream, tree=tree, **arrays)
+    with zipfile.ZipFile(stream, "a") as members:
+        info = members.getinfo("a0.npy")
+        for number in range(1, 8):
+            again = copy.copy(info)
+            again.filename = f"a{number}.npy"
+            members.filelist.append(again)
+        members._didModify = True  # type: ignore[attr-defined]
+    with pytest.raises(StateMismatchError, match="cannot be read"):
+        encoding.from_bytes(stream.getvalue())
+
+
+def test_all_ranks_load_the_same(tmp_path: Path) -> None:
+    """Rank 0 the checkpoint of step 1, rank 1 that of step 2; or one of them a model, too."""
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    for asked in ([{"step": 1}, {"step": 2}], [{"step": None, "loaded": words} for words in ("", "a model")]):
+        ranks = [
+            checkpoint.load_together(tmp_path, lambda _: None, rank=rank, size=SIZE, owner=save, **one)
+            for rank, one in enumerate(asked)
+        ]
+        for end in run_lockstep(ranks, keep_errors=True):
+            assert isinstance(end, StateMismatchError) and "ranks [0] have" in str(end)
 
 
 WRITER = """

@@ -86,10 +86,12 @@ def test_what_some_ranks_have_not_is_not_made_up() -> None:
 
 def test_ranks_that_join_later_compare_after_the_same_steps() -> None:
     survivor, newcomer = (DriftCheck(Settings(check_every=10), Telemetry()) for _ in range(2))
-    survivor.restart(10)  # compared
+    survivor.postpone(10)  # compared
     for check in (survivor, newcomer):
         check.restart(17)  # Horovod has started again
-    assert survivor.next_step == newcomer.next_step == 20
+        assert check.next_step == 18  # after the first step of these ranks
+        check.postpone(18)
+        assert check.next_step == 20
     assert DriftCheck(Settings(check_every=0), Telemetry()).next_step == float("inf")
 
 
