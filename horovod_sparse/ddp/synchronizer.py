@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from horovod_sparse.collectives import AllReduce, Synchronization
 from horovod_sparse.ddp.communicator import Communicator
-from horovod_sparse.ddp.distributed_engine import plan_of
+from horovod_sparse.ddp.distributed_engine import Layout, plan_of
 from horovod_sparse.ddp.step import Synchronizer, after_backward, pass_number, throw
 from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.feedback import Recipe
@@ -78,6 +78,7 @@ class State(Synchronizer):
         self.counts_joined: Callable[[], bool] = lambda: False
         self._layout: list[tuple[torch.Tensor, ...]] = []  # the buckets of this step
         self._last_layout: list[tuple[int, ...]] = []  # by address: tensors have no single truth value
+        self._watched: Any = None
         self._num_alike = 0  # steps with the same buckets, up to now
         self._results: list[tuple[torch.futures.Future[torch.Tensor], torch.Tensor]] = []
 
@@ -106,6 +107,14 @@ class State(Synchronizer):
         if bucket.is_last():
             self._complete_step()
         return future
+
+    def _prepare(self, layout: Layout) -> None:
+        super()._prepare(layout)
+        if self._watched is None:
+            first = layout[0][0]
+            self._watched = first.register_post_accumulate_grad_hook(
+                partial(_refuse_other_types, _accumulator_of(first))
+            )
 
     def _check(self, buffer: torch.Tensor, parameters: Sequence[torch.Tensor]) -> None:
         if buffer.is_sparse:
@@ -181,6 +190,26 @@ class State(Synchronizer):
                     parameter.grad = piece.detach().clone()
             elif self.finds_unused and not torch.equal(parameter.grad, piece):
                 parameter.grad.copy_(piece)
+
+
+def _accumulator_of(parameter: torch.Tensor) -> Any:
+    """What autograd calls with a parameter's gradients, and DistributedDataParallel has its hook on."""
+    with torch.enable_grad():
+        node: Any = parameter.view_as(parameter).grad_fn
+        return node.next_functions[0][0]
+
+
+def _refuse_other_types(accumulator: Any, parameter: torch.Tensor) -> None:
+    """After another type or device PyTorch has new accumulators, without the hooks: nothing is synchronized.
+
+    So `model.half().float()` ends DistributedDataParallel, with and without a communication hook.
+    """
+    if _accumulator_of(parameter) is not accumulator:
+        raise UnsupportedError(
+            "the model's type or device was changed after DistributedDataParallel had wrapped it "
+            "(model.half(), model.to(...)), so PyTorch synchronizes no gradient of it any more. Change it "
+            "before it is wrapped; or wrap it again, attach again, and load what sync.state_dict() gives"
+        )
 
 
 def _num_running(communicator: Communicator) -> float:

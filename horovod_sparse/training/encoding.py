@@ -57,9 +57,8 @@ def _check_lengths(file: BinaryIO) -> None:
     length = file.seek(0, io.SEEK_END)
     file.seek(0)
     with zipfile.ZipFile(file) as members:
-        if (
-            sum(info.file_size for info in members.infolist()) > length
-        ):  # several may stand for the same bytes
+        # several may stand for the same bytes
+        if sum(info.file_size for info in members.infolist()) > length:
             raise ValueError("its members together are longer than it is")
         for info in members.infolist():
             if info.compress_type != zipfile.ZIP_STORED or info.file_size > length:

@@ -102,9 +102,8 @@ class Settings:
             count (under tf-keras "skip" is refused); a tape gives zeros and its `skipped` is true, which has
             to guard the update (``if not tape.skipped: optimizer.apply_gradients(...)``).
         check_every: after so many steps, again and again, and after the first one that follows a start or a
-            load, ranks compare a checksum of their parameters, and of the optimizer's state and settings where
-            they are known; 0 for never. If left out, what
-            HOROVOD_SPARSE_CHECK_EVERY says, or 1000.
+            load, ranks compare a checksum of their parameters, and of the optimizer's state and settings
+            where they are known; 0 for never. If left out, what HOROVOD_SPARSE_CHECK_EVERY says, or 1000.
         on_drift: what is done where they differ: "raise" a `DriftError` on every rank, which names what
             differs, and the ranks; "warn", in the log; "resync": what differs becomes what rank 0 has,
             counted in the telemetry. If left out, what HOROVOD_SPARSE_ON_DRIFT says, or "raise".

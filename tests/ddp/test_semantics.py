@@ -225,6 +225,16 @@ def test_a_scaled_loss_changes_nothing_and_overflow_skips_on_all(arguments, rank
     assert same_on_all_replicas(*scaled.net.parameters())
 
 
+def test_a_model_of_another_type_is_no_longer_synchronized_and_says_so(rank):
+    """PyTorch forgets DistributedDataParallel's hooks then: every rank would train alone."""
+    replica = Replica(SHAPES, "topk:density=0.1")
+    for step in range(2):
+        replica.step(gradients(rank, step))
+    replica.net.double().float()
+    with pytest.raises(UnsupportedError, match="wrap it again"):
+        replica.step(gradients(rank, 2))
+
+
 @pytest.mark.parametrize("feedback", ["error", "momentum(momentum=0.5,masking=false)"])
 def test_density_1_is_dense_training_through_three_overflows(feedback, rank):
     """A step that one rank's scaler skips is given up whole: no rank applies its gradient later."""

@@ -135,6 +135,22 @@ def test_statistics_of_batches_and_frozen_layers_are_each_ranks_own(rank, size):
     assert not same_on_all_ranks(model[1].running_mean)
 
 
+def test_what_ranks_begin_or_go_on_with_is_compared_after_the_next_step(rank):
+    """By default, long before `check_every` steps: a model that nobody has broadcast, a state of one rank."""
+    model, optimizer = made(check_every=None)
+    if rank:
+        model.get_parameter("second").data.add_(1e-3)
+    with pytest.raises(DriftError, match="after step 1 second differs"):
+        stepped(model, optimizer, rank, [0])
+    model, optimizer = made(check_every=None)
+    stepped(model, optimizer, rank, range(3))
+    saved = optimizer.state_dict()
+    saved["param_groups"][0]["lr"] *= 1 + rank
+    optimizer.load_state_dict(saved)
+    with pytest.raises(DriftError, match=r"after step 4 .*lr of group 0"):
+        stepped(model, optimizer, rank, [3])
+
+
 @pytest.mark.controllers
 def test_some_ranks_alone_compare_among_themselves(rank, size, process_set):
     if size < 3:
