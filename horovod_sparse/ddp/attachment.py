@@ -11,12 +11,13 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from horovod_sparse.ddp.roll_call import told_to_others
 from horovod_sparse.ddp.step import Synchronizer
 from horovod_sparse.ddp.synchronizer import State
 from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.plans.plan import Plan
-from horovod_sparse.training.settings import CommonOptions, Settings
+from horovod_sparse.training.settings import Settings, WaitingOptions
 
 if TYPE_CHECKING:  # only a model of FSDP2 has use for it
     from torch.distributed.device_mesh import DeviceMesh
@@ -60,7 +61,7 @@ def attach(
     optimizer: torch.optim.Optimizer | None = ...,
     *,
     replicas: None = ...,
-    **options: Unpack[CommonOptions],
+    **options: Unpack[WaitingOptions],
 ) -> State: ...
 @overload
 def attach(
@@ -70,6 +71,7 @@ def attach(
     *,
     replicas: DeviceMesh | dist.ProcessGroup,
     plan: Plan | None = ...,
+    deadline_seconds: float | None = ...,
 ) -> Synchronizer: ...
 def attach(
     model: torch.nn.Module,
@@ -77,7 +79,7 @@ def attach(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     replicas: DeviceMesh | dist.ProcessGroup | None = None,
-    **options: Unpack[CommonOptions],
+    **options: Unpack[WaitingOptions],
 ) -> Synchronizer:
     """Synchronizes a model's gradients sparsely from now on. All ranks do it, in the same way.
 
@@ -92,7 +94,8 @@ def attach(
             or a process group.
         **options: settings of the training, see `horovod_sparse.training.settings.Settings`: `plan` (that of
             DistributedDataParallel's buckets, or of FSDP's, if left out), `on_nonfinite`, `check_every`,
-            `on_drift` and `levels`; with `replicas` a `plan` alone, and ranks never compare their parameters.
+            `on_drift`, `levels` and `deadline_seconds`; with `replicas` `plan` and `deadline_seconds` alone,
+            and ranks never compare their parameters.
 
     Returns:
         What has the telemetry, and is saved and loaded.
@@ -101,13 +104,25 @@ def attach(
         ArgumentError: for an argument that is not allowed.
         UnsupportedError: for a model that cannot be synchronized this way.
     """
+    # those that wait in the first step hear of errors of other ranks here
+    with told_to_others(getattr(model, "process_group", None)):
+        return _attached(model, compression, optimizer, replicas, options)
+
+
+def _attached(
+    model: torch.nn.Module,
+    compression: str | Recipe,
+    optimizer: torch.optim.Optimizer | None,
+    replicas: DeviceMesh | dist.ProcessGroup | None,
+    options: WaitingOptions,
+) -> Synchronizer:
     if isinstance(model, DistributedDataParallel):
         if replicas is not None:
             raise ArgumentError("replicas", replicas, "none with DistributedDataParallel: it has a group")
         return _attach_buckets(model, compression, optimizer, options)
-    settings = Settings.of(options, "horovod_sparse.ddp.attach", CommonOptions)
+    settings = Settings.of(options, "horovod_sparse.ddp.attach", WaitingOptions)
     for name, value in options.items():
-        if name != "plan" and value not in (None, "raise", "flat"):
+        if name not in ("plan", "deadline_seconds") and value not in (None, "raise", "flat"):
             raise ArgumentError(name, value, "nothing with replicas: it is for DistributedDataParallel")
     try:
         from torch.distributed.device_mesh import DeviceMesh
@@ -126,14 +141,14 @@ def attach(
     if group is None:
         allowed = 'the ranks with the same shards, as a process group or a mesh: mesh["replicate"]'
         raise ArgumentError("replicas", replicas, allowed)
-    return ShardedState(model, compression, optimizer, group, settings.plan)
+    return ShardedState(model, compression, optimizer, group, settings)
 
 
 def _attach_buckets(
     model: DistributedDataParallel,
     compression: str | Recipe,
     optimizer: torch.optim.Optimizer | None,
-    options: CommonOptions,
+    options: WaitingOptions,
 ) -> State:
     if model.mixed_precision is not None:
         raise UnsupportedError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -28,6 +29,10 @@ from horovod_sparse.training.engine import carry_out
 
 #: messages under way between two ranks have different tags; tags are used again after so many
 _NUM_TAGS = 2**20
+#: words before each message: its length, and what it belongs to
+_HEADER = 2
+#: words that are summed behind each sum are below this
+_NUM_SUMMED = 2**12
 #: words that any message may have before its receiver knows how many it has
 _LEAST_ROOM = 1024
 
@@ -70,14 +75,18 @@ class Carrier:
 
     Lengths differ from rank to rank, which no all-gather of torch.distributed takes. So messages go from
     each rank to each other: as many bytes as in a ring, and one latency instead of P - 1. Each says its own
-    length in its first word. A receiver has to offer memory before: as much as both ends expect after the
-    messages that went between them before (Gloo takes a shorter one); what is longer follows in a second one.
+    length in its first word, and in its second one what it belongs to: ranks out of step are told apart. So
+    does an element behind each sum. A receiver has to offer memory before: as much as both ends expect
+    after the messages that went between them before (Gloo takes a shorter one); what is longer follows in a
+    second one.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group: dist.ProcessGroup = dist.group.WORLD if group is None else group
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
         self._host = _host_group(self.group)
+        #: what requests belong to, the same on all ranks; and all that there have been, by their word
+        self.name, self._names = "", dict[int, str]()
         #: which ranks share a host, where requests are of single levels
         self.topology: Topology | None = None
         self._from = [_Line() for _ in range(self.size)]
@@ -135,21 +144,36 @@ class Carrier:
         return dist.all_reduce(buffer, group=self.group, async_op=True)
 
     def _reduce(self, buffer: Any) -> Any:
+        word = self._word() % _NUM_SUMMED  # sums of them are exact in float32
         if isinstance(buffer, torch.Tensor):
-            total = buffer.detach().cpu().clone()
-            self._host.allreduce(total).wait()
-            return total.to(buffer.device)
-        total = torch.from_numpy(buffer.copy())
+            flat = buffer.detach().cpu()
+            total = torch.cat([flat, flat.new_full((1,), word)])
+        else:
+            total = torch.from_numpy(np.append(buffer, buffer.dtype.type(word)))
         self._host.allreduce(total).wait()
-        return total.numpy()
+        if total[-1] != word * self.size:
+            raise self._out_of_step("other ranks", None)
+        return total[:-1].to(buffer.device) if isinstance(buffer, torch.Tensor) else total[:-1].numpy()
+
+    def _word(self) -> int:
+        word = zlib.crc32(self.name.encode()) & 0x7FFFFFFF
+        self._names[word] = self.name
+        return word
+
+    def _out_of_step(self, who: str, word: int | None) -> CollectiveMismatchError:
+        theirs = "something else" if word is None else self._names.get(word, "something unknown here")
+        return CollectiveMismatchError(
+            f"ranks are out of step: this one is at {self.name or 'a request'}, {who} at {theirs}. All ranks "
+            "have to take the same steps, and make and attach their models in the same order"
+        )
 
     def _exchange(self, sends: Mapping[int, np.ndarray], sources: Iterable[int]) -> dict[int, np.ndarray]:
         """Messages of int32 words between pairs of ranks, of any length each."""
-        coming = []
+        coming, own = [], self._word()
         for rank in sources:
             if rank != self.rank:
                 line = self._from[rank]
-                head, tag = torch.empty(1 + line.room, dtype=torch.int32), line.next_tag()
+                head, tag = torch.empty(_HEADER + line.room, dtype=torch.int32), line.next_tag()
                 coming.append((rank, tag, head, self._receive(head, rank, tag)))
         # what is sent is kept until it is sent
         sent = []
@@ -159,13 +183,15 @@ class Carrier:
         messages, following = {}, []
         for rank, tag, head, work in coming:
             work.wait()
-            length, room = int(head[0]), head.numel() - 1
+            length, word, room = int(head[0]), int(head[1]), head.numel() - _HEADER
+            if word != own:
+                raise self._out_of_step(f"rank {rank}", word)
             self._from[rank].expect_after(length)
             if length <= room:
-                messages[rank] = head[1 : 1 + length]
+                messages[rank] = head[_HEADER : _HEADER + length]
             else:
                 messages[rank] = torch.empty(length, dtype=torch.int32)
-                messages[rank][:room] = head[1:]
+                messages[rank][:room] = head[_HEADER:]
                 following.append(self._receive(messages[rank][room:], rank, tag + 1))
         for work in [*following, *(work for _, work in sent)]:
             work.wait()
@@ -179,9 +205,9 @@ class Carrier:
         line = self._to[rank]
         tag, room, whole = line.next_tag(), line.room, readable_tensor(words)
         line.expect_after(words.size)
-        head = torch.empty(1 + min(words.size, room), dtype=torch.int32)
-        head[0] = words.size
-        head[1:] = whole[:room]
+        head = torch.empty(_HEADER + min(words.size, room), dtype=torch.int32)
+        head[0], head[1] = words.size, self._word()
+        head[_HEADER:] = whole[:room]
         parts = [(head, self._send(head, rank, tag))]
         if words.size > room:
             parts.append((whole[room:], self._send(whole[room:], rank, tag + 1)))

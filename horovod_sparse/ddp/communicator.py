@@ -13,14 +13,22 @@ import torch
 
 from horovod_sparse.collectives import Synchronization
 from horovod_sparse.ddp.collectives import Carrier
-from horovod_sparse.errors import EditedGradientError, NonFiniteGradientError, StateMismatchError
+from horovod_sparse.errors import (
+    DeadlineError,
+    EditedGradientError,
+    NonFiniteGradientError,
+    StateMismatchError,
+)
 from horovod_sparse.tensors.driver import Task
 from horovod_sparse.topology import Topology
+from horovod_sparse.training.deadline import Deadline
 from horovod_sparse.training.engine import carry_out
 
 #: raised by all ranks alike, after the same messages: what comes next fits together
 _COLLECTIVE = (NonFiniteGradientError, EditedGradientError, StateMismatchError)
 
+#: how often one who waits looks at its deadline
+_LOOK_SECONDS = 0.5
 #: how long a thread is waited for when its owner goes; it may wait for a rank that is gone
 _END_SECONDS = 2.0
 
@@ -42,8 +50,8 @@ class Communicator:
     thread carries out everything in that order, folds and selections included, while backward goes on.
     """
 
-    def __init__(self, carrier: Carrier) -> None:
-        self._shared = _Shared(carrier)
+    def __init__(self, carrier: Carrier, deadline: Deadline) -> None:
+        self._shared, self._deadline = _Shared(carrier), deadline
         #: seconds that `wait` waited, ever
         self.idle_seconds = 0.0
         thread = threading.Thread(target=_work, args=(self._shared,), name="horovod_sparse.ddp", daemon=True)
@@ -74,13 +82,25 @@ class Communicator:
     def wait(self, tasks: Iterable[Task]) -> None:
         """Waits until tasks are done. What a coroutine raises stays in its task."""
         awaited, shared, since = list(tasks), self._shared, time.perf_counter()
-        with shared.changed:
-            shared.changed.wait_for(lambda: all(task.done for task in awaited))
+        while (pending := self._pending(awaited)) is not None:
+            try:
+                self._deadline.check(time.perf_counter() - since, pending.name, 0)
+            except DeadlineError as error:
+                shared.failure = error  # of whatever is waited for next
+                raise
+        self._deadline.moved()
         self.idle_seconds += time.perf_counter() - since
         for task in awaited:
             task.waited_seconds = max(0.0, task.finished - since)
         if shared.failure is not None:
             raise shared.failure
+
+    def _pending(self, tasks: Iterable[Task]) -> Task | None:
+        """The first that is not done; waits for a moment before it says so."""
+        with self._shared.changed:
+            if self._shared.changed.wait_for(lambda: all(task.done for task in tasks), _LOOK_SECONDS):
+                return None
+        return next((task for task in tasks if not task.done), None)
 
 
 def _after(work: Any, request: Any, coroutine: Synchronization[Any]) -> Generator[Any, Any, Any]:
@@ -117,6 +137,7 @@ def _work(shared: _Shared) -> None:
             if shared.failure is not None:
                 coroutine.close()
                 raise shared.failure
+            shared.carrier.name = task.name
             task.result = carry_out(coroutine, shared.carrier)
         except BaseException as error:
             task.error = error

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from horovod_sparse.collectives import Synchronization
 from horovod_sparse.ddp.collectives import Carrier
 from horovod_sparse.ddp.communicator import Communicator
+from horovod_sparse.ddp.roll_call import call_roll, say_attached
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.plans.plan import Plan, same_kind
@@ -42,6 +43,7 @@ class DistributedEngine:
         optimizer: torch.optim.Optimizer | None,
         named: Mapping[str, torch.Tensor],
         group: dist.ProcessGroup | None,
+        deadline_seconds: float | None,
     ) -> None:
         self._recipe, self._optimizer, self._named, self._group = recipe, optimizer, named, group
         #: names by parameter; gets those of parameters that nobody has named
@@ -55,11 +57,15 @@ class DistributedEngine:
         self.shard: tuple[int, int] | None = None
         #: made with the first step
         self.communicator: Communicator | None = None
+        self._deadline_seconds = deadline_seconds
+        say_attached(group)
 
     def running(self) -> Communicator:
         """Carries out coroutines; made when it is asked for first."""
         if self.communicator is None:
-            self.communicator = Communicator(Carrier(self._group))
+            group = dist.group.WORLD if self._group is None else self._group
+            deadline = call_roll(group, self._deadline_seconds)
+            self.communicator = Communicator(Carrier(group), deadline)
         return self.communicator
 
     def rank_and_size(self) -> tuple[int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,6 @@ from horovod_sparse.ddp.collectives import Carrier
 from horovod_sparse.ddp.step import Synchronizer, after_backward
 from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.feedback import Recipe
-from horovod_sparse.plans.plan import Plan
 from horovod_sparse.tensors.parts import Part
 from horovod_sparse.training.collective_errors import worst_of_all
 from horovod_sparse.training.engine import carry_out
@@ -103,7 +103,7 @@ class ShardedState(Synchronizer):
         compression: str | Recipe,
         optimizer: torch.optim.Optimizer | None,
         replicas: dist.ProcessGroup,
-        plan: Plan | None = None,
+        settings: Settings,
     ) -> None:
         modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         names = {parameter: name for name, parameter in model.named_parameters()}
@@ -119,7 +119,7 @@ class ShardedState(Synchronizer):
             for shards in self._groups
             for one, stand_in in shards.members
         ]
-        super().__init__(compression, optimizer, Settings(plan=plan, check_every=0), named, replicas)
+        super().__init__(compression, optimizer, replace(settings, check_every=0), named, replicas)
         within = {shards.group.mesh_info.shard_process_group for shards in self._groups}
         if len(within) > 1:
             raise UnsupportedError("parts of the model are sharded over different ranks: give all one mesh")

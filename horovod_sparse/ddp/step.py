@@ -14,7 +14,13 @@ import torch.distributed as dist
 from horovod_sparse.collectives import Synchronization
 from horovod_sparse.ddp.communicator import Communicator
 from horovod_sparse.ddp.distributed_engine import BucketGradient, DistributedEngine, Layout, plan_of
-from horovod_sparse.errors import ArgumentError, HorovodSparseError, StateMismatchError, UnsupportedError
+from horovod_sparse.errors import (
+    ArgumentError,
+    DeadlineError,
+    HorovodSparseError,
+    StateMismatchError,
+    UnsupportedError,
+)
 from horovod_sparse.feedback import MomentumCorrection, Recipe
 from horovod_sparse.planning import by_cost
 from horovod_sparse.plans.plan import Plan
@@ -64,7 +70,7 @@ class Synchronizer(Training):
         if settings.plan is None or settings.plan.density is None:
             recipe.refuse_auto("torch.distributed's front end")
         self._named = {} if named_parameters is None else dict(named_parameters)
-        engine = DistributedEngine(recipe, optimizer, self._named, process_group)
+        engine = DistributedEngine(recipe, optimizer, self._named, process_group, settings.deadline_seconds)
         super().__init__(engine, recipe, settings)
         self.optimizer = optimizer
         if settings.plan is not None:
@@ -291,6 +297,9 @@ class Synchronizer(Training):
                 errors = self.carried_out_again(errors, self._starter, lambda: self._wait(communicator))
             if not errors and self.step >= self.drift.next_step:
                 self._check_drift(communicator)
+        except DeadlineError:
+            self._zero()  # the thread may go on with what it waits for
+            raise
         except HorovodSparseError as error:
             failure = error
         except BaseException:

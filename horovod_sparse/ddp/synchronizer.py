@@ -17,7 +17,7 @@ from horovod_sparse.ddp.distributed_engine import Layout, plan_of
 from horovod_sparse.ddp.step import Synchronizer, after_backward, pass_number, throw
 from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.feedback import Recipe
-from horovod_sparse.training.settings import CommonOptions, Settings
+from horovod_sparse.training.settings import Settings, WaitingOptions
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -49,8 +49,8 @@ class State(Synchronizer):
             them parameters are called by their place in the first iteration's buckets.
         process_group: of the model; all ranks if left out.
         **options: settings of the training, see `horovod_sparse.training.settings.Settings`: `plan` (that
-            of DistributedDataParallel's buckets if left out), `on_nonfinite`, `check_every`, `on_drift` and
-            `levels`.
+            of DistributedDataParallel's buckets if left out), `on_nonfinite`, `check_every`, `on_drift`,
+            `levels` and `deadline_seconds`.
 
     Raises:
         ArgumentError: for an argument that is not allowed.
@@ -68,9 +68,9 @@ class State(Synchronizer):
         *,
         named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
         process_group: dist.ProcessGroup | None = None,
-        **options: Unpack[CommonOptions],
+        **options: Unpack[WaitingOptions],
     ) -> None:
-        settings = Settings.of(options, "horovod_sparse.ddp", CommonOptions)
+        settings = Settings.of(options, "horovod_sparse.ddp", WaitingOptions)
         super().__init__(compression, optimizer, settings, named_parameters, process_group)
         #: whether DistributedDataParallel may leave gradients out that exist; it does not tell a hook
         self.finds_unused = True

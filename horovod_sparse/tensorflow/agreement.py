@@ -21,7 +21,7 @@ from horovod_sparse.training.collective_errors import ConstructionErrors
 from horovod_sparse.training.engine import carry_out
 
 #: of optimizers, tapes and compressors
-construction_errors = ConstructionErrors(hvd)
+construction_errors = ConstructionErrors.of_horovod(hvd)
 
 #: between two looks around of who waits
 _LOOK_SECONDS = 0.1

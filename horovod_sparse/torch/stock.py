@@ -110,7 +110,7 @@ class StockOptimizer:
 
 
 #: of optimizers and compressors
-construction_errors = ConstructionErrors(hvd)
+construction_errors = ConstructionErrors.of_horovod(hvd)
 
 
 def arguments_of(optimizer: Any) -> dict[str, object]:

@@ -22,7 +22,7 @@ from horovod_sparse import errors
 from horovod_sparse.carriers.transport_choice import check_transport
 from horovod_sparse.collectives import AllReduce, Synchronization, shared_lines
 from horovod_sparse.errors import HorovodSparseError
-from horovod_sparse.training.deadline import asked_store
+from horovod_sparse.training.deadline import Store, asked_store
 from horovod_sparse.training.outcome import worst
 
 #: errors that are made of their message, and so can be made again elsewhere
@@ -129,30 +129,46 @@ _END_SECONDS = 5.0
 
 
 class ConstructionErrors:
-    """What one binding of Horovod tells and hears of errors while building."""
+    """What one binding of Horovod, or one group of torch.distributed, tells and hears of such errors.
 
-    def __init__(self, hvd: Any) -> None:
-        self._hvd = hvd
+    Args:
+        ranks: of a process set: this rank and all, as they are counted in the world; None outside of it.
+        store: where they are told.
+        check: refuses what this rank would find out in its first step only.
+    """
+
+    def __init__(
+        self,
+        ranks: Callable[[Any], tuple[int, list[int]] | None],
+        store: Store = asked_store,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._ranks, self._store, self._check = ranks, store, check
         #: this rank and the others, whom it has told of an error that stands
         self._told: tuple[int, list[int]] | None = None
         self._waits_at_end = False
 
-    def _ranks(self, process_set: Any) -> tuple[int, list[int]] | None:
-        """This rank and all of a process set, as Horovod counts them in the world; None outside of it."""
-        if not self._hvd.is_initialized():
-            return None
-        chosen = process_set
-        if getattr(process_set, "process_set_id", None) is None:  # none, or what is none
-            chosen = self._hvd.global_process_set
-        own, ranks = int(self._hvd.rank()), list(chosen.ranks or ())
-        return (own, ranks) if own in ranks else None
+    @classmethod
+    def of_horovod(cls, hvd: Any) -> ConstructionErrors:
+        """Of a binding, through the store of `horovodrun`."""
+
+        def ranks(process_set: Any) -> tuple[int, list[int]] | None:
+            if not hvd.is_initialized():
+                return None
+            chosen = process_set
+            if getattr(process_set, "process_set_id", None) is None:  # none, or what is none
+                chosen = hvd.global_process_set
+            own, everyone = int(hvd.rank()), list(chosen.ranks or ())
+            return (own, everyone) if own in everyone else None
+
+        return cls(ranks, check=lambda: check_transport(hvd))
 
     def tell(self, error: Exception, process_set: Any) -> None:
         """Lets the others know, where there are others; waits for none of them."""
         found = self._ranks(process_set)
         if found is None or len(found[1]) == 1:
             return
-        _put(str(found[0]), [type(error).__name__, str(error)])
+        self._put(str(found[0]), [type(error).__name__, str(error)])
         self._told = found
         if not self._waits_at_end:
             self._waits_at_end = True
@@ -161,7 +177,7 @@ class ConstructionErrors:
     def got_over(self) -> None:
         """What was told of this rank is no more."""
         if self._told is not None:
-            _put(str(self._told[0]), None)
+            self._put(str(self._told[0]), None)
             self._told = None
 
     def looking(self, process_set: Any) -> Callable[[], None]:
@@ -178,13 +194,13 @@ class ConstructionErrors:
                 return
             next_look = now + _PAUSE_SECONDS
             for number, other in enumerate(found[1]):
-                told = _get(str(other)) if other != found[0] else None
+                told = self._get(str(other)) if other != found[0] else None
                 if told is None:
                     read.pop(other, None)
                     continue
                 since, error = read.setdefault(other, (now, error_of_rank(number, *told)))
                 if now - since > _GRACE_SECONDS:
-                    _put(f"{other}.{found[0]}", True)
+                    self._put(f"{other}.{found[0]}", True)
                     raise error
 
         return look
@@ -195,8 +211,7 @@ class ConstructionErrors:
         @functools.wraps(function)
         def told(*arguments: Any, **named: Any) -> Any:
             try:
-                # a rank that found out in its first step would leave the others waiting
-                check_transport(self._hvd)
+                self._check()
                 made = function(*arguments, **named)
             except Exception as error:
                 self.tell(error, named.get("process_set"))
@@ -216,14 +231,16 @@ class ConstructionErrors:
         missing = [rank for rank in ranks if rank != own]
         while missing and time.monotonic() < end:
             # others have the same error, or have read of it
-            missing = [rank for rank in missing if _get(str(rank)) is None and _get(f"{own}.{rank}") is None]
+            missing = [
+                rank
+                for rank in missing
+                if self._get(str(rank)) is None and self._get(f"{own}.{rank}") is None
+            ]
             time.sleep(0.1)
 
+    def _put(self, key: str, value: Any) -> None:
+        self._store(_SCOPE, key, json.dumps(value).encode())
 
-def _put(key: str, value: Any) -> None:
-    asked_store(_SCOPE, key, json.dumps(value).encode())
-
-
-def _get(key: str) -> Any:
-    found = asked_store(_SCOPE, key)
-    return None if found is None else json.loads(found)
+    def _get(self, key: str) -> Any:
+        found = self._store(_SCOPE, key)
+        return None if found is None else json.loads(found)

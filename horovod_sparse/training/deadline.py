@@ -9,6 +9,7 @@ import os
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from typing import TypeAlias
 
 from horovod_sparse import checks
 from horovod_sparse.errors import DeadlineError
@@ -24,6 +25,8 @@ _LATER_SECONDS = 30
 _STALL_VARIABLE = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
 _SCOPE = "horovod_sparse.waiting"
 _ANSWER_SECONDS = 2.0
+#: puts a value under a scope and a key, or gets it; None where there is none, or no store
+Store: TypeAlias = Callable[..., "bytes | None"]
 #: as Horovod's own threads ask it
 _DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -66,15 +69,17 @@ def seconds_of_horovod() -> int:
 class Deadline:
     """Of one driver: told how long it has been waiting, and for what.
 
-    Where `horovodrun` has started the ranks, those that wait for long tell its store for what: so the
-    others' error can say who does not.
+    Those that wait for long tell the launcher's store (of `horovodrun`, or of torch.distributed) for what: so
+    the others' error can say who does not.
 
     Time in which this process was stopped (a job that a scheduler suspends, Ctrl-Z) is no waiting: the others
     were stopped, too, or have come to their own deadline.
     """
 
-    def __init__(self, given: float | None, place: Callable[[], tuple[int, list[int]]]) -> None:
-        self.seconds, self._place = deadline_of(given), place
+    def __init__(
+        self, given: float | None, place: Callable[[], tuple[int, list[int]]], store: Store | None = None
+    ) -> None:
+        self.seconds, self._place, self._store = deadline_of(given), place, store or asked_store
         self._told = ""
         #: of the wait under way: at the last look, and how much of it this process did not run
         self._looked = self._stopped = 0.0
@@ -105,14 +110,14 @@ class Deadline:
 
     def _tell(self, what: str) -> None:
         rank, ranks = self._place()
-        asked_store(_SCOPE, str(ranks[rank]), json.dumps(what).encode())
+        self._store(_SCOPE, str(ranks[rank]), json.dumps(what).encode())
 
     def _missing(self, what: str) -> dict[int, str] | None:
         """Ranks that do not wait for it, and what for; None where there is no store to ask."""
         rank, ranks = self._place()
         missing = {}
         for number, key in enumerate(ranks):
-            found = asked_store(_SCOPE, str(key))
+            found = self._store(_SCOPE, str(key))
             if number == rank and found is None:
                 return None
             told = "" if found is None else str(json.loads(found))

@@ -39,14 +39,19 @@ class CommonOptions(TypedDict, total=False):
     levels: str
 
 
-class PlannedOptions(CommonOptions, total=False):
-    """And those of front ends that make plans and wait with a deadline: TensorFlow's."""
+class WaitingOptions(CommonOptions, total=False):
+    """And those of front ends that wait with a deadline: torch.distributed's."""
+
+    deadline_seconds: float | None
+
+
+class PlannedOptions(WaitingOptions, total=False):
+    """And those of front ends that make plans: TensorFlow's."""
 
     bucket_bytes: int | None
     merging: Any
     tensor_selection: Any
     profile: Any
-    deadline_seconds: float | None
 
 
 class SettingsOptions(PlannedOptions, total=False):
@@ -66,7 +71,7 @@ class Settings:
 
     All are taken by `horovod_sparse.torch.DistributedOptimizer`; TensorFlow's front ends take all but
     `synchronize_at` and `max_grad_norm`; `horovod_sparse.ddp` takes `plan`, `on_nonfinite`, `check_every`,
-    `on_drift` and `levels`.
+    `on_drift`, `levels` and `deadline_seconds`.
 
     Attributes:
         plan: which parameters form which bucket, in place of `groups` and `bucket_bytes`.

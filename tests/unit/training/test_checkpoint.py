@@ -148,8 +148,7 @@ class Training:
 
     def save(self, root: Any, step: int) -> list[Any]:
         def entry(rank: int) -> dict[str, Any]:
-            more = {"recipe": "r", "plan": {}, "residuals": {"w": np.full(3, self.value)}}
-            return an_entry(rank, step=step) | more
+            return an_entry(rank, step=step) | {"residuals": {"w": np.full(3, self.value)}}
 
         return self._together(
             checkpoint.save_together(
