@@ -24,7 +24,7 @@ from horovod_sparse.errors import (
 from horovod_sparse.feedback import MomentumCorrection, Recipe
 from horovod_sparse.planning import by_cost
 from horovod_sparse.plans.plan import Plan
-from horovod_sparse.tensors.adoption import adopt
+from horovod_sparse.tensors.adoption import adopt, adopted_class
 from horovod_sparse.tensors.entries import host_entry
 from horovod_sparse.tensors.flat_gradient import memory_of
 from horovod_sparse.tensors.loss_scale import ScaleOfStep, watch_scalers
@@ -70,6 +70,9 @@ class Synchronizer(Training):
         if settings.plan is None or settings.plan.density is None:
             recipe.refuse_auto("torch.distributed's front end")
         self._named = {} if named_parameters is None else dict(named_parameters)
+        given = recipe
+        if optimizer is not None:
+            _, recipe = adopted_class(optimizer, given)
         engine = DistributedEngine(recipe, optimizer, self._named, process_group, settings.deadline_seconds)
         super().__init__(engine, recipe, settings)
         self.optimizer = optimizer
@@ -89,8 +92,8 @@ class Synchronizer(Training):
         self._pieces: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._writers: dict[torch.device, CudaStreams] = {}
         if optimizer is not None:
-            refuse_double_momentum(recipe, lambda: optimizer.param_groups, adopts=True)
-            adopt(optimizer, recipe)
+            refuse_double_momentum(given, lambda: optimizer.param_groups, adopts=True)
+            adopt(optimizer, given)
         elif getattr(recipe.feedback, "applies_rate", False):
             allowed = 'the one that trains the model: attach(model, "...", optimizer=torch.optim.AdamW(...))'
             raise ArgumentError("optimizer", None, allowed)

@@ -5,6 +5,7 @@ from horovod_sparse.feedback.bucket import Bucket, Progress, resumed
 from horovod_sparse.feedback.feedbacks import (
     FEEDBACKS,
     AdamFeedback,
+    BestFeedback,
     ErrorFeedback,
     Feedback,
     MomentumCorrection,
@@ -18,6 +19,7 @@ __all__ = [
     "FEEDBACKS",
     "AdamFeedback",
     "AutoDensity",
+    "BestFeedback",
     "Bucket",
     "BucketStep",
     "ErrorFeedback",

@@ -221,6 +221,9 @@ class Bucket:
         report = BucketStep(self.info.name, self.info.num_elements)
         started = time.perf_counter()
         feedback, now = self.feedback, self._progress.at(learning_rate)
+        if self.recipe.sparsifier.num_selected(self.info, self.state.step) == self.info.num_elements:
+            # all is sent: a velocity that is cleared where values leave would be none
+            feedback = getattr(feedback, "for_dense", lambda: feedback)()
         rates = Rates(self.learning_rate, now.learning_rate, learning_rate, self.progress.age)
         self.accumulator.step = self.state.step
         feedback.fold(self.accumulator, gradient, self.info, rates)

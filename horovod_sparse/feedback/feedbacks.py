@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 from horovod_sparse.arrays import Accumulator, FoldReport, FoldRule
 from horovod_sparse.checks import check_number
-from horovod_sparse.errors import ArgumentError, UnknownNameError
+from horovod_sparse.errors import ArgumentError, UnknownNameError, UnsupportedError
 from horovod_sparse.sparsifiers.base import BucketInfo
 
 
@@ -290,11 +290,32 @@ class AdamFeedback(_Feedback):
         return (1.0 - beta2**new_age) / (1.0 - beta2**age) if age else 0.0
 
 
+@dataclass(frozen=True)
+class BestFeedback(_Feedback):
+    """The most accurate one for the optimizer at hand, which a front end puts in its place.
+
+    "adam" for Adam and AdamW, "error" for SGD, whose momentum m is left out while its rate becomes
+    ``eta / (1 - m)``: error feedback is a momentum itself.
+
+    Args:
+        clip_norm: see `MomentumCorrection`.
+    """
+
+    text_name: ClassVar[str] = "best"
+    applies_rate: ClassVar[bool] = True
+
+    clip_norm: float | None = None
+
+    def _own(self, rates: Rates) -> dict[str, Any]:
+        raise UnsupportedError("feedback='best' is decided by an optimizer, which nobody has told here")
+
+
 #: AdamW's own defaults
 _BETA2, _EPS = 0.999, 1e-8
 
 FEEDBACKS: dict[str, type] = {
     "adam": AdamFeedback,
+    "best": BestFeedback,
     "error": ErrorFeedback,
     "momentum": MomentumCorrection,
     "none": NoFeedback,

@@ -14,6 +14,7 @@ from horovod_sparse.checks import check_count, check_density
 from horovod_sparse.errors import ArgumentError, UnknownNameError, UnsupportedError
 from horovod_sparse.feedback.auto_density import AutoDensity
 from horovod_sparse.feedback.feedbacks import (
+    BestFeedback,
     ErrorFeedback,
     Feedback,
     feedback_named,
@@ -190,6 +191,9 @@ class Recipe:
         return ",".join(parts)
 
 
+#: in place of an algorithm's name, and the algorithm that it is
+BEST, BEST_ALGORITHM = "best", "topk"
+
 #: arguments every algorithm takes beside its own
 _RULES = tuple(item.name for item in dataclasses.fields(ParameterRules))
 _COMMON = (
@@ -222,7 +226,8 @@ def recipe(name: str, **arguments: Any) -> Recipe:
     """Makes a recipe from an algorithm's name and its arguments.
 
     Args:
-        name: of the algorithm, as in `Compression`.
+        name: of the algorithm, as in `Compression`; or "best": top-k, which is the most accurate, with the
+            feedback for the optimizer at hand (`BestFeedback`).
         **arguments: of the algorithm, its `density` also as "auto" or an `AutoDensity`; `feedback` ("error",
             "momentum", "none", or a `Feedback`); and those of `ParameterRules`. What has arguments
             itself may be given as text: ``schedule="exponential(steps=400)"``.
@@ -240,6 +245,8 @@ def recipe(name: str, **arguments: Any) -> Recipe:
         Traceback (most recent call last):
         horovod_sparse.errors.UnknownNameError: unknown argument of topk 'densty': the known ones are ...
     """
+    if name == BEST:
+        return recipe(BEST_ALGORITHM, **{"feedback": BestFeedback.text_name, **arguments})
     signature = recipe_signature(name)
     for argument in arguments:
         if argument in _FORMER:
@@ -289,7 +296,8 @@ def parse_recipe(text: str) -> Recipe:
     from horovod_sparse.feedback.text import parse_arguments
 
     name, _, rest = text.strip().partition(":")
-    _algorithm(name)
+    if name != BEST:
+        _algorithm(name)
     return recipe(name, **parse_arguments(rest))
 
 

@@ -1,10 +1,12 @@
-"""How a kernel is compiled: lazily, cached on disk, without the GIL, by one rank at a time."""
+"""How a kernel is compiled: lazily, cached on disk for one user, without the GIL, by one rank at a time."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
@@ -21,6 +23,12 @@ except ImportError:  # no file locks here: ranks then compile side by side, as n
 
 __all__ = ["kernel"]
 
+_log = logging.getLogger("horovod_sparse")
+
+#: seconds that a process waits for another one's turn before it says so, and before it compiles beside it
+_QUIET_SECONDS, _MOST_SECONDS = 5.0, 60.0
+_PAUSE_SECONDS = 0.05
+
 _depth = 0
 
 
@@ -30,11 +38,13 @@ def kernel(function: Callable[..., Any]) -> Any:
     Two things are added to numba's disk cache. Ranks that start together take turns: the first
     compiles, the others read its result (numba alone lets all compile, and two processes that save
     *different* specializations of one function at the same moment can exchange their code). And the
-    cache is stale as soon as a kernel file changes that this one uses, not only its own file.
+    cache is stale as soon as a kernel file changes that this one uses, not only its own file. Where the
+    package belongs to somebody else, its cache is not used: nobody reads code there, or waits there, that
+    others may write or hold.
     """
     if numba.config.DISABLE_JIT:
         return _refuse
-    dispatcher = numba.njit(cache=True, nogil=True, error_model="numpy")(function)
+    dispatcher = _dispatcher(function)
     compile_one = dispatcher.compile
     folder = getattr(getattr(dispatcher, "_cache", None), "cache_path", None)
     cache_file: Any = getattr(getattr(dispatcher, "_cache", None), "_cache_file", None)
@@ -47,6 +57,18 @@ def kernel(function: Callable[..., Any]) -> Any:
 
     dispatcher.compile = compile_in_turn
     return dispatcher
+
+
+def _dispatcher(function: Callable[..., Any]) -> Any:
+    """Numba's; its cache is in the user's own folder where the package's is not the user's."""
+    given = numba.config.CACHE_DIR
+    if not given and hasattr(os, "getuid") and os.stat(__file__).st_uid != os.getuid():
+        caches = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+        numba.config.CACHE_DIR = os.path.join(caches, "horovod_sparse")
+    try:
+        return numba.njit(cache=True, nogil=True, error_model="numpy")(function)
+    finally:
+        numba.config.CACHE_DIR = given
 
 
 def _refuse(*_arguments: Any) -> Any:
@@ -92,14 +114,31 @@ def _turn(folder: str | None) -> Iterator[None]:
 def _lock(folder: str | None) -> int | None:
     if fcntl is None or folder is None:
         return None
+    path = os.path.join(folder, "kernels.lock")
     try:
         os.makedirs(folder, exist_ok=True)
-        descriptor = os.open(os.path.join(folder, "kernels.lock"), os.O_RDWR | os.O_CREAT, 0o666)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     except OSError:
         return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-    except OSError:  # a file system without locks
-        os.close(descriptor)
-        return None
-    return descriptor
+    began, told = time.monotonic(), False
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return descriptor
+        except BlockingIOError:
+            waited = time.monotonic() - began
+        except OSError:  # a file system without locks
+            break
+        if waited > _MOST_SECONDS:
+            _log.warning(
+                "%s is held for %.0f s: this process compiles its kernels all the same", path, waited
+            )
+            break
+        if waited > _QUIET_SECONDS and not told:
+            told = True
+            _log.warning(
+                "waiting for another process of this user, which compiles kernels and holds %s", path
+            )
+        time.sleep(_PAUSE_SECONDS)
+    os.close(descriptor)
+    return None

@@ -1,14 +1,15 @@
-"""PyTorch's Adam and AdamW as optimizers of steps: a feedback has normalized, ranks have averaged them."""
+"""PyTorch's optimizers where a feedback does a part of their work: they do the rest."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from horovod_sparse.errors import ArgumentError, UnsupportedError
-from horovod_sparse.feedback import AdamFeedback, Recipe
+from horovod_sparse.feedback import AdamFeedback, BestFeedback, ErrorFeedback, Recipe
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer as _Base
@@ -19,12 +20,16 @@ else:
 _REFUSED = ("amsgrad", "maximize", "differentiable")
 
 
-class OfSteps(_Base):
-    """``theta = theta (1 - lr weight_decay) - gradient``: what a gradient holds is the step already.
+class _Adopted(_Base):
+    """``theta = theta (1 - rate weight_decay) - factor gradient``.
 
-    Groups, schedules, hooks and `state_dict` are the class's own. It keeps no moments: the second one is the
-    feedback's, and there is no first. A state with moments that is loaded goes on without them.
+    Groups, schedules, hooks and `state_dict` are the class's own. It keeps no moments; a state with moments
+    that is loaded goes on without them.
     """
+
+    def _rate_and_factor(self, group: Mapping[str, Any]) -> tuple[float, float]:
+        """Of a group, now."""
+        raise NotImplementedError
 
     @torch.optim.Optimizer.profile_hook_step
     @torch.no_grad()
@@ -38,10 +43,10 @@ class OfSteps(_Base):
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             if not parameters:
                 continue
-            decay = 1.0 - float(group["lr"]) * group["weight_decay"]
-            if decay != 1.0:
-                torch._foreach_mul_(parameters, decay)
-            torch._foreach_sub_(parameters, [parameter.grad for parameter in parameters])
+            rate, factor = self._rate_and_factor(group)
+            if group["weight_decay"]:
+                torch._foreach_mul_(parameters, 1.0 - rate * group["weight_decay"])
+            torch._foreach_sub_(parameters, [parameter.grad for parameter in parameters], alpha=factor)
         self._opt_called = True  # what a schedule looks for
         return loss
 
@@ -53,55 +58,83 @@ class OfSteps(_Base):
         self.state.clear()
 
 
-class AdamOfSteps(OfSteps, torch.optim.Adam):
-    """See `OfSteps`."""
+class _OfSteps(_Adopted):
+    """What a gradient holds is the step already: the feedback has normalized it, the rate is in it."""
+
+    def _rate_and_factor(self, group: Mapping[str, Any]) -> tuple[float, float]:
+        return float(group["lr"]), 1.0
 
 
-class AdamWOfSteps(OfSteps, torch.optim.AdamW):
-    """See `OfSteps`."""
+class AdamOfSteps(_OfSteps, torch.optim.Adam):
+    """Without moments: the second one is the feedback's, and there is no first."""
 
 
-_ADOPTED: Mapping[type, type] = {torch.optim.Adam: AdamOfSteps, torch.optim.AdamW: AdamWOfSteps}
+class AdamWOfSteps(_OfSteps, torch.optim.AdamW):
+    """Without moments: the second one is the feedback's, and there is no first."""
 
 
-def class_of_steps(optimizer: torch.optim.Optimizer, recipe: Recipe) -> type:
-    """The class that an optimizer is to have behind a recipe: its own, or one that applies steps.
+class SGDWithoutMomentum(_Adopted, torch.optim.SGD):
+    """At ``lr (1 - dampening) / (1 - momentum)``, which goes as far: error feedback is a momentum."""
+
+    def _rate_and_factor(self, group: Mapping[str, Any]) -> tuple[float, float]:
+        rate = float(group["lr"]) * (1.0 - group["dampening"]) / (1.0 - group["momentum"])
+        return rate, rate
+
+
+_OF_STEPS: Mapping[type, type] = {torch.optim.Adam: AdamOfSteps, torch.optim.AdamW: AdamWOfSteps}
+
+
+def adopted_class(optimizer: torch.optim.Optimizer, recipe: Recipe) -> tuple[type, Recipe]:
+    """The class that an optimizer is to have behind a recipe, and the recipe for it.
+
+    Its own class, where the recipe leaves an optimizer's work to it.
 
     Raises:
-        ArgumentError: the feedback makes the steps of another optimizer than this.
+        ArgumentError: the feedback does a part of the work of another optimizer than this.
     """
-    feedback = recipe.feedback
+    feedback, kind = recipe.feedback, type(optimizer)
     if not getattr(feedback, "applies_rate", False):
-        return type(optimizer)
-    adopted = _ADOPTED.get(type(optimizer))
-    if adopted is None or not isinstance(feedback, AdamFeedback):
+        return kind, recipe
+    if isinstance(feedback, BestFeedback):
+        if kind is torch.optim.SGD:
+            _refuse(optimizer, feedback)
+            chosen = ErrorFeedback(clip_norm=feedback.clip_norm)
+            has_momentum = any(group["momentum"] for group in optimizer.param_groups)
+            adopted = SGDWithoutMomentum if has_momentum else kind
+            return adopted, dataclasses.replace(recipe, feedback=chosen)
+        feedback = AdamFeedback(clip_norm=feedback.clip_norm)
+    if kind not in _OF_STEPS or not isinstance(feedback, AdamFeedback):
         allowed = (
             "torch.optim.AdamW(model.parameters(), lr=..., weight_decay=...), whose steps this feedback "
             "makes; or feedback='error' to the compression"
         )
-        raise ArgumentError("optimizer", type(optimizer).__name__, allowed)
+        raise ArgumentError("optimizer", kind.__name__, allowed)
+    _refuse(optimizer, feedback)
+    for group in optimizer.param_groups:
+        if group["weight_decay"] and kind is torch.optim.Adam and not group.get("decoupled_weight_decay"):
+            allowed = "0 with Adam, or torch.optim.AdamW(..., weight_decay=...): it decays apart"
+            raise ArgumentError("weight_decay", group["weight_decay"], allowed)
+        feedback.for_group(group)  # refuses what it cannot take from there
+    return _OF_STEPS[kind], dataclasses.replace(recipe, feedback=feedback)
+
+
+def _refuse(optimizer: torch.optim.Optimizer, feedback: AdamFeedback | BestFeedback) -> None:
     for group in optimizer.param_groups:
         for name in _REFUSED:
             if group.get(name):
                 raise ArgumentError(name, group[name], f"{name}=False: {feedback.text_name} has no such form")
-        decoupled = adopted is AdamWOfSteps or group.get("decoupled_weight_decay")
-        if group["weight_decay"] and not decoupled:
-            allowed = "0 with Adam, or torch.optim.AdamW(..., weight_decay=...): it decays apart"
-            raise ArgumentError("weight_decay", group["weight_decay"], allowed)
-        feedback.for_group(group)  # refuses what it cannot take from there
-    return adopted
 
 
-def adopt(optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
-    """Lets the very optimizer of the user apply steps from now on, where the recipe makes them.
+def adopt(optimizer: torch.optim.Optimizer, recipe: Recipe) -> Recipe:
+    """Lets the very optimizer of the user do what a recipe leaves to it; gives the recipe for it.
 
     Raises:
-        ArgumentError: see `class_of_steps`.
+        ArgumentError: see `adopted_class`.
         UnsupportedError: somebody has replaced its `step`.
     """
-    adopted = class_of_steps(optimizer, recipe)
+    adopted, recipe = adopted_class(optimizer, recipe)
     if adopted is type(optimizer):
-        return
+        return recipe
     own = vars(optimizer)
     if "step" in own and not hasattr(own["step"], "_wrapped_by_lr_sched"):
         raise UnsupportedError("the optimizer's step() was replaced: attach the model before that is done")
@@ -110,3 +143,4 @@ def adopt(optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
     optimizer.__class__ = adopted
     # a fused one unscales gradients itself, and is never called any more
     optimizer._step_supports_amp_scaling = False
+    return recipe

@@ -10,10 +10,10 @@ import torch
 from horovod.torch.optimizer import _DistributedOptimizer as _Stock
 
 from horovod_sparse.errors import ArgumentError, StateMismatchError
+from horovod_sparse.feedback import Recipe
 from horovod_sparse.plans.plan import Plan
 from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.torch._horovod import hvd
-from horovod_sparse.torch.compressor import SparseCompressor
 from horovod_sparse.torch.synchronizer import GradientSynchronizer, clip_gradients
 from horovod_sparse.training.collective_errors import refuse_absence
 from horovod_sparse.training.settings import Settings
@@ -47,7 +47,7 @@ class Methods(torch.optim.Optimizer):
 
     def _attach(
         self: Any,
-        compression: SparseCompressor,
+        recipe: Recipe,
         names: list[tuple[str, Any]],
         settings: Settings,
     ) -> None:
@@ -56,7 +56,7 @@ class Methods(torch.optim.Optimizer):
         if not self.process_set.included():
             refuse_absence(hvd, self.process_set)
             return
-        self._synchronizer = GradientSynchronizer(self, names, compression.recipe, settings, self._groups)
+        self._synchronizer = GradientSynchronizer(self, names, recipe, settings, self._groups)
         self._requires_update = {parameter for _, parameter in self._synchronizer.facts.values()}
 
     @property

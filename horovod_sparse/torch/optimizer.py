@@ -15,7 +15,7 @@ from horovod.torch.optimizer import _DistributedOptimizer as _Stock
 from horovod_sparse.checks import check_number
 from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.telemetry import Telemetry
-from horovod_sparse.tensors.adoption import class_of_steps
+from horovod_sparse.tensors.adoption import adopted_class
 from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.compression import Compression, SparseCompressor
 from horovod_sparse.torch.methods import Methods
@@ -164,8 +164,8 @@ def DistributedOptimizer(
         groups = num_groups if groups is None else groups
     _check(optimizer, compression, op, gradient_predivide_factor, backward_passes_per_step, process_set)
     names = None if named_parameters is None else list(named_parameters)
-    base = class_of_steps(optimizer, compression.recipe)
-    if base is not type(optimizer):
+    base, recipe = adopted_class(optimizer, compression.recipe)
+    if getattr(recipe.feedback, "applies_rate", False):
         _refuse_for_steps(op, settings)
     cls = type(type(optimizer).__name__, (base,), dict(_METHODS))
     wrapped = cls(
@@ -184,7 +184,7 @@ def DistributedOptimizer(
         names = [(name, parameter) for parameter, name in wrapped._parameter_names.items()]
         order = {id(p): i for i, p in enumerate(p for group in wrapped.param_groups for p in group["params"])}
         names.sort(key=lambda pair: order[id(pair[1])])
-    wrapped._attach(compression, names, settings)
+    wrapped._attach(recipe, names, settings)
     return wrapped
 
 

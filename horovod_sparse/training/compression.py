@@ -9,6 +9,7 @@ from typing import Any
 
 from horovod_sparse.errors import UnknownNameError
 from horovod_sparse.feedback import FEEDBACKS, AutoDensity, Recipe, parse_recipe, recipe, recipe_signature
+from horovod_sparse.feedback.recipe import BEST, BEST_ALGORITHM
 from horovod_sparse.sparsifiers import ALGORITHMS
 
 #: Horovod's own
@@ -50,14 +51,16 @@ class Algorithms(type):
         cls._make = factory
 
     def __getattr__(cls, name: str) -> Callable[..., Any]:
-        if name in ALGORITHMS:
+        if name in ALGORITHMS or name == BEST:
             if name not in cls._factories:  # the file of an algorithm is loaded when somebody asks for it
                 cls._factories[name] = cls._make(name)
             return cls._factories[name]
-        raise AttributeError(str(UnknownNameError("compression", name, [*_STOCK, "parse", *ALGORITHMS])))
+        raise AttributeError(
+            str(UnknownNameError("compression", name, [*_STOCK, "parse", BEST, *ALGORITHMS]))
+        )
 
     def __dir__(cls) -> list[str]:
-        return sorted({*super().__dir__(), *ALGORITHMS})
+        return sorted({*super().__dir__(), BEST, *ALGORITHMS})
 
 
 def _factory(name: str, make_compressor: type, binding: Sequence[str], help_text: str) -> Callable[..., Any]:
@@ -65,11 +68,11 @@ def _factory(name: str, make_compressor: type, binding: Sequence[str], help_text
         bound = {item: arguments.pop(item, None) for item in binding}
         return make_compressor(recipe(name, **arguments), **bound)
 
-    make.__name__ = name
+    make.__name__, algorithm = name, BEST_ALGORITHM if name == BEST else name
     make.__qualname__ = f"Compression.{name}"
-    make.__doc__ = f"{inspect.getdoc(ALGORITHMS[name])}\n{help_text}"
+    make.__doc__ = f"{inspect.getdoc(ALGORITHMS[algorithm])}\n{help_text}"
     parameters = [
-        *recipe_signature(name).parameters.values(),
+        *recipe_signature(algorithm).parameters.values(),
         *(inspect.Parameter(item, inspect.Parameter.KEYWORD_ONLY, default=None) for item in binding),
     ]
     make.__signature__ = inspect.Signature(parameters, return_annotation=make_compressor)  # type: ignore[attr-defined]
@@ -85,8 +88,8 @@ def recipe_of(text: str) -> Recipe | None:
     """
     if text in _STOCK:
         return None
-    if text.partition(":")[0].strip() not in ALGORITHMS:
-        raise UnknownNameError("compression", text, [*_STOCK, *ALGORITHMS])
+    if text.partition(":")[0].strip() not in (BEST, *ALGORITHMS):
+        raise UnknownNameError("compression", text, [*_STOCK, BEST, *ALGORITHMS])
     return parse_recipe(text)
 
 

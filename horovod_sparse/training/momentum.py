@@ -7,13 +7,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from horovod_sparse.errors import ArgumentError, UnsupportedError
-from horovod_sparse.feedback import MomentumCorrection, Recipe
+from horovod_sparse.feedback import ErrorFeedback, MomentumCorrection, Recipe
 from horovod_sparse.sparsifiers.base import value_text
 
 _log = logging.getLogger("horovod_sparse")
 
 #: settings that only optimizers have which adapt to gradients: Adam and its kin, RMSprop, Adagrad, Ftrl
 _MOMENTS = {"betas", "eps", "etas", "beta_1", "epsilon", "rho", "initial_accumulator_value"}
+
+#: densities at which an element waits longer than a momentum of 0.9 remembers
+_SPIKES_BELOW = 0.1
 
 
 def refuse_double_momentum(
@@ -26,7 +29,8 @@ def refuse_double_momentum(
 
     An optimizer with moments of another kind (Adam) is only warned of where the feedback corrects
     momentum: that is not DGC any more, but may be meant. So is a residual that follows the learning rate
-    (`scale_residual`) where something outlives the step: the quotient of two rates then enters it.
+    (`scale_residual`) where something outlives the step: the quotient of two rates then enters it. And so is
+    momentum, of either kind, behind plain error feedback at low density.
 
     Example:
         >>> from horovod_sparse.feedback import recipe
@@ -42,7 +46,8 @@ def refuse_double_momentum(
             "horovod_sparse.ddp.attach(model, ..., optimizer=torch.optim.AdamW(...)) do"
         )
     corrects, scales = isinstance(feedback, MomentumCorrection), getattr(feedback, "scale_residual", False)
-    if not (corrects or scales):
+    spikes = isinstance(feedback, ErrorFeedback) and recipe.sparsifier.density < _SPIKES_BELOW
+    if not (corrects or scales or spikes):
         return
     groups = settings()
     momentum = max((float(group.get("momentum") or 0.0) for group in groups), default=0.0)
@@ -58,6 +63,13 @@ def refuse_double_momentum(
     if corrects and has_moments:
         _log.warning(
             "momentum correction is made for SGD without momentum; this optimizer smooths gradients itself"
+        )
+    if spikes and (momentum or has_moments):
+        told = "moments" if has_moments else "momentum"
+        _log.warning(
+            "at density %g this optimizer's %s meet every element as a spike, and training is behind dense "
+            "training (numbers: docs/results.md). Compression.best(density=%g) leaves them to the feedback",
+            *(recipe.sparsifier.density, told, recipe.sparsifier.density),
         )
     if scales and (momentum or has_moments):
         _log.warning(

@@ -7,7 +7,14 @@ import pytest
 
 from horovod_sparse.arrays import FoldRule, GradientParts, HostAccumulator
 from horovod_sparse.errors import ArgumentError, NonFiniteGradientError
-from horovod_sparse.feedback import ErrorFeedback, MomentumCorrection, NoFeedback, Recipe, recipe
+from horovod_sparse.feedback import (
+    ErrorFeedback,
+    MomentumCorrection,
+    NoFeedback,
+    Recipe,
+    parse_recipe,
+    recipe,
+)
 from horovod_sparse.simulation import SimulatedCluster
 from horovod_sparse.sparsifiers import TopK
 from support.gradients import DTYPES, as_gradient, dyadic, wide
@@ -52,6 +59,17 @@ def test_the_equations(memory: type, nesterov: bool, masking: bool) -> None:
     for rank, bucket in enumerate(history.cluster.buckets):
         np.testing.assert_array_equal(bucket.accumulator.values(), residuals[rank])
         np.testing.assert_array_equal(bucket.accumulator.companions[0], velocities[rank])
+
+
+@pytest.mark.parametrize("text", ["topk:density=1.0", "topk:density=0.1,schedule=linear(steps=3,start=1.0)"])
+def test_nothing_is_masked_where_all_is_sent(text: str) -> None:
+    """It would be SGD without momentum: at density 1, and while a schedule is there."""
+    made = parse_recipe(f"{text},feedback=momentum(momentum=0.5)")
+    cluster, gradients = SimulatedCluster(made, _N, 2), dyadic(np.random.default_rng(4), (1, 2, _N))
+    for step in gradients:
+        np.testing.assert_array_equal(cluster.step(list(step.astype(np.float32))), step.sum(0))
+    for rank, bucket in enumerate(cluster.buckets):
+        np.testing.assert_array_equal(bucket.accumulator.companions[0], gradients[0, rank])
 
 
 @pytest.mark.parametrize("masking", [True, False])

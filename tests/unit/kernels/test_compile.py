@@ -1,5 +1,6 @@
 """Compiling: never at import, safe when ranks start together, and where the package is read-only."""
 
+import fcntl
 import os
 import shutil
 import stat
@@ -66,6 +67,25 @@ def test_ranks_that_start_together(tmp_path):
     # Whoever comes first compiles, once per type; the others read.
     assert sum(int(out.split()[-1]) for out in outs) == 2
     assert finish(run(ONE_KERNEL.format(kind="float64"), NUMBA_CACHE_DIR=str(tmp_path))).endswith(" 0")
+
+
+def test_a_lock_that_somebody_holds_ends_no_job(tmp_path):
+    """A process that is stopped while it compiles: others say whom they wait for, and go on without it."""
+    finish(run(ONE_KERNEL.format(kind="float32"), NUMBA_CACHE_DIR=str(tmp_path)))
+    (lock,) = tmp_path.rglob("kernels.lock")
+    assert stat.S_IMODE(lock.stat().st_mode) == 0o600, "another user could hold it"
+    program = """
+import logging
+from horovod_sparse.kernels import compile
+compile._QUIET_SECONDS, compile._MOST_SECONDS = 0.1, 1.0
+logging.basicConfig(format="%(message)s")
+""" + ONE_KERNEL.format(kind="float64")
+    with lock.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        process = run(program, NUMBA_CACHE_DIR=str(tmp_path))
+        out, err = process.communicate(timeout=60)
+    assert out.startswith("[1.0, 3.0, 5.0]"), err
+    assert "waiting for another process" in err and "all the same" in err
 
 
 def test_a_change_in_a_file_that_is_used_makes_the_cache_stale(tmp_path):

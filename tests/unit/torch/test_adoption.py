@@ -134,6 +134,36 @@ def test_the_very_optimizer_is_adopted(early: bool) -> None:
     assert float(weights) == pytest.approx(0.7 * 0.975 - 0.25) and not optimizer.state
 
 
+def test_the_best_is_found_for_the_optimizer() -> None:
+    """SGD's momentum is left out, its pace kept; AdamW makes its own steps."""
+    model = model_of()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=0.1)
+    adopted = (
+        adopt(sgd, parse_recipe("best:density=0.5")),
+        adopt(adamw(model), parse_recipe("best:density=0.5")),
+    )
+    assert [one.describe() for one in adopted] == ["topk:density=0.5", "topk:density=0.5,feedback=adam"]
+    weights = [parameter.detach().clone() for parameter in model.parameters()]
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    sgd.step()
+    for parameter, before in zip(model.parameters(), weights, strict=True):
+        torch.testing.assert_close(parameter.detach(), before - 0.1 * (1 + 0.1 * before))
+    assert not sgd.state
+    assert adopt(torch.optim.SGD(model.parameters(), lr=1.0), parse_recipe("best")).describe() == "topk"
+    assert hvd.Compression.best(density=0.5).recipe == hvd.Compression.parse("best:density=0.5").recipe
+
+
+@pytest.mark.parametrize(("density", "warnings"), [(0.01, 1), (0.1, 0)])
+def test_moments_behind_error_feedback_are_warned_of(density: float, warnings: int, caplog: Any) -> None:
+    model = model_of()
+    for base in (adamw(model), torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)):
+        caplog.clear()
+        compression = hvd.Compression.topk(density=density)
+        hvd.DistributedOptimizer(base, model.named_parameters(), compression=compression)
+        assert sum("Compression.best(density=0.01)" in one.message for one in caplog.records) == warnings
+
+
 def test_what_cannot_be_adopted_is_refused_with_the_line_to_write() -> None:
     model = model_of()
     parameters = list(model.parameters())
