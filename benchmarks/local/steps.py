@@ -24,7 +24,7 @@ from horovod_sparse.wire.message import unpack_sum
 from horovod_sparse.wire.quantized import HEADER, blank
 
 #: largest time of a step by that of one copy of the gradient
-BUDGETS = {"topk": 3.5, "micro": 2.5, "exdyna": 2.5, "randomk": 2.0}
+BUDGETS = {"topk": 3.5, "micro": 2.5, "exdyna": 2.5, "randomk": 2.0, "adam": 2.2}
 _BUDGET = 4.0
 #: share of DRAGONN's slots that something falls into: 1 - 1 / e
 _FILLED = 0.63
@@ -68,6 +68,8 @@ class StepWorks:
             count: [self._message(generator, total // count, True) for _ in range(count)] for count in _COUNTS
         }
         self._one = np.zeros(0, np.float32)
+        #: its memory is made when it is measured
+        self._adam: Bucket | None = None
 
     def _message(
         self,
@@ -146,6 +148,14 @@ class StepWorks:
             budget = None  # every rank's n elements are decoded: budgets are those of sparsifiers
         return Work(f"{name}{role}, P={self._ranks}", partial(self.run, bucket), self._refill, budget)
 
+    def _step_of_adam(self) -> None:
+        """Top-k's, which keeps a residual and a second moment."""
+        if self._adam is None:
+            made = recipe("topk", density=self._density, feedback="adam")
+            memory = HostAccumulator(self._n, density=self._density, companions=1)
+            self._adam = Bucket(BucketInfo("topk", self._n, 0, self._ranks), made, memory)
+        self.run(self._adam)
+
     def _decode(self, count: int) -> None:
         sum_ = unpack_sum(np.concatenate(self._decoded[count]), count, WireFormat(), self._n, np.float32)
         apply_sum(self._gradient, sum_.indices, sum_.values)
@@ -168,7 +178,9 @@ class StepWorks:
             for name, made in ALGORITHMS.items()
             if {kind.__name__ for kind in made().rounds(self._ranks)} <= known
         ]
-        return [self._step(name) for name in names]
+        budget = BUDGETS["adam"] if self._budgets else None
+        adam = Work(f"topk, feedback=adam, P={self._ranks}", self._step_of_adam, self._refill, budget)
+        return [*(self._step(name) for name in names), adam]
 
     def decoding(self) -> list[Work]:
         """Decoding of few and of many messages of the same total length: all at once, and each densely."""
