@@ -307,6 +307,11 @@ def facts_of(
         n, dtype = parameter.numel(), dtype_name(parameter)
         if n == 0:
             continue
+        if parameter.is_complex():
+            raise UnsupportedError(
+                f"{name} is complex ({parameter.dtype}), and selection looks at each real number: "
+                "keep it as real numbers, and let forward take torch.view_as_complex of it"
+            )
         if dtype is None:
             raise UnsupportedError(
                 f"{name} has dtype {parameter.dtype}: gradients of float32, float64, float16 and bfloat16 "

@@ -1,4 +1,7 @@
-"""Horovod's PyTorch binding: how to get it where it is missing, which start it is, and who frees tensors.
+"""Horovod's PyTorch binding: how to get it where it is missing, which start it is, and its private names.
+
+Horovod's optimizers begin to hear of gradients in `_register_hooks`, once their arguments are checked: those
+with a sparsifier are adopted there (`adopting`).
 
 Reads the table of handles that Horovod 0.28.1 keeps in Python. Every ``hvd.init()`` makes a new one and gives
 numbers out anew, so the table itself tells one start from another.
@@ -35,6 +38,8 @@ if not hasattr(hvd, "allreduce_async"):
         "HOROVOD_WITH_PYTORCH=1",
     )
 
+from horovod.torch.optimizer import _DistributedOptimizer as StockOptimizer
+
 let_horovod_give_up()
 
 #: a start of Horovod, and the holders of what is under way in it, by handle
@@ -43,6 +48,18 @@ _holders: tuple[Any, dict[int, list[torch.Tensor]]] = (None, {})
 
 #: gives a token of Horovod's present start: compare it with ``is``, and hold it to compare with later
 present_start: Callable[[], Any] = functools.partial(getattr, hvd.mpi_ops, "_handle_map")
+
+
+def adopting(adopt: Callable[[Any], bool]) -> None:
+    """Lets Horovod's own optimizers be adopted, as they are made; Horovod goes on where `adopt` says no."""
+    register = StockOptimizer._register_hooks
+
+    @functools.wraps(register)
+    def registered(self: Any) -> None:
+        if not adopt(self):
+            register(self)
+
+    StockOptimizer._register_hooks = registered
 
 
 def holder_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ from horovod_sparse.tensors.memory import HOST_DEVICES
 from horovod_sparse.tensors.streams import stamps_for
 from horovod_sparse.topology import Topology
 from horovod_sparse.torch._horovod import hvd
-from horovod_sparse.torch.driver import Starts, carry_out_together
+from horovod_sparse.torch.driver import carry_out_together
 from horovod_sparse.torch.horovod_engine import most_of, where_of
 
 _DTYPES = {
@@ -137,12 +137,12 @@ class HorovodMeasuring:
     ) -> Decision:
         device, dtype = most_of(parameters)
         cluster = dataclasses.replace(where_of(self._process_set, device), topology=topology)
-        starts, name = Starts(), "horovod_sparse.planning"
+        starts, name = [0.0], "horovod_sparse.planning"
         coroutine = decide(
-            cluster, memory=bucket_memory(device), dtype=dtype, starting_seconds=starts.last_seconds
+            cluster, memory=bucket_memory(device), dtype=dtype, starting_seconds=lambda: starts[-1]
         )
         with torch.no_grad():
             decision: Decision = carry_out_together(
-                coroutine, self._process_set, name, starts, topology=topology
+                coroutine, self._process_set, name, starts.append, topology=topology
             )
         return decision

@@ -68,7 +68,7 @@ def save(
         training = {"optimizer": {key: value for key, value in own.items() if key != ENTRY}}
         if model is not None:
             training["model"] = model.state_dict()
-        return {**_arrays(own[ENTRY]), "training": _plain(training)}
+        return _plain({**own[ENTRY], "training": training})
 
     together = save_together(
         directory,
@@ -114,7 +114,7 @@ def load(
     synchronizer = _synchronizer_of(optimizer)
 
     def check(entry: Mapping[str, Any]) -> None:
-        synchronizer.checked(_tensors(entry))
+        synchronizer.checked(_live(entry))
         training = _training_of(entry)
         check_groups(optimizer, training.get("optimizer"))
         if model is not None:
@@ -128,7 +128,7 @@ def load(
     if model is not None:
         model.load_state_dict(training["model"])
     kept = {key: value for key, value in entry.items() if key != "training"}
-    optimizer.load_state_dict({**training["optimizer"], ENTRY: _tensors(kept)})
+    optimizer.load_state_dict({**training["optimizer"], ENTRY: _live(kept)})
     return int(entry["step"])
 
 
@@ -163,26 +163,6 @@ def _check_model(model: torch.nn.Module, saved: Any) -> None:
             f"the saved state is of another model: {name} is {theirs.get(name, 'missing')} in the checkpoint "
             f"and {shapes.get(name, 'missing')} here"
         )
-
-
-def _arrays(entry: Any) -> Any:
-    """With NumPy's arrays for tensors."""
-    return _changed(entry, torch.Tensor, lambda tensor: tensor.numpy())
-
-
-def _tensors(entry: Any) -> Any:
-    """The inverse of `_arrays`."""
-    return _changed(entry, np.ndarray, torch.from_numpy)
-
-
-def _changed(value: Any, kind: type, change: Any) -> Any:
-    if isinstance(value, kind):
-        return change(value)
-    if isinstance(value, Mapping):
-        return {key: _changed(item, kind, change) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_changed(item, kind, change) for item in value)
-    return value
 
 
 def _plain(value: Any) -> Any:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from horovod_sparse.torch._horovod import hvd
+from horovod_sparse.torch.comparison import construction_errors
 from horovod_sparse.torch.compressor import SparseCompressor
-from horovod_sparse.torch.stock import construction_errors
 from horovod_sparse.training.compression import Algorithms, recipe_of
 
 _COMMON_ARGUMENTS = """

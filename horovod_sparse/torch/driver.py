@@ -56,26 +56,11 @@ class HorovodDriver(Driver):
         self._start = partial(start, **given, topology=topology)
 
 
-class Starts:
-    """How long it took to start the last request: what a training's own thread does before it goes on."""
-
-    def __init__(self) -> None:
-        self._seconds = 0.0
-
-    def last_seconds(self) -> float:
-        """For `calibration`."""
-        return self._seconds
-
-    def note(self, seconds: float) -> None:
-        """A request was started."""
-        self._seconds = seconds
-
-
 def carry_out_together(
     coroutine: Synchronization[Any],
     process_set: Any,
     name: str,
-    starts: Starts | None = None,
+    note_start: Callable[[float], object] | None = None,
     deadline_seconds: float | None = None,
     meanwhile: Callable[[], None] | None = None,
     topology: Topology | None = None,
@@ -83,15 +68,15 @@ def carry_out_together(
     """Runs a coroutine to its end; all ranks of the process set do so together, and nothing else meanwhile.
 
     Every request of a type has the same name, as a bucket's has in every step: so Horovod's response cache
-    knows it. `starts` is told how long each start took; `meanwhile` is called again and again while waiting.
+    knows it. `note_start` is told how long each start took; `meanwhile` is called while waiting.
     """
     driver = HorovodDriver(process_set, deadline_seconds, by_pairs=False, topology=topology)
 
     def execute(request: Request) -> Any:
         started = time.perf_counter()
         task = driver.start(f"{name}.{type(request).__name__}", _alone(request))
-        if starts is not None:
-            starts.note(time.perf_counter() - started)
+        if note_start is not None:
+            note_start(time.perf_counter() - started)
         driver.wait([task], meanwhile)
         return task.value()
 

@@ -12,7 +12,6 @@ import torch
 from horovod_sparse.carriers.shared_memory import Arena, may_share
 from horovod_sparse.collectives import Synchronization
 from horovod_sparse.feedback import Recipe
-from horovod_sparse.planning import by_cost, plan_request
 from horovod_sparse.plans.dense import ClusterFacts
 from horovod_sparse.plans.plan import ParameterFacts
 from horovod_sparse.tensors.flat_gradient import FlatGradient
@@ -20,12 +19,10 @@ from horovod_sparse.tensors.memory import HOST_DEVICES
 from horovod_sparse.tensors.parts import Lay, Part, facts_of, groups_of, make_parts
 from horovod_sparse.topology import Topology
 from horovod_sparse.torch._horovod import hvd, present_start
+from horovod_sparse.torch.comparison import arguments_of, compare_with_ranks
 from horovod_sparse.torch.driver import HorovodDriver
-from horovod_sparse.torch.stock import arguments_of, compare_with_ranks
 from horovod_sparse.training.engine import Facts, PartSpec
-from horovod_sparse.training.first_plan import FirstPlan, first_plan
-from horovod_sparse.training.host_topology import Ranks, assumed_topology
-from horovod_sparse.training.settings import Settings
+from horovod_sparse.training.host_topology import Ranks
 
 _ADVICE = "; give such parameters an optimizer of their own"
 
@@ -44,6 +41,8 @@ class HorovodEngine:
         deadline_seconds: float | None,
     ) -> None:
         self._optimizer, self._recipe = optimizer, recipe
+        if optimizer._adopted:  # buckets have other names then, so ranks have to be of one kind
+            self.name = "horovod.torch with a sparsifier"
         #: until facts were asked for first
         self._named: list[tuple[str, torch.Tensor]] | None = list(named_parameters)
         self.process_set, self._deadline_seconds = optimizer.process_set, deadline_seconds
@@ -81,7 +80,12 @@ class HorovodEngine:
     def make_parts(
         self, specs: Sequence[PartSpec], facts: Facts, place: tuple[int, int], topology: Topology | None
     ) -> list[Part]:
-        """See `Engine`; gradients that are there become views of the parts' memory."""
+        """See `Engine`; gradients that are there become views of the parts' memory.
+
+        Behind stock Horovod a bucket is one parameter, and has its name, by which random numbers are drawn.
+        """
+        if self._optimizer._adopted:
+            specs = [dataclasses.replace(spec, label=spec.names[0]) for spec in specs]
         lay = self._lay(specs, facts, topology)
         parts = make_parts(specs, facts, place, topology, self._optimizer, lay)
         for part in parts:
@@ -144,26 +148,3 @@ def most_of(parameters: Sequence[ParameterFacts]) -> tuple[torch.device, str]:
         elements[key] = elements.get(key, 0) + parameter.num_elements
     name, dtype = max(elements, key=lambda key: elements[key])
     return torch.device(name), dtype
-
-
-def planned(
-    facts: Facts,
-    recipe: Recipe,
-    engine: HorovodEngine,
-    settings: Settings,
-    groups: Any = None,
-) -> FirstPlan:
-    """The plan to begin with, as this rank's arguments ask for it. No collective."""
-    request, plan = plan_request(**settings.planning, groups=groups, density=recipe.auto)
-    arguments = {"plan": plan, "groups": groups, "bucket_bytes": settings.bucket_bytes}
-
-    def where() -> ClusterFacts:
-        parameters = [fact for fact, _ in facts.values()]
-        choose = by_cost(recipe.sparsifier, parameters, request)
-        hosts = assumed_topology(settings.levels, engine.ranks, choose)
-        return dataclasses.replace(where_of(engine.process_set, most_of(parameters)[0]), topology=hosts)
-
-    first = first_plan(request, facts, recipe.sparsifier, where, **arguments)
-    if first.failure is not None and engine.rank_and_size()[1] == 1:
-        raise first.failure
-    return first

@@ -7,13 +7,12 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from horovod.torch.optimizer import _DistributedOptimizer as _Stock
 
 from horovod_sparse.errors import ArgumentError, StateMismatchError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.plans.plan import Plan
 from horovod_sparse.telemetry import Telemetry
-from horovod_sparse.torch._horovod import hvd
+from horovod_sparse.torch._horovod import StockOptimizer, hvd
 from horovod_sparse.torch.synchronizer import GradientSynchronizer, clip_gradients
 from horovod_sparse.training.collective_errors import refuse_absence
 from horovod_sparse.training.settings import Settings
@@ -41,6 +40,8 @@ class Methods(torch.optim.Optimizer):
     #: whether a loss scaler has had gradients synchronized for the step to come
     _for_scaler = False
     _kept_entry: Mapping[str, Any] | None
+    #: whether it was one of Horovod's own
+    _adopted = False
 
     def _register_hooks(self) -> None:
         """Called by Horovod's `__init__` with two ranks or more; `_attach` registers ours, with one, too."""
@@ -48,10 +49,14 @@ class Methods(torch.optim.Optimizer):
     def _attach(
         self: Any,
         recipe: Recipe,
-        names: list[tuple[str, Any]],
+        named_parameters: list[tuple[str, Any]] | None,
         settings: Settings,
     ) -> None:
         """Buckets and hooks, once Horovod's `__init__` has checked its arguments."""
+        names = named_parameters
+        if names is None:
+            known = self._parameter_names
+            names = [(known[p], p) for group in self.param_groups for p in group["params"]]
         self._synchronizer, self._kept_entry, self._settings = None, None, settings
         if not self.process_set.included():
             refuse_absence(hvd, self.process_set)
@@ -249,11 +254,11 @@ class Methods(torch.optim.Optimizer):
             self._kept_entry = entry
         else:
             check_groups(self, state_dict)
-            if entry is not None:
-                entry = self._synchronizer.checked(entry)
-            self._synchronizer.finish_pending()
-            self._synchronizer.load(entry)
-        _Stock.load_state_dict(self, state_dict)
+            if entry is not None or not self._adopted:  # Horovod's own leaves residuals to the compressor
+                self._synchronizer.take_back(entry)
+            else:
+                self._synchronizer.finish_pending()
+        StockOptimizer.load_state_dict(self, state_dict)
 
 
 def check_groups(optimizer: torch.optim.Optimizer, saved: Any) -> None:

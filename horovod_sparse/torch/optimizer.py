@@ -10,18 +10,18 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from horovod.torch.optimizer import _DistributedOptimizer as _Stock
 
 from horovod_sparse.checks import check_number
 from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.tensors.adoption import adopted_class
-from horovod_sparse.torch._horovod import hvd
+from horovod_sparse.torch._horovod import StockOptimizer, adopting, hvd
+from horovod_sparse.torch.comparison import compare_dense, construction_errors
 from horovod_sparse.torch.compression import Compression, SparseCompressor
 from horovod_sparse.torch.methods import Methods
 from horovod_sparse.torch.owners import claim_for_stock
-from horovod_sparse.torch.stock import compare_dense, construction_errors
 from horovod_sparse.training.collective_errors import refuse_absence
+from horovod_sparse.training.compression import check_compression
 from horovod_sparse.training.momentum import refuse_double_momentum
 from horovod_sparse.training.settings import Settings, SettingsOptions, refuse_without_sparsifier
 
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 
 #: the arguments of `DistributedOptimizer` that Horovod's has
 _ARGUMENTS = tuple(inspect.signature(hvd.DistributedOptimizer).parameters)
-#: Horovod's methods, and ours in place of some of them. __module__ stays Horovod's:
+#: our methods in place of Horovod's. __module__ stays Horovod's:
 #: hvd.broadcast_optimizer_state knows distributed optimizers by it, and would step any other.
-_METHODS = {**vars(_Stock), **{name: item for name, item in vars(Methods).items() if name[:2] != "__"}}
+_METHODS = {name: item for name, item in vars(Methods).items() if name[:2] != "__"}
 
 
 def __getattr__(name: str) -> Any:
     """Horovod's names of the module that this one stands for."""
-    return getattr(sys.modules[_Stock.__module__], name)
+    return getattr(sys.modules[StockOptimizer.__module__], name)
 
 
 @construction_errors.telling
@@ -138,6 +138,8 @@ def DistributedOptimizer(
     settings = Settings.of(options, "horovod_sparse.torch.DistributedOptimizer", SettingsOptions, _ARGUMENTS)
     if isinstance(compression, str):
         compression = Compression.parse(compression)
+    check_compression(compression)
+    _check(optimizer, op, backward_passes_per_step, groups, process_set)
     if not isinstance(compression, SparseCompressor):
         refuse_without_sparsifier(options, compression)
         dense = hvd.DistributedOptimizer(
@@ -162,12 +164,12 @@ def DistributedOptimizer(
     if num_groups != 0:
         warnings.warn("num_groups has been replaced by groups", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
-    _check(optimizer, compression, op, gradient_predivide_factor, backward_passes_per_step, process_set)
+    _check_sparse(optimizer, compression, op, gradient_predivide_factor, process_set)
     names = None if named_parameters is None else list(named_parameters)
     base, recipe = adopted_class(optimizer, compression.recipe)
     if getattr(recipe.feedback, "applies_rate", False):
         _refuse_for_steps(op, settings)
-    cls = type(type(optimizer).__name__, (base,), dict(_METHODS))
+    cls = type(type(optimizer).__name__, (base,), {**vars(StockOptimizer), **_METHODS})
     wrapped = cls(
         optimizer.param_groups,
         names,
@@ -180,11 +182,7 @@ def DistributedOptimizer(
         process_set,
     )
     wrapped.defaults = dict(optimizer.defaults)
-    if names is None:
-        names = [(name, parameter) for parameter, name in wrapped._parameter_names.items()]
-        order = {id(p): i for i, p in enumerate(p for group in wrapped.param_groups for p in group["params"])}
-        names.sort(key=lambda pair: order[id(pair[1])])
-    wrapped._attach(recipe, names, settings)
+    wrapped._attach(recipe, names or compression.named_parameters, settings)
     return wrapped
 
 
@@ -197,32 +195,71 @@ def _refuse_for_steps(op: Any, settings: Settings) -> None:
         raise ArgumentError("max_grad_norm", norm, allowed)
 
 
-def _check(
-    optimizer: Any, compression: SparseCompressor, op: Any, predivide: float, passes: int, process_set: Any
-) -> None:
-    """Horovod's own checks, and what a sparsifier cannot do."""
+@construction_errors.telling
+def _adopt(optimizer: Any) -> None:
+    """Makes one of Horovod's own optimizers one of ours."""
+    compression = optimizer._compression
+    _check_compression(compression, optimizer.param_groups, optimizer.process_set)
+    compression.check_free(p for group in optimizer.param_groups for p in group["params"])
+    for name, item in _METHODS.items():
+        setattr(type(optimizer), name, item)
+    optimizer._adopted, optimizer._groups = True, None
+    optimizer._attach(compression.recipe, compression.named_parameters, Settings(bucket_bytes=1))
+    # COO gradients, which Horovod's own would gather, are sparsified like any other
+    optimizer._synchronizer.sparse_as_dense = True
+    compression.adopt(optimizer._synchronizer)
+
+
+def _adopted(optimizer: Any) -> bool:
+    """Whether an optimizer has a sparsifier: it is one of ours then."""
+    if sparse := isinstance(optimizer._compression, SparseCompressor):
+        _adopt(optimizer)
+    return sparse
+
+
+adopting(_adopted)
+
+
+def _check(optimizer: Any, op: Any, passes: Any, groups: Any, process_set: Any) -> None:
+    """Refuses what Horovod would not refuse by name, or only after a while."""
     if hasattr(optimizer, "_allreduce_delay"):
         raise ArgumentError(
             "optimizer", type(optimizer), "one of PyTorch: this one is made by DistributedOptimizer already"
         )
-    if process_set.process_set_id is None:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ArgumentError("optimizer", optimizer, "one of PyTorch, as torch.optim.SGD(...)")
+    if getattr(process_set, "process_set_id", None) is None:
         raise ArgumentError(
-            "process_set", str(process_set), "one that hvd.init() or hvd.add_process_set() has set up"
+            "process_set", process_set, "one that hvd.init() or hvd.add_process_set() has set up"
         )
+    if op not in (hvd.Average, hvd.Sum, hvd.Adasum):
+        raise ArgumentError("op", op, "Average or Sum")
+    if not isinstance(passes, int) or passes <= 0:
+        raise ValueError(f"backward_passes_per_step must be > 0, a whole number: {passes!r}")
+    if groups is not None and not isinstance(groups, (int, list)):
+        raise ArgumentError("groups", groups, "a number of buckets, or lists of parameters")
+
+
+def _check_sparse(
+    optimizer: Any, compression: SparseCompressor, op: Any, predivide: float, process_set: Any
+) -> None:
+    """What a sparsifier cannot do."""
     if op == hvd.Adasum:
         raise UnsupportedError(
             "op=Adasum cannot be combined with a sparsifier: it combines whole parameter updates, and a "
             "residual has no place in that. Use op=Average or op=Sum, or compression=Compression.none"
         )
-    if op not in (hvd.Average, hvd.Sum):
-        raise ArgumentError("op", op, "Average or Sum")
     allowed = "a finite number above 0"
     check_number("gradient_predivide_factor", predivide, allowed, low=0.0, high=math.inf, include_high=False)
     if predivide != 1.0 and op != hvd.Average:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
-    if passes <= 0:
-        raise ValueError("backward_passes_per_step must be > 0")
-    refuse_double_momentum(compression.recipe, lambda: optimizer.param_groups, adopts=True)
+    _check_compression(compression, optimizer.param_groups, process_set, adopts=True)
+
+
+def _check_compression(
+    compression: SparseCompressor, param_groups: Any, process_set: Any, *, adopts: bool = False
+) -> None:
+    refuse_double_momentum(compression.recipe, lambda: param_groups, adopts=adopts)
     theirs = compression.process_set
     if theirs is not None and theirs is not process_set:
         raise ArgumentError("process_set", process_set, f"the same as to the compressor, {theirs}")

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from horovod_sparse.carriers.shared_memory import lends, meeting
-from horovod_sparse.collectives import Synchronization
 from horovod_sparse.errors import (
     DeadlineError,
     EditedGradientError,
@@ -21,31 +20,28 @@ from horovod_sparse.errors import (
     NonFiniteGradientError,
     UnsupportedError,
 )
-from horovod_sparse.feedback import MomentumCorrection, Recipe
-from horovod_sparse.planning import by_cost
+from horovod_sparse.feedback import Recipe
 from horovod_sparse.plans.plan import ParameterFacts, Plan
 from horovod_sparse.tensors.entries import host_entry
 from horovod_sparse.tensors.layout import dtype_name
 from horovod_sparse.tensors.loss_scale import ScaleOfStep, scaled_passes, watch_scalers
 from horovod_sparse.tensors.parts import Part, SparseBucket
 from horovod_sparse.torch._horovod import hvd, present_start
+from horovod_sparse.torch.comparison import refuse_whole_gradients
 from horovod_sparse.torch.driver import carry_out_together, explain
-from horovod_sparse.torch.horovod_engine import HorovodEngine, planned
+from horovod_sparse.torch.horovod_engine import HorovodEngine
 from horovod_sparse.torch.owners import claim
-from horovod_sparse.torch.stock import refuse_whole_gradients
+from horovod_sparse.torch.planned import PlannedTraining
 from horovod_sparse.torch.transport import transport_words
-from horovod_sparse.training.collective_errors import raise_together, some_of
+from horovod_sparse.training.collective_errors import some_of
 from horovod_sparse.training.engine import Facts
-from horovod_sparse.training.first_plan import FirstPlan, check_agreement
-from horovod_sparse.training.host_topology import ChosenLevels
 from horovod_sparse.training.momentum import refuse_later_momentum
 from horovod_sparse.training.outcome import Outcome, worst
 from horovod_sparse.training.settings import Settings
-from horovod_sparse.training.state import check_entry, checked_states
-from horovod_sparse.training.training import Training
+from horovod_sparse.training.state import check_entry, checked_states, entry_of_parameters
 
 if TYPE_CHECKING:
-    from horovod_sparse.planning.warmup import WarmUp
+    pass
 
 _log = logging.getLogger("horovod_sparse")
 
@@ -60,17 +56,9 @@ _ADVICE = (
     "the optimizer uses {}: use the same algorithm, or delete state_dict['horovod_sparse'] to start with "
     "no residual"
 )
-_numbers = itertools.count()
-
-
-def _next_label() -> str:
-    """Goes before the names of an optimizer's collectives; the first one's have nothing before them.
-
-    Two optimizers may have parameters of the same names (two networks that are trained in turn). The
-    number need not be the same on all ranks: all take the first rank's.
-    """
-    number = next(_numbers)
-    return f"optimizer{number}." if number else ""
+#: go before the names of optimizers' collectives: two may have parameters of the same names (networks that
+#: are trained in turn). They need not be the same on all ranks: all take the first rank's.
+_labels = itertools.chain([""], map("optimizer{}.".format, itertools.count(1)))
 
 
 def clip_gradients(param_groups: Sequence[Mapping[str, Any]], max_norm: float) -> torch.Tensor:
@@ -92,14 +80,12 @@ def _hook(synchronizer: weakref.ref[GradientSynchronizer]) -> Callable[[torch.Te
     return arrived
 
 
-class GradientSynchronizer(Training):
+class GradientSynchronizer(PlannedTraining):
     """Starts every bucket when its last gradient is there, and puts the sums where gradients are.
 
     Nothing waits but `synchronize`. Hooks do O(1) Python work each; all work on elements is the fused
     pass of a bucket, and work on its k selected elements.
     """
-
-    engine: HorovodEngine
 
     def __init__(
         self,
@@ -110,12 +96,11 @@ class GradientSynchronizer(Training):
         groups: Any = None,
     ) -> None:
         engine = HorovodEngine(optimizer, named_parameters, recipe, settings.deadline_seconds)
-        super().__init__(engine, recipe, settings)
-        self.optimizer, self.process_set, self.driver = optimizer, engine.process_set, engine.driver
+        super().__init__(engine, recipe, settings, groups)
+        self.optimizer = optimizer
         self.average, self.sparse_as_dense = optimizer.op == hvd.Average, optimizer.sparse_as_dense
         #: whether all gradients are given in COO form: what SparseAdam takes
         self.to_coo = isinstance(optimizer, torch.optim.SparseAdam)
-        self._corrects_momentum = isinstance(recipe.feedback, MomentumCorrection)
         self._retired = False
         #: whether a gradient has arrived since the last synchronization
         self.under_way = False
@@ -133,51 +118,10 @@ class GradientSynchronizer(Training):
         self._part_of: dict[torch.Tensor, Part] = {}
         self._name_of: dict[torch.Tensor, str] = {}
         self._kinds: list[tuple[torch.Tensor, torch.dtype, torch.device]] = []
-        facts = engine.facts({})
-        recipe.rules.hint(facts)
-        self._first: FirstPlan = planned(facts, recipe, engine, settings, groups)
-        self.telemetry.selection = self._first.selection
-        self.warmup: WarmUp | None = None
-        if self._first.request is not None:
-            # most trainings measure nothing
-            from horovod_sparse.planning.warmup import WarmUp
-            from horovod_sparse.torch.calibration import HorovodMeasuring
-
-            parameters = [fact for fact, _ in facts.values()]
-            self.warmup = WarmUp(
-                self._first.request,
-                parameters,
-                recipe.sparsifier,
-                HorovodMeasuring(parameters, self.process_set),
-                lambda: self.topology,
-                self._first.decision,
-            )
-        self._own_label = _next_label()
-        self.begin(facts, self._first.plan)
-        self.claim(facts)
+        self._own_label = next(_labels)
+        self.begin(self.facts, self._first.plan)
+        self.claim(self.facts)
         watch_scalers()
-
-    def choose_levels(self, num_hosts: int, per_host: int) -> ChosenLevels:
-        """By the profile that was given, or by formulas."""
-        return by_cost(self.recipe.sparsifier, self.parameters, self._first.request)(num_hosts, per_host)
-
-    def first_plan_of(self, facts: Facts) -> Plan:
-        """As `merging` and `tensor_selection` ask for, as far as that needs no times."""
-        if self._first.request is None:
-            return super().first_plan_of(facts)
-        return self._first.request.first_plan([fact for fact, _ in facts.values()])
-
-    def _compare_plans(self) -> Synchronization[None]:
-        yield from check_agreement(self._first.request)
-        yield from raise_together(self._first.failure)
-
-    @property
-    def _measured(self) -> str:
-        return "" if self.warmup is None else self.warmup.position
-
-    def _stop_measuring(self) -> None:
-        if self.warmup is not None:
-            self.warmup.stop_measuring()
 
     def _share_memory(self, parts: Sequence[Any], why_not: str = "") -> None:
         super()._share_memory(parts, self.engine.why_not_shared)
@@ -213,8 +157,6 @@ class GradientSynchronizer(Training):
             self.optimizer._allreduce_delay[parameter] = 0
         if new:
             self.claim(new)
-            if self.warmup is not None:
-                self.warmup.joined(self.parameters)
         return new
 
     def agree(self) -> None:
@@ -233,9 +175,18 @@ class GradientSynchronizer(Training):
             )
         return super().save(**more)
 
+    def take_back(self, entry: Any) -> None:
+        """Goes on from an entry that fits, or from nothing; a step under way is ended and given up."""
+        if entry is not None:
+            entry = self.checked(entry)
+        self.finish_pending()
+        self.load(entry)
+
     def checked(self, entry: Any) -> dict[str, Any]:
         """An entry, with all tensors on the host, if it fits; nothing is changed."""
         entry = host_entry(entry)
+        if isinstance(entry, Mapping) and "parameters" in entry:
+            entry = entry_of_parameters(entry, self)
         check_entry(entry, self.recipe, _ADVICE)
         facts = {**self.facts, **self.engine.facts(self.facts)}
         known = {name: parameter for name, (_, parameter) in facts.items()}
@@ -387,8 +338,7 @@ class GradientSynchronizer(Training):
         idle_before = self.driver.idle_seconds
         edited = self._edited()
         try:
-            if self._corrects_momentum:
-                refuse_later_momentum(self.recipe, self.optimizer.param_groups)
+            refuse_later_momentum(self.recipe, self.optimizer.param_groups)
             if any(p not in self._part_of for group in self.optimizer.param_groups for p in group["params"]):
                 self.take_in()
             if self._agreed_under is not present_start():
@@ -421,10 +371,7 @@ class GradientSynchronizer(Training):
         if size > 1:
             self.telemetry.transport = transport_words(self.process_set)
         self.telemetry.record(self.step, reports, self.driver.idle_seconds - idle_before)
-        if self.warmup is not None and (plan := self.warmup.after_step(self.plan, self.step)) is not None:
-            self.replan(plan)
-        if self.warmup is not None and self.warmup.decision is not None:
-            self.telemetry.density = self.warmup.decision.density
+        self._plan_after_step()
 
     def _waited(self) -> list[BaseException]:
         """What the parts have ended with that have not ended well."""

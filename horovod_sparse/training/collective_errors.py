@@ -86,18 +86,6 @@ def _again(rank: int, name: str, text: str, placed: list[Any] | None) -> errors.
     return made
 
 
-def tell_edits(edited: Sequence[str], rank: int, size: int) -> Synchronization[None]:
-    """Raises on every rank if any rank has changed gradients after their synchronization had begun."""
-    marks = np.zeros(size, np.float32)
-    marks[rank] = bool(edited)
-    marks = np.array((yield AllReduce(marks)))
-    where = {int(one): "its own error says which" for one in np.flatnonzero(marks)}
-    if edited:
-        where[rank] = some_of(edited)
-    if where:
-        raise errors.EditedGradientError("a step", where)
-
-
 def some_of(names: Sequence[str]) -> str:
     """The first few of many names."""
     return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")

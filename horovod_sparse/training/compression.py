@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from horovod_sparse.errors import UnknownNameError
+from horovod_sparse.errors import ArgumentError, UnknownNameError
 from horovod_sparse.feedback import FEEDBACKS, AutoDensity, Recipe, parse_recipe, recipe, recipe_signature
 from horovod_sparse.feedback.recipe import BEST, BEST_ALGORITHM
 from horovod_sparse.sparsifiers import ALGORITHMS
@@ -91,6 +91,25 @@ def recipe_of(text: str) -> Recipe | None:
     if text.partition(":")[0].strip() not in (BEST, *ALGORITHMS):
         raise UnknownNameError("compression", text, [*_STOCK, BEST, *ALGORITHMS])
     return parse_recipe(text)
+
+
+def check_compression(given: object) -> None:
+    """Refuses what neither sparsifies nor is a compressor of Horovod's.
+
+    Example:
+        >>> check_compression(0.1)
+        Traceback (most recent call last):
+        horovod_sparse.errors.ArgumentError: compression=0.1 is not allowed: give a sparsifier as \
+Compression.topk(density=0.1), its text, or a compressor of Horovod's as Compression.none
+    """
+    if all(callable(getattr(given, name, None)) for name in ("compress", "decompress")):
+        return
+    name, words = getattr(given, "__name__", ""), ""
+    if inspect.isroutine(given) and name in ALGORITHMS:
+        given, words = f"Compression.{name}", ", with a call"
+    example = f"{name if words else 'topk'}(density=0.1){words}"
+    allowed = f"a sparsifier as Compression.{example}, its text, or a compressor of Horovod's as "
+    raise ArgumentError("compression", given, allowed + "Compression.none")
 
 
 def describe_recipe(recipe: Recipe) -> str:

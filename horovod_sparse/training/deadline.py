@@ -9,7 +9,7 @@ import os
 import urllib.error
 import urllib.request
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from horovod_sparse import checks
 from horovod_sparse.errors import DeadlineError
@@ -38,13 +38,14 @@ def deadline_of(given: float | None = None) -> float:
         >>> deadline_of(20), deadline_of(0)
         (20.0, inf)
     """
-    name, value = "deadline_seconds", given
+    value: Any = given
+    name = "deadline_seconds"
     if value is None:
         name, text = DEADLINE_VARIABLE, os.environ.get(DEADLINE_VARIABLE, "").strip()
         try:
             value = float(text) if text else _SECONDS
         except ValueError:
-            value = math.nan
+            value = text
     allowed = "a number of seconds, or 0 to wait for ever"
     checks.check_seconds(name, value, allowed)
     return float(value) or math.inf

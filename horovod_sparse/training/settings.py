@@ -7,15 +7,13 @@ import math
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import Any, TypedDict
 
 from horovod_sparse.carriers.shared_memory import may_share
 from horovod_sparse.checks import check_number, whole_number
 from horovod_sparse.errors import ArgumentError, UnknownNameError
+from horovod_sparse.plans.plan import Plan
 from horovod_sparse.training.deadline import deadline_of
-
-if TYPE_CHECKING:
-    from horovod_sparse.plans.plan import Plan
 
 #: what `on_nonfinite` may be
 RAISE, SKIP, ZERO = "raise", "skip", "zero"
@@ -146,6 +144,8 @@ class Settings:
     levels: str = LEVELS[0]
 
     def __post_init__(self) -> None:
+        if self.plan is not None and not isinstance(self.plan, Plan):
+            raise ArgumentError("plan", self.plan, "a horovod_sparse.merging.Plan: Plan(buckets, dense)")
         if self.synchronize_at not in ("backward", "step"):
             raise ArgumentError("synchronize_at", self.synchronize_at, "'backward' or 'step'")
         if self.max_grad_norm is not None:

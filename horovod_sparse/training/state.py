@@ -46,6 +46,8 @@ class Holder(Protocol):
     @property
     def topology(self) -> Topology | None: ...
     @property
+    def facts(self) -> Mapping[str, tuple[Any, Any]]: ...
+    @property
     def plan(self) -> Plan: ...
     @property
     def parts(self) -> Sequence[Part]: ...
@@ -194,24 +196,33 @@ def _check_array(path: str, values: Any) -> None:
     _expect(bool(np.isfinite(array).all()), path, values, "finite numbers")  # type: ignore[arg-type]
 
 
-def check_parameters(state: Any) -> None:
-    """Refuses what a compressor behind stock Horovod's optimizer cannot have saved, as `check_entry` does."""
-    _expect(isinstance(state, Mapping), "the whole", state, "a mapping")
-    _expect(isinstance(state.get("algorithm"), str), "algorithm", state.get("algorithm"), "text")
-    parameters = state.get("parameters")
-    _expect(isinstance(parameters, Mapping), "parameters", parameters, "a mapping")
-    for name, one in state["parameters"].items():
-        path = f"parameters[{_words(name)}]"
-        _expect(isinstance(name, str), path, name, "text")
-        _check_bucket(path, one, "sparsifier")
-        _whole(one, "size", 1, _MOST_RANKS, f"{path}.")
-        _expect(isinstance(one.get("feedback", ""), str), f"{path}.feedback", one.get("feedback"), "text")
-        companions = one.get("companions")
-        _expect(isinstance(companions, (list, tuple)), f"{path}.companions", companions, "a list")
-        for number, values in enumerate([one.get("residual"), *one["companions"]]):
-            where = f"{path}.companions[{number - 1}]" if number else f"{path}.residual"
-            _check_array(where, values)
-            _expect(tuple(values.shape) == tuple(one["residual"].shape), where, values, "as its residual")
+def entry_of_parameters(state: Mapping[str, Any], engine: Holder) -> dict[str, Any]:
+    """The entry of what compressors behind stock Horovod saved once: a state for each parameter."""
+    try:
+        saved = dict(state["parameters"])
+        plan, shapes = engine.plan, {name: p.shape for name, (_, p) in engine.facts.items()}
+        sizes = {one["size"] for one in saved.values()}
+        arrays = {name: [one["residual"], *one["companions"]] for name, one in saved.items()}
+        buckets = [names for names in plan.buckets if names[0] in saved]
+        held = [
+            {name: array[number].reshape(shapes.get(name, -1)) for name, array in arrays.items()}
+            for number in range(max(map(len, arrays.values())))
+        ]
+        return {
+            "format": _FORMAT,
+            "algorithm": state["algorithm"],
+            "recipe": state["algorithm"],
+            "rank": engine.rank_and_size[0],
+            "size": max(sizes) if len(sizes) == 1 else None,
+            "step": max(one["sparsifier"]["step"] for one in saved.values()),
+            "plan": Plan(tuple(buckets), tuple(set(saved) - {n for (n,) in buckets}), plan.density).to_dict(),
+            "residuals": held[0],
+            "companions": held[1:],
+            "feedback": next((one["feedback"] for one in saved.values() if "feedback" in one), ""),
+            "buckets": [{**saved[name], "state": saved[name]["sparsifier"]} for (name,) in buckets],
+        }
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise StateMismatchError(f"the saved state is no compressor's for this model: {error!r}") from error
 
 
 def _check_bucket(path: str, one: Any, state: str = "state") -> None:

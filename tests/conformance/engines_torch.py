@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from types import SimpleNamespace
 from typing import Any
 
 import horovod.torch as stock
@@ -121,21 +120,8 @@ class StockTraining(OwnTraining):
     def telemetry(self) -> Any:
         return self.compressor.telemetry
 
-    @property
-    def parts(self) -> Any:
-        # every parameter is a bucket of its own
-        infos = [
-            SimpleNamespace(name=name, num_elements=one.numel())
-            for name, one in self.model.named_parameters()
-        ]
-        return [SimpleNamespace(names=(info.name,), bucket=SimpleNamespace(info=info)) for info in infos]
-
-    def steps(self) -> set[int]:
-        return {one["sparsifier"]["step"] for one in self.compressor.state_dict()["parameters"].values()}
-
     def held(self) -> dict[str, np.ndarray]:
-        parameters = self.compressor.state_dict()["parameters"]
-        return {name: numpy_of(one["residual"]) for name, one in parameters.items()}
+        return held_in(self.compressor.state_dict())
 
     def _state(self) -> dict[str, Any]:
         return self.compressor.state_dict()

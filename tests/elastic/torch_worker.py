@@ -97,7 +97,7 @@ class Training:
         if self.front == "own":
             found = self.optimizer.state_dict()["horovod_sparse"]["residuals"]
         else:
-            found = {n: one["residual"] for n, one in self.compressor.state_dict()["parameters"].items()}
+            found = self.compressor.state_dict().get("residuals", {})
         arrays = [
             found[name].double().numpy() if name in found else np.zeros(shape)
             for name, shape in self.shapes.items()

@@ -160,21 +160,6 @@ def test_what_a_dense_parameter_carries_joins_its_sum():
     assert stop.value.value.tolist() == [4.5, 6.0]
 
 
-@pytest.mark.parametrize("way", [("host", "device"), ("device", "host")])
-def test_a_parameter_that_moves_takes_its_residual_along(way, monkeypatch):
-    monkeypatch.setenv("HOROVOD_ELASTIC", "1")
-    stock.init()
-    ends = []
-    for names in (("host", "host"), way):
-        model = LinearModel(SHAPES)
-        optimizer, state = theirs("dgc:density=0.1,feedback=momentum")(model)
-        for step in range(4):
-            choose_memory(monkeypatch, names[step // 2])
-            found = train_step(model, optimizer, gradients(step))
-        ends.append((found, state()["parameters"]["first"]["residual"]))
-    assert_same(*ends)
-
-
 @pytest.mark.parametrize("memory", [HostMemory(), DeviceMemory(torch.device("cpu"))], ids=["host", "device"])
 def test_the_bad_one_of_several_dense_parameters_is_named(memory):
     members = [("a", 2), ("b", 3), ("c", 5)]

@@ -57,7 +57,7 @@ def test_a_compressor_travels_as_its_recipe_and_hashes_by_identity():
     compressor = Compression.exdyna(density=0.02, named_parameters=layer.named_parameters())
     for other in (pickle.loads(pickle.dumps(compressor)), copy.deepcopy(compressor)):
         assert isinstance(other, SparseCompressor) and other.recipe == compressor.recipe
-        assert other.parameters is None and other != compressor
+        assert other.named_parameters is None and other != compressor
     assert len({compressor, Compression.exdyna(density=0.02)}) == 2
 
 

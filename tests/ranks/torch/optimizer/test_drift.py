@@ -99,12 +99,12 @@ def test_behind_horovods_own_optimizer_the_environment_asks(rank, size, policy, 
     stepped(model, optimizer, rank, range(4))
     if rank == size - 1:
         drifted(model, optimizer, "parameter")
-    stepped(model, optimizer, rank, [4, 5])
+    stepped(model, optimizer, rank, [4])
     if policy == "raise":
         with pytest.raises(DriftError, match="after step 6 second differs"):
-            stepped(model, optimizer, rank, [6])
+            stepped(model, optimizer, rank, [5])
     else:
-        stepped(model, optimizer, rank, [6])
+        stepped(model, optimizer, rank, [5])
         assert same_on_all_ranks(*model.parameters())
 
 

@@ -6,7 +6,6 @@ import horovod.torch as stock
 import pytest
 import torch
 
-import horovod_sparse.torch as hvd
 from horovod_sparse.errors import ArgumentError, EditedGradientError, NonFiniteGradientError
 from horovod_sparse.merging import Plan
 from support.dyadic import gradients_for
@@ -54,24 +53,12 @@ PLANS = {
 }
 
 
-def drop_in(model, **arguments):
-    base = torch.optim.SGD(model.parameters(), lr=0.5)
-    compression = hvd.Compression.topk(density=0.1)
-    return stock.DistributedOptimizer(base, model.named_parameters(), compression, **arguments)
-
-
-def wrapped(kind, model):
-    return drop_in(model) if kind == "drop-in" else make(model, "topk:density=0.1", **PLANS[kind])
-
-
-@rows_by("kind,who", [*PLANS, "drop-in"], ["one", "all"])
+@rows_by("kind,who", PLANS, ["one", "all"])
 def test_an_edit_between_backward_and_step_is_an_error_on_every_rank(kind, who, rank, size):
     """Also where a single rank has changed something; and training goes on after it."""
-    for name, edit in EDITS.items():
-        if kind == "drop-in" and name in ("none", "other .data"):
-            continue  # stock Horovod fails there itself, or puts up with it
+    for edit in EDITS.values():
         model = LinearModel(SHAPES)
-        optimizer = wrapped(kind, model)
+        optimizer = make(model, "topk:density=0.1", **PLANS[kind])
         model.backward(gradients(rank, 0))
         if who == "all" or rank == size - 1:
             edit(model)
@@ -174,20 +161,12 @@ def test_arguments_are_checked():
         make(LinearModel(SHAPES), "none", max_grad_norm=1.0)
 
 
-@rows_by(
-    "feedback,kind", ["error", "momentum(momentum=0.5)", "error(clip_norm=20.0)"], [*PLANS, "drop-in"], each=2
-)
-def test_the_whole_gradient_of_a_bad_rank_is_dropped(kind, feedback, rank, size):
+@rows_by("feedback,kind", ["error", "momentum(momentum=0.5)", "error(clip_norm=20.0)"], PLANS, each=2)
+def test_a_step_with_a_bad_gradient_is_dropped_whole(kind, feedback, rank, size):
     """Inf in one bucket, and values of 1e30 beside it and in the others: nothing of it arrives later."""
     sick, model = size - 1, LinearModel(SHAPES)
     text = f"topk:density=0.1,feedback={feedback}"
-    if kind == "drop-in":
-        base = torch.optim.SGD(model.parameters(), lr=0.5)
-        optimizer = stock.DistributedOptimizer(
-            base, model.named_parameters(), hvd.Compression.parse(text), op=stock.Sum
-        )
-    else:
-        optimizer = make(model, text, op=stock.Sum, **PLANS[kind])
+    optimizer = make(model, text, op=stock.Sum, **PLANS[kind])
     applied = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
     for step in range(6):
         given = gradients(rank, step)
@@ -205,13 +184,12 @@ def test_the_whole_gradient_of_a_bad_rank_is_dropped(kind, feedback, rank, size)
             applied[name] += found
     assert same_on_all_ranks(*weights(model))
     assert all(float(values.abs().max()) < 100 for values in weights(model))
-    if kind == "drop-in" or feedback != "error":
+    if feedback != "error":
         return
     held = residuals_of(optimizer)
     for name in sorted(set(SHAPES) & set(held)):
-        total = sum(gradients(r, step)[name] for r in range(size) for step in range(6))
-        total -= gradients(sick, 3)[name]
+        total = sum(gradients(r, step)[name] for r in range(size) for step in range(6) if step != 3)
         waiting = stock.allreduce(held[name], op=stock.Sum, name=f"held.{name}").reshape(SHAPES[name])
-        # what waited where 1e30 was added cannot be told from its rounding any more
+        # where 1e30 was added what waited is lost in its rounding
         found, wanted = (applied[name] + waiting).reshape(-1)[1:], torch.tensor(total).reshape(-1)[1:]
         torch.testing.assert_close(found, wanted.float())

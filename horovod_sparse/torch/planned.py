@@ -1,0 +1,104 @@
+"""A training whose plan may go by times: measured in its first steps, if no profile has them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from horovod_sparse.collectives import Synchronization
+from horovod_sparse.feedback import Recipe
+from horovod_sparse.planning import by_cost, plan_request
+from horovod_sparse.plans.dense import ClusterFacts
+from horovod_sparse.plans.plan import ParameterFacts, Plan
+from horovod_sparse.torch.horovod_engine import HorovodEngine, most_of, where_of
+from horovod_sparse.training.collective_errors import raise_together
+from horovod_sparse.training.engine import Facts
+from horovod_sparse.training.first_plan import check_agreement, first_plan
+from horovod_sparse.training.host_topology import ChosenLevels, assumed_topology
+from horovod_sparse.training.settings import Settings
+from horovod_sparse.training.training import Training
+
+if TYPE_CHECKING:
+    from horovod_sparse.planning.warmup import WarmUp
+
+
+class PlannedTraining(Training):
+    """A `Training` over Horovod that begins with the plan which its settings ask for.
+
+    Attributes:
+        warmup: measures and decides; None where no times were asked for.
+    """
+
+    engine: HorovodEngine
+
+    def __init__(self, engine: HorovodEngine, recipe: Recipe, settings: Settings, groups: Any) -> None:
+        super().__init__(engine, recipe, settings)
+        self.process_set, self.driver = engine.process_set, engine.driver
+        facts = dict(engine.facts({}))
+        recipe.rules.hint(facts)
+        request, plan = plan_request(**settings.planning, groups=groups, density=recipe.auto)
+        arguments = {"plan": plan, "groups": groups, "bucket_bytes": settings.bucket_bytes}
+        parameters = [fact for fact, _ in facts.values()]
+
+        def where() -> ClusterFacts:
+            choose = by_cost(recipe.sparsifier, parameters, request)
+            hosts = assumed_topology(settings.levels, engine.ranks, choose)
+            return dataclasses.replace(where_of(engine.process_set, most_of(parameters)[0]), topology=hosts)
+
+        self._first = first_plan(request, facts, recipe.sparsifier, where, **arguments)
+        if self._first.failure is not None and engine.rank_and_size()[1] == 1:
+            raise self._first.failure
+        self.telemetry.selection = self._first.selection
+        self.warmup: WarmUp | None = None
+        if self._first.request is not None:
+            # most trainings measure nothing
+            from horovod_sparse.planning.warmup import WarmUp
+            from horovod_sparse.torch.calibration import HorovodMeasuring
+
+            self.warmup = WarmUp(
+                self._first.request,
+                parameters,
+                recipe.sparsifier,
+                HorovodMeasuring(parameters, self.process_set),
+                lambda: self.topology,
+                self._first.decision,
+            )
+        self.facts = facts
+
+    def choose_levels(self, num_hosts: int, per_host: int) -> ChosenLevels:
+        """By the profile that was given, or by formulas."""
+        return by_cost(self.recipe.sparsifier, self.parameters, self._first.request)(num_hosts, per_host)
+
+    def first_plan_of(self, facts: Facts) -> Plan:
+        """As `merging` and `tensor_selection` ask for, as far as that needs no times."""
+        if self._first.request is None:
+            return super().first_plan_of(facts)
+        return self._first.request.first_plan([fact for fact, _ in facts.values()])
+
+    def _compare_plans(self) -> Synchronization[None]:
+        yield from check_agreement(self._first.request)
+        yield from raise_together(self._first.failure)
+
+    @property
+    def _measured(self) -> str:
+        return "" if self.warmup is None else self.warmup.position
+
+    def _stop_measuring(self) -> None:
+        if self.warmup is not None:
+            self.warmup.stop_measuring()
+
+    def take_in(self) -> dict[str, tuple[ParameterFacts, Any]]:
+        """See `Training.take_in`; what was measured without them decides nothing."""
+        new = super().take_in()
+        if new and self.warmup is not None:
+            self.warmup.joined(self.parameters)
+        return new
+
+    def _plan_after_step(self) -> None:
+        """Another plan, once enough was measured."""
+        if self.warmup is None:
+            return
+        if (plan := self.warmup.after_step(self.plan, self.step)) is not None:
+            self.replan(plan)
+        if self.warmup.decision is not None:
+            self.telemetry.density = self.warmup.decision.density
