@@ -174,36 +174,6 @@ def test_a_nan_on_one_rank_raises_on_all_of_a_static_graph(text, bad, rank, size
         assert any(residual.any() for residual in replica.held().values())
 
 
-@pytest.mark.parametrize("arguments", [{"static_graph": True}, {"gradient_as_bucket_view": True}])
-@pytest.mark.parametrize("bad", [0, 3])
-def test_a_nan_skips_the_step_of_all_ranks_or_leaves_one_out(bad, arguments, rank, size):
-    """Beside replicas that had no such step, and whose last rank had zeros in it."""
-    text = "topk:density=0.1,dense_below=10"
-    skipping = Replica(SHAPES, text, attached={"on_nonfinite": "skip"}, **arguments)
-    leaving = Replica(SHAPES, text, attached={"on_nonfinite": "zero"}, **arguments)
-    twin = Replica(SHAPES, text, **arguments)
-    for step in range(6):
-        mine, theirs = gradients(rank, step), gradients(rank, step)
-        if step == bad and rank == size - 1:
-            mine["bias"][2] = np.nan
-            theirs = {name: np.zeros(shape) for name, shape in SHAPES.items()}
-        before = [parameter.detach().clone() for parameter in skipping.net.parameters()]
-        for replica, given in ((skipping, mine), (leaving, mine), (twin, theirs)):
-            replica.model(given).backward()
-            if replica is skipping and step == bad:
-                assert all(parameter.grad is None for parameter in replica.net.parameters())
-            replica.optimizer.step()
-            replica.optimizer.zero_grad()
-        moved = [not torch.equal(b, p) for b, p in zip(before, skipping.net.parameters(), strict=True)]
-        assert not any(moved) if step == bad else any(moved)
-    assert all(
-        torch.equal(p, t) for p, t in zip(leaving.net.parameters(), twin.net.parameters(), strict=True)
-    )
-    assert same_on_all_replicas(*skipping.net.parameters(), *leaving.net.parameters())
-    assert (skipping.sync.telemetry.num_skipped, leaving.sync.telemetry.num_dropped) == (1, 1)
-    assert (skipping.sync.step, leaving.sync.step) == (5, 6)
-
-
 @pytest.mark.parametrize("arguments", [{}, {"static_graph": True}])
 def test_a_scaled_loss_changes_nothing_and_overflow_skips_on_all(arguments, rank, size):
     plain, scaled = (Replica(SHAPES, "topk:density=0.1", **arguments) for _ in range(2))

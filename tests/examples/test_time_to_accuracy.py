@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "time_to_accuracy"
+SCRIPT = Path(__file__).parents[2] / "scripts" / "study"
 METHODS = ("dense", "dense, DDP", "topk", "PowerSGD")
 
 
@@ -17,7 +17,17 @@ def test_it_trains_times_and_goes_on_where_it_was_ended(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     file, drawn = tmp_path / "toy.json", tmp_path / "toy.png"
     size = ("--tiny", "--models", "digits", "--steps", "4", "--rates", "loopback", "--repeat", "2")
-    command = [str(SCRIPT), *size, "--methods", *METHODS, "--json", str(file), "--picture", str(drawn)]
+    command = [
+        str(SCRIPT),
+        "time_to_accuracy",
+        *size,
+        "--methods",
+        *METHODS,
+        "--json",
+        str(file),
+        "--picture",
+        str(drawn),
+    ]
 
     def launched(*seeds: str) -> subprocess.CompletedProcess[str]:
         done = subprocess.run(

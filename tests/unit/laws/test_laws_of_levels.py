@@ -9,7 +9,6 @@ import pytest
 from horovod_sparse.arrays import GradientParts
 from horovod_sparse.errors import EditedGradientError, NonFiniteGradientError, NonFiniteSumError
 from horovod_sparse.feedback import ErrorFeedback, Member, MomentumCorrection, recipe
-from horovod_sparse.feedback.state import from_plain, to_plain
 from horovod_sparse.simulation import SimulatedCluster, run_lockstep
 from horovod_sparse.topology import Topology
 from support import laws
@@ -69,24 +68,6 @@ def test_it_is_what_hosts_of_one_rank_do_with_sums_and_shards(case: Case) -> Non
             wanted = cluster.step([*of_hosts])
             found = history.cluster.dense(history.steps[number].sums[0])[shard]
             np.testing.assert_array_equal(found, wanted)
-
-
-@rows
-def test_resume_is_invisible(case: Case) -> None:
-    scenario = scenario_of(2, 2, 333, num_steps=6)
-    gradients = random_gradients(scenario, layered)
-    whole, first = run(case.recipe, scenario, gradients), run(case.recipe, scenario, gradients[:3])
-    fresh = scenario.cluster(case.recipe)
-    for new, old in zip(fresh.buckets, first.cluster.buckets, strict=True):
-        new.restart(old.progress)
-        new.state = from_plain(new.state, to_plain(old.state))
-        new.accumulator.assign(old.accumulator.values())
-        for mine, theirs in zip(new.accumulator.companions, old.accumulator.companions, strict=True):
-            mine[...] = theirs
-    second = run(case.recipe, scenario, gradients[3:], cluster=fresh)
-    for step, expected in zip(second.steps, whole.steps[3:], strict=True):
-        assert step.sums[0].values.tobytes() == expected.sums[0].values.tobytes()
-        assert [r.tobytes() for r in step.residuals] == [r.tobytes() for r in expected.residuals]
 
 
 _MEMBERS = (Member("conv.weight", 0, 40), Member("conv.bias", 40, 50), Member("head.weight", 50, 121))

@@ -98,14 +98,6 @@ def test_density_one_is_dense(case: Case, dtype: str, size: int) -> None:
         assert np.abs(step.residuals).max() <= lost, "nothing but rounding for the wire is held back"
 
 
-@pytest.mark.parametrize("case", [case for case in _CASES if not case.value_rounding], ids=case_id)
-def test_density_one_is_dense_exactly_where_sums_are_exact(case: Case) -> None:
-    scenario = Scenario(5, 77, num_steps=3)
-    history = run(case.at(1.0), scenario, random_gradients(scenario, dyadic))
-    for number in range(scenario.num_steps):
-        np.testing.assert_array_equal(history.dense(number), history.gradients[number].sum(0))
-
-
 _NUM_ELEMENTS, _NUM_STEPS, _DROP_AT = 400_000, 24, 14
 #: P, n, k
 _FEW = [(8, 64, 1), (16, 64, 1), (8, 300, 2), (4, 64, 4), (8, 64, 9)]

@@ -254,32 +254,6 @@ def scattered(generator: np.random.Generator) -> np.ndarray:
 KINDS = pytest.mark.parametrize("draw", [consecutive, clustered, strided, scattered])
 
 
-def empty_shares(draw: Callable[..., np.ndarray], num_slots: int) -> np.ndarray:
-    """Share of empty slots for each seed."""
-    shares = []
-    for seed in range(_SEEDS):
-        generator = np.random.default_rng([seed, num_slots])
-        indices = draw(generator).astype(np.int32)
-        slots = HashFunction.draw(generator, num_slots).slots(indices)
-        assert ((slots >= 0) & (slots < num_slots)).all()
-        shares.append(1 - np.unique(slots).size / num_slots)
-    return np.array(shares)
-
-
-@KINDS
-@pytest.mark.parametrize(("num_slots", "low", "high"), [(1024, 0.36, 0.38), (512, 0.13, 0.14)])
-def test_memory_coverage(draw: Callable[..., np.ndarray], num_slots: int, low: float, high: float) -> None:
-    """Appendix A.2.2: the share is (1 - 1 / m) ** n, 0.3677 and 0.1350; and it varies as chance has it."""
-    shares = empty_shares(draw, num_slots)
-    expected = (1 - 1 / num_slots) ** _N
-    assert low < shares.mean() < high
-    # the variance of empty bins: m p2 + m p - m^2 p^2 over m^2, p2 the chance that two given ones are empty
-    both = (1 - 2 / num_slots) ** _N
-    deviation = np.sqrt(expected / num_slots + (1 - 1 / num_slots) * both - expected**2)
-    assert abs(shares.mean() - expected) < 4 * deviation / np.sqrt(_SEEDS)
-    assert 0.8 < shares.std() / deviation < 1.25, "neither more even than chance, nor less"
-
-
 @KINDS
 def test_survival(draw: Callable[..., np.ndarray]) -> None:
     """Lemma A.5: hit i of n is not overwritten with a probability of ((m - 1) / m) ** (n - i)."""

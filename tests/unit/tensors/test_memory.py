@@ -91,26 +91,6 @@ def assert_same(one, other):
         assert one == other
 
 
-WAYS = {
-    "one bucket": ours("topk:density=0.1"),
-    "buckets and dense parameters": ours("topk:density=0.1,dense_below=8", bucket_bytes=680),
-    "momentum": ours("dgc:density=0.1,feedback=momentum", bucket_bytes=680),
-    "exclusive": ours("exdyna:density=0.1"),
-    "behind Horovod's optimizer": theirs("topk:density=0.1"),
-}
-
-
-@rows_by("way,dtype", WAYS.values(), DTYPES, ids=lambda way: [*WAYS][[*WAYS.values()].index(way)])
-def test_training_has_the_same_bits(way, dtype, monkeypatch):
-    monkeypatch.setenv("HOROVOD_ELASTIC", "1")
-    stock.init()
-    found = []
-    for name in ("host", "device"):
-        choose_memory(monkeypatch, name)
-        found.append(trained(way, dtype))
-    assert_same(*found)
-
-
 @pytest.mark.parametrize("way", [ours("dgc:density=0.1,feedback=momentum"), theirs("dgc:density=0.1")])
 def test_a_checkpoint_of_one_memory_continues_in_the_other(way, monkeypatch):
     monkeypatch.setenv("HOROVOD_ELASTIC", "1")

@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import logging
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ hvd = pytest.importorskip("horovod_sparse.torch")
 
 from horovod_sparse.cost import Fit, Profile  # noqa: E402
 from horovod_sparse.errors import ArgumentError, ProfileMismatchError  # noqa: E402
-from horovod_sparse.merging import Plan, fixed, min_elements  # noqa: E402
+from horovod_sparse.merging import Plan  # noqa: E402
 from horovod_sparse.tensors.streams import HostStamps  # noqa: E402
 
 NAMES = ("0.weight", "0.bias", "2.weight", "2.bias")
@@ -50,51 +49,6 @@ def train(net, optimizer, steps=1):
         optimizer.zero_grad()
         net(torch.ones(4, 8)).sum().backward()
         optimizer.step()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "plan"),
-    [
-        ({"merging": "single"}, Plan((tuple(reversed(NAMES)),))),
-        ({"merging": "layerwise"}, Plan(tuple((name,) for name in reversed(NAMES)))),
-        ({"merging": fixed(num_elements=7)}, Plan((("2.bias", "2.weight"), ("0.bias", "0.weight")))),
-        ({"merging": fixed(bytes=28)}, Plan((("2.bias", "2.weight"), ("0.bias",), ("0.weight",)))),
-        ({"merging": Plan((NAMES,))}, Plan((NAMES,))),
-        (
-            {"merging": "single", "tensor_selection": min_elements(7)},
-            Plan((("0.weight",),), ("2.bias", "2.weight", "0.bias")),
-        ),
-        (
-            {"tensor_selection": lambda parameter: "bias" not in parameter.name, "bucket_bytes": 4},
-            Plan((("2.weight",), ("0.weight",)), ("2.bias", "0.bias")),
-        ),
-        ({"merging": "optimal"}, Plan((tuple(reversed(NAMES)),))),  # until times are known
-    ],
-)
-def test_plans_that_need_no_times(arguments, plan):
-    net = model()
-    optimizer = wrap(net, **arguments)
-    assert optimizer.plan == plan
-    train(net, optimizer, 2)
-    assert optimizer.plan == plan
-    assert optimizer.decision is None
-
-
-def test_a_complete_profile_leads_to_the_plan_at_once(tmp_path, caplog):
-    path = tmp_path / "profile.json"
-    PROFILE.save(path)
-    with caplog.at_level(logging.WARNING, "horovod_sparse"):
-        optimizer = wrap(model(), merging="optimal", profile=path)
-    assert optimizer.decision.plan == optimizer.plan
-    assert optimizer.decision.profile == PROFILE
-    assert "2 ranks, here 1" in caplog.text
-    same = wrap(model(), merging="optimal", profile=PROFILE)
-    assert same.plan == optimizer.plan
-    optimizer.replan()  # by the same profile
-    assert same.plan == optimizer.plan
-    optimizer.replan(Plan((NAMES,)))
-    assert optimizer.plan == Plan((NAMES,))
-    assert optimizer.decision is None, "it says nothing about a plan that was given"
 
 
 def test_replanning_without_a_plan_needs_a_way_to_make_one():

@@ -108,14 +108,6 @@ def test_behind_horovods_own_optimizer_the_environment_asks(rank, size, policy, 
         assert same_on_all_ranks(*model.parameters())
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_replicas_that_stay_equal_pass_in_all_types(rank, dtype):
-    for name in OPTIMIZERS:
-        model, optimizer = made(name, dtype, check_every=1)
-        stepped(model, optimizer, rank, range(4))
-        assert optimizer.telemetry.num_drifts == 0
-
-
 def test_statistics_of_batches_and_frozen_layers_are_each_ranks_own(rank, size):
     torch.manual_seed(3)
     layers = [torch.nn.Linear(4, 6), torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 2)]

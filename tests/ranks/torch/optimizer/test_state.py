@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import io
-import logging
 
-import horovod.torch as stock
 import pytest
 import torch
 
@@ -95,25 +93,3 @@ def test_in_the_middle_of_a_step_loading_gives_it_up(rank):
 
 def changed(saved, **entry):
     return saved | {"horovod_sparse": saved["horovod_sparse"] | entry}
-
-
-def test_a_checkpoint_of_another_size_is_scaled_and_says_so(rank, size, caplog):
-    """As many ranks twice over: each old rank's file is loaded by two, and the mean stays as it is."""
-    model = LinearModel(SHAPES)
-    optimizer = make(model, "exdyna:density=0.1")
-    train_step(model, optimizer, gradients(rank, 0))
-    saved = optimizer.state_dict()
-    held = residuals_of(optimizer)
-    # pretend that one rank alone had saved it: all ranks load rank 0's file
-    lone = changed(saved, rank=0, size=1)
-    with caplog.at_level(logging.WARNING, "horovod_sparse"):
-        optimizer.load_state_dict(lone)
-    assert "1 ranks" in caplog.text
-    assert all(torch.equal(values, held[name]) for name, values in residuals_of(optimizer).items())
-    # of twice as many ranks: this rank's file is one of two that belong to it
-    optimizer.load_state_dict(changed(saved, size=2 * size))
-    for name, values in residuals_of(optimizer).items():
-        assert torch.equal(values, held[name] / 2)
-    train_step(model, optimizer, gradients(rank, 1))
-    assert same_on_all_ranks(*model.parameters())
-    assert stock.size() == size
