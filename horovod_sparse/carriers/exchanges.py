@@ -135,8 +135,7 @@ def rounds_over_hosts(rounds: Sequence[type[Request]], topology: Topology) -> tu
 class _Handle(Protocol):
     """An exchange under way."""
 
-    def is_known(self) -> bool: ...
-    def done(self) -> bool: ...
+    def done(self) -> bool | None: ...
     def result(self) -> Any: ...
 
 
@@ -163,26 +162,25 @@ class Rounds:
         self._number += 1
         return self._begin(request, f"{self._name}/{self._number}")
 
-    def is_known(self) -> bool:
-        return self._ended or self._inner.is_known()
-
-    def done(self) -> bool:
+    def done(self) -> bool | None:
         """Whether the last message is there; starts what comes after those that are.
 
         Hooks of a backward pass ask, so what a message is found to be, or to lack, is raised by `result`.
         """
-        while not self._ended and self._inner.done():
+        while not self._ended:
+            if not (done := self._inner.done()):
+                return done
             try:
                 self._inner = self._start(self._steps.send(self._inner.result()))
             except StopIteration as stop:
                 self._answer, self._ended = stop.value, True
             except Exception as error:
                 self._error, self._ended = error, True
-        return self._ended
+        return True
 
     def result(self) -> Any:
         """What comes back for the request; waits for it."""
-        while not self.done():
+        while self.done() is False:
             time.sleep(_SLEEP_SECONDS)
         if self._error is not None:
             raise self._error

@@ -111,11 +111,10 @@ class _Handle:
         self._sources, self._whose = set(sources), whose
         self._error: Exception | None = None
 
-    def is_known(self) -> bool:
-        return self._pairs.is_known()
-
-    def done(self) -> bool:
+    def done(self) -> bool | None:
         """Raises nothing, since hooks of a backward pass ask; `result` does."""
+        if not self._pairs.is_known():
+            return None
         try:
             self._pairs.progress()
             # what was sent may be changed when this is done
@@ -126,7 +125,7 @@ class _Handle:
         return self._error is not None or not (self._sends or missing)
 
     def result(self) -> dict[int, Words]:
-        while not self.done():
+        while self.done() is False:
             time.sleep(_SLEEP_SECONDS)
         if self._error is not None:
             raise self._error

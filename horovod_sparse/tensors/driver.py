@@ -61,11 +61,11 @@ _DRAIN_SECONDS = 1.0
 class Handle(Protocol):
     """A collective under way."""
 
-    def is_known(self) -> bool:
-        """Whether the library below still knows it: not after it was shut down, and perhaps started again."""
+    def done(self) -> bool | None:
+        """Whether `result` returns at once; None where the library below does not know it any more.
 
-    def done(self) -> bool:
-        """Whether `result` returns at once."""
+        So it is after a shutdown, whether or not the library was started again.
+        """
 
     def result(self) -> Any:
         """What comes back for the request; waits for it. May be asked once."""
@@ -204,7 +204,7 @@ class Driver:
             for task, coroutine, handle in list(self.parked.values()):
                 if task.done:  # a failure, met while resuming another task, has ended this one too
                     continue
-                done = self._is_done(handle)
+                done = handle.done()
                 if done is None:
                     coroutine.close()
                     self._finish(task, error=self._kind_of_failure("Horovod was shut down meanwhile"))
@@ -217,14 +217,6 @@ class Driver:
                     continue
                 moved = again = True
         return moved
-
-    @staticmethod
-    def _is_done(handle: Handle) -> bool | None:
-        """None if Horovod does not know the collective any more."""
-        try:
-            return handle.done() if handle.is_known() else None
-        except ValueError:
-            return None
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
@@ -273,9 +265,9 @@ class Driver:
         deadline = time.perf_counter() + _DRAIN_SECONDS
         for _, _, handle in list(self.parked.values()):
             try:
-                while self._is_done(handle) is False and time.perf_counter() < deadline:
+                while handle.done() is False and time.perf_counter() < deadline:
                     time.sleep(_SLEEP_SECONDS)
-                if self._is_done(handle):
+                if handle.done():
                     handle.result()
             except Exception:  # one failure is reported; the others follow from it
                 continue

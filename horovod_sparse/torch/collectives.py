@@ -40,13 +40,15 @@ class _HorovodHandle:
         self._handle, self._answer = held_besides(handle), answer
         self._tensor = tensor  # Horovod reads its memory until the collective is done
 
-    def is_known(self) -> bool:
+    def done(self) -> bool | None:
         # hvd.init() makes a new map and gives numbers out anew, so the number alone says nothing
         entry = present_start().get(self._handle)
-        return entry is not None and entry[0] is self._tensor
-
-    def done(self) -> bool:
-        return bool(hvd.poll(self._handle))
+        if entry is None or entry[0] is not self._tensor:
+            return None
+        try:
+            return bool(hvd.poll(self._handle))
+        except ValueError:  # Horovod was shut down
+            return None
 
     def result(self) -> Any:
         return self._answer(finished(self._handle))
@@ -57,9 +59,6 @@ class _LocalHandle:
 
     def __init__(self, answer: Any) -> None:
         self._answer = answer
-
-    def is_known(self) -> bool:
-        return True
 
     def done(self) -> bool:
         return True
@@ -156,14 +155,11 @@ def _start_within(
 class _Renumbered:
     """An exchange whose messages are told by their senders' places among some of the ranks."""
 
-    def __init__(self, inner: Any, places: dict[int, int]) -> None:
+    def __init__(self, inner: Handle, places: dict[int, int]) -> None:
         self._inner, self._places = inner, places
 
-    def is_known(self) -> bool:
-        return bool(self._inner.is_known())
-
-    def done(self) -> bool:
-        return bool(self._inner.done())
+    def done(self) -> bool | None:
+        return self._inner.done()
 
     def result(self) -> Any:
         return {self._places[rank]: message for rank, message in self._inner.result().items()}

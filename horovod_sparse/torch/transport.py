@@ -12,11 +12,12 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from horovod_sparse.carriers.exchanges import Rounds
 from horovod_sparse.carriers.transport_choice import Blocking, TransportChoice, agreed_transport
 from horovod_sparse.collectives import Exchange, Request
+from horovod_sparse.tensors.driver import Handle
 from horovod_sparse.torch._horovod import hvd, present_start
 
 __all__ = ["chosen_transport", "forget_transports", "start_round", "transport_words"]
@@ -24,14 +25,8 @@ __all__ = ["chosen_transport", "forget_transports", "start_round", "transport_wo
 _SLEEP_SECONDS = 20e-6
 
 
-class _Handle(Protocol):
-    def is_known(self) -> bool: ...
-    def done(self) -> bool: ...
-    def result(self) -> Any: ...
-
-
 #: starts a request under a name with Horovod's own collectives
-Start = Callable[[Any, str, Any], _Handle]
+Start = Callable[[Any, str, Any], Handle]
 _Key: TypeAlias = tuple[int | None, tuple[int, ...]]
 
 
@@ -46,10 +41,10 @@ class _PendingAgreement:
         self._process_set, self._by_horovod = process_set, by_horovod
         self._name = f"horovod_sparse.transport.{process_set.process_set_id}.{number}"
         self._steps = agreed_transport(hvd, process_set, number)
-        self._round = 0
+        self._round, self._lost = 0, False
         self._under_way = self._start(next(self._steps))
 
-    def _start(self, request: Request | Blocking) -> _Handle:
+    def _start(self, request: Request | Blocking) -> Handle:
         self._round += 1
         if isinstance(request, Blocking):
             return _Thread(request)
@@ -57,26 +52,26 @@ class _PendingAgreement:
 
     def is_known(self) -> bool:
         """Whether Horovod is still the one that the ranks agreed through."""
-        return present_start() is self.start
+        return not self._lost and present_start() is self.start
 
     def agreed(self) -> bool:
         """Whether all ranks have said what they can."""
-        return self._round > 1 or self.chosen is not None or self._under_way.done()
+        return self._round > 1 or self.chosen is not None or bool(self._under_way.done())
 
     def decided(self) -> bool:
-        """Whether it is known how messages travel, or never will be (`failure`); asks without waiting.
-
-        Raises a ValueError if Horovod was shut down, as its handles do.
-        """
+        """Whether it is known how messages travel, or never will be (`failure`); asks without waiting."""
         try:
             while self.chosen is None and self.failure is None:
-                if not self._under_way.done():
+                done = self._under_way.done()
+                self._lost = done is None
+                if not done:
                     return False
                 self._under_way = self._start(self._steps.send(self._under_way.result()))
         except StopIteration as stop:
             self.chosen = stop.value
-        except ValueError:
-            raise
+        except ValueError:  # Horovod was shut down
+            self._lost = True
+            return False
         except Exception as error:
             self.failure = error
         return True
@@ -92,9 +87,6 @@ class _Thread:
 
     def _run(self) -> None:
         self._answer = self._work()
-
-    def is_known(self) -> bool:
-        return True
 
     def done(self) -> bool:
         return not self._thread.is_alive()
@@ -163,7 +155,7 @@ class _RoundHandle:
         self._agreement = _agreement_of(process_set, by_horovod)
         self._begin = (request, name, process_set)
         self._by_horovod = by_horovod
-        self._inner: _Handle | None = None
+        self._inner: Handle | None = None
         #: raised by `result`: hooks of a backward pass ask only whether it is done
         self._error: Exception | None = None
         self._try()
@@ -176,7 +168,7 @@ class _RoundHandle:
         except Exception as error:
             self._error = error
 
-    def _begun(self) -> _Handle:
+    def _begun(self) -> Handle:
         if self._agreement.failure is not None:
             raise self._agreement.failure
         assert self._agreement.chosen is not None
@@ -188,22 +180,24 @@ class _RoundHandle:
         rank, size = process_set.rank(), process_set.size()
         return Rounds(partial(pairs.start, rank=rank), request, name, rank, size)
 
-    def is_known(self) -> bool:
-        return self._agreement.is_known() and (self._inner is None or self._inner.is_known())
-
-    def done(self) -> bool:
-        self._try()
-        return self._error is not None or (self._inner is not None and self._inner.done())
+    def done(self) -> bool | None:
+        if self._agreement.is_known():
+            self._try()
+        if not self._agreement.is_known():
+            return None
+        if self._error is not None or self._inner is None:
+            return self._error is not None
+        return self._inner.done()
 
     def result(self) -> Any:
-        while not self.done():
+        while self.done() is False:
             time.sleep(_SLEEP_SECONDS)
         if self._error is not None:
             raise self._error
         return self._inner.result() if self._inner is not None else {}
 
 
-def start_round(request: Request, name: str, process_set: Any, by_horovod: Start) -> _Handle:
+def start_round(request: Request, name: str, process_set: Any, by_horovod: Start) -> Handle:
     """Starts messages between pairs of ranks, or a collective made of them, and returns without waiting.
 
     Ranks in the request count within the process set, which has two or more. The name is the same on all

@@ -18,11 +18,8 @@ class Held:
     def __init__(self, request, name):
         self.request, self.name, self.known, self.finished, self.failure = request, name, True, False, None
 
-    def is_known(self):
-        return self.known
-
     def done(self):
-        return self.finished
+        return self.finished if self.known else None
 
     def result(self):
         assert self.finished, "the driver took a result that was not there"
