@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,8 +22,10 @@ import matplotlib.pyplot as plt
 import numpy as np
 import torch
 
+from horovod_sparse.arrays import FoldRule
 from horovod_sparse.feedback import ErrorFeedback, MomentumCorrection, Recipe, recipe
 from horovod_sparse.feedback.feedbacks import Rates
+from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.sparsifiers.schedule import Exponential
 from studies import results
 from studies.tasks import Task, small_digits_task
@@ -66,8 +68,8 @@ OPTIMIZERS: dict[str, tuple[float, Callable[..., torch.optim.Optimizer]]] = {
 class _Decaying(ErrorFeedback):
     """What is held back fades: ``acc = 0.95 e + g``. Loses what it forgets; only measured here."""
 
-    def decay(self, rates: Rates) -> float:
-        return 0.95
+    def rule(self, info: BucketInfo, rates: Rates) -> FoldRule:
+        return replace(super().rule(info, rates), decay=0.95)
 
 
 def _clip(optimizer: torch.optim.Optimizer, applied: torch.Tensor) -> None:

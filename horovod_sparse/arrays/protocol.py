@@ -129,7 +129,7 @@ class FoldRule:
         if self.moment is not None and not (0.0 < self.moment < 1.0 and self.momentum is None):
             raise ArgumentError("moment", self.moment, "a number between 0 and 1, and no momentum")
 
-    @property
+    @functools.cached_property
     def num_companions(self) -> int:
         """Arrays of n elements that the fold changes beside the values."""
         return int(self.momentum is not None or self.moment is not None)

@@ -225,10 +225,11 @@ class Bucket:
             # all is sent: a velocity that is cleared where values leave would be none
             feedback = getattr(feedback, "for_dense", lambda: feedback)()
         rates = Rates(self.learning_rate, now.learning_rate, learning_rate, self.progress.age)
+        rule = feedback.rule(self.info, rates)
         self.accumulator.step = self.state.step
-        feedback.fold(self.accumulator, gradient, self.info, rates)
+        self.accumulator.fold(gradient, rule)
         self._progress = now
-        self.rescaled(feedback.decay(rates))
+        self.rescaled(rule.decay)
         self._gradient = gradient
         if refused:
             self.accumulator.refuse()

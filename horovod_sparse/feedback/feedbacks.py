@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
-from horovod_sparse.arrays import Accumulator, FoldReport, FoldRule
+from horovod_sparse.arrays import FoldRule
 from horovod_sparse.checks import check_number
 from horovod_sparse.errors import ArgumentError, UnknownNameError, UnsupportedError
 from horovod_sparse.sparsifiers.base import BucketInfo
@@ -32,7 +33,7 @@ class Rates(NamedTuple):
 
 @runtime_checkable
 class Feedback(Protocol):
-    """Turns a gradient and the residual into the accumulator, in one pass.
+    """Says how a gradient and the residual become the accumulator, in one pass.
 
     It may also have what those here have: `keeps_residual`, `applies_rate`, `for_dense`, `for_shards`,
     `for_group` and `moved`.
@@ -42,11 +43,12 @@ class Feedback(Protocol):
     def num_companions(self) -> int:
         """Arrays of n elements that it needs beside the residual."""
 
-    def decay(self, rates: Rates) -> float:
-        """What `fold` multiplies the residual by: thresholds have to follow it."""
+    def rule(self, info: BucketInfo, rates: Rates) -> FoldRule:
+        """How a step's gradient of a bucket is folded in; thresholds follow the rule's decay."""
 
-    def fold(self, accumulator: Accumulator, gradient: Any, info: BucketInfo, rates: Rates) -> FoldReport:
-        """Folds the gradient in and clears it."""
+
+#: a value that is the same in most steps, and checks itself when it is made
+_fold_rule = functools.lru_cache(maxsize=64)(FoldRule)
 
 
 class _Feedback:
@@ -69,23 +71,20 @@ class _Feedback:
         if self.clip_norm is not None:
             check_number("clip_norm", self.clip_norm, "a norm above 0, or None", low=0.0, high=math.inf)
 
-    def decay(self, rates: Rates) -> float:
-        """What the residual is multiplied by: eta_before / eta_now, or 1.
+    def rule(self, info: BucketInfo, rates: Rates) -> FoldRule:
+        """How a step's gradient is folded in: the residual times eta_before / eta_now, or as it is.
 
         Example:
-            >>> falling = Rates(0.1, 0.05)
-            >>> ErrorFeedback(scale_residual=True).decay(falling), ErrorFeedback().decay(falling)
-            (2.0, 1.0)
+            >>> bucket, falling = BucketInfo("b", 9), Rates(0.1, 0.05)
+            >>> both = ErrorFeedback(scale_residual=True), ErrorFeedback()
+            >>> [feedback.rule(bucket, falling).decay for feedback in both]
+            [2.0, 1.0]
         """
         # a rate of 0 (the first step of some warm-ups) has no quotient: what was held back is kept as it is
-        return rates.before / rates.now if self.scale_residual and rates.before and rates.now else 1.0
-
-    def fold(self, accumulator: Accumulator, gradient: Any, info: BucketInfo, rates: Rates) -> FoldReport:
+        decay = rates.before / rates.now if self.scale_residual and rates.before and rates.now else 1.0
         # of the sum over ranks; what one rank's gradient may have is less
         norm = None if self.clip_norm is None else self.clip_norm / math.sqrt(info.size)
-        return accumulator.fold(
-            gradient, FoldRule(decay=self.decay(rates), clip_norm=norm, **self._own(rates))
-        )
+        return _fold_rule(decay=decay, clip_norm=norm, **self._own(rates))
 
     def _own(self, rates: Rates) -> dict[str, Any]:
         """Arguments of `FoldRule` that this feedback alone gives."""
