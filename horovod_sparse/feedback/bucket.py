@@ -117,9 +117,9 @@ def resumed(own: Progress, told: Mapping[str, Any] | None, step: int) -> Progres
         >>> resumed(Progress(5, 0.2), Progress(7, 0.1).to_plain(), 7).learning_rate
         0.2
     """
-    if own.step == 0 and told is not None:
-        return Progress.from_plain(told, step)
-    return dataclasses.replace(own, step=step)
+    going_on = Progress.from_plain(told, step) if own.step == 0 and told is not None else own
+    # companions are this rank's own: those of a worker that has just come are made of nothing
+    return dataclasses.replace(going_on, step=step, since=step - own.age, summed=own.summed)
 
 
 #: the largest number of a gradient's type that does not become infinite when it is rounded

@@ -300,4 +300,5 @@ def progress_of(names: Iterable[str], known: Mapping[str, Progress]) -> Progress
     """
     found = [known[name] for name in names if name in known]
     step = max((one.step for one in found or known.values()), default=0)
-    return dataclasses.replace(found[0] if found else Progress(), step=step)
+    age = min((one.age for one in found), default=0)  # nobody's companions pass for older ones than they are
+    return dataclasses.replace(found[0] if found else Progress(), step=step, since=step - age)

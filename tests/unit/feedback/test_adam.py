@@ -7,10 +7,11 @@ import pytest
 
 from horovod_sparse.arrays import GradientParts, HostAccumulator
 from horovod_sparse.errors import ArgumentError
-from horovod_sparse.feedback import AdamFeedback, Progress, Recipe, recipe
+from horovod_sparse.feedback import AdamFeedback, Progress, Recipe, recipe, resumed
 from horovod_sparse.simulation import SimulatedCluster
 from horovod_sparse.sparsifiers import TopK
 from horovod_sparse.topology import Topology
+from horovod_sparse.training.parts import progress_of
 from horovod_sparse.training.state import redistributed
 from support.cases import REPRESENTATIVES, Case, case_id
 from support.gradients import gaussian
@@ -146,6 +147,16 @@ def test_a_bucket_of_another_age_takes_the_estimate_over() -> None:
     moment = 0.3 * (1 - 0.9**3)
     assert moment * feedback.moved(3, 10) / (1 - 0.9**10) == pytest.approx(0.3)
     assert feedback.moved(0, 10) == 0.0
+
+
+def test_a_moment_is_as_old_as_the_steps_that_it_is_made_of() -> None:
+    """Zeros that passed for a moment of many steps would make steps of 1 / sqrt(1 - beta2) times the rate."""
+    old, young = Progress(1000, 0.1), Progress(1000, 0.1, since=990)
+    worker = resumed(Progress(), old.to_plain(), 1000)
+    assert (worker.step, worker.learning_rate, worker.age) == (1000, 0.1, 0)
+    assert resumed(Progress(7), old.to_plain(), 1000).age == 7
+    assert progress_of(["a", "b"], {"a": old, "b": young}).age == 10
+    assert progress_of(["c"], {"a": old}).age == 0
 
 
 @pytest.mark.parametrize(
