@@ -3,6 +3,8 @@
 Horovod's optimizers begin to hear of gradients in `_register_hooks`, once their arguments are checked: those
 with a sparsifier are adopted there (`adopting`).
 
+A parameter is synchronized by the optimizer that was made for it last, ours or Horovod's (`claim`).
+
 Reads the table of handles that Horovod 0.28.1 keeps in Python. Every ``hvd.init()`` makes a new one and gives
 numbers out anew, so the table itself tells one start from another.
 
@@ -16,10 +18,13 @@ holder besides, which is let go of when the collective has ended well, or when H
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from horovod_sparse.errors import HorovodMissingError
 from horovod_sparse.training.deadline import let_horovod_give_up
@@ -105,3 +110,50 @@ def _tensors_in(entry: Any) -> Iterator[torch.Tensor]:
     elif isinstance(entry, tuple):
         for item in entry:
             yield from _tensors_in(item)
+
+
+class Owner(Protocol):
+    """Who synchronizes parameters."""
+
+    def retire(self) -> None:
+        """Another owner has taken a parameter: this one synchronizes nothing any more."""
+
+
+#: by parameter; neither it nor its owner is kept alive
+_owners: Any = WeakTensorKeyDictionary()
+
+
+def claim(owner: Owner, parameters: Iterable[torch.Tensor]) -> None:
+    """Gives parameters to an owner. Owners that had one of them before are retired."""
+    taken = list(parameters)
+    before = {id(one): one for one in (_owner_of(parameter) for parameter in taken) if one is not None}
+    for one in before.values():
+        # what Horovod's own do with one another is its own affair
+        if one is not owner and not (isinstance(one, _StockOwner) and isinstance(owner, _StockOwner)):
+            one.retire()
+    for parameter in taken:
+        _owners[parameter] = weakref.ref(owner)
+
+
+class _StockOwner:
+    """Horovod's own optimizer, which has hooks of its own."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = weakref.ref(optimizer)
+
+    def retire(self) -> None:
+        """Its hooks begin nothing any more: they wait for passes that do not come."""
+        if (optimizer := self._optimizer()) is not None:
+            optimizer._grad_accs.clear()
+            optimizer._allreduce_delay = dict.fromkeys(optimizer._allreduce_delay, sys.maxsize)
+
+
+def claim_for_stock(optimizer: Any) -> None:
+    """As `claim`, for an optimizer of Horovod's own."""
+    optimizer._owner_of_parameters = _StockOwner(optimizer)
+    claim(optimizer._owner_of_parameters, [p for group in optimizer.param_groups for p in group["params"]])
+
+
+def _owner_of(parameter: torch.Tensor) -> Owner | None:
+    reference = _owners.get(parameter)
+    return None if reference is None else reference()

@@ -1,21 +1,272 @@
-"""The driver over Horovod's collectives, and those of its failures that the user can do something about."""
+"""Requests as Horovod's asynchronous calls, the driver of coroutines over them, and failures explained."""
 
 from __future__ import annotations
 
+import functools
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from horovod_sparse.collectives import Request, Synchronization
-from horovod_sparse.errors import UnsupportedError
-from horovod_sparse.tensors.driver import Driver
+import numpy as np
+import torch
+
+from horovod_sparse.carriers.exchanges import Rounds
+from horovod_sparse.carriers.transport_choice import rounds_by_pairs
+from horovod_sparse.collectives import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Broadcast,
+    Exchange,
+    ReduceScatter,
+    Request,
+    Synchronization,
+    part,
+)
+from horovod_sparse.errors import ArgumentError, CollectiveMismatchError, UnsupportedError
+from horovod_sparse.tensors.driver import Driver, Handle
+from horovod_sparse.tensors.layout import readable_tensor
 from horovod_sparse.topology import Topology
-from horovod_sparse.torch._horovod import hvd
-from horovod_sparse.torch.collectives import start
-from horovod_sparse.torch.transport import forget_transports
+from horovod_sparse.torch._horovod import finished, held_besides, hvd, present_start
+from horovod_sparse.torch.transport import forget_transports, start_round
 from horovod_sparse.training.deadline import Deadline
 from horovod_sparse.training.engine import carry_out
+
+_log = logging.getLogger("horovod_sparse")
+
+
+class _HorovodHandle:
+    """One of Horovod's handles, and how its tensors become the answer to the request."""
+
+    def __init__(self, handle: int, tensor: torch.Tensor, answer: Callable[[Any], Any]) -> None:
+        self._handle, self._answer = held_besides(handle), answer
+        self._tensor = tensor  # Horovod reads its memory until the collective is done
+
+    def done(self) -> bool | None:
+        # hvd.init() makes a new map and gives numbers out anew, so the number alone says nothing
+        entry = present_start().get(self._handle)
+        if entry is None or entry[0] is not self._tensor:
+            return None
+        try:
+            return bool(hvd.poll(self._handle))
+        except ValueError:  # Horovod was shut down
+            return None
+
+    def result(self) -> Any:
+        return self._answer(finished(self._handle))
+
+
+class _LocalHandle:
+    """The answer of a process set of one rank."""
+
+    def __init__(self, answer: Any) -> None:
+        self._answer = answer
+
+    def done(self) -> bool:
+        return True
+
+    def result(self) -> Any:
+        return self._answer
+
+
+def start(
+    request: Request,
+    name: str,
+    process_set: Any = hvd.global_process_set,
+    by_pairs: bool = True,
+    topology: Topology | None = None,
+) -> Handle:
+    """Starts a collective and returns without waiting.
+
+    Every rank of the process set starts the same kind of request under the same name; the order in
+    which different names are started is free.
+
+    Example:
+        >>> import horovod.torch as hvd; hvd.init()
+        >>> handle = start(AllReduce(np.array([1.0, 2.0])), "example")
+        >>> handle.result()
+        array([1., 2.])
+    """
+    if process_set.size() is None:
+        raise ArgumentError(
+            "process_set", process_set, "one that hvd.init() or hvd.add_process_set() has set up"
+        )
+    if request.level != "all":
+        return _start_within(request, name, process_set, by_pairs, topology)
+    if process_set.size() == 1:
+        return _LocalHandle(_answer_alone(request))
+    sums = (AllReduce, ReduceScatter)
+    dense = isinstance(request, sums) and isinstance(request.buffer, torch.Tensor)
+    if isinstance(request, Exchange) or (by_pairs and rounds_by_pairs() and not dense):
+        return start_round(request, name, process_set, _start_horovods)
+    return _start_horovods(request, name, process_set)
+
+
+def _start_horovods(request: Request, name: str, process_set: Any) -> Handle:
+    """One of Horovod's own collectives."""
+    if isinstance(request, AllGather):
+        tensor = readable_tensor(request.buffer)
+        handle = hvd.allgather_async(tensor, name=name, process_set=process_set)
+        return _HorovodHandle(handle, tensor, _array)
+    if isinstance(request, AllReduce):
+        tensor, answer = _reducible(request.buffer)
+        handle = hvd.allreduce_async(tensor, op=hvd.Sum, name=name, process_set=process_set)
+        return _HorovodHandle(handle, tensor, answer)
+    if isinstance(request, ReduceScatter):
+        tensor, answer = _reducible(request.buffer)
+        handle = hvd.reducescatter_async(tensor, op=hvd.Sum, name=name, process_set=process_set)
+        return _HorovodHandle(handle, tensor, answer)
+    if isinstance(request, Broadcast):
+        tensor = readable_tensor(request.buffer)
+        root = process_set.ranks[request.root]  # Horovod counts roots in the world, not in the set
+        handle = hvd.broadcast_async(tensor, root, name=name, process_set=process_set)
+        return _HorovodHandle(handle, tensor, _array)
+    if isinstance(request, Exchange):
+        return _exchange_by_alltoall(request, name, process_set)
+    return _start_alltoall(list(request.buffers), name, process_set, list)
+
+
+def _start_within(
+    request: Request, name: str, process_set: Any, by_pairs: bool, topology: Topology | None
+) -> Handle:
+    """A request among the ranks of a host, or of a column, by messages between them; see docs/merging.md.
+
+    No process sets are made: each costs every cycle of Horovod one more coordination of its ranks.
+    """
+    if topology is None:
+        raise CollectiveMismatchError(f"{name}: a request of level {request.level!r} needs a topology")
+    ranks = topology.group(request.level, process_set.rank())
+    place, request = ranks.index(process_set.rank()), replace(request, level="all")
+    if len(ranks) == 1:
+        return _LocalHandle(_answer_alone(request))
+    if isinstance(request, ReduceScatter) and list(ranks) == sorted(ranks):
+        return _scatter_sum(request, name, process_set, ranks)
+
+    def begin(exchange: Exchange, name: str) -> Handle:
+        sends = {ranks[peer]: words for peer, words in exchange.sends.items()}
+        among = Exchange(sends, tuple(ranks[peer] for peer in exchange.sources))
+        if by_pairs:
+            inner: Any = start_round(among, name, process_set, _start_horovods)
+        else:
+            inner = _start_horovods(among, name, process_set)
+        return _Renumbered(inner, {rank: peer for peer, rank in enumerate(ranks)})
+
+    return Rounds(begin, request, name, place, len(ranks))
+
+
+class _Renumbered:
+    """An exchange whose messages are told by their senders' places among some of the ranks."""
+
+    def __init__(self, inner: Handle, places: dict[int, int]) -> None:
+        self._inner, self._places = inner, places
+
+    def done(self) -> bool | None:
+        return self._inner.done()
+
+    def result(self) -> Any:
+        return {self._places[rank]: message for rank, message in self._inner.result().items()}
+
+
+def _scatter_sum(request: ReduceScatter, name: str, process_set: Any, ranks: Sequence[int]) -> Handle:
+    """A reduce-scatter among some ranks: each sends the others their parts, and adds up its own, in order.
+
+    Horovod has one, too. On the host it is slower than its all-to-all.
+    """
+    tensor, answer = _reducible(request.buffer)
+    splits = torch.zeros(process_set.size(), dtype=torch.int32)
+    for place, rank in enumerate(ranks):
+        begin, end = part(tensor.numel(), place, len(ranks))
+        splits[rank] = end - begin
+    handle = hvd.alltoall_async(tensor, splits=splits, name=name, process_set=process_set)
+
+    def added(output: tuple[torch.Tensor, torch.Tensor]) -> Any:
+        parts = output[0].view(len(ranks), -1)
+        total = parts[0] + parts[1]
+        for one in parts[2:]:
+            total += one
+        return answer(total)
+
+    return _HorovodHandle(handle, tensor, added)
+
+
+def _exchange_by_alltoall(request: Exchange, name: str, process_set: Any) -> Handle:
+    """Messages between pairs as an all-to-all in which most messages are empty: Horovod has no send."""
+    rank, nothing = process_set.rank(), np.empty(0, np.int32)
+    buffers = [request.sends.get(peer, nothing) for peer in range(process_set.size())]
+
+    def inbox(messages: list[np.ndarray]) -> dict[int, np.ndarray]:
+        strangers = [peer for peer, message in enumerate(messages) if message.size and peer not in sources]
+        if strangers:
+            raise CollectiveMismatchError(
+                f"{name}: rank {rank} awaits messages from {sorted(sources)}, but {strangers} sent to it too"
+            )
+        return {peer: messages[peer] for peer in request.sources}
+
+    sources = set(request.sources)
+    return _start_alltoall(buffers, name, process_set, inbox)
+
+
+def _start_alltoall(
+    buffers: list[np.ndarray], name: str, process_set: Any, answer: Callable[[list[np.ndarray]], Any]
+) -> Handle:
+    tensor = readable_tensor(np.concatenate(buffers))
+    splits = torch.tensor([buffer.size for buffer in buffers], dtype=torch.int32)
+    handle = hvd.alltoall_async(tensor, splits=splits, name=name, process_set=process_set)
+
+    def split(output: tuple[torch.Tensor, torch.Tensor]) -> Any:
+        received, lengths = output
+        return answer(np.split(_array(received), np.cumsum(_array(lengths))[:-1]))
+
+    return _HorovodHandle(handle, tensor, split)
+
+
+def _answer_alone(request: Request) -> Any:
+    """What a single rank gets back, without Horovod."""
+    if isinstance(request, Exchange):
+        return {peer: request.sends[peer].copy() for peer in request.sources}
+    if isinstance(request, AllToAll):
+        return [buffer.copy() for buffer in request.buffers]
+    # a part of a gradient is read only, and is all of it here
+    if isinstance(request, ReduceScatter):
+        return request.buffer
+    return request.buffer.clone() if isinstance(request.buffer, torch.Tensor) else request.buffer.copy()
+
+
+def _reducible(buffer: np.ndarray | torch.Tensor) -> tuple[torch.Tensor, Callable[[Any], Any]]:
+    """A tensor that Horovod can reduce, and how its sum becomes what was asked for.
+
+    A tensor stays on its device, unless Horovod is built without operations there: then it goes through
+    the host.
+    """
+    if not isinstance(buffer, torch.Tensor):
+        return readable_tensor(buffer), _array
+    if buffer.device.type == "cpu" or _reduces(buffer):
+        return buffer, lambda total: total
+    _say_once(buffer.device.type)
+    return buffer.cpu(), lambda total: total.to(buffer.device)
+
+
+def _reduces(tensor: torch.Tensor) -> bool:
+    """Whether this build of Horovod takes the tensor, by the name of the function that it would call."""
+    function = "horovod_torch_allreduce_async_" + tensor.type().replace(".", "_")
+    return hasattr(hvd.mpi_ops.mpi_lib, function)
+
+
+@functools.cache
+def _say_once(device: str) -> None:
+    _log.warning(
+        "Horovod is built without operations on %s: dense parameters are summed on the host. To sum them on "
+        "the device, build it with HOROVOD_GPU_OPERATIONS=NCCL (scripts/setup --gpu)",
+        device,
+    )
+
+
+def _array(tensor: torch.Tensor) -> np.ndarray:
+    array: np.ndarray = tensor.numpy()
+    return array
 
 
 class HorovodDriver(Driver):

@@ -15,11 +15,10 @@ from horovod_sparse.checks import check_number
 from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.tensors.adoption import adopted_class
-from horovod_sparse.torch._horovod import StockOptimizer, adopting, hvd
+from horovod_sparse.torch._horovod import StockOptimizer, adopting, claim_for_stock, hvd
 from horovod_sparse.torch.comparison import compare_dense, construction_errors
 from horovod_sparse.torch.compression import Compression, SparseCompressor
 from horovod_sparse.torch.methods import Methods
-from horovod_sparse.torch.owners import claim_for_stock
 from horovod_sparse.training.collective_errors import refuse_absence
 from horovod_sparse.training.compression import check_compression
 from horovod_sparse.training.momentum import refuse_double_momentum

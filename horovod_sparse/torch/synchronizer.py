@@ -26,11 +26,10 @@ from horovod_sparse.tensors.entries import host_entry
 from horovod_sparse.tensors.layout import dtype_name
 from horovod_sparse.tensors.loss_scale import ScaleOfStep, scaled_passes, watch_scalers
 from horovod_sparse.tensors.parts import Part, SparseBucket
-from horovod_sparse.torch._horovod import hvd, present_start
+from horovod_sparse.torch._horovod import claim, hvd, present_start
 from horovod_sparse.torch.comparison import refuse_whole_gradients
 from horovod_sparse.torch.driver import carry_out_together, explain
 from horovod_sparse.torch.horovod_engine import HorovodEngine
-from horovod_sparse.torch.owners import claim
 from horovod_sparse.torch.planned import PlannedTraining
 from horovod_sparse.torch.transport import transport_words
 from horovod_sparse.training.collective_errors import some_of

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_sparse.kernels import codes as c
 from horovod_sparse.kernels import lanes as v
+from horovod_sparse.kernels import quantization as c
 from horovod_sparse.kernels.compile import kernel
 from horovod_sparse.kernels.host.fold import maximum
 from horovod_sparse.kernels.quantization import NORMS, WORD, Quantization

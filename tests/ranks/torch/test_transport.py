@@ -19,8 +19,7 @@ from horovod_sparse.feedback import Bucket, recipe
 from horovod_sparse.simulation import SimulatedCluster
 from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.torch import transport
-from horovod_sparse.torch.collectives import _start_horovods
-from horovod_sparse.torch.driver import HorovodDriver
+from horovod_sparse.torch.driver import HorovodDriver, _start_horovods
 from support.linear import LinearModel
 from support.optimizers import make, train_step
 
@@ -199,7 +198,7 @@ def test_rounds_of_messages_between_pairs(monkeypatch, rank, size):
     monkeypatch.setenv("HOROVOD_SPARSE_TRANSPORT", "pairs")
     started = []
     monkeypatch.setattr(
-        "horovod_sparse.torch.collectives._start_horovods",
+        "horovod_sparse.torch.driver._start_horovods",
         lambda request, name, process_set: (
             started.append(name) or _start_horovods(request, name, process_set)
         ),
