@@ -128,6 +128,8 @@ def main() -> None:
         torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9, weight_decay=5e-4),
         named_parameters=model.named_parameters(),
         compression=compression,
+        # so small a model gains nothing, and would stay dense
+        tensor_selection="all" if args.dry_run else None,
     )
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     first = 0

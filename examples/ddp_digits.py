@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -108,6 +109,8 @@ def accuracy(model: nn.Module, test: digits.Digits) -> float:
 def main() -> None:
     """Trains, and prints what came of it on rank 0."""
     args = arguments()
+    if "RANK" not in os.environ:  # horovodrun and mpirun do not set what init_process_group reads
+        sys.exit("start it by torchrun, as in torchrun --nproc-per-node 2 examples/ddp_digits.py")
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.set_num_threads(1)

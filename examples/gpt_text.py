@@ -157,6 +157,8 @@ def main() -> None:
         ),
         named_parameters=model.named_parameters(),
         compression=compression,
+        # so small a model gains nothing, and would stay dense
+        tensor_selection="all" if args.dry_run else None,
     )
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     writer = None

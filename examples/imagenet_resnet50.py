@@ -14,6 +14,7 @@ import json
 import math
 import os
 import random
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -123,6 +124,8 @@ def accuracy(model: torch.nn.Module, loader: DataLoader[tuple[torch.Tensor, int]
 def main() -> None:
     """Trains, and prints what came of it on rank 0."""
     args = arguments()
+    if "RANK" not in os.environ:  # horovodrun and mpirun do not set what init_process_group reads
+        sys.exit("start it by torchrun, as in torchrun --nproc-per-node 2 examples/imagenet_resnet50.py")
     cuda = torch.cuda.is_available()
     device = f"cuda:{os.environ['LOCAL_RANK']}" if cuda else "cpu"
     dist.init_process_group("nccl" if cuda else "gloo")

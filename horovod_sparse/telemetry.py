@@ -192,6 +192,8 @@ class Telemetry:
     density: str = ""
     selection: str = ""
     _sums: StepReport | None = None
+    # the first step of all, in which kernels are compiled; None once the means are without it
+    _first: StepReport | None = None
 
     def record(self, step: int, buckets: Sequence[BucketReport], wait_seconds: float) -> None:
         """A completed step, of reports of its buckets; see `StepReport.of`."""
@@ -199,6 +201,8 @@ class Telemetry:
 
     def add(self, report: StepReport) -> None:
         """A completed step."""
+        if self.last is None:
+            self._first = report
         self.last = report
         self.num_steps += 1
         if self._sums is None:
@@ -209,10 +213,19 @@ class Telemetry:
 
     @property
     def mean(self) -> StepReport | None:
-        """Means over all steps since the start or the last `reset`; None before the first step."""
+        """Means over all steps since the start or the last `reset`; None before the first step.
+
+        Seconds are means without a training's first step, in which kernels are compiled.
+        """
         if self._sums is None:
             return None
         means = {name: getattr(self._sums, name) / self.num_steps for name in _NUMBERS}
+        if self._first is not None and self.num_steps > 1:
+            for name in _NUMBERS:
+                if name.endswith("_seconds"):
+                    means[name] = (getattr(self._sums, name) - getattr(self._first, name)) / (
+                        self.num_steps - 1
+                    )
         return replace(self._sums, **{**means, "step": self.num_steps})
 
     def scalars(self, prefix: str = "sparse/") -> dict[str, float]:
@@ -262,7 +275,7 @@ class Telemetry:
 
     def reset(self) -> None:
         """Forgets the means (after a warm-up, say), and keeps the last step."""
-        self.num_steps, self._sums = 0, None
+        self.num_steps, self._sums, self._first = 0, None, None
 
     def summary(self) -> str:
         """The means in one line.

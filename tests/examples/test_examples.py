@@ -19,7 +19,7 @@ KERAS = pytest.param("tensorflow2_keras_mnist", marks=[pytest.mark.tensorflow, p
 WITHOUT_HOROVOD = ("ddp_digits", "imagenet_resnet50")
 
 
-def launched(example: str, file: Path, *arguments: str) -> dict[str, Any]:
+def launched(example: str, file: Path, *arguments: str, selection: str = "all") -> dict[str, Any]:
     """What an example wrote, run on two ranks."""
     launcher = ["horovodrun", "--gloo", "--disable-cache", "-np", "2", sys.executable]
     if example in WITHOUT_HOROVOD:
@@ -31,8 +31,8 @@ def launched(example: str, file: Path, *arguments: str) -> dict[str, Any]:
         text=True,
         stdin=subprocess.DEVNULL,
         timeout=300,
-        # these models are small, and would stay dense
-        env={"HOROVOD_SPARSE_TENSOR_SELECTION": "all", **os.environ, "OMP_NUM_THREADS": "1"},
+        # these models are small, and would stay dense by formulas
+        env={**os.environ, "HOROVOD_SPARSE_TENSOR_SELECTION": selection, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     told: dict[str, Any] = json.loads(file.read_text())
@@ -66,10 +66,26 @@ def test_a_dry_run_takes_every_path_but_the_data(example: str, tmp_path: Path) -
     curves = importlib.util.find_spec("tensorboard") is not None
     arguments = ["--tensorboard", str(tmp_path / "curves")] if curves else []
     arguments += ["--checkpoint", str(tmp_path / "saved")] if example == "cifar10_resnet" else []
-    run = launched(example, tmp_path / "run.json", "--dry-run", *arguments)
+    # a dry run says itself that all is sparsified: it takes the paths of a large model
+    run = launched(example, tmp_path / "run.json", "--dry-run", *arguments, selection="formulas")
     assert run["steps"] == 2 and run["size"] == 2
     assert run["bytes_per_step"] < run["num_parameters"] / 2, "an eighth of dense or less"
     assert math.isfinite(run["final_loss"]) and run["final_loss"] > 0.0
     if curves:
         (file,) = (tmp_path / "curves").iterdir()
         assert b"sparse/density_union" in file.read_bytes()
+
+
+@pytest.mark.parametrize("example", WITHOUT_HOROVOD)
+def test_what_torchrun_has_to_start_says_so(example: str) -> None:
+    needed = [] if example == "ddp_digits" else ["--dry-run"]
+    environment = {name: value for name, value in os.environ.items() if name != "RANK"}
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / f"{example}.py"), *needed],
+        capture_output=True,
+        text=True,
+        env={**environment, "HOROVOD_RANK": "0"},
+        timeout=120,
+    )
+    assert done.returncode == 1 and done.stderr.splitlines()[-1].startswith("start it by torchrun")
+    assert "Traceback" not in done.stderr

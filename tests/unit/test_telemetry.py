@@ -52,7 +52,7 @@ def test_means_follow_the_steps_and_can_start_anew():
         telemetry.add(StepReport.of(number, [bucket("a", 1000, selected, 2 * selected, None)], 0.1 * number))
     mean = telemetry.mean
     assert (mean.step, mean.num_selected, mean.density_union) == (3, 30, 0.06)
-    assert mean.wait_seconds == pytest.approx(0.2)
+    assert mean.wait_seconds == pytest.approx(0.25)  # in the first one kernels are compiled
     assert telemetry.last.num_selected == 60
     assert "mean of 3 steps" in telemetry.summary()
     assert mean.summary() in telemetry.summary()
@@ -61,6 +61,13 @@ def test_means_follow_the_steps_and_can_start_anew():
     assert telemetry.last.num_selected == 60
     telemetry.add(telemetry.last)
     assert telemetry.mean.num_selected == 60
+    assert telemetry.mean.wait_seconds == pytest.approx(0.3)
+
+
+def test_a_first_step_alone_is_its_own_mean():
+    telemetry = Telemetry()
+    telemetry.record(1, [bucket("a", 1000, 10, 10, None)], 0.5)
+    assert telemetry.mean.wait_seconds == 0.5
 
 
 def test_nothing_at_all_does_not_divide_by_zero():
