@@ -134,8 +134,9 @@ class Recipe:
 
     def __post_init__(self) -> None:
         if self.auto is not None and not self.sparsifier.follows_density:
-            allowed = f"a number: no density decides what {self.sparsifier.name} sends"
-            raise ArgumentError("density", value_text(self.auto), allowed)
+            given = "a number" if self.sparsifier.has_density else "none"
+            allowed = f"{given}: no density decides what {self.sparsifier.name} sends"
+            raise ArgumentError("density", value_text(self.auto).removesuffix("()"), allowed)
         if self.sparsifier.diverges and getattr(self.feedback, "keeps_residual", True):
             allowed = f"'none' with these arguments of {self.sparsifier.name}: {self.sparsifier.diverges}"
             raise ArgumentError("feedback", value_text(self.feedback), allowed)
@@ -262,7 +263,7 @@ def recipe(name: str, **arguments: Any) -> Recipe:
                 raise ArgumentError("density", value, "a kept fraction in (0, 1] as a number, or 'auto'")
     auto = _auto(arguments.get("density"))
     if auto is not None:
-        arguments["density"] = auto.least
+        arguments["density"] = auto.least if _algorithm(name).follows_density else 1.0  # refused below
     feedback = feedback_named(arguments.pop("feedback", "error"))
     rules = ParameterRules(**{rule: arguments.pop(rule) for rule in _RULES if rule in arguments})
     return Recipe(_algorithm(name)(**arguments), feedback, rules, auto)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 from horovod_sparse.carriers.shared_memory import MEMORY_VARIABLE
 from horovod_sparse.carriers.transport_choice import TRANSPORT_VARIABLE, WAYS
 from horovod_sparse.checks import whole_number
 from horovod_sparse.cli.doctor.facts import cycle_of
+from horovod_sparse.cli.plan.accuracy import accuracy, loses, remedy
 from horovod_sparse.cli.plan.verdict import Verdict
+from horovod_sparse.feedback import Recipe
 from horovod_sparse.training.host_topology import RANKS_VARIABLE
 from horovod_sparse.training.settings import EVERY_VARIABLE, POLICIES, POLICY_VARIABLE
 
@@ -44,6 +47,8 @@ class Case:
     Attributes:
         everyone: facts of all ranks (`doctor.facts`), in rank order.
         asked: the framework of the command line.
+        recipe: of the training.
+        optimizer: likewise, where it is told: some of `cli.plan.accuracy.OPTIMIZERS`.
         levels: of the training.
         num_rounds: of a bucket of its sparsifier.
         num_names: of collectives in a step; None where nothing says how many buckets there are.
@@ -56,6 +61,8 @@ class Case:
 
     everyone: Sequence[Facts]
     asked: str | None = None
+    recipe: Recipe | None = None
+    optimizer: str | None = None
     levels: str = "flat"
     num_rounds: int = 1
     num_names: int | None = None
@@ -364,6 +371,10 @@ def _gain(case: Case) -> str:
     return f"predicted iterations: {sparse} with {name}, {dense} dense ({case.num_elements:,} elements)"
 
 
+def _loses(optimizer: str, case: Case) -> str:
+    return loses(case.recipe, optimizer) if case.recipe is not None and case.optimizer == optimizer else ""
+
+
 def _launch(case: Case) -> str:
     facts = case.facts
     where = f"{facts['size']} ranks, {facts['local_size']} on this host, {facts['framework']}"
@@ -545,6 +556,15 @@ ADVICE = (
         "unset it, or a whole number, such as 2048",
     ),
     Check("response cache", _full_cache, _CACHED, "a larger HOROVOD_CACHE_CAPACITY, or fewer buckets"),
+    *(
+        Check(
+            "accuracy",
+            partial(_loses, optimizer),
+            "what waits in a residual arrives late, and the optimizer goes on with it",
+            remedy(optimizer),
+        )
+        for optimizer in ("momentum", "adamw")
+    ),
     Check(
         "gain",
         lambda case: "" if case.verdict is None or case.verdict.answer == "yes" else _gain(case),
@@ -593,4 +613,5 @@ GOOD: dict[str, Callable[[Case], str]] = {
     "cycle time": _cycle,
     "response cache": _cache_words,
     "gain": _gain,
+    "accuracy": lambda case: accuracy(case.recipe, case.optimizer) if case.recipe else "",
 }

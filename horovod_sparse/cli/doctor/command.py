@@ -16,6 +16,7 @@ from horovod_sparse.cli.doctor.checks import Case, Finding, examine
 from horovod_sparse.cli.doctor.facts import build_facts, cycle_of, framework_facts, local_facts, rank_facts
 from horovod_sparse.cli.model import FORMAT, Model, read_model
 from horovod_sparse.cli.options import density, read_merging, read_recipe
+from horovod_sparse.cli.plan.accuracy import OPTIMIZERS
 from horovod_sparse.cli.plan.verdict import verdict_of
 from horovod_sparse.cli.ranks import FRAMEWORKS, Ranks, start, usable_framework
 from horovod_sparse.errors import HorovodMissingError, HorovodSparseError, ProfileMismatchError
@@ -48,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--density", type=density, default=0.001, help="default: %(default)s")
     add("--merging", default="optimal", metavar="STRATEGY", help="as in plan (default: %(default)s)")
     add("--levels", choices=LEVELS, default="flat", help="of the training (default: %(default)s)")
+    add("--optimizer", choices=OPTIMIZERS, help="of the training: for what it costs in accuracy")
     text = "of horovod-sparse calibrate; without it a few seconds are measured under a launch"
     add("--profile", metavar="FILE", help=text)
 
@@ -73,7 +75,7 @@ def run(options: argparse.Namespace) -> int:
         if options.framework is None and importlib.util.find_spec("torch") is not None:
             everyone = [{**facts, **framework_facts("torch")}]
     try:
-        case = Case(everyone, options.framework, options.levels)
+        case = Case(everyone, options.framework, recipe, options.optimizer, options.levels)
         case = _with_predictions(case, recipe, merging, model, _profile(options.profile, ranks), ranks)
         findings = examine(case)
     finally:

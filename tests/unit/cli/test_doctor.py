@@ -10,6 +10,7 @@ from horovod_sparse.cli.doctor.command import num_names
 from horovod_sparse.cli.doctor.facts import local_facts
 from horovod_sparse.cli.main import main
 from horovod_sparse.cost import AlphaBeta, Profile, assumed_profile
+from horovod_sparse.feedback import parse_recipe
 from horovod_sparse.merging import Plan
 from horovod_sparse.simulation import run_lockstep
 from horovod_sparse.sparsifiers import ExDyna, GTopK, TopK
@@ -265,3 +266,19 @@ def test_what_ranks_of_a_host_see_of_each_other(monkeypatch):
     assert all("cannot be seen" in reason for reason in run_lockstep(ranks))
     monkeypatch.setenv("HOROVOD_SPARSE_SHARED_MEMORY", "0")
     assert run_lockstep([why_not_shared("a")])[0] == "HOROVOD_SPARSE_SHARED_MEMORY=0"
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "text", "level"),
+    [
+        ("adamw", "topk:density=0.01", "advice"),
+        ("momentum", "exdyna:density=0.05", "advice"),
+        ("sgd", "topk:density=0.01", "good"),
+        ("adamw", "topk:density=0.1", "good"),
+        ("momentum", "topk:density=0.01,feedback=momentum", "good"),
+        ("adamw", "signsgd", "good"),
+        (None, "topk:density=0.01", "good"),
+    ],
+)
+def test_what_an_optimizer_loses_behind_error_feedback_is_said(optimizer, text, level):
+    assert levels(facts(), recipe=parse_recipe(text), optimizer=optimizer)["accuracy"] == level

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
@@ -13,6 +14,7 @@ from horovod_sparse.cost import AlphaBeta, Fit, assumed_profile
 from horovod_sparse.feedback import parse_recipe
 from horovod_sparse.plans.dense import ELEMENT_SECONDS
 
+MEASUREMENTS = Path(__file__).parents[3] / "docs/measurements"
 ARGUMENTS = ["plan", "--verdict", "--params", "100e6", "--step-ms", "100", "--nodes", "4"]
 
 
@@ -67,8 +69,7 @@ def test_all_that_is_assumed_is_said(capsys):
 
 def test_selection_is_assumed_to_take_what_was_measured():
     """0.3 ns an element stood here, where the committed table had more than twice as much."""
-    file = Path(__file__).parents[3] / "docs/measurements/local.json"
-    measured = json.loads(file.read_text())
+    measured = json.loads((MEASUREMENTS / "local.json").read_text())
     (took,) = [one["median_ms"] for one in measured["timings"] if one["name"] == "topk, P=8"]
     assert pytest.approx(1e-3 * took / measured["elements"], rel=0.1) == ELEMENT_SECONDS
 
@@ -164,3 +165,24 @@ def test_the_names_of_former_releases_say_what_they_are_now(capsys):
     assert before.err.splitlines() == [
         "horovod-sparse worth-it will go: it is horovod-sparse plan --verdict now"
     ]
+
+
+def test_points_that_are_told_are_those_that_were_measured(capsys):
+    runs = json.loads((MEASUREMENTS / "schedules.json").read_text())["runs"]
+    points: dict[str, dict[str, list[float]]] = {}
+    for name, run in runs.items():
+        schedule, optimizer, method, _ = name.split("/")
+        points.setdefault(f"{schedule}/{optimizer}", {}).setdefault(method, []).append(100 * run["accuracy"])
+    lost: dict[str, list[float]] = {}
+    for name, found in points.items():
+        schedule, optimizer = name.split("/")
+        ended = optimizer == "momentum" and schedule.startswith(("cosine", "one-cycle"))
+        for method in ("topk", "exdyna") if "dense" in found else ():
+            of = lost.setdefault("momentum to 0" if ended else optimizer, [])
+            of.append(fmean(found["dense"]) - fmean(found[method]))
+    told = numbers(capsys)["accuracy"]
+    assert f"ended {max(lost['SGD']):.1f} points behind to {-min(lost['SGD']):.1f} before" in told
+    to_zero, other = lost["momentum to 0"], lost["momentum"]
+    assert f"momentum lost {min(to_zero):.1f} to {max(to_zero):.1f} points where" in told
+    assert f"up to {max(other):.1f} where it did not" in told
+    assert f"AdamW lost {min(lost['AdamW']):.1f} to {max(lost['AdamW']):.1f} points" in told

@@ -217,6 +217,9 @@ def test_what_is_not_allowed_is_named():
         recipe("topk", density="atuo")
     with pytest.raises(ArgumentError, match="no density decides what hard_threshold sends"):
         recipe("hard_threshold", density="auto")
+    for name in ("signsgd", "qsgd"):  # 0.001, the least that "auto" would try, nobody has written
+        with pytest.raises(ArgumentError, match=f"density='auto'.*give none: no density decides what {name}"):
+            recipe(name, density="auto")
     with pytest.raises(ArgumentError, match=r"most=0\.001"):
         AutoDensity(least=0.01, most=0.001)
     with pytest.raises(ArgumentError, match="tolerance"):
