@@ -33,9 +33,9 @@ from horovod_sparse.cli.options import (
 from horovod_sparse.cli.plan import report as plan_report
 from horovod_sparse.cli.plan.accuracy import OPTIMIZERS, accuracy
 from horovod_sparse.cli.plan.verdict import (
-    CANDIDATES,
     GRADIENT_BYTES,
     Verdict,
+    candidates,
     crossing,
     dense_cost,
     residual_bytes,
@@ -43,7 +43,7 @@ from horovod_sparse.cli.plan.verdict import (
     verdict_of,
 )
 from horovod_sparse.errors import ArgumentError
-from horovod_sparse.feedback import Recipe, parse_recipe
+from horovod_sparse.feedback import Recipe
 from horovod_sparse.planning.cost_model import CostModel
 from horovod_sparse.planning.formulas import assumed_profile, faster_levels
 from horovod_sparse.planning.profile import Levels
@@ -184,7 +184,7 @@ def _crossing(options: argparse.Namespace, model: Model, source: Source) -> floa
     workload, profile = model.workload(None, options.update), source.profile
     network, share = network_from(options), GRADIENT_BYTES[options.gradient_dtype] / 4
     given = options.sparsifier or options.density is not None
-    recipes = [_recipe(options, model, source)] if given else [parse_recipe(text) for text in CANDIDATES]
+    recipes = [_recipe(options, model, source)] if given else candidates(options.optimizer)
 
     def at(bandwidth: float) -> Verdict:
         faster = AlphaBeta(network.alpha_seconds, 8.0 / bandwidth)
@@ -223,8 +223,9 @@ def _recipe(options: argparse.Namespace, model: Model, source: Source, text: str
     """As asked for; the best of some where nothing is said."""
     text = text or (options.sparsifier[0] if options.sparsifier else None)
     if text is None and options.density is None:
-        recipes = [parse_recipe(candidate) for candidate in CANDIDATES]
-        usable = [one for one in recipes if one.sparsifier.name in source.profile.selection]
+        usable = [
+            one for one in candidates(options.optimizer) if one.sparsifier.name in source.profile.selection
+        ]
         if len(usable) > 1:
             return verdict_of(model.workload(source.measured, options.update), source.profile, usable).recipe
     text, density = text or "exdyna", options.density

@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from horovod_sparse.cli.options import Source
+from horovod_sparse.cli.plan.accuracy import BETTER
 from horovod_sparse.errors import ArgumentError
-from horovod_sparse.feedback import NoFeedback, Recipe
+from horovod_sparse.feedback import NoFeedback, Recipe, parse_recipe
 from horovod_sparse.planning.cost_model import AffineTime, CostModel
 from horovod_sparse.planning.optimal import optimal
 from horovod_sparse.planning.profile import Profile
@@ -25,6 +26,12 @@ _MARGIN = 1.05
 GRADIENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 #: that are looked at for the crossing, bit/s
 _LOWEST, _HIGHEST = 1e6, 1e13
+
+
+def candidates(optimizer: str | None) -> list[Recipe]:
+    """What is tried, with the feedback that goes with an optimizer."""
+    more = f",feedback={BETTER[optimizer]}" if optimizer in BETTER else ""
+    return [parse_recipe(text + more) for text in CANDIDATES]
 
 
 @dataclass(frozen=True)
@@ -66,8 +73,7 @@ class Verdict:
                 if dtype == "float16"
                 else f"nothing: train dense, in {dtype}"
             )
-        name, _, arguments = self.recipe.describe().partition(":")
-        text = f"compression=hvd.Compression.{name}({arguments}), merging={merging}"
+        text = f'compression="{self.recipe.describe()}", merging={merging}'
         return text + (', levels="auto"' if levels else "")
 
 
@@ -170,7 +176,7 @@ def sentences(
         "worth it": f"{verdict.answer}, {faster} ({source.words})",
         "accuracy": told,
         "iteration": f"{sparse} sparse, {dense} dense ({dtype}, overlapped, fused), {alone} computing alone",
-        "memory": f"{verdict.memory_bytes / 1e6:,.0f} MB more on every rank, for what has not been sent yet",
+        "memory": f"{verdict.memory_bytes / 1e6:,.0f} MB more on every rank: residual and feedback",
         "paste": paste,
         "dense wins": border,
         "how sure": f"{how_sure(source, source.profile.size, dtype)}; time of the step: {origin}",
