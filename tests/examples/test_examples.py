@@ -76,7 +76,9 @@ def test_a_dry_run_takes_every_path_but_the_data(example: str, tmp_path: Path) -
         assert b"sparse/density_union" in file.read_bytes()
 
 
-@pytest.mark.parametrize("example", WITHOUT_HOROVOD)
+@pytest.mark.parametrize(
+    "example", ["imagenet_resnet50", pytest.param("ddp_digits", marks=pytest.mark.nightly)]
+)
 def test_what_torchrun_has_to_start_says_so(example: str) -> None:
     needed = [] if example == "ddp_digits" else ["--dry-run"]
     environment = {name: value for name, value in os.environ.items() if name != "RANK"}
