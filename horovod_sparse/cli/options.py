@@ -238,7 +238,7 @@ def add_hosts(parser: argparse.ArgumentParser) -> None:
     """Adds what describes hosts of several ranks."""
     add = parser.add_argument
     text = "ranks of a host, which share its network card (default: the profile's, or 1)"
-    add("--per-host", type=count, metavar="L", help=text)
+    add("--per-host", "--per-node", type=count, metavar="L", help=text)
     bandwidth, latency = 8e-9 / HOST_NETWORK.beta_seconds, HOST_NETWORK.alpha_seconds * 1e6
     text = f"between the ranks of a host, where it was not measured (default {bandwidth:g}gbit)"
     add("--host-bandwidth", type=bits_per_second, help=text)

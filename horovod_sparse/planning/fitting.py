@@ -53,14 +53,6 @@ class Fit:
             float(self.seconds_per_unit) + density * float(self.seconds_per_selected),
         )
 
-    def __str__(self) -> str:
-        selected = f" + {self.seconds_per_selected:.3g} s/selected" if self.seconds_per_selected else ""
-        return (
-            f"{self.fixed_seconds * 1e6:.3g} us + {self.seconds_per_unit:.3g} s/unit{selected} "
-            f"(R2 {self.r_squared:.3f}, error {self.median_error:.1%} in the median, "
-            f"{self.largest_error:.1%} at most, {self.num_points} points)"
-        )
-
 
 def fit_time(amounts: Sequence[float], seconds: Sequence[float], *, what: str = "amounts") -> Fit:
     """Fits ``seconds = a + b * amount``, a and b not negative.

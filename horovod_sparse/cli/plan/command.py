@@ -12,7 +12,6 @@ from typing import Any
 
 from rich.console import Console
 
-from horovod_sparse.checks import check_count
 from horovod_sparse.cli.console import console as make_console
 from horovod_sparse.cli.console import plain_table, show
 from horovod_sparse.cli.model import FORMAT, Model, add_step, model_of
@@ -21,7 +20,9 @@ from horovod_sparse.cli.options import (
     add_hosts,
     add_source,
     check_picture,
+    count,
     density_or_auto,
+    host_network_from,
     network_from,
     num_parameters,
     read_merging,
@@ -79,8 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tensor-selection", metavar="RULE", help=text)
     add_step(parser)
     add_source(parser)
-    add("--nodes", type=int, metavar="N", help="hosts of --per-node workers each, in place of --ranks")
-    add("--per-node", type=int, default=1, metavar="N", help="workers of a host (default: %(default)s)")
+    add("--nodes", type=count, metavar="N", help="hosts of --per-host ranks each, in place of --ranks")
     add_hosts(parser)
     text = "flat, host (gradients are summed within hosts first) or auto (the faster one; default)"
     add("--levels", choices=("flat", "host", "auto"), default="auto", help=text)
@@ -88,11 +88,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--gradient-dtype", choices=tuple(GRADIENT_BYTES), default="float16", help=text)
     add("--optimizer", choices=OPTIMIZERS, help="of the training: for what is said of accuracy")
     add("--framework", choices=("torch", "tensorflow"), help="where the plan shall be used; checked")
-    text = (
-        "buckets that wait for the network together go as one, but for those of two levels (default: with "
-        "--profile, as optimizers plan)"
-    )
-    add("--fuse-sparse", action=argparse.BooleanOptionalAction, help=text)
     add("--verdict", action="store_true", help="a few lines: whether, how much, and what to paste")
     add("--rows", type=int, default=40, metavar="N", help="of each table (default: %(default)s)")
     add("--json", nargs="?", const="-", metavar="FILE", help="write all numbers to FILE, or to stdout")
@@ -181,15 +176,18 @@ def _numbers(verdict: Verdict, source: Source) -> dict[str, Any]:
 
 def _crossing(options: argparse.Namespace, model: Model, source: Source) -> float:
     """The bandwidth from which on dense wins, by formulas."""
-    workload, profile = model.workload(None, options.update), source.profile
-    network, share = network_from(options), GRADIENT_BYTES[options.gradient_dtype] / 4
-    given = options.sparsifier or options.density is not None
-    recipes = [_recipe(options, model, source)] if given else candidates(options.optimizer)
+    profile, alpha = source.profile, network_from(options).alpha_seconds
 
     def at(bandwidth: float) -> Verdict:
-        faster = AlphaBeta(network.alpha_seconds, 8.0 / bandwidth)
-        made = assumed_profile(faster, profile.size, selection=selection_from(options))
-        return verdict_of(workload, made, recipes, share)
+        made = assumed_profile(
+            AlphaBeta(alpha, 8.0 / bandwidth),
+            profile.size,
+            selection=selection_from(options),
+            per_host=profile.per_host,
+            host_network=host_network_from(options),
+        )
+        faster = dataclasses.replace(source, profile=made)
+        return _chosen(options, model, faster, _recipe(options, model, faster), others=False).verdict
 
     return crossing(at)
 
@@ -239,11 +237,11 @@ def _chosen(
 ) -> _Chosen:
     sparsifier, merging = recipe.sparsifier, read_merging(options.merging)
     selection = None if options.tensor_selection is None else read_tensor_selection(options.tensor_selection)
-    fuse = source.measured is not None if options.fuse_sparse is None else options.fuse_sparse
     if isinstance(merging, Plan):
         recipe = recipe.at(merging.density)
     step, why = model.workload(source.measured, options.update), ""
-    common: dict[str, Any] = {"fuse_sparse": fuse}
+    # what was measured is fused as in a training; formulas are the papers', without
+    common: dict[str, Any] = {"fuse_sparse": source.measured is not None}
 
     def chosen_at(density: float, **changed: Any) -> tuple[Workload, Plan, dict[str, str], CostModel]:
         cost = source.profile.cost(dataclasses.replace(sparsifier, density=density), **{**common, **changed})
@@ -377,9 +375,13 @@ def _sizes(options: argparse.Namespace, model: Model) -> int:
                 f"{point['levels']}",
                 style="" if point["speedup"] > 1.0 else "dim",
             )
+        told = accuracy(chosen.recipe, options.optimizer)
+        show(console, f"accuracy: {told}")
         console.print(table)
-        studies.append({"sparsifier": " or ".join(named), "points": points})
-    _write(options, {"model": model.name, "merging": options.merging, "studies": studies})
+        studies.append({"sparsifier": " or ".join(named), "accuracy": told, "points": points})
+    assumed = "; ".join(_assumed(options, source))
+    show(console, f"assumed: {assumed}")
+    _write(options, {"model": model.name, "merging": options.merging, "assumed": assumed, "studies": studies})
     return 0
 
 
@@ -408,21 +410,17 @@ def _check(options: argparse.Namespace) -> None:
         if name not in known:
             raise ArgumentError("--beside", name, f"some of {', '.join(known)}, with commas")
     options.beside = names
-    check_count("--per-node", options.per_node)
     if options.nodes is not None:
-        check_count("--nodes", options.nodes)
         if options.ranks:
             raise ArgumentError("--nodes", options.nodes, "either it or --ranks")
-        size = options.nodes * options.per_node
-        if size < 2:
+        options.ranks = [options.nodes * (options.per_host or 1)]
+        if options.ranks == [1]:
             allowed = "two workers or more: one alone communicates nothing"
             raise ArgumentError("--nodes", options.nodes, allowed)
-        options.ranks = [size]
-        if options.per_node > 1 and options.nodes > 1:
-            options.per_host = options.per_host or options.per_node
         if options.nodes == 1 and options.profile is None:  # all there is to communicate by is in the host
             options.bandwidth = options.bandwidth or 8.0 / HOST_NETWORK.beta_seconds
             options.latency = options.latency or HOST_NETWORK.alpha_seconds
+            options.per_host = None
     options.ranks = sorted(set(options.ranks or ()))
     if options.ranks and options.ranks[-1] > _MOST_RANKS:
         raise ArgumentError("--ranks", options.ranks[-1], f"{_MOST_RANKS} at most")

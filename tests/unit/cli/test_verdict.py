@@ -34,9 +34,10 @@ def test_dense_is_what_a_ring_of_half_types_takes(capsys):
     assert found["worth_it"] == "yes" and found["speedup"] == found["dense_seconds"] / found["sparse_seconds"]
 
 
-def test_the_crossing_is_where_both_take_equally_long(capsys):
-    limit = numbers(capsys)["dense_wins_from_bits_per_second"]
-    below, above = (numbers(capsys, "--bandwidth", f"{limit * by:.0f}bit") for by in (0.95, 1.05))
+@pytest.mark.parametrize("hosts", [[], ["--per-node", "2"]])
+def test_the_crossing_is_where_both_take_equally_long(hosts, capsys):
+    limit = numbers(capsys, *hosts)["dense_wins_from_bits_per_second"]
+    below, above = (numbers(capsys, *hosts, "--bandwidth", f"{limit * by:.0f}bit") for by in (0.95, 1.05))
     assert below["speedup"] > 1.0 >= above["speedup"]
 
 
@@ -95,6 +96,8 @@ def test_numbers_of_parameters_are_read_as_people_write_them(capsys):
         (["--host-latency", "20"], "'20' has no unit"),
         (["--update", "3"], "'3' has no unit"),
         (["--params", "124X"], "124M"),
+        (["--nodes", "0"], "--nodes"),
+        (["--per-node", "0"], "--per-node"),
         (["--params", "0"], "--params"),
         (["--params", "nan"], "--params"),
     ],
@@ -124,8 +127,6 @@ def test_momentum_and_adamw_behind_error_feedback_are_told_what_that_costs(capsy
     ("arguments", "word"),
     [
         (["--nodes", "1"], "--nodes"),
-        (["--nodes", "0"], "--nodes"),
-        (["--per-node", "0"], "--per-node"),
         (["--step-ms", "-1"], "--step-ms"),
         (["--step-ms", "inf"], "--step-ms"),
         (["--model", "resnet50"], "--params"),
