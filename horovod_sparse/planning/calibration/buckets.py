@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from horovod_sparse.arrays import Accumulator, HostAccumulator
 from horovod_sparse.collectives import AllReduce, Synchronization
 from horovod_sparse.feedback import Bucket, Recipe
 from horovod_sparse.kernels import apply_scaled_sum
-from horovod_sparse.planning.calibration.collectives import Allowance, Stopwatch
+from horovod_sparse.planning.calibration.collectives import Stopwatch, by_size, repeated
 from horovod_sparse.sparsifiers import BucketInfo, SparseSum, Sparsifier
 from horovod_sparse.training.parts import sum_densely
 
@@ -71,8 +71,7 @@ class HostBucketMemory:
         np.copyto(gradient, total * (1.0 / place[1]), casting="unsafe" if halves else "same_kind")
 
 
-@dataclass
-class BucketTimes:
+class BucketTimes(NamedTuple):
     """Samples of one sparsifier; the same on all ranks.
 
     Counts are those that the density asks for, as a cost model will ask for them: what a threshold finds
@@ -86,11 +85,11 @@ class BucketTimes:
         decoding: seconds from the first answer to the sum in the gradient, the network's left out.
     """
 
-    num_elements: list[float] = field(default_factory=list)
-    num_selected: list[float] = field(default_factory=list)
-    num_received: list[float] = field(default_factory=list)
-    selection: list[float] = field(default_factory=list)
-    decoding: list[float] = field(default_factory=list)
+    num_elements: list[float]
+    num_selected: list[float]
+    num_received: list[float]
+    selection: list[float]
+    decoding: list[float]
 
 
 def bucket_times(
@@ -108,23 +107,37 @@ def bucket_times(
     The sparsifier's own rounds are carried out between all ranks, so counts are those of a training,
     and ranks that share cores select at the same time, as they do there.
     """
-    times = BucketTimes()
     dense = min(1.0, _DENSER * sparsifier.density)
     # of one density, that which is asked for, and a lower one
     densities = [sparsifier.density, dense if dense > sparsifier.density else sparsifier.density / _DENSER]
     if not sparsifier.has_density:
         del densities[1:]
-    allowance = Allowance(bucket_elements, repetitions, budget_seconds)
-    for number, num_elements in enumerate(bucket_elements):
-        began = watch.clock()
+    per_rank = watch.size if sparsifier.density_scope == "per rank" else 1
+
+    def at(density: float, num_elements: int, often: int) -> Synchronization[list[list[float]]]:
+        chosen = dataclasses.replace(sparsifier, density=density, schedule=None)
+        info, recipe = BucketInfo("calibration", num_elements, watch.rank, watch.size, dtype), Recipe(chosen)
+        bucket = Bucket(info, recipe, memory.accumulator(info, recipe))
+        gradient = memory.gradient(num_elements, dtype)
+        rows = yield from repeated(
+            lambda: _one_step(bucket, gradient, watch, memory),
+            watch,
+            often,
+            set(chosen.rounds(watch.size)),
+            before=lambda: memory.refill(gradient),
+            skip=_WARMUP_STEPS,
+        )
+        tell(f"{sparsifier.name} of {num_elements} elements at density {density:g}")
+        return [[density * num_elements, per_rank * density * num_elements, *row] for row in rows]
+
+    def measured(num_elements: int, often: int) -> Synchronization[list[list[float]]]:
+        rows: list[list[float]] = []
         for density in densities:
-            chosen = dataclasses.replace(sparsifier, density=density, schedule=None)
-            yield from _times_of(chosen, watch, memory, num_elements, allowance.repetitions, dtype, times)
-            tell(f"{sparsifier.name} of {num_elements} elements at density {density:g}")
-        (elapsed,) = yield from watch.shared([watch.clock() - began])
-        if not allowance.spend(number, elapsed):
-            break
-    return times
+            rows += yield from at(density, num_elements, often)
+        return rows
+
+    amounts, rows = yield from by_size(measured, watch, bucket_elements, repetitions, budget_seconds)
+    return BucketTimes(amounts, *map(list, zip(*rows, strict=True)))
 
 
 def dense_times(
@@ -136,63 +149,28 @@ def dense_times(
     dtype: str = "float32",
 ) -> Synchronization[tuple[list[float], list[float]]]:
     """Seconds that a rank works for a parameter that stays dense: packing it, and taking the sum."""
-    amounts: list[float] = []
-    seconds: list[float] = []
-    for num_elements in bucket_elements:
-        gradient, own = memory.gradient(num_elements, dtype), []
-        for _ in range(1 + repetitions):
-            memory.refill(gradient)
-            yield from watch.meet({AllReduce})
-            step, answer, took = memory.sum_dense(gradient, (watch.rank, watch.size)), None, 0.0
+
+    def measured(num_elements: int, often: int) -> Synchronization[list[list[float]]]:
+        gradient = memory.gradient(num_elements, dtype)
+
+        def once() -> Synchronization[Sequence[float]]:
+            step, answer, took = memory.sum_dense(gradient, (watch.rank, watch.size)), None, _TINY_SECONDS
             while True:
                 started = watch.clock()
                 try:
                     request = step.send(answer)
                 except StopIteration:
-                    break
-                finally:
-                    took += watch.clock() - started
+                    return (took + watch.clock() - started,)
+                took += watch.clock() - started
                 answer = yield request
                 took += watch.starting_seconds()
-            own.append(took + _TINY_SECONDS)
-        shared = yield from watch.shared(own[1:], slowest=True)
-        amounts += [float(num_elements)] * repetitions
-        seconds += shared.tolist()
+
+        rows = yield from repeated(once, watch, often, {AllReduce}, before=lambda: memory.refill(gradient))
         tell(f"dense parameters of {num_elements} elements")
-    return amounts, seconds
+        return rows
 
-
-def _times_of(
-    sparsifier: Sparsifier,
-    watch: Stopwatch,
-    memory: BucketMemory,
-    num_elements: int,
-    repetitions: int,
-    dtype: str,
-    times: BucketTimes,
-) -> Synchronization[None]:
-    info = BucketInfo("calibration", num_elements, watch.rank, watch.size, dtype)
-    recipe = Recipe(sparsifier)
-    bucket, gradient = (
-        Bucket(info, recipe, memory.accumulator(info, recipe)),
-        memory.gradient(num_elements, dtype),
-    )
-    own: list[float] = []
-    kinds = set(sparsifier.rounds(watch.size))
-    for number in range(_WARMUP_STEPS + repetitions):
-        memory.refill(gradient)
-        yield from watch.meet(kinds)
-        seconds = yield from _one_step(bucket, gradient, watch, memory)
-        if number >= _WARMUP_STEPS:
-            own += [second + _TINY_SECONDS for second in seconds]
-    shared = yield from watch.shared(own, slowest=True)
-    selected = sparsifier.density * num_elements
-    received = selected * (watch.size if sparsifier.density_scope == "per rank" else 1)
-    times.num_elements += [float(num_elements)] * repetitions
-    times.num_selected += [selected] * repetitions
-    times.num_received += [received] * repetitions
-    times.selection += shared[0::2].tolist()
-    times.decoding += shared[1::2].tolist()
+    amounts, rows = yield from by_size(measured, watch, bucket_elements, repetitions, math.inf)
+    return amounts, [seconds for (seconds,) in rows]
 
 
 def _one_step(
@@ -200,7 +178,7 @@ def _one_step(
 ) -> Synchronization[tuple[float, float]]:
     """Seconds until the first request is started, and seconds after that that are not the network's."""
     step = bucket.step(gradient)
-    selection, decoding, answer = 0.0, 0.0, None
+    selection, decoding, answer = _TINY_SECONDS, _TINY_SECONDS, None
     first = True
     while True:
         started = watch.clock()
@@ -211,7 +189,7 @@ def _one_step(
             memory.apply(gradient, total, watch.size)
             return selection, decoding + watch.clock() - started
         if first:
-            selection = watch.clock() - started
+            selection += watch.clock() - started
         else:
             decoding += watch.clock() - started
         answer = yield request

@@ -124,6 +124,51 @@ class Stopwatch:
         return np.asarray(everyone.max(axis=0) if slowest else everyone.mean(axis=0))
 
 
+def repeated(
+    once: Callable[[], Synchronization[Sequence[float]]],
+    watch: Stopwatch,
+    repetitions: int,
+    kinds: Collection[type[Request]],
+    *,
+    before: Callable[[], None] = lambda: None,
+    skip: int = 1,
+    slowest: bool = True,
+) -> Synchronization[list[list[float]]]:
+    """What a coroutine tells of its seconds in each repetition, as all ranks have it together."""
+    own: list[float] = []
+    for number in range(skip + repetitions):
+        before()
+        yield from watch.meet(kinds)
+        seconds = yield from once()
+        if number >= skip:
+            own += seconds
+    shared = yield from watch.shared(own, slowest)
+    found: list[list[float]] = shared.reshape(repetitions, -1).tolist()
+    return found
+
+
+def by_size(
+    measured: Callable[[int, int], Synchronization[list[list[float]]]],
+    watch: Stopwatch,
+    sizes: Sequence[int],
+    repetitions: int,
+    budget_seconds: float,
+) -> Synchronization[tuple[list[float], list[list[float]]]]:
+    """Amounts, and a row for each, of what is measured so often at a size, as long as there is time."""
+    amounts: list[float] = []
+    rows: list[list[float]] = []
+    allowance = Allowance(sizes, repetitions, budget_seconds)
+    for number, size in enumerate(sizes):
+        began = watch.clock()
+        found = yield from measured(size, allowance.repetitions)
+        amounts += [float(size)] * len(found)
+        rows += found
+        (elapsed,) = yield from watch.shared([watch.clock() - began])
+        if not allowance.spend(number, elapsed):
+            break
+    return amounts, rows
+
+
 def request_of(kind: str, num_bytes: int, rank: int, size: int) -> Request:
     """A collective into which a rank puts so many bytes."""
     words = np.ones(max(1, -(-num_bytes // 4)), np.int32)
@@ -222,25 +267,21 @@ def _times(
     tell: Callable[[int], None],
 ) -> Synchronization[tuple[list[float], list[float]]]:
     """Seconds of what is carried out together, at several sizes; `carried` gives its request, and it."""
-    amounts: list[float] = []
-    seconds: list[float] = []
-    allowance = Allowance(message_bytes, repetitions, budget_seconds)
-    for number, num_bytes in enumerate(message_bytes):
-        began = watch.clock()
-        kind, once = carried(num_bytes)
-        own = []
-        for _ in range(1 + allowance.repetitions):
-            yield from watch.meet({kind})
+
+    def measured(num_bytes: int, often: int) -> Synchronization[list[list[float]]]:
+        kind, carry = carried(num_bytes)
+
+        def once() -> Synchronization[Sequence[float]]:
             started = watch.clock()
-            yield from once()
-            own.append(watch.clock() - started)
-        *means, elapsed = yield from watch.shared([*own[1:], watch.clock() - began])
-        amounts += [float(num_bytes)] * allowance.repetitions
-        seconds += map(float, means)
+            yield from carry()
+            return (watch.clock() - started,)
+
+        rows = yield from repeated(once, watch, often, {kind}, slowest=False)
         tell(num_bytes)
-        if not allowance.spend(number, elapsed):
-            break
-    return amounts, seconds
+        return rows
+
+    amounts, rows = yield from by_size(measured, watch, message_bytes, repetitions, budget_seconds)
+    return amounts, [seconds for (seconds,) in rows]
 
 
 #: elements of what is updated: caches do not hold the larger ones, as they do not hold a model
@@ -269,73 +310,52 @@ def training_times(
     work: TrainingWork, watch: Stopwatch, repetitions: int, budget_seconds: float, tell: Callable[[str], None]
 ) -> Synchronization[dict[str, Fit]]:
     """What a profile calls `training`; all ranks at the same time, so that those that share cores contend."""
-    fits: dict[str, Fit] = {}
-    amounts, seconds = yield from _sized(
-        lambda n: _timed(work.update(n), watch), _UPDATED, watch, repetitions, budget_seconds, tell, UPDATE
-    )
-    fits[UPDATE] = fit_time(amounts, [took for took, _ in seconds], what="the optimizer's update")
+
+    def measured(
+        prepared: Callable[[int], Callable[[], Sequence[float]]], what: str
+    ) -> Callable[[int, int], Synchronization[list[list[float]]]]:
+        def at(size: int, often: int) -> Synchronization[list[list[float]]]:
+            run = prepared(size)
+
+            def once() -> Synchronization[Sequence[float]]:
+                yield from ()
+                return run()
+
+            rows = yield from repeated(once, watch, often, {AllReduce})
+            tell(f"{what} of {size}")
+            return rows
+
+        return at
+
+    def update(num_elements: int) -> Callable[[], Sequence[float]]:
+        run = work.update(num_elements)
+
+        def timed() -> Sequence[float]:
+            began = watch.clock()
+            run()
+            return (watch.clock() - began,)
+
+        return timed
+
+    def sums(num_bytes: int) -> Callable[[], Sequence[float]]:
+        start = work.sums(max(1, num_bytes // _FLOAT_BYTES), NUM_PIECES)
+
+        def timed() -> Sequence[float]:
+            began = watch.clock()
+            finish = start()
+            started = watch.clock()
+            finish()
+            return watch.clock() - began, started - began
+
+        return timed
+
+    how = repetitions, budget_seconds
+    amounts, rows = yield from by_size(measured(update, UPDATE), watch, _UPDATED, *how)
+    fits = {UPDATE: fit_time(amounts, [took for (took,) in rows], what="the optimizer's update")}
     if watch.size == 1:
         return fits
-    amounts, seconds = yield from _sized(
-        lambda n: _started(work.sums(max(1, n // _FLOAT_BYTES), NUM_PIECES), watch),
-        _SUMMED,
-        watch,
-        repetitions,
-        budget_seconds,
-        tell,
-        "fused allreduce",
-    )
-    fits[ALLREDUCE] = fit_time(amounts, [took for took, _ in seconds], what="fused allreduce")
-    each = sorted(began / NUM_PIECES for _, began in seconds)
+    amounts, rows = yield from by_size(measured(sums, "fused allreduce"), watch, _SUMMED, *how)
+    fits[ALLREDUCE] = fit_time(amounts, [took for took, _ in rows], what="fused allreduce")
+    each = sorted(began / NUM_PIECES for _, began in rows)
     fits[START] = Fit(each[len(each) // 2], 0.0, num_points=len(set(amounts)))
     return fits
-
-
-def _timed(run: Callable[[], object], watch: Stopwatch) -> Callable[[], tuple[float, float]]:
-    def once() -> tuple[float, float]:
-        began = watch.clock()
-        run()
-        return watch.clock() - began, 0.0
-
-    return once
-
-
-def _started(
-    start: Callable[[], Callable[[], object]], watch: Stopwatch
-) -> Callable[[], tuple[float, float]]:
-    def once() -> tuple[float, float]:
-        began = watch.clock()
-        finish = start()
-        started = watch.clock()
-        finish()
-        return watch.clock() - began, started - began
-
-    return once
-
-
-def _sized(
-    prepared: Callable[[int], Callable[[], tuple[float, float]]],
-    sizes: Sequence[int],
-    watch: Stopwatch,
-    repetitions: int,
-    budget_seconds: float,
-    tell: Callable[[str], None],
-    what: str,
-) -> Synchronization[tuple[list[float], list[tuple[float, float]]]]:
-    """Amounts and two times of each, those of the slowest rank, as many each."""
-    amounts: list[float] = []
-    seconds: list[tuple[float, float]] = []
-    allowance = Allowance(sizes, repetitions, budget_seconds)
-    for number, size in enumerate(sizes):
-        began, once, own = watch.clock(), prepared(size), list[tuple[float, float]]()
-        for _ in range(1 + allowance.repetitions):
-            yield from watch.meet({AllReduce})
-            own.append(once())
-        flat = [value for pair in own[1:] for value in pair]
-        *times, elapsed = yield from watch.shared([*flat, watch.clock() - began], slowest=True)
-        amounts += [float(size)] * allowance.repetitions
-        seconds += zip(map(float, times[0::2]), map(float, times[1::2]), strict=True)
-        tell(f"{what} of {size}")
-        if not allowance.spend(number, elapsed):
-            break
-    return amounts, seconds
