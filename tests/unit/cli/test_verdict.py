@@ -111,9 +111,9 @@ def test_what_could_mean_two_things_is_refused(arguments, word, capsys):
 def test_momentum_and_adamw_behind_error_feedback_are_told_what_that_costs(capsys):
     given = {name: numbers(capsys, "--optimizer", name)["accuracy"] for name in OPTIMIZERS}
     assert "kept up" in given["sgd"]
-    for name, feedback in (("momentum", "momentum"), ("adamw", "adam")):
+    for name, feedback in (("momentum", "best"), ("adamw", "adam")):
         found = numbers(capsys, "--optimizer", name)
-        assert found["recipe"].endswith(f"feedback={feedback}") and "lost 2" not in found["accuracy"]
+        assert found["recipe"].endswith(f"feedback={feedback}") and "AdamW lost" not in found["accuracy"]
         told = numbers(capsys, "--optimizer", name, "--sparsifier", "topk")["accuracy"]
         assert "lost" in told and f"write feedback='{feedback}'" in told
     dense_enough = numbers(capsys, "--optimizer", "adamw", "--sparsifier", "topk:density=0.2")["accuracy"]
