@@ -26,7 +26,7 @@ from horovod_sparse.training.engine import Facts, PartSpec
 from horovod_sparse.training.host_topology import Ranks
 
 #: the parameters of every bucket, in the order in which the buckets come
-Layout: TypeAlias = Sequence[Sequence[torch.Tensor]]
+BucketParameters: TypeAlias = Sequence[Sequence[torch.Tensor]]
 
 #: a group of torch.distributed has one start
 _START = object()
@@ -49,7 +49,7 @@ class DistributedEngine:
         #: names by parameter; gets those of parameters that nobody has named
         self._name_of = {parameter: name for name, parameter in named.items()}
         #: the buckets of this step
-        self.layout: Layout = ()
+        self.layout: BucketParameters = ()
         #: the number of every parameter's group in the optimizer; None without one
         self.group_of: Mapping[torch.Tensor, int] | None = None
         #: number of this rank's shard, and of how many, where parameters are sharded; the same for all ranks
@@ -119,7 +119,7 @@ class DistributedEngine:
         return torch.from_numpy(array.copy())
 
 
-def plan_of(layout: Layout, facts: Facts) -> Plan:
+def plan_of(layout: BucketParameters, facts: Facts) -> Plan:
     """The buckets of a step, parameters of other groups and densities apart."""
     fact_of = {parameter: fact for fact, parameter in facts.values()}
     buckets: list[tuple[str, ...]] = []

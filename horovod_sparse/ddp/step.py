@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from horovod_sparse.collectives import Synchronization
 from horovod_sparse.ddp.communicator import Communicator
-from horovod_sparse.ddp.distributed_engine import BucketGradient, DistributedEngine, Layout, plan_of
+from horovod_sparse.ddp.distributed_engine import BucketGradient, BucketParameters, DistributedEngine, plan_of
 from horovod_sparse.errors import (
     ArgumentError,
     DeadlineError,
@@ -122,7 +122,7 @@ class Synchronizer(Training):
         """The number of every parameter's group; None without an optimizer."""
         return None if self.optimizer is None else groups_of(self.optimizer)
 
-    def _agree_on(self, layout: Layout) -> None:
+    def _agree_on(self, layout: BucketParameters) -> None:
         """All ranks together, before their first parts, and after a load: what they go on with."""
         self._unprepared = None
         try:
@@ -135,7 +135,7 @@ class Synchronizer(Training):
         yield from raise_together(self._unprepared)
         return (yield from super()._agreement())
 
-    def _prepare(self, layout: Layout) -> None:
+    def _prepare(self, layout: BucketParameters) -> None:
         """Facts, plan and parts for the buckets that have come, and what was loaded in them."""
         self.engine.layout, self.engine.group_of = layout, self._group_of()
         self.facts = dict(self.engine.facts({}))
@@ -150,7 +150,7 @@ class Synchronizer(Training):
         elif not self.parts:
             self.begin(self.facts, plan_of(layout, self.facts) if given is None else given)
 
-    def _fitting(self, saved: Plan, layout: Layout) -> Plan:
+    def _fitting(self, saved: Plan, layout: BucketParameters) -> Plan:
         """A saved plan, or one of this step's buckets where other groups or rules do not let it be used."""
         try:
             saved.check(self.parameters)
@@ -263,7 +263,7 @@ class Synchronizer(Training):
     def _running(self) -> Communicator:
         return self.engine.running()
 
-    def _finish(self, layout: Layout) -> BaseException | None:
+    def _finish(self, layout: BucketParameters) -> BaseException | None:
         """The last gradients of a step have come: waits for all parts; the step is over then."""
         failure: BaseException | None = None
         try:
@@ -280,7 +280,7 @@ class Synchronizer(Training):
             gradient.let_go()
         self._pieces, self.under_way = [], False
 
-    def _synchronize(self, layout: Layout) -> None:
+    def _synchronize(self, layout: BucketParameters) -> None:
         """Puts the sums into the buckets; raises why not, with zeros in them."""
         communicator = self._running()
         idle_before = communicator.idle_seconds

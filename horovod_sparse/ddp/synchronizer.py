@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from horovod_sparse.collectives import AllReduce, Synchronization
 from horovod_sparse.ddp.communicator import Communicator
-from horovod_sparse.ddp.distributed_engine import Layout, plan_of
+from horovod_sparse.ddp.distributed_engine import BucketParameters, plan_of
 from horovod_sparse.ddp.step import Synchronizer, after_backward, pass_number, throw
 from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.feedback import Recipe
@@ -108,7 +108,7 @@ class State(Synchronizer):
             self._complete_step()
         return future
 
-    def _prepare(self, layout: Layout) -> None:
+    def _prepare(self, layout: BucketParameters) -> None:
         super()._prepare(layout)
         if self._watched is None:
             first = layout[0][0]

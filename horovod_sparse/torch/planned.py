@@ -94,11 +94,9 @@ class PlannedTraining(Training):
             self.warmup.joined(self.parameters)
         return new
 
-    def _plan_after_step(self) -> None:
+    def _plan_after_step(self, warmup: WarmUp) -> None:
         """Another plan, once enough was measured."""
-        if self.warmup is None:
-            return
-        if (plan := self.warmup.after_step(self.plan, self.step)) is not None:
+        if (plan := warmup.after_step(self.plan, self.step)) is not None:
             self.replan(plan)
-        if self.warmup.decision is not None:
-            self.telemetry.density = self.warmup.decision.density
+        if warmup.decision is not None:
+            self.telemetry.density = warmup.decision.density

@@ -283,14 +283,16 @@ class GradientSynchronizer(PlannedTraining):
 
     def check_drift(self) -> None:
         """All ranks together, after the optimizer's step: whether they train the same model still."""
-        if self.size > 1:
-            from horovod_sparse.tensors.replicas import shared_entries
+        if self.size == 1:
+            self.drift.postpone(self.step)
+            return
+        from horovod_sparse.tensors.replicas import shared_entries
 
-            parameters = {name: parameter for name, (_, parameter) in self.facts.items()}
-            entries = shared_entries(parameters, self.optimizer)
-            name, seconds = f"{self.driver.label}horovod_sparse.drift", self.settings.deadline_seconds
-            check = self.drift.run(self.step, self.rank, entries)
-            carry_out_together(check, self.process_set, name, deadline_seconds=seconds)
+        parameters = {name: parameter for name, (_, parameter) in self.facts.items()}
+        entries = shared_entries(parameters, self.optimizer)
+        name, seconds = f"{self.driver.label}horovod_sparse.drift", self.settings.deadline_seconds
+        check = self.drift.run(self.step, self.rank, entries)
+        carry_out_together(check, self.process_set, name, deadline_seconds=seconds)
 
     def retire(self) -> None:
         """See `Owner.retire`. A step that is under way is given up."""
@@ -370,7 +372,8 @@ class GradientSynchronizer(PlannedTraining):
         if size > 1:
             self.telemetry.transport = transport_words(self.process_set)
         self.telemetry.record(self.step, reports, self.driver.idle_seconds - idle_before)
-        self._plan_after_step()
+        if self.warmup is not None:
+            self._plan_after_step(self.warmup)
 
     def _waited(self) -> list[BaseException]:
         """What the parts have ended with that have not ended well."""

@@ -168,6 +168,7 @@ def test_telemetry_says_which_and_why(way, rank, size):
     found = {}
     for name in ("spardl", "topk"):
         for wrap in (sparse.DistributedOptimizer, hvd.DistributedOptimizer):
+            torch.manual_seed(0)
             model = torch.nn.Linear(20, 2, bias=False)
             compression = sparse.Compression.parse(f"{name}:density=0.1")
             optimizer = wrap(
