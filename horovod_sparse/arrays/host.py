@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -82,17 +82,17 @@ class HostKernels(Kernels):
     """Numba's kernels on NumPy's arrays; `where` is an array, a sum of squares a float."""
 
     # Kernels themselves: a call of every step takes no detour.
-    take: Any = staticmethod(scatter.taken)
-    put: Any = staticmethod(scatter.put_at)
-    zero: Any = staticmethod(scatter.zero_at)
-    number: Any = float
-    float_of: Any = float
-    to_host: Any = staticmethod(np.asarray)
-    checked: Any
-    places: Any
-    largest: Any
-    kth: Any
-    at_least: Any
+    take: Callable[..., Array] = staticmethod(scatter.taken)
+    put: Callable[..., None] = staticmethod(scatter.put_at)
+    zero: Callable[..., None] = staticmethod(scatter.zero_at)
+    number: Callable[..., float] = float
+    float_of: Callable[..., float] = float
+    to_host: Callable[..., Array] = staticmethod(np.asarray)
+    checked: Callable[..., Array | GradientParts]
+    places: Callable[..., Indices]
+    largest: Callable[..., Indices]
+    kth: Callable[..., np.unsignedinteger[Any]]
+    at_least: Callable[..., Indices]
 
     def __init__(self, layout: Layout, kind: type[np.floating[Any]]) -> None:
         self.layout, self.dtype = layout, np.dtype(kind)

@@ -72,7 +72,7 @@ class Synchronizer(Training):
         self._named = {} if named_parameters is None else dict(named_parameters)
         given = recipe
         if optimizer is not None:
-            _, recipe = adopted_class(optimizer, given)
+            _, recipe = adopted_class(type(optimizer), optimizer.param_groups, given)
         engine = DistributedEngine(recipe, optimizer, self._named, process_group, settings.deadline_seconds)
         super().__init__(engine, recipe, settings)
         self.optimizer = optimizer

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -84,22 +84,26 @@ class SGDWithoutMomentum(_Adopted, torch.optim.SGD):
 _OF_STEPS: Mapping[type, type] = {torch.optim.Adam: AdamOfSteps, torch.optim.AdamW: AdamWOfSteps}
 
 
-def adopted_class(optimizer: torch.optim.Optimizer, recipe: Recipe) -> tuple[type, Recipe]:
-    """The class that an optimizer is to have behind a recipe, and the recipe for it.
+#: parameter groups of an optimizer
+Groups: TypeAlias = Sequence[Mapping[str, Any]]
+
+
+def adopted_class(kind: type, groups: Groups, recipe: Recipe) -> tuple[type, Recipe]:
+    """The class that an optimizer of such a class is to have behind a recipe, and the recipe for it.
 
     Its own class, where the recipe leaves an optimizer's work to it.
 
     Raises:
         ArgumentError: the feedback does a part of the work of another optimizer than this.
     """
-    feedback, kind = recipe.feedback, type(optimizer)
+    feedback = recipe.feedback
     if not getattr(feedback, "applies_rate", False):
         return kind, recipe
     if isinstance(feedback, BestFeedback):
         if kind is torch.optim.SGD:
-            _refuse(optimizer, feedback)
+            _refuse(groups, feedback)
             chosen = ErrorFeedback(clip_norm=feedback.clip_norm)
-            has_momentum = any(group["momentum"] for group in optimizer.param_groups)
+            has_momentum = any(group["momentum"] for group in groups)
             adopted = SGDWithoutMomentum if has_momentum else kind
             return adopted, dataclasses.replace(recipe, feedback=chosen)
         feedback = AdamFeedback(clip_norm=feedback.clip_norm)
@@ -109,8 +113,8 @@ def adopted_class(optimizer: torch.optim.Optimizer, recipe: Recipe) -> tuple[typ
             "makes; or feedback='error' to the compression"
         )
         raise ArgumentError("optimizer", kind.__name__, allowed)
-    _refuse(optimizer, feedback)
-    for group in optimizer.param_groups:
+    _refuse(groups, feedback)
+    for group in groups:
         if group["weight_decay"] and kind is torch.optim.Adam and not group.get("decoupled_weight_decay"):
             allowed = "0 with Adam, or torch.optim.AdamW(..., weight_decay=...): it decays apart"
             raise ArgumentError("weight_decay", group["weight_decay"], allowed)
@@ -118,8 +122,8 @@ def adopted_class(optimizer: torch.optim.Optimizer, recipe: Recipe) -> tuple[typ
     return _OF_STEPS[kind], dataclasses.replace(recipe, feedback=feedback)
 
 
-def _refuse(optimizer: torch.optim.Optimizer, feedback: AdamFeedback | BestFeedback) -> None:
-    for group in optimizer.param_groups:
+def _refuse(groups: Groups, feedback: AdamFeedback | BestFeedback) -> None:
+    for group in groups:
         for name in _REFUSED:
             if group.get(name):
                 raise ArgumentError(name, group[name], f"{name}=False: {feedback.text_name} has no such form")
@@ -132,7 +136,7 @@ def adopt(optimizer: torch.optim.Optimizer, recipe: Recipe) -> Recipe:
         ArgumentError: see `adopted_class`.
         UnsupportedError: somebody has replaced its `step`.
     """
-    adopted, recipe = adopted_class(optimizer, recipe)
+    adopted, recipe = adopted_class(type(optimizer), optimizer.param_groups, recipe)
     if adopted is type(optimizer):
         return recipe
     own = vars(optimizer)

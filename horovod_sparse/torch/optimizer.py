@@ -13,6 +13,7 @@ import torch
 
 from horovod_sparse.checks import check_number
 from horovod_sparse.errors import ArgumentError, UnsupportedError
+from horovod_sparse.feedback import Recipe
 from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.tensors.adoption import adopted_class
 from horovod_sparse.torch._horovod import StockOptimizer, adopting, claim_for_stock, hvd
@@ -165,9 +166,7 @@ def DistributedOptimizer(
         groups = num_groups if groups is None else groups
     _check_sparse(optimizer, compression, op, gradient_predivide_factor, process_set)
     names = None if named_parameters is None else list(named_parameters)
-    base, recipe = adopted_class(optimizer, compression.recipe)
-    if getattr(recipe.feedback, "applies_rate", False):
-        _refuse_for_steps(op, settings)
+    base, recipe = _base_for(type(optimizer), optimizer.param_groups, compression.recipe, op, settings)
     cls = type(type(optimizer).__name__, (base,), {**vars(StockOptimizer), **_METHODS})
     wrapped = cls(
         optimizer.param_groups,
@@ -185,13 +184,17 @@ def DistributedOptimizer(
     return wrapped
 
 
-def _refuse_for_steps(op: Any, settings: Settings) -> None:
-    """What has no sense where gradients have become steps of an optimizer."""
+def _base_for(kind: type, groups: Any, recipe: Recipe, op: Any, settings: Settings) -> tuple[type, Recipe]:
+    """See `adopted_class`; refuses what has no sense where gradients have become steps of an optimizer."""
+    base, recipe = adopted_class(kind, groups, recipe)
+    if not getattr(recipe.feedback, "applies_rate", False):
+        return base, recipe
     if op != hvd.Average:
         raise ArgumentError("op", op, "Average: a step of a normalized gradient is that of its mean")
     if (norm := settings.max_grad_norm) is not None:
         allowed = f'None, and feedback="adam(clip_norm={norm:g})": steps are synchronized, no gradients'
         raise ArgumentError("max_grad_norm", norm, allowed)
+    return base, recipe
 
 
 @construction_errors.telling
@@ -200,10 +203,14 @@ def _adopt(optimizer: Any) -> None:
     compression = optimizer._compression
     _check_compression(compression, optimizer.param_groups, optimizer.process_set)
     compression.check_free(p for group in optimizer.param_groups for p in group["params"])
+    own, settings = type(optimizer), Settings(bucket_bytes=1)  # a class of its own, made from the user's
+    given = own.__bases__[0], optimizer.param_groups, compression.recipe
+    base, recipe = _base_for(*given, optimizer.op, settings)
+    own.__bases__ = (base,)
     for name, item in _METHODS.items():
-        setattr(type(optimizer), name, item)
+        setattr(own, name, item)
     optimizer._adopted, optimizer._groups = True, None
-    optimizer._attach(compression.recipe, compression.named_parameters, Settings(bucket_bytes=1))
+    optimizer._attach(recipe, compression.named_parameters, settings)
     # COO gradients, which Horovod's own would gather, are sparsified like any other
     optimizer._synchronizer.sparse_as_dense = True
     compression.adopt(optimizer._synchronizer)
@@ -252,13 +259,11 @@ def _check_sparse(
     check_number("gradient_predivide_factor", predivide, allowed, low=0.0, high=math.inf, include_high=False)
     if predivide != 1.0 and op != hvd.Average:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
-    _check_compression(compression, optimizer.param_groups, process_set, adopts=True)
+    _check_compression(compression, optimizer.param_groups, process_set)
 
 
-def _check_compression(
-    compression: SparseCompressor, param_groups: Any, process_set: Any, *, adopts: bool = False
-) -> None:
-    refuse_double_momentum(compression.recipe, lambda: param_groups, adopts=adopts)
+def _check_compression(compression: SparseCompressor, param_groups: Any, process_set: Any) -> None:
+    refuse_double_momentum(compression.recipe, lambda: param_groups, adopts=True)
     theirs = compression.process_set
     if theirs is not None and theirs is not process_set:
         raise ArgumentError("process_set", process_set, f"the same as to the compressor, {theirs}")

@@ -134,8 +134,8 @@ def _engine(name: str, train: Any, *has: str) -> Engine:
     return Engine(name, train, frozenset(has), stock.rank(), stock.size(), stock.allgather_object)
 
 
-COMMON = ("saved", "absent", "members", "types", "device")
+COMMON = ("saved", "adopts", "absent", "members", "types", "device")
 ENGINES = [
-    _engine("own", OwnTraining, *COMMON, "adopts", "levels", "nonfinite", "drift", "buckets", "models"),
+    _engine("own", OwnTraining, *COMMON, "levels", "nonfinite", "drift", "buckets", "models"),
     _engine("stock", StockTraining, *COMMON),
 ]
