@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 __all__ = [
     "ArgumentError",
@@ -108,7 +108,12 @@ class NonFiniteGradientError(HorovodSparseError, ArithmeticError):
     Args:
         bucket: name of the bucket.
         where: for each affected rank, the parameter (or "element i") where the first one stands.
+
+    Attributes:
+        hosts: ranks whose gradients were summed before anybody looked: one of them is affected then.
     """
+
+    hosts: Sequence[Sequence[int]] = ()
 
     def __init__(self, bucket: str, where: dict[int, str]) -> None:
         self.bucket, self.where = bucket, where
@@ -117,8 +122,12 @@ class NonFiniteGradientError(HorovodSparseError, ArithmeticError):
     @property
     def finding(self) -> str:
         """What was seen, without what became of the step."""
-        places = "; ".join(f"rank {rank}: {place}" for rank, place in sorted(self.where.items()))
-        return f"the gradient of {self.bucket} is not finite ({places})"
+        words: dict[str, None] = {}
+        for rank, place in sorted(self.where.items()):
+            host = next((host for host in self.hosts if rank in host and len(host) > 1), None)
+            who = f"rank {rank}" if host is None else f"one of ranks {', '.join(map(str, host))} of a host"
+            words[f"{who}: {place}"] = None
+        return f"the gradient of {self.bucket} is not finite ({'; '.join(words)})"
 
     def __str__(self) -> str:
         return (

@@ -246,6 +246,13 @@ class TwoLevelBucket(Bucket):
         """See `Bucket._check_steps`; of this rank's column, if nothing else is said."""
         super()._check_steps(steps, self.topology.columns[self.local] if ranks is None else ranks)
 
+    def _check(self, marks: Mapping[int, int], overflow: int | None) -> None:
+        try:
+            super()._check(marks, overflow)
+        except errors.NonFiniteGradientError as error:
+            error.hosts = self.topology.hosts
+            raise
+
     def _of_whole(
         self, of_shard: Synchronization[tuple[SparseSum, int | None]], before: Mapping[str, int]
     ) -> Synchronization[SparseSum]:

@@ -142,7 +142,7 @@ class DriftCheck:
         if self.policy == "raise":
             raise DriftError(what)
         if self.policy == "warn":
-            if not differing.keys() <= self._known:
+            if rank == 0 and not differing.keys() <= self._known:
                 _log.warning("%s", DriftError(what))
             self._known = frozenset(differing)
             return

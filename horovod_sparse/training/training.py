@@ -359,7 +359,7 @@ class Training:
         if unknown or lacking:
             raise StateMismatchError(
                 f"the saved state is of another model: it has {sorted(unknown) or 'nothing'} that this one "
-                f"has not, and lacks {sorted(lacking) or 'nothing'}"
+                f"has not, and lacks {sorted(lacking) or 'nothing'}{_of_compiled(unknown | lacking)}"
             )
         if known:
             check_shapes(entry, {name: tuple(parameter.shape) for name, parameter in known.items()})
@@ -380,3 +380,10 @@ class Training:
         own, size = entry["size"] in self.sizes, self.size
         factor = kept_share(entry["size"], size) if own else share_factor(entry["rank"], entry["size"], size)
         load_entry(self, entry, factor)
+
+
+def _of_compiled(names: Iterable[str]) -> str:
+    """A remedy, where names differ since one of two models was compiled."""
+    found = any(name.startswith("_orig_mod.") for name in names)
+    remedy = "named_parameters of the module that it was given (model._orig_mod.named_parameters())"
+    return f". torch.compile puts _orig_mod. before every name: give {remedy}" if found else ""

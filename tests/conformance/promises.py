@@ -391,7 +391,7 @@ def test_replicas_that_come_apart_are_found(engine: Engine, policy: str, caplog:
     assert training.telemetry.num_drifts >= 1
     found = [record.getMessage() for record in caplog.records if "second differs" in record.getMessage()]
     if policy == "warn":
-        assert len(found) == 1, "once until something else differs"
+        assert len(found) == (engine.rank == 0), "once, by one rank, until something else differs"
     else:
         assert replicas_agree(engine, training)
         assert all(np.array_equal(one, twin.weights()[name]) for name, one in training.weights().items())

@@ -95,6 +95,7 @@ def test_every_rank_of_every_host_says_where(case: Case, position: int) -> None:
     for result in results:
         assert isinstance(result, NonFiniteGradientError)
         assert result.where == {2: wanted, 3: wanted}, "the ranks of the host whose sum is not finite"
+        assert "one of ranks 2, 3 of a host: " in str(result), "which of them nobody has seen"
     assert [step.abandoned for step in history.steps] == [number == _SICK for number in range(5)]
     laws.replicas_agree(history)
     laws.traffic_as_declared(history)

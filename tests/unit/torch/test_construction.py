@@ -1,5 +1,6 @@
 """What the optimizer's arguments are checked for, without a launch: Horovod with one rank."""
 
+import itertools
 from functools import partial
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 
 hvd = pytest.importorskip("horovod_sparse.torch")
 
-from horovod_sparse.errors import ArgumentError, UnsupportedError  # noqa: E402
+from horovod_sparse.errors import ArgumentError, StateMismatchError, UnsupportedError  # noqa: E402
 from horovod_sparse.merging import Plan  # noqa: E402
 from horovod_sparse.training.agreement import AgreedStatus  # noqa: E402
 
@@ -48,8 +49,52 @@ def test_names_are_checked_as_horovod_checks_them():
             wrap(net, gradient_predivide_factor=factor)
     with pytest.raises(ArgumentError, match="add_process_set"):
         wrap(net, process_set=hvd.ProcessSet([0]))
-    with pytest.raises(ArgumentError, match="made by DistributedOptimizer already"):
-        hvd.DistributedOptimizer(wrap(net), net.named_parameters(), compression="topk")
+    for wrapped, compression in itertools.product([wrap(net), wrap(net, "none")], ["topk", "none"]):
+        with pytest.raises(ArgumentError, match="made by DistributedOptimizer already"):
+            hvd.DistributedOptimizer(wrapped, net.named_parameters(), compression=compression)
+
+
+@pytest.mark.parametrize("compression", ["topk:density=0.5", "none"])
+def test_what_is_none_of_its_kind_is_refused_by_name(compression):
+    net = model()
+    for wrong in ("sgd", torch.optim.SGD):
+        with pytest.raises(ArgumentError, match=r"^optimizer=.*torch\.optim"):
+            hvd.DistributedOptimizer(wrong, compression=compression)
+    for wrong in (
+        {"plan": "x"},
+        {"plan": [["0.weight"]]},
+        {"groups": "x"},
+        {"process_set": None},
+        {"op": "x"},
+    ):
+        with pytest.raises(ArgumentError, match=f"^{next(iter(wrong))}="):
+            wrap(net, compression, **wrong)
+    with pytest.raises(ValueError, match="backward_passes_per_step"):
+        wrap(net, compression, backward_passes_per_step="2")
+
+
+def test_what_is_no_compression_is_refused_by_name():
+    for wrong in (0.1, None, hvd.Compression, hvd.Compression.topk(density=0.1).recipe):
+        with pytest.raises(ArgumentError, match=r"^compression=.*Compression\.topk\(density=0\.1\)"):
+            wrap(model(), wrong)
+    with pytest.raises(ArgumentError, match=r"Compression\.exdyna\(density=0\.1\), with a call"):
+        wrap(model(), hvd.Compression.exdyna)
+
+
+def test_the_environments_deadline_is_told_as_it_stands(monkeypatch):
+    monkeypatch.setenv("HOROVOD_SPARSE_DEADLINE_SECONDS", "abc")
+    with pytest.raises(ArgumentError, match=r"HOROVOD_SPARSE_DEADLINE_SECONDS='abc'"):
+        wrap(model())
+
+
+def test_complex_parameters_and_names_of_compiled_models_are_told():
+    net = torch.nn.ParameterDict({"w": torch.nn.Parameter(torch.zeros(3, dtype=torch.complex64))})
+    with pytest.raises(UnsupportedError, match=r"w is complex.*view_as_complex"):
+        wrap(net)
+    saved, net = wrap(model()).state_dict(), model()
+    names = [(f"_orig_mod.{name}", parameter) for name, parameter in net.named_parameters()]
+    with pytest.raises(StateMismatchError, match=r"model\._orig_mod\.named_parameters"):
+        wrap(net, named_parameters=names).load_state_dict(saved)
 
 
 def test_buckets_follow_the_model_not_the_parameter_groups():

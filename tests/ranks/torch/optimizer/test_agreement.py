@@ -84,7 +84,7 @@ def test_another_argument(rank, size, name):
     refused(optimizer, model, words, rank, (errors.StateMismatchError, errors.ProfileMismatchError))
 
 
-@pytest.mark.parametrize("change", ["dtype", "half", "shape", "name", "missing"])
+@pytest.mark.parametrize("change", ["dtype", "half", "shape", "name", "missing", "frozen"])
 def test_another_model(rank, size, change):
     is_last, shapes = rank == size - 1, fresh(SHAPES)
     names = list(shapes)
@@ -96,9 +96,11 @@ def test_another_model(rank, size, change):
         kinds[f"{names[2]}x"] = torch.float32
     elif is_last and change == "missing":
         del shapes[names[2]]
-    elif is_last:
+    elif is_last and change != "frozen":
         kinds[names[2]] = torch.bfloat16
     model = LinearModel(shapes, kinds)
+    if is_last and change == "frozen":
+        model.get_parameter(names[2]).requires_grad_(False)
     words = rf"do not train the same model: {names[2]} "
     refused(wrapped("stock", model, TEXT), model, words, rank, errors.StateMismatchError)
 

@@ -11,7 +11,7 @@ import torch
 
 import horovod_sparse.torch as hvd
 from horovod_sparse.cost import Fit, Profile
-from horovod_sparse.errors import ArgumentError, UnsupportedError
+from horovod_sparse.errors import ArgumentError
 from horovod_sparse.feedback import AutoDensity
 from horovod_sparse.merging import Plan
 from support.dyadic import gradients_for
@@ -96,13 +96,19 @@ def test_a_profile_decides_at_once(seconds_per_byte, density, rank):
     assert optimizer.plan == dataclasses.replace(by_hand, density=density), "buckets change, density stays"
 
 
-def test_where_nothing_is_measured_it_is_refused(rank):
+def test_behind_horovods_own_optimizer_a_density_is_decided_too(rank):
     model = LinearModel(SHAPES)
-    compression = hvd.Compression.topk(density="auto")
     optimizer = stock.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.5), model.named_parameters(), compression=compression
+        torch.optim.SGD(model.parameters(), lr=0.5),
+        model.named_parameters(),
+        compression=hvd.Compression.topk(density="auto"),
     )
-    with pytest.raises(UnsupportedError, match=r"Horovod's own optimizer does not take: give a number"):
-        train_step(model, optimizer, gradients(rank, 0))
+    for step in range(12):
+        train_step(model, optimizer, gradients(rank, step))
+    assert optimizer.plan.density == optimizer.decision.density
+    assert same_on_all_ranks(*model.parameters())
+
+
+def test_a_plan_of_another_density_is_refused():
     with pytest.raises(ArgumentError, match=r"a plan for density=0.1"):
         make(LinearModel(SHAPES), "topk:density=0.05", plan=Plan((tuple(SHAPES),), (), 0.1))
