@@ -269,14 +269,7 @@ def faster_levels(
     per_host: int,
     what: str = "",
 ) -> LevelChoice:
-    """The faster number of levels, by what each takes.
-
-    Example:
-        >>> from horovod_sparse.sparsifiers import TopK
-        >>> times, profile = {"flat": 0.002, "host": 0.001}, assumed_profile(AlphaBeta(), 4)
-        >>> faster_levels(times.get, TopK(), profile, 2, 2, "an iteration: ").reason
-        '2 hosts of 2 ranks: an iteration: 1 ms with two levels, 2 ms flat, by formulas'
-    """
+    """The faster number of levels, by what each takes."""
     stands_on = "by the profile"
     if profile.framework == _FORMULAS:
         stands_on = "by formulas"

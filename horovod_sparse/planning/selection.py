@@ -150,7 +150,7 @@ _NUM_BORDERS = 12
 #: parameters that change sides one by one: those whose sizes are nearest to that border
 _NUM_FLIPPED = 12
 #: rounds over buckets and parameters of the best plan
-_NUM_ROUNDS = 2
+_NUM_ROUNDS = 6
 
 
 def joint(workload: Workload, cost: CostModel) -> Plan:

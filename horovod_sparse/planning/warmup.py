@@ -99,27 +99,6 @@ def decide(
     return Decision(Plan.from_dict(plan), request.describe(), predicted, profile, density)
 
 
-def levels_by_plan(
-    request: PlanRequest,
-    profile: Profile,
-    parameters: Sequence[ParameterFacts],
-    sparsifier: Sparsifier,
-    num_hosts: int,
-    per_host: int,
-) -> LevelChoice:
-    """Which levels ``levels="auto"`` comes to where a profile says all: those of the shorter iteration."""
-    if per_host == 1:
-        return LevelChoice("flat", "every host has one rank")
-    flat = ClusterFacts(0, num_hosts * per_host, profile.framework, profile.controller, profile.cycle_seconds)
-    here = {"flat": flat, "host": dataclasses.replace(flat, topology=Topology.regular(num_hosts, per_host))}
-    plain = dataclasses.replace(request, profile=None)  # whose differences are told elsewhere
-
-    def seconds(levels: Levels) -> float:
-        return plan_by_times(plain, here[levels], parameters, sparsifier, profile).predicted_seconds["taken"]
-
-    return faster_levels(seconds, sparsifier, profile, num_hosts, per_host, "an iteration: ")
-
-
 def levels_by_cost(
     request: PlanRequest | None,
     parameters: Sequence[ParameterFacts],
@@ -127,12 +106,25 @@ def levels_by_cost(
     num_hosts: int,
     per_host: int,
 ) -> LevelChoice:
-    """By the profile that was given, or by formulas; of iterations under plans where these go by it."""
+    """What ``levels="auto"`` comes to, by the profile that was given, or by formulas.
+
+    Where plans go by a complete profile, it is the levels of the shorter iteration.
+    """
     profile, n = None if request is None else request.profile, sum(one.num_elements for one in parameters)
     try:
-        if request is not None and profile is not None and request.measures and request.complete:
-            return levels_by_plan(request, profile, parameters, sparsifier, num_hosts, per_host)
-        return choose_levels(sparsifier, max(1, n), num_hosts, per_host, profile=profile)
+        if request is None or profile is None or not (request.measures and request.complete) or per_host == 1:
+            return choose_levels(sparsifier, max(1, n), num_hosts, per_host, profile=profile)
+        cluster = profile.framework, profile.controller, profile.cycle_seconds
+        flat = ClusterFacts(0, num_hosts * per_host, *cluster)
+        host = dataclasses.replace(flat, topology=Topology.regular(num_hosts, per_host))
+        plain = dataclasses.replace(request, profile=None)  # whose differences are told elsewhere
+        known: Profile = profile
+
+        def seconds(levels: Levels) -> float:
+            where = host if levels == "host" else flat
+            return plan_by_times(plain, where, parameters, sparsifier, known).predicted_seconds["taken"]
+
+        return faster_levels(seconds, sparsifier, profile, num_hosts, per_host, "an iteration: ")
     except ProfileMismatchError as error:
         return LevelChoice("flat", f"the profile cannot tell ({error})")
 

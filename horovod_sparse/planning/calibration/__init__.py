@@ -104,20 +104,9 @@ def calibration(
 ) -> Synchronization[Profile]:
     """Measures collectives, selection and decoding; a coroutine, so that any driver can carry it out.
 
-    All ranks run it together, with the same arguments (but for `where.rank`): whatever is decided on
-    the way (when to stop) is decided from numbers that all ranks have gathered, and all end with the
-    same profile. It shall be carried out as a training's requests are: `carry_out` with a function
-    that starts a collective under a name that depends on nothing but the request's type, and waits as
-    the driver does. Horovod's response cache then works as it does in training.
-
-    Example:
-        >>> from horovod_sparse.simulation import run_lockstep
-        >>> from horovod_sparse.sparsifiers import TopK
-        >>> extent = Extent((64, 1024, 4096), (1000, 2000, 4000), repetitions=1, budget_seconds=1.0)
-        >>> places = [ClusterFacts(rank, 2, "torch", "gloo") for rank in range(2)]
-        >>> one, other = run_lockstep([calibration(place, [TopK()], extent=extent) for place in places])
-        >>> one == other, sorted(one.collectives), sorted(one.selection)
-        (True, ['allgather', 'allreduce'], ['dense', 'topk'])
+    All ranks run it together, with the same arguments (but for `where.rank`): when to stop is decided from
+    numbers that all have gathered, and all end with the same profile. Carried out as a training's requests
+    are, under names that depend on nothing but a request's type, it finds Horovod's response cache at work.
     """
     watch = Stopwatch(where.rank, where.size, clock, sleep, where.cycle_seconds, starting_seconds)
     kinds = needed_kinds(sparsifiers, where.size) if kinds is None else tuple(kinds)

@@ -42,20 +42,7 @@ class Allowance:
     """How often each of some sizes is measured, so that the largest ones are, too, within a budget.
 
     How long larger sizes take is told from the last two by a line, and at most in proportion to their size.
-    The next one is repeated as often as all that are left can be alike.
-
-    Attributes:
-        repetitions: of the next size.
-
-    Example:
-        >>> allowance = Allowance((1, 2, 4, 8, 16), 15, 20.0)
-        >>> for number, each in enumerate((0.1, 0.2, 0.4, 0.8)):
-        ...     more = allowance.spend(number, (1 + allowance.repetitions) * each)
-        ...     print(allowance.repetitions, more)
-        15 True
-        4 True
-        4 True
-        4 True
+    The next one is repeated (`repetitions`) as often as all that are left can be alike.
     """
 
     def __init__(self, sizes: Sequence[int], wanted: int, budget_seconds: float) -> None:

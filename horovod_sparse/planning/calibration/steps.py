@@ -159,13 +159,6 @@ def mean_times(own: BackwardTimes | None) -> Synchronization[BackwardTimes]:
 
     Means over the ranks that have measured something; and, as a collective waits for the slowest rank, all
     of them times ``median over steps of (max over ranks / mean over ranks)`` of a whole step.
-
-    Example:
-        >>> from horovod_sparse.simulation import run_lockstep
-        >>> times = [BackwardTimes({"b": 1.0, "a": 2.0}, 1.0, 5), BackwardTimes({"b": 3.0, "a": 2.0}, 2.0, 5)]
-        >>> run_lockstep([mean_times(own) for own in times])[1]
-        BackwardTimes(backward_seconds={'b': 2.0, 'a': 2.0}, forward_seconds=1.5, num_steps=5,
-                      step_seconds=(), iteration_seconds=0.0, probe_seconds=0.0)
     """
     line = None
     if own is not None:
@@ -235,12 +228,7 @@ def measured_step(
 
 
 def probe_of(current: Plan, topology: Topology | None = None) -> Plan | None:
-    """A plan of many buckets, to be measured beside the one in use: one for every sparse parameter.
-
-    Example:
-        >>> probe_of(Plan((tuple("abcdefghijklmnopqrstuvwxyz"),))).buckets[:2]
-        (('a',), ('b',))
-    """
+    """A plan of many buckets, to be measured beside the one in use: one for every sparse parameter."""
     num_names = sum(map(len, current.buckets))
     share = 1.0
     if topology is not None and topology.per_host > 1:
