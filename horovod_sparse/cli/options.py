@@ -283,7 +283,7 @@ def source_of(options: argparse.Namespace, size: int | None) -> Source:
         fit = selection_from(options)
         made = assumed_profile(network, size, selection=fit, per_host=per_host or 1, host_network=inside)
         spent = f"{fit.fixed_seconds * 1e3:g} ms a bucket and {fit.seconds_per_unit * 1e9:g} ns an element"
-        assumed = [f"selection and decoding take {spent} (one core)", "Horovod's cycle takes nothing"]
+        assumed = [f"selection and decoding {spent} (one core)", "no cycle of Horovod's"]
         if made.per_host > 1:
             gigabits = 8e-9 / inside.beta_seconds
             assumed.append(f"{gigabits:g} Gbit/s and {inside.alpha_seconds * 1e6:g} us within a host")

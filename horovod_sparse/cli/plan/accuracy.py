@@ -48,7 +48,7 @@ def accuracy(recipe: Recipe, optimizer: str | None) -> str:
     elif isinstance(recipe.feedback, BestFeedback) and optimizer == "momentum":
         known = f"momentum goes, and {_MEASURED['sgd']} in small trainings at density 0.01"
     elif not isinstance(recipe.feedback, ErrorFeedback):
-        known = "docs/results.md has what was measured with feedbacks other than 'error'"
+        known = "docs/results.md has feedbacks other than 'error'"
     elif not recipe.sparsifier.has_density or recipe.sparsifier.density >= DENSE_ENOUGH:
         known = "docs/results.md has quantizers and densities from 0.1 on"
     elif optimizer == "sgd":
@@ -56,4 +56,4 @@ def accuracy(recipe: Recipe, optimizer: str | None) -> str:
     else:
         every = "; ".join(_MEASURED.values())
         known = f"in small trainings at density 0.01 {every}. --optimizer says what to write"
-    return f"not part of this answer, and unknown for large models; {known}"
+    return f"unknown for large models; {known}"

@@ -148,11 +148,11 @@ def _merging(text: str) -> str:
 
 def _assumed(options: argparse.Namespace, source: Source) -> list[str]:
     """What nobody has measured."""
-    assumed = [*source.assumed, f"dense training sums {options.gradient_dtype}, the best that it could do"]
+    assumed = [*source.assumed, f"dense gradients in {options.gradient_dtype}"]
     if options.update is None and (source.measured is None or not source.measured.training):
-        assumed.append("the optimizer's update takes nothing (--update)")
+        assumed.append("no update (--update)")
     if options.params is not None:
-        assumed.append("parameters come in equal pieces, and forward takes a third of the step")
+        assumed.append("equal pieces, and a third of the step for forward")
     return assumed
 
 

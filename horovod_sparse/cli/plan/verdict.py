@@ -137,10 +137,7 @@ def crossing(at: Callable[[float], Verdict]) -> float:
 def how_sure(source: Source, size: int, dtype: str) -> str:
     """What the times are worth, in words."""
     if source.measured is None:
-        return (
-            "by formulas, without Horovod's own cost and the optimizer's: horovod-sparse calibrate measures "
-            "them, for --profile"
-        )
+        return "by formulas: horovod-sparse calibrate measures times, for --profile"
     if source.measured.size != size:
         return f"measured with {source.measured.size} ranks, and converted by formulas"
     tried = "of 16 such predictions 15 were within 15 % (docs/performance.md)"
