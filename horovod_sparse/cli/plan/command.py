@@ -111,6 +111,11 @@ def run(options: argparse.Namespace) -> int:
     for warning in (*source.warnings, *model.doubts(source.measured)):
         show(console, f"warning: {warning}", "yellow")
     brief = options.verdict or options.params is not None
+    if brief and (options.save_plan or options.picture):
+        given = "--save-plan" if options.save_plan else "--picture"
+        raise ArgumentError(
+            given, options.save_plan or options.picture, "plan without --verdict and --params"
+        )
     chosen = _chosen(options, model, source, _recipe(options, model, source), others=not brief)
     verdict = chosen.verdict
     if brief and source.measured is None:

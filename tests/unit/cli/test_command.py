@@ -64,6 +64,8 @@ def test_arguments_of_the_wrong_kind_end_with_2(arguments, words, capsys):
         (["plan"], "--model"),
         (["plan", *TABLE, "--ranks", "8192"], "4096"),
         (["plan", *TABLE, "--ranks", "2,4", "--save-plan", "plan.json"], "--save-plan"),
+        (["plan", *TABLE, "--verdict", "--save-plan", "plan.json"], "--save-plan"),
+        (["plan", "--params", "1M", "--step-ms", "9", "--picture", "plan.png"], "--picture"),
         (["plan", *TABLE, "--sparsifier", "topk", "--sparsifier", "exdyna"], "--sparsifier"),
     ],
 )
