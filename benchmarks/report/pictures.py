@@ -101,7 +101,7 @@ def plot_bandwidth(result: Mapping[str, Any], target: Path) -> None:
     axis.set_yticks([1, 2, 5, 10, 20, 50], ["1 x", "2 x", "5 x", "10 x", "20 x", "50 x"])
     axis.minorticks_off()
     axis.set_ylim(bottom=0.8)
-    axis.set_ylabel("times faster than dense")
+    axis.set_ylabel("times faster than dense (float32)")
     model = result["model"].replace("resnet", "ResNet-")
     axis.set_title(f"A step of {model} on {size} machines, {recipe}", fontsize=10, loc="left")
     axis.grid(True, linewidth=0.3)

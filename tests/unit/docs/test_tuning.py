@@ -57,10 +57,3 @@ def test_density() -> None:
     quoted = re.search(r"within ([\d.]+) points of dense, and sends (\d+) to (\d+) times less", _TUNING)
     assert quoted is not None
     assert [float(value) for value in quoted.groups()] == [-min(behind), min(savings), max(savings)]
-
-
-def test_rates_with_adamw() -> None:
-    bits = {row[0]: row[1] for row in _table("compression | bits")}
-    for rate, words in (("0.001", ""), ("0.003", ", three times the rate")):
-        row = f"| {rate} | {bits['none' + words]} | {bits['exdyna:density=0.05' + words]} |"
-        assert row in _TUNING, row
