@@ -223,6 +223,11 @@ class Accumulator:
             return np.empty(0, np.int32)
         return self._kernels.largest(self._values, self._exact_maxima(), num_selected, start, stop)
 
+    def largest_of_each(self, chunk: int, quotas: NDArray[np.int64]) -> Indices:
+        """Exactly the largest magnitudes of every chunk, as many as its quota (its length, at most)."""
+        self._settle()
+        return self._kernels.largest_of_each(self._values, chunk, quotas)
+
     def kth_magnitude(self, k: int, start: int = 0, stop: int | None = None) -> float:
         """Exact k-th largest magnitude (k from 1) in [start, stop)."""
         start, stop = self._window(start, stop)

@@ -217,6 +217,9 @@ class Kernels(Protocol):
     def largest(self, values: Memory, maxima: Memory, k: int, start: int, stop: int) -> Indices:
         """Of exact maxima: the k largest, 0 < k < stop - start, ascending; ties go to the lowest index."""
 
+    def largest_of_each(self, values: Memory, chunk: int, quotas: NDArray[np.int64]) -> Indices:
+        """As many of the largest of every chunk as its quota says, ascending; ties go to the lowest index."""
+
     def kth(self, values: Memory, maxima: Memory, k: int, start: int, stop: int) -> Any:
         """Of exact maxima: magnitude bits of the k-th largest, 1 <= k <= stop - start."""
 

@@ -17,6 +17,7 @@ from horovod_sparse.sparsifiers.base import (
 )
 
 if TYPE_CHECKING:
+    from horovod_sparse.sparsifiers.chunk_topk import ChunkTopK
     from horovod_sparse.sparsifiers.cltk import CLTK
     from horovod_sparse.sparsifiers.dgc import DGC
     from horovod_sparse.sparsifiers.dragonn import DRAGONN
@@ -41,6 +42,7 @@ __all__ = [
     "DRAGONN",
     "QSGD",
     "BucketInfo",
+    "ChunkTopK",
     "ExDyna",
     "GTopK",
     "HardThreshold",
@@ -63,6 +65,7 @@ __all__ = [
 #: file, which is the name that `Compression` and the command lines know it under, and class
 _CLASSES = {
     "topk": "TopK",
+    "chunk_topk": "ChunkTopK",
     "cltk": "CLTK",
     "randomk": "RandomK",
     "hard_threshold": "HardThreshold",

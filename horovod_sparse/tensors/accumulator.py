@@ -239,6 +239,9 @@ class TensorKernels(Kernels):
                 break
         return indices
 
+    def largest_of_each(self, values: Tensor, chunk: int, quotas: NDArray[np.int64]) -> Indices:
+        return to_host(plain_kernels.largest_of_each(values, chunk, to_device(quotas, self._device)))
+
     def kth(self, values: Tensor, maxima: Tensor, k: int, start: int, stop: int) -> int:
         for dense in (False, True):
             bits, overflow = to_host(self._bodies.kth(values, maxima, self.layout, k, start, stop, dense))

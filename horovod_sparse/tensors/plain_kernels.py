@@ -262,6 +262,20 @@ def largest(
     return report, where[chosen].to(torch.int32)
 
 
+def largest_of_each(values: Tensor, chunk: int, quotas: Tensor) -> Tensor:
+    """As many of the largest of every chunk as its quota says, ascending; ties go to the lowest index."""
+    found, rows = [], max(1, _TILE // chunk)
+    places = torch.arange(min(chunk, values.numel()), device=values.device)
+    for first in range(0, quotas.numel(), rows):
+        keys = magnitudes(values[first * chunk : (first + rows) * chunk])
+        padded = torch.nn.functional.pad(keys, (0, -keys.numel() % places.numel()), value=-1)
+        order = padded.view(-1, places.numel()).sort(dim=1, descending=True, stable=True).indices
+        chosen = torch.zeros_like(order, dtype=torch.bool)
+        chosen.scatter_(1, order, places < quotas[first : first + rows, None])
+        found.append(chosen.view(-1).nonzero().view(-1) + first * chunk)
+    return torch.cat(found).to(torch.int32)
+
+
 def count_at_least(values: Tensor, maxima: Tensor, layout: Layout, thresholds: Sequence[int]) -> Tensor:
     """How many magnitudes reach each threshold."""
     counts = torch.zeros(len(thresholds), dtype=torch.int64, device=values.device)

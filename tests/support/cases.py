@@ -173,6 +173,8 @@ CASES: tuple[Case, ...] = (
     _case("micro", values="float16", indices="gaps", promises=_SKETCH),
     _case("topk", values="2bit", indices="gaps", promises=_EXACT),
     _case("exdyna", values="2bit", promises=_SKETCH),
+    _case("chunk_topk", promises=_EXACT),
+    _case("chunk_topk", chunk=9, values="2bit", indices="gaps", promises=_EXACT),
     _case("spardl", teams="auto", latency_seconds=1.0, values="2bit", indices="gaps"),
     _case("oktopk", values="2bit"),
     _case("exdyna", values="bfloat16", indices="block16", promises=_SKETCH),

@@ -106,6 +106,11 @@ class ReferenceAccumulator:
         order = np.argsort(-self._window(start, stop), kind="stable")
         return np.sort(order[:num_selected] + start).astype(np.int32)
 
+    def largest_of_each(self, chunk: int, quotas: np.ndarray) -> Indices:
+        starts = range(0, self.num_elements, chunk)
+        pairs = zip(starts, quotas.tolist(), strict=True)
+        return np.concatenate([self.largest(k, start, start + chunk) for start, k in pairs])
+
     def kth_magnitude(self, k: int, start: int = 0, stop: int | None = None) -> float:
         return float(np.sort(self._window(start, stop))[-k])
 

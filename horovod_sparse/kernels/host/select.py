@@ -20,7 +20,7 @@ from horovod_sparse.kernels.lanes import (
     successor,
     without_last_bit,
 )
-from horovod_sparse.kernels.layout import Layout
+from horovod_sparse.kernels.layout import Layout, bits_dtype
 from horovod_sparse.kernels.packing import append, append_keys, append_positions
 
 Array = NDArray[Any]
@@ -209,6 +209,45 @@ def select_exactly(values, maxima, block, smallest, ties, start, stop, k, indice
     return count
 
 
+@kernel
+def _reached_by(k, values, start, stop, maxima):  # type: ignore[no-untyped-def]
+    """Magnitude bits that k elements of [start, stop) reach: the k-th largest of about 4 k maxima."""
+    depth = max(1, (stop - start) // (4 * k))
+    count, i = 0, start
+    while i + depth * v.LANES <= stop:
+        tops = v.magnitudes(v.load(values, i))
+        for row in range(1, depth):
+            tops = v.larger(tops, v.magnitudes(v.load(values, i + row * v.LANES)))
+        v.store(maxima, count, tops)
+        count += v.LANES
+        i += depth * v.LANES
+    if count < k:
+        maxima[0] = 0
+        return maxima[0]
+    return np.partition(maxima[:count], count - k)[count - k]
+
+
+@kernel
+def _select_of_each(values, chunk, quotas, maxima, keys, indices, out):  # type: ignore[no-untyped-def]
+    """The largest of every chunk, as many as its quota says, ascending; of ties the first."""
+    at = 0
+    for number in range(quotas.size):
+        k, start = quotas[number], number * chunk
+        stop = min(start + chunk, values.size)
+        if k == 0:
+            continue
+        count = _open(values, start, stop, _reached_by(k, values, start, stop, maxima), indices, keys, 0)
+        smallest = np.partition(keys[:count], count - k)[count - k]
+        ties = k
+        for i in range(count):
+            ties -= keys[i] > smallest
+        for i in range(count):
+            if keys[i] > smallest or (keys[i] == smallest and ties > 0):
+                ties -= keys[i] == smallest
+                out[at] = indices[i]
+                at += 1
+
+
 def _num_bits(values: Array) -> int:
     return values.itemsize * 8 - 1
 
@@ -294,3 +333,12 @@ def at_least(values: Array, maxima: Array, bits: Any, start: int, stop: int, lay
     if len(parts) == 1:
         return parts[0].copy()
     return np.concatenate(parts) if parts else np.empty(0, np.int32)
+
+
+def largest_of_each(values: Array, chunk: int, quotas: NDArray[np.int64]) -> Indices:
+    """The largest magnitudes of every chunk, as many as its quota says, ascending; of ties the first."""
+    room = min(chunk, values.size) + v.LANES
+    maxima, keys = np.empty((2, room), bits_dtype(values.dtype))
+    out = np.empty(int(quotas.sum()), np.int32)
+    _select_of_each(values, chunk, quotas, maxima, keys, np.empty(room, np.int32), out)
+    return out

@@ -20,7 +20,7 @@ from horovod_sparse.wire import Gathered, WireFormat, pack, unpack_sum
 #: bits of a value that survive when it is shared out among ranks whose number is no power of two
 _SHARE_BITS = {"float32": 12, "float64": 26}
 #: 2**32 divided by the golden ratio: its multiples lie evenly, at whichever distance they are taken
-_GOLDEN = 2654435769
+GOLDEN = 2654435769
 
 
 #: (start, stop), in elements
@@ -163,7 +163,7 @@ def discards_meet(step: int) -> bool:
         >>> [step for step in range(80) if discards_meet(step)]
         [12, 33, 46, 67]
     """
-    return (step + 1) * _GOLDEN % 2**32 < 2**28
+    return (step + 1) * GOLDEN % 2**32 < 2**28
 
 
 def cut_and_pack(

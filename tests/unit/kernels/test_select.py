@@ -49,6 +49,19 @@ def test_largest(way, values, block, data):
     np.testing.assert_array_equal(got, reference.largest(values, k, start, stop))
 
 
+@given(values=arrays(), chunk=st.sampled_from([1, 5, 64, 100, 4096]), data=st.data())
+@settings(max_examples=40, deadline=None)
+def test_largest_of_each(values, chunk, data):
+    starts = range(0, values.size, chunk)
+    share = data.draw(st.sampled_from([0.0, 0.003, 0.02, 0.4, 1.0]))
+    quotas = [round(share * min(chunk, values.size - start)) for start in starts]
+    got = select.largest_of_each(values, chunk, np.array(quotas, np.int64))
+    assert got.dtype == np.int32
+    pairs = zip(starts, quotas, strict=True)
+    expected = [reference.largest(values, k, i, min(i + chunk, values.size)) for i, k in pairs]
+    np.testing.assert_array_equal(got, np.concatenate([*expected, np.empty(0, np.int32)]))
+
+
 @given(values=arrays(), block=BLOCKS, data=st.data())
 @settings(max_examples=40, deadline=None)
 def test_kth_magnitude(way, values, block, data):

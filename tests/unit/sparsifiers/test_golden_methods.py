@@ -14,7 +14,15 @@ from scipy.special import gammaln
 from horovod_sparse.arrays import HostAccumulator
 from horovod_sparse.feedback import recipe
 from horovod_sparse.simulation import SimulatedCluster
-from horovod_sparse.sparsifiers import DGC, BucketInfo, HardThreshold, MSTopK, SIDCo, SparsifierState
+from horovod_sparse.sparsifiers import (
+    DGC,
+    BucketInfo,
+    ChunkTopK,
+    HardThreshold,
+    MSTopK,
+    SIDCo,
+    SparsifierState,
+)
 from horovod_sparse.sparsifiers.dragonn import HashFunction, survivors
 from horovod_sparse.sparsifiers.hard_threshold import HardThresholdState
 from horovod_sparse.sparsifiers.sidco import FITS, Excess
@@ -282,3 +290,33 @@ def test_the_last_write_stays() -> None:
 def test_any_number_of_slots(num_slots: int) -> None:
     slots = HashFunction.draw(np.random.default_rng(0), num_slots).slots(np.array([0, 2**31 - 1], np.int32))
     assert ((slots >= 0) & (slots < num_slots)).all()
+
+
+def test_chunk_top_k_by_hand() -> None:
+    # n = 10 in chunks of 4, 4 and 2, density 0.3: k = 3. Step 0: floor(0, 1.2, 2.4, 3) gives 1, 1, 1.
+    sparsifier = ChunkTopK(density=0.3, chunk=4)
+    assert sparsifier.quotas(10, 3, 0).tolist() == [1, 1, 1]
+    # Step 1: 10 * 0.618 = 6, so 0.6 is added: floor(0.6, 1.8, 3.0, 3.6) gives 1, 2, 0.
+    assert sparsifier.quotas(10, 3, 1).tolist() == [1, 2, 0]
+    cluster = SimulatedCluster(recipe("chunk_topk", density=0.3, chunk=4), 10, 2)
+    rows = [
+        np.array([1, 9, 9, 2, 0, 0, -1, 0, 5, -6], np.float32),
+        np.array([0, 0, 0, 0, 3, -4, 2, 1, 1, 1], np.float32),
+    ]
+    # rank 0: the first 9; -1, since nothing is larger in its chunk; -6. Rank 1: zeros give one, too.
+    sum_ = cluster.synchronize(rows)[0]
+    assert sum_.indices.tolist() == [1, 6, 9, 0, 5, 8]
+    assert sum_.values.tolist() == [9, -1, -6, 0, -4, 1]
+    # then 9 is left of the first chunk of rank 0, nothing but 2 zeros of the second; 3 and 2 of rank 1's
+    sum_ = cluster.synchronize([np.zeros(10, np.float32), np.zeros(10, np.float32)])[0]
+    assert sum_.indices.tolist() == [2, 4, 5, 0, 4, 6]
+    assert sum_.values.tolist() == [9, 0, 0, 0, 3, 2]
+
+
+def test_every_chunk_has_its_turns_and_no_more_than_it_holds() -> None:
+    sparsifier = ChunkTopK(density=0.001, chunk=100)  # a tenth of an element per chunk and step
+    quotas = np.array([sparsifier.quotas(1000, 1, step) for step in range(40)])
+    assert (quotas.sum(1) == 1).all()
+    assert (quotas.sum(0) >= 3).all()
+    full = sparsifier.quotas(1050, 1050, 7)
+    assert full.tolist() == [100] * 10 + [50]

@@ -80,6 +80,12 @@ def check_selection(host: Any, ours: Any, generator: np.random.Generator) -> Non
             threshold = host.kth_magnitude(k, low, high)
             assert ours.kth_magnitude(k, low, high) == threshold
             np.testing.assert_array_equal(ours.largest(k, low, high), host.largest(k, low, high))
+        chunk = int(generator.choice([1, 7, 64, 1000]))
+        quotas = generator.integers(0, chunk + 1, -(-n // chunk))
+        quotas[-1] = min(quotas[-1], n - chunk * (quotas.size - 1))
+        np.testing.assert_array_equal(
+            ours.largest_of_each(chunk, quotas), host.largest_of_each(chunk, quotas)
+        )
         threshold = host.kth_magnitude(max(1, n // 30))
         found = ours.at_least(threshold, low, high)
         assert found.dtype == np.int32
