@@ -96,10 +96,10 @@ def fold(
         wrong = torch.zeros_like(old, dtype=torch.bool)
         if companion is not None and moment:
             before = companion[start:stop]
-            square = lasting * before + others[0] * (step * step)
-            wrong = ~_finite(square)
-            companion[start:stop] = torch.where(wrong, before, square)
-            step = torch.where(wrong, 0.0, others[1] * step / (square.sqrt() + others[2]))
+            after = lasting * before + others[0] * (step * step)
+            wrong = ~_finite(after)
+            companion[start:stop] = torch.where(wrong, before, after)
+            step = torch.where(wrong, 0.0, others[1] * step / (after.sqrt() + others[2]))
         elif companion is not None:
             wrong = ~_finite(step)
             step = torch.where(wrong, 0.0, step)
