@@ -16,7 +16,7 @@ from horovod_sparse.feedback import Recipe
 from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.tensorflow._horovod import hvd
 from horovod_sparse.tensorflow.agreement import construction_errors
-from horovod_sparse.tensorflow.dropin import DropIn, Pending
+from horovod_sparse.tensorflow.dropin import DropIn
 from horovod_sparse.tensorflow.private import keep_functions_with_compressors
 from horovod_sparse.tensorflow.state import CheckpointedState, StateKeeper, WithState
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
@@ -127,7 +127,7 @@ class SparseCompressor(WithState, Compressor):
         return CheckpointedState(self._keeper)
 
     @tf.autograph.experimental.do_not_convert
-    def compress(self, tensor: tf.Tensor) -> tuple[tf.Tensor, Pending | None]:
+    def compress(self, tensor: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor | None]:
         """Called by stock Horovod: see `DropIn.compress`."""
         if self.synchronizer is not None:
             raise UnsupportedError(
@@ -139,11 +139,9 @@ class SparseCompressor(WithState, Compressor):
         return self._dropin.compress(tensor)
 
     @tf.autograph.experimental.do_not_convert
-    def decompress(self, tensor: tf.Tensor, ctx: Pending | None) -> tf.Tensor:
-        """Called by stock Horovod: see `DropIn.decompress`."""
-        if ctx is None or self._dropin is None:
-            return tensor
-        return self._dropin.decompress(tensor, ctx)
+    def decompress(self, tensor: tf.Tensor, ctx: tf.Tensor | None) -> tf.Tensor:
+        """Called by stock Horovod with what it has summed, and what `compress` gave: the sum."""
+        return tensor if ctx is None else tf.identity(ctx)
 
     def __repr__(self) -> str:
         return describe_recipe(self.recipe)

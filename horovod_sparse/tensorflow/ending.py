@@ -1,37 +1,51 @@
-"""The end of a step on the host: its sums are applied, or all ranks take it back."""
+"""How a step ends: it is applied, or all ranks take it back; and what has to be equal on all of them then.
+
+A loss is scaled so that small gradients survive in float16; the scale changes from step to step, and an
+overflow is no error but a sign that it is too large. Residuals outlive both.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
+from horovod_sparse.tensorflow._horovod import hvd, is_elastic
+from horovod_sparse.tensorflow.agreement import carry_out_together, label_of
+from horovod_sparse.tensorflow.collectives import known_to_elastic, not_folded
+from horovod_sparse.tensorflow.graph import HOST, HostFunctions
 from horovod_sparse.tensorflow.parts import Part
 from horovod_sparse.tensorflow.replanning import Replanning
 from horovod_sparse.tensorflow.task import idle_seconds
-from horovod_sparse.tensorflow.tensors import numpy_dtype
+from horovod_sparse.tensorflow.tensors import as_variable, is_comparable, numpy_dtype, times
 from horovod_sparse.tensorflow.training import VariablesTraining
-from horovod_sparse.training.outcome import Outcome
+from horovod_sparse.tensorflow.waiting import Watch
+from horovod_sparse.training.drift import DriftCheck, HostEntry
+from horovod_sparse.training.outcome import Outcome, Verdict
 
 
 class Ending:
     """Takes what the coroutines of a step have returned, when all of them have ended."""
 
-    def __init__(self, training: VariablesTraining, replanning: Replanning, average: bool) -> None:
+    def __init__(
+        self, training: VariablesTraining, replanning: Replanning, average: bool, leaves_one_alone: bool
+    ) -> None:
         self._training, self._replanning, self._average = training, replanning, average
+        #: with one rank gradients are applied as they are: of the step nothing stays
+        self._leaves_one_alone = leaves_one_alone
         self._lock = threading.Lock()
 
-    def finish(self, parts: Sequence[Part], scale: float | None = None) -> tuple[list[np.ndarray], Outcome]:
-        """Dense gradients, one per variable of the parts, times `scale`; zeros where they are not applied.
+    def finish(self, parts: Sequence[Part]) -> tuple[list[np.ndarray], Outcome]:
+        """Dense gradients, one per variable of the parts: sums or averages; zeros where they are not applied.
 
         The step's error is raised here and nowhere else: then it is taken back, and the next one may follow.
         """
-        if scale is None:
-            scale = 1.0 / self._training.size if self._average else 1.0
         try:
-            arrays, outcome = self._finished(parts, scale)
+            arrays, outcome = self._finished(parts)
         except BaseException:
             self._replanning.after_step(went_well=False)
             raise
@@ -39,7 +53,7 @@ class Ending:
             self._replanning.after_step(went_well=outcome == Outcome.APPLIED)
         return arrays, outcome
 
-    def _finished(self, parts: Sequence[Part], scale: float) -> tuple[list[np.ndarray], Outcome]:
+    def _finished(self, parts: Sequence[Part]) -> tuple[list[np.ndarray], Outcome]:
         since, overdue = time.perf_counter(), None
         for part in parts:
             overdue = part.task.wait(since, overdue)
@@ -48,6 +62,8 @@ class Ending:
             errors = [part.task.error for part in parts if part.task.error is not None]
             verdict = training.policy.judge(errors, training.host_ranks, again=True)
             training.last_error = verdict.error
+            if self._leaves_one_alone and training.size == 1:
+                verdict = Verdict(Outcome.SKIPPED, drop=True)
             if verdict.outcome != Outcome.APPLIED:
                 for part in parts:
                     part.abandon(drop=verdict.drop, again=verdict.outcome is Outcome.AGAIN)
@@ -55,6 +71,7 @@ class Ending:
                     raise verdict.error
                 shapes = [(shape, numpy_dtype(part.dtype)) for part in parts for shape in part.shapes]
                 return [np.zeros(shape, dtype) for shape, dtype in shapes], verdict.outcome
+            scale = 1.0 / training.size if self._average else 1.0
             applied = [part.apply(scale) for part in parts]
             training.step += 1
             telemetry, decision = training.telemetry, training.decision
@@ -64,3 +81,143 @@ class Ending:
             waited = idle_seconds([part.task for part in parts], now)
             telemetry.record(training.step, [report for _, report in applied], waited)
             return [array for arrays, _ in applied for array in arrays], verdict.outcome
+
+
+class Replicas:
+    """Compares variables with those of the other ranks, within the graph of a step."""
+
+    def __init__(self, training: VariablesTraining, host: HostFunctions, watch: Watch) -> None:
+        self._training, self._host, self._watch = training, host, watch
+        #: by names of the variables that are synchronized together: others may be changed meanwhile
+        self._checks: dict[frozenset[str], DriftCheck] = {}
+
+    def check_of(self, variables: Sequence[Any]) -> DriftCheck | None:
+        """Of these variables; None where there is none, or nobody to compare with."""
+        known = map(self._training.name_of, variables)
+        names = frozenset(name for name in known if name is not None)
+        check = self._checks.get(names)
+        if check is None:
+            check = DriftCheck(self._training.settings, self._training.telemetry)
+            check.restart(self._training.step)
+            self._checks[names] = check
+        alone = self._training.size == 1 and not is_elastic()
+        return None if alone or not check.every else check
+
+    def restart(self) -> None:
+        """All ranks go on alike, from the step that is theirs now."""
+        for check in self._checks.values():
+            check.restart(self._training.step)
+
+    def compared(
+        self, due: tf.Tensor, check: DriftCheck, variables: Sequence[Any], also_equal: Sequence[Any]
+    ) -> tf.Tensor:
+        """Compares variables with those of the other ranks where that is due, before they change again.
+
+        They are read in the graph, which knows what was to be written to them before.
+        """
+        every = {self._training.name_of(one) or f"variable {i}": one for i, one in enumerate(variables)}
+        every |= {f"variable {i} of the optimizer": one for i, one in enumerate(also_equal)}
+        named = {name: variable for name, one in every.items() if is_comparable(variable := as_variable(one))}
+
+        def compare(*arrays: np.ndarray) -> np.ndarray:
+            pairs = zip(named.items(), arrays, strict=True)
+            entries = [HostEntry(name, array, variable.assign) for (name, variable), array in pairs]
+            check_them = check.run(self._training.step - 1, self._training.rank, entries)
+            name = f"{self._training.engine.label}.drift"
+            try:
+                with self._watch.together(name):
+                    carry_out_together(check_them, self._training.process_set, name)
+            except Exception as error:
+                self._training.last_error = error
+                raise
+            return np.zeros((), np.int32)
+
+        def checked() -> tf.Tensor:
+            with tf.device(HOST):
+                values = [variable.read_value() for variable in named.values()]
+                done = self._host.run(compare, values, [tf.int32])[0]
+            done.set_shape([])
+            return done
+
+        return tf.cond(due, checked, lambda: tf.zeros([], tf.int32))
+
+
+class ScaledReduction:
+    """Reduces gradients of a scaled loss; not finite on any rank, they become NaN on all.
+
+    Residuals are kept without the scale. Scales are powers of two, so nothing is lost when gradients are
+    multiplied by it again.
+    """
+
+    def __init__(self, process_set: Any, watch: Watch | None = None) -> None:
+        self._process_set, self._name = process_set, ""
+        self._watch = watch or Watch(None, process_set)
+
+    def __call__(
+        self,
+        reduce: Callable[[list[Any]], list[Any]],
+        gradients: Sequence[Any],
+        variables: Sequence[Any],
+        scale: Any,
+        skips: bool = True,
+    ) -> list[Any]:
+        """Reduced gradients, of the loss times the scale."""
+
+        def reduced() -> list[Any]:
+            sums = reduce([times(gradient, 1.0 / scale) for gradient in gradients])
+            return [times(gradient, scale) for gradient in sums]
+
+        def skipped() -> list[Any]:
+            return [times(gradient, float("nan")) for gradient in gradients]
+
+        if not skips:
+            return reduced()
+        num_bad = self._num_bad(gradients, variables)
+        if tf.executing_eagerly():
+            return skipped() if int(num_bad) else reduced()
+        # both branches give the same ones; which ones a reduction gives is known when it is traced
+        given: list[int] = []
+
+        def reduced_ones() -> list[Any]:
+            sums = reduced()
+            given[:] = [i for i, gradient in enumerate(sums) if gradient is not None]
+            return [sums[i] for i in given]
+
+        def skipped_ones() -> list[Any]:
+            zeros = [tf.zeros_like(as_variable(variable)) for variable in variables]
+            every = [zeros[i] if gradient is None else gradient for i, gradient in enumerate(gradients)]
+            return [times(every[i], float("nan")) for i in given]
+
+        results = iter(tf.cond(tf.equal(num_bad, 0), reduced_ones, skipped_ones))
+        return [next(results) if i in given else None for i in range(len(gradients))]
+
+    def _num_bad(self, gradients: Sequence[Any], variables: Sequence[Any]) -> tf.Tensor:
+        """On how many ranks a gradient is not finite."""
+        if not self._name:
+            every = [as_variable(variable) for variable in variables]
+            self._name = label_of("horovod_sparse.finite", self._process_set, every)
+        present = [gradient for gradient in gradients if gradient is not None]
+        bad = [tf.reduce_any(~tf.math.is_finite(_values(gradient))) for gradient in present]
+
+        def summed(number: tf.Tensor) -> tf.Tensor:
+            with known_to_elastic():
+                return hvd.allreduce(
+                    not_folded(number),
+                    op=hvd.Sum,
+                    name=self._name,
+                    ignore_name_scope=True,
+                    process_set=self._process_set,
+                )
+
+        return self._watch.around(tf.cast(tf.reduce_any(bad), tf.int32), self._name, summed)
+
+
+def nan_where(gradients: Sequence[Any], skipped: Any) -> list[Any]:
+    """Gradients that have a LossScaleOptimizer skip a step where all ranks are to skip it."""
+    if skipped is None:
+        return list(gradients)
+    return [times(gradient, tf.where(skipped, float("nan"), 1.0)) for gradient in gradients]
+
+
+def _values(gradient: Any) -> tf.Tensor:
+    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient

@@ -8,7 +8,7 @@ operation and the process set are local variables of the calling functions. Need
   `_make_cached_allreduce_grads_fn` with its `cache`, `mpi_ops._basics.init` (in `_horovod.py`), and of its
   Keras optimizers `_allreduce_grads` and `_agg_helper` (in `keras/keras2.py`);
 * TensorFlow: a graph's `outer_graph`, `experimental_acd_manager` and `_control_dependencies_stack` (in
-  `graph.py` and `order.py`), a `tf.cond` as `If` or `StatelessIf` with the attribute `then_branch`;
+  `graph.py`);
 * tf-keras: `_is_wrapped_by_loss_scale_optimizer`, which a LossScaleOptimizer sets on the optimizer that it
   keeps as `_optimizer`; its `_loss_scale`; `_create_all_weights`, `_initial_epoch`, `_training_state`;
 * Keras 3: `KerasSaveable`, `_trainable_variables`, and `_moments` of batch normalization.
@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -52,15 +52,16 @@ class StockCall:
 
     #: of the function that synchronizes all gradients of a tape or optimizer
     frame: FrameType
-    #: of the gradient among them
-    position: int
     gradients: Sequence[Any]
     variables: Sequence[Any] | None
     process_set: Any
+    #: what it does with the gradients: the average, not the sum, and times what
+    averages: bool
+    scale: float
+    #: the same in words, which ranks compare
+    declared: Mapping[str, object]
     #: of Keras, where one has called
     optimizer: Any = None
-    #: what it does with the gradients, in words: ranks compare it
-    declared: Mapping[str, object] = field(default_factory=dict)
 
     def name(self, position: int) -> str:
         """Of a variable, for messages."""
@@ -102,17 +103,22 @@ def refuse_adasum(op: Any) -> None:
 def _described(tensor: tf.Tensor, inner: FrameType, outer: FrameType) -> StockCall:
     refuse_adasum(inner.f_locals.get("op"))
     gradients = list(outer.f_locals["grads"])
-    positions = [i for i, gradient in enumerate(gradients) if gradient is tensor]
-    if not positions:
+    if not any(gradient is tensor for gradient in gradients):
         raise UnsupportedError("the gradient that is compressed is none of those that are synchronized")
     variables = outer.f_locals.get("vars")
     process_set, optimizer = inner.f_locals["process_set"], _optimizer(outer)
-    declared = {
-        "op": op_name(inner.f_locals.get("op")),
-        "prescale_factor": inner.f_locals.get("prescale_factor"),
-        "postscale_factor": inner.f_locals.get("postscale_factor"),
-    }
-    return StockCall(outer, positions[0], gradients, variables, process_set, optimizer, declared)
+    op, before, after = (inner.f_locals[name] for name in ("op", "prescale_factor", "postscale_factor"))
+    declared = {"op": op_name(op), "prescale_factor": before, "postscale_factor": after}
+    return StockCall(
+        outer,
+        gradients,
+        variables,
+        process_set,
+        op == hvd.Average,
+        before * after,
+        declared,
+        optimizer,
+    )
 
 
 def _optimizer(frame: FrameType) -> Any:
@@ -121,15 +127,6 @@ def _optimizer(frame: FrameType) -> Any:
     return next(
         (one for one in callers if hasattr(one, "_allreduce_grads") and hasattr(one, "get_config")), None
     )
-
-
-def result_of_branch(graph: Any, outer: Any) -> tf.Tensor:
-    """The first result of the `tf.cond` in `outer` whose first branch is `graph`."""
-    for operation in reversed(outer.get_operations()):
-        is_cond = operation.type in ("If", "StatelessIf")
-        if is_cond and operation.get_attr("then_branch").name == graph.name:
-            return operation.outputs[0]
-    raise UnsupportedError("Horovod's own tf.cond was not found: this version of TensorFlow is not supported")
 
 
 def scaler_of(optimizer: Any) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,16 +16,20 @@ from horovod_sparse.plans.plan import Plan
 from horovod_sparse.tensorflow._horovod import hvd, is_elastic, takes_part
 from horovod_sparse.tensorflow.collectives import reduce_densely
 from horovod_sparse.tensorflow.driver import Driver
-from horovod_sparse.tensorflow.ending import Ending
-from horovod_sparse.tensorflow.graph import EagerCalls, refuse_differentiation, refuse_graphs
-from horovod_sparse.tensorflow.loss_scale import ScaledReduction, nan_where
-from horovod_sparse.tensorflow.order import WAITING, Order, gate, ungated
+from horovod_sparse.tensorflow.ending import Ending, Replicas, ScaledReduction, nan_where
+from horovod_sparse.tensorflow.graph import (
+    WAITING,
+    EagerCalls,
+    Order,
+    gate,
+    refuse_differentiation,
+    refuse_graphs,
+    ungated,
+)
 from horovod_sparse.tensorflow.parts import Part, SparseBucket
 from horovod_sparse.tensorflow.replanning import Replanning
-from horovod_sparse.tensorflow.replicas import Replicas
 from horovod_sparse.tensorflow.tensors import as_dense, as_rate, as_variable
-from horovod_sparse.tensorflow.training import VariablesTraining
-from horovod_sparse.tensorflow.variables_engine import VariablesEngine
+from horovod_sparse.tensorflow.training import VariablesEngine, VariablesTraining
 from horovod_sparse.tensorflow.waiting import Watch
 from horovod_sparse.training.agreement import AgreedStatus
 from horovod_sparse.training.outcome import Outcome
@@ -39,19 +42,6 @@ if TYPE_CHECKING:
 
 #: tf.Tensor, tf.IndexedSlices or None
 Gradient = Any
-
-
-@dataclass(frozen=True, eq=False)
-class Unsettled:
-    """A synchronization in a graph up to its end."""
-
-    parts: list[Part]
-    #: of their ends: see `Driver.start`
-    tokens: list[tf.Tensor]
-    #: of all parts' variables, one part behind the other, among those given
-    positions: list[int]
-    #: the gradients; where no part has them, their sums
-    results: list[Gradient]
 
 
 class GradientSynchronizer(VariablesTraining):
@@ -69,6 +59,7 @@ class GradientSynchronizer(VariablesTraining):
         *,
         process_set: Any = None,
         average: bool = True,
+        leaves_one_alone: bool = False,
         sparse_as_dense: bool = False,
         groups: Any = None,
         name: str = "horovod_sparse",
@@ -78,11 +69,14 @@ class GradientSynchronizer(VariablesTraining):
         op = "Average" if average else "Sum"
         engine = VariablesEngine(ranks, settings.levels, op=op, sparse_as_dense=sparse_as_dense)
         super().__init__(engine, recipe, settings, name, groups)
-        self.average, self.sparse_as_dense = average, sparse_as_dense
+        self._averages, self.sparse_as_dense = average, sparse_as_dense
         self.replanning = Replanning(self)
         self.watch = Watch(settings.deadline_seconds, ranks, self._noted)
         self._scaled = ScaledReduction(ranks, self.watch)
-        self._driver, self._ending = Driver(self, self.watch), Ending(self, self.replanning, average)
+        self._driver, self._ending = (
+            Driver(self, self.watch),
+            Ending(self, self.replanning, average, leaves_one_alone),
+        )
         self._order, self.host = Order(), self._driver.host
         self._replicas = Replicas(self, self.host, self.watch)
         self._eagerly, self._agreeing = EagerCalls(self._build), threading.Lock()
@@ -202,11 +196,10 @@ class GradientSynchronizer(VariablesTraining):
         """What `_build` gives, and what is there when it ends; None where no part takes part."""
         absent = self.absent(variables)
         every = [*gradients, *(None for _ in absent)]
-        started = self.start(every, [*variables, *absent.values()], rate)
-        results, parts, num_given = started.results, started.parts, len(gradients)
+        results, by_name, parts, tokens = self._started(every, [*variables, *absent.values()], rate)
         policy, check = self.settings.on_nonfinite, self._replicas.check_of(variables)
         if not parts:
-            return results[:num_given] + [tf.constant(False)] * (policy != RAISE), None
+            return results[: len(gradients)] + [tf.constant(False)] * (policy != RAISE), None
         like = [(tf.as_dtype(part.dtype), shape) for part in parts for shape in part.shapes]
         like += [(tf.int32, ()), (tf.bool, ())]
         absent_names = frozenset(absent)
@@ -228,7 +221,7 @@ class GradientSynchronizer(VariablesTraining):
 
         waits = is_elastic() or check is not None or any(part.task.between_pairs for part in parts)
         with WAITING.behind() if waits else contextlib.nullcontext():
-            outputs = settled(started.tokens)
+            outputs = settled(tokens)
             if policy == ZERO:
                 *_, outcome, _ = first = outputs
 
@@ -242,17 +235,25 @@ class GradientSynchronizer(VariablesTraining):
                 end = self._replicas.compared(due, check, variables, self.also_equal())
         for order in (self._order, WAITING) if waits else (self._order,):
             order.note(end)
-        skipped = [] if policy == RAISE else [tf.equal(outcome, int(Outcome.SKIPPED))]
         self.watch.disarm(end)
-        given = [every[i] for i in started.positions if every[i] is not None]
+        names = [name for part in parts for name in part.names]
+        given = [every[by_name[name]] for name in names if every[by_name[name]] is not None]
         if given:
             sums = refuse_differentiation(sums, given)
-        for position, sum_ in zip(started.positions, sums, strict=True):
-            results[position] = sum_
-        return results[:num_given] + skipped, end
+        for name, sum_ in zip(names, sums, strict=True):
+            results[by_name[name]] = sum_
+        results = results[: len(gradients)]
+        return results + ([] if policy == RAISE else [tf.equal(outcome, int(Outcome.SKIPPED))]), end
 
-    def start(self, gradients: Sequence[Gradient], variables: Sequence[Any], rate: tf.Tensor) -> Unsettled:
-        """Everything up to the end of the last round; for those who finish in a way of their own."""
+    def _started(
+        self, gradients: Sequence[Gradient], variables: Sequence[Any], rate: tf.Tensor
+    ) -> tuple[list[Gradient], dict[str, int], list[Part], list[tf.Tensor]]:
+        """Everything up to the end of the last round.
+
+        Returns:
+            The gradients; where no part has them, their sums. By name, the positions of those that have one.
+            The parts. And tokens of their ends, see `Driver.start`.
+        """
         with self.watch.together(f"{self.engine.label or 'horovod_sparse'}.plan"):
             added = self.add(gradients, variables)
         if added:
@@ -269,7 +270,7 @@ class GradientSynchronizer(VariablesTraining):
                     by_name[name] = i
                 elif gradient is not None:
                     label = f"{self.engine.label}.other{i}"
-                    results[i] = reduce_densely(gradient, label, self.process_set, self.average)
+                    results[i] = reduce_densely(gradient, label, self.process_set, self._averages)
             parts, given = self.parts_of(by_name), self.replanning.stamped(gradients, by_name, self.host)
             tensors = [
                 [
@@ -280,12 +281,8 @@ class GradientSynchronizer(VariablesTraining):
             ]
             for part in parts:
                 if isinstance(part, SparseBucket):
-                    part.scale = 1.0 if self.engine.declared()["op"] == "Sum" else None
+                    part.scale = None if self._averages else 1.0
             tokens = self._driver.start(parts, tensors, rate)
         if parts:
             self.watch.arm()
-        return Unsettled(parts, tokens, [by_name[name] for part in parts for name in part.names], results)
-
-    def finish(self, parts: Sequence[Part], scale: float) -> list[np.ndarray]:
-        """The end of parts that were started, for those who finish in a way of their own."""
-        return self._ending.finish(parts, scale)[0]
+        return results, by_name, parts, tokens

@@ -13,7 +13,7 @@ from horovod_sparse.tensorflow._horovod import hvd, present_start
 from horovod_sparse.tensorflow.agreement import compare_densely, construction_errors
 from horovod_sparse.tensorflow.arguments import Arguments, checked_layers
 from horovod_sparse.tensorflow.compression import Compression
-from horovod_sparse.tensorflow.order import ungated
+from horovod_sparse.tensorflow.graph import ungated
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
 from horovod_sparse.tensorflow.tensors import as_variable, scaled_locally
 from horovod_sparse.training.settings import PlannedOptions

@@ -204,7 +204,6 @@ KERAS_BY_DAY = (
     "test_ranks_that_stand_at_different_steps_start_alike[cltk",
     "test_a_bad_rank_is_left_out_or_the_step_is_skipped[topk:density=0.1]",
     "test_a_sum_that_is_not_finite_is_applied_by_nobody[gtopk]",
-    "test_replicas_that_come_apart_are_found[resync]",
     "test_another_version_is_told_to_all",
     "test_some_of_the_ranks_train_alone",
 )

@@ -15,8 +15,6 @@ from horovod.tensorflow.keras import *  # noqa: F403
 # "from ... import callbacks" would find Horovod's, which the line above has brought
 import horovod_sparse.tensorflow.keras.callbacks as callbacks  # noqa: F401
 import horovod_sparse.tensorflow.keras.elastic as elastic  # noqa: F401
-from horovod_sparse.tensorflow.checkpoint import load as load
-from horovod_sparse.tensorflow.checkpoint import save as save
 from horovod_sparse.tensorflow.compression import Compression as Compression
 from horovod_sparse.tensorflow.compression import SparseCompressor as SparseCompressor
 from horovod_sparse.tensorflow.keras.optimizer import DistributedOptimizer as DistributedOptimizer
@@ -24,3 +22,5 @@ from horovod_sparse.tensorflow.keras.optimizer import (
     PartialDistributedOptimizer as PartialDistributedOptimizer,
 )
 from horovod_sparse.tensorflow.keras.optimizer import load_model as load_model
+from horovod_sparse.tensorflow.state import load as load
+from horovod_sparse.tensorflow.state import save as save

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from horovod_sparse.checks import check_count
 from horovod_sparse.errors import ArgumentError
-from horovod_sparse.tensorflow import checkpoint
+from horovod_sparse.tensorflow import state
 from horovod_sparse.tensorflow._horovod import hvd
 from horovod_sparse.tensorflow.functions import broadcast_variables
 from horovod_sparse.tensorflow.tensors import as_variable, build, variables_of
@@ -323,13 +323,13 @@ class CheckpointCallback(tf.keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Goes on from the newest checkpoint, if there is any on some rank."""
-        if not checkpoint.is_anything_there(self.directory, self.model.optimizer):
+        if not state.is_anything_there(self.directory, self.model.optimizer):
             return
         if not self.model.built:
             raise ArgumentError("model", type(self.model), "one that is built: model.build(...) before fit")
         optimizer = self.model.optimizer
         build(optimizer, self.model.trainable_variables)
-        self.loaded_step, more = checkpoint.load_more(self.directory, optimizer, None, self._variables())
+        self.loaded_step, more = state.load_more(self.directory, optimizer, None, self._variables())
         self._epoch = int(more["epoch"])
         if hasattr(self.model, "_initial_epoch"):
             self.model._initial_epoch = self._epoch  # where Keras' BackupAndRestore puts it
@@ -357,7 +357,7 @@ class CheckpointCallback(tf.keras.callbacks.Callback):
 
     def _save(self, epoch: int) -> None:
         variables, more = self._variables(), {"epoch": epoch}
-        checkpoint.save_more(self.directory, self.model.optimizer, self.keep, variables, more)
+        state.save_more(self.directory, self.model.optimizer, self.keep, variables, more)
 
     def _variables(self) -> list[Any]:
         # with states of random generators, where they are variables: they are this rank's own

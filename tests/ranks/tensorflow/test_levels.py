@@ -13,7 +13,7 @@ from horovod_sparse.feedback import recipe
 from horovod_sparse.merging import Plan
 from horovod_sparse.planning.calibration import Extent, calibration
 from horovod_sparse.sparsifiers import TopK
-from horovod_sparse.tensorflow.state import load, save
+from horovod_sparse.tensorflow.state import entry_of, load_entry
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
 from horovod_sparse.tensorflow.tensors import numpy_dtype
 from horovod_sparse.topology import Topology
@@ -53,7 +53,7 @@ def made(chosen, dtype: str = "float32", **arguments):
 
 def total_held(synchronizer):
     """The sum over ranks of what waits for each variable."""
-    entry = save(synchronizer)
+    entry = entry_of(synchronizer)
     return [
         hvd.allreduce(
             tf.constant(entry["residuals"][name]), op=hvd.Sum, name=f"held.{next(_numbers)}"
@@ -67,11 +67,14 @@ def test_entries_that_ranks_of_a_host_swap_lose_nothing_where_all_start_anew(ran
     first, synchronize = made(recipe("exdyna", density=0.05))
     for step in range(3):
         synchronize(gradients(rank, step))
-    held, everyone = total_held(first), hvd.allgather_object(save(first), name=f"swapped.{next(_numbers)}")
+    held, everyone = (
+        total_held(first),
+        hvd.allgather_object(entry_of(first), name=f"swapped.{next(_numbers)}"),
+    )
     second, again = made(recipe("exdyna", density=0.05))
     nothing = [np.zeros(shape, np.float32) for shape in SHAPES]
     again(nothing)
-    load(second, everyone[{0: 1, 1: 0}.get(rank, rank) if size > 1 else rank])
+    load_entry(second, everyone[{0: 1, 1: 0}.get(rank, rank) if size > 1 else rank])
     applied = again(nothing)
     for was, now, found in zip(held, total_held(second), applied, strict=True):
         np.testing.assert_allclose(now + found, was, rtol=1e-6, atol=1e-5)

@@ -36,7 +36,7 @@ def check_replicas(model, everywhere):
     ("compression", "run_eagerly"),
     [
         (EVERYTHING, False),
-        ("none", False),
+        pytest.param("none", False, marks=NIGHT),
         pytest.param(EVERYTHING, True, marks=NIGHT),
         pytest.param("none", True, marks=NIGHT),
     ],
@@ -64,7 +64,8 @@ def test_groups(dense, compression, rank, size):
         assert len(optimizer.state_dict()["plan"]["buckets"]) == 3
 
 
-@pytest.mark.parametrize("compression", BOTH)
+@pytest.mark.nightly
+@pytest.mark.parametrize("compression", [EVERYTHING, "none"])
 def test_sum(compression, rank, size):
     model = make_model()
     fit(
@@ -77,7 +78,7 @@ def test_sum(compression, rank, size):
     np.testing.assert_allclose(flat(model), flat(expected), **CLOSE)
 
 
-@pytest.mark.parametrize("compression", BOTH)
+@pytest.mark.parametrize("compression", [pytest.param(EVERYTHING, marks=NIGHT), "none"])
 def test_process_set(compression, rank, size, process_set):
     ranks = process_set([0, size - 1] if size > 2 else [0])
     model = make_model()

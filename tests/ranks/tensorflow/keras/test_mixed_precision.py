@@ -42,6 +42,7 @@ def test_residuals_do_not_know_the_scale(rank, size):
     np.testing.assert_allclose(residual(optimizer), residual(plain), rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.nightly
 def test_float16_begins_with_a_scale_that_is_too_large(policy, rank, size, everywhere):
     """All ranks halve it together until a step is taken: as often as in dense training."""
     policy("mixed_float16")

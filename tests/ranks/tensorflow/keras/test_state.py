@@ -84,6 +84,7 @@ class Interruption(keras.callbacks.Callback):
             raise KeyboardInterrupt
 
 
+@pytest.mark.nightly
 def test_backup_and_restore(uninterrupted, tmp_path, rank, size):
     backup = str(tmp_path / f"rank-{rank}")
     with pytest.raises(KeyboardInterrupt):
