@@ -15,6 +15,7 @@ from horovod_sparse.tensorflow.agreement import op_name
 from horovod_sparse.tensorflow.compression import Compression, SparseCompressor
 from horovod_sparse.tensorflow.private import refuse_adasum
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
+from horovod_sparse.training.compression import check_compression
 from horovod_sparse.training.settings import PlannedOptions, Settings, refuse_without_sparsifier
 
 
@@ -44,6 +45,8 @@ class Arguments:
         """Those of a public function, which gives its ``locals()`` before there are others."""
         name = f"{front_end.__module__.rpartition('.')[0]}.{front_end.__name__}"
         beside = [one for one in _parameters(front_end) if one != "options"]
+        if not isinstance(given["compression"], str):
+            check_compression(given["compression"])
         settings = Settings.of(given["options"], name, PlannedOptions, beside)
         return cls(settings=settings, **{name: given[name] for name in _NAMES if name in given})
 

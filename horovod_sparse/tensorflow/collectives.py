@@ -158,6 +158,11 @@ def carry_out(
 
 def reduce_densely(gradient: Any, name: str, process_set: Any, average: bool) -> Any:
     """The sum or average over ranks, of the kind of the gradient."""
+    if gradient.dtype.is_complex:
+        raise UnsupportedError(
+            f"a gradient of {gradient.dtype.name}: Horovod sums real numbers. Keep real and imaginary parts "
+            "as variables of their own, or the variable local (register_local_source)"
+        )
     common = {"ignore_name_scope": True, "process_set": process_set}
     gradient = not_folded(gradient)
     with known_to_elastic():

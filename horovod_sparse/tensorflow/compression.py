@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +50,8 @@ class SparseCompressor(WithState, Compressor):
     def __init__(self, recipe: Recipe, process_set: Any = None) -> None:
         self.recipe, self.process_set = recipe, process_set
         self._arguments: dict[str, Any] = {}
+        #: whose gradients it sparsifies: an optimizer, where it is no tape's
+        self._optimizer: weakref.ref[Any] | None = None
         self._dropin: DropIn | None = None
         #: what stock Horovod has made for it
         self.stock_functions: dict[Any, Any] = {}
@@ -65,6 +68,18 @@ class SparseCompressor(WithState, Compressor):
     def synchronizer(self) -> GradientSynchronizer | None:
         """What `bind` has made; None before, and in stock Horovod's tapes and optimizers."""
         return self._keeper.synchronizer
+
+    def serve(self, optimizer: Any) -> None:
+        """Refuses a second optimizer, and one beside tapes: they would share residuals and steps."""
+        known = None if self._optimizer is None else self._optimizer()
+        if self.synchronizer is not None and known is not optimizer:
+            raise _not_its_own(self)
+        self._optimizer = weakref.ref(optimizer)
+
+    def refuse_optimizer(self) -> None:
+        """Refuses a tape, where an optimizer has it."""
+        if self._optimizer is not None and self._optimizer() is not None:
+            raise _not_its_own(self)
 
     def bind(
         self,
@@ -148,6 +163,15 @@ class SparseCompressor(WithState, Compressor):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (SparseCompressor, (self.recipe,))
+
+
+def _not_its_own(compressor: SparseCompressor) -> ArgumentError:
+    return ArgumentError(
+        "compression",
+        compressor,
+        "a compressor of its own to every optimizer, and to tapes: this one is another's. What a tape has "
+        "synchronized goes to a plain optimizer",
+    )
 
 
 def _comparable(value: Any) -> Any:

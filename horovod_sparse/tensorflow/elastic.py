@@ -15,6 +15,7 @@ from horovod.tensorflow.elastic import run as run
 from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.tensorflow._horovod import hvd
 from horovod_sparse.tensorflow.functions import broadcast_object, broadcast_variables
+from horovod_sparse.tensorflow.state import distributed_in
 from horovod_sparse.tensorflow.tensors import as_variable, build, variables_of
 
 
@@ -78,16 +79,14 @@ class TensorFlowKerasState(_StockKerasState):
 
     def _save_model(self) -> None:
         self._kept = _Variables(self._variables())
-        self._residuals = self.optimizer.state_dict() if self._is_ours else None
+        ours = distributed_in(self.optimizer)
+        self._residuals = None if ours is None else ours.state_dict()
 
     def _load_model(self) -> None:
         self._kept.restore()
-        if self._is_ours:  # a step that has failed is given up so
-            self.optimizer.load_state_dict(self._residuals)
-
-    @property
-    def _is_ours(self) -> bool:
-        return hasattr(self.optimizer, "telemetry") and hasattr(self.optimizer, "load_state_dict")
+        ours = distributed_in(self.optimizer)
+        if ours is not None:  # a step that has failed is given up so
+            ours.load_state_dict(self._residuals)
 
 
 class TensorFlowState(_StockState):

@@ -145,6 +145,53 @@ def refuse_differentiation(sums: Sequence[tf.Tensor], gradients: Sequence[tf.Ten
     return linked
 
 
+#: of gradients that a tape has synchronized
+_MARK = "_horovod_sparse_synchronized"
+#: operations that a gradient goes through when it is clipped or scaled
+_PASSING = ("Identity", "IdentityN", "Cast", "Mul", "RealDiv", "ClipByValue", "Minimum", "Maximum")
+_MOST_PASSED = 32
+
+
+def mark_synchronized(gradients: Sequence[Any]) -> None:
+    """Has these known by `refuse_synchronized`."""
+    for gradient in gradients:
+        if isinstance(gradient, tf.Tensor):
+            setattr(gradient, _MARK, True)
+            if not tf.executing_eagerly():
+                _marked.setdefault(gradient.graph, set()).add(gradient.name)
+
+
+#: names of tensors, by graph: other objects may stand for the same one
+_marked: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
+
+
+def refuse_synchronized(gradients: Sequence[Any]) -> None:
+    """Refuses what a distributed tape has synchronized, to be synchronized a second time.
+
+    In a graph also what was made of it by clipping or scaling; eagerly nothing tells where a tensor is from.
+    """
+    if any(_is_synchronized(gradient) for gradient in gradients if isinstance(gradient, tf.Tensor)):
+        raise UnsupportedError(
+            "these gradients were synchronized already, by a DistributedGradientTape: give the distributed "
+            "optimizer those of a plain tf.GradientTape, or the distributed tape's to a plain optimizer"
+        )
+
+
+def _is_synchronized(gradient: Any) -> bool:
+    if hasattr(gradient, _MARK) or tf.executing_eagerly():
+        return hasattr(gradient, _MARK)
+    waiting = [gradient]
+    for _ in range(_MOST_PASSED):
+        if not waiting:
+            break
+        tensor = waiting.pop()
+        if tensor.name in _marked.get(tensor.graph, ()):
+            return True
+        if tensor.op.type in _PASSING:
+            waiting += tensor.op.inputs
+    return False
+
+
 def _refuse(*_gradients: Any) -> Any:
     raise UnsupportedError(
         "the gradient of a sparsely synchronized gradient is asked for: there is none, since what is sent is "

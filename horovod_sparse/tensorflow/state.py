@@ -179,6 +179,12 @@ class WithState:
             self._horovod_sparse_keeper.load_state_dict(entry)
 
 
+def distributed_in(optimizer: Any) -> Any:
+    """An optimizer of ours: itself, or what a LossScaleOptimizer of tf-keras scales; None without one."""
+    every = (optimizer, getattr(optimizer, "inner_optimizer", None))
+    return next((one for one in every if hasattr(one, "_horovod_sparse_keeper")), None)
+
+
 def _synchronizer(trained: WithState) -> GradientSynchronizer | None:
     keeper = trained._horovod_sparse_keeper
     return None if keeper is None else keeper.synchronizer
@@ -366,9 +372,8 @@ def load_more(
 
 def _keeper_of(source: Any) -> tuple[StateKeeper, Any]:
     """What has the state, and the ranks."""
+    source = distributed_in(source) or source
     keeper = getattr(source, "_horovod_sparse_keeper", None)
-    if keeper is None and hasattr(source, "inner_optimizer"):  # what scales losses under tf-keras
-        return _keeper_of(source.inner_optimizer)
     if not isinstance(keeper, StateKeeper):
         raise ArgumentError(
             "source",

@@ -13,7 +13,7 @@ from horovod_sparse.tensorflow._horovod import hvd, present_start
 from horovod_sparse.tensorflow.agreement import compare_densely, construction_errors
 from horovod_sparse.tensorflow.arguments import Arguments, checked_layers
 from horovod_sparse.tensorflow.compression import Compression
-from horovod_sparse.tensorflow.graph import ungated
+from horovod_sparse.tensorflow.graph import mark_synchronized, ungated
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
 from horovod_sparse.tensorflow.tensors import as_variable, scaled_locally
 from horovod_sparse.training.settings import PlannedOptions
@@ -94,6 +94,7 @@ def DistributedGradientTape(
         arguments.refuse_sparse()
         stock = hvd.DistributedGradientTape
         return _comparing(stock(gradtape, **arguments.taken_by(stock)), arguments)
+    compression.refuse_optimizer()
     return _distributed(gradtape, arguments.checked().synchronizer(), scale_local_gradients)
 
 
@@ -206,6 +207,7 @@ class _Methods(tf.GradientTape):
                 scaled_locally(gradient, process_set) if kept else gradient
                 for gradient, kept in zip(results, is_local, strict=True)
             ]
+        mark_synchronized(results)
         return tf.nest.pack_sequence_as(sources, results)
 
     @tf.autograph.experimental.do_not_convert
@@ -241,7 +243,9 @@ def _comparing(tape: Any, arguments: Arguments) -> Any:
         if _compared_under.get(number) is not present_start():
             compare_densely(arguments.compression, arguments.process_set, **arguments.declared())
             _compared_under[number] = present_start()
-        return gradient(self, *positional, **named)
+        results = gradient(self, *positional, **named)
+        mark_synchronized(tf.nest.flatten(results))
+        return results
 
     cls.gradient = compared
     return tape

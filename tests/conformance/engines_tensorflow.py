@@ -14,6 +14,7 @@ import tensorflow as tf
 import horovod_sparse.tensorflow as hvd
 import horovod_sparse.tensorflow.keras as hvd_keras
 from conformance.engine import RATE, SHAPES, Engine
+from horovod_sparse.errors import StateMismatchError
 from horovod_sparse.feedback import Recipe
 
 __all__ = ["KERAS", "TAPES"]
@@ -104,6 +105,10 @@ class TapeTraining:
             function(given)
         except tf.errors.OpError as error:
             raise self.synchronizer.last_error or error from None
+        except Exception as error:  # where Horovod traces for itself, AutoGraph puts it into one of its own
+            if "StateMismatchError: " in str(error):
+                raise StateMismatchError(str(error)) from None
+            raise
 
     def weights(self) -> dict[str, np.ndarray]:
         return {name: np.asarray(one).astype(np.float64) for name, one in self.variables.items()}

@@ -283,8 +283,7 @@ class TelemetryCallback(tf.keras.callbacks.Callback):
         self._prefix = prefix
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        optimizer = getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
-        telemetry = getattr(optimizer, "telemetry", None)
+        telemetry = getattr(state.distributed_in(self.model.optimizer), "telemetry", None)
         if logs is not None and telemetry is not None:
             logs.update(telemetry.scalars(self._prefix))
 

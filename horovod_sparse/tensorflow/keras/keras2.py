@@ -46,6 +46,18 @@ class _Reduce:
         self.scaler = weakref.ref(scaler)
 
 
+def adopted(optimizer: Any, wrapped: Any) -> Any:
+    """The optimizer itself, with what Horovod's copy of it has besides.
+
+    Horovod makes one from its settings, which do not tell all of it: see `keras3.wrap`.
+    """
+    for name in vars(wrapped).keys() - vars(optimizer).keys():
+        object.__setattr__(optimizer, name, vars(wrapped)[name])
+    object.__setattr__(optimizer, "_name", wrapped._name)
+    object.__setattr__(optimizer, "__class__", type(wrapped))
+    return optimizer
+
+
 def attach(wrapped: Any, synchronizer: GradientSynchronizer, keeper: StateKeeper, again: Again) -> Any:
     """Puts a sparse reduction into what Horovod has made of an optimizer.
 
@@ -90,17 +102,6 @@ def _config_of(method: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[
         return method(self)
 
     return get_config
-
-
-def scaled_again(scaler: Any, wrapped: Any) -> Any:
-    """Another LossScaleOptimizer of the same kind, settings and state."""
-    growth_steps = scaler.dynamic_growth_steps if scaler.dynamic else None
-    again = type(scaler)(wrapped, scaler.dynamic, scaler.initial_scale, growth_steps)
-    if scaler.dynamic:
-        state = again._loss_scale
-        state.current_loss_scale.assign(scaler._loss_scale.current_loss_scale)
-        state.counter.assign(scaler._loss_scale.counter)
-    return again
 
 
 def _emptied(helper: Any, gradients: Sequence[Any]) -> list[Any]:

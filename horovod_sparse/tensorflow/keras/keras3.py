@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.tensorflow.arguments import Again
+from horovod_sparse.tensorflow.graph import refuse_synchronized
 from horovod_sparse.tensorflow.keras.reduction import Accumulation, Reduction
 from horovod_sparse.tensorflow.private import refuse_copies
 from horovod_sparse.tensorflow.state import CheckpointedState, StateKeeper, WithState
@@ -29,18 +30,17 @@ def wrap(
     name: str | None,
     again: Again,
 ) -> Any:
-    """An optimizer of a class derived from that of `optimizer`, with its settings and its state.
+    """The optimizer, adopted: of a class that is derived from its own, with all that it has.
 
-    The class has the name of the one that it is derived from, so that a saved model can be loaded where
-    there is no Horovod.
+    A copy made from its settings would lack what these do not tell: weights that do not decay, attributes of
+    a class of the user's. The class has the name of the one that it is derived from, so that a saved model
+    can be loaded where there is no Horovod.
     """
     if keras.backend.backend() != "tensorflow":
         raise UnsupportedError(
             f"Keras runs on {keras.backend.backend()}: set KERAS_BACKEND=tensorflow, or use "
             "horovod_sparse.torch with PyTorch"
         )
-    if hasattr(optimizer, "_horovod_sparse_reduction"):
-        raise UnsupportedError("the optimizer is a DistributedOptimizer already")
     is_scaler = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     if is_scaler and accumulation is not None:
         raise UnsupportedError(
@@ -49,15 +49,11 @@ def wrap(
         )
     if is_scaler and hasattr(optimizer.inner_optimizer, "_horovod_sparse_reduction"):
         raise _wrong_order()
-    cls = _derived(type(optimizer), is_scaler, again)
-    wrapped = cls._made(optimizer.get_config(), name)
-    if optimizer.built:
-        # what load_model has restored; variables are made in the same order
-        wrapped.build(optimizer._trainable_variables)
-        for variable, restored in zip(wrapped.variables, optimizer.variables, strict=True):
-            variable.assign(restored)
-    wrapped._attach(reduction, accumulation, keeper)
-    return wrapped
+    object.__setattr__(optimizer, "__class__", _derived(type(optimizer), is_scaler, again))
+    if name is not None:
+        optimizer.name = name
+    optimizer._attach(reduction, accumulation, keeper)
+    return optimizer
 
 
 def _wrong_order() -> UnsupportedError:
@@ -74,10 +70,6 @@ def _derived(base: Any, is_scaler: bool, again: Again) -> Any:
         """What differs from the user's optimizer."""
 
         _horovod_sparse_reduction: Reduction | None = None
-
-        @classmethod
-        def _made(cls: Any, config: dict[str, Any], name: str | None) -> Any:
-            return super().from_config(config if name is None else {**config, "name": name})
 
         def _attach(
             self, reduction: Reduction, accumulation: Accumulation | None, keeper: StateKeeper | None
@@ -119,6 +111,7 @@ def _derived(base: Any, is_scaler: bool, again: Again) -> Any:
             apply, reduction = super().apply, self._horovod_sparse_reduction
             if reduction is None or not len(grads):
                 return apply(grads, trainable_variables)
+            refuse_synchronized(grads)
             if not self.built:
                 if trainable_variables is None:
                     return apply(grads, None)  # says that it is not built

@@ -68,7 +68,6 @@ def DistributedOptimizer(
       are kept without the scale;
     * ``jit_compile=True`` is refused. Keras' default "auto" means XLA where there is a GPU: pass
       ``compile(..., jit_compile=False)`` there;
-    * the optimizer's state is taken over where it has one (after ``keras.models.load_model``).
 
     Under tf-keras a `LossScaleOptimizer` may go around or inside (``mixed_float16`` puts it around): it comes
     out around what is distributed, and all ranks skip a step together there, too.
@@ -105,8 +104,9 @@ def DistributedOptimizer(
             `check_every` compares variables of the model alone.
 
     Returns:
-        An optimizer of a class derived from that of `optimizer`, with `telemetry`, `plan`, `decision`,
-        `is_measured`, `replan`, `state_dict`, `load_state_dict` and `register_local_var` besides.
+        The optimizer itself, with all that it has: it is of a class derived from its own now, with
+        `telemetry`, `plan`, `decision`, `is_measured`, `replan`, `state_dict`, `load_state_dict` and
+        `register_local_var`.
 
     Raises:
         ArgumentError: for an argument that is not allowed.
@@ -117,17 +117,17 @@ def DistributedOptimizer(
     arguments = arguments.parsed()
     if not arguments.is_sparse:
         arguments.refuse_sparse()
-    if isinstance(optimizer, tf.compat.v1.train.Optimizer) or not hasattr(optimizer, "get_config"):
-        raise UnsupportedError(
-            f"{type(optimizer).__name__} is no optimizer of Keras. Optimizers of TensorFlow 1 are wrapped by "
-            "horovod.tensorflow.DistributedOptimizer, with Compression.none or .fp16"
-        )
+    _check_optimizer(optimizer)
     again, is_scaler = Again(DistributedOptimizer, arguments), hasattr(optimizer, "inner_optimizer")
     if is_scaler and not is_keras3(optimizer):  # there, what is distributed goes inside
-        return keras2.scaled_again(optimizer, again(optimizer.inner_optimizer))
+        inner = DistributedOptimizer(optimizer.inner_optimizer, **arguments.taken_by(DistributedOptimizer))
+        if arguments.is_sparse:
+            inner._allreduce_grads.scaled_by(optimizer)
+        return optimizer
     synchronizer: GradientSynchronizer | None = None
     keeper: Any = None
     if arguments.is_sparse:
+        arguments.compression.serve(optimizer)
         synchronizer = _synchronizer(arguments, optimizer, is_scaler)
         keeper = arguments.compression._horovod_sparse_keeper
     if is_keras3(optimizer):
@@ -146,9 +146,25 @@ def DistributedOptimizer(
             "gradients. Give 'zero' or 'raise'"
         )
     if synchronizer is None:
-        return _stock(optimizer, **arguments.taken_by(_stock))
+        return keras2.adopted(optimizer, _stock(optimizer, **arguments.taken_by(_stock)))
     dense = replace(arguments, compression=hvd.Compression.none, process_set=synchronizer.process_set)
-    return keras2.attach(_stock(optimizer, **dense.taken_by(_stock)), synchronizer, keeper, again)
+    adopted = keras2.adopted(optimizer, _stock(optimizer, **dense.taken_by(_stock)))
+    return keras2.attach(adopted, synchronizer, keeper, again)
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    if isinstance(optimizer, (str, type)):
+        example = "an optimizer of Keras, made: keras.optimizers.SGD(0.1), say"
+        raise ArgumentError("optimizer", optimizer, example)
+    if isinstance(optimizer, tf.compat.v1.train.Optimizer) or not hasattr(optimizer, "get_config"):
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} is no optimizer of Keras. Optimizers of TensorFlow 1 are wrapped by "
+            "horovod.tensorflow.DistributedOptimizer, with Compression.none or .fp16"
+        )
+    if hasattr(optimizer, "_horovod_sparse_keeper") or hasattr(optimizer, "_allreduce_grads"):
+        raise UnsupportedError(
+            "the optimizer is a DistributedOptimizer already, by horovod_sparse or by Horovod: wrap it once"
+        )
 
 
 def _synchronizer(arguments: Arguments, optimizer: Any, is_scaler: bool) -> GradientSynchronizer:
@@ -226,18 +242,7 @@ def load_model(
     """
     known = {cls.__name__: cls for cls in custom_optimizers or ()} | dict(custom_objects or {})
     model = tf.keras.models.load_model(filepath, custom_objects=known)
-    restored = model.optimizer
-    model.optimizer = DistributedOptimizer(restored, compression=compression, **arguments)
-    if is_keras3(restored):  # variables are taken over already; residuals are in the file alone
-        if str(filepath).endswith(".keras"):
-            model.load_weights(filepath)
-    elif hasattr(restored, "_create_all_weights"):
-        model.optimizer._create_all_weights(model.trainable_variables)
-        if weights := restored.get_weights():  # files of format "keras" have none of the old kind
-            model.optimizer.set_weights(weights)
-    else:
-        restored.build(model.trainable_variables)  # of a SavedModel it is not
-        model.optimizer.build(model.trainable_variables)
-        for variable, value in zip(model.optimizer.variables, restored.variables, strict=True):
-            variable.assign(value)
+    model.optimizer = DistributedOptimizer(model.optimizer, compression=compression, **arguments)
+    if is_keras3(model.optimizer) and str(filepath).endswith(".keras"):
+        model.load_weights(filepath)  # with the residuals
     return model

@@ -58,6 +58,29 @@ def test_passes_and_local_variables_of_an_optimizer_without_a_rate(average, rank
         np.testing.assert_allclose(own, theirs)
 
 
+def test_what_no_config_tells_stays():
+    """Weights that do not decay, and what a class of the user's has of its own."""
+
+    class Mine(keras.optimizers.AdamW):
+        factor = 1.0
+
+        def update_step(self, gradient, variable):
+            super().update_step(self.factor * gradient, variable)
+
+    weights = [tf.Variable([1.0, 2.0], name="weight"), tf.Variable([1.0, 2.0], name="bias")]
+    plain = Mine(0.5, weight_decay=0.5)
+    plain.factor = 0.0
+    plain.exclude_from_weight_decay(var_names=["bias"])
+    optimizer = hvd.DistributedOptimizer(plain, compression=EVERYTHING)
+    optimizer.minimize(lambda: tf.reduce_sum(weights[0]) + tf.reduce_sum(weights[1]), weights)
+    assert [weight.numpy().tolist() for weight in weights] == [[0.75, 1.5], [1.0, 2.0]]
+
+
+def test_horovods_own_is_wrapped_once():
+    with pytest.raises(UnsupportedError, match="already"):
+        hvd.DistributedOptimizer(stock.DistributedOptimizer(keras.optimizers.SGD(0.1)), compression="topk")
+
+
 @pytest.mark.parametrize("kind", ["new", "legacy"])
 def test_passes_of_a_bad_step_are_not_added_to_the_next(kind, rank):
     """Horovod lets infinities through, and goes on; here it is an error, and training goes on after it."""

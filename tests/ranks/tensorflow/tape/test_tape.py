@@ -33,7 +33,7 @@ def _cases():
                 yield pytest.param(given, wrapper, graph, id=case, marks=marks)
 
 
-@pytest.mark.parametrize(("arguments", "wrapper", "graph"), _cases())
+@pytest.mark.parametrize(("arguments", "wrapper", "graph"), list(_cases()))
 def test_density_1_is_dense(rank, size, wrapper, graph, arguments):
     if wrapper == "stock" and isinstance(arguments.get("groups"), list) and not graph:
         pytest.skip("stock Horovod finds no variable by its name where a function's argument stands for it")

@@ -88,9 +88,37 @@ def test_a_residual_that_follows_the_rate_is_for_plain_sgd(caplog):
 
 def test_one_compressor_is_for_one_optimizer():
     compression = hvd.Compression.topk(density=0.1)
-    hvd.DistributedOptimizer(sgd(), compression=compression, op=hvd.Sum)
+    first = hvd.DistributedOptimizer(sgd(), compression=compression)
     with pytest.raises(ArgumentError, match="of its own"):
         hvd.DistributedOptimizer(sgd(), compression=compression)
+    with pytest.raises(ArgumentError, match="of its own"):
+        hvd_tf.DistributedGradientTape(tf.GradientTape(), compression=compression)
+    assert first.telemetry.num_steps == 0
+    of_tapes = hvd.Compression.topk(density=0.1)
+    hvd_tf.DistributedGradientTape(tf.GradientTape(), compression=of_tapes)
+    with pytest.raises(ArgumentError, match="of its own"):
+        hvd.DistributedOptimizer(sgd(), compression=of_tapes)
+
+
+@pytest.mark.parametrize("of_tape", ["topk:density=0.5", "none"])
+@pytest.mark.parametrize(("graph", "clipped"), [(False, False), (True, True)])
+def test_what_a_tape_has_synchronized_is_not_synchronized_again(graph, of_tape, clipped):
+    variable = tf.Variable([1.0, 2.0])
+    optimizer = hvd.DistributedOptimizer(sgd(), compression="topk:density=0.5")
+    optimizer.build([variable])
+    compression = hvd.Compression.parse(of_tape)
+
+    def step():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(variable * variable)
+        tape = hvd_tf.DistributedGradientTape(tape, compression=compression)
+        gradients = tape.gradient(loss, [variable])
+        if clipped:
+            gradients, _ = tf.clip_by_global_norm(gradients, 1.0)
+        optimizer.apply(gradients, [variable])
+
+    with pytest.raises(UnsupportedError, match=r"synchronized already.*tf.GradientTape"):
+        (tf.function(step) if graph else step)()
 
 
 def test_optimizers_that_cannot_be_wrapped():
@@ -131,6 +159,64 @@ def test_settings_and_state_are_taken_over():
     assert wrapped.get_config() == plain.get_config()
     assert [v.numpy().tolist() for v in wrapped.variables] == [v.numpy().tolist() for v in plain.variables]
     assert hvd.DistributedOptimizer(sgd(), name="other", compression="topk").name == "other"
+
+
+def test_what_no_config_tells_stays():
+    """Weights that do not decay, and what a subclass has of its own."""
+
+    class Mine(keras.optimizers.AdamW):
+        factor = 1.0
+
+        def update_step(self, gradient, variable, learning_rate):
+            super().update_step(self.factor * gradient, variable, learning_rate)
+
+    weights = [keras.Variable([1.0, 2.0], name="weight"), keras.Variable([1.0, 2.0], name="bias")]
+    plain = Mine(0.5, weight_decay=0.5)
+    plain.factor = 0.0
+    plain.exclude_from_weight_decay(var_names=["bias"])
+    wrapped = hvd.DistributedOptimizer(plain, compression="topk:density=1.0")
+    wrapped.apply([tf.ones([2])] * 2, weights)
+    assert [weight.numpy().tolist() for weight in weights] == [[0.75, 1.5], [1.0, 2.0]]
+
+
+def test_telemetry_goes_into_the_logs_under_loss_scaling():
+    scaler = keras.optimizers.LossScaleOptimizer(sgd(), initial_scale=8.0)
+    model = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(1)])
+    model.compile(hvd.DistributedOptimizer(scaler, compression="topk:density=0.5"), "mse", jit_compile=False)
+    callbacks = [hvd.callbacks.TelemetryCallback()]
+    history = model.fit(np.ones((2, 2)), np.ones(2), verbose=0, callbacks=callbacks).history
+    assert history["sparse/density_selected"][-1] > 0
+
+
+@pytest.mark.parametrize(
+    ("compression", "words"),
+    [
+        (0.1, r"compression=0.1.*Compression.topk\(density=0.1\)"),
+        (None, r"compression=None.*Compression.none"),
+        (hvd.Compression.exdyna, r"Compression.exdyna\(density=0.1\), with a call"),
+        (hvd.Compression, "Compression.topk"),
+    ],
+    ids=["number", "None", "factory", "class"],
+)
+def test_what_is_no_compression_is_refused_where_it_is_given(compression, words):
+    with pytest.raises(ArgumentError, match=words):
+        hvd.DistributedOptimizer(sgd(), compression=compression)
+    with pytest.raises(ArgumentError, match=words):
+        hvd_tf.DistributedGradientTape(tf.GradientTape(), compression=compression)
+
+
+def test_wrong_arguments_are_refused_by_name():
+    with pytest.raises(ArgumentError, match=r"optimizer='sgd'.*keras.optimizers.SGD"):
+        hvd.DistributedOptimizer("sgd", compression="topk")
+    with pytest.raises(ArgumentError, match=r"plan=.*Plan"):
+        hvd.DistributedOptimizer(sgd(), compression="topk", plan=[["weight"]])
+    compression = hvd.Compression.topk(density=0.5)
+    weight = tf.Variable(tf.complex([1.0], [1.0]))
+    with tf.GradientTape() as tape:
+        loss = tf.math.real(tf.reduce_sum(weight * tf.math.conj(weight)))
+    tape = hvd_tf.DistributedGradientTape(tape, compression=compression)
+    with pytest.raises(UnsupportedError, match="complex64"):
+        tape.gradient(loss, [weight])
 
 
 def test_one_rank_does_what_each_of_many_does():
