@@ -52,6 +52,7 @@ class SparseCompressor(WithState, Compressor):
         self._arguments: dict[str, Any] = {}
         #: whose gradients it sparsifies: an optimizer, where it is no tape's
         self._optimizer: weakref.ref[Any] | None = None
+        self._served = recipe
         self._dropin: DropIn | None = None
         #: what stock Horovod has made for it
         self.stock_functions: dict[Any, Any] = {}
@@ -69,12 +70,15 @@ class SparseCompressor(WithState, Compressor):
         """What `bind` has made; None before, and in stock Horovod's tapes and optimizers."""
         return self._keeper.synchronizer
 
-    def serve(self, optimizer: Any) -> None:
-        """Refuses a second optimizer, and one beside tapes: they would share residuals and steps."""
+    def serve(self, optimizer: Any, recipe: Recipe) -> None:
+        """Refuses a second optimizer, and one beside tapes: they would share residuals and steps.
+
+        The recipe is what it comes to with this optimizer.
+        """
         known = None if self._optimizer is None else self._optimizer()
         if self.synchronizer is not None and known is not optimizer:
             raise _not_its_own(self)
-        self._optimizer = weakref.ref(optimizer)
+        self._optimizer, self._served = weakref.ref(optimizer), recipe
 
     def refuse_optimizer(self) -> None:
         """Refuses a tape, where an optimizer has it."""
@@ -110,7 +114,7 @@ class SparseCompressor(WithState, Compressor):
         compared = {**arguments, **vars(settings)}
         comparable = {name: _comparable(value) for name, value in compared.items()}
         if self.synchronizer is None:
-            self._keeper.attach(GradientSynchronizer(self.recipe, settings, **arguments))
+            self._keeper.attach(GradientSynchronizer(self._served, settings, **arguments))
             self._arguments = comparable
         for name, value in comparable.items():
             if self._arguments.get(name) != value:

@@ -91,6 +91,10 @@ class GradientSynchronizer(VariablesTraining):
         return takes_part(self.process_set)
 
     @property
+    def _makes_steps(self) -> bool:
+        return bool(getattr(self.recipe.feedback, "applies_rate", False))
+
+    @property
     def is_measured(self) -> bool:
         """Whether backward times wait for another plan: from the same step on, on all ranks."""
         return self.replanning.is_measured
@@ -269,6 +273,11 @@ class GradientSynchronizer(VariablesTraining):
                 if name is not None and not isinstance(gradient, tf.IndexedSlices):
                     by_name[name] = i
                 elif gradient is not None:
+                    if self._makes_steps and not isinstance(variable, tf.Tensor):
+                        raise UnsupportedError(
+                            f"{self.recipe.feedback} makes steps of dense gradients, and this one is "
+                            "tf.IndexedSlices (of an embedding, say): give sparse_as_dense=True"
+                        )
                     label = f"{self.engine.label}.other{i}"
                     results[i] = reduce_densely(gradient, label, self.process_set, self._averages)
             parts, given = self.parts_of(by_name), self.replanning.stamped(gradients, by_name, self.host)

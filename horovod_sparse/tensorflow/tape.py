@@ -172,7 +172,8 @@ class _Methods(tf.GradientTape):
             output_gradients: see `tf.GradientTape.gradient`.
             use_generic_names: accepted for Horovod's sake; collectives have names of their own.
             unconnected_gradients: see `tf.GradientTape.gradient`.
-            learning_rate: of this step, if it changes: error feedback then keeps up with it.
+            learning_rate: of this step, if it changes: error feedback then keeps up with it. Behind
+                ``feedback="adam"`` none: the result is normalized, for SGD without momentum.
             loss_scale: by which `target` is multiplied, a power of two: residuals are kept without it.
                 Gradients that are not finite on some rank are NaN on all then, and no error: see to it
                 that such a step is skipped (a `LossScaleOptimizer` does).
@@ -192,6 +193,12 @@ class _Methods(tf.GradientTape):
         shared = [i for i in sorted(first.values()) if not is_local[i]]
         given, theirs = [gradients[i] for i in shared], [variables[i] for i in shared]
         synchronizer: GradientSynchronizer = self._synchronizer
+        if learning_rate is not None and getattr(synchronizer.recipe.feedback, "applies_rate", False):
+            allowed = (
+                "none: what this feedback has normalized goes to a plain keras.optimizers.SGD(learning_rate, "
+                "weight_decay=...)"
+            )
+            raise ArgumentError("learning_rate", learning_rate, allowed)
         if loss_scale is None:
             synchronized, self.skipped = synchronizer.synchronize_or_skip(given, theirs, learning_rate)
         else:

@@ -62,12 +62,14 @@ class Training:
         self.slices = self.way in ("graph", "eager")
         self.variables = [self.weight, self.table] if self.slices else [self.weight]
         self.compression = hvd.Compression.parse(compression)
+        self.optimizer: Any = None
         if self.way == "keras":
             import horovod_sparse.tensorflow.keras
 
             self.optimizer = horovod_sparse.tensorflow.keras.DistributedOptimizer(
                 tf.keras.optimizers.SGD(RATE), compression=self.compression
             )
+            self.optimizer.build(self.variables)
         self.step = self._step if self.way == "eager" else tf.function(self._step)
 
     def _step(self, factor: Any, rank: Any) -> None:
@@ -151,6 +153,10 @@ def main(task: Task, folder: Path) -> None:
         return "finished"
 
     variables = [variable for training in trainings for variable in training.variables]
+    # a count of steps is compared, too
+    variables += [
+        one.value for made in trainings if made.optimizer is not None for one in made.optimizer.variables
+    ]
     ended = train(State(variables, batch=0))
     diary.note("ended", value=ended, size=hvd.size())
 

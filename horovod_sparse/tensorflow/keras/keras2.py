@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.tensorflow.arguments import Again
+from horovod_sparse.tensorflow.keras.adoption import no_local_variables, own_class
 from horovod_sparse.tensorflow.private import refuse_copies, scaler_of
 from horovod_sparse.tensorflow.state import CheckpointedState, StateKeeper, WithState
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
@@ -78,7 +79,9 @@ def attach(wrapped: Any, synchronizer: GradientSynchronizer, keeper: StateKeeper
     wrapped._track_trackable(state, name="horovod_sparse", overwrite=True)
 
     cls: Any = type(wrapped)
-    base: Any = cls.__bases__[0]
+    base: Any = own_class(cls.__bases__[0])
+    if base is not cls.__bases__[0]:
+        cls.register_local_var = _no_local_variables
     # where Keras looks for the class that a saved model names; in Horovod there is none of that name
     cls.__module__ = base.__module__
     # what a LossScaleOptimizer sets on the optimizer that it takes: nothing else tells of it
@@ -91,6 +94,10 @@ def attach(wrapped: Any, synchronizer: GradientSynchronizer, keeper: StateKeeper
     cls.__deepcopy__ = lambda self, memo: again.from_config(base, self.get_config())
     cls.from_config = classmethod(lambda cls, config, **more: again.from_config(base, config, **more))
     return wrapped
+
+
+def _no_local_variables(_optimizer: Any, _variable: Any) -> None:
+    raise no_local_variables()
 
 
 def _config_of(method: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:

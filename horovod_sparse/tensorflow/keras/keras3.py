@@ -14,6 +14,7 @@ import tensorflow as tf
 from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.tensorflow.arguments import Again
 from horovod_sparse.tensorflow.graph import refuse_synchronized
+from horovod_sparse.tensorflow.keras.adoption import no_local_variables, own_class
 from horovod_sparse.tensorflow.keras.reduction import Accumulation, Reduction
 from horovod_sparse.tensorflow.private import refuse_copies
 from horovod_sparse.tensorflow.state import CheckpointedState, StateKeeper, WithState
@@ -66,6 +67,8 @@ def _wrong_order() -> UnsupportedError:
 
 
 def _derived(base: Any, is_scaler: bool, again: Again) -> Any:
+    own = own_class(base)
+
     class Distributed(WithState, base):
         """What differs from the user's optimizer."""
 
@@ -85,10 +88,10 @@ def _derived(base: Any, is_scaler: bool, again: Again) -> Any:
         @classmethod
         def from_config(cls, config: dict[str, Any], **arguments: Any) -> Any:
             """Another optimizer with the same settings, distributed in the same way, with no residual."""
-            return again.from_config(base, config, **arguments)
+            return again.from_config(own, config, **arguments)
 
         def __reduce__(self) -> Any:
-            return again.from_config, (base, super().get_config())
+            return again.from_config, (own, super().get_config())
 
         def get_config(self) -> dict[str, Any]:
             """The settings; also called where a file is written."""
@@ -103,6 +106,8 @@ def _derived(base: Any, is_scaler: bool, again: Again) -> Any:
 
         def register_local_var(self, variable: Any) -> None:
             """Keeps a variable's gradient local: it is not reduced."""
+            if own is not base:
+                raise no_local_variables()
             if self._horovod_sparse_reduction is not None:
                 self._horovod_sparse_reduction.keep_local(variable)
 

@@ -16,6 +16,7 @@ from horovod_sparse.tensorflow.agreement import construction_errors
 from horovod_sparse.tensorflow.arguments import Again, Arguments, checked_layers
 from horovod_sparse.tensorflow.compression import Compression
 from horovod_sparse.tensorflow.keras import keras2
+from horovod_sparse.tensorflow.keras.adoption import adopted_class
 from horovod_sparse.tensorflow.keras.reduction import (
     Accumulation,
     DenseReducer,
@@ -68,6 +69,9 @@ def DistributedOptimizer(
       are kept without the scale;
     * ``jit_compile=True`` is refused. Keras' default "auto" means XLA where there is a GPU: pass
       ``compile(..., jit_compile=False)`` there;
+
+    With ``feedback="adam"`` (or "best") Adam and AdamW are adopted, but for those of the old kind: beta2,
+    eps, rate, schedule and weight decay are theirs, and the step is the feedback's; they have no moments.
 
     Under tf-keras a `LossScaleOptimizer` may go around or inside (``mixed_float16`` puts it around): it comes
     out around what is distributed, and all ranks skip a step together there, too.
@@ -127,8 +131,14 @@ def DistributedOptimizer(
     synchronizer: GradientSynchronizer | None = None
     keeper: Any = None
     if arguments.is_sparse:
-        arguments.compression.serve(optimizer)
-        synchronizer = _synchronizer(arguments, optimizer, is_scaler)
+        adopts = optimizer.inner_optimizer if is_scaler else optimizer
+        kind, recipe = adopted_class(adopts, arguments.compression.recipe)
+        arguments.compression.serve(optimizer, recipe)
+        if kind is type(adopts):
+            refuse_double_momentum(recipe, lambda: [settings_of(optimizer)])
+        synchronizer = _synchronizer(arguments, is_scaler)
+        if kind is not type(adopts) and synchronizer.is_needed:  # elsewhere it does all by itself
+            object.__setattr__(adopts, "__class__", kind)
         keeper = arguments.compression._horovod_sparse_keeper
     if is_keras3(optimizer):
         from horovod_sparse.tensorflow.keras import keras3  # Keras 3 need not be installed
@@ -167,8 +177,7 @@ def _check_optimizer(optimizer: Any) -> None:
         )
 
 
-def _synchronizer(arguments: Arguments, optimizer: Any, is_scaler: bool) -> GradientSynchronizer:
-    refuse_double_momentum(arguments.compression.recipe, lambda: [settings_of(optimizer)])
+def _synchronizer(arguments: Arguments, is_scaler: bool) -> GradientSynchronizer:
     synchronizer = arguments.synchronizer()
     if arguments.backward_passes_per_step > 1 or is_scaler:
         synchronizer.replanning.refuse(

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 import horovod_sparse.tensorflow as hvd
 import horovod_sparse.tensorflow.keras as hvd_keras
-from horovod_sparse.errors import ArgumentError
+from horovod_sparse.errors import ArgumentError, DriftError
 
 pytestmark = pytest.mark.tensorflow
 
@@ -75,6 +75,27 @@ def test_keras_compares_weights_and_the_optimizers_variables(rank, size, what, p
     held = [*model.get_weights(), *(np.asarray(variable) for variable in optimizer.variables)]
     everyone = everywhere(np.concatenate([array.astype(np.float64).reshape(-1) for array in held]))
     assert (everyone == everyone[0]).all()
+
+
+def test_what_differs_from_the_beginning_is_found_in_the_second_step(rank):
+    """A model that nobody has broadcast, by a tape; and a learning rate."""
+    weight, compression = tf.Variable(tf.fill([4], float(rank))), hvd.Compression.topk(density=0.5)
+
+    def step():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(weight)
+        tape = hvd.DistributedGradientTape(tape, compression=compression)
+        weight.assign_sub(tape.gradient(loss, [weight])[0])
+
+    step()
+    with pytest.raises(DriftError, match="after step 1 "):
+        step()
+    same = tf.Variable(tf.ones([4]))
+    sgd = keras.optimizers.SGD(0.1 * (1 + rank))
+    optimizer = hvd_keras.DistributedOptimizer(sgd, compression="topk:density=0.5")
+    optimizer.apply([tf.zeros([4])], [same])
+    with pytest.raises(DriftError, match="of the optimizer differs"):
+        optimizer.apply([tf.zeros([4])], [same])
 
 
 def test_local_variables_are_each_ranks_own(rank, size):

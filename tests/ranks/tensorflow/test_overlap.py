@@ -16,7 +16,7 @@ from horovod_sparse.merging import Plan
 pytestmark = pytest.mark.tensorflow
 
 #: seconds after which a bucket that waits for another one is given up
-LIMIT = 20.0
+LIMIT = 60.0
 #: float32 elements of a bucket that the host serves alone
 LARGE = 1 << 18
 
@@ -192,7 +192,8 @@ def test_many_small_variables_cost_few_calls(rank, size, way, host_calls):
             loss = tf.add_n([tf.reduce_sum((rank + 1.0) * v) for v in variables])
         return wrap(tape, compression=compression, op=hvd.Sum, **more).gradient(loss, variables)
 
-    step()
+    for _ in range(2):  # after the first one replicas are compared
+        step()
     host_calls.clear()
     sums = step()
     assert len(host_calls) == 3
@@ -206,7 +207,8 @@ def test_a_large_bucket_is_served_alone_and_small_ones_together(rank, size, host
     variables = [tf.Variable(tf.ones(shape), name=f"w{i}") for i, shape in enumerate(shapes)]
     synchronizer = hvd.Compression.topk(density=0.1).bind(bucket_bytes=1)
     step = tf.function(lambda: synchronizer.synchronize([tf.ones(shape) for shape in shapes], variables))
-    step()
+    for _ in range(2):  # after the first one replicas are compared
+        step()
     host_calls.clear()
     step()
     assert len(host_calls) == 3 * 2 + 1

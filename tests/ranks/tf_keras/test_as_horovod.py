@@ -9,7 +9,7 @@ import tensorflow as tf
 from tf_keras.src.optimizers.legacy.optimizer_v2 import OptimizerV2
 
 import horovod_sparse.tensorflow.keras as hvd
-from horovod_sparse.errors import NonFiniteGradientError, UnsupportedError
+from horovod_sparse.errors import ArgumentError, NonFiniteGradientError, UnsupportedError
 from support.keras_models import flat, keras, make_model
 
 EVERYTHING = "topk:density=1.0"
@@ -74,6 +74,39 @@ def test_what_no_config_tells_stays():
     optimizer = hvd.DistributedOptimizer(plain, compression=EVERYTHING)
     optimizer.minimize(lambda: tf.reduce_sum(weights[0]) + tf.reduce_sum(weights[1]), weights)
     assert [weight.numpy().tolist() for weight in weights] == [[0.75, 1.5], [1.0, 2.0]]
+
+
+def test_adamw_makes_the_steps_of_its_feedback(rank, size):
+    """As by the equations, of each rank's own second moment; it has no moments. Also with a scaled loss."""
+    results = []
+    for scaled in (False, True):
+        given = keras.optimizers.AdamW(0.5, weight_decay=0.125, beta_2=0.9, epsilon=1e-3)
+        optimizer = hvd.DistributedOptimizer(given, compression="topk:density=1.0,feedback=adam")
+        applies = (
+            keras.mixed_precision.LossScaleOptimizer(optimizer, initial_scale=64) if scaled else optimizer
+        )
+        weight = tf.Variable(np.ones(2, np.float32))
+
+        @tf.function
+        def step(gradient, applies=applies, weight=weight):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(weight * gradient)
+            applies.minimize(loss, [weight], tape)
+
+        for number in range(3):
+            step(tf.constant([1.0 + rank, -3.0 - number]))
+        assert not any(variable.shape == (2,) for variable in optimizer.variables)
+        results.append(weight.numpy())
+    expected, moments = np.ones(2), np.zeros((size, 2))
+    for number in range(3):
+        gradients = np.array([[1.0 + one, -3.0 - number] for one in range(size)])
+        moments = 0.9 * moments + 0.1 * gradients**2
+        steps = 0.5 * gradients / (np.sqrt(moments / (1 - 0.9 ** (number + 1))) + 1e-3)
+        expected = expected * (1 - 0.5 * 0.125) - steps.mean(axis=0)
+    np.testing.assert_allclose(results[0], expected, rtol=1e-5)
+    np.testing.assert_allclose(results[1], expected, rtol=1e-5)
+    with pytest.raises(ArgumentError, match=r"optimizer='Adam'.*AdamW"):
+        hvd.DistributedOptimizer(keras.optimizers.legacy.Adam(0.1), compression="topk:feedback=adam")
 
 
 def test_horovods_own_is_wrapped_once():
