@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -83,9 +84,14 @@ class FlatGradient:
                 for start, stop in self.places
             ]
         )
+        self._foldable = self.memory.foldable(self.flat)
         self._uncounted = False
         self._noted: tuple[list[int], np.ndarray | None] = [], None
         self._mark(_NOWHERE)
+
+    def foldable(self, loss_scale: float) -> Any:
+        """All of them over the loss's scale, as an accumulator folds them."""
+        return self._foldable if loss_scale == 1.0 else self.memory.foldable(self.flat, loss_scale)
 
     def _mark(self, scattered: np.ndarray) -> None:
         """The buffer holds zeros, and values only at these places."""

@@ -132,7 +132,7 @@ class SparseBucket(_Laid, common.BucketPart):
         shared = self.bucket.shared if isinstance(self.bucket, TwoLevelBucket) else None
         if shared is not None:  # who sums up divides by the loss's scale
             shared.factor, loss_scale = 1.0 / loss_scale, 1.0
-        foldable = self.memory.foldable(self.gradient.flat, loss_scale)
+        foldable = self.gradient.foldable(loss_scale)
         group, feedback = self.group(), self.bucket.recipe.feedback
         if for_group := getattr(feedback, "for_group", None):
             self.bucket.feedback = for_group(group)

@@ -20,7 +20,7 @@ from horovod_sparse.errors import (
     NonFiniteGradientError,
     UnsupportedError,
 )
-from horovod_sparse.feedback import Recipe
+from horovod_sparse.feedback import MomentumCorrection, Recipe
 from horovod_sparse.plans.plan import ParameterFacts, Plan
 from horovod_sparse.tensors.entries import host_entry
 from horovod_sparse.tensors.layout import dtype_name
@@ -339,7 +339,8 @@ class GradientSynchronizer(PlannedTraining):
         idle_before = self.driver.idle_seconds
         edited = self._edited()
         try:
-            refuse_later_momentum(self.recipe, self.optimizer.param_groups)
+            if isinstance(self.recipe.feedback, MomentumCorrection):
+                refuse_later_momentum(self.recipe, self.optimizer.param_groups)
             if any(p not in self._part_of for group in self.optimizer.param_groups for p in group["params"]):
                 self.take_in()
             if self._agreed_under is not present_start():

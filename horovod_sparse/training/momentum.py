@@ -79,10 +79,10 @@ def refuse_double_momentum(
 
 
 def refuse_later_momentum(recipe: Recipe, groups: Sequence[Mapping[str, Any]]) -> None:
-    """As `refuse_double_momentum`, for what groups have come to have since: called in every step.
+    """As `refuse_double_momentum`, for what groups have come to have since: in every step of a correction.
 
     A loaded checkpoint brings the momentum of the run that saved it, a schedule (``OneCycleLR``) sets one,
     and so may a group that is added.
     """
-    if isinstance(recipe.feedback, MomentumCorrection) and any(group.get("momentum") for group in groups):
+    if any(group.get("momentum") for group in groups):
         refuse_double_momentum(recipe, lambda: groups)
