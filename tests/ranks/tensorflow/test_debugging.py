@@ -8,7 +8,6 @@ import pytest
 import tensorflow as tf
 
 import horovod_sparse.tensorflow as hvd
-import horovod_sparse.tensorflow.keras as hvd_keras
 
 pytestmark = pytest.mark.tensorflow
 
@@ -49,22 +48,3 @@ def test_a_tape_trains_as_without_it(rank, size, wrapper, switch):
     expected = _descend(WRAPPERS[wrapper], rank, op=op)
     switch()
     np.testing.assert_allclose(_descend(WRAPPERS[wrapper], rank, op=op), expected, rtol=1e-6)
-
-
-@pytest.mark.nightly
-def test_keras_fits_as_without_it(rank, size, switch):
-    def trained():
-        tf.keras.utils.set_random_seed(1)
-        model = tf.keras.Sequential([tf.keras.Input((3,)), tf.keras.layers.Dense(4)])
-        optimizer = hvd_keras.DistributedOptimizer(
-            tf.keras.optimizers.SGD(0.1), compression="topk:density=0.5"
-        )
-        model.compile(optimizer, "mse", jit_compile=False)
-        inputs = np.random.default_rng(rank).standard_normal((8, 3)).astype(np.float32)
-        model.fit(inputs, np.ones((8, 4), np.float32), batch_size=4, epochs=1, shuffle=False, verbose=0)
-        assert optimizer.telemetry.num_steps == 2
-        return np.concatenate([weight.numpy().reshape(-1) for weight in model.weights])
-
-    expected = trained()
-    switch()
-    np.testing.assert_allclose(trained(), expected, rtol=1e-6)

@@ -23,7 +23,9 @@ def _optimizer(kind):
     return hvd_keras.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=compression)
 
 
-@pytest.mark.parametrize("kind", ["sparse", pytest.param("dense", marks=pytest.mark.nightly), "scaled"])
+@pytest.mark.parametrize(
+    "kind", ["sparse", *(pytest.param(kind, marks=pytest.mark.nightly) for kind in ("dense", "scaled"))]
+)
 def test_what_one_rank_makes_for_itself_is_its_own_matter(kind, rank, size, everywhere):
     """An optimizer, a compressor, and a model: Keras gives the layers of the next one other names."""
     if rank == 0:

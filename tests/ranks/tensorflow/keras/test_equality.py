@@ -121,6 +121,7 @@ def test_local_layers(compression, rank, size, everywhere):
     assert not (weights == weights[0]).all()
 
 
+@pytest.mark.nightly
 def test_custom_loop_and_adam(rank, size):
     """`apply_gradients` in a function of the user's, as the optimizer of `horovod_sparse.tensorflow`."""
     import tensorflow as tf
