@@ -149,7 +149,7 @@ class FoldRule:
             momentum = self.momentum or 0.0
             numbers = [kept, momentum, *((1.0, momentum) if self.nesterov else (0.0, 1.0))]
         else:
-            known = math.sqrt(-math.expm1(self.count * math.log(self.moment)))
+            known = math.sqrt(1.0 - self.moment**self.count)
             numbers = [kept, self.moment, 1.0 - self.moment, self.rate * known, self.eps * known]
         with np.errstate(over="ignore", under="ignore"):
             factors = np.array(numbers, dtype)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -99,7 +100,7 @@ def fold(
             after = lasting * before + others[0] * (step * step)
             wrong = ~_finite(after)
             companion[start:stop] = torch.where(wrong, before, after)
-            step = torch.where(wrong, 0.0, others[1] * step / (after.sqrt() + others[2]))
+            step = torch.where(wrong, 0.0, others[1] * step / (_roots(after) + others[2]))
         elif companion is not None:
             wrong = ~_finite(step)
             step = torch.where(wrong, 0.0, step)
@@ -125,6 +126,14 @@ def fold(
         gradient.zero_()
     carried = decay.double() ** 2 * square_norm[0]
     return torch.stack([count.double(), first.double(), square, carried])
+
+
+def _roots(values: Tensor) -> Tensor:
+    """Square roots, rounded as IEEE says: PyTorch's own on the CPU are MKL's, whose last bit may differ."""
+    if values.device.type != "cpu":
+        return values.sqrt()
+    with np.errstate(invalid="ignore"):
+        return torch.from_numpy(np.sqrt(values.numpy()))
 
 
 def _block_maxima(values: Tensor, block: int) -> Tensor:
