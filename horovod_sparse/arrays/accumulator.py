@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -392,6 +392,16 @@ class Accumulator:
         view = self._kernels.view(held)
         view.flags.writeable = False
         return view
+
+    def held(self) -> tuple[Values, ...]:
+        """All n values, and those of the companions, as `values` gives them."""
+        return (self.values(), *(self._kernels.view(companion) for companion in self._companions))
+
+    def assign_held(self, held: Sequence[Any]) -> None:
+        """Replaces what `held` gives."""
+        self.assign(held[0])
+        for companion, values in zip(self._companions, held[1:], strict=True):
+            self._kernels.assign(companion, values)
 
     def residual(self) -> Values:
         """What is held back after a step: the values."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -39,13 +38,6 @@ class DeviceMemory(GradientMemory):
         return TorchAccumulator(
             info.num_elements, info.dtype, device=self._device, **recipe_arguments(recipe)
         )
-
-    def companions(self, accumulator: TorchAccumulator) -> tuple[np.ndarray, ...]:
-        return tuple(to_host(companion) for companion in accumulator.companions)
-
-    def assign_companions(self, accumulator: TorchAccumulator, values: Sequence[np.ndarray]) -> None:
-        for companion, new in zip(accumulator.companions, values, strict=True):
-            companion.copy_(torch.from_numpy(np.array(new)).reshape(-1))
 
     def streams(self) -> CudaStreams | None:
         return CudaStreams(self._device) if self._device.type == "cuda" else None

@@ -39,7 +39,46 @@ def memory_of(device: torch.device, name: str) -> GradientMemory:
         ) from error
 
 
-class FlatGradient:
+class GradientLayout:
+    """Where the gradients of some parameters lie, one behind the other."""
+
+    #: the arena that other ranks of the host read, and the number of the region; see `carriers.shared_memory`
+    lends: tuple[Arena, int] | None = None
+    flat: torch.Tensor
+
+    def __init__(self, parameters: Sequence[torch.Tensor], name: str) -> None:
+        self.parameters, self.name = tuple(parameters), name
+        lengths = [parameter.numel() for parameter in self.parameters]
+        stops = np.cumsum(lengths)
+        #: [start, stop) of every parameter
+        self.places = [(int(stop - length), int(stop)) for length, stop in zip(lengths, stops, strict=True)]
+        self.num_elements = int(stops[-1])
+        first = self.parameters[0]
+        self.memory = memory_of(first.device, name)
+        self.num_bytes = self.num_elements * first.element_size()
+        #: shape and order of every parameter's part, which stay when the parameter changes its own
+        self.layouts = [
+            torch.empty_strided(parameter.shape, memory_strides(parameter), device="meta")
+            for parameter in self.parameters
+        ]
+
+    def scatter(self, indices: np.ndarray | None, values: np.ndarray, scale: float = 1.0) -> int:
+        """A sum, times a scale, as the gradients; how many different elements it has."""
+        num_union = self.memory.write(self.flat, indices, values, scale)
+        self._give_out()
+        return num_union
+
+    def fill(self, total: torch.Tensor) -> None:
+        """All elements of a sum as the gradients."""
+        self.flat.copy_(total)
+        self._give_out()
+
+    def _give_out(self) -> None:
+        """What the buffer holds as the parameters' gradients, whatever became of these meanwhile."""
+        raise NotImplementedError
+
+
+class FlatGradient(GradientLayout):
     """The gradients of a bucket in one buffer, so that a bucket is folded in one pass.
 
     ``parameter.grad`` is a view into the buffer, to which autograd adds in place. Whoever replaces it
@@ -57,25 +96,11 @@ class FlatGradient:
     def __init__(
         self, parameters: Sequence[torch.Tensor], name: str = "a bucket", arena: Arena | None = None
     ) -> None:
-        self.parameters = tuple(parameters)
-        self.name = name
-        lengths = [parameter.numel() for parameter in self.parameters]
-        stops = np.cumsum(lengths)
-        #: [start, stop) of every parameter
-        self.places = [(int(stop - length), int(stop)) for length, stop in zip(lengths, stops, strict=True)]
-        self.num_elements = int(stops[-1])
-        first = self.parameters[0]
-        self.memory = memory_of(first.device, name)
-        #: the arena, and the number of the region
-        self.lends = None if arena is None else (arena, arena.take())
+        super().__init__(parameters, name)
+        if arena is not None:
+            self.lends = arena, arena.take()
         memory = None if self.lends is None else self.lends[0].region(self.lends[1])
-        self.flat = _zeros(self.num_elements, first, memory)
-        self.num_bytes = self.num_elements * int(self.flat.element_size())
-        #: shape and order of every parameter's part, which stay when the parameter changes its own
-        self.layouts = [
-            torch.empty_strided(parameter.shape, memory_strides(parameter), device="meta")
-            for parameter in self.parameters
-        ]
+        self.flat = _zeros(self.num_elements, self.parameters[0], memory)
         self.views = [self._view(number) for number in range(len(self.parameters))]
         self._addresses = [view.data_ptr() for view in self.views]
         self._probes = np.concatenate(
@@ -200,22 +225,17 @@ class FlatGradient:
         self._version = self._versions()
 
     def scatter(self, indices: np.ndarray | None, values: np.ndarray, scale: float = 1.0) -> int:
-        """A sum as the gradients, in place of what they are."""
-        num_union = self.memory.write(self.flat, indices, values, scale)
         if indices is None:
             self._uncounted = True  # zeros are needed everywhere
-        self._give_out()
+        num_union = super().scatter(indices, values, scale)
         self._mark(_NOWHERE if indices is None else indices)
         return num_union
 
     def fill(self, total: torch.Tensor) -> None:
-        """All elements of a sum as the gradients, in place of what they are."""
-        self.flat.copy_(total)
         self._uncounted = True  # zeros are needed everywhere
-        self._give_out()
+        super().fill(total)
 
     def _give_out(self) -> None:
-        """What the buffer holds as the parameters' gradients, whatever became of these meanwhile."""
         for number, parameter in enumerate(self.parameters):
             if self._in_place(number):
                 continue
@@ -248,6 +268,63 @@ class FlatGradient:
         self.memory.zero(self.flat)
         self._give_out()
         self._mark(_NOWHERE)
+
+
+class BucketGradient(GradientLayout):
+    """The gradients of a part where DistributedDataParallel has them: in its buckets.
+
+    Where they lie in one of DistributedDataParallel's buckets in that order, that memory is used, and nothing
+    is copied. Where they do not (its first buckets are others than the later ones, a plan of the user's,
+    parameters that a rule leaves dense), they are copied, and the sum back.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor], name: str) -> None:
+        super().__init__(parameters, name)
+        first = self.parameters[0]
+        #: all of them; from `settle` on, those of this step
+        self.flat = torch.empty(0, dtype=first.dtype, device=first.device)
+        self._own: torch.Tensor | None = None
+        self._pieces: dict[int, torch.Tensor] = {}
+
+    def take(self, number: int, piece: torch.Tensor) -> None:
+        """A parameter's gradient has come."""
+        self._pieces[number] = piece
+
+    def pieces(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Every parameter, and its view into a bucket."""
+        return [(self.parameters[number], piece) for number, piece in self._pieces.items()]
+
+    def settle(self) -> None:
+        """All have come."""
+        first, address = self._pieces[0], self._pieces[0].data_ptr()
+        together = all(
+            piece.data_ptr() == address + start * piece.element_size()
+            and piece.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+            for piece, (start, _) in ((self._pieces[number], self.places[number]) for number in self._pieces)
+        )
+        if together:
+            self._own = None
+            self.flat = first.as_strided((self.num_elements,), (1,), first.storage_offset())
+            return
+        if self._own is None:
+            self._own = torch.empty(self.num_elements, dtype=first.dtype, device=first.device)
+        self.flat = self._own
+        for number, piece in self._pieces.items():
+            self._view(number).copy_(piece)
+
+    def _view(self, number: int) -> torch.Tensor:
+        return view_into(self.flat, self.places[number][0], self.layouts[number])
+
+    def _give_out(self) -> None:
+        if self._own is not None:
+            for number, piece in self._pieces.items():
+                piece.copy_(self._view(number))
+
+    def let_go(self) -> None:
+        """The step is over: the buckets may be freed."""
+        self._pieces = {}
+        if self._own is None:
+            self.flat = self.flat[:0].clone()
 
 
 def _zeros(num_elements: int, like: torch.Tensor, memory: np.ndarray | None) -> torch.Tensor:

@@ -7,7 +7,6 @@ the host in both cases, and both give the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
@@ -38,12 +37,6 @@ class GradientMemory(Protocol):
 
     def accumulator(self, info: BucketInfo, recipe: Recipe) -> Accumulator:
         """Residual and companions of a bucket: zeros."""
-
-    def companions(self, accumulator: Any) -> tuple[np.ndarray, ...]:
-        """What the feedback keeps beside the residual: [n] each, to be read only."""
-
-    def assign_companions(self, accumulator: Any, values: Sequence[np.ndarray]) -> None:
-        """Replaces what `companions` gives."""
 
     def streams(self) -> CudaStreams | None:
         """Keeps the work on one bucket in order; None where that is the order in which it is asked for."""
@@ -114,13 +107,6 @@ class HostMemory(GradientMemory):
 
     def accumulator(self, info: BucketInfo, recipe: Recipe) -> HostAccumulator:
         return HostAccumulator(info.num_elements, info.dtype, **recipe_arguments(recipe))
-
-    def companions(self, accumulator: HostAccumulator) -> tuple[np.ndarray, ...]:
-        return accumulator.companions
-
-    def assign_companions(self, accumulator: HostAccumulator, values: Sequence[np.ndarray]) -> None:
-        for companion, new in zip(accumulator.companions, values, strict=True):
-            companion[...] = new.reshape(-1)
 
     def streams(self) -> None:
         """The host has none."""

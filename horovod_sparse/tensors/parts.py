@@ -177,14 +177,6 @@ class SparseBucket(_Laid, common.BucketPart):
             self.streams.join()
         self.bucket.abandon(drop=drop, again=again)
 
-    def own(self) -> tuple[np.ndarray, ...]:
-        accumulator = self.bucket.accumulator
-        return (accumulator.values(), *self.memory.companions(accumulator))
-
-    def assign_own(self, own: Sequence[np.ndarray]) -> None:
-        self.bucket.accumulator.assign(own[0])
-        self.memory.assign_companions(self.bucket.accumulator, own[1:])
-
 
 class DenseParameters(_Laid, common.DensePart):
     """Parameters that a plan leaves dense: one allreduce of all their elements.

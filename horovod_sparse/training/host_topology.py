@@ -175,4 +175,4 @@ def gathered_shards(parts: Sequence[Any]) -> Synchronization[None]:
             shard = yield ReduceScatter(np.ascontiguousarray(values), level="host")
             shards.append(bucket.filled(shard))
         bucket.elsewhere = None
-        part.assign_own(shards)
+        bucket.accumulator.assign_held(shards)

@@ -91,13 +91,8 @@ class BucketPart:
 
     def held(self) -> tuple[np.ndarray, ...]:
         """See `Part.held`: views, where the accumulator is on the host."""
-        own = self.own()
+        own = self.bucket.accumulator.held()
         return self.bucket.held(own) if isinstance(self.bucket, TwoLevelBucket) else own
-
-    def own(self) -> tuple[np.ndarray, ...]:
-        """What the accumulator holds: with two levels, of this rank's shard."""
-        accumulator = self.bucket.accumulator
-        return (accumulator.values(), *accumulator.companions)
 
     def blank(self) -> list[np.ndarray]:
         count, info = 1 + self.bucket.recipe.feedback.num_companions, self.bucket.whole
@@ -108,13 +103,8 @@ class BucketPart:
         self.bucket.restart(progress)
 
     def assign(self, held: Sequence[np.ndarray]) -> None:
-        self.assign_own(self.bucket.take(held) if isinstance(self.bucket, TwoLevelBucket) else held)
-
-    def assign_own(self, own: Sequence[np.ndarray]) -> None:
-        """Replaces what `own` gives."""
-        self.bucket.accumulator.assign(own[0])
-        for array, values in zip(self.own()[1:], own[1:], strict=True):
-            array[...] = values
+        own = self.bucket.take(held) if isinstance(self.bucket, TwoLevelBucket) else held
+        self.bucket.accumulator.assign_held(own)
 
 
 class DensePart:
