@@ -120,6 +120,9 @@ def _attached(
         if replicas is not None:
             raise ArgumentError("replicas", replicas, "none with DistributedDataParallel: it has a group")
         return _attach_buckets(model, compression, optimizer, options)
+    if isinstance(getattr(model, "_orig_mod", None), DistributedDataParallel):
+        allowed = "the DistributedDataParallel that was compiled: attach to model._orig_mod"
+        raise ArgumentError("model", type(model).__name__, allowed)
     settings = Settings.of(options, "horovod_sparse.ddp.attach", WaitingOptions)
     for name, value in options.items():
         if name not in ("plan", "deadline_seconds") and value not in (None, "raise", "flat"):

@@ -28,7 +28,7 @@ from horovod_sparse.tensors.adoption import adopt, adopted_class
 from horovod_sparse.tensors.entries import host_entry
 from horovod_sparse.tensors.flat_gradient import BucketGradient, memory_of
 from horovod_sparse.tensors.loss_scale import ScaleOfStep, watch_scalers
-from horovod_sparse.tensors.parts import DenseParameters, Part, groups_of
+from horovod_sparse.tensors.parts import DenseParameters, Part, facts_of, groups_of
 from horovod_sparse.tensors.replicas import shared_entries
 from horovod_sparse.tensors.streams import CudaStreams
 from horovod_sparse.training.agreement import AgreedStatus
@@ -69,7 +69,10 @@ class Synchronizer(Training):
             raise ArgumentError("compression", compression, allowed)
         if settings.plan is None or settings.plan.density is None:
             recipe.refuse_auto("torch.distributed's front end")
+        if optimizer is not None and not hasattr(optimizer, "param_groups"):
+            raise ArgumentError("optimizer", optimizer, "an optimizer of PyTorch, or None")
         self._named = {} if named_parameters is None else dict(named_parameters)
+        facts_of([pair for pair in self._named.items() if pair[1].requires_grad], None)  # refuses other types
         given = recipe
         if optimizer is not None:
             _, recipe = adopted_class(type(optimizer), optimizer.param_groups, given)
