@@ -10,4 +10,4 @@ horovod_sparse.ddp.hook)``.
 from horovod_sparse.ddp.attachment import attach as attach
 from horovod_sparse.ddp.attachment import hook as hook
 from horovod_sparse.ddp.synchronizer import State as State
-from horovod_sparse.tensors.entries import redistribute as redistribute
+from horovod_sparse.tensors.layout import redistribute as redistribute

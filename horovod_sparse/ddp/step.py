@@ -25,8 +25,8 @@ from horovod_sparse.feedback import MomentumCorrection, Recipe
 from horovod_sparse.planning import by_cost
 from horovod_sparse.plans.plan import Plan
 from horovod_sparse.tensors.adoption import adopt, adopted_class
-from horovod_sparse.tensors.entries import host_entry
 from horovod_sparse.tensors.flat_gradient import BucketGradient, memory_of
+from horovod_sparse.tensors.layout import host_entry
 from horovod_sparse.tensors.loss_scale import ScaleOfStep, watch_scalers
 from horovod_sparse.tensors.parts import DenseParameters, Part, facts_of, groups_of
 from horovod_sparse.tensors.replicas import shared_entries

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from horovod_sparse.tensors.streams import CudaStreams
 
 #: makes what holds the gradients of a part
-Lay: TypeAlias = Callable[[Sequence[torch.Tensor], str], Any]
+MakeGradient: TypeAlias = Callable[[Sequence[torch.Tensor], str], Any]
 
 
 class Part(common.Part, Protocol):
@@ -93,7 +93,7 @@ class SparseBucket(_Laid, common.BucketPart):
         place: tuple[int, int],
         *,
         dense: bool = False,
-        lay: Lay = FlatGradient,
+        make_gradient: MakeGradient = FlatGradient,
         topology: Topology | None = None,
     ) -> None:
         self.name, self.dense = name, dense
@@ -102,7 +102,7 @@ class SparseBucket(_Laid, common.BucketPart):
         #: see `Bucket.step`
         self.scale: float | None = None
         self.names: tuple[str, ...] = tuple(names)
-        self.gradient = lay(parameters, self.names[0])
+        self.gradient = make_gradient(parameters, self.names[0])
         dtype = dtype_name(parameters[0]) or "unknown"  # others are refused before
         whole = BucketInfo(name, self.gradient.num_elements, *place, dtype)
         self.memory: GradientMemory = self.gradient.memory
@@ -190,11 +190,11 @@ class DenseParameters(_Laid, common.DensePart):
         names: Sequence[str],
         parameters: Sequence[torch.Tensor],
         place: tuple[int, int],
-        lay: Lay = FlatGradient,
+        make_gradient: MakeGradient = FlatGradient,
     ) -> None:
         self.names: tuple[str, ...] = tuple(names)
         self.dtype = dtype_name(parameters[0]) or "unknown"
-        self.gradient = lay(parameters, self.names[0])
+        self.gradient = make_gradient(parameters, self.names[0])
         self.num_elements = self.gradient.num_elements
         self.streams = self.gradient.memory.streams()
         self.rank, self.size = place
@@ -252,19 +252,19 @@ def make_parts(
     place: tuple[int, int],
     topology: Topology | None,
     optimizer: Any | None,
-    lay: Lay = FlatGradient,
+    make_gradient: MakeGradient = FlatGradient,
 ) -> list[Part]:
     """Fresh parts, whose residuals are zeros."""
     parts: list[Part] = []
     for spec in specs:
         parameters = [facts[name][1] for name in spec.names]
         if spec.recipe is None:
-            parts.append(DenseParameters(spec.names, parameters, place, lay))
+            parts.append(DenseParameters(spec.names, parameters, place, make_gradient))
             continue
         group = partial(_group, optimizer, facts[spec.names[0]][0].group)
         hosts = None if spec.dense else topology
         given = spec.label, spec.names, parameters, spec.recipe, group, place
-        parts.append(SparseBucket(*given, dense=spec.dense, lay=lay, topology=hosts))
+        parts.append(SparseBucket(*given, dense=spec.dense, make_gradient=make_gradient, topology=hosts))
     return parts
 
 

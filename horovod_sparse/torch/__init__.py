@@ -15,7 +15,7 @@ from horovod_sparse.torch import _horovod as _horovod
 from horovod.torch import *  # noqa: F403
 
 # isort: split
-from horovod_sparse.tensors.entries import redistribute as redistribute
+from horovod_sparse.tensors.layout import redistribute as redistribute
 from horovod_sparse.torch.checkpoint import load as load
 from horovod_sparse.torch.checkpoint import save as save
 from horovod_sparse.torch.compression import Compression as Compression

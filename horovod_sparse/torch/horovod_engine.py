@@ -16,7 +16,7 @@ from horovod_sparse.plans.dense import ClusterFacts
 from horovod_sparse.plans.plan import ParameterFacts
 from horovod_sparse.tensors.flat_gradient import FlatGradient
 from horovod_sparse.tensors.memory import HOST_DEVICES
-from horovod_sparse.tensors.parts import Lay, Part, facts_of, groups_of, make_parts
+from horovod_sparse.tensors.parts import MakeGradient, Part, facts_of, groups_of, make_parts
 from horovod_sparse.topology import Topology
 from horovod_sparse.torch._horovod import hvd, present_start
 from horovod_sparse.torch.comparison import arguments_of, compare_with_ranks
@@ -86,13 +86,15 @@ class HorovodEngine:
         """
         if self._optimizer._adopted:
             specs = [dataclasses.replace(spec, label=spec.names[0]) for spec in specs]
-        lay = self._lay(specs, facts, topology)
-        parts = make_parts(specs, facts, place, topology, self._optimizer, lay)
+        make_gradient = self._make_gradient(specs, facts, topology)
+        parts = make_parts(specs, facts, place, topology, self._optimizer, make_gradient)
         for part in parts:
             part.gradient.gather_existing()
         return parts
 
-    def _lay(self, specs: Sequence[PartSpec], facts: Facts, topology: Topology | None) -> Lay:
+    def _make_gradient(
+        self, specs: Sequence[PartSpec], facts: Facts, topology: Topology | None
+    ) -> MakeGradient:
         """What makes the memory of gradients: of buckets, where the other ranks of the host see it."""
         self.why_not_shared = ""
         if topology is None or topology.per_host == 1 or not may_share():
@@ -112,12 +114,12 @@ class HorovodEngine:
             return FlatGradient
         left = len(sizes)
 
-        def lay(parameters: Sequence[torch.Tensor], name: str) -> FlatGradient:
+        def make_gradient(parameters: Sequence[torch.Tensor], name: str) -> FlatGradient:
             nonlocal left
             left -= (lends := left > 0 and parameters[0].device.type in HOST_DEVICES)
             return FlatGradient(parameters, name, arena if lends else None)
 
-        return lay
+        return make_gradient
 
     def carry_out(self, coroutine: Synchronization[Any], topology: Topology | None) -> Any:
         """See `Engine`; under one name whatever it is about, so that ranks which differ meet there."""

@@ -22,8 +22,7 @@ from horovod_sparse.errors import (
 )
 from horovod_sparse.feedback import MomentumCorrection, Recipe
 from horovod_sparse.plans.plan import ParameterFacts, Plan
-from horovod_sparse.tensors.entries import host_entry
-from horovod_sparse.tensors.layout import dtype_name
+from horovod_sparse.tensors.layout import dtype_name, host_entry
 from horovod_sparse.tensors.loss_scale import ScaleOfStep, scaled_passes, watch_scalers
 from horovod_sparse.tensors.parts import Part, SparseBucket
 from horovod_sparse.torch._horovod import claim, hvd, present_start

@@ -18,22 +18,15 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 import numpy as np
 
 from horovod_sparse.collectives import Request, Synchronization
-from horovod_sparse.feedback import Bucket, Recipe
+from horovod_sparse.feedback import Recipe
 from horovod_sparse.plans.plan import ParameterFacts
 from horovod_sparse.topology import Topology
 from horovod_sparse.training.host_topology import Ranks
-from horovod_sparse.training.parts import Part
 
 Result = TypeVar("Result")
 
 #: what a plan looks at, and the parameter, by name
 Facts: TypeAlias = Mapping[str, tuple[ParameterFacts, Any]]
-
-
-class SparsePart(Part, Protocol):
-    """A part that is sparsified."""
-
-    bucket: Bucket
 
 
 @dataclass(frozen=True)

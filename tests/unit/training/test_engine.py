@@ -13,7 +13,7 @@ from horovod_sparse.feedback.state import from_plain, to_plain
 from horovod_sparse.merging import Plan
 from horovod_sparse.simulation import run_lockstep
 from horovod_sparse.sparsifiers import BucketInfo
-from horovod_sparse.tensors.entries import redistribute
+from horovod_sparse.tensors.layout import redistribute
 from horovod_sparse.training.encoding import from_bytes, to_bytes
 from horovod_sparse.training.parts import ArrayLayout, BucketPart, DensePart, Part
 from horovod_sparse.training.state import (
