@@ -214,7 +214,7 @@ class DeadlineError(HorovodSparseError, TimeoutError):
         if self.missing is None:
             who = "which ranks are missing is not known here: look for a warning of rank 0, after 60 s"
         elif not self.missing:
-            who = "all ranks wait for it, so the network or Horovod itself does not go on"
+            who = "all ranks wait for it, so the network or the library below does not go on"
         else:
             told = [
                 f"rank {rank} "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 
 import numpy as np
@@ -59,12 +60,14 @@ def test_who_does_not_come_to_a_step_is_named(group, rank):
     for _ in range(2):  # in the second one DistributedDataParallel itself agrees on buckets
         replica.step(gradients(rank))
     replica.sync.engine.communicator._deadline.seconds = 1.5  # kernels are compiled by now
-    if rank:
-        time.sleep(3)
-    with pytest.raises(DeadlineError, match=r"has waited 1\.5 s for other ranks") as caught:
-        replica.step(gradients(rank))
     if rank == 0:
+        with pytest.raises(DeadlineError, match=r"has waited 1\.5 s for other ranks") as caught:
+            replica.step(gradients(rank))
         assert 1 in caught.value.missing
+    else:
+        time.sleep(3)
+        with contextlib.suppress(DeadlineError):  # what rank 0 has sent before may be enough
+            replica.step(gradients(rank))
     with pytest.raises(DeadlineError):
         replica.step(gradients(rank))
 
