@@ -334,7 +334,7 @@ def test_what_is_no_model_or_no_sparsifier_is_refused(rank):
     with pytest.raises(ArgumentError, match=r"model\._orig_mod"):
         ddp.attach(torch.compile(plain.model), "topk:density=0.1")
     weight = torch.nn.Parameter(torch.ones(3, dtype=torch.complex64))
-    with pytest.raises(UnsupportedError, match=r"weight has dtype torch\.complex64"):
+    with pytest.raises(UnsupportedError, match="weight is complex"):
         ddp.State("topk:density=0.1", named_parameters=[("weight", weight)])
     with pytest.raises(UnknownNameError, match="topkk"):
         ddp.attach(plain.model, "topkk")
