@@ -10,10 +10,11 @@ import digits
 import numpy as np
 import source_text
 import torch
+from gpt_text import GPT
 from torch import nn
 from torch.nn import functional
 
-__all__ = ["Task", "digits_task", "small_digits_task", "text_task"]
+__all__ = ["Task", "digits_task", "gpt_task", "small_digits_task", "text_task"]
 
 Batches = Iterator[tuple[np.ndarray, np.ndarray]]
 
@@ -114,6 +115,19 @@ def _digits(name: str, make_model: Callable[[], nn.Module], batch_size: int) -> 
 
 def text_task(width: int = 340, batch_size: int = 4, length: int = 32, num_test: int = 256) -> Task:
     """An LSTM on the standard library's source: 1.0 million parameters at the default width."""
+    return _text("LSTM on source text", lambda: TextNet(width), batch_size, length, num_test)
+
+
+def gpt_task(
+    layers: int = 4, width: int = 96, batch_size: int = 8, length: int = 128, num_test: int = 512
+) -> Task:
+    """The GPT of examples/gpt_text.py on the same text: 0.48 million parameters at the default width."""
+    return _text("GPT on source text", lambda: GPT(layers, width, 4, length), batch_size, length, num_test)
+
+
+def _text(
+    name: str, make_model: Callable[[], nn.Module], batch_size: int, length: int, num_test: int
+) -> Task:
     train, test = source_text.load()
     pieces = torch.from_numpy(test[: num_test * (length + 1)]).view(num_test, length + 1)
 
@@ -122,9 +136,10 @@ def text_task(width: int = 340, batch_size: int = 4, length: int = 32, num_test:
 
     def bits(model: nn.Module) -> float:
         with torch.no_grad():
-            return float(loss(model, pieces[:, :-1], pieces[:, 1:])) / math.log(2)
+            losses = [loss(model, some[:, :-1], some[:, 1:]) for some in pieces.split(32)]
+        return float(torch.stack(losses).mean()) / math.log(2)
 
     def batches(rank: int, size: int, num_steps: int, seed: int) -> Batches:
         return source_text.batches(train, rank, size, batch_size, length, num_steps, seed)
 
-    return Task("LSTM on source text", lambda: TextNet(width), batches, loss, bits, "bits per character")
+    return Task(name, make_model, batches, loss, bits, "bits per character")

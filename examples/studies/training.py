@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -13,6 +13,7 @@ import torch
 
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.simulation import SimulatedCluster
+from horovod_sparse.tensors.adoption import adopt
 from studies.tasks import Task
 
 __all__ = ["Trace", "train"]
@@ -32,6 +33,7 @@ class Trace:
         applied_norms: L2 norms of the gradients that the optimizer got.
         facts: what the algorithm tells of a step on rank 0, all of it.
         num_elements: n.
+        bytes_per_step: what rank 0 sent in a step, on average.
         score: of the trained model on the test data (see `Task.score`).
         seconds: of the whole training.
     """
@@ -45,6 +47,7 @@ class Trace:
     losses: list[float] = field(default_factory=list)
     applied_norms: list[float] = field(default_factory=list)
     facts: list[dict[str, float]] = field(default_factory=list)
+    bytes_per_step: float = math.nan
     score: float = math.nan
     seconds: float = 0.0
 
@@ -65,7 +68,7 @@ def train(
 
     All ranks hold the same model, so one model computes their gradients, one after the other, each from
     its own share of the data. The synchronized sum is applied by plain or momentum SGD, as the task says,
-    or by another optimizer.
+    or by another optimizer, which is adopted where the feedback makes its steps.
 
     Args:
         task: model and data.
@@ -83,15 +86,17 @@ def train(
     # backward order, as the buckets of the PyTorch front end
     parameters = list(model.parameters())[::-1]
     trace = Trace(sum(parameter.numel() for parameter in parameters))
+    if make_optimizer is None:
+        make_optimizer = partial(torch.optim.SGD, lr=1.0, momentum=task.momentum)
+    optimizer = make_optimizer(parameters)
+    recipe = replace(recipe, feedback=recipe.feedback.for_group(optimizer.param_groups[0]))
     cluster = SimulatedCluster(recipe, trace.num_elements, size)
     flat = torch.zeros(trace.num_elements)
     views = [
         part.view_as(parameter)
         for part, parameter in zip(flat.split([p.numel() for p in parameters]), parameters, strict=True)
     ]
-    if make_optimizer is None:
-        make_optimizer = partial(torch.optim.SGD, lr=1.0, momentum=task.momentum)
-    optimizer = make_optimizer(parameters)
+    adopt(optimizer, recipe)
     streams = [task.batches(rank, size, num_steps, seed) for rank in range(size)]
     started = time.perf_counter()
     for step in progress(iter(range(num_steps))):
@@ -114,7 +119,8 @@ def train(
         trace.applied_norms.append(float(flat.norm()))
         for parameter, view in zip(parameters, views, strict=True):
             parameter.grad = view
-        optimizer.param_groups[0]["lr"] = rate
+        for group in optimizer.param_groups:
+            group["lr"] = rate
         optimizer.step()
         last = cluster.buckets[0].last
         trace.targets.append(last.num_target)
@@ -125,5 +131,6 @@ def train(
         trace.global_error.append(last.global_error)
         trace.losses.append(float(np.mean(losses)))
     trace.seconds = time.perf_counter() - started
+    trace.bytes_per_step = sum(sent[0] for sent in cluster.recorder.bytes_sent) / num_steps
     trace.score = task.score(model)
     return trace

@@ -62,22 +62,6 @@ def test_a_synchronization_on_a_running_cluster(slow: str, network: str) -> None
         assert sum(item["parts"].values()) <= 1.01 * item["seconds"]["high"] + 0.01
 
 
-@pytest.mark.nightly
-def test_iterations_on_a_cluster_of_their_own_that_is_gone_afterwards() -> None:
-    before = namespaces()
-    options = ("--hosts", "2", "--rate", "200mbit", "--model", "mlp", "--batch", "2", "--repeat", "2")
-    some_dense = ("--min-elements", "3000")  # the biases
-    result = _bench("train", *options, "--name", "no-such", "--sparsifiers", "topk", *some_dense)
-    found = _by_method(result)
-    assert list(found) == ["dense", "dense float16", "topk"]
-    assert result["launches"][0]["elements"] == 6_316_042
-    assert found["dense"]["bytes_sent"] == pytest.approx(4 * 6_316_042, rel=0.1)
-    assert found["topk"]["bytes_sent"] < found["dense"]["bytes_sent"] / 50
-    assert 0.001 < found["topk"]["facts"]["density_union"] <= 0.0025 + 4_106 / 6_316_042
-    assert found["topk"]["bytes"]["payload_bytes"] == pytest.approx(8 * 6_312 + 4 * 4_106, rel=0.02)
-    assert namespaces() == before
-
-
 def test_a_measurement_that_is_ended_leaves_no_cluster() -> None:
     before = namespaces()
     arguments = ("sync", "--hosts", "2", "--elements", "1e5", "--repeat", "1000", "--name", "no-such")

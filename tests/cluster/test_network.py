@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from cluster.script import NAME, SCRIPT, cluster, namespaces, own_network, status
+from cluster.script import NAME, SCRIPT, cluster, status
 
 _ANSWER = """
 import socket
@@ -82,31 +82,3 @@ def test_the_rate_is_reached_and_not_exceeded(slower: str) -> None:
 
 def _total_bytes(name: str) -> int:
     return sum(host["tx_bytes"] for host in status(name)["hosts"])
-
-
-@pytest.mark.nightly
-def test_two_clusters_side_by_side_do_not_touch_each_other_nor_the_machine(slow: str) -> None:
-    links, spaces = own_network(), namespaces()
-    other = f"{NAME}-fast"
-    cluster("up", "--hosts", "2", "--rate", "unlimited", "--name", other)
-    try:
-        quiet = _total_bytes(slow)
-        results = json.loads(cluster("measure", "--name", other, "--megabytes", "20", "--json").stdout)
-        assert all(result["slowest_bits_per_second"] > 100e6 for result in results), results
-        # Hosts ask for each other's address now and then, 42 bytes each.
-        assert _total_bytes(slow) - quiet < 2000
-        assert _ask(slow, other).returncode != 0
-        assert own_network() == links
-        taken = cluster("up", "--name", other, check=False)
-        assert taken.returncode == 1
-        assert "already" in taken.stderr
-        # A failed `up` has not harmed the cluster that has the name.
-        assert len(status(other)["hosts"]) == 2
-    finally:
-        cluster("down", "--name", other)
-    mine = [space for space in namespaces() if NAME in space]
-    assert mine == [space for space in spaces if NAME in space]
-    assert own_network() == links
-    assert len(status(slow)["hosts"]) == 3
-    # Once more is no error.
-    assert "not there" in cluster("down", "--name", other).stderr

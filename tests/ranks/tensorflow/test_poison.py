@@ -54,17 +54,6 @@ def test_keras_skips_a_step_and_does_not_count_it(rank, size, everywhere):
     assert np.isfinite(everyone).all()
 
 
-@pytest.mark.nightly
-def test_keras_skips_with_several_passes_per_step(rank, size):
-    compression = hvd_keras.Compression.topk(density=0.2)
-    seen, optimizer = trained(
-        rank, size, batches(rank, size) * 2, passes=2, compression=compression, on_nonfinite="skip"
-    )
-    assert optimizer.telemetry.num_skipped == 2  # each of the two bad passes is in another step
-    assert optimizer.telemetry.num_steps == 3
-    assert np.isfinite(seen).all()
-
-
 def test_a_wrong_policy_is_refused(rank):
     with pytest.raises(ArgumentError, match="'raise', 'skip' or 'zero'"):
         hvd.DistributedGradientTape(

@@ -82,24 +82,6 @@ def test_an_overflow_of_one_rank_is_everybodys(kind, run_eagerly, rank, size, ev
     assert (everywhere(flat(model)) == flat(model)).all()
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("kind", ["new", "legacy"])
-def test_bfloat16_needs_no_scale(kind, rank, size, everywhere):
-    keras.mixed_precision.set_global_policy("mixed_bfloat16")
-    try:
-        weights = []
-        for distributed in (stock, hvd):
-            compression = {} if distributed is stock else {"compression": EVERYTHING}
-            model = make_model()
-            fit(model, distributed.DistributedOptimizer(sgd(kind), **compression), rank, size, epochs=1)
-            weights.append(flat(model))
-    finally:
-        keras.mixed_precision.set_global_policy("float32")
-    np.testing.assert_allclose(weights[1], weights[0], rtol=2e-3, atol=1e-5)
-    assert (weights[1] != flat(make_model())).any()
-    assert (everywhere(weights[1]) == weights[1]).all()
-
-
 @pytest.mark.parametrize("dynamic", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_residuals_do_not_know_the_scale(dynamic, rank, size):
     """Which doubles every third step, or is fixed: training is the same as without one."""

@@ -64,20 +64,6 @@ def test_groups(dense, compression, rank, size):
         assert len(optimizer.state_dict()["plan"]["buckets"]) == 3
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("compression", [EVERYTHING, "none"])
-def test_sum(compression, rank, size):
-    model = make_model()
-    fit(
-        model,
-        hvd.DistributedOptimizer(keras.optimizers.SGD(0.05), compression=compression, op=hvd.Sum),
-        rank,
-        size,
-    )
-    expected = trained_densely(keras.optimizers.SGD(0.05), rank, size, op=stock.Sum)
-    np.testing.assert_allclose(flat(model), flat(expected), **CLOSE)
-
-
 @pytest.mark.parametrize("compression", [pytest.param(EVERYTHING, marks=NIGHT), "none"])
 def test_process_set(compression, rank, size, process_set):
     ranks = process_set([0, size - 1] if size > 2 else [0])

@@ -77,19 +77,3 @@ def test_float16_overflows_on_one_rank(policy, run_eagerly, rank, size, everywhe
     assert int(optimizer.iterations) >= counted + 1
     assert (flat(model) != before).any()
     assert (everywhere(flat(model)) == flat(model)).all()
-
-
-@pytest.mark.nightly
-def test_bfloat16_needs_no_scale(policy, rank, size, everywhere):
-    policy("mixed_bfloat16")
-    weights = []
-    for compression in ("none", EVERYTHING, SPARSE):
-        model = make_model()
-        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.125), compression=compression)
-        fit(model, optimizer, rank, size, epochs=1)
-        weights.append(flat(model))
-        assert (everywhere(weights[-1]) == weights[-1]).all()
-    assert residual(optimizer).dtype == np.float32
-    assert residual(optimizer).any()
-    np.testing.assert_allclose(weights[1], weights[0], rtol=2e-3, atol=1e-5)
-    assert (weights[2] != flat(make_model())).any()

@@ -1,0 +1,233 @@
+"""AdamW, dense and sparse, on a small GPT: bits per byte by method and ranks, at the best of three rates.
+
+scripts/study adamw                  run what is missing, then draw and write the table
+scripts/study adamw --only P=8       methods whose name has this in it
+scripts/study adamw --again          measure everything anew
+scripts/study adamw --draw           only picture and table, from docs/measurements/adamw.json
+
+Ranks are simulated in one process: each computes the gradient of its share of the batch with the one model
+that all ranks hold, and `SimulatedCluster` synchronizes them and counts what is sent.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+from rich.progress import track
+
+from horovod_sparse.feedback import ErrorFeedback, Recipe, parse_recipe
+from horovod_sparse.sparsifiers.dense import Dense
+from studies import results
+from studies.tasks import gpt_task
+from studies.training import train
+
+__all__ = ["METHODS", "main", "table"]
+
+FILE = results.MEASUREMENTS / "adamw.json"
+SETTING = {"num_steps": 400, "batch": 16, "warmup": 0.1, "weight_decay": 0.1, "clip_norm": 1.0, "beta2": 0.99}
+SEEDS = (0, 1, 2)
+RATES = (1.5e-3, 3e-3, 6e-3)
+#: steps at the end whose loss is the training score: text that the model has not seen before
+LAST = 40
+
+
+@dataclass(frozen=True)
+class Method:
+    """A row: ranks, and what they send."""
+
+    size: int
+    text: str
+
+
+def _methods() -> dict[str, Method]:
+    methods = {"P=2, dense": Method(2, "dense")}
+    methods["P=2, topk 1 %, error"] = Method(2, "topk:density=0.01")
+    for size in (2, 4, 8, 16):
+        methods[f"P={size}, topk 1 %, adam"] = Method(size, "topk:density=0.01,feedback=adam")
+    for name in ("spardl", "oktopk", "gtopk", "exdyna", "micro"):
+        methods[f"P=8, {name} 1 %, adam"] = Method(8, f"{name}:density=0.01,feedback=adam")
+    return methods
+
+
+METHODS = _methods()
+
+
+def rate_at(step: int, rate: float, setting: dict[str, Any]) -> float:
+    """A linear rise, then half a cosine down to 0."""
+    steps, warmup = setting["num_steps"], setting["warmup"] * setting["num_steps"]
+    falling = 0.5 * (1 + math.cos(math.pi * max(0.0, step - warmup) / (steps - warmup)))
+    return rate * min(1.0, (step + 1) / warmup) * falling
+
+
+def measure(
+    method: Method,
+    rate: float,
+    seed: int,
+    setting: dict[str, Any],
+    progress: Callable[..., Any] = lambda steps: steps,
+) -> dict[str, Any]:
+    """One training, in which the sum is clipped; what ranks normalize themselves is not."""
+    recipe = Recipe(Dense(), ErrorFeedback()) if method.text == "dense" else parse_recipe(method.text)
+    trace = train(
+        gpt_task(batch_size=setting["batch"] // method.size),
+        recipe,
+        size=method.size,
+        num_steps=setting["num_steps"],
+        learning_rate_at=lambda step: rate_at(step, rate, setting),
+        seed=seed,
+        progress=progress,
+        make_optimizer=lambda parameters: adamw(parameters, rate, setting),
+        edit=None
+        if recipe.feedback.applies_rate
+        else lambda _, gradient: clip(gradient, setting["clip_norm"]),
+    )
+    return {
+        "bits": round(trace.score, 4),
+        "training_bits": round(float(np.mean(trace.losses[-LAST:])) / math.log(2), 4),
+        "bytes_per_step": round(trace.bytes_per_step),
+        "num_elements": trace.num_elements,
+        "losses": [float(f"{loss:.4g}") for loss in trace.losses],
+    }
+
+
+def adamw(
+    parameters: Sequence[torch.nn.Parameter], rate: float, setting: dict[str, Any]
+) -> torch.optim.AdamW:
+    """As a user would make it: matrices decay, biases and norms do not."""
+    groups = [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": setting["weight_decay"]},
+        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=rate, betas=(0.9, setting["beta2"]))
+
+
+def clip(gradient: torch.Tensor, norm: float) -> None:
+    """Scales a gradient, [n], to at most this norm."""
+    gradient.mul_(min(1.0, norm / (float(gradient.norm()) + 1e-6)))
+
+
+def of(result: dict[str, Any], name: str) -> dict[float, list[dict[str, Any]]]:
+    """Rate -> the runs of all seeds."""
+    runs = {
+        rate: [result["runs"].get(f"{name}/rate {rate:g}/seed {seed}") for seed in SEEDS] for rate in RATES
+    }
+    return {rate: [run for run in some if run] for rate, some in runs.items() if any(some)}
+
+
+def best(result: dict[str, Any], name: str) -> tuple[float, list[dict[str, Any]]] | None:
+    """The rate with the fewest training bits on average, and its runs."""
+    rates = of(result, name)
+    if not rates:
+        return None
+    return min(rates.items(), key=lambda item: float(np.mean([run["training_bits"] for run in item[1]])))
+
+
+def table(result: dict[str, Any]) -> str:
+    """A row per method, at its best rate, as means over the seeds."""
+    dense, rows = best(result, "P=2, dense"), []
+    for name in METHODS:
+        found = best(result, name)
+        if found is None:
+            continue
+        rate, runs = found
+        means = {
+            key: float(np.mean([run[key] for run in runs]))
+            for key in ("training_bits", "bits", "bytes_per_step")
+        }
+        spread = max(run["training_bits"] for run in runs) - min(run["training_bits"] for run in runs)
+        behind = (
+            ""
+            if dense is None
+            else f"{means['training_bits'] - np.mean([run['training_bits'] for run in dense[1]]):+.3f}"
+        )
+        rows.append(
+            [
+                name,
+                f"{rate:g}",
+                f"{means['training_bits']:.3f}",
+                f"{spread:.3f}",
+                behind,
+                f"{means['bits']:.3f}",
+                f"{means['bytes_per_step'] / 1000:,.1f}",
+                f"{4 * runs[0]['num_elements'] / means['bytes_per_step']:.0f}x",
+                str(len(runs)),
+            ]
+        )
+    head = [
+        "method",
+        "rate",
+        "bits, training",
+        "spread",
+        "to dense",
+        "bits, test",
+        "kB per step",
+        "fewer",
+        "seeds",
+    ]
+    return results.markdown(head, rows)
+
+
+def draw(result: dict[str, Any]) -> None:
+    """Training loss over the steps at the best rate, mean of the seeds, smoothed over twenty steps."""
+    figure, axes = plt.subplots(figsize=(8, 3.6), layout="constrained")
+    for name in METHODS:
+        found = best(result, name)
+        if found is None:
+            continue
+        bits = np.mean([run["losses"] for run in found[1]], axis=0) / math.log(2)
+        smooth = np.convolve(bits, np.full(20, 0.05), "valid")
+        axes.plot(np.arange(19, len(bits)), smooth, label=f"{name}, rate {found[0]:g}")
+    axes.set_xlabel("step")
+    axes.set_ylabel("bits per byte, training")
+    axes.set_ylim(top=5)
+    axes.grid(True, linewidth=0.3)
+    axes.legend(fontsize=7, frameon=False, ncols=2)
+    figure.savefig(results.PICTURES / "adamw.png", dpi=110, metadata={"Software": None})
+    plt.close(figure)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measures, draws, and writes the table."""
+    parser = results.command_line("scripts/study adamw", __doc__)
+    parser.add_argument("--only", default="", metavar="TEXT", help="methods whose name has this in it")
+    parser.add_argument("--seeds", type=int, nargs="+", choices=SEEDS, default=SEEDS, help="(default: all)")
+    parser.add_argument("--rates", type=float, nargs="+", choices=RATES, default=RATES, help="(default: all)")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    result = results.load(FILE)
+    if not options.draw:
+        result |= {"command": "scripts/study adamw", "machine": results.machine(), "setting": SETTING}
+        runs = result.setdefault("runs", {})
+        for seed in options.seeds:
+            for name, method in METHODS.items():
+                for rate in options.rates:
+                    label = f"{name}/rate {rate:g}/seed {seed}"
+                    if options.only not in name or (label in runs and not options.again):
+                        continue
+                    steps = SETTING["num_steps"]
+                    runs[label] = measure(
+                        method,
+                        rate,
+                        seed,
+                        SETTING,
+                        lambda some, text=label, total=steps: track(some, text, total),
+                    )
+                    results.save(FILE, result)
+    draw(result)
+    results.write_appendix()
+    print(table(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
