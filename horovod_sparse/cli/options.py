@@ -68,7 +68,7 @@ def bits_per_second(text: str) -> float:
     """Bits per second.
 
     Example:
-        >>> bits_per_second("25gbit"), bits_per_second("10Gbps")
+        >>> bits_per_second("25gbit"), bits_per_second("10 Gbit/s")
         (25000000000.0, 10000000000.0)
     """
     if re.search(r"[0-9]\s*[kMGTmgt]?B", text):

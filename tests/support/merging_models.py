@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 from hypothesis import strategies as st
 
-from horovod_sparse.cost import AffineTime, CostModel, SortingTime
+from horovod_sparse.cost import AffineTime, CostModel, Fit, Profile, SortingTime
 from horovod_sparse.merging import ParameterFacts, Plan, Workload, plan_of_segments, predict
 
 KINDS = (("float32", "cpu", 0), ("float32", "cpu", 1), ("float64", "cpu", 0))
@@ -56,3 +57,10 @@ def all_plans(workload: Workload) -> Iterator[Plan]:
 
 def seconds(workload: Workload, plan: Plan, cost: CostModel) -> float:
     return predict(workload, plan, cost).iteration_seconds
+
+
+def profile_of_two(selection: dict[str, Fit], backward: dict[str, float], forward: float) -> Profile:
+    """Of two ranks, both of whose collectives take 1 ms and 10 ns a byte."""
+    collectives = dict.fromkeys(("allgather", "allreduce"), Fit(1e-3, 1e-8))
+    made = Profile(2, "torch", "gloo", 0.001, collectives, selection)
+    return dataclasses.replace(made, backward_seconds=backward, forward_seconds=forward)

@@ -1,14 +1,12 @@
 """The command's arguments: what is refused, how it is said, and the exit code."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
 from horovod_sparse.cli import calibrate
 from horovod_sparse.cli.calibrate import tables_of
-from horovod_sparse.cli.main import SUBCOMMANDS, main
+from horovod_sparse.cli.main import main
 from horovod_sparse.cli.model import read_model
 from horovod_sparse.cost import AlphaBeta, Fit, Profile, assumed_profile
 from horovod_sparse.errors import ArgumentError, ProfileMismatchError
@@ -22,45 +20,22 @@ def said(capsys: pytest.CaptureFixture[str]) -> str:
     return text
 
 
-@pytest.mark.parametrize("name", SUBCOMMANDS)
-def test_every_subcommand_has_help(name, capsys):
-    with pytest.raises(SystemExit) as ended:
-        main([name, "--help"])
-    assert ended.value.code == 0
-    assert "--" in capsys.readouterr().out.split("options:")[1].split("--help", 1)[1]
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         ([], "SUBCOMMAND"),
         (["plam"], "invalid choice"),
         (["plan", *TABLE, "--density", "0"], "(0, 1]"),
+        (["plan", *TABLE, "--density", "auto(least=2)"], "least=2"),
         (["plan", *TABLE, "--ranks", "1"], "2 or more"),
         (["plan", *TABLE, "--bandwidth", "10parsec"], "25gbit"),
         (["plan", *TABLE, "--ranks", "2,one"], "'one'"),
         (["plan", *TABLE, "--ranks", "²"], "no number of ranks"),
-    ],
-)
-def test_arguments_of_the_wrong_kind_end_with_2(arguments, words, capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(arguments)
-    assert ended.value.code == 2
-    assert words in said(capsys)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
         (["plan", "--model", "resnet51"], "resnet50"),
-        (["plan", *TABLE, "--sparsifier", "topq"], "topk"),
         (["plan", *TABLE, "--sparsifier", "topk:densty=0.1"], "densty"),
-        (["plan", *TABLE, "--merging", "best"], "optimal"),
         (["plan", *TABLE, "--tensor-selection", "some"], "min_elements(1024)"),
-        (["plan", *TABLE, "--tensor-selection", "cost", "--merging", "joint"], "joint"),
         (["plan", *TABLE, "--timeline", "t.json"], "--picture"),
         (["plan", *TABLE, "--profile", "missing.json"], "missing.json"),
-        (["plan", "--model", "missing.json"], "missing.json"),
         (["plan"], "--model"),
         (["plan", *TABLE, "--ranks", "8192"], "4096"),
         (["plan", *TABLE, "--ranks", "2,4", "--save-plan", "plan.json"], "--save-plan"),
@@ -69,32 +44,22 @@ def test_arguments_of_the_wrong_kind_end_with_2(arguments, words, capsys):
         (["plan", *TABLE, "--sparsifier", "topk", "--sparsifier", "exdyna"], "--sparsifier"),
     ],
 )
-def test_wrong_values_are_named_and_end_with_2(arguments, words, capsys, tmp_path, monkeypatch):
+def test_wrong_arguments_are_named_in_the_last_line_and_end_with_2(
+    arguments, words, capsys, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
-    assert main(arguments) == 2
-    text = said(capsys)
-    assert words in text
-    assert "\n" not in text.strip()  # one line
-
-
-def test_it_runs_as_a_module_and_imports_no_framework():
-    code = (
-        "import sys, horovod_sparse.__main__, horovod_sparse.cli.main as command\n"
-        f"command.main(['plan', *{TABLE}, '--ranks', '4'])\n"
-        "print([name for name in ('torch', 'tensorflow', 'horovod', 'matplotlib') if name in sys.modules])"
-    )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert result.stdout.splitlines()[-1] == "[]", result.stderr
-    result = subprocess.run(
-        [sys.executable, "-m", "horovod_sparse", "--version"], capture_output=True, text=True, timeout=60
-    )
-    assert result.stdout.startswith("horovod-sparse ")
+    try:
+        code = main(arguments)
+    except SystemExit as ended:  # from argparse, after the usage
+        code = ended.code
+    *before, last = said(capsys).strip().splitlines()
+    assert code == 2 and words in last
+    assert not before or before[0].startswith("usage: ")
 
 
 @pytest.mark.parametrize(
     "content",
     [
-        {"parameters": []},
         {"layers": [["a", 3]]},
         {"parameters": [["a", [2, 0], 0.1]]},
         {"parameters": [["a", 3, 0.1], ["b", 3]]},
@@ -126,9 +91,6 @@ def test_a_profile_brings_the_times_that_a_model_file_has_not(tmp_path):
     lacking = Profile(2, "torch", "mpi", 0.001, backward_seconds={"b": 0.5})
     with pytest.raises(ProfileMismatchError, match="no backward time for a"):
         model.workload(lacking)
-    nothing = Profile(2, "torch", "mpi", 0.001, backward_seconds={"b": 0.0, "a": 0.0})
-    with pytest.raises(ProfileMismatchError, match="takes no time"):
-        model.workload(nothing)
     path.write_text(json.dumps({"parameters": [["a", [3, 4], 0.1], ["b", 5, 0.2]]}))
     timed = read_model(str(path))
     assert timed.workload(lacking).backward_seconds == (0.1, 0.2)
@@ -136,53 +98,24 @@ def test_a_profile_brings_the_times_that_a_model_file_has_not(tmp_path):
     assert timed.doubts(profile) == timed.doubts(None) == ()
 
 
-def plan_with(profile: Profile, tmp_path, *more: str) -> int:
-    path = tmp_path / "profile.json"
-    profile.save(path)
-    return main(["plan", *TABLE, "--profile", str(path), "--sparsifier", "topk", *more])
-
-
 def test_a_profile_of_another_place_is_warned_about_or_refused(tmp_path, capsys):
-    four = assumed_profile(AlphaBeta(), 4)
-    assert plan_with(four, tmp_path, "--ranks", "16", "--framework", "torch") == 0
+    path = tmp_path / "profile.json"
+    assumed_profile(AlphaBeta(), 4).save(path)
+    arguments = ["plan", *TABLE, "--profile", str(path), "--sparsifier", "topk"]
+    assert main([*arguments, "--ranks", "16", "--framework", "torch"]) == 0
     text = capsys.readouterr().out
     assert "warning: the profile was measured with 4 ranks, here 16" in text
     assert "warning: the profile was measured with framework formulas, here torch" in text
-    one = Profile(1, "torch", "mpi", 0.001, selection=four.selection)
-    assert plan_with(one, tmp_path) == 2
-    assert "1 rank" in said(capsys)
-    no_topk = Profile(4, "torch", "mpi", 0.001, four.collectives, {"exdyna": Fit(1e-4, 1e-9)})
-    assert plan_with(no_topk, tmp_path) == 2
-    assert "no selection time for topk" in said(capsys)
-    assert plan_with(four, tmp_path, "--bandwidth", "1gbit") == 2
+    assert main([*arguments, "--bandwidth", "1gbit"]) == 2
     assert "--bandwidth" in said(capsys)
-    (tmp_path / "profile.json").write_text("{}")
-    assert main(["plan", *TABLE, "--profile", str(tmp_path / "profile.json")]) == 2
+    path.write_text("{}")
+    assert main(arguments) == 2
     assert "not a profile" in said(capsys)
-
-
-PROFILE = Profile(
-    4,
-    "torch",
-    "mpi",
-    0.001,
-    {
-        "allgather": Fit(0.002, 2e-9, num_points=8, r_squared=0.9876, median_error=0.012, largest_error=0.34),
-        "exchange": Fit(0.0001, 0.0, median_error=0.5),
-    },
-    {"topk": Fit(1e-4, 3e-10, 2e-8)},
-    {"topk": Fit(5e-5, 0.0, 1e-8, notes=("decoding of topk: cut",))},
-)
-
-
-def rows(table) -> list[list[str]]:
-    return list(map(list, zip(*(column.cells for column in table.columns), strict=True)))
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--sparsifier", "topq"], "topk"),
         (["--sparsifier", "topk", "--sparsifier", "topk:indices=gaps"], "every name once"),
         (["--collectives", "allgather,reduce"], "allreduce"),
         (["--device", "cuda", "--framework", "tensorflow"], "cpu"),
@@ -195,9 +128,18 @@ def test_wrong_values_are_refused_before_horovod_is_started(arguments, words, ca
 
 
 def test_tables_show_what_was_fitted_and_how_well():
-    collectives, selection, decoding = tables_of(PROFILE)
-    gather, exchange = rows(collectives)
+    gathering = Fit(0.002, 2e-9, num_points=8, r_squared=0.9876, median_error=0.012, largest_error=0.34)
+    profile = Profile(
+        4,
+        "torch",
+        "mpi",
+        0.001,
+        {"allgather": gathering},
+        {"topk": Fit(1e-4, 3e-10, 2e-8)},
+        {"topk": Fit(5e-5, 0.0, 1e-8)},
+    )
+    tables = tables_of(profile)
+    gather, selection, decoding = ([next(iter(column.cells)) for column in table.columns] for table in tables)
     assert gather == ["allgather", "2.000", "2", "0", "8", "0.9876", "1.2%", "34.0%"]
-    assert exchange[:3] == ["exchange", "0.100", "0"]
-    assert rows(selection)[0][:4] == ["topk", "0.100", "0.3", "20"]
-    assert rows(decoding)[0][:4] == ["topk", "0.050", "0", "10"]
+    assert selection[:4] == ["topk", "0.100", "0.3", "20"]
+    assert decoding[:4] == ["topk", "0.050", "0", "10"]

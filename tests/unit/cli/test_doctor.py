@@ -58,34 +58,45 @@ def settings(**values: str) -> dict:
     return facts(settings={f"HOROVOD_{name}": value for name, value in values.items()})
 
 
-PAIRS = {"HOROVOD_SPARSE_TRANSPORT": " pairs "}
-
-
 def test_a_healthy_launch_has_no_problem():
     healthy = settings(STALL_SHUTDOWN_TIME_SECONDS="300", CYCLE_TIME="0.1")
     assert set(levels(*[healthy] * 4, num_rounds=2, num_names=100).values()) == {"good"}
 
 
 @pytest.mark.parametrize(
-    ("changes", "topic", "level"),
+    ("known", "topic", "level"),
     [
-        ({"packages": {}}, "Horovod", "problem"),
-        ({"bindings": {"torch": False, "tensorflow": False}}, "Horovod", "problem"),
-        ({"bindings": {"torch": True, "tensorflow": True}}, "Horovod", "advice"),
-        ({"packages": {"horovod": "0.27.0", "torch": "2"}}, "Horovod", "advice"),
-        ({"kernels": "ImportError: no"}, "kernels", "problem"),
-        ({"cuda": "a GPU", "triton": True}, "operations", "advice"),
-        ({"cuda": "a GPU"}, "kernels", "advice"),
-        ({"thread_level": "funneled"}, "pairs of ranks", "advice"),
-        ({"mpi_threads": False}, "pairs of ranks", "advice"),
-        ({"controller": "gloo", "thread_level": None}, "pairs of ranks", "good"),
-        ({"controller": "gloo", "settings": PAIRS}, "pairs of ranks", "problem"),
-        ({"settings": {"HOROVOD_SPARSE_TRANSPORT": "alltoall "}}, "pairs of ranks", "advice"),
-        ({"size": 1}, "launch", "advice"),
+        (facts(packages={}), "Horovod", "problem"),
+        (facts(bindings={"torch": False, "tensorflow": False}), "Horovod", "problem"),
+        (facts(bindings={"torch": True, "tensorflow": True}), "Horovod", "advice"),
+        (facts(packages={"horovod": "0.27.0", "torch": "2"}), "Horovod", "advice"),
+        (facts(kernels="ImportError: no"), "kernels", "problem"),
+        (facts(cuda="a GPU", triton=True), "operations", "advice"),
+        (facts(cuda="a GPU"), "kernels", "advice"),
+        (facts(thread_level="funneled"), "pairs of ranks", "advice"),
+        (facts(mpi_threads=False), "pairs of ranks", "advice"),
+        (facts(controller="gloo", thread_level=None), "pairs of ranks", "good"),
+        (settings(SPARSE_TRANSPORT=" pairs ") | {"controller": "gloo"}, "pairs of ranks", "problem"),
+        (settings(SPARSE_TRANSPORT="alltoall "), "pairs of ranks", "advice"),
+        (facts(size=1), "launch", "advice"),
+        (settings(AUTOTUNE="1"), "autotune", "advice"),
+        (settings(CYCLE_TIME="0"), "cycle time", "problem"),
+        (settings(CYCLE_TIME="fast"), "cycle time", "problem"),
+        (settings(CYCLE_TIME="1"), "cycle time", "advice"),
+        (settings(), "stall check", "good"),
+        (settings(STALL_SHUTDOWN_TIME_SECONDS="0"), "stall check", "advice"),
+        (settings(SPARSE_DEADLINE_SECOND="9"), "settings", "advice"),
+        (settings(STALL_CHECK_DISABLE="1", STALL_SHUTDOWN_TIME_SECONDS="9"), "stall check", "advice"),
+        (settings(SPARSE_TRANSPORT="tcp"), "settings", "problem"),
+        (settings(SPARSE_SHARED_MEMORY="2"), "settings", "problem"),
+        (settings(SPARSE_CHECK_EVERY="often"), "settings", "problem"),
+        (settings(SPARSE_ON_DRIFT="ignore"), "settings", "problem"),
+        (settings(SPARSE_RANKS_PER_HOST="0"), "settings", "problem"),
+        (settings(CYCLETIME="0.1"), "settings", "advice"),
     ],
 )
-def test_facts_that_are_wrong_are_found(changes, topic, level):
-    assert levels(facts(**changes))[topic] == level
+def test_facts_and_settings_that_are_wrong_are_found(known, topic, level):
+    assert levels(known, num_rounds=2)[topic] == level
 
 
 def test_pytorch_alone_is_an_install_that_works():
@@ -120,26 +131,6 @@ def test_threads_are_counted_against_the_cores_of_a_host():
     assert judged(*bound, *crowded) == "advice"
 
 
-@pytest.mark.parametrize(
-    ("values", "topic", "level"),
-    [
-        ({"AUTOTUNE": "1"}, "autotune", "advice"),
-        ({}, "stall check", "good"),
-        ({"STALL_SHUTDOWN_TIME_SECONDS": "0"}, "stall check", "advice"),
-        ({"SPARSE_DEADLINE_SECOND": "9"}, "settings", "advice"),
-        ({"STALL_CHECK_DISABLE": "1", "STALL_SHUTDOWN_TIME_SECONDS": "9"}, "stall check", "advice"),
-        ({"SPARSE_TRANSPORT": "tcp"}, "settings", "problem"),
-        ({"SPARSE_SHARED_MEMORY": "2"}, "settings", "problem"),
-        ({"SPARSE_CHECK_EVERY": "often"}, "settings", "problem"),
-        ({"SPARSE_ON_DRIFT": "ignore"}, "settings", "problem"),
-        ({"SPARSE_RANKS_PER_HOST": "0"}, "settings", "problem"),
-        ({"CYCLETIME": "0.1"}, "settings", "advice"),
-    ],
-)
-def test_settings_that_are_wrong_are_found(values, topic, level):
-    assert levels(settings(**values))[topic] == level
-
-
 def differing(*everyone: dict) -> list[tuple[str, str]]:
     found = examine(Case(everyone))
     return [(one.level, one.what) for one in found if one.topic == "ranks differ"]
@@ -155,25 +146,16 @@ def test_ranks_that_differ_are_told_apart():
     assert [level for level, _ in differing(settings(CACHE_CAPACITY="0"), facts())] == ["problem"]
     told = "HOROVOD_SPARSE_TRANSPORT: pairs on rank 0; auto on rank 1"
     assert differing(settings(SPARSE_TRANSPORT="pairs"), facts()) == [("problem", told)]
-    assert [level for level, _ in differing(settings(SPARSE_TRANSPORT=" auto "), facts())] == ["good"]
-    assert [level for level, _ in differing(settings(CYCLE_TIME="5"), facts())] == ["advice"]
-
-
-@pytest.mark.parametrize(
-    ("text", "level"), [("0", "problem"), ("fast", "problem"), ("1", "advice"), ("0.1", "good")]
-)
-def test_the_cycle_time_is_judged(text, level):
-    assert levels(settings(CYCLE_TIME=text), num_rounds=2)["cycle time"] == level
+    for changed, level in (({"SPARSE_TRANSPORT": " auto "}, "good"), ({"CYCLE_TIME": "5"}, "advice")):
+        assert [found for found, _ in differing(settings(**changed), facts())] == [level]
 
 
 def test_a_shorter_cycle_is_advised_where_it_is_worth_it():
     known = settings(CYCLE_TIME="1")
-    for seconds, level in (({1.0: 0.1, 0.2: 0.08}, "advice"), ({1.0: 0.1, 0.2: 0.099}, "good")):
-        assert levels(known, iterations=seconds)["cycle time"] == level
-    (found,) = [
-        one for one in examine(Case([known], iterations={1.0: 0.1, 0.2: 0.08})) if "cycle" in one.topic
-    ]
-    assert "0.2 saves 20%" in found.what
+    for shorter, level, words in ((0.08, "advice", "0.2 saves 20%"), (0.099, "good", "")):
+        case = Case([known], iterations={1.0: 0.1, 0.2: shorter})
+        (found,) = [one for one in examine(case) if "cycle" in one.topic]
+        assert found.level == level and words in found.what
 
 
 def test_names_are_counted_against_the_cache():
@@ -222,22 +204,16 @@ def test_the_model_and_the_profile_are_used(alone, capsys, tmp_path):
     assert "54 names in a step, room for 1024" in text
     assert "predicted iterations" in text
     assert "cycle time of 5 ms, here 1 ms" in text
-    Profile(1, "torch", "mpi", 0.001, selection=profile.selection).save(path)
-    assert main(arguments) == 0  # alone nothing is communicated, and there is nothing to gain
     Profile(4, "torch", "mpi", 0.001, profile.collectives).save(path)
     assert main(arguments) == 1  # nothing is known of the sparsifier
-    path.write_text("{}")
-    assert main(arguments) == 2
 
 
 @pytest.mark.parametrize(
     ("hosts", "asked", "level"),
     [
         ("aabb", "flat", "advice"),
-        ("aabb", "host", "good"),
         ("aabb", "auto", "good"),
         ("aaaa", "flat", None),
-        ("abcd", "flat", None),
         ("aaab", "host", "problem"),
         ("aaab", "auto", None),
     ],
@@ -272,9 +248,6 @@ def test_what_ranks_of_a_host_see_of_each_other(monkeypatch):
     ("optimizer", "text", "level"),
     [
         ("adamw", "topk:density=0.01", "advice"),
-        ("momentum", "exdyna:density=0.05", "advice"),
-        ("sgd", "topk:density=0.01", "good"),
-        ("adamw", "topk:density=0.1", "good"),
         ("momentum", "topk:density=0.01,feedback=momentum", "good"),
         ("adamw", "signsgd", "good"),
         (None, "topk:density=0.01", "good"),

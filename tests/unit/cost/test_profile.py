@@ -11,15 +11,13 @@ from horovod_sparse.cost import (
     Fit,
     Profile,
     assumed_profile,
-    check_same_profile,
     choose_levels,
-    fit_selection,
     fit_time,
     profile_at,
     with_levels,
 )
 from horovod_sparse.errors import ArgumentError, ProfileMismatchError
-from horovod_sparse.sparsifiers import ALGORITHMS, ExDyna, TopK
+from horovod_sparse.sparsifiers import ExDyna, TopK
 
 PROFILE = Profile(
     size=4,
@@ -63,28 +61,12 @@ def test_what_is_no_profile(text, match, tmp_path) -> None:
 
 
 def test_what_cannot_be_applied() -> None:
-    with pytest.raises(ProfileMismatchError, match="1 rank"):
-        dataclasses.replace(PROFILE, size=1).check(size=2, framework="torch")
-    with pytest.raises(ProfileMismatchError, match="no collectives"):
-        dataclasses.replace(PROFILE, collectives={}).check(size=4, framework="torch")
-    with pytest.raises(ProfileMismatchError, match=r"no backward time for b\.weight"):
-        PROFILE.backward_of(["z.weight", "b.weight"])
-    with pytest.raises(ProfileMismatchError, match="takes no time"):
-        PROFILE.backward_of(["a.weight"])
     assert PROFILE.backward_of(["a.weight", "z.weight"]) == (0.0, 0.25)
-    with pytest.raises(ProfileMismatchError, match="no selection time for micro"):
-        PROFILE.cost(ALGORITHMS["micro"](density=0.01))
     without = dataclasses.replace(PROFILE, collectives={"allgather": Fit(1e-3, 1e-8)})
     with pytest.raises(ProfileMismatchError, match="exdyna needs allreduce"):
         without.cost(ExDyna(density=0.01))
     with pytest.raises(ArgumentError, match="collectives"):
         dataclasses.replace(PROFILE, collectives={"reduce": Fit(0.0, 0.0)})
-
-
-def test_ranks_with_different_profiles() -> None:
-    check_same_profile(["x", "x"])
-    with pytest.raises(ProfileMismatchError, match="ranks 1, 3 loaded another profile than rank 0"):
-        check_same_profile(["x", "y", "x", "y"])
 
 
 def test_the_cost_of_top_k_by_hand() -> None:
@@ -118,31 +100,16 @@ def test_noise_and_outliers_do_not_move_it() -> None:
     times = (3e-4 + 2e-9 * sizes) * np.exp(random.normal(0.0, 0.05, sizes.size))
     times[random.random(sizes.size) < 0.1] *= 20
     fit = fit_time(sizes, times)
-    assert fit.fixed_seconds == pytest.approx(3e-4, rel=0.05)
-    assert fit.seconds_per_unit == pytest.approx(2e-9, rel=0.05)
+    assert (fit.fixed_seconds, fit.seconds_per_unit) == pytest.approx((3e-4, 2e-9), rel=0.05)
     assert fit.r_squared > 0.99
     assert fit.num_points == SIZES.size
     assert fit.notes == ()
-
-
-def test_a_size_that_is_wrong_altogether_does_not_move_it_far() -> None:
+    # nor does a size that is wrong altogether
     times = 3e-4 + 2e-9 * SIZES
     times[5] *= 30
     fit = fit_time(SIZES, times)
-    assert fit.fixed_seconds == pytest.approx(3e-4, rel=0.05)
-    assert fit.seconds_per_unit == pytest.approx(2e-9, rel=0.05)
-    assert fit.largest_error > 0.9
-    assert fit.median_error < 0.05
-
-
-def test_selection_has_two_slopes() -> None:
-    n = np.repeat([10_000, 100_000, 1_000_000], 3)
-    k = np.tile([1e-3, 1e-2, 1e-1], 3) * n
-    fit = fit_selection(n, k, 1e-4 + 3e-10 * n + 2e-8 * k)
-    assert (fit.fixed_seconds, fit.seconds_per_unit, fit.seconds_per_selected) == pytest.approx(
-        (1e-4, 3e-10, 2e-8), rel=1e-4
-    )
-    assert fit.time(0.01).seconds(10**6) == pytest.approx(1e-4 + 3e-4 + 2e-4, rel=1e-4)
+    assert (fit.fixed_seconds, fit.seconds_per_unit) == pytest.approx((3e-4, 2e-9), rel=0.05)
+    assert fit.largest_error > 0.9 and fit.median_error < 0.05
 
 
 @pytest.mark.parametrize(
@@ -190,21 +157,21 @@ def test_what_leaves_a_host_is_what_its_hosts_would_send() -> None:
 
 
 def test_the_faster_one_is_chosen() -> None:
-    few, many = (choose_levels(TopK(density=0.001), 25_600_000, hosts, 8) for hosts in (1, 64))
-    assert many.levels == "host" and many.host_seconds < many.flat_seconds
-    assert "64 hosts of 8 ranks" in many.reason and "by formulas" in many.reason
+    few = choose_levels(TopK(density=0.001), 25_600_000, 1, 8)
+    assert "by formulas" in few.reason
     assert few.levels == "flat" and few.host_seconds > few.flat_seconds, "within one host it is dense"
     slow_inside = with_levels(_profile(), 2)
     slow = {kind: Fit(1.0, 1e-6) for kind in slow_inside.levels["host"]}
-    slow_inside = dataclasses.replace(slow_inside, levels={**slow_inside.levels, "host": slow})
-    slow_inside = dataclasses.replace(slow_inside, framework="torch")
+    slow_inside = dataclasses.replace(
+        slow_inside, levels={**slow_inside.levels, "host": slow}, framework="torch"
+    )
     told = choose_levels(TopK(density=0.01), 25_600_000, 4, 2, profile=slow_inside)
     assert told.levels == "flat" and "by the profile" in told.reason
 
 
-def test_there_and_back_and_as_ever_with_one() -> None:
+def test_only_two_levels_are_written_and_have_to_fit() -> None:
     two = _profile()
-    assert Profile.from_json(two.to_json()) == two and two.digest() != assumed_profile(GIGABIT, 8).digest()
+    assert Profile.from_json(two.to_json()) == two
     assert not {"levels", "per_host"} & set(json.loads(assumed_profile(GIGABIT, 8).to_json()))
     with pytest.raises(ArgumentError, match="levels and per_host"):
         dataclasses.replace(two, per_host=3)

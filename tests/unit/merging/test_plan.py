@@ -19,7 +19,6 @@ from horovod_sparse.merging import (
     fixed_bytes,
     layer_table,
     min_elements,
-    num_buckets,
     same_kind,
     select_tensors,
 )
@@ -56,16 +55,6 @@ def test_fixed_bytes_covers_everything_in_backward_order_and_keeps_to_the_size(f
             before = sum(by_name[name].num_bytes for name in latest[kind])
             assert before + by_name[bucket[0]].num_bytes > bucket_bytes
         latest[kind] = bucket
-
-
-@given(parameters(), st.integers(1, 40))
-def test_num_buckets_gives_that_many_for_one_kind(facts, count):
-    plan = num_buckets(facts, count)
-    plan.check(facts)
-    if len({same_kind(fact) for fact in facts}) == 1:
-        assert len(plan.buckets) == min(count, len(facts))
-        sizes = [len(bucket) for bucket in plan.buckets]
-        assert max(sizes) - min(sizes) <= 1
 
 
 @given(parameters(), st.data())
@@ -139,8 +128,6 @@ def test_other_rules() -> None:
     assert chosen("all", [1, 10]) == {1: False, 10: False}
     assert chosen(min_elements(10), [9, 10]) == {9: True, 10: False}
     assert chosen(lambda parameter: parameter.name == "p3", [3, 4]) == {3: False, 4: True}
-    (choice,) = select_tensors(min_elements(10), [ParameterFacts("a", 9)])
-    assert choice.reason == "9 < 10 elements"
 
 
 def test_bad_rules() -> None:
@@ -176,7 +163,7 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("name", LAYER_TABLES)
-def test_totals_are_the_published_ones(name: str) -> None:
+def test_tables_are_generated_and_have_the_published_totals(name: str, monkeypatch) -> None:
     table = layer_table(name)
     parameters = table.workload.parameters
     assert [parameter.num_elements for parameter in parameters] == list(map(math.prod, table.shapes))
@@ -185,10 +172,7 @@ def test_totals_are_the_published_ones(name: str) -> None:
     assert table.source
     # a third of the step is forward
     assert sum(table.workload.backward_seconds) == pytest.approx(2 * table.workload.forward_seconds, rel=1e-3)
-
-
-@pytest.mark.parametrize("name", LAYER_TABLES)
-def test_files_are_what_the_generator_writes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # and the file is what the generator writes
     monkeypatch.setattr(sys, "path", [str(ROOT / "scripts" / "lib"), *sys.path])
     from layer_tables_lib import write
 

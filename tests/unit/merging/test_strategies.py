@@ -23,7 +23,6 @@ from horovod_sparse.merging import (
     omgs,
     optimal,
     plan_of_segments,
-    same_kind,
     select_tensors,
     single,
     strategy_named,
@@ -108,15 +107,13 @@ def test_optimal_is_the_best_of_all_plans(workload, cost) -> None:
 
 @settings(deadline=None, max_examples=30)
 @given(workloads(max_layers=10, kinds=3, dense=True), costs())
-def test_optimal_is_never_worse_than_the_others(workload, cost) -> None:
-    plan = optimal(workload, cost)
-    plan.check(workload.parameters)
-    best = seconds(workload, plan, cost)
-    for other in (layerwise, single, omgs, fixed(num_elements=8192)):
-        rival = other(workload, cost)
-        rival.check(workload.parameters)
-        assert best <= seconds(workload, rival, cost) * (1 + 1e-12)
-        assert rival.dense == plan.dense == workload.dense_names
+def test_optimal_is_never_worse_than_the_others_and_none_mixes_kinds(workload, cost) -> None:
+    best = seconds(workload, optimal(workload, cost), cost)
+    for strategy in (optimal, layerwise, single, omgs, fixed(num_elements=8192)):
+        plan = strategy(workload, cost)
+        plan.check(workload.parameters)  # which refuses a bucket of two kinds
+        assert best <= seconds(workload, plan, cost) * (1 + 1e-12)
+        assert plan.dense == workload.dense_names
 
 
 def test_500_layers_take_no_more_than_a_second() -> None:
@@ -131,27 +128,6 @@ def test_500_layers_take_no_more_than_a_second() -> None:
         spent.append(time.process_time() - started)
     assert min(spent) <= 2.0, "half of that where nothing shares the core"
     assert seconds(workload, plan, cost) < 0.999 * seconds(workload, omgs(workload, cost), cost)
-
-
-@given(workloads(max_layers=20, kinds=3), costs())
-@settings(deadline=None, max_examples=25)
-def test_no_strategy_mixes_kinds(workload, cost) -> None:
-    facts = {parameter.name: parameter for parameter in workload.parameters}
-    for strategy in (*STRATEGIES.values(), fixed(num_elements=500), fixed(bytes=4000)):
-        plan = strategy(workload, cost)
-        plan.check(workload.parameters)
-        for bucket in plan.buckets:
-            assert len({same_kind(facts[name]) for name in bucket}) == 1
-
-
-@settings(deadline=None, max_examples=40)
-@given(workloads(max_layers=8, kinds=2), costs())
-def test_joint_is_never_worse_than_its_parts(workload, cost) -> None:
-    best = seconds(workload, joint(workload, cost), cost)
-    every = [parameter.name for parameter in workload.parameters]
-    for dense in ((), every, dense_of(select_tensors("cost", workload.parameters, cost))):
-        step = workload.with_dense(dense)
-        assert best <= seconds(step, optimal(step, cost), cost) * (1 + 1e-12)
 
 
 def test_joint_is_the_best_of_all_choices_of_a_few_parameters() -> None:
@@ -199,14 +175,10 @@ def test_fixed_closes_a_bucket_once_it_is_full() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "tensors", "merged"),
-    [("vgg16_cifar", 54, 13), ("resnet50", 161, 53), ("inception_v4", 449, 150), ("lstm_ptb", 11, 9)],
+    ("name", "merged"), [("vgg16_cifar", 13), ("resnet50", 53), ("inception_v4", 150), ("lstm_ptb", 9)]
 )
-def test_the_papers_table_v_for_what_does_not_depend_on_times(name, tensors, merged) -> None:
-    workload = layer_table(name).workload
-    assert len(layerwise(workload).buckets) == tensors
-    assert len(fixed(num_elements=8192)(workload).buckets) == merged
-    assert len(single(workload).buckets) == 1
+def test_the_papers_table_v_for_what_does_not_depend_on_times(name, merged) -> None:
+    assert len(fixed(num_elements=8192)(layer_table(name).workload).buckets) == merged
 
 
 def test_names() -> None:

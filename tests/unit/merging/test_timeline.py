@@ -2,11 +2,9 @@
 
 import dataclasses
 import json
-from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
 
 from horovod_sparse.cost import AffineTime, AlphaBeta, CostModel, assumed_profile
 from horovod_sparse.errors import ArgumentError, ProfileMismatchError, UnsupportedError
@@ -24,7 +22,7 @@ from horovod_sparse.merging import (
 from horovod_sparse.planning.optimal import segment_tables
 from horovod_sparse.sparsifiers import ALGORITHMS
 from horovod_sparse.training.compression import describe_recipe
-from support.merging_models import all_plans, costs, workloads
+from support.merging_models import all_plans
 from support.sampling import rows_by
 
 A, B, C = (ParameterFacts(name, size) for name, size in (("a", 10), ("b", 20), ("c", 30)))
@@ -96,7 +94,7 @@ DENSE = CostModel(AffineTime(), AffineTime(5.0), AffineTime(2.0, 0.025))  # 0.1 
         (True, 2**20, [("sparse", 1.0, 6.0), ("dense", 6.0, 11.0)]),
         (False, 2**20, [("sparse", 1.0, 6.0), ("dense", 6.0, 10.0), ("dense", 10.0, 13.0)]),
         # 120 bytes do not fit
-        (True, 100, [("sparse", 1.0, 6.0), ("dense", 6.0, 10.0), ("dense", 10.0, 13.0)]),
+        (True, 119, [("sparse", 1.0, 6.0), ("dense", 6.0, 10.0), ("dense", 10.0, 13.0)]),
         (True, 120, [("sparse", 1.0, 6.0), ("dense", 6.0, 11.0)]),
     ],
 )
@@ -105,19 +103,6 @@ def test_dense_parameters_that_wait_together_go_together(fuse, threshold, expect
     workload = Workload((A, B, C), (1.0, 1.0, 1.0), dense=frozenset("ab"))
     timeline = predict(workload, layerwise(workload), cost)
     assert kinds_and_ends(timeline.communication) == expected
-
-
-@given(workloads(kinds=3, dense=True), costs())
-def test_queues_never_overlap_and_nothing_starts_early(workload, cost) -> None:
-    timeline = predict(workload, layerwise(workload), cost)
-    for queue in (timeline.computation, timeline.communication):
-        for one, other in pairwise(queue):
-            assert one.end <= other.start
-    for number in range(len(layerwise(workload).buckets)):
-        spans = timeline.bucket_spans(number)
-        assert spans["sparse"].start >= spans["selection"].end
-    names = [name for span in timeline.communication for name in span.names]
-    assert sorted(names) == sorted(parameter.name for parameter in workload.parameters)
 
 
 def test_steps_that_cannot_be() -> None:
@@ -135,11 +120,9 @@ def test_steps_that_cannot_be() -> None:
 
 def test_the_optimizer_updates_once_everything_has_been_summed() -> None:
     cost = CostModel(AffineTime(1.0, 0.1), AffineTime(2.0, 0.05))
-    before = predict(
-        Workload((A, B, C), (3.0, 2.0, 1.0)), layerwise(Workload((A, B, C), (3.0, 2.0, 1.0))), cost
-    )
     workload = Workload((A, B, C), (3.0, 2.0, 1.0), update_seconds=4.0)
-    timeline = predict(workload, layerwise(workload), cost)
+    none = dataclasses.replace(workload, update_seconds=0.0)
+    before, timeline = (predict(one, layerwise(one), cost) for one in (none, workload))
     assert kinds_and_ends(timeline.computation)[-1] == ("update", 17.5, 21.5)
     assert timeline.iteration_seconds == before.iteration_seconds + 4.0 == 21.5
     # computing ends where the last bucket is selected, and what communication adds stays what it was
@@ -224,8 +207,6 @@ def test_what_is_not_allowed_is_named():
         AutoDensity(least=0.01, most=0.001)
     with pytest.raises(ArgumentError, match="tolerance"):
         AutoDensity(tolerance=-1.0)
-    with pytest.raises(ArgumentError, match="least"):
-        AutoDensity(least=0.0)
     with pytest.raises(UnsupportedError, match=r"nowhere does not take: give a number"):
         recipe("topk", density="auto").refuse_auto("nowhere")
     with pytest.raises(ArgumentError, match=r"a plan for density=0.5.*density=0.01"):

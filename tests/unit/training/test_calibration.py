@@ -68,7 +68,7 @@ class TimedMemory(HostBucketMemory):
         super().apply(gradient, total, size)
 
 
-def measured(size, sparsifiers, **arguments):
+def measured(size, sparsifiers, training=None, **arguments):
     fake = FakeRank(size)
     coroutine = calibration(
         ClusterFacts(0, size, "torch", "gloo"),
@@ -76,6 +76,7 @@ def measured(size, sparsifiers, **arguments):
         **{"extent": EXTENT, "memory": TimedMemory(fake), **arguments},
         clock=fake.clock,
         sleep=fake.sleep,
+        training=training and training(fake),
     )
     return carry_out(coroutine, fake.execute), fake
 
@@ -124,13 +125,12 @@ class TimedTraining:
     """An update takes a + b n, sums c + d by the bytes, and each of their starts e."""
 
     def __init__(self, fake: FakeRank) -> None:
-        self.fake, self.asked = fake, []
+        self.fake = fake
 
     def _takes(self, seconds):
         self.fake.now += seconds
 
     def update(self, num_elements):
-        self.asked.append(num_elements)
         return lambda: self._takes(1e-5 + 1e-9 * num_elements)
 
     def sums(self, num_elements, pieces):
@@ -142,16 +142,7 @@ class TimedTraining:
 
 
 def test_what_a_dense_training_does_is_measured_too():
-    fake = FakeRank(2)
-    coroutine = calibration(
-        ClusterFacts(0, 2, "torch", "gloo"),
-        [TopK(density=0.01)],
-        extent=EXTENT,
-        clock=fake.clock,
-        sleep=fake.sleep,
-        training=TimedTraining(fake),
-    )
-    profile = carry_out(coroutine, fake.execute)
+    profile, _ = measured(2, [TopK(density=0.01)], training=TimedTraining)
     update, sums = profile.training["update"], profile.training["allreduce"]
     assert (update.fixed_seconds, update.seconds_per_unit) == pytest.approx((1e-5, 1e-9), rel=1e-2)
     assert (sums.fixed_seconds, sums.seconds_per_unit) == pytest.approx((3e-3, 8e-9), rel=1e-2)
@@ -165,12 +156,13 @@ def test_what_a_dense_training_does_is_measured_too():
 
 
 def test_what_is_not_allowed_is_refused_by_name():
-    with pytest.raises(ArgumentError, match="message_bytes"):
-        Extent((64, 32, 128), (1, 2, 3), 1, 1.0)
-    with pytest.raises(ArgumentError, match="bucket_elements"):
-        Extent((32, 64, 128), (1, 2), 1, 1.0)
-    with pytest.raises(ArgumentError, match="repetitions"):
-        Extent((32, 64, 128), (1, 2, 3), 0, 1.0)
+    for name, *given in (
+        ("message_bytes", (64, 32, 128), (1, 2, 3), 1),
+        ("bucket_elements", (32, 64, 128), (1, 2), 1),
+        ("repetitions", (32, 64, 128), (1, 2, 3), 0),
+    ):
+        with pytest.raises(ArgumentError, match=name):
+            Extent(*given, budget_seconds=1.0)
     with pytest.raises(UnknownNameError, match="gossip"):
         measured(2, [TopK()], kinds=["gossip"])
 
@@ -180,14 +172,9 @@ def test_both_levels_are_measured_and_all_ranks_have_the_same_profile():
     sizes = (64, 1024, 4096), (1000, 2000, 4000)
     extent = Extent(*sizes, repetitions=1, budget_seconds=1.0, summed_bytes=(64, 4096, 1 << 16))
     told: list[str] = []
-    more = {
-        "extent": extent,
-        "topology": topology,
-        "on_progress": lambda done, total, what: told.append(what),
-    }
-    ranks = [
-        calibration(ClusterFacts(rank, 4, "torch", "gloo"), [TopK(), DGC()], **more) for rank in range(4)
-    ]
+    more = {"extent": extent, "topology": topology, "on_progress": lambda *done: told.append(done[-1])}
+    places = [ClusterFacts(rank, 4, "torch", "gloo") for rank in range(4)]
+    ranks = [calibration(place, [TopK(), DGC()], **more) for place in places]
     profiles = run_lockstep(ranks, topology=topology)
     # a host sums gradients, which are longer than what is selected from them
     assert sum("of 65536 bytes within hosts" in what for what in told) == 4
@@ -197,8 +184,5 @@ def test_both_levels_are_measured_and_all_ranks_have_the_same_profile():
         both = [profiles[0].cost(sparsifier, levels=levels) for levels in ("flat", "host")]
         assert all(cost.communication.seconds(10**6) > 0 for cost in both)
     one_host = Topology.regular(1, 4)
-    ranks = [
-        calibration(ClusterFacts(rank, 4, "torch", "gloo"), [TopK()], extent=extent, topology=one_host)
-        for rank in range(4)
-    ]
+    ranks = [calibration(place, [TopK()], extent=extent, topology=one_host) for place in places]
     assert not run_lockstep(ranks, topology=one_host)[0].levels

@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 
-from horovod_sparse.cost import Fit, Profile, with_levels
+from horovod_sparse.cost import Fit, with_levels
 from horovod_sparse.errors import ProfileMismatchError
 from horovod_sparse.merging import ParameterFacts, Plan, fixed, predict
 from horovod_sparse.planning import plan_request
@@ -23,21 +23,13 @@ from horovod_sparse.plans.dense import ClusterFacts
 from horovod_sparse.simulation import run_lockstep
 from horovod_sparse.sparsifiers import TopK
 from horovod_sparse.topology import Topology
+from support.merging_models import profile_of_two
 
 TOPK = TopK(density=0.01)
 FACTS = [ParameterFacts(f"p{number}", 1000 * (1 + number % 7)) for number in range(40)]
 NAMES = tuple(fact.name for fact in reversed(FACTS))
 SINGLE, LAYERWISE = Plan((NAMES,)), Plan(tuple((name,) for name in NAMES))
-PROFILE = Profile(
-    size=2,
-    framework="torch",
-    controller="gloo",
-    cycle_seconds=0.001,
-    collectives={"allgather": Fit(1e-3, 1e-8), "allreduce": Fit(1e-3, 1e-8)},
-    selection={"topk": Fit(1e-4, 1e-9)},
-    backward_seconds={fact.name: 1e-4 for fact in FACTS},
-    forward_seconds=2e-3,
-)
+PROFILE = profile_of_two({"topk": Fit(1e-4, 1e-9)}, {fact.name: 1e-4 for fact in FACTS}, 2e-3)
 
 
 def seconds(profile, plan):
@@ -85,15 +77,13 @@ def test_what_a_prediction_is_too_long_by_is_taken_off_all_costs_alike():
 def test_no_cost_is_left_out_of_what_is_taken_off():
     profile = with_levels(dataclasses.replace(PROFILE, size=4), 2)
     profile = dataclasses.replace(profile, decoding={"topk": Fit(1e-5, 0.0, 1e-8)})
-    half = _scaled(profile, 0.5)
-    pairs = [
-        (getattr(profile, name), getattr(half, name)) for name in ("collectives", "selection", "decoding")
-    ]
-    pairs += [(profile.levels[name], half.levels[name]) for name in profile.levels]
-    for before, after in pairs:
-        for name, fit in before.items():
-            one, other = (dataclasses.astuple(item)[:3] for item in (fit, after[name]))
-            assert other == pytest.approx([0.5 * seconds for seconds in one])
+    before, after = (
+        {**one.levels, "collectives": one.collectives, "selection": one.selection, "decoding": one.decoding}
+        for one in (profile, _scaled(profile, 0.5))
+    )
+    for group, name in [(kind, name) for kind, fits in before.items() for name in fits]:
+        one, other = (dataclasses.astuple(costs[group][name])[:3] for costs in (before, after))
+        assert other == pytest.approx([0.5 * seconds for seconds in one])
 
 
 @pytest.mark.parametrize(("one", "many"), [(0.95, 1.3), (0.95, 2.0), (0.92, 2.0), (1.4, 3.0)])
@@ -141,9 +131,8 @@ def test_iterations_of_a_denser_warm_up_do_not_make_predictions_longer():
         request = plan_request(merging="single", profile=complete)[0]
         request = dataclasses.replace(request, selection="cost")
         where = [ClusterFacts(rank, 2, "torch", "gloo") for rank in range(2)]
-        return run_lockstep(
-            [decide(request, one, FACTS, TOPK, times, current=SINGLE, **told) for one in where]
-        )
+        told |= {"current": SINGLE}
+        return run_lockstep([decide(request, one, FACTS, TOPK, times, **told) for one in where])
 
     assert decided(current_density=0.5)[0].profile.forward_seconds == pytest.approx(PROFILE.forward_seconds)
     assert decided()[0].profile.forward_seconds > 1.05 * PROFILE.forward_seconds
@@ -185,16 +174,14 @@ def test_the_first_step_has_no_beginning_and_one_that_was_given_up_does_not_coun
         recorder.times()
 
 
-def test_ranks_without_times_take_the_others_and_without_any_all_refuse():
+def test_ranks_agree_on_times_and_their_order_and_without_any_all_refuse():
     times = BackwardTimes({"b": 1.0, "a": 3.0}, 2.0, 5)
     assert run_lockstep([mean_times(None), mean_times(times)]) == [times, times]
     refused = run_lockstep([mean_times(None), mean_times(None)], keep_errors=True)
     assert all(isinstance(error, ProfileMismatchError) for error in refused)
-
-
-def test_ranks_whose_gradients_come_in_different_orders_agree_on_one():
+    # and of different orders all take one
     one = BackwardTimes({"c": 0.0, "b": 1.0, "a": 1.0}, 1.0, 5)
     other = BackwardTimes({"c": 0.0, "a": 1.0, "b": 1.0}, 1.0, 5)
-    first, second, third = run_lockstep([mean_times(one), mean_times(other), mean_times(one)])
-    assert first == second == third
-    assert list(first.backward_seconds) == list(second.backward_seconds) == ["c", "b", "a"]
+    ends = run_lockstep([mean_times(times) for times in (one, other, one)])
+    assert ends[0] == ends[1] == ends[2]
+    assert all(list(end.backward_seconds) == ["c", "b", "a"] for end in ends)
