@@ -79,10 +79,9 @@ def test_dense_parameters_train_with_momentum(rank, size):
 def test_momentum_twice_is_refused(face, rank):
     import horovod_sparse.torch as hvd
 
-    model = LinearModel(SHAPES)
+    model, library = LinearModel(SHAPES), hvd if face == "own" else stock
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     compression = Compression.dgc(density=0.1, feedback=MomentumCorrection(momentum=0.9))
-    library = hvd if face == "own" else stock
     with pytest.raises(ArgumentError, match=r"momentum=0.9.*momentum=0 to the optimizer"):
         library.DistributedOptimizer(optimizer, model.named_parameters(), compression)
 
