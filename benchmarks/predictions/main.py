@@ -17,11 +17,11 @@ from benchmarks.common.hosts import NETWORKS, Hosts, cluster_for, machine_facts,
 from benchmarks.common.options import command_line, count, launch, named_sparsifiers
 from benchmarks.train.main import ALONE
 from horovod_sparse.cli.model import read_model
-from horovod_sparse.cli.plan.verdict import CANDIDATES, verdict_of
 from horovod_sparse.cost import Profile
 from horovod_sparse.errors import HorovodSparseError
 from horovod_sparse.feedback import parse_recipe
 from horovod_sparse.merging import LAYER_TABLES, Plan, Workload, fixed, predict
+from horovod_sparse.planning.advice import CANDIDATES, verdict_of
 from horovod_sparse.planning.optimal import optimal
 from horovod_sparse.plans.fixed import DEFAULT_BUCKET_BYTES
 

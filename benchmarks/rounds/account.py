@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from horovod_sparse.cli.plan.measured import read_events
+from horovod_sparse.errors import ArgumentError
 
 #: parts of a round in their order
 PARTS = ("cycle", "others", "negotiation", "transfer", "wake-up")
+
+
+def read_events(path: str) -> list[Mapping[str, Any]]:
+    """The events of a trace; a process that was killed leaves its list open, and its last event cut."""
+    text = Path(path).read_text(encoding="utf-8").strip()
+    for whole in (text, text.rstrip(",") + "]", text[: text.rfind("},") + 1] + "]"):
+        try:
+            events = json.loads(whole)
+        except ValueError:
+            continue
+        if isinstance(events, list) and any(isinstance(event, dict) and "ph" in event for event in events):
+            return [event for event in events if isinstance(event, dict) and event]
+    raise ArgumentError("timeline", path, "a file that Horovod wrote (HOROVOD_TIMELINE)")
 
 
 @dataclass(frozen=True)

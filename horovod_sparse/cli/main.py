@@ -17,7 +17,7 @@ from horovod_sparse.errors import HorovodSparseError
 SUBCOMMANDS = {
     "calibrate": ("calibrate", "measure the time of collectives and of selection, under a launch"),
     "plan": ("plan.command", "whether sparse gradients are faster, by how much, and with which buckets"),
-    "doctor": ("doctor.command", "what this installation and its settings have wrong"),
+    "doctor": ("doctor", "what this installation and its settings have wrong"),
 }
 #: names of former releases, for one more
 ALIASES = {"worth-it": ["plan", "--verdict"], "simulate": ["plan", "--ranks", "2,8,32,128,512,4096"]}

@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import json
 import math
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,32 +30,27 @@ from horovod_sparse.cli.options import (
     selection_from,
     source_of,
 )
-from horovod_sparse.cli.plan import report as plan_report
-from horovod_sparse.cli.plan.accuracy import OPTIMIZERS, accuracy
-from horovod_sparse.cli.plan.verdict import (
-    GRADIENT_BYTES,
-    Verdict,
-    candidates,
-    crossing,
-    dense_cost,
-    residual_bytes,
-    sentences,
-    verdict_of,
-)
+from horovod_sparse.cli.plan import report
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.feedback import Recipe
-from horovod_sparse.planning.cost_model import CostModel
-from horovod_sparse.planning.formulas import assumed_profile, faster_levels
-from horovod_sparse.planning.profile import Levels
+from horovod_sparse.planning.advice import (
+    GRADIENT_BYTES,
+    OPTIMIZERS,
+    Verdict,
+    accuracy,
+    candidates,
+    crossing,
+    verdict_of,
+)
+from horovod_sparse.planning.formulas import assumed_profile
 from horovod_sparse.planning.request import STRATEGIES
-from horovod_sparse.planning.selection import densest_plan
-from horovod_sparse.planning.timeline import predict
-from horovod_sparse.planning.workload import LAYER_TABLES, Workload
+from horovod_sparse.planning.workload import LAYER_TABLES
 from horovod_sparse.plans.dense import bytes_by_round
 from horovod_sparse.plans.network import HOST_NETWORK, AlphaBeta
-from horovod_sparse.plans.plan import Plan
 
 _MOST_RANKS = 4096
+#: lines that JSON has, too
+_IN_JSON = ("accuracy", "paste", "how sure", "assumed")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,12 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     tables = ", ".join(LAYER_TABLES)
     add("--model", metavar="TABLE|FILE", help=f"{tables}; or a file .json: {FORMAT}")
-    add(
-        "--params",
-        type=num_parameters,
-        metavar="N",
-        help="instead of it: as in 124M, with --step-ms, for a verdict",
-    )
+    text = "instead of it: as in 124M, with --step-ms, for a verdict"
+    add("--params", type=num_parameters, metavar="N", help=text)
     text = "several times beside several --ranks (default: the best of exdyna and topk at 0.01, 0.001)"
     add("--sparsifier", action="append", metavar="NAME[:ARGUMENT=VALUE,...]", help=text)
     text = "kept fraction, auto (the largest for nothing) or auto(least=0.001,most=0.1)"
@@ -92,10 +82,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--rows", type=int, default=40, metavar="N", help="of each table (default: %(default)s)")
     add("--json", nargs="?", const="-", metavar="FILE", help="write all numbers to FILE, or to stdout")
     add("--save-plan", metavar="FILE", help="for --merging, or Plan.from_dict and merging= of an optimizer")
-    add("--picture", metavar="FILE", help="both queues over time (.png, .svg, .pdf)")
-    text = "strategies drawn below it, with commas: layerwise, single, fixed 8192, omgs, optimal, dense"
-    add("--beside", default="", metavar="NAMES", help=text)
-    add("--timeline", metavar="FILE", help="of HOROVOD_TIMELINE, from rank 0: the measured step is drawn too")
+    text = "both queues over time, layerwise and single merging below (.png, .svg, .pdf)"
+    add("--picture", metavar="FILE", help=text)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -116,39 +104,41 @@ def run(options: argparse.Namespace) -> int:
         raise ArgumentError(
             given, options.save_plan or options.picture, "plan without --verdict and --params"
         )
-    chosen = _chosen(options, model, source, _recipe(options, model, source), others=not brief)
-    verdict = chosen.verdict
+    chosen = _chosen(options, model, source, others=not brief)
+    verdict, border = chosen.verdict, None
     if brief and source.measured is None:
-        verdict = dataclasses.replace(verdict, dense_wins_from=_crossing(options, model, source))
-    lines = sentences(
-        verdict,
-        options.gradient_dtype,
-        source,
-        paste=verdict.paste(
-            _merging(options.merging), options.gradient_dtype, levels=source.profile.per_host > 1
-        ),
-        told=accuracy(chosen.recipe, options.optimizer),
-        origin=model.source.partition(". ")[0].rstrip("."),
-        assumed=_assumed(options, source),
-    )
+        border = _crossing(options, model, source)
+    merging = f'"{options.merging}"' if options.merging in STRATEGIES else options.merging
+    if options.merging.endswith(".json"):
+        merging = f"Plan.from_dict(json.load(open({options.merging!r})))"
+    origin = model.source.partition(". ")[0].rstrip(".")
+    times = report.sentences(verdict, source, options.gradient_dtype, merging, border)
+    lines = {
+        "worth it": times.pop("worth it"),
+        "accuracy": accuracy(chosen.recipe, options.optimizer),
+        **times,
+        "how sure": f"{report.how_sure(source, options.gradient_dtype)}; time of the step: {origin}",
+        "assumed": "; ".join(_assumed(options, source)),
+    }
     for number, (name, line) in enumerate(lines.items()):
         show(console, f"{name}: {line}", None if number else "bold")
-    numbers = _numbers(verdict, source) | {name.replace(" ", "_"): lines[name] for name in _IN_JSON}
+    numbers: dict[str, Any] = {
+        "worth_it": verdict.answer,
+        "ranks": source.profile.size,
+        "from": source.words,
+        "recipe": verdict.recipe.describe(),
+        "speedup": verdict.speedup,
+        "sparse_seconds": verdict.sparse_seconds,
+        "dense_seconds": verdict.dense_seconds,
+        "computing_seconds": verdict.computing_seconds,
+        "memory_bytes": verdict.memory_bytes,
+        "dense_wins_from_bits_per_second": None if border is None or math.isinf(border) else border,
+        **{name.replace(" ", "_"): lines[name] for name in _IN_JSON},
+    }
     if not brief:
-        numbers |= _report(options, model, source, chosen, console)
+        numbers |= _report(options, model, chosen, console)
     _write(options, numbers)
     return 0
-
-
-#: lines that JSON has, too
-_IN_JSON = ("accuracy", "paste", "how sure", "assumed")
-
-
-def _merging(text: str) -> str:
-    """The argument `merging` for what `--merging` was."""
-    if text.endswith(".json"):
-        return f"Plan.from_dict(json.load(open({text!r})))"
-    return f'"{text}"' if text in STRATEGIES else text
 
 
 def _assumed(options: argparse.Namespace, source: Source) -> list[str]:
@@ -159,24 +149,6 @@ def _assumed(options: argparse.Namespace, source: Source) -> list[str]:
     if options.params is not None:
         assumed.append("equal pieces, and a third of the step for forward")
     return assumed
-
-
-def _numbers(verdict: Verdict, source: Source) -> dict[str, Any]:
-    """Of the verdict, for JSON."""
-    return {
-        "worth_it": verdict.answer,
-        "ranks": source.profile.size,
-        "from": source.words,
-        "recipe": verdict.recipe.describe(),
-        "speedup": verdict.speedup,
-        "sparse_seconds": verdict.sparse_seconds,
-        "dense_seconds": verdict.dense_seconds,
-        "computing_seconds": verdict.computing_seconds,
-        "memory_bytes": verdict.memory_bytes,
-        "dense_wins_from_bits_per_second": verdict.dense_wins_from
-        if math.isfinite(verdict.dense_wins_from)
-        else None,
-    }
 
 
 def _crossing(options: argparse.Namespace, model: Model, source: Source) -> float:
@@ -191,125 +163,64 @@ def _crossing(options: argparse.Namespace, model: Model, source: Source) -> floa
             per_host=profile.per_host,
             host_network=host_network_from(options),
         )
-        faster = dataclasses.replace(source, profile=made)
-        return _chosen(options, model, faster, _recipe(options, model, faster), others=False).verdict
+        return _chosen(options, model, dataclasses.replace(source, profile=made), others=False).verdict
 
     return crossing(at)
 
 
-@dataclass(frozen=True)
-class _Chosen:
-    """A plan at one size, and what is predicted of it."""
-
-    recipe: Recipe
-    workload: Workload
-    plan: Plan
-    reasons: dict[str, str]
-    cost: CostModel
-    levels: Levels
-    per_host: int
-    words: tuple[str, ...]
-    predictions: list[plan_report.Predicted]
-
-    @property
-    def verdict(self) -> Verdict:
-        """Of the predictions."""
-        dense = next(one for one in self.predictions if one.name == "dense")
-        computing = self.workload.step_seconds + self.workload.update_seconds
-        per_host = self.per_host if self.levels == "host" else 1
-        num_elements = sum(parameter.num_elements for parameter in self.workload.sparse)
-        memory = residual_bytes(self.recipe, num_elements, per_host)
-        return Verdict(self.recipe, dense.seconds, self.predictions[0].seconds, computing, memory)
-
-
-def _recipe(options: argparse.Namespace, model: Model, source: Source, text: str | None = None) -> Recipe:
-    """As asked for; the best of some where nothing is said."""
-    text = text or (options.sparsifier[0] if options.sparsifier else None)
-    if text is None and options.density is None:
-        usable = [
-            one for one in candidates(options.optimizer) if one.sparsifier.name in source.profile.selection
-        ]
-        if len(usable) > 1:
-            return verdict_of(model.workload(source.measured, options.update), source.profile, usable).recipe
-    text, density = text or "exdyna", options.density
-    if density is None and "density=" not in text:
-        density = model.density
-    return read_recipe(text, density)
-
-
 def _chosen(
-    options: argparse.Namespace, model: Model, source: Source, recipe: Recipe, *, others: bool = True
-) -> _Chosen:
-    sparsifier, merging = recipe.sparsifier, read_merging(options.merging)
-    selection = None if options.tensor_selection is None else read_tensor_selection(options.tensor_selection)
-    if isinstance(merging, Plan):
-        recipe = recipe.at(merging.density)
-    step, why = model.workload(source.measured, options.update), ""
-    # what was measured is fused as in a training; formulas are the papers', without
-    common: dict[str, Any] = {"fuse_sparse": source.measured is not None}
-
-    def chosen_at(density: float, **changed: Any) -> tuple[Workload, Plan, dict[str, str], CostModel]:
-        cost = source.profile.cost(dataclasses.replace(sparsifier, density=density), **{**common, **changed})
-        return *plan_report.chosen_plan(step, merging, selection, recipe, cost), cost
-
-    def iteration(levels: Levels) -> float:
-        workload, plan, _, cost = chosen_at(recipe.sparsifier.density, levels=levels)
-        return predict(workload, plan, cost).iteration_seconds
-
-    profile, told = source.profile, ""
-    levels: Levels = "flat"
-    if profile.per_host > 1:
-        given = source.measured or profile, profile.num_hosts, profile.per_host, "an iteration: "
-        choice = faster_levels(iteration, recipe.sparsifier, *given)
-        levels = choice.levels if options.levels == "auto" else options.levels
-        told = f"levels: {levels} ({choice.reason})"
-    elif options.levels == "host":
-        allowed = "--per-host 2 or more beside it, or a profile of such hosts"
-        raise ArgumentError("--levels", options.levels, allowed)
-    common["levels"] = levels
-
-    def seconds(plan: Plan, density: float) -> float:
-        cost = profile.cost(dataclasses.replace(sparsifier, density=density), **common)
-        return predict(step, plan, cost).iteration_seconds
-
-    if recipe.auto is None or (isinstance(merging, Plan) and merging.density is not None):
-        workload, plan, reasons, cost = chosen_at(recipe.sparsifier.density)
-    else:
-        densest = densest_plan(recipe.auto, lambda density: chosen_at(density)[1], seconds)
-        plan, why = densest.plan, densest.reason
-        recipe = recipe.at(plan.density)
-        workload, _, reasons, cost = chosen_at(densest.density)
-        workload = workload.with_dense(plan.dense)
-    name = Path(options.merging).name  # of a file, not where it is
-    predicted = plan_report.Predicted(name, plan, predict(workload, plan, cost))
-    dense = dense_cost(profile, GRADIENT_BYTES[options.gradient_dtype] / 4)
-    predictions = plan_report.compared(workload, predicted, cost, dense, others=others)
-    if others and profile.per_host > 1:  # the same with the other number of levels
-        other = "flat" if levels == "host" else "host"
-        beside, plan_beside, _, cost_beside = chosen_at(recipe.sparsifier.density, levels=other)
-        timeline = predict(beside, plan_beside, cost_beside)
-        predictions.insert(1, plan_report.Predicted(f"{name}, {other}", plan_beside, timeline))
-    words = tuple(line for line in (told, why) if line)
-    return _Chosen(recipe, workload, plan, reasons, cost, levels, profile.per_host, words, predictions)
+    options: argparse.Namespace, model: Model, source: Source, text: str | None = None, *, others: bool
+) -> report.Chosen:
+    """Of the sparsifier that is asked for, or of the best of some where nothing is said."""
+    step = model.workload(source.measured, options.update)
+    text = text or (options.sparsifier[0] if options.sparsifier else None)
+    recipe: Recipe | None = None
+    if text is None and options.density is None:
+        known = source.profile.selection
+        usable = [one for one in candidates(options.optimizer) if one.sparsifier.name in known]
+        if len(usable) > 1:
+            recipe = verdict_of(step, source.profile, usable).recipe
+    if recipe is None:
+        text, density = text or "exdyna", options.density
+        recipe = read_recipe(text, model.density if density is None and "density=" not in text else density)
+    rule = options.tensor_selection
+    asked = report.Asked(
+        Path(options.merging).name,  # of a file, not where it is
+        read_merging(options.merging),
+        None if rule is None else read_tensor_selection(rule),
+        options.levels,
+        options.gradient_dtype,
+    )
+    return report.choose(step, source, recipe, asked, others=others)
 
 
 def _report(
-    options: argparse.Namespace, model: Model, source: Source, chosen: _Chosen, console: Console
+    options: argparse.Namespace, model: Model, chosen: report.Chosen, console: Console
 ) -> dict[str, Any]:
     """Prints tables, writes files, and gives the numbers."""
     predictions, workload, plan = chosen.predictions, chosen.workload, chosen.plan
-    rows = plan_report.bucket_rows(workload, predictions[0], chosen.recipe.sparsifier.density)
+    rows = report.bucket_rows(workload, predictions[0], chosen.recipe.sparsifier.density)
     show(console, f"{model.name}, {chosen.recipe.sparsifier.describe()}, {predictions[0].name}: {plan}")
     for line in chosen.words:
         show(console, line)
     if rows:
-        console.print(plan_report.bucket_table(rows, options.rows))
+        console.print(report.bucket_table(rows, options.rows))
     if chosen.reasons:
-        console.print(plan_report.dense_table(chosen.reasons, workload, options.rows))
-    console.print(plan_report.compared_table(predictions))
-    if told := plan_report.too_small(predictions):
+        console.print(report.dense_table(chosen.reasons, workload, options.rows))
+    console.print(report.compared_table(predictions))
+    if told := report.too_small(predictions):
         show(console, told, "yellow")
+    if options.save_plan:
+        Path(options.save_plan).write_text(json.dumps(plan.to_dict(), indent=1) + "\n", encoding="utf-8")
+    if options.picture:
+        from horovod_sparse.cli.plan.picture import draw_queues
+
+        below = [one for one in predictions[1:] if one.name in ("layerwise", "single")]
+        draw_queues([predictions[0], *below], options.picture)
+        show(console, f"{options.picture} written")
     numbers: dict[str, Any] = {
+        "plan": plan.to_dict(),
+        "levels": chosen.levels,
         "buckets": rows,
         "dense": [{"name": name, "reason": reason} for name, reason in chosen.reasons.items()],
         "compared": [
@@ -325,12 +236,7 @@ def _report(
     }
     if chosen.recipe.auto is not None or plan.density is not None:
         numbers["density"] = chosen.words[-1] if chosen.words else ""
-    if options.save_plan:
-        text = json.dumps(plan.to_dict(), indent=1) + "\n"
-        Path(options.save_plan).write_text(text, encoding="utf-8")
-    if options.picture:
-        _draw(options, predictions, console)
-    return {"plan": plan.to_dict(), "levels": chosen.levels, **numbers}
+    return numbers
 
 
 def _sizes(options: argparse.Namespace, model: Model) -> int:
@@ -339,13 +245,14 @@ def _sizes(options: argparse.Namespace, model: Model) -> int:
         refused = "one number, for --save-plan, --picture, --verdict and --params"
         raise ArgumentError("--ranks", options.ranks, refused)
     console, studies = make_console(to_stderr=options.json == "-"), []
-    share = GRADIENT_BYTES[options.gradient_dtype]
+    num_elements = sum(one.num_elements for one in model.parameters)
     columns = ("P", "iteration", "dense", "speedup", "bytes per rank", "of dense", "buckets", "levels")
     for text in options.sparsifier or [None]:
-        points, title = [], ""
+        points: list[dict[str, Any]] = []
+        title = ""
         for size in options.ranks:
             source = source_of(options, size)
-            chosen = _chosen(options, model, source, _recipe(options, model, source, text), others=False)
+            chosen = _chosen(options, model, source, text, others=False)
             verdict, title = chosen.verdict, title or source.words.partition(", ")[2]
             points.append(
                 {
@@ -355,13 +262,13 @@ def _sizes(options: argparse.Namespace, model: Model) -> int:
                     "dense_seconds": verdict.dense_seconds,
                     "speedup": verdict.speedup,
                     "bytes_per_rank": _bytes(chosen, source),
-                    "dense_bytes_per_rank": share * sum(one.num_elements for one in model.parameters),
+                    "dense_bytes_per_rank": GRADIENT_BYTES[options.gradient_dtype] * num_elements,
                     "buckets": len(chosen.plan.buckets),
                     "levels": chosen.levels,
                 }
             )
-        named = sorted({str(point["sparsifier"]) for point in points})
-        best = max(points, key=lambda point: point["speedup"])
+        named = sorted({point["sparsifier"] for point in points})
+        best = max(points, key=lambda point: float(point["speedup"]))
         first = next((point["size"] for point in points if point["speedup"] <= 1.0), None)
         dense = "wins at none of these" if first is None else f"wins with {first} ranks"
         line = f"worth it: up to {best['speedup']:.1f} times faster, with {best['size']} ranks; dense {dense}"
@@ -369,17 +276,11 @@ def _sizes(options: argparse.Namespace, model: Model) -> int:
         caption = "times in ms; bytes that a rank puts in between hosts, as the sparsifier declares them"
         table = plain_table(f"{model.name}, {' or '.join(named)}, {title}", columns, caption)
         for point in points:
-            table.add_row(
-                f"{point['size']}",
-                f"{point['sparse_seconds'] * 1e3:,.1f}",
-                f"{point['dense_seconds'] * 1e3:,.1f}",
-                f"{point['speedup']:.2f}",
-                f"{point['bytes_per_rank']:,.0f}",
-                f"{point['dense_bytes_per_rank']:,.0f}",
-                f"{point['buckets']}",
-                f"{point['levels']}",
-                style="" if point["speedup"] > 1.0 else "dim",
-            )
+            times = (f"{1e3 * point[name]:,.1f}" for name in ("sparse_seconds", "dense_seconds"))
+            sent = (f"{point[name]:,.0f}" for name in ("bytes_per_rank", "dense_bytes_per_rank"))
+            cells = (str(point["size"]), *times, f"{point['speedup']:.2f}", *sent)
+            style = "" if point["speedup"] > 1.0 else "dim"
+            table.add_row(*cells, str(point["buckets"]), point["levels"], style=style)
         told = accuracy(chosen.recipe, options.optimizer)
         show(console, f"accuracy: {told}")
         console.print(table)
@@ -390,7 +291,7 @@ def _sizes(options: argparse.Namespace, model: Model) -> int:
     return 0
 
 
-def _bytes(chosen: _Chosen, source: Source) -> int:
+def _bytes(chosen: report.Chosen, source: Source) -> int:
     """That the busiest rank puts in between hosts."""
     per_host = source.profile.per_host if chosen.levels == "host" else 1
     facts = {parameter.name: parameter for parameter in chosen.workload.parameters}
@@ -405,16 +306,8 @@ def _bytes(chosen: _Chosen, source: Source) -> int:
 def _check(options: argparse.Namespace) -> None:
     """Refuses what can be refused before anything is computed; hosts become ranks."""
     check_picture("--picture", options.picture)
-    if options.timeline and not options.picture:
-        raise ArgumentError("--timeline", options.timeline, "--picture too: it is drawn there")
     if options.rows < 0:
         raise ArgumentError("--rows", options.rows, "a number of rows, 0 or more")
-    names = [name.strip() for name in options.beside.split(",") if name.strip()]
-    known = [*plan_report.STRATEGIES, "dense"]
-    for name in names:
-        if name not in known:
-            raise ArgumentError("--beside", name, f"some of {', '.join(known)}, with commas")
-    options.beside = names
     if options.nodes is not None:
         if options.ranks:
             raise ArgumentError("--nodes", options.nodes, "either it or --ranks")
@@ -437,16 +330,3 @@ def _write(options: argparse.Namespace, numbers: dict[str, Any]) -> None:
         print(text)
     elif options.json:
         Path(options.json).write_text(text + "\n", encoding="utf-8")
-
-
-def _draw(options: argparse.Namespace, predictions: list[plan_report.Predicted], console: Console) -> None:
-    from horovod_sparse.cli.plan.measured import measured_step
-    from horovod_sparse.cli.plan.picture import draw_queues, save
-
-    panels = [predictions[0], *(one for one in predictions[1:] if one.name in options.beside)]
-    measured = None if options.timeline is None else measured_step(options.timeline, predictions[0].plan)
-    save(draw_queues(panels, measured), options.picture)
-    show(console, f"{options.picture} written")
-    if measured is not None:
-        text = f"measured: {measured.seconds * 1e3:.1f} ms from the first message to the end of the last"
-        show(console, f"{text}, median of {measured.num_steps} steps")

@@ -1,7 +1,9 @@
-"""What a plan is worth: its step, bucket by bucket, and the steps of other plans beside it."""
+"""What a plan is worth: its step, bucket by bucket, the steps of other plans beside it, and all in words."""
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,11 +11,21 @@ from typing import Any
 from rich.table import Table
 
 from horovod_sparse.cli.console import plain_table
+from horovod_sparse.cli.options import Source
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.feedback import Recipe
+from horovod_sparse.planning.advice import GRADIENT_BYTES, Verdict, dense_cost, dense_step, residual_bytes
 from horovod_sparse.planning.cost_model import CostModel
+from horovod_sparse.planning.formulas import faster_levels
 from horovod_sparse.planning.optimal import optimal
-from horovod_sparse.planning.selection import TensorSelection, dense_of, joint, select_tensors
+from horovod_sparse.planning.profile import Levels
+from horovod_sparse.planning.selection import (
+    TensorSelection,
+    dense_of,
+    densest_plan,
+    joint,
+    select_tensors,
+)
 from horovod_sparse.planning.strategies import Strategy, fixed, layerwise, omgs, single
 from horovod_sparse.planning.timeline import Timeline, predict
 from horovod_sparse.planning.workload import Workload
@@ -31,13 +43,7 @@ STRATEGIES: dict[str, Strategy] = {
 
 @dataclass(frozen=True)
 class Predicted:
-    """A plan and the step that it leads to.
-
-    Attributes:
-        name: of the strategy.
-        plan: it made.
-        timeline: of the step.
-    """
+    """A strategy's name, the plan that it made, and the step that this leads to."""
 
     name: str
     plan: Plan
@@ -47,6 +53,108 @@ class Predicted:
     def seconds(self) -> float:
         """Of the step."""
         return self.timeline.iteration_seconds
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the command line says of a plan, its name in tables first; `dtype` is that of dense gradients."""
+
+    name: str
+    merging: Strategy | Plan
+    selection: TensorSelection | None
+    levels: str
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A plan at one size, and what is predicted of it: the chosen one first, then others, dense last."""
+
+    recipe: Recipe
+    workload: Workload
+    reasons: dict[str, str]
+    levels: Levels
+    per_host: int
+    words: tuple[str, ...]
+    predictions: list[Predicted]
+
+    @property
+    def plan(self) -> Plan:
+        """The chosen one."""
+        return self.predictions[0].plan
+
+    @property
+    def verdict(self) -> Verdict:
+        """Of the predictions."""
+        sparse, dense = (self.predictions[place].seconds for place in (0, -1))
+        computing = self.workload.step_seconds + self.workload.update_seconds
+        per_host = self.per_host if self.levels == "host" else 1
+        num_elements = sum(parameter.num_elements for parameter in self.workload.sparse)
+        memory = residual_bytes(self.recipe, num_elements, per_host)
+        return Verdict(self.recipe, dense, sparse, computing, memory)
+
+
+def choose(step: Workload, source: Source, recipe: Recipe, asked: Asked, *, others: bool = True) -> Chosen:
+    """The plan that is asked for, at the density and with the levels that are best."""
+    profile, merging, sparsifier = source.profile, asked.merging, recipe.sparsifier
+    levels: Levels = "flat"
+
+    def cost_at(density: float) -> CostModel:
+        # what was measured is fused as in a training; formulas are the papers', without
+        chosen = dataclasses.replace(sparsifier, density=density)
+        return profile.cost(chosen, levels=levels, fuse_sparse=source.measured is not None)
+
+    def chosen_at(density: float) -> tuple[Workload, Plan, dict[str, str]]:
+        return chosen_plan(step, merging, asked.selection, recipe, cost_at(density))
+
+    def predicted_at(density: float, name: str) -> tuple[Workload, dict[str, str], Predicted]:
+        workload, plan, reasons = chosen_at(density)
+        return workload, reasons, Predicted(name, plan, predict(workload, plan, cost_at(density)))
+
+    def iteration(tried: Levels) -> float:
+        nonlocal levels
+        levels = tried
+        return predicted_at(recipe.sparsifier.density, "")[2].seconds
+
+    if isinstance(merging, Plan):
+        recipe = recipe.at(merging.density)
+    words = []
+    if profile.per_host > 1:
+        given = source.measured or profile, profile.num_hosts, profile.per_host, "an iteration: "
+        choice = faster_levels(iteration, recipe.sparsifier, *given)
+        levels = choice.levels
+        if asked.levels in ("flat", "host"):
+            levels = "host" if asked.levels == "host" else "flat"
+        words.append(f"levels: {levels} ({choice.reason})")
+    elif asked.levels == "host":
+        allowed = "--per-host 2 or more beside it, or a profile of such hosts"
+        raise ArgumentError("--levels", asked.levels, allowed)
+    if recipe.auto is not None and not (isinstance(merging, Plan) and merging.density is not None):
+        densest = densest_plan(
+            recipe.auto,
+            lambda density: chosen_at(density)[1],
+            lambda plan, density: predict(step, plan, cost_at(density)).iteration_seconds,
+        )
+        words.append(densest.reason)
+        recipe = recipe.at(densest.density)
+        workload, _, reasons = chosen_at(densest.density)
+        workload = workload.with_dense(densest.plan.dense)
+        timeline = predict(workload, densest.plan, cost_at(densest.density))
+        first = Predicted(asked.name, densest.plan, timeline)
+    else:
+        workload, reasons, first = predicted_at(recipe.sparsifier.density, asked.name)
+    cost, predictions, mine = cost_at(recipe.sparsifier.density), [first], levels
+    if others and profile.per_host > 1:  # the same with the other number of levels
+        levels = "flat" if levels == "host" else "host"
+        predictions.append(predicted_at(recipe.sparsifier.density, f"{asked.name}, {levels}")[2])
+    for name, strategy in STRATEGIES.items() if others else ():
+        if name != first.name:
+            plan = strategy(workload, cost)
+            predictions.append(Predicted(name, plan, predict(workload, plan, cost)))
+    dense = dense_cost(profile, GRADIENT_BYTES[asked.dtype] / 4)
+    plan, _ = dense_step(workload, dense)
+    predictions.append(Predicted("dense", plan, predict(workload.with_dense(plan.dense), plan, dense)))
+    return Chosen(recipe, workload, reasons, mine, profile.per_host, tuple(words), predictions)
 
 
 def chosen_plan(
@@ -124,26 +232,6 @@ def bucket_rows(workload: Workload, predicted: Predicted, density: float) -> lis
     return rows
 
 
-def compared(
-    workload: Workload,
-    chosen: Predicted,
-    cost: CostModel,
-    dense_cost: CostModel | None = None,
-    *,
-    others: bool = True,
-) -> list[Predicted]:
-    """The chosen plan first, then what the simple strategies, the others, and all dense lead to."""
-    beside = []
-    for name, strategy in STRATEGIES.items() if others else ():
-        if name != chosen.name:
-            plan = strategy(workload, cost)
-            beside.append(Predicted(name, plan, predict(workload, plan, cost)))
-    every = workload.with_dense([parameter.name for parameter in workload.parameters])
-    plan = Plan((), every.dense_names)
-    beside.append(Predicted("dense", plan, predict(every, plan, dense_cost or cost)))
-    return [chosen, *beside]
-
-
 def bucket_table(rows: Sequence[Mapping[str, Any]], at_most: int) -> Table:
     """One row per bucket, the first ones of many; parameters by their first, their last and their number."""
     left = len(rows) - at_most
@@ -199,3 +287,45 @@ def compared_table(predictions: Sequence[Predicted]) -> Table:
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:,.{1 if seconds >= 0.01 else 2}f}"
+
+
+def sentences(
+    verdict: Verdict, source: Source, dtype: str, merging: str, dense_wins_from: float | None
+) -> dict[str, str]:
+    """What is said of times, line by line; `dense_wins_from` in bit/s where somebody has looked."""
+    sparse, dense, alone = (
+        f"{1e3 * seconds:,.1f} ms"
+        for seconds in (verdict.sparse_seconds, verdict.dense_seconds, verdict.computing_seconds)
+    )
+    faster = "no gain to speak of" if verdict.answer != "yes" else f"{verdict.speedup:.1f} times faster"
+    paste = f'compression="{verdict.recipe.describe()}", merging={merging}'
+    if source.profile.per_host > 1:  # summing within a host first may pay
+        paste += ', levels="auto"'
+    if not verdict.speedup > 1.0:
+        halves = "compression=hvd.Compression.fp16"
+        paste = halves if dtype == "float16" else f"nothing: train dense, in {dtype}"
+    lines = {
+        "worth it": f"{verdict.answer}, {faster} ({source.words})",
+        "iteration": f"{sparse} sparse, {dense} dense ({dtype}, overlapped, fused), {alone} computing alone",
+        "memory": f"{verdict.memory_bytes / 1e6:,.0f} MB more on every rank: residual and feedback",
+        "paste": paste,
+    }
+    if dense_wins_from == math.inf:
+        lines["dense wins"] = "on no network that was looked at, up to 10 Tbit/s"
+    elif dense_wins_from == 0.0:
+        lines["dense wins"] = "everywhere: the model is small for its step, or selection is slow"
+    elif dense_wins_from is not None:
+        lines["dense wins"] = f"from {dense_wins_from / 1e9:.3g} Gbit/s on"
+    return lines
+
+
+def how_sure(source: Source, dtype: str) -> str:
+    """What the times are worth, in words."""
+    if source.measured is None:
+        return "by formulas: horovod-sparse calibrate measures times, for --profile"
+    if source.measured.size != source.profile.size:
+        return f"measured with {source.measured.size} ranks, and converted by formulas"
+    tried = "of 16 such predictions 15 were within 15 % (docs/performance.md)"
+    if dtype != "float32":
+        tried += f"; what {dtype} saves of a dense allreduce is a formula's"
+    return f"times are measured on this cluster: {tried}"

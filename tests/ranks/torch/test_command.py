@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import horovod_sparse.torch as hvd
 from horovod_sparse.cli.main import main
 from horovod_sparse.cost import Profile
@@ -51,13 +49,11 @@ def test_a_file_that_cannot_be_written_is_told_to_all_ranks(tmp_path, capsys, ra
 
 
 def test_doctor_prints_once_and_ends_alike_everywhere(capsys, rank, size):
-    model = ["--model", "vgg16_cifar", "--sparsifier", "topk"]
-    code = main(["doctor", *model])
+    code = main(["doctor", "--sparsifier", "topk"])
     printed = capsys.readouterr().out
     assert hvd.allgather_object(code) == [code] * size
     if rank == 0:
-        assert "predicted iterations" in " ".join(printed.split())  # after a short measurement
-        assert f"{size} ranks" in printed
+        assert f"{size} ranks" in printed and "an allgather of one word takes" in printed
     else:
         assert printed == ""
 
@@ -68,12 +64,3 @@ def test_doctor_shows_what_ranks_have_set_differently(capsys, monkeypatch, rank,
     assert main(["doctor"]) == 1
     if rank == 0:
         assert f"77 on rank {size - 1}" in capsys.readouterr().out
-
-
-def test_doctor_refuses_a_profile_that_one_rank_cannot_read(tmp_path, capsys, rank):
-    path = tmp_path / "profile.json"
-    Profile(hvd.size(), "torch", "mpi", 0.001).save(path)
-    if rank == 1:
-        path.write_text(json.dumps({}))
-    assert main(["doctor", "--profile", str(path)]) == 2
-    assert "not a profile" in capsys.readouterr().err

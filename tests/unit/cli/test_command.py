@@ -34,7 +34,6 @@ def said(capsys: pytest.CaptureFixture[str]) -> str:
         (["plan", "--model", "resnet51"], "resnet50"),
         (["plan", *TABLE, "--sparsifier", "topk:densty=0.1"], "densty"),
         (["plan", *TABLE, "--tensor-selection", "some"], "min_elements(1024)"),
-        (["plan", *TABLE, "--timeline", "t.json"], "--picture"),
         (["plan", *TABLE, "--profile", "missing.json"], "missing.json"),
         (["plan"], "--model"),
         (["plan", *TABLE, "--ranks", "8192"], "4096"),

@@ -4,16 +4,12 @@ import pytest
 
 from horovod_sparse.carriers import shared_memory
 from horovod_sparse.carriers.shared_memory import why_not_shared
-from horovod_sparse.cli.doctor import command as doctor
-from horovod_sparse.cli.doctor.checks import Case, examine
-from horovod_sparse.cli.doctor.command import num_names
-from horovod_sparse.cli.doctor.facts import local_facts
+from horovod_sparse.cli import doctor
+from horovod_sparse.cli.doctor import local_facts
+from horovod_sparse.cli.doctor_checks import Case, examine
 from horovod_sparse.cli.main import main
-from horovod_sparse.cost import AlphaBeta, Profile, assumed_profile
 from horovod_sparse.feedback import parse_recipe
-from horovod_sparse.merging import Plan
 from horovod_sparse.simulation import run_lockstep
-from horovod_sparse.sparsifiers import ExDyna, GTopK, TopK
 
 
 def facts(**changes) -> dict:
@@ -44,6 +40,9 @@ def facts(**changes) -> dict:
     return {**usual, **changes}
 
 
+EXDYNA = parse_recipe("exdyna")
+
+
 def levels(*everyone: dict, **case) -> dict[str, str]:
     """The worst level of every topic."""
     order = ["problem", "advice", "good"]
@@ -60,7 +59,7 @@ def settings(**values: str) -> dict:
 
 def test_a_healthy_launch_has_no_problem():
     healthy = settings(STALL_SHUTDOWN_TIME_SECONDS="300", CYCLE_TIME="0.1")
-    assert set(levels(*[healthy] * 4, num_rounds=2, num_names=100).values()) == {"good"}
+    assert set(levels(*[healthy] * 4, recipe=EXDYNA).values()) == {"good"}
 
 
 @pytest.mark.parametrize(
@@ -93,10 +92,12 @@ def test_a_healthy_launch_has_no_problem():
         (settings(SPARSE_ON_DRIFT="ignore"), "settings", "problem"),
         (settings(SPARSE_RANKS_PER_HOST="0"), "settings", "problem"),
         (settings(CYCLETIME="0.1"), "settings", "advice"),
+        (settings(CACHE_CAPACITY="0"), "response cache", "advice"),
+        (settings(CACHE_CAPACITY="many"), "response cache", "advice"),
     ],
 )
 def test_facts_and_settings_that_are_wrong_are_found(known, topic, level):
-    assert levels(known, num_rounds=2)[topic] == level
+    assert levels(known, recipe=EXDYNA)[topic] == level
 
 
 def test_pytorch_alone_is_an_install_that_works():
@@ -150,25 +151,8 @@ def test_ranks_that_differ_are_told_apart():
         assert [found for found, _ in differing(settings(**changed), facts())] == [level]
 
 
-def test_a_shorter_cycle_is_advised_where_it_is_worth_it():
-    known = settings(CYCLE_TIME="1")
-    for shorter, level, words in ((0.08, "advice", "0.2 saves 20%"), (0.099, "good", "")):
-        case = Case([known], iterations={1.0: 0.1, 0.2: shorter})
-        (found,) = [one for one in examine(case) if "cycle" in one.topic]
-        assert found.level == level and words in found.what
-
-
-def test_names_are_counted_against_the_cache():
-    plan = Plan(tuple((f"p{number}",) for number in range(600)), ("dense",))
-    assert [num_names(plan, made, 4) for made in (ExDyna(), TopK())] == [1201, 601]
-    assert num_names(plan, GTopK(), 8) == 600 * len(GTopK().rounds(8)) + 1
-    assert levels(facts(), num_names=1201)["response cache"] == "advice"
-    for text, names, level in (("2048", 1201, "good"), ("0", 1, "advice"), ("many", 1, "advice")):
-        assert levels(settings(CACHE_CAPACITY=text), num_names=names)["response cache"] == level
-
-
 def test_the_facts_of_this_process_are_those_that_are_checked():
-    assert set(local_facts()) == set(facts()) | {"threads"}
+    assert set(local_facts()) == set(facts())
     assert local_facts()["kernels"] == ""  # they run
 
 
@@ -194,20 +178,6 @@ def test_the_command_ends_with_1_only_for_problems(alone, capsys, monkeypatch):
     assert "HOROVOD_CYCLE_TIME=0" in capsys.readouterr().out
 
 
-def test_the_model_and_the_profile_are_used(alone, capsys, tmp_path):
-    profile = assumed_profile(AlphaBeta(5e-4, 8e-9), 4)
-    path = tmp_path / "profile.json"
-    Profile(4, "torch", "mpi", 0.005, profile.collectives, profile.selection).save(path)
-    arguments = ["doctor", "--model", "vgg16_cifar", "--profile", str(path), "--sparsifier", "topk"]
-    assert main([*arguments, "--merging", "layerwise"]) == 0
-    text = " ".join(capsys.readouterr().out.split())
-    assert "54 names in a step, room for 1024" in text
-    assert "predicted iterations" in text
-    assert "cycle time of 5 ms, here 1 ms" in text
-    Profile(4, "torch", "mpi", 0.001, profile.collectives).save(path)
-    assert main(arguments) == 1  # nothing is known of the sparsifier
-
-
 @pytest.mark.parametrize(
     ("hosts", "asked", "level"),
     [
@@ -229,9 +199,8 @@ def test_hosts_of_several_ranks_are_found(hosts, asked, level):
 def test_hosts_whose_ranks_share_no_memory_are_found(reason):
     everyone = [facts(host=host) for host in "aabb"]
     everyone[2]["no_shared_memory"] = reason
-    (told,) = [one for one in examine(Case(everyone, levels="host")) if one.topic == "shared memory"]
+    (told,) = [one for one in examine(Case(everyone, levels="host")) if one.topic == "levels"]
     assert told.level == ("advice" if reason else "good") and reason in told.what
-    assert "shared memory" not in levels(*everyone, levels="flat")
 
 
 def test_what_ranks_of_a_host_see_of_each_other(monkeypatch):

@@ -8,7 +8,6 @@ import pytest
 pytest.importorskip("matplotlib")
 
 from horovod_sparse.cli.main import main
-from horovod_sparse.cli.plan.measured import measured_step
 from horovod_sparse.cli.plan.report import Predicted, bucket_rows, chosen_plan
 from horovod_sparse.cost import AffineTime, CostModel
 from horovod_sparse.errors import ArgumentError
@@ -78,62 +77,6 @@ def test_numbers_and_plans_are_written_and_read_back(tmp_path, capsys):
     again = json.loads(capsys.readouterr().out)
     assert again["compared"][0]["iteration_seconds"] == by_name["optimal"]
     assert main(["plan", "--model", "lstm_ptb", "--merging", str(saved)]) == 2  # of another model
-
-
-def trace(names: dict[str, list[tuple[float, float, float]]]) -> str:
-    """A timeline as Horovod writes it: (asked, started, ended) in ms for every occurrence."""
-    lines = [{"name": "process_name", "ph": "M", "pid": 0, "args": {"start_time_since_epoch_in_micros": 1}}]
-    timed = []
-    for pid, (name, times) in enumerate(names.items(), 1):
-        lines.append({"name": "process_name", "ph": "M", "pid": pid, "args": {"name": name}})
-        for asked, start, end in times:
-            kind = name.partition(".")[0].upper()
-            timed += [
-                (asked, {"ph": "B", "name": f"NEGOTIATE_{kind}", "pid": pid}),
-                (asked + 1e-6, {"ph": "X", "name": "0", "pid": pid, "dur": 0}),
-                (start - 1e-6, {"ph": "E", "pid": pid}),
-                (start, {"ph": "B", "name": kind, "pid": pid}),
-                (start + 1e-6, {"ph": "B", "name": "MPI_" + kind, "pid": pid}),
-                (end - 1e-6, {"ph": "E", "pid": pid}),
-                (end, {"ph": "E", "pid": pid, "args": {"dtype": "int32"}}),
-            ]
-    timed.sort(key=lambda item: item[0])
-    lines += [{**event, "ts": round(when * 1e3)} for when, event in timed]
-    return "[\n" + ",\n".join(map(json.dumps, lines))
-
-
-PLAN = Plan((("fc.weight", "fc.bias"), ("conv.weight",)), ("norm.weight",))
-
-
-def test_a_timeline_gives_the_step_of_median_length(tmp_path):
-    names: dict[str, list[tuple[float, float, float]]] = {
-        "allgather.horovod_sparse.plan": [(0, 5, 6)],  # of no bucket
-        "allgather.bucket0.fc.weight.0": [],
-        "allreduce.bucket0.fc.weight.1": [],
-        "allgather.bucket1.conv.weight.0": [],
-        "allreduce.norm.weight.0": [],
-        "allgather.bucket7.other.0": [(0, 1, 2)],
-    }
-    for step, length in enumerate((9.0, 5.0, 7.0)):
-        begin = 100.0 * step
-        names["allgather.bucket0.fc.weight.0"].append((begin, begin + 1, begin + 2))
-        names["allreduce.bucket0.fc.weight.1"].append((begin + 2, begin + 3, begin + 4))
-        names["allreduce.norm.weight.0"].append((begin + 1, begin + 3, begin + 4))
-        names["allgather.bucket1.conv.weight.0"].append((begin + 3, begin + 4.5, begin + length))
-    path = tmp_path / "timeline.json"
-    for ending in ("]", ",\n", ',\n{"ph": "B", "na'):  # complete, and as killed processes leave it
-        path.write_text(trace(names) + ending)
-        step = measured_step(str(path), PLAN)
-        assert step.num_steps == 3
-        assert step.seconds == pytest.approx(7e-3)
-        assert [span.bucket for span in step.spans] == [0, None, 0, 1]
-        last = step.spans[-1]
-        assert (last.asked, last.start, last.end) == pytest.approx((3e-3, 4.5e-3, 7e-3))
-    with pytest.raises(ArgumentError, match=r"fc\.bias"):
-        measured_step(str(path), Plan((("fc.bias",),)))
-    path.write_text("nothing")
-    with pytest.raises(ArgumentError, match="HOROVOD_TIMELINE"):
-        measured_step(str(path), PLAN)
 
 
 def test_density_auto_is_the_largest_for_nothing(capsys, tmp_path):
@@ -216,7 +159,16 @@ def test_many_sizes_at_once_are_what_each_is_alone_and_what_hands_calculate(buck
     assert alone["speedup"] == topk["points"][1]["speedup"]
 
 
-def test_a_picture_without_matplotlib_is_refused_in_words(capsys, monkeypatch):
+def test_a_picture_shows_both_queues_and_without_matplotlib_is_refused_in_words(
+    capsys, monkeypatch, tmp_path
+):
+    path = tmp_path / "plan.svg"
+    arguments = ["--model", "vgg16_cifar", "--sparsifier", "topk", "--merging", "single"]
+    assert main(["plan", *arguments, "--tensor-selection", "min_elements(9999)", "--picture", str(path)]) == 0
+    drawn = path.read_text()
+    assert all(
+        f'id="{kind}' in drawn for kind in ("forward None", "backward 0", "selection 0", "sparse 0", "dense")
+    )
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["plan", "--picture", "x.png", "--model", "resnet50"]) == 2
     assert "pip install 'horovod_sparse[plot]'" in " ".join(capsys.readouterr().err.split())

@@ -9,9 +9,9 @@ from statistics import fmean
 import pytest
 
 from horovod_sparse.cli.main import main
-from horovod_sparse.cli.plan.accuracy import OPTIMIZERS
 from horovod_sparse.cost import AlphaBeta, Fit, assumed_profile
 from horovod_sparse.feedback import parse_recipe
+from horovod_sparse.planning.advice import OPTIMIZERS
 from horovod_sparse.plans.dense import ELEMENT_SECONDS
 
 MEASUREMENTS = Path(__file__).parents[3] / "docs/measurements"

@@ -1,52 +1,105 @@
-"""What the doctor looks at on a rank: plain values, which ranks tell each other."""
+"""`horovod-sparse doctor`: looks at an installation, its settings, and a launch."""
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import importlib
 import importlib.util
 import os
 import platform
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from statistics import median
 from typing import Any
 
 import numpy as np
+from rich.console import Console
 
 from horovod_sparse.carriers.shared_memory import why_not_shared
-from horovod_sparse.cli.console import is_launched
-from horovod_sparse.cli.ranks import Ranks, bindings
+from horovod_sparse.cli.console import console as make_console
+from horovod_sparse.cli.console import is_launched, show
+from horovod_sparse.cli.doctor_checks import Case, Finding, cycle_of, examine
+from horovod_sparse.cli.options import density, read_recipe
+from horovod_sparse.cli.ranks import FRAMEWORKS, Ranks, bindings, start, usable_framework
 from horovod_sparse.collectives import AllGather, Synchronization
+from horovod_sparse.errors import HorovodMissingError
+from horovod_sparse.planning.advice import OPTIMIZERS
 from horovod_sparse.planning.calibration.collectives import Stopwatch
 from horovod_sparse.training.deadline import seconds_of_horovod
 from horovod_sparse.training.host_topology import own_place
+from horovod_sparse.training.settings import LEVELS
 
 _PACKAGES = (
-    "horovod-sparse",
-    "horovod",
-    "torch",
-    "tensorflow",
-    "tensorflow-cpu",
-    "keras",
-    "tf-keras",
-    "numpy",
-    "numba",
-    "scipy",
-    "mpi4py",
-    "triton",
+    "horovod-sparse horovod torch tensorflow tensorflow-cpu keras tf-keras numpy numba scipy mpi4py triton"
 )
-_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS", "TF_NUM_INTRAOP_THREADS")
 _REPETITIONS = 25
-#: Horovod's own default
-_CYCLE_MS = 1.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the subcommand's arguments."""
+    add = parser.add_argument
+    parser.epilog = "Exit code 1 if there is a problem. Run it as the training is run: mpirun -np 4 ..."
+    add("--framework", choices=FRAMEWORKS, help="to look at (default: torch if it is there)")
+    text = "of the training, as are the following: for its rounds and accuracy (default: %(default)s)"
+    add("--sparsifier", default="exdyna", metavar="NAME[:ARGUMENT=VALUE,...]", help=text)
+    add("--density", type=density, default=0.001, help="default: %(default)s")
+    add("--levels", choices=LEVELS, default="flat", help="default: %(default)s")
+    add("--optimizer", choices=OPTIMIZERS, help="for what it costs in accuracy")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Looks and prints; under a launch rank 0 prints."""
+    recipe = read_recipe(options.sparsifier, options.density)
+    recipe.refuse_auto("doctor")
+    ranks: Ranks | None = None
+    missing, facts = "", local_facts()
+    everyone: list[Mapping[str, Any]] = [facts]
+    try:
+        framework = usable_framework(options.framework)
+        if facts["launched"]:
+            ranks = start(framework)
+            everyone = ranks.gathered({**facts, **rank_facts(ranks)})
+        else:
+            everyone = [{**facts, **build_facts(framework)}]
+    except HorovodMissingError as error:
+        # a rank without Horovod cannot tell the others; what the rest of the launch does is the launcher's
+        missing = str(error).partition(". ")[0]
+        if options.framework is None and importlib.util.find_spec("torch") is not None:
+            everyone = [{**facts, **framework_facts("torch")}]
+    finally:
+        if ranks is not None:
+            ranks.end()
+    findings = examine(Case(everyone, options.framework, recipe, options.optimizer, options.levels))
+    if missing and not any(one.topic == "Horovod" and one.level != "good" for one in findings):
+        do = "scripts/setup in a clone of horovod_sparse builds it"  # it is there, and cannot be loaded
+        findings.append(Finding("problem", "Horovod", missing, "nothing can be synchronized", do))
+    if ranks is None or ranks.rank == 0:
+        _show(make_console(), findings)
+    return int(any(finding.level == "problem" for finding in findings))
+
+
+def _show(to: Console, findings: Iterable[Finding]) -> None:
+    """Problems first, then advice, then what is good; each with its reason and remedy."""
+    styles = {"problem": ("x", "bold red"), "advice": ("!", "yellow"), "good": ("+", "green")}
+    found = sorted(findings, key=lambda finding: list(styles).index(finding.level))
+    show(to, "horovod-sparse doctor", "bold")
+    for finding in found:
+        sign, style = styles[finding.level]
+        show(to, f"{sign} {finding.topic}: {finding.what}", style)
+        if finding.why:
+            show(to, f"    why  {finding.why}")
+            show(to, f"    do   {finding.do}")
+    problems, advised, good = (sum(one.level == level for one in found) for level in styles)
+    text = f"{problems} problem{'' if problems == 1 else 's'}, {advised} piece{'' if advised == 1 else 's'}"
+    show(to, f"{text} of advice, {good} good", "bold")
 
 
 def local_facts() -> dict[str, Any]:
-    """What a process can tell without Horovod; what Horovod tells besides has a default here."""
+    """What a process can tell without Horovod, in plain values; what Horovod tells besides has a default."""
     packages = {}
-    for name in _PACKAGES:
+    for name in _PACKAGES.split():
         try:
             packages[name] = version(name)
         except PackageNotFoundError:
@@ -59,7 +112,6 @@ def local_facts() -> dict[str, Any]:
         "settings": {name: value for name, value in os.environ.items() if name.startswith("HOROVOD_")},
         # what horovod_sparse sets when it is imported, where nothing else is said
         "gives_up": seconds_of_horovod(),
-        "threads": {name: os.environ[name] for name in _THREADS if name in os.environ},
         # launchers bind ranks to cores; who shares them is known by host, whose name need not travel
         "affinity": sorted(os.sched_getaffinity(0)),
         "host": hashlib.sha256(platform.node().encode()).hexdigest()[:8],
@@ -117,25 +169,13 @@ def rank_facts(ranks: Ranks) -> dict[str, Any]:
     facts["controller"] = "mpi" if ranks.hvd.mpi_enabled() else "gloo"
     if facts["controller"] == "mpi":
         facts["mpi_threads"] = bool(ranks.hvd.mpi_threads_supported())
-        facts["thread_level"] = _thread_level()
+        if importlib.util.find_spec("mpi4py") is not None:
+            level = importlib.import_module("mpi4py.MPI").Query_thread()
+            facts["thread_level"] = ("single", "funneled", "serialized", "multiple")[level]
     if ranks.size > 1:
         facts["latency_seconds"] = ranks.carry_out(latency_of(ranks))
         facts["no_shared_memory"] = ranks.carry_out(why_not_shared(own_place(ranks.place)[0]))
     return facts
-
-
-def _thread_level() -> str | None:
-    """What mpi4py found MPI to be initialized with; None without mpi4py."""
-    if importlib.util.find_spec("mpi4py") is None:
-        return None
-    mpi = importlib.import_module("mpi4py.MPI")
-    levels = {
-        mpi.THREAD_SINGLE: "single",
-        mpi.THREAD_FUNNELED: "funneled",
-        mpi.THREAD_SERIALIZED: "serialized",
-        mpi.THREAD_MULTIPLE: "multiple",
-    }
-    return levels.get(mpi.Query_thread(), "unknown")
 
 
 def latency_of(ranks: Ranks) -> Synchronization[float]:
@@ -150,17 +190,3 @@ def latency_of(ranks: Ranks) -> Synchronization[float]:
         own.append(time.perf_counter() - started)
     shared = yield from watch.shared(own)
     return float(median(shared.tolist()))
-
-
-def cycle_of(settings: Mapping[str, str]) -> float | None:
-    """HOROVOD_CYCLE_TIME in milliseconds; None if it is no number.
-
-    Example:
-        >>> cycle_of({}), cycle_of({"HOROVOD_CYCLE_TIME": "0.1"}), cycle_of({"HOROVOD_CYCLE_TIME": "fast"})
-        (1.0, 0.1, None)
-    """
-    try:
-        value = float(settings.get("HOROVOD_CYCLE_TIME", _CYCLE_MS))
-    except ValueError:
-        return None
-    return value if 0.0 <= value < float("inf") else None

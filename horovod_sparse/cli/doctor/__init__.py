@@ -1,1 +1,0 @@
-"""`horovod-sparse doctor`: looks at an installation, its settings, and a launch."""
