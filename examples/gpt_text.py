@@ -91,7 +91,7 @@ def arguments() -> argparse.Namespace:
     )
     add("--learning-rate", type=float, default=3e-3)
     add("--weight-decay", type=float, default=0.1)
-    add("--max-norm", type=float, default=1.0, help="the synchronized gradient is clipped to it")
+    add("--max-norm", type=float, default=1.0, help="a synchronized gradient is clipped to it")
     add("--no-bfloat16", dest="bfloat16", action="store_false", help="compute all products in float32")
     add("--seed", type=int, default=0)
     add("--tensorboard", type=Path, metavar="FOLDER", help="rank 0 writes curves to it")
@@ -149,7 +149,10 @@ def main() -> None:
     model = GPT(args.layers, args.width, args.heads, args.length).to(device)
     compression = args.compression
     dense = compression in ("none", "fp16")
-    if args.warmup_steps and not dense and "schedule=" not in compression:
+    # steps that are sent in place of gradients are not clipped any more: the feedback's clip_norm is for that
+    sends_steps = not dense and hvd.Compression.parse(compression).recipe.feedback.applies_rate
+    max_norm = math.inf if sends_steps else args.max_norm
+    if args.warmup_steps and not dense and not sends_steps and "schedule=" not in compression:
         compression += f"{',' if ':' in compression else ':'}schedule=exponential(steps={args.warmup_steps})"
     optimizer = hvd.DistributedOptimizer(
         torch.optim.AdamW(
@@ -185,7 +188,7 @@ def main() -> None:
         )
         loss.backward()
         optimizer.synchronize()  # what is clipped is what is applied, the same on all ranks
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_norm)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         with optimizer.skip_synchronize():
             optimizer.step()
         if step % 20 == 0 or step == args.steps - 1:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,7 @@ from rich.progress import track
 from horovod_sparse.feedback import ErrorFeedback, Recipe, parse_recipe
 from horovod_sparse.sparsifiers.dense import Dense
 from studies import results
+from studies.baselines import BASELINES
 from studies.tasks import gpt_task
 from studies.training import train
 
@@ -37,13 +39,15 @@ FILE = results.MEASUREMENTS / "adamw.json"
 SETTING = {"num_steps": 400, "batch": 16, "warmup": 0.1, "weight_decay": 0.1, "clip_norm": 1.0, "beta2": 0.99}
 SEEDS = (0, 1, 2)
 RATES = (1.5e-3, 3e-3, 6e-3)
+#: bits per second between two hosts, of which seconds to a score are calculated, and how near it has to be
+NETWORKS, MARGIN = {"1 Gbit/s": 1e9, "100 Mbit/s": 1e8}, 0.05
 #: steps at the end whose loss is the training score: text that the model has not seen before
 LAST = 40
 
 
 @dataclass(frozen=True)
 class Method:
-    """A row: ranks, and what they send."""
+    """A row: ranks, and what they send: a recipe, or the name of a baseline."""
 
     size: int
     text: str
@@ -54,6 +58,10 @@ def _methods() -> dict[str, Method]:
     methods["P=2, topk 1 %, error"] = Method(2, "topk:density=0.01")
     for size in (2, 4, 8, 16):
         methods[f"P={size}, topk 1 %, adam"] = Method(size, "topk:density=0.01,feedback=adam")
+    methods["P=2, topk 0.3 %, adam, 2 bits"] = Method(2, "topk:density=0.003,values=2bit,feedback=adam")
+    methods["P=2, topk 1 %, adam, clipped"] = Method(2, "topk:density=0.01,feedback=adam(clip_norm=1.0)")
+    methods["P=2, qsgd"] = Method(2, "qsgd")
+    methods |= {f"P=2, {name}": Method(2, name) for name in BASELINES}
     for name in ("spardl", "oktopk", "gtopk", "exdyna", "micro"):
         methods[f"P=8, {name} 1 %, adam"] = Method(8, f"{name}:density=0.01,feedback=adam")
     return methods
@@ -77,19 +85,22 @@ def measure(
     progress: Callable[..., Any] = lambda steps: steps,
 ) -> dict[str, Any]:
     """One training, in which the sum is clipped; what ranks normalize themselves is not."""
-    recipe = Recipe(Dense(), ErrorFeedback()) if method.text == "dense" else parse_recipe(method.text)
+    task, baseline = gpt_task(batch_size=setting["batch"] // method.size), BASELINES.get(method.text)
+    dense = baseline is not None or method.text == "dense"
+    recipe = Recipe(Dense(), ErrorFeedback()) if dense else parse_recipe(method.text)
+    make = plain if baseline is not None and baseline.is_step else adamw
+    is_step = recipe.feedback.applies_rate if baseline is None else baseline.is_step
     trace = train(
-        gpt_task(batch_size=setting["batch"] // method.size),
+        task,
         recipe,
         size=method.size,
         num_steps=setting["num_steps"],
         learning_rate_at=lambda step: rate_at(step, rate, setting),
         seed=seed,
         progress=progress,
-        make_optimizer=lambda parameters: adamw(parameters, rate, setting),
-        edit=None
-        if recipe.feedback.applies_rate
-        else lambda _, gradient: clip(gradient, setting["clip_norm"]),
+        make_optimizer=lambda parameters: make(parameters, rate, setting),
+        edit=None if is_step else lambda _, gradient: clip(gradient, setting["clip_norm"]),
+        exchange=None if baseline is None else lambda shapes: baseline.make(shapes, setting),
     )
     return {
         "bits": round(trace.score, 4),
@@ -104,11 +115,22 @@ def adamw(
     parameters: Sequence[torch.nn.Parameter], rate: float, setting: dict[str, Any]
 ) -> torch.optim.AdamW:
     """As a user would make it: matrices decay, biases and norms do not."""
-    groups = [
+    return torch.optim.AdamW(groups(parameters, setting), lr=rate, betas=(0.9, setting["beta2"]))
+
+
+def plain(
+    parameters: Sequence[torch.nn.Parameter], rate: float, setting: dict[str, Any]
+) -> torch.optim.Optimizer:
+    """What applies a direction, with the same decay."""
+    return torch.optim.SGD(groups(parameters, setting), lr=rate)
+
+
+def groups(parameters: Sequence[torch.nn.Parameter], setting: dict[str, Any]) -> list[dict[str, Any]]:
+    """Matrices decay, biases and norms do not."""
+    return [
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": setting["weight_decay"]},
         {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=rate, betas=(0.9, setting["beta2"]))
 
 
 def clip(gradient: torch.Tensor, norm: float) -> None:
@@ -118,10 +140,11 @@ def clip(gradient: torch.Tensor, norm: float) -> None:
 
 def of(result: dict[str, Any], name: str) -> dict[float, list[dict[str, Any]]]:
     """Rate -> the runs of all seeds."""
-    runs = {
-        rate: [result["runs"].get(f"{name}/rate {rate:g}/seed {seed}") for seed in SEEDS] for rate in RATES
-    }
-    return {rate: [run for run in some if run] for rate, some in runs.items() if any(some)}
+    rates: dict[float, list[dict[str, Any]]] = {}
+    for label, run in result["runs"].items():
+        if label.startswith(f"{name}/rate "):
+            rates.setdefault(float(label.split("/")[-2].removeprefix("rate ")), []).append(run)
+    return rates
 
 
 def best(result: dict[str, Any], name: str) -> tuple[float, list[dict[str, Any]]] | None:
@@ -130,6 +153,35 @@ def best(result: dict[str, Any], name: str) -> tuple[float, list[dict[str, Any]]
     if not rates:
         return None
     return min(rates.items(), key=lambda item: float(np.mean([run["training_bits"] for run in item[1]])))
+
+
+def compute_seconds(setting: dict[str, Any], num_steps: int = 8) -> float:
+    """CPU time of a gradient of one of two ranks, the median."""
+    task = gpt_task(batch_size=setting["batch"] // 2)
+    model, seconds = task.make_model(), []
+    for inputs, targets in task.batches(0, 2, num_steps, 0):
+        started = time.process_time()
+        loss = task.loss(model, torch.from_numpy(inputs), torch.from_numpy(targets))
+        torch.autograd.grad(loss, list(model.parameters()))
+        seconds.append(time.process_time() - started)
+    return float(np.median(seconds))
+
+
+def smooth(runs: Sequence[dict[str, Any]]) -> np.ndarray:
+    """Training bits over the steps, as the mean of the last `LAST` ones and of all seeds."""
+    bits = np.mean([run["losses"] for run in runs], axis=0) / math.log(2)
+    return np.convolve(bits, np.full(LAST, 1 / LAST), "valid")
+
+
+def seconds_to(result: dict[str, Any], runs: Sequence[dict[str, Any]], target: float) -> list[float]:
+    """Calculated for each network: steps to a score, times a gradient's CPU time and a message's bits.
+
+    Latency, and what folding and selecting take, are left out; infinite where the score is not reached.
+    """
+    steps = np.flatnonzero(smooth(runs) <= target)
+    count = LAST + float(steps[0]) if steps.size else math.inf
+    sent = 8 * float(np.mean([run["bytes_per_step"] for run in runs]))
+    return [count * (result["compute_seconds"] + sent / rate) for rate in NETWORKS.values()]
 
 
 def table(result: dict[str, Any]) -> str:
@@ -145,11 +197,12 @@ def table(result: dict[str, Any]) -> str:
             for key in ("training_bits", "bits", "bytes_per_step")
         }
         spread = max(run["training_bits"] for run in runs) - min(run["training_bits"] for run in runs)
-        behind = (
-            ""
-            if dense is None
-            else f"{means['training_bits'] - np.mean([run['training_bits'] for run in dense[1]]):+.3f}"
-        )
+        behind, seconds = "", ["" for _ in NETWORKS]
+        if dense is not None:
+            best_bits = float(np.mean([run["training_bits"] for run in dense[1]]))
+            behind = f"{means['training_bits'] - best_bits:+.3f}"
+            if METHODS[name].size == 2:
+                seconds = [f"{found:.0f}" for found in seconds_to(result, runs, best_bits + MARGIN)]
         rows.append(
             [
                 name,
@@ -160,6 +213,7 @@ def table(result: dict[str, Any]) -> str:
                 f"{means['bits']:.3f}",
                 f"{means['bytes_per_step'] / 1000:,.1f}",
                 f"{4 * runs[0]['num_elements'] / means['bytes_per_step']:.0f}x",
+                *("never" if found == "inf" else found for found in seconds),
                 str(len(runs)),
             ]
         )
@@ -172,21 +226,21 @@ def table(result: dict[str, Any]) -> str:
         "bits, test",
         "kB per step",
         "fewer",
+        *(f"s at {name}" for name in NETWORKS),
         "seeds",
     ]
     return results.markdown(head, rows)
 
 
 def draw(result: dict[str, Any]) -> None:
-    """Training loss over the steps at the best rate, mean of the seeds, smoothed over twenty steps."""
+    """Training loss of two ranks over the steps at the best rate, mean of the seeds and of forty steps."""
     figure, axes = plt.subplots(figsize=(8, 3.6), layout="constrained")
     for name in METHODS:
-        found = best(result, name)
+        found = best(result, name) if METHODS[name].size == 2 else None
         if found is None:
             continue
-        bits = np.mean([run["losses"] for run in found[1]], axis=0) / math.log(2)
-        smooth = np.convolve(bits, np.full(20, 0.05), "valid")
-        axes.plot(np.arange(19, len(bits)), smooth, label=f"{name}, rate {found[0]:g}")
+        bits = smooth(found[1])
+        axes.plot(np.arange(LAST, LAST + len(bits)), bits, label=f"{name}, rate {found[0]:g}")
     axes.set_xlabel("step")
     axes.set_ylabel("bits per byte, training")
     axes.set_ylim(top=5)
@@ -208,6 +262,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not options.draw:
         result |= {"command": "scripts/study adamw", "machine": results.machine(), "setting": SETTING}
         runs = result.setdefault("runs", {})
+        result.setdefault("compute_seconds", round(compute_seconds(SETTING), 4))
         for seed in options.seeds:
             for name, method in METHODS.items():
                 for rate in options.rates:

@@ -38,6 +38,16 @@ ROWS = {
     "exdyna:density=0.01": ["--compression", "exdyna:density=0.01", *_SLOWER],
     "exdyna:density=0.01, three times the rate": ["--compression", "exdyna:density=0.01", *_FASTER],
     "topk:density=0.01": ["--compression", "topk:density=0.01", *_SLOWER],
+    "topk 1 %, adam, three times the rate": [
+        "--compression",
+        "topk:density=0.01,feedback=adam(clip_norm=1.0)",
+        *_FASTER,
+    ],
+    "topk 0.3 %, adam, 2 bits, three times the rate": [
+        "--compression",
+        "topk:density=0.003,values=2bit,indices=gaps,feedback=adam(clip_norm=1.0)",
+        *_FASTER,
+    ],
 }
 
 

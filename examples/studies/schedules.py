@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from horovod_sparse.arrays import FoldRule
-from horovod_sparse.feedback import ErrorFeedback, MomentumCorrection, Recipe, recipe
+from horovod_sparse.feedback import BestFeedback, ErrorFeedback, MomentumCorrection, Recipe, recipe
 from horovod_sparse.feedback.feedbacks import Rates
 from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.sparsifiers.schedule import Exponential
@@ -106,6 +106,8 @@ REMEDIES: dict[str, tuple[dict[str, Any], str, float, Edit | None]] = {
 #: rows of the remedies that are rows of the optimizers, too
 _SAME = {"nothing": "momentum", "no momentum, ten times the rate": "SGD"}
 METHODS = ("dense", "topk", "exdyna")
+#: optimizers for which `feedback=best` is another than `feedback=error`
+_REMEDIED = ("momentum", "AdamW")
 
 
 def names() -> list[str]:
@@ -115,6 +117,13 @@ def names() -> list[str]:
         f"{s}/{o}/topk, scaled/seed {n}"
         for s in ("cosine to 0", "warm restarts")
         for o in OPTIMIZERS
+        for n in SEEDS
+    ]
+    runs += [
+        f"{s}/{o}/{m}, best/seed {n}"
+        for s in SCHEDULES
+        for o in _REMEDIED
+        for m in METHODS[1:]
         for n in SEEDS
     ]
     return runs + [
@@ -132,6 +141,8 @@ def _recipe(method: str, density: float, arguments: dict[str, Any]) -> Recipe:
     algorithm, _, form = method.partition(", ")
     if form == "scaled":
         arguments = arguments | {"feedback": ErrorFeedback(scale_residual=True)}
+    if form == "best":
+        arguments = arguments | {"feedback": BestFeedback()}
     return recipe(algorithm, density=density, **arguments)
 
 
@@ -182,20 +193,19 @@ def _against(runs: Sequence[dict[str, Any]], dense: Sequence[dict[str, Any]]) ->
 
 def table(result: dict[str, Any]) -> str:
     """Accuracy by optimizer and schedule, and what sparse has less than dense, in points."""
-    rows = []
+    rows, methods = [], (*METHODS[1:], "topk, scaled", "topk, best", "exdyna, best")
     for optimizer in OPTIMIZERS:
         for schedule in SCHEDULES:
             dense = of(result, schedule, optimizer, "dense")
             if not dense:
                 continue
-            methods = (*METHODS[1:], "topk, scaled")
             found = {method: of(result, schedule, optimizer, method) for method in methods}
             cells = [_against(runs, dense) for runs in found.values()]
             largest = [max(run["largest_applied"] for run in runs) for runs in (dense, found["topk"])]
             rows.append(
                 [f"{optimizer}, {schedule}", f"{accuracy(dense):.1%}", *cells, *(f"{n:.3g}" for n in largest)]
             )
-    head = ["training", "dense", "topk", "exdyna", "topk, scaled", "largest gradient, dense", "topk"]
+    head = ["training", "dense", *methods, "largest gradient, dense", "topk"]
     return results.markdown(head, rows)
 
 

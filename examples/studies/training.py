@@ -12,8 +12,11 @@ import numpy as np
 import torch
 
 from horovod_sparse.feedback import Recipe
+from horovod_sparse.feedback.report import BucketStep
 from horovod_sparse.simulation import SimulatedCluster
+from horovod_sparse.sparsifiers import SparseSum
 from horovod_sparse.tensors.adoption import adopt
+from studies.baselines import Exchange
 from studies.tasks import Task
 
 __all__ = ["Trace", "train"]
@@ -63,6 +66,7 @@ def train(
     progress: Callable[[Iterator[int]], Iterator[int]] = iter,
     make_optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer] | None = None,
     edit: Callable[[torch.optim.Optimizer, torch.Tensor], None] | None = None,
+    exchange: Callable[[list[torch.Size]], Exchange] | None = None,
 ) -> Trace:
     """Trains with sparsified gradients.
 
@@ -80,6 +84,8 @@ def train(
         progress: wraps the steps, for a progress bar.
         make_optimizer: makes another optimizer than the task's SGD; its rate is set in every step.
         edit: called with the optimizer and the averaged gradient, [n], which it may change, before a step.
+        exchange: made for the parameters' shapes, in place of the recipe; a trace then has losses, norms,
+            bytes and the score alone.
     """
     torch.manual_seed(seed)
     model = task.make_model()
@@ -89,6 +95,7 @@ def train(
     if make_optimizer is None:
         make_optimizer = partial(torch.optim.SGD, lr=1.0, momentum=task.momentum)
     optimizer = make_optimizer(parameters)
+    recipe = adopt(optimizer, recipe)
     recipe = replace(recipe, feedback=recipe.feedback.for_group(optimizer.param_groups[0]))
     cluster = SimulatedCluster(recipe, trace.num_elements, size)
     flat = torch.zeros(trace.num_elements)
@@ -96,9 +103,9 @@ def train(
         part.view_as(parameter)
         for part, parameter in zip(flat.split([p.numel() for p in parameters]), parameters, strict=True)
     ]
-    adopt(optimizer, recipe)
+    swap = None if exchange is None else exchange([parameter.shape for parameter in parameters])
     streams = [task.batches(rank, size, num_steps, seed) for rank in range(size)]
-    started = time.perf_counter()
+    started, num_bytes = time.perf_counter(), 0.0
     for step in progress(iter(range(num_steps))):
         rate = learning_rate_at(step)
         gradients, losses = [], []
@@ -108,12 +115,18 @@ def train(
             parts = torch.autograd.grad(loss, parameters)
             gradients.append(torch.cat([part.reshape(-1) for part in parts]).numpy())
             losses.append(float(loss.detach()))
-        sum_ = cluster.synchronize(gradients, rate)[0]
-        flat.zero_()
-        flat.index_add_(
-            0, torch.from_numpy(sum_.indices.astype(np.int64)), torch.from_numpy(sum_.values.copy())
-        )
-        flat *= 1.0 / size  # as the optimizers do it
+        if swap is None:
+            sum_ = cluster.synchronize(gradients, rate)[0]
+            flat.zero_()
+            flat.index_add_(
+                0, torch.from_numpy(sum_.indices.astype(np.int64)), torch.from_numpy(sum_.values.copy())
+            )
+            flat *= 1.0 / size  # as the optimizers do it
+            _note(trace, cluster.buckets[0].last, sum_)
+        else:
+            found, sent = swap([torch.from_numpy(gradient) for gradient in gradients], step, rate)
+            flat.copy_(found)
+            num_bytes += sent
         if edit is not None:
             edit(optimizer, flat)
         trace.applied_norms.append(float(flat.norm()))
@@ -122,15 +135,18 @@ def train(
         for group in optimizer.param_groups:
             group["lr"] = rate
         optimizer.step()
-        last = cluster.buckets[0].last
-        trace.targets.append(last.num_target)
-        trace.facts.append(dict(last.facts))
-        trace.counts.append(int(np.unique(sum_.indices).size))
-        trace.imbalance.append(last.facts.get("imbalance", math.nan))
-        trace.thresholds.append(last.facts.get("threshold", math.nan))
-        trace.global_error.append(last.global_error)
         trace.losses.append(float(np.mean(losses)))
     trace.seconds = time.perf_counter() - started
-    trace.bytes_per_step = sum(sent[0] for sent in cluster.recorder.bytes_sent) / num_steps
+    num_bytes += sum(sent[0] for sent in cluster.recorder.bytes_sent)
+    trace.bytes_per_step = num_bytes / num_steps
     trace.score = task.score(model)
     return trace
+
+
+def _note(trace: Trace, last: BucketStep, sum_: SparseSum) -> None:
+    trace.targets.append(last.num_target)
+    trace.facts.append(dict(last.facts))
+    trace.counts.append(int(np.unique(sum_.indices).size))
+    trace.imbalance.append(last.facts.get("imbalance", math.nan))
+    trace.thresholds.append(last.facts.get("threshold", math.nan))
+    trace.global_error.append(last.global_error)

@@ -11,6 +11,7 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("rich")
 
 from studies import feedback, residuals, schedules, threshold
+from studies.baselines import BASELINES
 from studies.tasks import Task, digits_task, small_digits_task, text_task
 from studies.training import train
 
@@ -77,3 +78,25 @@ def test_every_study_measures_at_a_toy_size(tiny_digits: Task) -> None:
         residuals.measure(tiny_digits, {**setting, "size": 6}, mode, 0.2, 0)
     for schedule in schedules.SCHEDULES:
         schedules.measure(small_digits_task(width=4, batch_size=2), f"{schedule}/SGD/topk/seed 0", setting)
+
+
+def test_baselines_bring_what_all_ranks_mean() -> None:
+    # as many coefficients, and as high a rank, as the matrix has: nothing is left out
+    setting = {"num_steps": 20, "warmup": 0.1, "clip_norm": 100.0, "beta2": 0.9}
+    shapes = [torch.Size((4, 4)), torch.Size((3,))]
+    generator = torch.Generator().manual_seed(0)
+    ranks = [torch.randn(19, generator=generator) for _ in range(2)]
+    mean = (ranks[0] + ranks[1]) / 2
+    dense = {"fp16": 2, "powersgd rank 1": 4, "powersgd rank 4": 4, "1-bit adam": 4, "demo": 6}
+    for name, baseline in BASELINES.items():
+        exchange = baseline.make(shapes, setting)
+        steps = [exchange(ranks, step, 0.1) for step in range(1500 if name == "1-bit adam" else 3)]
+        expected = mean.sign() if name in ("1-bit adam", "demo") else mean
+        assert steps[0][1] == dense[name] * 19
+        torch.testing.assert_close(steps[0][0], expected, rtol=1e-2, atol=1e-2)
+        if name == "1-bit adam":  # in time everything arrives that its signs hold back
+            assert steps[-1][1] == 19 / 8 * 1.5 + 16
+            sent = torch.stack([step[0] for step in steps[500:]]).mean(0) * mean.abs()
+            torch.testing.assert_close(sent, mean, rtol=0.05, atol=0.05)
+        elif name != "powersgd rank 1":
+            torch.testing.assert_close(steps[2][0], expected, rtol=1e-2, atol=1e-2)
