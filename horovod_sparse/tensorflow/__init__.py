@@ -14,12 +14,14 @@ import horovod_sparse.tensorflow.elastic  # noqa: F401
 from horovod_sparse.tensorflow.compression import Compression as Compression
 from horovod_sparse.tensorflow.compression import SparseCompressor as SparseCompressor
 from horovod_sparse.tensorflow.functions import broadcast_variables as broadcast_variables
-from horovod_sparse.tensorflow.optimizer import DistributedOptimizer as DistributedOptimizer
 from horovod_sparse.tensorflow.state import load as load
 from horovod_sparse.tensorflow.state import save as save
 from horovod_sparse.tensorflow.sync_batch_norm import SyncBatchNormalization as SyncBatchNormalization
-from horovod_sparse.tensorflow.tape import DistributedGradientTape as DistributedGradientTape
-from horovod_sparse.tensorflow.tape import PartialDistributedGradientTape as PartialDistributedGradientTape
+from horovod_sparse.tensorflow.wrappers import DistributedGradientTape as DistributedGradientTape
+from horovod_sparse.tensorflow.wrappers import DistributedOptimizer as DistributedOptimizer
+from horovod_sparse.tensorflow.wrappers import (
+    PartialDistributedGradientTape as PartialDistributedGradientTape,
+)
 
 if _TYPE_CHECKING:
     # horovod.tensorflow has no types: what the star brings is unknown to type checkers

@@ -11,7 +11,7 @@ from typing import Any
 from horovod_sparse.checks import check_count
 from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.tensorflow._horovod import hvd
-from horovod_sparse.tensorflow.agreement import op_name
+from horovod_sparse.tensorflow.collectives import op_name
 from horovod_sparse.tensorflow.compression import Compression, SparseCompressor
 from horovod_sparse.tensorflow.private import refuse_adasum
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer

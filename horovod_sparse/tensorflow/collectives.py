@@ -1,4 +1,4 @@
-"""Carrying out the requests of a sparsifier with Horovod's native, asynchronous TensorFlow operations.
+"""Carrying out requests with Horovod's native, asynchronous operations: in a graph, and eagerly to agree.
 
 A request is made on the host, by a sparsifier, when the graph runs; its operation is in the graph
 since it was traced. So everything that an operation fixes must follow from the kind of the request:
@@ -9,11 +9,15 @@ something (the same bytes).
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from horovod_sparse.carriers.exchanges import over_hosts
 from horovod_sparse.collectives import (
     AllGather,
     AllReduce,
@@ -22,10 +26,16 @@ from horovod_sparse.collectives import (
     Exchange,
     ReduceScatter,
     Request,
+    Synchronization,
 )
 from horovod_sparse.errors import CollectiveMismatchError, UnsupportedError
-from horovod_sparse.tensorflow._horovod import hvd
+from horovod_sparse.tensorflow._horovod import hvd, is_elastic, takes_part
 from horovod_sparse.tensorflow.tensors import divided_by_ranks
+from horovod_sparse.tensorflow.waiting import Watch
+from horovod_sparse.topology import Topology
+from horovod_sparse.training import engine
+from horovod_sparse.training.agreement import compared, declaration, next_label
+from horovod_sparse.training.collective_errors import ConstructionErrors
 
 #: What goes through an operation: the buffer, and how many elements of it go to (come from) each rank;
 #: the latter is empty where the kind needs no such thing.
@@ -41,18 +51,8 @@ _NOTHING = np.empty(0, np.int32)
 def known_to_elastic() -> Any:
     """A context in which operations get names by which ``hvd.elastic.run`` knows Horovod's failures.
 
-    It looks for "HorovodAllreduce", "HorovodAllgather" or "HorovodBroadcast" in the error's text, where a
-    graph quotes the operation's name and not its type; a failure that it does not know ends the training as
-    if it were done. Collectives keep their names: Horovod is told to ignore the scopes before them. All
-    kinds are in one scope, the all-to-all, which it does not look for, too.
-
-    Example:
-        >>> @tf.function
-        ... def named():
-        ...     with tf.name_scope("outer"), known_to_elastic():
-        ...         return tf.zeros([], name="bucket.0")
-        >>> [operation.name for operation in named.get_concrete_function().graph.get_operations()][0]
-        'HorovodAllgather/bucket.0'
+    It looks for these words in the error's text, where a graph quotes the operation's name and not its type.
+    Horovod is told to ignore the scopes before names of collectives.
     """
     # the slash: no numbers are added to it, but to the names within, as if there were no scope
     return tf.name_scope(f"{ELASTIC_WORD}/")
@@ -61,9 +61,8 @@ def known_to_elastic() -> Any:
 def not_folded(gradient: Any) -> Any:
     """A gradient as an operation of Horovod's has to get it in a graph: not as a constant.
 
-    To TensorFlow these operations are pure, so one whose input is a constant (the gradient of a sum is) is
-    carried out once, when the graph is optimized, and its result kept, also for another number of ranks. If
-    one rank alone traces again, it waits for the others then, which do not.
+    To TensorFlow these operations are pure: one whose input is constant is carried out once, when the graph
+    is optimized, and waits for the others if one rank alone traces again.
     """
     if isinstance(gradient, tf.IndexedSlices):
         values, indices = not_folded(gradient.values), not_folded(gradient.indices)
@@ -141,7 +140,7 @@ def from_wire(request: Request, output: np.ndarray, splits: np.ndarray) -> Any:
 
 
 def carry_out(
-    kind: type[Request], buffer: tf.Tensor, splits: tf.Tensor | None, name: str, process_set: Any
+    kind: type[Request], buffer: tf.Tensor, splits: tf.Tensor, name: str, process_set: Any
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """The operation for a round. Asynchronous: no thread waits for it."""
     common = {"name": name, "ignore_name_scope": True, "process_set": process_set}
@@ -151,8 +150,7 @@ def carry_out(
         if kind is ReduceScatter:
             return hvd.reducescatter(buffer, op=hvd.Sum, **common), tf.zeros([0], tf.int32)
         if kind in (Exchange, AllToAll):
-            output, received = hvd.alltoall(buffer, splits=splits, **common)
-            return output, received
+            return tuple(hvd.alltoall(buffer, splits=splits, **common))
         return hvd.allgather(buffer, **common), tf.zeros([0], tf.int32)
 
 
@@ -173,3 +171,112 @@ def reduce_densely(gradient: Any, name: str, process_set: Any, average: bool) ->
     if average:
         values = divided_by_ranks(values, process_set)
     return tf.IndexedSlices(values, indices, gradient.dense_shape)
+
+
+# what ranks agree upon: eagerly, also while a function is traced
+
+#: of optimizers, tapes and compressors
+construction_errors = ConstructionErrors.of_horovod(hvd)
+
+#: between two looks around of who waits
+_LOOK_SECONDS = 0.1
+
+
+def carry_out_together(
+    coroutine: Synchronization[Any],
+    process_set: Any,
+    name: str,
+    topology: Topology | None = None,
+    *,
+    looks: bool = False,
+) -> Any:
+    """Runs a coroutine to its end; all ranks of the process set do so together, and nothing else meanwhile.
+
+    With `looks`, ranks that cannot make their optimizer are looked for while this one waits.
+    """
+    place = int(process_set.rank()), int(process_set.size())
+    if topology is not None:
+        coroutine = over_hosts(coroutine, topology, place[0])
+    look = construction_errors.looking(process_set) if looks else None
+
+    def execute(request: Request) -> Any:
+        kind = type(request)
+        if place[1] == 1:
+            return _alone(request)
+        value_dtype = getattr(request, "buffer", np.empty(0, np.float32)).dtype
+        buffer, splits = to_wire(request, value_dtype, place)
+        run = partial(carry_out, kind, buffer, splits, f"{name}.{kind.__name__}", process_set)
+        output, received = run() if look is None else _watched(run, look)
+        return from_wire(request, output.numpy(), received.numpy())
+
+    # out of a graph that is being traced; a host function's thread has none
+    with tf.init_scope(), tf.device("/cpu:0"), Watch(None, process_set).together(name):
+        return engine.carry_out(coroutine, execute)
+
+
+def _watched(run: Callable[[], Any], look: Callable[[], None]) -> Any:
+    """What a function gives that waits within TensorFlow, in a thread: this one looks around meanwhile."""
+    given: list[Any] = []
+    failed: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            with tf.device("/cpu:0"):
+                given.append(run())
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=work, name="horovod_sparse.agreement", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(_LOOK_SECONDS)
+        look()
+    if failed:
+        raise failed[0]
+    return given[0]
+
+
+def _alone(request: Request) -> Any:
+    """What a single rank gets back."""
+    if isinstance(request, Exchange):
+        return {peer: request.sends[peer].copy() for peer in request.sources}
+    if isinstance(request, AllToAll):
+        return [buffer.copy() for buffer in request.buffers]
+    return request.buffer.copy()
+
+
+def together(coroutine: Synchronization[Any], process_set: Any) -> Any:
+    """What a coroutine returns that all ranks run when they see gradients first.
+
+    In elastic training, where who joins traces while the others go on, and with one rank, it is run alone.
+    """
+    if process_set.size() == 1 or is_elastic():
+        return engine.carry_out(coroutine, lambda request: request.buffer)  # type: ignore[union-attr]
+    name = f"horovod_sparse.{process_set.process_set_id}.plan"
+    return carry_out_together(coroutine, process_set, name, looks=True)
+
+
+def compare_densely(compression: Any, process_set: Any, **arguments: object) -> None:
+    """Ranks that send whole gradients compare their arguments with the first ones: some rank may sparsify."""
+    if not takes_part(process_set):
+        return
+    name = str(getattr(compression, "__name__", type(compression).__name__))
+    name = {"NoneCompressor": "none", "FP16Compressor": "fp16"}.get(name, name)
+    given = declaration(name, "horovod.tensorflow", process_set=ranks_of(process_set), **arguments)
+    together(compared(given), process_set)
+
+
+def ranks_of(process_set: Any) -> str:
+    """A process set, in words that are the same on all of its ranks."""
+    return "all" if process_set is hvd.global_process_set else str(list(process_set.ranks))
+
+
+def op_name(op: Any) -> str:
+    """Of one of Horovod's reductions."""
+    return {hvd.Average: "Average", hvd.Sum: "Sum", hvd.Adasum: "Adasum"}.get(op, str(op))
+
+
+def label_of(prefix: str, process_set: Any, variables: Sequence[Any]) -> str:
+    """A name for collectives about these variables, taken when the first of them is due: see `next_label`."""
+    model = [(variable.shape, tf.as_dtype(variable.dtype).name) for variable in variables]
+    return next_label(f"{prefix}.{process_set.process_set_id}", model)

@@ -16,7 +16,7 @@ from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.tensorflow._horovod import hvd
-from horovod_sparse.tensorflow.agreement import construction_errors
+from horovod_sparse.tensorflow.collectives import construction_errors
 from horovod_sparse.tensorflow.dropin import DropIn
 from horovod_sparse.tensorflow.private import keep_functions_with_compressors
 from horovod_sparse.tensorflow.state import CheckpointedState, StateKeeper, WithState

@@ -1,10 +1,9 @@
 """A sparsifier within stock Horovod's tapes and optimizers, which only know `compress` and `decompress`.
 
 Horovod calls both once, when it traces, around an allreduce of its own, for one gradient after the other,
-each within a `tf.cond`. The first call puts the synchronization of *all* gradients, merged into buckets, into
-the graph around these; `decompress` gives their sums. Horovod gets one number per gradient to allreduce:
-nothing asks for the result, so it is not sent. Eagerly, which is only where TensorFlow is told to run
-functions so, the first call synchronizes at once.
+each within a `tf.cond`. The first call puts the synchronization of *all* gradients into the graph around
+these; `decompress` gives their sums. Horovod gets one number per gradient to allreduce, and nothing asks for
+the result.
 """
 
 from __future__ import annotations
@@ -47,12 +46,9 @@ class _Slot:
 class DropIn:
     """What a `SparseCompressor` does in stock Horovod's tapes and optimizers.
 
-    A variable whose gradient is None for once, which it is on all ranks then, gets None, as Horovod has it;
-    what the others in its bucket make the ranks send of its residual returns there. Variables are known by
-    identity: they may come in another order, or be frozen.
-
-    Gradients without elements or of an integer type stay dense. The learning rate is not known here, so
-    a residual cannot follow its changes (`scale_residual`, of which a word is logged).
+    Variables are known by identity: they may come in another order, or be frozen. One whose gradient is None
+    for once gets None; what the others in its bucket make the ranks send of its residual returns there.
+    Gradients without elements or of an integer type stay dense. The learning rate is not known here.
     """
 
     def __init__(self, recipe: Recipe, process_set: Any) -> None:

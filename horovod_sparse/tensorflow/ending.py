@@ -1,8 +1,4 @@
-"""How a step ends: it is applied, or all ranks take it back; and what has to be equal on all of them then.
-
-A loss is scaled so that small gradients survive in float16; the scale changes from step to step, and an
-overflow is no error but a sign that it is too large. Residuals outlive both.
-"""
+"""How a step ends: it is applied, or all ranks take it back; and what has to be equal on all of them then."""
 
 from __future__ import annotations
 
@@ -15,8 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from horovod_sparse.tensorflow._horovod import hvd, is_elastic
-from horovod_sparse.tensorflow.agreement import carry_out_together, label_of
-from horovod_sparse.tensorflow.collectives import known_to_elastic, not_folded
+from horovod_sparse.tensorflow.collectives import carry_out_together, known_to_elastic, label_of, not_folded
 from horovod_sparse.tensorflow.graph import HOST, HostFunctions
 from horovod_sparse.tensorflow.parts import Part
 from horovod_sparse.tensorflow.replanning import Replanning
@@ -42,7 +37,7 @@ class Ending:
     def finish(self, parts: Sequence[Part]) -> tuple[list[np.ndarray], Outcome]:
         """Dense gradients, one per variable of the parts: sums or averages; zeros where they are not applied.
 
-        The step's error is raised here and nowhere else: then it is taken back, and the next one may follow.
+        The step's error is raised here; then it is taken back, and the next one may follow.
         """
         try:
             arrays, outcome = self._finished(parts)
@@ -54,9 +49,6 @@ class Ending:
         return arrays, outcome
 
     def _finished(self, parts: Sequence[Part]) -> tuple[list[np.ndarray], Outcome]:
-        since, overdue = time.perf_counter(), None
-        for part in parts:
-            overdue = part.task.wait(since, overdue)
         now, training = time.perf_counter(), self._training
         with self._lock:
             errors = [part.task.error for part in parts if part.task.error is not None]
@@ -75,7 +67,6 @@ class Ending:
             applied = [part.apply(scale) for part in parts]
             training.step += 1
             telemetry, decision = training.telemetry, training.decision
-            telemetry.transport = "; ".join(sorted({part.task.transport for part in parts} - {""}))
             telemetry.density = "" if decision is None else decision.density
             telemetry.selection = training.selection
             waited = idle_seconds([part.task for part in parts], now)
@@ -111,10 +102,7 @@ class Replicas:
     def compared(
         self, due: tf.Tensor, check: DriftCheck, variables: Sequence[Any], also_equal: Sequence[Any]
     ) -> tf.Tensor:
-        """Compares variables with those of the other ranks where that is due, before they change again.
-
-        They are read in the graph, which knows what was to be written to them before.
-        """
+        """Compares variables where that is due, before they change again: they are read in the graph."""
         every = {self._training.name_of(one) or f"variable {i}": one for i, one in enumerate(variables)}
         every |= {f"variable {i} of the optimizer": one for i, one in enumerate(also_equal)}
         named = {name: variable for name, one in every.items() if is_comparable(variable := as_variable(one))}
@@ -145,8 +133,7 @@ class Replicas:
 class ScaledReduction:
     """Reduces gradients of a scaled loss; not finite on any rank, they become NaN on all.
 
-    Residuals are kept without the scale. Scales are powers of two, so nothing is lost when gradients are
-    multiplied by it again.
+    Residuals are kept without the scale, a power of two: nothing is lost by multiplying with it again.
     """
 
     def __init__(self, process_set: Any, watch: Watch | None = None) -> None:

@@ -1,8 +1,4 @@
-"""What work on the host needs of a graph: functions that it calls, their order, no derivatives.
-
-Called eagerly, the same work is traced once; what is selected has no gradient. Updates that need no gradient
-wait for the end of a step, which may be an error.
-"""
+"""What work on the host needs of a graph: functions that it calls, their order, no derivatives."""
 
 from __future__ import annotations
 
@@ -48,10 +44,9 @@ def run_independently(operation: Any, kind: str) -> None:
 
 
 class HostFunctions:
-    """Host functions of graphs: kept as long as this object and a graph that they are made in.
+    """Host functions of graphs, which TensorFlow and Keras keep for ever: they know them by weak references.
 
-    TensorFlow keeps for ever what it is given to call, and Keras its graphs. So neither gets to know more
-    than a weak reference: with this object go residuals and all else that the functions work on.
+    With this object go residuals and all else that the functions work on.
     """
 
     def __init__(self) -> None:
@@ -62,13 +57,9 @@ class HostFunctions:
     ) -> list[tf.Tensor]:
         """A host function in a graph: run in every step, as soon as its inputs are there.
 
-        Within `tf.function`, operations with side effects run one after the other, as they were built. A
-        bucket would wait for the collectives of those before it, so this is called off here: inputs alone
-        say what comes after what.
-
-        What it raises arrives as an `InvalidArgumentError`. Most errors would be an `UnknownError` to
-        TensorFlow: Horovod's failures come as such, and ``hvd.elastic.run`` takes one that it does not know
-        for the training's end.
+        The order in which `tf.function` runs operations with side effects is called off: a bucket would wait
+        for those before it. Errors arrive as an `InvalidArgumentError`: one that is unknown is the training's
+        end to ``hvd.elastic.run``.
         """
         results = list(tf.numpy_function(self._weakly(function), list(inputs), list(types)))
         run_independently(results[0].op, "PyFunc")
@@ -166,10 +157,7 @@ _marked: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 
 
 def refuse_synchronized(gradients: Sequence[Any]) -> None:
-    """Refuses what a distributed tape has synchronized, to be synchronized a second time.
-
-    In a graph also what was made of it by clipping or scaling; eagerly nothing tells where a tensor is from.
-    """
+    """Refuses what a distributed tape has synchronized; in a graph also where it was clipped or scaled."""
     if any(_is_synchronized(gradient) for gradient in gradients if isinstance(gradient, tf.Tensor)):
         raise UnsupportedError(
             "these gradients were synchronized already, by a DistributedGradientTape: give the distributed "
@@ -224,10 +212,7 @@ with contextlib.suppress(KeyError):  # where this module is imported a second ti
 
 
 class Order:
-    """Puts operations behind those that were noted last, graph by graph.
-
-    A tensor is kept by its name: it would keep its graph, and a graph the memory that it works on.
-    """
+    """Puts operations behind those noted last, graph by graph, by name: a tensor would keep its graph."""
 
     def __init__(self) -> None:
         self._last: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
@@ -291,22 +276,8 @@ _CALLS = ("If", "StatelessIf", "PartitionedCall", "StatefulPartitionedCall")
 def gate(token: tf.Tensor) -> None:
     """Puts all that is made from now on in the graph that is being traced behind a tensor.
 
-    Updates of variables do not always need a gradient: weight decay and counts of steps do not. They are not
-    to happen in a step that ends in an error.
-
-    Example:
-        >>> count = tf.Variable(0)
-        >>> def fail():
-        ...     raise ArithmeticError
-        >>> @tf.function
-        ... def step():
-        ...     gate(tf.numpy_function(fail, [], tf.int64))
-        ...     count.assign_add(1)
-        >>> try:
-        ...     step()
-        ... except tf.errors.OpError:
-        ...     print(count.numpy())
-        0
+    Updates that need no gradient (weight decay, counts of steps) are not to happen in a step that ends in an
+    error.
     """
     _Gate(token.graph, token.op)
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
 import weakref
-from collections.abc import Callable, Collection, Sequence
-from typing import Any, Protocol
+import zlib
+from collections.abc import Collection, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from horovod_sparse.arrays import GradientParts, HostAccumulator
 from horovod_sparse.carriers.exchanges import over_hosts, rounds_over_hosts
-from horovod_sparse.collectives import AllReduce, Exchange, Request, Synchronization
+from horovod_sparse.collectives import AllReduce, Exchange, Synchronization
 from horovod_sparse.feedback import Bucket, Member, Recipe, TwoLevelBucket, shard_of
 from horovod_sparse.kernels import apply_scaled_sum, clear_at
 from horovod_sparse.kernels.host.scatter import native_bits
@@ -24,38 +24,8 @@ from horovod_sparse.tensorflow.task import Task, is_looped
 from horovod_sparse.tensorflow.tensors import ALIGNMENT, aligned_zeros, numpy_dtype
 from horovod_sparse.topology import Topology
 from horovod_sparse.training import parts as common
-from horovod_sparse.training.agreement import kept_share
+from horovod_sparse.training.engine import Facts
 from horovod_sparse.training.parts import sum_densely
-
-#: tells (rank, size) within the process set, at any time
-Place = Callable[[], tuple[int, int]]
-
-
-class Part(common.Part, Protocol):
-    """Variables that are synchronized together."""
-
-    shapes: list[tuple[int, ...]]
-    dtype: str
-    name: str
-    task: Task
-
-    def begin(self, learning_rate: float | None, gradients: Sequence[np.ndarray]) -> Synchronization[Any]:
-        """Takes the gradients, and gives the coroutine of this step."""
-
-    def again(self) -> Synchronization[Any]:
-        """The coroutine of the same step once more, after `abandon`, of what waits here."""
-
-    def apply(self, scale: float) -> tuple[list[np.ndarray], BucketReport]:
-        """Scale times the sum over ranks, dense, by variable. The task is done."""
-
-    def abandon(self, *, drop: bool = False, again: bool = False) -> None:
-        """Takes the step back, as far as it came."""
-
-    def close(self) -> None:
-        """Takes the last step back if it has not come to its end, since something else in it failed."""
-
-    def start_anew(self, step: int) -> None:
-        """Goes on at this rank's present place, as a start of Horovod asks for."""
 
 
 def make_accumulator(info: BucketInfo, recipe: Recipe) -> HostAccumulator:
@@ -66,77 +36,63 @@ def make_accumulator(info: BucketInfo, recipe: Recipe) -> HostAccumulator:
     )
 
 
+def _collective(label: str, name: str, names: Sequence[str]) -> str:
+    """Of a part's collectives: the same on all ranks, and another one for what another plan sends."""
+    return f"{label}.{zlib.crc32(repr((name, names)).encode()):08x}"
+
+
 class SparseBucket(common.ArrayLayout, common.BucketPart):
     """A bucket of variables, sparsified."""
 
     def __init__(
         self,
         name: str,
-        collective: str,
         names: Sequence[str],
-        shapes: Sequence[tuple[int, ...]],
-        dtype: str,
+        facts: Facts,
         recipe: Recipe,
-        place: Place,
+        place: tuple[int, int],
+        topology: Topology | None,
         *,
+        label: str,
+        scale: float | None = None,
         dense: bool = False,
-        hosts: Callable[[], Topology | None] = lambda: None,
     ) -> None:
-        self.names: tuple[str, ...] = tuple(names)
-        self.dense, self._hosts = dense, hosts
+        self.name, self.names, self.dense = name, tuple(names), dense
         #: see `horovod_sparse.carriers.shared_memory`: gradients are TensorFlow's, and copied
         self.lends, self.on_host = None, True
         #: see `Bucket.step`
-        self.scale: float | None = None
-        self.shapes, self.dtype = [tuple(shape) for shape in shapes], dtype
-        self.name, self._recipe, self._place = name, recipe, place
-        self.bucket = self._made(None)
-        in_loop = is_looped(recipe.sparsifier, self.places[-1][1], hosts() is not None)
-        self.task = Task(collective, self._kinds(), accumulator_dtype(dtype), in_loop)
-        self._output = DenseOutput(self.shapes, numpy_dtype(dtype))
-
-    @property
-    def made_for(self) -> tuple[int, int]:
-        """Rank and size that the sparsifier's state is made for."""
-        return self.bucket.whole.rank, self.bucket.whole.size
-
-    @property
-    def topology(self) -> Topology | None:
-        """Which ranks share a host, as the bucket is made for; None for one level."""
-        return self.bucket.topology if isinstance(self.bucket, TwoLevelBucket) else None
-
-    def _made(self, before: Bucket | None) -> Bucket:
-        """A bucket for this rank's present place: with the memory of the one before, where it fits."""
-        rank, size = self._place()
-        whole, topology = BucketInfo(self.name, self.places[-1][1], rank, size, self.dtype), self._hosts()
-        members = [Member(item, *span) for item, span in zip(self.names, self.places, strict=True)]
+        self._scale = scale
+        self.shapes, self.dtype = [tuple(facts[one][1].shape) for one in names], facts[names[0]][0].dtype
+        self._rank, self._topology = place[0], topology
+        whole = BucketInfo(name, self.places[-1][1], *place, self.dtype)
+        members = [Member(item, *span) for item, span in zip(names, self.places, strict=True)]
         if topology is None:
-            memory = make_accumulator(whole, self._recipe) if before is None else before.accumulator
-            return Bucket(whole, self._recipe, memory, members)
-        if before is None:
-            memory = make_accumulator(shard_of(whole, topology), self._recipe)
+            self.bucket = Bucket(whole, recipe, make_accumulator(whole, recipe), members)
         else:
-            memory = before.accumulator
-        return TwoLevelBucket(whole, self._recipe, memory, members, topology)
-
-    def _kinds(self) -> tuple[type[Request], ...]:
+            memory = make_accumulator(shard_of(whole, topology), recipe)
+            self.bucket = TwoLevelBucket(whole, recipe, memory, members, topology)
         kinds = self.bucket.recipe.sparsifier.rounds(self.bucket.info.size)
-        return kinds if self.topology is None else rounds_over_hosts(kinds, self.topology)
+        kinds = kinds if topology is None else rounds_over_hosts(kinds, topology)
+        looped = is_looped(recipe.sparsifier, whole.num_elements, topology is not None)
+        collective = _collective(label, name, self.names)
+        self.task = Task(collective, kinds, accumulator_dtype(self.dtype), looped)
+        self._output = DenseOutput(self.shapes, numpy_dtype(self.dtype))
 
     def begin(self, learning_rate: float | None, gradients: Sequence[np.ndarray]) -> Synchronization[Any]:
+        """Takes the gradients, and gives the coroutine of this step."""
         self.close()
-        if self.made_for != self._place():  # the process set's: Horovod itself has not been started
-            self.start_anew(self.bucket.progress.step)
-        return self._carried(self.bucket.step(GradientParts(gradients), learning_rate, scale=self.scale))
+        return self._carried(self.bucket.step(GradientParts(gradients), learning_rate, scale=self._scale))
 
     def again(self) -> Synchronization[Any]:
-        step = self.bucket.again(scale=self.scale)
-        return self._carried(step if self.topology is None else _without_sum(step, self.topology))
+        """The coroutine of the same step once more, after `abandon`, of what waits here."""
+        step = self.bucket.again(scale=self._scale)
+        return self._carried(step if self._topology is None else _without_sum(step, self._topology))
 
     def _carried(self, step: Synchronization[Any]) -> Synchronization[Any]:
-        return step if self.topology is None else over_hosts(step, self.topology, self._place()[0])
+        return step if self._topology is None else over_hosts(step, self._topology, self._rank)
 
     def apply(self, scale: float) -> tuple[list[np.ndarray], BucketReport]:
+        """Scale times the sum over ranks, dense, by variable. The task is done."""
         started = time.perf_counter()
         sum_ = self.task.result
         arrays, num_union = self._output.write(None if sum_.whole else sum_.indices, sum_.values, scale)
@@ -151,38 +107,18 @@ class SparseBucket(common.ArrayLayout, common.BucketPart):
         )
 
     def abandon(self, *, drop: bool = False, again: bool = False) -> None:
+        """Takes the step back, as far as it came."""
         self.bucket.abandon(drop=drop, again=again)
         self.task.settled = True
 
     def close(self) -> None:
+        """Takes the last step back if it has not come to its end, since something else in it failed."""
         if not self.task.settled:
             self.task.drop()
             self.abandon()
 
-    def start_anew(self, step: int) -> None:
-        """The sparsifier's state anew; the residual is kept, so that its mean over ranks stays."""
-        before, stays = self.bucket, self.topology == self._hosts()
-        if self.topology is not None and self.made_for != self._place():
-            stays = False  # other ranks have other shards: what is another one's waits to be brought to it
-        share = kept_share(self.made_for[1], self._place()[1])
-        held = list(self.held())
-        for number in range(len(held) if getattr(before.feedback, "adds_up", True) else 1):
-            held[number] = held[number] * share
-        held = [] if stays and share == 1.0 else held
-        self.bucket = self._made(before if stays else None)
-        if stays and isinstance(before, TwoLevelBucket) and isinstance(self.bucket, TwoLevelBucket):
-            self.bucket.elsewhere = before.elsewhere  # `assign` makes it anew where it is scaled
-        self.bucket.restart(dataclasses.replace(before.progress, step=step))
-        if held:
-            self.assign(held)
-        if self.task.looped or not stays:  # a graph that was traced before is fixed, if not looped
-            self.task.kinds = self._kinds()
-
     def take_back(self, names: Collection[str]) -> None:
-        """Puts the last step's sum of these variables, which nobody applies, back where it came from.
-
-        Each rank's residual gets its share, which keeps the mean of the residuals.
-        """
+        """Puts the last sum of variables that nobody applies back: each rank's residual gets its share."""
         # those that hold the same elements: with two levels the ranks of a column
         sum_, share = self.task.result, 1.0 / self.bucket.info.size
         first, last = (
@@ -206,16 +142,14 @@ def _without_sum(step: Synchronization[Any], topology: Topology) -> Synchronizat
 
 
 class DenseVariable(common.ArrayLayout, common.DensePart):
-    """A variable that a plan leaves dense: an allreduce of all its elements.
+    """A variable that a plan leaves dense: an allreduce of all its elements; half types in float32."""
 
-    Half types are summed in float32.
-    """
-
-    def __init__(self, name: str, collective: str, shape: tuple[int, ...], dtype: str, place: Place) -> None:
-        self.names: tuple[str, ...] = (name,)
-        self.shapes, self.dtype, self.num_elements = [tuple(shape)], dtype, math.prod(shape)
-        self.name, self._place, self._size = name, place, place()[1]
-        self.task = Task(collective, (AllReduce,), accumulator_dtype(dtype), dense=True)
+    def __init__(self, name: str, facts: Facts, place: tuple[int, int], label: str) -> None:
+        fact, variable = facts[name]
+        self.name, self.names = name, (name,)
+        self.shapes, self.dtype, self.num_elements = [tuple(variable.shape)], fact.dtype, fact.num_elements
+        self._place = place
+        self.task = Task(_collective(label, name, ()), (AllReduce,), accumulator_dtype(fact.dtype))
         #: of this step
         self._given = _NOTHING
 
@@ -226,7 +160,7 @@ class DenseVariable(common.ArrayLayout, common.DensePart):
     def again(self) -> Synchronization[Any]:
         wide = self._given.reshape(-1).astype(accumulator_dtype(self.dtype))
         carried = 0 if self.carried is None else self.carried
-        return sum_densely(self.names[0], wide, carried, self._place())
+        return sum_densely(self.names[0], wide, carried, self._place)
 
     def apply(self, scale: float) -> tuple[list[np.ndarray], BucketReport]:
         started = time.perf_counter()
@@ -234,7 +168,7 @@ class DenseVariable(common.ArrayLayout, common.DensePart):
         dense = (total * total.dtype.type(scale)).astype(numpy_dtype(self.dtype)).reshape(self.shapes[0])
         self.carried, self._given = None, _NOTHING
         took = time.perf_counter() - started
-        return [dense], self.report(self._place()[1], total.itemsize, dense.nbytes, took)
+        return [dense], self.report(self._place[1], total.itemsize, dense.nbytes, took)
 
     def close(self) -> None:
         self._given = _NOTHING
@@ -245,12 +179,9 @@ class DenseVariable(common.ArrayLayout, common.DensePart):
         if drop:
             self._given = np.zeros_like(self._given)
 
-    def start_anew(self, step: int) -> None:
-        size = self._place()[1]
-        if self.carried is not None:
-            self.carried *= kept_share(self._size, size)
-        self._size = size
 
+#: variables that are synchronized together
+Part: TypeAlias = SparseBucket | DenseVariable
 
 _NOTHING: np.ndarray = np.empty(0, np.float32)
 #: scattered elements above this share of the memory are cleared faster by clearing all of it
@@ -280,15 +211,8 @@ class _Memory:
 class DenseOutput:
     """Gives out the dense gradients of a bucket's parameters; writes k elements, not n.
 
-    TensorFlow takes an aligned NumPy array as a tensor's memory, never writes to it, and lets go of
-    the array with the last tensor. Memory whose arrays are all let go of is used for a later step,
-    where only the places that hold something have to be cleared.
-
-    Example:
-        >>> output = DenseOutput([(2,), (1, 3)], np.dtype(np.float32))
-        >>> arrays, num_union = output.write(np.array([1, 4], np.int32), np.ones(2, np.float32), 0.5)
-        >>> [array.tolist() for array in arrays], num_union
-        ([[0.0, 0.5], [[0.0, 0.0, 0.5]]], 2)
+    TensorFlow takes an aligned NumPy array as a tensor's memory, and lets go of it with the last tensor. It
+    is used for a later step then, where only the places that hold something have to be cleared.
     """
 
     def __init__(self, shapes: Sequence[tuple[int, ...]], dtype: np.dtype[Any]) -> None:

@@ -27,7 +27,7 @@ import tensorflow as tf
 
 from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.tensorflow._horovod import hvd
-from horovod_sparse.tensorflow.agreement import op_name
+from horovod_sparse.tensorflow.collectives import op_name
 
 #: the engine where they do the reduction, in words
 STOCK = "horovod.tensorflow with a sparsifier"
@@ -140,19 +140,9 @@ def scaler_of(optimizer: Any) -> Any:
 
 
 def refuse_copies(*makers: Any) -> None:
-    """Refuses to be asked for an optimizer's settings by the methods of Keras that copy or pickle a model.
+    """Refuses to be asked for settings by the methods of Keras that copy or pickle a model through a file.
 
-    Keras does both by writing a file and loading it, in which a distributed optimizer is an ordinary one, so
-    that it can be loaded where there is no Horovod: the copy would train on each rank alone.
-
-    Example:
-        >>> class Model:
-        ...     def __deepcopy__(self, memo):
-        ...         refuse_copies(Model.__deepcopy__)
-        >>> refuse_copies(Model.__deepcopy__)
-        >>> Model().__deepcopy__({})
-        Traceback (most recent call last):
-        horovod_sparse.errors.UnsupportedError: a copy of this model, or a pickled one, would not be...
+    There a distributed optimizer is an ordinary one: the copy would train on each rank alone.
     """
     codes = {maker.__code__ for maker in makers}
     if any(frame.f_code in codes for frame in _frames(sys._getframe(1))):
@@ -164,10 +154,7 @@ def refuse_copies(*makers: Any) -> None:
 
 
 class _ByVariables:
-    """A function of Horovod's for eager use, traced for each list of variables by itself.
-
-    One trace would serve all variables of equal shapes, and give one's residual to another.
-    """
+    """A function of Horovod's for eager use, traced for each list of variables: shapes may be equal."""
 
     def __init__(self, function: Any) -> None:
         self._function, self._own = function, dict[Any, Any]()
@@ -209,10 +196,7 @@ def _of_compressor(key: Any) -> tuple[dict[Any, Any] | None, Any]:
 
 
 def keep_functions_with_compressors() -> None:
-    """Makes compressors of ours free: Horovod keeps each one that it has seen for ever, as a key.
-
-    What is kept beside the key refers to the compressor, so a dict with weak keys would not do.
-    """
+    """Makes compressors of ours free: Horovod keeps each one that it has seen for ever, as a key."""
     function = hvd._make_cached_allreduce_grads_fn
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
     cell = cells.get("cache")

@@ -1,10 +1,8 @@
 """Changing the buckets of a training: by hand, or by backward times of its first steps.
 
-Python sees nothing of a graph's steps but what the graph calls. So while times are wanted, a function is
-traced in a measuring form: every gradient is given to a host function that takes the time, as soon as it is
-there, and synchronization begins only when all of them are. So what is measured is backward alone, with
-nothing under way beside it. The plan changes when all ranks call `replan`; functions have to be traced
-again then, since a graph's buckets are fixed.
+While times are wanted, a function is traced in a measuring form: a host function takes the time of every
+gradient, and synchronization begins when all are there. The plan changes when all ranks call `replan`;
+functions have to be traced again then, since a graph's buckets are fixed.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.plans.dense import ClusterFacts
 from horovod_sparse.plans.plan import Plan
 from horovod_sparse.tensorflow._horovod import hvd
-from horovod_sparse.tensorflow.agreement import carry_out_together
+from horovod_sparse.tensorflow.collectives import carry_out_together
 from horovod_sparse.tensorflow.graph import HOST, HostFunctions
 from horovod_sparse.tensorflow.training import VariablesTraining
 
@@ -63,10 +61,7 @@ class Replanning:
                 self._left = 0
 
     def stamped(self, gradients: Sequence[Any], by_name: Mapping[str, int], host: HostFunctions) -> list[Any]:
-        """The gradients (or None), given on when all of them are there if their times are wanted.
-
-        `by_name` has positions of those that have buckets.
-        """
+        """The gradients (or None), given on when all are there if times are wanted."""
         given = list(gradients)
         if not self._left:
             return given

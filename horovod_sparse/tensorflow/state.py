@@ -1,9 +1,6 @@
 """Residuals and sparsifier states of a synchronizer: in an entry, in checkpoints of TensorFlow, and on disk.
 
-`horovod_sparse.training.state` says what is in an entry and what other plans and ranks mean.
-
-Variables are known by name, or by their order where names differ but shapes agree: Keras numbers the
-layers of a second model in the same process anew.
+Variables are known by name, or by their order where names differ but shapes agree: Keras numbers layers anew.
 """
 
 from __future__ import annotations
@@ -20,51 +17,20 @@ from horovod_sparse.feedback import Recipe
 from horovod_sparse.plans.plan import Plan
 from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.tensorflow._horovod import hvd
-from horovod_sparse.tensorflow.agreement import carry_out_together
+from horovod_sparse.tensorflow.collectives import carry_out_together
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
 from horovod_sparse.tensorflow.tensors import as_variable
 from horovod_sparse.training import checkpoint
 from horovod_sparse.training.encoding import from_bytes, to_bytes
-from horovod_sparse.training.state import (
-    check_entry,
-    check_shapes,
-    checked_states,
-    redistributed,
-)
+from horovod_sparse.training.state import check_entry, check_shapes, checked_states
+from horovod_sparse.training.state import redistributed as redistribute  # noqa: F401
 
 if TYPE_CHECKING:
     from horovod_sparse.planning.request import Decision
 
 
-def _shapes_by_name(synchronizer: GradientSynchronizer) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the variables that have a bucket, in the order in which they were seen."""
-    shapes = {
-        name: shape
-        for part in synchronizer.parts
-        for name, shape in zip(part.names, part.shapes, strict=True)
-    }
-    return {name: shapes[name] for name in synchronizer.names}
-
-
-def entry_of(synchronizer: GradientSynchronizer) -> dict[str, Any]:
-    """The entry of this rank: numbers, strings, and NumPy arrays in the variables' shapes."""
-    if synchronizer.under_way:
-        raise UnsupportedError("residuals are saved between steps: a step is under way, or was interrupted")
-    shapes = _shapes_by_name(synchronizer)
-    return synchronizer.save(variables={name: list(shape) for name, shape in shapes.items()})
-
-
-def load_entry(synchronizer: GradientSynchronizer, entry: Mapping[str, Any]) -> None:
-    """Continues from an entry. Needs no collective."""
-    synchronizer.load(entry, _checked(synchronizer, entry))
-
-
 class StateKeeper:
-    """Saves and loads at any time: buckets exist only from the first gradient on, files may be earlier.
-
-    What is loaded waits until the variables have their buckets; where nothing is synchronized (on a rank that
-    the process set leaves out) it waits for ever, and is saved again.
-    """
+    """Saves and loads at any time: what is loaded waits until the variables have their buckets."""
 
     def __init__(self) -> None:
         self.synchronizer: GradientSynchronizer | None = None
@@ -76,26 +42,30 @@ class StateKeeper:
         synchronizer.on_planned = self._put
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's entry, see `entry_of`; empty before the first step."""
+        """This rank's entry, arrays in the variables' shapes; empty before the first step."""
         if self._waiting is not None:
             return dict(self._waiting)
         synchronizer = self.synchronizer
-        return entry_of(synchronizer) if synchronizer is not None and synchronizer.parts else {}
+        if synchronizer is None or not synchronizer.parts:
+            return {}
+        if synchronizer.under_way:
+            raise UnsupportedError(
+                "residuals are saved between steps: a step is under way, or was interrupted"
+            )
+        shapes = _shapes_of(synchronizer)
+        return synchronizer.save(variables={name: list(shape) for name, shape in shapes.items()})
 
     def load_state_dict(self, entry: Mapping[str, Any] | None) -> None:
-        """Continues from an entry; from no residual, if it is empty or None.
-
-        A step that has not come to its end, since Horovod has failed, is given up before.
-        """
+        """Continues from an entry; from nothing, if it is empty. A step under way is given up before."""
         self.check(entry)
         self._waiting = entry or None
         if self.synchronizer is None:
             return
         for part in self.synchronizer.parts:
             part.close()
-        if self.synchronizer.parts and entry:
+        if entry:
             self._put()
-        elif not entry:
+        elif self.synchronizer.parts:
             self.synchronizer.load(None)
 
     def check(self, entry: Any) -> None:
@@ -105,19 +75,15 @@ class StateKeeper:
         synchronizer = self.synchronizer
         _check(entry, None if synchronizer is None else synchronizer.recipe)
         if synchronizer is not None and len(synchronizer.names) >= len(entry["variables"]):
-            checked_states(synchronizer, entry, _checked(synchronizer, entry))
+            checked_states(synchronizer, _fitting(synchronizer, entry))
 
     def _put(self) -> None:
         waiting, synchronizer = self._waiting, self.synchronizer
-        # variables may be seen one after the other
-        if (
-            waiting is None
-            or synchronizer is None
-            or len(synchronizer.names) < len(waiting.get("variables", ()))
-        ):
+        if waiting is None or synchronizer is None:
             return
-        self._waiting = None
-        load_entry(synchronizer, waiting)
+        if len(synchronizer.names) >= len(waiting["variables"]):  # they may be seen one after the other
+            self._waiting = None
+            synchronizer.load(_fitting(synchronizer, waiting))
 
 
 class WithState:
@@ -207,11 +173,6 @@ class CheckpointedState(tf.train.experimental.PythonState):
         self._keeper.load_state_dict(from_bytes(value))
 
 
-def redistribute(entries: Sequence[Mapping[str, Any]], rank: int, size: int) -> dict[str, Any]:
-    """The entry for one rank of another number of ranks, so that the mean residual is kept exactly."""
-    return redistributed(entries, rank, size)
-
-
 def _check(entry: Any, recipe: Recipe | None) -> None:
     """What can be said of an entry without variables."""
     advice = (
@@ -229,21 +190,37 @@ def _check(entry: Any, recipe: Recipe | None) -> None:
     check_shapes(entry, {name: tuple(shape) for name, shape in variables.items()})
 
 
-def _checked(synchronizer: GradientSynchronizer, entry: Mapping[str, Any]) -> dict[str, str]:
-    """What the saved names are called here."""
+def _fitting(synchronizer: GradientSynchronizer, entry: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The entry, by the names that its variables have here."""
     _check(entry, synchronizer.recipe)
-    known = _shapes_by_name(synchronizer)
+    known = _shapes_of(synchronizer)
     saved = {name: tuple(shape) for name, shape in entry["variables"].items()}
     if saved == known:
-        return {name: name for name in saved}
-    if list(saved.values()) == list(known.values()):
-        return dict(zip(saved, known, strict=True))
-    only_saved = [f"{name} {shape}" for name, shape in saved.items() if known.get(name) != shape]
-    only_here = [f"{name} {shape}" for name, shape in known.items() if saved.get(name) != shape]
-    raise StateMismatchError(
-        f"the saved state is of another model: it has {only_saved or 'nothing'} that this one has not, and "
-        f"lacks {only_here or 'nothing'}"
-    )
+        return entry
+    if list(saved.values()) != list(known.values()):
+        only_saved = [f"{name} {shape}" for name, shape in saved.items() if known.get(name) != shape]
+        only_here = [f"{name} {shape}" for name, shape in known.items() if saved.get(name) != shape]
+        raise StateMismatchError(
+            f"the saved state is of another model: it has {only_saved or 'nothing'} that this one has not, "
+            f"and lacks {only_here or 'nothing'}"
+        )
+    here, plan = dict(zip(saved, known, strict=True)), Plan.from_dict(entry["plan"])
+    buckets = tuple(tuple(here[name] for name in bucket) for bucket in plan.buckets)
+    held = [
+        {here[name]: values for name, values in by_name.items()}
+        for by_name in (entry["residuals"], *entry["companions"])
+    ]
+    return {
+        **entry,
+        "plan": Plan(buckets, tuple(here[name] for name in plan.dense), plan.density).to_dict(),
+        "residuals": held[0],
+        "companions": held[1:],
+    }
+
+
+def _shapes_of(synchronizer: GradientSynchronizer) -> dict[str, tuple[int, ...]]:
+    """Of the variables that have a bucket, by name, in the order in which they were seen."""
+    return {name: tuple(variable.shape) for name, (_, variable) in synchronizer.facts.items()}
 
 
 _NAME = "horovod_sparse.checkpoint"

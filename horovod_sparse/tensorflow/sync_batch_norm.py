@@ -10,8 +10,7 @@ from horovod.tensorflow.sync_batch_norm import SyncBatchNormalization as _stock
 
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.tensorflow._horovod import hvd, is_elastic
-from horovod_sparse.tensorflow.agreement import label_of
-from horovod_sparse.tensorflow.collectives import known_to_elastic
+from horovod_sparse.tensorflow.collectives import known_to_elastic, label_of
 from horovod_sparse.tensorflow.tensors import as_variable
 
 

@@ -38,7 +38,6 @@ from horovod_sparse.training.settings import RAISE, ZERO, PlannedOptions, Settin
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from horovod_sparse.planning.request import Decision
 
 #: tf.Tensor, tf.IndexedSlices or None
 Gradient = Any
@@ -47,9 +46,8 @@ Gradient = Any
 class GradientSynchronizer(VariablesTraining):
     """Synchronizes gradients of variables that it knows by identity, eagerly and within `tf.function`.
 
-    Everything of a step (residuals, thresholds, learning rates) is host state that host functions look up
-    when a graph runs. So a synchronizer outlives graphs, and any number of them may be traced for it. Steps
-    follow one another; the same variables are never synchronized twice at a time.
+    All of a step is host state that host functions look up when a graph runs: it outlives any number of
+    graphs. The same variables are never synchronized twice at a time.
     """
 
     def __init__(
@@ -102,19 +100,16 @@ class GradientSynchronizer(VariablesTraining):
     def plan_anew(self, plan: Plan | None = None, measure_steps: int | None = None) -> None:
         if self.is_needed:
             self.replanning.replan(plan, measure_steps)
-            self.moved()
 
-    def change_plan(self, plan: Plan, decision: Decision | None = None) -> None:
-        super().change_plan(plan, decision)
-        self._eagerly = EagerCalls(self._build)  # the functions were traced for other buckets
+    def refuse_graphs(self) -> None:
+        super().refuse_graphs()
+        self._eagerly = EagerCalls(self._build)  # our own functions
 
     def agree(self) -> None:
         """After every start of Horovod: all ranks say where they stand, and go on alike. A collective then.
 
-        Whoever comes first to a bucket does so for all buckets: a rank that traces a function for the first
-        time before its buckets are in the graph, so that they may still become those of the others; any other
-        rank in the first host function of its next step. Both wait for each other: what is traced needs no
-        collective otherwise in elastic training, where the others may have been traced long ago.
+        Who comes first to a bucket does so for all: a rank that traces for the first time before its buckets
+        are in the graph, any other one in the first host function of its next step.
         """
         if self.is_agreed and not self._agreeing.locked():
             return
@@ -223,7 +218,7 @@ class GradientSynchronizer(VariablesTraining):
         def settled(tokens: Sequence[tf.Tensor]) -> list[tf.Tensor]:
             return self._driver.settle(tokens, finish, like)
 
-        waits = is_elastic() or check is not None or any(part.task.between_pairs for part in parts)
+        waits = is_elastic() or check is not None
         with WAITING.behind() if waits else contextlib.nullcontext():
             outputs = settled(tokens)
             if policy == ZERO:
@@ -254,9 +249,8 @@ class GradientSynchronizer(VariablesTraining):
     ) -> tuple[list[Gradient], dict[str, int], list[Part], list[tf.Tensor]]:
         """Everything up to the end of the last round.
 
-        Returns:
-            The gradients; where no part has them, their sums. By name, the positions of those that have one.
-            The parts. And tokens of their ends, see `Driver.start`.
+        Gives the gradients (where no part has them, their sums), positions of those that have a bucket by
+        name, the parts, and tokens of their ends.
         """
         with self.watch.together(f"{self.engine.label or 'horovod_sparse'}.plan"):
             added = self.add(gradients, variables)
@@ -288,9 +282,6 @@ class GradientSynchronizer(VariablesTraining):
                 ]
                 for part in parts
             ]
-            for part in parts:
-                if isinstance(part, SparseBucket):
-                    part.scale = None if self._averages else 1.0
             tokens = self._driver.start(parts, tensors, rate)
         if parts:
             self.watch.arm()

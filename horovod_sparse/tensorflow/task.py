@@ -11,12 +11,10 @@ from typing import Any
 import numpy as np
 
 from horovod_sparse.collectives import AllGather, AllToAll, Exchange, Request, Synchronization
-from horovod_sparse.errors import ArgumentError, CollectiveMismatchError, DeadlineError
+from horovod_sparse.errors import ArgumentError, CollectiveMismatchError
 from horovod_sparse.sparsifiers import BucketInfo, Sparsifier
 from horovod_sparse.tensorflow._horovod import is_elastic
 from horovod_sparse.tensorflow.collectives import Wire, from_wire, nothing, to_wire
-from horovod_sparse.tensorflow.transport import PairsSynchronization, PairsThread, between_pairs, over_pairs
-from horovod_sparse.training.deadline import Deadline
 
 _log = logging.getLogger("horovod_sparse")
 
@@ -27,9 +25,9 @@ _SIZES = (1, 2, 3)
 class Task:
     """A synchronization in rounds that were fixed when the graph was traced; used again in every step.
 
-    None of its methods raises, whatever the coroutine does: an exception in a graph stops what has not
-    begun, on this rank alone, and the others would wait for ever for its rounds. What was raised stands
-    in `error`; empty messages take the place of the rounds that are left.
+    None of its methods raises: an exception in a graph stops what has not begun on this rank alone, and the
+    others would wait for ever. It stands in `error`; empty messages take the place of the rounds that are
+    left.
     """
 
     def __init__(
@@ -38,12 +36,11 @@ class Task:
         kinds: tuple[type[Request], ...],
         value_dtype: np.dtype[Any],
         looped: bool = False,
-        dense: bool = False,
     ) -> None:
         #: round r communicates as ``{name}.{r}``
         self.name, self.kinds, self.value_dtype = name, kinds, value_dtype
-        #: whether all kinds go through one operation (`is_looped`); whether it stays dense: left to Horovod
-        self.looped, self.dense = looped, dense
+        #: whether all kinds go through one operation (`is_looped`)
+        self.looped = looped
         self.place = (0, 1)
         #: what the coroutine returned, or raised
         self.result: Any = None
@@ -55,53 +52,21 @@ class Task:
         self.legs: list[tuple[float, float]] = []
         #: whether the last synchronization's result was used, or taken back; set to True by who does so
         self.settled = True
-        #: how messages between two ranks travel, and why so; empty where there are none
-        self.transport = ""
-        self._entrusted: PairsSynchronization | None = None
 
     @property
     def under_way(self) -> bool:
         """Whether a coroutine waits for a collective: also where a failed step has left one behind."""
-        return self._coroutine is not None or self._entrusted is not None
+        return self._coroutine is not None
 
     @property
     def awaited(self) -> int | None:
         """The number of the round that Horovod has; None if it has none."""
-        return None if self.settled or self._entrusted is not None or not self.has_rounds else self._round
+        return None if self.settled or not self.has_rounds else self._round
 
     @property
     def has_rounds(self) -> bool:
         """Whether a round is left: also where the coroutine has failed, since the others go on."""
         return self._round < len(self.kinds)
-
-    @property
-    def between_pairs(self) -> bool:
-        """Whether messages between pairs of ranks are to carry it; see `transport.between_pairs`."""
-        return not self.dense and between_pairs(self.kinds)
-
-    def entrust(
-        self, coroutine: Synchronization[Any], place: tuple[int, int], thread: PairsThread, deadline: Deadline
-    ) -> None:
-        """Runs a coroutine to its first request, and leaves the rest to the thread; `wait` ends it."""
-        self._begin(place)
-        self._entrusted = PairsSynchronization(self.name, over_pairs(coroutine, *place), deadline)
-        if not self._entrusted.ended:
-            thread.take(self._entrusted)
-
-    def wait(self, since: float | None = None, overdue: DeadlineError | None = None) -> DeadlineError | None:
-        """Until what is entrusted to a thread has ended. Nothing to wait for otherwise."""
-        entrusted, self._entrusted = self._entrusted, None
-        if entrusted is None:
-            return overdue
-        try:
-            if overdue is not None:
-                entrusted.give_up(overdue)
-            entrusted.wait(since)
-        except DeadlineError as error:
-            overdue = error
-        self.result, self.error = entrusted.result, entrusted.error
-        self.legs += entrusted.legs
-        return overdue
 
     def start(self, coroutine: Synchronization[Any], place: tuple[int, int]) -> Wire:
         """Runs a coroutine to its first request."""
@@ -136,16 +101,7 @@ class Task:
             self.legs.append((begun, time.perf_counter()))
 
     def drop(self) -> None:
-        """Lets go of what a step that failed elsewhere has left behind.
-
-        What a thread has is let come to its end: the other ranks take part in it.
-        """
-        if self._entrusted is not None:
-            entrusted, self._entrusted = self._entrusted, None
-            try:
-                entrusted.wait()
-            except DeadlineError as error:
-                _log.warning("%s: %s", self.name, error)
+        """Lets go of what a step that failed elsewhere has left behind."""
         if self._coroutine is not None:
             _log.warning("%s: its last synchronization did not end, and is given up", self.name)
             self._coroutine.close()
@@ -200,16 +156,7 @@ class Task:
 
 
 def idle_seconds(tasks: Sequence[Task], now: float) -> float:
-    """How long this rank has had nothing to do but wait for collectives.
-
-    Counted from the start of the last synchronization: before it, backward was still going on.
-
-    Example:
-        >>> task = Task("example", (), np.dtype(np.float32))
-        >>> task.legs = [(0.0, 1.0), (4.0, 6.0)]
-        >>> idle_seconds([task], 7.0)
-        4.0
-    """
+    """How long this rank has had nothing to do but wait for collectives, since the last one of them began."""
     since = max((task.legs[0][1] for task in tasks if task.legs), default=now)
     later = [leg for task in tasks for leg in task.legs if leg[1] > since]
     busy = sum(end - max(begin, since) for begin, end in later)

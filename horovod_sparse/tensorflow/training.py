@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import tensorflow as tf
 
+from horovod_sparse.carriers.transport_choice import TRANSPORT_VARIABLE, rounds_by_pairs
 from horovod_sparse.collectives import Synchronization
 from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.feedback import ParameterRules, Recipe
@@ -18,25 +19,20 @@ from horovod_sparse.plans.dense import ClusterFacts
 from horovod_sparse.plans.fixed import make_plan
 from horovod_sparse.plans.plan import ParameterFacts, Plan
 from horovod_sparse.tensorflow._horovod import hvd, is_elastic, present_start
-from horovod_sparse.tensorflow.agreement import carry_out_together, label_of, ranks_of, together
+from horovod_sparse.tensorflow.collectives import carry_out_together, label_of, ranks_of, together
 from horovod_sparse.tensorflow.parts import DenseVariable, Part, SparseBucket
 from horovod_sparse.tensorflow.tensors import as_variable, dtype_name, unique_names
 from horovod_sparse.topology import Topology
 from horovod_sparse.training.agreement import (
-    AgreedStatus,
-    RankStatus,
     common_names,
     compared,
-    kept_share,
     plan_of_first_rank,
 )
 from horovod_sparse.training.collective_errors import raise_together
 from horovod_sparse.training.engine import Facts, PartSpec
 from horovod_sparse.training.first_plan import Planner, check_agreement, first_plan
 from horovod_sparse.training.host_topology import ChosenLevels, Ranks, assumed_topology
-from horovod_sparse.training.parts import assign_residuals
 from horovod_sparse.training.settings import Settings
-from horovod_sparse.training.state import load_entry, share_factor
 from horovod_sparse.training.training import Training
 
 if TYPE_CHECKING:
@@ -53,9 +49,8 @@ class VariablesEngine:
         #: that change what is applied; and those of the tape or optimizer, which may say more of the same
         self._arguments: Mapping[str, object] = arguments
         self.given: Mapping[str, object] = {}
-        #: of collectives, known with the first gradients; part i communicates as ``{label}.{i}``
-        self.label, self._num_parts = "", 0
-        self._topology: Topology | None = None
+        #: of collectives, known with the first gradients
+        self.label = ""
 
     def rank_and_size(self) -> tuple[int, int]:
         return int(self.process_set.rank()), int(self.process_set.size())
@@ -70,42 +65,26 @@ class VariablesEngine:
     def make_parts(
         self, specs: Sequence[PartSpec], facts: Facts, place: tuple[int, int], topology: Topology | None
     ) -> list[Part]:
-        """Parts that go on at any place: a graph refers to them as long as their plan is the same."""
+        if topology is None and self._levels != "flat" and is_elastic():
+            topology = Topology.regular(place[1], 1)  # graphs are traced once, with two levels or one
+
+        def bucket(name: str, names: tuple[str, ...], recipe: Recipe, dense: bool = False) -> SparseBucket:
+            scale = None if self._arguments["op"] == "Average" else 1.0
+            own = name, names, facts, recipe, place, topology
+            return SparseBucket(*own, label=self.label, scale=scale, dense=dense)
+
         parts: list[Part] = []
         for spec in specs:
-            if spec.recipe is not None and not spec.dense:
-                parts.append(self._bucket(spec.label, spec.names, facts, spec.recipe))
-                continue
-            for name in spec.names:
-                fact, variable = facts[name]
-                if spec.recipe is not None:
-                    parts.append(self._bucket(f"dense.{name}", [name], facts, spec.recipe, dense=True))
-                else:
-                    shape, collective = tuple(variable.shape), self._collective()
-                    parts.append(DenseVariable(name, collective, shape, fact.dtype, self.rank_and_size))
+            if spec.recipe is None:
+                parts += [DenseVariable(name, facts, place, self.label) for name in spec.names]
+            elif spec.dense:
+                parts += [bucket(f"dense.{name}", (name,), spec.recipe, True) for name in spec.names]
+            else:
+                parts.append(bucket(spec.label, spec.names, spec.recipe))
         return parts
 
-    def _bucket(
-        self, label: str, names: Sequence[str], facts: Facts, recipe: Recipe, *, dense: bool = False
-    ) -> SparseBucket:
-        shapes, dtype = [tuple(facts[name][1].shape) for name in names], facts[names[0]][0].dtype
-        own = label, self._collective(), names, shapes, dtype, recipe, self.rank_and_size
-        return SparseBucket(*own, dense=dense, hosts=lambda: self.hosts)
-
-    def _collective(self) -> str:
-        """A name that no part has had before: another plan's requests are of other kinds."""
-        self._num_parts += 1
-        return f"{self.label}.{self._num_parts - 1}"
-
-    @property
-    def hosts(self) -> Topology | None:
-        """As parts are made for it: in elastic training graphs are traced once, with two levels or one."""
-        if self._topology is None and self._levels != "flat" and is_elastic():
-            return Topology.regular(self.rank_and_size()[1], 1)
-        return self._topology
-
     def move_to(self, topology: Topology | None) -> None:
-        self._topology = topology
+        """Nothing: parts are made for their hosts."""
 
     def carry_out(self, coroutine: Synchronization[Any], topology: Topology | None) -> Any:
         return carry_out_together(coroutine, self.process_set, f"{self.label}.start", topology, looks=True)
@@ -123,8 +102,8 @@ _log = logging.getLogger("horovod_sparse")
 class VariablesTraining(Training):
     """Variables get their bucket with their first gradient, and keep it.
 
-    A graph refers to parts by version of the plan and position. So a start, a load and other ranks leave the
-    parts where they are, and have them go on; only another plan makes others, and functions be traced again.
+    A graph refers to parts by version of the plan and position: it goes on after a start, a load and with
+    other ranks; for another plan functions are traced again.
     """
 
     engine: VariablesEngine
@@ -134,6 +113,11 @@ class VariablesTraining(Training):
         self, engine: VariablesEngine, recipe: Recipe, settings: Settings, prefix: str, groups: Any
     ) -> None:
         super().__init__(engine, recipe, settings)
+        if rounds_by_pairs():
+            raise UnsupportedError(
+                f"{TRANSPORT_VARIABLE}=pairs is for PyTorch: in a graph of TensorFlow all rounds are "
+                "operations of Horovod's. Unset it"
+            )
         if isinstance(groups, list):
             groups = [[as_variable(variable) for variable in group] for group in groups]
         self.request: Planner | None
@@ -216,9 +200,7 @@ class VariablesTraining(Training):
         facts, plan = together(self._agreed(new), self.process_set)
         self._names.update({variable.ref(): name for name, variable in zip(facts, new, strict=True)})
         if not self.facts:
-            self.facts = dict(facts)
-            self._assume_place()
-            self.build(plan)
+            self.begin(facts, plan)
             return True
         before, self.facts = self.plan, {**self.facts, **facts}
         self.parts += self._made(plan, facts, first=len(before.buckets))
@@ -269,54 +251,31 @@ class VariablesTraining(Training):
     def choose_levels(self, num_hosts: int, per_host: int) -> ChosenLevels:
         return by_cost(self.recipe.sparsifier, self.parameters, self.request)(num_hosts, per_host)
 
-    # other plans, starts and states
+    # other plans
+
+    def build(self, plan: Plan) -> None:
+        """Fresh parts: graphs go on with those of an equal plan, if what they send is of the same kinds."""
+        before = self.parts if plan == self.plan else []
+        super().build(plan)
+        if len(before) == len(self.parts) and all(map(_goes_on, before, self.parts)):
+            for former, part in zip(before, self.parts, strict=True):
+                former.task.kinds, part.task = part.task.kinds, former.task
+        else:
+            self.refuse_graphs()
+
+    def refuse_graphs(self) -> None:
+        """Has functions traced again."""
+        self.version += 1
 
     def change_plan(self, plan: Plan, decision: Decision | None = None) -> None:
         """Other buckets, the residuals kept; functions have to be traced again, also for an equal plan."""
-        super().replan(plan)
-        self.version += 1
+        self.replan(plan)
+        self.refuse_graphs()
         self.decision = decision
 
-    def replan(self, plan: Plan) -> None:
-        """What all ranks agree upon: with the same plan the parts of graphs go on, on other hosts, too."""
-        if plan != self.plan:
-            self.change_plan(plan)
-            return
-        for part in self.sparse:
-            part.start_anew(part.bucket.progress.step)
 
-    def _status(self) -> RankStatus:
-        made_for = self.sparse[0].made_for if self.sparse else self.rank_and_size
-        return dataclasses.replace(super()._status(), made_for=made_for)
-
-    def start_anew(self, start: AgreedStatus) -> None:
-        self.made_for, self.step = self.rank_and_size, start.step
-        self.sizes.add(self.size)
-        if start.plan != self.plan:
-            self.change_plan(start.plan)
-        for part in self.parts:
-            part.start_anew(start.step)
-        _log.info("Horovod has started: sparsifiers start anew at step %d: %s", start.step, start.reason)
-
-    def load(self, entry: Mapping[str, Any] | None, names: Mapping[str, str] | None = None) -> None:
-        """Continues from an entry, by what its names are called here; from nothing, if it is None."""
-        if entry is None:
-            self.step = 0
-            assign_residuals(self.parts, (), {})
-            return
-        for part in self.parts:  # those that were made for another place start anew here
-            if not isinstance(part, SparseBucket) or part.made_for != self.rank_and_size:
-                part.start_anew(self.step)
-        # in elastic training what this worker saved at another size is its own: no other has a share in it
-        old_size, own = entry["size"], entry["size"] in self.sizes
-        factor = kept_share(old_size, self.size) if own else share_factor(entry["rank"], old_size, self.size)
-        load_entry(self, entry, factor, names)
-        self.moved()
-
-    def moved(self) -> None:
-        """Residuals have been put into buckets: those of others' shards go there in the next step."""
-        if self.topology is not None:
-            self._agreed_under = None
+def _goes_on(former: Part, part: Part) -> bool:
+    return former.task.looped or former.task.kinds == part.task.kinds
 
 
 def _facts_of(names: Sequence[str], variables: Sequence[Any], rules: ParameterRules) -> Facts:
@@ -336,10 +295,7 @@ def _facts_of(names: Sequence[str], variables: Sequence[Any], rules: ParameterRu
 
 
 def is_sparsifiable(gradient: Any, variable: Any) -> bool:
-    """Whether a bucket can take a gradient: floating point, not None, no slices, not empty.
-
-    And not that of a tensor, which is another one in every step: it has no residual.
-    """
+    """Whether a bucket can take a gradient: floating point, dense, not empty, and of a variable."""
     return (
         gradient is not None
         and not isinstance(gradient, tf.IndexedSlices)

@@ -1,10 +1,9 @@
 """A graph that waits too long for other ranks ends with an error, where Horovod would wait for ever.
 
-No thread waits for a collective in a graph, so none can give up. Instead the host function with which a step
-begins gives the graph a small array to hold until the step's end: as long as anybody refers to it the graph
-runs. A thread of this process looks at what is held. At the deadline it puts the error's text into a queue
-that an assertion in the graph waits for, so that the graph ends with that error; and then it shuts Horovod
-down, by which all that is under way fails, on all ranks: TensorFlow waits for its operations in any case.
+No thread waits for a collective in a graph, so none can give up. The host function with which a step begins
+gives the graph a small array to hold until the step's end. A thread looks at what is held. At the deadline it
+puts the error's text into a queue that an assertion in the graph waits for, and shuts Horovod down: then all
+that is under way fails, on all ranks.
 """
 
 from __future__ import annotations
@@ -83,17 +82,12 @@ class Watch:
         def place() -> tuple[int, list[int]]:
             return int(process_set.rank()), list(process_set.ranks)
 
-        self._seconds, self._place = deadline_seconds, place
-        self.deadline = self.another_deadline()
+        self.deadline = Deadline(deadline_seconds, place)
         self._on_error = None if on_error is None else weakref.WeakMethod(on_error)
         self._queue: Any = None
         self._host = HostFunctions()
         self._waiting: weakref.WeakSet[Waiting] = weakref.WeakSet()
         self._error: DeadlineError | None = None
-
-    def another_deadline(self) -> Deadline:
-        """As long as this one's, of a wait of its own."""
-        return Deadline(self._seconds, self._place)
 
     def waiting(self, num_begins: int, awaited: Callable[[], Awaited | None]) -> Waiting:
         """A synchronization that is looked after from now on; as long as the caller keeps it."""

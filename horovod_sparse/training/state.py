@@ -128,11 +128,9 @@ def check_shapes(entry: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
                 )
 
 
-def checked_states(
-    engine: Holder, entry: Mapping[str, Any], names: Mapping[str, str] | None = None
-) -> list[Any] | None:
+def checked_states(engine: Holder, entry: Mapping[str, Any]) -> list[Any] | None:
     """The sparsifiers' states of an entry, made and checked; nothing is changed."""
-    (rank, size), plan = engine.rank_and_size, _called(entry, names)
+    (rank, size), plan = engine.rank_and_size, Plan.from_dict(entry["plan"])
     if plan != engine.plan or entry["size"] != size or entry.get("resized"):
         return None
     if list(entry.get("levels", ())) != (_levels_of(engine) or []):
@@ -154,15 +152,6 @@ def _levels_of(engine: Holder) -> list[int] | None:
     if topology is None or topology.size != size:
         return None
     return [topology.num_hosts, topology.per_host, *topology.place(rank)]
-
-
-def _called(entry: Mapping[str, Any], names: Mapping[str, str] | None) -> Plan:
-    """The plan of an entry, by the names that are used here."""
-    saved = Plan.from_dict(entry["plan"])
-    if names is None:
-        return saved
-    buckets = tuple(tuple(names[name] for name in bucket) for bucket in saved.buckets)
-    return Plan(buckets, tuple(names[name] for name in saved.dense), saved.density)
 
 
 def _saved_plan(saved: Any) -> Plan:
@@ -266,12 +255,13 @@ def _words(value: object) -> str:
     return f"a {type(value).__name__}" + (f" of shape {tuple(shape)}" if isinstance(shape, tuple) else "")
 
 
-def load_entry(
-    engine: Holder, entry: Mapping[str, Any], factor: float, names: Mapping[str, str] | None = None
-) -> None:
+def load_entry(engine: Holder, entry: Mapping[str, Any], factor: float) -> None:
     """Continues from an entry that fits. Needs no collective."""
-    size, plan, states = engine.rank_and_size[1], _called(entry, names), checked_states(engine, entry, names)
-    called = (lambda name: name) if names is None else names.__getitem__
+    size, plan, states = (
+        engine.rank_and_size[1],
+        Plan.from_dict(entry["plan"]),
+        checked_states(engine, entry),
+    )
     progress = {
         name: Progress.from_plain(one, one["state"]["step"])
         for bucket_names, one in zip(plan.buckets, entry["buckets"], strict=True)
@@ -279,11 +269,7 @@ def load_entry(
     }
     # of what is dense nothing but the step was saved
     progress |= {name: Progress(int(entry["step"])) for name in plan.dense}
-    held = [
-        {called(name): values for name, values in by_name.items()}
-        for by_name in (entry["residuals"], *entry["companions"])
-    ]
-    held = shared_out(held, factor, engine.recipe.feedback)
+    held = shared_out([entry["residuals"], *entry["companions"]], factor, engine.recipe.feedback)
     assign_residuals(engine.parts, held, progress)
     engine.step = int(entry["step"])
     if states is not None:

@@ -69,9 +69,8 @@ def no_local_variables() -> UnsupportedError:
 def _without_moments(base: Any, is_sgd: bool) -> Any:
     """``theta = theta (1 - rate weight_decay) - step``; the decay, schedules and averages are the base's own.
 
-    Of Adam what a gradient holds is the step: the feedback has normalized it, and the rate is in it. SGD goes
-    at ``rate / (1 - momentum)``, which goes as far: error feedback is a momentum. Moments that there are
-    already (of a model that was loaded) stay, and nothing asks for them.
+    Of Adam what a gradient holds is the step. SGD goes at ``rate / (1 - momentum)``, which goes as far: error
+    feedback is a momentum. Moments that there are already stay, and nothing asks for them.
     """
     makes_moments = next(one for one in base.__mro__ if "build" in vars(one))
 

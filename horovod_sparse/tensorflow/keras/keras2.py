@@ -48,10 +48,7 @@ class _Reduce:
 
 
 def adopted(optimizer: Any, wrapped: Any) -> Any:
-    """The optimizer itself, with what Horovod's copy of it has besides.
-
-    Horovod makes one from its settings, which do not tell all of it: see `keras3.wrap`.
-    """
+    """The optimizer itself, with what Horovod's copy of it, made of its settings, has besides."""
     for name in vars(wrapped).keys() - vars(optimizer).keys():
         object.__setattr__(optimizer, name, vars(wrapped)[name])
     object.__setattr__(optimizer, "_name", wrapped._name)
@@ -60,10 +57,7 @@ def adopted(optimizer: Any, wrapped: Any) -> Any:
 
 
 def attach(wrapped: Any, synchronizer: GradientSynchronizer, keeper: StateKeeper, again: Again) -> Any:
-    """Puts a sparse reduction into what Horovod has made of an optimizer.
-
-    Local variables, several passes per step and scaling stay Horovod's.
-    """
+    """Puts a sparse reduction into what Horovod has made of an optimizer; all else stays Horovod's."""
     if not hasattr(wrapped, "_allreduce_grads"):
         raise UnsupportedError(f"{type(wrapped).__name__} is no optimizer that Horovod can wrap")
     reduce = _Reduce(wrapped, synchronizer)
@@ -112,11 +106,7 @@ def _config_of(method: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[
 
 
 def _emptied(helper: Any, gradients: Sequence[Any]) -> list[Any]:
-    """The sums of several passes, taken out of Horovod's helper, which counts anew.
-
-    It would do so itself after the reduction: and never, if that raises an error; a bad gradient would stay
-    in its sums, and its count run past the step.
-    """
+    """The sums of several passes, taken out of Horovod's helper: after an error it would not count anew."""
     with tf.control_dependencies([gradient for gradient in gradients if gradient is not None]):
         sums = helper.locally_aggregated_grads.values()
         done = [helper.counter.assign(0), *(sum_.assign(tf.zeros_like(sum_)) for sum_ in sums)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,14 +12,16 @@ import numpy as np
 import tensorflow as tf
 
 from horovod_sparse.errors import UnsupportedError
-from horovod_sparse.tensorflow.arguments import Again
-from horovod_sparse.tensorflow.graph import refuse_synchronized
+from horovod_sparse.tensorflow._horovod import hvd, is_elastic, takes_part
+from horovod_sparse.tensorflow.arguments import Again, Arguments
+from horovod_sparse.tensorflow.collectives import compare_densely, known_to_elastic, label_of, not_folded
+from horovod_sparse.tensorflow.ending import ScaledReduction, nan_where
+from horovod_sparse.tensorflow.graph import EagerCalls, refuse_graphs, refuse_synchronized
 from horovod_sparse.tensorflow.keras.adoption import no_local_variables, own_class
-from horovod_sparse.tensorflow.keras.reduction import Accumulation, Reduction
 from horovod_sparse.tensorflow.private import refuse_copies
 from horovod_sparse.tensorflow.state import CheckpointedState, StateKeeper, WithState
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
-from horovod_sparse.tensorflow.tensors import times
+from horovod_sparse.tensorflow.tensors import as_dense, as_variable, scaled_locally, times
 from horovod_sparse.training.encoding import from_bytes, to_bytes
 
 
@@ -33,9 +35,7 @@ def wrap(
 ) -> Any:
     """The optimizer, adopted: of a class that is derived from its own, with all that it has.
 
-    A copy made from its settings would lack what these do not tell: weights that do not decay, attributes of
-    a class of the user's. The class has the name of the one that it is derived from, so that a saved model
-    can be loaded where there is no Horovod.
+    The class has the name of the one that it is derived from, so that a saved model can be loaded anywhere.
     """
     if keras.backend.backend() != "tensorflow":
         raise UnsupportedError(
@@ -175,10 +175,7 @@ _Saveable: Any = next(
 
 
 class SavedState(CheckpointedState, _Saveable):
-    """Saved beside the optimizer's variables (`BackupAndRestore`, ``model.save``), not among them.
-
-    An optimizer that is not distributed passes over it.
-    """
+    """Saved beside the optimizer's variables (`BackupAndRestore`, ``model.save``), not among them."""
 
     def _obj_type(self) -> str:
         # Keras knows no others than its own; of this one it expects nothing
@@ -192,3 +189,165 @@ class SavedState(CheckpointedState, _Saveable):
         """Called by Keras; after a dense run there is nothing to load, and no residual."""
         known = _KEY in store.keys()  # noqa: SIM118 (Keras' stores are no mappings)
         self._keeper.load_state_dict(from_bytes(np.asarray(store[_KEY]).tobytes()) if known else None)
+
+
+class Reduction:
+    """Keeps local variables apart, and reduces the others' gradients. Keras does not look in here."""
+
+    def __init__(self, reducer: GradientSynchronizer | DenseReducer, scale_local: bool) -> None:
+        self.reducer, self._scale_local = reducer, scale_local
+        self._local: set[Any] = set()
+        self._scaled = ScaledReduction(reducer.process_set, getattr(reducer, "watch", None))
+
+    def keep_local(self, variable: Any) -> None:
+        """Leaves a variable's gradient to this rank."""
+        self._local.add(as_variable(variable).ref())
+
+    @property
+    def keeps_local(self) -> bool:
+        """Whether some variables are each rank's own, and so their optimizer's state."""
+        return bool(self._local)
+
+    def reduce(
+        self, gradients: Sequence[Any], variables: Sequence[Any], learning_rate: Any
+    ) -> tuple[list[Any], tf.Tensor | None]:
+        """One gradient per variable, reduced, or local; and whether all ranks are to skip the step."""
+        results, skipped = list(gradients), None
+        is_local = [as_variable(variable).ref() in self._local for variable in variables]
+        shared = [i for i, kept in enumerate(is_local) if not kept]
+        if shared:
+            reduced, skipped = self.reducer.synchronize_or_skip(
+                [gradients[i] for i in shared], [variables[i] for i in shared], learning_rate
+            )
+            for i, gradient in zip(shared, reduced, strict=True):
+                results[i] = gradient
+        if self._scale_local and self.reducer.is_needed:
+            results = [
+                scaled_locally(gradient, self.reducer.process_set) if kept else gradient
+                for gradient, kept in zip(results, is_local, strict=True)
+            ]
+        return results, skipped
+
+    def reduce_if_finite(
+        self,
+        gradients: Sequence[Any],
+        variables: Sequence[Any],
+        learning_rate: Any,
+        scale: Any,
+    ) -> list[Any]:
+        """As `reduce`, for gradients of a scaled loss: see `ScaledReduction`."""
+        if not self.reducer.is_needed:
+            return list(gradients)
+        return self._scaled(
+            lambda unscaled: nan_where(*self.reduce(unscaled, variables, learning_rate)),
+            gradients,
+            variables,
+            scale,
+        )
+
+
+class Accumulation:
+    """Adds up the gradients of several passes; every last one is reduced and applied."""
+
+    def __init__(self, passes: int, average: bool, sparse_as_dense: bool) -> None:
+        self.passes, self._average, self._sparse_as_dense = passes, average, sparse_as_dense
+        self._sums: dict[Any, tf.Variable] = {}
+        self._count: tf.Variable | None = None
+
+    def run(
+        self,
+        gradients: Sequence[Any],
+        variables: Sequence[Any],
+        apply: Callable[[list[Any]], Any],
+        skip: Callable[[], Any],
+    ) -> None:
+        """One pass."""
+        # of one that has none in this pass, what the passes before it had
+        sums = [
+            self._sums.get(as_variable(variable).ref())
+            if gradient is None
+            else self._sum_of(gradient, variable)
+            for gradient, variable in zip(gradients, variables, strict=True)
+        ]
+        if self._count is None:
+            with tf.init_scope():
+                self._count = tf.Variable(0, trainable=False, dtype=tf.int64)
+        count = self._count
+        for sum_, gradient in zip(sums, gradients, strict=True):
+            if sum_ is not None and gradient is not None:
+                sum_.assign_add(tf.convert_to_tensor(gradient))
+        count.assign_add(1)
+
+        def complete() -> None:
+            factor = 1.0 / self.passes if self._average else 1.0
+            totals = [None if sum_ is None else times(sum_.read_value(), factor) for sum_ in sums]
+            # before the step, which may end in an error: nothing of it stays for the next one
+            with tf.control_dependencies([total for total in totals if total is not None]):
+                done = [sum_.assign(tf.zeros_like(sum_)) for sum_ in sums if sum_ is not None]
+                done.append(count.assign(0))
+            with tf.control_dependencies([] if tf.executing_eagerly() else done):
+                totals = [None if total is None else tf.identity(total) for total in totals]
+            apply(totals)
+
+        tf.cond(tf.equal(count, self.passes), complete, skip)
+
+    def _sum_of(self, gradient: Any, variable: Any) -> tf.Variable:
+        if isinstance(gradient, tf.IndexedSlices) and not self._sparse_as_dense:
+            raise UnsupportedError(
+                "backward_passes_per_step above 1 cannot add up tf.IndexedSlices: give sparse_as_dense=True"
+            )
+        variable = as_variable(variable)
+        if variable.ref() not in self._sums:
+            with tf.init_scope():
+                zeros = tf.zeros(variable.shape, gradient.dtype)
+                self._sums[variable.ref()] = tf.Variable(zeros, trainable=False)
+        return self._sums[variable.ref()]
+
+
+class DenseReducer:
+    """Sums or averages whole gradients. What groups would bring together Horovod fuses by itself."""
+
+    def __init__(self, arguments: Arguments) -> None:
+        self.process_set, self._sparse_as_dense = arguments.process_set, arguments.sparse_as_dense
+        average, factor = arguments.op == hvd.Average, arguments.gradient_predivide_factor
+        self._common = {
+            "op": arguments.op,
+            "compression": arguments.compression,
+            "process_set": arguments.process_set,
+            "device_dense": arguments.device_dense,
+            "device_sparse": arguments.device_sparse,
+            "prescale_factor": 1.0 / factor if average else 1.0,
+            "postscale_factor": factor if average else 1.0,
+            "ignore_name_scope": True,
+        }
+        self._declared, self._name = arguments.declared(), ""
+        self._eagerly = EagerCalls(self._build)
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether there is anybody to reduce with."""
+        return takes_part(self.process_set) and (is_elastic() or self.process_set.size() > 1)
+
+    def synchronize_or_skip(
+        self, gradients: Sequence[Any], variables: Sequence[Any], learning_rate: Any = None
+    ) -> tuple[list[Any], None]:
+        """Reduced gradients; None stays None. No step is skipped."""
+        refuse_graphs()
+        if not self.is_needed:
+            return list(gradients), None
+        variables = [as_variable(variable) for variable in variables]
+        if not self._name:
+            compare_densely(self._common["compression"], self.process_set, **self._declared)
+            self._name = label_of("horovod_sparse.dense", self.process_set, variables)
+        given = [as_dense(gradient) for gradient in gradients] if self._sparse_as_dense else list(gradients)
+        build = self._eagerly if tf.executing_eagerly() else self._build
+        return build(given, variables, tf.zeros([])), None
+
+    def _build(self, gradients: list[Any], variables: list[Any], _scalar: tf.Tensor) -> list[Any]:
+        with known_to_elastic():
+            return [
+                None
+                if gradient is None
+                else hvd.allreduce(not_folded(gradient), name=f"{self._name}.{i}", **self._common)
+                for i, gradient in enumerate(gradients)
+            ]

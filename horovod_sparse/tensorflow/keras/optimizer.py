@@ -12,17 +12,11 @@ from horovod.tensorflow.keras import DistributedOptimizer as _stock
 from horovod_sparse.checks import check_count
 from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.tensorflow._horovod import hvd
-from horovod_sparse.tensorflow.agreement import construction_errors
 from horovod_sparse.tensorflow.arguments import Again, Arguments, checked_layers
+from horovod_sparse.tensorflow.collectives import construction_errors
 from horovod_sparse.tensorflow.compression import Compression
 from horovod_sparse.tensorflow.keras import keras2
 from horovod_sparse.tensorflow.keras.adoption import adopted_class
-from horovod_sparse.tensorflow.keras.reduction import (
-    Accumulation,
-    DenseReducer,
-    Reduction,
-    is_keras3,
-)
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
 from horovod_sparse.tensorflow.tensors import settings_of
 from horovod_sparse.training.momentum import refuse_double_momentum
@@ -52,40 +46,24 @@ def DistributedOptimizer(
 ) -> Any:
     """Wraps a Keras optimizer so that gradients are synchronized over ranks, sparsely.
 
-    Arguments, order and meaning are those of ``horovod.tensorflow.keras.DistributedOptimizer``. Works
-    with Keras 3, in `fit` and in custom loops, with ``run_eagerly`` and without; and with tf-keras, new
-    and legacy optimizers, in `fit` and `minimize`.
+    Arguments, order and meaning are those of ``horovod.tensorflow.keras.DistributedOptimizer``. Works with
+    Keras 3, in `fit` and in custom loops; and with tf-keras, new and legacy optimizers, in `fit` and
+    `minimize`. With a `compression` that is no sparsifier, gradients are reduced densely, under Keras 3, too,
+    where Horovod's own optimizer reduces nothing.
 
-    With a `compression` that is no sparsifier, gradients are reduced densely: by Horovod's own optimizer
-    under tf-keras, and by ours with Horovod's allreduce under Keras 3, where Horovod's reduces nothing.
-
-    Under Keras 3:
-
-    * `apply_gradients` and `apply` reduce, whoever calls them; do not give them what a
-      `DistributedGradientTape` has reduced already. Under tf-keras `apply_gradients` alone does not, as in
-      Horovod: custom loops use the tape;
-    * a `LossScaleOptimizer` goes inside: ``DistributedOptimizer(LossScaleOptimizer(SGD(0.1)), ...)``. A
-      gradient that is not finite on any rank makes all ranks skip the step, and halve the scale; residuals
-      are kept without the scale;
+    * Under Keras 3 `apply_gradients` and `apply` reduce, whoever calls them. Under tf-keras `apply_gradients`
+      alone does not, as in Horovod: custom loops use the tape.
+    * A `LossScaleOptimizer` goes inside: ``DistributedOptimizer(LossScaleOptimizer(SGD(0.1)), ...)``; under
+      tf-keras also around. A gradient that is not finite on any rank makes all ranks skip the step, and
+      halve the scale. Without one it raises an error on every rank, unless `on_nonfinite` says otherwise.
     * ``jit_compile=True`` is refused. Keras' default "auto" means XLA where there is a GPU: pass
-      ``compile(..., jit_compile=False)`` there;
-
-    With ``feedback="adam"`` (or "best") Adam and AdamW are adopted, but for those of the old kind: beta2,
-    eps, rate, schedule and weight decay are theirs, and the step is the feedback's; they have no moments.
-
-    Under tf-keras a `LossScaleOptimizer` may go around or inside (``mixed_float16`` puts it around): it comes
-    out around what is distributed, and all ranks skip a step together there, too.
-
-    Everywhere, where a sparsifier is given:
-
-    * sums are taken in float32 or float64, so `gradient_predivide_factor` has nothing to protect: it is
-      accepted, and changes nothing but rounding. Device arguments change nothing: buckets are in host memory;
-    * `tf.IndexedSlices` are gathered, as Horovod does it, or sparsified with ``sparse_as_dense=True``;
-    * with no loss scaling, NaN or Inf on any rank raises an error on every rank, and nothing is applied,
-      unless `on_nonfinite` asks for something else;
-    * residuals are no variables: they enter `tf.train.Checkpoint`, and under Keras 3 `BackupAndRestore`
-      and ``model.save``, too. They differ from rank to rank: to resume exactly, let every rank save a file
-      of its own. ``load_model`` gives an optimizer that is not distributed: wrap it again, or use ours.
+      ``compile(..., jit_compile=False)`` there.
+    * With ``feedback="adam"`` (or "best") Adam and AdamW are adopted, but for those of the old kind: beta2,
+      eps, rate, schedule and weight decay are theirs, and the step is the feedback's; they have no moments.
+    * Sums are taken in float32 or float64 in host memory: `gradient_predivide_factor` changes nothing but
+      rounding, and device arguments nothing.
+    * `tf.IndexedSlices` are gathered, as Horovod does it, or sparsified with ``sparse_as_dense=True``.
+    * Residuals are no variables, and differ from rank to rank: docs/frameworks.md says how they are saved.
 
     Args:
         optimizer: of Keras 3 or tf-keras.
@@ -145,10 +123,11 @@ def DistributedOptimizer(
 
         accumulation = None
         if backward_passes_per_step > 1:
-            accumulation = Accumulation(
+            accumulation = keras3.Accumulation(
                 backward_passes_per_step, average_aggregated_gradients, sparse_as_dense
             )
-        reduction = Reduction(synchronizer or DenseReducer(arguments), scale_local_gradients)
+        reducer = synchronizer or keras3.DenseReducer(arguments)
+        reduction = keras3.Reduction(reducer, scale_local_gradients)
         return keras3.wrap(optimizer, reduction, accumulation, keeper, name, again)
     if arguments.settings.on_nonfinite == SKIP:
         raise UnsupportedError(
@@ -160,6 +139,11 @@ def DistributedOptimizer(
     dense = replace(arguments, compression=hvd.Compression.none, process_set=synchronizer.process_set)
     adopted = keras2.adopted(optimizer, _stock(optimizer, **dense.taken_by(_stock)))
     return keras2.attach(adopted, synchronizer, keeper, again)
+
+
+def is_keras3(optimizer: Any) -> bool:
+    """Whether it is an optimizer of Keras 3: Keras 2 has no `stateless_apply`."""
+    return hasattr(optimizer, "stateless_apply")
 
 
 def _check_optimizer(optimizer: Any) -> None:

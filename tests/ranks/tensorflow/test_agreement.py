@@ -20,8 +20,6 @@ TEXT = "topk:density=0.1"
 ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "op": ({"op": hvd.Sum}, r"op differs: ranks \[.*\] have Average, ranks \[\d\] Sum"),
     "predivide": ({"gradient_predivide_factor": 2.0}, "gradient_predivide_factor differs"),
-    "sparse_as_dense": ({"sparse_as_dense": True}, "sparse_as_dense differs"),
-    "local": ({"scale_local_gradients": False}, "scale_local_gradients differs"),
     "merging": ({"merging": "single"}, "asks for None"),
 }
 SECONDS = 10.0
@@ -56,13 +54,12 @@ def test_another_argument(rank, size, name):
     refused(descend(hvd.DistributedGradientTape, TEXT, **(arguments if rank == size - 1 else {})), words)
 
 
-@pytest.mark.parametrize("arguments", [{"op": stock.Sum}, {"gradient_predivide_factor": 2.0}], ids=str)
-def test_another_argument_to_horovods_own_tape(rank, size, arguments):
-    step = descend(stock.DistributedGradientTape, TEXT, **(arguments if rank == size - 1 else {}))
-    refused(step, r"(op|prescale_factor) differs: ranks ")
+def test_another_argument_to_horovods_own_tape(rank, size):
+    arguments = {"gradient_predivide_factor": 2.0} if rank == size - 1 else {}
+    refused(descend(stock.DistributedGradientTape, TEXT, **arguments), r"prescale_factor differs: ranks ")
 
 
-@pytest.mark.parametrize("other", ["none", "fp16", "drop-in"])
+@pytest.mark.parametrize("other", ["none", "drop-in"])
 def test_another_way_of_one_tape(rank, size, other):
     wrap, compression = hvd.DistributedGradientTape, TEXT
     if rank == size - 1 and other == "drop-in":
@@ -76,13 +73,11 @@ def test_another_way_of_one_tape(rank, size, other):
     ("first", "last", "words"),
     [
         ({"compression": TEXT}, {"compression": "none"}, r"compression differs: .* none"),
-        ({"compression": "none"}, {"compression": "fp16"}, r"compression differs: .* none, .* fp16"),
         (
             {"compression": TEXT},
             {"compression": TEXT, "backward_passes_per_step": 2},
             "backward_passes_per_step differs",
         ),
-        ({"compression": TEXT}, {"compression": TEXT, "op": hvd.Sum}, "op differs"),
     ],
 )
 def test_keras(rank, size, first, last, words):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from horovod_sparse.cli.main import main
 from horovod_sparse.cost import Profile
 
 
+@pytest.mark.nightly  # what is TensorFlow's own in it every plan by times needs, too
 def test_calibrate_measures_kinds_of_collectives(tmp_path, capsys, rank, size):
     path = tmp_path / "profile.json"
     kinds = ["allgather", "allreduce", "exchange"]

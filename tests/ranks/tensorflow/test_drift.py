@@ -9,13 +9,12 @@ import tensorflow as tf
 
 import horovod_sparse.tensorflow as hvd
 import horovod_sparse.tensorflow.keras as hvd_keras
-from horovod_sparse.errors import ArgumentError, DriftError
+from horovod_sparse.errors import DriftError
 
 pytestmark = pytest.mark.tensorflow
 
 
-@pytest.mark.parametrize("policy", [pytest.param("raise", marks=pytest.mark.nightly), "zero"])
-def test_two_tapes_of_one_compressor_check_their_own_variables(rank, size, policy):
+def test_two_tapes_of_one_compressor_check_their_own_variables(rank, size):
     """What one of them updates while the other one's check is due is nobody's drift."""
     towers = [[tf.Variable(tf.ones([40, 30])), tf.Variable(tf.ones([7]))] for _ in range(2)]
     compression = hvd.Compression.topk(density=0.1)
@@ -26,7 +25,7 @@ def test_two_tapes_of_one_compressor_check_their_own_variables(rank, size, polic
             with tf.GradientTape() as tape:
                 loss = tf.add_n([tf.reduce_sum(variable * given) for variable in variables])
             tape = hvd.DistributedGradientTape(
-                tape, compression=compression, check_every=1, on_nonfinite=policy
+                tape, compression=compression, check_every=1, on_nonfinite="zero"
             )
             for variable, gradient in zip(variables, tape.gradient(loss, variables), strict=True):
                 variable.assign_sub(0.25 * gradient)
@@ -40,36 +39,19 @@ def test_two_tapes_of_one_compressor_check_their_own_variables(rank, size, polic
         step(tf.constant(1.0))
 
 
-@pytest.mark.parametrize(
-    ("what", "policy"),
-    [
-        ("slot", "resync"),
-        pytest.param("rate", "raise", marks=pytest.mark.nightly),
-        pytest.param("slot", "raise", marks=pytest.mark.nightly),
-        pytest.param("rate", "resync", marks=pytest.mark.nightly),
-    ],
-)
-def test_keras_compares_weights_and_the_optimizers_variables(rank, size, what, policy, everywhere):
+def test_keras_compares_weights_and_the_optimizers_variables(rank, size, everywhere):
     keras.utils.set_random_seed(3)
     model = keras.Sequential([keras.layers.Input((6,)), keras.layers.Dense(5), keras.layers.Dense(1)])
     compression = hvd_keras.Compression.topk(density=0.2)
     optimizer = hvd_keras.DistributedOptimizer(
-        keras.optimizers.Adam(0.05), compression=compression, check_every=3, on_drift=policy
+        keras.optimizers.Adam(0.05), compression=compression, check_every=3, on_drift="resync"
     )
     model.compile(loss="mse", optimizer=optimizer, jit_compile=False)
     generator = np.random.default_rng(rank)
     data = generator.normal(size=(24, 6)), generator.normal(size=(24, 1))
     model.fit(*data, batch_size=8, verbose=0)
     if rank == size - 1:
-        changed = {
-            "slot": optimizer._momentums[2],
-            "rate": optimizer.learning_rate,
-        }[what]
-        changed.assign(changed + 1.0)
-    if policy == "raise":
-        with pytest.raises(tf.errors.OpError, match=r"DriftError.*of the optimizer"):
-            model.fit(*data, batch_size=8, verbose=0)
-        return
+        optimizer._momentums[2].assign(optimizer._momentums[2] + 1.0)
     model.fit(*data, batch_size=8, verbose=0)
     assert optimizer.telemetry.num_drifts == 1
     held = [*model.get_weights(), *(np.asarray(variable) for variable in optimizer.variables)]
@@ -111,13 +93,3 @@ def test_local_variables_are_each_ranks_own(rank, size):
     for number in range(4):
         step(tf.ones([8]), tf.fill([5], float(rank + number)))
     assert optimizer.telemetry.num_drifts == 0
-
-
-def test_arguments_are_checked():
-    topk = hvd.Compression.topk(density=0.1)
-    with pytest.raises(ArgumentError, match="check_every=-1"):
-        hvd.DistributedGradientTape(tf.GradientTape(), compression=topk, check_every=-1)
-    with pytest.raises(ArgumentError, match="'raise', 'warn' or 'resync'"):
-        hvd_keras.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=topk, on_drift="mend")
-    with pytest.raises(ArgumentError, match="a sparsifier, or leave check_every out"):
-        hvd_keras.DistributedOptimizer(keras.optimizers.SGD(0.1), check_every=3)

@@ -9,7 +9,6 @@ import tensorflow as tf
 
 import horovod_sparse.tensorflow as hvd
 import horovod_sparse.tensorflow.keras as hvd_keras
-from horovod_sparse.errors import StateMismatchError
 from support.keras_models import fit, flat, keras, make_model
 
 pytestmark = pytest.mark.tensorflow
@@ -71,13 +70,3 @@ def test_two_models_of_the_same_names_in_one_step(rank, size):
         for factor, (kernel, bias) in zip((1.0, 100.0), step(), strict=True):
             np.testing.assert_allclose(kernel, [factor * total] * 5)
             np.testing.assert_allclose(bias, factor * total)
-
-
-@pytest.mark.controllers
-def test_other_models_are_an_error_and_no_stall(rank, size):
-    weight = tf.Variable(tf.ones([3 + rank]))
-    with tf.GradientTape() as tape:
-        loss = tf.reduce_sum(weight)
-    tape = hvd.DistributedGradientTape(tape, compression=hvd.Compression.topk(density=1.0))
-    with pytest.raises(StateMismatchError, match="do not train the same model"):
-        tape.gradient(loss, [weight])

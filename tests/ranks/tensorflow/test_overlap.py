@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 
 import horovod.tensorflow as stock
@@ -66,63 +65,6 @@ def test_buckets_communicate_while_backward_goes_on(rank, size):
     # begin and end of: start, resume, resume. Both rounds are over before the other gradient is there.
     assert len(quick) == len(slow) == 3
     assert quick[-1][1] < slow[0][0]
-
-
-def _spans(path):
-    """[first, last] event of every collective in a Horovod timeline, in seconds, by its name."""
-    text = path.read_text().rstrip().rstrip(",")
-    events = json.loads(text if text.endswith("]") else text + "]")
-    names = {e["pid"]: e["args"]["name"] for e in events if "name" in e.get("args", {})}
-    spans = {}
-    for event in events:
-        if event.get("ph") in ("B", "E", "X") and event.get("pid") in names:
-            at = event["ts"] / 1e6
-            first, last = spans.get(names[event["pid"]], (at, at))
-            spans[names[event["pid"]]] = min(first, at), max(last, at + event.get("dur", 0) / 1e6)
-    return spans
-
-
-@pytest.fixture
-def timeline(monkeypatch):
-    """Horovod begun again, so that its timeline can be started: from then on its writer keeps a core busy."""
-    if hvd.mpi_enabled():
-        pytest.skip("MPI does not begin twice in a process")
-
-    def begin_again():
-        hvd.allreduce(tf.zeros([]), name="before Horovod ends")
-        hvd.shutdown()
-        hvd.init()
-
-    monkeypatch.setenv("HOROVOD_TIMELINE", "DYNAMIC")
-    begin_again()
-    yield
-    monkeypatch.delenv("HOROVOD_TIMELINE")
-    begin_again()
-
-
-@pytest.mark.usefixtures("timeline")
-def test_horovods_timeline_shows_it(rank, size, tmp_path):
-    """By its clock, both rounds of a bucket end long before the other bucket's gradient is there."""
-    synchronizer, step = _two_buckets()
-    step(1.0 + rank)
-    hvd.allreduce(tf.zeros([]), name="before the timeline")
-    path = tmp_path / "timeline.json"
-    hvd.start_timeline(str(path))
-    step(1.0 + rank)
-    hvd.allreduce(tf.zeros([]), name="after the step")
-    hvd.stop_timeline()
-    hvd.allreduce(tf.zeros([]), name="after the timeline")
-    if rank != 0:  # Horovod writes one, on rank 0
-        return
-    time.sleep(0.5)  # a thread of Horovod's writes it
-    spans = _spans(path)
-    by_name = {part.names[0]: part.task.name for part in synchronizer.parts}
-    quick, slow = (
-        [span for collective, span in spans.items() if by_name[name] in collective]
-        for name in synchronizer.names
-    )
-    assert len(quick) == len(slow) == 2, sorted(spans)
-    assert max(last for _, last in quick) + 0.1 < min(first for first, _ in slow)
 
 
 @pytest.mark.controllers

@@ -51,10 +51,6 @@ def check_resumed(model, optimizer, kind):
     assert held.any()
 
 
-def test_this_is_keras_2():
-    assert "tf_keras" in keras.optimizers.SGD.__module__
-
-
 @pytest.mark.parametrize(
     ("kind", "run_eagerly"),
     [
@@ -130,27 +126,6 @@ def test_checkpoint_goes_on_bit_for_bit(kind, tmp_path, rank, size):
     check_resumed(again, second, kind)
 
 
-class Interruption(keras.callbacks.Callback):
-    def on_epoch_begin(self, epoch, logs=None):
-        if epoch == 2:
-            raise KeyboardInterrupt
-
-
-def test_backup_and_restore(tmp_path, rank, size):
-    folder = str(tmp_path / f"rank-{rank}")
-    with pytest.raises(KeyboardInterrupt):
-        interrupted = hvd.DistributedOptimizer(sgd("new"), compression=SPARSE)
-        callbacks = [keras.callbacks.BackupAndRestore(folder), Interruption()]
-        fit(make_model(), interrupted, rank, size, epochs=4, callbacks=callbacks)
-    model, second = make_model(seed=2), hvd.DistributedOptimizer(sgd("new"), compression=SPARSE)
-    callbacks = [
-        keras.callbacks.BackupAndRestore(folder),
-        hvd.callbacks.BroadcastGlobalVariablesCallback(0),
-    ]
-    fit(model, second, rank, size, epochs=4, callbacks=callbacks)
-    check_resumed(model, second, "new")
-
-
 @pytest.mark.parametrize("kind", LEGACY)
 def test_saved_model_is_loaded_distributed(kind, tmp_path, rank, size, everywhere):
     path = str(tmp_path / f"{rank}.keras")
@@ -193,27 +168,6 @@ def test_callbacks(kind, rank, size, everywhere):
     assert (weights == weights[0]).all()
     # error feedback has followed
     assert optimizer.state_dict()["buckets"][0]["learning_rate"] == pytest.approx(0.1 * size)
-
-
-def test_a_rank_alone_applies_momentum_correction(rank, size):
-    """As P = 1 of the same mathematics: at density 1, what the optimizer's own momentum does."""
-    sets = [stock.add_process_set([other]) for other in range(size)]
-    weights = []
-    for corrected in (True, False):
-        weight = tf.Variable(tf.zeros(20))
-        if corrected:
-            compression = hvd.Compression.topk(density=1.0, feedback="momentum(momentum=0.5,masking=False)")
-            sgd = tf.keras.optimizers.SGD(0.5)
-            optimizer = hvd.DistributedOptimizer(sgd, compression=compression, process_set=sets[rank])
-        else:
-            optimizer = tf.keras.optimizers.SGD(0.5, momentum=0.5)
-        for step in range(4):
-            target = tf.cos(tf.range(20, dtype=tf.float32) * (1.0 + step) + rank)
-            optimizer.minimize(lambda weight=weight, target=target: tf.reduce_sum(weight * target), [weight])
-        weights.append(weight.numpy())
-    np.testing.assert_allclose(*weights, rtol=1e-5, atol=1e-5)
-    for process_set in sets:
-        stock.remove_process_set(process_set)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ tf = pytest.importorskip("tensorflow")
 hvd = pytest.importorskip("horovod_sparse.tensorflow")
 keras_hvd = pytest.importorskip("horovod_sparse.tensorflow.keras")
 
+from horovod_sparse.errors import UnsupportedError  # noqa: E402
 from horovod_sparse.simulation import SimulatedCluster  # noqa: E402
 from support.sampling import rows_by  # noqa: E402
 
@@ -83,6 +84,12 @@ def test_stock_horovod_leaves_gradients_as_they_are_which_a_warning_says_once(ca
             np.testing.assert_array_equal(gradient(tf.constant(targets(number))), targets(number))
     told = [record.getMessage() for record in caplog.records if "with one rank" in record.getMessage()]
     assert len(told) == 1 and "MomentumCorrection" in told[0]
+
+
+def test_messages_between_pairs_are_refused(monkeypatch):
+    monkeypatch.setenv("HOROVOD_SPARSE_TRANSPORT", "pairs")
+    with pytest.raises(UnsupportedError, match="PyTorch"):
+        made("error").bind()
 
 
 def test_a_step_that_failed_does_not_touch_what_is_loaded_afterwards():

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from horovod_sparse.plans.plan import ParameterFacts
 from horovod_sparse.simulation import SimulatedCluster, run_lockstep
 from support.cases import CASES, case_id
 
@@ -40,9 +41,12 @@ def _same(sums, others):
 @pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_three_memories_agree(case):
     names = [f"w{i}" for i in range(len(SHAPES))]
+    facts = {
+        name: (ParameterFacts(name, 1), tf.zeros(shape)) for name, shape in zip(names, SHAPES, strict=True)
+    }
     cluster = SimulatedCluster(case.recipe, NUM_ELEMENTS, SIZE, name=NAME)
     tensorflow_ranks = [
-        TensorFlowBucket(NAME, NAME, names, SHAPES, "float32", case.recipe, lambda rank=rank: (rank, SIZE))
+        TensorFlowBucket(NAME, names, facts, case.recipe, (rank, SIZE), None, label=NAME)
         for rank in range(SIZE)
     ]
     parameters = [[torch.nn.Parameter(torch.zeros(shape)) for shape in SHAPES] for _ in range(SIZE)]

@@ -6,7 +6,6 @@ import horovod.tensorflow as stock
 import numpy as np
 import pytest
 
-import horovod_sparse.tensorflow as hvd_tf
 import horovod_sparse.tensorflow.keras as hvd
 from support.keras_models import fit, flat, keras, make_model, trained_densely
 
@@ -105,27 +104,3 @@ def test_local_layers(compression, rank, size, everywhere):
     np.testing.assert_allclose(flat(model), flat(expected), **CLOSE)
     weights = everywhere(flat(model))
     assert not (weights == weights[0]).all()
-
-
-@pytest.mark.nightly
-def test_custom_loop_and_adam(rank, size):
-    """`apply_gradients` in a function of the user's, as the optimizer of `horovod_sparse.tensorflow`."""
-    import tensorflow as tf
-
-    from support.keras_models import BATCH_SIZE, loss_of, share
-
-    model, loss, (images, labels) = make_model(), loss_of(), share(rank, size)
-    optimizer = hvd_tf.DistributedOptimizer(keras.optimizers.Adam(0.01), compression=EVERYTHING)
-
-    @tf.function(reduce_retracing=True)
-    def step(images, labels):
-        with tf.GradientTape() as tape:
-            value = loss(labels, model(images, training=True))
-        gradients = tape.gradient(value, model.trainable_weights)
-        optimizer.apply_gradients(zip(gradients, model.trainable_weights, strict=True))
-
-    for _ in range(2):
-        for start in range(0, len(labels), BATCH_SIZE):
-            step(images[start : start + BATCH_SIZE], labels[start : start + BATCH_SIZE])
-    expected = trained_densely(keras.optimizers.Adam(0.01), rank, size)
-    np.testing.assert_allclose(flat(model), flat(expected), rtol=1e-3, atol=1e-5)

@@ -123,15 +123,6 @@ def test_saved_model(uninterrupted, halfway, tmp_path, rank, size):
     check_resumed(again, again.optimizer, uninterrupted)
 
 
-def test_config_makes_another_distributed_optimizer(uninterrupted, rank, size):
-    optimizer = distributed()
-    again = type(optimizer).from_config(optimizer.get_config())
-    model = make_model()
-    fit(model, again, rank, size, epochs=4)
-    check_resumed(model, again, uninterrupted)
-    assert optimizer.telemetry.num_steps == 0
-
-
 @pytest.fixture
 def folder(rank):
     """The same on all ranks."""

@@ -16,27 +16,16 @@ from support.tapes import WRAPPERS, random_gradients, train
 pytestmark = pytest.mark.tensorflow
 
 
-def _cases():
-    """By day each argument with one of the tapes, in a graph."""
-    arguments = {
-        "average": ({}, ""),
-        "sum": ({"op": hvd.Sum}, ""),
-        "two groups": ({"groups": 2}, ""),
-        "lists": ({"groups": [[0, 2], [1]]}, "ours"),
-        "predivide": ({"gradient_predivide_factor": 2.0}, "stock"),
-    }
-    for name, (given, by_day) in arguments.items():
-        for wrapper in WRAPPERS:
-            for graph in (False, True):
-                marks = [] if graph and wrapper == by_day else [pytest.mark.nightly]
-                case = f"{name}-{wrapper}-{'graph' if graph else 'eager'}"
-                yield pytest.param(given, wrapper, graph, id=case, marks=marks)
-
-
-@pytest.mark.parametrize(("arguments", "wrapper", "graph"), list(_cases()))
+@pytest.mark.parametrize(
+    ("arguments", "wrapper", "graph"),
+    [
+        ({"groups": [[0, 2], [1]]}, "ours", True),
+        ({"gradient_predivide_factor": 2.0}, "stock", True),
+        pytest.param({"op": hvd.Sum, "groups": 2}, "ours", False, marks=pytest.mark.nightly),
+        pytest.param({"op": hvd.Sum, "groups": 2}, "stock", False, marks=pytest.mark.nightly),
+    ],
+)
 def test_density_1_is_dense(rank, size, wrapper, graph, arguments):
-    if wrapper == "stock" and isinstance(arguments.get("groups"), list) and not graph:
-        pytest.skip("stock Horovod finds no variable by its name where a function's argument stands for it")
     gradients = random_gradients(rank)
     expected = train(stock.DistributedGradientTape, stock.Compression.none, graph, gradients, **arguments)
     compression = hvd.Compression.exdyna(density=1.0)

@@ -1,4 +1,4 @@
-"""`DistributedGradientTape`: Horovod's, with sparse synchronization where a sparsifier is given."""
+"""Tapes and optimizers by their names in `horovod.tensorflow`, with a sparsifier where one is given."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from horovod_sparse.errors import ArgumentError
+from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.tensorflow._horovod import hvd, present_start
-from horovod_sparse.tensorflow.agreement import compare_densely, construction_errors
 from horovod_sparse.tensorflow.arguments import Arguments, checked_layers
+from horovod_sparse.tensorflow.collectives import compare_densely, construction_errors
 from horovod_sparse.tensorflow.compression import Compression
 from horovod_sparse.tensorflow.graph import mark_synchronized, ungated
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
@@ -51,10 +51,8 @@ def DistributedGradientTape(
     Departures, where a sparsifier is given:
 
     * variables of Keras 3 are taken, too, and so are nested structures of variables;
-    * gradients come from host memory whatever device they are used on, so the device arguments change
-      nothing;
-    * sums are taken in float32 or float64, so `gradient_predivide_factor` has nothing to protect: it is
-      accepted, and changes nothing but rounding;
+    * sums are taken in float32 or float64 in host memory: `gradient_predivide_factor` changes nothing but
+      rounding, and device arguments nothing;
     * a variable whose gradient is None (in this function) although it once had one sends zeros, and gets
       the sum: what the others and its residual hold;
     * `tf.IndexedSlices` are gathered, as Horovod does it, or sparsified with ``sparse_as_dense=True``;
@@ -130,6 +128,52 @@ def PartialDistributedGradientTape(
         for variable in layer.trainable_weights:
             tape.register_local_source(as_variable(variable))
     return tape
+
+
+def DistributedOptimizer(
+    optimizer: Any,
+    name: str | None = None,
+    use_locking: bool = False,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    sparse_as_dense: bool = False,
+    backward_passes_per_step: int = 1,
+    op: Any = hvd.Average,
+    gradient_predivide_factor: float = 1.0,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: Any = None,
+    process_set: Any = hvd.global_process_set,
+    scale_local_gradients: bool = True,
+    **options: Unpack[PlannedOptions],
+) -> Any:
+    """Wraps an optimizer; arguments and order are those of ``horovod.tensorflow.DistributedOptimizer``.
+
+    Optimizers of Keras go to `horovod_sparse.tensorflow.keras.DistributedOptimizer`, with `op` and `groups`,
+    which Horovod drops on that way. Optimizers of TensorFlow 1 go to Horovod's own, without a sparsifier.
+
+    Args:
+        optimizer: of Keras, or `tf.compat.v1.train.Optimizer`.
+        use_locking: of optimizers of TensorFlow 1. All other arguments are those of
+            `horovod_sparse.tensorflow.keras.DistributedOptimizer`.
+
+    Raises:
+        ArgumentError: for an argument that is not allowed.
+        UnsupportedError: for a sparsifier with an optimizer of TensorFlow 1.
+    """
+    arguments = Arguments.of(locals(), DistributedOptimizer).parsed()
+    if not isinstance(optimizer, tf.compat.v1.train.Optimizer):
+        from horovod_sparse.tensorflow.keras import optimizer as of_keras  # Keras is slow to import
+
+        return of_keras.DistributedOptimizer(optimizer, **arguments.taken_by(of_keras.DistributedOptimizer))
+    if arguments.is_sparse:
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} is an optimizer of TensorFlow 1, which runs in sessions: use one of "
+            "Keras, or a DistributedGradientTape, or compression=Compression.none"
+        )
+    arguments.refuse_sparse()
+    return hvd.DistributedOptimizer(optimizer, **arguments.taken_by(hvd.DistributedOptimizer))
 
 
 class _Methods(tf.GradientTape):
