@@ -15,7 +15,7 @@ from horovod_sparse.feedback import Recipe
 from horovod_sparse.feedback.report import BucketStep
 from horovod_sparse.simulation import SimulatedCluster
 from horovod_sparse.sparsifiers import SparseSum
-from horovod_sparse.tensors.adoption import adopt
+from horovod_sparse.tensors.adoption import adopt, feedback_of
 from studies.baselines import Exchange
 from studies.tasks import Task
 
@@ -96,7 +96,7 @@ def train(
         make_optimizer = partial(torch.optim.SGD, lr=1.0, momentum=task.momentum)
     optimizer = make_optimizer(parameters)
     recipe = adopt(optimizer, recipe)
-    recipe = replace(recipe, feedback=recipe.feedback.for_group(optimizer.param_groups[0]))
+    recipe = replace(recipe, feedback=feedback_of(recipe.feedback, optimizer.param_groups[0]))
     cluster = SimulatedCluster(recipe, trace.num_elements, size)
     flat = torch.zeros(trace.num_elements)
     views = [

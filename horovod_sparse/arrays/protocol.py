@@ -98,7 +98,7 @@ class FoldRule:
         moment: if given, in (0, 1), and instead of momentum: how much of the second moment lasts.
         rate: of what is normalized.
         eps: above 0, beside the root of the moment.
-        count: gradients that the moment is made of, this one included.
+        count: gradients that the moment is made of, this one included; inf leaves its bias in it.
 
     Raises:
         ArgumentError: something is outside what is allowed.

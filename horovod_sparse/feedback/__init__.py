@@ -10,6 +10,7 @@ from horovod_sparse.feedback.feedbacks import (
     Feedback,
     MomentumCorrection,
     NoFeedback,
+    RMSpropFeedback,
 )
 from horovod_sparse.feedback.recipe import ParameterRules, Recipe, parse_recipe, recipe, recipe_signature
 from horovod_sparse.feedback.report import BucketStep, Member
@@ -29,6 +30,7 @@ __all__ = [
     "NoFeedback",
     "ParameterRules",
     "Progress",
+    "RMSpropFeedback",
     "Recipe",
     "TwoLevelBucket",
     "parse_recipe",

@@ -36,7 +36,7 @@ class Feedback(Protocol):
     """Says how a gradient and the residual become the accumulator, in one pass.
 
     It may also have what those here have: `keeps_residual`, `applies_rate`, `for_dense`, `for_shards`,
-    `for_group` and `moved`.
+    `with_settings` and `moved`.
     """
 
     @property
@@ -90,9 +90,10 @@ class _Feedback:
         """Arguments of `FoldRule` that this feedback alone gives."""
         return {}
 
-    def for_group(self, group: Mapping[str, Any]) -> Any:
-        """The feedback of parameters whose optimizer has these settings, as PyTorch names them."""
-        return self
+    def with_settings(self, settings: Mapping[str, float]) -> Any:
+        """With what an optimizer says of its arguments, by their names, where nobody has said otherwise."""
+        found = {name: value for name, value in settings.items() if getattr(self, name, value) is None}
+        return dataclasses.replace(self, **found) if found else self  # type: ignore[type-var]
 
     def moved(self, age: int, new_age: int) -> float:
         """What companions made of `age` steps are multiplied by where they pass for such of `new_age`."""
@@ -219,7 +220,55 @@ class MomentumCorrection(_Feedback):
 
 
 @dataclass(frozen=True)
-class AdamFeedback(_Feedback):
+class _Normalizing(_Feedback):
+    """What waits and is sent are steps of gradients that a second moment v of their rank has normalized.
+
+    A normalizer says which: by its defaults, and whether v is corrected for its beginning at 0.
+    """
+
+    num_companions: ClassVar[int] = 1  # the second moment
+    applies_rate: ClassVar[bool] = True
+    adds_up: ClassVar[bool] = False
+    default_beta2: ClassVar[float]
+    #: whether v is divided by ``1 - beta2^t``
+    corrected: ClassVar[bool]
+
+    beta2: float | None = None
+    eps: float | None = None
+    clip_norm: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, value, most, allowed in (
+            ("beta2", self.beta2, 1.0, "a number between 0 and 1, or None"),
+            ("eps", self.eps, math.inf, "a number above 0, or None"),
+        ):
+            if value is not None:
+                check_number(name, value, allowed, low=0.0, high=most, include_high=False)
+        super().__post_init__()
+
+    @property
+    def _beta2(self) -> float:
+        return self.default_beta2 if self.beta2 is None else self.beta2
+
+    def _own(self, rates: Rates) -> dict[str, Any]:
+        return {
+            "masking": False,
+            "moment": self._beta2,
+            "eps": 1e-8 if self.eps is None else self.eps,
+            # where none is known who applies the sum multiplies it
+            "rate": 1.0 if rates.given is None else rates.given,
+            "count": rates.age + 1 if self.corrected else math.inf,
+        }
+
+    def moved(self, age: int, new_age: int) -> float:
+        """Between two buckets the estimate stays, whose bias depends on the number of steps."""
+        if not age:
+            return 0.0
+        return (1.0 - self._beta2**new_age) / (1.0 - self._beta2**age) if self.corrected else 1.0
+
+
+@dataclass(frozen=True)
+class AdamFeedback(_Normalizing):
     """``acc = e + eta g / (sqrt(v / (1 - beta2^t)) + eps)``, with ``v = beta2 v + (1 - beta2) g^2``.
 
     An optimizer with moments behind plain error feedback meets every element as a spike: its second moment
@@ -242,59 +291,40 @@ class AdamFeedback(_Feedback):
         clip_norm: see `MomentumCorrection`.
 
     Example:
-        >>> AdamFeedback(beta2=0.99).for_group({"betas": (0.9, 0.95), "eps": 1e-6})
+        >>> AdamFeedback(beta2=0.99).with_settings({"beta2": 0.95, "eps": 1e-6})
         AdamFeedback(beta2=0.99, eps=1e-06, clip_norm=None)
     """
 
     text_name: ClassVar[str] = "adam"
-    num_companions: ClassVar[int] = 1  # the second moment
-    applies_rate: ClassVar[bool] = True
-    adds_up: ClassVar[bool] = False
+    default_beta2: ClassVar[float] = 0.999
+    corrected: ClassVar[bool] = True
 
-    beta2: float | None = None
-    eps: float | None = None
-    clip_norm: float | None = None
 
-    def __post_init__(self) -> None:
-        for name, value, most, allowed in (
-            ("beta2", self.beta2, 1.0, "a number between 0 and 1, or None"),
-            ("eps", self.eps, math.inf, "a number above 0, or None"),
-        ):
-            if value is not None:
-                check_number(name, value, allowed, low=0.0, high=most, include_high=False)
-        super().__post_init__()
+@dataclass(frozen=True)
+class RMSpropFeedback(_Normalizing):
+    """As `AdamFeedback`, but ``acc = e + eta g / (sqrt(v) + eps)``: the first steps are large, as RMSprop's.
 
-    def for_group(self, group: Mapping[str, Any]) -> AdamFeedback:
-        """With beta2 and eps of the optimizer, where none were given."""
-        found: dict[str, float] = {}
-        if self.beta2 is None and "betas" in group:
-            found["beta2"] = float(group["betas"][1])
-        if self.eps is None and "eps" in group:
-            found["eps"] = float(group["eps"])
-        return dataclasses.replace(self, **found) if found else self
+    Args:
+        beta2: of v, called alpha or rho elsewhere; None: the optimizer's, or 0.99 where none is known.
+        eps: see `AdamFeedback`.
+        clip_norm: see `MomentumCorrection`.
 
-    def _own(self, rates: Rates) -> dict[str, Any]:
-        return {
-            "masking": False,
-            "moment": _BETA2 if self.beta2 is None else self.beta2,
-            "eps": _EPS if self.eps is None else self.eps,
-            # where none is known who applies the sum multiplies it
-            "rate": 1.0 if rates.given is None else rates.given,
-            "count": rates.age + 1,
-        }
+    Example:
+        >>> RMSpropFeedback(beta2=0.9).rule(BucketInfo("b", 9), Rates(None, None, 0.1)).count
+        inf
+    """
 
-    def moved(self, age: int, new_age: int) -> float:
-        """Between two buckets the estimate stays, whose bias depends on the number of steps."""
-        beta2 = _BETA2 if self.beta2 is None else self.beta2
-        return (1.0 - beta2**new_age) / (1.0 - beta2**age) if age else 0.0
+    text_name: ClassVar[str] = "rmsprop"
+    default_beta2: ClassVar[float] = 0.99
+    corrected: ClassVar[bool] = False
 
 
 @dataclass(frozen=True)
 class BestFeedback(_Feedback):
     """The most accurate one for the optimizer at hand, which a front end puts in its place.
 
-    "adam" for Adam and AdamW, "error" for SGD, whose momentum m is left out while its rate becomes
-    ``eta / (1 - m)``: error feedback is a momentum itself.
+    "adam" for Adam and AdamW, "rmsprop" for RMSprop, "error" for SGD. A momentum m is left out, and the rate
+    becomes ``eta / (1 - m)``: error feedback is a momentum itself.
 
     Args:
         clip_norm: see `MomentumCorrection`.
@@ -309,15 +339,13 @@ class BestFeedback(_Feedback):
         raise UnsupportedError("feedback='best' is decided by an optimizer, which nobody has told here")
 
 
-#: AdamW's own defaults
-_BETA2, _EPS = 0.999, 1e-8
-
 FEEDBACKS: dict[str, type] = {
     "adam": AdamFeedback,
     "best": BestFeedback,
     "error": ErrorFeedback,
     "momentum": MomentumCorrection,
     "none": NoFeedback,
+    "rmsprop": RMSpropFeedback,
 }
 
 

@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from horovod_sparse.errors import ArgumentError, UnsupportedError
-from horovod_sparse.feedback import AdamFeedback, BestFeedback, ErrorFeedback, Recipe
+from horovod_sparse.feedback import (
+    AdamFeedback,
+    ErrorFeedback,
+    Feedback,
+    Recipe,
+    RMSpropFeedback,
+)
+from horovod_sparse.training.momentum import feedback_for
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer as _Base
@@ -17,7 +24,7 @@ else:
     _Base = object
 
 #: settings that change what the second moment is, or which way a step goes
-_REFUSED = ("amsgrad", "maximize", "differentiable")
+_REFUSED = ("amsgrad", "centered", "maximize", "differentiable")
 
 
 class _Adopted(_Base):
@@ -62,7 +69,7 @@ class _OfSteps(_Adopted):
     """What a gradient holds is the step already: the feedback has normalized it, the rate is in it."""
 
     def _rate_and_factor(self, group: Mapping[str, Any]) -> tuple[float, float]:
-        return float(group["lr"]), 1.0
+        return float(group["lr"]), _pace(group)
 
 
 class AdamOfSteps(_OfSteps, torch.optim.Adam):
@@ -73,15 +80,45 @@ class AdamWOfSteps(_OfSteps, torch.optim.AdamW):
     """Without moments: the second one is the feedback's, and there is no first."""
 
 
+class RMSpropOfSteps(_OfSteps, torch.optim.RMSprop):
+    """Without a moment, which is the feedback's, and without momentum."""
+
+
 class SGDWithoutMomentum(_Adopted, torch.optim.SGD):
     """At ``lr (1 - dampening) / (1 - momentum)``, which goes as far: error feedback is a momentum."""
 
     def _rate_and_factor(self, group: Mapping[str, Any]) -> tuple[float, float]:
-        rate = float(group["lr"]) * (1.0 - group["dampening"]) / (1.0 - group["momentum"])
+        rate = float(group["lr"]) * _pace(group)
         return rate, rate
 
 
-_OF_STEPS: Mapping[type, type] = {torch.optim.Adam: AdamOfSteps, torch.optim.AdamW: AdamWOfSteps}
+def _pace(group: Mapping[str, Any]) -> float:
+    """How far a momentum that is left out would have gone with every step."""
+    momentum = group.get("momentum", 0.0)
+    return (1.0 - group.get("dampening", 0.0)) / (1.0 - momentum) if momentum else 1.0
+
+
+#: the feedback that does the work of an optimizer, which becomes this
+_OWN: Mapping[type, tuple[type, type]] = {
+    torch.optim.Adam: (AdamFeedback, AdamOfSteps),
+    torch.optim.AdamW: (AdamFeedback, AdamWOfSteps),
+    torch.optim.RMSprop: (RMSpropFeedback, RMSpropOfSteps),
+    torch.optim.SGD: (ErrorFeedback, SGDWithoutMomentum),
+}
+
+
+def feedback_of(feedback: Feedback, group: Mapping[str, Any]) -> Any:
+    """The feedback of parameters whose optimizer has these settings.
+
+    Example:
+        >>> feedback_of(AdamFeedback(), {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-6})
+        AdamFeedback(beta2=0.95, eps=1e-06, clip_norm=None)
+    """
+    if (with_settings := getattr(feedback, "with_settings", None)) is None:
+        return feedback
+    # Adam's pair; RMSprop's one
+    found = {"beta2": group["betas"][1] if "betas" in group else group.get("alpha"), "eps": group.get("eps")}
+    return with_settings({name: float(value) for name, value in found.items() if value is not None})
 
 
 #: parameter groups of an optimizer
@@ -99,34 +136,21 @@ def adopted_class(kind: type, groups: Groups, recipe: Recipe) -> tuple[type, Rec
     feedback = recipe.feedback
     if not getattr(feedback, "applies_rate", False):
         return kind, recipe
-    if isinstance(feedback, BestFeedback):
-        if kind is torch.optim.SGD:
-            _refuse(groups, feedback)
-            chosen = ErrorFeedback(clip_norm=feedback.clip_norm)
-            has_momentum = any(group["momentum"] for group in groups)
-            adopted = SGDWithoutMomentum if has_momentum else kind
-            return adopted, dataclasses.replace(recipe, feedback=chosen)
-        feedback = AdamFeedback(clip_norm=feedback.clip_norm)
-    if kind not in _OF_STEPS or not isinstance(feedback, AdamFeedback):
-        allowed = (
-            "torch.optim.AdamW(model.parameters(), lr=..., weight_decay=...), whose steps this feedback "
-            "makes; or feedback='error' to the compression"
-        )
-        raise ArgumentError("optimizer", kind.__name__, allowed)
-    _refuse(groups, feedback)
-    for group in groups:
-        if group["weight_decay"] and kind is torch.optim.Adam and not group.get("decoupled_weight_decay"):
-            allowed = "0 with Adam, or torch.optim.AdamW(..., weight_decay=...): it decays apart"
-            raise ArgumentError("weight_decay", group["weight_decay"], allowed)
-        feedback.for_group(group)  # refuses what it cannot take from there
-    return _OF_STEPS[kind], dataclasses.replace(recipe, feedback=feedback)
-
-
-def _refuse(groups: Groups, feedback: AdamFeedback | BestFeedback) -> None:
+    own, adopted = _OWN.get(kind, (None, kind))
+    momentum = max(group.get("momentum", 0.0) for group in groups)
+    chosen = feedback_for(feedback, own, kind, momentum, "torch.optim")
+    decays = kind in (torch.optim.AdamW, torch.optim.SGD)
     for group in groups:
         for name in _REFUSED:
             if group.get(name):
-                raise ArgumentError(name, group[name], f"{name}=False: {feedback.text_name} has no such form")
+                raise ArgumentError(name, group[name], f"{name}=False: {chosen.text_name} has no such form")
+        if group["weight_decay"] and not (decays or group.get("decoupled_weight_decay")):
+            allowed = f"0 with {kind.__name__}, or torch.optim.AdamW(..., weight_decay=...): it decays apart"
+            raise ArgumentError("weight_decay", group["weight_decay"], allowed)
+        feedback_of(chosen, group)  # refuses what it cannot take from there
+    if adopted is SGDWithoutMomentum and not momentum:
+        adopted = kind
+    return adopted, dataclasses.replace(recipe, feedback=chosen)
 
 
 def adopt(optimizer: torch.optim.Optimizer, recipe: Recipe) -> Recipe:

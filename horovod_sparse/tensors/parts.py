@@ -19,6 +19,7 @@ from horovod_sparse.feedback import Bucket, Member, ParameterRules, Recipe, TwoL
 from horovod_sparse.plans.plan import ParameterFacts
 from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.telemetry import BucketReport
+from horovod_sparse.tensors.adoption import feedback_of
 from horovod_sparse.tensors.driver import Starter, Task
 from horovod_sparse.tensors.flat_gradient import FlatGradient
 from horovod_sparse.tensors.layout import dtype_name, shaped, unshaped
@@ -134,8 +135,7 @@ class SparseBucket(_Laid, common.BucketPart):
             shared.factor, loss_scale = 1.0 / loss_scale, 1.0
         foldable = self.gradient.foldable(loss_scale)
         group, feedback = self.group(), self.bucket.recipe.feedback
-        if for_group := getattr(feedback, "for_group", None):
-            self.bucket.feedback = for_group(group)
+        self.bucket.feedback = feedback_of(feedback, group)
         rate = group.get("lr")
         rate = None if rate is None else float(rate)
         step = self.bucket.step(foldable, rate, refused=refused, scale=self.scale)

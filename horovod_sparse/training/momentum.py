@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from horovod_sparse.errors import ArgumentError, UnsupportedError
-from horovod_sparse.feedback import ErrorFeedback, MomentumCorrection, Recipe
+from horovod_sparse.feedback import BestFeedback, ErrorFeedback, MomentumCorrection, Recipe
 from horovod_sparse.sparsifiers.base import value_text
 
 _log = logging.getLogger("horovod_sparse")
@@ -76,6 +77,42 @@ def refuse_double_momentum(
             "scale_residual=True is made for SGD without momentum: this optimizer remembers gradients longer "
             "than a step, and will remember what a falling learning rate has enlarged; leave it out"
         )
+
+
+#: what makes the steps of which optimizers
+_OPTIMIZERS = {"adam": "AdamW(...)", "rmsprop": "RMSprop(...)", "best": "AdamW(...), Adam, RMSprop or SGD"}
+
+
+def feedback_for(feedback: Any, own: type | None, optimizer: type, momentum: float, library: str) -> Any:
+    """The feedback behind which an optimizer leaves its work to it.
+
+    Args:
+        feedback: that was asked for.
+        own: the one that makes such an optimizer's steps, or that of SGD; None for an optimizer without one.
+        optimizer: its class.
+        momentum: which it would have.
+        library: whose optimizers these are, in words.
+
+    Raises:
+        ArgumentError: the feedback makes the steps of other optimizers.
+    """
+    if isinstance(feedback, BestFeedback) and own is not None:
+        feedback = own(clip_norm=feedback.clip_norm)
+    elif own is None or own is ErrorFeedback or not isinstance(feedback, own):
+        name = getattr(feedback, "text_name", "")
+        line = f"{library}.{_OPTIMIZERS.get(name, 'SGD')}, whose steps feedback={name!r} makes"
+        raise ArgumentError("optimizer", optimizer.__name__, f"{line}; or feedback='error'")
+    if momentum:
+        _say_left_out(momentum)
+    return feedback
+
+
+@functools.cache
+def _say_left_out(momentum: float) -> None:
+    _log.warning(
+        "momentum %g is left out, and the rate is lr / (1 - momentum): error feedback is a momentum itself",
+        momentum,
+    )
 
 
 def refuse_later_momentum(recipe: Recipe, groups: Sequence[Mapping[str, Any]]) -> None:

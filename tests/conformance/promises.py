@@ -92,9 +92,10 @@ def test_feedback_equals_the_simulators(engine: Engine, text: str) -> None:
 
 
 @pytest.mark.needs("adopts")
-def test_steps_of_adam_equal_the_simulators(engine: Engine) -> None:
+@pytest.mark.parametrize("feedback", ["adam", pytest.param("rmsprop", marks=pytest.mark.nightly)])
+def test_steps_of_adam_equal_the_simulators(engine: Engine, feedback: str) -> None:
     """Stopped and resumed on the way: the moment and its bias go on."""
-    text = "topk:density=0.1,feedback=adam(beta2=0.9)"
+    text = f"topk:density=0.1,feedback={feedback}(beta2=0.9)"
     training, simulated = engine.train(text), Simulated(engine, parse_recipe(text))
     for step in range(5):
         if step == 3:

@@ -23,9 +23,11 @@ __all__ = [
 
 
 def base_for(compression: Any, parameters: Any, lr: float) -> torch.optim.Optimizer:
-    """Plain SGD, or the AdamW whose steps the feedback makes."""
+    """Plain SGD, or the optimizer whose steps the feedback makes."""
     if "feedback=adam" in str(compression):
         return torch.optim.AdamW(parameters, lr=lr, weight_decay=0.0)
+    if "feedback=rmsprop" in str(compression):
+        return torch.optim.RMSprop(parameters, lr=lr)
     return torch.optim.SGD(parameters, lr=lr)
 
 

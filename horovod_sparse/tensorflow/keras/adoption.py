@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import tensorflow as tf
 
 from horovod_sparse.errors import ArgumentError, UnsupportedError
-from horovod_sparse.feedback import AdamFeedback, BestFeedback, ErrorFeedback, Recipe
+from horovod_sparse.feedback import AdamFeedback, ErrorFeedback, Recipe, RMSpropFeedback
 from horovod_sparse.tensorflow.tensors import as_variable
+from horovod_sparse.training.momentum import feedback_for
 
 #: settings by which gradients would be changed that are steps, or which change what the second moment is
 _REFUSED = {
     "amsgrad": "False",
+    "centered": "False",
     "clipnorm": "None, and clip_norm to the feedback",
     "global_clipnorm": "None, and clip_norm to the feedback",
     "clipvalue": "None, and clip_norm to the feedback",
@@ -32,25 +35,25 @@ def adopted_class(optimizer: Any, recipe: Recipe) -> tuple[type, Recipe]:
     feedback, kind = recipe.feedback, own_class(type(optimizer))
     if not getattr(feedback, "applies_rate", False):
         return kind, recipe
-    known = tf.keras.optimizers
-    if isinstance(feedback, BestFeedback) and kind is known.SGD:
-        chosen: Any = ErrorFeedback(clip_norm=feedback.clip_norm)
-        if not optimizer.momentum:
-            return kind, dataclasses.replace(recipe, feedback=chosen)
-    elif kind in (known.Adam, known.AdamW):
-        chosen = (
-            AdamFeedback(clip_norm=feedback.clip_norm) if isinstance(feedback, BestFeedback) else feedback
-        )
-        chosen = chosen.for_group(
-            {"betas": (optimizer.beta_1, optimizer.beta_2), "eps": float(optimizer.epsilon)}
-        )
-    else:
-        allowed = "keras.optimizers.AdamW(...), whose steps this feedback makes, or feedback='error'"
-        raise ArgumentError("optimizer", kind.__name__, allowed)
+    known, momentum = tf.keras.optimizers, getattr(optimizer, "momentum", 0.0)
+    own = {known.RMSprop: RMSpropFeedback, known.SGD: ErrorFeedback}.get(kind)
+    own = AdamFeedback if kind in (known.Adam, known.AdamW) else own
+    chosen, is_sgd = feedback_for(feedback, own, kind, momentum, "keras.optimizers"), kind is known.SGD
+    if is_sgd and not momentum:
+        return kind, dataclasses.replace(recipe, feedback=chosen)
     for name, allowed in _REFUSED.items():
         if getattr(optimizer, name, None):
             raise ArgumentError(name, getattr(optimizer, name), allowed)
-    return _without_moments(kind, kind is known.SGD), dataclasses.replace(recipe, feedback=chosen)
+    if not is_sgd:
+        chosen = chosen.with_settings(_settings(optimizer))
+    return _without_moments(kind, is_sgd), dataclasses.replace(recipe, feedback=chosen)
+
+
+def _settings(optimizer: Any) -> dict[str, float]:
+    """What a feedback is told of an optimizer; RMSprop adds its epsilon within the root."""
+    if hasattr(optimizer, "rho"):
+        return {"beta2": float(optimizer.rho), "eps": math.sqrt(optimizer.epsilon)}
+    return {"beta2": float(optimizer.beta_2), "eps": float(optimizer.epsilon)}
 
 
 def own_class(kind: Any) -> Any:
@@ -69,8 +72,9 @@ def no_local_variables() -> UnsupportedError:
 def _without_moments(base: Any, is_sgd: bool) -> Any:
     """``theta = theta (1 - rate weight_decay) - step``; the decay, schedules and averages are the base's own.
 
-    Of Adam what a gradient holds is the step. SGD goes at ``rate / (1 - momentum)``, which goes as far: error
-    feedback is a momentum. Moments that there are already stay, and nothing asks for them.
+    Of all but SGD what a gradient holds is the step. Where there was a momentum it is divided by ``1 -
+    momentum``, which goes as far: error feedback is one. Moments that there are already stay, and nothing
+    asks for them.
     """
     makes_moments = next(one for one in base.__mro__ if "build" in vars(one))
 
@@ -86,8 +90,8 @@ def _without_moments(base: Any, is_sgd: bool) -> Any:
             step = tf.cast(gradient, own.dtype)
             if is_sgd:
                 rate = self.learning_rate if learning_rate is None else learning_rate
-                step *= tf.cast(as_variable(rate), own.dtype) / (1.0 - self.momentum)
-            own.assign_sub(step)
+                step *= tf.cast(as_variable(rate), own.dtype)
+            own.assign_sub(step / (1.0 - getattr(self, "momentum", 0.0)))
 
     WithoutMoments.__name__, WithoutMoments.__qualname__ = base.__name__, base.__qualname__
     WithoutMoments.__module__, WithoutMoments.__doc__ = base.__module__, base.__doc__

@@ -58,8 +58,9 @@ def DistributedOptimizer(
       halve the scale. Without one it raises an error on every rank, unless `on_nonfinite` says otherwise.
     * ``jit_compile=True`` is refused. Keras' default "auto" means XLA where there is a GPU: pass
       ``compile(..., jit_compile=False)`` there.
-    * With ``feedback="adam"`` (or "best") Adam and AdamW are adopted, but for those of the old kind: beta2,
-      eps, rate, schedule and weight decay are theirs, and the step is the feedback's; they have no moments.
+    * With ``feedback="adam"`` (or "best") Adam and AdamW are adopted, with "rmsprop" RMSprop, but for those
+      of the old kind: beta2, eps, rate, schedule and weight decay are theirs, and the step is the feedback's;
+      they have no moments.
     * Sums are taken in float32 or float64 in host memory: `gradient_predivide_factor` changes nothing but
       rounding, and device arguments nothing.
     * `tf.IndexedSlices` are gathered, as Horovod does it, or sparsified with ``sparse_as_dense=True``.

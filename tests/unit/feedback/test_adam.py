@@ -7,7 +7,7 @@ import pytest
 
 from horovod_sparse.arrays import GradientParts, HostAccumulator
 from horovod_sparse.errors import ArgumentError
-from horovod_sparse.feedback import AdamFeedback, Progress, Recipe, recipe, resumed
+from horovod_sparse.feedback import AdamFeedback, Progress, Recipe, RMSpropFeedback, recipe, resumed
 from horovod_sparse.simulation import SimulatedCluster
 from horovod_sparse.sparsifiers import TopK
 from horovod_sparse.topology import Topology
@@ -22,12 +22,15 @@ _P, _N, _K, _STEPS = 3, 40, 4, 8
 _RATES = [0.0, 0.05, 0.1, 0.1, 0.07, 0.003, 1e-5, 0.1]
 
 
-def normalized(gradients: np.ndarray, beta2: float, eps: float = 1e-8) -> tuple[np.ndarray, np.ndarray]:
+def normalized(
+    gradients: np.ndarray, beta2: float, eps: float = 1e-8, corrected: bool = True
+) -> tuple[np.ndarray, np.ndarray]:
     """Every rank's own step of rate 1, [steps, P, n]; and the moments at the end."""
     moment, steps = np.zeros(gradients.shape[1:]), []
     for number, gradient in enumerate(gradients, 1):
         moment = beta2 * moment + (1 - beta2) * gradient**2
-        steps.append(gradient / (np.sqrt(moment / (1 - beta2**number)) + eps))
+        held = 1 - beta2**number if corrected else 1.0
+        steps.append(gradient / (np.sqrt(moment / held) + eps))
     return np.array(steps), moment
 
 
@@ -38,11 +41,11 @@ def drawn(*shape: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("memory", [HostAccumulator, ReferenceAccumulator])
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_the_equations(memory: type, dtype: str) -> None:
+@pytest.mark.parametrize(("dtype", "kind"), [("float32", AdamFeedback), ("float64", RMSpropFeedback)])
+def test_the_equations(memory: type, dtype: str, kind: type) -> None:
     gradients = drawn(_STEPS, _P, _N)
-    steps, moments = normalized(gradients, 0.9, 1e-3)
-    made = Recipe(TopK(density=_K / _N), AdamFeedback(beta2=0.9, eps=1e-3))
+    steps, moments = normalized(gradients, 0.9, 1e-3, kind is AdamFeedback)
+    made = Recipe(TopK(density=_K / _N), kind(beta2=0.9, eps=1e-3))
     history = run(made, Scenario(_P, _N, dtype, num_steps=_STEPS), gradients, memory, rates=_RATES)
     residual = np.zeros((_P, _N))
     for number, rate in enumerate(_RATES):
@@ -72,14 +75,21 @@ def test_nothing_is_lost_on_the_way_by_any_sparsifier(case: Case, hosts: int) ->
     np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
 
 
-def test_dense_is_adamw_without_a_first_moment() -> None:
+@pytest.mark.parametrize(
+    ("feedback", "made"),
+    [
+        ("adam", ("AdamW", {"betas": (0.0, 0.95), "weight_decay": 0.0})),
+        ("rmsprop", ("RMSprop", {"alpha": 0.95})),
+    ],
+)
+def test_dense_is_the_optimizer_without_a_first_moment(feedback: str, made: Any) -> None:
     torch = pytest.importorskip("torch")
     gradients = drawn(_STEPS, 1, _N)
     weights = torch.nn.Parameter(torch.zeros(_N, dtype=torch.float64))
-    optimizer = torch.optim.AdamW([weights], lr=1.0, betas=(0.0, 0.95), weight_decay=0.0)
-    cluster, ours = SimulatedCluster(recipe("topk", density=1.0, feedback="adam"), _N, 1, "float64"), 0.0
+    optimizer = getattr(torch.optim, made[0])([weights], lr=1.0, **made[1])
+    cluster, ours = SimulatedCluster(recipe("topk", density=1.0, feedback=feedback), _N, 1, "float64"), 0.0
     for bucket in cluster.buckets:
-        bucket.feedback = bucket.feedback.for_group(optimizer.param_groups[0])
+        bucket.feedback = bucket.feedback.with_settings({"beta2": 0.95})
     for rate, (gradient,) in zip(_RATES, gradients, strict=True):
         optimizer.param_groups[0]["lr"] = rate
         weights.grad = torch.from_numpy(gradient.copy())
@@ -146,7 +156,7 @@ def test_a_bucket_of_another_age_takes_the_estimate_over() -> None:
     feedback = AdamFeedback(beta2=0.9)
     moment = 0.3 * (1 - 0.9**3)
     assert moment * feedback.moved(3, 10) / (1 - 0.9**10) == pytest.approx(0.3)
-    assert feedback.moved(0, 10) == 0.0
+    assert feedback.moved(0, 10) == 0.0 and RMSpropFeedback().moved(3, 10) == 1.0
 
 
 def test_a_moment_is_as_old_as_the_steps_that_it_is_made_of() -> None:

@@ -12,6 +12,7 @@ from horovod_sparse.feedback import (
     NoFeedback,
     ParameterRules,
     Recipe,
+    RMSpropFeedback,
     parse_recipe,
     recipe,
 )
@@ -32,6 +33,7 @@ _FEEDBACKS = [
     ErrorFeedback(clip_norm=0.5),
     NoFeedback(),
     AdamFeedback(beta2=0.99, clip_norm=1.0),
+    RMSpropFeedback(eps=1e-4),
     MomentumCorrection(),
     MomentumCorrection(momentum=0.5, nesterov=True, masking=False, clip_norm=1.5, scale_residual=True),
 ]

@@ -154,6 +154,20 @@ def test_the_best_is_found_for_the_optimizer() -> None:
     assert hvd.Compression.best(density=0.5).recipe == hvd.Compression.parse("best:density=0.5").recipe
 
 
+def test_rmsprop_goes_as_far_without_momentum(caplog: Any) -> None:
+    """Its steps are stock's without momentum at ``lr / (1 - momentum)``, which is said once."""
+    models = [model_of() for _ in range(3)]
+    stock = torch.optim.RMSprop(models[0].parameters(), lr=0.04, alpha=0.9)
+    train(models[0], stock, torch.optim.lr_scheduler.StepLR(stock, 2, 0.5))
+    for model in models[1:]:
+        own = torch.optim.RMSprop(model.parameters(), lr=0.01, alpha=0.9, momentum=0.75)
+        made = hvd.Compression.best(density=1.0)
+        optimizer = hvd.DistributedOptimizer(own, model.named_parameters(), compression=made)
+        train(model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5))
+        assert same(model, models[0]) and not optimizer.state
+    assert sum("momentum 0.75 is left out" in one.message for one in caplog.records) == 1
+
+
 @pytest.mark.parametrize(("density", "warnings"), [(0.01, 1), (0.1, 0)])
 def test_moments_behind_error_feedback_are_warned_of(density: float, warnings: int, caplog: Any) -> None:
     model = model_of()
@@ -168,9 +182,14 @@ def test_what_cannot_be_adopted_is_refused_with_the_line_to_write() -> None:
     model = model_of()
     parameters = list(model.parameters())
     sgd, adam = torch.optim.SGD(parameters, lr=0.1), torch.optim.Adam(parameters, weight_decay=0.1)
+    rmsprop, adagrad = torch.optim.RMSprop(parameters), torch.optim.Adagrad(parameters)
+    line = "optimizer='Adagrad' is not allowed: give torch.optim.AdamW.*, Adam, RMSprop or SGD"
+    with pytest.raises(ArgumentError, match=line):
+        hvd.DistributedOptimizer(adagrad, compression=hvd.Compression.best(density=0.1))
     for optimizer, more, complaint in (
         (sgd, {}, "optimizer='SGD' is not allowed: give torch.optim.AdamW"),
         (adam, {}, "weight_decay=0.1 is not allowed: give 0 with Adam"),
+        (rmsprop, {}, "optimizer='RMSprop' is not allowed: give torch.optim.AdamW"),
         (adamw(model, amsgrad=True), {}, "amsgrad"),
         (adamw(model, maximize=True), {}, "maximize"),
         (adamw(model), {"op": hvd.Sum}, "Average"),

@@ -69,6 +69,17 @@ def test_schedules_and_loss_scales_go_on():
     np.testing.assert_allclose(trained(optimizer, True, scale=64.0), stepped(), rtol=1e-5)
 
 
+def test_rmsprop_adds_its_epsilon_within_the_root():
+    own = keras.optimizers.RMSprop(0.25, rho=0.9, momentum=0.5, epsilon=1e-12)
+    optimizer = hvd.DistributedOptimizer(own, compression=hvd.Compression.best(density=1.0))
+    weight, moment = np.ones(2), np.zeros(2)
+    for gradient in GRADIENTS:
+        moment = 0.9 * moment + 0.1 * gradient.astype(np.float64) ** 2
+        weight -= 0.5 * gradient / np.sqrt(moment + 1e-12)
+    np.testing.assert_allclose(trained(optimizer, True), weight, rtol=1e-4)  # beside the root, its own root
+    assert sum(variable.shape == (2,) for variable in optimizer.variables) == 0
+
+
 def test_the_best_of_sgd_goes_as_far_without_momentum():
     sgd = keras.optimizers.SGD(0.1, momentum=0.5)
     optimizer = hvd.DistributedOptimizer(sgd, compression=hvd.Compression.best(density=1.0))
