@@ -7,7 +7,7 @@ import os
 import numpy as np
 
 import horovod_sparse.torch as hvd
-from horovod_sparse.carriers.transport_choice import TRANSPORT_VARIABLE, transport_asked
+from horovod_sparse.carriers.pairs import TRANSPORT_VARIABLE, transport_asked
 from horovod_sparse.collectives import Exchange, Synchronization
 from horovod_sparse.torch.driver import HorovodDriver
 from horovod_sparse.torch.transport import forget_transports
@@ -20,7 +20,7 @@ def travel_by(transport: str) -> None:
     """From now on, and agreed upon before anything is timed.
 
     Args:
-        transport: see `horovod_sparse.carriers.transport_choice`.
+        transport: see `horovod_sparse.carriers.pairs`.
     """
     if transport_asked() != transport:
         os.environ[TRANSPORT_VARIABLE] = transport

@@ -176,7 +176,7 @@ class Sparse(Method):
         model: whose gradients are synchronized.
         compression: as `Compression.parse` reads it.
         options: of `DistributedOptimizer`: bucket_bytes, groups.
-        transport: what carries its rounds; see `horovod_sparse.carriers.transport_choice`.
+        transport: what carries its rounds; see `horovod_sparse.carriers.pairs`.
     """
 
     num_warmup = 6

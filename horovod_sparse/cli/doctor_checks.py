@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
+from horovod_sparse.carriers.pairs import TRANSPORT_VARIABLE, WAYS
 from horovod_sparse.carriers.shared_memory import MEMORY_VARIABLE
-from horovod_sparse.carriers.transport_choice import TRANSPORT_VARIABLE, WAYS
 from horovod_sparse.checks import whole_number
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.planning.advice import accuracy, loses, remedy

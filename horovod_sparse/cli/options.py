@@ -14,7 +14,7 @@ from pathlib import Path
 from horovod_sparse.checks import whole_number
 from horovod_sparse.errors import ArgumentError, HorovodSparseError, ProfileMismatchError, UnsupportedError
 from horovod_sparse.feedback import AutoDensity, Recipe, parse_recipe
-from horovod_sparse.feedback.text import parse_arguments, parse_value
+from horovod_sparse.feedback.recipe import parse_arguments, parse_value
 from horovod_sparse.planning.fitting import Fit
 from horovod_sparse.planning.formulas import TYPICAL_SELECTION, assumed_profile, profile_at, with_levels
 from horovod_sparse.planning.profile import Profile

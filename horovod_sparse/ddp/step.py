@@ -33,9 +33,8 @@ from horovod_sparse.tensors.replicas import shared_entries
 from horovod_sparse.tensors.streams import CudaStreams
 from horovod_sparse.training.agreement import AgreedStatus
 from horovod_sparse.training.collective_errors import raise_together
-from horovod_sparse.training.compression import recipe_of
+from horovod_sparse.training.compression import recipe_of, refuse_double_momentum, refuse_later_momentum
 from horovod_sparse.training.host_topology import ChosenLevels
-from horovod_sparse.training.momentum import refuse_double_momentum, refuse_later_momentum
 from horovod_sparse.training.outcome import Outcome, worst
 from horovod_sparse.training.parts import assign_residuals
 from horovod_sparse.training.settings import Settings

@@ -24,7 +24,7 @@ from horovod_sparse.tensorflow.graph import gate_callers, refuse_graphs
 from horovod_sparse.tensorflow.private import STOCK, StockCall, stock_call
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
 from horovod_sparse.tensorflow.tensors import dtype_name, settings_of, times
-from horovod_sparse.training.momentum import refuse_double_momentum
+from horovod_sparse.training.compression import refuse_double_momentum
 
 _log = logging.getLogger("horovod_sparse")
 

@@ -16,7 +16,7 @@ from horovod_sparse.feedback import (
     Recipe,
     RMSpropFeedback,
 )
-from horovod_sparse.training.momentum import feedback_for
+from horovod_sparse.training.compression import feedback_for
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer as _Base

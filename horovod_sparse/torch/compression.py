@@ -1,16 +1,164 @@
-"""The namespace `Compression`: every sparsifier, and Horovod's own choices, as `compression=` takes them."""
+"""What `compression=` takes: every sparsifier as a compressor, Horovod's own choices, and their namespace."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import weakref
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
+from horovod_sparse.errors import ArgumentError, UnsupportedError
+from horovod_sparse.feedback import Recipe
+from horovod_sparse.telemetry import Telemetry
+from horovod_sparse.tensors.layout import dtype_name
 from horovod_sparse.torch._horovod import hvd
-from horovod_sparse.torch.comparison import construction_errors
-from horovod_sparse.torch.compressor import SparseCompressor
-from horovod_sparse.training.compression import Algorithms, recipe_of
+from horovod_sparse.torch.horovod_engine import construction_errors
+from horovod_sparse.torch.synchronizer import GradientSynchronizer
+from horovod_sparse.training.compression import Algorithms, describe_recipe, recipe_of
+
+
+class SparseCompressor(hvd.compression.Compressor):
+    """A recipe. Made by `Compression.topk(...)` and the like.
+
+    In ``horovod_sparse.torch.DistributedOptimizer(optimizer, compression=...)`` only `recipe`,
+    `named_parameters` and `process_set` are used.
+
+    Stock ``horovod.torch.DistributedOptimizer(optimizer, named_parameters=..., compression=...)`` is adopted
+    where it would begin to synchronize gradients: it becomes what our `DistributedOptimizer` gives with
+    ``merging="layerwise", tensor_selection="all"``, so every parameter is a bucket of its own, and density
+    applies to each for itself. Horovod's `groups` have no use then. With one rank Horovod synchronizes
+    nothing, and the optimizer stays Horovod's: gradients stay as they are, so it trains without the momentum
+    that momentum correction was to apply. ``horovod_sparse.torch.DistributedOptimizer`` does with one rank
+    what it does with many.
+
+    Behind stock Horovod one compressor belongs to one optimizer. It may be pickled before `hvd.init()`: the
+    recipe travels, residuals and parameters do not.
+
+    Args:
+        recipe: sparsifier and feedback.
+        named_parameters: names of the parameters, for messages and checkpoints; those of the optimizer, if
+            left out.
+        process_set: the ranks that take part; those of the optimizer, or all, if left out.
+
+    Raises:
+        ArgumentError: for `named_parameters` that are no pairs, or have a name twice.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+        process_set: Any = None,
+    ) -> None:
+        self.recipe = recipe
+        self.process_set = process_set
+        self.named_parameters = None if named_parameters is None else _checked(list(named_parameters))
+        #: who synchronizes for the stock optimizer that this belongs to
+        self._adopted: weakref.ref[GradientSynchronizer] | None = None
+        #: loaded before there was one
+        self._loaded: Mapping[str, Any] | None = None
+
+    def adopt(self, synchronizer: GradientSynchronizer) -> None:
+        """A stock optimizer has become this one's; it goes on from what was loaded before."""
+        self._adopted = weakref.ref(synchronizer)
+        if self._loaded is not None:
+            self.load_state_dict(self._loaded)
+            self._loaded = None
+
+    def check_free(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Refuses a second optimizer, but one that takes the parameters from the first."""
+        former = self._synchronizer
+        taken = {id(parameter) for parameter in parameters}
+        if former is not None and not any(id(parameter) in taken for _, parameter in former.facts.values()):
+            raise UnsupportedError(
+                f"this compressor belongs to the optimizer of {', '.join(list(former.facts)[:3])}, ..., "
+                "whose residuals it saves: give every optimizer a compressor of its own"
+            )
+
+    @property
+    def _synchronizer(self) -> GradientSynchronizer | None:
+        return None if self._adopted is None else self._adopted()
+
+    @property
+    def telemetry(self) -> Telemetry:
+        """What happened in the last step of the stock optimizer, and on average."""
+        return Telemetry() if self._synchronizer is None else self._synchronizer.telemetry
+
+    def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Passes on what cannot be sparsified (integers, no elements, COO form); refuses all else.
+
+        Horovod calls this for what is no gradient of an optimizer that was adopted.
+
+        Raises:
+            UnsupportedError: for Adasum, and for ``hvd.allreduce(..., compression=...)``.
+        """
+        if dtype_name(tensor) is None or tensor.numel() == 0 or tensor.is_sparse:
+            return tensor, None
+        raise UnsupportedError(
+            f"a tensor of shape {tuple(tensor.shape)} is no gradient that a sparsifier can synchronize. It "
+            "keeps a residual for every parameter of a DistributedOptimizer. hvd.allreduce(compression=...) "
+            "has none, and op=Adasum combines whole parameter updates. Use op=Average or op=Sum, or "
+            "compression=Compression.none"
+        )
+
+    def decompress(self, tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+        """What `compress` has passed on comes back as it is."""
+        return tensor
+
+    def reset(self) -> None:
+        """Gives up the step that is under way; residuals stay complete. Elastic training does it itself."""
+        if self._synchronizer is not None:
+            self._synchronizer.give_up()
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's residuals behind stock Horovod: what the optimizer saves as 'horovod_sparse', too.
+
+        Residuals differ from rank to rank, so save one per rank. It is empty where nothing is synchronized.
+
+        Raises:
+            UnsupportedError: in the middle of a step.
+        """
+        if self._synchronizer is None:
+            return dict(self._loaded or {})
+        return self._synchronizer.save()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from what `state_dict` gave, now or in versions that saved parameter by parameter.
+
+        All ranks load between the same two steps, or any before the first: in the next step they compare what
+        they have. Where that is not of one step and one run, sparsifiers start anew on all of them.
+
+        Raises:
+            StateMismatchError: if it belongs to another algorithm or model, or is damaged. Before there is an
+                optimizer that is found out when it is made. Nothing has been loaded then.
+        """
+        if self._synchronizer is None:
+            self._loaded = state
+        elif not isinstance(state, Mapping) or state.get(
+            "parameters", state
+        ):  # else nothing was synchronized
+            self._synchronizer.take_back(state)
+
+    def __repr__(self) -> str:
+        return describe_recipe(self.recipe)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (SparseCompressor, (self.recipe,))
+
+
+def _checked(pairs: list[Any]) -> list[tuple[str, torch.Tensor]]:
+    for pair in pairs:
+        kinds = tuple(map(type, pair)) if isinstance(pair, tuple) else ()
+        if len(kinds) != 2 or kinds[0] is not str or not isinstance(pair[1], torch.Tensor):
+            raise ArgumentError(
+                "named_parameters", pair, "pairs (name, parameter), as from model.named_parameters()"
+            )
+    names = [name for name, _ in pairs]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ArgumentError("named_parameters", twice, "every name once")
+    return pairs
+
 
 _COMMON_ARGUMENTS = """
 Arguments that every algorithm takes:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from horovod_sparse.carriers.exchanges import Rounds
-from horovod_sparse.carriers.transport_choice import rounds_by_pairs
+from horovod_sparse.carriers.pairs import rounds_by_pairs
 from horovod_sparse.collectives import (
     AllGather,
     AllReduce,

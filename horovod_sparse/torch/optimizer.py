@@ -17,12 +17,11 @@ from horovod_sparse.feedback import Recipe
 from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.tensors.adoption import adopted_class
 from horovod_sparse.torch._horovod import StockOptimizer, adopting, claim_for_stock, hvd
-from horovod_sparse.torch.comparison import compare_dense, construction_errors
 from horovod_sparse.torch.compression import Compression, SparseCompressor
+from horovod_sparse.torch.horovod_engine import compare_dense, construction_errors
 from horovod_sparse.torch.methods import Methods
 from horovod_sparse.training.collective_errors import refuse_absence
-from horovod_sparse.training.compression import check_compression
-from horovod_sparse.training.momentum import refuse_double_momentum
+from horovod_sparse.training.compression import check_compression, refuse_double_momentum
 from horovod_sparse.training.settings import Settings, SettingsOptions, refuse_without_sparsifier
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -26,20 +26,16 @@ from horovod_sparse.tensors.layout import dtype_name, host_entry
 from horovod_sparse.tensors.loss_scale import ScaleOfStep, scaled_passes, watch_scalers
 from horovod_sparse.tensors.parts import Part, SparseBucket
 from horovod_sparse.torch._horovod import claim, hvd, present_start
-from horovod_sparse.torch.comparison import refuse_whole_gradients
 from horovod_sparse.torch.driver import carry_out_together, explain
-from horovod_sparse.torch.horovod_engine import HorovodEngine
+from horovod_sparse.torch.horovod_engine import HorovodEngine, refuse_whole_gradients
 from horovod_sparse.torch.planned import PlannedTraining
 from horovod_sparse.torch.transport import transport_words
 from horovod_sparse.training.collective_errors import some_of
+from horovod_sparse.training.compression import refuse_later_momentum
 from horovod_sparse.training.engine import Facts
-from horovod_sparse.training.momentum import refuse_later_momentum
 from horovod_sparse.training.outcome import Outcome, worst
 from horovod_sparse.training.settings import Settings
 from horovod_sparse.training.state import check_entry, checked_states, entry_of_parameters
-
-if TYPE_CHECKING:
-    pass
 
 _log = logging.getLogger("horovod_sparse")
 

@@ -2,7 +2,7 @@
 
 Horovod has no send and receive. An all-to-all in which most messages are empty does the same and works
 everywhere, but every round of it takes a cycle of Horovod (1 ms by default); messages of MPI take
-microseconds. The ranks agree on it once per process set (`carriers/transport_choice.py`), by collectives that
+microseconds. The ranks agree on it once per process set (`carriers/pairs.py`), by collectives that
 nobody waits for: exchanges that are started meanwhile begin when it is known.
 """
 
@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from horovod_sparse.carriers.exchanges import Rounds
-from horovod_sparse.carriers.transport_choice import Blocking, TransportChoice, agreed_transport
+from horovod_sparse.carriers.pairs import Blocking, TransportChoice, agreed_transport
 from horovod_sparse.collectives import Exchange, Request
 from horovod_sparse.tensors.driver import Handle
 from horovod_sparse.torch._horovod import hvd, present_start

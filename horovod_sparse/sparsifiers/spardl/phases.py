@@ -17,7 +17,7 @@ from horovod_sparse.sparsifiers.rounds.sparse_vectors import (
     shared_out,
     split_largest,
 )
-from horovod_sparse.sparsifiers.spardl.team_layout import TeamLayout
+from horovod_sparse.sparsifiers.spardl.teams import TeamLayout
 from horovod_sparse.wire import WireFormat
 
 RESIDUAL_MODES = ("global", "partial", "local")

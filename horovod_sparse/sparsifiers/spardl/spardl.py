@@ -14,13 +14,14 @@ from horovod_sparse.errors import ArgumentError, UnknownNameError
 from horovod_sparse.sparsifiers.base import BucketInfo, SparseSum, Sparsifier, Traffic
 from horovod_sparse.sparsifiers.rounds.sparse_vectors import discards_meet
 from horovod_sparse.sparsifiers.spardl.phases import RESIDUAL_MODES, Phases
-from horovod_sparse.sparsifiers.spardl.team_layout import TeamLayout, spardl_traffic
 from horovod_sparse.sparsifiers.spardl.teams import (
     SparDLState,
+    TeamLayout,
     adjusted,
     fresh_state,
     is_power_of_two,
     num_between_teams,
+    spardl_traffic,
     teams_by_cost,
 )
 

@@ -11,7 +11,7 @@ import tensorflow as tf
 from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.feedback import AdamFeedback, ErrorFeedback, Recipe, RMSpropFeedback
 from horovod_sparse.tensorflow.tensors import as_variable
-from horovod_sparse.training.momentum import feedback_for
+from horovod_sparse.training.compression import feedback_for
 
 #: settings by which gradients would be changed that are steps, or which change what the second moment is
 _REFUSED = {

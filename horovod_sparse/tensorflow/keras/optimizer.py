@@ -19,7 +19,7 @@ from horovod_sparse.tensorflow.keras import keras2
 from horovod_sparse.tensorflow.keras.adoption import adopted_class
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
 from horovod_sparse.tensorflow.tensors import settings_of
-from horovod_sparse.training.momentum import refuse_double_momentum
+from horovod_sparse.training.compression import refuse_double_momentum
 from horovod_sparse.training.settings import SKIP, PlannedOptions
 
 if TYPE_CHECKING:

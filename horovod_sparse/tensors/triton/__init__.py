@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from horovod_sparse.tensors.triton import fold as _fold
-from horovod_sparse.tensors.triton import scatter as _scatter
 from horovod_sparse.tensors.triton import select as _select
 
 
@@ -28,8 +27,8 @@ def _there(function: Callable[..., Any]) -> Callable[..., Any]:
 
 fold, scan_maxima = _there(_fold.fold), _there(_fold.scan_maxima)
 refresh_maxima, raise_maxima = _there(_fold.refresh_maxima), _there(_fold.raise_maxima)
-add, add_sum = _there(_scatter.add), _there(_scatter.add_sum)
-put, zero = _there(_scatter.put), _there(_scatter.zero)
+add, add_sum = _there(_fold.add), _there(_fold.add_sum)
+put, zero = _there(_fold.put), _there(_fold.zero)
 at_least, largest = _there(_select.at_least), _there(_select.largest)
 kth, find_kth = _there(_select.kth), _there(_select.find_kth)
 count_at_least, moments = _there(_select.count_at_least), _there(_select.moments)

@@ -30,7 +30,7 @@ sys.path.insert(0, str(ROOT))
 FOLLOWED = [
     "wire.message",
     "planning.profile",
-    "feedback.text",
+    "feedback.recipe",
     "feedback.state",
     "training.encoding",
     "training.state",

@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from horovod_sparse.carriers import transport_choice
+from horovod_sparse.carriers import pairs
 from horovod_sparse.carriers.exchanges import Rounds, over_hosts, rounds_over_hosts
-from horovod_sparse.carriers.pairs import Pairs
-from horovod_sparse.carriers.transport_choice import agreed_transport, check_transport, usable_mpi
+from horovod_sparse.carriers.pairs import Pairs, agreed_transport, check_transport, usable_mpi
 from horovod_sparse.collectives import Exchange, ReduceScatter
 from horovod_sparse.errors import CollectiveMismatchError, UnsupportedError
 from horovod_sparse.simulation import Recorder, SimulatedCluster, run_lockstep
@@ -192,8 +191,8 @@ def test_what_one_rank_cannot_no_rank_does(monkeypatch, where):
         [("pairs", ""), ("pairs", ""), (None, "OSError: no") if where == "connected" else ("pairs", "")]
     )
     able = iter([("mpi", ""), ("mpi", ""), (None, "no mpi4py") if where == "able" else ("mpi", "")])
-    monkeypatch.setattr(transport_choice, "usable_mpi", lambda hvd: next(able))
-    monkeypatch.setattr(transport_choice, "_connected", lambda mpi, ranks, number: next(made))
+    monkeypatch.setattr(pairs, "usable_mpi", lambda hvd: next(able))
+    monkeypatch.setattr(pairs, "_connected", lambda mpi, ranks, number: next(made))
 
     def worked(rank):
         steps, answer = agreed_transport(None, Ranks(rank), 0), None
@@ -202,7 +201,7 @@ def test_what_one_rank_cannot_no_rank_does(monkeypatch, where):
                 request = steps.send(answer)
             except StopIteration as stop:
                 return stop.value
-            answer = request.work() if isinstance(request, transport_choice.Blocking) else (yield request)
+            answer = request.work() if isinstance(request, pairs.Blocking) else (yield request)
 
     chosen = run_lockstep([worked(rank) for rank in range(3)])
     why = "no mpi4py" if where == "able" else "OSError: no"

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from horovod_sparse.feedback import parse_recipe
 from horovod_sparse.simulation import SimulatedCluster
-from horovod_sparse.sparsifiers.spardl.team_layout import TeamLayout
+from horovod_sparse.sparsifiers.spardl.teams import TeamLayout
 from support import laws
 from support.cases import CASES, Case, case_id
 from support.sampling import rows_by

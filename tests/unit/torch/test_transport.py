@@ -4,7 +4,7 @@ import horovod.torch as hvd
 import numpy as np
 import pytest
 
-from horovod_sparse.carriers.transport_choice import TransportChoice
+from horovod_sparse.carriers.pairs import TransportChoice
 from horovod_sparse.collectives import Exchange
 from horovod_sparse.errors import CollectiveMismatchError
 from horovod_sparse.torch import transport
