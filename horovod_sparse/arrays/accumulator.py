@@ -78,19 +78,19 @@ class Accumulator:
 
     Args:
         kernels: of the memory.
-        values: n elements, finite.
-        companions: arrays like values that a feedback keeps beside them, such as a velocity.
+        num_companions: arrays like the values that a feedback keeps beside them, such as a velocity.
 
     Attributes:
         step: synchronizations that there have been, which the report of the next fold says.
         report: of the last fold; reading its numbers may wait for a device.
     """
 
-    def __init__(self, kernels: Kernels, values: Memory, companions: tuple[Memory, ...]) -> None:
-        self._kernels, self._values, self._companions = kernels, values, companions
+    def __init__(self, kernels: Kernels, num_companions: int) -> None:
+        self._kernels, self._values = kernels, kernels.zeros()
+        self._companions = tuple(kernels.zeros() for _ in range(num_companions))
         self.step = 0
         self.report = FoldReport()
-        self._journal = Journal(kernels, (values, *companions))
+        self._journal = Journal(kernels, (self._values, *self._companions))
         #: sums of squares, now and after the last fold
         self._norm = self._norm_at_fold = kernels.number(0.0)
         #: of the last fold, and the companion that it changed

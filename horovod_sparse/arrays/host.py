@@ -46,8 +46,6 @@ class HostAccumulator(Accumulator):
         density: kept fraction that selections will have, in (0, 1]; it decides the block size.
         companions: how many arrays of n elements are kept beside the values, and cleared with them (the
             velocity of momentum correction).
-        memory: the residual's own memory, shape (n,), of the accumulator's type; its values stay, and
-            nobody else may write to it from now on. None: new, zeros.
 
     Raises:
         ArgumentError: an argument is outside what is allowed.
@@ -67,15 +65,10 @@ class HostAccumulator(Accumulator):
         *,
         density: float = 0.001,
         companions: int = 0,
-        memory: Array | None = None,
     ) -> None:
         check_density("density", density, "a number in (0, 1]")
-        kernels = HostKernels(Layout(int(num_elements), block_size(density)), accumulating(dtype))
-        # NumPy asks for huge pages, which matters to what touches single elements far apart.
-        values = np.zeros(num_elements, kernels.dtype) if memory is None else kernels.own(memory)
-        super().__init__(kernels, values, tuple(np.zeros_like(values) for _ in range(companions)))
-        if memory is not None:
-            self._start_anew()
+        layout = Layout(int(num_elements), block_size(density))
+        super().__init__(HostKernels(layout, accumulating(dtype)), companions)
 
 
 class HostKernels(Kernels):
@@ -104,15 +97,9 @@ class HostKernels(Kernels):
         self.kth = functools.partial(select.kth, layout=layout)
         self.at_least = functools.partial(select.at_least, layout=layout)
 
-    def own(self, memory: Array) -> Array:
-        """The given memory, checked."""
-        n = self.layout.num_elements
-        if memory.dtype != self.dtype or memory.shape != (n,) or not memory.flags.carray:
-            allowed = f"contiguous {self.dtype.name} of shape ({n},)"
-            raise ArgumentError("memory", (memory.dtype.name, memory.shape), allowed)
-        if not np.isfinite(memory).all():
-            raise ArgumentError("memory", "NaN or Inf", "finite numbers")
-        return memory
+    def zeros(self) -> Array:
+        # NumPy asks for huge pages, which matters to what touches single elements far apart.
+        return np.zeros(self.layout.num_elements, self.dtype)
 
     def fold(
         self,

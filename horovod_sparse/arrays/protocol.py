@@ -178,6 +178,9 @@ class Kernels(Protocol):
     #: of the values: float32 or float64
     dtype: np.dtype[Any]
 
+    def zeros(self) -> Memory:
+        """n zeros."""
+
     def checked(self, gradient: Any) -> Any:
         """A gradient that `fold` takes, or an `ArgumentError`."""
 

@@ -79,8 +79,6 @@ class TorchAccumulator(Accumulator):
         companions: how many tensors of n elements are kept beside the values, and cleared with them (the
             velocity of momentum correction).
         device: where the memory is.
-        memory: the residual's own memory, shape (n,), contiguous, of the accumulator's type; its values
-            stay, and nobody else may write to it from now on. None: new, zeros, on `device`.
         kernels: other bodies than the device's (measurements, tests).
 
     Raises:
@@ -102,24 +100,14 @@ class TorchAccumulator(Accumulator):
         density: float = 0.001,
         companions: int = 0,
         device: torch.device | str = "cuda",
-        memory: Tensor | None = None,
         kernels: ModuleType | None = None,
     ) -> None:
         check_density("density", density, "a number in (0, 1]")
         layout = Layout(int(num_elements), plain_kernels.device_block_size(density))
-        kind = accumulating(dtype)
-        if memory is None:
-            values = torch.zeros(num_elements, dtype=kind, device=device)
-        elif memory.dtype == kind and memory.shape == (num_elements,) and memory.is_contiguous():
-            values = memory.detach()
-        else:
-            allowed = f"contiguous {kind}[{num_elements}]"
-            raise ArgumentError("memory", (memory.dtype, tuple(memory.shape)), allowed)
-        expected = round(density * num_elements)
-        made = TensorKernels(layout, values, expected, kernels or kernels_for(values.device))
-        super().__init__(made, values, tuple(torch.zeros_like(values) for _ in range(companions)))
-        if memory is not None:
-            self._start_anew()
+        # with its number, as gradients say it
+        place, expected = torch.empty(0, device=device).device, round(density * num_elements)
+        bodies = kernels or kernels_for(place)
+        super().__init__(TensorKernels(layout, accumulating(dtype), place, expected, bodies), companions)
 
     @property
     def device(self) -> torch.device:
@@ -133,21 +121,27 @@ class TensorKernels(Kernels):
 
     Args:
         layout: of the values.
-        like: the values: their dtype and device.
+        kind: their dtype.
+        device: where they are.
         expected: how many elements a threshold will find, about.
         bodies: `plain_kernels`, or a module with its functions.
     """
 
-    def __init__(self, layout: Layout, like: Tensor, expected: int, bodies: ModuleType) -> None:
+    def __init__(
+        self, layout: Layout, kind: torch.dtype, device: torch.device, expected: int, bodies: ModuleType
+    ) -> None:
         self.layout, self._bodies = layout, bodies
-        self.dtype = np.dtype(np.float64 if like.dtype == torch.float64 else np.float32)
-        self._kind, self._device = like.dtype, like.device
+        self.dtype = np.dtype(np.float64 if kind == torch.float64 else np.float32)
+        self._kind, self._device = kind, device
         # Count and indices come in one copy if there is room for all: twice as many as last time.
         self._room = max(_ROOM, 2 * expected)
         # On the device, where kernels read them in the accumulator's precision: a launch argument has less.
         self._factors: tuple[NDArray[Any], Tensor] = (np.empty(0), torch.empty(0))
         # words that were written last, and where they are on the host
         self._written: tuple[NDArray[np.int32], Tensor] | None = None
+
+    def zeros(self) -> Tensor:
+        return torch.zeros(self.layout.num_elements, dtype=self._kind, device=self._device)
 
     def checked(self, gradient: Tensor | KeptTensor) -> Tensor | KeptTensor:
         kept = isinstance(gradient, KeptTensor)

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from horovod_sparse.collectives import AllReduce, Synchronization
 from horovod_sparse.errors import ArgumentError, MessageError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.kernels.host.scatter import checked
@@ -18,7 +17,6 @@ from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.tensors.accumulator import KeptTensor, TorchAccumulator, accumulating, kernels_for
 from horovod_sparse.tensors.memory import GradientMemory, Places, recipe_arguments, unscaled
 from horovod_sparse.tensors.streams import CudaStreams, to_device, to_host
-from horovod_sparse.training.parts import REFUSED, Members, check_health
 
 
 @functools.cache
@@ -51,7 +49,8 @@ class DeviceMemory(GradientMemory):
     def shard(self, total: torch.Tensor, num_elements: int) -> KeptTensor:
         return KeptTensor(torch.cat([total, total.new_zeros(num_elements - total.numel())]))
 
-    def scatter(self, gradient: torch.Tensor, indices: Places, values: np.ndarray, scale: float) -> int:
+    def write(self, gradient: torch.Tensor, indices: Places, values: np.ndarray, scale: float) -> int:
+        self.zero(gradient)
         return apply_scaled_sum(gradient, indices, values, scale)
 
     def zero(self, gradient: torch.Tensor) -> None:
@@ -62,32 +61,9 @@ class DeviceMemory(GradientMemory):
         gradient.zero_()
         return False
 
-    def sum_dense(
-        self,
-        name: str,
-        gradient: torch.Tensor,
-        carried: np.ndarray | None,
-        place: tuple[int, int],
-        *,
-        refused: bool = False,
-        members: Members = (),
-    ) -> Synchronization[torch.Tensor]:
-        """The elements stay on the device; the ranks' health is read."""
-        rank, size = place
-        count, wide = gradient.numel(), gradient.to(torch.promote_types(gradient.dtype, torch.float32))
-        buffer = torch.zeros(count + size, dtype=wide.dtype, device=self._device)
-        own = buffer[:count]
-        torch.add(wide, 0 if carried is None else to_device(carried, self._device), out=own)
-        if refused:
-            buffer[count + rank].fill_(REFUSED)
-        else:
-            finite = torch.isfinite(own)
-            stops = torch.tensor([stop for _, stop in members], dtype=torch.int64, device=self._device)
-            first = torch.searchsorted(stops, torch.argmin(finite.to(torch.uint8)), right=True)
-            buffer[count + rank].copy_(torch.where(finite.all(), 0, 1 + first))
-        total: Any = yield AllReduce(buffer)
-        check_health(name, to_host(total[count:]), members)
-        return total[:count]
+    def _sent(self, buffer: torch.Tensor) -> torch.Tensor:
+        """It stays on the device."""
+        return buffer
 
 
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)

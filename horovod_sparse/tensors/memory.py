@@ -7,17 +7,17 @@ the host in both cases, and both give the same bits.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
 
 from horovod_sparse.arrays import Accumulator, GradientParts, HostAccumulator
-from horovod_sparse.collectives import Synchronization
+from horovod_sparse.collectives import AllReduce, Synchronization
 from horovod_sparse.feedback import Recipe, two_level_bucket
 from horovod_sparse.kernels import apply_scaled_sum, clear_all, clear_at
 from horovod_sparse.sparsifiers import BucketInfo
-from horovod_sparse.training.parts import Members, sum_densely
+from horovod_sparse.training.parts import REFUSED, Members, check_sum
 
 if TYPE_CHECKING:
     from horovod_sparse.tensors.streams import CudaStreams
@@ -30,54 +30,6 @@ Places: TypeAlias = np.ndarray | None
 
 #: scattered elements above this share of a buffer are cleared faster by clearing all of it
 _SPARSE_SHARE = 1 / 8
-
-
-class GradientMemory(Protocol):
-    """What is done with gradients, and with what is kept for them, where they are."""
-
-    def accumulator(self, info: BucketInfo, recipe: Recipe) -> Accumulator:
-        """Residual and companions of a bucket: zeros."""
-
-    def streams(self) -> CudaStreams | None:
-        """Keeps the work on one bucket in order; None where that is the order in which it is asked for."""
-
-    def foldable(self, gradient: torch.Tensor, loss_scale: float = 1.0) -> Any:
-        """The gradient over the loss's scale, as the accumulator folds it, and leaves it as it is."""
-
-    def summable(self, foldable: Any, whole: BucketInfo) -> Any:
-        """Of what `foldable` gave, one array or tensor that Horovod can sum: half types in float32."""
-
-    def shard(self, total: Any, num_elements: int) -> Any:
-        """A sum of a part of it, filled up with 0, as the accumulator folds it, and leaves it as it is."""
-
-    def scatter(self, gradient: torch.Tensor, indices: Places, values: np.ndarray, scale: float) -> int:
-        """Adds scale times a sum to a contiguous gradient of zeros; how many different elements it has.
-
-        Indices are None where the values are those of all elements, in their order.
-        """
-
-    def write(self, gradient: torch.Tensor, indices: Places, values: np.ndarray, scale: float) -> int:
-        """As `scatter`, whatever the gradient holds."""
-        self.zero(gradient)
-        return self.scatter(gradient, indices, values, scale)
-
-    def zero(self, gradient: torch.Tensor) -> None:
-        """Zeros everywhere in a flat gradient, whatever it holds."""
-
-    def clear(self, gradient: torch.Tensor, scattered: np.ndarray, probes: np.ndarray) -> bool:
-        """Zeros everywhere in a flat gradient that should hold something at the scattered places only."""
-
-    def sum_dense(
-        self,
-        name: str,
-        gradient: torch.Tensor,
-        carried: np.ndarray | None,
-        place: tuple[int, int],
-        *,
-        refused: bool = False,
-        members: Members = (),
-    ) -> Synchronization[torch.Tensor]:
-        """The sum over ranks of a flat gradient's elements; see `sum_densely`. Half types in float32."""
 
 
 def unscaled(gradient: torch.Tensor, loss_scale: float) -> torch.Tensor:
@@ -102,34 +54,48 @@ def recipe_arguments(recipe: Recipe) -> dict[str, Any]:
     return {"density": recipe.sparsifier.density, "companions": recipe.feedback.num_companions}
 
 
-class HostMemory(GradientMemory):
-    """NumPy's view of PyTorch's memory."""
+class GradientMemory:
+    """What is done with gradients, and with what is kept for them: the host's, by NumPy's view of them.
 
-    def accumulator(self, info: BucketInfo, recipe: Recipe) -> HostAccumulator:
+    `DeviceMemory` derives from it.
+    """
+
+    def accumulator(self, info: BucketInfo, recipe: Recipe) -> Accumulator:
+        """Residual and companions of a bucket: zeros."""
         return HostAccumulator(info.num_elements, info.dtype, **recipe_arguments(recipe))
 
-    def streams(self) -> None:
-        """The host has none."""
+    def streams(self) -> CudaStreams | None:
+        """Keeps the work on one bucket in order; None where that is the order in which it is asked for."""
+        return None
 
-    def foldable(self, gradient: torch.Tensor, loss_scale: float = 1.0) -> GradientParts:
+    def foldable(self, gradient: torch.Tensor, loss_scale: float = 1.0) -> Any:
+        """The gradient over the loss's scale, as the accumulator folds it, and leaves it as it is."""
         return GradientParts([host_view(unscaled(gradient, loss_scale))])
 
-    def summable(self, foldable: GradientParts, whole: BucketInfo) -> np.ndarray:
+    def summable(self, foldable: Any, whole: BucketInfo) -> Any:
+        """Of what `foldable` gave, one array or tensor that Horovod can sum: half types in float32."""
         return two_level_bucket.summable(foldable, whole)
 
-    def shard(self, total: np.ndarray, num_elements: int) -> GradientParts:
+    def shard(self, total: Any, num_elements: int) -> Any:
+        """A sum of a part of it, filled up with 0, as the accumulator folds it, and leaves it as it is."""
         return two_level_bucket.foldable(total, num_elements)
 
-    def scatter(self, gradient: torch.Tensor, indices: Places, values: np.ndarray, scale: float) -> int:
-        return apply_scaled_sum(host_view(gradient), indices, values, scale)
-
     def write(self, gradient: torch.Tensor, indices: Places, values: np.ndarray, scale: float) -> int:
+        """Scale times a sum in place of a contiguous gradient; how many different elements the sum has.
+
+        Indices are None where the values are those of all elements, in their order.
+        """
         return apply_scaled_sum(host_view(gradient), indices, values, scale, is_zero=False)
 
     def zero(self, gradient: torch.Tensor) -> None:
+        """Zeros everywhere in a flat gradient, whatever it holds."""
         clear_all(host_view(gradient))
 
     def clear(self, gradient: torch.Tensor, scattered: np.ndarray, probes: np.ndarray) -> bool:
+        """Zeros everywhere in a flat gradient that should hold something at the scattered places only.
+
+        Whether it held something at other places, as far as somebody looks.
+        """
         if scattered.size > _SPARSE_SHARE * gradient.numel():
             self.zero(gradient)
             return False
@@ -150,10 +116,28 @@ class HostMemory(GradientMemory):
         refused: bool = False,
         members: Members = (),
     ) -> Synchronization[torch.Tensor]:
-        wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32)).numpy()
-        held = 0 if carried is None else carried
-        total = yield from sum_densely(name, wide, held, place, refused=refused, members=members)
-        return torch.from_numpy(total)
+        """As `sum_densely`, of a flat gradient where it is: half types in float32."""
+        (rank, size), count = place, gradient.numel()
+        wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+        buffer = wide.new_zeros(count + size)
+        own, mark = buffer[:count], buffer[count + rank]
+        torch.add(wide, 0 if carried is None else torch.tensor(carried, device=wide.device), out=own)
+        if refused:
+            mark.fill_(REFUSED)
+        else:  # without waiting for a device
+            finite = torch.isfinite(own)
+            stops = torch.tensor([stop for _, stop in members], dtype=torch.int64, device=wide.device)
+            first = torch.searchsorted(stops, torch.argmin(finite.to(torch.uint8)), right=True)
+            mark.copy_(torch.where(finite.all(), 0, 1 + first))
+        total = torch.as_tensor((yield AllReduce(self._sent(buffer))))
+        check_sum(
+            name, total[count:].cpu().numpy(), lambda: bool(torch.isfinite(total[:count]).all()), members
+        )
+        return total[:count]
+
+    def _sent(self, buffer: torch.Tensor) -> Any:
+        """What is given to a collective."""
+        return buffer.numpy()
 
 
-HOST = HostMemory()
+HOST = GradientMemory()

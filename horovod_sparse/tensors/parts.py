@@ -5,10 +5,11 @@ And what a plan of parts looks at: the facts of every parameter.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -28,65 +29,96 @@ from horovod_sparse.topology import Topology
 from horovod_sparse.training import parts as common
 from horovod_sparse.training.engine import Facts, PartSpec
 
-if TYPE_CHECKING:
-    from horovod_sparse.tensors.streams import CudaStreams
-
 #: makes what holds the gradients of a part
 MakeGradient: TypeAlias = Callable[[Sequence[torch.Tensor], str], Any]
 
 
-class Part(common.Part, Protocol):
-    """Parameters that are synchronized together.
+class Part:
+    """Parameters that are synchronized together, as their gradients lie in one memory.
 
     Attributes:
+        names: of the parameters.
+        label: stable over ranks and steps.
         gradient: their memory.
         streams: told of every gradient that is written, where there are several.
         num_missing: parameters whose gradient is not complete yet in this step.
         task: under way, None before `start`.
+        places: [start, stop) of every parameter.
     """
 
-    gradient: FlatGradient
-    streams: CudaStreams | None
-    num_missing: int
-    task: Task | None
+    bucket: Bucket
+    dense: bool
 
-    def start(self, driver: Starter, loss_scale: float = 1.0, *, refused: bool = False) -> None:
-        """Takes the gradients and starts their synchronization."""
-
-    def again(self, driver: Starter, *, drop: bool) -> None:
-        """Starts the synchronization once more, after `abandon`, of what waits here."""
-
-    def apply(self, scale: float) -> BucketReport:
-        """Puts scale (and the loss's) times the sum over ranks where the gradients are. The task is done."""
-
-    def abandon(self, *, drop: bool = False, again: bool = False) -> None:
-        """See `Bucket.abandon`: takes the step back, as far as it came."""
-
-
-class _Laid:
-    """The parameters of a part, as their gradients lie in its memory."""
-
-    gradient: FlatGradient
-
-    @property
-    def places(self) -> list[tuple[int, int]]:
-        """[start, stop) of every parameter."""
-        return self.gradient.places
+    def __init__(
+        self,
+        label: str,
+        names: Sequence[str],
+        parameters: Sequence[torch.Tensor],
+        make_gradient: MakeGradient,
+    ) -> None:
+        self.label, self.names = label, tuple(names)
+        self.dtype = dtype_name(parameters[0]) or "unknown"  # others are refused before
+        self.gradient: FlatGradient = make_gradient(parameters, self.names[0])
+        self.places = self.gradient.places
+        self.memory: GradientMemory = self.gradient.memory
+        self.streams = self.memory.streams()
+        self.num_missing = len(self.names)
+        self.task: Task | None = None
+        self._loss_scale = 1.0
 
     def shaped(self, number: int, values: np.ndarray) -> torch.Tensor:
-        """See `Part.shaped`: contiguous."""
+        """See `training.parts.Part.shaped`: contiguous."""
         return shaped(values, self.gradient.layouts[number])
 
     def flat(self, number: int, values: torch.Tensor) -> np.ndarray:
         return unshaped(values, self.gradient.layouts[number])
 
+    def start(self, driver: Starter, loss_scale: float = 1.0, *, refused: bool = False) -> None:
+        """Takes the gradients and starts their synchronization."""
+        if self.streams is not None:
+            self.streams.meet()  # before gradients are copied together, or divided by the loss's scale
+        self.gradient.settle()
+        self._loss_scale = loss_scale
+        self._run(driver, self._step(refused))
 
-class SparseBucket(_Laid, common.BucketPart):
+    def again(self, driver: Starter, *, drop: bool) -> None:
+        """Starts the synchronization once more, after `abandon`, of what waits here."""
+        raise NotImplementedError
+
+    def _step(self, refused: bool) -> Synchronization[Any]:
+        raise NotImplementedError
+
+    def _run(self, driver: Starter, step: Synchronization[Any]) -> None:
+        if self.streams is not None:
+            step = self.streams.run(step)
+        self.task = driver.start(self.label, step)
+
+    def apply(self, scale: float) -> BucketReport:
+        """Puts scale (and the loss's) times the sum over ranks where the gradients are. The task is done."""
+        task = self.task
+        if task is None or not task.done:
+            raise RuntimeError("the synchronization is not done: this is a bug, please report it")
+        total, started = task.value(), time.perf_counter()
+        if self.streams is not None:
+            self.streams.join()
+        report = self._put(total, scale * self._loss_scale)
+        took = time.perf_counter() - started
+        return dataclasses.replace(report, wait_seconds=task.waited_seconds, apply_seconds=took)
+
+    def _put(self, total: Any, scale: float) -> BucketReport:
+        raise NotImplementedError
+
+    def abandon(self, *, drop: bool = False, again: bool = False) -> None:
+        """See `Bucket.abandon`: takes the step back, as far as it came."""
+        raise NotImplementedError
+
+
+class SparseBucket(common.BucketPart, Part):
     """A bucket of parameters, sparsified."""
 
     def __init__(
         self,
-        name: str,
+        label: str,
         names: Sequence[str],
         parameters: Sequence[torch.Tensor],
         recipe: Recipe,
@@ -97,23 +129,18 @@ class SparseBucket(_Laid, common.BucketPart):
         make_gradient: MakeGradient = FlatGradient,
         topology: Topology | None = None,
     ) -> None:
-        self.name, self.dense = name, dense
+        super().__init__(label, names, parameters, make_gradient)
+        self.name, self.dense = label, dense
         #: the optimizer's settings for these parameters, as they are now; empty without an optimizer
         self.group = group
         #: see `Bucket.step`
         self.scale: float | None = None
-        self.names: tuple[str, ...] = tuple(names)
-        self.gradient = make_gradient(parameters, self.names[0])
-        dtype = dtype_name(parameters[0]) or "unknown"  # others are refused before
-        whole = BucketInfo(name, self.gradient.num_elements, *place, dtype)
-        self.memory: GradientMemory = self.gradient.memory
-        self.streams = self.memory.streams()
+        whole = BucketInfo(label, self.gradient.num_elements, *place, self.dtype)
         #: see `horovod_sparse.carriers.shared_memory`
         self.lends, self.on_host = self.gradient.lends, parameters[0].device.type in HOST_DEVICES
-        members = [Member(item, *span) for item, span in zip(self.names, self.gradient.places, strict=True)]
+        members = [Member(item, *span) for item, span in zip(self.names, self.places, strict=True)]
         if topology is None:
-            accumulator = self.memory.accumulator(whole, recipe)
-            self.bucket = Bucket(whole, recipe, accumulator, members)
+            self.bucket = Bucket(whole, recipe, self.memory.accumulator(whole, recipe), members)
         else:
             accumulator = self.memory.accumulator(shard_of(whole, topology), recipe)
             self.bucket = TwoLevelBucket(
@@ -121,56 +148,31 @@ class SparseBucket(_Laid, common.BucketPart):
                 summable=self.memory.summable,
                 foldable=self.memory.shard,
             )
-        self.num_missing = len(self.names)
-        self.task: Task | None = None
-        self._loss_scale = 1.0
 
-    def start(self, driver: Starter, loss_scale: float = 1.0, *, refused: bool = False) -> None:
-        if self.streams is not None:
-            self.streams.meet()  # before gradients are copied together, or divided by the loss's scale
-        self.gradient.settle()
-        self._loss_scale = loss_scale
+    def _step(self, refused: bool) -> Synchronization[Any]:
+        loss_scale = self._loss_scale
         shared = self.bucket.shared if isinstance(self.bucket, TwoLevelBucket) else None
         if shared is not None:  # who sums up divides by the loss's scale
             shared.factor, loss_scale = 1.0 / loss_scale, 1.0
-        foldable = self.gradient.foldable(loss_scale)
         group, feedback = self.group(), self.bucket.recipe.feedback
         self.bucket.feedback = feedback_of(feedback, group)
         rate = group.get("lr")
         rate = None if rate is None else float(rate)
-        step = self.bucket.step(foldable, rate, refused=refused, scale=self.scale)
-        self._run(step, driver)
+        foldable = self.gradient.foldable(loss_scale)
+        return self.bucket.step(foldable, rate, refused=refused, scale=self.scale)
 
     def again(self, driver: Starter, *, drop: bool) -> None:
         """See `Part.again`: what is left of this rank waits in the residual."""
-        self._run(self.bucket.again(scale=self.scale), driver)
+        self._run(driver, self.bucket.again(scale=self.scale))
 
-    def _run(self, step: Synchronization[Any], driver: Starter) -> None:
-        if self.streams is not None:
-            step = self.streams.run(step)
-        self.task = driver.start(self.name, step)
-
-    def apply(self, scale: float) -> BucketReport:
-        task = _finished(self.task)
-        started = time.perf_counter()
-        sum_ = task.result
-        if self.streams is not None:
-            self.streams.join()
-        scale *= self._loss_scale
-        if sum_.whole:  # of n elements: no copy of them
-            num_union = self.gradient.scatter(None, sum_.values, scale)
+    def _put(self, total: Any, scale: float) -> BucketReport:
+        if total.whole:  # of n elements: no copy of them
+            num_union = self.gradient.scatter(None, total.values, scale)
         else:
-            values = sum_.values if scale == 1.0 else sum_.values * sum_.values.dtype.type(scale)
-            num_union = self.gradient.scatter(sum_.indices, values)
+            values = total.values if scale == 1.0 else total.values * total.values.dtype.type(scale)
+            num_union = self.gradient.scatter(total.indices, values)
         self.bucket.accept()
-        return BucketReport(
-            step=self.bucket.last,
-            num_union=num_union,
-            dense_bytes=self.gradient.num_bytes,
-            norms=sum_.norms,
-            wait_seconds=task.waited_seconds,
-            apply_seconds=time.perf_counter() - started,
-        )
+        return BucketReport(self.bucket.last, num_union, self.gradient.num_bytes, total.norms)
 
     def abandon(self, *, drop: bool = False, again: bool = False) -> None:
         if self.streams is not None:
@@ -178,7 +180,7 @@ class SparseBucket(_Laid, common.BucketPart):
         self.bucket.abandon(drop=drop, again=again)
 
 
-class DenseParameters(_Laid, common.DensePart):
+class DenseParameters(common.DensePart, Part):
     """Parameters that a plan leaves dense: one allreduce of all their elements.
 
     Half types are summed in float32. The ranks' health travels behind the elements, so that a NaN is
@@ -192,58 +194,24 @@ class DenseParameters(_Laid, common.DensePart):
         place: tuple[int, int],
         make_gradient: MakeGradient = FlatGradient,
     ) -> None:
-        self.names: tuple[str, ...] = tuple(names)
-        self.dtype = dtype_name(parameters[0]) or "unknown"
-        self.gradient = make_gradient(parameters, self.names[0])
-        self.num_elements = self.gradient.num_elements
-        self.streams = self.gradient.memory.streams()
-        self.rank, self.size = place
-        self.num_missing = len(self.names)
-        self.task: Task | None = None
-        self._loss_scale = 1.0
-
-    def start(self, driver: Starter, loss_scale: float = 1.0, *, refused: bool = False) -> None:
-        if self.streams is not None:
-            self.streams.meet()  # before gradients are copied together, or divided by the loss's scale
-        self.gradient.settle()
-        self._loss_scale = loss_scale
-        self._run(driver, refused)
+        super().__init__(f"dense.{names[0]}", names, parameters, make_gradient)
+        self.num_elements, self._place = self.gradient.num_elements, place
 
     def again(self, driver: Starter, *, drop: bool) -> None:
         if drop:
-            self.gradient.memory.zero(self.gradient.flat)
-        self._run(driver)
+            self.memory.zero(self.gradient.flat)
+        self._run(driver, self._step(refused=False))
 
-    def _run(self, driver: Starter, refused: bool = False) -> None:
-        flat, place = unscaled(self.gradient.flat, self._loss_scale), (self.rank, self.size)
+    def _step(self, refused: bool) -> Synchronization[Any]:
+        flat = unscaled(self.gradient.flat, self._loss_scale)
         members = [(name, stop) for name, (_, stop) in zip(self.names, self.places, strict=True)]
-        step = self.gradient.memory.sum_dense(
-            self.title, flat, self.carried, place, refused=refused, members=members
-        )
-        if self.streams is not None:
-            step = self.streams.run(step)
-        self.task = driver.start(f"dense.{self.names[0]}", step)
+        given = self.title, flat, self.carried, self._place
+        return self.memory.sum_dense(*given, refused=refused, members=members)
 
-    def apply(self, scale: float) -> BucketReport:
-        task = _finished(self.task)
-        started = time.perf_counter()
-        total = task.result
-        if self.streams is not None:
-            self.streams.join()
-        self.gradient.fill(total * (scale * self._loss_scale))
+    def _put(self, total: Any, scale: float) -> BucketReport:
+        self.gradient.fill(total * scale)
         self.carried = None
-        took = time.perf_counter() - started
-        return self.report(
-            self.size, total.element_size(), self.gradient.num_bytes, took, task.waited_seconds
-        )
-
-
-def _finished(task: Task | None) -> Task:
-    if task is None or not task.done:
-        raise RuntimeError("the synchronization is not done: this is a bug, please report it")
-    if task.error is not None:
-        raise task.error
-    return task
+        return self.report(self._place[1], total.element_size(), self.gradient.num_bytes, 0.0)
 
 
 def make_parts(

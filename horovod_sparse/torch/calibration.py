@@ -58,7 +58,7 @@ class DeviceBucketMemory:
         self._wait(gradient)
 
     def apply(self, gradient: torch.Tensor, total: SparseSum, size: int) -> None:
-        self._memory.scatter(gradient, None if total.whole else total.indices, total.values, 1.0 / size)
+        self._memory.write(gradient, None if total.whole else total.indices, total.values, 1.0 / size)
         self._wait(gradient)
 
     def sum_dense(self, gradient: torch.Tensor, place: tuple[int, int]) -> Synchronization[None]:

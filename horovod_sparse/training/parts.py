@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -263,19 +263,19 @@ def sum_densely(
         stops = [stop for _, stop in members]
         buffer[count + rank] = 1 + np.searchsorted(stops, np.argmin(finite), side="right")
     total: np.ndarray = yield AllReduce(buffer)
-    check_health(name, total[count:], members)
-    if not np.isfinite(total[:count]).all():
-        raise NonFiniteSumError(name, {}, name)
+    check_sum(name, total[count:], lambda: bool(np.isfinite(total[:count]).all()), members)
     return total[:count]
 
 
-def check_health(name: str, marks: np.ndarray, members: Members = ()) -> None:
-    """Raises what a dense parameter's ranks have to say of themselves."""
+def check_sum(name: str, marks: np.ndarray, is_finite: Callable[[], bool], members: Members = ()) -> None:
+    """Raises what a dense parameter's ranks have to say of themselves, or that their sum overflows."""
     if edited := np.flatnonzero(marks == REFUSED).tolist():
         raise EditedGradientError(name, dict.fromkeys(edited, "its own error says which"))
     if unhealthy := np.flatnonzero(marks).tolist():
         names = [member for member, _ in members] or [name]
         raise NonFiniteGradientError(name, {rank: names[int(marks[rank]) - 1] for rank in unhealthy})
+    if not is_finite():
+        raise NonFiniteSumError(name, {}, name)
 
 
 def progress_of(names: Iterable[str], known: Mapping[str, Progress]) -> Progress:

@@ -62,7 +62,7 @@ def watching(function, calls):
 def written(gradient, monkeypatch):
     """One entry for every time that the whole buffer is zeroed."""
     calls = []
-    on_host = type(gradient.memory) is memory.HostMemory
+    on_host = type(gradient.memory) is memory.GradientMemory
     # on the host one kernel clears and writes
     owners = [(scatter, "clear_all"), (memory, "clear_all")] if on_host else [(type(gradient.memory), "zero")]
     for owner, name in owners:

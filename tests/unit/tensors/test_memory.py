@@ -9,7 +9,7 @@ from horovod_sparse.errors import NonFiniteGradientError, UnsupportedError
 from horovod_sparse.feedback import parse_recipe
 from horovod_sparse.tensors.device_memory import DeviceMemory
 from horovod_sparse.tensors.flat_gradient import memory_of
-from horovod_sparse.tensors.memory import HostMemory
+from horovod_sparse.tensors.memory import GradientMemory
 from horovod_sparse.torch import SparseCompressor
 from horovod_sparse.training.engine import carry_out
 from support.linear import LinearModel, dyadic
@@ -41,7 +41,7 @@ def test_scaled_sums_have_the_same_bits(dtype, scale, monkeypatch):
     for name in ("host", "device"):
         choose_memory(monkeypatch, name)
         gradient = torch.zeros(20, 25, dtype=dtype)
-        count = memory_of(gradient.device, "w").scatter(gradient, indices, values, scale)
+        count = memory_of(gradient.device, "w").write(gradient, indices, values, scale)
         assert count == np.unique(indices).size
         found.append(gradient.view(torch.int64 if dtype == torch.float64 else torch.int16))
     assert torch.equal(*found)
@@ -140,7 +140,9 @@ def test_what_a_dense_parameter_carries_joins_its_sum():
     assert stop.value.value.tolist() == [4.5, 6.0]
 
 
-@pytest.mark.parametrize("memory", [HostMemory(), DeviceMemory(torch.device("cpu"))], ids=["host", "device"])
+@pytest.mark.parametrize(
+    "memory", [GradientMemory(), DeviceMemory(torch.device("cpu"))], ids=["host", "device"]
+)
 def test_the_bad_one_of_several_dense_parameters_is_named(memory):
     members = [("a", 2), ("b", 3), ("c", 5)]
     for element, name in ((0, "a"), (1, "a"), (2, "b"), (3, "c"), (4, "c")):
