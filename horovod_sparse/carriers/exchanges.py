@@ -31,6 +31,8 @@ def by_exchanges(request: Request, rank: int, size: int) -> Synchronization[Any]
     Every rank sends its message to every other, which is as many bytes as a ring moves. A sum is made in
     parts: each rank adds up one, in the order of ranks, and sends it to all, so all have the same bits.
     """
+    if isinstance(request, Exchange):
+        return (yield request)
     others = tuple(peer for peer in range(size) if peer != rank)
     if isinstance(request, AllGather):
         arrived = yield Exchange(dict.fromkeys(others, request.buffer), others)
@@ -45,8 +47,6 @@ def by_exchanges(request: Request, rank: int, size: int) -> Synchronization[Any]
             return request.buffer.copy()
         arrived = yield Exchange({}, (request.root,))
         return _like(request.buffer, arrived, request.root)
-    if isinstance(request, Exchange):
-        raise TypeError(f"an {type(request).__name__} is messages between pairs already")
     parts = np.array_split(request.buffer, size)
     arrived = yield Exchange({peer: parts[peer].view(np.int32) for peer in others}, others)
     total = np.zeros_like(parts[rank])
@@ -94,22 +94,19 @@ def over_hosts(coroutine: Synchronization[Any], topology: Topology, rank: int) -
         if request.level == "all":
             answer = yield request
         else:
-            answer = yield from _among(request, topology.group(request.level, rank), rank)
+            answer = yield from among(request, topology.group(request.level, rank), rank)
 
 
-def _among(request: Request, ranks: Sequence[int], rank: int) -> Synchronization[Any]:
+def among(request: Request, ranks: Sequence[int], rank: int) -> Synchronization[Any]:
     """What comes back for a request among some ranks, by exchanges among all; none, where it is one."""
-    place, request = ranks.index(rank), replace(request, level="all")
     places = {peer: number for number, peer in enumerate(ranks)}
-    steps = _alone(request) if isinstance(request, Exchange) else by_exchanges(request, place, len(ranks))
+    steps = by_exchanges(replace(request, level="all"), places[rank], len(ranks))
     answer: Any = None
     while True:
         try:
-            exchange = steps.send(answer)
+            exchange: Any = steps.send(answer)
         except StopIteration as stop:
             return stop.value
-        if not isinstance(exchange, Exchange):
-            raise TypeError("collectives are made of exchanges alone")
         if len(ranks) == 1:
             answer = {peer: exchange.sends[peer].copy() for peer in exchange.sources}
             continue
@@ -143,24 +140,16 @@ class Rounds:
     """A collective under way as messages between pairs: `start` starts one of its exchanges under a name."""
 
     def __init__(
-        self,
-        start: Callable[[Exchange, str], _Handle],
-        request: Request,
-        name: str,
-        rank: int,
-        size: int,
+        self, start: Callable[[Any, str], _Handle], exchanges: Synchronization[Any], name: str
     ) -> None:
-        self._begin, self._name = start, name
-        self._steps = _alone(request) if isinstance(request, Exchange) else by_exchanges(request, rank, size)
+        self._begin, self._steps, self._name = start, exchanges, name
         self._number, self._answer, self._ended = 0, None, False
         self._error: Exception | None = None
         self._inner = self._start(next(self._steps))
 
-    def _start(self, request: Request) -> _Handle:
-        if not isinstance(request, Exchange):
-            raise TypeError("collectives are made of exchanges alone")
+    def _start(self, exchange: Request) -> _Handle:
         self._number += 1
-        return self._begin(request, f"{self._name}/{self._number}")
+        return self._begin(exchange, f"{self._name}/{self._number}")
 
     def done(self) -> bool | None:
         """Whether the last message is there; starts what comes after those that are.
@@ -187,5 +176,6 @@ class Rounds:
         return self._answer
 
 
-def _alone(request: Request) -> Synchronization[Any]:
+def alone(request: Request) -> Synchronization[Any]:
+    """A coroutine of one request."""
     return (yield request)

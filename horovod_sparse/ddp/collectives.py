@@ -12,13 +12,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from horovod_sparse.carriers.exchanges import by_exchanges
+from horovod_sparse.carriers.exchanges import among, by_exchanges
 from horovod_sparse.collectives import (
     AllGather,
     AllReduce,
     AllToAll,
     Broadcast,
-    Exchange,
     ReduceScatter,
     Request,
 )
@@ -117,20 +116,11 @@ class Carrier:
         """A request among the ranks of a host, or of a column, by messages between them."""
         if self.topology is None:
             raise CollectiveMismatchError(f"a request of level {request.level!r} needs a topology")
-        ranks = self.topology.group(request.level, self.rank)
-        place, level, request = ranks.index(self.rank), request.level, replace(request, level="all")
-
-        def among(exchange: Any) -> dict[int, np.ndarray]:
-            sends = {ranks[peer]: words for peer, words in exchange.sends.items()}
-            received = self._exchange(sends, [ranks[peer] for peer in exchange.sources])
-            return {ranks.index(rank): words for rank, words in received.items()}
-
-        if isinstance(request, Exchange):
-            return among(request)
         if isinstance(request, ReduceScatter) and isinstance(request.buffer, torch.Tensor):
-            total = self._within(replace(request, buffer=request.buffer.cpu().numpy(), level=level))
+            total = self._within(replace(request, buffer=request.buffer.cpu().numpy()))
             return torch.from_numpy(total).to(request.buffer.device)
-        return carry_out(by_exchanges(request, place, len(ranks)), among)
+        ranks = self.topology.group(request.level, self.rank)
+        return carry_out(among(request, ranks, self.rank), self)
 
     def starts_on_device(self, request: Request) -> Any:
         """Starts the sum of a tensor on an accelerator where it is, in the model's group, and does not wait.

@@ -19,9 +19,8 @@ All of these are events between streams. The host waits only where a sparsifier 
 
 from __future__ import annotations
 
-import time
-from collections.abc import Generator, Iterable
-from typing import Any, Protocol, TypeVar
+from collections.abc import Generator
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -177,48 +176,3 @@ class CudaStreams:
         stream = self._cuda.current_stream(self._device)
         if self._home is not None and stream != self._home:
             stream.wait_stream(self._home)
-
-
-class Stamps(Protocol):
-    """Takes stamps, and tells the seconds between two of them."""
-
-    def now(self) -> Any:
-        """A stamp; waits for nothing."""
-
-    def seconds_between(self, start: Any, stop: Any) -> float:
-        """May wait for the stamps."""
-
-
-class HostStamps:
-    """The host's clock. On the CPU a hook runs when its gradient is there: nothing is waited for."""
-
-    def now(self) -> float:
-        return time.perf_counter()
-
-    def seconds_between(self, start: float, stop: float) -> float:
-        return stop - start
-
-
-class EventStamps:
-    """Events of a GPU: a hook runs when its gradient's kernel has been queued, the event when it is done."""
-
-    def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
-        self._device, self._cuda = device, cuda
-
-    def now(self) -> Any:
-        event = self._cuda.Event(enable_timing=True)
-        event.record(self._cuda.current_stream(self._device))
-        return event
-
-    def seconds_between(self, start: Any, stop: Any) -> float:
-        start.synchronize()
-        stop.synchronize()
-        return float(start.elapsed_time(stop)) / 1e3
-
-
-def stamps_for(devices: Iterable[str]) -> Stamps:
-    """Events where all gradients are on one GPU; the host's clock otherwise."""
-    distinct = {torch.device(name) for name in devices}
-    if len(distinct) == 1 and (device := distinct.pop()).type == "cuda":
-        return EventStamps(device)
-    return HostStamps()

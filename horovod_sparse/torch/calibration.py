@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +19,6 @@ from horovod_sparse.plans.plan import ParameterFacts
 from horovod_sparse.sparsifiers import BucketInfo, SparseSum
 from horovod_sparse.tensors.device_memory import DeviceMemory
 from horovod_sparse.tensors.memory import HOST_DEVICES
-from horovod_sparse.tensors.streams import stamps_for
 from horovod_sparse.topology import Topology
 from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.driver import carry_out_together
@@ -113,6 +113,41 @@ class DenseTraining:
     def _wait(tensor: torch.Tensor) -> None:
         if tensor.device.type not in HOST_DEVICES:
             tensor.detach()[:1].cpu()
+
+
+class HostStamps:
+    """The host's clock. On the CPU a hook runs when its gradient is there: nothing is waited for."""
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def seconds_between(self, start: float, stop: float) -> float:
+        return stop - start
+
+
+class EventStamps:
+    """Events of a GPU: a hook runs when its gradient's kernel has been queued, the event when it is done."""
+
+    def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
+        self._device, self._cuda = device, cuda
+
+    def now(self) -> Any:
+        event = self._cuda.Event(enable_timing=True)
+        event.record(self._cuda.current_stream(self._device))
+        return event
+
+    def seconds_between(self, start: Any, stop: Any) -> float:
+        start.synchronize()
+        stop.synchronize()
+        return float(start.elapsed_time(stop)) / 1e3
+
+
+def stamps_for(devices: Iterable[str]) -> HostStamps | EventStamps:
+    """Events where all gradients are on one GPU; the host's clock otherwise."""
+    distinct = {torch.device(name) for name in devices}
+    if len(distinct) == 1 and (device := distinct.pop()).type == "cuda":
+        return EventStamps(device)
+    return HostStamps()
 
 
 class HorovodMeasuring:

@@ -6,14 +6,13 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from horovod_sparse.carriers.exchanges import Rounds
+from horovod_sparse.carriers.exchanges import Rounds, alone, among
 from horovod_sparse.carriers.pairs import rounds_by_pairs
 from horovod_sparse.collectives import (
     AllGather,
@@ -139,35 +138,17 @@ def _start_within(
     if topology is None:
         raise CollectiveMismatchError(f"{name}: a request of level {request.level!r} needs a topology")
     ranks = topology.group(request.level, process_set.rank())
-    place, request = ranks.index(process_set.rank()), replace(request, level="all")
     if len(ranks) == 1:
         return _LocalHandle(_answer_alone(request))
     if isinstance(request, ReduceScatter) and list(ranks) == sorted(ranks):
         return _scatter_sum(request, name, process_set, ranks)
 
     def begin(exchange: Exchange, name: str) -> Handle:
-        sends = {ranks[peer]: words for peer, words in exchange.sends.items()}
-        among = Exchange(sends, tuple(ranks[peer] for peer in exchange.sources))
         if by_pairs:
-            inner: Any = start_round(among, name, process_set, _start_horovods)
-        else:
-            inner = _start_horovods(among, name, process_set)
-        return _Renumbered(inner, {rank: peer for peer, rank in enumerate(ranks)})
+            return start_round(exchange, name, process_set, _start_horovods)
+        return _start_horovods(exchange, name, process_set)
 
-    return Rounds(begin, request, name, place, len(ranks))
-
-
-class _Renumbered:
-    """An exchange whose messages are told by their senders' places among some of the ranks."""
-
-    def __init__(self, inner: Handle, places: dict[int, int]) -> None:
-        self._inner, self._places = inner, places
-
-    def done(self) -> bool | None:
-        return self._inner.done()
-
-    def result(self) -> Any:
-        return {self._places[rank]: message for rank, message in self._inner.result().items()}
+    return Rounds(begin, among(request, ranks, process_set.rank()), name)
 
 
 def _scatter_sum(request: ReduceScatter, name: str, process_set: Any, ranks: Sequence[int]) -> Handle:
@@ -325,17 +306,13 @@ def carry_out_together(
 
     def execute(request: Request) -> Any:
         started = time.perf_counter()
-        task = driver.start(f"{name}.{type(request).__name__}", _alone(request))
+        task = driver.start(f"{name}.{type(request).__name__}", alone(request))
         if note_start is not None:
             note_start(time.perf_counter() - started)
         driver.wait([task], meanwhile)
         return task.value()
 
     return carry_out(coroutine, execute)
-
-
-def _alone(request: Request) -> Synchronization[Any]:
-    return (yield request)
 
 
 def explain(error: BaseException) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeAlias
 
-from horovod_sparse.carriers.exchanges import Rounds
+from horovod_sparse.carriers.exchanges import Rounds, by_exchanges
 from horovod_sparse.carriers.pairs import Blocking, TransportChoice, agreed_transport
 from horovod_sparse.collectives import Exchange, Request
 from horovod_sparse.tensors.driver import Handle
@@ -178,7 +178,7 @@ class _RoundHandle:
         if isinstance(request, Exchange):
             return pairs.start(request, name, process_set.rank())
         rank, size = process_set.rank(), process_set.size()
-        return Rounds(partial(pairs.start, rank=rank), request, name, rank, size)
+        return Rounds(partial(pairs.start, rank=rank), by_exchanges(request, rank, size), name)
 
     def done(self) -> bool | None:
         if self._agreement.is_known():

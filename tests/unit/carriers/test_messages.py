@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from horovod_sparse.carriers import pairs
-from horovod_sparse.carriers.exchanges import Rounds, over_hosts, rounds_over_hosts
+from horovod_sparse.carriers.exchanges import Rounds, by_exchanges, over_hosts, rounds_over_hosts
 from horovod_sparse.carriers.pairs import Pairs, agreed_transport, check_transport, usable_mpi
 from horovod_sparse.collectives import Exchange, ReduceScatter
 from horovod_sparse.errors import CollectiveMismatchError, UnsupportedError
@@ -116,7 +116,9 @@ def test_lengths_that_differ_are_an_error_of_result_alone():
     """NumPy would add one element to each of two; and hooks of a backward pass ask `done`."""
     ranks, lengths = connected(2), (2, 4)
     rounds = [
-        Rounds(partial(one.start, rank=rank), ReduceScatter(np.ones(lengths[rank])), "x", rank, 2)
+        Rounds(
+            partial(one.start, rank=rank), by_exchanges(ReduceScatter(np.ones(lengths[rank])), rank, 2), "x"
+        )
         for rank, one in enumerate(ranks)
     ]
     for one, sizes in zip(rounds, ((16, 8), (8, 16)), strict=True):
