@@ -27,16 +27,9 @@ _SUMMED = 1 << 17
 class GradientParts:
     """The gradients of a bucket's parameters, one behind the other, to be folded and left alone.
 
-    TensorFlow's tensors are immutable, and may be constants or share memory, so a fold must not set
-    them to 0 as it does with PyTorch's. Large ones are read where they are; small ones, and what is
-    left of large ones at their ends, are gathered in a buffer that stays in the cache.
-
-    Args:
-        arrays: contiguous, of one type: float32, float64, float16, or bfloat16 (its bits as uint16, or
-            from ml_dtypes); any shapes.
-
-    Raises:
-        ArgumentError: if the types differ, or there is no array.
+    TensorFlow's tensors are immutable, and may be constants or share memory, so a fold must not set them to 0
+    as it does with PyTorch's. Large ones are read where they are; small ones, and what is left of large ones
+    at their ends, are gathered in a buffer that stays in the cache.
 
     Example:
         >>> parts = GradientParts([np.array([1.0, 2.0]), np.array([[3.0]])])
@@ -75,12 +68,7 @@ class GradientParts:
         return len(self._flat) == 1 and self._flat[0].ctypes.data == address
 
     def joined(self, dtype: np.dtype[Any]) -> Array:
-        """All elements as one array of float32 or float64, not to be written to: its own memory if it can be.
-
-        Example:
-            >>> GradientParts([np.array([0x3F80], np.uint16)]).joined(np.dtype(np.float32))
-            array([1.], dtype=float32)
-        """
+        """All elements as one array of float32 or float64, its own memory if it can be: to be read only."""
         arrays = [wide(array).astype(dtype, copy=False) for array in self._flat]
         return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
@@ -114,13 +102,9 @@ class GradientParts:
 
 
 class SummedParts(GradientParts):
-    """The sum of arrays of other ranks, in their order; nothing of n elements is written for it.
+    """The sum of other ranks' arrays times their factors, in order; nothing of n elements is written.
 
-    Args:
-        arrays: two or more, shape (m,) each, as kernels get them: half types as their bits. Only read.
-        factors: of each array.
-        num_elements: n, from m; elements behind the arrays' last are 0.
-        dtype: of the sum, float32 or float64.
+    Arrays are as kernels get them, of m elements each; those from m to n are 0.
 
     Example:
         >>> parts = SummedParts([np.array([1.0, 2.0]), np.array([0.5, 0.5])], [1.0, 2.0], 3, np.float64)
@@ -189,12 +173,7 @@ class SummedParts(GradientParts):
 
 
 def accumulating(dtype: Any) -> type[np.floating[Any]]:
-    """The type in which gradients of a type, as its name or as NumPy or PyTorch know it, accumulate.
-
-    Example:
-        >>> accumulating("bfloat16").__name__
-        'float32'
-    """
+    """The type in which gradients of a type, as its name or as NumPy or PyTorch know it, accumulate."""
     name = str(getattr(dtype, "name", getattr(dtype, "__name__", dtype))).removeprefix("torch.")
     if name not in ("float16", "bfloat16", "uint16", "float32", "float64"):
         raise ArgumentError("dtype", dtype, "float32, float64, float16 or bfloat16")
@@ -238,12 +217,7 @@ def _copied(array: Array, size: int) -> Iterator[tuple[int, Array]]:
 
 
 def clip_factor(gradient: Array | GradientParts, clip_norm: float) -> float:
-    """``min(1, clip_norm / norm)``, the norm being that of the finite elements.
-
-    Example:
-        >>> clip_factor(np.array([3.0, np.nan, 4.0], np.float32), 1.0)
-        0.2
-    """
+    """``min(1, clip_norm / norm)``, the norm being that of the finite elements."""
     norm = finite_norm(gradient)
     return 1.0 if norm <= clip_norm else clip_norm / norm
 
@@ -290,15 +264,7 @@ def take_out(
     """Undoes a fold of this gradient to the rounding of its sums; a decay of values, or of a velocity, stays.
 
     A second moment comes back as it was, but where the gradient's square was so much larger that nothing of
-    it was left.
-
-    Args:
-        values: n elements, as the fold has left them; changed.
-        companion: velocity or moment, likewise.
-        gradient: n elements of their type.
-        rule: of the fold.
-        factors: the rule's, for that type.
-        library: NumPy or PyTorch, whose arrays all of them are.
+    it was left. All arrays are of one `library`, NumPy or PyTorch; `factors` are the rule's for their type.
 
     Example:
         >>> values, rule = np.array([3.0, 1.0, 2.0]), FoldRule()

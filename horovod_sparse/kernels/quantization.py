@@ -85,22 +85,10 @@ COUNTER, FIRST, SECOND = 0x9E3779B9, 0x7FEB352D, 0x846CA68B
 
 
 def random_bits(start: int, stop: int, key: int) -> np.ndarray:
-    """24 random bits for every position, as `kernels.host.quantize` draws them: plain NumPy.
+    """24 random bits for every position, uint32, as `kernels.host.quantize` draws them: plain NumPy.
 
-    ``x = i A + low;  x ^= x >> 16;  x *= B;  x ^= high;  x ^= x >> 15;  x *= C;  x >> 8``, modulo 2^32.
-
-    Args:
-        start: first position.
-        stop: behind the last.
-        key: 64 bits, `low` and `high`.
-
-    Returns:
-        uint32 [stop - start], below 2^24.
-
-    Example:
-        >>> drawn = random_bits(0, 100_000, 2024) / 2**24
-        >>> bool(abs(drawn.mean() - 0.5) < 0.005), bool(abs(drawn.var() - 1 / 12) < 0.001)
-        (True, True)
+    ``x = i A + low;  x ^= x >> 16;  x *= B;  x ^= high;  x ^= x >> 15;  x *= C;  x >> 8``, modulo 2^32, where
+    `low` and `high` are the halves of the key.
     """
     words = np.arange(start, stop, dtype=np.uint32)
     words *= np.uint32(COUNTER)

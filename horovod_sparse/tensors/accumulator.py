@@ -72,17 +72,8 @@ def accumulating(dtype: Any) -> torch.dtype:
 class TorchAccumulator(Accumulator):
     """An accumulator in a tensor: what has n elements never leaves the device.
 
-    Args:
-        num_elements: n.
-        dtype: of the gradients, as a name or a dtype; the accumulator is float64 for float64, else float32.
-        density: kept fraction that selections will have, in (0, 1]; it decides the block size.
-        companions: how many tensors of n elements are kept beside the values, and cleared with them (the
-            velocity of momentum correction).
-        device: where the memory is.
-        kernels: other bodies than the device's (measurements, tests).
-
-    Raises:
-        ArgumentError: an argument is outside what is allowed.
+    Arguments are those of `HostAccumulator`; `kernels` are other bodies than the device's (measurements,
+    tests).
 
     Example:
         >>> accumulator = TorchAccumulator(4, density=0.5, device="cpu")
@@ -119,12 +110,8 @@ class TorchAccumulator(Accumulator):
 class TensorKernels(Kernels):
     """PyTorch's tensors; `where` and a sum of squares are tensors, so that the host waits only for results.
 
-    Args:
-        layout: of the values.
-        kind: their dtype.
-        device: where they are.
-        expected: how many elements a threshold will find, about.
-        bodies: `plain_kernels`, or a module with its functions.
+    A threshold will find about as many elements as are `expected`; `bodies` are `plain_kernels`, or a module
+    with its functions.
     """
 
     def __init__(
@@ -323,13 +310,7 @@ class TensorKernels(Kernels):
 
 
 def clip(gradient: Tensor, clip_norm: float, *, keep: bool = False) -> Tensor:
-    """``gradient *= min(1, clip_norm / norm)``, of its finite elements; with `keep` a copy. Never waits.
-
-    Example:
-        >>> gradient = torch.tensor([3.0, float("nan"), 4.0])
-        >>> clip(gradient, 1.0)
-        tensor([0.6000,    nan, 0.8000])
-    """
+    """``gradient *= min(1, clip_norm / norm)``, of its finite elements; with `keep` a copy. Never waits."""
     if gradient.numel() == 0:
         return gradient
     finite = torch.nan_to_num(gradient.double(), nan=0.0, posinf=0.0, neginf=0.0)

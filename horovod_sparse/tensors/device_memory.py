@@ -78,11 +78,7 @@ def _flat(dense: torch.Tensor) -> torch.Tensor:
 
 
 def _stand_apart(indices: NDArray[np.int32]) -> bool:
-    """Whether no index stands twice, where that is seen quickly.
-
-    Messages are ascending, so the array is a few ascending stretches. Exclusive sparsifiers send
-    stretches that do not overlap: sorted by where they begin, each ends before the next.
-    """
+    """Whether no index stands twice, where that is seen quickly: ascending stretches that do not overlap."""
     ends = np.flatnonzero(indices[1:] <= indices[:-1])
     firsts = indices[np.concatenate([[0], ends + 1])]
     lasts = indices[np.concatenate([ends, [indices.size - 1]])]
@@ -91,12 +87,9 @@ def _stand_apart(indices: NDArray[np.int32]) -> bool:
 
 
 def apply_sum(dense: torch.Tensor, indices: Any, values: Any, kernels: ModuleType | None = None) -> int:
-    """Adds values to a dense tensor (a zeroed gradient, usually) at the given places.
+    """Does what `kernels.apply_sum` does on the host, bit for bit.
 
-    Does what `kernels.apply_sum` does on the host, bit for bit: repeated indices add up in order, for
-    float16 and bfloat16 in float32 with a single rounding at the end; a sum that cancels to zero is
-    stored as -0.0 in float32 and float64. No two threads add to one element, so every rank gets the
-    same bits.
+    No two threads add to one element, so every rank gets the same bits.
     """
     flat = _flat(dense)
     where = checked(indices, flat.numel())

@@ -109,8 +109,7 @@ class Driver:
     def start(self, name: str, coroutine: Synchronization[Any]) -> Task:
         """Runs a coroutine to its first request and starts that; does not wait.
 
-        After a failure that the next `wait` is to raise nothing is started: the task has ended
-        with it.
+        After a failure that the next `wait` is to raise nothing is started: the task has ended with it.
         """
         if name in self.parked:
             self._advance()  # what was started before a restart of Horovod is not under way any more

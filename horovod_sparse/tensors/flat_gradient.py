@@ -182,9 +182,8 @@ class FlatGradient(GradientLayout):
     def edited(self) -> list[int]:
         """Which parameters' gradients were changed since `settle`: by number.
 
-        PyTorch's version counters tell, and whether the tensor is another one. What goes past them
-        (``p.grad.data.mul_(...)``) is looked for at 16 places of every parameter, on the CPU. Memory that
-        has moved (``model.half()`` and ``float()``) has changed where values differ by more than halves do.
+        Versions tell, and what stands at the probed places. Memory that has moved (``model.half()`` and
+        ``float()``) has changed where values differ by more than halves do.
         """
         versions, probed = self._noted
         changed = [
@@ -273,9 +272,8 @@ class FlatGradient(GradientLayout):
 class BucketGradient(GradientLayout):
     """The gradients of a part where DistributedDataParallel has them: in its buckets.
 
-    Where they lie in one of DistributedDataParallel's buckets in that order, that memory is used, and nothing
-    is copied. Where they do not (its first buckets are others than the later ones, a plan of the user's,
-    parameters that a rule leaves dense), they are copied, and the sum back.
+    Where they do not lie there in that order (its first buckets are others than the later ones, a plan of the
+    user's, parameters that a rule leaves dense), they are copied, and the sum back.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], name: str) -> None:

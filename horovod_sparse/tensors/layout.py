@@ -31,12 +31,7 @@ def dtype_name(tensor: torch.Tensor) -> str | None:
 
 
 def on_host(saved: Any) -> Any:
-    """A checkpoint's nested values with all tensors on the CPU, wherever they were loaded to.
-
-    Example:
-        >>> on_host({"values": [torch.zeros(2), 3]})
-        {'values': [tensor([0., 0.]), 3]}
-    """
+    """A checkpoint's nested values with all tensors on the CPU, wherever they were loaded to."""
     if isinstance(saved, torch.Tensor):
         return saved.detach().cpu()
     if isinstance(saved, Mapping):
@@ -49,15 +44,12 @@ def on_host(saved: Any) -> Any:
 def memory_strides(tensor: torch.Tensor) -> tuple[int, ...]:
     """Strides of an array that has the tensor's shape, and its order in memory where that has no gaps.
 
-    A gradient is added to a buffer fastest when both are walked in the same order, so a parameter in
-    channels_last gets a gradient in channels_last. A tensor with gaps or overlaps (an expanded one)
-    gets the strides of a contiguous one.
+    A gradient is added to a buffer fastest when both are walked in the same order (channels_last). A tensor
+    with gaps or overlaps gets the strides of a contiguous one.
 
     Example:
-        >>> memory_strides(torch.empty(2, 3).t())
-        (1, 3)
-        >>> memory_strides(torch.empty(1).expand(2, 3))
-        (3, 1)
+        >>> memory_strides(torch.empty(2, 3).t()), memory_strides(torch.empty(1).expand(2, 3))
+        ((1, 3), (3, 1))
     """
     expected = 1
     for length, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: pair[1]):
@@ -84,15 +76,8 @@ def view_into(flat: torch.Tensor, start: int, parameter: torch.Tensor) -> torch.
 def alone(flat: torch.Tensor, start: int, stop: int) -> torch.Tensor:
     """A part of a flat buffer as a tensor with a storage of its own: same memory, but offset 0.
 
-    PyTorch (2.13 still) adds a pure COO tensor to a dense one with the storage offset counted twice:
-    autograd would write a gradient of ``gather(sparse_grad=True)`` to a wrong place, even past the end.
-
-    Example:
-        >>> flat = torch.zeros(4)
-        >>> alone(flat, 1, 3).add_(1.0).storage_offset()
-        0
-        >>> flat
-        tensor([0., 1., 1., 0.])
+    PyTorch (2.13 still) adds a pure COO tensor to a dense one with the storage offset counted twice: autograd
+    would write a gradient of ``gather(sparse_grad=True)`` to a wrong place, even past the end.
     """
     part: torch.Tensor = dlpack.from_dlpack(dlpack.to_dlpack(flat[start:stop]))
     return part
@@ -134,11 +119,7 @@ def readable_tensor(array: np.ndarray) -> torch.Tensor:
 
 
 def host_entry(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """An entry with all of its tensors on the host.
-
-    Raises:
-        StateMismatchError: if it is nested without end.
-    """
+    """An entry with all of its tensors on the host; a `StateMismatchError` if it is nested without end."""
     try:
         return dict(on_host(entry)) if isinstance(entry, Mapping) else on_host(entry)
     except RecursionError as error:

@@ -55,10 +55,7 @@ def recipe_arguments(recipe: Recipe) -> dict[str, Any]:
 
 
 class GradientMemory:
-    """What is done with gradients, and with what is kept for them: the host's, by NumPy's view of them.
-
-    `DeviceMemory` derives from it.
-    """
+    """What is done with gradients on the host, and with what is kept for them; see `DeviceMemory`, too."""
 
     def accumulator(self, info: BucketInfo, recipe: Recipe) -> Accumulator:
         """Residual and companions of a bucket: zeros."""

@@ -181,11 +181,7 @@ class SparseBucket(common.BucketPart, Part):
 
 
 class DenseParameters(common.DensePart, Part):
-    """Parameters that a plan leaves dense: one allreduce of all their elements.
-
-    Half types are summed in float32. The ranks' health travels behind the elements, so that a NaN is
-    met with the same error as in a bucket.
-    """
+    """Parameters that a plan leaves dense: one allreduce of all, see `GradientMemory.sum_dense`."""
 
     def __init__(
         self,
@@ -253,14 +249,8 @@ def facts_of(
 ) -> dict[str, tuple[ParameterFacts, torch.Tensor]]:
     """Facts and tensor of every parameter, by name, in their order; those without elements are passed over.
 
-    Args:
-        named_parameters: with names, that are synchronized.
-        group_of: the number of every parameter's group in the optimizer, if there is one.
-        rules: which parameters have another density, or are sent whole.
-        advice: what else to do with a dtype that cannot be synchronized.
-
-    Raises:
-        UnsupportedError: for such a dtype.
+    `group_of` has the number of every parameter's group in the optimizer, if there is one; `advice` says what
+    else to do with a dtype that cannot be synchronized.
     """
     facts = {}
     for name, parameter in named_parameters:

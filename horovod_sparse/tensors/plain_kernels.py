@@ -20,13 +20,8 @@ from horovod_sparse.kernels.quantization import COUNTER, FIRST, SECOND, WORD, Qu
 def device_block_size(density: float) -> int:
     """Elements per block on an accelerator, for a density.
 
-    The k-th largest block maximum bounds the k-th largest element, and about k blocks pass it. They
-    are read again, so 1/8 of the blocks should pass: one read in 32 bytes of traffic. Larger blocks
-    than 1024 would save nothing any more, smaller ones than 32 are not one transaction.
-
-    Example:
-        >>> [device_block_size(density) for density in (0.1, 0.001, 1e-6)]
-        [32, 128, 1024]
+    About k blocks pass and are read again, so 1/8 of the blocks should pass: one read in 32 bytes of traffic.
+    Larger blocks than 1024 would save nothing any more, smaller ones than 32 are not one transaction.
     """
     block = 1024
     while block > 32 and block * density > 0.125 + 0.01:
@@ -75,15 +70,11 @@ def fold(
     plain: bool = False,
     keep: bool = False,
 ) -> Tensor:
-    """values = decay * values + step; gradient = 0; block maxima.
+    """As `kernels.host.fold.fold_piece`, whose velocity or moment is the companion.
 
-    ``step = gradient``, or with a velocity as companion ``velocity = momentum * velocity + gradient;
-    step = factors[2] * gradient + factors[3] * velocity``; or, where the companion is a moment,
-    ``moment = factors[1] * moment + factors[2] * gradient^2;
-    step = factors[3] * gradient / (sqrt(moment) + factors[4])``. `plain` says that decay is 1; `keep` leaves
-    the gradient as it is. Returns float64 [4]: how many elements were not finite and counted as 0, the
-    position of the first (n or more if there is none), sum of squares of the new values, and that of
-    decay * the old.
+    `plain` says that decay is 1; `keep` leaves the gradient as it is. Returns float64 [4]: how many elements
+    were not finite and counted as 0, the position of the first (n or more if there is none), sum of squares
+    of the new values, and that of decay * the old.
     """
     n, block = layout.num_elements, layout.block
     count = torch.zeros((), dtype=torch.int64, device=values.device)
@@ -181,11 +172,7 @@ def add(values: Tensor, indices: Tensor, new: Tensor) -> None:
 
 
 def add_sum(dense: Tensor, indices: Tensor, new: Tensor, unique: bool) -> Tensor:
-    """Adds runs of equal indices to a dense tensor, each run in order; float64 to float64, float32 to others.
-
-    Returns int32 [1], how many different elements held +0.0. A float32 or float64 sum that comes out as +0.0
-    is stored as -0.0; half types are rounded once, after the sum.
-    """
+    """Adds runs of equal indices, as `kernels.host.scatter.apply_sum`; returns the touched, int32 [1]."""
     where = indices.long()
     heads = torch.ones_like(where, dtype=torch.bool)
     heads[1:] = where[1:] != where[:-1]
@@ -224,8 +211,7 @@ def at_least(
 ) -> tuple[Tensor, Tensor]:
     """Positions in [start, stop) whose magnitude bits are >= bits, ascending; from upper bounds.
 
-    Returns how many there are (int32 [1]), and the positions: only the first that many of them count, and if
-    there was not room for all, none.
+    Returns how many there are (int32 [1]), and the positions, which count only if there was room for all.
     """
     found, _ = _candidates(values, maxima, layout, bits, start, stop)
     count = torch.full((1,), found.numel(), dtype=torch.int32, device=values.device)
@@ -249,8 +235,8 @@ def _smallest(
 def kth(values: Tensor, maxima: Tensor, layout: Layout, k: int, start: int, stop: int, dense: bool) -> Tensor:
     """The k-th largest of a window, 1 <= k <= stop - start; from exact maxima.
 
-    Returns int64 [2]: its magnitude bits, and 1 if there was no room for the candidates and the call must be
-    repeated with `dense`, which reads the whole window.
+    Returns int64 [2]: its magnitude bits, and 1 if there was no room for the candidates: call with `dense`
+    then.
     """
     smallest, _, _ = _smallest(values, maxima, layout, k, start, stop)
     return torch.tensor([smallest, 0], dtype=torch.int64, device=values.device)

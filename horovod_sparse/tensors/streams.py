@@ -33,8 +33,7 @@ from horovod_sparse.collectives import Synchronization
 def to_device(array: NDArray[Any], device: torch.device) -> torch.Tensor:
     """A tensor with the array's content; the array may be changed at once.
 
-    A copy to a GPU from ordinary memory would first wait for everything that the GPU has to do. From
-    page-locked memory, which PyTorch keeps for reuse, it only takes its place in the queue.
+    From page-locked memory a copy to a GPU only takes its place in the queue; from other memory it waits.
     """
     if device.type != "cuda":
         return torch.tensor(array, device=device)
@@ -72,11 +71,7 @@ def to_host(tensor: torch.Tensor) -> NDArray[Any]:
 
 
 class PendingReport(FoldReport):
-    """What `FoldReport` says, without waiting for the device until it is read.
-
-    The next step of every sparsifier reads something from the device anyway, so that the fold need
-    not make the host wait for it.
-    """
+    """What `FoldReport` says, without waiting for the device until it is read."""
 
     def __init__(self, copy: PendingCopy, step: int = 0) -> None:
         object.__setattr__(self, "_copy", copy)

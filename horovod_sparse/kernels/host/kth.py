@@ -95,8 +95,7 @@ def kth_of_values(values, maxima, k, num_bits, start, stop):  # type: ignore[no-
 def sample(values, start, stop, keys):  # type: ignore[no-untyped-def]
     """Magnitude bits of one element out of each of keys.size equal stretches of [start, stop).
 
-    Which one of a stretch varies, since layers repeat with strides of their own; it is the same in
-    every run.
+    Which one of a stretch varies, since layers repeat with strides of their own; it is the same in every run.
     """
     stretch = (stop - start) // keys.size
     for i in range(keys.size):

@@ -126,11 +126,7 @@ def _outside(indices: Array, position: int, num_elements: int) -> MessageError:
 
 
 def compiled_for(array: Any, kind: Any) -> Array:
-    """The array, or a copy, in the one form that the kernels are compiled for.
-
-    What comes out of a message may be read-only or start at an odd address, and numba would compile
-    every kernel once more for each such kind.
-    """
+    """The array, or a copy, in the one form that the kernels are compiled for: writeable and aligned."""
     if isinstance(array, np.ndarray) and array.ndim == 1 and array.dtype == kind and array.flags.carray:
         return array  # at once: NumPy takes longer to find that out than a kernel for a small bucket
     return np.require(np.asarray(array).reshape(-1), kind, ["C", "A", "W"])
@@ -262,8 +258,7 @@ def _apply_whole(flat: Array, values: Array, scale: float) -> int:
 def merge_add(first, first_values, second, second_values, indices, values):  # type: ignore[no-untyped-def]
     """Adds two sparse vectors by index.
 
-    The loop has no branch that depends on the data but its end: which side an index comes from is a
-    coin toss, and a mispredicted branch costs more than both additions.
+    No branch depends on the data but the end: which side an index comes from is a coin toss.
     """
     a, b = first.size, second.size
     i, j, count = 0, 0, 0

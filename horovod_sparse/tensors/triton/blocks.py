@@ -70,12 +70,7 @@ _KEYS = 2048
 
 
 def digits(num_bits: int) -> list[tuple[int, int]]:
-    """Shift and width of the digits, from the top; the last has what is left.
-
-    Example:
-        >>> digits(31)
-        [(23, 8), (15, 8), (7, 8), (0, 7)]
-    """
+    """Shift and width of the digits, from the top; the last has what is left."""
     return [(low, high - low) for high, low in itertools.pairwise([*range(num_bits, 0, -8), 0])]
 
 

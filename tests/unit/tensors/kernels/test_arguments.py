@@ -21,7 +21,6 @@ from horovod_sparse.tensors.accumulator import TorchAccumulator
         ({"num_elements": 4, "density": 0.0}, "density=0.0"),
         ({"num_elements": 2**31}, r"fewer than 2\*\*31"),
         ({"num_elements": 4, "dtype": "int32"}, "dtype='int32'"),
-        ({"num_elements": 4, "memory": torch.zeros(3)}, "memory"),
     ],
 )
 def test_refused_at_once(arguments: dict[str, Any], message: str) -> None:
