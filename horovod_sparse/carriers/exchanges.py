@@ -75,15 +75,6 @@ def over_hosts(coroutine: Synchronization[Any], topology: Topology, rank: int) -
     """A synchronization of two levels, whose requests of single levels are messages between pairs of ranks.
 
     So it needs no process sets, each of which costs every cycle of Horovod one more coordination.
-
-    Example:
-        >>> from horovod_sparse.simulation import run_lockstep
-        >>> def column(rank):
-        ...     gathered = yield AllGather(np.full(1, rank, np.int32), level="across")
-        ...     return gathered.tolist()
-        >>> topology = Topology.regular(2, 2)
-        >>> run_lockstep([over_hosts(column(rank), topology, rank) for rank in range(4)])
-        [[0, 2], [1, 3], [0, 2], [1, 3]]
     """
     answer: Any = None
     while True:
@@ -116,14 +107,7 @@ def among(request: Request, ranks: Sequence[int], rank: int) -> Synchronization[
 
 
 def rounds_over_hosts(rounds: Sequence[type[Request]], topology: Topology) -> tuple[type[Request], ...]:
-    """The kinds of request that `over_hosts` yields for a bucket of two levels, from those among hosts.
-
-    Example:
-        >>> len(rounds_over_hosts((AllGather, AllReduce), Topology.regular(2, 2)))
-        5
-        >>> len(rounds_over_hosts((AllGather,), Topology.regular(1, 2)))
-        2
-    """
+    """The kinds of request that `over_hosts` yields for a bucket of two levels, from those among hosts."""
     inside = 2 if topology.per_host > 1 else 0
     between = sum(2 if kind is AllReduce else 1 for kind in rounds) if topology.num_hosts > 1 else 0
     return (Exchange,) * (inside + between)

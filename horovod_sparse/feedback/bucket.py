@@ -116,13 +116,8 @@ class Progress:
         """With the learning rate of this step, where it is one: a finite number above 0.
 
         A rate that is less than a tenth of the largest so far (`LARGEST_GROWTH`) counts as that tenth. A
-        residual that follows a schedule to nearly 0 therefore grows to ten times its size, not without
-        limit, and shrinks again by as much when the rate comes back.
-
-        Example:
-            >>> falling = Progress().at(0.5).at(0.1)
-            >>> falling.learning_rate, falling.at(0.0).learning_rate, falling.at(1e-6).learning_rate
-            (0.1, 0.1, 0.05)
+        residual that follows a schedule to nearly 0 therefore grows to ten times its size, not without limit,
+        and shrinks again by as much when the rate comes back.
         """
         if learning_rate is None or not 0.0 < learning_rate < math.inf:
             return self
@@ -146,26 +141,14 @@ class Progress:
 
     @classmethod
     def from_plain(cls, saved: Mapping[str, Any], step: int) -> Progress:
-        """As `to_plain` saved it; older checkpoints have the last learning rate alone.
-
-        Example:
-            >>> Progress.from_plain({"learning_rate": 0.0}, 7)
-            Progress(step=7, learning_rate=None, largest_rate=None, scale=1.0, since=0, summed=1)
-        """
+        """As `to_plain` saved it; older checkpoints have the last learning rate alone."""
         rate = saved["learning_rate"] or None  # one of 0 was remembered once
         since, summed = saved.get("since", 0), saved.get("summed", 1)
         return cls(int(step), rate, saved.get("largest_rate") or rate, saved.get("scale", 1.0), since, summed)
 
 
 def resumed(own: Progress, told: Mapping[str, Any] | None, step: int) -> Progress:
-    """Where all ranks start a bucket's state anew at one step of the training.
-
-    Example:
-        >>> resumed(Progress(), Progress(7, 0.1).to_plain(), 7).learning_rate
-        0.1
-        >>> resumed(Progress(5, 0.2), Progress(7, 0.1).to_plain(), 7).learning_rate
-        0.2
-    """
+    """Where all ranks start a bucket's state anew at one step of the training."""
     going_on = Progress.from_plain(told, step) if own.step == 0 and told is not None else own
     # companions are this rank's own: those of a worker that has just come are made of nothing
     return dataclasses.replace(going_on, step=step, since=step - own.age, summed=own.summed)
@@ -222,11 +205,7 @@ class Bucket:
         self._before = None
 
     def rescaled(self, factor: float) -> None:
-        """Has to be told where residual and gradients come in other units from now on (a new loss scale).
-
-        Whoever multiplies the residual calls this, between two steps: what the sparsifier remembers in its
-        units follows.
-        """
+        """Whoever multiplies the residual between two steps calls this: a sparsifier's memory follows."""
         if factor != 1.0:
             self._progress = self._progress.rescaled(factor)
             self.state = rescaled(self.state, factor)
@@ -392,14 +371,7 @@ class Bucket:
 
 
 def overflowing(sum_: SparseSum, info: BucketInfo, scale: float) -> int | None:
-    """The first element of a sum that its gradient's type cannot hold; None where all are well. O(k).
-
-    Example:
-        >>> info, indices = BucketInfo("b", 9, size=2, dtype="float16"), np.array([3, 7, 7], np.int32)
-        >>> sum_ = SparseSum(indices, np.array([1, 6e4, 6e4], np.float32), np.array([1, 2]))
-        >>> overflowing(sum_, info, 0.5), overflowing(sum_, info, 1.0)
-        (None, 7)
-    """
+    """The first element of a sum that its gradient's type cannot hold; None where all are well. O(k)."""
     values = sum_.values
     if not values.size:
         return None
@@ -420,13 +392,7 @@ def overflowing(sum_: SparseSum, info: BucketInfo, scale: float) -> int | None:
 
 
 def num_bytes_sent(request: Request, rank: int) -> int:
-    """Payload bytes that this rank puts into a request, each byte counted once.
-
-    Example:
-        >>> from horovod_sparse.collectives import AllGather
-        >>> num_bytes_sent(AllGather(np.zeros(10, np.int32)), rank=0)
-        40
-    """
+    """Payload bytes that this rank puts into a request, each byte counted once."""
     if isinstance(request, Broadcast):
         return request.buffer.nbytes if request.root == rank else 0
     if isinstance(request, Exchange):

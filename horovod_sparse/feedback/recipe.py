@@ -41,12 +41,7 @@ _OPENING, _CLOSING, _QUOTES = "([{", ")]}", "'\""
 
 
 def split_outside(text: str, separator: str = ",") -> Iterator[str]:
-    """The parts of a text between separators that stand outside of brackets and quotes.
-
-    Example:
-        >>> list(split_outside("a=1,b=f(x=1,y=2),c='p,q'"))
-        ['a=1', 'b=f(x=1,y=2)', "c='p,q'"]
-    """
+    """The parts of a text between separators that stand outside of brackets and quotes."""
     depth, quote, start = 0, "", 0
     for place, letter in enumerate(text):
         if quote:
@@ -68,12 +63,7 @@ def split_outside(text: str, separator: str = ",") -> Iterator[str]:
 
 
 def parse_arguments(text: str) -> dict[str, Any]:
-    """Arguments by name.
-
-    Example:
-        >>> parse_arguments("density=0.01,schedule=linear(steps=10)")["schedule"].length
-        10
-    """
+    """Arguments by name."""
     arguments: dict[str, Any] = {}
     for part in filter(None, (part.strip() for part in split_outside(text))):
         name, equals, value = (piece.strip() for piece in part.partition("="))

@@ -51,13 +51,7 @@ def _to_plain(value: Any, array: Callable[[np.ndarray], Any], path: str) -> Any:
 
 
 def shared_digest(states: Mapping[str, Any]) -> str:
-    """A digest of what is equal on all ranks in the states of buckets: all but the fields marked `LOCAL`.
-
-    Example:
-        >>> from horovod_sparse.sparsifiers import SparsifierState
-        >>> shared_digest({"w": SparsifierState()}) == shared_digest({"w": SparsifierState(step=1)})
-        False
-    """
+    """A digest of what is equal on all ranks in the states of buckets: all but the fields marked `LOCAL`."""
     digest = hashlib.blake2b(digest_size=8)
     for name in sorted(states):
         digest.update(repr((name, _shared(states[name]))).encode())
@@ -84,13 +78,7 @@ def _shared(value: Any) -> Any:
 
 
 def from_plain(fresh: State, plain: Mapping[str, Any], path: str = "") -> State:
-    """A state as `to_plain` saved it.
-
-    Example:
-        >>> from horovod_sparse.sparsifiers import SparsifierState
-        >>> from_plain(SparsifierState(), {"step": 7})
-        SparsifierState(step=7)
-    """
+    """A state as `to_plain` saved it."""
     state: State = _from_plain(fresh, plain, path or type(fresh).__name__)
     return state
 
@@ -174,24 +162,14 @@ def _number_like(fresh: float, plain: Any, path: str) -> float:
 
 
 def is_number(value: object) -> bool:
-    """Whether a saved value is a number that arithmetic on floats can take.
-
-    Example:
-        >>> is_number(3), is_number(True), is_number(10**400), is_number("3")
-        (True, False, False, False)
-    """
+    """Whether a saved value is a number that arithmetic on floats can take."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
     return isinstance(value, float) or abs(value) <= _LARGEST
 
 
 def as_array(value: Any) -> np.ndarray | None:
-    """A saved array, of whatever kind that NumPy can read; None for anything else.
-
-    Example:
-        >>> as_array("abc") is None, as_array(np.ones(2))
-        (True, array([1., 1.]))
-    """
+    """A saved array, of whatever kind that NumPy can read; None for anything else."""
     if isinstance(value, np.ndarray):
         return value
     as_numpy = getattr(value, "numpy", None)  # PyTorch's and TensorFlow's tensors say it so

@@ -76,17 +76,12 @@ class RankStatus:
     """Where one rank stands.
 
     Attributes:
-        step: synchronizations that its training has done.
-        digest: of the sparsifiers' states, as far as they are equal on all ranks; see
-            `horovod_sparse.feedback.state.shared_digest`.
+        digest: of the sparsifiers' states, as far as they are equal on all ranks; see `shared_digest`.
         made_for: (rank, size) that the states were made for.
-        plan: which parameters form which bucket.
-        parameters: of the model.
         measuring: how far this rank has come with what all measure together, before all plan anew together.
         label: by which the rank tells the names of this training's collectives from those of another that
             has parameters of the same names; need not be equal.
-        told: what others have to know to start anew where this rank stands, by bucket: plain values, such as
-            `horovod_sparse.feedback.Progress.to_plain` gives.
+        told: what others have to know to start anew where this rank stands, by bucket, in plain values.
         column: with two levels, whose states have to be equal to this rank's: those of its column.
         elsewhere: whether this rank holds something of others' shards.
     """
@@ -109,11 +104,9 @@ class AgreedStatus:
 
     Attributes:
         anew: whether the sparsifiers' states start anew, on all ranks.
-        step: of the training, the same on all ranks: the furthest of all.
-        plan: of the first rank that is furthest.
-        reason: why states start anew, in words; empty where they do not.
+        step: of the training: the furthest of all.
+        plan: of the first rank that is furthest, as is what it has `told`, where states start anew.
         label: of the first rank.
-        told: by that rank, where states start anew.
         measures: whether what is measured may go on, since all have come equally far.
         elsewhere: whether some rank holds something of others' shards.
     """
@@ -195,10 +188,6 @@ def kept_share(old_size: int, size: int) -> float:
 
     A gradient that waits in a residual is applied with the weight it was computed for, 1 / P: so the mean
     over ranks stays, but for what ranks that are gone have taken with them. Newcomers hold zeros.
-
-    Example:
-        >>> kept_share(2, 3)
-        1.5
     """
     return size / old_size
 
@@ -234,15 +223,7 @@ def model_of(parameters: Sequence[ParameterFacts]) -> dict[str, tuple[object, ..
 
 
 def plan_of_first_rank(plan: Plan, parameters: Sequence[ParameterFacts]) -> Synchronization[Plan]:
-    """The first rank's plan, after a comparison of all ranks' models, which raises where they differ.
-
-    Example:
-        >>> from horovod_sparse.simulation import run_lockstep
-        >>> plans = [Plan((("weight",),)), Plan((), ("weight",))]
-        >>> facts = [ParameterFacts("weight", 10)]
-        >>> run_lockstep([plan_of_first_rank(plan, facts) for plan in plans])[1].buckets
-        (('weight',),)
-    """
+    """The first rank's plan, after a comparison of all ranks' models, which raises where they differ."""
     everyone = yield from shared_lines([plan.to_dict(), model_of(parameters)])
     check_same_model([model for _, model in everyone])
     return Plan.from_dict(everyone[0][0])
@@ -274,11 +255,6 @@ def next_label(prefix: str, model: Iterable[tuple[Sequence[int], str]]) -> str:
     """A name for collectives that no other one of this process has, and others of the same model do not get.
 
     Names of parameters are not in it: Keras counts layers, so a second model of a process has other ones.
-
-    Example:
-        >>> first, second = (next_label("example", [((3, 2), "float32")]) for _ in range(2))
-        >>> second == f"{first}.1"
-        True
     """
     described = repr(sorted((tuple(shape), dtype) for shape, dtype in model))
     digest = hashlib.sha256(described.encode()).hexdigest()[:8]
@@ -293,12 +269,6 @@ def common_names(
     """The first rank's label, and its names of parameters where they only differ by name.
 
     Names of buckets, and with them the random numbers of their sparsifiers, come from names of parameters.
-
-    Example:
-        >>> from horovod_sparse.simulation import run_lockstep
-        >>> ranks = [common_names(f"{i}", [ParameterFacts(f"dense_{i}", 3)]) for i in (1, 0)]
-        >>> run_lockstep(ranks)[1]
-        ('1', {'dense_0': 'dense_1'})
     """
     own = [(item.name, item.num_elements, item.dtype) for item in parameters]
     everyone = yield from shared_lines([label, own])

@@ -55,14 +55,7 @@ def error_of_rank(rank: int, name: str, text: str) -> errors.HorovodSparseError:
 
 
 def worst_of_all(failure: BaseException | None) -> Synchronization[BaseException | None]:
-    """The worst failure of any rank, of one kind on all ranks; one small collective where none has failed.
-
-    Example:
-        >>> from horovod_sparse.simulation import run_lockstep
-        >>> bad = errors.NonFiniteGradientError("a", {1: "weight"})
-        >>> [error.where for error in run_lockstep([worst_of_all(bad), worst_of_all(None)])]
-        [{1: 'weight'}, {1: 'weight'}]
-    """
+    """The worst failure of any rank, of one kind on all ranks; one small collective where none has failed."""
     total = yield AllReduce(np.array([failure is not None], np.float32))
     if not np.array(total)[0]:
         return None
@@ -94,8 +87,7 @@ def some_of(names: Sequence[str]) -> str:
 def refuse_absence(hvd: Any, process_set: Any) -> None:
     """Refuses to leave gradients as they are on a rank that the set of all ranks does not hold.
 
-    Horovod's bindings share that set: the one that is imported last takes it over. Where another one is
-    started, no rank is in it, and every rank would train for itself, without a word.
+    Horovod's bindings share that set: the one that is imported last takes it over.
     """
     if process_set is not hvd.global_process_set:
         return
@@ -119,10 +111,8 @@ _END_SECONDS = 5.0
 class ConstructionErrors:
     """What one binding of Horovod, or one group of torch.distributed, tells and hears of such errors.
 
-    Args:
-        ranks: of a process set: this rank and all, as they are counted in the world; None outside of it.
-        store: where they are told.
-        check: refuses what this rank would find out in its first step only.
+    `ranks` gives, of a process set, this rank and all as they are counted in the world (None outside of it);
+    `check` refuses what this rank would find out in its first step only.
     """
 
     def __init__(

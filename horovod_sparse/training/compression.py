@@ -93,12 +93,7 @@ def _factory(name: str, make_compressor: type, binding: Sequence[str], help_text
 
 
 def recipe_of(text: str) -> Recipe | None:
-    """The recipe that `Compression.parse` is given as text; None for one of Horovod's own, by name.
-
-    Raises:
-        UnknownNameError: for a misspelt algorithm or argument, with the valid ones.
-        ArgumentError: for a value that is not allowed.
-    """
+    """The recipe that `Compression.parse` is given as text; None for one of Horovod's own, by name."""
     if text in _STOCK:
         return None
     if text.partition(":")[0].strip() not in (BEST, *ALGORITHMS):
@@ -107,14 +102,7 @@ def recipe_of(text: str) -> Recipe | None:
 
 
 def check_compression(given: object) -> None:
-    """Refuses what neither sparsifies nor is a compressor of Horovod's.
-
-    Example:
-        >>> check_compression(0.1)
-        Traceback (most recent call last):
-        horovod_sparse.errors.ArgumentError: compression=0.1 is not allowed: give a sparsifier as \
-Compression.topk(density=0.1), its text, or a compressor of Horovod's as Compression.none
-    """
+    """Refuses what neither sparsifies nor is a compressor of Horovod's."""
     if all(callable(getattr(given, name, None)) for name in ("compress", "decompress")):
         return
     name, words = getattr(given, "__name__", ""), ""
@@ -163,18 +151,9 @@ def refuse_double_momentum(
     """Refuses momentum after momentum correction, and warns of what is made for plain SGD.
 
     Refused are steps, too, that are normalized already, where the front end has no optimizer apply them as
-    they are (`adopts`).
-
-    An optimizer with moments of another kind (Adam) is only warned of where the feedback corrects
-    momentum: that is not DGC any more, but may be meant. So is a residual that follows the learning rate
-    (`scale_residual`) where something outlives the step: the quotient of two rates then enters it. And so is
-    momentum, of either kind, behind plain error feedback at low density.
-
-    Example:
-        >>> from horovod_sparse.feedback import recipe
-        >>> refuse_double_momentum(recipe("dgc", feedback="momentum"), lambda: [{"lr": 0.1, "momentum": 0.9}])
-        Traceback (most recent call last):
-        horovod_sparse.errors.ArgumentError: momentum=0.9 is not allowed: give momentum=0 to the optimizer...
+    they are (`adopts`). Warned of are moments (Adam) behind momentum correction, a residual that follows the
+    learning rate (`scale_residual`) where something outlives the step, and momentum of either kind behind
+    plain error feedback at low density.
     """
     feedback = recipe.feedback
     if getattr(feedback, "applies_rate", False) and not adopts:
@@ -253,10 +232,6 @@ def _say_left_out(momentum: float) -> None:
 
 
 def refuse_later_momentum(recipe: Recipe, groups: Sequence[Mapping[str, Any]]) -> None:
-    """As `refuse_double_momentum`, for what groups have come to have since: in every step of a correction.
-
-    A loaded checkpoint brings the momentum of the run that saved it, a schedule (``OneCycleLR``) sets one,
-    and so may a group that is added.
-    """
+    """As `refuse_double_momentum`, for what groups have come to have since (a checkpoint, a schedule)."""
     if any(group.get("momentum") for group in groups):
         refuse_double_momentum(recipe, lambda: groups)

@@ -32,12 +32,7 @@ _DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def deadline_of(given: float | None = None) -> float:
-    """Seconds, Inf for none.
-
-    Example:
-        >>> deadline_of(20), deadline_of(0)
-        (20.0, inf)
-    """
+    """Seconds, Inf for none."""
     value: Any = given
     name = "deadline_seconds"
     if value is None:
@@ -54,8 +49,8 @@ def deadline_of(given: float | None = None) -> float:
 def let_horovod_give_up() -> None:
     """Before Horovod starts: has it end on all ranks where a collective waits too long for one of them.
 
-    For what no coroutine of ours waits for: TensorFlow's graphs, and Horovod's own collectives. What the user
-    has set stays. Horovod 0.28.1 does so on MPI alone; on Gloo it sees no rank missing, and waits for ever.
+    For what no coroutine of ours waits for. What the user has set stays. Horovod 0.28.1 does so on MPI alone;
+    on Gloo it sees no rank missing, and waits for ever.
     """
     if seconds := seconds_of_horovod():
         os.environ.setdefault(_STALL_VARIABLE, str(seconds))

@@ -84,11 +84,6 @@ def word_sums(values: NDArray[np.uint8]) -> NDArray[np.uint64]:
     """Sums of every 512th of 64-bit words, modulo 2**64: one pass over the memory.
 
     One changed bit always shows; several do, unless they cancel out within 512 words' distance to the bit.
-
-    Example:
-        >>> sums = word_sums(np.ones(2 * 8 * 512 + 1, np.uint8))
-        >>> hex(sums[0]), hex(sums[1])
-        ('0x202020202020203', '0x202020202020202')
     """
     row = COLUMNS * _WORD_BYTES
     whole = values.size // row * row
@@ -119,10 +114,7 @@ class DriftCheck:
         self.restart(0)
 
     def restart(self, step: int) -> None:
-        """Ranks go on together from this step, after a start or a load: they compare after the next one.
-
-        What they begin with may differ: a model that nobody has broadcast, learning rates, a state.
-        """
+        """Ranks go on together from this step, and compare after the next: beginnings may differ."""
         self.next_step = step + 1 if self.every else math.inf
 
     def postpone(self, step: int) -> None:

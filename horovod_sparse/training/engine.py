@@ -35,8 +35,7 @@ class PartSpec:
 
     Attributes:
         label: stable over ranks and steps.
-        names: of the parameters.
-        recipe: what to do with them; None where an allreduce does.
+        recipe: what to do with the parameters; None where an allreduce does.
         dense: whether the plan leaves them dense.
     """
 
@@ -83,17 +82,7 @@ class Engine(Protocol):
 
 
 def carry_out(coroutine: Synchronization[Result], execute: Callable[[Request], Any]) -> Result:
-    """Runs a coroutine with a function that carries out one request and waits for what comes back.
-
-    Example:
-        >>> import numpy as np
-        >>> from horovod_sparse.collectives import AllReduce
-        >>> def double():
-        ...     total = yield AllReduce(np.ones(1))
-        ...     return float(total[0])
-        >>> carry_out(double(), lambda request: 2.0 * request.buffer)
-        2.0
-    """
+    """Runs a coroutine with a function that carries out one request and waits for what comes back."""
     answer: Any = None
     while True:
         try:

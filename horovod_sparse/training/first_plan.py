@@ -57,7 +57,6 @@ class FirstPlan:
     """What this rank would begin with; all ranks take the first rank's, once they have agreed.
 
     Attributes:
-        plan: which parameters form which bucket.
         request: how plans are made; None where one was given, or none is asked for.
         decision: why the plan was taken, where a profile decided.
         failure: why the plan is not the one that was asked for.

@@ -44,16 +44,9 @@ _log = logging.getLogger("horovod_sparse")
 
 @dataclass(frozen=True)
 class Ranks:
-    """Where one rank stands.
+    """Where one rank stands: among those that synchronize, among all that were launched, and on its host.
 
-    Attributes:
-        rank: of this process among those that synchronize.
-        size: how many synchronize.
-        world_rank: of this process among all that were launched.
-        world_size: how many were launched.
-        host: what this rank's host is called, the same on all of its ranks.
-        host_rank: of this process among those of its host.
-        host_size: how many were launched on it.
+    What a host is called is the same on all of its ranks.
     """
 
     rank: int
@@ -108,16 +101,7 @@ def assumed_topology(levels: str, ranks: Callable[[], Ranks], choose: Choose) ->
 
 
 def agreed_topology(levels: str, place: tuple[str, int], choose: Choose) -> Synchronization[Topology | None]:
-    """Which ranks share a host, as all have told by `own_place`; None for one level. One collective, or none.
-
-    Example:
-        >>> from horovod_sparse.simulation import run_lockstep
-        >>> from horovod_sparse.cost import LevelChoice
-        >>> choose = lambda hosts, each: LevelChoice("host", "")
-        >>> ranks = [agreed_topology("host", (host, local), choose) for host in "ab" for local in (0, 1)]
-        >>> print(run_lockstep(ranks)[0])
-        2 hosts of 2 ranks
-    """
+    """Which ranks share a host, as all tell by `own_place`; None for one level. One collective, or none."""
     if levels == "flat":
         return None
     places = [(host, local) for host, local in (yield from shared_lines(place))]

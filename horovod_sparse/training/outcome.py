@@ -37,12 +37,9 @@ class Outcome(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """About one step.
+    """About one step: its outcome, the same on all ranks, and why it is not applied.
 
-    Attributes:
-        outcome: the same on all ranks.
-        error: why it is not applied; None where it is.
-        drop: whether this rank's gradients leave its residuals, all of them.
+    `drop` says whether this rank's gradients leave its residuals, all of them.
     """
 
     outcome: Outcome

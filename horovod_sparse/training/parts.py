@@ -81,11 +81,7 @@ class ArrayLayout:
 
 
 class BucketPart:
-    """What a part with a bucket holds back; each front end's is derived from it.
-
-    Attributes:
-        bucket: residual, feedback, sparsifier and its state.
-    """
+    """What a part with a bucket holds back; each front end's is derived from it."""
 
     bucket: Bucket
 
@@ -111,8 +107,7 @@ class DensePart:
     """What a part holds back that a plan leaves dense, and that needs no bucket; see `needs_bucket`.
 
     Attributes:
-        names: of the parameters.
-        num_elements: n, of all together.
+        num_elements: n, of all parameters together.
         dtype: of its gradient, by name.
         carried: what error feedback still held for it when it became dense; joins the next gradient.
     """
@@ -249,8 +244,7 @@ def sum_densely(
 ) -> Synchronization[np.ndarray]:
     """The sum over ranks of all elements, by an allreduce.
 
-    The ranks' health travels behind the elements, so that a NaN is met with the same error as in a
-    bucket.
+    The ranks' health travels behind the elements: a NaN is met with the same error as in a bucket.
     """
     rank, size = place
     buffer = np.zeros(gradient.size + size, gradient.dtype)

@@ -166,16 +166,9 @@ class Settings:
     def of(
         cls, options: Mapping[str, Any], front_end: str, taken: type[Any], beside: Collection[str] = ()
     ) -> Settings:
-        """Of a front end's keyword arguments.
+        """Of a front end's keyword arguments, as the user gave them; `taken` is the `TypedDict` of its own.
 
-        Args:
-            options: as the user gave them.
-            front_end: for messages.
-            taken: the `TypedDict` of those that it takes.
-            beside: its other arguments, for who has misspelt one of these.
-
-        Raises:
-            UnknownNameError: for an argument that the front end does not take, with the nearest.
+        One that it does not take is refused by name, with the nearest of these and of its other arguments.
         """
         for name in options:
             if name not in taken.__annotations__:
@@ -195,11 +188,7 @@ class Settings:
 
 
 def refuse_without_sparsifier(options: Mapping[str, Any], compression: object) -> None:
-    """Refuses options that a dense reduction has no use for.
-
-    Raises:
-        ArgumentError: naming them.
-    """
+    """Refuses options that a dense reduction has no use for."""
     given = [
         name for name, value in options.items() if value is not None and value not in _HARMLESS.get(name, ())
     ]

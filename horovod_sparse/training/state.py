@@ -295,14 +295,7 @@ def feedback_name(feedback: Feedback) -> str:
 
 
 def companions_fit(saved: Mapping[str, Any], feedback: Feedback) -> bool:
-    """Whether what was saved beside the residuals is what a feedback keeps there.
-
-    Example:
-        >>> saved = {"companions": ["a velocity"], "feedback": "momentum"}
-        >>> from horovod_sparse.feedback import ErrorFeedback
-        >>> companions_fit(saved, ErrorFeedback())
-        False
-    """
+    """Whether what was saved beside the residuals is what a feedback keeps there."""
     if len(saved["companions"]) != feedback.num_companions:
         return False
     name = saved.get("feedback", feedback_name(feedback))  # earlier versions did not say

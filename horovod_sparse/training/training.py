@@ -64,14 +64,9 @@ class Training:
     A front end derives from it: it knows when gradients are there, starts the parts, and waits for them.
 
     Attributes:
-        engine: the framework, and the other ranks.
-        recipe: what to do with a bucket.
-        settings: of the user.
-        telemetry: what happened in the last step, and on average.
         policy: what is done about gradients that are not finite.
         drift: when ranks compare whether they train the same model still.
         step: synchronizations done, those that were given up not counted.
-        plan: which parameters form which bucket.
         facts: of every parameter that is synchronized, by name, and the parameter.
         parts: buckets and dense parameters, in the order in which they were planned.
         topology: which ranks share a host, where gradients are summed within hosts first; else None.

@@ -65,12 +65,7 @@ class WireFormat:
         return self.indices != "int32"
 
     def padded(self, count: int) -> int:
-        """Elements that a payload of so many has room for.
-
-        Example:
-            >>> WireFormat(quantum=8, capacity=20).padded(3), WireFormat(quantum=8, capacity=20).padded(30)
-            (24, 32)
-        """
+        """Elements that a payload of so many has room for."""
         return -(-max(count, self.capacity) // self.quantum) * self.quantum
 
     def round(self, values: Values) -> Values:
@@ -101,12 +96,7 @@ class WireFormat:
         return values
 
     def message_words(self, count: int, num_elements: int, dtype: Any) -> int:
-        """Length of a message, header and padding included, in 32-bit words; exact.
-
-        Example:
-            >>> WireFormat().message_words(3, 100, np.float32), WireFormat().message_words(3, 100, None)
-            (10, 7)
-        """
+        """Length of a message, header and padding included, in 32-bit words; exact."""
         return sections(self, count, num_elements, dtype).length
 
     def message_bytes(self, count: int, num_elements: int, dtype: Any) -> int:
@@ -128,16 +118,15 @@ class WireFormat:
 
 
 class Sections(NamedTuple):
-    """What a message of some number of elements consists of.
+    """What a message of some number of elements consists of, in words.
 
     Attributes:
         tag: fifth word of the header: the codecs' codes, and 24 bits of n, so that ranks whose format or
             bucket differs find out before they decode. None where messages are plain and have four words.
-        header: where the header ends and indices begin, in words.
+        header: where the header ends and indices begin.
         indices: where indices end and values begin.
         values: where values end and padding begins.
         length: of the whole message.
-        index_codec: what writes the indices.
         value_codec: what writes the values; None where only indices are sent.
     """
 

@@ -119,8 +119,7 @@ class Gathered:
         values: float32 or float64, as long; None where only indices were sent.
         counts: int64 [P], elements selected by each rank.
         first_nonfinite: rank -> position of its first NaN or Inf, for ranks that have one.
-        norms: float64 [P], L2 norm of every rank's residual before it added this step's gradient; float32
-            on the way.
+        norms: float64 [P], of every rank's residual before it added this step's gradient.
     """
 
     indices: Indices
@@ -133,11 +132,8 @@ class Gathered:
 class SharedWords(np.ndarray):
     """A gathered buffer at which several ranks of one process look: decoded once for all of them.
 
-    P ranks that each decode P messages would do it P^2 times; the simulator gives them this. What comes
-    out is shared, and so read-only.
-
-    Attributes:
-        decoded: what was decoded already, by how it was asked for; None in views of the buffer.
+    P ranks that each decode P messages would do it P^2 times; the simulator gives them this. What was decoded
+    is kept by how it was asked for (None in views), and is shared, and so read-only.
     """
 
     decoded: dict[Any, Any] | None = None
@@ -157,13 +153,6 @@ def unpack_sum(
     """Decodes an allgathered buffer into one array of indices and one of values.
 
     Every index and every value is written once, to where the sum needs it.
-
-    Example:
-        >>> from horovod_sparse.arrays import FoldReport
-        >>> gaps = WireFormat(indices="gaps")
-        >>> one = pack(np.array([2, 5], np.int32), None, FoldReport(), format=gaps, num_elements=9)
-        >>> unpack_sum(np.concatenate([one, one]), 2, gaps, 9, None).indices
-        array([2, 5, 2, 5], dtype=int32)
     """
     known = buffer.decoded if isinstance(buffer, SharedWords) else None
     if known is None:

@@ -30,12 +30,7 @@ HEADER = HEADER_WORDS + 1
 
 
 def quantized_words(code: Quantization, num_elements: int, dtype: Any) -> int:
-    """Length of a message in words.
-
-    Example:
-        >>> quantized_words(Quantization(), 64, np.float32)
-        8
-    """
+    """Length of a message in words."""
     return HEADER + code.num_words(num_elements, np.dtype(dtype))
 
 
@@ -59,14 +54,7 @@ def _tag(code: Quantization, num_elements: int) -> int:
 
 @dataclass(frozen=True)
 class QuantizedSum:
-    """What an allgather of such messages brought.
-
-    Attributes:
-        values: [n], the sum over ranks, of the accumulator's dtype.
-        words: int32 [P, ...], units and codes of every rank.
-        first_nonfinite: rank -> position of its first NaN or Inf, for ranks that have one.
-        norms: float64 [P], of the residuals, as `horovod_sparse.wire.message` tells them.
-    """
+    """What an allgather of such messages brought: as `Gathered`, and units and codes of every rank."""
 
     values: Values
     words: NDArray[np.int32]
@@ -139,12 +127,7 @@ _CHUNK = 8192
 
 
 def voted(code: Quantization) -> Quantization:
-    """How the signs of a majority are written, of which a tie is 0: one level, in the groups of the ranks'.
-
-    Example:
-        >>> voted(Quantization(group=64))
-        Quantization(levels=1, group=64, norm='mean')
-    """
+    """How the signs of a majority are written, of which a tie is 0: one level, in the ranks' groups."""
     return Quantization(levels=1, group=code.group)
 
 
