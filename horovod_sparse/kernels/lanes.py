@@ -11,6 +11,8 @@ per lane in a uint64, bit 0 for lane 0.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
@@ -108,105 +110,123 @@ def store(typingctx: Any, array: Any, index: Any, lanes: Any) -> Any:
     return types.void(array, types.intp, lanes), codegen
 
 
-@intrinsic
-def splat(typingctx: Any, scalar: Any) -> Any:
+def emitting(typed: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
+    """Makes an intrinsic of a function that emits it: from a builder, and the values of its arguments.
+
+    `typed` gives the signature, from numba's types of the arguments.
+    """
+
+    def made(emit: Callable[..., Any]) -> Any:
+        @functools.wraps(emit)
+        def typing(_context: Any, *kinds: Any) -> Any:
+            def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+                return emit(builder, *args)
+
+            return typed(*kinds), codegen
+
+        return intrinsic(typing)
+
+    return made
+
+
+#: of one argument, or two of one type, and a result like them
+alike = emitting(lambda *lanes: lanes[0](*lanes))
+
+
+def broadcast(builder: Any, scalar: Any) -> Any:
+    """Emits a value in every lane."""
+    vector = ir.VectorType(scalar.type, LANES)
+    one = builder.insert_element(ir.Constant(vector, ir.Undefined), scalar, ir.Constant(ir.IntType(32), 0))
+    zeros = ir.Constant(ir.VectorType(ir.IntType(32), LANES), None)
+    return builder.shuffle_vector(one, ir.Constant(vector, ir.Undefined), zeros)
+
+
+def bits_in(builder: Any, value: Any) -> Any:
+    """Emits the bits of a float, or of float lanes, as integers."""
+    lanes = isinstance(value.type, ir.VectorType)
+    word = ir.IntType(64 if isinstance(value.type.element if lanes else value.type, ir.DoubleType) else 32)
+    return builder.bitcast(value, ir.VectorType(word, LANES) if lanes else word)
+
+
+def size_in(builder: Any, value: Any) -> Any:
+    """Emits these bits without the sign."""
+    bits = bits_in(builder, value)
+    lanes = isinstance(bits.type, ir.VectorType)
+    word = bits.type.element if lanes else bits.type
+    return builder.and_(bits, spread(ir.Constant(word, (1 << (word.width - 1)) - 1), LANES if lanes else 0))
+
+
+def called(builder: Any, name: str, args: list[Any], result: Any = None, **options: Any) -> Any:
+    """Emits a call of an LLVM intrinsic, whose result is like its first argument if nothing is said."""
+    kind = ir.FunctionType(args[0].type if result is None else result, [one.type for one in args])
+    function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+    return builder.call(function, args, **options)
+
+
+@emitting(lambda scalar: Lanes(scalar)(scalar))
+def splat(builder: Any, scalar: Any) -> Any:
     """The scalar in every lane."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        undefined = ir.Constant(ir.VectorType(args[0].type, LANES), ir.Undefined)
-        one = builder.insert_element(undefined, args[0], ir.Constant(ir.IntType(32), 0))
-        zeros = ir.Constant(ir.VectorType(ir.IntType(32), LANES), None)
-        return builder.shuffle_vector(one, undefined, zeros)
-
-    return Lanes(scalar)(scalar), codegen
+    return broadcast(builder, scalar)
 
 
-@intrinsic
-def zeros_like(typingctx: Any, lanes: Any) -> Any:
+@alike
+def zeros_like(builder: Any, lanes: Any) -> Any:
     """Zero in every lane, of the same type."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return ir.Constant(args[0].type, None)
-
-    return lanes(lanes), codegen
+    return ir.Constant(lanes.type, None)
 
 
-def _binary(emit: Any) -> Any:
-    def typing(typingctx: Any, left: Any, right: Any) -> Any:
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            return emit(builder, *args)
-
-        return left(left, left), codegen
-
-    return typing
+@alike
+def add(builder: Any, left: Any, right: Any) -> Any:
+    """left + right, of floats."""
+    return builder.fadd(left, right)
 
 
-def _emit_larger(builder: Any, left: Any, right: Any) -> Any:
+@alike
+def multiply(builder: Any, left: Any, right: Any) -> Any:
+    """left * right, of floats."""
+    return builder.fmul(left, right)
+
+
+@alike
+def divide(builder: Any, left: Any, right: Any) -> Any:
+    """left / right, of floats."""
+    return builder.fdiv(left, right)
+
+
+@alike
+def larger(builder: Any, left: Any, right: Any) -> Any:
+    """The larger of unsigned lanes."""
     return builder.select(builder.icmp_unsigned(">", left, right), left, right)
 
 
-add = intrinsic(_binary(lambda builder, left, right: builder.fadd(left, right)))
-multiply = intrinsic(_binary(lambda builder, left, right: builder.fmul(left, right)))
-divide = intrinsic(_binary(lambda builder, left, right: builder.fdiv(left, right)))
-larger = intrinsic(_binary(_emit_larger))
-
-
-@intrinsic
-def root(typingctx: Any, lanes: Any) -> Any:
+@alike
+def root(builder: Any, lanes: Any) -> Any:
     """Square roots, rounded as IEEE says."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kind, name = args[0].type, f"llvm.sqrt.v{LANES}f{lanes.element.bitwidth}"
-        declared = ir.FunctionType(kind, [kind])
-        function = builder.module.globals.get(name) or ir.Function(builder.module, declared, name)
-        return builder.call(function, args)
-
-    return lanes(lanes), codegen
+    width = 64 if isinstance(lanes.type.element, ir.DoubleType) else 32
+    return called(builder, f"llvm.sqrt.v{LANES}f{width}", [lanes])
 
 
-@intrinsic
-def magnitudes(typingctx: Any, lanes: Any) -> Any:
+@emitting(lambda lanes: Lanes(_bits_type(lanes.element))(lanes))
+def magnitudes(builder: Any, lanes: Any) -> Any:
     """The bits without the sign, unsigned: they order like the magnitudes, Inf and NaN on top."""
-    bits = _bits_type(lanes.element)
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        word = ir.IntType(bits.bitwidth)
-        value = builder.bitcast(args[0], ir.VectorType(word, LANES))
-        return builder.and_(value, spread(ir.Constant(word, (1 << (bits.bitwidth - 1)) - 1)))
-
-    return Lanes(bits)(lanes), codegen
+    return size_in(builder, lanes)
 
 
-def _reduce(builder: Any, name: str, vector: Any, *start: Any) -> Any:
-    element = vector.type.element
-    letter = {"float": "f32", "double": "f64"}.get(str(element), str(element))
-    kind = ir.FunctionType(element, [value.type for value in (*start, vector)])
-    full_name = f"llvm.vector.reduce.{name}.v{LANES}{letter}"
-    function = builder.module.globals.get(full_name) or ir.Function(builder.module, kind, full_name)
-    return builder.call(function, [*start, vector], fastmath=("reassoc",) if start else ())
-
-
-@intrinsic
-def top_of(typingctx: Any, lanes: Any) -> Any:
+@emitting(lambda lanes: lanes.element(lanes))
+def top_of(builder: Any, lanes: Any) -> Any:
     """The largest of unsigned lanes."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _reduce(builder, "umax", args[0])
-
-    return lanes.element(lanes), codegen
+    element = lanes.type.element
+    return called(builder, f"llvm.vector.reduce.umax.v{LANES}i{element.width}", [lanes], element)
 
 
-@intrinsic
-def sum_of(typingctx: Any, lanes: Any) -> Any:
+@emitting(types.float64)
+def sum_of(builder: Any, lanes: Any) -> Any:
     """The sum of float lanes, as float64."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        double, vector = ir.DoubleType(), args[0]
-        if lanes.element == types.float32:
-            vector = builder.fpext(vector, ir.VectorType(double, LANES))
-        return _reduce(builder, "fadd", vector, ir.Constant(double, 0.0))
-
-    return types.float64(lanes), codegen
+    double, vector = ir.DoubleType(), lanes
+    if not isinstance(lanes.type.element, ir.DoubleType):
+        vector = builder.fpext(lanes, ir.VectorType(double, LANES))
+    given, name = [ir.Constant(double, 0.0), vector], f"llvm.vector.reduce.fadd.v{LANES}f64"
+    return called(builder, name, given, double, fastmath=("reassoc",))
 
 
 @intrinsic
@@ -250,132 +270,77 @@ def clear(typingctx: Any, array: Any, index: Any) -> Any:
     return types.void(array, types.intp), codegen
 
 
-@intrinsic
-def raw_bits(typingctx: Any, number: Any) -> Any:
+@emitting(lambda number: _bits_type(number)(number))
+def raw_bits(builder: Any, number: Any) -> Any:
     """The bits of a float as an unsigned integer."""
-    bits = _bits_type(number)
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], ir.IntType(bits.bitwidth))
-
-    return bits(number), codegen
+    return bits_in(builder, number)
 
 
-@intrinsic
-def magnitude(typingctx: Any, number: Any) -> Any:
+@emitting(lambda number: _bits_type(number)(number))
+def magnitude(builder: Any, number: Any) -> Any:
     """The bits of a float without its sign."""
-    bits = _bits_type(number)
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        word = ir.IntType(bits.bitwidth)
-        return builder.and_(builder.bitcast(args[0], word), ir.Constant(word, (1 << (bits.bitwidth - 1)) - 1))
-
-    return bits(number), codegen
+    return size_in(builder, number)
 
 
-@intrinsic
-def infinity(typingctx: Any, bits: Any) -> Any:
+@alike
+def infinity(builder: Any, bits: Any) -> Any:
     """The magnitude bits of Inf, in the type of the argument (uint32 or uint64)."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        value = 0x7FF0000000000000 if bits.bitwidth == 64 else 0x7F800000
-        return ir.Constant(ir.IntType(bits.bitwidth), value)
-
-    return bits(bits), codegen
+    return ir.Constant(bits.type, 0x7FF0000000000000 if bits.type.width == 64 else 0x7F800000)
 
 
-@intrinsic
-def digit(typingctx: Any, bits: Any, shift: Any, mask: Any) -> Any:
+@emitting(lambda bits, shift, mask: types.int64(bits, types.int64, types.int64))
+def digit(builder: Any, bits: Any, shift: Any, mask: Any) -> Any:
     """(bits >> shift) & mask as int64."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        word = ir.IntType(64)
-        value = builder.zext(args[0], word) if bits.bitwidth < 64 else args[0]
-        return builder.and_(builder.lshr(value, args[1]), args[2])
-
-    return types.int64(bits, types.int64, types.int64), codegen
+    value = builder.zext(bits, ir.IntType(64)) if bits.type.width < 64 else bits
+    return builder.and_(builder.lshr(value, shift), mask)
 
 
-@intrinsic
-def as_key(typingctx: Any, like: Any, number: Any) -> Any:
+@emitting(lambda like, number: like(like, types.int64))
+def as_key(builder: Any, like: Any, number: Any) -> Any:
     """An integer in the unsigned type of `like`: numba would widen, or go through float64."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        word = ir.IntType(like.bitwidth)
-        return builder.trunc(args[1], word) if like.bitwidth < 64 else args[1]
-
-    return like(like, types.int64), codegen
+    return builder.trunc(number, like.type) if like.type.width < 64 else number
 
 
-@intrinsic
-def successor(typingctx: Any, bits: Any) -> Any:
+@alike
+def successor(builder: Any, bits: Any) -> Any:
     """bits + 1 in the same type."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.add(args[0], ir.Constant(ir.IntType(bits.bitwidth), 1))
-
-    return bits(bits), codegen
+    return builder.add(bits, ir.Constant(bits.type, 1))
 
 
-@intrinsic
-def mask_at_least(typingctx: Any, lanes: Any, threshold: Any) -> Any:
+@emitting(lambda lanes, threshold: types.uint64(lanes, lanes))
+def mask_at_least(builder: Any, lanes: Any, threshold: Any) -> Any:
     """One bit per unsigned lane that is >= the lane of threshold."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        hits = builder.icmp_unsigned(">=", args[0], args[1])
-        return builder.zext(builder.bitcast(hits, ir.IntType(LANES)), ir.IntType(64))
-
-    return types.uint64(lanes, lanes), codegen
+    hits = builder.icmp_unsigned(">=", lanes, threshold)
+    return builder.zext(builder.bitcast(hits, ir.IntType(LANES)), ir.IntType(64))
 
 
-@intrinsic
-def lane_of(typingctx: Any, lanes: Any, lane: Any) -> Any:
+@emitting(lambda lanes, lane: lanes.element(lanes, types.int64))
+def lane_of(builder: Any, lanes: Any, lane: Any) -> Any:
     """One lane."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.extract_element(args[0], args[1])
-
-    return lanes.element(lanes, types.int64), codegen
+    return builder.extract_element(lanes, lane)
 
 
-@intrinsic
-def first_bit(typingctx: Any, mask: Any) -> Any:
+@emitting(lambda mask: types.int64(mask))
+def first_bit(builder: Any, mask: Any) -> Any:
     """Position of the lowest bit set in a uint64 that is not 0."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.cttz(args[0], ir.Constant(ir.IntType(1), 1))
-
-    return types.int64(mask), codegen
+    return builder.cttz(mask, ir.Constant(ir.IntType(1), 1))
 
 
-@intrinsic
-def without_first_bit(typingctx: Any, mask: Any) -> Any:
+@emitting(lambda mask: types.uint64(types.uint64))
+def without_first_bit(builder: Any, mask: Any) -> Any:
     """The mask with its lowest bit cleared."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.and_(args[0], builder.sub(args[0], ir.Constant(ir.IntType(64), 1)))
-
-    return types.uint64(types.uint64), codegen
+    return builder.and_(mask, builder.sub(mask, ir.Constant(ir.IntType(64), 1)))
 
 
-@intrinsic
-def without_last_bit(typingctx: Any, mask: Any, marks: Any) -> Any:
+@emitting(lambda mask, marks: types.uint64(types.uint64, types.uint64))
+def without_last_bit(builder: Any, mask: Any, marks: Any) -> Any:
     """The mask without its bit at the place of the highest bit set in marks (which is not 0)."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        word = ir.IntType(64)
-        behind = builder.ctlz(args[1], ir.Constant(ir.IntType(1), 1))
-        highest = builder.lshr(ir.Constant(word, 1 << 63), behind)
-        return builder.and_(args[0], builder.not_(highest))
-
-    return types.uint64(types.uint64, types.uint64), codegen
+    behind = builder.ctlz(marks, ir.Constant(ir.IntType(1), 1))
+    highest = builder.lshr(ir.Constant(ir.IntType(64), 1 << 63), behind)
+    return builder.and_(mask, builder.not_(highest))
 
 
-@intrinsic
-def count_bits(typingctx: Any, mask: Any) -> Any:
+@emitting(lambda mask: types.int64(mask))
+def count_bits(builder: Any, mask: Any) -> Any:
     """How many bits of a uint64 are set."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.ctpop(args[0])
-
-    return types.int64(mask), codegen
+    return builder.ctpop(mask)

@@ -44,8 +44,6 @@ def _pack_at(typingctx: Any, array: Any, index: Any, lanes: Any, mask: Any) -> A
         part_type = ir.VectorType(args[2].type.element, width)
         bit_type = ir.VectorType(ir.IntType(1), width)
         name = f"llvm.x86.avx512.mask.compress.v{width}i{lanes.element.bitwidth}"
-        kind = ir.FunctionType(part_type, [part_type, part_type, bit_type])
-        function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
         place = args[1]
         for first in range(0, v.LANES, width):
             chosen = ir.Constant(
@@ -55,9 +53,8 @@ def _pack_at(typingctx: Any, array: Any, index: Any, lanes: Any, mask: Any) -> A
             part = builder.shuffle_vector(args[2], ir.Constant(args[2].type, ir.Undefined), chosen)
             shifted = builder.lshr(args[3], ir.Constant(ir.IntType(64), first))
             some = builder.trunc(shifted, ir.IntType(width))
-            packed = builder.call(
-                function, [part, ir.Constant(part_type, None), builder.bitcast(some, bit_type)]
-            )
+            given = [part, ir.Constant(part_type, None), builder.bitcast(some, bit_type)]
+            packed = v.called(builder, name, given)
             pointer = builder.bitcast(builder.gep(data, [place]), part_type.as_pointer())
             builder.store(packed, pointer, align=lanes.element.bitwidth // 8)
             place = builder.add(place, builder.zext(builder.ctpop(some), ir.IntType(64)))
@@ -66,21 +63,12 @@ def _pack_at(typingctx: Any, array: Any, index: Any, lanes: Any, mask: Any) -> A
     return types.void(array, types.intp, lanes, types.uint64), codegen
 
 
-@intrinsic
-def _positions(typingctx: Any, start: Any) -> Any:
+@v.emitting(lambda start: v.Lanes(types.int32)(types.int64))
+def _positions(builder: Any, start: Any) -> Any:
     """start, start + 1, ... as int32 lanes."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        word = ir.IntType(32)
-        vector = ir.VectorType(word, v.LANES)
-        base = builder.insert_element(
-            ir.Constant(vector, ir.Undefined), builder.trunc(args[0], word), ir.Constant(word, 0)
-        )
-        base = builder.shuffle_vector(base, base, ir.Constant(vector, None))
-        steps = ir.Constant(vector, [ir.Constant(word, lane) for lane in range(v.LANES)])
-        return builder.add(base, steps)
-
-    return v.Lanes(types.int32)(types.int64), codegen
+    word = ir.IntType(32)
+    steps = ir.Constant(ir.VectorType(word, v.LANES), [ir.Constant(word, lane) for lane in range(v.LANES)])
+    return builder.add(v.broadcast(builder, builder.trunc(start, word)), steps)
 
 
 if PACKS:

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba.core import types
-from numba.extending import intrinsic
 
 from horovod_sparse.kernels import lanes as v
 from horovod_sparse.kernels.compile import kernel
@@ -24,83 +23,56 @@ def _float_type(bits: Any) -> Any:
     return types.float64 if bits.bitwidth == 64 else types.float32
 
 
-def _shape(bits: Any) -> tuple[int, int]:
+def _as_floats(builder: Any, words: Any) -> Any:
+    float_type = ir.DoubleType() if words.type.element.width == 64 else ir.FloatType()
+    return builder.bitcast(words, ir.VectorType(float_type, v.LANES))
+
+
+def _shape(words: Any) -> tuple[int, int]:
     """Bits of the fraction, and the exponent field of 1.0."""
-    return (52, 1023) if bits.bitwidth == 64 else (23, 127)
+    return (52, 1023) if words.type.element.width == 64 else (23, 127)
 
 
-@intrinsic
-def or_zero(typingctx: Any, lanes: Any, threshold: Any) -> Any:
+@v.alike
+def or_zero(builder: Any, lanes: Any, threshold: Any) -> Any:
     """The unsigned lanes that are >= threshold, 0 for the others."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        hits = builder.icmp_unsigned(">=", args[0], args[1])
-        return builder.select(hits, args[0], ir.Constant(args[0].type, None))
-
-    return lanes(lanes, lanes), codegen
+    hits = builder.icmp_unsigned(">=", lanes, threshold)
+    return builder.select(hits, lanes, ir.Constant(lanes.type, None))
 
 
-@intrinsic
-def as_floats(typingctx: Any, lanes: Any) -> Any:
+@v.emitting(lambda lanes: v.Lanes(_float_type(lanes.element))(lanes))
+def as_floats(builder: Any, lanes: Any) -> Any:
     """Unsigned lanes read as floats."""
-    result = v.Lanes(_float_type(lanes.element))
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], context.get_value_type(result))
-
-    return result(lanes), codegen
+    return _as_floats(builder, lanes)
 
 
-@intrinsic
-def exponents_of(typingctx: Any, lanes: Any) -> Any:
+@v.alike
+def exponents_of(builder: Any, lanes: Any) -> Any:
     """The exponent fields of magnitude bits (127 or 1023 for 1.0, 0 for 0)."""
-    places, _ = _shape(lanes.element)
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        word = ir.IntType(lanes.element.bitwidth)
-        return builder.lshr(args[0], v.spread(ir.Constant(word, places)))
-
-    return lanes(lanes), codegen
+    places, _ = _shape(lanes)
+    return builder.lshr(lanes, v.spread(ir.Constant(lanes.type.element, places)))
 
 
-@intrinsic
-def fractions_of(typingctx: Any, lanes: Any) -> Any:
+@v.emitting(lambda lanes: v.Lanes(_float_type(lanes.element))(lanes))
+def fractions_of(builder: Any, lanes: Any) -> Any:
     """1.fraction of magnitude bits, as floats in [1, 2); 1 for 0."""
-    places, one = _shape(lanes.element)
-    result = v.Lanes(_float_type(lanes.element))
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        word = ir.IntType(lanes.element.bitwidth)
-        fraction = builder.and_(args[0], v.spread(ir.Constant(word, (1 << places) - 1)))
-        with_one = builder.or_(fraction, v.spread(ir.Constant(word, one << places)))
-        return builder.bitcast(with_one, context.get_value_type(result))
-
-    return result(lanes), codegen
+    (places, one), word = _shape(lanes), lanes.type.element
+    fraction = builder.and_(lanes, v.spread(ir.Constant(word, (1 << places) - 1)))
+    return _as_floats(builder, builder.or_(fraction, v.spread(ir.Constant(word, one << places))))
 
 
-@intrinsic
-def add_words(typingctx: Any, left: Any, right: Any) -> Any:
+@v.alike
+def add_words(builder: Any, left: Any, right: Any) -> Any:
     """Sum of integer lanes."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.add(args[0], args[1])
-
-    return left(left, left), codegen
+    return builder.add(left, right)
 
 
-@intrinsic
-def total_of(typingctx: Any, lanes: Any) -> Any:
+@v.emitting(lambda lanes: types.int64(lanes))
+def total_of(builder: Any, lanes: Any) -> Any:
     """Sum over unsigned lanes, as int64."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        long = ir.VectorType(ir.IntType(64), v.LANES)
-        vector = builder.zext(args[0], long) if lanes.element.bitwidth < 64 else args[0]
-        kind = ir.FunctionType(ir.IntType(64), [long])
-        name = f"llvm.vector.reduce.add.v{v.LANES}i64"
-        function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
-        return builder.call(function, [vector])
-
-    return types.int64(lanes), codegen
+    long = ir.VectorType(ir.IntType(64), v.LANES)
+    vector = builder.zext(lanes, long) if lanes.type.element.width < 64 else lanes
+    return v.called(builder, f"llvm.vector.reduce.add.v{v.LANES}i64", [vector], ir.IntType(64))
 
 
 @kernel
