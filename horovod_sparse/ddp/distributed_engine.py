@@ -21,7 +21,8 @@ from horovod_sparse.ddp.communicator import Communicator
 from horovod_sparse.errors import ArgumentError, DeadlineError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.plans.plan import Plan, same_kind
-from horovod_sparse.tensors.flat_gradient import BucketGradient
+from horovod_sparse.tensors.flat_gradient import GradientLayout
+from horovod_sparse.tensors.layout import view_into
 from horovod_sparse.tensors.parts import Part, facts_of, make_parts
 from horovod_sparse.topology import Topology
 from horovod_sparse.training.collective_errors import ConstructionErrors
@@ -235,3 +236,63 @@ def plan_of(layout: BucketParameters, facts: Facts) -> Plan:
             (dense if fact.density == 1.0 else kinds.setdefault(same_kind(fact), [])).append(fact.name)
         buckets += map(tuple, kinds.values())
     return Plan(tuple(buckets), tuple(dense))
+
+
+class BucketGradient(GradientLayout):
+    """The gradients of a part where DistributedDataParallel has them: in its buckets.
+
+    Where they do not lie there in that order (its first buckets are others than the later ones, a plan of the
+    user's, parameters that a rule leaves dense), they are copied, and the sum back.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor], name: str) -> None:
+        super().__init__(parameters, name)
+        first = self.parameters[0]
+        #: all of them; from `settle` on, those of this step
+        self.flat = torch.empty(0, dtype=first.dtype, device=first.device)
+        self._own: torch.Tensor | None = None
+        self._pieces: dict[int, torch.Tensor] = {}
+
+    def take(self, number: int, piece: torch.Tensor) -> None:
+        """A parameter's gradient has come."""
+        self._pieces[number] = piece
+
+    def pieces(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Every parameter, and its view into a bucket."""
+        return [(self.parameters[number], piece) for number, piece in self._pieces.items()]
+
+    def settle(self) -> None:
+        """All have come."""
+        first, address = self._pieces[0], self._pieces[0].data_ptr()
+        together = all(
+            piece.data_ptr() == address + start * piece.element_size()
+            and piece.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+            for piece, (start, _) in ((self._pieces[number], self.places[number]) for number in self._pieces)
+        )
+        if together:
+            self._own = None
+            self.flat = first.as_strided((self.num_elements,), (1,), first.storage_offset())
+            return
+        if self._own is None:
+            self._own = torch.empty(self.num_elements, dtype=first.dtype, device=first.device)
+        self.flat = self._own
+        for number, piece in self._pieces.items():
+            self._view(number).copy_(piece)
+
+    def foldable(self, loss_scale: float) -> Any:
+        """All of them over the loss's scale, as an accumulator folds them."""
+        return self.memory.foldable(self.flat, loss_scale)
+
+    def _view(self, number: int) -> torch.Tensor:
+        return view_into(self.flat, self.places[number][0], self.layouts[number])
+
+    def _give_out(self) -> None:
+        if self._own is not None:
+            for number, piece in self._pieces.items():
+                piece.copy_(self._view(number))
+
+    def let_go(self) -> None:
+        """The step is over: the buckets may be freed."""
+        self._pieces = {}
+        if self._own is None:
+            self.flat = self.flat[:0].clone()

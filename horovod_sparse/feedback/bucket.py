@@ -246,10 +246,9 @@ class Bucket:
         self, gradient: Any, learning_rate: float | None, refused: bool, scale: float | None
     ) -> Synchronization[tuple[SparseSum, int | None]]:
         """The sum, and where it overflows, if it does; taken back already where no rank may apply it."""
-        report = BucketStep(self.info.name, self.info.num_elements)
-        started = time.perf_counter()
+        report, started = self._report(), time.perf_counter()
         feedback, now = self.feedback, self._progress.at(learning_rate)
-        if self.recipe.sparsifier.num_selected(self.info, self.state.step) == self.info.num_elements:
+        if report.num_target == self.info.num_elements:
             # all is sent: a velocity that is cleared where values leave would be none
             feedback = getattr(feedback, "for_dense", lambda: feedback)()
         rates = Rates(self.learning_rate, now.learning_rate, learning_rate, self.progress.age)
@@ -262,7 +261,6 @@ class Bucket:
         if refused:
             self.accumulator.refuse()
         report.fold_seconds = time.perf_counter() - started
-
         return (yield from self._summed(report, scale))
 
     def again(self, *, scale: float | None = None) -> Synchronization[SparseSum]:
@@ -277,14 +275,18 @@ class Bucket:
     def _synchronized_again(self, scale: float | None) -> Synchronization[tuple[SparseSum, int | None]]:
         """As `_synchronized`, without a gradient."""
         self.accumulator.heal()
-        return (yield from self._summed(BucketStep(self.info.name, self.info.num_elements), scale))
+        return (yield from self._summed(self._report(), scale))
+
+    def _report(self) -> BucketStep:
+        """Of a step that begins."""
+        target = self.recipe.sparsifier.num_selected(self.info, self.state.step)
+        return BucketStep(self.info.name, self.info.num_elements, target)
 
     def _summed(
         self, report: BucketStep, scale: float | None
     ) -> Synchronization[tuple[SparseSum, int | None]]:
         """What follows the fold."""
         self._before = self.state
-        report.num_target = self.recipe.sparsifier.num_selected(self.info, self.state.step)
         sum_, after = yield from self._recorded(report)
         self.state = dataclasses.replace(after, step=after.step + 1)
         report.num_selected = int(sum_.counts[self.info.rank])

@@ -1,18 +1,150 @@
-"""One flat buffer for the gradients of a bucket; every parameter's gradient is a view into it."""
+"""One flat buffer for the gradients of a bucket; every parameter's gradient is a view into it.
+
+On the CPU gradients are NumPy arrays over PyTorch's memory, served by numba's kernels. On any other device
+they stay tensors (`device_memory.py`), served by Triton's kernels or PyTorch's. Messages are NumPy arrays on
+the host in both cases, and both give the same bits.
+"""
 
 from __future__ import annotations
 
+import importlib
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
 
+from horovod_sparse.arrays import Accumulator, GradientParts, HostAccumulator
 from horovod_sparse.carriers.shared_memory import Arena
+from horovod_sparse.collectives import AllReduce, Synchronization
 from horovod_sparse.errors import UnsupportedError
+from horovod_sparse.feedback import Recipe, two_level_bucket
+from horovod_sparse.kernels import apply_scaled_sum, clear_all, clear_at
+from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.tensors.layout import alone, memory_strides, view_into
-from horovod_sparse.tensors.memory import HOST, HOST_DEVICES, GradientMemory
+from horovod_sparse.training.parts import REFUSED, Members, check_sum
+
+if TYPE_CHECKING:
+    from horovod_sparse.tensors.streams import CudaStreams
+
+#: types of devices whose memory NumPy can read
+HOST_DEVICES = frozenset({"cpu"})
+
+#: of a sum: None for all elements
+Places: TypeAlias = np.ndarray | None
+
+#: scattered elements above this share of a buffer are cleared faster by clearing all of it
+_SPARSE_SHARE = 1 / 8
+
+
+def unscaled(gradient: torch.Tensor, loss_scale: float) -> torch.Tensor:
+    """A gradient over the scale of its loss, half types in float32; the gradient itself where that is 1."""
+    if loss_scale == 1.0:
+        return gradient.detach()
+    return gradient.detach().to(torch.promote_types(gradient.dtype, torch.float32)) * (1.0 / loss_scale)
+
+
+def host_view(tensor: torch.Tensor) -> np.ndarray:
+    """A CPU tensor's memory as an array of the same shape and strides; bfloat16 as its bits in uint16."""
+    tensor = tensor.detach()
+    if tensor.dtype == torch.bfloat16:
+        bits: np.ndarray = tensor.view(torch.int16).numpy().view(np.uint16)
+        return bits
+    array: np.ndarray = tensor.numpy()
+    return array
+
+
+def recipe_arguments(recipe: Recipe) -> dict[str, Any]:
+    """Of an accumulator."""
+    return {"density": recipe.sparsifier.density, "companions": recipe.feedback.num_companions}
+
+
+class GradientMemory:
+    """What is done with gradients on the host, and with what is kept for them; see `DeviceMemory`, too."""
+
+    def accumulator(self, info: BucketInfo, recipe: Recipe) -> Accumulator:
+        """Residual and companions of a bucket: zeros."""
+        return HostAccumulator(info.num_elements, info.dtype, **recipe_arguments(recipe))
+
+    def streams(self) -> CudaStreams | None:
+        """Keeps the work on one bucket in order; None where that is the order in which it is asked for."""
+        return None
+
+    def foldable(self, gradient: torch.Tensor, loss_scale: float = 1.0) -> Any:
+        """The gradient over the loss's scale, as the accumulator folds it, and leaves it as it is."""
+        return GradientParts([host_view(unscaled(gradient, loss_scale))])
+
+    def summable(self, foldable: Any, whole: BucketInfo) -> Any:
+        """Of what `foldable` gave, one array or tensor that Horovod can sum: half types in float32."""
+        return two_level_bucket.summable(foldable, whole)
+
+    def shard(self, total: Any, num_elements: int) -> Any:
+        """A sum of a part of it, filled up with 0, as the accumulator folds it, and leaves it as it is."""
+        return two_level_bucket.foldable(total, num_elements)
+
+    def write(self, gradient: torch.Tensor, indices: Places, values: np.ndarray, scale: float) -> int:
+        """Scale times a sum in place of a contiguous gradient; how many different elements the sum has.
+
+        Indices are None where the values are those of all elements, in their order.
+        """
+        return apply_scaled_sum(host_view(gradient), indices, values, scale, is_zero=False)
+
+    def zero(self, gradient: torch.Tensor) -> None:
+        """Zeros everywhere in a flat gradient, whatever it holds."""
+        clear_all(host_view(gradient))
+
+    def clear(self, gradient: torch.Tensor, scattered: np.ndarray, probes: np.ndarray) -> bool:
+        """Zeros everywhere in a flat gradient that should hold something at the scattered places only.
+
+        Whether it held something at other places, as far as somebody looks.
+        """
+        if scattered.size > _SPARSE_SHARE * gradient.numel():
+            self.zero(gradient)
+            return False
+        array = host_view(gradient)
+        clear_at(array, scattered)
+        changed = bool(array[probes].any())
+        if changed:
+            self.zero(gradient)
+        return changed
+
+    def sum_dense(
+        self,
+        name: str,
+        gradient: torch.Tensor,
+        carried: np.ndarray | None,
+        place: tuple[int, int],
+        *,
+        refused: bool = False,
+        members: Members = (),
+    ) -> Synchronization[torch.Tensor]:
+        """As `sum_densely`, of a flat gradient where it is: half types in float32."""
+        (rank, size), count = place, gradient.numel()
+        wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+        buffer = wide.new_zeros(count + size)
+        own, mark = buffer[:count], buffer[count + rank]
+        torch.add(wide, 0 if carried is None else torch.tensor(carried, device=wide.device), out=own)
+        if refused:
+            mark.fill_(REFUSED)
+        else:  # without waiting for a device
+            finite = torch.isfinite(own)
+            stops = torch.tensor([stop for _, stop in members], dtype=torch.int64, device=wide.device)
+            first = torch.searchsorted(stops, torch.argmin(finite.to(torch.uint8)), right=True)
+            mark.copy_(torch.where(finite.all(), 0, 1 + first))
+        total = torch.as_tensor((yield AllReduce(self._sent(buffer))))
+        check_sum(
+            name, total[count:].cpu().numpy(), lambda: bool(torch.isfinite(total[:count]).all()), members
+        )
+        return total[:count]
+
+    def _sent(self, buffer: torch.Tensor) -> Any:
+        """What is given to a collective."""
+        return buffer.numpy()
+
+
+HOST = GradientMemory()
+
 
 _log = logging.getLogger("horovod_sparse")
 
@@ -27,10 +159,11 @@ def memory_of(device: torch.device, name: str) -> GradientMemory:
     """The memory of a device."""
     if device.type in HOST_DEVICES:
         return HOST
-    from horovod_sparse.tensors.device_memory import device_memory
-
+    # by its name: it derives from what is here, and is loaded with the first gradient on a device
+    devices: Any = importlib.import_module("horovod_sparse.tensors.device_memory")
     try:
-        return device_memory(device)
+        memory: GradientMemory = devices.device_memory(device)
+        return memory
     except (RuntimeError, TypeError, AssertionError) as error:  # as PyTorch's backends put it
         raise UnsupportedError(
             f"the gradient of {name} is on {device}, where no sparsifier can work: that takes float64 beside "
@@ -267,66 +400,6 @@ class FlatGradient(GradientLayout):
         self.memory.zero(self.flat)
         self._give_out()
         self._mark(_NOWHERE)
-
-
-class BucketGradient(GradientLayout):
-    """The gradients of a part where DistributedDataParallel has them: in its buckets.
-
-    Where they do not lie there in that order (its first buckets are others than the later ones, a plan of the
-    user's, parameters that a rule leaves dense), they are copied, and the sum back.
-    """
-
-    def __init__(self, parameters: Sequence[torch.Tensor], name: str) -> None:
-        super().__init__(parameters, name)
-        first = self.parameters[0]
-        #: all of them; from `settle` on, those of this step
-        self.flat = torch.empty(0, dtype=first.dtype, device=first.device)
-        self._own: torch.Tensor | None = None
-        self._pieces: dict[int, torch.Tensor] = {}
-
-    def take(self, number: int, piece: torch.Tensor) -> None:
-        """A parameter's gradient has come."""
-        self._pieces[number] = piece
-
-    def pieces(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Every parameter, and its view into a bucket."""
-        return [(self.parameters[number], piece) for number, piece in self._pieces.items()]
-
-    def settle(self) -> None:
-        """All have come."""
-        first, address = self._pieces[0], self._pieces[0].data_ptr()
-        together = all(
-            piece.data_ptr() == address + start * piece.element_size()
-            and piece.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-            for piece, (start, _) in ((self._pieces[number], self.places[number]) for number in self._pieces)
-        )
-        if together:
-            self._own = None
-            self.flat = first.as_strided((self.num_elements,), (1,), first.storage_offset())
-            return
-        if self._own is None:
-            self._own = torch.empty(self.num_elements, dtype=first.dtype, device=first.device)
-        self.flat = self._own
-        for number, piece in self._pieces.items():
-            self._view(number).copy_(piece)
-
-    def foldable(self, loss_scale: float) -> Any:
-        """All of them over the loss's scale, as an accumulator folds them."""
-        return self.memory.foldable(self.flat, loss_scale)
-
-    def _view(self, number: int) -> torch.Tensor:
-        return view_into(self.flat, self.places[number][0], self.layouts[number])
-
-    def _give_out(self) -> None:
-        if self._own is not None:
-            for number, piece in self._pieces.items():
-                piece.copy_(self._view(number))
-
-    def let_go(self) -> None:
-        """The step is over: the buckets may be freed."""
-        self._pieces = {}
-        if self._own is None:
-            self.flat = self.flat[:0].clone()
 
 
 def _zeros(num_elements: int, like: torch.Tensor, memory: np.ndarray | None) -> torch.Tensor:

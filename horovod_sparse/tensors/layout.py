@@ -10,7 +10,6 @@ import torch
 from torch.utils import dlpack
 
 from horovod_sparse.errors import ArgumentError, StateMismatchError
-from horovod_sparse.tensors.memory import host_view
 
 _NAMES = {
     torch.float32: "float32",
@@ -99,7 +98,8 @@ def unshaped(values: torch.Tensor, parameter: torch.Tensor) -> np.ndarray:
     """
     flat = torch.empty(parameter.numel(), dtype=values.dtype)
     view_into(flat, 0, parameter).copy_(values)
-    return host_view(flat)
+    array: np.ndarray = flat.numpy()
+    return array
 
 
 class _AsWritable:

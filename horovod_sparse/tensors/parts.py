@@ -22,9 +22,8 @@ from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.telemetry import BucketReport
 from horovod_sparse.tensors.adoption import feedback_of
 from horovod_sparse.tensors.driver import Starter, Task
-from horovod_sparse.tensors.flat_gradient import FlatGradient
+from horovod_sparse.tensors.flat_gradient import HOST_DEVICES, FlatGradient, GradientMemory, unscaled
 from horovod_sparse.tensors.layout import dtype_name, shaped, unshaped
-from horovod_sparse.tensors.memory import HOST_DEVICES, GradientMemory, unscaled
 from horovod_sparse.topology import Topology
 from horovod_sparse.training import parts as common
 from horovod_sparse.training.engine import Facts, PartSpec
@@ -98,10 +97,12 @@ class Part:
         task = self.task
         if task is None or not task.done:
             raise RuntimeError("the synchronization is not done: this is a bug, please report it")
-        total, started = task.value(), time.perf_counter()
+        if task.error is not None:
+            raise task.error
+        started = time.perf_counter()
         if self.streams is not None:
             self.streams.join()
-        report = self._put(total, scale * self._loss_scale)
+        report = self._put(task.result, scale * self._loss_scale)
         took = time.perf_counter() - started
         return dataclasses.replace(report, wait_seconds=task.waited_seconds, apply_seconds=took)
 

@@ -18,7 +18,7 @@ from horovod_sparse.planning.warmup import Decide
 from horovod_sparse.plans.plan import ParameterFacts
 from horovod_sparse.sparsifiers import BucketInfo, SparseSum
 from horovod_sparse.tensors.device_memory import DeviceMemory
-from horovod_sparse.tensors.memory import HOST_DEVICES
+from horovod_sparse.tensors.flat_gradient import HOST_DEVICES
 from horovod_sparse.topology import Topology
 from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.driver import carry_out_together

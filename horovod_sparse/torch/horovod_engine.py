@@ -20,8 +20,7 @@ from horovod_sparse.errors import StateMismatchError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.plans.dense import ClusterFacts
 from horovod_sparse.plans.plan import ParameterFacts
-from horovod_sparse.tensors.flat_gradient import FlatGradient
-from horovod_sparse.tensors.memory import HOST_DEVICES
+from horovod_sparse.tensors.flat_gradient import HOST_DEVICES, FlatGradient
 from horovod_sparse.tensors.parts import MakeGradient, Part, facts_of, groups_of, make_parts
 from horovod_sparse.topology import Topology
 from horovod_sparse.torch._horovod import hvd, present_start

@@ -139,6 +139,12 @@ class Sections(NamedTuple):
     value_codec: ValueCodec | None
 
 
+def tagged(code: int, num_elements: int) -> int:
+    """A word of eight bits that say how a payload is written, and the low 24 of n; as an int32."""
+    word = code | (num_elements & 0xFFFFFF) << 8
+    return word - 2**32 if word >= 2**31 else word
+
+
 # asked for by every sender once, and by every receiver once for each rank's message
 @functools.lru_cache(maxsize=1024)
 def sections(format: WireFormat, count: int, num_elements: int, dtype: Any) -> Sections:
@@ -155,8 +161,7 @@ def sections(format: WireFormat, count: int, num_elements: int, dtype: Any) -> S
     tag, header = None, HEADER_WORDS
     if not format.is_plain(dtype):
         code = 1 + (0 if value_codec is None else value_codec.code) + 8 * index_codec.code
-        word = code | (num_elements & 0xFFFFFF) << 8
-        tag, header = word - 2**32 if word >= 2**31 else word, HEADER_WORDS + 1
+        tag, header = tagged(code, num_elements), HEADER_WORDS + 1
     index_words, value_words = words(count)
     length = header + sum(words(format.padded(count)))
     return Sections(

@@ -31,15 +31,19 @@ steps there tells ranks that have come apart, wherever norms travel, also withou
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from horovod_sparse.arrays import FoldReport, Indices, Values
 from horovod_sparse.errors import ArgumentError, MessageError
+from horovod_sparse.kernels.host.scatter import find_outside
 from horovod_sparse.wire.format import HEADER_WORDS, Sections, WireFormat, sections
+
+Sum = TypeVar("Sum")
 
 #: as large as a norm may be: the step is in its last bits
 _LARGEST = float(np.uint32(0x7F7FFFF8).view(np.float32))
@@ -96,17 +100,28 @@ def pack(
         raise ArgumentError("num_elements", None, f"n of the bucket, which {format} needs")
     n = num_elements or 0
     at = sections(format, count, n, dtype)
-    buffer = np.empty(at.length, np.int32)
-    buffer[0], buffer[1] = at.length if at.tag is None else -at.length, count
+    buffer = begun(at.length, count, report, at.tag)
+    if at.tag is None:  # as they are
+        buffer[at.header : at.indices] = indices
+        if values is not None:
+            buffer[at.indices : at.values].view(values.dtype)[:] = values
+    else:
+        words = buffer.view(np.uint32)
+        at.index_codec.encode(indices, n, words[at.header : at.indices])
+        if values is not None and at.value_codec is not None:
+            at.value_codec.encode(np.ascontiguousarray(values), words[at.indices : at.values])
+    buffer[at.values :] = 0
+    return buffer
+
+
+def begun(length: int, count: int, report: FoldReport, tag: int | None) -> NDArray[np.int32]:
+    """A buffer of so many words with its header, behind which nothing is written yet."""
+    buffer = np.empty(length, np.int32)
+    buffer[0], buffer[1] = length if tag is None else -length, count
     buffer[2] = report.first_nonfinite + 1
     buffer.view(np.float32)[3] = carried_norm(report)
-    if at.tag is not None:
-        buffer[HEADER_WORDS] = at.tag
-    words = buffer.view(np.uint32)
-    at.index_codec.encode(indices, n, words[at.header : at.indices])
-    if values is not None and at.value_codec is not None:
-        at.value_codec.encode(np.ascontiguousarray(values), words[at.indices : at.values])
-    buffer[at.values :] = 0
+    if tag is not None:
+        buffer[HEADER_WORDS] = tag
     return buffer
 
 
@@ -154,16 +169,22 @@ def unpack_sum(
 
     Every index and every value is written once, to where the sum needs it.
     """
+    asked = size, format, num_elements, None if dtype is None else np.dtype(dtype)
+    return decoded_once(buffer, asked, lambda words: _unpack(words, size, format, num_elements, dtype))
+
+
+def decoded_once(buffer: NDArray[np.int32], asked: Any, decode: Callable[[NDArray[np.int32]], Sum]) -> Sum:
+    """What is decoded of a buffer; of `SharedWords` once for all that ask for the same, and read-only."""
     known = buffer.decoded if isinstance(buffer, SharedWords) else None
     if known is None:
-        return _unpack(buffer, size, format, num_elements, dtype)
-    asked = size, format, num_elements, None if dtype is None else np.dtype(dtype)
+        return decode(buffer)
     if asked not in known:
-        known[asked] = _unpack(np.asarray(buffer), size, format, num_elements, dtype)
-        for array in (known[asked].indices, known[asked].values, known[asked].counts, known[asked].norms):
-            if array is not None:
+        known[asked] = decode(np.asarray(buffer))
+        for name in ("indices", "values", "counts", "norms"):
+            if (array := getattr(known[asked], name, None)) is not None:
                 array.flags.writeable = False
-    return known[asked]
+    found: Sum = known[asked]
+    return found
 
 
 def _unpack(
@@ -180,14 +201,22 @@ def _unpack(
     for rank, (start, count, _, at) in enumerate(heads):
         here = slice(begin, begin + count)
         body = words[start + at.header : start + at.indices]
-        if not at.index_codec.decode(body, num_elements, indices[here]):
+        rest = words[start + at.indices : start + at.values]
+        if at.tag is None:  # as they are
+            indices[here] = body.view(np.int32)
+            sound = find_outside(indices[here], num_elements) < 0
+            if values is not None:
+                values[here] = rest.view(dtype)
+        else:
+            sound = at.index_codec.decode(body, num_elements, indices[here])
+        if not sound:
             raise MessageError(
                 f"the message of rank {rank} does not hold {count} "
                 f"{'ascending ' if format.ascending else ''}indices within [0, {num_elements}): "
                 "it was damaged, or the ranks do not have the same model"
             )
-        if values is not None and at.value_codec is not None:
-            at.value_codec.decode(words[start + at.indices : start + at.values], values[here])
+        if values is not None and at.tag is not None and at.value_codec is not None:
+            at.value_codec.decode(rest, values[here])
         begin += count
     return Gathered(
         indices=indices,

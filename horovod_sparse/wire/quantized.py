@@ -22,8 +22,8 @@ from horovod_sparse.arrays import FoldReport, Values
 from horovod_sparse.errors import MessageError
 from horovod_sparse.kernels.host.quantize import decode_sum
 from horovod_sparse.kernels.quantization import NORMS, WORD, Quantization
-from horovod_sparse.wire.format import HEADER_WORDS
-from horovod_sparse.wire.message import SharedWords, carried_norm
+from horovod_sparse.wire.format import HEADER_WORDS, tagged
+from horovod_sparse.wire.message import begun, decoded_once
 
 #: words in front of the units
 HEADER = HEADER_WORDS + 1
@@ -36,20 +36,13 @@ def quantized_words(code: Quantization, num_elements: int, dtype: Any) -> int:
 
 def blank(code: Quantization, num_elements: int, dtype: Any, report: FoldReport) -> NDArray[np.int32]:
     """A message whose units and codes are still to be written, from word `HEADER` on."""
-    buffer = np.empty(quantized_words(code, num_elements, dtype), np.int32)
-    buffer[:2] = -buffer.size, num_elements
-    buffer[2] = report.first_nonfinite + 1
-    buffer.view(np.float32)[3] = carried_norm(report)
-    buffer[HEADER_WORDS] = _tag(code, num_elements)
-    return buffer
+    length = quantized_words(code, num_elements, dtype)
+    return begun(length, num_elements, report, _tag(code, num_elements))
 
 
 def _tag(code: Quantization, num_elements: int) -> int:
     # 128 to 255 is no selection's code; groups of another length are met by the message's
-    word = (0x80 | (code.levels * len(NORMS) + NORMS.index(code.norm)) % 0x80) | (
-        num_elements & 0xFFFFFF
-    ) << 8
-    return word - 2**32 if word >= 2**31 else word
+    return tagged(0x80 | (code.levels * len(NORMS) + NORMS.index(code.norm)) % 0x80, num_elements)
 
 
 @dataclass(frozen=True)
@@ -74,12 +67,14 @@ def sum_quantized(
         >>> sum_quantized(message, 1, Quantization(), 2, np.float32, votes=False).values
         array([ 2., -2.], dtype=float32)
     """
-    known = buffer.decoded if isinstance(buffer, SharedWords) else None
     asked = "quantized", size, code, num_elements, np.dtype(dtype), votes
-    if known is not None and asked in known:
-        shared: QuantizedSum = known[asked]
-        return shared
-    words = np.ascontiguousarray(np.asarray(buffer))
+    return decoded_once(buffer, asked, lambda words: _sum(words, size, code, num_elements, dtype, votes))
+
+
+def _sum(
+    buffer: NDArray[np.int32], size: int, code: Quantization, num_elements: int, dtype: Any, votes: bool
+) -> QuantizedSum:
+    words = np.ascontiguousarray(buffer)
     length = quantized_words(code, num_elements, dtype)
     if words.dtype != np.int32 or words.shape != (size * length,):
         raise MessageError(
@@ -110,16 +105,12 @@ def sum_quantized(
             "the same model"
         )
     marks = messages[:, 2]
-    found = QuantizedSum(
+    return QuantizedSum(
         values=values,
         words=bodies,
         first_nonfinite={rank: int(marks[rank]) - 1 for rank in np.flatnonzero(marks).tolist()},
         norms=np.ascontiguousarray(messages[:, 3]).view(np.float32).astype(np.float64),
     )
-    if known is not None:
-        values.flags.writeable = False
-        known[asked] = found
-    return found
 
 
 #: words that are counted at once, in cache

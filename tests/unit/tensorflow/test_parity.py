@@ -11,7 +11,7 @@ tf = pytest.importorskip("tensorflow")
 torch = pytest.importorskip("torch")
 
 from horovod_sparse.tensorflow.parts import SparseBucket as TensorFlowBucket  # noqa: E402
-from horovod_sparse.tensors.memory import host_view  # noqa: E402
+from horovod_sparse.tensors.flat_gradient import host_view  # noqa: E402
 from horovod_sparse.tensors.parts import SparseBucket as TorchBucket  # noqa: E402
 
 pytestmark = pytest.mark.tensorflow

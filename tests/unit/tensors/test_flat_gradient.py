@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from horovod_sparse.kernels.host import scatter
-from horovod_sparse.tensors import memory
+from horovod_sparse.tensors import flat_gradient
 from horovod_sparse.tensors.flat_gradient import FlatGradient
 from horovod_sparse.tensors.layout import memory_strides, shaped, unshaped
 
@@ -62,9 +62,13 @@ def watching(function, calls):
 def written(gradient, monkeypatch):
     """One entry for every time that the whole buffer is zeroed."""
     calls = []
-    on_host = type(gradient.memory) is memory.GradientMemory
+    on_host = type(gradient.memory) is flat_gradient.GradientMemory
     # on the host one kernel clears and writes
-    owners = [(scatter, "clear_all"), (memory, "clear_all")] if on_host else [(type(gradient.memory), "zero")]
+    owners = (
+        [(scatter, "clear_all"), (flat_gradient, "clear_all")]
+        if on_host
+        else [(type(gradient.memory), "zero")]
+    )
     for owner, name in owners:
         monkeypatch.setattr(owner, name, watching(getattr(owner, name), calls))
     return calls

@@ -8,8 +8,7 @@ import torch
 from horovod_sparse.errors import NonFiniteGradientError, UnsupportedError
 from horovod_sparse.feedback import parse_recipe
 from horovod_sparse.tensors.device_memory import DeviceMemory
-from horovod_sparse.tensors.flat_gradient import memory_of
-from horovod_sparse.tensors.memory import GradientMemory
+from horovod_sparse.tensors.flat_gradient import GradientMemory, memory_of
 from horovod_sparse.torch import SparseCompressor
 from horovod_sparse.training.engine import carry_out
 from support.linear import LinearModel, dyadic
