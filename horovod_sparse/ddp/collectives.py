@@ -40,16 +40,8 @@ _LEAST_ROOM = 1024
 class _Line:
     """What both ends know of the messages from one rank to another.
 
-    Attributes:
-        number: how many there have been. Their tags come from it: other pairs may have had more, where
-            hosts differ in size.
-        room: words that the next one may have before its receiver knows how many it has.
-
-    Example:
-        >>> line = _Line(); line.expect_after(4000); line.room
-        6000
-        >>> line.expect_after(2000); line.room
-        5250
+    How many there have been: their tags come from it, as other pairs may have had more. And words that the
+    next one may have before its receiver knows how many it has.
     """
 
     number: int = 0

@@ -42,13 +42,7 @@ _errors: dict[str, ConstructionErrors] = {}
 
 
 class GroupStore:
-    """The store that a group was made with, as `horovod_sparse.training.deadline.asked_store`.
-
-    Example:
-        >>> store = GroupStore(dist.HashStore())
-        >>> store("notes", "0", b"here"), store("notes", "0"), store("notes", "1")
-        (None, b'here', None)
-    """
+    """The store that a group was made with, as `horovod_sparse.training.deadline.asked_store`."""
 
     def __init__(self, store: dist.Store) -> None:
         self._store = dist.PrefixStore("horovod_sparse.notes", store)
@@ -101,9 +95,7 @@ def say_attached(group: dist.ProcessGroup | None) -> None:
 def call_roll(group: dist.ProcessGroup, deadline_seconds: float | None) -> Deadline:
     """Waits until all ranks have come to the first step; what they wait with from then on.
 
-    Raises:
-        HorovodSparseError: that of a rank which could not attach.
-        DeadlineError: with the ranks that have not come, and whether they have attached.
+    An error of a rank that could not attach is raised; the deadline's says which ranks have not come.
     """
     rank, size, store = dist.get_rank(group), dist.get_world_size(group), GroupStore.of(group)
     number, look = _begun[group.group_name], _errors_of(group).looking(None)

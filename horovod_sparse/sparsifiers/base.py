@@ -22,12 +22,7 @@ State = TypeVar("State")
 
 
 def accumulator_dtype(gradient_dtype: str) -> np.dtype[Any]:
-    """The dtype residuals have: float64 for float64, float32 for float32 and the half types.
-
-    Example:
-        >>> accumulator_dtype("bfloat16")
-        dtype('float32')
-    """
+    """The dtype residuals have: float64 for float64, float32 for float32 and the half types."""
     return np.dtype(np.float64 if gradient_dtype == "float64" else np.float32)
 
 
@@ -295,10 +290,8 @@ class Sparsifier(abc.ABC):
 class Selected(NamedTuple):
     """What `SelectAndGather.select` gives.
 
-    Attributes:
-        indices: positions that this rank sends, int32 [count], ascending and unique.
-        facts: for the telemetry (`SparseSum.facts`).
-        state: after the step; None where it stays as it is.
+    Positions that this rank sends, int32, ascending and unique; facts for the telemetry (`SparseSum.facts`);
+    and the state after the step, None where it stays as it is.
     """
 
     indices: Indices
@@ -354,10 +347,6 @@ def step_generator(seed: int, bucket: str, step: int, rank: int | None = None) -
     """A fresh generator for one step of one bucket.
 
     No state has to be saved to resume, and the global seeds of NumPy or a framework are never touched.
-
-    Example:
-        >>> bool(step_generator(0, "w", 3).random() == step_generator(0, "w", 3).random())
-        True
     """
     entropy = [seed, zlib.crc32(bucket.encode()), step, 0 if rank is None else 1 + rank]
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(entropy)))
@@ -373,13 +362,7 @@ def arguments_text(described: Any, always: tuple[str, ...] = ()) -> str:
 
 
 def value_text(value: Any) -> str:
-    """A value as `feedback.text.parse_value` reads it.
-
-    Example:
-        >>> from horovod_sparse.sparsifiers.schedule import Exponential
-        >>> value_text(Exponential(steps=5)), value_text("paper"), value_text(0.5), value_text(("*.bias",))
-        ('exponential(steps=5)', 'paper', '0.5', "('*.bias',)")
-    """
+    """A value as `feedback.recipe.parse_value` reads it."""
     name = getattr(type(value), "text_name", None)
     if name is not None:
         return f"{name}({arguments_text(value)})"

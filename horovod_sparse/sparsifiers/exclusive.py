@@ -26,12 +26,7 @@ from horovod_sparse.thresholds import ThresholdRule, ThresholdState, threshold_r
 
 @dataclass(frozen=True)
 class ExclusiveState(SparsifierState):
-    """State of an exclusive threshold sparsifier.
-
-    Attributes:
-        step: synchronizations done.
-        threshold: of the threshold rule.
-    """
+    """State of an exclusive threshold sparsifier: that of its threshold rule."""
 
     threshold: ThresholdState = field(default_factory=ThresholdState)
 
@@ -65,10 +60,7 @@ class ExclusiveThreshold(Sparsifier):
         """(start, stop) of what this rank searches in this step."""
 
     def observed(self, state: Any, info: BucketInfo, counts: np.ndarray, union: Indices) -> Any:
-        """The state that the selections of all ranks lead to (partitions may move).
-
-        `counts` are elements selected by every rank, `union` their indices one behind the other.
-        """
+        """The state that the selections of all ranks lead to: how many each has, and all in a row."""
         return state
 
     def synchronize(
@@ -121,10 +113,7 @@ def _select(
 
 
 def _check_exclusive(union: Indices, counts: np.ndarray, info: BucketInfo) -> None:
-    """Refuses selections of which two hold the same element: its sum would be applied twice. O(k).
-
-    All ranks see the same selections, so they all raise, or none.
-    """
+    """Refuses selections of which two hold the same element, which would be applied twice: on all ranks."""
     ends = np.cumsum(counts)
     rising = union[1:] > union[:-1]
     rising[ends[(ends > 0) & (ends < union.size)] - 1] = True  # from one rank to the next

@@ -20,12 +20,9 @@ _CHANCE = 10
 
 @dataclass(frozen=True)
 class Partitions:
-    """Contiguous parts of a bucket, in whole blocks.
+    """Contiguous parts of a bucket, in whole blocks (blk_part) of so many elements (sz_blk).
 
-    Attributes:
-        block_length: elements of a block (sz_blk).
-        num_blocks: int64 [P], blocks of every part (blk_part). What is left over beyond all blocks
-            belongs to the last part.
+    What is left over beyond all blocks belongs to the last part.
     """
 
     block_length: int
@@ -139,13 +136,7 @@ _LAPS = 16
 
 @dataclass(frozen=True)
 class ExDynaState(ExclusiveState):
-    """State of ExDyna, the same on all ranks.
-
-    Attributes:
-        step: synchronizations done.
-        threshold: of the threshold rule.
-        partitions: where the parts lie now.
-    """
+    """State of ExDyna, the same on all ranks: that of the rule, and where the parts lie now."""
 
     partitions: Partitions = field(default_factory=lambda: Partitions(1, np.ones(1, np.int64)))
 

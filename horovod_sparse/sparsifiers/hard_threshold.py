@@ -18,12 +18,7 @@ _hinted: set[str] = set()
 
 @dataclass(frozen=True)
 class HardThresholdState(SparsifierState):
-    """State of hard threshold.
-
-    Attributes:
-        step: synchronizations done.
-        scale: what the residual has been multiplied by since the first step; the threshold is, too.
-    """
+    """State of hard threshold: what the residual has been multiplied by; the threshold is, too."""
 
     scale: float = field(default=1.0, metadata={**ADDED, **SCALED})
 

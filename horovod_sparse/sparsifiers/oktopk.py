@@ -77,12 +77,7 @@ def propose_regions(selection: Indices, info: BucketInfo) -> NDArray[np.int64]:
 
 
 def steered(threshold: float, count: int, k: int, band: tuple[float, float], factor: float) -> float:
-    """The threshold for the next step: lower if fewer than `band` times k passed, higher if more.
-
-    Example:
-        >>> [steered(1.0, count, 100, (0.6, 1.2), 1.25) for count in (50, 100, 150)]
-        [0.8, 1.0, 1.25]
-    """
+    """The threshold for the next step: lower if fewer than `band` times k passed, higher if more."""
     low, high = band
     if count < low * k:
         return threshold / factor
@@ -95,12 +90,7 @@ _FINENESS = 1.1
 
 @functools.lru_cache(maxsize=64)
 def told_orders(k: int) -> NDArray[np.int64]:
-    """Which of its magnitudes a rank tells: the largest ten, then every one a tenth further down, up to k.
-
-    Example:
-        >>> told_orders(20)
-        array([ 1,  2,  3,  4,  5,  6,  7,  8,  9, 10, 11, 13, 15, 17, 19, 20])
-    """
+    """Which of its magnitudes a rank tells: the largest ten, then every one a tenth further down, up to k."""
     orders = [1]
     while orders[-1] < k:
         orders.append(min(k, max(orders[-1] + 1, math.ceil(orders[-1] * _FINENESS))))
@@ -114,11 +104,6 @@ def shares_of(
 
     `told` are magnitudes of `told_orders` [P, orders], `lengths` the sums that each rank has. Kept are k or
     more in all, by less than a tenth of one rank's unless magnitudes are equal.
-
-    Example:
-        >>> told = np.array([[9.0, 5.0, 1.0], [7.0, 6.0, 6.0]])
-        >>> shares_of(told, np.array([3, 2]), 3)
-        (6.0, array([1, 2]))
     """
     if lengths.sum() <= k:
         return 0.0, lengths

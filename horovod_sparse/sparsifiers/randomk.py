@@ -26,13 +26,8 @@ from horovod_sparse.sparsifiers.rounds.shared import sum_at, sum_traffic
 def draw_positions(generator: np.random.Generator, num_elements: int, k: int) -> Indices:
     """k different positions, every set of k as likely as any other.
 
-    As many as are missing are drawn, over and over, and those that are new kept: no position is
-    preferred on the way, so no set is. Sorting k numbers costs less than the table of a generator's
-    own choice without replacement.
-
-    Example:
-        >>> draw_positions(np.random.default_rng(0), 5, 5).tolist()
-        [0, 1, 2, 3, 4]
+    As many as are missing are drawn, over and over, and those that are new kept: no position is preferred on
+    the way, so no set is. Sorting k numbers costs less than a generator's own choice without replacement.
     """
     if 2 * k > num_elements:  # the others are fewer
         kept = np.ones(num_elements, bool)

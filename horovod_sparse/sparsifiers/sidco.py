@@ -26,13 +26,7 @@ from horovod_sparse.thresholds import SampledThreshold
 
 @dataclass(frozen=True)
 class Excess:
-    """Moments of |x| - threshold over the magnitudes that reach the threshold.
-
-    Attributes:
-        mean: of the excess.
-        variance: of the excess.
-        mean_logarithm: of ln |x| (not of the excess; only the first fit, at threshold 0, uses it).
-    """
+    """Mean and variance of |x| - threshold over the magnitudes that reach it, and the mean of ln |x|."""
 
     mean: float
     variance: float
@@ -46,12 +40,7 @@ class Excess:
 
 
 def exponential(excess: Excess, density: float) -> float:
-    """``beta = mean,  threshold = beta * ln(1 / density)``.
-
-    Example:
-        >>> round(exponential(Excess(mean=2.0, variance=4.0), 0.5), 4)
-        1.3863
-    """
+    """``beta = mean,  threshold = beta * ln(1 / density)``."""
     return excess.mean * math.log(1.0 / density)
 
 
@@ -60,10 +49,6 @@ def generalized_pareto(excess: Excess, density: float) -> float:
 
     ``alpha = (1 - q) / 2,  beta = mean (q + 1) / 2,  q = mean^2 / variance``;
     ``threshold = (beta / alpha) (density^-alpha - 1)``.
-
-    Example:
-        >>> round(generalized_pareto(Excess(mean=2.0, variance=4.0), 0.5), 4)
-        1.3863
     """
     if excess.variance <= 0.0:
         return excess.mean
@@ -114,7 +99,6 @@ class SIDCoState(SparsifierState):
     """State of SIDCo on a rank.
 
     Attributes:
-        step: synchronizations done.
         num_stages: how often the tail is fitted now.
         recent: achieved / target of the steps since the stage count was last looked at.
         direction: +1 or -1, where the number of stages went last.

@@ -68,12 +68,7 @@ def adopting(adopt: Callable[[Any], bool]) -> None:
 
 
 def holder_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Holds a tensor as a parameter does its gradient, without Python, as long as it lives itself.
-
-    Example:
-        >>> holder_of(torch.ones(2, dtype=torch.int32)).grad
-        tensor([1, 1], dtype=torch.int32)
-    """
+    """Holds a tensor as a parameter does its gradient, without Python, as long as it lives itself."""
     while True:
         holder = tensor.new_empty(()).expand(tensor.shape)
         try:

@@ -124,7 +124,7 @@ class SparseCompressor(hvd.compression.Compressor):
         return self._synchronizer.save()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what `state_dict` gave, now or in versions that saved parameter by parameter.
+        """Goes on from what `state_dict` gave.
 
         All ranks load between the same two steps, or any before the first: in the next step they compare what
         they have. Where that is not of one step and one run, sparsifiers start anew on all of them.
@@ -135,9 +135,7 @@ class SparseCompressor(hvd.compression.Compressor):
         """
         if self._synchronizer is None:
             self._loaded = state
-        elif not isinstance(state, Mapping) or state.get(
-            "parameters", state
-        ):  # else nothing was synchronized
+        elif state != {}:  # nothing was synchronized
             self._synchronizer.take_back(state)
 
     def __repr__(self) -> str:

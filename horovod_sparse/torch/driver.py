@@ -80,14 +80,8 @@ def start(
 ) -> Handle:
     """Starts a collective and returns without waiting.
 
-    Every rank of the process set starts the same kind of request under the same name; the order in
-    which different names are started is free.
-
-    Example:
-        >>> import horovod.torch as hvd; hvd.init()
-        >>> handle = start(AllReduce(np.array([1.0, 2.0])), "example")
-        >>> handle.result()
-        array([1., 2.])
+    Every rank of the process set starts the same kind of request under the same name; the order in which
+    different names are started is free.
     """
     if process_set.size() is None:
         raise ArgumentError(
@@ -251,20 +245,7 @@ def _array(tensor: torch.Tensor) -> np.ndarray:
 
 
 class HorovodDriver(Driver):
-    """See `Driver`; over Horovod.
-
-    Example:
-        >>> import horovod.torch as hvd, numpy as np; hvd.init()
-        >>> from horovod_sparse.collectives import AllReduce
-        >>> def double():
-        ...     total = yield AllReduce(np.ones(1))
-        ...     return 2.0 * float(total[0])
-        >>> driver = HorovodDriver()
-        >>> task = driver.start("double", double())
-        >>> driver.wait([task])
-        >>> task.value() == 2.0 * hvd.size()
-        True
-    """
+    """See `Driver`; over Horovod."""
 
     def __init__(
         self,

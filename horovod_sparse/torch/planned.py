@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 class PlannedTraining(Training):
     """A `Training` over Horovod that begins with the plan which its settings ask for.
 
-    Attributes:
-        warmup: measures and decides; None where no times were asked for.
+    Its `warmup` measures and decides; it is None where no times were asked for.
     """
 
     engine: HorovodEngine

@@ -35,7 +35,7 @@ from horovod_sparse.training.compression import refuse_later_momentum
 from horovod_sparse.training.engine import Facts
 from horovod_sparse.training.outcome import Outcome, worst
 from horovod_sparse.training.settings import Settings
-from horovod_sparse.training.state import check_entry, checked_states, entry_of_parameters
+from horovod_sparse.training.state import check_entry, checked_states
 
 _log = logging.getLogger("horovod_sparse")
 
@@ -179,8 +179,6 @@ class GradientSynchronizer(PlannedTraining):
     def checked(self, entry: Any) -> dict[str, Any]:
         """An entry, with all tensors on the host, if it fits; nothing is changed."""
         entry = host_entry(entry)
-        if isinstance(entry, Mapping) and "parameters" in entry:
-            entry = entry_of_parameters(entry, self)
         check_entry(entry, self.recipe, _ADVICE)
         facts = {**self.facts, **self.engine.facts(self.facts)}
         known = {name: parameter for name, (_, parameter) in facts.items()}

@@ -18,13 +18,12 @@ step. Sizes and ranks may be what they were, so nothing but an exchange tells. U
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from horovod_sparse._version import __version__
 from horovod_sparse.carriers.pairs import TRANSPORT_VARIABLE, transport_asked
@@ -121,8 +120,7 @@ class AgreedStatus:
     elsewhere: bool = False
 
 
-@dataclass(frozen=True)
-class _Summary:
+class _Summary(NamedTuple):
     """What a rank tells of where it stands: `RankStatus`, with digests for what is long."""
 
     step: int
@@ -146,18 +144,9 @@ def agreed_status(status: RankStatus) -> Synchronization[AgreedStatus]:
         (True, 7, 'ranks [0] have done 7 steps, ranks [1] 0')
     """
     plan, model = status.plan.to_dict(), model_of(status.parameters)
-    own = _Summary(
-        step=status.step,
-        digest=status.digest,
-        made_for=list(status.made_for),
-        plan=_digest([plan, model]),
-        measuring=status.measuring,
-        label=status.label,
-        column=status.column,
-        elsewhere=status.elsewhere,
-    )
-    told = yield from shared_lines(list(dataclasses.astuple(own)))
-    ranks = [_Summary(*one) for one in told]
+    mine = status.step, status.digest, list(status.made_for), _digest([plan, model])
+    rest = status.measuring, status.label, status.column, status.elsewhere
+    ranks = [_Summary(*one) for one in (yield from shared_lines([*mine, *rest]))]
     steps = [one.step for one in ranks]
     reason = ""
     if moved := [rank for rank, one in enumerate(ranks) if one.made_for != [rank, len(ranks)]]:

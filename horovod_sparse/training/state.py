@@ -32,6 +32,17 @@ from horovod_sparse.training.parts import Part, assign_residuals, held_residuals
 _FORMAT = 1
 #: far more than there will ever be; beyond, arithmetic on them would overflow
 _MOST_RANKS, _MOST_STEPS = 2**31 - 1, 2**53
+_LIST = list, tuple
+#: fields that are one value or a list: their type, in words, too; and what is meant where one is missing
+_FIELDS: Mapping[str, tuple[Any, ...]] = {
+    "algorithm": (str, "text"),
+    "recipe": (str, "text"),
+    "feedback": (str, "text", ""),
+    "levels": (_LIST, "a list of whole numbers", ()),
+    "resized": (bool, "True or False", False),
+    "companions": (_LIST, "a list"),
+    "buckets": (_LIST, "a list"),
+}
 _log = logging.getLogger("horovod_sparse")
 
 
@@ -87,23 +98,18 @@ def check_entry(entry: Any, recipe: Recipe | None, advice: str) -> None:
         raise StateMismatchError(
             f"the saved state has format {_words(entry.get('format'))}, this version reads format {_FORMAT}"
         )
-    for name in ("algorithm", "recipe"):
-        _expect(isinstance(entry.get(name), str), name, entry.get(name), "text")
+    for name, (kind, wanted, *default) in _FIELDS.items():
+        value = entry.get(name, *default)
+        _expect(isinstance(value, kind), name, value, wanted)
     if recipe is not None and entry["algorithm"] != recipe.sparsifier.name:
         used = advice.format(recipe.describe())
         raise StateMismatchError(f"the saved state is of {entry['recipe']}, {used}")
     _whole(entry, "size", 1, _MOST_RANKS)
     _whole(entry, "rank", 0, entry["size"] - 1)
     _whole(entry, "step", 0, _MOST_STEPS)
-    levels = entry.get("levels", [])
-    sound = isinstance(levels, (list, tuple)) and all(type(item) is int for item in levels)
-    _expect(sound, "levels", levels, "a list of whole numbers")
-    _expect(isinstance(entry.get("resized", False), bool), "resized", entry.get("resized"), "True or False")
-    _expect(entry.get("feedback", "") is not None, "feedback", None, "text")
-    _expect(isinstance(entry.get("feedback", ""), str), "feedback", entry.get("feedback"), "text")
+    levels, buckets = entry.get("levels", ()), entry["buckets"]
+    _expect(all(type(item) is int for item in levels), "levels", levels, "a list of whole numbers")
     plan = _saved_plan(entry.get("plan"))
-    companions = entry.get("companions")
-    _expect(isinstance(companions, (list, tuple)), "companions", companions, "a list")
     if recipe is not None and not companions_fit(entry, recipe.feedback):
         raise StateMismatchError(f"the saved state is of another feedback than {recipe.feedback}")
     held = {"residuals": entry.get("residuals")}
@@ -111,10 +117,8 @@ def check_entry(entry: Any, recipe: Recipe | None, advice: str) -> None:
     bucketed = {name for bucket in plan.buckets for name in bucket}
     for path, arrays in held.items():
         _check_arrays(path, arrays, bucketed, set(plan.names()))
-    buckets = entry.get("buckets")
-    _expect(isinstance(buckets, (list, tuple)), "buckets", buckets, "a list")
-    _expect(len(entry["buckets"]) == len(plan.buckets), "buckets", buckets, f"a list of {len(plan.buckets)}")
-    for number, one in enumerate(entry["buckets"]):
+    _expect(len(buckets) == len(plan.buckets), "buckets", buckets, f"a list of {len(plan.buckets)}")
+    for number, one in enumerate(buckets):
         _check_bucket(f"buckets[{number}]", one)
 
 
@@ -185,53 +189,18 @@ def _check_array(path: str, values: Any) -> None:
     _expect(bool(np.isfinite(array).all()), path, values, "finite numbers")  # type: ignore[arg-type]
 
 
-def entry_of_parameters(state: Mapping[str, Any], engine: Holder) -> dict[str, Any]:
-    """The entry of what compressors behind stock Horovod saved once: a state for each parameter."""
-    try:
-        saved = dict(state["parameters"])
-        plan, shapes = engine.plan, {name: p.shape for name, (_, p) in engine.facts.items()}
-        sizes = {one["size"] for one in saved.values()}
-        arrays = {name: [one["residual"], *one["companions"]] for name, one in saved.items()}
-        buckets = [names for names in plan.buckets if names[0] in saved]
-        held = [
-            {name: array[number].reshape(shapes.get(name, -1)) for name, array in arrays.items()}
-            for number in range(max(map(len, arrays.values())))
-        ]
-        return {
-            "format": _FORMAT,
-            "algorithm": state["algorithm"],
-            "recipe": state["algorithm"],
-            "rank": engine.rank_and_size[0],
-            "size": max(sizes) if len(sizes) == 1 else None,
-            "step": max(one["sparsifier"]["step"] for one in saved.values()),
-            "plan": Plan(tuple(buckets), tuple(set(saved) - {n for (n,) in buckets}), plan.density).to_dict(),
-            "residuals": held[0],
-            "companions": held[1:],
-            "feedback": next((one["feedback"] for one in saved.values() if "feedback" in one), ""),
-            "buckets": [{**saved[name], "state": saved[name]["sparsifier"]} for (name,) in buckets],
-        }
-    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        raise StateMismatchError(f"the saved state is no compressor's for this model: {error!r}") from error
-
-
-def _check_bucket(path: str, one: Any, state: str = "state") -> None:
+def _check_bucket(path: str, one: Any) -> None:
     """What a bucket's progress is made of; its state is checked against the sparsifier's own."""
     _expect(isinstance(one, Mapping), path, one, "a mapping")
     _expect("learning_rate" in one, f"{path}.learning_rate", "missing", "a number or None")
-    for name in ("since", "summed"):
-        if name in one:
-            _whole(one, name, 0, _MOST_STEPS, f"{path}.")
-    for name in ("learning_rate", "largest_rate", "scale"):
-        value = one.get(name)
-        sound = is_number(value) and 0.0 <= value < np.inf
-        _expect(
-            sound or (value is None and name != "scale") or name not in one,
-            f"{path}.{name}",
-            value,
-            "a finite number, not negative",
-        )
-    _expect(isinstance(one.get(state), Mapping), f"{path}.{state}", one.get(state), "a mapping")
-    _whole(one[state], "step", 0, _MOST_STEPS, f"{path}.{state}.")
+    for name in one.keys() & {"since", "summed"}:
+        _whole(one, name, 0, _MOST_STEPS, f"{path}.")
+    for name in one.keys() & {"learning_rate", "largest_rate", "scale"}:
+        value = one[name]
+        sound = (is_number(value) and 0.0 <= value < np.inf) or (value is None and name != "scale")
+        _expect(sound, f"{path}.{name}", value, "a finite number, not negative")
+    _expect(isinstance(one.get("state"), Mapping), f"{path}.state", one.get("state"), "a mapping")
+    _whole(one["state"], "step", 0, _MOST_STEPS, f"{path}.state.")
 
 
 def _whole(fields: Mapping[str, Any], name: str, least: int, most: int, path: str = "") -> None:

@@ -15,12 +15,7 @@ from horovod_sparse.wire import WireFormat, carried_norm, pack, unpack_sum
 
 
 def ceil_log2(number: int) -> int:
-    """The least m with 2**m >= number.
-
-    Example:
-        >>> [ceil_log2(number) for number in (1, 2, 3, 4, 5)]
-        [0, 1, 2, 2, 3]
-    """
+    """The least m with 2**m >= number."""
     return (number - 1).bit_length()
 
 
@@ -73,12 +68,7 @@ class Mail:
 
 
 def bruck_bags(num_members: int) -> list[int]:
-    """How many messages a member sends in each round: all it holds, or what the other still lacks.
-
-    Example:
-        >>> bruck_bags(6)
-        [1, 2, 2]
-    """
+    """How many messages a member sends in each round: all it holds, or what the other still lacks."""
     return [min(1 << stage, num_members - (1 << stage)) for stage in range(ceil_log2(num_members))]
 
 

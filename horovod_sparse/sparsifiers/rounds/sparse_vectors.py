@@ -29,12 +29,7 @@ Window: TypeAlias = tuple[int, int]
 
 @dataclass(frozen=True)
 class SparseVector:
-    """Some elements of a bucket.
-
-    Attributes:
-        indices: int32 [count], ascending and unique.
-        values: float32 or float64 [count].
-    """
+    """Some elements of a bucket: int32 indices, ascending and unique, and their values, as many."""
 
     indices: Indices
     values: Values
@@ -69,13 +64,7 @@ def added(first: SparseVector, second: SparseVector) -> SparseVector:
 
 
 def split_largest(vector: SparseVector, k: int) -> tuple[SparseVector, SparseVector]:
-    """The k largest magnitudes, and the others. Ties go to the lowest index.
-
-    Example:
-        >>> vector = SparseVector(np.array([1, 4, 7], np.int32), np.array([-2.0, 1.0, 2.0]))
-        >>> split_largest(vector, 1)[0]
-        SparseVector(indices=array([1], dtype=int32), values=array([-2.]))
-    """
+    """The k largest magnitudes, and the others. Ties go to the lowest index."""
     if len(vector) <= k:
         return vector, empty(vector.values.dtype)
     if k == 0:

@@ -159,12 +159,7 @@ def spardl_cost(size: int, teams: int, between: str) -> tuple[int, float, float]
 def teams_by_cost(
     size: int, bytes_of_union: float, latency_seconds: float, seconds_per_byte: float, between: str = "auto"
 ) -> list[tuple[int, float]]:
-    """Every divisor d of P with its predicted time, the least first, the smaller of equals.
-
-    Example:
-        >>> [teams_by_cost(16, 1e6, latency, 8e-9)[0][0] for latency in (1e-6, 1.0)]
-        [2, 16]
-    """
+    """Every divisor d of P with its predicted time, the least first, the smaller of equals."""
 
     def seconds(teams: int) -> float:
         way = between
@@ -188,7 +183,6 @@ class SparDLState(SparsifierState):
     """State of SparDL.
 
     Attributes:
-        step: synchronizations done.
         share: h / L: of a block's quota, what a rank sends to the other teams (B-SAG). In [1 / d, 1].
         stride: what is added to it per step; its sign is the direction.
         confirmed: whether the direction was right the last time, too.
