@@ -111,7 +111,13 @@ Synchronization: TypeAlias = Generator[Request, Any, Result]
 
 
 def shared_lines(value: Any) -> Synchronization[list[Any]]:
-    """What every rank gave, in rank order: numbers, strings, None, and lists and dicts of them."""
+    """What every rank gave, in rank order: numbers, strings, None, and lists and dicts of them.
+
+    Example:
+        >>> from horovod_sparse.simulation import run_lockstep
+        >>> run_lockstep([shared_lines({"rank": rank}) for rank in range(2)])[0]
+        [{'rank': 0}, {'rank': 1}]
+    """
     line = json.dumps(value).encode()
     line += b" " * (-(len(line) + 1) % 4) + b"\n"
     gathered = yield AllGather(np.frombuffer(line, np.int32))
@@ -131,7 +137,14 @@ def part(num_elements: int, rank: int, size: int) -> tuple[int, int]:
 
 
 def at_level(coroutine: Synchronization[Result], level: Level) -> Synchronization[Result]:
-    """A coroutine whose requests go to the ranks of a level."""
+    """A coroutine whose requests go to the ranks of a level.
+
+    Example:
+        >>> def one():
+        ...     return (yield AllGather(np.zeros(1, np.int32)))
+        >>> next(at_level(one(), "across")).level
+        'across'
+    """
     result: Any = None
     while True:
         try:

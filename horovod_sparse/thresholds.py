@@ -222,7 +222,12 @@ RULES: dict[str, type] = {"sketch": Sketch, "paper": ThresholdScaling}
 
 
 def threshold_rule(rule: str | ThresholdRule) -> ThresholdRule:
-    """A rule by its name, or the rule itself."""
+    """A rule by its name, or the rule itself.
+
+    Example:
+        >>> threshold_rule("sketch")
+        Sketch(exponent=0.5, limit=16.0, memory=0.85)
+    """
     if isinstance(rule, str):
         if rule not in RULES:
             raise UnknownNameError("threshold rule", rule, RULES)
@@ -252,7 +257,12 @@ class SampledThreshold:
         check_density("sample_fraction", self.fraction, "a fraction in (0, 1]")
 
     def stride(self, num_elements: int, k: int) -> int:
-        """Distance of sampled elements."""
+        """Distance of sampled elements.
+
+        Example:
+            >>> SampledThreshold(0.01).stride(1_000_000, 10_000), SampledThreshold(0.01).stride(1000, 10)
+            (100, 1)
+        """
         enough = max(
             math.ceil(self.fraction * num_elements), math.ceil(_LEAST_SAMPLED_HITS * num_elements / k)
         )

@@ -38,7 +38,12 @@ class Topology:
 
     @classmethod
     def regular(cls, num_hosts: int, per_host: int) -> Topology:
-        """The first ranks on the first host, and so on."""
+        """The first ranks on the first host, and so on.
+
+        Example:
+            >>> Topology.regular(2, 2).hosts
+            ((0, 1), (2, 3))
+        """
         return cls(tuple(tuple(range(host * per_host, (host + 1) * per_host)) for host in range(num_hosts)))
 
     @classmethod

@@ -62,12 +62,18 @@ class Journal:
 class Accumulator:
     """Residual plus gradient of one bucket, in the residual's memory.
 
-    What has n elements stays where it is, on the host or a device; what has k elements (indices, values) is a
-    NumPy array on the host, whose network sends it. So a sparsifier never learns which framework holds the
-    gradient, and selections and sums have the same bits in every memory.
+    What has n elements stays where it is, on the host or a device; what has k elements (indices, values) is
+    a NumPy array on the host, whose network sends it. So a sparsifier never learns which framework holds
+    the gradient, and selections and sums have the same bits in every memory.
 
-    All indices are int32 positions within the bucket, ascending and unique where a method returns them.
-    Changes to the values after `fold` are journaled, so that `abandon` can take them back.
+    All indices are int32 positions within the bucket, ascending and unique where a method returns
+    them. Changes to the values after `fold` are journaled, so that `abandon` can take them back.
+
+    Made as `HostAccumulator`, or by a front end in its own memory.
+
+    Args:
+        kernels: of the memory.
+        num_companions: arrays like the values that a feedback keeps beside them, such as a velocity.
 
     Attributes:
         step: synchronizations that there have been, which the report of the next fold says.
@@ -101,7 +107,11 @@ class Accumulator:
 
     @property
     def square_norm(self) -> float:
-        """Sum of squares of the values now, in O(1), with the rounding of the fold: about 1e-6 of its sum."""
+        """Sum of squares of the values now, in O(1).
+
+        That of the last fold, less what was cleared since: it keeps the rounding of the fold's sum,
+        about 1e-6 of that.
+        """
         return self._kernels.float_of(self._norm)
 
     @property
@@ -112,9 +122,17 @@ class Accumulator:
     def fold(self, gradient: Any, rule: FoldRule = _PLAIN) -> FoldReport:
         """Values = decay * values + gradient; gradient = 0; block maxima. The one pass over n elements.
 
-        The gradient has n elements in any shape and strides, of a type that accumulates in the values' own
-        (bfloat16 may come as its bits, in uint16); or is of a kind that is kept: `GradientParts`,
-        `KeptTensor`.
+        Args:
+            gradient: n elements in any shape and strides, where the memory is, of a type that accumulates in
+                its own; bfloat16 may come as its bits, in uint16. Set to 0. Or of a kind that is kept:
+                `GradientParts`, `KeptTensor`.
+            rule: decay, momentum, clipping.
+
+        Returns:
+            What the pass learned; reading its numbers may wait for a device.
+
+        Raises:
+            ArgumentError: shape, type or device do not fit, or there is no companion for momentum or moment.
         """
         companion = None
         if rule.num_companions:
@@ -187,7 +205,10 @@ class Accumulator:
         return first, last
 
     def largest(self, num_selected: int, start: int = 0, stop: int | None = None) -> Indices:
-        """Exactly so many largest magnitudes in [start, stop), or all; ties go to the lowest index."""
+        """Exactly the `num_selected` largest magnitudes in [start, stop); ties go to the lowest index.
+
+        More than the window holds takes the whole window.
+        """
         start, stop = self._window(start, stop)
         if num_selected < 0:
             raise ArgumentError("num_selected", num_selected, "0 or more")
@@ -264,7 +285,10 @@ class Accumulator:
         return olds[0]
 
     def add(self, indices: Indices, values: Values) -> None:
-        """Adds to the values at unique indices; what would not stay finite adds nothing."""
+        """Adds to the values there (what a rank gives back to its residual); indices are unique.
+
+        What would not stay finite adds nothing.
+        """
         where, new = self._matched(indices, values)
         olds = self._journal.remember(where)
         self._kernels.add(self._values, where, olds[0], new)
@@ -299,19 +323,29 @@ class Accumulator:
                 self._kernels.zero(companion, where)
 
     def quantize(self, code: Quantization, key: int, words: NDArray[np.int32]) -> float:
-        """Writes all values into `words`, and leaves them; the sum of squares of what the words lose.
+        """Writes all values as codes of few bits, and leaves them as they are.
 
-        `key` has 64 bits, of the random numbers by which values are rounded.
+        Args:
+            code: how.
+            key: 64 bits, of the random numbers by which values are rounded.
+            words: int32, `code.num_words` of them; overwritten.
+
+        Returns:
+            Sum of squares of what the words lose.
         """
         self._settle()
         return self._kernels.quantize(self._values, code, key, words, self._norm)
 
     def subtract(self, code: Quantization, words: NDArray[np.int32], left: float | None = None) -> None:
-        """What these words of `quantize` stand for leaves all values; companions stay.
+        """What these words stand for leaves all values; companions stay.
 
         Once a step, and the last change in it. It is carried out when the values are needed, so `abandon`
-        takes no copy of them, and the words have to stay until the next fold. `left` is the sum of squares
-        then, if known.
+        takes no copy of them.
+
+        Args:
+            code: how they were written.
+            words: as `quantize` wrote them; not to be changed until the next fold.
+            left: sum of squares of the values then, where it is known.
         """
         self._settle()
         self._sent = code, self._kernels.words(words)
@@ -331,10 +365,14 @@ class Accumulator:
             self._norm = self._norm_at_fold
 
     def drop(self, gradient: Any, *, coasts: bool = False) -> None:
-        """Takes the last fold's gradient, which was kept, out of values and companion again, after `abandon`.
+        """Takes the last fold's gradient out of the values (and their companion) again, after `abandon`.
 
-        What was there before comes back to the rounding of the sum: where the gradient was more than 2**24
-        times larger nothing is left of it. If it `coasts`, a velocity acts as in a fold of zeros.
+        What was there before, decay included, comes back to the rounding of the sum: where the gradient
+        was more than 2**24 times larger nothing is left of it, and the value is 0.
+
+        Args:
+            gradient: as it was folded; it must have been kept.
+            coasts: whether a velocity acts as in a fold of zeros; otherwise it is what it was before, too.
         """
         rule, companion = self._folded
         self._kernels.take_out(self._values, companion, self._kernels.checked(gradient), rule)
@@ -365,7 +403,14 @@ class Accumulator:
         return self.values()
 
     def assign(self, values: Any) -> None:
-        """Replaces all n values by finite ones; companions are replaced after it, in place."""
+        """Replaces all n values (loading a checkpoint). Companions are replaced after it, in place.
+
+        Args:
+            values: n elements of any float type, in any shape.
+
+        Raises:
+            ArgumentError: another number of elements, or NaN or Inf among them.
+        """
         self._kernels.assign(self._values, values)
         self._sent = None
         self._start_anew()

@@ -27,9 +27,16 @@ _SUMMED = 1 << 17
 class GradientParts:
     """The gradients of a bucket's parameters, one behind the other, to be folded and left alone.
 
-    TensorFlow's tensors are immutable, and may be constants or share memory, so a fold must not set them to 0
-    as it does with PyTorch's. Large ones are read where they are; small ones, and what is left of large ones
-    at their ends, are gathered in a buffer that stays in the cache.
+    TensorFlow's tensors are immutable, and may be constants or share memory, so a fold must not set
+    them to 0 as it does with PyTorch's. Large ones are read where they are; small ones, and what is
+    left of large ones at their ends, are gathered in a buffer that stays in the cache.
+
+    Args:
+        arrays: contiguous, of one type: float32, float64, float16, or bfloat16 (its bits as uint16, or
+            from ml_dtypes); any shapes.
+
+    Raises:
+        ArgumentError: if the types differ, or there is no array.
 
     Example:
         >>> parts = GradientParts([np.array([1.0, 2.0]), np.array([[3.0]])])
@@ -68,7 +75,12 @@ class GradientParts:
         return len(self._flat) == 1 and self._flat[0].ctypes.data == address
 
     def joined(self, dtype: np.dtype[Any]) -> Array:
-        """All elements as one array of float32 or float64, its own memory if it can be: to be read only."""
+        """All elements as one array of float32 or float64, not to be written to: its own memory if it can be.
+
+        Example:
+            >>> GradientParts([np.array([0x3F80], np.uint16)]).joined(np.dtype(np.float32))
+            array([1.], dtype=float32)
+        """
         arrays = [wide(array).astype(dtype, copy=False) for array in self._flat]
         return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
@@ -102,9 +114,13 @@ class GradientParts:
 
 
 class SummedParts(GradientParts):
-    """The sum of other ranks' arrays times their factors, in order; nothing of n elements is written.
+    """The sum of arrays of other ranks, in their order; nothing of n elements is written for it.
 
-    Arrays are as kernels get them, of m elements each; those from m to n are 0.
+    Args:
+        arrays: two or more, shape (m,) each, as kernels get them: half types as their bits. Only read.
+        factors: of each array.
+        num_elements: n, from m; elements behind the arrays' last are 0.
+        dtype: of the sum, float32 or float64.
 
     Example:
         >>> parts = SummedParts([np.array([1.0, 2.0]), np.array([0.5, 0.5])], [1.0, 2.0], 3, np.float64)

@@ -44,7 +44,11 @@ class HostAccumulator(Accumulator):
         num_elements: n.
         dtype: of the gradients; the accumulator is float64 for float64, else float32.
         density: kept fraction that selections will have, in (0, 1]; it decides the block size.
-        companions: how many arrays of n elements are kept beside the values, and cleared with them.
+        companions: how many arrays of n elements are kept beside the values, and cleared with them (the
+            velocity of momentum correction).
+
+    Raises:
+        ArgumentError: an argument is outside what is allowed.
 
     Example:
         >>> accumulator = HostAccumulator(4, density=0.5)

@@ -22,7 +22,18 @@ Values: TypeAlias = NDArray[Any]
 
 @dataclass(frozen=True)
 class Moments:
-    """Sums over the magnitudes that are >= a threshold and not 0: of 1, |x|, x**2 and ln |x|."""
+    """Sums over the magnitudes that are >= a threshold and not 0.
+
+    Attributes:
+        count: how many there are.
+        total: sum of |x|.
+        total_squares: sum of x**2.
+        total_logarithms: sum of ln |x|.
+
+    Example:
+        >>> Moments(2, 4.0, 10.0, 1.0986).mean
+        2.0
+    """
 
     count: int
     total: float

@@ -116,8 +116,13 @@ class Progress:
         """With the learning rate of this step, where it is one: a finite number above 0.
 
         A rate that is less than a tenth of the largest so far (`LARGEST_GROWTH`) counts as that tenth. A
-        residual that follows a schedule to nearly 0 therefore grows to ten times its size, not without limit,
-        and shrinks again by as much when the rate comes back.
+        residual that follows a schedule to nearly 0 therefore grows to ten times its size, not without
+        limit, and shrinks again by as much when the rate comes back.
+
+        Example:
+            >>> falling = Progress().at(0.5).at(0.1)
+            >>> falling.learning_rate, falling.at(0.0).learning_rate, falling.at(1e-6).learning_rate
+            (0.1, 0.1, 0.05)
         """
         if learning_rate is None or not 0.0 < learning_rate < math.inf:
             return self
@@ -141,14 +146,26 @@ class Progress:
 
     @classmethod
     def from_plain(cls, saved: Mapping[str, Any], step: int) -> Progress:
-        """As `to_plain` saved it; older checkpoints have the last learning rate alone."""
+        """As `to_plain` saved it; older checkpoints have the last learning rate alone.
+
+        Example:
+            >>> Progress.from_plain({"learning_rate": 0.0}, 7)
+            Progress(step=7, learning_rate=None, largest_rate=None, scale=1.0, since=0, summed=1)
+        """
         rate = saved["learning_rate"] or None  # one of 0 was remembered once
         since, summed = saved.get("since", 0), saved.get("summed", 1)
         return cls(int(step), rate, saved.get("largest_rate") or rate, saved.get("scale", 1.0), since, summed)
 
 
 def resumed(own: Progress, told: Mapping[str, Any] | None, step: int) -> Progress:
-    """Where all ranks start a bucket's state anew at one step of the training."""
+    """Where all ranks start a bucket's state anew at one step of the training.
+
+    Example:
+        >>> resumed(Progress(), Progress(7, 0.1).to_plain(), 7).learning_rate
+        0.1
+        >>> resumed(Progress(5, 0.2), Progress(7, 0.1).to_plain(), 7).learning_rate
+        0.2
+    """
     going_on = Progress.from_plain(told, step) if own.step == 0 and told is not None else own
     # companions are this rank's own: those of a worker that has just come are made of nothing
     return dataclasses.replace(going_on, step=step, since=step - own.age, summed=own.summed)
@@ -205,7 +222,11 @@ class Bucket:
         self._before = None
 
     def rescaled(self, factor: float) -> None:
-        """Whoever multiplies the residual between two steps calls this: a sparsifier's memory follows."""
+        """Has to be told where residual and gradients come in other units from now on (a new loss scale).
+
+        Whoever multiplies the residual calls this, between two steps: what the sparsifier remembers in its
+        units follows.
+        """
         if factor != 1.0:
             self._progress = self._progress.rescaled(factor)
             self.state = rescaled(self.state, factor)

@@ -65,7 +65,12 @@ class WireFormat:
         return self.indices != "int32"
 
     def padded(self, count: int) -> int:
-        """Elements that a payload of so many has room for."""
+        """Elements that a payload of so many has room for.
+
+        Example:
+            >>> WireFormat(quantum=8, capacity=20).padded(3), WireFormat(quantum=8, capacity=20).padded(30)
+            (24, 32)
+        """
         return -(-max(count, self.capacity) // self.quantum) * self.quantum
 
     def round(self, values: Values) -> Values:
@@ -96,7 +101,12 @@ class WireFormat:
         return values
 
     def message_words(self, count: int, num_elements: int, dtype: Any) -> int:
-        """Length of a message, header and padding included, in 32-bit words; exact."""
+        """Length of a message, header and padding included, in 32-bit words; exact.
+
+        Example:
+            >>> WireFormat().message_words(3, 100, np.float32), WireFormat().message_words(3, 100, None)
+            (10, 7)
+        """
         return sections(self, count, num_elements, dtype).length
 
     def message_bytes(self, count: int, num_elements: int, dtype: Any) -> int:

@@ -134,7 +134,8 @@ class Gathered:
         values: float32 or float64, as long; None where only indices were sent.
         counts: int64 [P], elements selected by each rank.
         first_nonfinite: rank -> position of its first NaN or Inf, for ranks that have one.
-        norms: float64 [P], of every rank's residual before it added this step's gradient.
+        norms: float64 [P], L2 norm of every rank's residual before it added this step's gradient; float32
+            on the way.
     """
 
     indices: Indices
@@ -168,6 +169,13 @@ def unpack_sum(
     """Decodes an allgathered buffer into one array of indices and one of values.
 
     Every index and every value is written once, to where the sum needs it.
+
+    Example:
+        >>> from horovod_sparse.arrays import FoldReport
+        >>> gaps = WireFormat(indices="gaps")
+        >>> one = pack(np.array([2, 5], np.int32), None, FoldReport(), format=gaps, num_elements=9)
+        >>> unpack_sum(np.concatenate([one, one]), 2, gaps, 9, None).indices
+        array([2, 5, 2, 5], dtype=int32)
     """
     asked = size, format, num_elements, None if dtype is None else np.dtype(dtype)
     return decoded_once(buffer, asked, lambda words: _unpack(words, size, format, num_elements, dtype))
