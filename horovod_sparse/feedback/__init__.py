@@ -1,7 +1,7 @@
 """Error feedback and momentum correction; the bucket that holds all of it."""
 
 from horovod_sparse.feedback.auto_density import AutoDensity
-from horovod_sparse.feedback.bucket import Bucket, BucketStep, Member, Progress, resumed
+from horovod_sparse.feedback.bucket import Bucket, Progress, resumed
 from horovod_sparse.feedback.feedbacks import (
     FEEDBACKS,
     AdamFeedback,
@@ -13,6 +13,7 @@ from horovod_sparse.feedback.feedbacks import (
     RMSpropFeedback,
 )
 from horovod_sparse.feedback.recipe import ParameterRules, Recipe, parse_recipe, recipe, recipe_signature
+from horovod_sparse.feedback.state import BucketStep, Member
 from horovod_sparse.feedback.two_level_bucket import TwoLevelBucket, shard_of
 
 __all__ = [
