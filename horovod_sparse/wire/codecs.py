@@ -9,7 +9,8 @@ The sender keeps the difference in its residual (`WireFormat.round`), so nothing
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Protocol, TypeAlias
 
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 from horovod_sparse.arrays import Indices, Values
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.kernels.host import codecs as kernels
-from horovod_sparse.kernels.host.scatter import find_outside
+from horovod_sparse.kernels.host.scatter import find_outside, narrow
 
 Words: TypeAlias = NDArray[np.uint32]
 
@@ -187,61 +188,44 @@ class ValueCodec(Protocol):
         """Fills `out`, float32 or float64, as long as the count."""
 
 
-class Float32:
-    """Four bytes each: exact for float32, rounded for float64."""
-
-    code = 1
-
-    def num_words(self, count: int) -> int:
-        return count
-
-    def encode(self, values: Values, words: Words) -> None:
-        """A copy of float32, as it is; float64 is rounded, at most to the largest float32."""
-        if values.dtype == np.float64:
-            largest = float(np.finfo(np.float32).max)
-            values = np.nan_to_num(np.clip(values, -largest, largest))
-        words.view(np.float32)[:] = values
-
-    def decode(self, words: Words, out: Values) -> None:
-        out[:] = words.view(np.float32)
-
-
-class Float64:
-    """Eight bytes each: exact."""
-
-    code = 2
-
-    def num_words(self, count: int) -> int:
-        return 2 * count
-
-    def encode(self, values: Values, words: Words) -> None:
-        words[:] = np.ascontiguousarray(values, np.float64).view(np.uint32)
-
-    def decode(self, words: Words, out: Values) -> None:
-        out[:] = words.view(np.float64)  # may begin in the middle of eight bytes; NumPy copies that
-
-
-class Half:
-    """Two bytes each, by the name of the format.
+class Floats:
+    """Eight, four or two bytes each, by the name of the format: to the nearest, ties to even.
 
     "float16" is IEEE half precision: 11 significant bits, up to 65504, steps of 6e-8 around 0. Values below
     3e-8 become 0 and stay in the residual: with gradients that small take "bfloat16", the upper half of
-    float32: 8 significant bits, its full range.
+    float32: 8 significant bits, its full range. float64 becomes either by way of float32.
     """
 
-    def __init__(self, code: int, dtype: type, encode: Callable[[Values, NDArray[Any]], None]) -> None:
-        self.code, self._dtype, self._encode = code, dtype, encode
+    def __init__(self, code: int, dtype: type[np.generic], largest: float) -> None:
+        self.code, self._dtype, self._largest = code, np.dtype(dtype), largest
 
     def num_words(self, count: int) -> int:
-        return (count + 1) // 2
+        return -(-count * self._dtype.itemsize // 4)
 
     def encode(self, values: Values, words: Words) -> None:
-        """To the nearest, ties to even; float64 by way of float32."""
+        """As they are, or rounded, at most to the largest number; NaN becomes 0."""
+        wider = np.dtype(np.float64 if self._dtype == np.float64 else np.float32)
+        if values.itemsize > self._dtype.itemsize:
+            values = np.nan_to_num(np.clip(values, -self._largest, self._largest))
         words[-1:] = 0
-        self._encode(values, words.view(self._dtype))
+        words.view(self._dtype)[: values.size] = narrow(values.astype(wider, copy=False), self._dtype)
 
     def decode(self, words: Words, out: Values) -> None:
-        kernels.decode_half(words.view(self._dtype), out)
+        numbers = words.view(self._dtype)  # float64 may begin in the middle of eight bytes; NumPy copies that
+        if self._dtype.itemsize == 2:
+            kernels.decode_half(numbers, out)
+        else:
+            out[:] = numbers
+
+
+#: the largest finite bfloat16
+_LARGEST_BFLOAT16 = float(np.uint32(0x7F7F0000).view(np.float32))
+_FLOATS = {
+    "float32": Floats(1, np.float32, float(np.finfo(np.float32).max)),
+    "float64": Floats(2, np.float64, math.inf),
+    "float16": Floats(3, np.int16, 65504.0),
+    "bfloat16": Floats(4, np.uint16, _LARGEST_BFLOAT16),
+}
 
 
 class Int8:
@@ -308,7 +292,7 @@ class TwoBit:
         sizes, signs, larges = self._split(words, values.size)
         means = np.empty(sizes.size, np.float32)
         kernels.encode_2bit(values, means, signs, larges)
-        kernels.encode_bfloat16(means, sizes)
+        _FLOATS["bfloat16"].encode(means, sizes)
 
     def decode(self, words: Words, out: Values) -> None:
         sizes, signs, larges = self._split(words, out.size)
@@ -324,10 +308,7 @@ class TwoBit:
 #: The ways by name.
 VALUE_CODECS: Mapping[str, ValueCodec] = MappingProxyType(
     {
-        "float32": Float32(),
-        "float64": Float64(),
-        "float16": Half(3, np.int16, kernels.encode_float16),
-        "bfloat16": Half(4, np.uint16, kernels.encode_bfloat16),
+        **_FLOATS,
         "int8": Int8(),
         "2bit": TwoBit(),
     }

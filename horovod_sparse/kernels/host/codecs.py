@@ -146,20 +146,7 @@ def decode_blocks(counts, offsets, num_elements, out):  # type: ignore[no-untype
 #: Values that share a scale.
 INT8_BLOCK = 64
 
-_SIZE = np.uint32(0x7FFFFFFF)
-_INFINITY = np.uint32(0x7F800000)
-_HALF_SIGN = np.uint32(0x8000)
-_ONE, _THIRTEEN, _SIXTEEN = np.uint32(1), np.uint32(13), np.uint32(16)
-
-_LARGEST_FLOAT16 = np.uint32(0x477FE000)  # 65504 as float32
-_NORMAL_FLOAT16 = np.uint32(0x38800000)  # 2**-14, the smallest normal one
-_REBIAS = np.uint32((127 - 15) << 10)
-_HALF_OF_FLOAT16_STEP = np.uint32(0x0FFF)
-_HALF = np.float32(0.5)
-_BITS_OF_HALF = np.uint32(0x3F000000)
-
-_LARGEST_BFLOAT16 = np.uint32(0x7F7F0000)
-_HALF_OF_BFLOAT16_STEP = np.uint32(0x7FFF)
+_ONE = np.uint32(1)
 
 # Adding and taking off again rounds a float64 to the nearest integer, ties to even.
 _TO_INTEGER = 1.5 * 2.0**52
@@ -167,35 +154,6 @@ _TO_INTEGER = 1.5 * 2.0**52
 _UNUSED_BITS = 0x7F
 _LARGEST_SCALE = int((np.finfo(np.float32).max / np.float32(127)).view(np.uint32)) & ~_UNUSED_BITS
 _SMALLEST_SCALE = 0x00800000  # 2**-126; below it, some processors are set to take 0
-
-
-@kernel
-def encode_float16(values, out):  # type: ignore[no-untyped-def]
-    """Nearest float16, ties to even, at most 65504 in magnitude; NaN becomes 0. Bits into int16."""
-    for i in range(values.size):
-        number = np.float32(values[i])
-        bits = raw_bits(number)
-        size = bits & _SIZE
-        small = min(size, _LARGEST_FLOAT16)
-        odd = (small >> _THIRTEEN) & _ONE
-        normal = ((small + _HALF_OF_FLOAT16_STEP + odd) >> _THIRTEEN) - _REBIAS
-        # From 0.5 to 1 a float32 has steps of 2**-24, which is the smallest float16.
-        subnormal = raw_bits(np.float32(abs(number) + _HALF)) - _BITS_OF_HALF
-        rounded = subnormal if size < _NORMAL_FLOAT16 else normal
-        rounded = np.uint32(0) if size > _INFINITY else rounded
-        out[i] = np.int16(np.uint16(rounded | ((bits >> _SIXTEEN) & _HALF_SIGN)))
-
-
-@kernel
-def encode_bfloat16(values, out):  # type: ignore[no-untyped-def]
-    """Nearest bfloat16, ties to even, at most the largest finite one; NaN becomes 0. Bits into uint16."""
-    for i in range(values.size):
-        bits = raw_bits(np.float32(values[i]))
-        size = bits & _SIZE
-        small = min(size, _LARGEST_BFLOAT16)
-        rounded = (small + _HALF_OF_BFLOAT16_STEP + ((small >> _SIXTEEN) & _ONE)) >> _SIXTEEN
-        rounded = np.uint32(0) if size > _INFINITY else rounded
-        out[i] = np.uint16(rounded | ((bits >> _SIXTEEN) & _HALF_SIGN))
 
 
 @kernel
