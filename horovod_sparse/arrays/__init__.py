@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from horovod_sparse.arrays.accumulator import Accumulator
-from horovod_sparse.arrays.gradients import GradientParts, SummedParts
-from horovod_sparse.arrays.host import HostAccumulator
-from horovod_sparse.arrays.protocol import FoldReport, FoldRule, Indices, Moments, Values
-
-__all__ = [
-    "Accumulator",
-    "FoldReport",
-    "FoldRule",
-    "GradientParts",
-    "HostAccumulator",
-    "Indices",
-    "Moments",
-    "SummedParts",
-    "Values",
-]
+from horovod_sparse.arrays.accumulator import Accumulator as Accumulator
+from horovod_sparse.arrays.gradients import GradientParts as GradientParts
+from horovod_sparse.arrays.gradients import SummedParts as SummedParts
+from horovod_sparse.arrays.host import HostAccumulator as HostAccumulator
+from horovod_sparse.arrays.protocol import FoldReport as FoldReport
+from horovod_sparse.arrays.protocol import FoldRule as FoldRule
+from horovod_sparse.arrays.protocol import Indices as Indices
+from horovod_sparse.arrays.protocol import Moments as Moments
+from horovod_sparse.arrays.protocol import Values as Values

@@ -7,60 +7,31 @@ import importlib
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from horovod_sparse.sparsifiers.base import (
-    BucketInfo,
-    SparseSum,
-    Sparsifier,
-    SparsifierState,
-    Traffic,
-    WholeSum,
-)
+from horovod_sparse.sparsifiers.base import BucketInfo as BucketInfo
+from horovod_sparse.sparsifiers.base import SparseSum as SparseSum
+from horovod_sparse.sparsifiers.base import Sparsifier as Sparsifier
+from horovod_sparse.sparsifiers.base import SparsifierState as SparsifierState
+from horovod_sparse.sparsifiers.base import Traffic as Traffic
+from horovod_sparse.sparsifiers.base import WholeSum as WholeSum
 
 if TYPE_CHECKING:
-    from horovod_sparse.sparsifiers.chunk_topk import ChunkTopK
-    from horovod_sparse.sparsifiers.cltk import CLTK
-    from horovod_sparse.sparsifiers.dgc import DGC
-    from horovod_sparse.sparsifiers.dragonn import DRAGONN
-    from horovod_sparse.sparsifiers.exdyna import ExDyna
-    from horovod_sparse.sparsifiers.gtopk import GTopK
-    from horovod_sparse.sparsifiers.hard_threshold import HardThreshold
-    from horovod_sparse.sparsifiers.micro import MiCRO
-    from horovod_sparse.sparsifiers.mstopk import MSTopK
-    from horovod_sparse.sparsifiers.oktopk import OkTopk
-    from horovod_sparse.sparsifiers.qsgd import QSGD
-    from horovod_sparse.sparsifiers.randomk import RandomK
-    from horovod_sparse.sparsifiers.sidco import SIDCo
-    from horovod_sparse.sparsifiers.signsgd import SignSGD
-    from horovod_sparse.sparsifiers.spardl import SparDL
-    from horovod_sparse.sparsifiers.topk import TopK
-    from horovod_sparse.sparsifiers.topk_dsa import TopkDSA
-
-__all__ = [
-    "ALGORITHMS",
-    "CLTK",
-    "DGC",
-    "DRAGONN",
-    "QSGD",
-    "BucketInfo",
-    "ChunkTopK",
-    "ExDyna",
-    "GTopK",
-    "HardThreshold",
-    "MSTopK",
-    "MiCRO",
-    "OkTopk",
-    "RandomK",
-    "SIDCo",
-    "SignSGD",
-    "SparDL",
-    "SparseSum",
-    "Sparsifier",
-    "SparsifierState",
-    "TopK",
-    "TopkDSA",
-    "Traffic",
-    "WholeSum",
-]
+    from horovod_sparse.sparsifiers.chunk_topk import ChunkTopK as ChunkTopK
+    from horovod_sparse.sparsifiers.cltk import CLTK as CLTK
+    from horovod_sparse.sparsifiers.dgc import DGC as DGC
+    from horovod_sparse.sparsifiers.dragonn import DRAGONN as DRAGONN
+    from horovod_sparse.sparsifiers.exdyna import ExDyna as ExDyna
+    from horovod_sparse.sparsifiers.gtopk import GTopK as GTopK
+    from horovod_sparse.sparsifiers.hard_threshold import HardThreshold as HardThreshold
+    from horovod_sparse.sparsifiers.micro import MiCRO as MiCRO
+    from horovod_sparse.sparsifiers.mstopk import MSTopK as MSTopK
+    from horovod_sparse.sparsifiers.oktopk import OkTopk as OkTopk
+    from horovod_sparse.sparsifiers.qsgd import QSGD as QSGD
+    from horovod_sparse.sparsifiers.randomk import RandomK as RandomK
+    from horovod_sparse.sparsifiers.sidco import SIDCo as SIDCo
+    from horovod_sparse.sparsifiers.signsgd import SignSGD as SignSGD
+    from horovod_sparse.sparsifiers.spardl import SparDL as SparDL
+    from horovod_sparse.sparsifiers.topk import TopK as TopK
+    from horovod_sparse.sparsifiers.topk_dsa import TopkDSA as TopkDSA
 
 #: file, which is the name that `Compression` and the command lines know it under, and class
 _CLASSES = {

@@ -1,6 +1,9 @@
 """Selections as buffers, and back."""
 
-from horovod_sparse.wire.format import HEADER_WORDS, WireFormat
-from horovod_sparse.wire.message import Gathered, carried_norm, norms_and_steps, pack, unpack_sum
-
-__all__ = ["HEADER_WORDS", "Gathered", "WireFormat", "carried_norm", "norms_and_steps", "pack", "unpack_sum"]
+from horovod_sparse.wire.format import HEADER_WORDS as HEADER_WORDS
+from horovod_sparse.wire.format import WireFormat as WireFormat
+from horovod_sparse.wire.message import Gathered as Gathered
+from horovod_sparse.wire.message import carried_norm as carried_norm
+from horovod_sparse.wire.message import norms_and_steps as norms_and_steps
+from horovod_sparse.wire.message import pack as pack
+from horovod_sparse.wire.message import unpack_sum as unpack_sum

@@ -38,7 +38,7 @@ PAGES = {
     "package": ("The package itself", ["horovod_sparse"]),
 }
 #: packages that export names to the rest of this one, not to users
-INTERNAL = ("horovod_sparse.kernels", "horovod_sparse.tensors", "horovod_sparse.training")
+INTERNAL = tuple(f"horovod_sparse.{name}" for name in ("kernels", "planning", "tensors", "training"))
 
 
 def source_of(module: str) -> Path:
@@ -59,21 +59,18 @@ def public_names(module: str) -> list[str]:
     """
     path = source_of(module)
     body = ast.parse(path.read_text(encoding="utf-8")).body
-    if path.name != "__init__.py":
-        names = [name for node in body for name in _defined(node)]
-        return [name for name in names if not name.startswith("_")]
-    for node in body:
-        if isinstance(node, ast.Assign) and any(
-            isinstance(target, ast.Name) and target.id == "__all__" for target in node.targets
-        ):
-            return [str(name) for name in ast.literal_eval(node.value)]
-    return [
-        alias.name
-        for node in body
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-        if alias.asname == alias.name and not alias.name.startswith("_")
-    ]
+    names = [name for node in body for name in _defined(node)]
+    if path.name == "__init__.py":
+        for node in body:
+            if isinstance(node, ast.Assign) and any(
+                isinstance(target, ast.Name) and target.id == "__all__" for target in node.targets
+            ):
+                return [str(name) for name in ast.literal_eval(node.value)]
+        # those that are loaded when they are asked for are named for type checkers
+        given = [inner for node in body for inner in (node.body if isinstance(node, ast.If) else [node])]
+        imported = [alias for node in given if isinstance(node, ast.ImportFrom) for alias in node.names]
+        names = [alias.name for alias in imported if alias.asname == alias.name] + names
+    return [name for name in names if not name.startswith("_")]
 
 
 def _defined(node: ast.stmt) -> list[str]:
