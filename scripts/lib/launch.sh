@@ -22,7 +22,7 @@ launch() {
     rm -rf "$folder"
     mkdir -p "$folder"
     if [[ "$kind" == gloo ]]; then
-        launcher=(horovodrun --gloo -np "$size")
+        launcher=(python "$root/scripts/lib/horovodrun.py" --gloo -np "$size")
     else
         launcher=(mpirun)
         # Options as Open MPI spells them; another MPI gets none.

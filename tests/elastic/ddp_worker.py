@@ -1,6 +1,6 @@
-"""A rank that trains with the hook of DistributedDataParallel, and saves every second step.
+"""A rank that trains with the hook of DistributedDataParallel twice: ``ddp_worker.py FOLDER``.
 
-ddp_worker.py FOLDER STEP: rank 1 ends itself before this step, once.
+Once without interruption; then it saves every second step, and rank 1 ends itself before the last one, once.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from horovod_sparse import ddp
 STEPS = 12
 
 
-def main() -> None:
-    folder, last = Path(sys.argv[1]), int(sys.argv[2])
-    dist.init_process_group("gloo")
+def trained(folder: Path, interrupted: bool) -> tuple[int, dict[str, torch.Tensor]]:
+    """The step that it began with, and the weights in the end."""
     rank = dist.get_rank()
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.ReLU(), torch.nn.Linear(30, 1))
@@ -28,13 +27,13 @@ def main() -> None:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     sync = ddp.attach(model, "exdyna:density=0.1", optimizer)
     file, first = folder / f"rank-{rank}.pt", 0
-    if file.exists():
+    if interrupted and file.exists():
         saved = torch.load(file, weights_only=True)
         first = saved["step"]
         net.load_state_dict(saved["model"])
         sync.load_state_dict(saved["residuals"])
     for step in range(first, STEPS):
-        if step == last and rank == 1 and not (folder / "ended").exists():
+        if interrupted and step == STEPS - 1 and rank == 1 and not (folder / "ended").exists():
             (folder / "ended").touch()
             os._exit(1)
         generator = torch.Generator().manual_seed(100 * step + rank)
@@ -42,7 +41,7 @@ def main() -> None:
         optimizer.zero_grad()
         (model(inputs) - inputs[:, :1]).square().mean().backward()
         optimizer.step()
-        if step % 2 and step > 6:
+        if interrupted and step % 2 and step > 6:
             torch.save(
                 {"step": step + 1, "model": net.state_dict(), "residuals": sync.state_dict()},
                 folder / f"{rank}.new",
@@ -50,7 +49,16 @@ def main() -> None:
             dist.barrier()
             os.replace(folder / f"{rank}.new", file)
             dist.barrier()
-    torch.save((first, net.state_dict()), folder / f"end-{rank}.pt")
+    return first, net.state_dict()
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    if not (folder / "ended").exists():
+        torch.save(trained(folder, interrupted=False), folder / f"whole-{rank}.pt")
+    torch.save(trained(folder, interrupted=True), folder / f"restarted-{rank}.pt")
     dist.destroy_process_group()
 
 

@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from support.startup import HOROVODRUN
+
 __all__ = ["HOSTS", "Diary", "Job", "elastic_job", "of"]
 
 #: what the resolver takes for this machine
@@ -42,16 +44,7 @@ def of(entries: list[dict[str, Any]], what: str, **facts: Any) -> list[dict[str,
 
 
 class Diary:
-    """What one worker writes down, one JSON object per line; of a worker's script.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     Diary(Path(folder)).note("begun", batch=0)
-        ...     [entry] = Job.entries_in(Path(folder))
-        >>> entry["what"], entry["batch"]
-        ('begun', 0)
-    """
+    """What one worker writes down, one JSON object per line; of a worker's script."""
 
     def __init__(self, folder: Path) -> None:
         self.host = os.environ.get("HOROVOD_HOSTNAME", "nowhere")
@@ -66,17 +59,7 @@ class Diary:
 
 
 class Job:
-    """A job under way.
-
-    Args:
-        folder: for its files.
-        command: of a worker; gets the folder as its last argument.
-        hosts: to begin with.
-        least: workers that the job cannot do without.
-        most: workers.
-        environment: more variables.
-        each: workers of a host.
-    """
+    """A job under way, whose hosts have `each` workers; a worker gets the folder as its last argument."""
 
     def __init__(
         self,
@@ -94,7 +77,7 @@ class Job:
         script = folder / "discover"
         script.write_text(f'#!/bin/sh\nexec cat "{folder}/hosts"\n')
         script.chmod(0o755)
-        launcher = ["horovodrun", "--gloo", "-np", str(each * len(hosts)), "--min-np", str(least)]
+        launcher = [*HOROVODRUN, "-np", str(each * len(hosts)), "--min-np", str(least)]
         launcher += ["--max-np", str(most), "--host-discovery-script", str(script)]
         self._log = (folder / "log").open("w")
         self._process = subprocess.Popen(
@@ -107,12 +90,7 @@ class Job:
         )
 
     def set_hosts(self, hosts: Sequence[str], **fewer: int) -> None:
-        """The hosts that there are from now on; Horovod looks every second.
-
-        Args:
-            hosts: their names.
-            **fewer: workers of those that have another number than the others, by name.
-        """
+        """The hosts that there are from now on, with fewer workers where said; Horovod looks every second."""
         new = self.folder / "hosts.new"
         new.write_text("".join(f"{host}:{fewer.get(host, self._each)}\n" for host in hosts))
         new.replace(self.folder / "hosts")
@@ -135,11 +113,7 @@ class Job:
         return self.entries_in(self.folder)
 
     def wait_for(self, condition: Callable[[list[dict[str, Any]]], bool], seconds: float = _SECONDS) -> None:
-        """Until what the workers have written down meets a condition.
-
-        Raises:
-            AssertionError: if it does not, in time or because the job has ended; with its log's end.
-        """
+        """Until what the workers have written down meets a condition; else fails, with the log's end."""
         until = time.monotonic() + seconds
         while not condition(self.entries):
             if self._process.poll() is not None and not condition(self.entries):
@@ -149,14 +123,7 @@ class Job:
             time.sleep(0.2)
 
     def wait(self, seconds: float = _SECONDS) -> int:
-        """Until the job has ended.
-
-        Returns:
-            Its exit status.
-
-        Raises:
-            AssertionError: if it has not in time; with its log's end.
-        """
+        """The exit status; if it has not ended in time fails, with the log's end."""
         try:
             return self._process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -198,18 +165,7 @@ def elastic_job(
     each: int = 1,
     **environment: str,
 ) -> Iterator[Job]:
-    """A job whose workers run a script: ``python SCRIPT ARGUMENTS... FOLDER``.
-
-    Args:
-        folder: for its files.
-        script: of a worker.
-        *arguments: of the script.
-        hosts: of `HOSTS`.
-        least: workers that the job cannot do without.
-        most: workers.
-        each: workers of a host.
-        **environment: more variables.
-    """
+    """A job whose workers run a script: ``python SCRIPT ARGUMENTS... FOLDER``."""
     command = [sys.executable, str(script), *arguments]
     job = Job(folder, command, hosts, least, most, environment, each)
     try:

@@ -27,6 +27,7 @@ from horovod.torch.elastic import TorchState, run
 import horovod_sparse.torch as hvd
 from elastic.job import Diary
 from support.linear import LinearModel, dyadic
+from support.startup import without_dynamo
 
 
 @dataclass
@@ -143,6 +144,7 @@ class Training:
 
 
 def main(task: Task, folder: Path) -> None:
+    without_dynamo()
     torch.set_num_threads(1)
     logging.basicConfig()
     logging.getLogger("horovod_sparse").setLevel("INFO")

@@ -12,6 +12,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from support.startup import without_dynamo
+
 
 def torch_step(text: str) -> Any:
     import torch
@@ -52,6 +56,7 @@ def keras_step(text: str) -> Any:
 def main() -> None:
     framework, way, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
     if framework == "torch":
+        without_dynamo()
         import horovod_sparse.torch as hvd
     else:
         import horovod_sparse.tensorflow as hvd

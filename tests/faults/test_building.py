@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from support.startup import HOROVODRUN
+
 WORKER = Path(__file__).with_name("building_worker.py")
 SECONDS = 20.0
 
@@ -31,7 +33,7 @@ CASES = [
 
 @pytest.mark.parametrize(("framework", "way"), CASES)
 def test_the_others_raise_what_one_rank_has_met(tmp_path: Path, framework: str, way: str) -> None:
-    command = ["horovodrun", "--gloo", "-np", "2", sys.executable, str(WORKER), framework, way, str(tmp_path)]
+    command = [*HOROVODRUN, "-np", "2", sys.executable, str(WORKER), framework, way, str(tmp_path)]
     quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     ended = subprocess.run(command, timeout=150, text=True, check=False, **quiet)  # type: ignore[call-overload]
     found = [tmp_path / f"rank-{rank}.json" for rank in range(2)]

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from support.sampling import rest_nightly
+from support.startup import HOROVODRUN
 
 WORKER, TF_WORKER = (Path(__file__).with_name(name) for name in ("worker.py", "tf_worker.py"))
 RANKS = 2
@@ -65,7 +66,7 @@ class Job:
 
 @contextlib.contextmanager
 def job(
-    mode: str, folder: Path, worker: Path = WORKER, launcher: Sequence[str] = ("horovodrun", "--gloo")
+    mode: str, folder: Path, worker: Path = WORKER, launcher: Sequence[str] = HOROVODRUN
 ) -> Iterator[Job]:
     made = Job(mode, folder, worker, launcher)
     try:
@@ -179,7 +180,7 @@ def test_a_graph_that_waits_for_a_stopped_rank_ends(tmp_path):
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        assert "has waited 2 s for other ranks" in run.log.read_text()
+        assert "has waited 4 s for other ranks" in run.log.read_text()
 
 
 @pytest.mark.nightly

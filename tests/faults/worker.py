@@ -20,6 +20,7 @@ import torch
 import horovod_sparse.torch as hvd
 from horovod_sparse.errors import CheckpointError, DeadlineError
 from support.linear import LinearModel, dyadic
+from support.startup import without_dynamo
 
 SHAPES = {"first": (400, 30), "bias": (7,), "second": (30, 50, 11)}
 STEPS, FAULT_STEP = 12, 5
@@ -130,6 +131,13 @@ def summing(folder: Path) -> None:
         raise
 
 
+def until_told(folder: Path, what: str) -> None:
+    """Until rank 0 has written down what it has met, or never will."""
+    until, path = time.monotonic() + 20.0, folder / "rank-0.jsonl"
+    while f'"{what}": ' not in path.read_text() and time.monotonic() < until:
+        time.sleep(0.1)
+
+
 def survived(folder: Path) -> None:
     """What a job outlives: a stopped rank, a full disk; and what it ends by: a rank that hangs in a sum."""
     plain = Training(folder, "plain")
@@ -157,7 +165,7 @@ def survived(folder: Path) -> None:
     again.steps(FAULT_STEP, STEPS)
 
     training = begun(folder, "hung", deadline_seconds=2.0, levels="host")
-    in_the_sum(training, lambda: time.sleep(4.0) or os._exit(0))
+    in_the_sum(training, lambda: until_told(folder, "waited") or os._exit(0))
     since = time.perf_counter()
     try:
         training.steps(FAULT_STEP, STEPS)
@@ -167,6 +175,7 @@ def survived(folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    without_dynamo()
     torch.set_num_threads(1)
     hvd.init()
     modes = (killed, failed, starved, interrupted, summing, survived, networked)

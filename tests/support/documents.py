@@ -35,16 +35,7 @@ _BLOCK = re.compile(
 
 @dataclass(frozen=True)
 class Block:
-    """A code block.
-
-    Attributes:
-        page: path in the repository.
-        line: of its first line.
-        language: as it says; empty for what a command prints.
-        text: without the fence, not indented.
-        mark: "run", "not run" or "".
-        what: with which prelude it runs, or why it does not.
-    """
+    """A code block without its fence; `what` is with which prelude it runs, or why it does not."""
 
     page: str
     line: int

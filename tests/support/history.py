@@ -68,15 +68,7 @@ class Step:
 
 @dataclass
 class History:
-    """A run.
-
-    Attributes:
-        recipe: what every rank did.
-        scenario: sizes.
-        gradients: float64 [steps, P, n], exactly what the ranks were given.
-        steps: what came out.
-        cluster: as it is after the last step.
-    """
+    """A run: float64 gradients [steps, P, n] as ranks were given them, and the cluster as it ended."""
 
     recipe: Recipe
     scenario: Scenario
@@ -108,16 +100,7 @@ def run(
     cluster: SimulatedCluster | None = None,
     rates: Sequence[float] | None = None,
 ) -> History:
-    """Runs the steps.
-
-    Args:
-        recipe: what every rank does.
-        scenario: sizes.
-        gradients: [steps, P, n], of any float type; rounded to the scenario's dtype.
-        memory: makes the accumulators.
-        cluster: to go on with, instead of a fresh one.
-        rates: learning rate of every step; not known if left out.
-    """
+    """Steps of gradients [steps, P, n], rounded to the scenario's dtype; on a fresh cluster by default."""
     if cluster is None:
         cluster = scenario.cluster(recipe, memory)
     given = [[as_gradient(values, scenario.dtype) for values in step] for step in gradients]

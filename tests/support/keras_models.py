@@ -62,14 +62,7 @@ def flat(model) -> np.ndarray:
 def trained_densely(optimizer, rank: int, size: int, *, epochs=2, op=stock.Average, ranks=None, kept=()):
     """What `fit` must come to: a loop with Horovod's allreduce of every gradient, and a plain optimizer.
 
-    Args:
-        optimizer: not distributed.
-        rank: of this process.
-        size: number of processes.
-        epochs: over the rank's samples.
-        op: Average or Sum.
-        ranks: the process set that takes part.
-        kept: positions of gradients that stay local, divided by the number of ranks.
+    Gradients whose positions are `kept` stay local, divided by the number of ranks.
     """
     model, loss, (images, labels) = make_model(), loss_of(), share(rank, size)
     process_set = ranks or stock.global_process_set

@@ -24,13 +24,7 @@ os.environ.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "60")
 
 
 def runtest_hook(hvd: Any, meet: Callable[[str], object], failures: tuple[type[BaseException], ...]) -> Any:
-    """For a conftest's `pytest_runtest_call`.
-
-    Args:
-        hvd: the front end, or Horovod.
-        meet: a collective that ends when all ranks have come to it, by the test's name.
-        failures: what it raises where Horovod was stopped on another rank.
-    """
+    """For `pytest_runtest_call`: `failures` is what `meet` raises where another rank has stopped Horovod."""
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:

@@ -186,13 +186,7 @@ def traffic_as_declared(history: History) -> None:
 
 
 def units_change_nothing(history: History, papers: History, rates: Sequence[float]) -> None:
-    """A residual that follows the learning rate: the selections and movements of ``acc = e + eta g``.
-
-    Args:
-        history: of gradients, with `rates` that are powers of two.
-        papers: of gradients times rates, without.
-        rates: of every step.
-    """
+    """A residual that follows rates (powers of two) moves as that of `papers`: of gradients times rates."""
     for rate, step, other in zip(rates, history.steps, papers.steps, strict=True):
         for sum_, theirs in zip(step.sums, other.sums, strict=True):
             assert sum_.counts.tolist() == theirs.counts.tolist()
@@ -220,14 +214,8 @@ def nobody_starves(cluster: SimulatedCluster, growth: np.ndarray, swing: np.ndar
     swings comes back to 0 by itself. Whatever grows on a rank has to leave its residual twice, and the
     element has to be applied twice, unless the ranks cancel each other out there.
 
-    Args:
-        cluster: fresh.
-        growth: float32 [P, n]; the ranks' values of an element have one sign, or add up to 0.
-        swing: float32 [P, n]; 0 where something grows.
-        most_steps: that this may take.
-
-    Returns:
-        Steps that it took.
+    Both are float32 [P, n]; what the ranks grow by in an element has one sign, or adds up to 0, and nothing
+    swings there. Returns the steps that it took.
     """
     left, applied = np.zeros(growth.shape, int), np.zeros(growth.shape[1], int)
     before = np.zeros_like(growth)
@@ -245,13 +233,7 @@ def nobody_starves(cluster: SimulatedCluster, growth: np.ndarray, swing: np.ndar
 
 
 def check_all(history: History, case: Case, *, exactly: bool = False) -> None:
-    """Every law that can be read off a run (1, 2, 4, 5, 7).
-
-    Args:
-        history: the run.
-        case: what it promises.
-        exactly: gradients are such that no sum rounds, unless rounding for the wire makes it do so.
-    """
+    """Every law that can be read off a run (1, 2, 4, 5, 7); exactly: where no sum of its gradients rounds."""
     sums_are_right(history)
     if case.loses_mass:
         nothing_is_lost_within_a_step(history)

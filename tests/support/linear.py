@@ -14,12 +14,7 @@ __all__ = ["LinearModel", "dyadic", "same_on_all_ranks"]
 
 
 class LinearModel(torch.nn.Module):
-    """Parameters p with the loss sum(p * g): the gradient of p is g itself.
-
-    Args:
-        shapes: of the parameters, by name.
-        dtype: of all of them, or by name.
-    """
+    """Parameters p, of one dtype or of several, with the loss sum(p * g): the gradient of p is g itself."""
 
     def __init__(
         self,

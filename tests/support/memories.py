@@ -8,11 +8,6 @@ __all__ = ["choose_memory"]
 
 
 def choose_memory(monkeypatch: Any, name: str) -> None:
-    """Lets CPU tensors be served as the host's ("host"), or as if a GPU held them ("device").
-
-    Args:
-        monkeypatch: pytest's, which takes it back.
-        name: of the memory.
-    """
+    """Lets CPU tensors be served as the host's ("host"), or as if a GPU held them ("device")."""
     chosen = {"host": frozenset({"cpu"}), "device": frozenset()}[name]
     monkeypatch.setattr("horovod_sparse.tensors.flat_gradient.HOST_DEVICES", chosen)

@@ -29,18 +29,7 @@ class _Loss(LinearModel):
 
 
 class Replica:
-    """A model, its optimizer, and what synchronizes it.
-
-    Args:
-        shapes: of the parameters, by name.
-        compression: of the hook; None for dense training.
-        lr: of plain SGD, or AdamW where the feedback makes its steps, which is given to the hook.
-        bucket_bytes: of DistributedDataParallel's buckets.
-        plan: of the hook.
-        dtype: of the parameters.
-        attached: more arguments of the hook.
-        **arguments: of DistributedDataParallel.
-    """
+    """A model, its optimizer, and what synchronizes it: the hook, given `attached`, or DDP's own sums."""
 
     def __init__(
         self,

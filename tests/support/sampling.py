@@ -24,14 +24,7 @@ def rows_by(
 ) -> pytest.MarkDecorator:
     """Parametrizes by rows x axes: by default every row `each` times, with the combinations of axes in turn.
 
-    With more rows than combinations each combination has rows, too.
-
-    Args:
-        names: of the arguments, as for `pytest.mark.parametrize`: the row's first.
-        rows: of which none is ever left out.
-        axes: values of the other arguments.
-        ids: name of a row.
-        each: combinations that a row has by default.
+    With more rows than combinations each combination has rows, too. No row is ever left out.
     """
     rows, combinations = list(rows), list(itertools.product(*axes))
     stride, made = -(-len(combinations) // each), []

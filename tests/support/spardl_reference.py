@@ -40,15 +40,7 @@ def reference_step(
     quotas: list[int],
     num_between: list[int] | None,
 ) -> ReferenceStep:
-    """One step of Algorithm 1, with Spar-All-Gather between teams.
-
-    Args:
-        accumulators: [P, n], gradient plus residual.
-        teams: d.
-        windows: of the Q blocks.
-        quotas: elements that each block keeps.
-        num_between: h per position for B-SAG, None for R-SAG.
-    """
+    """One step of Algorithm 1 on [P, n]; between teams B-SAG (h per position: `num_between`) or R-SAG."""
     size, n = accumulators.shape
     num_blocks = size // teams
     held = accumulators.copy()  # G, summed up in place

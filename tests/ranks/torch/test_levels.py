@@ -11,8 +11,6 @@ import pytest
 import torch
 
 import horovod_sparse.torch as hvd
-from horovod_sparse.cli.ranks import Ranks
-from horovod_sparse.cost import choose_levels
 from horovod_sparse.errors import (
     EditedGradientError,
     NonFiniteGradientError,
@@ -20,9 +18,7 @@ from horovod_sparse.errors import (
 )
 from horovod_sparse.merging import Plan, predict
 from horovod_sparse.planning import by_cost
-from horovod_sparse.planning.calibration import Extent, calibration
 from horovod_sparse.planning.calibration.steps import measured_step
-from horovod_sparse.sparsifiers import TopK
 from horovod_sparse.topology import Topology
 from support.dyadic import gradients_for
 from support.linear import LinearModel, dyadic, same_on_all_ranks
@@ -199,24 +195,6 @@ def test_ranks_share_other_hosts_after_another_start(monkeypatch, rank, size):
         now = found[name].double() + after[name].reshape(shape)
         torch.testing.assert_close(now, held[name].reshape(shape), rtol=1e-6, atol=1e-5)
     assert same_on_all_ranks(*found.values())
-
-
-@pytest.mark.nightly
-def test_what_auto_decides_by_is_measured(size, per_host):
-    """Both levels, as a training's requests travel."""
-    if size < 4:
-        pytest.skip("takes two hosts of two ranks")
-    ranks = Ranks("torch")
-    topology = ranks.topology()
-    assert topology == Topology.regular(size // per_host, per_host)
-    extent = Extent((64, 1024, 4096), (1000, 2000, 4000), repetitions=2, budget_seconds=1.0)
-    coroutine = calibration(ranks.where(), [TopK()], extent=extent, topology=topology)
-    profile = ranks.carry_out(coroutine, name="calibration", topology=topology)
-    assert (profile.num_hosts, profile.per_host) == (size // per_host, per_host)
-    assert sorted(profile.levels["host"]) == ["allgather", "reducescatter"]
-    assert all(fit.fixed_seconds + fit.seconds_per_unit > 0 for fit in profile.levels["across"].values())
-    choice = choose_levels(TopK(), 10**6, profile.num_hosts, per_host, profile=profile)
-    assert "by the profile" in choice.reason and choice.host_seconds > 0
 
 
 @pytest.mark.parametrize("algorithm", ["topk"])

@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 
 from horovod_sparse.arrays import FoldRule, HostAccumulator
 from horovod_sparse.errors import ArgumentError, MessageError
-from support import kernels_reference as reference
-from unit.kernels.drawing import KINDS, SEEDS, bfloat16_bits, make
+from horovod_sparse.kernels.host import select
+from support import reference
+from unit.kernels.drawing import KINDS, SEEDS, SIZES, bfloat16_bits, make
 
 NAMES = ("float32", "float64", "float16", "bfloat16")
 CHANGES = ("clear", "add", "put", "mask", "largest", "at_least", "kth", "abandon", "take", "count")
@@ -20,6 +21,14 @@ def held(name, kind, n, seed):
         return bfloat16_bits(made)
     with np.errstate(all="ignore"):
         return np.nan_to_num(made.astype(name), posinf=1, neginf=1)
+
+
+def choose(patch, way):
+    """One of the three ways to an exact rank, for all sizes and ranks."""
+    if way != "blocks":
+        patch.setattr(select, "_fits_buffer", lambda *_: False)
+    if way == "digits":
+        patch.setattr(select, "between", lambda *_: (0, -1))
 
 
 def check_selections(accumulator, values, generator):
@@ -37,71 +46,88 @@ def check_selections(accumulator, values, generator):
     k = int(generator.integers(0, most + 1))
     got = accumulator.largest(k, start, stop)
     np.testing.assert_array_equal(got, reference.largest(values, k, start, stop))
+    assert got.dtype == np.int32
     if k:
-        assert accumulator.kth_magnitude(k, start, stop) == reference.kth_magnitude(values, k, start, stop)
+        kth = float(np.sort(np.abs(values[start:stop]))[-k])
+        assert accumulator.kth_magnitude(k, start, stop) == kth
+    chunk = int(generator.choice([1, 5, 64, 100, 4096]))
+    windows = [(i, min(i + chunk, n)) for i in range(0, n, chunk)]
+    quotas = [round(generator.choice([0.0, 0.003, 0.02, 0.4, 1.0]) * (last - i)) for i, last in windows]
+    wanted = [reference.largest(values, k, *each) for k, each in zip(quotas, windows, strict=True)]
+    got = accumulator.largest_of_each(chunk, np.array(quotas, np.int64))
+    np.testing.assert_array_equal(got, np.concatenate([*wanted, np.empty(0, np.int32)]))
+    for least in (0.0, threshold):
+        reference.check_moments(accumulator.moments(least), values, least)
 
 
+@pytest.mark.parametrize("way", ["blocks", "sample", "digits"])
 @given(
     name=st.sampled_from(NAMES),
     kind=st.sampled_from(KINDS),
-    n=st.integers(0, 3000),
+    n=SIZES,
     seed=SEEDS,
     density=st.sampled_from([0.001, 0.2]),
     companions=st.integers(0, 2),
     steps=st.lists(st.lists(st.sampled_from(CHANGES), max_size=6), min_size=1, max_size=4),
 )
-@settings(max_examples=60, deadline=None)
-def test_any_history(name, kind, n, seed, density, companions, steps):
+@settings(max_examples=30, deadline=None)
+def test_any_history(way, name, kind, n, seed, density, companions, steps):
     generator = np.random.default_rng(seed)
     accumulator = HostAccumulator(n, name, density=density, companions=companions)
     arrays = [np.zeros(n, accumulator.dtype) for _ in range(1 + companions)]
-    for number, changes in enumerate(steps):
-        gradient = held(name, kind, n, seed + number)
-        momentum = 0.9 if companions and number % 2 else None
-        folded = reference.fold(
-            arrays[0], gradient, decay=0.5, velocity=arrays[1] if momentum else None, momentum=momentum or 0.0
-        )
-        report = accumulator.fold(gradient, FoldRule(decay=0.5, momentum=momentum))
-        arrays[0] = folded.values
-        if momentum:
-            arrays[1] = folded.companion
-        assert report.num_nonfinite == folded.nonfinite.size
-        at_fold = [array.copy() for array in arrays]
-        for change in changes:
-            indices = np.flatnonzero(generator.random(n) < generator.choice([0.001, 0.1, 0.9])).astype(
-                np.int32
+    with pytest.MonkeyPatch.context() as patch:
+        choose(patch, way)
+        for number, changes in enumerate(steps):
+            gradient = held(name, kind, n, seed + number)
+            momentum = 0.9 if companions and number % 2 else None
+            folded = reference.fold(
+                arrays[0],
+                gradient,
+                decay=0.5,
+                velocity=arrays[1] if momentum else None,
+                momentum=momentum or 0.0,
             )
-            if change == "clear":
-                accumulator.clear(indices)
-                for array in arrays:
-                    array[indices] = 0
-            elif change == "add":
-                new = (generator.standard_normal(indices.size) * 3).astype(accumulator.dtype)
-                accumulator.add(indices, new)
-                arrays[0][indices] += new
-            elif change == "put":
-                new = (generator.standard_normal(indices.size) * 3).astype(accumulator.dtype)
-                accumulator.put(indices, new)
-                arrays[0][indices] = new
-            elif change == "mask":
-                accumulator.mask(indices)
-                for array in arrays[1:]:
-                    array[indices] = 0
-            elif change == "abandon":
-                accumulator.abandon()
-                arrays = [array.copy() for array in at_fold]
-            elif change == "take":
-                np.testing.assert_array_equal(accumulator.take(indices), arrays[0][indices])
-            else:
-                check_selections(accumulator, arrays[0], generator)
-            np.testing.assert_array_equal(accumulator.values(), arrays[0])
-            for array, companion in zip(arrays[1:], accumulator.companions, strict=True):
-                np.testing.assert_array_equal(companion, array)
-        check_selections(accumulator, arrays[0], generator)
-        exact = float((arrays[0].astype(np.float64) ** 2).sum())
-        np.testing.assert_allclose(
-            accumulator.square_norm, exact, atol=1e-5 * (1 + report.square_norm + exact)
-        )
+            report = accumulator.fold(gradient, FoldRule(decay=0.5, momentum=momentum))
+            arrays[0] = folded.values
+            if momentum:
+                arrays[1] = folded.companion
+            assert report.num_nonfinite == folded.nonfinite.size
+            at_fold = [array.copy() for array in arrays]
+            for change in changes:
+                indices = np.flatnonzero(generator.random(n) < generator.choice([0.001, 0.1, 0.9])).astype(
+                    np.int32
+                )
+                if change == "clear":
+                    accumulator.clear(indices)
+                    for array in arrays:
+                        array[indices] = 0
+                elif change == "add":
+                    new = (generator.standard_normal(indices.size) * 3).astype(accumulator.dtype)
+                    accumulator.add(indices, new)
+                    arrays[0][indices] += new
+                elif change == "put":
+                    new = (generator.standard_normal(indices.size) * 3).astype(accumulator.dtype)
+                    accumulator.put(indices, new)
+                    arrays[0][indices] = new
+                elif change == "mask":
+                    accumulator.mask(indices)
+                    for array in arrays[1:]:
+                        array[indices] = 0
+                elif change == "abandon":
+                    accumulator.abandon()
+                    arrays = [array.copy() for array in at_fold]
+                elif change == "take":
+                    np.testing.assert_array_equal(accumulator.take(indices), arrays[0][indices])
+                else:
+                    check_selections(accumulator, arrays[0], generator)
+                np.testing.assert_array_equal(accumulator.values(), arrays[0])
+                for array, companion in zip(arrays[1:], accumulator.companions, strict=True):
+                    np.testing.assert_array_equal(companion, array)
+            check_selections(accumulator, arrays[0], generator)
+            exact = float((arrays[0].astype(np.float64) ** 2).sum())
+            np.testing.assert_allclose(
+                accumulator.square_norm, exact, atol=1e-5 * (1 + report.square_norm + exact)
+            )
 
 
 def test_assigned_values_are_selected_from_and_stay():

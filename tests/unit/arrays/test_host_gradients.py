@@ -10,7 +10,7 @@ from horovod_sparse.arrays import FoldRule, GradientParts, HostAccumulator
 from horovod_sparse.arrays import gradients as module
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.tensors.accumulator import KeptTensor, TorchAccumulator
-from support import kernels_reference as reference
+from support import reference
 from unit.kernels.drawing import SEEDS, bfloat16_bits, make
 
 NAMES = ("float32", "float64", "float16", "bfloat16")

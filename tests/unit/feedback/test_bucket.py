@@ -35,20 +35,6 @@ def test_residual_follows_the_learning_rate() -> None:
     assert cluster.residuals()[0].tolist() == [0, 0, 0, 2]
 
 
-def test_what_is_applied_is_the_papers_form() -> None:
-    """Sum of rate * applied = sum of rate * gradient, less rate * residual, through any schedule."""
-    generator = np.random.default_rng(2)
-    cluster = SimulatedCluster(recipe("topk", density=0.1, feedback="error(scale_residual=true)"), 100, 2)
-    moved, wanted = np.zeros(100), np.zeros(100)
-    for step in range(12):
-        rate = 0.5 ** (step // 3)
-        gradients = generator.integers(-64, 65, (2, 100)).astype(np.float32) / 64
-        wanted += rate * gradients.sum(0)
-        moved += rate * cluster.step(list(gradients.copy()), rate)
-    held = rate * np.sum(cluster.residuals(), axis=0)
-    np.testing.assert_array_equal(moved + held, wanted)  # powers of two: exact
-
-
 @pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_norms_are_those_of_the_residuals(case: Case) -> None:
     scenario = Scenario(3, 3000, num_steps=5)

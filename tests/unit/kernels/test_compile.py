@@ -103,7 +103,7 @@ def test_a_processor_without_avx512():
     program = """
 from horovod_sparse.kernels import packing
 import numpy as np
-from support import kernels_reference as reference
+from support import reference
 from horovod_sparse.arrays import HostAccumulator
 assert not packing.PACKS
 generator = np.random.default_rng(0)

@@ -11,7 +11,7 @@ from horovod_sparse.errors import ArgumentError, MessageError
 from horovod_sparse.kernels.host import fold as folding
 from horovod_sparse.kernels.host.scatter import native_bits
 from horovod_sparse.kernels.layout import Layout, bits_dtype
-from support import kernels_reference as reference
+from support import reference
 from support.sampling import rows_by
 from unit.kernels.drawing import FLOATS, KINDS, SEEDS, SIZES, bfloat16_bits, make, spoil
 
@@ -57,54 +57,29 @@ def check(values, gradient, rule, block, companion=None):
     assert same_bits(maxima.view(values.dtype), reference.block_maxima(values, block))
 
 
+RULES = [
+    *(FoldRule(decay) for decay in (1.0, 0.9, 0.0, 10.0, -0.5)),
+    *(FoldRule(d, m, n) for d in (1.0, 0.9, 0.0) for m in (0.9, 0.0, 1.0) for n in (True, False)),
+    *(FoldRule(0.9, moment=0.99, rate=0.1), FoldRule(moment=0.5, rate=0.0, count=3)),
+]
+
+
 @given(
     name=DTYPES,
-    kinds=st.tuples(st.sampled_from(KINDS), st.sampled_from(KINDS)),
+    kinds=st.tuples(*[st.sampled_from(KINDS)] * 3),
     n=SIZES,
     seed=SEEDS,
-    decay=st.sampled_from([1.0, 0.9, 0.0, 10.0, -0.5]),
+    rule=st.sampled_from(RULES),
     share=st.sampled_from([0.0, 0.0, 0.001, 0.3]),
     block=st.sampled_from([32, 64, 256]),
 )
-@settings(max_examples=60, deadline=None)
-def test_plain(name, kinds, n, seed, decay, share, block):
-    values = make(kinds[0], n, seed, np.float64 if name == "float64" else np.float32)
-    check(values, gradient_of(name, kinds[1], n, seed ^ 1, share), FoldRule(decay), block)
-
-
-@given(
-    name=DTYPES,
-    kinds=st.tuples(st.sampled_from(KINDS), st.sampled_from(KINDS), st.sampled_from(KINDS)),
-    n=SIZES,
-    seed=SEEDS,
-    decay=st.sampled_from([1.0, 0.9, 0.0]),
-    momentum=st.sampled_from([0.9, 0.0, 1.0]),
-    nesterov=st.booleans(),
-    share=st.sampled_from([0.0, 0.001, 0.3]),
-    block=st.sampled_from([64, 256]),
-)
-@settings(max_examples=40, deadline=None)
-def test_momentum(name, kinds, n, seed, decay, momentum, nesterov, share, block):
+@settings(max_examples=120, deadline=None)
+def test_any_rule(name, kinds, n, seed, rule, share, block):
     kind = np.float64 if name == "float64" else np.float32
-    values, velocity = make(kinds[0], n, seed, kind), make(kinds[2], n, seed ^ 2, kind)
-    gradient = gradient_of(name, kinds[1], n, seed ^ 1, share)
-    check(values, gradient, FoldRule(decay, momentum, nesterov), block, velocity)
-
-
-@given(
-    name=DTYPES,
-    kinds=st.tuples(st.sampled_from(KINDS), st.sampled_from(KINDS), st.sampled_from(KINDS)),
-    n=SIZES,
-    seed=SEEDS,
-    rule=st.sampled_from([FoldRule(0.9, moment=0.99, rate=0.1), FoldRule(moment=0.5, rate=0.0, count=3)]),
-    share=st.sampled_from([0.0, 0.001, 0.3]),
-    block=st.sampled_from([64, 256]),
-)
-@settings(max_examples=40, deadline=None)
-def test_moment(name, kinds, n, seed, rule, share, block):
-    kind = np.float64 if name == "float64" else np.float32
-    values, moment = make(kinds[0], n, seed, kind), np.abs(make(kinds[2], n, seed ^ 2, kind))
-    check(values, gradient_of(name, kinds[1], n, seed ^ 1, share), rule, block, moment)
+    values, companion = make(kinds[0], n, seed, kind), make(kinds[2], n, seed ^ 2, kind)
+    if rule.momentum is None:
+        companion = None if rule.moment is None else np.abs(companion)
+    check(values, gradient_of(name, kinds[1], n, seed ^ 1, share), rule, block, companion)
 
 
 @rows_by("place,kind", [0, 31, 32, 4095, 4096, 9_999], [np.float32, np.float64])

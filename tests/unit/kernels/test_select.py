@@ -1,15 +1,16 @@
-"""Thresholds, exact ranks and exact top-k against their reference."""
+"""Thresholds and exact ranks against their reference; selections of an accumulator: see unit/arrays."""
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from horovod_sparse.arrays import Moments
 from horovod_sparse.kernels.host import select
 from horovod_sparse.kernels.host.kth import kth_of
-from horovod_sparse.kernels.host.statistics import count_at_least, moments_at_least
-from horovod_sparse.kernels.layout import Layout, bits_dtype, bits_of, float_of
-from support import kernels_reference as reference
+from horovod_sparse.kernels.host.statistics import moments_at_least
+from horovod_sparse.kernels.layout import Layout, bits_dtype, bits_of
+from support import reference
 from support.sampling import rows_by
 from unit.kernels.drawing import FLOATS, KINDS, SEEDS, arrays, make, windows
 
@@ -18,60 +19,6 @@ BLOCKS = st.sampled_from([32, 64, 256])
 
 def maxima_of(values, block):
     return reference.block_maxima(values, block).view(bits_dtype(values.dtype))
-
-
-@pytest.fixture(params=["blocks", "sample", "digits"], scope="module")
-def way(request):
-    """Each of the three ways to an exact rank, for all sizes and ranks."""
-    with pytest.MonkeyPatch.context() as patch:
-        if request.param != "blocks":
-            patch.setattr(select, "_fits_buffer", lambda *_: False)
-        if request.param == "digits":
-            patch.setattr(select, "between", lambda *_: (0, -1))
-        yield request.param
-
-
-def ranks(n, data):
-    return data.draw(
-        st.sampled_from(sorted({0, 1, 2, n // 1000 + 1, n // 60, n // 3, n - 1, n, n + 3} - {-1}))
-    )
-
-
-@given(values=arrays(), block=BLOCKS, data=st.data())
-@settings(max_examples=40, deadline=None)
-def test_largest(way, values, block, data):
-    start, stop = data.draw(windows(values.size))
-    k = ranks(stop - start, data)
-    if not 0 < k < stop - start:
-        return
-    got = select.largest(values, maxima_of(values, block), k, start, stop, Layout(values.size, block))
-    assert got.dtype == np.int32
-    np.testing.assert_array_equal(got, reference.largest(values, k, start, stop))
-
-
-@given(values=arrays(), chunk=st.sampled_from([1, 5, 64, 100, 4096]), data=st.data())
-@settings(max_examples=40, deadline=None)
-def test_largest_of_each(values, chunk, data):
-    starts = range(0, values.size, chunk)
-    share = data.draw(st.sampled_from([0.0, 0.003, 0.02, 0.4, 1.0]))
-    quotas = [round(share * min(chunk, values.size - start)) for start in starts]
-    got = select.largest_of_each(values, chunk, np.array(quotas, np.int64))
-    assert got.dtype == np.int32
-    pairs = zip(starts, quotas, strict=True)
-    expected = [reference.largest(values, k, i, min(i + chunk, values.size)) for i, k in pairs]
-    np.testing.assert_array_equal(got, np.concatenate([*expected, np.empty(0, np.int32)]))
-
-
-@given(values=arrays(), block=BLOCKS, data=st.data())
-@settings(max_examples=40, deadline=None)
-def test_kth_magnitude(way, values, block, data):
-    start, stop = data.draw(windows(values.size))
-    k = ranks(stop - start, data)
-    layout, maxima = Layout(values.size, block), maxima_of(values, block)
-    if not 1 <= k <= stop - start:
-        return
-    got = float_of(select.kth(values, maxima, k, start, stop, layout), values.dtype)
-    assert got == reference.kth_magnitude(values, k, start, stop)
 
 
 @given(values=arrays(), block=BLOCKS, data=st.data(), slack=st.booleans())
@@ -132,29 +79,6 @@ def test_a_threshold_between_two_float32():
         assert select.at_least(values, maxima_of(values, 64), bits, 0, 3, layout).tolist() == expected
 
 
-@given(values=arrays(), thresholds=st.lists(st.floats(0, 4), max_size=5))
-@settings(max_examples=30, deadline=None)
-def test_counts(values, thresholds):
-    word = bits_dtype(values.dtype)
-    keys = np.array([bits_of(t, values.dtype) for t in thresholds], word)
-    maxima = reference.block_maxima(values, 64).view(word)
-    counts = np.full(len(thresholds), -1, np.int64)
-    count_at_least(values, maxima, 64, keys, counts)
-    np.testing.assert_array_equal(counts, reference.count_at_least(values, np.array(thresholds)))
-
-
-@given(values=arrays(), threshold=st.sampled_from([0.0, 0.01, 1.0, 100.0]))
-@settings(max_examples=40, deadline=None)
-def test_moments(values, threshold):
-    got = np.zeros(4)
-    moments_at_least(values, bits_of(threshold, values.dtype), got)
-    expected = reference.moments_at_least(values, threshold)
-    assert got[0] == expected[0]
-    np.testing.assert_allclose(got[1:3], expected[1:3], rtol=1e-5)
-    # the sum of logarithms crosses 0: what counts is the error of their mean
-    assert abs(got[3] - expected[3]) <= 1e-5 * max(expected[0], 1)
-
-
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("threshold", [0.0, 0.5])
 def test_subnormal_numbers_among_others(dtype, threshold):
@@ -165,4 +89,4 @@ def test_subnormal_numbers_among_others(dtype, threshold):
     values[[71, 4999]] = -tiny, np.nextafter(dtype(0), dtype(1))
     got = np.zeros(4)
     moments_at_least(values, bits_of(threshold, dtype), got)
-    np.testing.assert_allclose(got, reference.moments_at_least(values, threshold), rtol=1e-6)
+    reference.check_moments(Moments(*got), values, threshold)

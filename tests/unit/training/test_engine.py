@@ -132,22 +132,6 @@ def test_entries_of_some_ranks_are_refused():
         redistributed([{**entry, "size": 1}], 2, 2)
 
 
-def test_bytes_keep_types_and_bits():
-    value = {
-        "numbers": [1, 2.5, True, None, float("inf")],
-        "tuple": (1, ("a", b"\x00\xff")),
-        "arrays": {"f": np.array([[1e-45, -0.0]], np.float32), "u": np.array([2**63], np.uint64)},
-        "tree": {},
-    }
-    back = from_bytes(to_bytes(value))
-    assert back["numbers"] == value["numbers"]
-    assert back["tuple"] == value["tuple"]
-    assert back["tree"] == {}
-    for name, array in value["arrays"].items():
-        assert back["arrays"][name].dtype == array.dtype
-        assert back["arrays"][name].tobytes() == array.tobytes()
-
-
 def test_what_cannot_be_saved_or_read_is_refused():
     with pytest.raises(StateMismatchError, match="object"):
         to_bytes({"it": object()})

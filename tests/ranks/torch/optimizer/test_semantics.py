@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 
 import horovod.torch as stock
@@ -15,7 +14,7 @@ from horovod_sparse.feedback import parse_recipe
 from horovod_sparse.merging import Plan
 from horovod_sparse.simulation import SimulatedCluster
 from support.dyadic import gradients_for
-from support.linear import LinearModel, dyadic, same_on_all_ranks
+from support.linear import LinearModel, same_on_all_ranks
 from support.optimizers import gradients_of, in_bucket_order, make, train_step
 
 SHAPES = {"first": (40, 30), "bias": (7,), "scalar": (), "second": (3, 5, 11)}
@@ -225,61 +224,6 @@ def test_broadcast_optimizer_state_and_adam(rank):
     assert same_on_all_ranks(*weights(model))
     assert np.mean(losses[-5:]) < 0.5 * np.mean(losses[:5])
     stock.broadcast_optimizer_state(optimizer, root_rank=0)
-
-
-def test_channels_last_parameters(rank):
-    results = []
-    data = torch.from_numpy(dyadic((2, 3, 8, 8), "data", rank)).float()
-    for layout in (torch.contiguous_format, torch.channels_last):
-        torch.manual_seed(1)
-        model = torch.nn.Conv2d(3, 4, 3)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.copy_((parameter * 8).round() / 8)
-        model = model.to(memory_format=layout)
-        optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.125),
-            named_parameters=model.named_parameters(),
-            compression=hvd.Compression.topk(density=1.0),
-        )
-        for _ in range(2):
-            optimizer.zero_grad()
-            model(data).sum().backward()
-            optimizer.step()
-        assert model.weight.grad.stride() == model.weight.stride()
-        assert model.weight.grad.is_contiguous(memory_format=layout)
-        saved = optimizer.state_dict()["horovod_sparse"]["residuals"]["weight"]
-        assert saved.is_contiguous()
-        results.append([parameter.detach().contiguous() for parameter in model.parameters()])
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other)
-    assert same_on_all_ranks(*results[1])
-
-
-@pytest.mark.parametrize("sparse", [True, False])
-def test_embeddings(sparse, rank):
-    """A COO gradient with sparse_as_dense gives what a dense one gives."""
-    torch.manual_seed(3)
-    model = torch.nn.Embedding(20, 4, sparse=sparse)
-    reference = copy.deepcopy(model)
-    optimizer = make(model, "topk:density=1.0", sparse_as_dense=True)
-    dense = stock.DistributedOptimizer(
-        torch.optim.SGD(reference.parameters(), lr=0.5),
-        reference.named_parameters(),
-        sparse_as_dense=not sparse,
-    )
-    reference.sparse = False
-    for step in range(4):
-        words = torch.tensor([rank, 3 + step, 3 + step])
-        for one, its in ((model, optimizer), (reference, dense)):
-            (one(words) * 2.0).sum().backward()
-            its.step()
-            if step == 2:
-                one.zero_grad()
-            else:
-                its.zero_grad()
-    torch.testing.assert_close(model.weight, reference.weight)
-    assert same_on_all_ranks(model.weight)
 
 
 def test_two_networks_that_are_turned_off_and_on_in_turn(rank):

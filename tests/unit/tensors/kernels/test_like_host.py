@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from horovod_sparse.arrays import FoldRule, HostAccumulator
 from horovod_sparse.tensors.accumulator import TorchAccumulator
-from support import kernels_reference as reference
+from support import reference
 from support.gradients import DTYPES, as_gradient
 from support.sampling import rows_by
 
@@ -98,13 +98,7 @@ def check_statistics(host: Any, ours: Any, generator: np.random.Generator) -> No
     assert counts.dtype == np.int64
     np.testing.assert_array_equal(counts, host.count_at_least(thresholds))
     for threshold in thresholds:
-        mine = ours.moments(threshold)
-        count, total, squares, logarithms = reference.moments_at_least(host.values(), threshold)
-        assert mine.count == count
-        assert mine.total == pytest.approx(total, rel=1e-5)
-        assert mine.total_squares == pytest.approx(squares, rel=1e-5)
-        # Logarithms cancel: to the precision of one of them, each.
-        assert mine.total_logarithms == pytest.approx(logarithms, rel=1e-5, abs=1e-5 * (1 + count))
+        reference.check_moments(ours.moments(threshold), host.values(), threshold)
     stride, offset = int(generator.integers(1, 9)), int(generator.integers(0, 9))
     np.testing.assert_array_equal(
         ours.sample_magnitudes(stride, offset), host.sample_magnitudes(stride, offset)
