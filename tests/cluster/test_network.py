@@ -78,7 +78,3 @@ def test_the_rate_is_reached_and_not_exceeded(slower: str) -> None:
         if min(reached) > 0.85 * asked:
             return
     pytest.fail(f"10 Mbit/s were asked for, and never reached: {reached}")
-
-
-def _total_bytes(name: str) -> int:
-    return sum(host["tx_bytes"] for host in status(name)["hosts"])

@@ -96,5 +96,7 @@ def everyone(value: Any) -> list[Any]:
     return values
 
 
-HAS = frozenset({"adopts", "saved", "absent", "types", "device", "levels", "nonfinite", "drift", "buckets"})
+HAS = frozenset(
+    {"adopts", "members", "saved", "absent", "types", "device", "levels", "nonfinite", "drift", "buckets"}
+)
 ENGINES = [Engine("hook", HookTraining, HAS, dist.get_rank(), dist.get_world_size(), everyone)]

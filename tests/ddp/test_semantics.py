@@ -278,23 +278,6 @@ def test_what_was_saved_goes_on_bit_for_bit(arguments, rank):
     assert later.sync.step == 13
 
 
-@pytest.mark.controllers
-def test_another_number_of_ranks_takes_shares(rank, size):
-    """As if there had been one rank more: what all held back together is kept."""
-    replica = Replica(SHAPES, "topk:density=0.1")
-    for step in range(4):
-        replica.step(gradients(rank, step))
-    entry = replica.sync.state_dict()
-    old = [{**entry, "rank": number, "size": size + 1} for number in range(size + 1)]
-    later = Replica(SHAPES, "topk:density=0.1")
-    later.sync.load_state_dict(ddp.redistribute(old, rank, size))
-    zeros = {name: np.zeros(shape) for name, shape in SHAPES.items()}
-    found = later.step(zeros)
-    assert any(gradient.any() for gradient in found.values())
-    assert same_on_all_replicas(*found.values())
-    assert later.sync.step == 5
-
-
 def test_what_cannot_be_loaded_is_refused(rank, size):
     replica = Replica(SHAPES, "topk:density=0.1")
     for step in range(4):
@@ -392,19 +375,6 @@ def test_a_plan_that_does_not_fit_raises_on_all_ranks(rank):
     with pytest.raises(ArgumentError, match="nothing for"):
         replica.model(gradients(rank, 0)).backward()
     assert not any(parameter.grad.any() for parameter in replica.net.parameters())
-
-
-@pytest.mark.controllers
-def test_a_step_of_a_part_of_the_ranks(rank, size):
-    """A model of a process group of its own: the others do not take part."""
-    members = list(range(1, size))
-    group = dist.new_group(members)
-    if rank in members:
-        replica = Replica(SHAPES, "exdyna:density=0.1", process_group=group)
-        for step in range(4):
-            replica.step(gradients(rank, step))
-        assert replica.sync.rank_and_size == (rank - 1, size - 1)
-        assert replica.sync.step == 4
 
 
 def test_a_compiled_module_trains(rank):

@@ -64,6 +64,12 @@ def test_means_follow_the_steps_and_can_start_anew():
     assert telemetry.mean.wait_seconds == pytest.approx(0.3)
 
 
+def test_a_first_step_alone_is_its_own_mean():
+    telemetry = Telemetry()
+    telemetry.record(1, [bucket("a", 1000, 10, 10, None)], 0.5)
+    assert telemetry.mean.wait_seconds == 0.5
+
+
 def test_nothing_at_all_does_not_divide_by_zero():
     report = StepReport.of(1, [], 0.0)
     assert (report.density_target, report.density_selected, report.density_union) == (0.0, 0.0, 0.0)

@@ -13,7 +13,7 @@ from horovod_sparse.simulation import SimulatedCluster, run_lockstep
 from horovod_sparse.topology import Topology
 from support import laws
 from support.cases import CASES, Case, case_id
-from support.gradients import DTYPES, dyadic, gaussian, layered
+from support.gradients import dyadic, gaussian, layered
 from support.history import History, Scenario, random_gradients, run
 from support.sampling import rows_by
 
@@ -35,23 +35,6 @@ def test_all_laws_hold(case: Case, shape: tuple[int, int, int]) -> None:
     scenario = scenario_of(*shape)
     draw = layered if scenario.num_elements >= 1000 else gaussian
     laws.check_all(run(case.recipe, scenario, random_gradients(scenario, draw)), case)
-
-
-@rows_by("case,dtype", CASES, DTYPES, ids=case_id)
-def test_law_1_is_exact_where_sums_are(case: Case, dtype: str) -> None:
-    scenario = scenario_of(2, 2, 201, dtype=dtype, num_steps=8)
-    laws.check_all(run(case.recipe, scenario, random_gradients(scenario, dyadic)), case, exactly=True)
-
-
-@rows_by("case,levels", [case for case in CASES if not case.quantizes], [(3, 2), (2, 4)], ids=case_id)
-def test_density_one_is_dense(case: Case, levels: tuple[int, int]) -> None:
-    scenario = scenario_of(*levels, 301, num_steps=2)
-    history = run(case.at(1.0), scenario, random_gradients(scenario, layered))
-    for number in range(2):
-        error = np.abs(history.dense(number) - history.gradients[number].sum(0))
-        magnitudes = np.abs(history.gradients[: number + 1])
-        lost = scenario.size * case.value_rounding * magnitudes.sum((0, 1)).max()
-        assert (error <= laws.rounding(history, number + 1) + lost).all()
 
 
 @rows

@@ -41,9 +41,10 @@ def test_all_laws_hold_in_either_memory(case: Case, scenario: Scenario) -> None:
             np.testing.assert_array_equal(residual, plain_residual)
 
 
-@rows_by("case,dtype", CASES, DTYPES, ids=case_id)
-def test_law_1_is_exact_where_sums_are(case: Case, dtype: str) -> None:
-    scenario = Scenario(size=4, num_elements=200, dtype=dtype, num_steps=8)
+@rows_by("case,hosts,dtype", CASES, [0, 2], DTYPES, ids=case_id, each=2)
+def test_law_1_is_exact_where_sums_are(case: Case, hosts: int, dtype: str) -> None:
+    """On one level, and on two hosts of two ranks whose shards are of unequal length."""
+    scenario = Scenario(size=4, num_elements=201, dtype=dtype, num_steps=8, hosts=hosts)
     gradients = random_gradients(scenario, dyadic)
     history = run(case.recipe, scenario, gradients)
     np.testing.assert_array_equal(history.gradients, gradients)  # no dtype rounds them
@@ -87,13 +88,15 @@ def test_laws_hold_for_any_shape_and_value(case: Case, small_run: tuple[Scenario
 _CASES = [case for case in CASES if not case.quantizes]
 
 
-@rows_by("case,dtype,size", _CASES, DTYPES, [1, 3, 8], ids=case_id)
-def test_density_one_is_dense(case: Case, dtype: str, size: int) -> None:
-    scenario = Scenario(size, 300, dtype, num_steps=2)
+@rows_by("case,ranks,dtype", _CASES, [(1, 0), (3, 0), (8, 0), (6, 3), (8, 2)], DTYPES, ids=case_id, each=4)
+def test_density_one_is_dense(case: Case, ranks: tuple[int, int], dtype: str) -> None:
+    size, hosts = ranks
+    scenario = Scenario(size, 301, dtype, num_steps=2, hosts=hosts)
     history = run(case.at(1.0), scenario, random_gradients(scenario, layered))
     for number, step in enumerate(history.steps):
         error = np.abs(history.dense(number) - history.gradients[number].sum(0))
         lost = case.value_rounding * np.abs(history.gradients[: number + 1]).sum((0, 1)).max()
+        lost *= size if hosts else 1
         assert (error <= rounding(history, number + 1) + lost).all()
         assert np.abs(step.residuals).max() <= lost, "nothing but rounding for the wire is held back"
 
