@@ -9,13 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from horovod_sparse.errors import ArgumentError, UnsupportedError
-from horovod_sparse.feedback import (
-    AdamFeedback,
-    ErrorFeedback,
-    Feedback,
-    Recipe,
-    RMSpropFeedback,
-)
+from horovod_sparse.feedback import AdamFeedback, ErrorFeedback, Feedback, Recipe, RMSpropFeedback
 from horovod_sparse.training.compression import feedback_for
 
 if TYPE_CHECKING:
@@ -114,11 +108,9 @@ def feedback_of(feedback: Feedback, group: Mapping[str, Any]) -> Any:
         >>> feedback_of(AdamFeedback(), {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-6})
         AdamFeedback(beta2=0.95, eps=1e-06, clip_norm=None)
     """
-    if (with_settings := getattr(feedback, "with_settings", None)) is None:
-        return feedback
-    # Adam's pair; RMSprop's one
-    found = {"beta2": group["betas"][1] if "betas" in group else group.get("alpha"), "eps": group.get("eps")}
-    return with_settings({name: float(value) for name, value in found.items() if value is not None})
+    given = {"beta2": group["betas"][1] if "betas" in group else group.get("alpha"), "eps": group.get("eps")}
+    found = {name: float(value) for name, value in given.items() if value is not None}
+    return feedback.with_settings(found) if hasattr(feedback, "with_settings") else feedback
 
 
 #: parameter groups of an optimizer

@@ -156,7 +156,8 @@ class SparseBucket(common.BucketPart, Part):
         if shared is not None:  # who sums up divides by the loss's scale
             shared.factor, loss_scale = 1.0 / loss_scale, 1.0
         group, feedback = self.group(), self.bucket.recipe.feedback
-        self.bucket.feedback = feedback_of(feedback, group)
+        if getattr(feedback, "applies_rate", False):
+            self.bucket.feedback = feedback_of(feedback, group)
         rate = group.get("lr")
         rate = None if rate is None else float(rate)
         foldable = self.gradient.foldable(loss_scale)
