@@ -5,6 +5,7 @@ Kernels first, then what calls them with checked arguments.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -248,6 +249,11 @@ def _select_of_each(values, chunk, quotas, maxima, keys, indices, out):  # type:
                 at += 1
 
 
+#: one block's maximum of so many is looked at where more elements than these are wanted; no power of two,
+#: since rows of tensors have such lengths
+_STRIDE, _SAMPLED = 7, 4096
+
+
 def _num_bits(values: Array) -> int:
     return values.itemsize * 8 - 1
 
@@ -259,14 +265,18 @@ def _candidates(
     whole = stop - start == values.size
     first, last = (0, maxima.size) if whole else layout.whole_blocks(start, stop)
     bits = maxima.dtype.type
-    threshold = bits(1)
-    if k <= last - first:
-        threshold = max(bits(kth_of(maxima[first:last], k, _num_bits(values))[0]), bits(1))
     capacity = min(k + max(k // 2, 2048), stop - start) + layout.block
     indices, keys = np.empty(capacity, np.int32), np.empty(capacity, maxima.dtype)
-    count, _ = collect(
-        values, maxima, layout.block, threshold, start, stop, k, _num_bits(values), indices, keys
-    )
+    for stride in (_STRIDE, 1) if _SAMPLED < k < (last - first) // 2 else (1,):
+        tops, threshold = np.ascontiguousarray(maxima[first:last:stride]), bits(1)
+        rank = k if stride == 1 else int(k / stride + 4.0 * math.sqrt(k / stride))
+        if rank <= tops.size:
+            threshold = max(bits(kth_of(tops, rank, _num_bits(values))[0]), bits(1))
+        count, _ = collect(
+            values, maxima, layout.block, threshold, start, stop, k, _num_bits(values), indices, keys
+        )
+        if count == k:  # as good as always: whatever k elements reach is below the k-th
+            break
     return indices[:count], keys[:count]
 
 

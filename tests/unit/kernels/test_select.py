@@ -21,6 +21,15 @@ def maxima_of(values, block):
     return reference.block_maxima(values, block).view(bits_dtype(values.dtype))
 
 
+def test_blocks_of_which_a_sample_tells_nothing():
+    """Every seventh block is looked at: too large where they alone are, too small where others are."""
+    values = np.random.default_rng(0).standard_normal(64 * 7 * 3000).astype(np.float32)
+    for factors in ([100] + 6 * [1], [0.01] + 6 * [1]):
+        scaled = (values.reshape(-1, 7, 64) * np.array(factors, np.float32)[:, None]).reshape(-1)
+        found = select.largest(scaled, maxima_of(scaled, 64), 8000, 0, scaled.size, Layout(scaled.size))
+        np.testing.assert_array_equal(found, reference.largest(scaled, 8000, 0, scaled.size))
+
+
 @given(values=arrays(), block=BLOCKS, data=st.data(), slack=st.booleans())
 @settings(max_examples=60, deadline=None)
 def test_at_least(values, block, data, slack):
