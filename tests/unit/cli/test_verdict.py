@@ -101,6 +101,8 @@ def test_momentum_and_adamw_behind_error_feedback_are_told_what_that_costs(capsy
         assert found["recipe"].endswith(f"feedback={feedback}") and "AdamW lost" not in found["accuracy"]
         told = numbers(capsys, "--optimizer", name, "--sparsifier", "topk")["accuracy"]
         assert "lost" in told and f"write feedback='{feedback}'" in told
+    parts = numbers(capsys, "--optimizer", "adamw", "--sparsifier", "exdyna:feedback=adam")["accuracy"]
+    assert "write topk" in parts and "exdyna" not in numbers(capsys, "--optimizer", "adamw")["recipe"]
     dense_enough = numbers(capsys, "--optimizer", "adamw", "--sparsifier", "topk:density=0.2")["accuracy"]
     corrected = numbers(capsys, "--optimizer", "momentum", "--sparsifier", "topk:feedback=momentum")
     assert "write" not in dense_enough and "write" not in corrected["accuracy"]
