@@ -62,7 +62,7 @@ class Ranks:
     def __init__(self, framework: str) -> None:
         self.framework = framework
         self.hvd: Any = importlib.import_module(f"horovod_sparse.{framework}")
-        room = "driver" if framework == "torch" else "agreement"
+        room = "driver" if framework == "torch" else "collectives"
         self._carry_out = importlib.import_module(f"horovod_sparse.{framework}.{room}").carry_out_together
         self._started = not self.hvd.is_initialized()
         if self._started:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from horovod_sparse.checks import check_count
+from horovod_sparse.checks import check_count, check_number
 from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.tensorflow._horovod import hvd
 from horovod_sparse.tensorflow.collectives import op_name
-from horovod_sparse.tensorflow.compression import Compression, SparseCompressor
+from horovod_sparse.tensorflow.compression import Compression, SparseCompressor, check_process_set
 from horovod_sparse.tensorflow.private import refuse_adasum
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
+from horovod_sparse.tensorflow.tensors import checked_variable
 from horovod_sparse.training.compression import check_compression
 from horovod_sparse.training.settings import PlannedOptions, Settings, refuse_without_sparsifier
 
@@ -45,6 +47,10 @@ class Arguments:
         """Those of a public function, which gives its ``locals()`` before there are others."""
         name = f"{front_end.__module__.rpartition('.')[0]}.{front_end.__name__}"
         beside = [one for one in _parameters(front_end) if one != "options"]
+        for one in ("name", "device_dense", "device_sparse"):  # the second argument, by its place
+            if not isinstance(given.get(one) or "", str):
+                raise ArgumentError(one, given[one], "text; a sparsifier is given as compression=...")
+        check_process_set(given["process_set"])
         if not isinstance(given["compression"], str):
             check_compression(given["compression"])
         settings = Settings.of(given["options"], name, PlannedOptions, beside)
@@ -72,12 +78,19 @@ class Arguments:
         refuse_adasum(self.op)
         if self.op not in (hvd.Average, hvd.Sum):
             raise ArgumentError("op", self.op, "Average or Sum")
-        if self.gradient_predivide_factor != 1.0 and self.op != hvd.Average:
-            factor = self.gradient_predivide_factor
+        factor = self.gradient_predivide_factor
+        check_number("gradient_predivide_factor", factor, "a number above 0", low=0.0, high=math.inf)
+        if factor != 1.0 and self.op != hvd.Average:
             raise ArgumentError("gradient_predivide_factor", factor, "1.0, or op=Average")
         groups = self.num_groups or None if self.groups is None else self.groups
-        if groups is not None and not isinstance(groups, list):
-            check_count("groups", groups, "a number of 1 or more, or lists of variables")
+        allowed = "a number of 1 or more, or lists of variables"
+        if isinstance(groups, list):
+            if not all(isinstance(group, (list, tuple)) for group in groups):
+                raise ArgumentError("groups", groups, allowed)
+            for variable in (variable for group in groups for variable in group):
+                checked_variable("groups", variable)
+        elif groups is not None:
+            check_count("groups", groups, allowed)
         return dataclasses.replace(self, groups=groups, num_groups=0)
 
     def refuse_sparse(self) -> None:

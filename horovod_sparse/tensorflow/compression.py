@@ -48,6 +48,8 @@ class SparseCompressor(WithState, Compressor):
     """
 
     def __init__(self, recipe: Recipe, process_set: Any = None) -> None:
+        if process_set is not None:
+            check_process_set(process_set)
         self.recipe, self.process_set = recipe, process_set
         self._arguments: dict[str, Any] = {}
         #: whose gradients it sparsifies: an optimizer, where it is no tape's
@@ -167,6 +169,12 @@ class SparseCompressor(WithState, Compressor):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (SparseCompressor, (self.recipe,))
+
+
+def check_process_set(given: object) -> None:
+    """Refuses what is no process set."""
+    if not isinstance(given, hvd.ProcessSet):
+        raise ArgumentError("process_set", given, "a process set, of hvd.add_process_set([0, 2]), say")
 
 
 def _not_its_own(compressor: SparseCompressor) -> ArgumentError:

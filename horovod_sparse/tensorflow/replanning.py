@@ -123,6 +123,8 @@ class Replanning:
         if self._training.under_way:
             raise UnsupportedError("plans change between steps: a step is under way, or was interrupted")
         if plan is not None:
+            if not isinstance(plan, Plan):
+                raise ArgumentError("plan", plan, "a horovod_sparse.merging.Plan: Plan(buckets, dense)")
             if measure_steps is not None:
                 raise ArgumentError("measure_steps", measure_steps, "either it or a plan")
             self._left = 0

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from horovod_sparse.errors import ArgumentError
 from horovod_sparse.tensorflow._horovod import hvd, is_elastic
 
 #: TensorFlow takes the memory of an array that is aligned so, and copies others
@@ -31,6 +32,14 @@ def as_variable(variable: Any) -> Any:
     """The `tf.Variable` in a variable of Keras 3; any other as it is."""
     if not hasattr(variable, "ref") and isinstance(getattr(variable, "value", None), tf.Variable):
         return variable.value
+    return variable
+
+
+def checked_variable(argument: str, given: Any) -> Any:
+    """The `tf.Variable` of a variable that a user gives; refuses what is none."""
+    variable = as_variable(given)
+    if not hasattr(variable, "ref"):
+        raise ArgumentError(argument, given, "variables of TensorFlow or Keras")
     return variable
 
 

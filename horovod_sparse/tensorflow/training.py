@@ -18,6 +18,7 @@ from horovod_sparse.planning import by_cost, plan_request
 from horovod_sparse.plans.dense import ClusterFacts
 from horovod_sparse.plans.fixed import make_plan
 from horovod_sparse.plans.plan import ParameterFacts, Plan
+from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.tensorflow._horovod import hvd, is_elastic, present_start
 from horovod_sparse.tensorflow.collectives import carry_out_together, label_of, ranks_of, together
 from horovod_sparse.tensorflow.parts import DenseVariable, Part, SparseBucket
@@ -201,6 +202,7 @@ class VariablesTraining(Training):
         self._names.update({variable.ref(): name for name, variable in zip(facts, new, strict=True)})
         if not self.facts:
             self.begin(facts, plan)
+            _warn_of_short_lives(new[0], self.telemetry)
             return True
         before, self.facts = self.plan, {**self.facts, **facts}
         self.parts += self._made(plan, facts, first=len(before.buckets))
@@ -272,6 +274,22 @@ class VariablesTraining(Training):
         self.replan(plan)
         self.refuse_graphs()
         self.decision = decision
+
+
+#: of a variable: telemetries of the last two trainings that it was in
+_LIVES = "_horovod_sparse_telemetries"
+
+
+def _warn_of_short_lives(variable: Any, telemetry: Telemetry) -> None:
+    """Says so where every step has a compressor of its own: none of them keeps a residual."""
+    lives = getattr(variable, _LIVES, ())
+    if len(lives) == 2 and all(life.num_steps == 1 for life in lives):
+        _log.warning(
+            "%s has had a new compressor in each of the last steps, and residuals were lost with them: "
+            "make it once, outside of the training loop",
+            variable.name,
+        )
+    setattr(variable, _LIVES, (*lives[-1:], telemetry))
 
 
 def _goes_on(former: Part, part: Part) -> bool:

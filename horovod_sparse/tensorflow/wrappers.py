@@ -15,7 +15,7 @@ from horovod_sparse.tensorflow.collectives import compare_densely, construction_
 from horovod_sparse.tensorflow.compression import Compression
 from horovod_sparse.tensorflow.graph import mark_synchronized, ungated
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
-from horovod_sparse.tensorflow.tensors import as_variable, scaled_locally
+from horovod_sparse.tensorflow.tensors import as_variable, checked_variable, scaled_locally
 from horovod_sparse.training.settings import PlannedOptions
 
 if TYPE_CHECKING:
@@ -82,6 +82,8 @@ def DistributedGradientTape(
         UnsupportedError: for Adasum.
     """
     arguments = Arguments.of(locals(), DistributedGradientTape)
+    if not isinstance(gradtape, tf.GradientTape):
+        raise ArgumentError("gradtape", gradtape, "a tf.GradientTape, after its with block")
     if not arguments.is_sparse:
         if isinstance(compression, str):
             raise ArgumentError(
@@ -195,7 +197,7 @@ class _Methods(tf.GradientTape):
     @tf.autograph.experimental.do_not_convert
     def register_local_source(self, source: Any) -> None:
         """Keeps a variable's gradient local: it is not synchronized."""
-        self._local_sources.add(as_variable(source).ref())
+        self._local_sources.add(checked_variable("source", source).ref())
 
     @tf.autograph.experimental.do_not_convert
     def gradient(

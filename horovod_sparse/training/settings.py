@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Any, TypedDict
 
 from horovod_sparse.carriers.shared_memory import may_share
-from horovod_sparse.checks import check_number, whole_number
+from horovod_sparse.checks import check_count, check_number, whole_number
 from horovod_sparse.errors import ArgumentError, UnknownNameError
 from horovod_sparse.plans.plan import Plan
 from horovod_sparse.training.deadline import deadline_of
@@ -146,6 +146,8 @@ class Settings:
     def __post_init__(self) -> None:
         if self.plan is not None and not isinstance(self.plan, Plan):
             raise ArgumentError("plan", self.plan, "a horovod_sparse.merging.Plan: Plan(buckets, dense)")
+        if self.bucket_bytes is not None:
+            check_count("bucket_bytes", self.bucket_bytes, "a whole number of bytes, 1 or more")
         if self.synchronize_at not in ("backward", "step"):
             raise ArgumentError("synchronize_at", self.synchronize_at, "'backward' or 'step'")
         if self.max_grad_norm is not None:

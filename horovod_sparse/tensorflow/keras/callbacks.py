@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,12 +10,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from horovod_sparse.checks import check_count
+from horovod_sparse.checks import check_count, check_number
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.tensorflow import state
 from horovod_sparse.tensorflow._horovod import hvd
-from horovod_sparse.tensorflow.functions import broadcast_variables
-from horovod_sparse.tensorflow.tensors import as_variable, build, variables_of
+from horovod_sparse.tensorflow.functions import allgather_object, broadcast_variables
+from horovod_sparse.tensorflow.tensors import as_variable, build, checked_variable, variables_of
 
 
 class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
@@ -33,6 +34,7 @@ class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
         self, root_rank: int, device: str = "", local_variables: Any | Sequence[Any] | None = None
     ) -> None:
         super().__init__()
+        check_count("root_rank", root_rank, low=0)
         self.root_rank, self.device = root_rank, device
         self.broadcast_done = False
         self._done: set[Any] = set()
@@ -44,10 +46,7 @@ class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
 
     def register_local_var(self, variable: Any) -> None:
         """Leaves a variable alone."""
-        variable = as_variable(variable)
-        if not hasattr(variable, "ref"):
-            raise ArgumentError("local_variables", variable, "variables of TensorFlow or Keras")
-        self._local.add(variable.ref())
+        self._local.add(checked_variable("local_variables", variable).ref())
 
     def on_train_begin(self, logs: Any = None) -> None:
         model, optimizer = self.model, self.model.optimizer
@@ -75,7 +74,7 @@ class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
 
 
 class MetricAverageCallback(tf.keras.callbacks.Callback):
-    """Averages metrics over ranks, on a device, at the end of every epoch.
+    """Averages metrics over ranks, on a device, at the end of every epoch; each over those that have it.
 
     Callbacks behind it that use metrics (`ReduceLROnPlateau`, `ModelCheckpoint`) act alike on all ranks.
     """
@@ -85,13 +84,14 @@ class MetricAverageCallback(tf.keras.callbacks.Callback):
         self.device = device
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        if not logs:
+        if logs is None:
             return
-        names = sorted(name for name, value in logs.items() if np.ndim(value) == 0)
+        own = {name: float(value) for name, value in logs.items() if np.ndim(value) == 0}
         with tf.device(self.device):
-            values = tf.constant([float(logs[name]) for name in names], tf.float64)
-            averages = hvd.allreduce(values, op=hvd.Average, name=f"horovod_sparse.metrics.{len(names)}")
-        logs.update(zip(names, averages.numpy().tolist(), strict=True))
+            everyone = allgather_object(own, name="horovod_sparse.metrics")
+        for name in dict.fromkeys(name for metrics in everyone for name in metrics):
+            values = [metrics[name] for metrics in everyone if name in metrics]
+            logs[name] = sum(values) / len(values)
 
 
 class BestModelCheckpoint(tf.keras.callbacks.ModelCheckpoint):
@@ -158,8 +158,12 @@ class LearningRateScheduleCallback(tf.keras.callbacks.Callback):
         steps_per_epoch: int | None = None,
     ) -> None:
         super().__init__()
-        if initial_lr is None:
-            raise ArgumentError("initial_lr", initial_lr, "the optimizer's learning rate at the start")
+        allowed = "the optimizer's learning rate at the start"
+        check_number("initial_lr", initial_lr, allowed, low=0.0, high=math.inf)
+        if not callable(multiplier):
+            check_number(
+                "multiplier", multiplier, "a function of the epoch, or a number", low=0.0, high=math.inf
+            )
         self.initial_lr, self.start_epoch, self.end_epoch = initial_lr, start_epoch, end_epoch
         self.staircase, self.momentum_correction = staircase, momentum_correction
         self.steps_per_epoch = steps_per_epoch
@@ -226,6 +230,8 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         steps_per_epoch: int | None = None,
         verbose: int = 0,
     ) -> None:
+        check_number("warmup_epochs", warmup_epochs, "a number of epochs above 0", low=0.0, high=math.inf)
+
         def multiplier(epoch: float) -> float:
             at_end = epoch + 1.0 / (self.steps_per_epoch or 1)
             return (at_end * (hvd.size() - 1) / warmup_epochs + 1) / hvd.size()
@@ -315,6 +321,7 @@ class CheckpointCallback(tf.keras.callbacks.Callback):
         super().__init__()
         if save_freq != "epoch":
             check_count("save_freq", save_freq, "'epoch', or a number of batches of 1 or more")
+        check_count("keep", keep)
         self.directory, self.save_freq, self.keep = directory, save_freq, keep
         #: of the checkpoint that the training goes on from; None without one
         self.loaded_step: int | None = None

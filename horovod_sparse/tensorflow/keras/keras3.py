@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from horovod_sparse.errors import UnsupportedError
+from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.tensorflow._horovod import hvd, is_elastic, takes_part
 from horovod_sparse.tensorflow.arguments import Again, Arguments
 from horovod_sparse.tensorflow.collectives import compare_densely, known_to_elastic, label_of, not_folded
@@ -21,7 +21,7 @@ from horovod_sparse.tensorflow.keras.adoption import no_local_variables, own_cla
 from horovod_sparse.tensorflow.private import refuse_copies
 from horovod_sparse.tensorflow.state import CheckpointedState, StateKeeper, WithState
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
-from horovod_sparse.tensorflow.tensors import as_dense, as_variable, scaled_locally, times
+from horovod_sparse.tensorflow.tensors import as_dense, as_variable, checked_variable, scaled_locally, times
 from horovod_sparse.training.encoding import from_bytes, to_bytes
 
 
@@ -124,8 +124,8 @@ def _derived(base: Any, is_scaler: bool, again: Again) -> Any:
                     self.build(list(trainable_variables))
             own = self._trainable_variables
             variables = own if trainable_variables is None else list(trainable_variables)
-            if len(grads) != len(variables):
-                return apply(grads, trainable_variables)  # says so
+            if len(grads) != len(variables):  # Keras would leave out what is too much, on each rank alone
+                raise ArgumentError("grads", f"{len(grads)} gradients", f"{len(variables)}, one a variable")
             rate = self.learning_rate
             if is_scaler:
                 scale = self.dynamic_scale.value
@@ -201,7 +201,7 @@ class Reduction:
 
     def keep_local(self, variable: Any) -> None:
         """Leaves a variable's gradient to this rank."""
-        self._local.add(as_variable(variable).ref())
+        self._local.add(checked_variable("variable", variable).ref())
 
     @property
     def keeps_local(self) -> bool:

@@ -115,7 +115,7 @@ def DistributedOptimizer(
         arguments.compression.serve(optimizer, recipe)
         if kind is type(adopts):
             refuse_double_momentum(recipe, lambda: [settings_of(optimizer)])
-        synchronizer = _synchronizer(arguments, is_scaler)
+        synchronizer = _synchronizer(arguments, is_scaler, settings_of(optimizer))
         if kind is not type(adopts) and synchronizer.is_needed:  # elsewhere it does all by itself
             object.__setattr__(adopts, "__class__", kind)
         keeper = arguments.compression._horovod_sparse_keeper
@@ -151,7 +151,8 @@ def _check_optimizer(optimizer: Any) -> None:
     if isinstance(optimizer, (str, type)):
         example = "an optimizer of Keras, made: keras.optimizers.SGD(0.1), say"
         raise ArgumentError("optimizer", optimizer, example)
-    if isinstance(optimizer, tf.compat.v1.train.Optimizer) or not hasattr(optimizer, "get_config"):
+    known = hasattr(optimizer, "get_config") and hasattr(optimizer, "apply_gradients")
+    if isinstance(optimizer, tf.compat.v1.train.Optimizer) or not known:
         raise UnsupportedError(
             f"{type(optimizer).__name__} is no optimizer of Keras. Optimizers of TensorFlow 1 are wrapped by "
             "horovod.tensorflow.DistributedOptimizer, with Compression.none or .fp16"
@@ -162,8 +163,12 @@ def _check_optimizer(optimizer: Any) -> None:
         )
 
 
-def _synchronizer(arguments: Arguments, is_scaler: bool) -> GradientSynchronizer:
+def _synchronizer(arguments: Arguments, is_scaler: bool, own: Mapping[str, Any]) -> GradientSynchronizer:
     synchronizer = arguments.synchronizer()
+    # ranks compare these, too: no variable tells of them. The rate is a variable, which may be broadcast
+    told = {name: own[name] for name in own if name not in ("name", "learning_rate")}
+    told = {name: value for name, value in told.items() if isinstance(value, (str, float, int, type(None)))}
+    synchronizer.engine.given = {**told, **synchronizer.engine.given}
     if arguments.backward_passes_per_step > 1 or is_scaler:
         synchronizer.replanning.refuse(
             "a LossScaleOptimizer" if is_scaler else "backward_passes_per_step above 1"

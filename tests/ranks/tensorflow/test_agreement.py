@@ -93,3 +93,10 @@ def test_keras(rank, size, first, last, words):
             optimizer.apply([tf.ones(30)])
 
     refused(step, words)
+
+
+def test_keras_optimizers_that_are_set_differently(rank, size):
+    """What no variable tells of, so that replicas part in the third step."""
+    sgd = keras.optimizers.SGD(0.1, momentum=0.9 if rank == size - 1 else 0.5)
+    optimizer, variable = hvd_keras.DistributedOptimizer(sgd, compression=TEXT), keras.Variable([1.0] * 30)
+    refused(lambda: optimizer.apply([tf.ones(30)], [variable]), r"momentum differs: ranks \[.*\] have 0.5")

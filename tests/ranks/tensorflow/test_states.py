@@ -30,18 +30,11 @@ def test_every_kind_of_variable_is_broadcast(rank, size):
         hvd.broadcast_variables([tf.Variable("words")], 0)
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param(hvd.elastic.TensorFlowKerasState, marks=pytest.mark.nightly),
-        hvd_keras.elastic.KerasState,
-    ],
-)
-def test_the_state_of_a_model(kind, rank, size):
+def test_the_state_of_a_model(rank, size):
     """What was not committed is taken back, momentum included, which the optimizer had not at first."""
     model = make_model(seed=rank)
     optimizer = hvd_keras.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9), compression="topk")
-    state = kind(model, optimizer, batch=20 + rank, epoch=10 + rank)
+    state = hvd_keras.elastic.KerasState(model, optimizer, batch=20 + rank, epoch=10 + rank)
     state.sync()
     np.testing.assert_array_equal(flat(model), flat(make_model(seed=0)))
     assert (state.batch, state.epoch) == (20, 10)
@@ -69,7 +62,7 @@ def test_the_state_of_a_model(kind, rank, size):
         np.testing.assert_array_equal(restored["residuals"][name], residual)
     assert state.batch == 0
     with pytest.raises(ArgumentError, match="built"):
-        kind(keras.Sequential([keras.layers.Dense(2)]), optimizer)
+        hvd_keras.elastic.KerasState(keras.Sequential([keras.layers.Dense(2)]), optimizer)
 
 
 def test_the_state_of_variables(rank):

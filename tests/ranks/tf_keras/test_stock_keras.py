@@ -68,24 +68,16 @@ def _descended(factor, passes):
 
 NIGHT = pytest.mark.nightly
 PASSES = {"backward_passes_per_step": 2, "average_aggregated_gradients": True}
-#: by day each argument with one kind of optimizer
-CASES = {
-    "graph": (False, {}, "new"),
-    "eager": (True, {}, ""),
-    "two passes": (False, PASSES, "legacy"),
-    "groups": (False, {"groups": 2}, "legacy"),
-    "sum": (False, {"op": hvd.Sum}, "new"),
-}
 
 
 @pytest.mark.parametrize(
     ("eager", "arguments", "legacy"),
     [
-        pytest.param(
-            *(eager, arguments, kind == "legacy"), id=f"{name}-{kind}", marks=[] if kind == day else NIGHT
-        )
-        for name, (eager, arguments, day) in CASES.items()
-        for kind in ("new", "legacy")
+        (False, PASSES, True),
+        (False, {"groups": 2}, True),
+        (False, {"op": hvd.Sum}, False),
+        pytest.param(True, {}, False, marks=NIGHT),
+        pytest.param(True, {}, True, marks=NIGHT),
     ],
 )
 def test_density_1_is_dense(legacy, eager, arguments):

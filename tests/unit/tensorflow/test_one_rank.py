@@ -86,6 +86,18 @@ def test_stock_horovod_leaves_gradients_as_they_are_which_a_warning_says_once(ca
     assert len(told) == 1 and "MomentumCorrection" in told[0]
 
 
+def test_a_compressor_for_every_step_is_warned_of(caplog):
+    weight = tf.Variable(tf.zeros(LENGTH), name="weight")
+    for number in range(4):
+        assert ("outside of the training loop" in caplog.text) == (number == 3)
+        by_tape(made("error"), weight, in_graph=False)(tf.constant(targets(number)))
+    other, compression = tf.Variable(tf.zeros(LENGTH), name="other"), made("error")
+    caplog.clear()
+    for number in range(4):
+        by_tape(compression, other, in_graph=False)(tf.constant(targets(number)))
+    assert not caplog.text
+
+
 def test_messages_between_pairs_are_refused(monkeypatch):
     monkeypatch.setenv("HOROVOD_SPARSE_TRANSPORT", "pairs")
     with pytest.raises(UnsupportedError, match="PyTorch"):

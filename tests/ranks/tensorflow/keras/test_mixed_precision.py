@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import horovod_sparse.tensorflow.keras as hvd
 from support.keras_models import fit, flat, keras, make_model
@@ -40,6 +41,28 @@ def test_residuals_do_not_know_the_scale(rank, size):
     assert residual(plain).any()
     np.testing.assert_allclose(flat(model), flat(expected), rtol=1e-5, atol=1e-7)
     np.testing.assert_allclose(residual(optimizer), residual(plain), rtol=1e-5, atol=1e-7)
+
+
+def test_three_overflows_end_as_in_dense_training(rank, size):
+    """Of one rank alone, and in the first step: all ranks skip, at density 1 nothing is different then."""
+    results = []
+    for distributed in (True, False):
+        weight = keras.Variable(np.ones(4, np.float32))
+        sgd = keras.optimizers.SGD(0.125, momentum=0.5)
+        optimizer = keras.optimizers.LossScaleOptimizer(sgd, initial_scale=64.0, dynamic_growth_steps=2)
+        if distributed:
+            optimizer = hvd.DistributedOptimizer(optimizer, compression=EVERYTHING)
+        optimizer.build([weight])
+        for number in range(8):
+            everyone = [np.arange(4, dtype=np.float32) - 2 * one + number for one in range(size)]
+            gradient = (everyone[rank] if distributed else np.mean(everyone, axis=0)) * float(
+                optimizer.dynamic_scale.numpy()
+            )
+            if number in (0, 3, 6) and (rank == size - 1 or not distributed):
+                gradient[1] = np.inf
+            optimizer.apply([tf.constant(gradient)], [weight])
+        results.append([*weight.numpy(), float(optimizer.dynamic_scale.numpy())])
+    np.testing.assert_allclose(results[0], results[1], rtol=1e-6)
 
 
 @pytest.mark.nightly

@@ -79,6 +79,13 @@ def test_metrics_are_averaged(rank, size):
     assert history["loss"] == [logs["loss"] for logs in seen["after"]]
 
 
+def test_a_metric_of_one_rank_is_its_own_on_all(rank, size):
+    """As of who validates alone."""
+    logs = {"loss": 1.0 + rank, **({"val_loss": 3.0} if rank == 0 else {})}
+    hvd.callbacks.MetricAverageCallback().on_epoch_end(0, logs)
+    assert logs == {"loss": (size + 1) / 2, "val_loss": 3.0}
+
+
 def test_warm_up(rank, size):
     """From the rate of one rank to that of all of them, in every batch."""
     rates = []

@@ -32,6 +32,10 @@ def sgd():
         ({"op": hvd.Sum, "gradient_predivide_factor": 2.0}, ArgumentError, "gradient_predivide_factor"),
         ({"backward_passes_per_step": 0}, ArgumentError, "backward_passes_per_step"),
         ({"groups": 0}, ArgumentError, "groups"),
+        ({"groups": [["weight"]]}, ArgumentError, "groups"),
+        ({"bucket_bytes": 0}, ArgumentError, "bucket_bytes"),
+        ({"process_set": "all"}, ArgumentError, "process_set"),
+        ({"gradient_predivide_factor": 0.0}, ArgumentError, "gradient_predivide_factor"),
         ({"compression": "topq"}, UnknownNameError, "topk"),
         ({"compression": "none", "bucket_bytes": 100}, ArgumentError, "a sparsifier"),
         (
@@ -208,8 +212,31 @@ def test_what_is_no_compression_is_refused_where_it_is_given(compression, words)
 def test_wrong_arguments_are_refused_by_name():
     with pytest.raises(ArgumentError, match=r"optimizer='sgd'.*keras.optimizers.SGD"):
         hvd.DistributedOptimizer("sgd", compression="topk")
+    for wrap, given in (
+        (hvd.DistributedOptimizer, sgd()),
+        (hvd_tf.DistributedGradientTape, tf.GradientTape()),
+    ):
+        with pytest.raises(ArgumentError, match="given as compression="):  # in the place of another argument
+            wrap(given, hvd.Compression.topk(density=0.1))
     with pytest.raises(ArgumentError, match=r"plan=.*Plan"):
         hvd.DistributedOptimizer(sgd(), compression="topk", plan=[["weight"]])
+    with pytest.raises(UnsupportedError, match="no optimizer of Keras"):
+        hvd.DistributedOptimizer(keras.Sequential(), compression="topk")
+    optimizer, callbacks = hvd.DistributedOptimizer(sgd(), compression="topk"), hvd.callbacks
+    for argument, give in {
+        "gradtape": lambda: hvd_tf.DistributedGradientTape(tf.GradientTape),
+        "process_set": lambda: hvd.Compression.topk(process_set=3),
+        "plan": lambda: optimizer.replan("single"),
+        "variable": lambda: optimizer.register_local_var("weight"),
+        "grads": lambda: optimizer.apply([tf.ones(2)] * 2, [keras.Variable([1.0, 2.0])]),
+        "root_rank": lambda: callbacks.BroadcastGlobalVariablesCallback("0"),
+        "keep": lambda: callbacks.CheckpointCallback("folder", keep=0),
+        "initial_lr": lambda: callbacks.LearningRateScheduleCallback(None, 0.1),
+        "multiplier": lambda: callbacks.LearningRateScheduleCallback(0.1, "half"),
+        "warmup_epochs": lambda: callbacks.LearningRateWarmupCallback(0.1, warmup_epochs=0),
+    }.items():
+        with pytest.raises(ArgumentError, match=f"^{argument}="):
+            give()
     compression = hvd.Compression.topk(density=0.5)
     weight = tf.Variable(tf.complex([1.0], [1.0]))
     with tf.GradientTape() as tape:
