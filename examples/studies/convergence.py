@@ -61,6 +61,7 @@ def variants() -> dict[str, list[str]]:
     rows["qsgd, no feedback"] = ["--compression", "qsgd:feedback=none", *rows["qsgd"][2:]]
     rows["randomk, no feedback"] = ["--compression", "randomk:feedback=none", *rows["randomk"][2:]]
     for name in TWO:
+        rows[f"{name}, best"] = ["--compression", f"{name}:feedback=best", *rows[name][2:]]
         rows[f"{name}, no warm-up"] = [*rows[name], "--warmup-epochs", "0"]
         rows[f"{name}, drop-in"] = [*rows[name], "--stock"]
         rows[f"{name}, drop-in, small ones dense"] = [

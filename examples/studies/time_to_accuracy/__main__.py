@@ -38,13 +38,16 @@ SIZE, SEEDS, RATES = 2, (0, 1, 2), ("1gbit", "10gbit")
 STEPS = {"digits": (160, 16), "resnet20": (160, 16), "gpt": (240, 20)}
 DENSITY = {"digits": 0.01, "resnet20": 0.01, "gpt": 0.05}
 SPARSIFIERS = ("topk", "exdyna", "spardl", "dragonn", "dgc")
-METHODS = ("dense", "dense, DDP", "fp16", *SPARSIFIERS, "PowerSGD")
+#: with the feedback that suits the optimizer
+BEST = "topk, best"
+METHODS = ("dense", "dense, DDP", "fp16", *SPARSIFIERS, BEST, "PowerSGD")
 
 
 def texts(model: str, methods: Sequence[str]) -> dict[str, str]:
     """Methods -> what a rank makes of them."""
     known = {"dense": "none", "dense, DDP": "ddp", "fp16": "fp16", "PowerSGD": "powersgd 4"}
     known |= {name: f"{name}:density={DENSITY[model]}" for name in SPARSIFIERS}
+    known[BEST] = f"{known['topk']},feedback=best"
     return {name: known[name] for name in methods}
 
 

@@ -30,6 +30,7 @@ _STYLES: dict[str, tuple[str, Any]] = {
     "spardl": ("#009E73", "-"),
     "dragonn": ("#E69F00", "-"),
     "dgc": ("#56B4E9", "-"),
+    "topk, best": ("#0072B2", (0, (4, 2))),
     "PowerSGD": ("#CC79A7", (0, (5, 1.5))),
 }
 #: how much worse than the target an axis goes, in units of the score

@@ -159,3 +159,13 @@ def test_points_that_are_told_are_those_that_were_measured(capsys):
     assert f"momentum lost {min(to_zero):.1f} to {max(to_zero):.1f} points where" in told
     assert f"up to {max(other):.1f} where it did not" in told
     assert f"AdamW lost {min(lost['AdamW']):.1f} to {max(lost['AdamW']):.1f} points" in told
+    gpt = json.loads((MEASUREMENTS / "gpt.json").read_text())["runs"]
+    best = [
+        min(run["bits_per_byte"] for name, run in gpt.items() if name.startswith(row))
+        for row in ("none", "exdyna:density=0.01", "exdyna:density=0.05")
+    ]
+    assert f"GPT {best[1] - best[0]:.2f} bits per byte ({best[2] - best[0]:.2f} at density 0.05)" in told
+    dense, corrected = points["warm restarts/momentum"]["dense"], points["warm restarts/`feedback=momentum`"]
+    behind = [f"{fmean(dense) - fmean(corrected[method]):.1f}" for method in ("topk", "exdyna")]
+    told = numbers(capsys, "--optimizer", "sgd", "--sparsifier", "topk:feedback=momentum")["accuracy"]
+    assert f"lost {' and '.join(behind)} points with restarts" in told
