@@ -3,12 +3,12 @@
 from horovod_sparse.planning.cost_model import (
     AffineTime,
     CostModel,
-    SortingTime,
+    Fit,
     TimeModel,
     communication_of,
-    omgs_cost,
+    fit_selection,
+    fit_time,
 )
-from horovod_sparse.planning.fitting import Fit, fit_selection, fit_time
 from horovod_sparse.planning.formulas import (
     LevelChoice,
     assumed_profile,
@@ -45,7 +45,6 @@ __all__ = [
     "LevelChoice",
     "Levels",
     "Profile",
-    "SortingTime",
     "TimeModel",
     "assumed_profile",
     "check_same_profile",
@@ -55,7 +54,6 @@ __all__ = [
     "fit_time",
     "network_at",
     "network_of",
-    "omgs_cost",
     "profile_at",
     "with_levels",
 ]

@@ -24,14 +24,16 @@ from horovod_sparse.planning.workload import (
     layer_table,
     plan_of_segments,
 )
-from horovod_sparse.plans.fixed import (
+from horovod_sparse.plans.plan import (
     DEFAULT_BUCKET_BYTES,
+    ParameterFacts,
+    Plan,
     explicit_groups,
     fixed_bytes,
     fixed_elements,
     num_buckets,
+    same_kind,
 )
-from horovod_sparse.plans.plan import ParameterFacts, Plan, same_kind
 
 __all__ = [
     "DEFAULT_BUCKET_BYTES",

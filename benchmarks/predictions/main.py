@@ -23,7 +23,7 @@ from horovod_sparse.feedback import parse_recipe
 from horovod_sparse.merging import LAYER_TABLES, Plan, Workload, fixed, predict
 from horovod_sparse.planning.advice import CANDIDATES, verdict_of
 from horovod_sparse.planning.optimal import optimal
-from horovod_sparse.plans.fixed import DEFAULT_BUCKET_BYTES
+from horovod_sparse.plans.plan import DEFAULT_BUCKET_BYTES
 
 TRAINING = "benchmarks.train.torch_rank"
 CALIBRATION = "benchmarks.predictions.calibration_rank"

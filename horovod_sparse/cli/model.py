@@ -55,12 +55,7 @@ class Model:
     source: str = "of the file"
 
     def on(self, gpu: str | None, step_seconds: float | None) -> Model:
-        """The model with the times of another device.
-
-        Example:
-            >>> round(read_model("resnet50").on("a100", None).workload().step_seconds, 5)
-            0.05182
-        """
+        """The model with the times of another device."""
         if gpu is None and step_seconds is None:
             return self
         if gpu is not None and step_seconds is not None:
@@ -179,12 +174,7 @@ def model_of(options: argparse.Namespace) -> Model:
 
 
 def read_model(text: str) -> Model:
-    """A model by the name of its table, or from a file.
-
-    Example:
-        >>> len(read_model("vgg16_cifar").parameters)
-        54
-    """
+    """A model by the name of its table, or from a file."""
     if text in LAYER_TABLES:
         table = layer_table(text)
         workload = table.workload

@@ -15,7 +15,7 @@ from horovod_sparse.checks import whole_number
 from horovod_sparse.errors import ArgumentError, HorovodSparseError, ProfileMismatchError, UnsupportedError
 from horovod_sparse.feedback import AutoDensity, Recipe, parse_recipe
 from horovod_sparse.feedback.recipe import parse_arguments, parse_value
-from horovod_sparse.planning.fitting import Fit
+from horovod_sparse.planning.cost_model import Fit
 from horovod_sparse.planning.formulas import TYPICAL_SELECTION, assumed_profile, profile_at, with_levels
 from horovod_sparse.planning.profile import Profile
 from horovod_sparse.planning.request import STRATEGIES, strategy_named
@@ -50,12 +50,7 @@ def _quantity(text: str, units: dict[str, float], what: str) -> float:
 
 
 def time(text: str) -> float:
-    """Seconds.
-
-    Example:
-        >>> time("2.5ms")
-        0.0025
-    """
+    """Seconds."""
     return _quantity(text, _SECONDS, "s, ms, us or ns behind it, as in 50us")
 
 
@@ -65,24 +60,14 @@ def seconds(text: str) -> float:
 
 
 def bits_per_second(text: str) -> float:
-    """Bits per second.
-
-    Example:
-        >>> bits_per_second("25gbit"), bits_per_second("10 Gbit/s")
-        (25000000000.0, 10000000000.0)
-    """
+    """Bits per second."""
     if re.search(r"[0-9]\s*[kMGTmgt]?B", text):
         raise argparse.ArgumentTypeError(f"{text!r} is in bytes: write bits, as in 25gbit or 25Gbps")
     return _quantity(text, _BITS, "kbit, mbit, gbit or tbit behind it, as in 25gbit or 25Gbps")
 
 
 def num_parameters(text: str) -> float:
-    """A number of parameters.
-
-    Example:
-        >>> num_parameters("124M"), num_parameters("1.3B"), num_parameters("25e6")
-        (124000000.0, 1300000000.0, 25000000.0)
-    """
+    """A number of parameters."""
     return _quantity(text, _COUNTS, "k, M or B behind it, as in 124M, or nothing")
 
 
@@ -98,12 +83,7 @@ def density(text: str) -> float:
 
 
 def density_or_auto(text: str) -> float | AutoDensity:
-    """A kept fraction in (0, 1], or ``auto``, or ``auto(least=0.001,most=0.1)``.
-
-    Example:
-        >>> density_or_auto("auto(most=0.05)").most
-        0.05
-    """
+    """A kept fraction in (0, 1], or ``auto``, or ``auto(least=0.001,most=0.1)``."""
     if not text.startswith(AutoDensity.text_name):
         return density(text)
     try:
@@ -124,12 +104,7 @@ def num_ranks(text: str) -> int:
 
 
 def several(read: Callable[[str], int]) -> Callable[[str], list[int]]:
-    """A reader of several values with commas between.
-
-    Example:
-        >>> several(num_ranks)("2,8")
-        [2, 8]
-    """
+    """A reader of several values with commas between."""
 
     def read_all(text: str) -> list[int]:
         return [read(part) for part in text.split(",")]
@@ -138,12 +113,7 @@ def several(read: Callable[[str], int]) -> Callable[[str], list[int]]:
 
 
 def read_recipe(text: str, density: float | AutoDensity | None) -> Recipe:
-    """A sparsifier as the user writes it, with the density of the command line where it names none.
-
-    Example:
-        >>> read_recipe("topk:values=float16", 0.01).describe()
-        'topk:density=0.01,values=float16'
-    """
+    """A sparsifier as the user writes it, with the density of the command line where it names none."""
     name, _, arguments = text.partition(":")
     if name in ALGORITHMS and not ALGORITHMS[name].has_density:
         density = None
@@ -153,12 +123,7 @@ def read_recipe(text: str, density: float | AutoDensity | None) -> Recipe:
 
 
 def read_merging(text: str) -> Strategy | Plan:
-    """A way to merge: a strategy's name, ``fixed(num_elements=...)``, ``fixed(bytes=...)``, or a plan's file.
-
-    Example:
-        >>> read_merging("fixed(num_elements=8192)")
-        Fixed(num_elements=8192, num_bytes=None)
-    """
+    """A way to merge: a strategy's name, `fixed(num_elements=...)`, `fixed(bytes=...)`, or a plan's file."""
     if text.endswith(".json"):
         try:
             return Plan.from_dict(json.loads(Path(text).read_text(encoding="utf-8")))
@@ -178,12 +143,7 @@ def read_merging(text: str) -> Strategy | Plan:
 
 
 def read_tensor_selection(text: str) -> TensorSelection:
-    """What stays dense: ``all`` (nothing does), ``cost``, or ``min_elements(...)``.
-
-    Example:
-        >>> read_tensor_selection("min_elements(1024)")
-        MinElements(num_elements=1024)
-    """
+    """What stays dense: ``all`` (nothing does), ``cost``, or ``min_elements(...)``."""
     if match := re.fullmatch(r"min_elements[(:]([0-9]+)\)?", text):
         return min_elements(int(match[1]))
     if text not in ("all", "cost"):
@@ -197,15 +157,7 @@ BANDWIDTH, LATENCY, RANKS = 1e9, 50e-6, 8
 
 @dataclass(frozen=True)
 class Source:
-    """What predictions stand on.
-
-    Attributes:
-        profile: for the number of ranks that is planned for.
-        measured: the profile as it was read; None with formulas.
-        words: what it is, for a table's title.
-        assumed: that nobody has measured.
-        warnings: what makes predictions worse.
-    """
+    """A profile for so many ranks, as it was read (None with formulas), in words, what is assumed or wrong."""
 
     profile: Profile
     measured: Profile | None
@@ -327,13 +279,7 @@ def add_source(parser: argparse.ArgumentParser) -> None:
 
 
 def check_picture(argument: str, path: str | None) -> None:
-    """Refuses a picture that could not be drawn, before anything is computed.
-
-    Example:
-        >>> check_picture("--plot", "speed.jpeg")
-        Traceback (most recent call last):
-        horovod_sparse.errors.ArgumentError: --plot='speed.jpeg' is not allowed: give a file that ends in ...
-    """
+    """Refuses a picture that could not be drawn, before anything is computed."""
     if not path:
         return
     if not path.endswith(_PICTURES):

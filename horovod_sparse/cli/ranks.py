@@ -22,12 +22,7 @@ FRAMEWORKS = ("torch", "tensorflow")
 
 
 def bindings() -> dict[str, bool]:
-    """Whether Horovod has been built for each framework; nothing is loaded.
-
-    Example:
-        >>> sorted(bindings())
-        ['tensorflow', 'torch']
-    """
+    """Whether Horovod has been built for each framework; nothing is loaded."""
     spec = importlib.util.find_spec("horovod")
     places = [] if spec is None else list(spec.submodule_search_locations or ())
     return {
@@ -51,13 +46,7 @@ def usable_framework(asked: str | None = None) -> str:
 
 
 class Ranks:
-    """All ranks of a launch, started unless they were before.
-
-    Attributes:
-        hvd: the framework's Horovod.
-        rank: of this process.
-        size: P.
-    """
+    """All ranks of a launch, started unless they were before."""
 
     def __init__(self, framework: str) -> None:
         self.framework = framework

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from horovod_sparse.plans.fixed import only_one
-from horovod_sparse.plans.plan import ParameterFacts, Plan
+from horovod_sparse.plans.plan import ParameterFacts, Plan, only_one
 from horovod_sparse.sparsifiers import Sparsifier
 
 if TYPE_CHECKING:

@@ -1,13 +1,14 @@
-"""What a bucket costs, and the shapes that times may have: what plans and tensor selection are decided by."""
+"""What a bucket costs, and times that are fitted to measurements so that a few slow ones do not matter."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from horovod_sparse.checks import check_seconds
 from horovod_sparse.errors import ArgumentError, UnknownNameError
@@ -63,47 +64,156 @@ class AffineTime:
         )
 
     def per(self, units: float, offset: float = 0.0) -> AffineTime:
-        """The same time as a function of another amount x, where ``amount = offset + units * x``.
-
-        Example:
-            >>> AffineTime(1.0, 0.5).per(8.0, offset=2.0)
-            AffineTime(fixed_seconds=2.0, seconds_per_unit=4.0)
-        """
+        """The same time as a function of another amount x, where ``amount = offset + units * x``."""
         return AffineTime(self.fixed_seconds + self.seconds_per_unit * offset, self.seconds_per_unit * units)
 
 
 @dataclass(frozen=True)
-class SortingTime:
-    """``seconds = gamma * n * log2(n)``: top-k by sorting n elements.
+class Fit:
+    """A fitted time ``a + b * amount (+ c * selected)``, and how good it is.
 
-    Args:
-        gamma_seconds: 0 or more.
-
-    Source: OMGS-SGD, Eq. (10), which has a factor rho (the density) besides; the paper's own gamma of
-    2.2e-10 s is that of the form without it (its public program has 2.19e-10 and no rho), and with it
-    selecting from ResNet-50 would take 0.1 ms where the paper measures more than a forward pass.
-
-    Example:
-        >>> SortingTime(1e-9).seconds(1024)
-        1.024e-05
+    Attributes:
+        fixed_seconds: a.
+        seconds_per_unit: b.
+        seconds_per_selected: c; 0 where it was not asked for.
+        num_points: distinct amounts that it stands on.
+        r_squared: share of the variance of the medians that the model explains; 1 is perfect, and
+            below 0 it explains less than their mean would.
+        median_error: median of |model - measured| / measured.
+        largest_error: the largest of them.
+        notes: what a user should know.
     """
 
-    gamma_seconds: float
+    fixed_seconds: float
+    seconds_per_unit: float
+    seconds_per_selected: float = 0.0
+    num_points: int = 0
+    r_squared: float = 1.0
+    median_error: float = 0.0
+    largest_error: float = 0.0
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        check_seconds("gamma_seconds", self.gamma_seconds)
+        object.__setattr__(self, "notes", tuple(self.notes))
+        self.time()  # refuses what is negative or not finite
 
-    @property
-    def fixed_seconds(self) -> float:
-        """Nothing: sorting has no start-up time in this model."""
-        return 0.0
+    def time(self, density: float = 0.0) -> AffineTime:
+        """The model as a function of one amount, selected = density * amount."""
+        each = float(self.seconds_per_unit) + density * float(self.seconds_per_selected)
+        return AffineTime(float(self.fixed_seconds), each)
 
-    def seconds(self, amount: Any) -> Any:
-        """Seconds for n elements, or for every n of an array."""
-        if np.ndim(amount):
-            amounts = np.asarray(amount, np.float64)
-            return self.gamma_seconds * amounts * np.log2(np.maximum(amounts, 1.0))
-        return float(self.gamma_seconds * amount * np.log2(amount)) if amount > 1 else 0.0
+    def scaled(self, factor: float, note: str) -> Fit:
+        """All that it costs, times a factor."""
+        names = ("fixed_seconds", "seconds_per_unit", "seconds_per_selected")
+        changed: dict[str, Any] = {name: factor * getattr(self, name) for name in names}
+        return dataclasses.replace(self, **changed, notes=(*self.notes, note))
+
+
+#: relative errors beyond this pull linearly instead of quadratically
+_HUBER = 0.05
+
+
+def fit_time(amounts: Sequence[float], seconds: Sequence[float], *, what: str = "amounts") -> Fit:
+    """Fits ``seconds = a + b * amount``, a and b not negative.
+
+    Repetitions of an amount count as their median. Errors are those of logarithms, so that small messages,
+    which fix a, weigh as much as large ones, which fix b; and Huber's loss keeps outliers from pulling.
+
+    Args:
+        amounts: bytes or elements, one per measurement.
+        seconds: as many, positive.
+        what: names the measurement in errors.
+
+    Raises:
+        ArgumentError: if there are fewer than 3 distinct amounts, or a time is not a positive number.
+
+    Example:
+        >>> fit = fit_time([1000, 1000, 1000, 2000, 4000], [1.5, 1.5, 900.0, 2.0, 3.0])
+        >>> round(fit.fixed_seconds, 6), round(fit.seconds_per_unit, 6)
+        (1.0, 0.0005)
+    """
+    return _fit(what, [amounts], seconds)
+
+
+def fit_selection(
+    num_elements: Sequence[float],
+    num_selected: Sequence[float],
+    seconds: Sequence[float],
+    *,
+    what: str = "selection",
+) -> Fit:
+    """Fits ``seconds = a + b * n + c * k``, none negative.
+
+    Args:
+        num_elements: n of every measurement.
+        num_selected: its k; must not be proportional to n throughout, or b and c cannot be told apart.
+        seconds: as many, positive.
+        what: names the measurement in errors.
+
+    Raises:
+        ArgumentError: as `fit_time` (4 distinct points here), or if k follows n.
+
+    Example:
+        >>> n, k = [1000, 2000, 2000, 4000], [10, 10, 40, 20]
+        >>> fit = fit_selection(n, k, [1 + 0.01 * n + 0.1 * k for n, k in zip(n, k)])
+        >>> round(fit.seconds_per_unit, 6), round(fit.seconds_per_selected, 6)
+        (0.01, 0.1)
+    """
+    return _fit(what, [num_elements, num_selected], seconds)
+
+
+def _fit(what: str, amounts: Sequence[Sequence[float]], seconds: Sequence[float]) -> Fit:
+    from scipy.optimize import least_squares, nnls
+
+    features, times = _medians(what, amounts, seconds)
+    design = np.column_stack([np.ones(len(times)), features])
+    scale = np.abs(design).max(axis=0)
+    design = design / scale / times[:, None]  # of relative times: 1 is right
+    if np.linalg.matrix_rank(design) < design.shape[1]:
+        raise ArgumentError(what, features.tolist(), "sizes that are not all in the same proportion")
+    start = nnls(design, np.ones(len(times)))[0]
+    found = least_squares(
+        lambda x: np.log(design @ x),
+        start + 1e-6 * start.max(),
+        bounds=(0.0, np.inf),
+        loss="huber",
+        f_scale=_HUBER,
+        x_scale=start + 1e-3 * start.max(),
+        xtol=1e-14,
+        ftol=1e-14,
+        gtol=1e-14,
+    ).x
+    found[found < 1e-10 * found.max()] = 0.0
+    model = design @ found
+    variance = float(np.sum((times - times.mean()) ** 2))
+    explained = 1.0 - float(np.sum((times * (1.0 - model)) ** 2)) / variance if variance > 0.0 else 1.0
+    fixed, *slopes = (found / scale).tolist()
+    each, of_selected = [*slopes, 0.0][:2]
+    error = np.abs(model - 1.0)
+    quality = explained, float(np.median(error)), float(error.max())
+    return Fit(fixed, each, of_selected, len(times), *quality)
+
+
+def _medians(
+    what: str, amounts: Sequence[Sequence[float]], seconds: Sequence[float]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Distinct rows of amounts, and the median time of each."""
+    times = np.asarray(seconds, np.float64)
+    rows = [np.asarray(column, np.float64) for column in amounts]
+    if any(row.shape != times.shape for row in rows):
+        shapes = [times.shape, *(row.shape for row in rows)]
+        raise ArgumentError(what, f"arrays of shape {shapes}", "one time for every size")
+    features = np.column_stack(rows)
+    if not np.all(np.isfinite(features)) or np.any(features < 0):
+        raise ArgumentError(what, features.tolist(), "finite sizes of 0 or more")
+    if not np.all(np.isfinite(times)) or np.any(times <= 0.0):
+        raise ArgumentError(what, times.tolist(), "positive, finite seconds: was anything measured?")
+    distinct, number = np.unique(features, axis=0, return_inverse=True)
+    needed = 2 + len(rows)
+    if len(distinct) < needed:
+        raise ArgumentError(what, f"{len(distinct)} distinct sizes", f"measurements of {needed} or more")
+    number = number.reshape(-1)
+    return distinct, np.array([np.median(times[number == i]) for i in range(len(distinct))])
 
 
 #: Horovod's default (HOROVOD_FUSION_THRESHOLD).
@@ -138,40 +248,6 @@ class CostModel:
     fuse_dense: bool = True
     fuse_sparse: bool = False
     fusion_bytes: int = FUSION_BYTES
-
-
-#: a and b of the allgather on 1 Gbit/s Ethernet, by number of ranks; the paper only plots them (Fig. 2b).
-_OMGS_GIGABIT = {2: (1.6e-3, 1.0e-8), 4: (2.7e-3, 1.3e-8), 8: (4.0e-3, 1.5e-8), 16: (1.1e-2, 1.7e-8)}
-
-
-def omgs_cost(size: int, density: float) -> CostModel:
-    """The constants that OMGS-SGD was evaluated with: P102-100 GPUs, 1 Gbit/s Ethernet.
-
-    ``t_s = 2.19e-10 n log2 n``, ``t_c = 2 (a + b * 4 P d n)``: one allgather for values, one for indices.
-
-    Args:
-        size: P: 2, 4, 8 or 16, the only ones there are.
-        density: rho.
-
-    Source: OMGS-SGD, Fig. 2; the numbers themselves stand in the public program that it names.
-
-    Raises:
-        ArgumentError: for another size.
-
-    Example:
-        >>> round(omgs_cost(16, 0.001).communication.seconds(25_557_032), 4)
-        0.0776
-    """
-    if size not in _OMGS_GIGABIT:
-        raise ArgumentError("size", size, f"one of {sorted(_OMGS_GIGABIT)}, for which there are constants")
-    alpha, beta = _OMGS_GIGABIT[size]
-    gather = AffineTime(2 * alpha, 2 * beta * 4 * size * density)
-    # no constants for allreduce are given: twice the latency, and 2 (P - 1) / P of the bytes one way
-    return CostModel(
-        selection=SortingTime(2.18896957e-10),
-        communication=gather,
-        dense=AffineTime(2 * alpha, 2 * (size - 1) / size * beta),
-    )
 
 
 def communication_of(

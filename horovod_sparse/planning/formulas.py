@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from horovod_sparse.checks import check_count
 from horovod_sparse.collectives import Level
 from horovod_sparse.errors import ArgumentError, ProfileMismatchError
-from horovod_sparse.planning.fitting import Fit
+from horovod_sparse.planning.cost_model import Fit
 from horovod_sparse.planning.profile import ALLREDUCE, Levels, Profile
 from horovod_sparse.plans.dense import ELEMENT_SECONDS, SELECTION_SECONDS
 from horovod_sparse.plans.network import (

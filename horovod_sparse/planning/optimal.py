@@ -55,10 +55,9 @@ class SegmentTables:
 
 
 def segment_tables(workload: Workload, cost: CostModel, *, dense_startup: bool = True) -> SegmentTables:
-    """Tables of all segments of a step.
+    """Tables of all segments of a step: exact for parameters of one kind.
 
-    Exact for parameters of one kind. Where a segment mixes kinds, the buckets of all kinds count as
-    complete at its end, which is a little late for some. Dense parameters go one by one.
+    Where a segment mixes kinds, the buckets of all count as complete at its end. Dense ones go one by one.
     """
     ready, elements, dense, all_ready = _positions(workload, cost, dense_startup)
     m = elements.shape[1]
@@ -168,8 +167,7 @@ def best_segments(tables: SegmentTables) -> list[int]:
     """Where segments should end, positions in backward order; the last one is their number.
 
     At every boundary those beginnings of a plan are kept that no other beats in both ends, and that may
-    still lead to less than a plan that is known. Where selection costs ``a + b n``, computation ends at a
-    time that the number of buckets decides, so there are no more of them than buckets.
+    still lead to less than a plan that is known.
     """
     m = tables.num_sparse
     shares, rest, upper, segments = _bounds(tables)

@@ -13,8 +13,7 @@ from typing import Any, Literal, TypeAlias
 
 from horovod_sparse.checks import check_count, check_seconds
 from horovod_sparse.errors import ArgumentError, HorovodSparseError, ProfileMismatchError
-from horovod_sparse.planning.cost_model import AffineTime, CostModel, communication_of
-from horovod_sparse.planning.fitting import Fit
+from horovod_sparse.planning.cost_model import AffineTime, CostModel, Fit, communication_of
 from horovod_sparse.plans.dense import SELECTED_BYTES, VALUE_BYTES, received_share
 from horovod_sparse.plans.network import COLLECTIVES
 from horovod_sparse.sparsifiers import Sparsifier
@@ -104,11 +103,7 @@ class Profile:
 
     @classmethod
     def from_json(cls, text: str) -> Profile:
-        """The profile that `to_json` wrote.
-
-        Raises:
-            ProfileMismatchError: if it is something else, or of another version.
-        """
+        """The profile that `to_json` wrote; a `ProfileMismatchError` if it is not, or of another version."""
         try:
             saved: dict[str, Any] = dict(json.loads(text))
             version = saved.pop("version")
@@ -137,11 +132,7 @@ class Profile:
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:
-        """Reads a profile from a file.
-
-        Raises:
-            ProfileMismatchError: naming the file, if it holds no profile.
-        """
+        """Reads a profile from a file; a `ProfileMismatchError` names the file, if it holds none."""
         try:
             return cls.from_json(Path(path).read_text(encoding="utf-8"))
         except (ProfileMismatchError, UnicodeDecodeError) as error:
@@ -192,11 +183,7 @@ class Profile:
         return [f"the profile was measured with {difference}" for difference in differences]
 
     def backward_of(self, names: Sequence[str]) -> tuple[float, ...]:
-        """Backward times of these parameters.
-
-        Raises:
-            ProfileMismatchError: if parameters are missing, or all times are 0.
-        """
+        """Backward times of these parameters; a `ProfileMismatchError` if some are missing, or all are 0."""
         if missing := [name for name in names if name not in self.backward_seconds]:
             raise ProfileMismatchError(
                 f"the profile has no backward time for {_few(missing)}: is it of another model?"
@@ -256,11 +243,7 @@ class Profile:
         """The cost model of a training that sparsifies nothing, through Horovod's own optimizer.
 
         Its thread starts an allreduce for every parameter; Horovod copies those that wait together into a
-        buffer and back. Where that was not measured, it is what a parameter that stays dense costs beside a
-        sparsifier.
-
-        Args:
-            **options: further fields of `CostModel`.
+        buffer and back. Where that was not measured, it is what a parameter that stays dense costs.
         """
         sums = self.training.get(ALLREDUCE, self.collectives.get("allreduce")) if self.size > 1 else None
         work = self.training.get(START, self.selection.get(DENSE))
@@ -274,24 +257,14 @@ class Profile:
         )
 
     def update_seconds(self, num_elements: Sequence[int]) -> float:
-        """What the optimizer's update takes; 0 where that was not measured.
-
-        Args:
-            num_elements: of every parameter.
-        """
+        """What the optimizer's update takes, by elements of each parameter; 0 where nobody measured it."""
         fit = self.training.get(UPDATE)
         return 0.0 if fit is None else math.fsum(fit.time().seconds(n) for n in num_elements)
 
     def work(self, sparsifier: Sparsifier, size: int, per_host: int = 1) -> AffineTime:
         """What a rank does for a bucket, by its n: fold, selection and decoding.
 
-        Args:
-            sparsifier: which, at which density.
-            size: ranks that select from the same elements.
-            per_host: that share them: each selects from n / L, and decodes its sum, and that of all.
-
-        Raises:
-            ProfileMismatchError: if it was not measured.
+        Where `per_host` ranks share it, each selects from n / L, and decodes its sum, and that of all.
         """
         name = sparsifier.name
         if name not in self.selection:

@@ -20,8 +20,7 @@ from horovod_sparse.planning.strategies import Fixed, Kept, Strategy, fixed, lay
 from horovod_sparse.planning.timeline import predict
 from horovod_sparse.planning.workload import Workload, whole_parameters
 from horovod_sparse.plans.dense import ClusterFacts
-from horovod_sparse.plans.fixed import DEFAULT_BUCKET_BYTES, only_one
-from horovod_sparse.plans.plan import ParameterFacts, Plan
+from horovod_sparse.plans.plan import DEFAULT_BUCKET_BYTES, ParameterFacts, Plan, only_one
 from horovod_sparse.sparsifiers import Sparsifier
 from horovod_sparse.sparsifiers.base import value_text
 
@@ -106,13 +105,8 @@ def needs_times(strategy: Strategy) -> bool:
 class PlanRequest:
     """A way to make plans, as the arguments of an optimizer ask for it.
 
-    Attributes:
-        merging: as the user wrote it, for messages.
-        strategy: what it means.
-        selection: the argument `tensor_selection`.
-        profile: the one that was given.
-        failure: why that could not be read: raised once all ranks have been told.
-        density: limits within which times decide about the density, too; None where they do not.
+    `merging` is as the user wrote it, `failure` why his profile could not be read: raised once all ranks have
+    been told. Within the limits of `density`, if there are any, times decide about that, too.
     """
 
     merging: str

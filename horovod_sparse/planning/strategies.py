@@ -14,8 +14,7 @@ from horovod_sparse.errors import ArgumentError
 from horovod_sparse.planning.cost_model import CostModel
 from horovod_sparse.planning.timeline import predict
 from horovod_sparse.planning.workload import Workload, plan_of_segments
-from horovod_sparse.plans.fixed import fixed_bytes, fixed_elements
-from horovod_sparse.plans.plan import MAX_BUCKET_ELEMENTS, Plan
+from horovod_sparse.plans.plan import MAX_BUCKET_ELEMENTS, Plan, fixed_bytes, fixed_elements
 
 Strategy: TypeAlias = Callable[[Workload, CostModel], Plan]
 

@@ -65,11 +65,7 @@ class Timeline:
 
     @property
     def visible_seconds(self) -> float:
-        """What communication adds to computation.
-
-        Eq. (9) of OMGS-SGD with its sign put right: the end of communication minus the end of
-        computation; printed is ``... - tau_s + t_s`` where ``- (tau_s + t_s)`` is meant.
-        """
+        """What communication adds to computation: Eq. (9) of OMGS-SGD with its sign put right."""
         return max(0.0, self.iteration_seconds - self.update_seconds - self.computation_end)
 
     def bucket_spans(self, bucket: int) -> dict[str, Span]:

@@ -131,8 +131,6 @@ def levels_by_cost(
 
 Decide: TypeAlias = Callable[..., Synchronization[Decision]]
 
-_log = logging.getLogger("horovod_sparse")
-
 #: steps whose backward is measured, after the first one, which has no beginning, and one to warm up
 _NUM_WARMUP, _NUM_STEPS = 1, 5
 #: then steps under a plan of many buckets, after one that fills their memory

@@ -16,8 +16,7 @@ from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.feedback import ParameterRules, Recipe
 from horovod_sparse.planning import by_cost, plan_request
 from horovod_sparse.plans.dense import ClusterFacts
-from horovod_sparse.plans.fixed import make_plan
-from horovod_sparse.plans.plan import ParameterFacts, Plan
+from horovod_sparse.plans.plan import ParameterFacts, Plan, make_plan
 from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.tensorflow._horovod import hvd, is_elastic, present_start
 from horovod_sparse.tensorflow.collectives import carry_out_together, label_of, ranks_of, together

@@ -9,8 +9,7 @@ from typing import Any, Protocol
 from horovod_sparse.collectives import Synchronization, shared_lines
 from horovod_sparse.errors import HorovodSparseError, ProfileMismatchError
 from horovod_sparse.plans.dense import ClusterFacts, by_formulas, sparsifies_by_formulas
-from horovod_sparse.plans.fixed import make_plan
-from horovod_sparse.plans.plan import ParameterFacts, Plan
+from horovod_sparse.plans.plan import ParameterFacts, Plan, make_plan
 from horovod_sparse.sparsifiers import Sparsifier
 
 

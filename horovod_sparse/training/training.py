@@ -17,8 +17,7 @@ from horovod_sparse.collectives import Synchronization
 from horovod_sparse.errors import HorovodSparseError, StateMismatchError, UnsupportedError
 from horovod_sparse.feedback import Progress, Recipe, resumed
 from horovod_sparse.feedback.state import shared_digest
-from horovod_sparse.plans.fixed import fixed_bytes
-from horovod_sparse.plans.plan import ParameterFacts, Plan
+from horovod_sparse.plans.plan import ParameterFacts, Plan, fixed_bytes
 from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.topology import Topology
 from horovod_sparse.training.agreement import (

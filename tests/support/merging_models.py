@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 from hypothesis import strategies as st
 
-from horovod_sparse.cost import AffineTime, CostModel, Fit, Profile, SortingTime
+from benchmarks.plans import SortingTime
+from horovod_sparse.cost import AffineTime, CostModel, Fit, Profile
 from horovod_sparse.merging import ParameterFacts, Plan, Workload, plan_of_segments, predict
 
 KINDS = (("float32", "cpu", 0), ("float32", "cpu", 1), ("float64", "cpu", 0))

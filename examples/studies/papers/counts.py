@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from horovod_sparse.cost import AffineTime, AlphaBeta, CostModel, omgs_cost
+from benchmarks.plans import omgs_cost
+from horovod_sparse.cost import AffineTime, AlphaBeta, CostModel
 from horovod_sparse.feedback import recipe
 from horovod_sparse.merging import Strategy, layer_table, layerwise, omgs, predict, single
 from horovod_sparse.simulation import bucket_traffic

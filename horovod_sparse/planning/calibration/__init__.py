@@ -22,7 +22,7 @@ from horovod_sparse.planning.calibration.collectives import (
     shared_sum_times,
     training_times,
 )
-from horovod_sparse.planning.fitting import Fit, fit_selection, fit_time
+from horovod_sparse.planning.cost_model import Fit, fit_selection, fit_time
 from horovod_sparse.planning.profile import DENSE, Profile
 from horovod_sparse.plans.dense import ClusterFacts
 from horovod_sparse.plans.network import COLLECTIVES
@@ -76,13 +76,7 @@ THOROUGH = Extent(
 
 
 def needed_kinds(sparsifiers: Sequence[Sparsifier], size: int) -> tuple[str, ...]:
-    """The kinds of collective that these sparsifiers use, and the allreduce of what stays dense.
-
-    Example:
-        >>> from horovod_sparse.sparsifiers import TopK
-        >>> needed_kinds([TopK()], 4)
-        ('allgather', 'allreduce')
-    """
+    """The kinds of collective that these sparsifiers use, and the allreduce of what stays dense."""
     kinds = {COLLECTIVES[kind] for sparsifier in sparsifiers for kind in sparsifier.rounds(size)}
     return tuple(sorted(kinds | {"allreduce"}))
 

@@ -72,17 +72,10 @@ class HostBucketMemory:
 
 
 class BucketTimes(NamedTuple):
-    """Samples of one sparsifier; the same on all ranks.
+    """Samples of one sparsifier, the same on all ranks: seconds until the message is ready, and of decoding.
 
     Counts are those that the density asks for, as a cost model will ask for them: what a threshold finds
     differs from step to step.
-
-    Attributes:
-        num_elements: n.
-        num_selected: density * n.
-        num_received: that, times the number of ranks where each rank selects so many.
-        selection: seconds until the message is ready.
-        decoding: seconds from the first answer to the sum in the gradient, the network's left out.
     """
 
     num_elements: list[float]

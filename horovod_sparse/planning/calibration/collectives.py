@@ -26,7 +26,7 @@ from horovod_sparse.collectives import (
 )
 from horovod_sparse.errors import UnknownNameError
 from horovod_sparse.feedback import Recipe, TwoLevelBucket, shard_of
-from horovod_sparse.planning.fitting import Fit, fit_time
+from horovod_sparse.planning.cost_model import Fit, fit_time
 from horovod_sparse.planning.profile import ALLREDUCE, START, UPDATE
 from horovod_sparse.plans.network import COLLECTIVES
 from horovod_sparse.sparsifiers import BucketInfo, TopK
@@ -36,41 +36,6 @@ from horovod_sparse.topology import Topology
 _FEWEST_SIZES = 3
 #: repetitions of a size, where there is time for no more
 _FEWEST_REPETITIONS = 3
-
-
-class Allowance:
-    """How often each of some sizes is measured, so that the largest ones are, too, within a budget.
-
-    How long larger sizes take is told from the last two by a line, and at most in proportion to their size.
-    The next one is repeated (`repetitions`) as often as all that are left can be alike.
-    """
-
-    def __init__(self, sizes: Sequence[int], wanted: int, budget_seconds: float) -> None:
-        self.repetitions = self._wanted = wanted
-        self._sizes, self._left = sizes, budget_seconds
-        self._each: list[float] = []
-
-    def spend(self, number: int, elapsed_seconds: float) -> bool:
-        """A size has been measured."""
-        self._left -= elapsed_seconds
-        self._each.append(elapsed_seconds / (1 + self.repetitions))
-        expected = self._expected(number)
-        if not expected:
-            return False
-        fewest = min(_FEWEST_REPETITIONS, self._wanted)
-        fitting = int(min(max(0.0, self._left) / max(1e-9, sum(expected)), 1e9)) - 1
-        self.repetitions = max(fewest, min(self._wanted, fitting))
-        return number + 1 < _FEWEST_SIZES or (1 + self.repetitions) * expected[0] <= self._left
-
-    def _expected(self, number: int) -> list[float]:
-        """Seconds of a repetition of all larger sizes."""
-        here, size = self._each[-1], self._sizes[number]
-        slope = 0.0
-        if number:
-            slope = max(0.0, here - self._each[-2]) / (size - self._sizes[number - 1])
-        return [
-            min(here + slope * (larger - size), here * larger / size) for larger in self._sizes[number + 1 :]
-        ]
 
 
 class Stopwatch:
@@ -141,17 +106,30 @@ def by_size(
     repetitions: int,
     budget_seconds: float,
 ) -> Synchronization[tuple[list[float], list[list[float]]]]:
-    """Amounts, and a row for each, of what is measured so often at a size, as long as there is time."""
+    """Amounts, and a row for each, of what is measured so often at a size, as long as there is time.
+
+    How long larger sizes take is told from the last two by a line, and at most in proportion to their size.
+    The next one is repeated as often as all that are left can be alike.
+    """
     amounts: list[float] = []
     rows: list[list[float]] = []
-    allowance = Allowance(sizes, repetitions, budget_seconds)
+    each: list[float] = []  # of a repetition, by size
+    often, left = repetitions, budget_seconds
     for number, size in enumerate(sizes):
         began = watch.clock()
-        found = yield from measured(size, allowance.repetitions)
+        found = yield from measured(size, often)
         amounts += [float(size)] * len(found)
         rows += found
         (elapsed,) = yield from watch.shared([watch.clock() - began])
-        if not allowance.spend(number, elapsed):
+        left -= elapsed
+        each.append(elapsed / (1 + often))
+        larger, slope = sizes[number + 1 :], 0.0
+        if number:
+            slope = max(0.0, each[-1] - each[-2]) / (size - sizes[number - 1])
+        expected = [min(each[-1] + slope * (one - size), each[-1] * one / size) for one in larger]
+        fitting = int(min(max(0.0, left) / max(1e-9, sum(expected)), 1e9)) - 1
+        often = max(min(_FEWEST_REPETITIONS, repetitions), min(repetitions, fitting))
+        if number + 1 >= _FEWEST_SIZES and expected and (1 + often) * expected[0] > left:
             break
     return amounts, rows
 

@@ -13,8 +13,7 @@ from typing import Any
 from horovod_sparse.checks import check_count
 from horovod_sparse.collectives import Synchronization, shared_lines
 from horovod_sparse.errors import ProfileMismatchError
-from horovod_sparse.planning.cost_model import CostModel
-from horovod_sparse.planning.fitting import Fit
+from horovod_sparse.planning.cost_model import CostModel, Fit
 from horovod_sparse.planning.formulas import profile_at, with_levels
 from horovod_sparse.planning.profile import Profile
 from horovod_sparse.planning.timeline import predict
@@ -255,14 +254,11 @@ def corrected(
 ) -> Profile:
     """A profile by which the measured iterations come out as long as they were.
 
-    What the prediction for the plan in use is short of (ranks that wait for each other, threads of the
-    network that take the cores) is added to forward: to all plans alike, so that it favours none. And
-    what a bucket costs beside its selection when many are under way (their bookkeeping, processors that
-    ranks share) is added to the fixed time of selection: as much as makes `probe_of` come out right.
-    What the prediction is too long by (operations are timed one by one, while all ranks do the same) is taken
-    off what buckets and dense parameters cost, all in the same proportion; times that were given are kept, as
-    are those of forward and backward, which come from the iterations themselves. So what is kept of
-    collectives then says what they take within a step, not what the network can do.
+    What the prediction for the plan in use is short of is added to forward: to all plans alike. What a bucket
+    costs beside its selection when many are under way is added to the fixed time of selection: as much as
+    makes `probe_of` come out right. What the prediction is too long by is taken off all that buckets and
+    dense parameters cost, in the same proportion; times that were given are kept. So what is kept of
+    collectives says what they take within a step, not what the network can do.
     """
 
     def seconds(made: Profile, plan: Plan) -> float:
@@ -280,15 +276,9 @@ def corrected(
         short = times.iteration_seconds - seconds(made, current)
         if short >= -_CLOSE * times.iteration_seconds or not selection_too:
             return dataclasses.replace(made, forward_seconds=made.forward_seconds + max(0.0, short))
-        return _scaled(
-            made,
-            _crossing(
-                _LEAST_SCALE,
-                1.0,
-                lambda scale: seconds(_scaled(made, scale), current),
-                times.iteration_seconds,
-            ),
-        )
+        wanted = times.iteration_seconds
+        scale = _crossing(_LEAST_SCALE, 1.0, lambda scale: seconds(_scaled(made, scale), current), wanted)
+        return _scaled(made, scale)
 
     if not times.iteration_seconds:
         return profile
@@ -316,18 +306,10 @@ def _crossing(low: float, high: float, of: Callable[[float], float], wanted: flo
 
 def _scaled(profile: Profile, factor: float) -> Profile:
     """Less for all that buckets and dense parameters cost."""
+    note = f"times {factor:.3g}, so that whole iterations come out as they were"
 
     def fits(found: Mapping[str, Fit]) -> dict[str, Fit]:
-        return {
-            name: dataclasses.replace(
-                fit,
-                fixed_seconds=factor * fit.fixed_seconds,
-                seconds_per_unit=factor * fit.seconds_per_unit,
-                seconds_per_selected=factor * fit.seconds_per_selected,
-                notes=(*fit.notes, f"times {factor:.3g}, so that whole iterations come out as they were"),
-            )
-            for name, fit in found.items()
-        }
+        return {name: fit.scaled(factor, note) for name, fit in found.items()}
 
     return dataclasses.replace(
         profile,

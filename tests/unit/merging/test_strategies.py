@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from horovod_sparse.cost import AffineTime, CostModel, SortingTime
+from benchmarks.plans import SortingTime
+from horovod_sparse.cost import AffineTime, CostModel
 from horovod_sparse.errors import ArgumentError, UnknownNameError
 from horovod_sparse.merging import (
     STRATEGIES,
