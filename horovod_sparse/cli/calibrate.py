@@ -165,25 +165,11 @@ def _introduce(console: Console, ranks: Ranks, device: str) -> None:
 
 @contextmanager
 def progress_of(rank: int) -> Iterator[Callable[[int, int, str], None]]:
-    """A progress bar on rank 0; a line for every tenth where there is no terminal, as under mpirun."""
-    console = make_console(to_stderr=True)
-    if rank != 0:
-        yield lambda done, total, what: None
-    elif not console.is_terminal:
-        tenth = 0
-
-        def tell(done: int, total: int, what: str) -> None:
-            nonlocal tenth
-            if (now := 10 * done // total) > tenth:
-                tenth = now
-                print(f"calibrating: {10 * tenth} % ({what})", file=console.file, flush=True)
-
-        yield tell
-    else:
-        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-        with Progress(*columns, console=console, transient=True) as bar:
-            task = bar.add_task("starting")
-            yield lambda done, total, what: bar.update(task, completed=done, total=total, description=what)
+    """A progress bar on rank 0's terminal; under mpirun, where there is none, the last line of it."""
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=make_console(to_stderr=True), disable=rank != 0) as bar:
+        task = bar.add_task("calibrating")
+        yield lambda done, total, what: bar.update(task, completed=done, total=total, description=what)
 
 
 _COLUMNS = ("of", "fixed ms", "ns per unit", "ns per selected", "points", "R2", "error", "largest")

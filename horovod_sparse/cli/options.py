@@ -157,7 +157,7 @@ BANDWIDTH, LATENCY, RANKS = 1e9, 50e-6, 8
 
 @dataclass(frozen=True)
 class Source:
-    """A profile for so many ranks, as it was read (None with formulas), in words, what is assumed or wrong."""
+    """A profile for so many ranks, as it was read (None with formulas), in words, what is assumed, wrong."""
 
     profile: Profile
     measured: Profile | None

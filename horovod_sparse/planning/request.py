@@ -216,10 +216,7 @@ def requested(
     if strategy is joint and tensor_selection is not None:
         only_one(merging=merging, tensor_selection=tensor_selection)
     selection = "all" if tensor_selection is None else tensor_selection
-    if isinstance(selection, str) and selection not in ("all", "cost"):
-        raise UnknownNameError("tensor_selection", selection, ["all", "cost", "min_elements(...)"])
-    if not isinstance(selection, str) and not callable(selection):
-        raise ArgumentError("tensor_selection", selection, "'cost', 'all', min_elements(...) or a function")
+    select_tensors(selection, (), _NO_COST)  # refuses what is no rule
     given, failure = _profile(profile)
     return PlanRequest(
         _name_of(strategy if merging is None else merging), strategy, selection, given, failure, density

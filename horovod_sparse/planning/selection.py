@@ -26,17 +26,11 @@ class Choice:
         name: of the parameter.
         dense: whether it stays dense.
         reason: in words, for a table.
-        compression_seconds: T_comp of Eq. (1), where a cost model was asked.
-        sparse_seconds: T_spr, likewise.
-        full_seconds: T_full, likewise.
     """
 
     name: str
     dense: bool
     reason: str
-    compression_seconds: float | None = None
-    sparse_seconds: float | None = None
-    full_seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -128,7 +122,7 @@ def _by_cost(parameter: ParameterFacts, cost: CostModel) -> Choice:
     pays = compression < full - sparse
     sign = "<" if pays else ">="
     reason = f"{compression * 1e3:.3g} ms {sign} {full * 1e3:.3g} - {sparse * 1e3:.3g} ms"
-    return Choice(parameter.name, not pays, reason, compression, sparse, full)
+    return Choice(parameter.name, not pays, reason)
 
 
 def _by_rule(parameter: ParameterFacts, rule: Callable[[ParameterFacts], Any]) -> Choice:

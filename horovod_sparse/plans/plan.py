@@ -292,10 +292,7 @@ def make_plan(
     bucket_bytes: int | None = None,
 ) -> Plan:
     """The plan that the arguments ask for, at most one of which may be given."""
-    named = {"plan": plan, "groups": groups, "bucket_bytes": bucket_bytes}
-    given = [name for name, value in named.items() if value is not None]
-    if len(given) > 1:
-        raise ArgumentError(" and ".join(given), tuple(named[name] for name in given), "only one of them")
+    only_one(plan=plan, groups=groups, bucket_bytes=bucket_bytes)
     parameters = [fact for fact, _ in facts.values()]
     if plan is not None:
         made = plan

@@ -277,14 +277,21 @@ def training_times(
     """What a profile calls `training`; all ranks at the same time, so that those that share cores contend."""
 
     def measured(
-        prepared: Callable[[int], Callable[[], Sequence[float]]], what: str
+        prepared: Callable[[int], Callable[[], object]], what: str
     ) -> Callable[[int, int], Synchronization[list[list[float]]]]:
+        """Seconds of what is prepared for a size, and of its start where it gives what waits for its end."""
+
         def at(size: int, often: int) -> Synchronization[list[list[float]]]:
             run = prepared(size)
 
             def once() -> Synchronization[Sequence[float]]:
                 yield from ()
-                return run()
+                began = watch.clock()
+                finish = run()
+                started = watch.clock()
+                if callable(finish):
+                    finish()
+                return watch.clock() - began, started - began
 
             rows = yield from repeated(once, watch, often, {AllReduce})
             tell(f"{what} of {size}")
@@ -292,31 +299,12 @@ def training_times(
 
         return at
 
-    def update(num_elements: int) -> Callable[[], Sequence[float]]:
-        run = work.update(num_elements)
-
-        def timed() -> Sequence[float]:
-            began = watch.clock()
-            run()
-            return (watch.clock() - began,)
-
-        return timed
-
-    def sums(num_bytes: int) -> Callable[[], Sequence[float]]:
-        start = work.sums(max(1, num_bytes // _FLOAT_BYTES), NUM_PIECES)
-
-        def timed() -> Sequence[float]:
-            began = watch.clock()
-            finish = start()
-            started = watch.clock()
-            finish()
-            return watch.clock() - began, started - began
-
-        return timed
+    def sums(num_bytes: int) -> Callable[[], Callable[[], object]]:
+        return work.sums(max(1, num_bytes // _FLOAT_BYTES), NUM_PIECES)
 
     how = repetitions, budget_seconds
-    amounts, rows = yield from by_size(measured(update, UPDATE), watch, _UPDATED, *how)
-    fits = {UPDATE: fit_time(amounts, [took for (took,) in rows], what="the optimizer's update")}
+    amounts, rows = yield from by_size(measured(work.update, UPDATE), watch, _UPDATED, *how)
+    fits = {UPDATE: fit_time(amounts, [took for took, _ in rows], what="the optimizer's update")}
     if watch.size == 1:
         return fits
     amounts, rows = yield from by_size(measured(sums, "fused allreduce"), watch, _SUMMED, *how)
