@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+from horovod_sparse.feedback import Recipe
 from horovod_sparse.plans.plan import ParameterFacts, Plan, only_one
 from horovod_sparse.sparsifiers import Sparsifier
 
@@ -26,14 +27,17 @@ def plan_request(
     groups: Any = None,
     bucket_bytes: int | None = None,
     density: Any = None,
+    network_share: float | None = None,
+    recipe: Recipe | None = None,
 ) -> tuple[PlanRequest | None, Plan | None]:
     """What the arguments ask for, and the plan where one is given as such: see `planning.request`."""
-    if merging is None and tensor_selection is None and profile is None and density is None:
+    if all(one is None for one in (merging, tensor_selection, profile, density, network_share)):
         only_one(plan=plan, groups=groups, bucket_bytes=bucket_bytes)
         return None, plan
-    from horovod_sparse.planning.request import requested
+    from horovod_sparse.planning.request import NetworkShare, requested
 
-    return requested(merging, tensor_selection, profile, plan, groups, bucket_bytes, density)
+    share = None if network_share is None else NetworkShare(network_share, recipe)
+    return requested(merging, tensor_selection, profile, plan, groups, bucket_bytes, density, share)
 
 
 def by_cost(

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from horovod_sparse.errors import ArgumentError, HorovodSparseError, ProfileMismatchError, UnknownNameError
-from horovod_sparse.feedback import AutoDensity
+from horovod_sparse.feedback import AutoDensity, Recipe
 from horovod_sparse.planning.calibration.steps import measured_step
 from horovod_sparse.planning.cost_model import AffineTime, CostModel
 from horovod_sparse.planning.optimal import optimal
 from horovod_sparse.planning.profile import Profile
-from horovod_sparse.planning.selection import TensorSelection, dense_of, densest_plan, joint, select_tensors
+from horovod_sparse.planning.selection import (
+    TensorSelection,
+    choose_by_share,
+    dense_of,
+    densest_plan,
+    joint,
+    select_tensors,
+)
 from horovod_sparse.planning.strategies import Fixed, Kept, Strategy, fixed, layerwise, omgs, single
 from horovod_sparse.planning.timeline import predict
 from horovod_sparse.planning.workload import Workload, whole_parameters
@@ -41,6 +49,7 @@ class Decision:
         profile: the measurements it stands on, backward times included: `save` it, and the next run can
             begin with the plan.
         density: why the plan has its density, in words; empty where it was not asked for.
+        measured: the network's share of an iteration, in the last steps that were looked at.
     """
 
     plan: Plan
@@ -48,6 +57,7 @@ class Decision:
     predicted_seconds: Mapping[str, float]
     profile: Profile
     density: str = ""
+    measured: float = math.nan
 
     def __str__(self) -> str:
         taken, *others = (
@@ -102,6 +112,14 @@ def needs_times(strategy: Strategy) -> bool:
 
 
 @dataclass(frozen=True)
+class NetworkShare:
+    """How much of an iteration the network may take, and of which recipe the accuracy is told."""
+
+    limit: float
+    recipe: Recipe | None = None
+
+
+@dataclass(frozen=True)
 class PlanRequest:
     """A way to make plans, as the arguments of an optimizer ask for it.
 
@@ -115,11 +133,12 @@ class PlanRequest:
     profile: Profile | None = None
     failure: HorovodSparseError | None = None
     density: AutoDensity | None = None
+    share: NetworkShare | None = None
 
     @property
     def measures(self) -> bool:
         """Whether the plan depends on times, or the density does."""
-        return self._merges_by_times or self.density is not None
+        return self._merges_by_times or self.density is not None or self.share is not None
 
     @property
     def _merges_by_times(self) -> bool:
@@ -149,10 +168,13 @@ class PlanRequest:
     def describe(self) -> str:
         """One line, equal on ranks that ask for the same."""
         text = f"merging={self.merging}, tensor_selection={_name_of(self.selection)}"
-        return text if self.density is None else f"{text}, density={value_text(self.density)}"
+        text += "" if self.density is None else f", density={value_text(self.density)}"
+        return text if self.share is None else f"{text}, network_share={self.share.limit:g}"
 
     def first_plan(self, parameters: Sequence[ParameterFacts]) -> Plan:
         """The plan that needs no times: the one asked for, or the default one until times are known."""
+        if self.share is not None:  # dense, until it is known what the network takes
+            return Plan((), tuple(parameter.name for parameter in reversed(parameters)))
         dense = whole_parameters(parameters)
         if self.selection != "cost":
             dense |= dense_of(select_tensors(self.selection, parameters))
@@ -169,6 +191,7 @@ def requested(
     groups: Any,
     bucket_bytes: int | None,
     density: AutoDensity | None,
+    share: NetworkShare | None = None,
 ) -> tuple[PlanRequest | None, Plan | None]:
     """What the arguments ask for, if they do not contradict each other.
 
@@ -197,13 +220,14 @@ def requested(
     only_one(tensor_selection=tensor_selection, plan=plan)
     only_one(tensor_selection=tensor_selection, groups=groups)
     given: Any
-    if density is not None and plan is not None and plan.density is None:
+    decides = density is not None or share is not None
+    if decides and plan is not None and plan.density is None:
         given, failure = _profile(profile)
-        return PlanRequest("the plan given", Kept(plan), "all", given, failure, density), plan
-    if density is not None and groups is not None:
+        return PlanRequest("the plan given", Kept(plan), "all", given, failure, density, share), plan
+    if decides and groups is not None:
         given, failure = _profile(profile)
-        return PlanRequest("groups", Kept(), "all", given, failure, density), None
-    if plan is not None or (merging is None and tensor_selection is None and density is None):
+        return PlanRequest("groups", Kept(), "all", given, failure, density, share), None
+    if plan is not None or (merging is None and tensor_selection is None and not decides):
         if profile is not None:
             what = "merging='optimal', 'omgs' or 'joint', or tensor_selection='cost' with it"
             raise ArgumentError("profile", profile, what)
@@ -218,9 +242,8 @@ def requested(
     selection = "all" if tensor_selection is None else tensor_selection
     select_tensors(selection, (), _NO_COST)  # refuses what is no rule
     given, failure = _profile(profile)
-    return PlanRequest(
-        _name_of(strategy if merging is None else merging), strategy, selection, given, failure, density
-    ), None
+    name = _name_of(strategy if merging is None else merging)
+    return PlanRequest(name, strategy, selection, given, failure, density, share), None
 
 
 def _name_of(rule: Any) -> str:
@@ -276,6 +299,8 @@ def plan_by_times(
         return predict(workload, plan, cost).iteration_seconds
 
     density, reason = sparsifier.density, ""
+    if request.share is not None:
+        return _by_share(request, request.share, step, plan_at, seconds, sparsifier, profile)
     if request.density is None:
         plan = plan_at(density)
     else:
@@ -284,6 +309,35 @@ def plan_by_times(
     workload, cost = step(density)
     plan.check(workload.parameters)
     return Decision(plan, request.describe(), _predicted(workload, plan, cost), profile, reason)
+
+
+def _by_share(
+    request: PlanRequest,
+    share: NetworkShare,
+    step: Callable[[float], tuple[Workload, CostModel]],
+    plan_at: Callable[[float], Plan],
+    seconds: Callable[[Plan, float], float],
+    sparsifier: Sparsifier,
+    profile: Profile,
+) -> Decision:
+    """What fits into the network's share, in three lines: what was chosen, its times, its accuracy."""
+    from horovod_sparse.planning.advice import accuracy
+
+    workload, cost = step(sparsifier.density)
+    whole = Plan((), tuple(parameter.name for parameter in workload.backward))
+    dense = {"dense": (whole, seconds(whole, sparsifier.density))}
+    limits = request.density or AutoDensity(sparsifier.density, sparsifier.density)
+    computing = workload.step_seconds + workload.update_seconds
+    chosen = choose_by_share(share.limit, limits, computing, dense, plan_at, seconds)
+    known = "that of dense training"
+    if chosen.plan.buckets:
+        known = "unknown" if share.recipe is None else accuracy(share.recipe.at(chosen.density), None)
+    words = f"network_share={share.limit:g}: {chosen.words}\n{chosen.times}\naccuracy: {known}"
+    plan = chosen.plan if chosen.plan.buckets else whole
+    workload, cost = step(chosen.density if plan.buckets else sparsifier.density)
+    plan.check(workload.parameters)
+    predicted = {**_predicted(workload, plan, cost), "computing": computing}
+    return Decision(plan, request.describe(), predicted, profile, words)
 
 
 def _predicted(workload: Workload, plan: Plan, cost: CostModel) -> dict[str, float]:

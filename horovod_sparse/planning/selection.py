@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from horovod_sparse.checks import check_count
 from horovod_sparse.errors import ArgumentError, UnknownNameError
@@ -264,6 +265,7 @@ def densest_plan(
     limits: AutoDensity,
     plan_at: Callable[[float], Plan],
     seconds_of: Callable[[Plan, float], float],
+    at_most: float | None = None,
 ) -> DensityChoice:
     """The largest of the candidates at which the iteration is at most `tolerance` longer than at the least.
 
@@ -275,6 +277,7 @@ def densest_plan(
         limits: least, most, and tolerance.
         plan_at: makes the plan for a density.
         seconds_of: predicts the iteration of a plan at a density.
+        at_most: seconds that an iteration may take, in place of the tolerance.
 
     Returns:
         The choice; its plan says the density.
@@ -296,7 +299,7 @@ def densest_plan(
         return min(found, key=lambda item: item[0])
 
     least_seconds, _ = best_at(candidates[0])
-    most_seconds = least_seconds * (1.0 + limits.tolerance)
+    most_seconds = least_seconds * (1.0 + limits.tolerance) if at_most is None else at_most
     low, high = 0, len(candidates)
     while high - low > 1:
         # the largest first: where communication is hidden whole, that is all
@@ -310,3 +313,70 @@ def densest_plan(
     seconds, plan = best_at(density, anew=False)
     longer = None if low == len(candidates) - 1 else best_at(candidates[low + 1], anew=False)[0]
     return DensityChoice(limits, dataclasses.replace(plan, density=density), seconds, least_seconds, longer)
+
+
+class Chosen(NamedTuple):
+    """A plan, what is predicted of it, and the three lines that say so but for the accuracy."""
+
+    plan: Plan
+    density: float
+    words: str
+    times: str
+
+
+def choose_by_share(
+    share: float,
+    limits: AutoDensity,
+    computing: float,
+    dense: Mapping[str, tuple[Plan, float]],
+    plan_at: Callable[[float], Plan],
+    seconds_of: Callable[[Plan, float], float],
+) -> Chosen:
+    """The first that fits: dense gradients, then every step sparse, as densely as possible.
+
+    The network's share of an iteration of I seconds, of which a rank computes C, is ``1 - C / I``: messages
+    that are waited for, and what selecting costs.
+
+    Args:
+        share: of an iteration, in (0, 1).
+        limits: densities to choose from.
+        computing: seconds of an iteration without any network.
+        dense: plans that sparsify nothing by their names, and seconds of their iterations; in order.
+        plan_at: makes a sparse plan for a density.
+        seconds_of: predicts the iteration of a plan at a density.
+
+    Returns:
+        The choice. Where nothing fits it is the fastest, and its words name the number of local steps.
+
+    Example:
+        >>> whole, dense = Plan((("weight",),)), Plan((), ("weight",))
+        >>> tried = AutoDensity(0.001, 0.1), 1.0, {"dense": (dense, 1.5)}, lambda density: whole
+        >>> choose_by_share(0.05, *tried, lambda plan, density: 1 + 5 * density).words
+        'every step sparse at density 0.00993'
+        >>> choose_by_share(0.4, *tried, lambda plan, density: 1 + 5 * density).words
+        'dense gradients'
+        >>> choose_by_share(0.05, *tried, lambda plan, density: 1.1 + density).words
+        'every step sparse at density 0.001, which is too much: LocalSteps(every=2) would fit'
+    """
+    most = computing / (1.0 - share)
+
+    def times(seconds: float) -> str:
+        told = f"{1e3 * seconds:.4g} ms an iteration, {max(0.0, 1.0 - computing / seconds):.1%} of it network"
+        others = (f"{name} {1e3 * each:.4g} ms" for name, (_, each) in dense.items())
+        return f"predicted: {told}; {', '.join(others)}; computing alone {1e3 * computing:.4g} ms"
+
+    for name, (plan, seconds) in dense.items():
+        if seconds <= most:
+            words = "dense gradients" if name == "dense" else f"dense gradients in {name}"
+            return Chosen(plan, 1.0, words, times(seconds))
+    found = densest_plan(limits, plan_at, seconds_of, most)
+    if found.seconds <= most:
+        words = f"every step sparse at density {found.density:g}"
+        return Chosen(found.plan, found.density, words, times(found.seconds))
+    every = math.ceil((found.seconds - computing) * (1.0 - share) / (share * computing))
+    too_much = f"which is too much: LocalSteps(every={max(2, every)}) would fit"
+    name, (plan, seconds) = min(dense.items(), key=lambda item: item[1][1])
+    if seconds <= found.seconds:
+        return Chosen(plan, 1.0, f"dense gradients, {too_much}", times(seconds))
+    words = f"every step sparse at density {found.density:g}, {too_much}"
+    return Chosen(found.plan, found.density, words, times(found.seconds))

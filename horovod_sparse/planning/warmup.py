@@ -18,6 +18,7 @@ from horovod_sparse.planning.calibration.steps import (
     BackwardRecorder,
     BackwardTimes,
     corrected,
+    linked,
     mean_times,
     probe_of,
 )
@@ -82,8 +83,22 @@ def decide(
             # in those iterations as much was sent as was asked for then
             then = next((one for one in (current_density, current.density) if one is not None), None)
             as_sent = sparsifier if then is None else dataclasses.replace(sparsifier, density=then)
-            given = current, parameters, as_sent, where.size, own, where.topology
-            profile = corrected(profile, measured, *given)
+            given = current, parameters, as_sent, where.size
+            if request.share is None:
+                profile = corrected(profile, measured, *given, own, where.topology)
+            else:
+                profile = linked(profile, measured, *given, where.topology)
+    return (yield from told_by_first(request, where, parameters, sparsifier, profile))
+
+
+def told_by_first(
+    request: PlanRequest,
+    where: ClusterFacts,
+    parameters: Sequence[ParameterFacts],
+    sparsifier: Sparsifier,
+    profile: Profile,
+) -> Synchronization[Decision]:
+    """What rank 0 decides by a complete profile, which all ranks have alike."""
     decision, failure = None, None
     if where.rank == 0:
         try:

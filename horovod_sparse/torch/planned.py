@@ -35,7 +35,7 @@ class PlannedTraining(Training):
         self.process_set, self.driver = engine.process_set, engine.driver
         facts = dict(engine.facts({}))
         recipe.rules.hint(facts)
-        request, plan = plan_request(**settings.planning, groups=groups, density=recipe.auto)
+        request, plan = plan_request(**settings.planning, groups=groups, density=recipe.auto, recipe=recipe)
         arguments = {"plan": plan, "groups": groups, "bucket_bytes": settings.bucket_bytes}
         parameters = [fact for fact, _ in facts.values()]
 
@@ -51,10 +51,11 @@ class PlannedTraining(Training):
         self.warmup: WarmUp | None = None
         if self._first.request is not None:
             # most trainings measure nothing
+            from horovod_sparse.planning.share import Following
             from horovod_sparse.planning.warmup import WarmUp
             from horovod_sparse.torch.calibration import HorovodMeasuring
 
-            self.warmup = WarmUp(
+            self.warmup = (WarmUp if settings.network_share is None else Following)(
                 self._first.request,
                 parameters,
                 recipe.sparsifier,

@@ -25,6 +25,8 @@ LEVELS = "flat", "host", "auto"
 #: defaults, for those too who have no argument to give (Horovod's own optimizer with our compressor)
 EVERY_VARIABLE, POLICY_VARIABLE = "HOROVOD_SPARSE_CHECK_EVERY", "HOROVOD_SPARSE_ON_DRIFT"
 _EVERY = 1000
+#: what ``network_share="auto"`` is
+_AUTO_SHARE = 0.05
 
 
 class CommonOptions(TypedDict, total=False):
@@ -57,6 +59,7 @@ class SettingsOptions(PlannedOptions, total=False):
 
     synchronize_at: str
     max_grad_norm: float | None
+    network_share: float | str | None
 
 
 #: what may be said without a sparsifier, too
@@ -68,8 +71,8 @@ class Settings:
     """What may be said of a training beside its sparsifier. Front ends take these as keyword arguments.
 
     All are taken by `horovod_sparse.torch.DistributedOptimizer`; TensorFlow's front ends take all but
-    `synchronize_at` and `max_grad_norm`; `horovod_sparse.ddp` takes `plan`, `on_nonfinite`, `check_every`,
-    `on_drift`, `levels` and `deadline_seconds`.
+    `synchronize_at`, `max_grad_norm` and `network_share`; `horovod_sparse.ddp` takes `plan`, `on_nonfinite`,
+    `check_every`, `on_drift`, `levels` and `deadline_seconds`.
 
     Attributes:
         plan: which parameters form which bucket, in place of `groups` and `bucket_bytes`.
@@ -93,6 +96,12 @@ class Settings:
         max_grad_norm: clips what is applied: scales all synchronized gradients down to this norm over all
             of them, as ``torch.nn.utils.clip_grad_norm_`` after `synchronize` does. (The `clip_norm` of
             a feedback clips each rank's own gradients before they are accumulated, by bucket.)
+        network_share: the network may take so much of an iteration, as 0.05; "auto" is that. After 7 dense
+            steps the first of these is taken that fits, by measured times: dense gradients, or every step
+            sparse, as densely as the compression's ``density="auto(...)"`` allows (without a compression
+            `Compression.best`). Three lines of the log say what was chosen, what is predicted, and what is
+            known of its accuracy; where nothing fits, which local steps would. Every 20 steps ranks compare
+            what they measure, and choose anew where it is off by half.
         deadline_seconds: after so many seconds of waiting for other ranks `DeadlineError` is raised (a graph
             of TensorFlow quotes it); 0 waits for ever. If left out, what HOROVOD_SPARSE_DEADLINE_SECONDS
             says, or 300.
@@ -137,6 +146,7 @@ class Settings:
     profile: Any = None
     synchronize_at: str = "backward"
     max_grad_norm: float | None = None
+    network_share: float | str | None = None
     deadline_seconds: float | None = None
     on_nonfinite: str = RAISE
     check_every: int | None = None
@@ -153,6 +163,10 @@ class Settings:
         if self.max_grad_norm is not None:
             allowed = "a norm above 0, or None"
             check_number("max_grad_norm", self.max_grad_norm, allowed, low=0.0, high=math.inf)
+        share = _AUTO_SHARE if self.network_share == "auto" else self.network_share
+        if share is not None:
+            allowed = "a part of an iteration between 0 and 1, or 'auto'"
+            check_number("network_share", share, allowed, low=0.0, high=1.0, include_high=False)
         seconds = deadline_of(self.deadline_seconds)
         if self.on_nonfinite not in (RAISE, SKIP, ZERO):
             raise ArgumentError("on_nonfinite", self.on_nonfinite, "'raise', 'skip' or 'zero'")
@@ -160,7 +174,7 @@ class Settings:
         if self.levels not in LEVELS:
             raise UnknownNameError("levels", str(self.levels), LEVELS)
         may_share()  # refuses what the environment says of memory, if it cannot be
-        resolved = {"deadline_seconds": seconds if seconds < math.inf else 0.0}
+        resolved = {"deadline_seconds": seconds if seconds < math.inf else 0.0, "network_share": share}
         for name, value in {**resolved, "check_every": every, "on_drift": policy}.items():
             object.__setattr__(self, name, value)
 
@@ -180,7 +194,7 @@ class Settings:
     @property
     def planning(self) -> dict[str, Any]:
         """What is said of buckets."""
-        names = "plan", "bucket_bytes", "merging", "tensor_selection", "profile"
+        names = "plan", "bucket_bytes", "merging", "tensor_selection", "profile", "network_share"
         return {name: getattr(self, name) for name in names}
 
     def describe(self) -> dict[str, object]:

@@ -20,6 +20,7 @@ from horovod_sparse.cli.options import (
     add_source,
     check_picture,
     count,
+    density,
     density_or_auto,
     host_network_from,
     network_from,
@@ -32,7 +33,7 @@ from horovod_sparse.cli.options import (
 )
 from horovod_sparse.cli.plan import report
 from horovod_sparse.errors import ArgumentError
-from horovod_sparse.feedback import Recipe
+from horovod_sparse.feedback import Recipe, parse_recipe
 from horovod_sparse.planning.advice import (
     GRADIENT_BYTES,
     OPTIMIZERS,
@@ -64,6 +65,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--sparsifier", action="append", metavar="NAME[:ARGUMENT=VALUE,...]", help=text)
     text = "kept fraction, auto (the largest for nothing) or auto(least=0.001,most=0.1)"
     add("--density", type=density_or_auto, help=f"{text} (default: the table's, or the sparsifier's)")
+    text = "of an iteration that the network may take, as 0.05: dense, or the largest density that fits"
+    add("--network-share", type=density, metavar="SHARE", help=text)
     text = "layerwise, single, omgs, optimal, joint, fixed(num_elements=N), fixed(bytes=N), or a plan's file"
     add("--merging", default="optimal", metavar="STRATEGY", help=f"{text} (default: %(default)s)")
     text = "all (are sparsified), cost (Eq. (1) of DRAGONN) or min_elements(N) (default: all)"
@@ -106,13 +109,14 @@ def run(options: argparse.Namespace) -> int:
         )
     chosen = _chosen(options, model, source, others=not brief)
     verdict, border = chosen.verdict, None
-    if brief and source.measured is None:
+    if brief and source.measured is None and options.network_share is None:
         border = _crossing(options, model, source)
     merging = f'"{options.merging}"' if options.merging in STRATEGIES else options.merging
     if options.merging.endswith(".json"):
         merging = f"Plan.from_dict(json.load(open({options.merging!r})))"
     origin = model.source.partition(". ")[0].rstrip(".")
-    times = report.sentences(verdict, source, options.gradient_dtype, merging, border)
+    asked = options.gradient_dtype, merging, options.network_share
+    times = report.sentences(verdict, source, asked, border)
     lines = {
         "worth it": times.pop("worth it"),
         "accuracy": accuracy(chosen.recipe, options.optimizer),
@@ -135,6 +139,8 @@ def run(options: argparse.Namespace) -> int:
         "dense_wins_from_bits_per_second": None if border is None or math.isinf(border) else border,
         **{name.replace(" ", "_"): lines[name] for name in _IN_JSON},
     }
+    for line in chosen.words if brief and options.network_share is not None else ():
+        show(console, line)
     if not brief:
         numbers |= _report(options, model, chosen, console)
     _write(options, numbers)
@@ -175,14 +181,18 @@ def _chosen(
     step = model.workload(source.measured, options.update)
     text = text or (options.sparsifier[0] if options.sparsifier else None)
     recipe: Recipe | None = None
-    if text is None and options.density is None:
+    if text is None and options.density is None and options.network_share is not None:
+        recipe = parse_recipe("best:density=auto")
+    elif text is None and options.density is None:
         known = source.profile.selection
         usable = [one for one in candidates(options.optimizer) if one.sparsifier.name in known]
         if len(usable) > 1:
             recipe = verdict_of(step, source.profile, usable).recipe
     if recipe is None:
-        text, density = text or "exdyna", options.density
-        recipe = read_recipe(text, model.density if density is None and "density=" not in text else density)
+        text, asked_density = text or "exdyna", options.density
+        if asked_density is None and "density=" not in text:
+            asked_density = model.density
+        recipe = read_recipe(text, asked_density)
     rule = options.tensor_selection
     asked = report.Asked(
         Path(options.merging).name,  # of a file, not where it is
@@ -190,6 +200,7 @@ def _chosen(
         None if rule is None else read_tensor_selection(rule),
         options.levels,
         options.gradient_dtype,
+        options.network_share,
     )
     return report.choose(step, source, recipe, asked, others=others)
 

@@ -13,7 +13,7 @@ from rich.table import Table
 from horovod_sparse.cli.console import plain_table
 from horovod_sparse.cli.options import Source
 from horovod_sparse.errors import ArgumentError
-from horovod_sparse.feedback import Recipe
+from horovod_sparse.feedback import AutoDensity, Recipe
 from horovod_sparse.planning.advice import GRADIENT_BYTES, Verdict, dense_cost, dense_step, residual_bytes
 from horovod_sparse.planning.cost_model import CostModel
 from horovod_sparse.planning.formulas import faster_levels
@@ -21,6 +21,7 @@ from horovod_sparse.planning.optimal import optimal
 from horovod_sparse.planning.profile import Levels
 from horovod_sparse.planning.selection import (
     TensorSelection,
+    choose_by_share,
     dense_of,
     densest_plan,
     joint,
@@ -64,6 +65,7 @@ class Asked:
     selection: TensorSelection | None
     levels: str
     dtype: str
+    share: float | None = None
 
 
 @dataclass(frozen=True)
@@ -129,20 +131,31 @@ def choose(step: Workload, source: Source, recipe: Recipe, asked: Asked, *, othe
     elif asked.levels == "host":
         allowed = "--per-host 2 or more beside it, or a profile of such hosts"
         raise ArgumentError("--levels", asked.levels, allowed)
-    if recipe.auto is not None and not (isinstance(merging, Plan) and merging.density is not None):
-        densest = densest_plan(
-            recipe.auto,
-            lambda density: chosen_at(density)[1],
-            lambda plan, density: predict(step, plan, cost_at(density)).iteration_seconds,
-        )
+
+    def seconds_of(plan: Plan, density: float) -> float:
+        return predict(step, plan, cost_at(density)).iteration_seconds
+
+    found: tuple[Plan, float] | None = None
+    if asked.share is not None:
+        whole = {name: dense_cost(profile, size / 4) for name, size in (("dense", 4), ("float16", 2))}
+        dense_plans = {name: dense_step(step, cost) for name, cost in whole.items()}
+        limits = recipe.auto or AutoDensity(recipe.sparsifier.density, recipe.sparsifier.density)
+        computing = step.step_seconds + step.update_seconds
+        given_by = limits, computing, dense_plans, lambda density: chosen_at(density)[1], seconds_of
+        share = choose_by_share(asked.share, *given_by)
+        words += [f"network_share={asked.share:g}: {share.words}", share.times]
+        found = share.plan, share.density if share.plan.buckets else recipe.sparsifier.density
+    elif recipe.auto is not None and not (isinstance(merging, Plan) and merging.density is not None):
+        densest = densest_plan(recipe.auto, lambda density: chosen_at(density)[1], seconds_of)
         words.append(densest.reason)
-        recipe = recipe.at(densest.density)
-        workload, _, reasons = chosen_at(densest.density)
-        workload = workload.with_dense(densest.plan.dense)
-        timeline = predict(workload, densest.plan, cost_at(densest.density))
-        first = Predicted(asked.name, densest.plan, timeline)
-    else:
+        found = densest.plan, densest.density
+    if found is None:
         workload, reasons, first = predicted_at(recipe.sparsifier.density, asked.name)
+    else:
+        plan, density = found
+        workload, _, reasons = chosen_at(density)
+        workload, recipe = workload.with_dense(plan.dense), recipe.at(plan.density)
+        first = Predicted(asked.name, plan, predict(workload, plan, cost_at(density)))
     cost, predictions, mine = cost_at(recipe.sparsifier.density), [first], levels
     if others and profile.per_host > 1:  # the same with the other number of levels
         levels = "flat" if levels == "host" else "host"
@@ -290,18 +303,24 @@ def _ms(seconds: float) -> str:
 
 
 def sentences(
-    verdict: Verdict, source: Source, dtype: str, merging: str, dense_wins_from: float | None
+    verdict: Verdict, source: Source, asked: tuple[str, str, float | None], dense_wins_from: float | None
 ) -> dict[str, str]:
-    """What is said of times, line by line; `dense_wins_from` in bit/s where somebody has looked."""
+    """What is said of times, line by line; `dense_wins_from` in bit/s where somebody has looked.
+
+    `asked` is the type of dense gradients, the argument `merging`, and the network's share.
+    """
+    dtype, merging, share = asked
     sparse, dense, alone = (
         f"{1e3 * seconds:,.1f} ms"
         for seconds in (verdict.sparse_seconds, verdict.dense_seconds, verdict.computing_seconds)
     )
     faster = "no gain to speak of" if verdict.answer != "yes" else f"{verdict.speedup:.1f} times faster"
     paste = f'compression="{verdict.recipe.describe()}", merging={merging}'
+    if share is not None:
+        paste += f", network_share={share:g}"
     if source.profile.per_host > 1:  # summing within a host first may pay
         paste += ', levels="auto"'
-    if not verdict.speedup > 1.0:
+    if not verdict.speedup > 1.0 and share is None:
         halves = "compression=hvd.Compression.fp16"
         paste = halves if dtype == "float16" else f"nothing: train dense, in {dtype}"
     lines = {

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import operator
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -198,6 +199,8 @@ _FEWEST_MORE = 16
 _PIECES_ON_HOSTS = 32
 #: costs are not made less than this share of what was measured, however short iterations were
 _LEAST_SCALE = 0.25
+#: a link is taken to have become so many times faster, or slower, at most at a time
+_LINK_SCALES = 1 / 8, 32.0
 #: a prediction that is off by less is right
 _CLOSE = 1e-6
 #: halvings of the interval in which a scale, or time per bucket, is looked for
@@ -296,6 +299,37 @@ def corrected(
     return fitting(slower(extra))
 
 
+def linked(
+    profile: Profile,
+    times: BackwardTimes,
+    current: Plan,
+    parameters: Sequence[ParameterFacts],
+    sparsifier: Sparsifier,
+    size: int,
+    topology: Topology | None = None,
+    *,
+    hidden: bool = False,
+) -> Profile:
+    """A profile by which a measured iteration comes out as it was: its collectives, times one factor.
+
+    So a link is followed that has become slower or faster, and nobody measures a collective anew. Messages
+    that are `hidden` behind computing tell nothing but that it may be fast, which is then tried.
+    """
+    backward = dict(reversed(list(times.backward_seconds.items())))
+    made = dataclasses.replace(profile, backward_seconds=backward, forward_seconds=times.forward_seconds)
+
+    def seconds(exponent: float) -> float:
+        tried = _scaled(made, math.exp(exponent), among=("collectives", "levels"))
+        workload, cost = measured_step(tried, parameters, sparsifier, size, topology)
+        return predict(workload, current, cost).iteration_seconds
+
+    if not times.iteration_seconds or size == 1:
+        return made
+    least, most = map(math.log, _LINK_SCALES)
+    exponent = least if hidden else _crossing(least, most, seconds, times.iteration_seconds)
+    return _scaled(made, math.exp(exponent), among=("collectives", "levels"))
+
+
 def _crossing(low: float, high: float, of: Callable[[float], float], wanted: float) -> float:
     """Where a growing function reaches a value, by halving the interval; its nearer end where it does not."""
     for _ in range(_HALVINGS):
@@ -304,17 +338,18 @@ def _crossing(low: float, high: float, of: Callable[[float], float], wanted: flo
     return (low + high) / 2
 
 
-def _scaled(profile: Profile, factor: float) -> Profile:
-    """Less for all that buckets and dense parameters cost."""
+def _scaled(
+    profile: Profile,
+    factor: float,
+    among: Collection[str] = ("collectives", "selection", "decoding", "levels"),
+) -> Profile:
+    """Another time for all that buckets and dense parameters cost, or for a part of it."""
     note = f"times {factor:.3g}, so that whole iterations come out as they were"
 
     def fits(found: Mapping[str, Fit]) -> dict[str, Fit]:
         return {name: fit.scaled(factor, note) for name, fit in found.items()}
 
-    return dataclasses.replace(
-        profile,
-        collectives=fits(profile.collectives),
-        selection=fits(profile.selection),
-        decoding=fits(profile.decoding),
-        levels={level: fits(found) for level, found in profile.levels.items()},
-    )
+    changed: dict[str, Any] = {name: fits(getattr(profile, name)) for name in among if name != "levels"}
+    if "levels" in among:
+        changed["levels"] = {level: fits(found) for level, found in profile.levels.items()}
+    return dataclasses.replace(profile, **changed)

@@ -130,6 +130,23 @@ def test_models_of_any_size_are_cut_into_buckets_that_may_be(capsys):
     assert 0 < found["sparse_seconds"] < found["dense_seconds"]
 
 
+@pytest.mark.parametrize(
+    ("bandwidth", "words"),
+    [
+        ("32gbit", "dense gradients\n"),
+        ("5gbit", "dense gradients in float16\n"),
+        ("1gbit", "every step sparse at density 0.0"),
+        ("1mbit", "LocalSteps(every="),
+    ],
+)
+def test_a_share_of_the_network_is_answered_with_the_first_that_fits(bandwidth, words, capsys):
+    arguments = ["--params", "1e7", "--network-share", "0.2", "--bandwidth", bandwidth, "--latency", "1us"]
+    assert main([*ARGUMENTS, *arguments]) == 0
+    told = capsys.readouterr().out
+    assert f"network_share=0.2: {words}" in told or words in told.partition("network_share=0.2: ")[2]
+    assert "network_share=0.2\n" in told.partition("paste: ")[2] or "fp16" in told
+
+
 def test_the_names_of_former_releases_say_what_they_are_now(capsys):
     assert main(["worth-it", *ARGUMENTS[2:]]) == 0
     before = capsys.readouterr()

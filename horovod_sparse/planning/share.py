@@ -1,0 +1,98 @@
+"""`network_share`: the network may take so much of a step. Whether that comes true; what is chosen anew."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from typing import Any
+
+from horovod_sparse.collectives import Synchronization
+from horovod_sparse.planning.calibration.steps import BackwardTimes, linked, mean_times
+from horovod_sparse.planning.request import Decision
+from horovod_sparse.planning.warmup import WarmUp, told_by_first
+from horovod_sparse.plans.dense import ClusterFacts
+from horovod_sparse.plans.plan import Plan
+
+_log = logging.getLogger("horovod_sparse")
+
+#: ranks compare what was measured every so many steps, of which the last few are recorded
+PERIOD, _RECORDED = 20, 5
+#: the plan changes where the share is so many times too large, or too small. A larger density is tried again
+#: after so many steps, and after twice as many each time that it was too much
+_TOO_MUCH, _TOO_LITTLE, _REST = 1.5, 0.5, 40
+
+
+class Following(WarmUp):
+    """Holds the network's share of a training: measures now and then, and chooses anew where it is off.
+
+    Ranks count steps, which are the same on all of them; what each has measured they share before anything is
+    decided from it, so all go on alike. A link is told from whole iterations: the time of every collective is
+    multiplied by what makes the prediction for the plan in use come out as it was measured.
+    """
+
+    _steps, _rest, _wait, _direction = 0, 0, _REST, 0
+
+    def after_step(self, plan: Plan, step: int) -> Plan | None:
+        """See `WarmUp.after_step`; once something is decided, ranks compare shares every `PERIOD` steps."""
+        if self.decision is None:
+            return super().after_step(plan, step)
+        self._steps += 1
+        self._rest = max(0, self._rest - 1)
+        place = self._steps % PERIOD
+        if self._recorder is not None:
+            self._recorder.end(self._measuring.now())
+            if place == 0:
+                return self._review(plan)
+        elif place == PERIOD - _RECORDED:
+            self._record(0, _RECORDED)
+        self._begin()
+        return None
+
+    @property
+    def position(self) -> str:
+        """As far as `WarmUp`'s, and steps since it has decided."""
+        return f"{super().position} {self._steps} {self._rest} {self._wait}"
+
+    def _review(self, plan: Plan) -> Plan | None:
+        self._keep()
+        share, decision, own = self.request.share, self.decision, self._own
+        if decision is None or share is None:
+            return None
+        rests = self._rest > 0
+
+        def coroutine(where: ClusterFacts, **_: Any) -> Synchronization[Decision]:
+            measured = yield from mean_times(own)
+            found = share_measured(measured)
+            off = 1 if found > _TOO_MUCH * share.limit else -1 if found < _TOO_LITTLE * share.limit else 0
+            if off == 0 or (off < 0 and (rests or not plan.buckets)):
+                return dataclasses.replace(decision, measured=found)
+            asked = plan, self._parameters, self._sparsifier
+            given = *asked, where.size, where.topology
+            profile = linked(decision.profile, measured, *given, hidden=off < 0)
+            changed = yield from told_by_first(self.request, where, *asked[1:], profile)
+            return dataclasses.replace(changed, measured=found)
+
+        self.decision = changed = self._measuring.decided(self._parameters, self._topology(), coroutine)
+        predicted, tried = decision.predicted_seconds, changed.profile is not decision.profile
+        if self._measuring.rank == 0:
+            off = changed.measured - (1.0 - predicted["computing"] / predicted["taken"])
+            told = f"measured: {changed.measured:.1%} of an iteration is network, "
+            told += f"{100 * off:+.1f} points to the prediction"
+            _log.info("%s%s", told, "" if changed.plan == plan else "; chosen anew")
+        if not tried:
+            return None
+        direction = 1 if changed.measured > share.limit else -1
+        if self._direction == -direction:
+            self._wait = 2 * self._wait
+        self._rest, self._direction = self._wait, direction
+        if changed.plan == plan:
+            return None
+        self.tell()
+        return changed.plan
+
+
+def share_measured(times: BackwardTimes) -> float:
+    """Of an iteration that is not computing."""
+    computing = times.forward_seconds + math.fsum(times.backward_seconds.values())
+    return max(0.0, 1.0 - computing / times.iteration_seconds) if times.iteration_seconds else 0.0
