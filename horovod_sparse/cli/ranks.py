@@ -111,24 +111,22 @@ class Ranks:
         """Where buckets are while selection is timed: None for the host."""
         if device == "cpu":
             return None
-        return _torch_calibration().DeviceBucketMemory(importlib.import_module("torch").device(device))
+        measuring = importlib.import_module("horovod_sparse.tensors.measuring")
+        return measuring.bucket_memory(importlib.import_module("torch").device(device))
 
     def training(self, device: str) -> TrainingWork | None:
         """What a dense training does, to be timed; None with TensorFlow, where it is not."""
         if self.framework == "tensorflow":
             return None
         place = importlib.import_module("torch").device(device)
-        work: TrainingWork = _torch_calibration().DenseTraining(place, self.hvd.global_process_set)
+        calibration = importlib.import_module("horovod_sparse.torch.calibration")
+        work: TrainingWork = calibration.DenseTraining(place, self.hvd.global_process_set)
         return work
 
     def end(self) -> None:
         """Stops Horovod, if this has started it."""
         if self._started:
             self.hvd.shutdown()
-
-
-def _torch_calibration() -> Any:
-    return importlib.import_module("horovod_sparse.torch.calibration")
 
 
 def start(framework: str | None) -> Ranks:

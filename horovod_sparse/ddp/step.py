@@ -66,7 +66,7 @@ class Synchronizer(Training):
         if not isinstance(recipe, Recipe):
             allowed = "a sparsifier, as text or as a recipe; for dense training leave the hook out"
             raise ArgumentError("compression", compression, allowed)
-        if settings.plan is None or settings.plan.density is None:
+        if settings.network_share is None and (settings.plan is None or settings.plan.density is None):
             recipe.refuse_auto("torch.distributed's front end")
         if optimizer is not None and not hasattr(optimizer, "param_groups"):
             raise ArgumentError("optimizer", optimizer, "an optimizer of PyTorch, or None")
@@ -150,7 +150,11 @@ class Synchronizer(Training):
             load_entry(self, entry, share_factor(entry["rank"], entry["size"], self.size))
             self._loaded = None
         elif not self.parts:
-            self.begin(self.facts, plan_of(layout, self.facts) if given is None else given)
+            self.begin(self.facts, self._first_plan(layout))
+
+    def _first_plan(self, layout: BucketParameters) -> Plan:
+        """That which was given, or the buckets of this step."""
+        return plan_of(layout, self.facts) if self.settings.plan is None else self.settings.plan
 
     def _fitting(self, saved: Plan, layout: BucketParameters) -> Plan:
         """A saved plan, or one of this step's buckets where other groups or rules do not let it be used."""

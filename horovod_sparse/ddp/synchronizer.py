@@ -17,14 +17,16 @@ from horovod_sparse.collectives import AllReduce, Synchronization
 from horovod_sparse.ddp.communicator import Communicator
 from horovod_sparse.ddp.distributed_engine import BucketParameters, plan_of, told_to_others
 from horovod_sparse.ddp.step import Synchronizer, after_backward, pass_number, throw
-from horovod_sparse.errors import ArgumentError, UnsupportedError
+from horovod_sparse.errors import ArgumentError, HorovodSparseError, UnsupportedError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.plans.plan import Plan
-from horovod_sparse.training.settings import Settings, WaitingOptions
+from horovod_sparse.training.settings import HookOptions, Settings
 
 if TYPE_CHECKING:  # only a model of FSDP2 has use for a mesh
     from torch.distributed.device_mesh import DeviceMesh
     from typing_extensions import Unpack
+
+    from horovod_sparse.ddp.share import Sharing
 
 _log = logging.getLogger("horovod_sparse")
 
@@ -54,7 +56,7 @@ class State(Synchronizer):
         process_group: of the model; all ranks if left out.
         **options: settings of the training, see `horovod_sparse.training.settings.Settings`: `plan` (that
             of DistributedDataParallel's buckets if left out), `on_nonfinite`, `check_every`, `on_drift`,
-            `levels` and `deadline_seconds`.
+            `levels`, `deadline_seconds` and `network_share`.
 
     Raises:
         ArgumentError: for an argument that is not allowed.
@@ -72,9 +74,9 @@ class State(Synchronizer):
         *,
         named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
         process_group: dist.ProcessGroup | None = None,
-        **options: Unpack[WaitingOptions],
+        **options: Unpack[HookOptions],
     ) -> None:
-        settings = Settings.of(options, "horovod_sparse.ddp", WaitingOptions)
+        settings = Settings.of(options, "horovod_sparse.ddp", HookOptions)
         super().__init__(compression, optimizer, settings, named_parameters, process_group)
         #: whether DistributedDataParallel may leave gradients out that exist; it does not tell a hook
         self.finds_unused = True
@@ -85,6 +87,8 @@ class State(Synchronizer):
         self._watched: Any = None
         self._num_alike = 0  # steps with the same buckets, up to now
         self._results: list[tuple[torch.futures.Future[torch.Tensor], torch.Tensor]] = []
+        #: keeps to the network's share; made in the first step
+        self._sharing: Sharing | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A model that is copied, or saved whole, has no hook there: DistributedDataParallel drops it."""
@@ -104,10 +108,14 @@ class State(Synchronizer):
         self._results.append((future, buffer))
         self._layout.append(parameters)
         pieces = [pair for pair in zip(parameters, bucket.gradients(), strict=True) if pair[0].numel()]
+        sharing = self._sharing
+        entered = None if sharing is None else sharing.now()
         if self.is_agreed:
             self._take(pieces)
         else:
             self._keep(pieces)
+        if sharing is not None:
+            sharing.arrived((parameter for parameter, _ in pieces), entered)
         if bucket.is_last():
             self._complete_step()
         return future
@@ -119,6 +127,23 @@ class State(Synchronizer):
             self._watched = first.register_post_accumulate_grad_hook(
                 partial(_refuse_other_types, _accumulator_of(first))
             )
+
+        if self._sharing is None and self.settings.network_share is not None:
+            from horovod_sparse.ddp.share import Sharing
+
+            self._sharing = Sharing(self)
+
+    def _first_plan(self, layout: BucketParameters) -> Plan:
+        made = super()._first_plan(layout)
+        return made if self.settings.network_share is None else Plan((), made.names())
+
+    @property
+    def _measured(self) -> str:
+        return "" if self._sharing is None else self._sharing.following.position
+
+    def _stop_measuring(self) -> None:
+        if self._sharing is not None:
+            self._sharing.following.stop_measuring()
 
     def _check(self, buffer: torch.Tensor, parameters: Sequence[torch.Tensor]) -> None:
         if buffer.is_sparse:
@@ -142,6 +167,12 @@ class State(Synchronizer):
         if failure is not None:
             after_backward(partial(throw, failure))
         if self.step == before:  # given up: as if it had not been
+            return
+        if self._sharing is not None:
+            try:
+                self._sharing.after_step()
+            except HorovodSparseError as error:
+                after_backward(partial(throw, error))
             return
         seen = [tuple(map(id, bucket)) for bucket in layout]
         self._num_alike = self._num_alike + 1 if seen == self._last_layout else 1
@@ -263,7 +294,7 @@ def attach(
     optimizer: torch.optim.Optimizer | None = ...,
     *,
     replicas: None = ...,
-    **options: Unpack[WaitingOptions],
+    **options: Unpack[HookOptions],
 ) -> State: ...
 @overload
 def attach(
@@ -281,7 +312,7 @@ def attach(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     replicas: DeviceMesh | dist.ProcessGroup | None = None,
-    **options: Unpack[WaitingOptions],
+    **options: Unpack[HookOptions],
 ) -> Synchronizer:
     """Synchronizes a model's gradients sparsely from now on. All ranks do it, in the same way.
 
@@ -296,8 +327,8 @@ def attach(
             or a process group.
         **options: settings of the training, see `horovod_sparse.training.settings.Settings`: `plan` (that of
             DistributedDataParallel's buckets, or of FSDP's, if left out), `on_nonfinite`, `check_every`,
-            `on_drift`, `levels` and `deadline_seconds`; with `replicas` `plan` and `deadline_seconds` alone,
-            and ranks never compare their parameters.
+            `on_drift`, `levels`, `deadline_seconds` and `network_share`; with `replicas` `plan` and
+            `deadline_seconds` alone, and ranks never compare their parameters.
 
     Returns:
         What has the telemetry, and is saved and loaded.
@@ -316,7 +347,7 @@ def _attached(
     compression: str | Recipe,
     optimizer: torch.optim.Optimizer | None,
     replicas: DeviceMesh | dist.ProcessGroup | None,
-    options: WaitingOptions,
+    options: HookOptions,
 ) -> Synchronizer:
     if isinstance(model, DistributedDataParallel):
         if replicas is not None:
@@ -325,7 +356,7 @@ def _attached(
     if isinstance(getattr(model, "_orig_mod", None), DistributedDataParallel):
         allowed = "the DistributedDataParallel that was compiled: attach to model._orig_mod"
         raise ArgumentError("model", type(model).__name__, allowed)
-    settings = Settings.of(options, "horovod_sparse.ddp.attach", WaitingOptions)
+    settings = Settings.of(options, "horovod_sparse.ddp.attach", HookOptions)
     for name, value in options.items():
         if name not in ("plan", "deadline_seconds") and value not in (None, "raise", "flat"):
             raise ArgumentError(name, value, "nothing with replicas: it is for DistributedDataParallel")
@@ -353,7 +384,7 @@ def _attach_buckets(
     model: DistributedDataParallel,
     compression: str | Recipe,
     optimizer: torch.optim.Optimizer | None,
-    options: WaitingOptions,
+    options: HookOptions,
 ) -> State:
     if model.mixed_precision is not None:
         raise UnsupportedError(

@@ -27,7 +27,7 @@ def plan_request(
     groups: Any = None,
     bucket_bytes: int | None = None,
     density: Any = None,
-    network_share: float | None = None,
+    network_share: Any = None,
     recipe: Recipe | None = None,
 ) -> tuple[PlanRequest | None, Plan | None]:
     """What the arguments ask for, and the plan where one is given as such: see `planning.request`."""

@@ -54,6 +54,14 @@ class Following(WarmUp):
         """As far as `WarmUp`'s, and steps since it has decided."""
         return f"{super().position} {self._steps} {self._rest} {self._wait}"
 
+    def _keep(self) -> None:
+        super()._keep()
+        if self._own is not None and not any(self._own.backward_seconds.values()):
+            # gradients came all at once: two thirds of computing are backward
+            whole, names = self._own.forward_seconds, list(self._own.backward_seconds)
+            each = dict.fromkeys(names, 2 / 3 * whole / max(1, len(names)))
+            self._own = dataclasses.replace(self._own, backward_seconds=each, forward_seconds=whole / 3)
+
     def _review(self, plan: Plan) -> Plan | None:
         self._keep()
         share, decision, own = self.request.share, self.decision, self._own

@@ -45,6 +45,12 @@ class WaitingOptions(CommonOptions, total=False):
     deadline_seconds: float | None
 
 
+class HookOptions(WaitingOptions, total=False):
+    """And those of hooks of DistributedDataParallel."""
+
+    network_share: float | str | None
+
+
 class PlannedOptions(WaitingOptions, total=False):
     """And those of front ends that make plans: TensorFlow's."""
 
@@ -54,12 +60,11 @@ class PlannedOptions(WaitingOptions, total=False):
     profile: Any
 
 
-class SettingsOptions(PlannedOptions, total=False):
+class SettingsOptions(PlannedOptions, HookOptions, total=False):
     """All of them: what PyTorch's front end over Horovod takes."""
 
     synchronize_at: str
     max_grad_norm: float | None
-    network_share: float | str | None
 
 
 #: what may be said without a sparsifier, too
@@ -72,7 +77,7 @@ class Settings:
 
     All are taken by `horovod_sparse.torch.DistributedOptimizer`; TensorFlow's front ends take all but
     `synchronize_at`, `max_grad_norm` and `network_share`; `horovod_sparse.ddp` takes `plan`, `on_nonfinite`,
-    `check_every`, `on_drift`, `levels` and `deadline_seconds`.
+    `check_every`, `on_drift`, `levels`, `deadline_seconds` and `network_share`.
 
     Attributes:
         plan: which parameters form which bucket, in place of `groups` and `bucket_bytes`.
@@ -200,7 +205,7 @@ class Settings:
     def describe(self) -> dict[str, object]:
         """What has to be equal on all ranks, by argument; what is asked of plans they compare themselves."""
         names = "max_grad_norm", "synchronize_at", "on_nonfinite", "check_every", "on_drift", "levels"
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in (*names, "network_share")}
 
 
 def refuse_without_sparsifier(options: Mapping[str, Any], compression: object) -> None:

@@ -23,6 +23,7 @@ from horovod_sparse.errors import (
 )
 from horovod_sparse.merging import Plan
 from support.dyadic import gradients_for
+from support.merging_models import share_that_changes
 from support.replicas import Replica, same_on_all_replicas
 
 SHAPES = {"first": (40, 30), "bias": (7,), "second": (3, 5, 11), "one": (1,)}
@@ -67,6 +68,32 @@ def test_ranks_may_have_fewer_batches_than_others(text, rank, size):
         applied = (1.0 - parameter.detach().double()) / 0.5
         torch.testing.assert_close(applied + mean / size, torch.from_numpy(given[name]), rtol=1e-4, atol=1e-4)
     assert replica.sync.step == max(steps)
+
+
+def test_the_networks_share_changes_plans_alike_and_loses_nothing(rank, size, monkeypatch):
+    """Dense at first, then sparse, dense and sparse again, as ranks find out together."""
+    share_that_changes(monkeypatch, SHAPES)
+    text = "topk:density=auto(least=0.02,most=0.5)"
+    replica = Replica(SHAPES, text, attached={"network_share": 0.05})
+    given = {name: np.zeros(shape) for name, shape in SHAPES.items()}
+    seen = []
+    for step in range(22):
+        for r in range(size):
+            for name, gradient in gradients(r, step).items():
+                given[name] += gradient / size
+        replica.step(gradients(rank, step))
+        seen.append(bool(replica.sync.plan.buckets))
+    assert [step for step in range(1, 22) if seen[step] != seen[step - 1]] == [6, 12, 18]
+    held = replica.held()
+    for name, parameter in replica.net.named_parameters():
+        mean = torch.zeros(parameter.shape, dtype=torch.float64)
+        if name in held:
+            mean += held[name].double().reshape(parameter.shape)
+        dist.all_reduce(mean)
+        applied = (1.0 - parameter.detach().double()) / 0.5
+        torch.testing.assert_close(applied + mean / size, torch.from_numpy(given[name]), rtol=1e-4, atol=1e-4)
+    assert same_on_all_replicas(*replica.net.parameters())
+    assert "network_share=0.05: as the test says" in replica.sync.telemetry.summary()
 
 
 @pytest.mark.parametrize("arguments", [{}, {"static_graph": True}])

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 from hypothesis import strategies as st
 
 from benchmarks.plans import SortingTime
 from horovod_sparse.cost import AffineTime, CostModel, Fit, Profile
 from horovod_sparse.merging import ParameterFacts, Plan, Workload, plan_of_segments, predict
+from horovod_sparse.planning import request, share
+from horovod_sparse.planning.selection import Chosen
 
 KINDS = (("float32", "cpu", 0), ("float32", "cpu", 1), ("float64", "cpu", 0))
 SECONDS = st.floats(0.0, 10.0)
@@ -65,3 +69,16 @@ def profile_of_two(selection: dict[str, Fit], backward: dict[str, float], forwar
     collectives = dict.fromkeys(("allgather", "allreduce"), Fit(1e-3, 1e-8))
     made = Profile(2, "torch", "gloo", 0.001, collectives, selection)
     return dataclasses.replace(made, backward_seconds=backward, forward_seconds=forward)
+
+
+def share_that_changes(monkeypatch: Any, names: Iterable[str]) -> None:
+    """Lets `network_share` take dense and sparse plans in turn, every 6 steps from the 7th on."""
+    tried = itertools.cycle([Plan((tuple(names),), (), 0.05), Plan((), tuple(names))])
+
+    def chosen(*given: object) -> Chosen:
+        plan = next(tried)
+        return Chosen(plan, plan.density or 1.0, "as the test says", "in no time")
+
+    monkeypatch.setattr(request, "choose_by_share", chosen)  # which the first rank alone asks
+    monkeypatch.setattr(share, "share_measured", lambda times: 0.5)
+    monkeypatch.setattr(share, "PERIOD", 6)

@@ -11,7 +11,7 @@ hvd = pytest.importorskip("horovod_sparse.torch")
 from horovod_sparse.cost import Fit, Profile  # noqa: E402
 from horovod_sparse.errors import ArgumentError, ProfileMismatchError  # noqa: E402
 from horovod_sparse.merging import Plan  # noqa: E402
-from horovod_sparse.torch.calibration import HostStamps  # noqa: E402
+from horovod_sparse.tensors.measuring import HostStamps  # noqa: E402
 
 NAMES = ("0.weight", "0.bias", "2.weight", "2.bias")
 PROFILE = Profile(

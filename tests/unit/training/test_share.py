@@ -99,15 +99,15 @@ def test_the_share_is_kept_or_it_is_said_what_would_keep_it(bits, told, caplog):
 
 
 def test_a_link_that_falls_and_comes_back_is_followed():
-    fake = Fake(0.05, 5 * GBIT, 5 * GBIT)
+    fake = Fake(0.05, 1 * GBIT, 1 * GBIT)
     fake.train(7 + 2 * PERIOD)
     at_first, share = fake.plan.density, fake.share
     assert at_first is not None and share <= 0.075
-    fake.bits = 0.5 * GBIT
+    fake.bits = 0.1 * GBIT
     assert fake.share > 0.1
     fake.train(50)
     assert fake.share <= 0.075 and fake.plan.density < at_first / 3
-    fake.bits = 5 * GBIT
+    fake.bits = 1 * GBIT
     fake.train(150)
     assert fake.plan.density > at_first / 3 and fake.share <= 0.075
     assert all(later - sooner >= PERIOD for sooner, later in itertools.pairwise(fake.changes))

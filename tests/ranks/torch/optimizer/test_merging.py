@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 
 import horovod.torch as stock
 import numpy as np
@@ -15,10 +14,9 @@ from horovod_sparse.cost import Fit, Profile
 from horovod_sparse.errors import ArgumentError, ProfileMismatchError
 from horovod_sparse.feedback import AutoDensity
 from horovod_sparse.merging import Plan
-from horovod_sparse.planning import request, share
-from horovod_sparse.planning.selection import Chosen
 from support.dyadic import gradients_for
 from support.linear import LinearModel, same_on_all_ranks
+from support.merging_models import share_that_changes
 from support.optimizers import make, residuals_of, train_step
 
 SHAPES = {"first": (40, 30), "bias": (7,), "second": (3, 5, 11), "wide": (100, 60)}
@@ -134,15 +132,7 @@ def test_behind_horovods_own_optimizer_a_density_is_decided_too(rank):
 
 def test_the_networks_share_changes_plans_alike_and_loses_nothing(rank, size, monkeypatch):
     """Dense at first, then sparse, dense and sparse again, as ranks find out together; law 1 throughout."""
-    tried = itertools.cycle([Plan((tuple(SHAPES),), (), 0.05), Plan((), tuple(SHAPES))])
-
-    def chosen(*given):
-        plan = next(tried)
-        return Chosen(plan, plan.density or 1.0, "as the test says", "in no time")
-
-    monkeypatch.setattr(request, "choose_by_share", chosen)  # which the first rank alone asks
-    monkeypatch.setattr(share, "share_measured", lambda times: 0.5)
-    monkeypatch.setattr(share, "PERIOD", 6)
+    share_that_changes(monkeypatch, SHAPES)
     model = LinearModel(SHAPES)
     optimizer = make(model, AUTO.format("topk"), network_share="auto")
     sent = {name: np.zeros(shape) for name, shape in SHAPES.items()}

@@ -1,0 +1,61 @@
+"""`network_share` with DistributedDataParallel: measured by its buckets, decided over its hook's group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from horovod_sparse.planning import plan_request
+from horovod_sparse.planning.request import Decision
+from horovod_sparse.planning.share import Following
+from horovod_sparse.planning.warmup import Decide
+from horovod_sparse.plans.dense import ClusterFacts
+from horovod_sparse.plans.plan import ParameterFacts
+from horovod_sparse.tensors.measuring import Stamped, bucket_memory
+from horovod_sparse.topology import Topology
+from horovod_sparse.training.training import Training
+
+
+class Sharing(Stamped):
+    """Measures and decides beside a hook; implements `planning.warmup.Measuring`."""
+
+    def __init__(self, training: Training) -> None:
+        recipe, settings = training.recipe, training.settings
+        request, _ = plan_request(
+            plan=settings.plan, density=recipe.auto, network_share=settings.network_share, recipe=recipe
+        )
+        self._training, parameters = training, training.parameters
+        super().__init__(parameters)
+        self._names = {parameter: name for name, (_, parameter) in training.facts.items()}
+        self.following = Following(request, parameters, recipe.sparsifier, self, lambda: training.topology)
+
+    @property
+    def rank(self) -> int:
+        return self._training.rank
+
+    def decided(
+        self, parameters: Sequence[ParameterFacts], topology: Topology | None, decide: Decide
+    ) -> Decision:
+        device, place = torch.device(parameters[0].device), self._training.rank_and_size
+        cluster = ClusterFacts(*place, "torch", "gloo", 0.0, str(device), topology=topology)
+        coroutine = decide(cluster, memory=bucket_memory(device), dtype=parameters[0].dtype)
+        decision: Decision = self._training.engine.carry_out(coroutine, topology)
+        return decision
+
+    def arrived(self, parameters: Iterable[torch.Tensor], entered: Any) -> None:
+        """A bucket's gradients have come, and what they set off is done."""
+        if self.following.recording:
+            left = self.now()
+            for parameter in parameters:
+                self.following.arrived(self._names[parameter], entered, left)
+                entered = left
+
+    def after_step(self) -> None:
+        """Another plan, where the share asks for it."""
+        training = self._training
+        if (plan := self.following.after_step(training.plan, training.step)) is not None:
+            training.replan(plan)
+        if self.following.decision is not None:
+            training.telemetry.density = self.following.decision.density

@@ -1,0 +1,112 @@
+"""What any PyTorch front end measures with: buckets on a device, and stamps of its clock."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from horovod_sparse.arrays import Accumulator
+from horovod_sparse.collectives import Synchronization
+from horovod_sparse.feedback import Recipe
+from horovod_sparse.planning.calibration.buckets import BucketMemory, HostBucketMemory
+from horovod_sparse.plans.plan import ParameterFacts
+from horovod_sparse.sparsifiers import BucketInfo, SparseSum
+from horovod_sparse.tensors.device_memory import DeviceMemory
+from horovod_sparse.tensors.flat_gradient import HOST_DEVICES
+
+_DTYPES = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+
+
+def bucket_memory(device: torch.device) -> BucketMemory:
+    return HostBucketMemory() if device.type in HOST_DEVICES else DeviceBucketMemory(device)
+
+
+class DeviceBucketMemory:
+    """Buckets on a device; implements `BucketMemory`. Every method waits for the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._memory = device, DeviceMemory(device)
+        self._source: torch.Tensor | None = None
+
+    def accumulator(self, info: BucketInfo, recipe: Recipe) -> Accumulator:
+        return self._memory.accumulator(info, recipe)
+
+    def gradient(self, num_elements: int, dtype: str) -> torch.Tensor:
+        generator = torch.Generator(self._device).manual_seed(1)
+        drawn = torch.randn(num_elements, device=self._device, generator=generator)
+        self._source = (drawn * drawn.abs()).to(_DTYPES[dtype])  # a heavy tail, as gradients have
+        return torch.zeros_like(self._source)
+
+    def refill(self, gradient: torch.Tensor) -> None:
+        if self._source is not None:
+            gradient.copy_(self._source)
+        self._wait(gradient)
+
+    def apply(self, gradient: torch.Tensor, total: SparseSum, size: int) -> None:
+        self._memory.write(gradient, None if total.whole else total.indices, total.values, 1.0 / size)
+        self._wait(gradient)
+
+    def sum_dense(self, gradient: torch.Tensor, place: tuple[int, int]) -> Synchronization[None]:
+        total = yield from self._memory.sum_dense("calibration", gradient, None, place)
+        gradient.copy_(total * (1.0 / place[1]))
+        self._wait(gradient)
+
+    @staticmethod
+    def _wait(gradient: torch.Tensor) -> None:
+        gradient[:1].cpu()
+
+
+class HostStamps:
+    """The host's clock. On the CPU a hook runs when its gradient is there: nothing is waited for."""
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def seconds_between(self, start: float, stop: float) -> float:
+        return stop - start
+
+
+class EventStamps:
+    """Events of a GPU: a hook runs when its gradient's kernel has been queued, the event when it is done."""
+
+    def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
+        self._device, self._cuda = device, cuda
+
+    def now(self) -> Any:
+        event = self._cuda.Event(enable_timing=True)
+        event.record(self._cuda.current_stream(self._device))
+        return event
+
+    def seconds_between(self, start: Any, stop: Any) -> float:
+        start.synchronize()
+        stop.synchronize()
+        return float(start.elapsed_time(stop)) / 1e3
+
+
+def stamps_for(devices: Iterable[str]) -> HostStamps | EventStamps:
+    """Events where all gradients are on one GPU; the host's clock otherwise."""
+    distinct = {torch.device(name) for name in devices}
+    if len(distinct) == 1 and (device := distinct.pop()).type == "cuda":
+        return EventStamps(device)
+    return HostStamps()
+
+
+class Stamped:
+    """A clock of the devices that parameters are on."""
+
+    def __init__(self, parameters: Iterable[ParameterFacts]) -> None:
+        self._stamps = stamps_for(parameter.device for parameter in parameters)
+
+    def now(self) -> Any:
+        return self._stamps.now()
+
+    def seconds_between(self, start: Any, stop: Any) -> float:
+        return self._stamps.seconds_between(start, stop)
