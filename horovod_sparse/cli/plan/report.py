@@ -63,7 +63,7 @@ class Asked:
     name: str
     merging: Strategy | Plan
     selection: TensorSelection | None
-    levels: str
+    level_choice: str
     dtype: str
     share: float | None = None
 
@@ -125,12 +125,12 @@ def choose(step: Workload, source: Source, recipe: Recipe, asked: Asked, *, othe
         given = source.measured or profile, profile.num_hosts, profile.per_host, "an iteration: "
         choice = faster_levels(iteration, recipe.sparsifier, *given)
         levels = choice.levels
-        if asked.levels in ("flat", "host"):
-            levels = "host" if asked.levels == "host" else "flat"
+        if asked.level_choice in ("flat", "host"):
+            levels = "host" if asked.level_choice == "host" else "flat"
         words.append(f"levels: {levels} ({choice.reason})")
-    elif asked.levels == "host":
+    elif asked.level_choice == "host":
         allowed = "--per-host 2 or more beside it, or a profile of such hosts"
-        raise ArgumentError("--levels", asked.levels, allowed)
+        raise ArgumentError("--levels", asked.level_choice, allowed)
 
     def seconds_of(plan: Plan, density: float) -> float:
         return predict(step, plan, cost_at(density)).iteration_seconds
