@@ -31,11 +31,11 @@ class Following(WarmUp):
     multiplied by what makes the prediction for the plan in use come out as it was measured.
     """
 
-    _steps, _rest, _wait, _direction = 0, 0, _REST, 0
+    _steps, _rest, _wait, _direction, _stopped = 0, 0, _REST, 0, False
 
     def after_step(self, plan: Plan, step: int) -> Plan | None:
         """See `WarmUp.after_step`; once something is decided, ranks compare shares every `PERIOD` steps."""
-        if self.decision is None:
+        if self.decision is None or self._stopped:
             return super().after_step(plan, step)
         self._steps += 1
         self._rest = max(0, self._rest - 1)
@@ -48,6 +48,11 @@ class Following(WarmUp):
             self._record(0, _RECORDED)
         self._begin()
         return None
+
+    def stop_measuring(self) -> None:
+        """See `WarmUp.stop_measuring`: some rank would not be there where the others compare."""
+        super().stop_measuring()
+        self._stopped = True
 
     @property
     def position(self) -> str:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from horovod_sparse.collectives import Level, Synchronization
-from horovod_sparse.errors import ArgumentError
 from horovod_sparse.planning.calibration.buckets import (
     BucketMemory,
     HostBucketMemory,
@@ -54,14 +53,6 @@ class Extent:
     budget_seconds: float
     summed_bytes: tuple[int, ...] = (1 << 12, 1 << 20, 1 << 24)
 
-    def __post_init__(self) -> None:
-        for argument in ("message_bytes", "bucket_elements", "summed_bytes"):
-            sizes = getattr(self, argument)
-            if len(sizes) < 3 or list(sizes) != sorted(set(sizes)) or sizes[0] < 1:
-                raise ArgumentError(argument, sizes, "3 or more sizes, ascending, from 1")
-        if self.repetitions < 1:
-            raise ArgumentError("repetitions", self.repetitions, "a whole number, 1 or more")
-
 
 #: during a training's warm-up; where the third message were short, a line through three would be noise
 QUICK = Extent((64, 1 << 16, 1 << 20, 1 << 22), (1 << 12, 1 << 16, 1 << 20), 5, 2.0)
@@ -102,7 +93,6 @@ def calibration(
     numbers that all have gathered, and all end with the same profile. Carried out as a training's requests
     are, under names that depend on nothing but a request's type, it finds Horovod's response cache at work.
     """
-    watch = Stopwatch(where.rank, where.size, clock, sleep, where.cycle_seconds, starting_seconds)
     kinds = needed_kinds(sparsifiers, where.size) if kinds is None else tuple(kinds)
     if where.size == 1:
         kinds = ()
@@ -124,11 +114,11 @@ def calibration(
         done += 1
         on_progress(done, total, what)
 
+    place_and_clock = where.rank, where.size, clock, sleep, where.cycle_seconds, starting_seconds
+    watch = Stopwatch(*place_and_clock, extent.repetitions, tell)
     collectives: dict[str, Fit] = {}
     for kind in kinds:
-        amounts, seconds = yield from collective_times(
-            kind, watch, extent.message_bytes, extent.repetitions, share, tell
-        )
+        amounts, seconds = yield from collective_times(kind, watch, extent.message_bytes, share)
         collectives[kind] = fit_time(amounts, seconds, what=kind)
     levels: dict[str, dict[str, Fit]] = {"host": {}, "across": {}} if of_levels else {}
     for level, kind in of_levels:
@@ -137,44 +127,36 @@ def calibration(
         found, sizes = None, extent.summed_bytes if kind == "reducescatter" else extent.message_bytes
         if (level, kind) == ("host", "reducescatter") and topology is not None and on_host:
             # as a training sums up: by messages only where the ranks of a host do not share memory
-            how = watch, topology, sizes, extent.repetitions, share, tell
-            found = yield from shared_sum_times(*how, copied=where.framework != "torch")
+            copied = where.framework != "torch"
+            found = yield from shared_sum_times(watch, topology, sizes, share, copied=copied)
         if found is None:
-            found = yield from collective_times(
-                kind, watch, sizes, extent.repetitions, share, tell, level, place
-            )
+            found = yield from collective_times(kind, watch, sizes, share, level, place)
         amounts, seconds = found
         levels[level][kind] = fit_time(amounts, seconds, what=f"{kind} of level {level}")
     selection: dict[str, Fit] = {}
     decoding: dict[str, Fit] = {}
     for sparsifier in sparsifiers:
-        times = yield from bucket_times(
-            sparsifier,
-            watch,
-            memory,
-            extent.bucket_elements,
-            extent.repetitions,
-            _SPARSIFIERS_SHARES * share,
-            tell,
-            dtype,
+        found_at, rows = yield from bucket_times(
+            sparsifier, watch, memory, extent.bucket_elements, _SPARSIFIERS_SHARES * share, dtype
         )
-        for fits, count, seconds, what in (
-            (selection, times.num_selected, times.selection, f"selection of {sparsifier.name}"),
-            (decoding, times.num_received, times.decoding, f"decoding of {sparsifier.name}"),
+        selected, received, selecting, decoded = map(list, zip(*rows, strict=True))
+        for fits, count, took, what in (
+            (selection, selected, selecting, f"selection of {sparsifier.name}"),
+            (decoding, received, decoded, f"decoding of {sparsifier.name}"),
         ):
             fits[sparsifier.name] = (
-                fit_selection(times.num_elements, count, seconds, what=what)
+                fit_selection(found_at, count, took, what=what)
                 if sparsifier.has_density  # else n alone decides
-                else fit_time(times.num_elements, seconds, what=what)
+                else fit_time(found_at, took, what=what)
             )
     if "allreduce" in kinds:
         # what stays dense is worked for, too: under the name that `Profile.cost` looks for
         elements = extent.bucket_elements[:_DENSE_SIZES]
-        amounts, seconds = yield from dense_times(watch, memory, elements, extent.repetitions, tell, dtype)
+        amounts, seconds = yield from dense_times(watch, memory, elements, dtype)
         selection[DENSE] = fit_time(amounts, seconds, what="work for dense parameters")
     alongside: dict[str, Fit] = {}
     if training is not None:
-        alongside = yield from training_times(training, watch, extent.repetitions, share, tell)
+        alongside = yield from training_times(training, watch, share)
     return Profile(
         where.size,
         where.framework,

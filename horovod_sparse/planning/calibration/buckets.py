@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -71,34 +71,19 @@ class HostBucketMemory:
         np.copyto(gradient, total * (1.0 / place[1]), casting="unsafe" if halves else "same_kind")
 
 
-class BucketTimes(NamedTuple):
-    """Samples of one sparsifier, the same on all ranks: seconds until the message is ready, and of decoding.
-
-    Counts are those that the density asks for, as a cost model will ask for them: what a threshold finds
-    differs from step to step.
-    """
-
-    num_elements: list[float]
-    num_selected: list[float]
-    num_received: list[float]
-    selection: list[float]
-    decoding: list[float]
-
-
 def bucket_times(
     sparsifier: Sparsifier,
     watch: Stopwatch,
     memory: BucketMemory,
     bucket_elements: Sequence[int],
-    repetitions: int,
     budget_seconds: float,
-    tell: Callable[[str], None],
     dtype: str = "float32",
-) -> Synchronization[BucketTimes]:
+) -> Synchronization[tuple[list[float], list[list[float]]]]:
     """Seconds of selection and decoding, at several sizes and two densities: those of the slowest rank.
 
     The sparsifier's own rounds are carried out between all ranks, so counts are those of a training,
-    and ranks that share cores select at the same time, as they do there.
+    and ranks that share cores select at the same time, as they do there. Beside n each row has density * n,
+    that by the ranks that select so many, and both times: counts are those that a cost model will ask for.
     """
     dense = min(1.0, _DENSER * sparsifier.density)
     # of one density, that which is asked for, and a lower one
@@ -120,7 +105,7 @@ def bucket_times(
             before=lambda: memory.refill(gradient),
             skip=_WARMUP_STEPS,
         )
-        tell(f"{sparsifier.name} of {num_elements} elements at density {density:g}")
+        watch.tell(f"{sparsifier.name} of {num_elements} elements at density {density:g}")
         return [[density * num_elements, per_rank * density * num_elements, *row] for row in rows]
 
     def measured(num_elements: int, often: int) -> Synchronization[list[list[float]]]:
@@ -129,16 +114,13 @@ def bucket_times(
             rows += yield from at(density, num_elements, often)
         return rows
 
-    amounts, rows = yield from by_size(measured, watch, bucket_elements, repetitions, budget_seconds)
-    return BucketTimes(amounts, *map(list, zip(*rows, strict=True)))
+    return (yield from by_size(measured, watch, bucket_elements, budget_seconds))
 
 
 def dense_times(
     watch: Stopwatch,
     memory: BucketMemory,
     bucket_elements: Sequence[int],
-    repetitions: int,
-    tell: Callable[[str], None],
     dtype: str = "float32",
 ) -> Synchronization[tuple[list[float], list[float]]]:
     """Seconds that a rank works for a parameter that stays dense: packing it, and taking the sum."""
@@ -159,10 +141,10 @@ def dense_times(
                 took += watch.starting_seconds()
 
         rows = yield from repeated(once, watch, often, {AllReduce}, before=lambda: memory.refill(gradient))
-        tell(f"dense parameters of {num_elements} elements")
+        watch.tell(f"dense parameters of {num_elements} elements")
         return rows
 
-    amounts, rows = yield from by_size(measured, watch, bucket_elements, repetitions, math.inf)
+    amounts, rows = yield from by_size(measured, watch, bucket_elements, math.inf)
     return amounts, [seconds for (seconds,) in rows]
 
 

@@ -39,7 +39,7 @@ _FEWEST_REPETITIONS = 3
 
 
 class Stopwatch:
-    """A rank's clock, and what all ranks' clocks have measured."""
+    """A rank's clock, what all ranks' clocks have measured, how often each is read, and who is told of it."""
 
     def __init__(
         self,
@@ -49,8 +49,11 @@ class Stopwatch:
         sleep: Callable[[float], None],
         cycle_seconds: float,
         starting_seconds: Callable[[], float] = lambda: 0.0,
+        repetitions: int = 1,
+        tell: Callable[[str], None] = lambda what: None,
     ) -> None:
         self.rank, self.size, self.clock = rank, size, clock
+        self.repetitions, self.tell = repetitions, tell
         self.starting_seconds = starting_seconds
         self._sleep, self._cycle_seconds = sleep, cycle_seconds
         self._generator = np.random.default_rng(0)
@@ -103,7 +106,6 @@ def by_size(
     measured: Callable[[int, int], Synchronization[list[list[float]]]],
     watch: Stopwatch,
     sizes: Sequence[int],
-    repetitions: int,
     budget_seconds: float,
 ) -> Synchronization[tuple[list[float], list[list[float]]]]:
     """Amounts, and a row for each, of what is measured so often at a size, as long as there is time.
@@ -114,7 +116,7 @@ def by_size(
     amounts: list[float] = []
     rows: list[list[float]] = []
     each: list[float] = []  # of a repetition, by size
-    often, left = repetitions, budget_seconds
+    often, left = watch.repetitions, budget_seconds
     for number, size in enumerate(sizes):
         began = watch.clock()
         found = yield from measured(size, often)
@@ -128,7 +130,7 @@ def by_size(
             slope = max(0.0, each[-1] - each[-2]) / (size - sizes[number - 1])
         expected = [min(each[-1] + slope * (one - size), each[-1] * one / size) for one in larger]
         fitting = int(min(max(0.0, left) / max(1e-9, sum(expected)), 1e9)) - 1
-        often = max(min(_FEWEST_REPETITIONS, repetitions), min(repetitions, fitting))
+        often = max(min(_FEWEST_REPETITIONS, watch.repetitions), min(watch.repetitions, fitting))
         if number + 1 >= _FEWEST_SIZES and expected and (1 + often) * expected[0] > left:
             break
     return amounts, rows
@@ -157,9 +159,7 @@ def collective_times(
     kind: str,
     watch: Stopwatch,
     message_bytes: Sequence[int],
-    repetitions: int,
     budget_seconds: float,
-    tell: Callable[[str], None],
     level: Level = "all",
     place: tuple[int, int] | None = None,
 ) -> Synchronization[tuple[list[float], list[float]]]:
@@ -174,17 +174,14 @@ def collective_times(
         return type(request), once
 
     where = {"all": "", "host": " within hosts", "across": " between hosts"}[level]
-    given = watch, message_bytes, repetitions, budget_seconds
-    return (yield from _times(carried, *given, lambda size: tell(f"{kind} of {size} bytes{where}")))
+    return (yield from _times(carried, watch, message_bytes, budget_seconds, f"{kind} of {{}} bytes{where}"))
 
 
 def shared_sum_times(
     watch: Stopwatch,
     topology: Topology,
     message_bytes: Sequence[int],
-    repetitions: int,
     budget_seconds: float,
-    tell: Callable[[str], None],
     *,
     copied: bool = False,
 ) -> Synchronization[tuple[list[float], list[float]] | None]:
@@ -219,17 +216,15 @@ def shared_sum_times(
 
         return AllGather, once
 
-    given = watch, message_bytes, repetitions, budget_seconds
-    return (yield from _times(carried, *given, lambda size: tell(f"sum of {size} bytes within hosts")))
+    return (yield from _times(carried, watch, message_bytes, budget_seconds, "sum of {} bytes within hosts"))
 
 
 def _times(
     carried: Callable[[int], tuple[type[Request], Callable[[], Synchronization[Any]]]],
     watch: Stopwatch,
     message_bytes: Sequence[int],
-    repetitions: int,
     budget_seconds: float,
-    tell: Callable[[int], None],
+    what: str,
 ) -> Synchronization[tuple[list[float], list[float]]]:
     """Seconds of what is carried out together, at several sizes; `carried` gives its request, and it."""
 
@@ -242,10 +237,10 @@ def _times(
             return (watch.clock() - started,)
 
         rows = yield from repeated(once, watch, often, {kind}, slowest=False)
-        tell(num_bytes)
+        watch.tell(what.format(num_bytes))
         return rows
 
-    amounts, rows = yield from by_size(measured, watch, message_bytes, repetitions, budget_seconds)
+    amounts, rows = yield from by_size(measured, watch, message_bytes, budget_seconds)
     return amounts, [seconds for (seconds,) in rows]
 
 
@@ -272,7 +267,7 @@ class TrainingWork(Protocol):
 
 
 def training_times(
-    work: TrainingWork, watch: Stopwatch, repetitions: int, budget_seconds: float, tell: Callable[[str], None]
+    work: TrainingWork, watch: Stopwatch, budget_seconds: float
 ) -> Synchronization[dict[str, Fit]]:
     """What a profile calls `training`; all ranks at the same time, so that those that share cores contend."""
 
@@ -294,7 +289,7 @@ def training_times(
                 return watch.clock() - began, started - began
 
             rows = yield from repeated(once, watch, often, {AllReduce})
-            tell(f"{what} of {size}")
+            watch.tell(f"{what} of {size}")
             return rows
 
         return at
@@ -302,12 +297,11 @@ def training_times(
     def sums(num_bytes: int) -> Callable[[], Callable[[], object]]:
         return work.sums(max(1, num_bytes // _FLOAT_BYTES), NUM_PIECES)
 
-    how = repetitions, budget_seconds
-    amounts, rows = yield from by_size(measured(work.update, UPDATE), watch, _UPDATED, *how)
+    amounts, rows = yield from by_size(measured(work.update, UPDATE), watch, _UPDATED, budget_seconds)
     fits = {UPDATE: fit_time(amounts, [took for took, _ in rows], what="the optimizer's update")}
     if watch.size == 1:
         return fits
-    amounts, rows = yield from by_size(measured(sums, "fused allreduce"), watch, _SUMMED, *how)
+    amounts, rows = yield from by_size(measured(sums, "fused allreduce"), watch, _SUMMED, budget_seconds)
     fits[ALLREDUCE] = fit_time(amounts, [took for took, _ in rows], what="fused allreduce")
     each = sorted(began / NUM_PIECES for _, began in rows)
     fits[START] = Fit(each[len(each) // 2], 0.0, num_points=len(set(amounts)))

@@ -6,7 +6,7 @@ import pytest
 from horovod_sparse.arrays import HostAccumulator
 from horovod_sparse.collectives import AllGather, AllToAll, Broadcast, Exchange
 from horovod_sparse.cost import COLLECTIVES, Profile
-from horovod_sparse.errors import ArgumentError, UnknownNameError
+from horovod_sparse.errors import UnknownNameError
 from horovod_sparse.feedback.bucket import num_bytes_sent
 from horovod_sparse.planning.calibration import Extent, calibration
 from horovod_sparse.planning.calibration.buckets import HostBucketMemory
@@ -155,14 +155,7 @@ def test_what_a_dense_training_does_is_measured_too():
     assert '"training"' not in measured(2, [TopK(density=0.01)])[0].to_json()  # as it ever was
 
 
-def test_what_is_not_allowed_is_refused_by_name():
-    for name, *given in (
-        ("message_bytes", (64, 32, 128), (1, 2, 3), 1),
-        ("bucket_elements", (32, 64, 128), (1, 2), 1),
-        ("repetitions", (32, 64, 128), (1, 2, 3), 0),
-    ):
-        with pytest.raises(ArgumentError, match=name):
-            Extent(*given, budget_seconds=1.0)
+def test_an_unknown_kind_is_refused_by_name():
     with pytest.raises(UnknownNameError, match="gossip"):
         measured(2, [TopK()], kinds=["gossip"])
 
