@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -124,7 +124,7 @@ class Rounds:
     """A collective under way as messages between pairs: `start` starts one of its exchanges under a name."""
 
     def __init__(
-        self, start: Callable[[Any, str], _Handle], exchanges: Synchronization[Any], name: str
+        self, start: Callable[[Any, str], _Handle], exchanges: Generator[Any, Any, Any], name: str
     ) -> None:
         self._begin, self._steps, self._name = start, exchanges, name
         self._number, self._answer, self._ended = 0, None, False

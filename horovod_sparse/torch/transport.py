@@ -9,72 +9,49 @@ nobody waits for: exchanges that are started meanwhile begin when it is known.
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Generator
 from typing import Any, TypeAlias
 
 from horovod_sparse.carriers.exchanges import Rounds, by_exchanges
 from horovod_sparse.carriers.pairs import Blocking, TransportChoice, agreed_transport
-from horovod_sparse.collectives import Exchange, Request
+from horovod_sparse.collectives import Request
 from horovod_sparse.tensors.driver import Handle
 from horovod_sparse.torch._horovod import hvd, present_start
-
-__all__ = ["chosen_transport", "forget_transports", "start_round", "transport_words"]
-
-_SLEEP_SECONDS = 20e-6
-
 
 #: starts a request under a name with Horovod's own collectives
 Start = Callable[[Any, str, Any], Handle]
 _Key: TypeAlias = tuple[int | None, tuple[int, ...]]
 
 
-class _PendingAgreement:
+class _PendingAgreement(Rounds):
     """The agreement of a process set's ranks under way; `number` tells it from those before it."""
 
     def __init__(self, process_set: Any, number: int, by_horovod: Start) -> None:
-        self.start = present_start()
-        self.chosen: TransportChoice | None = None
-        #: of the agreement: Horovod gives what ranks have said once
-        self.failure: Exception | None = None
-        self._process_set, self._by_horovod = process_set, by_horovod
-        self._name = f"horovod_sparse.transport.{process_set.process_set_id}.{number}"
-        self._steps = agreed_transport(hvd, process_set, number)
-        self._round, self._lost = 0, False
-        self._under_way = self._start(next(self._steps))
+        def begin(request: Request | Blocking, name: str) -> Any:
+            if isinstance(request, Blocking):
+                return _Thread(request)
+            return by_horovod(request, name, process_set)
 
-    def _start(self, request: Request | Blocking) -> Handle:
-        self._round += 1
-        if isinstance(request, Blocking):
-            return _Thread(request)
-        return self._by_horovod(request, f"{self._name}.{self._round}", self._process_set)
+        self._since, steps = present_start(), agreed_transport(hvd, process_set, number)
+        super().__init__(begin, steps, f"horovod_sparse.transport.{process_set.process_set_id}.{number}")
+
+    def done(self) -> bool | None:
+        done = super().done()
+        return None if isinstance(self._error, ValueError) else done  # Horovod was shut down
+
+    @property
+    def chosen(self) -> TransportChoice | None:
+        """What ranks have agreed upon, as far as it is known."""
+        chosen: TransportChoice | None = self._answer if self.done() else None
+        return chosen
 
     def is_known(self) -> bool:
-        """Whether Horovod is still the one that the ranks agreed through."""
-        return not self._lost and present_start() is self.start
+        """Whether Horovod is still the one that the ranks agree through."""
+        return present_start() is self._since and self.done() is not None
 
     def agreed(self) -> bool:
         """Whether all ranks have said what they can."""
-        return self._round > 1 or self.chosen is not None or bool(self._under_way.done())
-
-    def decided(self) -> bool:
-        """Whether it is known how messages travel, or never will be (`failure`); asks without waiting."""
-        try:
-            while self.chosen is None and self.failure is None:
-                done = self._under_way.done()
-                self._lost = done is None
-                if not done:
-                    return False
-                self._under_way = self._start(self._steps.send(self._under_way.result()))
-        except StopIteration as stop:
-            self.chosen = stop.value
-        except ValueError:  # Horovod was shut down
-            self._lost = True
-            return False
-        except Exception as error:
-            self.failure = error
-        return True
+        return self._number > 1 or self._ended or bool(self._inner.done())
 
 
 class _Thread:
@@ -148,53 +125,30 @@ def forget_transports(process_set: Any) -> None:
         del _agreements[_key(process_set)]
 
 
-class _RoundHandle:
+class _Round(Rounds):
     """A round that begins when it is known how."""
 
     def __init__(self, request: Request, name: str, process_set: Any, by_horovod: Start) -> None:
-        self._agreement = _agreement_of(process_set, by_horovod)
-        self._begin = (request, name, process_set)
-        self._by_horovod = by_horovod
-        self._inner: Handle | None = None
-        #: raised by `result`: hooks of a backward pass ask only whether it is done
-        self._error: Exception | None = None
-        self._try()
-
-    def _try(self) -> None:
-        if self._inner is not None or self._error is not None or not self._agreement.decided():
-            return
-        try:
-            self._inner = self._begun()
-        except Exception as error:
-            self._error = error
-
-    def _begun(self) -> Handle:
-        if self._agreement.failure is not None:
-            raise self._agreement.failure
-        assert self._agreement.chosen is not None
-        pairs, (request, name, process_set) = self._agreement.chosen.pairs, self._begin
-        if pairs is None:
-            return self._by_horovod(request, name, process_set)
-        if isinstance(request, Exchange):
-            return pairs.start(request, name, process_set.rank())
+        self._agreement: Any = _agreement_of(process_set, by_horovod)
         rank, size = process_set.rank(), process_set.size()
-        return Rounds(partial(pairs.start, rank=rank), by_exchanges(request, rank, size), name)
+
+        def begin(item: Any, numbered: str) -> Any:
+            if item is self._agreement:
+                return item
+            pairs = self._agreement.chosen.pairs
+            return by_horovod(item, name, process_set) if pairs is None else pairs.start(item, numbered, rank)
+
+        super().__init__(begin, self._steps_of(request, rank, size), name)
+        self.done()
+
+    def _steps_of(self, request: Request, rank: int, size: int) -> Generator[Any, Any, Any]:
+        chosen = yield self._agreement
+        if chosen.pairs is None:
+            return (yield request)
+        return (yield from by_exchanges(request, rank, size))
 
     def done(self) -> bool | None:
-        if self._agreement.is_known():
-            self._try()
-        if not self._agreement.is_known():
-            return None
-        if self._error is not None or self._inner is None:
-            return self._error is not None
-        return self._inner.done()
-
-    def result(self) -> Any:
-        while self.done() is False:
-            time.sleep(_SLEEP_SECONDS)
-        if self._error is not None:
-            raise self._error
-        return self._inner.result() if self._inner is not None else {}
+        return super().done() if self._agreement.is_known() else None
 
 
 def start_round(request: Request, name: str, process_set: Any, by_horovod: Start) -> Handle:
@@ -203,4 +157,4 @@ def start_round(request: Request, name: str, process_set: Any, by_horovod: Start
     Ranks in the request count within the process set, which has two or more. The name is the same on all
     ranks, and no other exchange in flight has it.
     """
-    return _RoundHandle(request, name, process_set, by_horovod)
+    return _Round(request, name, process_set, by_horovod)

@@ -19,8 +19,13 @@ class Choice:
     def is_known(self):
         return self.known
 
-    def decided(self):
+    def done(self):
         return True
+
+    def result(self):
+        if self.failure is not None:
+            raise self.failure
+        return self.chosen
 
     def start(self, request, name, rank):
         raise CollectiveMismatchError(f"{name}: rank {rank} did not await messages")
