@@ -192,7 +192,7 @@ class Accumulator:
         if self._sent is not None:
             code, words = self._sent
             self._sent = None
-            self._kernels.take_away(self._values, code, words)
+            self._kernels.less(self._values, code, words, in_place=True)
             self._maxima_known = False
             self._journal.forget()
 

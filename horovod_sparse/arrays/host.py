@@ -206,11 +206,10 @@ class HostKernels(Kernels):
     def words(self, words: NDArray[np.int32]) -> NDArray[np.int32]:
         return words
 
-    def take_away(self, values: Array, code: Quantization, words: NDArray[np.int32]) -> None:
-        _quantize().take_away(values, words, code, values)
-
-    def less(self, values: Array, code: Quantization, words: NDArray[np.int32]) -> Array:
-        left = np.empty_like(values)
+    def less(
+        self, values: Array, code: Quantization, words: NDArray[np.int32], *, in_place: bool = False
+    ) -> Array:
+        left = values if in_place else np.empty_like(values)
         _quantize().take_away(values, words, code, left)
         return left
 

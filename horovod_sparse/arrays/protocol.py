@@ -282,8 +282,5 @@ class Kernels(Protocol):
     def words(self, words: NDArray[np.int32]) -> Memory:
         """Words from the host, which the caller leaves alone until the next fold."""
 
-    def take_away(self, values: Memory, code: Quantization, words: Memory) -> None:
-        """The values less what the words stand for, in place."""
-
-    def less(self, values: Memory, code: Quantization, words: Memory) -> Memory:
-        """The same as a fresh array."""
+    def less(self, values: Memory, code: Quantization, words: Memory, *, in_place: bool = False) -> Memory:
+        """The values less what the words stand for, as a fresh array if not in place."""

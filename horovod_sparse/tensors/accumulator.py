@@ -300,11 +300,8 @@ class TensorKernels(Kernels):
             return self._written[1]
         return to_device(words.copy(), self._device)
 
-    def take_away(self, values: Tensor, code: Quantization, words: Tensor) -> None:
-        plain_kernels.take_away(values, words, code, values)
-
-    def less(self, values: Tensor, code: Quantization, words: Tensor) -> Tensor:
-        left = torch.empty_like(values)
+    def less(self, values: Tensor, code: Quantization, words: Tensor, *, in_place: bool = False) -> Tensor:
+        left = values if in_place else torch.empty_like(values)
         plain_kernels.take_away(values, words, code, left)
         return left
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -75,13 +75,10 @@ class GradientMemory:
         """The gradient over the loss's scale, as the accumulator folds it, and leaves it as it is."""
         return GradientParts([host_view(unscaled(gradient, loss_scale))])
 
-    def summable(self, foldable: Any, whole: BucketInfo) -> Any:
-        """Of what `foldable` gave, one array or tensor that Horovod can sum: half types in float32."""
-        return two_level_bucket.summable(foldable, whole)
-
-    def shard(self, total: Any, num_elements: int) -> Any:
-        """A sum of a part of it, filled up with 0, as the accumulator folds it, and leaves it as it is."""
-        return two_level_bucket.foldable(total, num_elements)
+    #: of what `foldable` gave, one array or tensor that Horovod can sum: half types in float32
+    summable: Callable[[Any, BucketInfo], Any] = staticmethod(two_level_bucket.summable)
+    #: a sum of a part of it, filled up with 0, as the accumulator folds it, and leaves it as it is
+    shard: Callable[[Any, int], Any] = staticmethod(two_level_bucket.foldable)
 
     def write(self, gradient: torch.Tensor, indices: Places, values: np.ndarray, scale: float) -> int:
         """Scale times a sum in place of a contiguous gradient; how many different elements the sum has.

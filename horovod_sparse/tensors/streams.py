@@ -1,20 +1,13 @@
-"""The order of a bucket's work on a GPU, whichever hook does the next piece of it, and when it was done.
+"""The order of a bucket's work on a GPU, whichever hook does the next piece of it, and copies from and to it.
 
-What crosses between the host and a device does so k elements at a time, through page-locked memory.
-
-What autograd promises (checked in PyTorch's sources): a hook of a parameter, post-accumulate or of the
-`AccumulateGrad` node, runs on autograd's thread of the parameter's device, with the stream current on which
-the gradient was just written: that of the node, usually the stream of the parameter's first forward. When
-`backward()` returns, the caller's current stream waits for all of these streams.
+What autograd promises (checked in PyTorch's sources): a hook of a parameter runs on autograd's thread of the
+parameter's device, with the stream current on which the gradient was just written, usually that of the
+parameter's first forward. When `backward()` returns, the caller's stream waits for all of these streams.
 
 So a bucket is folded on the current stream of the hook that completes it, without waiting for anything, as
-long as the model uses one stream. Where it uses several:
-
-* gradients of one bucket may be written on different streams: the one that folds waits for the others;
-* a coroutine is resumed in the hook of any parameter: it goes on with the stream it began on;
-* what the optimizer does next, it does on its own current stream, which waits for the coroutine's.
-
-All of these are events between streams. The host waits only where a sparsifier reads its k elements.
+long as the model uses one stream. Where it uses several, the one that folds waits for the writers;
+a coroutine goes on with the stream it began on; and the optimizer's stream waits for the coroutine's. All of
+these are events between streams. The host waits only where a sparsifier reads its k elements.
 """
 
 from __future__ import annotations
@@ -110,15 +103,6 @@ class PendingReport(FoldReport):
 
     def __repr__(self) -> str:
         return repr(self._ready())
-
-    def __reduce__(self) -> tuple[type[FoldReport], tuple[int, int, float, float]]:
-        report = self._ready()
-        return FoldReport, (
-            report.num_nonfinite,
-            report.first_nonfinite,
-            report.square_norm,
-            report.carried_square_norm,
-        )
 
 
 Result = TypeVar("Result")

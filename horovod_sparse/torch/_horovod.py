@@ -1,18 +1,15 @@
 """Horovod's PyTorch binding: how to get it where it is missing, which start it is, and its private names.
 
 Horovod's optimizers begin to hear of gradients in `_register_hooks`, once their arguments are checked: those
-with a sparsifier are adopted there (`adopting`).
-
-A parameter is synchronized by the optimizer that was made for it last, ours or Horovod's (`claim`).
-
-Reads the table of handles that Horovod 0.28.1 keeps in Python. Every ``hvd.init()`` makes a new one and gives
-numbers out anew, so the table itself tells one start from another.
+with a sparsifier are adopted there (`adopting`). A parameter is synchronized by the optimizer that was made
+for it last, ours or Horovod's (`claim`). Every ``hvd.init()`` makes a new table of handles, which Horovod
+0.28.1 keeps in Python, so the table itself tells one start from another.
 
 **Who frees tensors.** When a worker is lost, Horovod's thread lets go of all tensors under way while it holds
 a mutex. A tensor wants the interpreter's lock when Python's reference is the only one left; and a hook that
-starts a collective holds that lock and waits for that mutex: both wait for ever. (Horovod's own optimizer is
-spared, because a parameter holds the gradient that it sends.) So every tensor that Horovod gets from us has a
-holder besides, which is let go of when the collective has ended well, or when Horovod starts again.
+starts a collective holds that lock and waits for that mutex: both wait for ever. So every tensor that Horovod
+gets from us has a holder besides, which is let go of when the collective has ended well, or when Horovod
+starts again.
 """
 
 from __future__ import annotations

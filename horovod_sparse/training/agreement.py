@@ -1,19 +1,14 @@
 """What ranks agree upon before they synchronize: where they stand, their plan, and names of collectives.
 
-A sparsifier's state lives longer than Horovod. In elastic training Horovod is started again, with survivors
-that have trained and with workers that have not; a checkpoint may be loaded on some ranks, or one of another
-step. Sizes and ranks may be what they were, so nothing but an exchange tells. Used by both front ends alike:
+A sparsifier's state lives longer than Horovod: in elastic training it is started again, with survivors and
+newcomers; a checkpoint may be loaded on some ranks alone. Sizes and ranks may be what they were, so nothing
+but an exchange tells. That one is due must not depend on what a rank finds different: it is after every start
+of the collectives (a token that every ``hvd.init()`` changes) and after every load.
 
-0. First of all ranks compare what has to be equal, by `compared`: under one name whatever is compared, so
-   that ranks which do not do the same meet there, and nowhere else.
-1. At the first synchronization after a start, and after a state was loaded, before any bucket communicates,
-   every rank carries out `agreed_status`, once for all buckets. That it is due must not depend on what a rank
-   finds different: a front end remembers under which start of Horovod (a token that every ``hvd.init()``
-   changes) its states were agreed upon. A fresh process has agreed under none.
-2. If `AgreedStatus.anew`, each rank makes fresh states for its present place (`Sparsifier.init`), at the
-   agreed step and by the agreed plan, and multiplies its residuals by `kept_share`. A worker that has just
-   come holds zeros.
-3. Otherwise states are equal already, and nothing changes.
+First ranks compare what has to be equal (`compared`), under one name whatever that is, so that ranks which do
+not do the same meet there. Then they tell where they stand (`agreed_status`). If states are to start anew,
+each rank makes fresh ones for its place, at the agreed step and by the agreed plan, and multiplies its
+residuals by `kept_share`.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """Whether parameters and optimizer state are still equal on all ranks: compared every so many steps.
 
-Replicas stay equal because all ranks apply the same sums. What breaks that (a loop that changes parameters
-on one rank, a state that was loaded on one, memory that flips a bit) breaks it without a word: every rank
-goes on with gradients of another model. So every N steps each rank digests what has to be equal, at the speed
-of memory, and all compare one number in one message; where it differs, they look for what does.
-
-Gradients, residuals, statistics of batches and the like differ from rank to rank by design: nobody looks.
+What breaks that (a loop that changes parameters on one rank, a state that was loaded on one, memory that
+flips a bit) breaks it without a word. So every N steps each rank digests what has to be equal at the speed of
+memory, and all compare one number in one message; where it differs, they look for what does. What differs
+from rank to rank by design (gradients, residuals, statistics of batches) nobody looks at.
 """
 
 from __future__ import annotations

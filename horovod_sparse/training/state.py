@@ -1,15 +1,13 @@
 """The state of one rank's training in a checkpoint: saved, loaded, and for another number of ranks.
 
 Residuals belong to parameters and are saved by name, in the parameter's shape; states of sparsifiers belong
-to buckets. Both differ from rank to rank, so every rank saves an entry of its own to resume exactly. What
-happens otherwise:
+to buckets. Both differ from rank to rank, so every rank saves an entry of its own.
 
 * same ranks, same plan: training continues bit for bit;
 * another plan: residuals are kept, sparsifier states start anew (one line in the log);
 * another number of ranks: residuals are kept and scaled, see `redistributed`; states start anew;
 * all ranks load one rank's entry: each gets that rank's residual, an estimate of the mean. With two levels an
-  entry has its own shard only, which is counted once for each rank of a host then, and others' shards start
-  at zero: every rank has to load its own;
+  entry has its own shard only, and others' start at zero: every rank has to load its own;
 * a checkpoint without the entry (a dense run's): residuals start at zero.
 """
 

@@ -242,25 +242,21 @@ def _put_kernel(  # type: ignore[no-untyped-def]
     tl.store(values + where, after, mask=mask)
 
 
-def zero(values: Tensor, indices: Tensor) -> None:
+def _write(values: Tensor, indices: Tensor, new: Tensor, **how: bool) -> None:
     k = indices.numel()
-    _put_kernel[(programs(k, _LANES),)](
-        values, indices, values, k, ADD=False, CLEAR=True, LANES=_LANES, **_OPTIONS
-    )
+    _put_kernel[(programs(k, _LANES),)](values, indices, new, k, LANES=_LANES, **how, **_OPTIONS)
+
+
+def zero(values: Tensor, indices: Tensor) -> None:
+    _write(values, indices, values, ADD=False, CLEAR=True)
 
 
 def put(values: Tensor, indices: Tensor, new: Tensor) -> None:
-    k = indices.numel()
-    _put_kernel[(programs(k, _LANES),)](
-        values, indices, new, k, ADD=False, CLEAR=False, LANES=_LANES, **_OPTIONS
-    )
+    _write(values, indices, new, ADD=False, CLEAR=False)
 
 
 def add(values: Tensor, indices: Tensor, new: Tensor) -> None:
-    k = indices.numel()
-    _put_kernel[(programs(k, _LANES),)](
-        values, indices, new, k, ADD=True, CLEAR=False, LANES=_LANES, **_OPTIONS
-    )
+    _write(values, indices, new, ADD=True, CLEAR=False)
 
 
 @triton.jit
