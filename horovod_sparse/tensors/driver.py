@@ -14,16 +14,11 @@ from horovod_sparse.training.deadline import Deadline
 
 @dataclass(eq=False)
 class Task:
-    """A coroutine under way.
+    """A coroutine under way; `name` is stable over ranks and steps, and round r communicates as ``name.r``.
 
     Attributes:
-        name: stable over ranks and steps; round r communicates as ``{name}.{r}``.
-        done: whether it has ended, in a result or in an error.
-        result: what the coroutine returned.
         error: what it raised, kept here so that other tasks go on.
         num_rounds: collectives started so far.
-        started: when, in seconds of `time.perf_counter`.
-        finished: when it ended, NaN before.
         waited_seconds: time this process sat in `Driver.wait` for this task and had nothing else to
             do: the part of its communication that computation did not hide. Tasks waited for together
             each count the same seconds; `Driver.idle_seconds` counts them once.

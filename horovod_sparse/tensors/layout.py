@@ -20,12 +20,7 @@ _NAMES = {
 
 
 def dtype_name(tensor: torch.Tensor) -> str | None:
-    """Name of a dtype that gradients may have, as in `BucketInfo.dtype`; None for another.
-
-    Example:
-        >>> dtype_name(torch.zeros(1, dtype=torch.bfloat16)), dtype_name(torch.zeros(1, dtype=torch.int64))
-        ('bfloat16', None)
-    """
+    """Name of a dtype that gradients may have, as in `BucketInfo.dtype`; None for another."""
     return _NAMES.get(tensor.dtype)
 
 
@@ -61,14 +56,7 @@ def memory_strides(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def view_into(flat: torch.Tensor, start: int, parameter: torch.Tensor) -> torch.Tensor:
-    """The parameter's part of a flat buffer, in its shape.
-
-    Example:
-        >>> view_into(torch.arange(8), 2, torch.empty(2, 3).t())
-        tensor([[2, 5],
-                [3, 6],
-                [4, 7]])
-    """
+    """The parameter's part of a flat buffer, in its shape."""
     return flat.as_strided(parameter.shape, memory_strides(parameter), start)
 
 
@@ -89,13 +77,7 @@ def shaped(values: np.ndarray, parameter: torch.Tensor) -> torch.Tensor:
 
 
 def unshaped(values: torch.Tensor, parameter: torch.Tensor) -> np.ndarray:
-    """The inverse of `shaped`: the values in the order in which they lie in the bucket.
-
-    Example:
-        >>> parameter = torch.empty(2, 3).t()
-        >>> unshaped(shaped(np.arange(6.0), parameter), parameter)
-        array([0., 1., 2., 3., 4., 5.])
-    """
+    """The inverse of `shaped`: the values in the order in which they lie in the bucket."""
     flat = torch.empty(parameter.numel(), dtype=values.dtype)
     view_into(flat, 0, parameter).copy_(values)
     array: np.ndarray = flat.numpy()

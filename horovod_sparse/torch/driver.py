@@ -280,8 +280,8 @@ def carry_out_together(
 ) -> Any:
     """Runs a coroutine to its end; all ranks of the process set do so together, and nothing else meanwhile.
 
-    Every request of a type has the same name, as a bucket's has in every step: so Horovod's response cache
-    knows it. `note_start` is told how long each start took; `meanwhile` is called while waiting.
+    Requests of a type have one name, so Horovod's response cache knows it. `note_start` is told how long each
+    start took; `meanwhile` is called while waiting.
     """
     driver = HorovodDriver(process_set, deadline_seconds, by_pairs=False, topology=topology)
 

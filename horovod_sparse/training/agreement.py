@@ -129,15 +129,7 @@ class _Summary(NamedTuple):
 
 
 def agreed_status(status: RankStatus) -> Synchronization[AgreedStatus]:
-    """Compares where all ranks stand: one collective, and one more where something differs.
-
-    Example:
-        >>> from horovod_sparse.simulation import run_lockstep
-        >>> survivor, newcomer = RankStatus(7, "a", made_for=(0, 2)), RankStatus(0, "b", made_for=(1, 2))
-        >>> start = run_lockstep([agreed_status(survivor), agreed_status(newcomer)])[1]
-        >>> start.anew, start.step, start.reason
-        (True, 7, 'ranks [0] have done 7 steps, ranks [1] 0')
-    """
+    """Compares where all ranks stand: one collective, and one more where something differs."""
     plan, model = status.plan.to_dict(), model_of(status.parameters)
     mine = status.step, status.digest, list(status.made_for), _digest([plan, model])
     rest = status.measuring, status.label, status.column, status.elsewhere
@@ -177,12 +169,7 @@ def kept_share(old_size: int, size: int) -> float:
 
 
 def ranks_apart(words: str, values: Sequence[object]) -> str:
-    """The different values, each with its ranks.
-
-    Example:
-        >>> ranks_apart("have {}", [7, 0, 7])
-        'ranks [0, 2] have 7, ranks [1] 0'
-    """
+    """The different values, each with its ranks: ``ranks [0, 2] have 7, ranks [1] 0``."""
     ranks: dict[object, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(rank)

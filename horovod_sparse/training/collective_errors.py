@@ -31,14 +31,7 @@ _TEXT_ALONE = ("CheckpointError", "ProfileMismatchError", "StateMismatchError", 
 
 
 def raise_together(failure: Exception | None) -> Synchronization[None]:
-    """Raises on every rank if any rank has failed; one collective.
-
-    Example:
-        >>> from horovod_sparse.simulation import run_lockstep
-        >>> ends = [raise_together(errors.ProfileMismatchError("no times")), raise_together(None)]
-        >>> [str(error) for error in run_lockstep(ends, keep_errors=True)]
-        ['no times', 'on rank 0: no times']
-    """
+    """Raises on every rank if any rank has failed; one collective."""
     everyone = yield from shared_lines(None if failure is None else [type(failure).__name__, str(failure)])
     if failure is not None:
         raise failure

@@ -114,13 +114,7 @@ def check_compression(given: object) -> None:
 
 
 def describe_recipe(recipe: Recipe) -> str:
-    """The call of `Compression` that makes it; arguments at their default are left out.
-
-    Example:
-        >>> from horovod_sparse.feedback import parse_recipe
-        >>> describe_recipe(parse_recipe("topk:density=0.01,feedback=none"))
-        "Compression.topk(density=0.01, feedback='none')"
-    """
+    """The call of `Compression` that makes it; arguments at their default are left out."""
     sparsifier, feedback = recipe.sparsifier, recipe.feedback
     own = {item.name: item.default for item in dataclasses.fields(sparsifier)}
     arguments = {name: getattr(sparsifier, name) for name in own}
@@ -200,17 +194,10 @@ _OPTIMIZERS = {"adam": "AdamW(...)", "rmsprop": "RMSprop(...)", "best": "AdamW(.
 
 
 def feedback_for(feedback: Any, own: type | None, optimizer: type, momentum: float, library: str) -> Any:
-    """The feedback behind which an optimizer leaves its work to it.
+    """The feedback behind which an optimizer leaves its work to it, or a refusal.
 
-    Args:
-        feedback: that was asked for.
-        own: the one that makes such an optimizer's steps, or that of SGD; None for an optimizer without one.
-        optimizer: its class.
-        momentum: which it would have.
-        library: whose optimizers these are, in words.
-
-    Raises:
-        ArgumentError: the feedback makes the steps of other optimizers.
+    `own` makes the steps of such an optimizer, or is that of SGD; None for one without. `momentum` is what
+    the optimizer would have, `library` whose optimizers these are.
     """
     if isinstance(feedback, BestFeedback) and own is not None:
         feedback = own(clip_norm=feedback.clip_norm)

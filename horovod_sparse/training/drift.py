@@ -147,15 +147,7 @@ class DriftCheck:
 
 
 def differing_entries(entries: Sequence[Entry]) -> Synchronization[dict[str, str]]:
-    """What differs, in words, by name: one message, and one more where something does.
-
-    Example:
-        >>> from horovod_sparse.simulation import run_lockstep
-        >>> ranks = [HostEntry("fc.bias", np.array([1.0, rank]), None) for rank in (0, 0, 1)]
-        >>> found = run_lockstep([differing_entries([entry]) for entry in ranks])[0]
-        >>> found["fc.bias"].split(" have")[0], "ranks [2]" in found["fc.bias"]
-        ('fc.bias differs: ranks [0, 1]', True)
-    """
+    """What differs, in words, by name: one message, and one more where something does."""
     digests = {entry.name: _digest(entry.kind.encode(), entry.sums()) for entry in entries}
     total = _digest(*(f"{name}={digest};".encode() for name, digest in sorted(digests.items())))
     own = np.frombuffer(bytes.fromhex(total), np.int32)

@@ -17,12 +17,7 @@ _TREE = "tree"
 
 
 def to_bytes(value: Any) -> bytes:
-    """What `from_bytes` reads: arrays in NumPy's format, everything else as JSON.
-
-    Example:
-        >>> from_bytes(to_bytes({"step": 3, "residual": np.ones(2), "pair": (1, None)}))
-        {'step': 3, 'residual': array([1., 1.]), 'pair': (1, None)}
-    """
+    """What `from_bytes` reads: arrays in NumPy's format, everything else as JSON."""
     stream = io.BytesIO()
     write_tree(stream, value)
     return stream.getvalue()
