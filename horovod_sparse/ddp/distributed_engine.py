@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 
 from horovod_sparse.collectives import Synchronization
-from horovod_sparse.ddp.collectives import Carrier
-from horovod_sparse.ddp.communicator import Communicator
+from horovod_sparse.ddp.collectives import Carrier, Communicator
 from horovod_sparse.errors import ArgumentError, DeadlineError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.plans.plan import Plan, same_kind

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from horovod_sparse.collectives import Synchronization
-from horovod_sparse.ddp.communicator import Communicator
+from horovod_sparse.ddp.collectives import Communicator
 from horovod_sparse.ddp.distributed_engine import BucketGradient, BucketParameters, DistributedEngine, plan_of
 from horovod_sparse.errors import (
     ArgumentError,
@@ -26,10 +26,9 @@ from horovod_sparse.planning import by_cost
 from horovod_sparse.plans.plan import Plan
 from horovod_sparse.tensors.adoption import adopt, adopted_class
 from horovod_sparse.tensors.flat_gradient import memory_of
-from horovod_sparse.tensors.layout import host_entry
+from horovod_sparse.tensors.layout import host_entry, shared_entries
 from horovod_sparse.tensors.loss_scale import ScaleOfStep, watch_scalers
 from horovod_sparse.tensors.parts import DenseParameters, Part, facts_of, groups_of
-from horovod_sparse.tensors.replicas import shared_entries
 from horovod_sparse.tensors.streams import CudaStreams
 from horovod_sparse.training.agreement import AgreedStatus
 from horovod_sparse.training.collective_errors import raise_together

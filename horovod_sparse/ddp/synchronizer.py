@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from horovod_sparse.collectives import AllReduce, Synchronization
-from horovod_sparse.ddp.communicator import Communicator
+from horovod_sparse.ddp.collectives import Communicator
 from horovod_sparse.ddp.distributed_engine import BucketParameters, plan_of, told_to_others
 from horovod_sparse.ddp.step import Synchronizer, after_backward, pass_number, throw
 from horovod_sparse.errors import ArgumentError, HorovodSparseError, UnsupportedError

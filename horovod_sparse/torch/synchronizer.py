@@ -279,7 +279,7 @@ class GradientSynchronizer(PlannedTraining):
         if self.size == 1:
             self.drift.postpone(self.step)
             return
-        from horovod_sparse.tensors.replicas import shared_entries
+        from horovod_sparse.tensors.layout import shared_entries
 
         parameters = {name: parameter for name, (_, parameter) in self.facts.items()}
         entries = shared_entries(parameters, self.optimizer)

@@ -10,7 +10,7 @@ import torch
 from horovod_sparse.errors import DriftError
 from horovod_sparse.simulation import Recorder, run_lockstep
 from horovod_sparse.telemetry import Telemetry
-from horovod_sparse.tensors.replicas import TensorEntry, device_sums, shared_entries
+from horovod_sparse.tensors.layout import TensorEntry, device_sums, shared_entries
 from horovod_sparse.training.drift import COLUMNS, DriftCheck, HostEntry, differing_entries, word_sums
 from horovod_sparse.training.settings import Settings
 
