@@ -18,10 +18,9 @@ import torch.distributed as dist
 
 from horovod_sparse.carriers.exchanges import among, by_exchanges
 from horovod_sparse.collectives import (
-    AllGather,
     AllReduce,
-    AllToAll,
     Broadcast,
+    Exchange,
     ReduceScatter,
     Request,
     Synchronization,
@@ -100,22 +99,15 @@ class Carrier:
         """What comes back for a request; waits for it."""
         if request.level != "all":
             return self._within(request)
-        if isinstance(request, AllGather):
-            everyone = range(self.size)
-            received = self._exchange(dict.fromkeys(everyone, request.buffer), everyone)
-            return np.concatenate([received[rank] for rank in everyone])
         if isinstance(request, AllReduce):
             return self._reduce(request.buffer)
         if isinstance(request, Broadcast):
             tensor = torch.from_numpy(request.buffer.copy())
             self._host.broadcast(tensor, request.root).wait()
             return tensor.numpy()
-        if isinstance(request, AllToAll):
-            received = self._exchange(dict(enumerate(request.buffers)), range(self.size))
-            return [received[rank] for rank in range(self.size)]
-        if isinstance(request, ReduceScatter):
-            return carry_out(by_exchanges(request, self.rank, self.size), self)
-        return self._exchange(request.sends, request.sources)
+        if isinstance(request, Exchange):
+            return self._exchange(request.sends, request.sources)
+        return carry_out(by_exchanges(request, self.rank, self.size), self)
 
     def _within(self, request: Request) -> Any:
         """A request among the ranks of a host, or of a column, by messages between them."""
