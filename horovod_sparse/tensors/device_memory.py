@@ -15,7 +15,8 @@ from horovod_sparse.feedback import Recipe
 from horovod_sparse.kernels.host.scatter import checked
 from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.tensors.accumulator import KeptTensor, TorchAccumulator, accumulating, kernels_for
-from horovod_sparse.tensors.flat_gradient import GradientMemory, Places, recipe_arguments, unscaled
+from horovod_sparse.tensors.flat_gradient import GradientMemory, Places, recipe_arguments
+from horovod_sparse.tensors.layout import unscaled
 from horovod_sparse.tensors.streams import CudaStreams, to_device, to_host
 
 

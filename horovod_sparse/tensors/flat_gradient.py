@@ -22,12 +22,19 @@ from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.feedback import Recipe, two_level_bucket
 from horovod_sparse.kernels import apply_scaled_sum, clear_all, clear_at
 from horovod_sparse.sparsifiers import BucketInfo
-from horovod_sparse.tensors.layout import alone, memory_strides, view_into
+from horovod_sparse.tensors.layout import alone, memory_strides, unscaled, view_into
 from horovod_sparse.training.parts import REFUSED, Members, check_sum
 
 if TYPE_CHECKING:
     from horovod_sparse.tensors.streams import CudaStreams
 
+_log = logging.getLogger("horovod_sparse")
+
+_NOWHERE = np.empty(0, np.int32)
+#: relative error of a gradient that went through bfloat16 and back
+_HALF_ROUNDING = 2.0**-7
+#: places per parameter that are looked at to notice a change that PyTorch did not count
+_NUM_PROBES = 16
 #: types of devices whose memory NumPy can read
 HOST_DEVICES = frozenset({"cpu"})
 
@@ -36,13 +43,6 @@ Places: TypeAlias = np.ndarray | None
 
 #: scattered elements above this share of a buffer are cleared faster by clearing all of it
 _SPARSE_SHARE = 1 / 8
-
-
-def unscaled(gradient: torch.Tensor, loss_scale: float) -> torch.Tensor:
-    """A gradient over the scale of its loss, half types in float32; the gradient itself where that is 1."""
-    if loss_scale == 1.0:
-        return gradient.detach()
-    return gradient.detach().to(torch.promote_types(gradient.dtype, torch.float32)) * (1.0 / loss_scale)
 
 
 def host_view(tensor: torch.Tensor) -> np.ndarray:
@@ -130,9 +130,8 @@ class GradientMemory:
             first = torch.searchsorted(stops, torch.argmin(finite.to(torch.uint8)), right=True)
             mark.copy_(torch.where(finite.all(), 0, 1 + first))
         total = torch.as_tensor((yield AllReduce(self._sent(buffer))))
-        check_sum(
-            name, total[count:].cpu().numpy(), lambda: bool(torch.isfinite(total[:count]).all()), members
-        )
+        marks = total[count:].cpu().numpy()
+        check_sum(name, marks, lambda: bool(torch.isfinite(total[:count]).all()), members)
         return total[:count]
 
     def _sent(self, buffer: torch.Tensor) -> Any:
@@ -141,15 +140,6 @@ class GradientMemory:
 
 
 HOST = GradientMemory()
-
-
-_log = logging.getLogger("horovod_sparse")
-
-_NOWHERE = np.empty(0, np.int32)
-#: relative error of a gradient that went through bfloat16 and back
-_HALF_ROUNDING = 2.0**-7
-#: places per parameter that are looked at to notice a change that PyTorch did not count
-_NUM_PROBES = 16
 
 
 def memory_of(device: torch.device, name: str) -> GradientMemory:
@@ -216,11 +206,10 @@ class FlatGradient(GradientLayout):
     (``model.half()`` and ``model.float()``, ``share_memory()``, ``p.grad.data = ...``), costs one copy:
     `gather` takes the gradient over and puts a view back.
 
-    After a step the buffer holds zeros and the scattered sum. On the CPU `clear` then writes only to
-    the scattered places, as long as nobody else has written to the buffer: the version counters that
-    PyTorch keeps for autograd tell. Writing through ``grad.data`` goes past them; 16 places
-    of every parameter are looked at to notice it, which finds whatever touches all of a gradient
-    (weight decay added in place), not a change of a few elements.
+    After a step the buffer holds zeros and the scattered sum, so on the CPU `clear` writes to the scattered
+    places only, as long as PyTorch's version counters tell that nobody else has written there. Writing
+    through ``grad.data`` goes past them: 16 places of every parameter are looked at, which finds whatever
+    touches all of a gradient (weight decay added in place), not a change of a few elements.
     """
 
     def __init__(

@@ -29,6 +29,13 @@ def dtype_name(tensor: torch.Tensor) -> str | None:
     return _NAMES.get(tensor.dtype)
 
 
+def unscaled(gradient: torch.Tensor, loss_scale: float) -> torch.Tensor:
+    """A gradient over the scale of its loss, half types in float32; the gradient itself where that is 1."""
+    if loss_scale == 1.0:
+        return gradient.detach()
+    return gradient.detach().to(torch.promote_types(gradient.dtype, torch.float32)) * (1.0 / loss_scale)
+
+
 def on_host(saved: Any) -> Any:
     """A checkpoint's nested values with all tensors on the CPU, wherever they were loaded to."""
     if isinstance(saved, torch.Tensor):

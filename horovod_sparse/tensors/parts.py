@@ -22,8 +22,8 @@ from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.telemetry import BucketReport
 from horovod_sparse.tensors.adoption import feedback_of
 from horovod_sparse.tensors.driver import Starter, Task
-from horovod_sparse.tensors.flat_gradient import HOST_DEVICES, FlatGradient, GradientMemory, unscaled
-from horovod_sparse.tensors.layout import dtype_name, shaped, unshaped
+from horovod_sparse.tensors.flat_gradient import HOST_DEVICES, FlatGradient, GradientMemory
+from horovod_sparse.tensors.layout import dtype_name, shaped, unscaled, unshaped
 from horovod_sparse.topology import Topology
 from horovod_sparse.training import parts as common
 from horovod_sparse.training.engine import Facts, PartSpec

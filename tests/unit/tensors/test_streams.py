@@ -12,7 +12,7 @@ import torch
 
 from horovod_sparse.feedback import recipe
 from horovod_sparse.tensors import parts, streams
-from horovod_sparse.tensors.flat_gradient import unscaled
+from horovod_sparse.tensors.layout import unscaled
 from horovod_sparse.tensors.parts import DenseParameters, SparseBucket
 from horovod_sparse.tensors.streams import CudaStreams
 
