@@ -1,6 +1,5 @@
 """Error feedback and momentum correction; the bucket that holds all of it."""
 
-from horovod_sparse.feedback.auto_density import AutoDensity as AutoDensity
 from horovod_sparse.feedback.bucket import Bucket as Bucket
 from horovod_sparse.feedback.bucket import Progress as Progress
 from horovod_sparse.feedback.bucket import resumed as resumed
@@ -21,3 +20,4 @@ from horovod_sparse.feedback.state import BucketStep as BucketStep
 from horovod_sparse.feedback.state import Member as Member
 from horovod_sparse.feedback.two_level_bucket import TwoLevelBucket as TwoLevelBucket
 from horovod_sparse.feedback.two_level_bucket import shard_of as shard_of
+from horovod_sparse.sparsifiers.schedule import AutoDensity as AutoDensity

@@ -16,7 +16,6 @@ from typing import Any
 
 from horovod_sparse.checks import check_count, check_density
 from horovod_sparse.errors import ArgumentError, UnknownNameError, UnsupportedError
-from horovod_sparse.feedback.auto_density import AutoDensity
 from horovod_sparse.feedback.feedbacks import (
     FEEDBACKS,
     BestFeedback,
@@ -27,7 +26,7 @@ from horovod_sparse.feedback.feedbacks import (
 )
 from horovod_sparse.sparsifiers import ALGORITHMS, Sparsifier
 from horovod_sparse.sparsifiers.base import value_text
-from horovod_sparse.sparsifiers.schedule import SCHEDULES
+from horovod_sparse.sparsifiers.schedule import SCHEDULES, AutoDensity
 from horovod_sparse.thresholds import RULES
 
 #: what may stand as ``name(...)`` for an argument
