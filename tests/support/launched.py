@@ -23,6 +23,15 @@ os.environ.setdefault("HOROVOD_STALL_CHECK_TIME_SECONDS", "20")
 os.environ.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "60")
 
 
+def measure_little() -> None:
+    """Plans by times begin with a measurement of two seconds, which every test of them would take."""
+    from horovod_sparse.planning.calibration import Extent
+    from horovod_sparse.planning.warmup import decide
+
+    assert decide.__kwdefaults__ is not None
+    decide.__kwdefaults__["extent"] = Extent((64, 1 << 12, 1 << 16), (1 << 8, 1 << 10, 1 << 12), 3, 0.2)
+
+
 def runtest_hook(hvd: Any, meet: Callable[[str], object], failures: tuple[type[BaseException], ...]) -> Any:
     """For `pytest_runtest_call`: `failures` is what `meet` raises where another rank has stopped Horovod."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from support.launched import fixtures, runtest_hook
+from support.launched import fixtures, measure_little, runtest_hook
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -30,6 +30,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 def pytest_sessionstart(session: pytest.Session) -> None:
     tf.config.threading.set_intra_op_parallelism_threads(1)
     hvd.init()
+    measure_little()
 
 
 pytest_runtest_call = runtest_hook(
