@@ -283,7 +283,7 @@ def test_groups_of_parameters_have_buckets_of_their_own(rank):
     assert same_on_all_replicas(*replica.net.parameters())
 
 
-@pytest.mark.parametrize("arguments", [{}, {"static_graph": True}, {"find_unused_parameters": True}])
+@pytest.mark.parametrize("arguments", [{"static_graph": True}, {"find_unused_parameters": True}])
 def test_what_was_saved_goes_on_bit_for_bit(arguments, rank):
     text = "exdyna:density=0.1"
     whole = Replica(SHAPES, text, **arguments)

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from horovod_sparse.collectives import AllGather, AllReduce, AllToAll, Broadcast, Exchange
-from horovod_sparse.errors import ArgumentError, CollectiveMismatchError, DeadlineError
+from horovod_sparse.errors import CollectiveMismatchError, DeadlineError
 from horovod_sparse.torch.driver import HorovodDriver
-from horovod_sparse.training.deadline import Deadline, deadline_of
+from horovod_sparse.training.deadline import Deadline
 
 pytestmark = pytest.mark.controllers
 
@@ -207,16 +207,3 @@ def test_time_in_which_this_process_was_stopped_is_no_waiting(rank, size):
             deadline.check(waited, "late", 1)
     for waited in (0.001, 59.0, 61.0):  # another wait
         deadline.check(waited, "later", 1)
-
-
-def test_a_deadline_is_set_by_argument_or_environment(monkeypatch):
-    monkeypatch.delenv("HOROVOD_SPARSE_DEADLINE_SECONDS", raising=False)
-    assert (deadline_of(), deadline_of(0), deadline_of(7)) == (300.0, float("inf"), 7.0)
-    monkeypatch.setenv("HOROVOD_SPARSE_DEADLINE_SECONDS", "12.5")
-    assert (deadline_of(), deadline_of(3)) == (12.5, 3.0)
-    for wrong in ("soon", "-1", "nan"):
-        monkeypatch.setenv("HOROVOD_SPARSE_DEADLINE_SECONDS", wrong)
-        with pytest.raises(ArgumentError, match="HOROVOD_SPARSE_DEADLINE_SECONDS"):
-            deadline_of()
-    with pytest.raises(ArgumentError, match="deadline_seconds"):
-        deadline_of(-1.0)

@@ -12,8 +12,8 @@ from horovod_sparse.merging import Plan
 from horovod_sparse.simulation import SimulatedCluster
 from horovod_sparse.torch import Compression
 from support.dyadic import gradients_for
-from support.linear import LinearModel, same_on_all_ranks
-from support.optimizers import make, residuals_of, train_step, wrapped
+from support.linear import LinearModel
+from support.optimizers import make, train_step, wrapped
 
 SHAPES = {"first": (40, 30), "bias": (7,), "scalar": (), "second": (3, 5, 11), "one": (1,)}
 gradients = gradients_for(SHAPES)
@@ -99,28 +99,3 @@ def test_groups_and_plans_make_the_buckets_they_name(rank, size):
             assert torch.equal(one[name], other[name])
     model = LinearModel(SHAPES)
     assert [len(b) for b in make(model, "topk", groups=2).plan.buckets] == [3, 2]
-
-
-def test_a_plan_with_dense_parameters(rank, size):
-    """Dense ones are averaged exactly; a parameter that becomes dense takes its residual along."""
-    model = LinearModel(SHAPES)
-    optimizer = make(model, "topk:density=0.1", plan=Plan((("second", "first"),), ("bias", "scalar", "one")))
-    found = train_step(model, optimizer, gradients(rank, 0))
-    for name in ("bias", "scalar", "one"):
-        mean = sum(gradients(r, 0)[name] for r in range(size)) / size
-        np.testing.assert_allclose(found[name].numpy(), mean, rtol=3e-7)
-    sums = {name: tensor.double() for name, tensor in found.items()}
-    optimizer.replan(Plan((("first", "bias"),), ("second", "scalar", "one")))
-    for step in (1, 2):
-        found = train_step(model, optimizer, gradients(rank, step))
-        assert same_on_all_ranks(*found.values())
-        for name, tensor in found.items():
-            sums[name] += tensor.double()
-    held = residuals_of(optimizer)
-    assert sorted(held) == ["bias", "first"]
-    for name in SHAPES:
-        mean = sum(gradients(r, step)[name] for r in range(size) for step in range(3)) / size
-        if name in held:
-            sums[name] += stock.allreduce(held[name].double(), name=f"held.{name}")
-        torch.testing.assert_close(sums[name], torch.tensor(mean), rtol=1e-5, atol=1e-6)
-    assert optimizer.telemetry.last.num_union >= SHAPES["first"][0] * 30 // 10
