@@ -356,7 +356,7 @@ def choose_by_share(
         >>> choose_by_share(0.4, *tried, lambda plan, density: 1 + 5 * density).words
         'dense gradients'
         >>> choose_by_share(0.05, *tried, lambda plan, density: 1.1 + density).words
-        'every step sparse at density 0.001, which is too much: LocalSteps(every=2) would fit'
+        'every step sparse at density 0.0213, which is too much: LocalSteps(every=3) would fit'
     """
     most = computing / (1.0 - share)
 
@@ -373,6 +373,8 @@ def choose_by_share(
     if found.seconds <= most:
         words = f"every step sparse at density {found.density:g}"
         return Chosen(found.plan, found.density, words, times(found.seconds))
+    # what is too much anyway shall at least send all that costs nothing more
+    found = densest_plan(limits, plan_at, seconds_of)
     every = math.ceil((found.seconds - computing) * (1.0 - share) / (share * computing))
     too_much = f"which is too much: LocalSteps(every={max(2, every)}) would fit"
     name, (plan, seconds) = min(dense.items(), key=lambda item: item[1][1])

@@ -21,6 +21,10 @@ PERIOD, _RECORDED = 20, 5
 #: the plan changes where the share is so many times too large, or too small. A larger density is tried again
 #: after so many steps, and after twice as many each time that it was too much
 _TOO_MUCH, _TOO_LITTLE, _REST = 1.5, 0.5, 40
+#: of so many times the share nobody waits to see it twice, as of less, which another program may have caused
+_AT_ONCE = 3.0
+#: and another density has to be so many times this one
+_WORTH = 1.5
 
 
 class Following(WarmUp):
@@ -31,7 +35,7 @@ class Following(WarmUp):
     multiplied by what makes the prediction for the plan in use come out as it was measured.
     """
 
-    _steps, _rest, _wait, _direction, _stopped = 0, 0, _REST, 0, False
+    _steps, _rest, _wait, _direction, _seen, _stopped = 0, 0, _REST, 0, 0, False
 
     def after_step(self, plan: Plan, step: int) -> Plan | None:
         """See `WarmUp.after_step`; once something is decided, ranks compare shares every `PERIOD` steps."""
@@ -57,7 +61,7 @@ class Following(WarmUp):
     @property
     def position(self) -> str:
         """As far as `WarmUp`'s, and steps since it has decided."""
-        return f"{super().position} {self._steps} {self._rest} {self._wait}"
+        return f"{super().position} {self._steps} {self._rest} {self._wait} {self._seen}"
 
     def _keep(self) -> None:
         super()._keep()
@@ -72,21 +76,26 @@ class Following(WarmUp):
         share, decision, own = self.request.share, self.decision, self._own
         if decision is None or share is None:
             return None
-        rests = self._rest > 0
+        rests, twice = self._rest > 0, self._seen > 0
 
         def coroutine(where: ClusterFacts, **_: Any) -> Synchronization[Decision]:
             measured = yield from mean_times(own)
             found = share_measured(measured)
-            off = 1 if found > _TOO_MUCH * share.limit else -1 if found < _TOO_LITTLE * share.limit else 0
-            if off == 0 or (off < 0 and (rests or not plan.buckets)):
+            off = _off(found, share.limit)
+            once = off > 0 and not twice and found < _AT_ONCE * share.limit
+            if off == 0 or once or (off < 0 and (rests or not plan.buckets)):
                 return dataclasses.replace(decision, measured=found)
-            asked = plan, self._parameters, self._sparsifier
-            given = *asked, where.size, where.topology
+            density = self._sparsifier.density if plan.density is None else plan.density
+            sent = dataclasses.replace(self._sparsifier, density=density)
+            given = plan, self._parameters, sent, where.size, where.topology
             profile = linked(decision.profile, measured, *given, hidden=off < 0)
-            changed = yield from told_by_first(self.request, where, *asked[1:], profile)
-            return dataclasses.replace(changed, measured=found)
+            asked = self.request, where, self._parameters, self._sparsifier
+            changed = yield from told_by_first(*asked, profile)
+            kept = plan if _alike(plan, changed.plan) else changed.plan
+            return dataclasses.replace(changed, plan=kept, measured=found)
 
         self.decision = changed = self._measuring.decided(self._parameters, self._topology(), coroutine)
+        self._seen = _off(changed.measured, share.limit)
         predicted, tried = decision.predicted_seconds, changed.profile is not decision.profile
         if self._measuring.rank == 0:
             off = changed.measured - (1.0 - predicted["computing"] / predicted["taken"])
@@ -103,6 +112,19 @@ class Following(WarmUp):
             return None
         self.tell()
         return changed.plan
+
+
+def _alike(one: Plan, other: Plan) -> bool:
+    """Whether a change is not worth its fresh sparsifiers: both dense, or nearly as dense as each other."""
+    if not (one.buckets and other.buckets):
+        return one.buckets == other.buckets
+    ratio = (one.density or 1.0) / (other.density or 1.0)
+    return 1 / _WORTH < ratio < _WORTH
+
+
+def _off(found: float, limit: float) -> int:
+    """1 where the share is too large, -1 where it could be larger."""
+    return 1 if found > _TOO_MUCH * limit else -1 if found < _TOO_LITTLE * limit else 0
 
 
 def share_measured(times: BackwardTimes) -> float:

@@ -77,7 +77,7 @@ class Fake:
 
 
 @pytest.mark.parametrize("told", [0.2, 1.0, 5.0], ids=lambda factor: f"profile-off-by-{factor:g}")
-@pytest.mark.parametrize("bits", [100 * MBIT, 1 * GBIT, 10 * GBIT, 1000 * GBIT])
+@pytest.mark.parametrize("bits", [2 * MBIT, 100 * MBIT, 1 * GBIT, 10 * GBIT, 1000 * GBIT])
 def test_the_share_is_kept_or_it_is_said_what_would_keep_it(bits, told, caplog):
     caplog.set_level(logging.INFO, "horovod_sparse")
     fake = Fake(0.05, bits, told * bits)
@@ -85,7 +85,7 @@ def test_the_share_is_kept_or_it_is_said_what_would_keep_it(bits, told, caplog):
     fake.train(7 + 5 * PERIOD)
     words = str(fake.following.decision)
     if "too much" in words:
-        assert "LocalSteps(every=" in words and fake.plan.density == RECIPE.auto.least
+        assert "LocalSteps(every=" in words and fake.plan.density < 1.5 * RECIPE.auto.least
     else:
         assert fake.share <= 0.05 * 1.5
         assert not fake.plan.buckets or fake.share >= 0.02 or fake.plan.density == RECIPE.auto.most
