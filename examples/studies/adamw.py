@@ -145,21 +145,23 @@ def clip(gradient: torch.Tensor, norm: float) -> None:
     gradient.mul_(min(1.0, norm / (float(gradient.norm()) + 1e-6)))
 
 
-def of(result: dict[str, Any], name: str) -> dict[float, list[dict[str, Any]]]:
-    """Rate -> the runs of all seeds."""
-    rates: dict[float, list[dict[str, Any]]] = {}
+def of(result: dict[str, Any], name: str) -> dict[float, dict[int, dict[str, Any]]]:
+    """Rate -> seed -> run."""
+    rates: dict[float, dict[int, dict[str, Any]]] = {}
     for label, run in result["runs"].items():
-        if label.startswith(f"{name}/rate "):
-            rates.setdefault(float(label.split("/")[-2].removeprefix("rate ")), []).append(run)
+        row, _, rest = label.partition("/rate ")
+        if row == name:
+            rate, _, seed = rest.partition("/seed ")
+            rates.setdefault(float(rate), {})[int(seed)] = run
     return rates
 
 
-def best(result: dict[str, Any], name: str) -> tuple[float, list[dict[str, Any]]] | None:
-    """The rate with the fewest training bits on average, and its runs."""
+def best(result: dict[str, Any], name: str) -> tuple[float, dict[int, dict[str, Any]]] | None:
+    """The rate with the fewest training bits with the first seed, which every rate has, and its runs."""
     rates = of(result, name)
     if not rates:
         return None
-    return min(rates.items(), key=lambda item: float(np.mean([run["training_bits"] for run in item[1]])))
+    return min(rates.items(), key=lambda item: float(item[1][SEEDS[0]]["training_bits"]))
 
 
 def compute_seconds(setting: dict[str, Any], num_steps: int = 8) -> float:
@@ -220,23 +222,27 @@ def seconds_to(result: dict[str, Any], runs: Sequence[dict[str, Any]], target: f
 
 def table(result: dict[str, Any]) -> str:
     """A row per method, at its best rate, as means over the seeds."""
-    dense, rows = best(result, "P=2, dense"), []
+    found, rows = best(result, "P=2, dense"), []
+    dense = {} if found is None else found[1]
     for name in METHODS:
         found = best(result, name)
         if found is None:
             continue
-        rate, runs = found
+        rate, runs = found[0], list(found[1].values())
         means = {
             key: float(np.mean([run[key] for run in runs]))
             for key in ("training_bits", "bits", "bytes_per_step")
         }
         spread = max(run["training_bits"] for run in runs) - min(run["training_bits"] for run in runs)
         behind, seconds = "", ["" for _ in NETWORKS]
-        if dense is not None:
-            best_bits = float(np.mean([run["training_bits"] for run in dense[1]]))
-            behind = f"{means['training_bits'] - best_bits:+.3f}"
+        common = [seed for seed in found[1] if seed in dense]
+        if common:
+            base = float(np.mean([dense[seed]["training_bits"] for seed in common]))
+            own = [found[1][seed] for seed in common]
+            behind = f"{float(np.mean([run['training_bits'] for run in own])) - base:+.3f}"
             if METHODS[name].size == 2:
-                seconds = [f"{found:.0f}" for found in seconds_to(result, runs, best_bits + MARGIN)]
+                target = dense[SEEDS[0]]["training_bits"] + MARGIN
+                seconds = [f"{found:.0f}" for found in seconds_to(result, own[:1], target)]
         rows.append(
             [
                 name,
@@ -278,7 +284,7 @@ def draw(result: dict[str, Any]) -> None:
         found = best(result, name) if METHODS[name].size == 2 else None
         if found is None:
             continue
-        bits = smooth(found[1])
+        bits = smooth(list(found[1].values()))
         axes.plot(np.arange(LAST, LAST + len(bits)), bits, label=f"{name}, rate {found[0]:g}")
     axes.set_xlabel("step")
     axes.set_ylabel("bits per byte, training")

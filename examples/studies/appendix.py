@@ -59,13 +59,14 @@ _RESULTS = (
     Section(
         "AdamW whose steps are sparsified",
         "The same GPT at width 96 (0.48 million parameters), 400 steps, 16 pieces of 128 bytes per step in "
-        "all, beta2 0.99, decay 0.1, rate rising for 40 steps and falling to 0 by a cosine; ranks simulated "
-        "in one process. `error` is AdamW behind error feedback, with the sum clipped to norm 1, as for "
-        "dense, fp16, qsgd and PowerSGD, which is PyTorch's hook. That is dense for 40 steps, 1-bit Adam "
-        "for 80; bytes are means of all steps. Each row at the best of the rates that were tried, as mean "
-        "of its seeds; training: mean of the last 40 steps, of text that is new to the model. Seconds to "
-        "within 0.05 bits of dense's last training bits are calculated: steps times CPU time of a gradient "
-        "on one core, and bytes at that rate.",
+        "all, beta2 0.99, decay 0.1, rate rising for 40 steps and falling to 0 by a cosine; ranks "
+        "simulated in one process. `error` is AdamW behind error feedback, with the sum clipped to norm 1, "
+        "as for dense, fp16, qsgd and PowerSGD, which is PyTorch's hook. That is dense for 40 steps, 1-bit "
+        "Adam for 80; bytes are means of all steps. Each row at the rate that was best with the first "
+        "seed, among those tried, as mean of its seeds, beside dense training with the same ones; "
+        "training: mean of the last 40 steps, of text that is new to the model. Seconds to within 0.05 "
+        "bits of dense's last training bits, with the first seed, are calculated: steps times CPU time of "
+        "a gradient on one core, and bytes at that rate.",
         ("adamw",),
         "scripts/study adamw",
     ),
