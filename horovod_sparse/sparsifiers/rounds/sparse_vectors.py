@@ -44,14 +44,7 @@ def empty(dtype: np.dtype) -> SparseVector:
 
 
 def added(first: SparseVector, second: SparseVector) -> SparseVector:
-    """The sum by index. The order of the two does not matter, not in the last bit either.
-
-    Example:
-        >>> one = SparseVector(np.array([0, 2], np.int32), np.array([3.0, 1.0]))
-        >>> two = SparseVector(np.array([1, 2], np.int32), np.array([2.0, 4.0]))
-        >>> added(one, two)
-        SparseVector(indices=array([0, 1, 2], dtype=int32), values=array([3., 2., 5.]))
-    """
+    """The sum by index. The order of the two does not matter, not in the last bit either."""
     if not len(second):
         return first
     if not len(first):
