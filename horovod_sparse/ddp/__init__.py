@@ -7,6 +7,7 @@ or, where hooks are registered by others, ``register_comm_hook(horovod_sparse.dd
 horovod_sparse.ddp.hook)``.
 """
 
+from horovod_sparse.ddp.local_steps import LocalSteps as LocalSteps
 from horovod_sparse.ddp.synchronizer import State as State
 from horovod_sparse.ddp.synchronizer import attach as attach
 from horovod_sparse.ddp.synchronizer import hook as hook

@@ -228,7 +228,8 @@ class Bucket:
         self.accumulator.step = self.state.step
         self.accumulator.fold(gradient, rule)
         self._progress = now
-        self.rescaled(rule.decay)
+        # in other units from now on; what a decay forgets changes none
+        self.rescaled(rule.decay / getattr(feedback, "decay", 1.0))
         self._gradient = gradient
         if refused:
             self.accumulator.refuse()
@@ -333,8 +334,8 @@ class Bucket:
             self._gradient = None
 
     def accept(self) -> None:
-        """The last step is applied, on all ranks: it will not be taken back, nor its gradient dropped."""
-        self._gradient = self._before = None
+        """The last step is applied, on all ranks: its gradient will not be dropped."""
+        self._gradient = None
 
     def member_at(self, position: int) -> str:
         """Name of the parameter that holds an element of the bucket."""

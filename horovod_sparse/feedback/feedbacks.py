@@ -66,13 +66,15 @@ class _Feedback:
 
     clip_norm: float | None
     scale_residual: bool = False
+    #: how much of the residual lasts from one step to the next
+    decay: float = 1.0
 
     def __post_init__(self) -> None:
         if self.clip_norm is not None:
             check_number("clip_norm", self.clip_norm, "a norm above 0, or None", low=0.0, high=math.inf)
 
     def rule(self, info: BucketInfo, rates: Rates) -> FoldRule:
-        """How a step's gradient is folded in: the residual times eta_before / eta_now, or as it is.
+        """How a step's gradient is folded in: the residual times decay, and eta_before / eta_now if asked.
 
         Example:
             >>> bucket, falling = BucketInfo("b", 9), Rates(0.1, 0.05)
@@ -81,10 +83,10 @@ class _Feedback:
             [2.0, 1.0]
         """
         # a rate of 0 (the first step of some warm-ups) has no quotient: what was held back is kept as it is
-        decay = rates.before / rates.now if self.scale_residual and rates.before and rates.now else 1.0
+        units = rates.before / rates.now if self.scale_residual and rates.before and rates.now else 1.0
         # of the sum over ranks; what one rank's gradient may have is less
         norm = None if self.clip_norm is None else self.clip_norm / math.sqrt(info.size)
-        return _fold_rule(decay=decay, clip_norm=norm, **self._own(rates))
+        return _fold_rule(decay=units * self.decay, clip_norm=norm, **self._own(rates))
 
     def _own(self, rates: Rates) -> dict[str, Any]:
         """Arguments of `FoldRule` that this feedback alone gives."""
@@ -129,6 +131,8 @@ class ErrorFeedback(_Feedback):
             without momentum or moments.
         clip_norm: of a rank's gradient of a bucket, times sqrt(P); None for no clipping. See
             `MomentumCorrection`.
+        decay: in (0, 1]: ``acc = decay residual + gradient``. Below 1 what waits for long is forgotten, as in
+            SparseLoCo (0.95), where steps of the past rounds point elsewhere by then.
 
     Source: Seide et al. 2014; ExDyna and MiCRO, Algorithm 1.
 
@@ -141,6 +145,11 @@ class ErrorFeedback(_Feedback):
 
     scale_residual: bool = False
     clip_norm: float | None = None
+    decay: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_number("decay", self.decay, "a number in (0, 1]", low=0.0, high=1.0)
+        super().__post_init__()
 
 
 @dataclass(frozen=True)

@@ -278,8 +278,15 @@ class Recipe:
         return ",".join(parts)
 
 
-#: in place of an algorithm's name, and the algorithm that it is
-BEST, BEST_ALGORITHM = "best", "topk"
+#: in place of an algorithm's name: the algorithm that it is, and its arguments. "sparseloco" is made for
+#: local steps (Sarfi et al. 2025): 64 of 4096 elements, at 10.5 bits each
+PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
+    "best": ("topk", {"feedback": BestFeedback.text_name}),
+    "sparseloco": (
+        "chunk_topk",
+        {"density": 64 / 4096, "values": "2bit", "indices": "gaps", "feedback": "error(decay=0.95)"},
+    ),
+}
 
 #: arguments every algorithm takes beside its own
 _RULES = tuple(item.name for item in dataclasses.fields(ParameterRules))
@@ -314,10 +321,10 @@ def recipe(name: str, **arguments: Any) -> Recipe:
 
     Args:
         name: of the algorithm, as in `Compression`; or "best": top-k, which is the most accurate, with the
-            feedback for the optimizer at hand (`BestFeedback`).
-        **arguments: of the algorithm, its `density` also as "auto" or an `AutoDensity`; `feedback` (a name of
-            `FEEDBACKS`, or a `Feedback`); and those of `ParameterRules`. What has arguments itself may be
-            given as text: ``schedule="exponential(steps=400)"``.
+            feedback for the optimizer at hand (`BestFeedback`); or "sparseloco", for `LocalSteps`.
+        **arguments: of the algorithm, its `density` also as "auto" or an `AutoDensity`; `feedback` ("error",
+            "momentum", "none", or a `Feedback`); and those of `ParameterRules`. What has arguments
+            itself may be given as text: ``schedule="exponential(steps=400)"``.
 
     Raises:
         UnknownNameError: for a misspelt algorithm or argument, with the valid ones.
@@ -332,8 +339,9 @@ def recipe(name: str, **arguments: Any) -> Recipe:
         Traceback (most recent call last):
         horovod_sparse.errors.UnknownNameError: unknown argument of topk 'densty': the known ones are ...
     """
-    if name == BEST:
-        return recipe(BEST_ALGORITHM, **{"feedback": BestFeedback.text_name, **arguments})
+    if name in PRESETS:
+        algorithm, preset = PRESETS[name]
+        return recipe(algorithm, **{**preset, **arguments})
     signature = recipe_signature(name)
     for argument in arguments:
         if argument in _FORMER:
@@ -379,7 +387,7 @@ def parse_recipe(text: str) -> Recipe:
         ('*.bias',)
     """
     name, _, rest = text.strip().partition(":")
-    if name != BEST:
+    if name not in PRESETS:
         _algorithm(name)
     return recipe(name, **parse_arguments(rest))
 

@@ -31,5 +31,17 @@ for _name, _module in list(_sys.modules.items()):
         _sys.modules.setdefault(f"horovod_sparse.{_name.removeprefix('horovod.')}", _module)
 
 if _TYPE_CHECKING:
+    from horovod_sparse.torch.local_steps import LocalSteps as LocalSteps
+
     # horovod.torch has no types: what the star brings is unknown to type checkers
     def __getattr__(name: str) -> _Any: ...
+
+else:
+
+    def __getattr__(name: str) -> _Any:
+        """`LocalSteps`, loaded when somebody asks for it."""
+        if name != "LocalSteps":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from horovod_sparse.torch.local_steps import LocalSteps
+
+        return LocalSteps

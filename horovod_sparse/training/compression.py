@@ -21,7 +21,7 @@ from horovod_sparse.feedback import (
     recipe,
     recipe_signature,
 )
-from horovod_sparse.feedback.recipe import BEST, BEST_ALGORITHM
+from horovod_sparse.feedback.recipe import PRESETS
 from horovod_sparse.sparsifiers import ALGORITHMS
 from horovod_sparse.sparsifiers.base import value_text
 
@@ -64,16 +64,15 @@ class Algorithms(type):
         cls._make = factory
 
     def __getattr__(cls, name: str) -> Callable[..., Any]:
-        if name in ALGORITHMS or name == BEST:
+        if name in ALGORITHMS or name in PRESETS:
             if name not in cls._factories:  # the file of an algorithm is loaded when somebody asks for it
                 cls._factories[name] = cls._make(name)
             return cls._factories[name]
-        raise AttributeError(
-            str(UnknownNameError("compression", name, [*_STOCK, "parse", BEST, *ALGORITHMS]))
-        )
+        known = [*_STOCK, "parse", *PRESETS, *ALGORITHMS]
+        raise AttributeError(str(UnknownNameError("compression", name, known)))
 
     def __dir__(cls) -> list[str]:
-        return sorted({*super().__dir__(), BEST, *ALGORITHMS})
+        return sorted({*super().__dir__(), *PRESETS, *ALGORITHMS})
 
 
 def _factory(name: str, make_compressor: type, binding: Sequence[str], help_text: str) -> Callable[..., Any]:
@@ -81,7 +80,7 @@ def _factory(name: str, make_compressor: type, binding: Sequence[str], help_text
         bound = {item: arguments.pop(item, None) for item in binding}
         return make_compressor(recipe(name, **arguments), **bound)
 
-    make.__name__, algorithm = name, BEST_ALGORITHM if name == BEST else name
+    make.__name__, algorithm = name, PRESETS.get(name, (name,))[0]
     make.__qualname__ = f"Compression.{name}"
     make.__doc__ = f"{inspect.getdoc(ALGORITHMS[algorithm])}\n{help_text}"
     parameters = [
@@ -96,8 +95,8 @@ def recipe_of(text: str) -> Recipe | None:
     """The recipe that `Compression.parse` is given as text; None for one of Horovod's own, by name."""
     if text in _STOCK:
         return None
-    if text.partition(":")[0].strip() not in (BEST, *ALGORITHMS):
-        raise UnknownNameError("compression", text, [*_STOCK, BEST, *ALGORITHMS])
+    if text.partition(":")[0].strip() not in (*PRESETS, *ALGORITHMS):
+        raise UnknownNameError("compression", text, [*_STOCK, *PRESETS, *ALGORITHMS])
     return parse_recipe(text)
 
 

@@ -50,10 +50,6 @@ class HookTraining:
         )
 
     @property
-    def optimizer(self) -> Any:
-        return self.replica.optimizer
-
-    @property
     def telemetry(self) -> Any:
         return self.replica.sync.telemetry
 
@@ -100,6 +96,7 @@ def everyone(value: Any) -> list[Any]:
     return values
 
 
-COMMON = "adopts", "members", "saved", "absent", "types", "device", "levels", "nonfinite", "drift", "buckets"
-HAS = frozenset({*COMMON, "retries"})
+HAS = frozenset(
+    {"adopts", "members", "saved", "absent", "types", "device", "levels", "nonfinite", "drift", "buckets"}
+)
 ENGINES = [Engine("hook", HookTraining, HAS, dist.get_rank(), dist.get_world_size(), everyone)]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import horovod.torch as stock
@@ -29,8 +28,6 @@ class OwnTraining:
     """`horovod_sparse.torch.DistributedOptimizer`, in three buckets if nothing else is asked for."""
 
     module: Any = hvd
-    #: one compressor for all trainings of a recipe: ours keep nothing in it
-    compressor_of: Callable[[Recipe], Any] = staticmethod(functools.cache(hvd.SparseCompressor))
 
     def __init__(
         self,
@@ -46,7 +43,7 @@ class OwnTraining:
         self.compressor = (
             hvd.Compression.parse(compression)
             if isinstance(compression, str)
-            else self.compressor_of(compression)
+            else hvd.SparseCompressor(compression)
         )
         if members is not None:
             options["process_set"] = members
@@ -113,7 +110,7 @@ def held_in(entry: Mapping[str, Any]) -> dict[str, np.ndarray]:
 class StockTraining(OwnTraining):
     """`horovod.torch.DistributedOptimizer` with our compressor."""
 
-    module, compressor_of = stock, hvd.SparseCompressor
+    module = stock
 
     @staticmethod
     def _options(options: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,107 @@
+"""`LocalSteps` over torch.distributed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from horovod_sparse.ddp.collectives import Communicator
+from horovod_sparse.ddp.distributed_engine import DistributedEngine, told_to_others
+from horovod_sparse.errors import UnsupportedError
+from horovod_sparse.feedback import Recipe
+from horovod_sparse.tensors.local_steps import LocalEngine, LocalTraining, named_in
+from horovod_sparse.training.rounds import LocalOptions, OuterStep, RoundSettings
+from horovod_sparse.training.settings import Settings
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class _Engine(LocalEngine, DistributedEngine):
+    @property
+    def starter(self) -> Communicator:
+        """See `RoundEngine`."""
+        return self.running()
+
+    def advance(self) -> None:
+        """A thread carries on what is under way."""
+
+
+class LocalSteps(LocalTraining):
+    """Lets every rank train alone, and exchanges how far all have come every so many steps.
+
+        model = DistributedDataParallel(net)
+        optimizer = torch.optim.AdamW(model.parameters())
+        local = horovod_sparse.ddp.LocalSteps(optimizer, model, every=30, compression="sparseloco")
+
+    ``theta_r``: what H steps of the optimizer make of ``theta`` on rank r. Then
+    ``theta <- theta - lr (mean + momentum v)``, the mean over ranks of ``theta - theta_r``, or of what a
+    compression sends of it. See `horovod_sparse.training.rounds`.
+
+    The training loop stays as it is. Hooks count the steps that the optimizer has really taken, so passes
+    that are accumulated, and steps that a `torch.amp.GradScaler` skips, do not count. Moments stay with their
+    rank. A DistributedDataParallel synchronizes no gradients from now on, as within ``no_sync()``. A loop
+    whose ranks may do different numbers of steps, or whose last round is not whole, ends with `finish`.
+
+    Args:
+        optimizer: any of PyTorch, which trains parameters of `model`.
+        model: a module, or a DistributedDataParallel without a communication hook. All ranks begin with equal
+            parameters. Its float buffers are averaged in every exchange; others become rank 0's.
+        every: H, local steps from one exchange to the next.
+        compression: a sparsifier, as text ("sparseloco" is made for this) or as a recipe; None for none.
+        outer: "sgd" (rate 1), "nesterov" (0.7, 0.9; without a compression alone), or an `OuterStep`.
+        combine: "ranks": means are over all of them; "senders": at each position over those that have sent
+            it, as the program of SparseLoCo does, which makes larger steps.
+        delay: steps that go on while an exchange is under way. What they learn is kept.
+        clip: "median": no rank sends more than the median rank, by norm; with a compression.
+        offload: whether common parameters and residual lie on the host, pinned where there is a device.
+        process_group: the ranks that exchange; that of the DistributedDataParallel, or all, if left out.
+        **options: see `horovod_sparse.training.settings.Settings`: `on_nonfinite`, `check_every` (exchanges),
+            `on_drift` and `deadline_seconds`.
+
+    Raises:
+        ArgumentError: for an argument that is not allowed, or arguments that do not go together.
+        UnknownNameError: for a name that there is not.
+        UnsupportedError: for a DistributedDataParallel with a communication hook.
+
+    Source: Douillard et al. 2023 (DiLoCo); Sarfi et al. 2025 (SparseLoCo).
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        model: torch.nn.Module,
+        *,
+        every: int,
+        compression: str | Recipe | None = None,
+        outer: str | OuterStep = "sgd",
+        combine: str = "ranks",
+        delay: int = 0,
+        clip: str | None = None,
+        offload: bool = False,
+        process_group: dist.ProcessGroup | None = None,
+        **options: Unpack[LocalOptions],
+    ) -> None:
+        with told_to_others(process_group):
+            settings = Settings.of(options, "horovod_sparse.ddp.LocalSteps", LocalOptions)
+            rounds = RoundSettings.of(every, compression, outer, combine, delay, clip)
+            named = named_in(optimizer, model)
+            if isinstance(model, DistributedDataParallel):
+                process_group = process_group or model.process_group
+                _keep_local(model)
+            engine = _Engine(rounds.recipe, None, named, process_group, settings.deadline_seconds)
+            engine.named, engine.rounds, engine.offload = named, rounds, offload
+            super().__init__(optimizer, model, engine, settings)
+
+
+def _keep_local(model: DistributedDataParallel) -> None:
+    """Leaves gradients on their ranks for good, as `no_sync` does for a while."""
+    if model._comm_hooks:
+        raise UnsupportedError(
+            "the model has a communication hook, which synchronizes gradients: give LocalSteps a "
+            "DistributedDataParallel without one (no attach(), no register_comm_hook()), or its module"
+        )
+    model.require_backward_grad_sync = model.require_forward_param_sync = False

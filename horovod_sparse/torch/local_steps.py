@@ -1,0 +1,105 @@
+"""`LocalSteps` over Horovod."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from horovod_sparse.errors import ArgumentError
+from horovod_sparse.feedback import Recipe
+from horovod_sparse.tensors.driver import Driver
+from horovod_sparse.tensors.local_steps import LocalEngine, LocalTraining, named_in
+from horovod_sparse.torch._horovod import hvd
+from horovod_sparse.torch.horovod_engine import HorovodEngine, construction_errors
+from horovod_sparse.training.rounds import LocalOptions, OuterStep, RoundSettings
+from horovod_sparse.training.settings import Settings
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class _Engine(LocalEngine, HorovodEngine):
+    @property
+    def starter(self) -> Driver:
+        """See `RoundEngine`."""
+        return self.driver
+
+    def advance(self) -> None:
+        """Each round of a coroutine is begun in a step of the optimizer."""
+        self.driver.advance()
+
+
+class LocalSteps(LocalTraining):
+    """As `horovod_sparse.ddp.LocalSteps`, over Horovod: give it PyTorch's own optimizer.
+
+        optimizer = torch.optim.AdamW(model.parameters())
+        local = hvd.LocalSteps(optimizer, model, every=30, compression="sparseloco")
+
+    In elastic training the ranks that are left go on: a worker that comes takes common parameters and the
+    outer step's velocity from one that has come furthest. What waits in a lost rank's residual is lost.
+
+    Args:
+        optimizer: any of PyTorch, not made by `DistributedOptimizer`.
+        model: the module whose parameters it trains.
+        every: H, local steps from one exchange to the next.
+        compression: see `horovod_sparse.ddp.LocalSteps`, as of all that follow.
+        outer: "sgd", "nesterov" or an `OuterStep`.
+        combine: "ranks" or "senders".
+        delay: steps that go on while an exchange is under way.
+        clip: "median", or None.
+        offload: whether what is kept lies on the host.
+        process_set: the ranks that exchange.
+        **options: `on_nonfinite`, `check_every`, `on_drift` and `deadline_seconds`.
+
+    Raises:
+        ArgumentError: for an argument that is not allowed, or arguments that do not go together.
+        UnknownNameError: for a name that there is not.
+
+    Example:
+        >>> import horovod_sparse.torch as hvd; hvd.init()
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> local = hvd.LocalSteps(optimizer, model, every=2, compression="topk:density=0.5")
+        >>> for _ in range(4):
+        ...     model(torch.ones(1, 2)).sum().backward()
+        ...     optimizer.step()
+        >>> local.step, local.taken
+        (2, 0)
+    """
+
+    engine: _Engine
+
+    @construction_errors.telling
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        model: torch.nn.Module,
+        *,
+        every: int,
+        compression: str | Recipe | None = None,
+        outer: str | OuterStep = "sgd",
+        combine: str = "ranks",
+        delay: int = 0,
+        clip: str | None = None,
+        offload: bool = False,
+        process_set: Any = hvd.global_process_set,
+        **options: Unpack[LocalOptions],
+    ) -> None:
+        settings = Settings.of(options, "horovod_sparse.torch.LocalSteps", LocalOptions)
+        rounds = RoundSettings.of(every, compression, outer, combine, delay, clip)
+        if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+            raise ArgumentError(
+                "model", "a DistributedDataParallel", "its module, or horovod_sparse.ddp.LocalSteps"
+            )
+        named = named_in(optimizer, model)
+        owner = SimpleNamespace(_adopted=False, process_set=process_set)
+        engine = _Engine(owner, [], rounds.recipe, settings.deadline_seconds)
+        engine.named, engine.rounds, engine.offload = named, rounds, offload
+        super().__init__(optimizer, model, engine, settings)
+
+    def agree(self) -> None:
+        """See `Training.agree`."""
+        super().agree()
+        self.engine.driver.label = self.label

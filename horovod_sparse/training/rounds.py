@@ -1,0 +1,484 @@
+"""Local steps: each rank trains alone for many steps, then all exchange how far they have come.
+
+``theta_r`` is what H steps of rank r's own optimizer make of the common ``theta``. What buckets carry is
+``theta - theta_r``, as if it were a gradient, so feedback, sparsifiers and messages are what they are. The
+mean over ranks moves the common parameters, from which all go on (`OuterStep`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypedDict
+
+import numpy as np
+
+from horovod_sparse.checks import check_count, check_number
+from horovod_sparse.collectives import Broadcast, Synchronization, shared_lines
+from horovod_sparse.errors import ArgumentError, DeadlineError, StateMismatchError, UnknownNameError
+from horovod_sparse.feedback import ErrorFeedback, NoFeedback, Recipe, parse_recipe
+from horovod_sparse.plans.plan import Plan, fixed_bytes
+from horovod_sparse.sparsifiers import SparseSum
+from horovod_sparse.sparsifiers.base import SelectAndGather
+from horovod_sparse.sparsifiers.dense import Dense
+from horovod_sparse.training.drift import Entry
+from horovod_sparse.training.engine import Engine, Facts
+from horovod_sparse.training.outcome import Outcome
+from horovod_sparse.training.settings import Settings
+from horovod_sparse.training.training import Training
+
+#: what a mean is over: all ranks, or at each position those that have sent it
+COMBINES = "ranks", "senders"
+#: go before the names of collectives: a process may train several models
+_labels = map("local{}.".format, itertools.count())
+
+
+class LocalOptions(TypedDict, total=False):
+    """The settings that local steps take, as keyword arguments; see `Settings`."""
+
+    on_nonfinite: str
+    check_every: int | None
+    on_drift: str | None
+    deadline_seconds: float | None
+
+
+@dataclass(frozen=True)
+class OuterStep:
+    """What a mean displacement does to the common parameters: SGD, with Nesterov's momentum if it has any.
+
+    ``v <- momentum v + mean,  theta <- theta - lr (mean + momentum v)``
+
+    Args:
+        lr: above 0.
+        momentum: in [0, 1). Above 0 only where nothing is compressed: a residual is a momentum itself.
+
+    Source: Douillard et al. 2023 (DiLoCo): 0.7 and 0.9; Sarfi et al. 2025 (SparseLoCo): 1 and 0.
+
+    Example:
+        >>> OuterStep.named("nesterov")
+        OuterStep(lr=0.7, momentum=0.9)
+    """
+
+    lr: float = 1.0
+    momentum: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_number("outer.lr", self.lr, "a rate above 0, at most 10", low=0.0, high=10.0)
+        bounds: dict[str, Any] = {"low": 0.0, "high": 1.0, "include_low": True, "include_high": False}
+        check_number("outer.momentum", self.momentum, "a number in [0, 1)", **bounds)
+
+    @classmethod
+    def named(cls, given: str | OuterStep) -> OuterStep:
+        """By its name, "sgd" or "nesterov", or itself."""
+        known = {"sgd": cls(), "nesterov": cls(0.7, 0.9)}
+        if isinstance(given, str) and given not in known:
+            raise UnknownNameError("outer", given, known)
+        found = known.get(given, given) if isinstance(given, str) else given
+        if not isinstance(found, cls):
+            raise ArgumentError("outer", given, "'sgd', 'nesterov' or an OuterStep(lr=..., momentum=...)")
+        return found
+
+
+@dataclass(frozen=True)
+class RoundSettings:
+    """What may be said of local steps: see `LocalSteps` of the front ends.
+
+    Raises:
+        ArgumentError: for a value that is not allowed, or values that do not go together.
+        UnknownNameError: for a name that there is not.
+
+    Example:
+        >>> RoundSettings.of(30, "sparseloco", "nesterov").outer
+        Traceback (most recent call last):
+        horovod_sparse.errors.ArgumentError: outer=OuterStep(lr=0.7, momentum=0.9) is not allowed: give \
+'sgd' with a compression: a residual is a momentum already, and two overshoot (compression=None takes any)
+    """
+
+    every: int
+    recipe: Recipe
+    outer: OuterStep
+    combine: str
+    delay: int
+    clip: str | None
+
+    @classmethod
+    def of(
+        cls,
+        every: int,
+        compression: str | Recipe | None = None,
+        outer: str | OuterStep = "sgd",
+        combine: str = "ranks",
+        delay: int = 0,
+        clip: str | None = None,
+    ) -> RoundSettings:
+        """Of a front end's arguments, checked."""
+        check_count("every", every, "a number of steps, 1 or more")
+        check_count("delay", delay, "a number of steps, 0 or more", low=0)
+        if delay > every:
+            raise ArgumentError(
+                "delay", delay, f"at most {every} steps, after which the next exchange begins"
+            )
+        chosen = OuterStep.named(outer)
+        recipe: Any = parse_recipe(compression) if isinstance(compression, str) else compression
+        if recipe is None:
+            recipe = Recipe(Dense())
+        elif not isinstance(recipe, Recipe):
+            allowed = 'a sparsifier as text ("sparseloco") or as a recipe, or None to send everything'
+            raise ArgumentError("compression", compression, allowed)
+        elif chosen.momentum:
+            allowed = "'sgd' with a compression: a residual is a momentum already, and two overshoot"
+            raise ArgumentError("outer", chosen, f"{allowed} (compression=None takes any)")
+        recipe.refuse_auto("LocalSteps")
+        if not isinstance(recipe.feedback, (ErrorFeedback, NoFeedback)):
+            allowed = "'error' or 'none' with local steps: each rank's own optimizer has its moments already"
+            raise ArgumentError("feedback", recipe.feedback, allowed)
+        if combine not in COMBINES:
+            raise UnknownNameError("combine", str(combine), COMBINES)
+        if clip not in (None, "median"):
+            raise ArgumentError("clip", clip, "'median', or None")
+        if not isinstance(recipe.sparsifier, SelectAndGather):
+            why = f"with {recipe.sparsifier.name}: its sums do not say who has sent what"
+            if clip:
+                raise ArgumentError("clip", clip, f"None {why}")
+            if combine == "senders" and not isinstance(recipe.sparsifier, Dense):
+                raise ArgumentError("combine", combine, f"'ranks' {why}")
+        return cls(every, recipe, chosen, combine, delay, clip)
+
+    def describe(self) -> dict[str, object]:
+        """What has to be equal on all ranks, by argument; of the recipe they hear anyway."""
+        return {name: getattr(self, name) for name in ("every", "outer", "combine", "delay", "clip")}
+
+
+def mean_over_senders(sum_: SparseSum) -> SparseSum:
+    """At each position the mean over those ranks that have sent it.
+
+    Example:
+        >>> indices, counts = np.array([2, 5, 2], np.int32), np.array([2, 1])
+        >>> mean_over_senders(SparseSum(indices, np.array([1.0, 4.0, 3.0]), counts)).values
+        array([0.5, 4. , 1.5])
+    """
+    _, which, senders = np.unique(sum_.indices, return_inverse=True, return_counts=True)
+    return dataclasses.replace(sum_, values=sum_.values / senders[which].astype(sum_.values.dtype))
+
+
+def clipped_to_median(sum_: SparseSum) -> SparseSum:
+    """No rank moves more than the median rank: what each has sent is scaled down to the median of the norms.
+
+    Example:
+        >>> sum_ = SparseSum(np.arange(3, dtype=np.int32), np.array([9.0, 1.0, 2.0]), np.array([1, 1, 1]))
+        >>> clipped_to_median(sum_).values
+        array([2., 1., 2.])
+    """
+    pieces = np.split(sum_.values, np.cumsum(sum_.counts)[:-1])
+    norms = [float(np.linalg.norm(piece.astype(np.float64))) for piece in pieces]
+    most = float(np.median(norms))
+    clipped = [
+        piece * piece.dtype.type(most / norm) if norm > most else piece
+        for piece, norm in zip(pieces, norms, strict=True)
+    ]
+    return dataclasses.replace(sum_, values=np.concatenate(clipped))
+
+
+class Starter(Protocol):
+    """Who runs coroutines together with the other ranks."""
+
+    idle_seconds: float
+
+    def start(self, name: str, coroutine: Synchronization[Any]) -> Any:
+        """Starts one under a name that is the same on all ranks; does not wait."""
+
+    def wait(self, tasks: Sequence[Any]) -> None:
+        """Waits until these are done; what a coroutine raises stays in its task."""
+
+
+class Kept(Protocol):
+    """The common parameters of a part, and how far this rank has come from them.
+
+    Attributes:
+        start: [n], equal on all ranks.
+        velocity: [n], of the outer step; empty without momentum.
+    """
+
+    start: Any
+    velocity: Any
+
+    def begin(self) -> None:
+        """The parameters as they are now are the common ones."""
+
+    def return_to_start(self) -> None:
+        """This rank goes on from `start`, and keeps what it has learned while an exchange was under way."""
+
+    def to_host(self, name: str) -> np.ndarray:
+        """`start` or `velocity`, [n]."""
+
+    def from_host(self, name: str, values: np.ndarray) -> None:
+        """Replaces it."""
+
+
+class RoundEngine(Engine, Protocol):
+    """An engine whose parts' gradients are displacements; each part's `gradient` is `Kept`."""
+
+    @property
+    def starter(self) -> Starter:
+        """Who runs coroutines; made when it is asked for first."""
+
+    def advance(self) -> None:
+        """Carries on what is under way, without waiting."""
+
+    def entries(self, parts: Sequence[Any]) -> list[Entry]:
+        """The common parameters, for ranks to compare."""
+
+
+class Buffers(Protocol):
+    """What a model has beside parameters, and no gradient moves."""
+
+    def changed(self) -> list[str]:
+        """Names of those that have changed on this rank since the last exchange."""
+
+    def shared(self, names: Sequence[str], size: int) -> Synchronization[None]:
+        """Makes these equal on all ranks."""
+
+
+class Rounds(Training):
+    """Counts steps, and lets displacements be exchanged every so many of them.
+
+    Attributes:
+        rounds: what the user asks for.
+        taken: local steps since the last exchange began.
+        step: exchanges done.
+    """
+
+    engine: RoundEngine
+
+    def __init__(
+        self, engine: RoundEngine, rounds: RoundSettings, settings: Settings, facts: Facts, buffers: Buffers
+    ) -> None:
+        super().__init__(engine, rounds.recipe, settings, next(_labels))
+        self.rounds, self._buffers = rounds, buffers
+        self.taken = 0
+        #: steps since the exchange under way began, and its first task; None where none is
+        self._flying: int | None = None
+        self._header: Any = None
+        self._has_begun = False
+        #: steps of this process, when the first of them was, and seconds that exchanges have held it up
+        self._num_steps, self._since, self._held_up = 0, 0.0, 0.0
+        self.begin(facts, self.first_plan_of(facts))
+
+    @property
+    def bytes_per_step(self) -> float:
+        """Payload bytes that this rank sends in an exchange, over the local steps from one to the next."""
+        mean = self.telemetry.mean
+        return 0.0 if mean is None else mean.bytes_sent / self.rounds.every
+
+    @property
+    def share_computing(self) -> float:
+        """The share of this process' time since its first step that exchanges have not held it up."""
+        passed = time.perf_counter() - self._since
+        return 1.0 - self._held_up / passed if self._num_steps else 1.0
+
+    def summary(self) -> str:
+        """In one line: bytes per local step, time computing, and the means of exchanges."""
+        return (
+            f"{self.step} exchanges, each after {self.rounds.every} steps: {self.bytes_per_step:,.0f} B per "
+            f"step, {100 * self.share_computing:.1f} % of the time computing; {self.telemetry.summary()}"
+        )
+
+    def first_plan_of(self, facts: Facts) -> Plan:
+        """Buckets of 32 MiB; where everything is sent, none."""
+        parameters = [fact for fact, _ in facts.values()]
+        if isinstance(self.recipe.sparsifier, Dense):
+            return Plan((), tuple(fact.name for fact in parameters))
+        return fixed_bytes(parameters)
+
+    def build(self, plan: Plan) -> None:
+        kept = self._kept()
+        super().build(plan)
+        self._assign_kept(kept)
+
+    def _kept(self) -> dict[str, dict[str, Any]]:
+        """Common parameters, and the outer step's velocity, by parameter."""
+        kept: dict[str, dict[str, Any]] = {"start": {}, "velocity": {}}
+        for part, what in itertools.product(self.parts, kept):
+            values = part.gradient.to_host(what)
+            if values.size:
+                for number, (name, place) in enumerate(zip(part.names, part.places, strict=True)):
+                    kept[what][name] = part.shaped(number, values[slice(*place)])
+        return kept
+
+    def _assign_kept(self, kept: Mapping[str, Mapping[str, Any]]) -> None:
+        for part, what in itertools.product(self.parts, kept):
+            if kept[what].keys() >= set(part.names):
+                flat = [part.flat(number, kept[what][name]) for number, name in enumerate(part.names)]
+                part.gradient.from_host(what, np.concatenate(flat))
+
+    # what ranks agree upon
+
+    def before_step(self) -> None:
+        """Before every step of the optimizer. All ranks meet in the first, and after a start or a load."""
+        if self._has_begun and self.is_agreed:
+            return
+        if not self._has_begun:
+            for part in self.parts:
+                part.gradient.begin()
+            self._has_begun = True
+        self.agree()
+        self._since, self._num_steps, self._held_up = time.perf_counter(), 0, 0.0
+
+    def agree(self) -> None:
+        """See `Training.agree`; where ranks have come apart all take what the furthest one has."""
+        if self.is_agreed:
+            return
+        own, made_for = self.step, self.made_for
+        super().agree()
+        if self.size > 1:
+            self._together(self._follow_furthest(own, made_for))
+
+    def _follow_furthest(self, own_step: int, made_for: tuple[int, int]) -> Synchronization[None]:
+        told = yield from shared_lines([own_step, made_for[1]])
+        steps = [step for step, _ in told]
+        if any(one != [self.step, self.size] for one in told):
+            root = steps.index(max(steps))
+            for part in self.parts:
+                for what in ("start", "velocity"):
+                    own = part.gradient.to_host(what)
+                    if own.size:
+                        received = yield Broadcast(np.ascontiguousarray(own).view(np.int32), root)
+                        part.gradient.from_host(what, np.ascontiguousarray(received).view(own.dtype))
+                if own_step < max(steps):  # a rank that has just come, or has been elsewhere
+                    part.gradient.return_to_start()
+                    self.taken = 0
+        yield from self._compare()
+
+    def _compare(self) -> Synchronization[None]:
+        """Whether the common parameters are equal on all ranks."""
+        before = self.telemetry.num_drifts
+        yield from self.drift.run(self.step, self.rank, self.engine.entries(self.parts))
+        if self.telemetry.num_drifts > before and self.drift.policy == "resync":
+            for part in self.parts:
+                part.gradient.return_to_start()
+
+    # an exchange
+
+    def after_step(self) -> None:
+        """After every step of the optimizer: exchanges where it is time."""
+        self.taken += 1
+        self._num_steps += 1
+        if self._flying is None and self.taken < self.rounds.every:
+            return
+        began = time.perf_counter()
+        if self._flying is not None:
+            self._flying += 1
+            self.engine.advance()
+            if self._flying >= self.rounds.delay:
+                self._settle()
+        if self.taken >= self.rounds.every:
+            self._begin()
+            if not self.rounds.delay:
+                self._settle()
+        self._held_up += time.perf_counter() - began
+
+    def finish(self) -> None:
+        """Ends a training: exchanges until all ranks have called it; all call it, at whatever step they are.
+
+        Ranks that have skipped steps, or have had fewer batches, are met by the others' exchanges.
+        """
+        self.before_step()
+        while True:
+            self._begin(finishing=True)
+            if self._settle():
+                return
+
+    def _begin(self, *, finishing: bool = False) -> None:
+        """Starts an exchange, after the one that is under way."""
+        if self._flying is not None:
+            self._settle()
+        starter = self.engine.starter
+        self._header = starter.start("header", shared_lines([finishing, self._buffers.changed()]))
+        for part in self.parts:
+            if part.streams is not None:
+                part.streams.note()
+            part.start(starter)
+        self._flying, self.taken = 0, 0
+
+    def _waited(self) -> list[BaseException]:
+        tasks = [part.task for part in self.parts]
+        self.engine.starter.wait(tasks)
+        return [task.error for task in tasks if task.error is not None]
+
+    def _settle(self) -> bool:
+        """Waits for the exchange under way and applies it; whether all ranks are finishing."""
+        self._flying, starter = None, self.engine.starter
+        idle = starter.idle_seconds
+        try:
+            starter.wait([self._header])
+            told = self._header.value()
+            errors = self._waited()
+            if errors:
+                errors = self.carried_out_again(errors, lambda _: starter, self._waited)
+        except Exception as error:
+            if not isinstance(error, DeadlineError):  # after one of these a thread may go on
+                for part in self.parts:
+                    part.abandon(drop=True)  # the parameters have it still, and bring it next time
+            raise
+        verdict = self.policy.judge(errors, self.host_ranks)
+        if verdict.error is not None:
+            for part in self.parts:
+                part.abandon(drop=verdict.drop)
+                part.gradient.return_to_start()
+            if verdict.outcome is not Outcome.SKIPPED:
+                raise verdict.error
+            return False
+        reports = [part.apply(self._scale_of(part)) for part in self.parts]
+        self.step += 1
+        self.telemetry.record(self.step, reports, starter.idle_seconds - idle)
+        changed = sorted({name for _, names in told for name in names})
+        if changed:
+            task = starter.start("buffers", self._buffers.shared(changed, self.size))
+            starter.wait([task])
+            task.value()
+        if self.step >= self.drift.next_step:
+            self._together(self._compare())
+        return all(finishing for finishing, _ in told)
+
+    def _scale_of(self, part: Any) -> float:
+        if not (hasattr(part, "bucket") and isinstance(part.bucket.recipe.sparsifier, SelectAndGather)):
+            return 1.0 / self.size
+        if self.rounds.clip:
+            part.task.result = clipped_to_median(part.task.result)
+        if self.rounds.combine == "ranks":
+            return 1.0 / self.size
+        part.task.result = mean_over_senders(part.task.result)
+        return 1.0
+
+    # checkpoints
+
+    def save(self, **more: Any) -> dict[str, Any]:
+        """See `Training.save`; an exchange under way is settled first, so all ranks save at the same step."""
+        if self._flying is not None:
+            self._settle()
+        local = {"taken": self.taken, "has_begun": self._has_begun, **self._kept()}
+        return super().save(local=local, **more)
+
+    def load(self, entry: Mapping[str, Any] | None) -> None:
+        """See `Training.load`; without an entry the parameters as they are then are the common ones."""
+        if self._flying is not None:
+            self._settle()
+        local = {} if entry is None else self._checked_local(entry)
+        super().load(entry)
+        self._has_begun, self.taken = bool(local.get("has_begun")), int(local.get("taken", 0))
+        self._assign_kept({what: local.get(what, {}) for what in ("start", "velocity")})
+
+    def _checked_local(self, entry: Mapping[str, Any]) -> Mapping[str, Any]:
+        local = entry.get("local")
+        if not isinstance(local, Mapping):
+            raise StateMismatchError("the saved state is of a training that synchronized every step")
+        shapes = {name: tuple(fact.shape or ()) for name, (fact, _) in self.facts.items()}
+        for what in ("start", "velocity"):
+            wanted = shapes if what == "start" or self.rounds.outer.momentum else {}
+            found = {name: tuple(values.shape) for name, values in local.get(what, {}).items()}
+            if found != wanted:
+                raise StateMismatchError(f"local.{what} in the saved state has other parameters, or shapes")
+        return local

@@ -1,0 +1,139 @@
+"""Local steps on real ranks, over Horovod and torch.distributed: the same bits, and no gradient travels."""
+
+from __future__ import annotations
+
+import copy
+import socket
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import horovod.torch as stock
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import horovod_sparse.torch as hvd
+from horovod_sparse import ddp
+from horovod_sparse.errors import ArgumentError, DriftError, StateMismatchError, UnsupportedError
+
+WAYS: dict[str, dict[str, Any]] = {
+    "dense": {"outer": "nesterov"},
+    "sparseloco": {"compression": "sparseloco"},
+    "senders": {"compression": "topk:density=0.1", "combine": "senders"},
+    "several rounds": {"compression": "oktopk:density=0.1"},
+    "delay": {"compression": "sparseloco", "delay": 2},
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _process_group() -> Iterator[None]:
+    """Ranks of Horovod as ranks of torch.distributed."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = stock.broadcast_object(free.getsockname(), name="local.address")
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://{address[0]}:{address[1]}",
+        rank=stock.rank(),
+        world_size=stock.size(),
+        timeout=timedelta(seconds=60),
+    )
+    yield
+    dist.destroy_process_group()
+
+
+class Training:
+    """A model with statistics of batches, AdamW, and local steps over one of the engines."""
+
+    def __init__(self, kind: str, seed: int = 0, **given: Any) -> None:
+        torch.manual_seed(seed)
+        self.net = nn.Sequential(nn.Linear(40, 60), nn.BatchNorm1d(60), nn.Tanh(), nn.Linear(60, 3))
+        self.model: nn.Module = DistributedDataParallel(self.net) if kind == "ddp" else self.net
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        make: Any = ddp.LocalSteps if kind == "ddp" else hvd.LocalSteps
+        self.local = make(self.optimizer, self.model, **{"every": 3, **given})
+        self.steps = 0
+
+    def train(self, rank: int, num_steps: int) -> None:
+        for _ in range(num_steps):
+            random = np.random.default_rng([rank, self.steps])
+            inputs = torch.from_numpy(random.standard_normal((8, 40)).astype(np.float32))
+            self.optimizer.zero_grad()
+            self.model(inputs).sub(inputs[:, :3]).square().mean().backward()
+            self.optimizer.step()
+            self.steps += 1
+
+    def vector(self) -> torch.Tensor:
+        return nn.utils.parameters_to_vector(self.net.parameters()).detach().clone()
+
+
+def alike(tensor: torch.Tensor) -> bool:
+    """Whether all ranks have it."""
+    first = tensor.double()
+    most = first.clone()
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    dist.all_reduce(first, dist.ReduceOp.MIN)
+    return torch.equal(first, most)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_both_engines_do_the_same(way, rank, size):
+    one, other = (Training(kind, **WAYS[way]) for kind in ("ddp", "horovod"))
+    for number in range(4):
+        for training in (one, other):
+            training.train(rank, 2 + number % 2)
+        assert torch.equal(one.vector(), other.vector())
+        if number == 0:
+            assert not alike(one.vector())  # no gradient was synchronized
+    for training in (one, other):
+        training.local.finish()
+        assert alike(training.vector()) or way == "delay"
+        assert all(alike(buffer) for buffer in training.net.buffers())
+    assert torch.equal(one.vector(), other.vector())
+    mean = one.local.telemetry.mean
+    assert mean is not None
+    assert mean.saving > (20 if "sparseloco" in way else 0.9)
+
+
+@pytest.mark.parametrize("kind", ["horovod", "ddp"])
+def test_resume_in_the_middle_of_a_round(kind, rank):
+    one = Training(kind, compression="sparseloco")
+    one.train(rank, 4)
+    saved = copy.deepcopy([item.state_dict() for item in (one.net, one.optimizer, one.local)])
+    one.train(rank, 5)
+    again = Training(kind, seed=1, compression="sparseloco")
+    for item, entry in zip((again.net, again.optimizer, again.local), saved, strict=True):
+        item.load_state_dict(entry)
+    again.steps = 4
+    again.train(rank, 5)
+    assert torch.equal(one.vector(), again.vector())
+
+
+@pytest.mark.parametrize("kind", ["horovod", "ddp"])
+def test_ranks_that_have_come_to_other_ends_end_together(kind, rank):
+    one = Training(kind, compression="sparseloco")
+    one.train(rank, 5 + 3 * (rank == 1))
+    one.local.finish()
+    assert alike(one.vector())
+
+
+@pytest.mark.parametrize("kind", ["horovod", "ddp"])
+def test_ranks_that_begin_apart_are_told_in_the_first_step(kind, rank):
+    with pytest.raises(StateMismatchError, match="every differs"):
+        Training(kind, every=3 + rank).train(rank, 1)
+    if kind == "ddp":
+        with pytest.raises(UnsupportedError, match="communication hook"):
+            model = DistributedDataParallel(nn.Linear(2, 2))
+            ddp.attach(model, "topk:density=0.5")
+            ddp.LocalSteps(torch.optim.SGD(model.parameters()), model, every=2)
+        return
+    with pytest.raises(ArgumentError, match="optimizer"):
+        net = nn.Linear(2, 2)
+        wrapped = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1))
+        hvd.LocalSteps(wrapped, net, every=2)
+    with pytest.raises(DriftError, match=r"0\.weight"):
+        Training(kind, seed=rank).train(rank, 1)

@@ -1,0 +1,446 @@
+"""Laws of local steps, on ranks that are threads of one process and meet in every collective."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from horovod_sparse.collectives import Request
+from horovod_sparse.errors import ArgumentError, NonFiniteGradientError, StateMismatchError
+from horovod_sparse.feedback import parse_recipe
+from horovod_sparse.simulation.lockstep import answer
+from horovod_sparse.tensors.driver import Task
+from horovod_sparse.tensors.local_steps import LocalEngine, LocalTraining, named_in
+from horovod_sparse.training.engine import carry_out
+from horovod_sparse.training.host_topology import Ranks
+from horovod_sparse.training.rounds import LocalOptions, RoundSettings
+from horovod_sparse.training.settings import Settings
+
+SIZE, START, TOPK = 4, object(), "topk:density=0.1"
+RECIPES = [None, "sparseloco", "topk:density=0.1", "oktopk:density=0.1", "qsgd", "randomk:density=0.2"]
+
+
+class Meeting:
+    """Where ranks bring their requests, and find their answers."""
+
+    def __init__(self, size: int) -> None:
+        self.barrier, self.brought, self.answers = threading.Barrier(size), [None] * size, []
+        self.num_bytes = 0
+
+    def __call__(self, rank: int, request: Request) -> Any:
+        self.brought[rank] = request
+        if self.barrier.wait(60) == 0:
+            assert len({type(one) for one in self.brought}) == 1, self.brought
+            self.num_bytes += getattr(self.brought[0], "buffer", np.zeros(0)).nbytes
+            self.answers = answer(self.brought)
+        self.barrier.wait(60)
+        return self.answers[rank]
+
+
+class ThreadEngine(LocalEngine):
+    """One rank; a coroutine ends where it is started."""
+
+    name, idle_seconds = "threads", 0.0
+
+    def __init__(self, rank: int, meeting: Meeting, rounds: RoundSettings, named: Any, offload: bool) -> None:
+        self.rank, self.meeting, self.rounds = rank, meeting, rounds
+        self.named, self.offload, self.starter = named, offload, self
+        #: another one after a restart
+        self.start_of: object = START
+
+    def rank_and_size(self) -> tuple[int, int]:
+        return self.rank, len(self.meeting.brought)
+
+    def ranks(self) -> Ranks:
+        rank, size = self.rank_and_size()
+        return Ranks(rank, size, rank, size, host="here", host_rank=rank, host_size=size)
+
+    def start_token(self) -> object:
+        return self.start_of
+
+    def carry_out(self, coroutine: Any, topology: Any) -> Any:
+        return carry_out(coroutine, lambda request: self.meeting(self.rank, request))
+
+    def start(self, name: str, coroutine: Any) -> Task:
+        task = Task(name)
+        try:
+            task.result = self.carry_out(coroutine, None)
+        except Exception as error:
+            task.error = error
+        task.done = True
+        return task
+
+    def wait(self, tasks: Any) -> None:
+        """All have ended."""
+
+    def advance(self) -> None:
+        """Nothing is under way."""
+
+    def move_to(self, topology: Any) -> None:
+        raise NotImplementedError
+
+    def to_array(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array.copy())
+
+
+class Rank:
+    """A model, its optimizer, local steps, and data that no other rank has."""
+
+    def __init__(
+        self, rank: int, meeting: Meeting, *, inner: Any = None, seed: int = 0, **given: Any
+    ) -> None:
+        torch.manual_seed(seed)
+        self.rank, self.steps = rank, 0
+        self.model = nn.Sequential(nn.Linear(40, 60), nn.Tanh(), nn.Linear(60, 3))
+        self.optimizer = (inner or adamw)(self.model.parameters())
+        #: by the optimizer's own steps, since somebody has set it to 0
+        self.moved = torch.zeros_like(self.vector())
+        self.optimizer.register_step_pre_hook(lambda *_: self._note(-1))
+        self.optimizer.register_step_post_hook(lambda *_: self._note(1))
+        options = {name: given.pop(name) for name in LocalOptions.__annotations__ if name in given}
+        offload = given.pop("offload", False)
+        rounds = RoundSettings.of(given.pop("every", 3), **given)
+        named = named_in(self.optimizer, self.model)
+        engine = ThreadEngine(rank, meeting, rounds, named, offload)
+        self.local = LocalTraining(self.optimizer, self.model, engine, Settings(**options))
+
+    def _note(self, sign: int) -> None:
+        self.moved += sign * self.vector()
+
+    def gradients(self) -> None:
+        """Of this rank's batch of this step."""
+        random = np.random.default_rng([self.rank, self.steps])
+        inputs = torch.from_numpy(random.standard_normal((8, 40)).astype(np.float32))
+        inputs = inputs.to(next(self.model.parameters()).dtype)
+        self.optimizer.zero_grad()
+        self.model(inputs).sub(inputs[:, :3]).square().mean().backward()
+        self.steps += 1
+
+    def train(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            self.gradients()
+            self.optimizer.step()
+
+    def vector(self) -> torch.Tensor:
+        return nn.utils.parameters_to_vector(self.model.parameters()).detach().clone()
+
+    def kept(self, what: str) -> torch.Tensor:
+        """Of all parameters: "start", or "residuals"."""
+        entry = self.local.state_dict()
+        values = entry["residuals"] if what == "residuals" else entry["local"][what]
+        return torch.cat([values[name].reshape(-1) for name, _ in self.model.named_parameters()])
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01)
+
+
+def half_of(parameters: Any) -> torch.optim.Optimizer:
+    parameters = list(parameters)
+    for parameter in parameters:
+        parameter.data = parameter.data.bfloat16()
+    return adamw(parameters)
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def on_ranks(body: Callable[[int, Meeting], Any], size: int = SIZE) -> list[Any]:
+    """What every rank returns, or the first error."""
+    meeting, results, errors = Meeting(size), [None] * size, []
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = body(rank, meeting)
+        except threading.BrokenBarrierError:
+            pass
+        except BaseException as error:
+            errors.append(error)
+            meeting.barrier.abort()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results
+
+
+MAKING = threading.Lock()
+
+
+def made(rank: int, meeting: Meeting, **given: Any) -> Rank:
+    """One model is made at a time: all draw from PyTorch's generator."""
+    with MAKING:
+        return Rank(rank, meeting, **given)
+
+
+def equal(tensors: list[torch.Tensor]) -> bool:
+    return all(torch.equal(tensors[0], other) for other in tensors[1:])
+
+
+@pytest.mark.parametrize("compression", [None, "topk:density=1.0", "chunk_topk:density=1.0,indices=gaps"])
+def test_one_step_of_sgd_is_data_parallel_training(compression):
+    def body(rank, meeting):
+        one = made(rank, meeting, inner=sgd, every=1, compression=compression)
+        one.train(6)
+        return one.vector()
+
+    found = on_ranks(body)
+    model = made(0, Meeting(1), inner=sgd)
+    others = [made(rank, Meeting(1), inner=sgd) for rank in range(SIZE)]
+    for _ in range(6):
+        for other in others:
+            other.model.load_state_dict(model.model.state_dict())
+            other.gradients()
+        for parameter, *theirs in zip(*(m.model.parameters() for m in (model, *others)), strict=True):
+            parameter.data -= 0.1 * sum(one.grad for one in theirs) / SIZE
+    assert equal(found)
+    torch.testing.assert_close(found[0], model.vector(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("every", "num_steps"), [(1, 4), (3, 12)])
+def test_everything_by_nesterov_is_diloco_bit_for_bit(every, num_steps):
+    """The paper's algorithm 1: AdamW on each worker, outside PyTorch's SGD with Nesterov's momentum."""
+
+    def body(rank, meeting):
+        one = made(rank, meeting, every=every, outer="nesterov")
+        one.train(num_steps)
+        return one.vector()
+
+    found = on_ranks(body)
+    workers = [made(rank, Meeting(1), every=10**6) for rank in range(SIZE)]
+    shared = nn.Parameter(workers[0].vector())
+    outer = torch.optim.SGD([shared], lr=0.7, momentum=0.9, nesterov=True)
+    for _ in range(num_steps // every):
+        moved = []
+        for worker in workers:
+            nn.utils.vector_to_parameters(shared.data.clone(), worker.model.parameters())
+            worker.train(every)
+            moved.append(shared.data - worker.vector())
+        shared.grad = sum(moved[1:], moved[0]) * (1.0 / SIZE)
+        outer.step()
+    assert all(torch.equal(one, shared.data) for one in found)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        *({"compression": compression} for compression in RECIPES),
+        *({"compression": compression, "combine": "senders"} for compression in (None, "sparseloco")),
+        {"compression": "sparseloco", "clip": "median"},
+    ],
+    ids=str,
+)
+def test_replicas_are_equal_after_every_exchange(given):
+    def body(rank, meeting):
+        one, seen = made(rank, meeting, **given), []
+        for _ in range(5):
+            one.train(2)
+            apart = one.vector()
+            one.train(1)
+            seen.append((apart, one.vector()))
+        return seen
+
+    for rounds in zip(*on_ranks(body), strict=True):
+        assert not equal([apart for apart, _ in rounds])
+        assert equal([together for _, together in rounds])
+
+
+@pytest.mark.parametrize("delay", [0, 2])
+@pytest.mark.parametrize("decay", [1.0, 0.5])
+def test_nothing_is_lost_but_what_decays(decay, delay):
+    """``mean of (decay e + displacement - e') = theta - theta'``; what is learned meanwhile comes next."""
+    text = f"chunk_topk:density=0.1,chunk=64,values=2bit,feedback=error(decay={decay})"
+
+    def body(rank, meeting):
+        one, rounds = made(rank, meeting, compression=text, delay=delay), []
+        residual, start = torch.zeros_like(one.vector()), one.vector()
+        for number in range(4):
+            one.train(3 if number == 0 else 3 - delay)
+            moved, one.moved = -one.moved, torch.zeros_like(start)
+            one.train(delay)
+            after, now = one.kept("residuals"), one.kept("start")
+            rounds.append((decay * residual + moved - after, start - now))
+            residual, start = after, now
+            torch.testing.assert_close(one.vector() - start, one.moved, rtol=1e-4, atol=1e-6)
+        return rounds
+
+    for rounds in zip(*on_ranks(body), strict=True):
+        sent, stepped = (torch.stack(item).mean(0) for item in zip(*rounds, strict=True))
+        torch.testing.assert_close(sent, stepped, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "given", [{"compression": "sparseloco"}, {"outer": "nesterov"}, {"delay": 2}], ids=str
+)
+def test_resume_in_the_middle_of_a_round_is_invisible(given):
+    def body(rank, meeting):
+        one = made(rank, meeting, **given)
+        one.train(7)
+        saved = [item.state_dict() for item in (one.model, one.optimizer, one.local)]
+        saved = copy.deepcopy(saved)
+        one.train(7)
+        again = made(rank, meeting, seed=1, **given)
+        for item, entry in zip((again.model, again.optimizer, again.local), saved, strict=True):
+            item.load_state_dict(entry)
+        again.steps = 7
+        again.train(7)
+        assert torch.equal(one.vector(), again.vector())
+        assert torch.equal(one.kept("start"), again.kept("start"))
+        with pytest.raises(StateMismatchError, match="synchronized every step"):
+            again.local.load_state_dict({name: item for name, item in saved[2].items() if name != "local"})
+
+    on_ranks(body)
+
+
+def test_survivors_and_a_newcomer_go_on_from_what_the_furthest_have():
+    """As after a restart in elastic training: other ranks, another start, and a worker that has just come."""
+    before = on_ranks(lambda rank, meeting: trained(made(rank, meeting, compression=TOPK), 7), size=3)
+    common = before[0].kept("start")
+
+    def body(rank, meeting):
+        one = before[1 + rank] if rank < 2 else made(rank, meeting, seed=5, compression=TOPK)
+        held = one.kept("residuals")
+        engine = one.local.engine
+        engine.meeting, engine.rank, engine.start_of = meeting, rank, "the second start"
+        one.rank = rank
+        one.optimizer.zero_grad()
+        one.gradients()
+        one.optimizer.step()
+        assert torch.equal(one.kept("start"), common)
+        torch.testing.assert_close(one.kept("residuals"), held * (1.0 if rank < 2 else 0.0))
+        one.train(4 if rank < 2 else 5)  # those that have gone on are one step further in their round
+        return one.vector()
+
+    assert equal(on_ranks(body, 3))
+
+
+def trained(one: Rank, num_steps: int) -> Rank:
+    one.train(num_steps)
+    return one
+
+
+def test_ranks_that_have_done_fewer_steps_end_together():
+    def body(rank, meeting):
+        one = made(rank, meeting, compression="sparseloco")
+        one.train((7, 6, 5, 11)[rank])
+        one.local.finish()
+        return one.vector()
+
+    assert equal(on_ranks(body))
+
+
+@pytest.mark.parametrize("compression", [None, "topk:density=0.1"])
+@pytest.mark.parametrize("policy", ["raise", "skip", "zero"])
+def test_a_rank_that_has_diverged_spoils_no_other(policy, compression):
+    def body(rank, meeting):
+        one = made(rank, meeting, compression=compression, on_nonfinite=policy)
+        one.train(4)
+        if rank == 1:
+            next(one.model.parameters()).data[0, 0] = torch.nan
+        if policy == "raise":
+            with pytest.raises(NonFiniteGradientError, match="is not finite"):
+                one.train(2)
+        else:
+            one.train(2)
+        middle = one.vector()
+        one.steps = 6
+        one.optimizer.state.clear()  # its moments have seen no NaN; the next batch's have nothing of it
+        one.train(3)
+        return middle, one.vector()
+
+    for vectors in zip(*on_ranks(body), strict=True):
+        assert equal(list(vectors))
+        assert vectors[0].isfinite().all()
+
+
+def test_steps_that_are_no_steps_do_not_count():
+    def body(rank, meeting):
+        one = made(
+            rank, meeting, every=2, inner=lambda all_of_them: torch.optim.AdamW(all_of_them, fused=True)
+        )
+        one.gradients()
+        one.gradients()  # accumulated
+        one.optimizer.found_inf = torch.ones(())  # what a GradScaler tells a fused optimizer
+        one.optimizer.step()
+        del one.optimizer.found_inf
+        assert (one.local.taken, one.local.step) == (0, 0)
+        one.train(1)
+        assert (one.local.taken, one.local.step) == (1, 0)
+        one.train(1)
+        assert (one.local.taken, one.local.step) == (0, 1)
+
+    on_ranks(body, 2)
+
+
+def test_what_lies_on_the_host_and_half_types_follow_the_same_law():
+    def body(rank, meeting):
+        found = []
+        for offload in (False, True):
+            one = made(rank, meeting, compression="sparseloco", offload=offload)
+            one.train(6)
+            found.append(one.vector())
+        half = made(rank, meeting, inner=half_of)
+        half.train(3)
+        found.append(half.vector())
+        return found
+
+    (one, offloaded, half), (_, _, other) = on_ranks(body, 2)
+    assert torch.equal(one, offloaded)
+    assert torch.equal(half, other)
+
+
+def test_buffers_are_averaged_where_they_are_floats():
+    def body(rank, meeting):
+        one = made(rank, meeting, every=1, inner=sgd)
+        one.model.register_buffer("mean", torch.zeros(3))
+        one.model.register_buffer("count", torch.zeros(2, dtype=torch.int64))
+        one.model.register_buffer("still", torch.full((2,), float(rank)))
+        one.local = None  # hooks of the first one are gone with it
+        rounds, named = RoundSettings.of(1), named_in(one.optimizer, one.model)
+        engine = ThreadEngine(rank, meeting, rounds, named, False)
+        one.local = LocalTraining(one.optimizer, one.model, engine, Settings())
+        one.model.mean += rank
+        one.model.count += 5 + rank
+        one.train(2)
+        assert one.model.mean.tolist() == [0.5] * 3
+        assert one.model.count.tolist() == [5, 5]
+        assert one.model.still.tolist() == [float(rank)] * 2  # nobody has touched it
+
+    on_ranks(body, 2)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"compression": "sparseloco", "outer": "nesterov"}, "a residual is a momentum already"),
+        ({"compression": "dgc:density=0.1,feedback=momentum"}, "moments already"),
+        ({"compression": "oktopk:density=0.1", "combine": "senders"}, "combine='senders'"),
+        ({"every": 3, "delay": 4}, "delay=4"),
+        ({"every": 0}, "every=0"),
+        ({"outer": "adam"}, "unknown outer 'adam'"),
+        ({"compression": 3}, "compression=3"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(given, words):
+    with pytest.raises(ArgumentError, match=words):
+        Rank(0, Meeting(1), **given)
+
+
+def test_the_preset_is_as_small_as_it_says():
+    """Of one bucket of 4096 chunks: 64 elements of each at less than 1.32 bytes."""
+    from horovod_sparse.simulation.cluster import bucket_traffic
+
+    n = 4096 * 256
+    assert 4 * n / bucket_traffic(parse_recipe("sparseloco"), n, size=2).bytes_sent > 194
