@@ -84,18 +84,8 @@ class Displacement(GradientLayout):
         """As an accumulator folds it, and leaves it as it is."""
         return self.memory.foldable(self.flat)
 
-    def scatter(self, indices: np.ndarray | None, values: np.ndarray, scale: float = 1.0) -> int:
-        if indices is None:
-            return super().scatter(indices, values, scale)
-        num_union = self.memory.write(self.flat, indices, values, scale)
-        where = torch.from_numpy(np.asarray(indices, np.int64)).to(self.flat.device)
-        # an index that stands twice is written twice with the same value
-        self.start[where] = self.start[where].sub_(self.flat[where], alpha=self.outer.lr)
-        self.return_to_start()
-        return num_union
-
     def _give_out(self) -> None:
-        """The outer step of a whole sum."""
+        """The outer step; dense, since reading and writing single elements takes longer."""
         if self.outer.momentum:
             self.velocity.mul_(self.outer.momentum).add_(self.flat)
             self.flat.add_(self.velocity, alpha=self.outer.momentum)
