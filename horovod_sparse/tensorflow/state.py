@@ -382,13 +382,15 @@ def _restored(saved: Mapping[str, Any]) -> np.ndarray:
 
 def _check_variables(variables: Sequence[Any], saved: Sequence[Mapping[str, Any]]) -> None:
     own = [as_variable(variable) for variable in variables]
-    here = [(variable.dtype.name, list(variable.shape)) for variable in own]
-    theirs = [(one["dtype"], one["shape"]) for one in saved]
+    here = [(one.dtype.name, list(one.shape), one.dtype.size * one.shape.num_elements()) for one in own]
+    if not all(isinstance(one, Mapping) and isinstance(one.get("bits"), np.ndarray) for one in saved):
+        raise StateMismatchError("variables in the checkpoint are not arrays with their types and shapes")
+    theirs = [(one.get("dtype"), one.get("shape"), one["bits"].nbytes) for one in saved]
     if len(here) != len(theirs):
         raise StateMismatchError(f"the checkpoint has {len(theirs)} variables, {len(here)} are to be loaded")
     for variable, mine, other in zip(own, here, theirs, strict=True):
         if mine != other:
             raise StateMismatchError(
-                f"the saved state is of another model: {variable.name} is {mine[0]} {mine[1]}, the "
-                f"checkpoint has {other[0]} {other[1]} in its place"
+                f"the saved state is of another model: {variable.name} is {mine[0]} {mine[1]} of {mine[2]} "
+                f"bytes, the checkpoint has {other[0]} {other[1]} of {other[2]} in its place"
             )

@@ -10,8 +10,9 @@ tf = pytest.importorskip("tensorflow")
 hvd = pytest.importorskip("horovod_sparse.tensorflow")
 keras_hvd = pytest.importorskip("horovod_sparse.tensorflow.keras")
 
-from horovod_sparse.errors import UnsupportedError  # noqa: E402
+from horovod_sparse.errors import StateMismatchError, UnsupportedError  # noqa: E402
 from horovod_sparse.simulation import SimulatedCluster  # noqa: E402
+from horovod_sparse.tensorflow import state  # noqa: E402
 from support.sampling import rows_by  # noqa: E402
 
 LENGTH, RATE = 200, 0.5
@@ -96,6 +97,18 @@ def test_a_compressor_for_every_step_is_warned_of(caplog):
     for number in range(4):
         by_tape(compression, other, in_graph=False)(tf.constant(targets(number)))
     assert not caplog.text
+
+
+def test_variables_of_a_forged_checkpoint_are_refused_before_any_is_loaded(tmp_path, monkeypatch):
+    weight, compression = tf.Variable(tf.zeros(LENGTH), name="weight"), made("error")
+    by_tape(compression, weight, in_graph=True)(tf.constant(targets(0)))
+    other, forged = tf.Variable([1.0, 2.0]), {"dtype": "float32", "shape": [2], "bits": np.zeros(3, np.uint8)}
+    for number, one in enumerate((3, {"dtype": "float32", "shape": [2]}, forged)):
+        with monkeypatch.context() as patch:
+            patch.setattr(state, "_saved", lambda variable, one=one: one)
+            hvd.save(tmp_path / str(number), compression, variables=[other])
+        with pytest.raises(StateMismatchError, match="checkpoint"):
+            hvd.load(tmp_path / str(number), compression, variables=[other])
 
 
 def test_messages_between_pairs_are_refused(monkeypatch):
