@@ -282,13 +282,16 @@ _LIVES = "_horovod_sparse_telemetries"
 def _warn_of_short_lives(variable: Any, telemetry: Telemetry) -> None:
     """Says so where every step has a compressor of its own: none of them keeps a residual."""
     lives = getattr(variable, _LIVES, ())
-    if len(lives) == 2 and all(life.num_steps == 1 for life in lives):
+    if lives is None:  # it was said
+        return
+    told = len(lives) == 2 and all(life.num_steps == 1 for life in lives)
+    if told:
         _log.warning(
             "%s has had a new compressor in each of the last steps, and residuals were lost with them: "
             "make it once, outside of the training loop",
             variable.name,
         )
-    setattr(variable, _LIVES, (*lives[-1:], telemetry))
+    setattr(variable, _LIVES, None if told else (*lives[-1:], telemetry))
 
 
 def _goes_on(former: Part, part: Part) -> bool:

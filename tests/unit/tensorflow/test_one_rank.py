@@ -96,7 +96,7 @@ def test_a_compressor_for_every_step_is_warned_of(caplog):
     caplog.clear()
     for number in range(4):
         by_tape(compression, other, in_graph=False)(tf.constant(targets(number)))
-    assert not caplog.text
+    assert "outside of the training loop" not in caplog.text  # TensorFlow warns of its own
 
 
 def test_variables_of_a_forged_checkpoint_are_refused_before_any_is_loaded(tmp_path, monkeypatch):
