@@ -107,6 +107,10 @@ class Synchronizer(Training):
             _log.info("without optimizer= residuals do not follow the learning rate")
         watch_scalers()
 
+    def declared(self) -> dict[str, str]:
+        """A rank without a plan follows DistributedDataParallel's buckets, which come to differ."""
+        return {**super().declared(), "plan": "none" if self.settings.plan is None else "given"}
+
     def choose_levels(self, num_hosts: int, per_host: int) -> ChosenLevels:
         """By formulas."""
         return by_cost(self.recipe.sparsifier, self.parameters, None)(num_hosts, per_host)

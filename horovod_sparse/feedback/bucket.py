@@ -334,8 +334,8 @@ class Bucket:
             self._gradient = None
 
     def accept(self) -> None:
-        """The last step is applied, on all ranks: its gradient will not be dropped."""
-        self._gradient = None
+        """The last step is applied, on all ranks: it will not be taken back, nor its gradient dropped."""
+        self._gradient = self._before = None
 
     def member_at(self, position: int) -> str:
         """Name of the parameter that holds an element of the bucket."""

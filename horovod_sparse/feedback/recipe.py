@@ -322,9 +322,9 @@ def recipe(name: str, **arguments: Any) -> Recipe:
     Args:
         name: of the algorithm, as in `Compression`; or "best": top-k, which is the most accurate, with the
             feedback for the optimizer at hand (`BestFeedback`); or "sparseloco", for `LocalSteps`.
-        **arguments: of the algorithm, its `density` also as "auto" or an `AutoDensity`; `feedback` ("error",
-            "momentum", "none", or a `Feedback`); and those of `ParameterRules`. What has arguments
-            itself may be given as text: ``schedule="exponential(steps=400)"``.
+        **arguments: of the algorithm, its `density` also as "auto" or an `AutoDensity`; `feedback` (a name of
+            `FEEDBACKS`, or a `Feedback`); and those of `ParameterRules`. What has arguments itself may be
+            given as text: ``schedule="exponential(steps=400)"``.
 
     Raises:
         UnknownNameError: for a misspelt algorithm or argument, with the valid ones.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from horovod_sparse.planning.cost_model import CostModel
@@ -90,12 +89,7 @@ class _Waiting:
     names: tuple[str, ...]
 
 
-def predict(
-    workload: Workload,
-    plan: Plan,
-    cost: CostModel,
-    communication_seconds: Sequence[float] | None = None,
-) -> Timeline:
+def predict(workload: Workload, plan: Plan, cost: CostModel) -> Timeline:
     """The two queues of a step, Eqs. (5) to (8) and (17) of OMGS-SGD.
 
     Computation: backward of one parameter after the other; when the last gradient of a bucket is there,
@@ -107,7 +101,6 @@ def predict(
         workload: parameters and their backward times.
         plan: every parameter in a bucket or dense.
         cost: of selection and communication.
-        communication_seconds: of every bucket, instead of what `cost` says (measured, or simulated).
 
     Returns:
         The timeline.
@@ -151,12 +144,8 @@ def predict(
             selection = float(cost.selection.seconds(total))
             computation.append(Span("selection", clock, clock + selection, here, names))
             clock += selection
-            seconds = (
-                float(cost.communication.seconds(total))
-                if communication_seconds is None
-                else communication_seconds[number]
-            )
-            waiting.append(_Waiting(clock, seconds, "sparse", 0, number, names))
+            sending = float(cost.communication.seconds(total))
+            waiting.append(_Waiting(clock, sending, "sparse", 0, number, names))
     communication = _communicate(waiting, cost)
     if workload.update_seconds:
         done = max(span.end for span in (*computation, *communication))

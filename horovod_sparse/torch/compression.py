@@ -22,7 +22,7 @@ class SparseCompressor(hvd.compression.Compressor):
     """A recipe. Made by `Compression.topk(...)` and the like.
 
     In ``horovod_sparse.torch.DistributedOptimizer(optimizer, compression=...)`` only `recipe`,
-    `named_parameters` and `process_set` are used.
+    `named_parameters` and `process_set` are used: one compressor may serve several.
 
     Stock ``horovod.torch.DistributedOptimizer(optimizer, named_parameters=..., compression=...)`` is adopted
     where it would begin to synchronize gradients: it becomes what our `DistributedOptimizer` gives with

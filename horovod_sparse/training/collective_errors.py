@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import functools
 import json
+import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -92,6 +93,19 @@ def refuse_absence(hvd: Any, process_set: Any) -> None:
     )
 
 
+def refuse_alone(hvd: Any) -> None:
+    """Refuses one of several processes that Horovod was not told of: each would train for itself."""
+    if not hvd.is_initialized() or hvd.size() > 1 or "HOROVOD_RANK" in os.environ:
+        return
+    launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else ""
+    number = os.environ.get("WORLD_SIZE" if launcher else "OMPI_COMM_WORLD_SIZE", "1")
+    if number != "1" and (launcher or not hvd.mpi_enabled()):
+        raise errors.UnsupportedError(
+            f"{launcher or 'mpirun'} has started {number} processes, and Horovod does not know the others, "
+            "so each would train for itself: start them with horovodrun -np, or use horovod_sparse.ddp"
+        )
+
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _SCOPE = "horovod_sparse.building"
@@ -132,7 +146,11 @@ class ConstructionErrors:
             own, everyone = int(hvd.rank()), list(chosen.ranks or ())
             return (own, everyone) if own in everyone else None
 
-        return cls(ranks, check=lambda: check_transport(hvd))
+        def check() -> None:
+            refuse_alone(hvd)
+            check_transport(hvd)
+
+        return cls(ranks, check=check)
 
     def tell(self, error: Exception, process_set: Any) -> None:
         """Lets the others know, where there are others; waits for none of them."""

@@ -67,7 +67,8 @@ class Engine:
         train: a `Training` from a compression (text or recipe) and options; see `promises`.
         has: of "saved" (states), "adopts" (the user's AdamW), "levels", "nonfinite" (policies), "drift",
             "absent" (gradients of some ranks), "members" (some of the ranks), "types", "device" (memory of
-            one), "buckets" (in reach), "models" (that may differ, until ranks compare).
+            one), "buckets" (in reach), "models" (that may differ, until ranks compare), "retries" (after an
+            error of one rank alone).
         rank: of this process.
         size: number of processes.
         everyone: of a value what all ranks have.

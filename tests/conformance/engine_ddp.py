@@ -50,6 +50,10 @@ class HookTraining:
         )
 
     @property
+    def optimizer(self) -> Any:
+        return self.replica.optimizer
+
+    @property
     def telemetry(self) -> Any:
         return self.replica.sync.telemetry
 
@@ -96,7 +100,6 @@ def everyone(value: Any) -> list[Any]:
     return values
 
 
-HAS = frozenset(
-    {"adopts", "members", "saved", "absent", "types", "device", "levels", "nonfinite", "drift", "buckets"}
-)
+COMMON = "adopts", "members", "saved", "absent", "types", "device", "levels", "nonfinite", "drift", "buckets"
+HAS = frozenset({*COMMON, "retries"})
 ENGINES = [Engine("hook", HookTraining, HAS, dist.get_rank(), dist.get_world_size(), everyone)]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import horovod.torch as stock
@@ -28,6 +29,8 @@ class OwnTraining:
     """`horovod_sparse.torch.DistributedOptimizer`, in three buckets if nothing else is asked for."""
 
     module: Any = hvd
+    #: one compressor for all trainings of a recipe: ours keep nothing in it
+    compressor_of: Callable[[Recipe], Any] = staticmethod(functools.cache(hvd.SparseCompressor))
 
     def __init__(
         self,
@@ -43,7 +46,7 @@ class OwnTraining:
         self.compressor = (
             hvd.Compression.parse(compression)
             if isinstance(compression, str)
-            else hvd.SparseCompressor(compression)
+            else self.compressor_of(compression)
         )
         if members is not None:
             options["process_set"] = members
@@ -110,7 +113,7 @@ def held_in(entry: Mapping[str, Any]) -> dict[str, np.ndarray]:
 class StockTraining(OwnTraining):
     """`horovod.torch.DistributedOptimizer` with our compressor."""
 
-    module = stock
+    module, compressor_of = stock, hvd.SparseCompressor
 
     @staticmethod
     def _options(options: dict[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from conformance.engine import RATE, SHAPES, Engine, Ledger, Simulated, flat, gi
 from horovod_sparse.carriers.shared_memory import MEMORY_VARIABLE, lends
 from horovod_sparse.errors import (
     DriftError,
+    HorovodSparseError,
     NonFiniteGradientError,
     NonFiniteSumError,
     StateMismatchError,
@@ -46,6 +47,12 @@ def hosts(monkeypatch: pytest.MonkeyPatch, size: int) -> Topology:
     per_host = 2 if size % 2 == 0 else size
     monkeypatch.setenv("HOROVOD_SPARSE_RANKS_PER_HOST", str(per_host))
     return Topology.regular(size // per_host, per_host)
+
+
+def nightly_from(number: int, rows: Any) -> list[Any]:
+    """The rows of a table, those from a number on for nights."""
+    marks = [()] * number + [pytest.mark.nightly] * len(rows)
+    return [pytest.param(row, marks=mark) for row, mark in zip(rows, marks, strict=False)]
 
 
 def run(training: Any, engine: Engine, steps: Any) -> None:
@@ -132,6 +139,17 @@ def test_gradients_of_a_device_have_the_hosts_bits(engine: Engine, case: Any, mo
         trainings.append(engine.train(case.at(0.1)))
         run(trainings[-1], engine, range(4))
     assert same(*trainings)
+
+
+@pytest.mark.parametrize("text", ["exdyna:density=0.1", "dgc:density=0.1,feedback=momentum"])
+def test_one_recipe_serves_two_trainings(engine: Engine, text: str) -> None:
+    """As those of two networks that are trained in turn: a recipe is a value, and keeps nothing of either."""
+    recipe = parse_recipe(text)
+    shared, own = ([engine.train(one), engine.train(one)] for one in (recipe, text))
+    for step in range(4):
+        for number, training in enumerate(shared + own):
+            training.step(given(engine.rank, 2 * step + number % 2))
+    assert all(same(*pair) for pair in zip(shared, own, strict=True))
 
 
 @pytest.mark.parametrize("text", ["topk:density=1.0", "exdyna:density=1.0"])
@@ -401,20 +419,28 @@ def test_replicas_that_come_apart_are_found(engine: Engine, policy: str, caplog:
 # What ranks are given
 
 
+#: of which the first ones are for days
 OTHERS = [
-    "topk:density=0.1,values=float16",
-    "topk:density=0.1,dense_below=100",
-    "gtopk:density=0.1",
-    *(
-        pytest.param(text, marks=pytest.mark.nightly)
-        for text in (
-            "topk:density=0.2",
-            "topk:density=0.1,schedule=exponential(steps=10)",
-            "topk:density=0.1,feedback=none",
-            "randomk:density=0.1,seed=1",
-        )
-    ),
+    *("values=float16", "dense_below=100", "gtopk:density=0.1"),
+    *("density=0.2", "schedule=exponential(steps=10)", "feedback=none", "feedback=momentum", "indices=gaps"),
+    *("feedback=error(clip_norm=1.0)", "values=int8", "values=2bit", "dense=('*bias',)", "quantum=4"),
+    *(f"{name}:density=0.1" for name in ("exdyna", "micro", "oktopk", "dgc", "randomk", "cltk", "mstopk")),
+    *(f"{name}:density=0.1" for name in ("sidco", "spardl", "topk_dsa", "dragonn", "chunk_topk")),
+    *("hard_threshold:threshold=0.1", "qsgd:levels=4", "signsgd:density=1.0"),
 ]
+#: settings of the optimizer of one rank
+OPTIMIZER = {"lr": 0.25, "weight_decay": 0.1, "momentum": 0.9, "maximize": True}
+#: of one rank alone, and what is said of it
+ENVIRONMENT = {
+    "HOROVOD_SPARSE_CHECK_EVERY=7": "check_every differs: .* 1000, .* 7",
+    "HOROVOD_SPARSE_ON_DRIFT=warn": "on_drift differs: .* raise, .* warn",
+    **{
+        f"HOROVOD_SPARSE_{name}=nonsense": f"{name}.*nonsense"
+        for name in ("CHECK_EVERY", "ON_DRIFT", "DEADLINE_SECONDS", "SHARED_MEMORY", "TRANSPORT")
+    },
+}
+#: of one rank alone, as text
+WRONG = {"topk:densty=0.1": "densty", "topkk:density=0.1": "topkk", "topk:density=7": "density=7"}
 
 
 def refused(engine: Engine, training: Any, words: str, shapes: Any = SHAPES) -> None:
@@ -425,11 +451,39 @@ def refused(engine: Engine, training: Any, words: str, shapes: Any = SHAPES) -> 
     assert time.monotonic() - begun < SECONDS
 
 
-@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("other", nightly_from(3, OTHERS))
 def test_another_compression_is_told_to_all(engine: Engine, other: str) -> None:
     last = engine.size - 1
+    if ":" not in other:
+        other = f"topk:{other}" if "density=" in other else f"topk:density=0.1,{other}"
     training = engine.train(other if engine.rank == last else "topk:density=0.1")
     refused(engine, training, rf"compression differs: ranks \[.*\] have topk:density=0.1, ranks \[{last}\]")
+
+
+@pytest.mark.needs("adopts")
+@pytest.mark.parametrize("setting", nightly_from(1, OPTIMIZER))
+def test_another_setting_of_the_optimizer_is_told_to_all(engine: Engine, setting: str) -> None:
+    """In the first step, or the second's backward pass."""
+    training = engine.train("topk:density=0.1")
+    if engine.rank == engine.size - 1:
+        training.optimizer.param_groups[0][setting] = OPTIMIZER[setting]
+    with pytest.raises(DriftError, match=f"{setting} of group 0"):
+        run(training, engine, range(2))
+
+
+@pytest.mark.needs("retries")
+@pytest.mark.parametrize("wrong", nightly_from(1, [*WRONG, *ENVIRONMENT]))
+def test_what_one_rank_cannot_use_is_told_to_all(engine: Engine, wrong: str, monkeypatch: Any) -> None:
+    """A text, or a variable of the environment: there is an optimizer on the other ranks alone."""
+    text, began = "topk:density=0.1", time.monotonic()
+    if engine.rank == engine.size - 1:
+        if wrong in ENVIRONMENT:
+            monkeypatch.setenv(*wrong.split("="))
+        else:
+            text = wrong
+    with pytest.raises(HorovodSparseError, match={**WRONG, **ENVIRONMENT}[wrong]):
+        run(engine.train(text), engine, [0])
+    assert time.monotonic() - began < SECONDS
 
 
 @pytest.mark.needs("models")

@@ -404,6 +404,12 @@ def test_a_plan_that_does_not_fit_raises_on_all_ranks(rank):
     assert not any(parameter.grad.any() for parameter in replica.net.parameters())
 
 
+def test_a_plan_of_one_rank_is_refused(rank):
+    replica = Replica(SHAPES, "topk:density=0.1", plan=Plan((tuple(SHAPES),)) if rank else None)
+    with pytest.raises(StateMismatchError, match=r"plan differs: ranks \[0.*\] have none, .* given"):
+        replica.step(gradients(rank, 0))
+
+
 def test_a_compiled_module_trains(rank):
     """DistributedDataParallel around it: the hook sees buckets as ever."""
     net = torch.nn.Linear(20, 10)

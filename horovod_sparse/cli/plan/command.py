@@ -190,7 +190,10 @@ def _chosen(
             recipe = verdict_of(step, source.profile, usable).recipe
     if recipe is None:
         text, asked_density = text or "exdyna", options.density
-        if asked_density is None and "density=" not in text:
+        if "density=" in text:
+            if asked_density is not None:
+                raise ArgumentError("--density", asked_density, f"either it or --sparsifier {text}")
+        elif asked_density is None:
             asked_density = model.density
         recipe = read_recipe(text, asked_density)
     rule = options.tensor_selection

@@ -26,6 +26,7 @@ def said(capsys: pytest.CaptureFixture[str]) -> str:
         ([], "SUBCOMMAND"),
         (["plam"], "invalid choice"),
         (["plan", *TABLE, "--density", "0"], "(0, 1]"),
+        (["plan", *TABLE, "--density", "0.1", "--sparsifier", "topk:density=0.01"], "--density=0.1"),
         (["plan", *TABLE, "--density", "auto(least=2)"], "least=2"),
         (["plan", *TABLE, "--ranks", "1"], "2 or more"),
         (["plan", *TABLE, "--bandwidth", "10parsec"], "25gbit"),

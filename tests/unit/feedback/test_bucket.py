@@ -66,6 +66,15 @@ def test_norms_survive_abandoning_and_loading() -> None:
     assert cluster.buckets[0].last.global_error == pytest.approx(2.0)
 
 
+def test_what_is_applied_is_not_taken_back() -> None:
+    """As where the next step fails before its first message."""
+    cluster = one_rank(recipe("topk", density=0.25))
+    cluster.synchronize([np.array([4, 3, 0, 0], np.float32)])
+    cluster.buckets[0].accept()
+    cluster.buckets[0].abandon()
+    assert cluster.residuals()[0].tolist() == [0, 3, 0, 0]
+
+
 def test_telemetry_of_a_step() -> None:
     cluster = SimulatedCluster(recipe("topk", density=0.5), num_elements=4, size=3)
     cluster.synchronize([ones(1.0) for _ in range(3)])

@@ -52,6 +52,13 @@ def test_every_algorithm_equals_the_simulator_with_one_rank(recipe):
     assert optimizer.telemetry.last.step == 4
 
 
+def test_one_of_several_processes_that_horovod_does_not_know_is_refused(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UnsupportedError, match=r"torchrun has started 2 .*horovodrun"):
+        make(LinearModel(SHAPES), "topk:density=0.1")
+
+
 @pytest.mark.parametrize("steps", [0, 2])
 def test_models_and_optimizers_are_freed(steps):
     references = []

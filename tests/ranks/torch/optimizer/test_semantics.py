@@ -259,6 +259,28 @@ def test_two_networks_that_are_turned_off_and_on_in_turn(rank):
         torch.testing.assert_close(one, other)
 
 
+def test_every_optimizer_of_pytorch_trains_as_with_horovod(rank):
+    """Ranks use other heads, so that each lacks gradients of some parameters."""
+    others = torch.optim.Optimizer, torch.optim.LBFGS, torch.optim.SparseAdam
+    for kind in (one for one in vars(torch.optim).values() if isinstance(one, type) and one not in others):
+        trained = []
+        for module, compression in ((hvd, "topk:density=1.0"), (stock, stock.Compression.none)):
+            torch.manual_seed(5)
+            body, *heads = (torch.nn.Linear(8, 8, bias=False) for _ in range(3))  # Muon takes matrices alone
+            model = torch.nn.ModuleList([body, *heads])
+            optimizer = module.DistributedOptimizer(
+                kind(model.parameters(), lr=0.01), model.named_parameters(), compression=compression
+            )
+            for _ in range(2):
+                optimizer.zero_grad()
+                heads[rank % 2](body(torch.ones(4, 8))).square().sum().backward()
+                optimizer.step()
+            stock.broadcast_optimizer_state(optimizer, root_rank=0)
+            trained.append(weights(model))
+        for one, other in zip(*trained, strict=True):
+            torch.testing.assert_close(one, other, msg=kind.__name__)
+
+
 @pytest.mark.parametrize("sparse_as_dense", [True, False])
 def test_sparse_adam_gets_gradients_in_its_form(sparse_as_dense, rank, size):
     """Ranks look up different words, and as many as they like; one of them none at all in some steps."""
