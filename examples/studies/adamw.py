@@ -229,7 +229,7 @@ def table(result: dict[str, Any]) -> str:
         }
         spread = max(run["training_bits"] for run in runs) - min(run["training_bits"] for run in runs)
         behind, seconds = "", ["" for _ in NETWORKS]
-        common = [seed for seed in found[1] if seed in dense]
+        common = sorted(seed for seed in found[1] if seed in dense)
         if common:
             base = float(np.mean([dense[seed]["training_bits"] for seed in common]))
             own = [found[1][seed] for seed in common]
