@@ -25,6 +25,7 @@ from horovod_sparse.feedback import MomentumCorrection, Recipe
 from horovod_sparse.planning import by_cost
 from horovod_sparse.plans.plan import Plan
 from horovod_sparse.tensors.adoption import adopt, adopted_class
+from horovod_sparse.tensors.driver import keep_out_of_graphs
 from horovod_sparse.tensors.flat_gradient import memory_of
 from horovod_sparse.tensors.layout import host_entry, shared_entries
 from horovod_sparse.tensors.loss_scale import ScaleOfStep, watch_scalers
@@ -106,6 +107,7 @@ class Synchronizer(Training):
         else:
             _log.info("without optimizer= residuals do not follow the learning rate")
         watch_scalers()
+        keep_out_of_graphs()
 
     def declared(self) -> dict[str, str]:
         """A rank without a plan follows DistributedDataParallel's buckets, which come to differ."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -266,3 +268,11 @@ class Driver:
             except Exception:  # one failure is reported; the others follow from it
                 continue
         self.clear()
+
+
+@functools.cache
+def keep_out_of_graphs() -> None:
+    """Has torch.compile leave our hooks as they are, where a compiled function calls `backward`."""
+    rules = importlib.import_module("torch._dynamo.trace_rules")  # there is no public way for whole packages
+    for package in ("horovod_sparse", "numba", "llvmlite"):
+        rules.add(package)

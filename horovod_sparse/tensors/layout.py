@@ -217,7 +217,7 @@ _NUMBER_BYTES = 64
 def shared_entries(
     parameters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer | None
 ) -> list[Entry]:
-    """What has to be equal on all ranks, parameters first."""
+    """What has to be equal on all ranks: settings first, which may be why others differ, then parameters."""
     entries: list[Entry] = [TensorEntry(name, tensor) for name, tensor in parameters.items()]
     if optimizer is None:
         return entries
@@ -225,11 +225,12 @@ def shared_entries(
         if tensor in optimizer.state:  # asking for it otherwise would make an empty one
             entries += _inside(f"{{}} of {name}", optimizer.state[tensor])
     shared = set(map(id, parameters.values()))
+    settings: list[Entry] = []
     for number, group in enumerate(optimizer.param_groups):
         if any(id(parameter) in shared for parameter in group["params"]):
             options = {key: value for key, value in group.items() if key != "params"}
-            entries += _inside(f"{{}} of group {number}", options, group)
-    return entries
+            settings += _inside(f"{{}} of group {number}", options, group)
+    return settings + entries
 
 
 def _inside(words: str, held: Mapping[str, Any], into: Any = None) -> Iterator[Entry]:

@@ -22,6 +22,7 @@ from horovod_sparse.errors import (
 )
 from horovod_sparse.feedback import MomentumCorrection, Recipe
 from horovod_sparse.plans.plan import ParameterFacts, Plan
+from horovod_sparse.tensors.driver import keep_out_of_graphs
 from horovod_sparse.tensors.layout import dtype_name, host_entry
 from horovod_sparse.tensors.loss_scale import ScaleOfStep, scaled_passes, watch_scalers
 from horovod_sparse.tensors.parts import Part, SparseBucket
@@ -116,6 +117,7 @@ class GradientSynchronizer(PlannedTraining):
         self.begin(self.facts, self._first.plan)
         self.claim(self.facts)
         watch_scalers()
+        keep_out_of_graphs()
 
     def _share_memory(self, parts: Sequence[Any], why_not: str = "") -> None:
         super()._share_memory(parts, self.engine.why_not_shared)

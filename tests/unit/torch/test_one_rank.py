@@ -59,6 +59,22 @@ def test_one_of_several_processes_that_horovod_does_not_know_is_refused(monkeypa
         make(LinearModel(SHAPES), "topk:density=0.1")
 
 
+@pytest.mark.nightly
+def test_a_compiled_function_may_call_backward_and_step():
+    model = torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.Linear(30, 10))
+    optimizer = make(model, "topk:density=0.5", bucket_bytes=1)
+
+    def one_step(data):
+        optimizer.zero_grad()
+        model(data).square().mean().backward()
+        optimizer.step()
+
+    compiled = torch.compile(one_step, backend="eager")
+    for _ in range(2):
+        compiled(torch.ones(4, 20))
+    assert optimizer.telemetry.last.step == 2
+
+
 @pytest.mark.parametrize("steps", [0, 2])
 def test_models_and_optimizers_are_freed(steps):
     references = []
