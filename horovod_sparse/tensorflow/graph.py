@@ -158,14 +158,15 @@ _marked: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 
 def refuse_synchronized(gradients: Sequence[Any]) -> None:
     """Refuses what a distributed tape has synchronized; in a graph also where it was clipped or scaled."""
-    if any(_is_synchronized(gradient) for gradient in gradients if isinstance(gradient, tf.Tensor)):
+    if any(is_synchronized(gradient) for gradient in gradients if isinstance(gradient, tf.Tensor)):
         raise UnsupportedError(
             "these gradients were synchronized already, by a DistributedGradientTape: give the distributed "
             "optimizer those of a plain tf.GradientTape, or the distributed tape's to a plain optimizer"
         )
 
 
-def _is_synchronized(gradient: Any) -> bool:
+def is_synchronized(gradient: Any) -> bool:
+    """Whether a distributed tape has made it, as far as can be told."""
     if hasattr(gradient, _MARK) or tf.executing_eagerly():
         return hasattr(gradient, _MARK)
     waiting = [gradient]

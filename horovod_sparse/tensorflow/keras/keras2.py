@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,6 +11,7 @@ import tensorflow as tf
 
 from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.tensorflow.arguments import Again
+from horovod_sparse.tensorflow.graph import is_synchronized
 from horovod_sparse.tensorflow.keras.adoption import no_local_variables, own_class
 from horovod_sparse.tensorflow.private import refuse_copies, scaler_of
 from horovod_sparse.tensorflow.state import CheckpointedState, StateKeeper, WithState
@@ -21,11 +23,14 @@ class _Reduce:
 
     def __init__(self, optimizer: Any, synchronizer: GradientSynchronizer) -> None:
         self._optimizer, self.synchronizer = optimizer, synchronizer
+        #: whether gradients have come here at all
+        self.is_called = False
         #: the LossScaleOptimizer around this one, if there is any
         self.scaler: Callable[[], Any] = lambda: None
 
     @tf.autograph.experimental.do_not_convert
     def __call__(self, grads: Sequence[Any], vars: Sequence[Any] = (), **_names: Any) -> list[Any]:
+        self.is_called = True
         rate, scaler = _learning_rate(self._optimizer), self.scaler()
         if (helper := self._optimizer._agg_helper) is not None:
             grads = _emptied(helper, grads)
@@ -83,6 +88,7 @@ def attach(wrapped: Any, synchronizer: GradientSynchronizer, keeper: StateKeeper
     for name, item in vars(WithState).items():
         if name[:2] != "__":
             setattr(cls, name, item)
+    cls.apply_gradients = _applying(cls.apply_gradients)
     cls.get_config = _config_of(cls.get_config)
     cls.__reduce__ = lambda self: (again.from_config, (base, self.get_config()))
     cls.__deepcopy__ = lambda self, memo: again.from_config(base, self.get_config())
@@ -92,6 +98,26 @@ def attach(wrapped: Any, synchronizer: GradientSynchronizer, keeper: StateKeeper
 
 def _no_local_variables(_optimizer: Any, _variable: Any) -> None:
     raise no_local_variables()
+
+
+def _applying(method: Callable[..., Any]) -> Callable[..., Any]:
+    """`apply_gradients`, which Horovod's optimizers reduce nothing in: `minimize` computes and reduces."""
+
+    @functools.wraps(method)
+    def apply_gradients(self: Any, grads_and_vars: Any, *more: Any, **named: Any) -> Any:
+        pairs, reduce = list(grads_and_vars), self._allreduce_grads
+        result = method(self, pairs, *more, **named)
+        alone = not reduce.synchronizer.is_needed or reduce.synchronizer.size == 1
+        waits = self._agg_helper is not None  # for the last of several passes
+        if not (reduce.is_called or alone or waits or any(is_synchronized(one) for one, _ in pairs)):
+            raise UnsupportedError(
+                "apply_gradients was given gradients that nobody has reduced over ranks, which it does not "
+                "do under tf-keras: call minimize(loss, variables, tape=...), or give what a "
+                "DistributedGradientTape has made to a plain optimizer"
+            )
+        return result
+
+    return apply_gradients
 
 
 def _config_of(method: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:

@@ -51,8 +51,8 @@ def DistributedOptimizer(
     `minimize`. With a `compression` that is no sparsifier, gradients are reduced densely, under Keras 3, too,
     where Horovod's own optimizer reduces nothing.
 
-    * Under Keras 3 `apply_gradients` and `apply` reduce, whoever calls them. Under tf-keras `apply_gradients`
-      alone does not, as in Horovod: custom loops use the tape.
+    * Under Keras 3 `apply_gradients` and `apply` reduce, whoever calls them. Under tf-keras `minimize` does,
+      as in Horovod, and `apply_gradients` alone is refused.
     * A `LossScaleOptimizer` goes inside: ``DistributedOptimizer(LossScaleOptimizer(SGD(0.1)), ...)``; under
       tf-keras also around. A gradient that is not finite on any rank makes all ranks skip the step, and
       halve the scale. Without one it raises an error on every rank, unless `on_nonfinite` says otherwise.

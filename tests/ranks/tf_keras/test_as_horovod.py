@@ -109,6 +109,17 @@ def test_adamw_makes_the_steps_of_its_feedback(rank, size):
         hvd.DistributedOptimizer(keras.optimizers.legacy.Adam(0.1), compression="topk:feedback=adam")
 
 
+@pytest.mark.parametrize("kind", ["new", "legacy"])
+def test_gradients_that_nobody_has_reduced_are_refused(kind):
+    """As a train_step gives them that calls `apply_gradients`: replicas would part without a word."""
+    optimizers = keras.optimizers if kind == "new" else keras.optimizers.legacy
+    optimizer = hvd.DistributedOptimizer(optimizers.SGD(0.1), compression=EVERYTHING)
+    weight = tf.Variable([1.0, 2.0])
+    with pytest.raises(UnsupportedError, match="minimize"):
+        optimizer.apply_gradients([(tf.ones([2]), weight)])
+    optimizer.minimize(lambda: tf.reduce_sum(weight), [weight])
+
+
 def test_horovods_own_is_wrapped_once():
     with pytest.raises(UnsupportedError, match="already"):
         hvd.DistributedOptimizer(stock.DistributedOptimizer(keras.optimizers.SGD(0.1)), compression="topk")
