@@ -49,7 +49,8 @@ class LocalSteps(LocalTraining):
     Args:
         optimizer: any of PyTorch, which trains parameters of `model`.
         model: a module, or a DistributedDataParallel without a communication hook. All ranks begin with equal
-            parameters. Its float buffers are averaged in every exchange; others become rank 0's.
+            parameters, and all that are trained are this optimizer's, or another's that has LocalSteps, too.
+            Its float buffers are averaged in every exchange; others become rank 0's.
         every: H, local steps from one exchange to the next.
         compression: a sparsifier, as text ("sparseloco" is made for this) or as a recipe; None for none.
         outer: "sgd" (rate 1), "nesterov" (0.7, 0.9; without a compression alone), or an `OuterStep`.
@@ -89,9 +90,10 @@ class LocalSteps(LocalTraining):
             settings = Settings.of(options, "horovod_sparse.ddp.LocalSteps", LocalOptions)
             rounds = RoundSettings.of(every, compression, outer, combine, delay, clip)
             named = named_in(optimizer, model)
-            if isinstance(model, DistributedDataParallel):
-                process_group = process_group or model.process_group
-                _keep_local(model)
+            for inner in model.modules():  # torch.compile gives a module that has it
+                if isinstance(inner, DistributedDataParallel):
+                    process_group = process_group or inner.process_group
+                    _keep_local(inner)
             engine = _Engine(rounds.recipe, None, named, process_group, settings.deadline_seconds)
             engine.named, engine.rounds, engine.offload = named, rounds, offload
             super().__init__(optimizer, model, engine, settings)
@@ -103,5 +105,9 @@ def _keep_local(model: DistributedDataParallel) -> None:
         raise UnsupportedError(
             "the model has a communication hook, which synchronizes gradients: give LocalSteps a "
             "DistributedDataParallel without one (no attach(), no register_comm_hook()), or its module"
+        )
+    if model.static_graph:
+        raise UnsupportedError(
+            "DistributedDataParallel(static_graph=True) cannot train without synchronizing: leave it out"
         )
     model.require_backward_grad_sync = model.require_forward_param_sync = False

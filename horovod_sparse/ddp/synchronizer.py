@@ -391,6 +391,8 @@ def _attach_buckets(
             "DistributedDataParallel(mixed_precision=...) registers a communication hook of its own: leave "
             "it out and use torch.autocast, or a wire format (values=float16) for smaller messages"
         )
+    if not model.require_backward_grad_sync:
+        raise UnsupportedError("the model synchronizes no gradients: LocalSteps has it, or no_sync()")
     # a copy lists those of its model, without a state, and has none of them
     if any(one is not hook or state is not None for one, state in model._comm_hooks):
         raise UnsupportedError("the model has a communication hook already, and can have only one")

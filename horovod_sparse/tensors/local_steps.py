@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -11,7 +10,7 @@ import numpy as np
 import torch
 
 from horovod_sparse.collectives import AllReduce, Broadcast, Synchronization
-from horovod_sparse.errors import ArgumentError
+from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.feedback import ParameterRules
 from horovod_sparse.tensors.flat_gradient import HOST, GradientLayout
 from horovod_sparse.tensors.layout import TensorEntry, host_entry, view_into
@@ -72,13 +71,14 @@ class Displacement(GradientLayout):
     @torch.no_grad()
     def settle(self) -> None:
         """Of this moment; parameters on another device come one by one."""
+        # parameters of half types went on from `start` as they can hold it: its rounding is no displacement
+        self.flat.copy_(self.start.to(self.parameters[0].dtype))
         if self._sent is not None:
             self._gather(self._sent)
-            torch.sub(self.start, self._sent, out=self.flat)
+            self.flat.sub_(self._sent)
             return
         for number, parameter in enumerate(self.parameters):
-            given = parameter.to(self.flat.device)
-            torch.sub(self._view(self.start, number), given, out=self._view(self.flat, number))
+            self._view(self.flat, number).sub_(parameter.to(self.flat.device))
 
     def foldable(self, loss_scale: float) -> Any:
         """As an accumulator folds it, and leaves it as it is."""
@@ -158,21 +158,27 @@ class LocalEngine:
 class ModelBuffers:
     """Buffers of a model: floats are averaged over ranks, all others are rank 0's."""
 
-    def __init__(self, buffers: Mapping[str, torch.Tensor]) -> None:
-        self._buffers = dict(buffers)
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
         self._known = self._digests()
+
+    @property
+    def _buffers(self) -> dict[str, torch.Tensor]:
+        """Asked for each time: ``self.mean = 0.9 * self.mean + ...`` puts another tensor in its place."""
+        return dict(self._module.named_buffers())
 
     def _digests(self) -> dict[str, bytes]:
         return {name: TensorEntry(name, buffer).sums().tobytes() for name, buffer in self._buffers.items()}
 
     def changed(self) -> list[str]:
         """See `Buffers`: by contents, since statistics of batches are written past PyTorch's counters."""
-        return [name for name, digest in self._digests().items() if digest != self._known[name]]
+        return [name for name, digest in self._digests().items() if digest != self._known.get(name)]
 
     @torch.no_grad()
     def shared(self, names: Sequence[str], size: int) -> Synchronization[None]:
         """See `Buffers`: one allreduce, and a broadcast for each that is no float."""
-        some = [self._buffers[name] for name in names]
+        buffers = self._buffers
+        some = [buffers[name] for name in names]
         floats = [buffer for buffer in some if buffer.is_floating_point() and buffer.numel()]
         if floats:
             total = yield AllReduce(
@@ -199,14 +205,32 @@ class LocalTraining(Rounds):
         self, optimizer: torch.optim.Optimizer, module: torch.nn.Module, engine: Any, settings: Settings
     ) -> None:
         self.optimizer = optimizer
-        super().__init__(
-            engine, engine.rounds, settings, engine.facts({}), ModelBuffers(dict(module.named_buffers()))
-        )
-        own = weakref.ref(self)
-        self._hooks = [
-            optimizer.register_step_pre_hook(partial(_before_step, own)),
-            optimizer.register_step_post_hook(partial(_after_step, own)),
-        ]
+        super().__init__(engine, engine.rounds, settings, engine.facts({}), ModelBuffers(module))
+        for hook in getattr(optimizer, "_local_hooks", ()):  # the one that was made last has it
+            hook.remove()
+        # the optimizer keeps this alive: a script need not
+        hooks = optimizer.register_step_pre_hook(self._before), optimizer.register_step_post_hook(self._after)
+        optimizer._local_hooks = hooks
+
+    def _before(self, optimizer: Any, arguments: Any, named: Any) -> None:
+        self.before_step()
+
+    def _after(self, optimizer: Any, arguments: Any, named: Any) -> None:
+        # a fused optimizer is called by a GradScaler where it skips, too, and told so
+        skipped = getattr(optimizer, "found_inf", None)
+        if not (skipped is not None and bool(skipped)):
+            self.after_step()
+
+    def _begin(self, *, finishing: bool = False) -> None:
+        known = {id(parameter) for _, parameter in self.facts.values()}
+        trained = (p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad)
+        if new := [list(parameter.shape) for parameter in trained if id(parameter) not in known]:
+            raise UnsupportedError(
+                f"the optimizer trains parameters of shapes {new[:3]} that LocalSteps did not find when it "
+                "was made: other ranks would not hear of them. On all ranks, finish() this one before "
+                "add_param_group() or requires_grad_(True), and make another after it"
+            )
+        super()._begin(finishing=finishing)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's entry: common parameters, residuals, and where in its round it is.
@@ -231,18 +255,6 @@ class LocalTraining(Rounds):
             known = {name: parameter for name, (_, parameter) in self.facts.items()}
             self.check_fits(entry, known, known)
         self.load(entry)
-
-
-def _before_step(own: weakref.ref[LocalTraining], optimizer: Any, arguments: Any, named: Any) -> None:
-    if (training := own()) is not None:
-        training.before_step()
-
-
-def _after_step(own: weakref.ref[LocalTraining], optimizer: Any, arguments: Any, named: Any) -> None:
-    # a fused optimizer is called by a GradScaler where it skips, too, and told so
-    skipped = getattr(optimizer, "found_inf", None)
-    if (training := own()) is not None and not (skipped is not None and bool(skipped)):
-        training.after_step()
 
 
 def named_in(optimizer: Any, module: Any) -> dict[str, torch.Tensor]:

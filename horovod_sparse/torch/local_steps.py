@@ -89,11 +89,11 @@ class LocalSteps(LocalTraining):
     ) -> None:
         settings = Settings.of(options, "horovod_sparse.torch.LocalSteps", LocalOptions)
         rounds = RoundSettings.of(every, compression, outer, combine, delay, clip)
-        if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        named = named_in(optimizer, model)
+        if any(isinstance(one, torch.nn.parallel.DistributedDataParallel) for one in model.modules()):
             raise ArgumentError(
                 "model", "a DistributedDataParallel", "its module, or horovod_sparse.ddp.LocalSteps"
             )
-        named = named_in(optimizer, model)
         owner = SimpleNamespace(_adopted=False, process_set=process_set)
         engine = _Engine(owner, [], rounds.recipe, settings.deadline_seconds)
         engine.named, engine.rounds, engine.offload = named, rounds, offload

@@ -235,6 +235,8 @@ def _check(optimizer: Any, op: Any, passes: Any, groups: Any, process_set: Any) 
         )
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ArgumentError("optimizer", optimizer, "one of PyTorch, as torch.optim.SGD(...)")
+    if hasattr(optimizer, "_local_hooks"):
+        raise ArgumentError("optimizer", "one that LocalSteps has", "another: it would take no local steps")
     if getattr(process_set, "process_set_id", None) is None:
         raise ArgumentError(
             "process_set", process_set, "one that hvd.init() or hvd.add_process_set() has set up"

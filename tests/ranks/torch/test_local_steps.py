@@ -130,7 +130,20 @@ def test_ranks_that_begin_apart_are_told_in_the_first_step(kind, rank):
             model = DistributedDataParallel(nn.Linear(2, 2))
             ddp.attach(model, "topk:density=0.5")
             ddp.LocalSteps(torch.optim.SGD(model.parameters()), model, every=2)
+        with pytest.raises(UnsupportedError, match="static_graph"):
+            model = DistributedDataParallel(nn.Linear(2, 2), static_graph=True)
+            ddp.LocalSteps(torch.optim.SGD(model.parameters()), model, every=2)
+        with pytest.raises(UnsupportedError, match="LocalSteps has it"):
+            model = DistributedDataParallel(nn.Linear(2, 2))
+            compiled = torch.compile(model, backend="eager")
+            ddp.LocalSteps(torch.optim.SGD(model.parameters()), compiled, every=2)
+            ddp.attach(model, "topk:density=0.5")
         return
+    with pytest.raises(ArgumentError, match="LocalSteps"):
+        net = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        hvd.LocalSteps(optimizer, net, every=2)
+        hvd.DistributedOptimizer(optimizer, net.named_parameters(), compression="topk:density=0.5")
     with pytest.raises(ArgumentError, match="optimizer"):
         net = nn.Linear(2, 2)
         wrapped = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1))

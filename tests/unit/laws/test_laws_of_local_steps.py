@@ -13,7 +13,12 @@ import torch
 from torch import nn
 
 from horovod_sparse.collectives import Request
-from horovod_sparse.errors import ArgumentError, NonFiniteGradientError, StateMismatchError
+from horovod_sparse.errors import (
+    ArgumentError,
+    NonFiniteGradientError,
+    StateMismatchError,
+    UnsupportedError,
+)
 from horovod_sparse.feedback import parse_recipe
 from horovod_sparse.simulation.lockstep import answer
 from horovod_sparse.tensors.driver import Task
@@ -407,16 +412,51 @@ def test_buffers_are_averaged_where_they_are_floats():
         one.model.register_buffer("mean", torch.zeros(3))
         one.model.register_buffer("count", torch.zeros(2, dtype=torch.int64))
         one.model.register_buffer("still", torch.full((2,), float(rank)))
-        one.local = None  # hooks of the first one are gone with it
         rounds, named = RoundSettings.of(1), named_in(one.optimizer, one.model)
         engine = ThreadEngine(rank, meeting, rounds, named, False)
-        one.local = LocalTraining(one.optimizer, one.model, engine, Settings())
-        one.model.mean += rank
+        # takes the place of the first one, and needs no name
+        LocalTraining(one.optimizer, one.model, engine, Settings())
+        one.model.mean = one.model.mean + rank  # another tensor in its place
         one.model.count += 5 + rank
         one.train(2)
         assert one.model.mean.tolist() == [0.5] * 3
         assert one.model.count.tolist() == [5, 5]
         assert one.model.still.tolist() == [float(rank)] * 2  # nobody has touched it
+
+    on_ranks(body, 2)
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_the_rounding_of_half_types_is_no_displacement(delay):
+    """Where the rate is 0, `start` moves by what residuals give out, and by nothing else."""
+
+    def body(rank, meeting):
+        one = made(rank, meeting, inner=half_of, every=1, compression="topk:density=0.02", delay=delay)
+        one.train(4)
+        for group in one.optimizer.param_groups:
+            group["lr"] = 0.0
+        found = []
+        for num_steps in (2, 20):
+            one.train(num_steps)
+            found.append((one.kept("residuals"), one.kept("start")))
+        return [before - after for before, after in zip(*found, strict=True)]
+
+    given_out, moved = (torch.stack(item).mean(0) for item in zip(*on_ranks(body, 2), strict=True))
+    torch.testing.assert_close(given_out, moved, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("how", ["add_param_group", "requires_grad_"])
+def test_parameters_that_are_trained_later_are_not_left_alone(how):
+    def body(rank, meeting):
+        one = made(rank, meeting, inner=lambda every: sgd(list(every)[:4]))
+        later = nn.Parameter(torch.zeros(7), requires_grad=how == "add_param_group")
+        one.train(1)
+        one.optimizer.add_param_group({"params": [later]})
+        if how == "requires_grad_":
+            one.train(2)
+            later.requires_grad_(True)
+        with pytest.raises(UnsupportedError, match=r"of shapes \[\[7\]\]"):
+            one.train(3)
 
     on_ranks(body, 2)
 
