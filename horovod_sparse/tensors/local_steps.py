@@ -72,13 +72,14 @@ class Displacement(GradientLayout):
     def settle(self) -> None:
         """Of this moment; parameters on another device come one by one."""
         # parameters of half types went on from `start` as they can hold it: its rounding is no displacement
-        self.flat.copy_(self.start.to(self.parameters[0].dtype))
+        common = self.start.to(self.parameters[0].dtype).to(self.start.dtype)
         if self._sent is not None:
             self._gather(self._sent)
-            self.flat.sub_(self._sent)
+            torch.sub(common, self._sent, out=self.flat)
             return
         for number, parameter in enumerate(self.parameters):
-            self._view(self.flat, number).sub_(parameter.to(self.flat.device))
+            given = parameter.to(self.flat.device)
+            torch.sub(self._view(common, number), given, out=self._view(self.flat, number))
 
     def foldable(self, loss_scale: float) -> Any:
         """As an accumulator folds it, and leaves it as it is."""
@@ -223,8 +224,8 @@ class LocalTraining(Rounds):
 
     def _begin(self, *, finishing: bool = False) -> None:
         known = {id(parameter) for _, parameter in self.facts.values()}
-        trained = (p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad)
-        if new := [list(parameter.shape) for parameter in trained if id(parameter) not in known]:
+        given = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        if new := [list(p.shape) for p in given if p.requires_grad and p.numel() and id(p) not in known]:
             raise UnsupportedError(
                 f"the optimizer trains parameters of shapes {new[:3]} that LocalSteps did not find when it "
                 "was made: other ranks would not hear of them. On all ranks, finish() this one before "

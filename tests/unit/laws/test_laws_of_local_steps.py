@@ -410,6 +410,8 @@ def test_buffers_are_averaged_where_they_are_floats():
     def body(rank, meeting):
         one = made(rank, meeting, every=1, inner=sgd)
         one.model.register_buffer("mean", torch.zeros(3))
+        one.model.register_parameter("empty", nn.Parameter(torch.zeros(0, 3)))  # which nobody has to hear of
+        one.optimizer.add_param_group({"params": [one.model.empty]})
         one.model.register_buffer("count", torch.zeros(2, dtype=torch.int64))
         one.model.register_buffer("still", torch.full((2,), float(rank)))
         rounds, named = RoundSettings.of(1), named_in(one.optimizer, one.model)
