@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.feedback import AdamFeedback, ErrorFeedback, Feedback, Recipe, RMSpropFeedback
@@ -16,6 +18,12 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer as _Base
 else:
     _Base = object
+
+_log = logging.getLogger("horovod_sparse")
+#: parameter -> where one element of its step lies, and what it was: see `note_step`
+_noted: Any = WeakTensorKeyDictionary()
+#: by how much, of itself, an element may differ: a loss scaler divides, and half types round
+_TOLERANCE = 0.02
 
 #: settings that change what the second moment is, or which way a step goes
 _REFUSED = ("amsgrad", "centered", "maximize", "differentiable")
@@ -32,6 +40,9 @@ class _Adopted(_Base):
         """Of a group, now."""
         raise NotImplementedError
 
+    def _look_at(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Before the gradients of these are applied."""
+
     @torch.optim.Optimizer.profile_hook_step
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -44,6 +55,7 @@ class _Adopted(_Base):
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             if not parameters:
                 continue
+            self._look_at(parameters)
             rate, factor = self._rate_and_factor(group)
             if group["weight_decay"]:
                 torch._foreach_mul_(parameters, 1.0 - rate * group["weight_decay"])
@@ -62,8 +74,35 @@ class _Adopted(_Base):
 class _OfSteps(_Adopted):
     """What a gradient holds is the step already: the feedback has normalized it, the rate is in it."""
 
+    _told = False
+
     def _rate_and_factor(self, group: Mapping[str, Any]) -> tuple[float, float]:
         return float(group["lr"]), _pace(group)
+
+    def _look_at(self, parameters: Sequence[torch.Tensor]) -> None:
+        for parameter in () if self._told else parameters:
+            offset, value = _noted.pop(parameter, (0, 0.0))
+            gradient = parameter.grad
+            if not value or type(gradient) is not torch.Tensor or gradient.stride() != parameter.stride():
+                continue
+            found = float(element(gradient, offset))
+            if abs(found - value) > _TOLERANCE * abs(value):
+                _log.warning(
+                    "steps were changed before the optimizer applied them: with feedback='adam' or 'rmsprop' "
+                    "gradients hold steps, which clip_grad_norm_() or a trainer's max_grad_norm makes "
+                    "too small. Clip nothing, or write feedback='adam(clip_norm=1.0)'"
+                )
+                self._told = True
+
+
+def element(tensor: torch.Tensor, offset: int) -> torch.Tensor:
+    """An element by where it lies in memory, counted from the tensor's first."""
+    return tensor.as_strided((), (), tensor.storage_offset() + offset)
+
+
+def note_step(parameter: torch.Tensor, offset: int, value: float) -> None:
+    """Remembers an element of the step in a parameter's gradient, for the optimizer to look at; 0 forgets."""
+    _noted[parameter] = offset, value
 
 
 class AdamOfSteps(_OfSteps, torch.optim.Adam):

@@ -20,7 +20,7 @@ from horovod_sparse.feedback import Bucket, Member, ParameterRules, Recipe, TwoL
 from horovod_sparse.plans.plan import ParameterFacts
 from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.telemetry import BucketReport
-from horovod_sparse.tensors.adoption import feedback_of
+from horovod_sparse.tensors.adoption import element, feedback_of, note_step
 from horovod_sparse.tensors.driver import Starter, Task
 from horovod_sparse.tensors.flat_gradient import HOST_DEVICES, FlatGradient, GradientMemory
 from horovod_sparse.tensors.layout import dtype_name, shaped, unscaled, unshaped
@@ -136,6 +136,8 @@ class SparseBucket(common.BucketPart, Part):
         self.group = group
         #: see `Bucket.step`
         self.scale: float | None = None
+        self._num_steps = 0
+        self._noted: list[torch.Tensor] = []
         whole = BucketInfo(label, self.gradient.num_elements, *place, self.dtype)
         #: see `horovod_sparse.carriers.shared_memory`
         self.lends, self.on_host = self.gradient.lends, parameters[0].device.type in HOST_DEVICES
@@ -173,8 +175,23 @@ class SparseBucket(common.BucketPart, Part):
         else:
             values = total.values if scale == 1.0 else total.values * total.values.dtype.type(scale)
             num_union = self.gradient.scatter(total.indices, values)
+            if getattr(self.bucket.feedback, "applies_rate", False):
+                self._note_step(total.indices, values)
         self.bucket.accept()
         return BucketReport(self.bucket.last, num_union, self.gradient.num_bytes, total.norms)
+
+    def _note_step(self, indices: np.ndarray, values: np.ndarray) -> None:
+        """Who clips what comes back clips steps: the optimizer notices by the largest, from time to time."""
+        for parameter in self._noted:  # of a step that no optimizer has applied
+            note_step(parameter, 0, 0.0)
+        self._noted.clear()
+        self._num_steps += 1
+        if self._num_steps % _EVERY == 1 and values.size:  # reading an element waits for a device
+            position = int(indices[int(np.abs(values).argmax())])
+            number = next(at for at, (_, stop) in enumerate(self.places) if position < stop)
+            value = float(element(self.gradient.flat, position)) / self._loss_scale
+            self._noted.append(self.gradient.parameters[number])
+            note_step(self._noted[0], position - self.places[number][0], value)
 
     def abandon(self, *, drop: bool = False, again: bool = False) -> None:
         if self.streams is not None:
@@ -241,6 +258,8 @@ def _group(optimizer: Any | None, number: int) -> Mapping[str, Any]:
 
 
 _NO_RULES = ParameterRules()
+#: steps from one look at them to the next
+_EVERY = 16
 
 
 def facts_of(

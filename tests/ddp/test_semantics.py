@@ -265,6 +265,24 @@ def test_a_residual_follows_the_learning_rate(rank, caplog):
     assert "optimizer=optimizer" in caplog.text
 
 
+def test_steps_that_somebody_clips_are_told_of_once(rank, caplog):
+    model = DistributedDataParallel(torch.nn.Linear(30, 10))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    ddp.attach(model, "topk:density=0.1,feedback=adam", optimizer)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step in range(40):
+        clips = step >= 20
+        optimizer.zero_grad()
+        scaler.scale(model(torch.randn(4, 30)).square().sum()).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3 if clips else 1e6)
+        with caplog.at_level(logging.WARNING, "horovod_sparse"):
+            scaler.step(optimizer)
+        scaler.update()
+        assert clips or not caplog.text
+    assert caplog.text.count("clip_grad_norm_()") == 1
+
+
 def test_groups_of_parameters_have_buckets_of_their_own(rank):
     replica = Replica(SHAPES, None)
     parameters = dict(replica.net.named_parameters())
