@@ -209,13 +209,15 @@ class LocalTraining(Rounds):
         super().__init__(engine, engine.rounds, settings, engine.facts({}), ModelBuffers(module))
         for hook in getattr(optimizer, "_local_hooks", ()):  # the one that was made last has it
             hook.remove()
-        # the optimizer keeps this alive: a script need not
+        # the optimizer keeps this alive: a script need not. torch.compile(optimizer.step) leaves it as it is
         hooks = optimizer.register_step_pre_hook(self._before), optimizer.register_step_post_hook(self._after)
         optimizer._local_hooks = hooks
 
+    @torch._disable_dynamo
     def _before(self, optimizer: Any, arguments: Any, named: Any) -> None:
         self.before_step()
 
+    @torch._disable_dynamo
     def _after(self, optimizer: Any, arguments: Any, named: Any) -> None:
         # a fused optimizer is called by a GradScaler where it skips, too, and told so
         skipped = getattr(optimizer, "found_inf", None)

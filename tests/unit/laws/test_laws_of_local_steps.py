@@ -389,6 +389,13 @@ def test_steps_that_are_no_steps_do_not_count():
     on_ranks(body, 2)
 
 
+def test_a_compiled_step_counts():
+    one = made(0, Meeting(1), inner=sgd)
+    one.optimizer.step = torch.compile(one.optimizer.step, backend="eager")
+    one.train(4)
+    assert (one.local.taken, one.local.step) == (1, 1)
+
+
 def test_what_lies_on_the_host_and_half_types_follow_the_same_law():
     def body(rank, meeting):
         found = []
