@@ -17,4 +17,6 @@ def without_dynamo() -> None:
     stub: Any = ModuleType("torch._dynamo")
     stub.disable = lambda function, *_, **__: function
     stub.graph_break = lambda: None
-    sys.modules["torch._dynamo"] = stub
+    rules: Any = ModuleType("torch._dynamo.trace_rules")
+    rules.add = lambda name: None
+    sys.modules |= {"torch._dynamo": stub, "torch._dynamo.trace_rules": rules}
