@@ -32,6 +32,7 @@ for _name, _module in list(_sys.modules.items()):
 
 if _TYPE_CHECKING:
     from horovod_sparse.torch.local_steps import LocalSteps as LocalSteps
+    from horovod_sparse.training.rounds import OuterStep as OuterStep
 
     # horovod.torch has no types: what the star brings is unknown to type checkers
     def __getattr__(name: str) -> _Any: ...
@@ -39,9 +40,9 @@ if _TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> _Any:
-        """`LocalSteps`, loaded when somebody asks for it."""
-        if name != "LocalSteps":
+        """What local steps need, loaded when somebody asks for it."""
+        if name not in ("LocalSteps", "OuterStep"):
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from horovod_sparse.torch.local_steps import LocalSteps
+        from horovod_sparse.torch import local_steps
 
-        return LocalSteps
+        return getattr(local_steps, name)

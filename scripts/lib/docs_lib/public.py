@@ -50,22 +50,18 @@ def source_of(module: str) -> Path:
 def public_names(module: str) -> list[str]:
     """What a module offers, in its own order.
 
-    A package offers what its `__all__` names, or what it imports "as" itself; any other module its own
-    classes, functions and constants without an underscore.
-
-    Example:
-        >>> public_names("horovod_sparse.ddp")
-        ['attach', 'hook', 'redistribute', 'State']
+    A module offers what its `__all__` names; else a package what it imports "as" itself, any other module its
+    own classes, functions and constants without an underscore.
     """
     path = source_of(module)
     body = ast.parse(path.read_text(encoding="utf-8")).body
     names = [name for node in body for name in _defined(node)]
+    for node in body:
+        if isinstance(node, ast.Assign) and any(
+            isinstance(target, ast.Name) and target.id == "__all__" for target in node.targets
+        ):
+            return [str(name) for name in ast.literal_eval(node.value)]
     if path.name == "__init__.py":
-        for node in body:
-            if isinstance(node, ast.Assign) and any(
-                isinstance(target, ast.Name) and target.id == "__all__" for target in node.targets
-            ):
-                return [str(name) for name in ast.literal_eval(node.value)]
         # those that are loaded when they are asked for are named for type checkers
         given = [inner for node in body for inner in (node.body if isinstance(node, ast.If) else [node])]
         imported = [alias for node in given if isinstance(node, ast.ImportFrom) for alias in node.names]
