@@ -270,7 +270,8 @@ def table(result: dict[str, Any]) -> str:
 
 def draw(result: dict[str, Any]) -> None:
     """Training loss of two ranks over the steps at the best rate, mean of the seeds and of forty steps."""
-    figure, axes = plt.subplots(figsize=(8, 3.6), layout="constrained")
+    figure, axes = plt.subplots(figsize=(10, 3.6), layout="constrained")
+    axes.set_prop_cycle(color=plt.get_cmap("tab20")(np.r_[0:20:2, 1:20:2]))
     for name in METHODS:
         found = best(result, name) if METHODS[name].size == 2 else None
         if found is None:
@@ -281,7 +282,7 @@ def draw(result: dict[str, Any]) -> None:
     axes.set_ylabel("bits per byte, training")
     axes.set_ylim(top=5)
     axes.grid(True, linewidth=0.3)
-    axes.legend(fontsize=7, frameon=False, ncols=2)
+    axes.legend(fontsize=7, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     figure.savefig(results.PICTURES / "adamw.png", dpi=110, metadata={"Software": None})
     plt.close(figure)
 
