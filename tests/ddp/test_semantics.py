@@ -271,15 +271,12 @@ def test_steps_that_somebody_clips_are_told_of_once(rank, caplog):
     ddp.attach(model, "topk:density=0.1,feedback=adam", optimizer)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     for step in range(40):
-        clips = step >= 20
         optimizer.zero_grad()
         scaler.scale(model(torch.randn(4, 30)).square().sum()).backward()
-        scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3 if clips else 1e6)
-        with caplog.at_level(logging.WARNING, "horovod_sparse"):
-            scaler.step(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3 if step >= 20 else 1e6)
+        scaler.step(optimizer)
         scaler.update()
-        assert clips or not caplog.text
+        assert step >= 20 or not caplog.text
     assert caplog.text.count("clip_grad_norm_()") == 1
 
 

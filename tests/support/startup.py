@@ -16,7 +16,5 @@ def without_dynamo() -> None:
     """Keeps PyTorch's optimizers from importing what compiles, of which nothing is used: two seconds."""
     stub: Any = ModuleType("torch._dynamo")
     stub.disable = lambda function, *_, **__: function
-    stub.graph_break = lambda: None
-    rules: Any = ModuleType("torch._dynamo.trace_rules")
-    rules.add = lambda name: None
-    sys.modules |= {"torch._dynamo": stub, "torch._dynamo.trace_rules": rules}
+    stub.graph_break = stub.add = lambda *_: None
+    sys.modules |= {"torch._dynamo": stub, "torch._dynamo.trace_rules": stub}
