@@ -8,4 +8,4 @@ from horovod_sparse.ddp.synchronizer import State as State
 from horovod_sparse.ddp.synchronizer import attach as attach
 from horovod_sparse.ddp.synchronizer import hook as hook
 from horovod_sparse.tensors.layout import redistribute as redistribute
-from horovod_sparse.training.rounds import OuterStep as OuterStep
+from horovod_sparse.training.local_settings import OuterStep as OuterStep

@@ -11,10 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 from horovod_sparse.ddp.collectives import Communicator
 from horovod_sparse.ddp.distributed_engine import DistributedEngine, told_to_others
 from horovod_sparse.errors import UnsupportedError
-from horovod_sparse.feedback import Recipe
 from horovod_sparse.tensors.local_steps import LocalEngine, LocalTraining, named_in
-from horovod_sparse.training.rounds import LocalOptions, OuterStep, RoundSettings
-from horovod_sparse.training.settings import Settings
+from horovod_sparse.training.local_settings import LocalOptions, RoundSettings
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -77,25 +75,18 @@ class LocalSteps(LocalTraining):
         model: torch.nn.Module,
         *,
         every: int,
-        compression: str | Recipe | None = None,
-        outer: str | OuterStep = "sgd",
-        combine: str = "ranks",
-        delay: int = 0,
-        clip: str | None = None,
-        offload: bool = False,
         process_group: dist.ProcessGroup | None = None,
         **options: Unpack[LocalOptions],
     ) -> None:
         with told_to_others(process_group):
-            settings = Settings.of(options, "horovod_sparse.ddp.LocalSteps", LocalOptions)
-            rounds = RoundSettings.of(every, compression, outer, combine, delay, clip)
+            rounds, settings = RoundSettings.of(every, options, "horovod_sparse.ddp.LocalSteps")
             named = named_in(optimizer, model)
             for inner in model.modules():  # torch.compile gives a module that has it
                 if isinstance(inner, DistributedDataParallel):
                     process_group = process_group or inner.process_group
                     _keep_local(inner)
             engine = _Engine(rounds.recipe, None, named, process_group, settings.deadline_seconds)
-            engine.named, engine.rounds, engine.offload = named, rounds, offload
+            engine.named, engine.rounds = named, rounds
             super().__init__(optimizer, model, engine, settings)
 
 

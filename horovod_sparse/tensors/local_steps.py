@@ -17,7 +17,8 @@ from horovod_sparse.tensors.layout import TensorEntry, host_entry, view_into
 from horovod_sparse.tensors.parts import Part, facts_of, make_parts
 from horovod_sparse.topology import Topology
 from horovod_sparse.training.engine import Facts, PartSpec
-from horovod_sparse.training.rounds import OuterStep, Rounds, RoundSettings
+from horovod_sparse.training.local_settings import RoundSettings
+from horovod_sparse.training.rounds import Rounds
 from horovod_sparse.training.settings import Settings
 from horovod_sparse.training.state import check_entry
 
@@ -33,25 +34,21 @@ class Displacement(GradientLayout):
     Args:
         parameters: of one type.
         name: of the first, for messages.
-        outer: what a mean does to `start`.
-        delay: whether parameters go on while an exchange is under way.
-        offload: whether all this lies on the host, wherever the parameters are.
+        rounds: what the user asks for. With `offload` all this lies on the host, wherever the parameters are.
     """
 
-    def __init__(
-        self, parameters: Sequence[torch.Tensor], name: str, outer: OuterStep, *, delay: bool, offload: bool
-    ) -> None:
+    def __init__(self, parameters: Sequence[torch.Tensor], name: str, rounds: RoundSettings) -> None:
         super().__init__(parameters, name)
         device = self.parameters[0].device
-        pinned = offload and device.type == "cuda"
-        if offload:
+        pinned = rounds.offload and device.type == "cuda"
+        if rounds.offload:
             self.memory, device = HOST, torch.device("cpu")
         kind = torch.promote_types(self.parameters[0].dtype, torch.float32)
         empty = partial(torch.empty, dtype=kind, device=device, pin_memory=pinned)
-        self.outer, self.flat, self.start = outer, empty(self.num_elements), empty(self.num_elements)
-        self.velocity = empty(self.num_elements if outer.momentum else 0).zero_()
+        self.outer, self.flat, self.start = rounds.outer, empty(self.num_elements), empty(self.num_elements)
+        self.velocity = empty(self.num_elements if self.outer.momentum else 0).zero_()
         #: the parameters as they were when the exchange under way began, where they go on meanwhile
-        self._sent = empty(self.num_elements) if delay else None
+        self._sent = empty(self.num_elements) if rounds.delay else None
         self.begin()
 
     @torch.no_grad()
@@ -122,12 +119,10 @@ class LocalEngine:
     Attributes:
         named: the parameters by name.
         rounds: what the user asks for.
-        offload: whether what is kept lies on the host.
     """
 
     named: Mapping[str, torch.Tensor]
     rounds: RoundSettings
-    offload: bool
 
     def facts(self, known: Facts) -> Facts:
         return facts_of(
@@ -139,10 +134,7 @@ class LocalEngine:
     def make_parts(
         self, specs: Sequence[PartSpec], facts: Facts, place: tuple[int, int], topology: Topology | None
     ) -> list[Part]:
-        make_gradient = partial(
-            Displacement, outer=self.rounds.outer, delay=self.rounds.delay > 0, offload=self.offload
-        )
-        return make_parts(specs, facts, place, None, None, make_gradient)
+        return make_parts(specs, facts, place, None, None, partial(Displacement, rounds=self.rounds))
 
     def declared(self) -> Mapping[str, object]:
         return self.rounds.describe()

@@ -32,7 +32,7 @@ for _name, _module in list(_sys.modules.items()):
 
 if _TYPE_CHECKING:
     from horovod_sparse.torch.local_steps import LocalSteps as LocalSteps
-    from horovod_sparse.training.rounds import OuterStep as OuterStep
+    from horovod_sparse.training.local_settings import OuterStep as OuterStep
 
     # horovod.torch has no types: what the star brings is unknown to type checkers
     def __getattr__(name: str) -> _Any: ...

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from horovod_sparse.errors import ArgumentError
-from horovod_sparse.feedback import Recipe
 from horovod_sparse.tensors.driver import Driver
 from horovod_sparse.tensors.local_steps import LocalEngine, LocalTraining, named_in
 from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.horovod_engine import HorovodEngine, construction_errors
-from horovod_sparse.training.rounds import LocalOptions, OuterStep, RoundSettings
-from horovod_sparse.training.settings import Settings
+from horovod_sparse.training.local_settings import LocalOptions, RoundSettings
+from horovod_sparse.training.local_settings import OuterStep as OuterStep
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -78,25 +77,17 @@ class LocalSteps(LocalTraining):
         model: torch.nn.Module,
         *,
         every: int,
-        compression: str | Recipe | None = None,
-        outer: str | OuterStep = "sgd",
-        combine: str = "ranks",
-        delay: int = 0,
-        clip: str | None = None,
-        offload: bool = False,
         process_set: Any = hvd.global_process_set,
         **options: Unpack[LocalOptions],
     ) -> None:
-        settings = Settings.of(options, "horovod_sparse.torch.LocalSteps", LocalOptions)
-        rounds = RoundSettings.of(every, compression, outer, combine, delay, clip)
+        rounds, settings = RoundSettings.of(every, options, "horovod_sparse.torch.LocalSteps")
         named = named_in(optimizer, model)
         if any(isinstance(one, torch.nn.parallel.DistributedDataParallel) for one in model.modules()):
-            raise ArgumentError(
-                "model", "a DistributedDataParallel", "its module, or horovod_sparse.ddp.LocalSteps"
-            )
+            allowed = "its module, or horovod_sparse.ddp.LocalSteps"
+            raise ArgumentError("model", "a DistributedDataParallel", allowed)
         owner = SimpleNamespace(_adopted=False, process_set=process_set)
         engine = _Engine(owner, [], rounds.recipe, settings.deadline_seconds)
-        engine.named, engine.rounds, engine.offload = named, rounds, offload
+        engine.named, engine.rounds = named, rounds
         super().__init__(optimizer, model, engine, settings)
 
     def agree(self) -> None:

@@ -11,145 +11,25 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, TypedDict
+from typing import Any, Protocol
 
 import numpy as np
 
-from horovod_sparse.checks import check_count, check_number
 from horovod_sparse.collectives import Broadcast, Synchronization, shared_lines
-from horovod_sparse.errors import ArgumentError, DeadlineError, StateMismatchError, UnknownNameError
-from horovod_sparse.feedback import ErrorFeedback, NoFeedback, Recipe, parse_recipe
+from horovod_sparse.errors import DeadlineError, StateMismatchError
 from horovod_sparse.plans.plan import Plan, fixed_bytes
 from horovod_sparse.sparsifiers import SparseSum
 from horovod_sparse.sparsifiers.base import SelectAndGather
 from horovod_sparse.sparsifiers.dense import Dense
 from horovod_sparse.training.drift import Entry
 from horovod_sparse.training.engine import Engine, Facts
+from horovod_sparse.training.local_settings import RoundSettings
 from horovod_sparse.training.outcome import Outcome
 from horovod_sparse.training.settings import Settings
 from horovod_sparse.training.training import Training
 
-#: what a mean is over: all ranks, or at each position those that have sent it
-COMBINES = "ranks", "senders"
 #: go before the names of collectives: a process may train several models
 _labels = map("local{}.".format, itertools.count())
-
-
-class LocalOptions(TypedDict, total=False):
-    """The settings that local steps take, as keyword arguments; see `Settings`."""
-
-    on_nonfinite: str
-    check_every: int | None
-    on_drift: str | None
-    deadline_seconds: float | None
-
-
-@dataclass(frozen=True)
-class OuterStep:
-    """What a mean displacement does to the common parameters: SGD, with Nesterov's momentum if it has any.
-
-    ``v <- momentum v + mean,  theta <- theta - lr (mean + momentum v)``
-
-    Args:
-        lr: above 0.
-        momentum: in [0, 1). Above 0 only where nothing is compressed: a residual is a momentum itself.
-
-    Source: Douillard et al. 2023 (DiLoCo): 0.7 and 0.9; Sarfi et al. 2025 (SparseLoCo): 1 and 0.
-
-    Example:
-        >>> OuterStep.named("nesterov")
-        OuterStep(lr=0.7, momentum=0.9)
-    """
-
-    lr: float = 1.0
-    momentum: float = 0.0
-
-    def __post_init__(self) -> None:
-        check_number("outer.lr", self.lr, "a rate above 0, at most 10", low=0.0, high=10.0)
-        bounds: dict[str, Any] = {"low": 0.0, "high": 1.0, "include_low": True, "include_high": False}
-        check_number("outer.momentum", self.momentum, "a number in [0, 1)", **bounds)
-
-    @classmethod
-    def named(cls, given: str | OuterStep) -> OuterStep:
-        """By its name, "sgd" or "nesterov", or itself."""
-        known = {"sgd": cls(), "nesterov": cls(0.7, 0.9)}
-        if isinstance(given, str) and given not in known:
-            raise UnknownNameError("outer", given, known)
-        found = known.get(given, given) if isinstance(given, str) else given
-        if not isinstance(found, cls):
-            raise ArgumentError("outer", given, "'sgd', 'nesterov' or an OuterStep(lr=..., momentum=...)")
-        return found
-
-
-@dataclass(frozen=True)
-class RoundSettings:
-    """What may be said of local steps: see `LocalSteps` of the front ends.
-
-    Raises:
-        ArgumentError: for a value that is not allowed, or values that do not go together.
-        UnknownNameError: for a name that there is not.
-
-    Example:
-        >>> RoundSettings.of(30, "sparseloco", "nesterov").outer
-        Traceback (most recent call last):
-        horovod_sparse.errors.ArgumentError: outer=OuterStep(lr=0.7, momentum=0.9) is not allowed: give \
-'sgd' with a compression: a residual is a momentum already, and two overshoot (compression=None takes any)
-    """
-
-    every: int
-    recipe: Recipe
-    outer: OuterStep
-    combine: str
-    delay: int
-    clip: str | None
-
-    @classmethod
-    def of(
-        cls,
-        every: int,
-        compression: str | Recipe | None = None,
-        outer: str | OuterStep = "sgd",
-        combine: str = "ranks",
-        delay: int = 0,
-        clip: str | None = None,
-    ) -> RoundSettings:
-        """Of a front end's arguments, checked."""
-        check_count("every", every, "a number of steps, 1 or more")
-        check_count("delay", delay, "a number of steps, 0 or more", low=0)
-        if delay > every:
-            raise ArgumentError(
-                "delay", delay, f"at most {every} steps, after which the next exchange begins"
-            )
-        chosen = OuterStep.named(outer)
-        recipe: Any = parse_recipe(compression) if isinstance(compression, str) else compression
-        if recipe is None:
-            recipe = Recipe(Dense())
-        elif not isinstance(recipe, Recipe):
-            allowed = 'a sparsifier as text ("sparseloco") or as a recipe, or None to send everything'
-            raise ArgumentError("compression", compression, allowed)
-        elif chosen.momentum:
-            allowed = "'sgd' with a compression: a residual is a momentum already, and two overshoot"
-            raise ArgumentError("outer", chosen, f"{allowed} (compression=None takes any)")
-        recipe.refuse_auto("LocalSteps")
-        if not isinstance(recipe.feedback, (ErrorFeedback, NoFeedback)):
-            allowed = "'error' or 'none' with local steps: each rank's own optimizer has its moments already"
-            raise ArgumentError("feedback", recipe.feedback, allowed)
-        if combine not in COMBINES:
-            raise UnknownNameError("combine", str(combine), COMBINES)
-        if clip not in (None, "median"):
-            raise ArgumentError("clip", clip, "'median', or None")
-        if not isinstance(recipe.sparsifier, SelectAndGather):
-            why = f"with {recipe.sparsifier.name}: its sums do not say who has sent what"
-            if clip:
-                raise ArgumentError("clip", clip, f"None {why}")
-            if combine == "senders" and not isinstance(recipe.sparsifier, Dense):
-                raise ArgumentError("combine", combine, f"'ranks' {why}")
-        return cls(every, recipe, chosen, combine, delay, clip)
-
-    def describe(self) -> dict[str, object]:
-        """What has to be equal on all ranks, by argument; of the recipe they hear anyway."""
-        return {name: getattr(self, name) for name in ("every", "outer", "combine", "delay", "clip")}
 
 
 def mean_over_senders(sum_: SparseSum) -> SparseSum:

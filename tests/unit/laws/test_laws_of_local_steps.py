@@ -25,7 +25,7 @@ from horovod_sparse.tensors.driver import Task
 from horovod_sparse.tensors.local_steps import LocalEngine, LocalTraining, named_in
 from horovod_sparse.training.engine import carry_out
 from horovod_sparse.training.host_topology import Ranks
-from horovod_sparse.training.rounds import LocalOptions, RoundSettings
+from horovod_sparse.training.local_settings import RoundSettings
 from horovod_sparse.training.settings import Settings
 
 SIZE, START, TOPK = 4, object(), "topk:density=0.1"
@@ -54,9 +54,9 @@ class ThreadEngine(LocalEngine):
 
     name, idle_seconds = "threads", 0.0
 
-    def __init__(self, rank: int, meeting: Meeting, rounds: RoundSettings, named: Any, offload: bool) -> None:
+    def __init__(self, rank: int, meeting: Meeting, rounds: RoundSettings, named: Any) -> None:
         self.rank, self.meeting, self.rounds = rank, meeting, rounds
-        self.named, self.offload, self.starter = named, offload, self
+        self.named, self.starter = named, self
         #: another one after a restart
         self.start_of: object = START
 
@@ -109,12 +109,9 @@ class Rank:
         self.moved = torch.zeros_like(self.vector())
         self.optimizer.register_step_pre_hook(lambda *_: self._note(-1))
         self.optimizer.register_step_post_hook(lambda *_: self._note(1))
-        options = {name: given.pop(name) for name in LocalOptions.__annotations__ if name in given}
-        offload = given.pop("offload", False)
-        rounds = RoundSettings.of(given.pop("every", 3), **given)
-        named = named_in(self.optimizer, self.model)
-        engine = ThreadEngine(rank, meeting, rounds, named, offload)
-        self.local = LocalTraining(self.optimizer, self.model, engine, Settings(**options))
+        rounds, settings = RoundSettings.of(given.pop("every", 3), given, "LocalSteps")
+        engine = ThreadEngine(rank, meeting, rounds, named_in(self.optimizer, self.model))
+        self.local = LocalTraining(self.optimizer, self.model, engine, settings)
 
     def _note(self, sign: int) -> None:
         self.moved += sign * self.vector()
@@ -421,8 +418,7 @@ def test_buffers_are_averaged_where_they_are_floats():
         one.optimizer.add_param_group({"params": [one.model.empty]})
         one.model.register_buffer("count", torch.zeros(2, dtype=torch.int64))
         one.model.register_buffer("still", torch.full((2,), float(rank)))
-        rounds, named = RoundSettings.of(1), named_in(one.optimizer, one.model)
-        engine = ThreadEngine(rank, meeting, rounds, named, False)
+        engine = ThreadEngine(rank, meeting, RoundSettings(every=1), named_in(one.optimizer, one.model))
         # takes the place of the first one, and needs no name
         LocalTraining(one.optimizer, one.model, engine, Settings())
         one.model.mean = one.model.mean + rank  # another tensor in its place
