@@ -5,6 +5,4 @@ sparsifiers are plain values. The front ends are `horovod_sparse.torch` and
 `horovod_sparse.tensorflow`.
 """
 
-from horovod_sparse._version import __version__
-
-__all__ = ["__version__"]
+from horovod_sparse._version import __version__ as __version__

@@ -1,59 +1,28 @@
 """What communication and selection cost: shapes of time models, fitting them, and keeping the result."""
 
-from horovod_sparse.planning.cost_model import (
-    AffineTime,
-    CostModel,
-    Fit,
-    TimeModel,
-    communication_of,
-    fit_selection,
-    fit_time,
-)
-from horovod_sparse.planning.formulas import (
-    LevelChoice,
-    assumed_profile,
-    choose_levels,
-    network_of,
-    profile_at,
-    with_levels,
-)
-from horovod_sparse.planning.profile import (
-    ALLREDUCE,
-    DENSE,
-    PROFILE_VERSION,
-    START,
-    UPDATE,
-    Levels,
-    Profile,
-)
-from horovod_sparse.plans.network import COLLECTIVES, HOST_NETWORK, AlphaBeta, CollectiveCost, network_at
-from horovod_sparse.training.first_plan import check_same_profile
-
-__all__ = [
-    "ALLREDUCE",
-    "COLLECTIVES",
-    "DENSE",
-    "HOST_NETWORK",
-    "PROFILE_VERSION",
-    "START",
-    "UPDATE",
-    "AffineTime",
-    "AlphaBeta",
-    "CollectiveCost",
-    "CostModel",
-    "Fit",
-    "LevelChoice",
-    "Levels",
-    "Profile",
-    "TimeModel",
-    "assumed_profile",
-    "check_same_profile",
-    "choose_levels",
-    "communication_of",
-    "fit_selection",
-    "fit_time",
-    "network_at",
-    "network_of",
-    "profile_at",
-    "with_levels",
-]
+from horovod_sparse.planning.cost_model import AffineTime as AffineTime
+from horovod_sparse.planning.cost_model import CostModel as CostModel
+from horovod_sparse.planning.cost_model import Fit as Fit
+from horovod_sparse.planning.cost_model import TimeModel as TimeModel
+from horovod_sparse.planning.cost_model import communication_of as communication_of
+from horovod_sparse.planning.cost_model import fit_selection as fit_selection
+from horovod_sparse.planning.cost_model import fit_time as fit_time
+from horovod_sparse.planning.formulas import LevelChoice as LevelChoice
+from horovod_sparse.planning.formulas import assumed_profile as assumed_profile
+from horovod_sparse.planning.formulas import choose_levels as choose_levels
+from horovod_sparse.planning.formulas import network_of as network_of
+from horovod_sparse.planning.formulas import profile_at as profile_at
+from horovod_sparse.planning.formulas import with_levels as with_levels
+from horovod_sparse.planning.profile import ALLREDUCE as ALLREDUCE
+from horovod_sparse.planning.profile import DENSE as DENSE
+from horovod_sparse.planning.profile import PROFILE_VERSION as PROFILE_VERSION
+from horovod_sparse.planning.profile import START as START
+from horovod_sparse.planning.profile import UPDATE as UPDATE
+from horovod_sparse.planning.profile import Levels as Levels
+from horovod_sparse.planning.profile import Profile as Profile
+from horovod_sparse.plans.network import COLLECTIVES as COLLECTIVES
+from horovod_sparse.plans.network import HOST_NETWORK as HOST_NETWORK
+from horovod_sparse.plans.network import AlphaBeta as AlphaBeta
+from horovod_sparse.plans.network import CollectiveCost as CollectiveCost
+from horovod_sparse.plans.network import network_at as network_at
+from horovod_sparse.training.first_plan import check_same_profile as check_same_profile

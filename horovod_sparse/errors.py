@@ -4,24 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-__all__ = [
-    "ArgumentError",
-    "CheckpointError",
-    "CollectiveMismatchError",
-    "DeadlineError",
-    "DriftError",
-    "EditedGradientError",
-    "HorovodMissingError",
-    "HorovodSparseError",
-    "MessageError",
-    "NonFiniteGradientError",
-    "NonFiniteSumError",
-    "ProfileMismatchError",
-    "StateMismatchError",
-    "UnknownNameError",
-    "UnsupportedError",
-]
-
 
 class HorovodSparseError(Exception):
     """The base of all errors of this package."""

@@ -1,78 +1,41 @@
 """Plans: which parameters are synchronized together, and which stay dense."""
 
-from horovod_sparse.planning.optimal import optimal
-from horovod_sparse.planning.request import STRATEGIES, needs_times, strategy_named
-from horovod_sparse.planning.selection import (
-    Choice,
-    DensityChoice,
-    MinElements,
-    TensorSelection,
-    dense_of,
-    densest_plan,
-    joint,
-    min_elements,
-    select_tensors,
-)
-from horovod_sparse.planning.strategies import Fixed, Kept, Strategy, fixed, layerwise, omgs, single
-from horovod_sparse.planning.timeline import UPDATE, Span, Timeline, predict
-from horovod_sparse.planning.workload import (
-    DEVICES,
-    LAYER_TABLES,
-    LayerTable,
-    StepTime,
-    Workload,
-    layer_table,
-    plan_of_segments,
-)
-from horovod_sparse.plans.plan import (
-    DEFAULT_BUCKET_BYTES,
-    ParameterFacts,
-    Plan,
-    explicit_groups,
-    fixed_bytes,
-    fixed_elements,
-    num_buckets,
-    same_kind,
-)
-
-__all__ = [
-    "DEFAULT_BUCKET_BYTES",
-    "DEVICES",
-    "LAYER_TABLES",
-    "STRATEGIES",
-    "UPDATE",
-    "Choice",
-    "DensityChoice",
-    "Fixed",
-    "Kept",
-    "LayerTable",
-    "MinElements",
-    "ParameterFacts",
-    "Plan",
-    "Span",
-    "StepTime",
-    "Strategy",
-    "TensorSelection",
-    "Timeline",
-    "Workload",
-    "dense_of",
-    "densest_plan",
-    "explicit_groups",
-    "fixed",
-    "fixed_bytes",
-    "fixed_elements",
-    "joint",
-    "layer_table",
-    "layerwise",
-    "min_elements",
-    "needs_times",
-    "num_buckets",
-    "omgs",
-    "optimal",
-    "plan_of_segments",
-    "predict",
-    "same_kind",
-    "select_tensors",
-    "single",
-    "strategy_named",
-]
+from horovod_sparse.planning.optimal import optimal as optimal
+from horovod_sparse.planning.request import STRATEGIES as STRATEGIES
+from horovod_sparse.planning.request import needs_times as needs_times
+from horovod_sparse.planning.request import strategy_named as strategy_named
+from horovod_sparse.planning.selection import Choice as Choice
+from horovod_sparse.planning.selection import DensityChoice as DensityChoice
+from horovod_sparse.planning.selection import MinElements as MinElements
+from horovod_sparse.planning.selection import TensorSelection as TensorSelection
+from horovod_sparse.planning.selection import dense_of as dense_of
+from horovod_sparse.planning.selection import densest_plan as densest_plan
+from horovod_sparse.planning.selection import joint as joint
+from horovod_sparse.planning.selection import min_elements as min_elements
+from horovod_sparse.planning.selection import select_tensors as select_tensors
+from horovod_sparse.planning.strategies import Fixed as Fixed
+from horovod_sparse.planning.strategies import Kept as Kept
+from horovod_sparse.planning.strategies import Strategy as Strategy
+from horovod_sparse.planning.strategies import fixed as fixed
+from horovod_sparse.planning.strategies import layerwise as layerwise
+from horovod_sparse.planning.strategies import omgs as omgs
+from horovod_sparse.planning.strategies import single as single
+from horovod_sparse.planning.timeline import UPDATE as UPDATE
+from horovod_sparse.planning.timeline import Span as Span
+from horovod_sparse.planning.timeline import Timeline as Timeline
+from horovod_sparse.planning.timeline import predict as predict
+from horovod_sparse.planning.workload import DEVICES as DEVICES
+from horovod_sparse.planning.workload import LAYER_TABLES as LAYER_TABLES
+from horovod_sparse.planning.workload import LayerTable as LayerTable
+from horovod_sparse.planning.workload import StepTime as StepTime
+from horovod_sparse.planning.workload import Workload as Workload
+from horovod_sparse.planning.workload import layer_table as layer_table
+from horovod_sparse.planning.workload import plan_of_segments as plan_of_segments
+from horovod_sparse.plans.plan import DEFAULT_BUCKET_BYTES as DEFAULT_BUCKET_BYTES
+from horovod_sparse.plans.plan import ParameterFacts as ParameterFacts
+from horovod_sparse.plans.plan import Plan as Plan
+from horovod_sparse.plans.plan import explicit_groups as explicit_groups
+from horovod_sparse.plans.plan import fixed_bytes as fixed_bytes
+from horovod_sparse.plans.plan import fixed_elements as fixed_elements
+from horovod_sparse.plans.plan import num_buckets as num_buckets
+from horovod_sparse.plans.plan import same_kind as same_kind

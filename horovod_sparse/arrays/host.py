@@ -59,12 +59,7 @@ class HostAccumulator(Accumulator):
     """
 
     def __init__(
-        self,
-        num_elements: int,
-        dtype: Any = "float32",
-        *,
-        density: float = 0.001,
-        companions: int = 0,
+        self, num_elements: int, dtype: Any = "float32", *, density: float = 0.001, companions: int = 0
     ) -> None:
         check_density("density", density, "a number in (0, 1]")
         layout = Layout(int(num_elements), block_size(density))

@@ -31,11 +31,7 @@ def console(*, to_stderr: bool = False) -> Console:
     # what a launcher shows its ranks is no window, even where it looks like one
     window = stream.isatty() and not is_launched()
     return Console(
-        file=stream,
-        width=None if window else WIDTH,
-        force_terminal=window,
-        highlight=False,
-        markup=False,
+        file=stream, width=None if window else WIDTH, force_terminal=window, highlight=False, markup=False
     )
 
 

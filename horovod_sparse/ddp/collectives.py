@@ -17,14 +17,7 @@ import torch
 import torch.distributed as dist
 
 from horovod_sparse.carriers.exchanges import among, by_exchanges
-from horovod_sparse.collectives import (
-    AllReduce,
-    Broadcast,
-    Exchange,
-    ReduceScatter,
-    Request,
-    Synchronization,
-)
+from horovod_sparse.collectives import AllReduce, Broadcast, Exchange, ReduceScatter, Request, Synchronization
 from horovod_sparse.errors import (
     CollectiveMismatchError,
     DeadlineError,

@@ -135,11 +135,7 @@ class Bucket:
     """Parameters that are synchronized together, and everything this rank keeps for them."""
 
     def __init__(
-        self,
-        info: BucketInfo,
-        recipe: Recipe,
-        accumulator: Accumulator,
-        members: Sequence[Member] = (),
+        self, info: BucketInfo, recipe: Recipe, accumulator: Accumulator, members: Sequence[Member] = ()
     ) -> None:
         recipe = dataclasses.replace(recipe, sparsifier=recipe.sparsifier.resolved(info))
         self.info, self.recipe, self.accumulator = info, recipe, accumulator

@@ -24,14 +24,7 @@ from numpy.typing import NDArray
 
 from horovod_sparse import errors
 from horovod_sparse.arrays import Accumulator, FoldReport, GradientParts
-from horovod_sparse.collectives import (
-    AllGather,
-    ReduceScatter,
-    Synchronization,
-    Words,
-    at_level,
-    part,
-)
+from horovod_sparse.collectives import AllGather, ReduceScatter, Synchronization, Words, at_level, part
 from horovod_sparse.errors import HorovodSparseError, MessageError
 from horovod_sparse.feedback.bucket import Bucket
 from horovod_sparse.feedback.recipe import Recipe

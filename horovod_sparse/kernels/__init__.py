@@ -3,8 +3,7 @@
 Importing this package compiles nothing: every kernel is compiled at its first call and kept on disk.
 """
 
-from __future__ import annotations
-
-from horovod_sparse.kernels.host.scatter import apply_scaled_sum, apply_sum, clear_all, clear_at
-
-__all__ = ["apply_scaled_sum", "apply_sum", "clear_all", "clear_at"]
+from horovod_sparse.kernels.host.scatter import apply_scaled_sum as apply_scaled_sum
+from horovod_sparse.kernels.host.scatter import apply_sum as apply_sum
+from horovod_sparse.kernels.host.scatter import clear_all as clear_all
+from horovod_sparse.kernels.host.scatter import clear_at as clear_at

@@ -21,8 +21,6 @@ try:
 except ImportError:  # no file locks here: ranks then compile side by side, as numba does by itself
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["kernel"]
-
 _log = logging.getLogger("horovod_sparse")
 
 #: seconds that a process waits for another one's turn before it says so, and before it compiles beside it

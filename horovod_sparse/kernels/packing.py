@@ -18,8 +18,6 @@ from horovod_sparse.kernels import lanes as v
 from horovod_sparse.kernels.compile import kernel
 from horovod_sparse.kernels.lanes import count_bits, first_bit, lane_of, without_first_bit
 
-__all__ = ["PACKS", "append", "append_keys", "append_positions"]
-
 
 def _packs() -> bool:
     """Whether compiled code may use AVX-512: the machine has it, and numba was not told otherwise."""

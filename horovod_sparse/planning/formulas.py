@@ -78,13 +78,7 @@ def profile_at(profile: Profile, size: int) -> Profile:
         for name, fit in profile.decoding.items()
     }
     changed = dataclasses.replace(
-        profile,
-        size=size,
-        collectives=scaled,
-        decoding=decoding,
-        levels={},
-        per_host=1,
-        training=training,
+        profile, size=size, collectives=scaled, decoding=decoding, levels={}, per_host=1, training=training
     )
     if not profile.levels or size % profile.per_host or profile.num_hosts == 1:
         return changed

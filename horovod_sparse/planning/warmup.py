@@ -333,10 +333,7 @@ class WarmUp:
         names = [parameter.name for parameter in self._parameters]
         self._densities = []
         self._recorder = BackwardRecorder(
-            names,
-            num_warmup=num_warmup,
-            num_steps=num_steps,
-            seconds_between=self._measuring.seconds_between,
+            names, num_warmup=num_warmup, num_steps=num_steps, seconds_between=self._measuring.seconds_between
         )
 
     def _begin(self) -> None:

@@ -1,6 +1,7 @@
 """P ranks in one process: the same coroutines, counted."""
 
-from horovod_sparse.simulation.cluster import BucketTraffic, SimulatedCluster, bucket_traffic
-from horovod_sparse.simulation.lockstep import Recorder, run_lockstep
-
-__all__ = ["BucketTraffic", "Recorder", "SimulatedCluster", "bucket_traffic", "run_lockstep"]
+from horovod_sparse.simulation.cluster import BucketTraffic as BucketTraffic
+from horovod_sparse.simulation.cluster import SimulatedCluster as SimulatedCluster
+from horovod_sparse.simulation.cluster import bucket_traffic as bucket_traffic
+from horovod_sparse.simulation.lockstep import Recorder as Recorder
+from horovod_sparse.simulation.lockstep import run_lockstep as run_lockstep

@@ -126,11 +126,7 @@ class WholeSum(SparseSum):
     whole = True
 
     def __init__(
-        self,
-        values: Values,
-        counts: np.ndarray,
-        first_nonfinite: dict[int, int],
-        norms: np.ndarray | None,
+        self, values: Values, counts: np.ndarray, first_nonfinite: dict[int, int], norms: np.ndarray | None
     ) -> None:
         self.values, self.counts = values, counts
         self.first_nonfinite, self.norms = first_nonfinite, norms

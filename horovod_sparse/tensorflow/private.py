@@ -110,14 +110,7 @@ def _described(tensor: tf.Tensor, inner: FrameType, outer: FrameType) -> StockCa
     op, before, after = (inner.f_locals[name] for name in ("op", "prescale_factor", "postscale_factor"))
     declared = {"op": op_name(op), "prescale_factor": before, "postscale_factor": after}
     return StockCall(
-        outer,
-        gradients,
-        variables,
-        process_set,
-        op == hvd.Average,
-        before * after,
-        declared,
-        optimizer,
+        outer, gradients, variables, process_set, op == hvd.Average, before * after, declared, optimizer
     )
 
 

@@ -257,11 +257,7 @@ def save(
 
 
 def load(
-    directory: str | os.PathLike[str],
-    source: Any,
-    step: int | None = None,
-    *,
-    variables: Sequence[Any] = (),
+    directory: str | os.PathLike[str], source: Any, step: int | None = None, *, variables: Sequence[Any] = ()
 ) -> int:
     """Goes on from the newest checkpoint that is complete on all ranks; all ranks call it together.
 
@@ -311,12 +307,7 @@ def save_more(
         return {**own, "training": {"variables": [_saved(variable) for variable in variables], **more}}
 
     together = checkpoint.save_together(
-        directory,
-        entry,
-        rank=int(process_set.rank()),
-        keep=keep,
-        owner=keeper,
-        world_rank=int(hvd.rank()),
+        directory, entry, rank=int(process_set.rank()), keep=keep, owner=keeper, world_rank=int(hvd.rank())
     )
     step: int = carry_out_together(together, process_set, _NAME)
     return step

@@ -31,11 +31,7 @@ class Task:
     """
 
     def __init__(
-        self,
-        name: str,
-        kinds: tuple[type[Request], ...],
-        value_dtype: np.dtype[Any],
-        looped: bool = False,
+        self, name: str, kinds: tuple[type[Request], ...], value_dtype: np.dtype[Any], looped: bool = False
     ) -> None:
         #: round r communicates as ``{name}.{r}``
         self.name, self.kinds, self.value_dtype = name, kinds, value_dtype

@@ -23,11 +23,7 @@ from horovod_sparse.tensorflow.collectives import carry_out_together, label_of, 
 from horovod_sparse.tensorflow.parts import DenseVariable, Part, SparseBucket
 from horovod_sparse.tensorflow.tensors import as_variable, dtype_name, unique_names
 from horovod_sparse.topology import Topology
-from horovod_sparse.training.agreement import (
-    common_names,
-    compared,
-    plan_of_first_rank,
-)
+from horovod_sparse.training.agreement import common_names, compared, plan_of_first_rank
 from horovod_sparse.training.collective_errors import raise_together
 from horovod_sparse.training.engine import Facts, PartSpec
 from horovod_sparse.training.first_plan import Planner, check_agreement, first_plan

@@ -71,12 +71,7 @@ def save(
         return _plain({**own[ENTRY], "training": training})
 
     together = save_together(
-        directory,
-        entry,
-        rank=synchronizer.rank,
-        keep=keep,
-        owner=synchronizer,
-        world_rank=int(hvd.rank()),
+        directory, entry, rank=synchronizer.rank, keep=keep, owner=synchronizer, world_rank=int(hvd.rank())
     )
     step: int = carry_out_together(together, synchronizer.process_set, _NAME)
     return step

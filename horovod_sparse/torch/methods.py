@@ -47,10 +47,7 @@ class Methods(torch.optim.Optimizer):
         """Called by Horovod's `__init__` with two ranks or more; `_attach` registers ours, with one, too."""
 
     def _attach(
-        self: Any,
-        recipe: Recipe,
-        named_parameters: list[tuple[str, Any]] | None,
-        settings: Settings,
+        self: Any, recipe: Recipe, named_parameters: list[tuple[str, Any]] | None, settings: Settings
     ) -> None:
         """Buckets and hooks, once Horovod's `__init__` has checked its arguments."""
         names = named_parameters

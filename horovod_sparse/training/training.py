@@ -47,12 +47,7 @@ from horovod_sparse.training.parts import (
     shared_out,
 )
 from horovod_sparse.training.settings import Settings
-from horovod_sparse.training.state import (
-    check_shapes,
-    load_entry,
-    saved_entry,
-    share_factor,
-)
+from horovod_sparse.training.state import check_shapes, load_entry, saved_entry, share_factor
 
 _log = logging.getLogger("horovod_sparse")
 

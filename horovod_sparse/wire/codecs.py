@@ -306,10 +306,4 @@ class TwoBit:
 
 
 #: The ways by name.
-VALUE_CODECS: Mapping[str, ValueCodec] = MappingProxyType(
-    {
-        **_FLOATS,
-        "int8": Int8(),
-        "2bit": TwoBit(),
-    }
-)
+VALUE_CODECS: Mapping[str, ValueCodec] = MappingProxyType({**_FLOATS, "int8": Int8(), "2bit": TwoBit()})

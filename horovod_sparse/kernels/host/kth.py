@@ -9,8 +9,6 @@ from horovod_sparse.kernels.compile import kernel
 from horovod_sparse.kernels.lanes import count_bits, digit, magnitude, mask_at_least, raw_bits
 from horovod_sparse.kernels.packing import append_keys
 
-__all__ = ["between", "kth_of", "kth_of_values", "sample"]
-
 # Bits per digit: 2048 counters of 4 bytes, times the ways, stay in the first-level cache.
 _DIGIT = 11
 # Neighbours often share a digit; counting them in turn in four tables keeps the adds independent.

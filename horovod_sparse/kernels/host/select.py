@@ -14,13 +14,7 @@ from numpy.typing import NDArray
 from horovod_sparse.kernels import lanes as v
 from horovod_sparse.kernels.compile import kernel
 from horovod_sparse.kernels.host.kth import between, kth_of, kth_of_values, sample
-from horovod_sparse.kernels.lanes import (
-    count_bits,
-    magnitude,
-    mask_at_least,
-    successor,
-    without_last_bit,
-)
+from horovod_sparse.kernels.lanes import count_bits, magnitude, mask_at_least, successor, without_last_bit
 from horovod_sparse.kernels.layout import Layout, bits_dtype
 from horovod_sparse.kernels.packing import append, append_keys, append_positions
 

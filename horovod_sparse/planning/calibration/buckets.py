@@ -118,10 +118,7 @@ def bucket_times(
 
 
 def dense_times(
-    watch: Stopwatch,
-    memory: BucketMemory,
-    bucket_elements: Sequence[int],
-    dtype: str = "float32",
+    watch: Stopwatch, memory: BucketMemory, bucket_elements: Sequence[int], dtype: str = "float32"
 ) -> Synchronization[tuple[list[float], list[float]]]:
     """Seconds that a rank works for a parameter that stays dense: packing it, and taking the sum."""
 

@@ -12,13 +12,7 @@ from horovod_sparse.arrays import Accumulator
 from horovod_sparse.collectives import AllGather, Synchronization
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.kernels.quantization import Quantization
-from horovod_sparse.sparsifiers.base import (
-    BucketInfo,
-    Sparsifier,
-    SparsifierState,
-    Traffic,
-    WholeSum,
-)
+from horovod_sparse.sparsifiers.base import BucketInfo, Sparsifier, SparsifierState, Traffic, WholeSum
 from horovod_sparse.wire.quantized import HEADER, blank, quantized_words, sum_quantized, voted
 
 

@@ -229,11 +229,7 @@ class Reduction:
         return results, skipped
 
     def reduce_if_finite(
-        self,
-        gradients: Sequence[Any],
-        variables: Sequence[Any],
-        learning_rate: Any,
-        scale: Any,
+        self, gradients: Sequence[Any], variables: Sequence[Any], learning_rate: Any, scale: Any
     ) -> list[Any]:
         """As `reduce`, for gradients of a scaled loss: see `ScaledReduction`."""
         if not self.reducer.is_needed:

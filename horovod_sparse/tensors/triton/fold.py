@@ -8,15 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from horovod_sparse.kernels.layout import Layout
-from horovod_sparse.tensors.triton.blocks import (
-    OPTIONS,
-    TILE,
-    is_finite,
-    magnitude,
-    programs,
-    quotient,
-    root,
-)
+from horovod_sparse.tensors.triton.blocks import OPTIONS, TILE, is_finite, magnitude, programs, quotient, root
 
 # Elements per program of 4 warps: a thread has four 16-byte loads per array in flight, and few enough
 # registers that five programs share a multiprocessor, so that some load while others compute.

@@ -50,23 +50,18 @@ def source_of(module: str) -> Path:
 def public_names(module: str) -> list[str]:
     """What a module offers, in its own order.
 
-    A module offers what its `__all__` names; else a package what it imports "as" itself, any other module its
-    own classes, functions and constants without an underscore.
+    A module offers its own classes, functions and constants without an underscore; a package, or one that has
+    none of these, what it imports "as" itself, too.
     """
     path = source_of(module)
     body = ast.parse(path.read_text(encoding="utf-8")).body
     names = [name for node in body for name in _defined(node)]
-    for node in body:
-        if isinstance(node, ast.Assign) and any(
-            isinstance(target, ast.Name) and target.id == "__all__" for target in node.targets
-        ):
-            return [str(name) for name in ast.literal_eval(node.value)]
-    if path.name == "__init__.py":
+    if path.name == "__init__.py" or not names:
         # those that are loaded when they are asked for are named for type checkers
         given = [inner for node in body for inner in (node.body if isinstance(node, ast.If) else [node])]
         imported = [alias for node in given if isinstance(node, ast.ImportFrom) for alias in node.names]
         names = [alias.name for alias in imported if alias.asname == alias.name] + names
-    return [name for name in names if not name.startswith("_")]
+    return [name for name in names if not name.startswith("_") or name == "__version__"]
 
 
 def _defined(node: ast.stmt) -> list[str]:
