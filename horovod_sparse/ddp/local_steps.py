@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from horovod_sparse.ddp.collectives import Communicator
 from horovod_sparse.ddp.distributed_engine import DistributedEngine, told_to_others
 from horovod_sparse.errors import UnsupportedError
-from horovod_sparse.tensors.local_steps import LocalEngine, LocalTraining, named_in
+from horovod_sparse.tensors.local_steps import LocalEngine, LocalTraining, digests_of, named_in
+from horovod_sparse.training.collective_errors import some_of
 from horovod_sparse.training.local_settings import LocalOptions, RoundSettings
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+
+#: parameters that some LocalSteps exchanges
+_have_local_steps: Any = WeakTensorKeyDictionary()
 
 
 class _Engine(LocalEngine, DistributedEngine):
@@ -88,6 +94,20 @@ class LocalSteps(LocalTraining):
             engine = _Engine(rounds.recipe, None, named, process_group, settings.deadline_seconds)
             engine.named, engine.rounds = named, rounds
             super().__init__(optimizer, model, engine, settings)
+            _have_local_steps.update(dict.fromkeys(named.values(), True))
+            #: what others may train, and what that was
+            self._others = {name: one for name, one in model.named_parameters() if one.requires_grad}
+            self._others = {name: one for name, one in self._others.items() if one not in _have_local_steps}
+            self._known = digests_of(self._others)
+
+    def _begin(self, *, finishing: bool = False) -> None:
+        others = {name: one for name, one in self._others.items() if one not in _have_local_steps}
+        if moved := [name for name, digest in digests_of(others).items() if digest != self._known[name]]:
+            raise UnsupportedError(
+                f"another optimizer trains {some_of(moved)}, whose gradients stay on their ranks: give it "
+                f"LocalSteps, too: LocalSteps(other_optimizer, model, every={self.rounds.every})"
+            )
+        super()._begin(finishing=finishing)
 
 
 def _keep_local(model: DistributedDataParallel) -> None:

@@ -98,9 +98,14 @@ class Displacement(GradientLayout):
             if self._sent is None:
                 parameter.copy_(start)
                 continue
-            learned = parameter.to(start.device).sub(self._view(self._sent, number))
-            parameter.copy_(torch.where(torch.isfinite(learned), learned, 0).add_(start))
-        if self._sent is not None:  # nothing is under way any more
+            sent = self._view(self._sent, number)
+            learned = parameter.to(start.device).sub(sent)
+            parameter.copy_(torch.where(torch.isfinite(sent), learned, 0).add_(start))
+        self.forget()  # nothing is under way any more
+
+    def forget(self) -> None:
+        """See `Kept`."""
+        if self._sent is not None:
             self._gather(self._sent)
 
     def to_host(self, name: str) -> np.ndarray:
@@ -148,24 +153,26 @@ class LocalEngine:
         ]
 
 
+def digests_of(named: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
+    """By name, what tells whether a tensor has changed."""
+    return {name: TensorEntry(name, tensor).sums().tobytes() for name, tensor in named.items()}
+
+
 class ModelBuffers:
     """Buffers of a model: floats are averaged over ranks, all others are rank 0's."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
-        self._known = self._digests()
+        self._known = digests_of(self._buffers)
 
     @property
     def _buffers(self) -> dict[str, torch.Tensor]:
         """Asked for each time: ``self.mean = 0.9 * self.mean + ...`` puts another tensor in its place."""
         return dict(self._module.named_buffers())
 
-    def _digests(self) -> dict[str, bytes]:
-        return {name: TensorEntry(name, buffer).sums().tobytes() for name, buffer in self._buffers.items()}
-
     def changed(self) -> list[str]:
         """See `Buffers`: by contents, since statistics of batches are written past PyTorch's counters."""
-        return [name for name, digest in self._digests().items() if digest != self._known.get(name)]
+        return [name for name, digest in digests_of(self._buffers).items() if digest != self._known.get(name)]
 
     @torch.no_grad()
     def shared(self, names: Sequence[str], size: int) -> Synchronization[None]:
@@ -188,7 +195,7 @@ class ModelBuffers:
                 words.view(np.uint8)[: own.size] = own
                 received = np.ascontiguousarray((yield Broadcast(words, 0)))
                 entry.write(received.view(np.uint8)[: own.size])
-        self._known = self._digests()
+        self._known = digests_of(self._buffers)
 
 
 class LocalTraining(Rounds):

@@ -89,7 +89,13 @@ class Kept(Protocol):
         """The parameters as they are now are the common ones."""
 
     def return_to_start(self) -> None:
-        """This rank goes on from `start`, and keeps what it has learned while an exchange was under way."""
+        """This rank goes on from `start`, and keeps what it has learned while an exchange was under way.
+
+        A NaN of that time stays, too: all ranks hear of it in the next exchange.
+        """
+
+    def forget(self) -> None:
+        """What this rank has learned while an exchange was under way is lost: it had diverged before."""
 
     def to_host(self, name: str) -> np.ndarray:
         """`start` or `velocity`, [n]."""
@@ -296,6 +302,9 @@ class Rounds(Training):
             starter.wait([self._header])
             told = self._header.value()
             errors = self._waited()
+            if any(self.rank in getattr(error, "where", ()) for error in errors):
+                for part in self.parts:
+                    part.gradient.forget()
             if errors:
                 errors = self.carried_out_again(errors, lambda _: starter, self._waited)
         except Exception as error:

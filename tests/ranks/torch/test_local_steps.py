@@ -138,6 +138,14 @@ def test_ranks_that_begin_apart_are_told_in_the_first_step(kind, rank):
             compiled = torch.compile(model, backend="eager")
             ddp.LocalSteps(torch.optim.SGD(model.parameters()), compiled, every=2)
             ddp.attach(model, "topk:density=0.5")
+        model = DistributedDataParallel(nn.Linear(2, 2))
+        weight, bias = (torch.optim.SGD([parameter]) for parameter in model.parameters())
+        ddp.LocalSteps(weight, model, every=2)
+        with pytest.raises(UnsupportedError, match=r"LocalSteps\(other_optimizer, model, every=2\)"):
+            for _ in range(2):
+                model(torch.ones(1, 2)).sum().backward()
+                bias.step()
+                weight.step()
         return
     with pytest.raises(ArgumentError, match="LocalSteps"):
         net = nn.Linear(2, 2)

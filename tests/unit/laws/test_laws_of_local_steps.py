@@ -343,24 +343,28 @@ def test_ranks_that_have_done_fewer_steps_end_together():
     assert equal(on_ranks(body))
 
 
+@pytest.mark.parametrize("delay", [0, 2])
 @pytest.mark.parametrize("compression", [None, "topk:density=0.1"])
 @pytest.mark.parametrize("policy", ["raise", "skip", "zero"])
-def test_a_rank_that_has_diverged_spoils_no_other(policy, compression):
+def test_a_rank_that_has_diverged_spoils_no_other(policy, compression, delay):
+    """In the midst of a round, or while an exchange is under way, which does not heal it in silence."""
+
     def body(rank, meeting):
-        one = made(rank, meeting, compression=compression, on_nonfinite=policy)
+        one = made(rank, meeting, inner=sgd, compression=compression, on_nonfinite=policy, delay=delay)
         one.train(4)
         if rank == 1:
             next(one.model.parameters()).data[0, 0] = torch.nan
         if policy == "raise":
             with pytest.raises(NonFiniteGradientError, match="is not finite"):
-                one.train(2)
+                one.train(2 + delay)
         else:
-            one.train(2)
-        middle = one.vector()
-        one.steps = 6
-        one.optimizer.state.clear()  # its moments have seen no NaN; the next batch's have nothing of it
+            one.train(2 + delay)
+            assert one.local.telemetry.num_skipped + one.local.telemetry.num_dropped == 1
+        middle = one.kept("start")
+        one.steps = 6 + delay
         one.train(3)
-        return middle, one.vector()
+        assert one.vector().isfinite().all()
+        return middle, one.kept("start")
 
     for vectors in zip(*on_ranks(body), strict=True):
         assert equal(list(vectors))
