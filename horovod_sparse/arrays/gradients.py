@@ -44,6 +44,9 @@ class GradientParts:
         [(0, [1.0, 2.0]), (2, [3.0])]
     """
 
+    #: all elements as kernels get them, where they are one array
+    whole: Array | None = None
+
     def __init__(self, arrays: Sequence[Array]) -> None:
         # writeable: numba compiles kernels once more for memory that is not
         given = [
@@ -56,6 +59,7 @@ class GradientParts:
             raise ArgumentError("gradient", [array.dtype.name for array in given], "arrays of one type")
         self.dtype = given[0].dtype
         self._flat = [native_bits(array) for array in given]
+        self.whole = self._flat[0] if len(given) == 1 else None
         self.size = sum(array.size for array in self._flat)
 
     def put_into(self, memory: Array) -> None:
@@ -72,7 +76,7 @@ class GradientParts:
 
     def lies_at(self, address: int) -> bool:
         """Whether all elements lie one behind the other from an address on."""
-        return len(self._flat) == 1 and self._flat[0].ctypes.data == address
+        return self.whole is not None and self.whole.ctypes.data == address
 
     def joined(self, dtype: np.dtype[Any]) -> Array:
         """All elements as one array of float32 or float64, not to be written to: its own memory if it can be.
@@ -194,19 +198,6 @@ def accumulating(dtype: Any) -> type[np.floating[Any]]:
     if name not in ("float16", "bfloat16", "uint16", "float32", "float64"):
         raise ArgumentError("dtype", dtype, "float32, float64, float16 or bfloat16")
     return np.float64 if name == "float64" else np.float32
-
-
-def checked_gradient(gradient: Any, num_elements: int, dtype: np.dtype[Any]) -> Array | GradientParts:
-    """A gradient as an array that can be folded, or parts, which stay as they are; not a copy."""
-    array = gradient if isinstance(gradient, GradientParts) else np.asarray(gradient)
-    if array.size != num_elements:
-        shape = getattr(array, "shape", (array.size,))
-        raise ArgumentError("gradient", shape, f"an array of {num_elements} elements")
-    if array.dtype != dtype and accumulating(array.dtype) != dtype:
-        raise ArgumentError("gradient", array.dtype.name, f"a type that accumulates in {dtype.name}")
-    if isinstance(array, np.ndarray) and not array.flags.writeable:
-        raise ArgumentError("gradient", "read-only memory", "memory that can be set to 0")
-    return array
 
 
 def pieces(array: Array | GradientParts, size: int, block: int = 1) -> Iterable[tuple[int, Array]]:

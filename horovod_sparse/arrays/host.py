@@ -15,7 +15,6 @@ from horovod_sparse.arrays.gradients import (
     GradientParts,
     SummedParts,
     accumulating,
-    checked_gradient,
     clip_factor,
     pieces,
     scaled,
@@ -86,7 +85,7 @@ class HostKernels(Kernels):
     def __init__(self, layout: Layout, kind: type[np.floating[Any]]) -> None:
         self.layout, self.dtype = layout, np.dtype(kind)
         n = layout.num_elements
-        self.checked = functools.partial(checked_gradient, num_elements=n, dtype=self.dtype)
+        self.checked = functools.partial(_checked, num_elements=n, dtype=self.dtype)
         self.places = functools.partial(scatter.checked, num_elements=n)
         self.largest = functools.partial(select.largest, layout=layout)
         self.kth = functools.partial(select.kth, layout=layout)
@@ -108,7 +107,9 @@ class HostKernels(Kernels):
     ) -> tuple[FoldReport, float]:
         kept, block = isinstance(gradient, GradientParts), self.layout.block
         factors = rule.factors(self.dtype)
-        parts: Iterable[tuple[int, Any]] = pieces(gradient, 1024 * block, block)
+        whole = gradient.whole if isinstance(gradient, GradientParts) else None
+        parts: Iterable[tuple[int, Any]]
+        parts = pieces(gradient, 1024 * block, block) if whole is None else [(0, whole)]
         if rule.clip_norm is not None:
             parts = scaled(parts, clip_factor(gradient, rule.clip_norm), keep=kept)
         elif isinstance(gradient, SummedParts) and companion is None:
@@ -207,6 +208,19 @@ class HostKernels(Kernels):
         left = values if in_place else np.empty_like(values)
         _quantize().take_away(values, words, code, left)
         return left
+
+
+def _checked(gradient: Any, num_elements: int, dtype: np.dtype[Any]) -> Array | GradientParts:
+    """A gradient as an array that can be folded, or parts, which stay as they are; not a copy."""
+    array = gradient if isinstance(gradient, GradientParts) else np.asarray(gradient)
+    if array.size != num_elements:
+        shape = getattr(array, "shape", (array.size,))
+        raise ArgumentError("gradient", shape, f"an array of {num_elements} elements")
+    if array.dtype != dtype and accumulating(array.dtype) != dtype:
+        raise ArgumentError("gradient", array.dtype.name, f"a type that accumulates in {dtype.name}")
+    if isinstance(array, np.ndarray) and not array.flags.writeable:
+        raise ArgumentError("gradient", "read-only memory", "memory that can be set to 0")
+    return array
 
 
 def _quantize() -> Any:

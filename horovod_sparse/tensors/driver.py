@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from horovod_sparse.collectives import Request, Synchronization
+import torch
+
+from horovod_sparse.collectives import AllToAll, Exchange, ReduceScatter, Request, Synchronization
 from horovod_sparse.errors import DeadlineError, UnsupportedError
 from horovod_sparse.training.deadline import Deadline
 
@@ -75,6 +77,18 @@ class Starter(Protocol):
         """Starts a coroutine under a name that is the same on all ranks; does not wait."""
 
 
+def answer_alone(request: Request) -> Any:
+    """What a single rank gets back."""
+    if isinstance(request, Exchange):
+        return {peer: request.sends[peer].copy() for peer in request.sources}
+    if isinstance(request, AllToAll):
+        return [buffer.copy() for buffer in request.buffers]
+    # a part of a gradient is read only, and is all of it here
+    if isinstance(request, ReduceScatter):
+        return request.buffer
+    return request.buffer.clone() if isinstance(request.buffer, torch.Tensor) else request.buffer.copy()
+
+
 class Driver:
     """Starts coroutines, parks them while their collectives are under way, and resumes them.
 
@@ -91,9 +105,10 @@ class Driver:
         start: Callable[[Request, str], Handle],
         failure: type[Exception],
         forget: Callable[[], None],
+        size: Callable[[], int],
         deadline: Deadline | None = None,
     ) -> None:
-        self._start, self._kind_of_failure, self._forget = start, failure, forget
+        self._start, self._kind_of_failure, self._forget, self._size = start, failure, forget, size
         self._deadline = deadline
         #: goes before the names of all collectives; the same on all ranks
         self.label = ""
@@ -236,6 +251,9 @@ class Driver:
         """Runs a coroutine to its next request and starts that."""
         try:
             request = coroutine.send(answer)
+            while self._is_alone():
+                task.num_rounds += 1
+                request = coroutine.send(answer_alone(request))
             handle = self._start(request, f"{self.label}{task.name}.{task.num_rounds}")
         except StopIteration as stop:
             self._finish(task, result=stop.value)
@@ -249,6 +267,9 @@ class Driver:
         else:
             task.num_rounds += 1
             self.parked[task.name] = (task, coroutine, handle)
+
+    def _is_alone(self) -> bool:
+        return self._size() == 1
 
     def _finish(self, task: Task, *, result: Any = None, error: BaseException | None = None) -> None:
         self.parked.pop(task.name, None)

@@ -17,7 +17,6 @@ from horovod_sparse.carriers.pairs import rounds_by_pairs
 from horovod_sparse.collectives import (
     AllGather,
     AllReduce,
-    AllToAll,
     Broadcast,
     Exchange,
     ReduceScatter,
@@ -26,7 +25,7 @@ from horovod_sparse.collectives import (
     part,
 )
 from horovod_sparse.errors import ArgumentError, CollectiveMismatchError, UnsupportedError
-from horovod_sparse.tensors.driver import Driver, Handle
+from horovod_sparse.tensors.driver import Driver, Handle, answer_alone
 from horovod_sparse.tensors.layout import readable_tensor
 from horovod_sparse.topology import Topology
 from horovod_sparse.torch._horovod import finished, held_besides, hvd, present_start
@@ -89,8 +88,6 @@ def start(
         )
     if request.level != "all":
         return _start_within(request, name, process_set, by_pairs, topology)
-    if process_set.size() == 1:
-        return _LocalHandle(_answer_alone(request))
     sums = (AllReduce, ReduceScatter)
     dense = isinstance(request, sums) and isinstance(request.buffer, torch.Tensor)
     if isinstance(request, Exchange) or (by_pairs and rounds_by_pairs() and not dense):
@@ -133,7 +130,7 @@ def _start_within(
         raise CollectiveMismatchError(f"{name}: a request of level {request.level!r} needs a topology")
     ranks = topology.group(request.level, process_set.rank())
     if len(ranks) == 1:
-        return _LocalHandle(_answer_alone(request))
+        return _LocalHandle(answer_alone(request))
     if isinstance(request, ReduceScatter) and list(ranks) == sorted(ranks):
         return _scatter_sum(request, name, process_set, ranks)
 
@@ -198,18 +195,6 @@ def _start_alltoall(
     return _HorovodHandle(handle, tensor, split)
 
 
-def _answer_alone(request: Request) -> Any:
-    """What a single rank gets back, without Horovod."""
-    if isinstance(request, Exchange):
-        return {peer: request.sends[peer].copy() for peer in request.sources}
-    if isinstance(request, AllToAll):
-        return [buffer.copy() for buffer in request.buffers]
-    # a part of a gradient is read only, and is all of it here
-    if isinstance(request, ReduceScatter):
-        return request.buffer
-    return request.buffer.clone() if isinstance(request.buffer, torch.Tensor) else request.buffer.copy()
-
-
 def _reducible(buffer: np.ndarray | torch.Tensor) -> tuple[torch.Tensor, Callable[[Any], Any]]:
     """A tensor that Horovod can reduce, and how its sum becomes what was asked for.
 
@@ -259,6 +244,7 @@ class HorovodDriver(Driver):
             partial(start, process_set=process_set, by_pairs=by_pairs, topology=topology),
             hvd.HorovodInternalError,
             partial(forget_transports, process_set),
+            process_set.size,
             Deadline(deadline_seconds, lambda: (int(process_set.rank()), list(process_set.ranks))),
         )
         self.process_set, self._by_pairs = process_set, by_pairs

@@ -39,6 +39,7 @@ def held(monkeypatch):
         return collectives[name]
 
     monkeypatch.setattr(module, "start", fake)
+    monkeypatch.setattr(HorovodDriver, "_is_alone", lambda self: False)
     monkeypatch.setattr("horovod_sparse.tensors.driver._DRAIN_SECONDS", 0.01)
     return collectives
 
