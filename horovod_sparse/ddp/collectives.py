@@ -124,7 +124,8 @@ class Carrier:
         return dist.all_reduce(buffer, group=self.group, async_op=True)
 
     def _reduce(self, buffer: Any) -> Any:
-        word = self._word() % _NUM_SUMMED  # sums of them are exact in float32
+        # sums of them are exact in float32, or in float16
+        word = self._word() % (_NUM_SUMMED if buffer.dtype != np.float16 else max(1, 2048 // self.size))
         if isinstance(buffer, torch.Tensor):
             flat = buffer.detach().cpu()
             total = torch.cat([flat, flat.new_full((1,), word)])

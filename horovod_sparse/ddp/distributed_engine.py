@@ -169,6 +169,11 @@ class DistributedEngine:
         group = dist.group.WORLD if self._group is None else self._group
         return dist.get_rank(group), dist.get_world_size(group)
 
+    @property
+    def backend(self) -> str:
+        """Of the model's group, by torch.distributed's name."""
+        return dist.get_backend(self._group)
+
     def ranks(self) -> Ranks:
         """As torchrun tells."""
         rank, size = dist.get_rank(), dist.get_world_size()

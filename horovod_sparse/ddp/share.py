@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from horovod_sparse.ddp.distributed_engine import DistributedEngine
 from horovod_sparse.planning import plan_request
 from horovod_sparse.planning.request import Decision
 from horovod_sparse.planning.share import Following
@@ -21,7 +22,8 @@ from horovod_sparse.training.training import Training
 class Sharing(Stamped):
     """Measures and decides beside a hook; implements `planning.warmup.Measuring`."""
 
-    def __init__(self, training: Training) -> None:
+    def __init__(self, training: Training, engine: DistributedEngine) -> None:
+        self._engine = engine
         recipe, settings = training.recipe, training.settings
         request, _ = plan_request(
             plan=settings.plan, density=recipe.auto, network_share=settings.network_share, recipe=recipe
@@ -39,9 +41,9 @@ class Sharing(Stamped):
         self, parameters: Sequence[ParameterFacts], topology: Topology | None, decide: Decide
     ) -> Decision:
         device, place = torch.device(parameters[0].device), self._training.rank_and_size
-        cluster = ClusterFacts(*place, "torch", "gloo", 0.0, str(device), topology=topology)
+        cluster = ClusterFacts(*place, "torch", self._engine.backend, 0.0, str(device), topology=topology)
         coroutine = decide(cluster, memory=bucket_memory(device), dtype=parameters[0].dtype)
-        decision: Decision = self._training.engine.carry_out(coroutine, topology)
+        decision: Decision = self._engine.carry_out(coroutine, topology)
         return decision
 
     def arrived(self, parameters: Iterable[torch.Tensor], entered: Any) -> None:

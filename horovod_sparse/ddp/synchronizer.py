@@ -131,7 +131,7 @@ class State(Synchronizer):
         if self._sharing is None and self.settings.network_share is not None:
             from horovod_sparse.ddp.share import Sharing
 
-            self._sharing = Sharing(self)
+            self._sharing = Sharing(self, self.engine)
 
     def _first_plan(self, layout: BucketParameters) -> Plan:
         made = super()._first_plan(layout)
@@ -359,7 +359,10 @@ def _attached(
     settings = Settings.of(options, "horovod_sparse.ddp.attach", HookOptions)
     for name, value in options.items():
         if name not in ("plan", "deadline_seconds") and value not in (None, "raise", "flat"):
-            raise ArgumentError(name, value, "nothing with replicas: it is for DistributedDataParallel")
+            allowed = "nothing with replicas: it is for DistributedDataParallel"
+            if name == "network_share":
+                allowed += f"; `horovod-sparse plan --network-share {value}` names a density to write here"
+            raise ArgumentError(name, value, allowed)
     try:
         from torch.distributed.device_mesh import DeviceMesh
 

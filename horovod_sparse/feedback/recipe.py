@@ -227,14 +227,15 @@ class Recipe:
             allowed = f"'none' with these arguments of {self.sparsifier.name}: {self.sparsifier.diverges}"
             raise ArgumentError("feedback", value_text(self.feedback), allowed)
 
-    def at(self, density: float | None) -> Recipe:
-        """The recipe at the density that a plan says."""
-        if density is None or density == self.sparsifier.density:
+    def at(self, density: float | None, values: str | None = None) -> Recipe:
+        """The recipe at the density that a plan says, and with the values that it says."""
+        density = self.sparsifier.density if density is None else density
+        if density == self.sparsifier.density and values is None:
             return self
-        if self.auto is None:
+        if density != self.sparsifier.density and self.auto is None:
             allowed = f"one made for density={self.sparsifier.density:g}, or density='auto' to the sparsifier"
             raise ArgumentError("plan", f"a plan for density={density:g}", allowed)
-        return dataclasses.replace(self, sparsifier=dataclasses.replace(self.sparsifier, density=density))
+        return dataclasses.replace(self, sparsifier=self.sparsifier.sent_as(density, values))
 
     def refuse_auto(self, where: str) -> None:
         """Refuses a density that would have to be decided where nothing is measured."""
@@ -254,12 +255,12 @@ class Recipe:
         changed = dataclasses.replace(self.sparsifier, density=density, schedule=None)
         return Recipe(changed, self.feedback)
 
-    def for_dense(self) -> Recipe:
+    def for_dense(self, values: str = "exact") -> Recipe:
         """The recipe for a parameter that is sent whole: the same feedback around an allreduce."""
         from horovod_sparse.sparsifiers.dense import Dense
 
         for_dense = getattr(self.feedback, "for_dense", None)
-        return Recipe(Dense(), self.feedback if for_dense is None else for_dense())
+        return Recipe(Dense(values=values), self.feedback if for_dense is None else for_dense())
 
     def describe(self) -> str:
         """One line for logs and checkpoints; `parse_recipe` makes an equal recipe of it.

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.feedback import (
@@ -22,8 +23,16 @@ from horovod_sparse.planning.optimal import optimal
 from horovod_sparse.planning.profile import Profile
 from horovod_sparse.planning.timeline import predict
 from horovod_sparse.planning.workload import Workload
+from horovod_sparse.plans.dense import bytes_by_round
 from horovod_sparse.plans.plan import Plan
+from horovod_sparse.sparsifiers import Sparsifier
 from horovod_sparse.sparsifiers.exclusive import ExclusiveThreshold
+from horovod_sparse.wire import WireFormat
+
+#: local steps from one exchange to the next that are looked at, and what an exchange sends
+EVERY, LOCAL = (10, 30, 100, 300), "sparseloco"
+#: what is known of one of them: the GPT of docs/measurements/local_steps.json
+_LOCAL_STEPS = {30: "a small GPT's loss ended 20 % above that of dense AdamW after 900 steps"}
 
 #: what is tried, denser first: of two that take equally long the denser one is advised
 CANDIDATES = ("exdyna:density=0.01", "topk:density=0.01", "exdyna:density=0.001", "topk:density=0.001")
@@ -128,6 +137,93 @@ class Verdict:
     def answer(self) -> str:
         """In a word or two."""
         return "yes" if self.speedup >= _MARGIN else "hardly" if self.speedup > 1.0 else "no"
+
+
+@dataclass(frozen=True)
+class LocalRounds:
+    """Local steps, and an exchange after every so many, as times predict them.
+
+    Attributes:
+        every: H, steps from one exchange to the next.
+        exchange_seconds: of an exchange: what it sends, and the work for it.
+        num_bytes: that a rank puts into one.
+        dense_bytes: of all parameters in float32.
+        computing_seconds: of a step.
+    """
+
+    every: int
+    exchange_seconds: float
+    num_bytes: int
+    dense_bytes: int
+    computing_seconds: float
+
+    @property
+    def share(self) -> float:
+        """Of the time that exchanges take."""
+        return self.exchange_seconds / (self.exchange_seconds + self.every * self.computing_seconds)
+
+    @property
+    def line(self) -> str:
+        """What to write."""
+        return f'LocalSteps(optimizer, model, every={self.every}, compression="{LOCAL}")'
+
+    @property
+    def accuracy(self) -> str:
+        """What is known of it."""
+        known = _LOCAL_STEPS.get(self.every)
+        return "unknown" if known is None else f"unknown for large models; {known}"
+
+    def __str__(self) -> str:
+        return f"{self.line}: predicted {self.share:.1%} network; accuracy: {self.accuracy}"
+
+
+def local_rounds(
+    profile: Profile, sparsifier: Sparsifier, num_elements: int, computing: float
+) -> list[LocalRounds]:
+    """What local steps would come to, by the times of a profile; fewer steps from one exchange first.
+
+    Args:
+        profile: of the cluster.
+        sparsifier: one whose selection was measured; that of an exchange is taken to cost as much.
+        num_elements: of all parameters.
+        computing: seconds of a step without any network.
+
+    Example:
+        >>> from horovod_sparse.cost import AlphaBeta, assumed_profile
+        >>> profile = assumed_profile(AlphaBeta(50e-6, 8e-8), 4)
+        >>> [f"{one.share:.0%}" for one in local_rounds(profile, parse_recipe("topk").sparsifier, 10**8, 0.5)]
+        ['45%', '21%', '8%', '3%']
+    """
+    sent = bytes_by_round(parse_recipe(LOCAL).sparsifier, profile.size, num_elements)
+    num_bytes, seconds = sum(each for _, each in sent), 0.0
+    if profile.size > 1 and "allgather" in profile.collectives:
+        seconds = profile.collectives["allgather"].time().seconds(num_bytes)
+    elif profile.size > 1:  # a ring sends P - 1 messages there, and in an allreduce of n bytes about 2 n
+        seconds = profile.collectives["allreduce"].time().seconds(num_bytes * profile.size / 2)
+    seconds += profile.work(sparsifier, profile.size).seconds(num_elements)
+    return [LocalRounds(every, seconds, num_bytes, 4 * num_elements, computing) for every in EVERY]
+
+
+def fitting_rounds(rounds: Sequence[LocalRounds], share: float) -> LocalRounds:
+    """The first that keeps to the network's share, or the last."""
+    return next((one for one in rounds if one.share <= share), rounds[-1])
+
+
+def sparse_choices(
+    recipe: Recipe, size: int, plan_at: Callable[..., Plan]
+) -> dict[str, Callable[[float], Plan]]:
+    """Plans by density for `choose_by_share`: those of a recipe, then with values of 2 bits.
+
+    The latter where nothing is said of values, what they lose is kept, and messages stay of their kinds.
+    """
+    given = recipe.sparsifier
+    words = "every step sparse" + (" at density {:g}" if given.follows_density else "")
+    choices: dict[str, Callable[[float], Plan]] = {words: plan_at}
+    if given.wire == WireFormat(quantum=given.quantum) and not isinstance(recipe.feedback, NoFeedback):
+        short = given.sent_as(given.density, "2bit")
+        if not short.diverges and short.rounds(size) == given.rounds(size):
+            choices[f"{words}, values of 2 bits"] = partial(plan_at, values="2bit")
+    return choices
 
 
 def residual_bytes(recipe: Recipe, num_elements: int, per_host: int = 1) -> int:

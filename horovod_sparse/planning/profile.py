@@ -37,7 +37,7 @@ class Profile:
     Attributes:
         size: P, number of ranks it was measured with.
         framework: "torch" or "tensorflow".
-        controller: Horovod's: "gloo" or "mpi".
+        controller: Horovod's, "gloo" or "mpi", or the backend of torch.distributed.
         cycle_seconds: Horovod's cycle time during the measurement (HOROVOD_CYCLE_TIME).
         collectives: time by the bytes that a rank puts in; "allgather", "allreduce", "exchange",
             "broadcast", "alltoall".

@@ -28,7 +28,7 @@ from horovod_sparse.planning.strategies import Fixed, Kept, Strategy, fixed, lay
 from horovod_sparse.planning.timeline import predict
 from horovod_sparse.planning.workload import Workload, whole_parameters
 from horovod_sparse.plans.dense import ClusterFacts
-from horovod_sparse.plans.plan import DEFAULT_BUCKET_BYTES, ParameterFacts, Plan, only_one
+from horovod_sparse.plans.plan import DEFAULT_BUCKET_BYTES, HALVES, ParameterFacts, Plan, only_one
 from horovod_sparse.sparsifiers import Sparsifier
 from horovod_sparse.sparsifiers.base import value_text
 
@@ -50,6 +50,7 @@ class Decision:
             begin with the plan.
         density: why the plan has its density, in words; empty where it was not asked for.
         measured: the network's share of an iteration, in the last steps that were looked at.
+        remedy: what keeps to the network's share where no plan does; empty where this one does.
     """
 
     plan: Plan
@@ -58,6 +59,7 @@ class Decision:
     profile: Profile
     density: str = ""
     measured: float = math.nan
+    remedy: str = ""
 
     def __str__(self) -> str:
         taken, *others = (
@@ -169,7 +171,12 @@ class PlanRequest:
         """One line, equal on ranks that ask for the same."""
         text = f"merging={self.merging}, tensor_selection={_name_of(self.selection)}"
         text += "" if self.density is None else f", density={value_text(self.density)}"
-        return text if self.share is None else f"{text}, network_share={self.share.limit:g}"
+        return text if self.share is None else f"{text}, {self.share_words}"
+
+    @property
+    def share_words(self) -> str:
+        """The network's share, as it was given; empty without."""
+        return "" if self.share is None else f"network_share={self.share.limit:g}"
 
     def first_plan(self, parameters: Sequence[ParameterFacts]) -> Plan:
         """The plan that needs no times: the one asked for, or the default one until times are known."""
@@ -285,17 +292,17 @@ def plan_by_times(
         ):
             _log.warning("%s", difference)
 
-    def step(density: float) -> tuple[Workload, CostModel]:
-        chosen = dataclasses.replace(sparsifier, density=density)
+    def step(density: float, values: str | None = None) -> tuple[Workload, CostModel]:
+        chosen = sparsifier.sent_as(density, values)
         return measured_step(profile, parameters, chosen, where.size, where.topology)
 
-    def plan_at(density: float) -> Plan:
-        workload, cost = step(density)
+    def plan_at(density: float, values: str | None = None) -> Plan:
+        workload, cost = step(density, values)
         dense = workload.dense | dense_of(select_tensors(request.selection, workload.parameters, cost))
-        return request.strategy(workload.with_dense(dense), cost)
+        return dataclasses.replace(request.strategy(workload.with_dense(dense), cost), values=values)
 
     def seconds(plan: Plan, density: float) -> float:
-        workload, cost = step(density)
+        workload, cost = step(density, plan.values if plan.buckets else None)
         return predict(workload, plan, cost).iteration_seconds
 
     density, reason = sparsifier.density, ""
@@ -314,30 +321,41 @@ def plan_by_times(
 def _by_share(
     request: PlanRequest,
     share: NetworkShare,
-    step: Callable[[float], tuple[Workload, CostModel]],
-    plan_at: Callable[[float], Plan],
+    step: Callable[..., tuple[Workload, CostModel]],
+    plan_at: Callable[..., Plan],
     seconds: Callable[[Plan, float], float],
     sparsifier: Sparsifier,
     profile: Profile,
 ) -> Decision:
     """What fits into the network's share, in three lines: what was chosen, its times, its accuracy."""
-    from horovod_sparse.planning.advice import accuracy
+    from horovod_sparse.planning.advice import accuracy, fitting_rounds, local_rounds, sparse_choices
 
-    workload, cost = step(sparsifier.density)
-    whole = Plan((), tuple(parameter.name for parameter in workload.backward))
-    dense = {"dense": (whole, seconds(whole, sparsifier.density))}
+    workload, _ = step(sparsifier.density)
+    names = tuple(parameter.name for parameter in workload.backward)
+    whole = {"dense": Plan((), names), HALVES: Plan((), names, values=HALVES)}
+    dense = {name: (one, seconds(one, sparsifier.density)) for name, one in whole.items()}
     limits = request.density or AutoDensity(sparsifier.density, sparsifier.density)
     computing = workload.step_seconds + workload.update_seconds
-    chosen = choose_by_share(share.limit, limits, computing, dense, plan_at, seconds)
-    known = "that of dense training"
-    if chosen.plan.buckets:
-        known = "unknown" if share.recipe is None else accuracy(share.recipe.at(chosen.density), None)
-    words = f"network_share={share.limit:g}: {chosen.words}\n{chosen.times}\naccuracy: {known}"
-    plan = chosen.plan if chosen.plan.buckets else whole
-    workload, cost = step(chosen.density if plan.buckets else sparsifier.density)
+    recipe = share.recipe or Recipe(sparsifier)
+    sparse = sparse_choices(recipe, profile.size, plan_at)
+    chosen = choose_by_share(share.limit, limits, computing, dense, sparse, seconds)
+    plan, values = chosen.plan, chosen.plan.values
+    if not sparsifier.follows_density:
+        plan = dataclasses.replace(plan, density=None)
+    known = "that of dense training" + (", gradients rounded to float16" if values else "")
+    if plan.buckets:
+        known = "unknown" if share.recipe is None else accuracy(recipe.at(plan.density, values), None)
+    remedy = ""
+    if not chosen.fits:
+        n = sum(parameter.num_elements for parameter in workload.parameters)
+        remedy = str(fitting_rounds(local_rounds(profile, sparsifier, n, computing), share.limit))
+        if request.density is None and sparsifier.follows_density:
+            remedy = f"density='auto' in place of {sparsifier.density:g}, or {remedy}"
+    told = f"{request.share_words}: {chosen.words}\n{chosen.times}\naccuracy: {known}"
+    workload, cost = step(chosen.density, values) if plan.buckets else step(sparsifier.density)
     plan.check(workload.parameters)
     predicted = {**_predicted(workload, plan, cost), "computing": computing}
-    return Decision(plan, request.describe(), predicted, profile, words)
+    return Decision(plan, request.describe(), predicted, profile, told, remedy=remedy)
 
 
 def _predicted(workload: Workload, plan: Plan, cost: CostModel) -> dict[str, float]:

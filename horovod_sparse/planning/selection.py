@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
@@ -316,12 +315,13 @@ def densest_plan(
 
 
 class Chosen(NamedTuple):
-    """A plan, what is predicted of it, and the three lines that say so but for the accuracy."""
+    """A plan, two of the three lines that say what it is, and whether the network keeps to its share."""
 
     plan: Plan
     density: float
     words: str
     times: str
+    fits: bool
 
 
 def choose_by_share(
@@ -329,7 +329,7 @@ def choose_by_share(
     limits: AutoDensity,
     computing: float,
     dense: Mapping[str, tuple[Plan, float]],
-    plan_at: Callable[[float], Plan],
+    sparse: Mapping[str, Callable[[float], Plan]],
     seconds_of: Callable[[Plan, float], float],
 ) -> Chosen:
     """The first that fits: dense gradients, then every step sparse, as densely as possible.
@@ -342,43 +342,46 @@ def choose_by_share(
         limits: densities to choose from.
         computing: seconds of an iteration without any network.
         dense: plans that sparsify nothing by their names, and seconds of their iterations; in order.
-        plan_at: makes a sparse plan for a density.
+        sparse: what makes a sparse plan for a density, by words for it, in which {} is the density; in order.
         seconds_of: predicts the iteration of a plan at a density.
 
     Returns:
-        The choice. Where nothing fits it is the fastest, and its words name the number of local steps.
+        The choice. Where nothing fits it is the fastest.
 
     Example:
         >>> whole, dense = Plan((("weight",),)), Plan((), ("weight",))
-        >>> tried = AutoDensity(0.001, 0.1), 1.0, {"dense": (dense, 1.5)}, lambda density: whole
+        >>> every = {"every step sparse at density {:g}": lambda density: whole}
+        >>> tried = AutoDensity(0.001, 0.1), 1.0, {"dense": (dense, 1.5)}, every
         >>> choose_by_share(0.05, *tried, lambda plan, density: 1 + 5 * density).words
         'every step sparse at density 0.00993'
         >>> choose_by_share(0.4, *tried, lambda plan, density: 1 + 5 * density).words
         'dense gradients'
         >>> choose_by_share(0.05, *tried, lambda plan, density: 1.1 + density).words
-        'every step sparse at density 0.0213, which is too much: LocalSteps(every=3) would fit'
+        'every step sparse at density 0.0213, which is too much'
     """
     most = computing / (1.0 - share)
 
-    def times(seconds: float) -> str:
+    def chosen(plan: Plan, density: float, words: str, seconds: float) -> Chosen:
         told = f"{1e3 * seconds:.4g} ms an iteration, {max(0.0, 1.0 - computing / seconds):.1%} of it network"
         others = (f"{name} {1e3 * each:.4g} ms" for name, (_, each) in dense.items())
-        return f"predicted: {told}; {', '.join(others)}; computing alone {1e3 * computing:.4g} ms"
+        told = f"predicted: {told}; {', '.join(others)}; computing alone {1e3 * computing:.4g} ms"
+        fits = seconds <= most
+        return Chosen(plan, density, words if fits else f"{words}, which is too much", told, fits)
 
-    for name, (plan, seconds) in dense.items():
-        if seconds <= most:
-            words = "dense gradients" if name == "dense" else f"dense gradients in {name}"
-            return Chosen(plan, 1.0, words, times(seconds))
-    found = densest_plan(limits, plan_at, seconds_of, most)
-    if found.seconds <= most:
-        words = f"every step sparse at density {found.density:g}"
-        return Chosen(found.plan, found.density, words, times(found.seconds))
+    whole = [
+        chosen(plan, 1.0, "dense gradients" + ("" if name == "dense" else f" in {name}"), seconds)
+        for name, (plan, seconds) in dense.items()
+    ]
+    if fitting := [one for one in whole if one.fits]:
+        return fitting[0]
+    for words, plan_at in sparse.items():
+        found = densest_plan(limits, plan_at, seconds_of, most)
+        if found.seconds <= most:
+            return chosen(found.plan, found.density, words.format(found.density), found.seconds)
     # what is too much anyway shall at least send all that costs nothing more
-    found = densest_plan(limits, plan_at, seconds_of)
-    every = math.ceil((found.seconds - computing) * (1.0 - share) / (share * computing))
-    too_much = f"which is too much: LocalSteps(every={max(2, every)}) would fit"
-    name, (plan, seconds) = min(dense.items(), key=lambda item: item[1][1])
+    tried = [(words, densest_plan(limits, plan_at, seconds_of)) for words, plan_at in sparse.items()]
+    words, found = min(tried, key=lambda one: one[1].seconds)
+    name, (_, seconds) = min(dense.items(), key=lambda item: item[1][1])
     if seconds <= found.seconds:
-        return Chosen(plan, 1.0, f"dense gradients, {too_much}", times(seconds))
-    words = f"every step sparse at density {found.density:g}, {too_much}"
-    return Chosen(found.plan, found.density, words, times(found.seconds))
+        return whole[list(dense).index(name)]
+    return chosen(found.plan, found.density, words.format(found.density), found.seconds)

@@ -35,7 +35,7 @@ class Following(WarmUp):
     multiplied by what makes the prediction for the plan in use come out as it was measured.
     """
 
-    _steps, _rest, _wait, _direction, _seen, _stopped = 0, 0, _REST, 0, 0, False
+    _steps, _rest, _wait, _direction, _seen, _stopped, _warned = 0, 0, _REST, 0, 0, False, ""
 
     def after_step(self, plan: Plan, step: int) -> Plan | None:
         """See `WarmUp.after_step`; once something is decided, ranks compare shares every `PERIOD` steps."""
@@ -63,6 +63,13 @@ class Following(WarmUp):
         """As far as `WarmUp`'s, and steps since it has decided."""
         return f"{super().position} {self._steps} {self._rest} {self._wait} {self._seen}"
 
+    def tell(self) -> None:
+        """See `WarmUp.tell`; every rank says once what to write where no plan keeps to the share."""
+        super().tell()
+        if self.decision is not None and self.decision.remedy not in ("", self._warned):
+            self._warned = self.decision.remedy
+            _log.warning("no plan keeps to %s: write %s", self.request.share_words, self._warned)
+
     def _keep(self) -> None:
         super()._keep()
         if self._own is not None and not any(self._own.backward_seconds.values()):
@@ -76,17 +83,18 @@ class Following(WarmUp):
         share, decision, own = self.request.share, self.decision, self._own
         if decision is None or share is None:
             return None
-        rests, twice = self._rest > 0, self._seen > 0
+        rests, twice = self._rest > 0 and not decision.remedy, self._seen > 0
 
         def coroutine(where: ClusterFacts, **_: Any) -> Synchronization[Decision]:
             measured = yield from mean_times(own)
             found = share_measured(measured)
-            off = _off(found, share.limit)
+            off, whole = _off(found, share.limit), not plan.buckets and plan.values is None
             once = off > 0 and not twice and found < _AT_ONCE * share.limit
-            if off == 0 or once or (off < 0 and (rests or not plan.buckets)):
+            fine = off == 0 and not (decision.remedy and found <= share.limit)
+            if fine or once or (off < 0 and (rests or whole)):
                 return dataclasses.replace(decision, measured=found)
             density = self._sparsifier.density if plan.density is None else plan.density
-            sent = dataclasses.replace(self._sparsifier, density=density)
+            sent = self._sparsifier.sent_as(density, plan.values if plan.buckets else None)
             given = plan, self._parameters, sent, where.size, where.topology
             profile = linked(decision.profile, measured, *given, hidden=off < 0)
             asked = self.request, where, self._parameters, self._sparsifier
@@ -108,16 +116,16 @@ class Following(WarmUp):
         if self._direction == -direction:
             self._wait = 2 * self._wait
         self._rest, self._direction = self._wait, direction
-        if changed.plan == plan:
+        if changed.plan == plan and changed.remedy == decision.remedy:
             return None
         self.tell()
-        return changed.plan
+        return None if changed.plan == plan else changed.plan
 
 
 def _alike(one: Plan, other: Plan) -> bool:
     """Whether a change is not worth its fresh sparsifiers: both dense, or nearly as dense as each other."""
-    if not (one.buckets and other.buckets):
-        return one.buckets == other.buckets
+    if not (one.buckets and other.buckets) or one.values != other.values:
+        return (one.buckets, one.values) == (other.buckets, other.values)
     ratio = (one.density or 1.0) / (other.density or 1.0)
     return 1 / _WORTH < ratio < _WORTH
 

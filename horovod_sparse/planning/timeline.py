@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from horovod_sparse.planning.cost_model import CostModel
 from horovod_sparse.planning.workload import Workload
-from horovod_sparse.plans.plan import Plan
+from horovod_sparse.plans.plan import HALVES, Plan
 
 #: what the optimizer does once everything has been summed, as a kind of span
 UPDATE = "update"
@@ -131,7 +131,8 @@ def predict(workload: Workload, plan: Plan, cost: CostModel) -> Timeline:
         computation.append(Span("backward", clock, clock + seconds, here, name))
         clock += seconds
         if number is None:
-            size, packing = parameter.num_bytes, float(cost.dense_work.seconds(parameter.num_elements))
+            size = 2 * parameter.num_elements if plan.values == HALVES else parameter.num_bytes
+            packing = float(cost.dense_work.seconds(parameter.num_elements))
             if packing:
                 computation.append(Span("packing", clock, clock + packing, (), name))
                 clock += packing

@@ -108,10 +108,11 @@ def told_by_first(
     yield from raise_together(failure)
     told = None
     if decision is not None:
-        told = [decision.plan.to_dict(), dict(decision.predicted_seconds), decision.density]
+        words = decision.density, decision.remedy
+        told = [decision.plan.to_dict(), dict(decision.predicted_seconds), *words]
     everyone = yield from shared_lines(told)
-    plan, predicted, density = everyone[0]
-    return Decision(Plan.from_dict(plan), request.describe(), predicted, profile, density)
+    plan, predicted, density, remedy = everyone[0]
+    return Decision(Plan.from_dict(plan), request.describe(), predicted, profile, density, remedy=remedy)
 
 
 def levels_by_cost(

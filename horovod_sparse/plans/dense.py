@@ -53,7 +53,7 @@ class ClusterFacts:
         rank: of this process, within the process set.
         size: P.
         framework: "torch" or "tensorflow".
-        controller: Horovod's: "gloo" or "mpi".
+        controller: Horovod's, "gloo" or "mpi", or the backend of torch.distributed.
         cycle_seconds: Horovod's cycle time.
         device: in words.
         one_host: whether all ranks of the job are on the same host.

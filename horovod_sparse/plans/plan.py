@@ -16,6 +16,9 @@ MAX_BUCKET_ELEMENTS = 2**31 - 1
 #: dtype, device, parameter group, density
 Kind: TypeAlias = tuple[str, str, int, float]
 
+#: `Plan.values` of dense parameters
+HALVES = "float16"
+
 _ITEM_SIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 
@@ -70,6 +73,8 @@ class Plan:
         dense: names of the parameters that are synchronized by a plain allreduce.
         density: of the buckets, where times decided about it too (`density="auto"`); None where it is the
             sparsifier's own.
+        values: of messages, where times decided about them too (`network_share`): "2bit" in those of buckets,
+            "float16" in those of dense parameters; None where they are the sparsifier's own, and exact.
 
     Example:
         >>> plan = Plan(buckets=(("fc.weight",), ("conv.weight", "conv.bias")), dense=("norm.weight",))
@@ -82,8 +87,11 @@ class Plan:
     buckets: tuple[tuple[str, ...], ...]
     dense: tuple[str, ...] = ()
     density: float | None = None
+    values: str | None = None
 
     def __post_init__(self) -> None:
+        if self.values not in (None, "2bit", HALVES):
+            raise ArgumentError("plan.values", self.values, "'2bit', 'float16' or None")
         if self.density is not None:
             check_density("plan.density", self.density)
             object.__setattr__(self, "density", float(self.density))
@@ -105,7 +113,7 @@ class Plan:
             text += " dense"
         if self.density is not None:
             text += f"; density {self.density:g}"
-        return text
+        return text if self.values is None else f"{text}; values as {self.values}"
 
     def names(self) -> tuple[str, ...]:
         """All parameters, those of buckets first."""
@@ -114,13 +122,15 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """The plan in lists and strings, for JSON and checkpoints."""
         plain: dict[str, Any] = {"buckets": [list(one) for one in self.buckets], "dense": list(self.dense)}
-        return plain if self.density is None else {**plain, "density": self.density}
+        more = {"density": self.density, "values": self.values}
+        return plain | {name: value for name, value in more.items() if value is not None}
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> Plan:
         """The plan that `to_dict` wrote; an `ArgumentError` if it is something else."""
         try:
-            return cls(tuple(map(tuple, saved["buckets"])), tuple(saved["dense"]), saved.get("density"))
+            more = saved.get("density"), saved.get("values")
+            return cls(tuple(map(tuple, saved["buckets"])), tuple(saved["dense"]), *more)
         except (KeyError, TypeError) as error:
             raise ArgumentError("plan", saved, "what Plan.to_dict() returned") from error
 

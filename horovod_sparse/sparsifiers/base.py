@@ -208,6 +208,12 @@ class Sparsifier(abc.ABC):
         return _wire_format(self.values, self.indices, self.quantum)
 
     @final
+    def sent_as(self, density: float, values: str | None = None) -> Sparsifier:
+        """The same at the density, and with the values, that a plan says; gaps beside these."""
+        shorter: dict[str, Any] = {} if values is None else {"values": values, "indices": "gaps"}
+        return dataclasses.replace(self, density=density, **shorter)
+
+    @final
     def density_at(self, step: int) -> float:
         """The density that is asked for in a step (from 0)."""
         return self.density if self.schedule is None else self.schedule.density_at(step, self.density)

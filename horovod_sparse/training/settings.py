@@ -102,12 +102,14 @@ class Settings:
         max_grad_norm: clips what is applied: scales all synchronized gradients down to this norm over all
             of them, as ``torch.nn.utils.clip_grad_norm_`` after `synchronize` does. (The `clip_norm` of
             a feedback clips each rank's own gradients before they are accumulated, by bucket.)
-        network_share: the network may take so much of an iteration, as 0.05; "auto" is that. After 7 dense
-            steps the first of these is taken that fits, by measured times: dense gradients, or every step
-            sparse, as densely as the compression's ``density="auto(...)"`` allows (without a compression
-            `Compression.best`). Three lines of the log say what was chosen, what is predicted, and what is
-            known of its accuracy; where nothing fits, which local steps would. Every 20 steps ranks compare
-            what they measure, and choose anew where it is off by half.
+        network_share: the network may take so much of an iteration, as 0.05; "auto" is that: little to wait,
+            while less of it takes sparser steps. After 7 dense steps the first of these is taken that fits,
+            by measured times: dense gradients; in float16; every step sparse, as densely as the compression's
+            ``density="auto(...)"`` allows (without a compression `Compression.best`); so with values of 2
+            bits, where the compression says nothing of them. Three lines of the log say what was chosen, what
+            is predicted, and what is known of its accuracy. Where nothing fits every rank's log has the line
+            of `LocalSteps` that does. Every 20 steps ranks compare what they measure, and choose anew where
+            it is off by half.
         deadline_seconds: after so many seconds of waiting for other ranks `DeadlineError` is raised (a graph
             of TensorFlow quotes it); 0 waits for ever. If left out, what HOROVOD_SPARSE_DEADLINE_SECONDS
             says, or 300.
@@ -223,6 +225,8 @@ def _unknown(front_end: str, given: str, known: Collection[str]) -> UnknownNameE
     nearest = difflib.get_close_matches(given, known, 1)
     if given in {field.name for field in fields(Settings)}:
         hint = "it is for other front ends. "
+        if given == "network_share":
+            hint = "it is for PyTorch; `horovod-sparse plan --network-share` names a density to write here. "
     else:
         hint = f"did you mean {nearest[0]}? " if nearest else ""
     return UnknownNameError(f"argument of {front_end}", given, known, hint)

@@ -17,7 +17,7 @@ from horovod_sparse.collectives import Synchronization
 from horovod_sparse.errors import HorovodSparseError, StateMismatchError, UnsupportedError
 from horovod_sparse.feedback import Progress, Recipe, resumed
 from horovod_sparse.feedback.state import shared_digest
-from horovod_sparse.plans.plan import ParameterFacts, Plan, fixed_bytes
+from horovod_sparse.plans.plan import HALVES, ParameterFacts, Plan, fixed_bytes
 from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.topology import Topology
 from horovod_sparse.training.agreement import (
@@ -174,13 +174,14 @@ class Training:
 
     def _made(self, plan: Plan, facts: Facts, first: int = 0) -> list[Any]:
         """Parts of a plan: its buckets, the first of which has this number, then what stays dense."""
-        recipe, specs = self.recipe.at(plan.density), []
+        halves, specs = plan.values == HALVES, []
+        recipe = self.recipe.at(plan.density, None if halves else plan.values)
         for number, names in enumerate(plan.buckets, first):
             chosen = recipe.for_parameter(names[0], facts[names[0]][0].num_elements)
             specs.append(PartSpec(f"bucket{number}.{names[0]}", tuple(names), chosen))
-        dense = recipe.for_dense()
+        dense = recipe.for_dense(HALVES) if halves else recipe.for_dense()
         for names in dense_groups([facts[name][0] for name in plan.dense]):
-            kept = dense if needs_bucket(dense) else None
+            kept = dense if halves or needs_bucket(dense) else None
             specs.append(PartSpec(f"dense.{names[0]}", names, kept, dense=True))
         return self.engine.make_parts(specs, facts, self.made_for, self.topology)
 
@@ -223,7 +224,9 @@ class Training:
         if not new:
             return new
         parameters = [fact for fact, _ in new.values()]
-        plan = dataclasses.replace(self.first_plan_of(new), density=self.plan.density)
+        plan = dataclasses.replace(
+            self.first_plan_of(new), density=self.plan.density, values=self.plan.values
+        )
         together = self.is_agreed
         if together and self.size > 1:
             _log.warning(
@@ -236,7 +239,8 @@ class Training:
         if together:
             self._share_memory(parts)
         before = self.plan
-        self.plan = Plan(before.buckets + plan.buckets, before.dense + plan.dense, before.density)
+        buckets, dense = before.buckets + plan.buckets, before.dense + plan.dense
+        self.plan = dataclasses.replace(before, buckets=buckets, dense=dense)
         self.facts |= new
         self.joined |= set(new)
         self.parts += parts

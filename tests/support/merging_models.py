@@ -72,12 +72,15 @@ def profile_of_two(selection: dict[str, Fit], backward: dict[str, float], forwar
 
 
 def share_that_changes(monkeypatch: Any, names: Iterable[str]) -> None:
-    """Lets `network_share` take dense and sparse plans in turn, every 6 steps from the 7th on."""
-    tried = itertools.cycle([Plan((tuple(names),), (), 0.05), Plan((), tuple(names))])
+    """Lets `network_share` take a sparse plan, a dense one and halves in turn, every 6 steps after 6."""
+    whole = Plan((), tuple(names))
+    tried = itertools.cycle(
+        [Plan((tuple(names),), (), 0.05), whole, dataclasses.replace(whole, values="float16")]
+    )
 
     def chosen(*given: object) -> Chosen:
         plan = next(tried)
-        return Chosen(plan, plan.density or 1.0, "as the test says", "in no time")
+        return Chosen(plan, plan.density or 1.0, "as the test says", "in no time", True)
 
     monkeypatch.setattr(request, "choose_by_share", chosen)  # which the first rank alone asks
     monkeypatch.setattr(share, "share_measured", lambda times: 0.5)

@@ -222,6 +222,7 @@ def _report(
     if chosen.reasons:
         console.print(report.dense_table(chosen.reasons, workload, options.rows))
     console.print(report.compared_table(predictions))
+    console.print(report.rounds_table(chosen.rounds))
     if told := report.too_small(predictions):
         show(console, told, "yellow")
     if options.save_plan:
@@ -234,6 +235,7 @@ def _report(
         show(console, f"{options.picture} written")
     numbers: dict[str, Any] = {
         "plan": plan.to_dict(),
+        "local_steps": [{**dataclasses.asdict(one), "share": one.share} for one in chosen.rounds],
         "levels": chosen.levels,
         "buckets": rows,
         "dense": [{"name": name, "reason": reason} for name, reason in chosen.reasons.items()],

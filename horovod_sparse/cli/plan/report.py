@@ -14,7 +14,18 @@ from horovod_sparse.cli.console import plain_table
 from horovod_sparse.cli.options import Source
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.feedback import AutoDensity, Recipe
-from horovod_sparse.planning.advice import GRADIENT_BYTES, Verdict, dense_cost, dense_step, residual_bytes
+from horovod_sparse.planning.advice import (
+    GRADIENT_BYTES,
+    LOCAL,
+    LocalRounds,
+    Verdict,
+    dense_cost,
+    dense_step,
+    fitting_rounds,
+    local_rounds,
+    residual_bytes,
+    sparse_choices,
+)
 from horovod_sparse.planning.cost_model import CostModel
 from horovod_sparse.planning.formulas import faster_levels
 from horovod_sparse.planning.optimal import optimal
@@ -79,6 +90,7 @@ class Chosen:
     per_host: int
     words: tuple[str, ...]
     predictions: list[Predicted]
+    rounds: list[LocalRounds]
 
     @property
     def plan(self) -> Plan:
@@ -101,13 +113,16 @@ def choose(step: Workload, source: Source, recipe: Recipe, asked: Asked, *, othe
     profile, merging, sparsifier = source.profile, asked.merging, recipe.sparsifier
     levels: Levels = "flat"
 
-    def cost_at(density: float) -> CostModel:
+    def cost_at(density: float, values: str | None = None) -> CostModel:
         # what was measured is fused as in a training; formulas are the papers', without
-        chosen = dataclasses.replace(sparsifier, density=density)
+        chosen = sparsifier.sent_as(density, values)
         return profile.cost(chosen, levels=levels, fuse_sparse=source.measured is not None)
 
-    def chosen_at(density: float) -> tuple[Workload, Plan, dict[str, str]]:
-        return chosen_plan(step, merging, asked.selection, recipe, cost_at(density))
+    def chosen_at(density: float, values: str | None = None) -> tuple[Workload, Plan, dict[str, str]]:
+        return chosen_plan(step, merging, asked.selection, recipe, cost_at(density, values))
+
+    def plan_at(density: float, values: str | None = None) -> Plan:
+        return dataclasses.replace(chosen_at(density, values)[1], values=values)
 
     def predicted_at(density: float, name: str) -> tuple[Workload, dict[str, str], Predicted]:
         workload, plan, reasons = chosen_at(density)
@@ -133,29 +148,32 @@ def choose(step: Workload, source: Source, recipe: Recipe, asked: Asked, *, othe
         raise ArgumentError("--levels", asked.level_choice, allowed)
 
     def seconds_of(plan: Plan, density: float) -> float:
-        return predict(step, plan, cost_at(density)).iteration_seconds
+        return predict(step, plan, cost_at(density, plan.values)).iteration_seconds
 
-    found: tuple[Plan, float] | None = None
+    computing = step.step_seconds + step.update_seconds
+    n = sum(parameter.num_elements for parameter in step.parameters)
+    rounds, found = local_rounds(profile, sparsifier, n, computing), None
     if asked.share is not None:
         whole = {name: dense_cost(profile, size / 4) for name, size in (("dense", 4), ("float16", 2))}
         dense_plans = {name: dense_step(step, cost) for name, cost in whole.items()}
         limits = recipe.auto or AutoDensity(recipe.sparsifier.density, recipe.sparsifier.density)
-        computing = step.step_seconds + step.update_seconds
-        given_by = limits, computing, dense_plans, lambda density: chosen_at(density)[1], seconds_of
-        share = choose_by_share(asked.share, *given_by)
+        sparse = sparse_choices(recipe, profile.size, plan_at)
+        share = choose_by_share(asked.share, limits, computing, dense_plans, sparse, seconds_of)
         words += [f"network_share={asked.share:g}: {share.words}", share.times]
+        if not share.fits:
+            words.append(f"this fits: {fitting_rounds(rounds, asked.share)}")
         found = share.plan, share.density if share.plan.buckets else recipe.sparsifier.density
     elif recipe.auto is not None and not (isinstance(merging, Plan) and merging.density is not None):
-        densest = densest_plan(recipe.auto, lambda density: chosen_at(density)[1], seconds_of)
+        densest = densest_plan(recipe.auto, plan_at, seconds_of)
         words.append(densest.reason)
         found = densest.plan, densest.density
     if found is None:
         workload, reasons, first = predicted_at(recipe.sparsifier.density, asked.name)
     else:
         plan, density = found
-        workload, _, reasons = chosen_at(density)
-        workload, recipe = workload.with_dense(plan.dense), recipe.at(plan.density)
-        first = Predicted(asked.name, plan, predict(workload, plan, cost_at(density)))
+        workload, _, reasons = chosen_at(density, plan.values)
+        workload, recipe = workload.with_dense(plan.dense), recipe.at(plan.density, plan.values)
+        first = Predicted(asked.name, plan, predict(workload, plan, cost_at(density, plan.values)))
     cost, predictions, mine = cost_at(recipe.sparsifier.density), [first], levels
     if others and profile.per_host > 1:  # the same with the other number of levels
         levels = "flat" if levels == "host" else "host"
@@ -167,7 +185,7 @@ def choose(step: Workload, source: Source, recipe: Recipe, asked: Asked, *, othe
     dense = dense_cost(profile, GRADIENT_BYTES[asked.dtype] / 4)
     plan, _ = dense_step(workload, dense)
     predictions.append(Predicted("dense", plan, predict(workload.with_dense(plan.dense), plan, dense)))
-    return Chosen(recipe, workload, reasons, mine, profile.per_host, tuple(words), predictions)
+    return Chosen(recipe, workload, reasons, mine, profile.per_host, tuple(words), predictions, rounds)
 
 
 def chosen_plan(
@@ -295,6 +313,17 @@ def compared_table(predictions: Sequence[Predicted]) -> Table:
             "chosen" if number == 0 else f"x {one.seconds / chosen:.2f}",
             style="bold" if number == 0 else "",
         )
+    return table
+
+
+def rounds_table(rounds: Sequence[LocalRounds]) -> Table:
+    """Local steps beside steps that are synchronized each."""
+    columns = "after steps", "bytes", "of dense", "takes", "computing", "accuracy"
+    caption = "times in ms; computing: of the time, as predicted"
+    table = plain_table(f'Exchanges of LocalSteps(compression="{LOCAL}")', columns, caption)
+    for one in rounds:
+        sent = f"{one.num_bytes:,}", f"1/{one.dense_bytes / one.num_bytes:.0f}", _ms(one.exchange_seconds)
+        table.add_row(str(one.every), *sent, f"{1 - one.share:.1%}", one.accuracy)
     return table
 
 

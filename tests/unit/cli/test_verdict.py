@@ -136,7 +136,7 @@ def test_models_of_any_size_are_cut_into_buckets_that_may_be(capsys):
         ("32gbit", "dense gradients\n"),
         ("5gbit", "dense gradients in float16\n"),
         ("1gbit", "every step sparse at density 0.0"),
-        ("1mbit", "LocalSteps(every="),
+        ("1mbit", "LocalSteps(optimizer, model, every="),
     ],
 )
 def test_a_share_of_the_network_is_answered_with_the_first_that_fits(bandwidth, words, capsys):

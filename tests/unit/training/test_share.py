@@ -9,7 +9,7 @@ import pytest
 
 from horovod_sparse.cost import AlphaBeta, assumed_profile
 from horovod_sparse.errors import ArgumentError
-from horovod_sparse.feedback import parse_recipe
+from horovod_sparse.feedback import Recipe, parse_recipe
 from horovod_sparse.merging import ParameterFacts, Workload, predict
 from horovod_sparse.planning import plan_request
 from horovod_sparse.planning.share import PERIOD, Following
@@ -32,13 +32,14 @@ class Fake:
 
     rank = 0
 
-    def __init__(self, share: float, bits: float, told: float) -> None:
+    def __init__(self, share: float, bits: float, told: float, recipe: Recipe = RECIPE) -> None:
         self.bits, self.clock, self.step, self.changes = bits, 0.0, 0, []
+        self.recipe = recipe
         request, _ = plan_request(
-            profile=link(told), density=RECIPE.auto, network_share=share, recipe=RECIPE, merging="optimal"
+            profile=link(told), density=recipe.auto, network_share=share, recipe=recipe, merging="optimal"
         )
         self.plan = request.first_plan(FACTS)
-        self.following = Following(request, FACTS, RECIPE.sparsifier, self)
+        self.following = Following(request, FACTS, recipe.sparsifier, self)
 
     def now(self):
         return self.clock
@@ -59,8 +60,9 @@ class Fake:
 
     @property
     def seconds(self) -> float:
-        density = self.plan.density or RECIPE.auto.least
-        cost = link(self.bits).cost(dataclasses.replace(RECIPE.sparsifier, density=density), fuse_sparse=True)
+        density = self.plan.density or self.recipe.sparsifier.density
+        sent = self.recipe.sparsifier.sent_as(density, self.plan.values if self.plan.buckets else None)
+        cost = link(self.bits).cost(sent, fuse_sparse=True)
         return predict(STEP.with_dense(self.plan.dense), self.plan, cost).iteration_seconds
 
     def train(self, steps: int) -> None:
@@ -85,7 +87,11 @@ def test_the_share_is_kept_or_it_is_said_what_would_keep_it(bits, told, caplog):
     fake.train(7 + 5 * PERIOD)
     words = str(fake.following.decision)
     if "too much" in words:
-        assert "LocalSteps(every=" in words and fake.plan.density < 1.5 * RECIPE.auto.least
+        assert fake.plan.values == "2bit" and fake.plan.density < 1.5 * RECIPE.auto.least
+        told = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+        assert told[-1] == f"no plan keeps to network_share=0.05: write {fake.following.decision.remedy}"
+        assert "LocalSteps(optimizer, model, every=" in told[-1]
+        assert len(told) == len(set(told)), "each line once"
     else:
         assert fake.share <= 0.05 * 1.5
         assert not fake.plan.buckets or fake.share >= 0.02 or fake.plan.density == RECIPE.auto.most
@@ -99,18 +105,39 @@ def test_the_share_is_kept_or_it_is_said_what_would_keep_it(bits, told, caplog):
 
 
 def test_a_link_that_falls_and_comes_back_is_followed():
-    fake = Fake(0.05, 1 * GBIT, 1 * GBIT)
+    fake = Fake(0.05, 0.3 * GBIT, 0.3 * GBIT)
     fake.train(7 + 2 * PERIOD)
     at_first, share = fake.plan.density, fake.share
     assert at_first is not None and share <= 0.075
-    fake.bits = 0.1 * GBIT
+    fake.bits = 0.03 * GBIT
     assert fake.share > 0.1
     fake.train(50)
     assert fake.share <= 0.075 and fake.plan.density < at_first / 3
-    fake.bits = 1 * GBIT
+    fake.bits = 0.3 * GBIT
     fake.train(150)
     assert fake.plan.density > at_first / 3 and fake.share <= 0.075
     assert all(later - sooner >= PERIOD for sooner, later in itertools.pairwise(fake.changes))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("topk:density=0.05", "every step sparse at density 0.05, values of 2 bits"),
+        ("topk:density=0.05,values=float16", "every step sparse at density 0.05"),
+        ("hard_threshold:threshold=0.1,density=0.05", "every step sparse, values of 2 bits"),
+    ],
+)
+def test_too_much_is_said_while_it_is(text, said):
+    fake = Fake(0.05, 3 * MBIT, 3 * MBIT, parse_recipe(text))
+    fake.train(7 + PERIOD)
+    decision = fake.following.decision
+    assert f"network_share=0.05: {said}, which is too much\n" in str(decision)
+    assert ("density='auto' in place of 0.05, or LocalSteps" in decision.remedy) == ("topk" in text)
+    assert (" density " in str(decision.plan)) == ("topk" in text)
+    fake.bits = 30 * GBIT
+    fake.train(100)
+    assert "too much" not in str(fake.following.decision)
+    assert not fake.following.decision.remedy
 
 
 def test_what_the_share_may_be():
