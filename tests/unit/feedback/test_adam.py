@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from horovod_sparse.arrays import GradientParts, HostAccumulator
-from horovod_sparse.errors import ArgumentError
 from horovod_sparse.feedback import AdamFeedback, Progress, Recipe, RMSpropFeedback, recipe, resumed
 from horovod_sparse.simulation import SimulatedCluster
 from horovod_sparse.sparsifiers import TopK
@@ -167,12 +166,3 @@ def test_a_moment_is_as_old_as_the_steps_that_it_is_made_of() -> None:
     assert resumed(Progress(7), old.to_plain(), 1000).age == 7
     assert progress_of(["a", "b"], {"a": old, "b": young}).age == 10
     assert progress_of(["c"], {"a": old}).age == 0
-
-
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [({"beta2": 1.0}, "beta2=1.0"), ({"eps": 0.0}, "eps=0.0"), ({"clip_norm": -1.0}, "clip_norm=-1.0")],
-)
-def test_wrong_arguments_are_named(arguments: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(ArgumentError, match=complaint):
-        AdamFeedback(**arguments)

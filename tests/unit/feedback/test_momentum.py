@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from horovod_sparse.arrays import FoldRule, GradientParts, HostAccumulator
-from horovod_sparse.errors import ArgumentError, NonFiniteGradientError
+from horovod_sparse.arrays import FoldRule, HostAccumulator
+from horovod_sparse.errors import NonFiniteGradientError
 from horovod_sparse.feedback import (
     ErrorFeedback,
     MomentumCorrection,
@@ -139,39 +139,6 @@ def test_norms_whose_squares_are_no_numbers(scale: float) -> None:
     expected = gradient / float(np.linalg.norm(gradient.astype(np.float64) / scale)) / scale * (scale / 8)
     accumulator.fold(gradient, FoldRule(clip_norm=scale / 8))
     np.testing.assert_allclose(accumulator.values() / scale, expected / scale, rtol=1e-5)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_any_strides_and_parts(dtype: str) -> None:
-    values = np.random.default_rng(7).standard_normal((500, 600))
-    plain, strided, parts = (HostAccumulator(300_000, dtype) for _ in range(3))
-    gradient = as_gradient(values, dtype)
-    column_major = np.asfortranarray(gradient)
-    halves = [gradient[:200].copy(), gradient[200:].copy()]
-    kept = [half.copy() for half in halves]
-    plain.fold(gradient, FoldRule(clip_norm=3.0))
-    strided.fold(column_major, FoldRule(clip_norm=3.0))
-    parts.fold(GradientParts(halves), FoldRule(clip_norm=3.0))
-    assert not column_major.any()
-    assert norm(plain.values()) == pytest.approx(3.0, rel=1e-2)
-    np.testing.assert_array_equal(plain.values(), strided.values())
-    np.testing.assert_allclose(plain.values(), parts.values(), rtol=1e-2)
-    for half, before in zip(halves, kept, strict=True):
-        np.testing.assert_array_equal(half, before)
-
-
-@pytest.mark.parametrize(
-    ("kind", "arguments", "complaint"),
-    [
-        (MomentumCorrection, {"momentum": 1.0}, "momentum=1.0"),
-        (MomentumCorrection, {"clip_norm": 0.0}, "clip_norm=0.0"),
-        (ErrorFeedback, {"clip_norm": float("nan")}, "clip_norm=nan"),
-        (NoFeedback, {"clip_norm": True}, "clip_norm=True"),
-    ],
-)
-def test_wrong_arguments_are_named(kind: Any, arguments: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(ArgumentError, match=complaint):
-        kind(**arguments)
 
 
 def test_what_is_applied_with_momentum_follows_the_learning_rate() -> None:

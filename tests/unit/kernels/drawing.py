@@ -42,17 +42,6 @@ def make(kind, n, seed, dtype=np.float32):
         return _kinds(np.random.default_rng(seed), n)[kind].astype(dtype)
 
 
-@st.composite
-def arrays(draw, dtypes=FLOATS, kinds=KINDS, sizes=SIZES):
-    return make(draw(st.sampled_from(kinds)), draw(sizes), draw(SEEDS), draw(st.sampled_from(dtypes)))
-
-
-@st.composite
-def windows(draw, n):
-    start = draw(st.integers(0, n))
-    return draw(st.sampled_from([(0, n), (start, draw(st.integers(start, n)))]))
-
-
 def spoil(gradient, generator, share):
     """Puts NaN, Inf and -Inf at random places."""
     places = generator.random(gradient.size) < share

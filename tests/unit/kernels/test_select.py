@@ -2,19 +2,14 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from horovod_sparse.arrays import Moments
 from horovod_sparse.kernels.host import select
-from horovod_sparse.kernels.host.kth import kth_of
 from horovod_sparse.kernels.host.statistics import moments_at_least
 from horovod_sparse.kernels.layout import Layout, bits_dtype, bits_of
 from support import reference
 from support.sampling import rows_by
-from unit.kernels.drawing import FLOATS, KINDS, SEEDS, arrays, make, windows
-
-BLOCKS = st.sampled_from([32, 64, 256])
+from unit.kernels.drawing import FLOATS, KINDS, make
 
 
 def maxima_of(values, block):
@@ -30,30 +25,6 @@ def test_blocks_of_which_a_sample_tells_nothing():
         np.testing.assert_array_equal(found, reference.largest(scaled, 8000, 0, scaled.size))
 
 
-@given(values=arrays(), block=BLOCKS, data=st.data(), slack=st.booleans())
-@settings(max_examples=60, deadline=None)
-def test_at_least(values, block, data, slack):
-    start, stop = data.draw(windows(values.size))
-    sizes = np.abs(values).astype(np.float64)
-    threshold = data.draw(
-        st.sampled_from(
-            [
-                *(0.0, -1.0, 1e-50, 0.1, 1.5, float("inf")),
-                *sizes[:3],
-                *sizes[:3] * (1 + 1e-9),
-                *sizes[:3] * (1 - 1e-9),
-            ]
-        )
-    )
-    maxima = maxima_of(values, block)
-    if slack:  # upper bounds are enough
-        maxima = maxima + maxima.dtype.type(1000)
-    bits = bits_of(threshold, values.dtype)
-    got = select.at_least(values, maxima, bits, start, stop, Layout(values.size, block))
-    assert got.dtype == np.int32
-    np.testing.assert_array_equal(got, reference.at_least(values, threshold, start, stop))
-
-
 @rows_by("kind,k,dtype", KINDS, [1, 300, 3000, 20_000, 100_000], FLOATS)
 def test_top_k_of_torch(kind, k, dtype):
     torch = pytest.importorskip("torch")
@@ -63,22 +34,6 @@ def test_top_k_of_torch(kind, k, dtype):
     assert np.unique(got).size == k
     assert (np.diff(got) > 0).all()
     np.testing.assert_array_equal(np.sort(np.abs(values[got]))[::-1], expected)
-
-
-@given(bits=st.sampled_from([31, 63]), n=st.integers(1, 3000), seed=SEEDS, data=st.data())
-@settings(max_examples=30, deadline=None)
-def test_kth_of_integers(bits, n, seed, data):
-    generator = np.random.default_rng(seed)
-    high = 2 ** data.draw(st.integers(1, bits)) - 1
-    keys = generator.integers(0, high, n, dtype=np.uint64, endpoint=True).astype(
-        np.uint32 if bits == 31 else np.uint64
-    )
-    before = keys.copy()
-    k = data.draw(st.integers(1, n))
-    kth, larger = kth_of(keys, k, bits)
-    assert kth == np.sort(keys)[-k]
-    assert larger == (keys > kth).sum()
-    np.testing.assert_array_equal(keys, before)
 
 
 def test_a_threshold_between_two_float32():

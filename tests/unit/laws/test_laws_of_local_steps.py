@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,7 +23,7 @@ from horovod_sparse.errors import (
 )
 from horovod_sparse.feedback import parse_recipe
 from horovod_sparse.simulation.lockstep import answer
-from horovod_sparse.tensors.driver import Task
+from horovod_sparse.tensors.driver import Driver
 from horovod_sparse.tensors.local_steps import LocalEngine, LocalTraining, named_in
 from horovod_sparse.training.engine import carry_out
 from horovod_sparse.training.host_topology import Ranks
@@ -36,29 +38,36 @@ class Meeting:
     """Where ranks bring their requests, and find their answers."""
 
     def __init__(self, size: int) -> None:
-        self.barrier, self.brought, self.answers = threading.Barrier(size), [None] * size, []
-        self.num_bytes = 0
+        self.brought: list[Any] = [None] * size
+        self.answers: list[Any] = []
+        self.met, self.left = threading.Barrier(size, self._answer), threading.Barrier(size)
+
+    def _answer(self) -> None:
+        assert len({type(one) for one in self.brought}) == 1, self.brought
+        self.answers = answer(self.brought)
 
     def __call__(self, rank: int, request: Request) -> Any:
         self.brought[rank] = request
-        if self.barrier.wait(60) == 0:
-            assert len({type(one) for one in self.brought}) == 1, self.brought
-            self.num_bytes += getattr(self.brought[0], "buffer", np.zeros(0)).nbytes
-            self.answers = answer(self.brought)
-        self.barrier.wait(60)
-        return self.answers[rank]
+        self.met.wait(60)
+        found = self.answers[rank]
+        self.left.wait(60)
+        return found
 
 
 class ThreadEngine(LocalEngine):
-    """One rank; a coroutine ends where it is started."""
+    """One rank; a round ends where it is started."""
 
-    name, idle_seconds = "threads", 0.0
+    name = "threads"
+    #: another one after a restart
+    start_of: object = START
 
     def __init__(self, rank: int, meeting: Meeting, rounds: RoundSettings, named: Any) -> None:
-        self.rank, self.meeting, self.rounds = rank, meeting, rounds
-        self.named, self.starter = named, self
-        #: another one after a restart
-        self.start_of: object = START
+        self.rank, self.meeting, self.rounds, self.named = rank, meeting, rounds, named
+        self.starter = Driver(self._started, StopIteration, lambda: None)
+
+    def _started(self, request: Request, name: str) -> Any:
+        found = self.meeting(self.rank, request)
+        return SimpleNamespace(done=lambda: True, result=lambda: found)
 
     def rank_and_size(self) -> tuple[int, int]:
         return self.rank, len(self.meeting.brought)
@@ -73,37 +82,27 @@ class ThreadEngine(LocalEngine):
     def carry_out(self, coroutine: Any, topology: Any) -> Any:
         return carry_out(coroutine, lambda request: self.meeting(self.rank, request))
 
-    def start(self, name: str, coroutine: Any) -> Task:
-        task = Task(name)
-        try:
-            task.result = self.carry_out(coroutine, None)
-        except Exception as error:
-            task.error = error
-        task.done = True
-        return task
-
-    def wait(self, tasks: Any) -> None:
-        """All have ended."""
-
     def advance(self) -> None:
-        """Nothing is under way."""
-
-    def move_to(self, topology: Any) -> None:
-        raise NotImplementedError
+        self.starter.advance()
 
     def to_array(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array.copy())
 
 
+def model_of(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(40, 60), nn.Tanh(), nn.Linear(60, 3))
+
+
+MODELS = [model_of(seed) for seed in range(3)]
+
+
 class Rank:
     """A model, its optimizer, local steps, and data that no other rank has."""
 
-    def __init__(
-        self, rank: int, meeting: Meeting, *, inner: Any = None, seed: int = 0, **given: Any
-    ) -> None:
-        torch.manual_seed(seed)
-        self.rank, self.steps = rank, 0
-        self.model = nn.Sequential(nn.Linear(40, 60), nn.Tanh(), nn.Linear(60, 3))
+    def __init__(self, rank: int, meeting: Meeting, inner: Any = None, seed: int = 0, **given: Any) -> None:
+        self.rank, self.meeting, self.steps = rank, meeting, 0
+        self.model = copy.deepcopy(MODELS[seed])
         self.optimizer = (inner or adamw)(self.model.parameters())
         #: by the optimizer's own steps, since somebody has set it to 0
         self.moved = torch.zeros_like(self.vector())
@@ -155,36 +154,29 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1)
 
 
-def on_ranks(body: Callable[[int, Meeting], Any], size: int = SIZE) -> list[Any]:
+def on_ranks(body: Callable[[Rank], Any], size: int = SIZE, **given: Any) -> list[Any]:
     """What every rank returns, or the first error."""
-    meeting, results, errors = Meeting(size), [None] * size, []
+    meeting = Meeting(size)
 
-    def run(rank: int) -> None:
+    def run(rank: int) -> Any:
         try:
-            results[rank] = body(rank, meeting)
-        except threading.BrokenBarrierError:
-            pass
+            return body(Rank(rank, meeting, **given))
         except BaseException as error:
-            errors.append(error)
-            meeting.barrier.abort()
+            meeting.met.abort()
+            meeting.left.abort()
+            return error
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+    with ThreadPoolExecutor(size) as pool:
+        results = list(pool.map(run, range(size)))
+    errors = [one for one in results if isinstance(one, BaseException)]
+    for error in sorted(errors, key=lambda one: isinstance(one, threading.BrokenBarrierError)):
+        raise error
     return results
 
 
-MAKING = threading.Lock()
-
-
-def made(rank: int, meeting: Meeting, **given: Any) -> Rank:
-    """One model is made at a time: all draw from PyTorch's generator."""
-    with MAKING:
-        return Rank(rank, meeting, **given)
+def trained(one: Rank, num_steps: int) -> Rank:
+    one.train(num_steps)
+    return one
 
 
 def equal(tensors: list[torch.Tensor]) -> bool:
@@ -193,14 +185,12 @@ def equal(tensors: list[torch.Tensor]) -> bool:
 
 @pytest.mark.parametrize("compression", [None, "topk:density=1.0", "chunk_topk:density=1.0,indices=gaps"])
 def test_one_step_of_sgd_is_data_parallel_training(compression):
-    def body(rank, meeting):
-        one = made(rank, meeting, inner=sgd, every=1, compression=compression)
-        one.train(6)
-        return one.vector()
+    def body(one):
+        return trained(one, 6).vector()
 
-    found = on_ranks(body)
-    model = made(0, Meeting(1), inner=sgd)
-    others = [made(rank, Meeting(1), inner=sgd) for rank in range(SIZE)]
+    found = on_ranks(body, inner=sgd, every=1, compression=compression)
+    model = Rank(0, Meeting(1), inner=sgd)
+    others = [Rank(rank, Meeting(1), inner=sgd) for rank in range(SIZE)]
     for _ in range(6):
         for other in others:
             other.model.load_state_dict(model.model.state_dict())
@@ -215,13 +205,11 @@ def test_one_step_of_sgd_is_data_parallel_training(compression):
 def test_everything_by_nesterov_is_diloco_bit_for_bit(every, num_steps):
     """The paper's algorithm 1: AdamW on each worker, outside PyTorch's SGD with Nesterov's momentum."""
 
-    def body(rank, meeting):
-        one = made(rank, meeting, every=every, outer="nesterov")
-        one.train(num_steps)
-        return one.vector()
+    def body(one):
+        return trained(one, num_steps).vector()
 
-    found = on_ranks(body)
-    workers = [made(rank, Meeting(1), every=10**6) for rank in range(SIZE)]
+    found = on_ranks(body, every=every, outer="nesterov")
+    workers = [Rank(rank, Meeting(1), every=10**6) for rank in range(SIZE)]
     shared = nn.Parameter(workers[0].vector())
     outer = torch.optim.SGD([shared], lr=0.7, momentum=0.9, nesterov=True)
     for _ in range(num_steps // every):
@@ -245,8 +233,8 @@ def test_everything_by_nesterov_is_diloco_bit_for_bit(every, num_steps):
     ids=str,
 )
 def test_replicas_are_equal_after_every_exchange(given):
-    def body(rank, meeting):
-        one, seen = made(rank, meeting, **given), []
+    def body(one):
+        seen = []
         for _ in range(5):
             one.train(2)
             apart = one.vector()
@@ -254,7 +242,7 @@ def test_replicas_are_equal_after_every_exchange(given):
             seen.append((apart, one.vector()))
         return seen
 
-    for rounds in zip(*on_ranks(body), strict=True):
+    for rounds in zip(*on_ranks(body, **given), strict=True):
         assert not equal([apart for apart, _ in rounds])
         assert equal([together for _, together in rounds])
 
@@ -265,9 +253,8 @@ def test_nothing_is_lost_but_what_decays(decay, delay):
     """``mean of (decay e + displacement - e') = theta - theta'``; what is learned meanwhile comes next."""
     text = f"chunk_topk:density=0.1,chunk=64,values=2bit,feedback=error(decay={decay})"
 
-    def body(rank, meeting):
-        one, rounds = made(rank, meeting, compression=text, delay=delay), []
-        residual, start = torch.zeros_like(one.vector()), one.vector()
+    def body(one):
+        rounds, residual, start = [], torch.zeros_like(one.vector()), one.vector()
         for number in range(4):
             one.train(3 if number == 0 else 3 - delay)
             moved, one.moved = -one.moved, torch.zeros_like(start)
@@ -278,7 +265,7 @@ def test_nothing_is_lost_but_what_decays(decay, delay):
             torch.testing.assert_close(one.vector() - start, one.moved, rtol=1e-4, atol=1e-6)
         return rounds
 
-    for rounds in zip(*on_ranks(body), strict=True):
+    for rounds in zip(*on_ranks(body, compression=text, delay=delay), strict=True):
         sent, stepped = (torch.stack(item).mean(0) for item in zip(*rounds, strict=True))
         torch.testing.assert_close(sent, stepped, rtol=1e-4, atol=1e-6)
 
@@ -287,13 +274,12 @@ def test_nothing_is_lost_but_what_decays(decay, delay):
     "given", [{"compression": "sparseloco"}, {"outer": "nesterov"}, {"delay": 2}], ids=str
 )
 def test_resume_in_the_middle_of_a_round_is_invisible(given):
-    def body(rank, meeting):
-        one = made(rank, meeting, **given)
+    def body(one):
         one.train(7)
         saved = [item.state_dict() for item in (one.model, one.optimizer, one.local)]
         saved = copy.deepcopy(saved)
         one.train(7)
-        again = made(rank, meeting, seed=1, **given)
+        again = Rank(one.rank, one.meeting, seed=1, **given)
         for item, entry in zip((again.model, again.optimizer, again.local), saved, strict=True):
             item.load_state_dict(entry)
         again.steps = 7
@@ -303,16 +289,17 @@ def test_resume_in_the_middle_of_a_round_is_invisible(given):
         with pytest.raises(StateMismatchError, match="synchronized every step"):
             again.local.load_state_dict({name: item for name, item in saved[2].items() if name != "local"})
 
-    on_ranks(body)
+    on_ranks(body, **given)
 
 
 def test_survivors_and_a_newcomer_go_on_from_what_the_furthest_have():
     """As after a restart in elastic training: other ranks, another start, and a worker that has just come."""
-    before = on_ranks(lambda rank, meeting: trained(made(rank, meeting, compression=TOPK), 7), size=3)
+    before = on_ranks(lambda one: trained(one, 7), size=3, compression=TOPK)
     common = before[0].kept("start")
 
-    def body(rank, meeting):
-        one = before[1 + rank] if rank < 2 else made(rank, meeting, seed=5, compression=TOPK)
+    def body(one):
+        rank, meeting = one.rank, one.meeting
+        one = before[1 + rank] if rank < 2 else one
         held = one.kept("residuals")
         engine = one.local.engine
         engine.meeting, engine.rank, engine.start_of = meeting, rank, "the second start"
@@ -325,22 +312,16 @@ def test_survivors_and_a_newcomer_go_on_from_what_the_furthest_have():
         one.train(4 if rank < 2 else 5)  # those that have gone on are one step further in their round
         return one.vector()
 
-    assert equal(on_ranks(body, 3))
-
-
-def trained(one: Rank, num_steps: int) -> Rank:
-    one.train(num_steps)
-    return one
+    assert equal(on_ranks(body, 3, seed=2, compression=TOPK))
 
 
 def test_ranks_that_have_done_fewer_steps_end_together():
-    def body(rank, meeting):
-        one = made(rank, meeting, compression="sparseloco")
-        one.train((7, 6, 5, 11)[rank])
+    def body(one):
+        one.train((7, 6, 5, 11)[one.rank])
         one.local.finish()
         return one.vector()
 
-    assert equal(on_ranks(body))
+    assert equal(on_ranks(body, compression="sparseloco"))
 
 
 @pytest.mark.parametrize("delay", [0, 2])
@@ -349,10 +330,9 @@ def test_ranks_that_have_done_fewer_steps_end_together():
 def test_a_rank_that_has_diverged_spoils_no_other(policy, compression, delay):
     """In the midst of a round, or while an exchange is under way, which does not heal it in silence."""
 
-    def body(rank, meeting):
-        one = made(rank, meeting, inner=sgd, compression=compression, on_nonfinite=policy, delay=delay)
+    def body(one):
         one.train(4)
-        if rank == 1:
+        if one.rank == 1:
             next(one.model.parameters()).data[0, 0] = torch.nan
         if policy == "raise":
             with pytest.raises(NonFiniteGradientError, match="is not finite"):
@@ -366,16 +346,14 @@ def test_a_rank_that_has_diverged_spoils_no_other(policy, compression, delay):
         assert one.vector().isfinite().all()
         return middle, one.kept("start")
 
-    for vectors in zip(*on_ranks(body), strict=True):
+    found = on_ranks(body, inner=sgd, compression=compression, on_nonfinite=policy, delay=delay)
+    for vectors in zip(*found, strict=True):
         assert equal(list(vectors))
         assert vectors[0].isfinite().all()
 
 
 def test_steps_that_are_no_steps_do_not_count():
-    def body(rank, meeting):
-        one = made(
-            rank, meeting, every=2, inner=lambda all_of_them: torch.optim.AdamW(all_of_them, fused=True)
-        )
+    def body(one):
         one.gradients()
         one.gradients()  # accumulated
         one.optimizer.found_inf = torch.ones(())  # what a GradScaler tells a fused optimizer
@@ -387,42 +365,34 @@ def test_steps_that_are_no_steps_do_not_count():
         one.train(1)
         assert (one.local.taken, one.local.step) == (0, 1)
 
-    on_ranks(body, 2)
+    on_ranks(body, 2, every=2, inner=lambda parameters: torch.optim.AdamW(parameters, fused=True))
 
 
 def test_a_compiled_step_counts():
-    one = made(0, Meeting(1), inner=sgd)
+    one = Rank(0, Meeting(1), inner=sgd)
     one.optimizer.step = torch.compile(one.optimizer.step, backend="eager")
     one.train(4)
     assert (one.local.taken, one.local.step) == (1, 1)
 
 
 def test_what_lies_on_the_host_and_half_types_follow_the_same_law():
-    def body(rank, meeting):
-        found = []
-        for offload in (False, True):
-            one = made(rank, meeting, compression="sparseloco", offload=offload)
-            one.train(6)
-            found.append(one.vector())
-        half = made(rank, meeting, inner=half_of)
-        half.train(3)
-        found.append(half.vector())
-        return found
-
-    (one, offloaded, half), (_, _, other) = on_ranks(body, 2)
-    assert torch.equal(one, offloaded)
-    assert torch.equal(half, other)
+    plain, offloaded = (
+        on_ranks(lambda one: trained(one, 6).vector(), 2, compression="sparseloco", offload=offload)
+        for offload in (False, True)
+    )
+    assert equal([*plain, *offloaded])
+    assert equal(on_ranks(lambda one: trained(one, 3).vector(), 2, inner=half_of))
 
 
 def test_buffers_are_averaged_where_they_are_floats():
-    def body(rank, meeting):
-        one = made(rank, meeting, every=1, inner=sgd)
+    def body(one):
+        rank = one.rank
         one.model.register_buffer("mean", torch.zeros(3))
         one.model.register_parameter("empty", nn.Parameter(torch.zeros(0, 3)))  # which nobody has to hear of
         one.optimizer.add_param_group({"params": [one.model.empty]})
         one.model.register_buffer("count", torch.zeros(2, dtype=torch.int64))
         one.model.register_buffer("still", torch.full((2,), float(rank)))
-        engine = ThreadEngine(rank, meeting, RoundSettings(every=1), named_in(one.optimizer, one.model))
+        engine = ThreadEngine(rank, one.meeting, RoundSettings(every=1), named_in(one.optimizer, one.model))
         # takes the place of the first one, and needs no name
         LocalTraining(one.optimizer, one.model, engine, Settings())
         one.model.mean = one.model.mean + rank  # another tensor in its place
@@ -432,15 +402,14 @@ def test_buffers_are_averaged_where_they_are_floats():
         assert one.model.count.tolist() == [5, 5]
         assert one.model.still.tolist() == [float(rank)] * 2  # nobody has touched it
 
-    on_ranks(body, 2)
+    on_ranks(body, 2, every=1, inner=sgd)
 
 
 @pytest.mark.parametrize("delay", [0, 1])
 def test_the_rounding_of_half_types_is_no_displacement(delay):
     """Where the rate is 0, `start` moves by what residuals give out, and by nothing else."""
 
-    def body(rank, meeting):
-        one = made(rank, meeting, inner=half_of, every=1, compression="topk:density=0.02", delay=delay)
+    def body(one):
         one.train(4)
         for group in one.optimizer.param_groups:
             group["lr"] = 0.0
@@ -450,14 +419,14 @@ def test_the_rounding_of_half_types_is_no_displacement(delay):
             found.append((one.kept("residuals"), one.kept("start")))
         return [before - after for before, after in zip(*found, strict=True)]
 
-    given_out, moved = (torch.stack(item).mean(0) for item in zip(*on_ranks(body, 2), strict=True))
+    found = on_ranks(body, 2, inner=half_of, every=1, compression="topk:density=0.02", delay=delay)
+    given_out, moved = (torch.stack(item).mean(0) for item in zip(*found, strict=True))
     torch.testing.assert_close(given_out, moved, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("how", ["add_param_group", "requires_grad_"])
 def test_parameters_that_are_trained_later_are_not_left_alone(how):
-    def body(rank, meeting):
-        one = made(rank, meeting, inner=lambda every: sgd(list(every)[:4]))
+    def body(one):
         later = nn.Parameter(torch.zeros(7), requires_grad=how == "add_param_group")
         one.train(1)
         one.optimizer.add_param_group({"params": [later]})
@@ -467,7 +436,7 @@ def test_parameters_that_are_trained_later_are_not_left_alone(how):
         with pytest.raises(UnsupportedError, match=r"of shapes \[\[7\]\]"):
             one.train(3)
 
-    on_ranks(body, 2)
+    on_ranks(body, 2, inner=lambda every: sgd(list(every)[:4]))
 
 
 @pytest.mark.parametrize(

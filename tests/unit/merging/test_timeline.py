@@ -196,17 +196,6 @@ def test_every_sparsifier_takes_it_and_tells_it(name):
 
 
 def test_what_is_not_allowed_is_named():
-    with pytest.raises(ArgumentError, match=r"density='atuo'.*'auto'"):
-        recipe("topk", density="atuo")
-    with pytest.raises(ArgumentError, match="no density decides what hard_threshold sends"):
-        recipe("hard_threshold", density="auto")
-    for name in ("signsgd", "qsgd"):  # 0.001, the least that "auto" would try, nobody has written
-        with pytest.raises(ArgumentError, match=f"density='auto'.*give none: no density decides what {name}"):
-            recipe(name, density="auto")
-    with pytest.raises(ArgumentError, match=r"most=0\.001"):
-        AutoDensity(least=0.01, most=0.001)
-    with pytest.raises(ArgumentError, match="tolerance"):
-        AutoDensity(tolerance=-1.0)
     with pytest.raises(UnsupportedError, match=r"nowhere does not take: give a number"):
         recipe("topk", density="auto").refuse_auto("nowhere")
     with pytest.raises(ArgumentError, match=r"a plan for density=0.5.*density=0.01"):
@@ -220,5 +209,3 @@ def test_limits_of_numpy_s_are_plain_numbers() -> None:
     limits = AutoDensity(least=np.float32(0.001), most=np.float64(0.1), tolerance=np.float32(0.05))
     assert json.dumps([limits.candidates, limits.tolerance])
     assert json.dumps(Plan((), (), density=np.float32(0.5)).to_dict())
-    with pytest.raises(ArgumentError, match="least"):
-        AutoDensity(least=5e-324)

@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from horovod_sparse.errors import ArgumentError, UnknownNameError
-from horovod_sparse.feedback import parse_recipe, recipe
+from horovod_sparse.errors import ArgumentError
+from horovod_sparse.feedback import recipe
 from horovod_sparse.sparsifiers import ALGORITHMS, BucketInfo, RandomK
 from horovod_sparse.sparsifiers.randomk import draw_positions
-from support.cases import CASES, Case, case_id
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -21,67 +20,6 @@ def test_density_is_a_fraction(name: str) -> None:
     for density in wrong:
         with pytest.raises(ArgumentError, match=r"density=.*\(0, 1\]"):
             recipe(name, density=density)
-
-
-@pytest.mark.parametrize(
-    ("name", "arguments", "complaint"),
-    [
-        ("topk", {"quantum": 0}, "quantum=0"),
-        ("exdyna", {"rebalance": "fast"}, "rebalance rule 'fast'"),
-        ("exdyna", {"alpha": 0.9}, "alpha=0.9"),
-        ("exdyna", {"blocks_per_move": 1.0}, "blocks_per_move=1.0"),
-        ("micro", {"threshold": "skech"}, "threshold rule 'skech'"),
-        ("micro", {"threshold": 0.5}, "threshold=0.5"),
-        ("topk", {"feedback": "errors"}, "feedback 'errors'"),
-        ("randomk", {"shared": "no"}, "shared='no'"),
-        ("randomk", {"seed": -1}, "seed=-1"),
-        ("topk", {"values": "int7"}, "write values 'int7'"),
-        ("topk", {"indices": "int16"}, "indices 'int16'"),
-        ("hard_threshold", {"threshold": 0.0}, "threshold=0.0"),
-        ("hard_threshold", {"threshold": "sketch"}, "threshold='sketch'"),
-        ("dgc", {"sample_fraction": 1.5}, "sample_fraction=1.5"),
-        ("dgc", {"threshold": "sketch"}, "threshold of dgc 'sketch'"),
-        ("dragonn", {"slots_per_selected": 0}, "slots_per_selected=0"),
-        ("mstopk", {"num_passes": 0}, "num_passes=0"),
-        ("sidco", {"distribution": "normal"}, "distribution 'normal'"),
-        ("sidco", {"first_density": 1.0}, "first_density=1.0"),
-        ("sidco", {"adapt_every": 0}, "adapt_every=0"),
-    ],
-)
-def test_a_wrong_argument_is_named(name: str, arguments: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(ArgumentError, match=complaint):
-        recipe(name, **arguments)
-
-
-def test_a_misspelt_name_brings_the_known_ones() -> None:
-    with pytest.raises(UnknownNameError, match=r"densty.*density, feedback, indices, quantum, "):
-        recipe("topk", densty=0.1)
-    with pytest.raises(UnknownNameError, match=r"topq.*cltk, dgc, dragonn, exdyna, .*topk"):
-        recipe("topq")
-
-
-@pytest.mark.parametrize("case", CASES, ids=case_id)
-def test_a_description_survives_pickle_and_text(case: Case) -> None:
-    assert pickle.loads(pickle.dumps(case.recipe)) == case.recipe
-    assert hash(case.recipe) == hash(pickle.loads(pickle.dumps(case.recipe)))
-
-
-@pytest.mark.parametrize(
-    ("text", "complaint"),
-    [
-        ("topk:density", "NAME:ARGUMENT=VALUE"),
-        ("topk:density=x", "density='x'"),
-        ("", "unknown compression ''"),
-    ],
-)
-def test_text_that_is_no_recipe(text: str, complaint: str) -> None:
-    with pytest.raises(ArgumentError, match=complaint):
-        parse_recipe(text)
-
-
-def test_truth_may_be_written_in_small_letters() -> None:
-    made = [parse_recipe(f"randomk:shared={text}").sparsifier for text in ("false", "False", "true", "True")]
-    assert [one.shared for one in made] == [False, False, True, True]  # type: ignore[attr-defined]
 
 
 def test_random_positions_depend_on_seed_bucket_and_step_alone() -> None:

@@ -129,18 +129,3 @@ def test_half_the_way_by_hand() -> None:
     partitions = Partitions(10, np.array([50, 50]))
     assert move_proportionally(partitions, selected).num_blocks.tolist() == [34, 66]
     assert move_proportionally(partitions, selected, step=1.0).num_blocks.tolist() == [17, 83]
-
-
-@quick
-@given(st.data())
-def test_proportional_moves_keep_all_blocks(data: st.DataObject) -> None:
-    size = data.draw(st.integers(1, 9))
-    num_elements = data.draw(st.integers(1, 5000))
-    partitions = partition(num_elements, size, data.draw(st.integers(1, 300)))
-    total = int(partitions.num_blocks.sum())
-    selected = data.draw(st.lists(st.integers(0, num_elements - 1)))
-    partitions = move_proportionally(
-        partitions, np.array(selected, np.int32), step=data.draw(st.sampled_from([0.1, 0.5, 1.0]))
-    )
-    assert partitions.num_blocks.sum() == total
-    assert partitions.num_blocks.min() >= min(1, total // size)

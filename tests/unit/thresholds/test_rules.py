@@ -3,11 +3,8 @@
 import numpy as np
 import pytest
 
-from horovod_sparse.feedback import recipe
-from horovod_sparse.simulation import SimulatedCluster
 from horovod_sparse.thresholds import Sketch, ThresholdScaling, ThresholdState
 from support.reference import ReferenceAccumulator
-from support.sampling import rest_nightly
 
 
 def holding(values: list[float]) -> ReferenceAccumulator:
@@ -74,26 +71,3 @@ def test_the_share_of_the_last_union_outweighs_the_hits() -> None:
     assert half.wanted(10**6, 100, ThresholdState(threshold=1.0, share=0.3)) == 64
     # a window that gave nothing has only its hits to go by
     assert half.wanted(7, 100, ThresholdState(threshold=1.0, share=0.0)) == 7
-
-
-_NUM_ELEMENTS, _DENSITY, _SIZE, _NUM_STEPS = 400_000, 0.025, 4, 24  # k = 10 000
-
-
-def mean_error(algorithm: str, rule: Sketch) -> float:
-    """Mean of |count / k - 1| from step 5 on."""
-    generator = np.random.default_rng(5)
-    cluster = SimulatedCluster(recipe(algorithm, density=_DENSITY, threshold=rule), _NUM_ELEMENTS, _SIZE)
-    errors = []
-    for _ in range(_NUM_STEPS):
-        sizes = np.exp(1.5 * generator.standard_normal(_SIZE)).astype(np.float32)
-        gradients = [size * generator.standard_normal(_NUM_ELEMENTS, np.float32) for size in sizes]
-        count = cluster.synchronize(gradients)[0].indices.size
-        errors.append(abs(count / (_DENSITY * _NUM_ELEMENTS) - 1.0))
-    return float(np.mean(errors[4:]))
-
-
-@pytest.mark.parametrize("algorithm", rest_nightly(["micro", "exdyna"], ["exdyna"]))
-def test_the_union_count_stays_near_target(algorithm: str) -> None:
-    assert mean_error(algorithm, Sketch()) <= 0.015
-    # it is the memory of the last union that keeps it there
-    assert mean_error(algorithm, Sketch(memory=0.0)) > 0.03

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from horovod_sparse.errors import ArgumentError, UnknownNameError
 from horovod_sparse.wire import WireFormat
 from horovod_sparse.wire.codecs import VALUE_CODECS
 
@@ -154,23 +153,3 @@ def test_what_is_not_finite_never_leaves(name, dtype):
     assert np.isfinite(rounded).all()
     assert rounded[0] == rounded[3] == 0
     assert rounded[1] == -rounded[2] > 1e4
-
-
-@pytest.mark.parametrize("name", sorted(VALUE_CODECS))
-@quick
-@given(count=st.integers(0, 2**31), step=st.integers(1, 1000))
-def test_lengths_never_fall(name, count, step):
-    assert VALUE_CODECS[name].num_words(count) <= VALUE_CODECS[name].num_words(count + step)
-
-
-def test_names_are_checked():
-    with pytest.raises(UnknownNameError, match=r"values 'fp16'.*bfloat16.*exact.*float16"):
-        WireFormat("fp16")
-    with pytest.raises(UnknownNameError, match=r"indices 'rice'.*block16, gaps, int32"):
-        WireFormat(indices="rice")
-    for quantum in (0, -1, 1.5, True):
-        with pytest.raises(ArgumentError, match="quantum"):
-            WireFormat(quantum=quantum)
-    with pytest.raises(ArgumentError, match=r"float16.*float32 or float64"):
-        WireFormat("int8").round(np.zeros(3, np.float16))
-    assert WireFormat(None) == WireFormat()

@@ -3,10 +3,14 @@
 import numpy as np
 import pytest
 
-from horovod_sparse.errors import ArgumentError
+from horovod_sparse.arrays import FoldReport
+from horovod_sparse.errors import ArgumentError, MessageError
 from horovod_sparse.feedback import recipe
 from horovod_sparse.simulation import SimulatedCluster
-from horovod_sparse.sparsifiers import SparDL
+from horovod_sparse.sparsifiers import BucketInfo, SparDL
+from horovod_sparse.sparsifiers.rounds.pairs import Mail
+from horovod_sparse.sparsifiers.rounds.sparse_vectors import shared_out
+from horovod_sparse.wire import WireFormat
 from support.gradients import dyadic
 from support.sampling import rows_by
 from support.spardl_reference import reference_step
@@ -80,18 +84,16 @@ def test_teams_that_do_not_divide_the_ranks_are_refused_on_every_rank() -> None:
         SimulatedCluster(recipe("spardl", teams=3, between="recursive"), 100, 6)
 
 
-@rows_by("places,gather,values", [(6, 1), (8, 4), (6, 3)], ["bruck", "allgather"], ["float16", "int8"])
-def test_rounding_for_the_wire_goes_to_a_residual(places: tuple[int, int], gather: str, values: str) -> None:
-    (size, teams), n = places, 300
-    cluster = SimulatedCluster(
-        recipe("spardl", density=0.1, teams=teams, gather=gather, values=values, indices="block16"), n, size
-    )
-    generator, wanted, applied = np.random.default_rng(3), np.zeros(n), np.zeros(n)
-    for _ in range(4):
-        gradients = generator.standard_normal((size, n)).astype(np.float32)
-        wanted += gradients.sum(0, dtype=np.float64)
-        sums = cluster.synchronize(list(gradients))
-        assert len({sum_.values.tobytes() for sum_ in sums}) == 1
-        applied += cluster.dense(sums[0])
-        held = np.sum(cluster.residuals(), axis=0, dtype=np.float64)
-        np.testing.assert_allclose(applied + held, wanted, atol=2e-5)
+@rows_by("num_parts,dtype", [1, 2, 3, 5, 7, 8, 14, 16], ["float32", "float64"])
+def test_shares_add_up_exactly(num_parts: int, dtype: str) -> None:
+    generator = np.random.default_rng(num_parts)
+    values = (generator.standard_normal(5000) * 10.0 ** generator.integers(-20, 20, 5000)).astype(dtype)
+    parts = [shared_out(values.copy(), num_parts, part) for part in range(num_parts)]
+    assert (np.sum(parts, axis=0, dtype=np.longdouble) == values).all()
+    for part in parts:
+        np.testing.assert_allclose(part, values / num_parts, rtol=0.01)
+
+
+def test_a_message_too_short_for_its_notes_is_refused() -> None:
+    with pytest.raises(MessageError, match="notes of 2 ranks"):
+        Mail(FoldReport(), BucketInfo("b", 9, 0, 3), WireFormat()).read(np.zeros(3, np.int32), [0, 1])

@@ -58,7 +58,6 @@ def teams_of(size: int) -> list[tuple[int, int]]:
 
 _ALL = [pair for size in _SIZES for pair in teams_of(size)]
 every_size = pytest.mark.parametrize("size", rest_nightly(_SIZES, (2, 3, 6, 8, 13, 16)))
-every_pair = pytest.mark.parametrize(("size", "d"), rest_nightly(_ALL, _ALL[::2]))
 
 
 @every_size

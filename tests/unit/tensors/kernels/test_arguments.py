@@ -1,69 +1,81 @@
-"""What a tensor's accumulator refuses, and what it makes of odd gradients."""
+"""What the accumulators of host and tensors refuse, and what they make of odd gradients."""
 
 import logging
 import sys
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from horovod_sparse.arrays import FoldRule
+from horovod_sparse.arrays import FoldRule, HostAccumulator
 from horovod_sparse.errors import ArgumentError, MessageError
 from horovod_sparse.tensors import accumulator as torch_backend
 from horovod_sparse.tensors import plain_kernels as torch_plain
 from horovod_sparse.tensors.accumulator import TorchAccumulator
 
+MAKE: dict[str, Any] = {"host": HostAccumulator, "tensor": partial(TorchAccumulator, device="cpu")}
+NAN, AT_4 = float("nan"), np.array([4], np.int32)
 
+
+def folding(num_elements: int = 4, kind: Any = np.float32, companions: int = 0, **rule: Any) -> Any:
+    def fold(make: Any) -> None:
+        gradient = np.zeros(num_elements, kind)
+        given = gradient if make is HostAccumulator else torch.from_numpy(gradient)
+        make(4, companions=companions).fold(given, FoldRule(**rule))
+
+    return fold
+
+
+def asking(method: str, *given: Any) -> Any:
+    return lambda make: getattr(make(4), method)(*given)
+
+
+@pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("call", "words"),
     [
-        ({"num_elements": 4, "density": 0.0}, "density=0.0"),
-        ({"num_elements": 2**31}, r"fewer than 2\*\*31"),
-        ({"num_elements": 4, "dtype": "int32"}, "dtype='int32'"),
+        (lambda make: make(4, density=0.0), r"density=0\.0"),
+        (lambda make: make(2**31), r"fewer than 2\*\*31"),
+        (lambda make: make(4, dtype="int32"), "dtype='int32'"),
+        (folding(3), "4 elements"),
+        (folding(kind=np.float64), "accumulates in"),
+        (folding(momentum=0.9), "companions=1"),
+        (folding(moment=0.9), "companions=1"),
+        (folding(moment=1.0), "between 0 and 1"),
+        (folding(moment=0.9, momentum=0.9), "no momentum"),
+        (folding(companions=1, moment=0.9, eps=0.0), "eps above 0"),
+        (folding(companions=1, moment=0.9, rate=NAN), "finite rate"),
+        (folding(decay=NAN), "decay"),
+        (lambda make: make(4).kth_magnitude(0), "a rank from 1"),
+        (lambda make: make(4).kth_magnitude(3, 2, 4), "a rank from 1"),
+        (lambda make: make(4).largest(-1), "0 or more"),
+        (lambda make: make(4).at_least(1.0, 3, 5), "a window within"),
+        (lambda make: make(4).at_least(NAN), "threshold"),
+        *((lambda make, way=way: getattr(make(4), way)(AT_4), "index 4") for way in ("take", "clear")),
+        *(
+            (lambda make, way=way: getattr(make(4), way)(AT_4, np.ones(1)), "index 4")
+            for way in ("add", "put")
+        ),
+        *(
+            (lambda make, way=way: getattr(make(4), way)([1], np.ones(2)), "one for each")
+            for way in ("add", "put")
+        ),
     ],
 )
-def test_refused_at_once(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ArgumentError, match=message):
-        TorchAccumulator(device="cpu", **arguments)
+def test_refused(make: Any, call: Any, words: str) -> None:
+    with pytest.raises(MessageError if words == "index 4" else ArgumentError, match=words):
+        call(make)
 
 
-@pytest.mark.parametrize(
-    ("gradient", "arguments", "message"),
-    [
-        (torch.zeros(3), {}, "4 elements"),
-        (torch.zeros(4, dtype=torch.float64), {}, "accumulates in"),
-        (torch.zeros(4, device="meta"), {}, "a tensor on cpu"),
-        (torch.zeros(4), {"momentum": 0.9}, "companions=1"),
-        (torch.zeros(4), {"moment": 0.9}, "companions=1"),
-        (torch.zeros(4), {"moment": 1.0}, "between 0 and 1"),
-        (torch.zeros(4), {"moment": 0.9, "momentum": 0.9}, "no momentum"),
-        (torch.zeros(4), {"moment": 0.9, "eps": 0.0}, "eps above 0"),
-        (torch.zeros(4), {"moment": 0.9, "rate": float("nan")}, "finite rate"),
-        (torch.zeros(4), {"decay": float("nan")}, "decay"),
-    ],
-)
-def test_gradients_that_do_not_fit(gradient: torch.Tensor, arguments: dict[str, Any], message: str) -> None:
-    accumulator = TorchAccumulator(4, device="cpu", companions="eps" in message or "rate" in message)
-    with pytest.raises(ArgumentError, match=message):
-        accumulator.fold(gradient, FoldRule(**arguments))
-
-
-def test_selections_that_do_not_fit() -> None:
-    accumulator = TorchAccumulator(4, device="cpu")
-    for wrong in (lambda: accumulator.kth_magnitude(0), lambda: accumulator.kth_magnitude(3, 2, 4)):
-        with pytest.raises(ArgumentError, match="a rank from 1"):
-            wrong()
-    with pytest.raises(ArgumentError, match="0 or more"):
-        accumulator.largest(-1)
-    with pytest.raises(ArgumentError, match="a window within"):
-        accumulator.at_least(1.0, 3, 5)
-    with pytest.raises(ArgumentError, match="threshold"):
-        accumulator.at_least(float("nan"))
-    with pytest.raises(MessageError, match="index 4"):
-        accumulator.clear(np.array([4], np.int32))
-    with pytest.raises(ArgumentError, match="one for each"):
-        accumulator.add(np.array([1], np.int32), np.ones(2, np.float32))
+def test_gradients_of_another_kind_or_place_are_refused() -> None:
+    host = HostAccumulator(10)
+    for gradient, words in ((np.zeros(10, np.int64), "dtype="), (host.values(), "gradient=")):
+        with pytest.raises(ArgumentError, match=words):
+            host.fold(gradient)
+    with pytest.raises(ArgumentError, match="a tensor on cpu"):
+        TorchAccumulator(4, device="cpu").fold(torch.zeros(4, device="meta"))
 
 
 def test_strided_gradients_are_folded_and_cleared(place: Any) -> None:
@@ -75,20 +87,25 @@ def test_strided_gradients_are_folded_and_cleared(place: Any) -> None:
     assert torch.count_nonzero(matrix) == 0
 
 
-def test_values_stay_finite(place: Any) -> None:
-    """As on the host: what would not stay finite adds nothing, and NaN and Inf are not loaded."""
+@pytest.mark.parametrize("where", ["host", "tensor"])
+def test_values_stay_finite(where: str, place: Any) -> None:
+    """What would not stay finite adds nothing, and NaN and Inf are not loaded."""
     top = float(np.finfo(np.float32).max)
-    accumulator = TorchAccumulator(5, device=place.device, kernels=place.kernels)
-    accumulator.fold(torch.tensor([1.0, 2.0, top, 4.0, 5.0], device=place.device))
-    added = np.array([1, np.nan, top, np.inf, -1], np.float32)
-    accumulator.add(np.arange(5, dtype=np.int32), added)
+    given = np.array([1.0, 2.0, top, 4.0, 5.0], np.float32)
+    if where == "host":
+        accumulator: Any = HostAccumulator(5)
+        accumulator.fold(given.copy())
+    else:
+        accumulator = TorchAccumulator(5, device=place.device, kernels=place.kernels)
+        accumulator.fold(torch.from_numpy(given.copy()).to(place.device))
+    accumulator.add(np.arange(5, dtype=np.int32), np.array([1, np.nan, top, np.inf, -1], np.float32))
     np.testing.assert_array_equal(accumulator.values(), np.array([2, 2, top, 4, 4], np.float32))
     for wrong in (np.nan, -np.inf, 1e39):
         with pytest.raises(ArgumentError, match="finite numbers"):
             accumulator.assign(np.array([1, wrong, 2, 3, 4]))
     assert accumulator.values()[0] == 2.0
     accumulator.abandon()
-    np.testing.assert_array_equal(accumulator.values(), np.array([1, 2, top, 4, 5], np.float32))
+    np.testing.assert_array_equal(accumulator.values(), given)
 
 
 def test_cuda_without_triton_says_so_once(
@@ -100,7 +117,4 @@ def test_cuda_without_triton_says_so_once(
         chosen = [torch_backend.kernels_for(torch.device("cuda", 0)) for _ in range(2)]
     torch_backend._triton.cache_clear()
     assert chosen == [torch_plain, torch_plain]
-    assert [record.message for record in caplog.records if "Triton" in record.message] == [
-        record.message for record in caplog.records
-    ]
-    assert len(caplog.records) == 1
+    assert ["Triton" in record.message for record in caplog.records] == [True]
