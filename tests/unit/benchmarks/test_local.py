@@ -1,17 +1,21 @@
-"""scripts/bench local runs, without PyTorch too, and writes what it measured."""
+"""What scripts/bench measures: it runs, without PyTorch too, and writes what it measured."""
 
 import json
 
 import numpy as np
 import pytest
 
+from benchmarks.allreduce.rank import recorded, replayed
 from benchmarks.common.timing import Timing, Work, measure
-from benchmarks.local import works
+from benchmarks.local import device, works
 from benchmarks.local.main import main
 from benchmarks.rounds.account import PARTS, Stamps, account
 from benchmarks.rounds.main import header, rows
-from horovod_sparse.collectives import AllToAll, Exchange
-from horovod_sparse.sparsifiers import ALGORITHMS
+from horovod_sparse.arrays import HostAccumulator
+from horovod_sparse.collectives import AllToAll, Exchange, Request
+from horovod_sparse.feedback import Bucket, parse_recipe
+from horovod_sparse.simulation import Recorder, run_lockstep
+from horovod_sparse.sparsifiers import ALGORITHMS, BucketInfo
 
 
 @pytest.mark.parametrize("with_torch", [True, pytest.param(False, marks=pytest.mark.nightly)])
@@ -91,3 +95,42 @@ def test_every_millisecond_of_a_round_is_accounted_for(tmp_path):
     ((title, (row,)),) = rows({"launches": [launch]})
     assert title.startswith("gloo, 2 ranks, cycle 1 ms")
     assert len(row) == len(header())
+
+
+def test_it_runs_with_tensors_too(tmp_path):
+    pytest.importorskip("torch")
+    file = tmp_path / "result.json"
+    sizes = ["--elements", "20000", "--density", "0.01", "--repeat", "1"]
+    assert device.main([*sizes, "--device", "cpu", "--json", str(file)]) == 0
+    result = json.loads(file.read_text())
+    names = [timing["name"] for timing in result["timings"]]
+    assert result["selection_right"] is True and names[0] == result["baseline"] == "copy"
+    assert sum(name.startswith("step: ") for name in names) == 3
+    assert all(timing["median_ms"] > 0 for timing in result["timings"])
+
+
+@pytest.mark.parametrize(
+    "text", ["topk:", "gtopk:", "oktopk:", "topk_dsa:", "spardl:", "spardl:teams=2,", "spardl:teams=3,"]
+)
+def test_the_same_messages_once_more(text: str) -> None:
+    size, n = 6, 600
+    recipe = parse_recipe(f"{text}density=0.05")
+    buckets = [Bucket(BucketInfo("b", n, rank, size), recipe, HostAccumulator(n)) for rank in range(size)]
+    requests: list[list[Request]] = [[] for _ in buckets]
+    gradients = np.random.default_rng(0).standard_normal((size, n)).astype(np.float32)
+    first, second = Recorder(), Recorder()
+    run_lockstep(
+        [recorded(b.step(g), seen) for b, g, seen in zip(buckets, gradients, requests, strict=True)], first
+    )
+    run_lockstep([replayed(seen) for seen in requests], second)
+    assert second.kinds == first.kinds and second.bytes_sent == first.bytes_sent
+    assert sum(map(sum, second.bytes_sent)) > 0
+
+
+def test_methods_sum_up_the_gradient_of_the_step_alone() -> None:
+    """Without a residual every repetition is like the first."""
+    recipe = parse_recipe("spardl:density=0.1,feedback=none")
+    bucket = Bucket(BucketInfo("b", 100), recipe, HostAccumulator(100))
+    gradient = np.arange(100, dtype=np.float32)
+    sums = [run_lockstep([bucket.step(gradient.copy())])[0] for _ in range(2)]
+    assert sums[0].values.tolist() == sums[1].values.tolist() == list(range(90, 100))

@@ -1,4 +1,4 @@
-"""environment.yml and the Dockerfile name what setup.cfg and the scripts ask for."""
+"""environment.yml, the Dockerfile and scripts/locked.txt name what setup.cfg and the scripts ask for."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import sys
 
 import yaml
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from support.documents import ROOT
@@ -53,3 +54,20 @@ def test_the_image_is_made_by_what_is_here() -> None:
     for example in re.findall(r"examples/\w+\.py", text):
         assert (ROOT / example).is_file(), example
     assert (ROOT / ".dockerignore").is_file(), ".venv of a checkout would be copied"
+
+
+def test_every_requirement_is_locked_to_a_version_that_fits() -> None:
+    """What goes into an environment of its own, "docs", is pinned in setup.cfg itself."""
+    lines = (ROOT / "scripts" / "locked.txt").read_text().splitlines()
+    pairs = (line.split("==") for line in lines if not line.startswith("#"))
+    versions = {str(canonicalize_name(name)): version for name, version in pairs}
+    # none says where a build came from
+    assert not [version for version in versions.values() if "+" in version or "@" in version]
+    extras = dict(_SETTINGS["options.extras_require"])
+    assert all("==" in line for line in extras.pop("docs").split())
+    texts = [_SETTINGS["options"]["install_requires"], *extras.values()]
+    wanted = [requirement for text in texts for requirement in _lines(text)]
+    assert len(wanted) > 10
+    for requirement in wanted:
+        name = {"tensorflow": "tensorflow-cpu"}.get(requirement.name, requirement.name)
+        assert requirement.specifier.contains(versions[str(canonicalize_name(name))]), requirement

@@ -1,4 +1,4 @@
-"""The studies themselves, at tiny sizes."""
+"""The studies themselves, at tiny sizes; and what their committed measurements promise."""
 
 from typing import Any
 
@@ -10,8 +10,9 @@ pytest.importorskip("mlxtend")
 pytest.importorskip("matplotlib")
 pytest.importorskip("rich")
 
-from studies import feedback, residuals, schedules, threshold
+from studies import convergence, feedback, residuals, results, schedules, threshold
 from studies.baselines import BASELINES
+from studies.papers import counts, pictures
 from studies.tasks import Task, digits_task, small_digits_task, text_task
 from studies.training import train
 
@@ -100,3 +101,49 @@ def test_baselines_bring_what_all_ranks_mean() -> None:
             torch.testing.assert_close(sent, mean, rtol=0.05, atol=0.05)
         elif name != "powersgd rank 1":
             torch.testing.assert_close(steps[2][0], expected, rtol=1e-2, atol=1e-2)
+
+
+TOY = {**counts.SETTING, "num_elements": 30_000, "sizes": [4, 5], "team_sizes": [6]}
+
+
+def test_counts_are_the_formulas() -> None:
+    """Top-k receives 2 (P - 1) words by k; one team 4 (P - 1) / P; B-SAG lies within the paper's range."""
+    sizes = counts.by_size(TOY)
+    assert sizes["gtopk"][1] is None and sizes["gtopk"][0]["rounds"] == 4
+    assert [row["received"] for row in sizes["topk"]] == pytest.approx([6.0, 8.0], rel=0.12)
+    found = counts.by_teams(TOY)["6"]
+    assert list(found) == ["1", "R2", "B2", "B3", "B6"]
+    for row in found.values():
+        assert row["rounds"] == row["formula_rounds"]
+        assert 0.9 * row["least"] < row["received"] < 1.2 * row["most"]
+        bytes_seconds = 4 * row["received"] * TOY["density"] * TOY["scaled_to"] * TOY["beta_seconds"]
+        assert row["seconds"] == pytest.approx(row["rounds"] * TOY["alpha_seconds"] + bytes_seconds, rel=0.1)
+
+
+def test_dense_merging_is_no_worse_than_none_and_one_bucket() -> None:
+    found = counts.dense_merging("lstm_ptb")
+    assert 1 < found["mgwfbp"]["buckets"] < found["wfbp"]["buckets"]
+    assert found["mgwfbp"]["seconds"] <= min(found["wfbp"]["seconds"], found["dense, one bucket"]["seconds"])
+
+
+def test_committed_numbers_can_be_drawn() -> None:
+    for measurement, make in pictures.DRAWN.values():
+        assert make(pictures.measured(measurement)).axes
+
+
+def test_the_sketch_rule_meets_its_target_on_real_gradients() -> None:
+    runs = results.load(threshold.FILE)["runs"]
+    promised = [name for name in runs if name.endswith((" sketch", "rebalance=paper"))]
+    assert len(promised) >= 4
+    for name in promised:
+        facts = threshold.facts(runs[name])
+        assert runs[name]["targets"][-1] >= 10_000
+        assert 1 / 1.1 <= facts["factor"] <= 1.1, name
+        assert facts["mean"] <= 0.03, name
+
+
+def test_what_promises_to_converge_does() -> None:
+    facts = convergence.summary(results.load(convergence.FILE))
+    for row, fact in facts.items():
+        if "," not in row and row not in convergence.UNPROMISING:
+            assert fact["mean"] >= facts["none"]["mean"] - 0.01, row
