@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from horovod_sparse.sparsifiers import BucketInfo, ExDyna
 from horovod_sparse.sparsifiers.exdyna import Partitions, move_one_block, move_proportionally, partition
 
-# Algorithms 2 and 3 of ExDyna line by line as printed, with the paper's names and order; where the scan lost a
-# sign (lines 17, 18 and 28) it is restored from the mirrored case.
+# Algorithms 2 and 3 of ExDyna line by line as printed, with the paper's names and order; where the scan lost
+# a sign (lines 17, 18 and 28) it is restored from the mirrored case.
 
 
 def algorithm_2(n_g: int, n_b: int, n: int) -> tuple[int, list[int], list[int]]:

@@ -73,7 +73,7 @@ class OkTopkReference:
 
 
 def topk_dsa_step(accumulators: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, bool]:
-    """SparCML's direct-send sum of everyone's k largest [n]; which elements some rank has selected; residuals.
+    """SparCML's direct-send sum of everyone's k largest [n]; the union of what was selected; residuals.
 
     And whether the sums are shorter without indices: n words against two for each of the union and four in
     front of each of P messages.
