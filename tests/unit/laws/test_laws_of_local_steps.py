@@ -63,7 +63,7 @@ class ThreadEngine(LocalEngine):
 
     def __init__(self, rank: int, meeting: Meeting, rounds: RoundSettings, named: Any) -> None:
         self.rank, self.meeting, self.rounds, self.named = rank, meeting, rounds, named
-        self.starter = Driver(self._started, StopIteration, lambda: None)
+        self.starter = Driver(self._started, StopIteration, lambda: None, lambda: self.rank_and_size()[1])
 
     def _started(self, request: Request, name: str) -> Any:
         found = self.meeting(self.rank, request)
