@@ -11,7 +11,6 @@ import pytest
 from cluster.script import cluster, pids, status
 
 _RANK = Path(__file__).resolve().parent / "allreduce.py"
-_TWO_LEVELS = _RANK.with_name("two_levels.py")
 # Four bytes per element. No allreduce can do with less than 2 (P - 1) copies of them in all, and
 # a ring needs no more; Open MPI takes others at times, and loads one host more than the next.
 _LEAST_BYTES = 4 * 500_000 * 2 * (3 - 1)
@@ -46,21 +45,6 @@ def test_allreduce_across_hosts(slow: str, kind: str) -> None:
     assert _LEAST_BYTES < sum(sent) < 1.3 * _LEAST_BYTES
     assert min(sent) > _LEAST_BYTES / 6
     assert _processes(slow) == []
-
-
-@pytest.mark.nightly
-def test_two_levels_on_hosts_of_two_ranks(slow: str) -> None:
-    """Six ranks on three hosts: what Horovod tells of hosts is enough, and nothing is lost.
-
-    Over Gloo only: two ranks of a host each that poll for MPI take minutes to start where all share cores.
-    """
-    arguments = ["-np", "6", "--gloo", "--timeout", "100", "--", sys.executable, str(_TWO_LEVELS)]
-    ranks = json.loads(cluster("run", "--name", slow, *arguments, timeout_s=110).stdout)
-    for rank in ranks:
-        assert rank["hosts"] == [[0, 1], [2, 3], [4, 5]] and rank["local_size"] == 2
-        assert rank["lost"] == 0.0 < rank["applied"]
-        # half of the gradient stays within the host, and a hundredth of the other half leaves it
-        assert rank["bytes_inside"] > 4 * 40_000 > 10 * rank["bytes_sent"] > 0
 
 
 def test_more_ranks_than_hosts_share_them_and_get_the_environment(slow: str) -> None:

@@ -7,14 +7,30 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
+import pytest
 
 from horovod_sparse.simulation import SimulatedCluster
 from horovod_sparse.topology import Topology
 from support.dyadic import dyadic
 
-__all__ = ["RATE", "SHAPES", "Engine", "Ledger", "Simulated", "Training", "given", "replicas_agree"]
+__all__ = [
+    "RATE",
+    "SHAPES",
+    "ZEROS",
+    "Engine",
+    "Ledger",
+    "Simulated",
+    "Training",
+    "given",
+    "hosts",
+    "pytest_generate_tests",
+    "replicas_agree",
+    "run",
+    "same",
+]
 
 SHAPES = {"first": (40, 30), "bias": (7,), "scalar": (), "second": (3, 5, 11), "one": (1,)}
+ZEROS = {name: np.zeros(shape) for name, shape in SHAPES.items()}
 #: of plain SGD; weights begin at 1
 RATE = 0.5
 
@@ -37,7 +53,7 @@ class Training(Protocol):
 
     def step(self, gradients: Arrays) -> None:
         """Backward, in the order of the gradients, and the optimizer's step. What fails raises the package's
-        error, and leaves no gradient behind."""
+        error, and leaves no gradient behind. Of "scaler"s PyTorch's may be given besides."""
 
     def weights(self) -> dict[str, np.ndarray]:
         """float64."""
@@ -68,13 +84,17 @@ class Engine:
         has: of "saved" (states), "adopts" (the user's AdamW), "levels", "nonfinite" (policies), "drift",
             "absent" (gradients of some ranks), "members" (some of the ranks), "types", "device" (memory of
             one), "buckets" (in reach), "models" (that may differ, until ranks compare), "retries" (after an
-            error of one rank alone).
+            error of one rank alone), "scaler"s of a loss, "loops" (of users: see `wrap`), "share" (of
+            the network), "plans" (of buckets), "horovod"'s arguments,
+            "clips" and others of our optimizer.
         rank: of this process.
         size: number of processes.
         everyone: of a value what all ranks have.
         by_day: how the names of tests (with their cases) begin that it takes part in by day, where another
             engine shows nearly the same; all if None.
         by_night: and of those among them that are for nights.
+        only: how the names of tests begin that it takes part in at all.
+        wrap: of PyTorch, from a model, its optimizer and a compression what is called and what steps.
     """
 
     name: str
@@ -85,6 +105,8 @@ class Engine:
     everyone: Callable[[Any], list[Any]]
     by_day: tuple[str, ...] | None = None
     by_night: tuple[str, ...] = ()
+    only: tuple[str, ...] = ("test_",)
+    wrap: Callable[..., Any] | None = None
 
     def is_by_day(self, name: str) -> bool:
         """Whether it takes part in a test by day, by the name ``test[case]``."""
@@ -118,8 +140,9 @@ class Simulated:
         if not self._clusters:
             for part in training.parts:
                 whole = getattr(part.bucket, "whole", None) or part.bucket.info
+                recipe = self._recipe.for_parameter(part.names[0], np.size(self._weights[part.names[0]]))
                 self._clusters[tuple(part.names)] = SimulatedCluster(
-                    self._recipe, whole.num_elements, self._size, name=whole.name, topology=self._topology
+                    recipe, whole.num_elements, self._size, name=whole.name, topology=self._topology
                 )
         found, rate = training.weights(), RATE
         if getattr(self._recipe.feedback, "applies_rate", False):  # what comes back is a step
@@ -170,3 +193,31 @@ class Ledger:
             )
             applied = (1.0 - weights.reshape(-1)) / RATE
             np.testing.assert_allclose(applied + waiting, given_ + np.zeros(weights.size), rtol=0, atol=atol)
+
+
+def run(training: Any, engine: Engine, steps: Any) -> None:
+    for step in steps:
+        training.step(given(engine.rank, step))
+
+
+def same(one: Any, other: Any) -> bool:
+    """Weights, and what is held back."""
+    pairs = ((one.weights(), other.weights()), (one.held(), other.held()))
+    return all(np.array_equal(flat(a, list(b)), flat(b, list(b))) for a, b in pairs)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Over the engines of the launch that have what the test is about."""
+    if "engine" in metafunc.fixturenames:
+        needed = {one for mark in metafunc.definition.iter_markers("needs") for one in mark.args}
+        name = metafunc.definition.originalname
+        engines = [one for one in metafunc.module.ENGINES if needed <= one.has and name.startswith(one.only)]
+        metafunc.parametrize("engine", engines, ids=[engine.name for engine in engines])
+
+
+@pytest.fixture
+def hosts(monkeypatch: pytest.MonkeyPatch, size: int) -> Topology:
+    """Two ranks on a host, or all of them where that leaves a host with fewer."""
+    per_host = 2 if size % 2 == 0 else size
+    monkeypatch.setenv("HOROVOD_SPARSE_RANKS_PER_HOST", str(per_host))
+    return Topology.regular(size // per_host, per_host)

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import copy
+import functools
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from conformance.engine import RATE, SHAPES, Engine
+from conformance.pytorch import TorchTraining
+from horovod_sparse import ddp
 from horovod_sparse.merging import Plan
-from support.replicas import Replica
+from support.replicas import Replica, in_small_buckets
 
 __all__ = ["ENGINES"]
 
 PLAN = Plan((("one", "second"), ("scalar", "bias"), ("first",)))
-OF_MODEL = ("gradient_as_bucket_view", "static_graph", "find_unused_parameters", "process_group")
+OF_MODEL = {"static_graph", "process_group", "find_unused_parameters", "gradient_as_bucket_view"}
 
 
-class HookTraining:
+class HookTraining(TorchTraining):
     """`horovod_sparse.ddp.attach`."""
 
     def __init__(
@@ -33,64 +34,29 @@ class HookTraining:
         absent: bool = False,
         **options: Any,
     ) -> None:
-        arguments = {name: options.pop(name) for name in OF_MODEL if name in options}
+        arguments = dict.fromkeys(("find_unused_parameters", "gradient_as_bucket_view"), absent)
+        arguments |= {name: options.pop(name) for name in OF_MODEL & set(options)}
         if members is not None:
             arguments["process_group"] = members
-        has_rules = isinstance(compression, str) and "dense" in compression
-        plan = PLAN if shapes == SHAPES and not has_rules else None
+        has_rules = isinstance(compression, str) and "dens" in compression.partition(",")[2]
+        has_plans = has_rules or {"merging", "network_share"} & set(options)
+        plan = PLAN if shapes == SHAPES and not has_plans else None
         self.replica = Replica(
             shapes,
             compression,
             lr=RATE,
-            plan=plan,
+            plan=options.pop("plan", plan),
             dtype=getattr(torch, dtype),
             attached=options,
-            find_unused_parameters=absent,
             **arguments,
         )
 
-    @property
-    def optimizer(self) -> Any:
-        return self.replica.optimizer
-
-    @property
-    def telemetry(self) -> Any:
-        return self.replica.sync.telemetry
+        self.net, self.loss, self.optimizer = self.replica.net, self.replica.model, self.replica.optimizer
+        self.keeper = self.replica.sync
 
     @property
     def parts(self) -> Any:
         return self.replica.sync.sparse
-
-    def steps(self) -> set[int]:
-        return {part.bucket.state.step for part in self.parts}
-
-    def step(self, gradients: Mapping[str, np.ndarray]) -> None:
-        try:
-            self.replica.model(gradients).backward()
-            self.replica.optimizer.step()
-        finally:
-            self.replica.optimizer.zero_grad()
-
-    def weights(self) -> dict[str, np.ndarray]:
-        parameters = self.replica.net.named_parameters()
-        return {name: one.detach().to(torch.float64, copy=True).numpy() for name, one in parameters}
-
-    def held(self) -> dict[str, np.ndarray]:
-        return {name: values.double().numpy() for name, values in self.replica.held().items()}
-
-    def change(self, name: str) -> None:
-        with torch.no_grad():
-            self.replica.net.get_parameter(name).view(-1)[-1] += 1e-3
-
-    def saved(self) -> Any:
-        return copy.deepcopy((self.replica.net.state_dict(), self.replica.sync.state_dict()))
-
-    def load(self, saved: Any) -> None:
-        self.replica.net.load_state_dict(saved[0])
-        self.load_state(saved)
-
-    def load_state(self, saved: Any) -> None:
-        self.replica.sync.load_state_dict(saved[1])
 
 
 def everyone(value: Any) -> list[Any]:
@@ -100,6 +66,30 @@ def everyone(value: Any) -> list[Any]:
     return values
 
 
-COMMON = "adopts", "members", "saved", "absent", "types", "device", "levels", "nonfinite", "drift", "buckets"
-HAS = frozenset({*COMMON, "retries"})
-ENGINES = [Engine("hook", HookTraining, HAS, dist.get_rank(), dist.get_world_size(), everyone)]
+def wrap(net: Any, optimizer: Any, compression: str, **arguments: Any) -> Any:
+    model = in_small_buckets(net, 1024, **arguments)
+    ddp.attach(model, compression, optimizer)
+    return model, optimizer
+
+
+COMMON = "adopts", "saved", "types", "device", "levels", "nonfinite", "drift", "buckets", "scaler", "retries"
+HAS = frozenset({*COMMON, "members", "absent", "loops", "share", "plans"})
+#: where hooks are called otherwise
+OF_A_STATIC_GRAPH = (
+    "test_a_bad_",
+    "test_resume_is_invisible",
+    "test_at_density_1_overflows",
+    "test_a_scale_",
+)
+_ENGINE = functools.partial(
+    Engine, rank=dist.get_rank(), size=dist.get_world_size(), everyone=everyone, wrap=wrap
+)
+ENGINES = [
+    _ENGINE("hook", HookTraining, HAS),
+    _ENGINE(
+        "static",
+        functools.partial(HookTraining, static_graph=True),
+        frozenset({"saved", "scaler"}),
+        only=OF_A_STATIC_GRAPH,
+    ),
+]

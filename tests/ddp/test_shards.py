@@ -30,6 +30,7 @@ from support.cases import on_ranks
 from support.documents import blocks
 from support.linear import LinearModel, dyadic
 from support.replicas import same_on_all_replicas
+from support.sampling import rows_by
 
 pytestmark = pytest.mark.skipif(
     dist.get_world_size() != 4, reason="two hosts of two ranks: launch it with --nproc-per-node 4"
@@ -106,17 +107,24 @@ def shard_of(values: np.ndarray, shard: int) -> np.ndarray:
     return values[shard * rows : (shard + 1) * rows]
 
 
-@pytest.mark.parametrize("policy", [{}, {"reduce_dtype": torch.bfloat16}], ids=["as it is", "bfloat16"])
-@pytest.mark.parametrize(
-    "text", ["topk:density=1.0", "exdyna:density=1.0", "topk:density=1.0,dense=('own',)"]
-)
-def test_density_one_equals_dense_training(text, policy, mesh, rank):
+TEXTS = ["topk:density=1.0", "exdyna:density=1.0", "topk:density=1.0,dense=('own',)"]
+
+
+@rows_by("text,policy,times", TEXTS, [{}, {"reduce_dtype": torch.bfloat16}], [1, 2], each=2)
+def test_density_one_equals_dense_training(text, policy, times, mesh, rank):
+    """Of one pass, then of two, whose sums are added; also where modules run twice."""
     dense, sparse = (_Host(mesh, one, **policy) for one in (None, text))
+    for host in (dense, sparse):
+        host.net.set_reduce_scatter_unused_params(times == 2)  # it then reduces once for each run
     for step in range(4):
-        one, other = dense.step(gradients(rank, step)), sparse.step(gradients(rank, step))
+        for host in (dense, sparse):
+            if step == 3:
+                host.net(gradients(rank, 9)).backward()
+        one, other = (host.step(gradients(rank, step), times=times) for host in (dense, sparse))
         if not policy:  # bfloat16 rounds the sum of a host before the other's is added
             assert all(torch.equal(one[name], other[name]) for name in [*NAMES, "own"]), step
         assert all(one[name].dtype == other[name].dtype for name in [*NAMES, "own"])
+    assert sparse.sync.step == 5
     assert same_on_all_replicas(*sparse.weights())
 
 
@@ -185,8 +193,7 @@ def test_a_layer_that_one_host_does_not_use(mesh, rank):
     assert same_on_all_replicas(*host.weights())
 
 
-def test_several_backward_passes_and_none_between(mesh, rank):
-    """Sums of several passes are added; with gradients kept on the rank there is one of all of them."""
+def test_gradients_kept_on_the_rank_are_one_of_several_passes(mesh, rank):
     one, other = (_Host(mesh, "exdyna:density=0.1") for _ in range(2))
     for step in range(4):
         parts = gradients(rank, 2 * step), gradients(rank, 2 * step + 1)
@@ -196,21 +203,6 @@ def test_several_backward_passes_and_none_between(mesh, rank):
         other.net.set_requires_gradient_sync(True)
         two = other.step(parts[1])
         assert all(torch.equal(found[name], two[name]) for name in found)
-    dense, sparse = (_Host(mesh, text) for text in (None, "topk:density=1.0"))
-    for host in (dense, sparse):
-        host.net(gradients(rank, 0)).backward()
-    found, two = (host.step(gradients(rank, 1)) for host in (dense, sparse))
-    assert all(torch.equal(found[name], two[name]) for name in found)
-    assert sparse.sync.step == 2
-
-
-def test_a_module_that_runs_twice(mesh, rank):
-    dense, sparse = (_Host(mesh, text) for text in (None, "topk:density=1.0"))
-    for host in (dense, sparse):
-        host.net.set_reduce_scatter_unused_params(True)  # it then reduces once for each run
-    for step in range(4):
-        one, other = (host.step(gradients(rank, step), times=2) for host in (dense, sparse))
-        assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 @pytest.mark.parametrize("text", ["topk:density=0.1", "oktopk:density=0.1"])
@@ -231,24 +223,19 @@ def test_a_nan_on_one_rank_raises_on_all_and_training_goes_on(text, bad, mesh, r
         else:
             host.step(mine)
     assert host.sync.step == 3
-    assert same_on_all_replicas(*host.weights())
-
-
-def test_a_scaled_loss_that_overflows_skips_on_all(mesh, rank):
-    host = _Host(mesh, "topk:density=0.1")
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    for step in range(3):
-        mine = gradients(rank, step)
-        if step == 1 and rank == 0:
+    before, scaler = host.weights(), torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    for overflows in (True, False):  # a scaler skips such a step on all
+        mine = gradients(rank, 5)
+        if overflows and rank == 0:
             mine["second.kernel"][0, 0, 0] = np.inf
-        before = host.weights()
         scaler.scale(host.net(mine)).backward()
         scaler.step(host.optimizer)
         scaler.update()
         host.optimizer.zero_grad()
         unchanged = all(torch.equal(one, other) for one, other in zip(before, host.weights(), strict=True))
-        assert unchanged == (step == 1)
+        assert unchanged == overflows
     assert scaler.get_scale() == 2.0**9
+    assert same_on_all_replicas(*host.weights())
 
 
 @pytest.mark.parametrize("text", ["exdyna:density=0.1", "dgc:density=0.1,feedback=momentum"])

@@ -1,4 +1,4 @@
-"""Whom a rank waits for over torch.distributed, and what it says of them."""
+"""Requests over torch.distributed: messages of any length, whom a rank waits for, and what it says."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from horovod_sparse import ddp
-from horovod_sparse.collectives import AllGather, AllReduce
+from horovod_sparse.collectives import AllGather, AllReduce, AllToAll, Broadcast, Exchange
 from horovod_sparse.ddp.collectives import Carrier
 from horovod_sparse.errors import (
     CollectiveMismatchError,
@@ -77,3 +77,37 @@ def test_ranks_out_of_step_are_told_apart(request_of, group, rank):
     carrier.name = "agreement" if rank else "drift"
     with pytest.raises(CollectiveMismatchError, match=r"this one is at (drift|agreement)"):
         carrier(request_of(np.zeros(5, np.int32)))
+
+
+#: words, step after step: below and above what the other end expects, and nothing
+LENGTHS = [0, 1, 1023, 1024, 1025, 5000, 7500, 7501, 3, 0, 200_000, 900, 900, 150_000, 400_000, 1]
+
+
+def words(sender: int, receiver: int, step: int) -> np.ndarray:
+    """What one rank says to another: of another length for each."""
+    length = LENGTHS[(step + 3 * sender + 5 * receiver) % len(LENGTHS)]
+    return np.random.default_rng([sender, receiver, step]).integers(-(2**31), 2**31, length).astype(np.int32)
+
+
+@pytest.mark.controllers
+def test_everyone_gets_every_message(rank, size):
+    """Pairs may have had other numbers of messages: as where hosts have different numbers of ranks."""
+    carrier = Carrier(None)
+    for step in range(2 * len(LENGTHS)):
+        own = words(rank, 0, step)
+        own.flags.writeable = False
+        found = carrier(AllGather(own))
+        np.testing.assert_array_equal(found, np.concatenate([words(r, 0, step) for r in range(size)]))
+        to, source = (rank + 1 + step) % size, (rank - 1 - step) % size
+        found = carrier(Exchange({to: words(rank, to, step)}, (source,)))
+        assert list(found) == [source]
+        np.testing.assert_array_equal(found[source], words(source, rank, step))
+        for r, message in enumerate(carrier(AllToAll(tuple(words(rank, r, step) for r in range(size))))):
+            np.testing.assert_array_equal(message, words(r, rank, step))
+        total = carrier(AllReduce(np.full(5, rank + step, np.float64)))
+        assert total.tolist() == [sum(r + step for r in range(size))] * 5
+        found = carrier(Broadcast(np.full(3, rank, np.int32), size - 1))
+        assert found.tolist() == [size - 1] * 3
+        if rank < 2:
+            found = carrier(Exchange({1 - rank: words(rank, 1 - rank, step)}, (1 - rank,)))
+            np.testing.assert_array_equal(found[1 - rank], words(1 - rank, rank, step))

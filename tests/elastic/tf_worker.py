@@ -19,11 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import horovod.tensorflow as stock
-import numpy as np
 import tensorflow as tf
-from horovod.common.elastic import ObjectState
 from horovod.tensorflow.elastic import run
-from horovod.tensorflow.functions import broadcast_object
 
 import horovod_sparse.tensorflow as hvd
 from elastic.job import Diary
@@ -98,33 +95,6 @@ class Training:
         return found
 
 
-class State(ObjectState):
-    """Variables, and the number of the batch: committed after every batch, broadcast when a rank joins."""
-
-    def __init__(self, variables: list[tf.Variable], **more: Any) -> None:
-        self.variables = variables
-        self._values: list[np.ndarray] = []
-        self.save_variables()
-        super().__init__(bcast_object=broadcast_object, get_rank=hvd.rank, **more)
-
-    def save_variables(self) -> None:
-        self._values = [variable.numpy() for variable in self.variables]
-
-    def save(self) -> None:
-        self.save_variables()
-        super().save()
-
-    def restore(self) -> None:
-        for variable, value in zip(self.variables, self._values, strict=True):
-            variable.assign(value)
-        super().restore()
-
-    def sync(self) -> None:
-        hvd.broadcast_variables(self.variables, root_rank=0)
-        self.save_variables()
-        super().sync()
-
-
 def main(task: Task, folder: Path) -> None:
     tf.config.threading.set_intra_op_parallelism_threads(1)
     hvd.init()
@@ -133,7 +103,7 @@ def main(task: Task, folder: Path) -> None:
     trainings = [Training(text) for text in task.trained]
 
     @run
-    def train(state: State) -> str:
+    def train(state: Any) -> str:
         diary.note("trains", rank=hvd.rank(), size=hvd.size(), batch=state.batch)
         while state.batch < task.batches:
             if task.until.get(str(state.batch), hvd.size()) != hvd.size():
@@ -157,7 +127,7 @@ def main(task: Task, folder: Path) -> None:
     variables += [
         one.value for made in trainings if made.optimizer is not None for one in made.optimizer.variables
     ]
-    ended = train(State(variables, batch=0))
+    ended = train(hvd.elastic.TensorFlowState(variables, batch=0))
     diary.note("ended", value=ended, size=hvd.size())
 
 

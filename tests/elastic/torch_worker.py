@@ -29,6 +29,9 @@ from elastic.job import Diary
 from support.linear import LinearModel, dyadic
 from support.startup import without_dynamo
 
+#: parameters of a model, which form two buckets, and their elements
+LAYERS, LENGTH = 4, 500
+
 
 @dataclass
 class Task:
@@ -38,27 +41,16 @@ class Task:
         trained: models, by the optimizer each has: "own topk:density=0.2", or "stock ..." for Horovod's
             with our compressor.
         batches: in all.
-        killed: rank, the batch in which that worker kills itself, and where: "before" backward, in "backward"
-            of the first model, or "between" it and the optimizer's step. Who comes in its place lives.
-        metric: whether a number is averaged between backward and the optimizer's step, as a loss often is:
-            there the others meet the failure.
+        killed: rank, the batch in which that worker kills itself, and where: "before" backward, or in
+            "backward" of the first model. Who comes in its place lives.
         until: the number of ranks there must be before the last batches, by batch: the job waits there.
-        layers: parameters of a model, which form two buckets or more.
-        length: elements of a parameter.
-        pause: seconds that a parameter's gradient takes.
-        lawful: whether every step is held to law 1, which takes a collective of its own.
         more: further arguments of our optimizers.
     """
 
     trained: list[str] = field(default_factory=lambda: ["own topk:density=0.2"])
     batches: int = 12
     killed: list[tuple[int, int, str]] = field(default_factory=list)
-    metric: bool = False
     until: dict[str, int] = field(default_factory=dict)
-    layers: int = 4
-    length: int = 500
-    pause: float = 0.0
-    lawful: bool = True
     more: dict[str, Any] = field(default_factory=dict)
 
 
@@ -68,23 +60,17 @@ class Training:
     def __init__(self, task: Task, which: int, diary: Diary, folder: Path) -> None:
         self.task, self.which, self.diary, self.folder = task, which, diary, folder
         self.front, _, compression = task.trained[which].partition(" ")
-        self.shapes = {f"model{which}.layer{number}": (task.length,) for number in range(task.layers)}
+        self.shapes = {f"model{which}.layer{number}": (LENGTH,) for number in range(LAYERS)}
         self.model = LinearModel({name.replace(".", "_"): shape for name, shape in self.shapes.items()})
         named = list(zip(self.shapes, self.model.parameters(), strict=True))
         sgd = torch.optim.SGD(self.model.parameters(), lr=0.5)
         self.compressor = hvd.Compression.parse(compression)
         front = hvd if self.front == "own" else stock
-        more = {"bucket_bytes": 8 * task.length, **task.more} if self.front == "own" else {}
+        more = {"bucket_bytes": 8 * LENGTH, **task.more} if self.front == "own" else {}
         self.optimizer = front.DistributedOptimizer(sgd, named, compression=self.compressor, **more)
         self.last_size: int | None = None
         self.batch = 0
-        for number, parameter in enumerate(self.model.parameters()):
-            parameter.register_hook(lambda gradient, number=number: self._arrived(number))
-
-    def _arrived(self, number: int) -> None:
-        time.sleep(self.task.pause)
-        if number == self.task.layers // 2:
-            self._die("backward")
+        list(self.model.parameters())[LAYERS // 2].register_hook(lambda _gradient: self._die("backward"))
 
     def _die(self, where: str) -> None:
         if self.which == 0 and [hvd.rank(), self.batch, where] in self.task.killed:
@@ -113,26 +99,20 @@ class Training:
         given = [dyadic(shape, rank, batch, name) for name, shape in self.shapes.items()]
         self._die("before")
         self.model.backward(dict(zip(dict(self.model.named_parameters()), given, strict=True)))
-        self._die("between")
-        if self.task.metric:
-            hvd.allreduce(torch.ones(1), name="metric")
         self.optimizer.synchronize()
         applied = np.concatenate([item.grad.double().numpy() for item in self.model.parameters()])
         with self.optimizer.skip_synchronize():
             self.optimizer.step()
         self.optimizer.zero_grad()
         self.last_size = size
-        lost = 0.0
-        if self.task.lawful:
-            kept = torch.from_numpy(before + np.concatenate(given) - self.held())
-            lost = float(np.abs(hvd.allreduce(kept, op=hvd.Average, name="law").numpy() - applied).max())
+        kept = torch.from_numpy(before + np.concatenate(given) - self.held())
+        lost = float(np.abs(hvd.allreduce(kept, op=hvd.Average, name="law").numpy() - applied).max())
         weights = b"".join(item.detach().numpy().tobytes() for item in self.model.parameters())
         return {
             "what": self.task.trained[self.which],
             "lost": lost,
             "held": float(np.abs(before).max()),
             "digest": hashlib.sha256(weights).hexdigest()[:12],
-            "buckets": len(self.optimizer.plan.buckets) if self.front == "own" else 0,
             "hosts": self.hosts,
         }
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from support.launched import fixtures, measure_little, runtest_hook
 
@@ -47,3 +49,19 @@ def everywhere() -> Callable[[np.ndarray], np.ndarray]:
         return hvd.allgather(tf.constant(array[None]), name="everywhere").numpy()
 
     return gather
+
+
+@pytest.fixture
+def folder(rank: int) -> Path:
+    """The same on all ranks."""
+    return Path(hvd.broadcast_object(tempfile.mkdtemp() if rank == 0 else None, 0, name="folder"))
+
+
+@pytest.fixture
+def mixed() -> Iterator[None]:
+    """Computes in float16."""
+    module = tf.keras.mixed_precision
+    choose = getattr(module, "set_dtype_policy", None) or module.set_global_policy
+    choose("mixed_float16")
+    yield
+    choose("float32")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 import horovod.tensorflow as stock
 import pytest
 import tensorflow as tf
 
 import horovod_sparse.tensorflow as hvd
-import horovod_sparse.tensorflow.keras as hvd_keras
 
 pytestmark = pytest.mark.tensorflow
 
@@ -32,35 +33,20 @@ def _gradients(wrap, compression, variables, absent, graph, factor=1.0):
 GRAPH = [pytest.param(False, id="eager", marks=pytest.mark.nightly), pytest.param(True, id="graph")]
 
 
-@pytest.mark.parametrize(("graph", "layerwise"), [(False, False), (True, True)], ids=["eager", "graph"])
-def test_a_tape_gives_every_variable_its_own(rank, size, graph, layerwise):
-    """Ours gives zeros for a variable that had a gradient before, where all is sent."""
+@pytest.mark.parametrize(
+    ("bucket_bytes", "graph"),
+    [(None, False), (1, True), ("stock", True), pytest.param("stock", False, marks=pytest.mark.nightly)],
+)
+def test_a_tape_gives_every_variable_its_own(rank, size, bucket_bytes, graph):
+    """Ours gives zeros for a variable that had a gradient before, where all is sent; stock's own None."""
     variables = [tf.Variable(tf.ones([2]), name=f"w{i}") for i in range(3)]
-    compression = hvd.Compression.topk(density=1.0)
-
-    def wrap(tape, **arguments):
-        more = {"bucket_bytes": 1} if layerwise else {}
-        return hvd.DistributedGradientTape(tape, **arguments, **more)
-
-    full = [[size * factor] * 2 for factor in FACTORS]
-    assert _gradients(wrap, compression, variables, (), graph) == full
-    for absent in ({1}, {0, 2}):
-        expected = [[0.0] * 2 if i in absent else full[i] for i in range(3)]
+    compression, full = hvd.Compression.topk(density=1.0), [[size * factor] * 2 for factor in FACTORS]
+    wrap, nothing = functools.partial(hvd.DistributedGradientTape, bucket_bytes=bucket_bytes), [0.0] * 2
+    if bucket_bytes == "stock":
+        wrap, nothing = stock.DistributedGradientTape, None
+    for absent in ((), {1}, {0, 2}, {0, 1}, ()):
+        expected = [nothing if i in absent else full[i] for i in range(3)]
         assert _gradients(wrap, compression, variables, absent, graph) == expected
-    assert _gradients(wrap, compression, variables, (), graph) == full
-
-
-@pytest.mark.parametrize("graph", GRAPH)
-def test_stocks_tape_goes_on(rank, size, graph):
-    """As stock's own does: None for the absent ones, and the others' own for the others."""
-    variables = [tf.Variable(tf.ones([2]), name=f"w{i}") for i in range(3)]
-    compression = hvd.Compression.topk(density=1.0)
-    full = [[size * factor] * 2 for factor in FACTORS]
-    assert _gradients(stock.DistributedGradientTape, compression, variables, (), graph) == full
-    for absent in ({1}, {0, 1}):
-        expected = [None if i in absent else full[i] for i in range(3)]
-        assert _gradients(stock.DistributedGradientTape, compression, variables, absent, graph) == expected
-    assert _gradients(stock.DistributedGradientTape, compression, variables, (), graph) == full
 
 
 @pytest.mark.parametrize("graph", GRAPH)
@@ -107,26 +93,3 @@ def test_a_variable_is_asked_for_twice(rank, size, graph, wrapper):
     for _ in range(2):
         gradients = run()
         assert [float(gradient[0]) for gradient in gradients] == [total, 10 * total, total]
-
-
-def test_keras_gives_every_variable_its_own(rank, size):
-    """Eagerly as in a graph: two optimizers that differ in nothing else."""
-    results = []
-    for eagerly in (False, True):
-        weights = [tf.Variable(tf.zeros([2]), name=f"w{i}") for i in range(3)]
-        optimizer = hvd_keras.DistributedOptimizer(
-            tf.keras.optimizers.SGD(1.0), compression=hvd_keras.Compression.topk(density=1.0), op=hvd.Sum
-        )
-        if hasattr(optimizer, "build"):
-            optimizer.build(weights)
-
-        def step(given, optimizer=optimizer, weights=weights):
-            gradients = [None if g is None else g + tf.zeros([2]) for g in given]
-            optimizer.apply_gradients(zip(gradients, weights, strict=True))
-
-        run = step if eagerly else tf.function(step)
-        run([tf.fill([2], factor) for factor in FACTORS])
-        run([None if i == 1 else tf.fill([2], factor) for i, factor in enumerate(FACTORS)])
-        results.append([weight.numpy().tolist() for weight in weights])
-    expected = [[-(1.0 + (i != 1)) * size * factor] * 2 for i, factor in enumerate(FACTORS)]
-    assert results == [expected, expected]

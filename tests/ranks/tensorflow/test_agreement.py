@@ -5,24 +5,20 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import horovod.tensorflow as stock
 import pytest
 import tensorflow as tf
 
 import horovod_sparse.tensorflow as hvd
 import horovod_sparse.tensorflow.keras as hvd_keras
+from conformance.engine import given
+from conformance.engines_tensorflow import TAPES
 from support.keras_models import keras
 
 pytestmark = pytest.mark.tensorflow
 
 TEXT = "topk:density=0.1"
-#: of a tape, what the last rank is given, and the words of every rank's error
-ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
-    "op": ({"op": hvd.Sum}, r"op differs: ranks \[.*\] have Average, ranks \[\d\] Sum"),
-    "predivide": ({"gradient_predivide_factor": 2.0}, "gradient_predivide_factor differs"),
-    "merging": ({"merging": "single"}, "asks for None"),
-}
 SECONDS = 10.0
+OWN, STOCK = (next(one for one in TAPES if one.name == name) for name in ("graph", "stock"))
 
 
 def refused(step: Any, words: str) -> None:
@@ -33,40 +29,18 @@ def refused(step: Any, words: str) -> None:
     assert time.monotonic() - begun < SECONDS
 
 
-def descend(
-    wrap: Any, compression: Any, shape: Any = (40, 3), dtype: Any = tf.float32, **arguments: Any
-) -> Any:
-    """A step by a tape: its gradients."""
-    variables = [tf.Variable(tf.ones(shape, dtype), name="weight"), tf.Variable(tf.ones(7), name="bias")]
-    compression = hvd.Compression.parse(compression) if isinstance(compression, str) else compression
-
-    def step() -> Any:
-        with tf.GradientTape() as tape:
-            loss = tf.add_n([tf.cast(tf.reduce_sum(variable), tf.float32) for variable in variables])
-        return wrap(tape, compression=compression, **arguments).gradient(loss, variables)
-
-    return step
-
-
-@pytest.mark.parametrize("name", ARGUMENTS)
-def test_another_argument(rank, size, name):
-    arguments, words = ARGUMENTS[name]
-    refused(descend(hvd.DistributedGradientTape, TEXT, **(arguments if rank == size - 1 else {})), words)
-
-
 def test_another_argument_to_horovods_own_tape(rank, size):
     arguments = {"gradient_predivide_factor": 2.0} if rank == size - 1 else {}
-    refused(descend(stock.DistributedGradientTape, TEXT, **arguments), r"prescale_factor differs: ranks ")
+    refused(lambda: STOCK.train(TEXT, **arguments).step(given(rank, 0)), r"prescale_factor differs: ranks ")
 
 
 @pytest.mark.parametrize("other", ["none", "drop-in"])
 def test_another_way_of_one_tape(rank, size, other):
-    wrap, compression = hvd.DistributedGradientTape, TEXT
-    if rank == size - 1 and other == "drop-in":
-        wrap = stock.DistributedGradientTape
-    elif rank == size - 1:
-        compression = other
-    refused(descend(wrap, compression), "(compression|engine) differs")
+    if rank < size - 1 or other == "none":
+        training = OWN.train(TEXT if rank < size - 1 else other, tensor_selection=None)
+    else:
+        training = STOCK.train(TEXT)
+    refused(lambda: training.step(given(rank, 0)), "(compression|engine) differs")
 
 
 @pytest.mark.parametrize(

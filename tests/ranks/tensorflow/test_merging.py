@@ -10,11 +10,14 @@ import tensorflow as tf
 
 import horovod_sparse.tensorflow as hvd
 import horovod_sparse.tensorflow.keras as hvd_keras
-from horovod_sparse.cost import Fit, Profile
-from horovod_sparse.errors import ProfileMismatchError, UnsupportedError
+from conformance.engine import Ledger, given, replicas_agree
+from conformance.engines_tensorflow import TAPES, TapeTraining
+from horovod_sparse.cost import Fit
+from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.feedback import AutoDensity
 from horovod_sparse.merging import Plan, fixed, min_elements
 from support.keras_models import fit, flat, keras, make_model, trained_densely
+from support.merging_models import profile_of_two
 
 SHAPES = {"first": (40, 30), "bias": (7,), "second": (3, 5, 11), "wide": (100, 60)}
 #: steps until backward is measured
@@ -23,44 +26,20 @@ MEASURED = 7
 TO_MEASURE: dict[str, float] = {}
 
 
-def drawn(rank: int, step: int) -> list[np.ndarray]:
-    generator = np.random.default_rng([rank, step])
-    return [(generator.integers(-64, 65, shape) / 64).astype(np.float32) for shape in SHAPES.values()]
+class Descent(TapeTraining):
+    """By a tape with a compressor, in a function that may be traced again."""
 
-
-class Descent:
-    """Variables, a tape with a compressor, and a function that may be traced again."""
-
-    def __init__(self, text="topk:density=0.05", **arguments):
-        self.variables = [tf.Variable(tf.zeros(shape), name=name) for name, shape in SHAPES.items()]
-        self.compression = hvd.Compression.parse(text)
-        self.arguments = arguments
-        self.given = [np.zeros(shape) for shape in SHAPES.values()]
-        self.trace()
-
-    def step(self, *inputs):
-        with tf.GradientTape() as tape:
-            loss = tf.add_n([tf.reduce_sum(v * x) for v, x in zip(self.variables, inputs, strict=True)])
-        tape = hvd.DistributedGradientTape(tape, compression=self.compression, **self.arguments)
-        for variable, gradient in zip(self.variables, tape.gradient(loss, self.variables), strict=True):
-            variable.assign_sub(gradient)
+    def __init__(self, text="topk:density=0.05", graph=True, **arguments):
+        super().__init__(text, SHAPES, wrap=hvd.DistributedGradientTape, graph=graph, **arguments)
+        self.ledger = Ledger(TAPES[0])
 
     def trace(self):
-        self.function = tf.function(self.step)
+        self._functions.clear()
 
     def run(self, number: int):
-        inputs = drawn(hvd.rank(), number)
-        self.function(*map(tf.constant, inputs))
-        for total, array in zip(self.given, inputs, strict=True):
-            total += array
-
-    def check_nothing_is_lost(self):
-        """Law 1, over all steps: what was applied and what is held is what was given."""
-        held = self.compression.state_dict()["residuals"]
-        for name, variable, given in zip(SHAPES, self.variables, self.given, strict=True):
-            residual = np.asarray(held.get(name, np.zeros(SHAPES[name])), np.float64)
-            both = hvd.allreduce(tf.constant(np.stack([residual, given])), name=f"law1.{name}").numpy()
-            np.testing.assert_allclose(both[0] - variable.numpy(), both[1], atol=1e-4)
+        gradients = given(hvd.rank(), number, SHAPES)
+        self.step(gradients)
+        self.ledger.enter(gradients)
 
 
 def same_everywhere(plan: Plan) -> bool:
@@ -69,10 +48,8 @@ def same_everywhere(plan: Plan) -> bool:
 
 
 def profile(**changed):
-    times, fits = dict.fromkeys(SHAPES, 1e-3), {"allgather": Fit(1e-3, 1e-8), "allreduce": Fit(1e-3, 1e-8)}
-    selection = {"topk": Fit(1e-5, 1e-9)}
-    made = Profile(hvd.size(), "tensorflow", "gloo", 0.001, fits, selection, {}, times, 1e-3)
-    return dataclasses.replace(made, **changed)
+    made = profile_of_two({"topk": Fit(1e-5, 1e-9)}, dict.fromkeys(SHAPES, 1e-3), 1e-3)
+    return dataclasses.replace(made, size=hvd.size(), framework="tensorflow", **changed)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +70,7 @@ def test_plans_that_need_no_times(arguments, plan):
         descent.run(number)
     assert descent.compression.plan == (arguments["merging"] if plan is None else plan)
     assert descent.compression.decision is None and not descent.compression.is_measured
-    descent.check_nothing_is_lost()
+    descent.ledger.balance(descent)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +101,7 @@ def test_all_ranks_change_to_one_plan_and_lose_nothing(arguments, monkeypatch):
     measures_both = "levels" in arguments and size > per_host
     assert decision.profile.per_host == (per_host if measures_both else 1)
     # the graph of the old plan is refused, on all ranks and without a word to the others
-    with pytest.raises(tf.errors.OpError, match=r"UnsupportedError.*trace it again"):
+    with pytest.raises(UnsupportedError, match="trace it again"):
         descent.run(next(number))
     for plan in (decision.plan, Plan((("bias",), ("first", "second")), ("wide",)), default):
         if plan is not decision.plan:
@@ -137,15 +114,14 @@ def test_all_ranks_change_to_one_plan_and_lose_nothing(arguments, monkeypatch):
         parts = compression.synchronizer.parts
         assert [part.names for part in parts] == [*plan.buckets, *((name,) for name in plan.dense)]
         assert all(len(part.task.legs) == 1 + len(part.task.kinds) for part in parts)
-        descent.check_nothing_is_lost()
+        descent.ledger.balance(descent)
     compression.replan(measure_steps=2)
     descent.trace()
     for _ in range(1 + 2):
         assert not compression.is_measured
         descent.run(next(number))
     assert compression.is_measured
-    everyone = hvd.allgather_object([variable.numpy() for variable in descent.variables])
-    assert all(np.array_equal(mine, theirs) for mine, theirs in zip(everyone[0], everyone[-1], strict=True))
+    assert replicas_agree(TAPES[0], descent)
 
 
 def test_all_ranks_take_one_density_and_lose_nothing():
@@ -167,7 +143,7 @@ def test_all_ranks_take_one_density_and_lose_nothing():
         descent.run(number)
     assert compression.telemetry.last.density_target == pytest.approx(plan.density, abs=2e-3)
     assert compression.telemetry.density == decision.density
-    descent.check_nothing_is_lost()
+    descent.ledger.balance(descent)
 
 
 def test_times_are_those_of_backward():
@@ -203,39 +179,15 @@ def test_a_saved_profile_skips_the_measuring(tmp_path):
     first.compression.replan()
     path = tmp_path / "profile.json"
     first.compression.decision.profile.save(path)
-    again = Descent(merging="optimal", profile=path)
-    again.function = again.step  # with it, eager steps can have such a plan, too
+    again = Descent(merging="optimal", profile=path, graph=False)  # eager steps can have such a plan, too
     again.run(0)
     assert again.compression.decision == first.compression.decision
     assert again.compression.plan == first.compression.plan
-    again.check_nothing_is_lost()
-
-
-def refused_by_all(run, match):
-    with pytest.raises(ProfileMismatchError, match=match):
-        run()
-    assert hvd.allreduce(tf.ones([]), op=hvd.Sum, name="still here").numpy() == hvd.size()
-
-
-def test_ranks_that_differ_are_refused_on_all(rank, tmp_path):
-    def of(given, merging="optimal"):
-        synchronizer = hvd.Compression.topk(density=0.05).bind(merging=merging, profile=given)
-        variables = [tf.Variable(tf.zeros(shape), name=name) for name, shape in SHAPES.items()]
-        gradients = [tf.ones(shape) for shape in SHAPES.values()]
-        # not in a function of ours: its errors are those of the front end, not AutoGraph's
-        return lambda: tf.function(lambda: synchronizer.synchronize(gradients, variables))()
-
-    refused_by_all(of(profile(cycle_seconds=0.001 * (1 + rank))), "loaded another profile")
-    path = tmp_path / f"profile{rank}.json"
-    if rank == 0:
-        profile().save(path)
-    refused_by_all(of(path), "rank 1 cannot read its profile")
-    refused_by_all(of(None, "optimal" if rank else "omgs"), "rank 0 asks for merging=omgs")
+    again.ledger.balance(again)
 
 
 def test_where_no_time_can_be_taken_that_is_said():
-    descent = Descent(merging="optimal")
-    descent.function = descent.step
+    descent = Descent(merging="optimal", graph=False)
     with pytest.raises(UnsupportedError, match=r"eager steps.*give a profile"):
         descent.run(0)
     with pytest.raises(UnsupportedError, match=r"backward_passes_per_step.*give a profile"):

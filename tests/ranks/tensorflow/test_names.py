@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import horovod.tensorflow as stock
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -35,19 +34,6 @@ def test_what_one_rank_makes_for_itself_is_its_own_matter(kind, rank, size, ever
     fit(model, _optimizer(kind), rank, size, epochs=1, callbacks=[broadcast])
     assert (everywhere(flat(model)) == flat(model)).all()
     assert (flat(model) != flat(make_model(seed=0))).any()
-
-
-@pytest.mark.parametrize("wrap", [hvd.DistributedGradientTape, stock.DistributedGradientTape])
-def test_a_tape_of_one_rank_alone(wrap, rank, size):
-    if rank == 0:
-        with tf.GradientTape() as tape:
-            pass
-        wrap(tape, compression=hvd.Compression.topk(density=1.0))
-    weight, compression = tf.Variable(tf.ones(3)), hvd.Compression.topk(density=1.0)
-    with tf.GradientTape() as tape:
-        loss = tf.reduce_sum(weight * (rank + 1.0))
-    tape = wrap(tape, compression=compression)
-    np.testing.assert_allclose(tape.gradient(loss, [weight])[0], [(size + 1) / 2] * 3)
 
 
 def test_two_models_of_the_same_names_in_one_step(rank, size):

@@ -113,28 +113,13 @@ def host_calls(monkeypatch):
     return calls
 
 
-def test_many_small_variables_cost_few_calls(rank, size, host_calls):
-    """One per round for all that is small, and one at the end."""
-    variables = [tf.Variable(tf.ones([40]), name=f"w{i}") for i in range(20)]
-    compression = hvd.Compression.topk(density=0.1)
-
-    @tf.function
-    def step():
-        with tf.GradientTape() as tape:
-            loss = tf.add_n([tf.reduce_sum((rank + 1.0) * v) for v in variables])
-        tape = hvd.DistributedGradientTape(tape, compression=compression, merging="layerwise")
-        return tape.gradient(loss, variables)
-
-    for _ in range(2):  # after the first one replicas are compared
-        step()
-    host_calls.clear()
-    step()
-    assert len(host_calls) == 3
-    assert len(compression.synchronizer.parts) == 20
-
-
-def test_a_large_bucket_is_served_alone_and_small_ones_together(rank, size, host_calls):
-    shapes = [[40], [LARGE], [50], [LARGE], [60]]
+@pytest.mark.parametrize(
+    ("shapes", "calls"),
+    [([[40]] * 20, 3), ([[40], [LARGE], [50], [LARGE], [60]], 3 * 2 + 1)],
+    ids=["small", "large"],
+)
+def test_small_buckets_are_served_together_and_a_large_one_alone(shapes, calls, host_calls):
+    """One call per round for all that is small, and one at the end."""
     variables = [tf.Variable(tf.ones(shape), name=f"w{i}") for i, shape in enumerate(shapes)]
     synchronizer = hvd.Compression.topk(density=0.1).bind(bucket_bytes=1)
     step = tf.function(lambda: synchronizer.synchronize([tf.ones(shape) for shape in shapes], variables))
@@ -142,4 +127,5 @@ def test_a_large_bucket_is_served_alone_and_small_ones_together(rank, size, host
         step()
     host_calls.clear()
     step()
-    assert len(host_calls) == 3 * 2 + 1
+    assert len(host_calls) == calls
+    assert len(synchronizer.parts) == len(shapes)

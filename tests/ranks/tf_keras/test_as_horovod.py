@@ -9,10 +9,9 @@ import tensorflow as tf
 from tf_keras.src.optimizers.legacy.optimizer_v2 import OptimizerV2
 
 import horovod_sparse.tensorflow.keras as hvd
-from horovod_sparse.errors import ArgumentError, NonFiniteGradientError, UnsupportedError
-from support.keras_models import flat, keras, make_model
-
-EVERYTHING = "topk:density=1.0"
+from conformance.keras import CLOSE, EVERYTHING, kinds, sgd
+from horovod_sparse.errors import ArgumentError, UnsupportedError
+from support.keras_models import fit, flat, keras, make_model
 
 
 class Adds(OptimizerV2):
@@ -125,31 +124,6 @@ def test_horovods_own_is_wrapped_once():
         hvd.DistributedOptimizer(stock.DistributedOptimizer(keras.optimizers.SGD(0.1)), compression="topk")
 
 
-@pytest.mark.parametrize("kind", ["new", "legacy"])
-def test_passes_of_a_bad_step_are_not_added_to_the_next(kind, rank):
-    """Horovod lets infinities through, and goes on; here it is an error, and training goes on after it."""
-    optimizers = keras.optimizers if kind == "new" else keras.optimizers.legacy
-    optimizer = hvd.DistributedOptimizer(
-        optimizers.SGD(1.0), compression=EVERYTHING, backward_passes_per_step=2
-    )
-    weight, factor = tf.Variable(0.0), tf.Variable(np.float32(np.inf) if rank == 0 else 0.0)
-
-    def step():
-        pairs = optimizer._compute_gradients(lambda: factor * weight, var_list=[weight])
-        optimizer.apply_gradients(pairs)
-
-    step()
-    weight.assign(0.0)
-    factor.assign(0.0)
-    with pytest.raises(NonFiniteGradientError):
-        step()
-    factor.assign(1.0)
-    step()
-    step()
-    assert float(weight) == -2.0
-    assert int(optimizer._agg_helper.counter) == 0
-
-
 def test_an_optimizer_outside_of_its_process_set(rank):
     """Which makes its gradients itself."""
 
@@ -175,21 +149,6 @@ def test_an_optimizer_outside_of_its_process_set(rank):
     hvd.remove_process_set(members)
 
 
-@pytest.mark.parametrize("kind", [pytest.param("new", marks=pytest.mark.nightly), "legacy"])
-def test_a_folder_of_a_saved_model_is_loaded(kind, tmp_path, rank, size):
-    """Keras restores the weights of one, and no state of its optimizer; so does Horovod."""
-    optimizers = keras.optimizers if kind == "new" else keras.optimizers.legacy
-    model = make_model(seed=3)
-    model.compile(hvd.DistributedOptimizer(optimizers.Adam(0.1), compression=EVERYTHING), loss="mse")
-    inputs, outputs = np.ones((4, 8), np.float32), np.ones((4, 3), np.float32)
-    model.train_on_batch(inputs, outputs)
-    model.save(str(tmp_path / f"{rank}"), save_format="tf")
-    again = hvd.load_model(str(tmp_path / f"{rank}"), compression=EVERYTHING)
-    np.testing.assert_array_equal(flat(again), flat(model))
-    again.train_on_batch(inputs, outputs)
-    assert again.optimizer.telemetry.num_steps == 1
-
-
 def test_a_step_is_not_skipped_under_keras_2():
     """Horovod's own method applies gradients there, and nothing can keep it from that; the others work."""
     compression = hvd.Compression.topk(density=0.5)
@@ -199,3 +158,44 @@ def test_a_step_is_not_skipped_under_keras_2():
         keras.optimizers.SGD(0.1), compression=hvd.Compression.topk(density=0.5), on_nonfinite="zero"
     )
     assert made.telemetry.num_dropped == 0
+
+
+def test_dense_training_is_horovods(rank, size):
+    optimizer = hvd.DistributedOptimizer(sgd("new"), compression="none")
+    assert not hasattr(optimizer, "telemetry")
+    assert type(optimizer).__module__ == type(stock.DistributedOptimizer(sgd("new"))).__module__
+
+
+@pytest.mark.parametrize("kind", kinds("legacy"))
+def test_saved_models_are_loaded_distributed(kind, tmp_path, rank, size):
+    """Of a folder Keras restores weights, and no state of an optimizer; so does Horovod."""
+    path = str(tmp_path / f"{rank}")
+    # of an optimizer of the old kind tf-keras does not save the momentum
+    plain = sgd(kind, momentum=0.9 if kind == "new" else 0.0)
+    model = make_model()
+    fit(model, hvd.DistributedOptimizer(plain, compression=EVERYTHING), rank, size, epochs=1)
+    model.save(f"{path}.keras")
+    model.save(path, save_format="tf")
+    again, of_folder = (hvd.load_model(name, compression=EVERYTHING) for name in (f"{path}.keras", path))
+    np.testing.assert_array_equal(flat(of_folder), flat(model))
+    for one in (model, again, of_folder):
+        fit(one, one.optimizer, rank, size, epochs=1)
+    np.testing.assert_allclose(flat(again), flat(model), **CLOSE)
+    assert again.optimizer.telemetry.num_steps == of_folder.optimizer.telemetry.num_steps == 6
+
+
+@pytest.mark.parametrize("kind", kinds("legacy"))
+def test_a_step_that_is_given_up_in_a_graph_counts_nothing(kind, rank, size):
+    optimizer = hvd.DistributedOptimizer(sgd(kind), compression=EVERYTHING)
+    weight = tf.Variable(tf.ones([4]))
+
+    @tf.function
+    def step(factor):
+        optimizer.minimize(lambda: tf.reduce_sum(factor * weight), [weight])
+
+    step(tf.ones([4]))
+    before = weight.numpy()
+    with pytest.raises(tf.errors.OpError, match="not finite"):
+        step(tf.fill([4], np.nan if rank == 0 else 1.0))
+    np.testing.assert_array_equal(weight.numpy(), before)
+    assert int(optimizer.iterations.numpy()) == 1

@@ -3,77 +3,19 @@
 from __future__ import annotations
 
 import os
-import random
 import time
-import warnings
 
 import horovod.torch as hvd
 import numpy as np
 import pytest
 import torch
 
-from horovod_sparse.collectives import AllGather, AllReduce, AllToAll, Broadcast, Exchange
+from horovod_sparse.collectives import AllGather, AllReduce, Exchange
 from horovod_sparse.errors import CollectiveMismatchError, DeadlineError
 from horovod_sparse.torch.driver import HorovodDriver
 from horovod_sparse.training.deadline import Deadline
 
 pytestmark = pytest.mark.controllers
-
-
-def all_kinds(rank: int, size: int):
-    """Yields every kind of request; ranks count within the process set."""
-    readonly = np.arange(2 * rank, dtype=np.int32)
-    readonly.flags.writeable = False
-    result = {"gathered": (yield AllGather(readonly))}
-    result["nothing"] = yield AllGather(np.empty(0, np.int32))
-    for dtype in (np.float32, np.float64):
-        given = np.full(3, rank + 0.5, dtype)
-        result[dtype.__name__] = yield AllReduce(given)
-        assert (given == rank + 0.5).all(), "the request's buffer is not written to"
-    for root in range(size):
-        result["root", root] = yield Broadcast(np.full(2, float(rank)), root)
-    result["toall"] = yield AllToAll(
-        tuple(np.full(to + rank, 10 * rank + to, np.int32) for to in range(size))
-    )
-    result["empty"] = yield AllToAll(tuple(np.empty(0, np.int32) for _ in range(size)))
-    right, left = (rank + 1) % size, (rank - 1) % size
-    result["ring"] = yield Exchange({right: np.full(rank + 1, rank, np.int32)}, (left,))
-    return result
-
-
-def check_all_kinds(result, rank: int, size: int) -> None:
-    expected = np.concatenate([np.arange(2 * r) for r in range(size)])
-    np.testing.assert_array_equal(result["gathered"], expected)
-    assert result["gathered"].dtype == np.int32 and result["nothing"].size == 0
-    for dtype in (np.float32, np.float64):
-        total = sum(r + 0.5 for r in range(size))
-        np.testing.assert_array_equal(result[dtype.__name__], np.full(3, total, dtype))
-        assert result[dtype.__name__].dtype == dtype
-    for root in range(size):
-        assert result["root", root].tolist() == [root, root]
-    for sender, message in enumerate(result["toall"]):
-        assert message.tolist() == [10 * sender + rank] * (rank + sender)
-    assert [message.size for message in result["empty"]] == [0] * size
-    left = (rank - 1) % size
-    assert {peer: message.tolist() for peer, message in result["ring"].items()} == {left: [left] * (left + 1)}
-
-
-@pytest.mark.parametrize("members", ["all", "first and last", "last"])
-def test_every_kind_of_request(members, rank, size, process_set):
-    ranks = {"all": list(range(size)), "first and last": sorted({0, size - 1}), "last": [size - 1]}[members]
-    chosen = process_set(ranks)
-    if rank not in ranks:
-        return
-    driver = HorovodDriver(chosen)
-    inner = ranks.index(rank)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # PyTorch warns of memory that is read-only
-        tasks = [driver.start(f"kinds{i}", all_kinds(inner, len(ranks))) for i in range(3)]
-        driver.wait()
-    for task in tasks:
-        check_all_kinds(task.value(), inner, len(ranks))
-        assert task.num_rounds == 7 + len(ranks) and task.finished >= task.started
-    assert not driver.parked
 
 
 def rounds(rank: int, seed: int, number: int):
@@ -83,25 +25,6 @@ def rounds(rank: int, seed: int, number: int):
         value = yield AllReduce(value)
         yield AllGather(np.zeros(rank, np.int32))
     return float(value[0])
-
-
-def test_order_is_free(rank, size):
-    """Every rank starts, advances and waits in an order of its own."""
-    driver, shuffle = HorovodDriver(), random.Random(rank)
-    for _ in range(10):
-        names = list(range(15))
-        shuffle.shuffle(names)
-        tasks = {}
-        for number in names:
-            tasks[number] = driver.start(f"order{number}", rounds(rank, number, 1 + number % 4))
-            if shuffle.random() < 0.3:
-                driver.advance()
-        shuffle.shuffle(names)
-        for number in names:
-            driver.wait([tasks[number]])
-            first = sum(r + number for r in range(size))
-            assert tasks[number].value() == first * size ** (number % 4)
-    assert not driver.parked
 
 
 def test_an_error_ends_its_task_alone(rank, size):

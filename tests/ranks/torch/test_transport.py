@@ -9,12 +9,11 @@ import zlib
 import horovod.torch as hvd
 import numpy as np
 import pytest
-import torch
 
-import horovod_sparse.torch as sparse
+from conformance.engines_torch import ENGINES
 from horovod_sparse.arrays import HostAccumulator
-from horovod_sparse.collectives import Exchange
-from horovod_sparse.errors import NonFiniteGradientError, UnsupportedError
+from horovod_sparse.collectives import AllGather, AllReduce, Exchange
+from horovod_sparse.errors import NonFiniteGradientError
 from horovod_sparse.feedback import Bucket, recipe
 from horovod_sparse.simulation import SimulatedCluster
 from horovod_sparse.sparsifiers import BucketInfo
@@ -68,15 +67,17 @@ def ring(rank: int, size: int, length: int, rounds: int):
     return seen
 
 
-def test_the_choice_is_made_once_and_known(way, rank, size):
-    assert transport.chosen_transport() == "undecided"
-    driver = HorovodDriver()
-    driver.start("once", ring(rank, size, 1, 1))
-    driver.wait()
-    assert transport.chosen_transport() == carrier(way)
+def of_all_kinds(rank: int, size: int, number: int):
+    """Dependent rounds of other kinds after a ring; the answer of one is in the next."""
+    heard = yield from ring(rank, size, 200_000 if number % 5 == 0 else number, 1 + number % 4)
+    value = np.array([float(rank + number)])
+    for _ in range(1 + number % 4):
+        value = yield AllReduce(value)
+        yield AllGather(np.zeros(rank, np.int32))
+    return heard, float(value[0])
 
 
-def test_many_exchanges_in_any_order(each_way_once, rank, size):
+def test_many_rounds_in_any_order(each_way_once, rank, size):
     """Small and large messages, each rank starting in an order of its own, names used again and again."""
     driver, shuffle = HorovodDriver(), random.Random(rank)
     for _ in range(4):
@@ -84,18 +85,19 @@ def test_many_exchanges_in_any_order(each_way_once, rank, size):
         shuffle.shuffle(names)
         tasks = {}
         for number in names:
-            length = 200_000 if number % 5 == 0 else number
-            tasks[number] = driver.start(f"many{number}", ring(rank, size, length, 1 + number % 4))
+            tasks[number] = driver.start(f"many{number}", of_all_kinds(rank, size, number))
             if shuffle.random() < 0.3:
                 driver.advance()
         shuffle.shuffle(names)
         for number in names:
             driver.wait([tasks[number]])
             length = 200_000 if number % 5 == 0 else number
-            for turn, arrived in enumerate(tasks[number].value()):
+            heard, total = tasks[number].value()
+            for turn, arrived in enumerate(heard):
                 source = (rank - 1 - turn % (size - 1)) % size
                 count = length * (source + 1) + turn
                 assert arrived == {source: (count, {source} if count else set())}
+            assert total == sum(r + number for r in range(size)) * size ** (number % 4)
     assert not driver.parked
 
 
@@ -165,27 +167,17 @@ def test_telemetry_says_which_and_why(way, rank, size):
         "mpi": "MPI, on a communicator of their own (every rank can)",
         "alltoall": "Horovod's all-to-all (HOROVOD_SPARSE_TRANSPORT says so)",
     }
+    assert transport.chosen_transport() == "undecided"
     found = {}
     for name in ("spardl", "topk"):
-        for wrap in (sparse.DistributedOptimizer, hvd.DistributedOptimizer):
-            torch.manual_seed(0)
-            model = torch.nn.Linear(20, 2, bias=False)
-            compression = sparse.Compression.parse(f"{name}:density=0.1")
-            optimizer = wrap(
-                torch.optim.SGD(model.parameters(), lr=0.1),
-                named_parameters=[(f"{name}.{wrap.__module__}", model.weight)],
-                compression=compression,
-            )
-            model(torch.ones(3, 20)).sum().backward()
-            optimizer.step()
-            telemetry = getattr(optimizer, "telemetry", compression.telemetry)
-            found[name, wrap] = telemetry.transport
-            assert telemetry.summary().endswith(f"; pairs of ranks by {telemetry.transport}") == (
-                telemetry.transport != ""
-            )
+        for engine in ENGINES:
+            training = engine.train(f"{name}:density=0.1", {f"{name}_{engine.name}": (20, 2)})
+            training.step({f"{name}_{engine.name}": np.ones((20, 2))})
+            found[name, engine.name] = which = training.telemetry.transport
+            assert training.telemetry.summary().endswith(f"; pairs of ranks by {which}") == (which != "")
         if name == "spardl":
             assert transport.chosen_transport() == carrier(way)
-    told = {found["spardl", sparse.DistributedOptimizer], found["spardl", hvd.DistributedOptimizer]}
+    told = {found["spardl", "own"], found["spardl", "stock"]}
     if way == "auto" and carrier(way) == "alltoall":
         assert told == {"Horovod's all-to-all (Horovod does not run on MPI)"}
     else:
@@ -234,30 +226,6 @@ def test_rounds_of_messages_between_pairs(monkeypatch, rank, size):
     assert all(sorted(other) == sorted(everyone[0]) for other in everyone)
     assert not [one for one in started if not one.startswith("horovod_sparse.transport")]  # the agreement
     transport.forget_transports(hvd.global_process_set)
-
-
-def test_pairs_are_refused_beside_gloo(monkeypatch):
-    """While the optimizer is made, on every rank."""
-    if hvd.mpi_enabled():
-        pytest.skip("Horovod runs on MPI")
-    monkeypatch.setenv("HOROVOD_SPARSE_TRANSPORT", "pairs")
-    with pytest.raises(UnsupportedError, match="HOROVOD_SPARSE_TRANSPORT=pairs needs Horovod on MPI"):
-        make(LinearModel({"layer": (4, 3)}), "topk:density=0.5")
-
-
-def test_within_a_process_set(way, rank, size, process_set):
-    """Ranks count within the set, and those outside take no part."""
-    ranks = sorted({0, size - 1})
-    chosen = process_set(ranks)
-    if rank not in ranks:
-        return
-    driver, inner = HorovodDriver(chosen), ranks.index(rank)
-    task = driver.start("inner", ring(inner, len(ranks), 5, 3))
-    driver.wait()
-    other = 1 - inner
-    assert task.value() == [{other: (5 * (other + 1) + turn, {other})} for turn in range(3)]
-    assert transport.chosen_transport(chosen) == carrier(way)
-    transport.forget_transports(chosen)
 
 
 @pytest.mark.parametrize("name", ["exdyna", "gtopk", "oktopk"])

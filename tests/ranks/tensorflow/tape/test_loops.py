@@ -1,4 +1,4 @@
-"""Loops that users write: gradients computed twice to save memory, and two models that train each other."""
+"""Loops that users write: computed twice, in graphs, bound by hand, and looked into by a switch."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ import pytest
 import tensorflow as tf
 
 import horovod_sparse.tensorflow as hvd
-from horovod_sparse.tensorflow.keras import DistributedOptimizer
-from support.keras_models import keras
-
-EVERYTHING = "topk:density=1.0"
+from conformance.engine import replicas_agree, run, same
+from conformance.engines_tensorflow import TAPES
+from horovod_sparse.errors import UnsupportedError
 
 
 def weights(count):
@@ -54,38 +53,81 @@ def test_recompute_grad(graph, rank, everywhere):
     assert (everywhere(results[1]) == results[1]).all()
 
 
-@pytest.mark.parametrize("graph", GRAPH)
-def test_two_optimizers_train_two_models_in_turn(graph, rank, size, everywhere):
-    """A generator against a critic: each by an optimizer of its own, one after the other in one step."""
-    results = []
-    for text in ("none", EVERYTHING):
-        models = []
-        for seed in (1, 2):
-            model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(4)])
-            drawn = np.random.default_rng(seed)
-            for variable in model.trainable_weights:
-                variable.assign(drawn.normal(size=variable.shape, scale=0.3))
-            models.append(model)
-        optimizers = [DistributedOptimizer(keras.optimizers.SGD(0.05), compression=text) for _ in models]
+def test_a_loop_in_a_graph_synchronizes_every_pass(rank, size):
+    variable = tf.Variable(tf.zeros([64]))
+    compression = hvd.Compression.exdyna(density=0.25)
+    synchronizer = compression.bind(process_set=hvd.global_process_set, average=False)
 
-        def step(noise, real, models=models, optimizers=optimizers):
-            makes, judges = models
-            with tf.GradientTape() as tape:
-                loss = tf.reduce_mean(judges(makes(noise))) - tf.reduce_mean(judges(real))
-                loss += tf.reduce_mean(judges(real) ** 2)
-            variables = judges.trainable_weights
-            optimizers[1].apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
-            with tf.GradientTape() as tape:
-                loss = -tf.reduce_mean(judges(makes(noise))) + tf.reduce_mean(makes(noise) ** 2)
-            variables = makes.trainable_weights
-            optimizers[0].apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+    @tf.function
+    def loop(count):
+        for i in tf.range(count):
+            gradient = tf.fill([64], tf.cast(i + 1, tf.float32))
+            variable.assign_add(synchronizer.synchronize([gradient], [variable])[0])
 
-        taken = tf.function(step) if graph else step
-        drawn = np.random.default_rng(10 + rank)
-        for _ in range(4):
-            taken(*(tf.constant(drawn.normal(size=(5, 4)).astype(np.float32)) for _ in models))
-        every = [item.numpy().reshape(-1) for model in models for item in model.trainable_weights]
-        results.append(np.concatenate(every))
-    np.testing.assert_allclose(results[1], results[0], rtol=1e-5, atol=1e-6)
-    assert (everywhere(results[1]) == results[1]).all()
-    assert [optimizer.telemetry.num_steps for optimizer in optimizers] == [4, 4]
+    loop(tf.constant(5))
+    assert synchronizer.step == 5
+    part = synchronizer.sparse[0]
+    mean = hvd.allreduce(tf.constant(part.bucket.accumulator.values()), op=hvd.Sum, name="held").numpy()
+    assert np.array_equal(variable.numpy() + mean, np.full(64, 15.0 * size, np.float32)), "law 1"
+
+
+def test_the_same_bucket_twice_in_one_graph_is_done_in_order(rank, size):
+    variable = tf.Variable(tf.zeros([64]))
+    compression = hvd.Compression.topk(density=1.0)
+    synchronizer = compression.bind(process_set=hvd.global_process_set, average=False)
+
+    @tf.function
+    def twice(first, second):
+        return [synchronizer.synchronize([gradient], [variable])[0] for gradient in (first, second)]
+
+    for _ in range(3):
+        first, second = twice(tf.ones([64]), tf.fill([64], 2.0))
+        assert first.numpy()[0] == size and second.numpy()[0] == 2 * size
+    assert synchronizer.step == 6
+
+
+@pytest.mark.parametrize("tape", ["graph", "stock"])
+def test_a_tape_trains_as_without_it(rank, size, tape):
+    made = next(one for one in TAPES if one.name == tape)
+    expected, training = made.train("exdyna:density=0.2"), made.train("exdyna:density=0.2")
+    run(expected, made, range(2))
+    tf.config.run_functions_eagerly(True)
+    try:
+        run(training, made, range(2))
+    finally:
+        tf.config.run_functions_eagerly(False)
+    assert same(training, expected) and replicas_agree(made, training)
+
+
+#: in a graph what is not so around it, and the other way round
+_MIXED = [(False, True), (True, False)]
+
+
+@pytest.mark.parametrize(
+    ("inner", "outer"),
+    [(False, False), (True, True), *(pytest.param(*one, marks=pytest.mark.nightly) for one in _MIXED)],
+)
+def test_a_gradient_of_a_synchronized_gradient_is_an_error(rank, size, inner, outer):
+    """Where stock Horovod's has one, ours is not None. Nothing is raised where nobody asks."""
+    weights = [tf.Variable(tf.ones([3])), tf.Variable(tf.ones([2]))]
+    compression = hvd.Compression.topk(density=1.0)
+
+    def gradients():
+        with tf.GradientTape() as tape:
+            loss = tf.add_n([tf.reduce_sum(weight**2) for weight in weights])
+        tape = hvd.DistributedGradientTape(tape, compression=compression)
+        return tape.gradient(loss, weights)
+
+    first = tf.function(gradients) if inner else gradients
+
+    def second(asks):
+        with tf.GradientTape(persistent=True) as tape:
+            penalty = tf.add_n([tf.reduce_sum(gradient**2) for gradient in first()])
+            other = tf.reduce_sum(weights[0] ** 3)
+        return tape.gradient(penalty if asks else other, weights[0])
+
+    run = tf.function(second) if outer else second
+    assert run(False).numpy().tolist() == [3.0] * 3
+    with pytest.raises((UnsupportedError, tf.errors.OpError), match="selected"):
+        run(True)
+    assert np.isfinite(run(False).numpy()).all()

@@ -1,4 +1,4 @@
-"""Tapes of ours and of stock Horovod with a sparsifier, under real ranks: like dense where all is sent."""
+"""Tapes of ours and of stock Horovod with a sparsifier, under real ranks: what else they do."""
 
 from __future__ import annotations
 
@@ -11,31 +11,12 @@ import tensorflow as tf
 
 import horovod_sparse.tensorflow as hvd
 from horovod_sparse.errors import ArgumentError, UnsupportedError
-from support.tapes import WRAPPERS, random_gradients, train
+from horovod_sparse.tensorflow.collectives import reduce_densely
+from horovod_sparse.tensorflow.tensors import scaled_locally
 
 pytestmark = pytest.mark.tensorflow
 
-
-@pytest.mark.parametrize(
-    ("arguments", "wrapper", "graph"),
-    [
-        ({"groups": [[0, 2], [1]]}, "ours", True),
-        ({"gradient_predivide_factor": 2.0}, "stock", True),
-        pytest.param({"op": hvd.Sum, "groups": 2}, "ours", False, marks=pytest.mark.nightly),
-        pytest.param({"op": hvd.Sum, "groups": 2}, "stock", False, marks=pytest.mark.nightly),
-    ],
-)
-def test_density_1_is_dense(rank, size, wrapper, graph, arguments):
-    gradients = random_gradients(rank)
-    expected = train(stock.DistributedGradientTape, stock.Compression.none, graph, gradients, **arguments)
-    compression = hvd.Compression.exdyna(density=1.0)
-    actual = train(WRAPPERS[wrapper], compression, graph, gradients, **arguments)
-    if size == 2:
-        assert np.array_equal(actual, expected)
-    else:  # a third is not exact, and Horovod's order of summation is its own
-        assert np.allclose(actual, expected, rtol=0, atol=1e-6)
-    assert compression.telemetry.num_steps == len(gradients)
-    assert compression.telemetry.last.density_union == 1.0
+WRAPPERS = {"ours": hvd.DistributedGradientTape, "stock": stock.DistributedGradientTape}
 
 
 @pytest.mark.controllers
@@ -122,3 +103,143 @@ def test_a_rank_may_trace_again_alone(rank, size, wrapper, everywhere):
     assert step.experimental_get_tracing_count() == 1 + (rank == 0)
     assert (everywhere(weight.numpy()) == [-3.0, -6.0, -9.0, -12.0]).all()
     assert table.numpy()[:, 0].tolist() == ([0.0] * 6 if wrapper == "stock" else [0, -3.0, 0, 0, -3.0, 0])
+
+
+#: of the steps
+GRAPH = [pytest.param(False, id="eager", marks=pytest.mark.nightly), pytest.param(True, id="graph")]
+
+
+@pytest.mark.parametrize("what", ["slices", pytest.param("local", marks=pytest.mark.nightly), "local slices"])
+def test_in_elastic_training_a_graph_asks_how_many_ranks_there_are(rank, size, what, monkeypatch):
+    """Not when it is traced, where there may have been more of them."""
+
+    class Before:
+        """The ranks when the function was traced."""
+
+        process_set_id = 0
+
+        @staticmethod
+        def size():
+            return size + 1
+
+    monkeypatch.setenv("HOROVOD_ELASTIC", "1")
+
+    @tf.function
+    def step():
+        slices = tf.IndexedSlices(tf.ones([1, 2]), tf.constant([0]), tf.constant([3, 2]))
+        if what == "slices":
+            return reduce_densely(slices, "elastic.slices", Before, average=True)
+        return scaled_locally(slices if what == "local slices" else slices.values, Before)
+
+    result = step()
+    if what == "slices":
+        assert tf.convert_to_tensor(result).numpy()[0].tolist() == [1.0, 1.0]
+    else:
+        values = result if what == "local" else result.values
+        assert values.numpy().tolist() == [pytest.approx([1.0 / size] * 2)]
+
+
+@pytest.mark.parametrize("graph", GRAPH)
+@pytest.mark.parametrize("sparse_as_dense", [False, True])
+def test_slices_go_horovods_way_or_are_sparsified(rank, size, graph, sparse_as_dense):
+    table, dense = tf.Variable(tf.ones([6, 2])), tf.Variable(tf.ones([3]))
+    compression = hvd.Compression.topk(density=1.0)
+
+    def step():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.gather(table, [rank, 5])) + tf.reduce_sum(dense)
+        tape = hvd.DistributedGradientTape(
+            tape, compression=compression, op=hvd.Sum, sparse_as_dense=sparse_as_dense
+        )
+        return tape.gradient(loss, [table, dense])
+
+    slices, other = (tf.function(step) if graph else step)()
+    assert isinstance(slices, tf.IndexedSlices) != sparse_as_dense
+    expected = np.zeros((6, 2))
+    expected[5] = size
+    expected[:size] += 1
+    assert np.array_equal(tf.convert_to_tensor(slices).numpy(), expected)
+    assert np.array_equal(other.numpy(), np.full(3, size))
+    assert len(compression.synchronizer.names) == 1 + sparse_as_dense
+
+
+def test_what_is_not_connected_local_or_no_float_is_left_or_passed_on(rank, size):
+    used, unused, local = (tf.Variable(tf.ones([3]), name=name) for name in ("used", "unused", "local"))
+    compression = hvd.Compression.topk(density=1.0)
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(used + local) * (rank + 1)
+    tape = hvd.DistributedGradientTape(tape, compression=compression, op=hvd.Sum)
+    tape.register_local_source(local)
+    gradients = tape.gradient(loss, [used, unused, local])
+    assert gradients[1] is None
+    assert gradients[0].numpy().tolist() == [size * (size + 1) / 2] * 3
+    assert gradients[2].numpy().tolist() == pytest.approx([(rank + 1) / size] * 3)
+    empty = tf.Variable(tf.zeros([0, 3]))
+    results = compression.synchronizer.synchronize([tf.ones([3]), tf.zeros([0, 3])], [used, empty])
+    assert results[1].shape == (0, 3)
+
+
+class _Layer:
+    """What the argument `local_layers` takes: something with trainable weights."""
+
+    def __init__(self, *weights):
+        self.trainable_weights = list(weights)
+
+
+@pytest.mark.parametrize("graph", GRAPH)
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_partial_tape_leaves_layers_to_their_rank(rank, size, graph, scaled):
+    """The sum for the others; `get_local_and_global_gradients` tells the two apart, as Horovod's does."""
+    shared, first, second = (tf.Variable(tf.ones([3]), name=f"weight{i}") for i in range(3))
+    variables, compression = [first, shared, second], hvd.Compression.topk(density=1.0)
+
+    def step(pairs):
+        with tf.GradientTape() as tape:
+            loss = tf.add_n([(rank + 1.0) * tf.reduce_sum(v) for v in variables])
+        tape = hvd.PartialDistributedGradientTape(
+            tape,
+            compression=compression,
+            op=hvd.Sum,
+            local_layers=[_Layer(first), _Layer(second)],
+            scale_local_gradients=scaled,
+        )
+        if pairs:
+            local, others = tape.get_local_and_global_gradients(loss, variables)
+            assert [v is w for (v, _), w in zip([*local, *others], [first, second, shared], strict=True)]
+            return [gradient for _, gradient in [local[0], others[0], local[1]]]
+        return tape.gradient(loss, variables)
+
+    own = (rank + 1.0) / (size if scaled else 1)
+    for pairs in (False, True):
+        run = tf.function(step) if graph else step
+        gradients = [gradient.numpy().tolist() for gradient in run(pairs)]
+        assert gradients[1] == [size * (size + 1) / 2] * 3
+        assert gradients[0] == gradients[2] == pytest.approx([own] * 3)
+    assert compression.synchronizer.names == ("weight0",)
+
+
+def test_local_layers_are_layers():
+    with pytest.raises(ArgumentError, match="local_layers"):
+        hvd.PartialDistributedGradientTape(
+            tf.GradientTape(), compression=hvd.Compression.topk(), local_layers=[tf.Variable(1.0)]
+        )
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+def test_gradients_of_tensors_are_summed_densely(rank, size, graph):
+    """A tensor is another one in every step: there is nothing to keep a residual for."""
+    compression, variable = hvd.Compression.topk(density=0.25), tf.Variable(tf.ones([4]))
+
+    def step(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            loss = tf.reduce_sum(variable * x * x)
+        return hvd.DistributedGradientTape(tape, compression=compression).gradient(loss, [variable, x])[1]
+
+    step = tf.function(step) if graph else step
+    for number in range(3):
+        x = tf.range(4.0) * (rank + 1.0) + float(number)
+        mean = np.arange(4.0) * (size + 1.0) + 2.0 * number
+        np.testing.assert_allclose(step(x), mean, rtol=1e-6)
+    assert len(compression.synchronizer.names) == 1
+    assert graph or len(compression.synchronizer._eagerly._functions) == 1

@@ -16,28 +16,7 @@ from horovod_sparse import errors
 from support.linear import LinearModel, dyadic
 from support.optimizers import wrapped
 
-#: what one rank is given, what the last one is given, and the words that every rank's error has
 TEXT = "topk:density=0.1"
-ARGUMENTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "op": ({}, {"op": stock.Sum}, r"op differs: .* Average, ranks \[\d\] Sum"),
-    "predivide": (
-        {},
-        {"gradient_predivide_factor": 2.0},
-        "gradient_predivide_factor differs: .* 1.0, .* 2",
-    ),
-    "passes": ({}, {"backward_passes_per_step": 2}, r"backward_passes_per_step differs: .* 1, .* 2"),
-    "sparse_as_dense": ({}, {"sparse_as_dense": True}, "sparse_as_dense differs: .* False, .* True"),
-}
-OWN_ARGUMENTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "max_grad_norm": ({}, {"max_grad_norm": 1.0}, "max_grad_norm differs: .* None, .* 1.0"),
-    "synchronize_at": ({}, {"synchronize_at": "step"}, "synchronize_at differs: .* backward, .* step"),
-    "merging": ({}, {"merging": "single"}, "asks for None"),
-    "selection": (
-        {"tensor_selection": "all"},
-        {"tensor_selection": "cost"},
-        "tensor_selection=all, rank . for .*tensor_selection=cost",
-    ),
-}
 SHAPES = {"first": (40, 30), "bias": (7,), "second": (3, 5, 11)}
 SECONDS = 10.0
 
@@ -53,8 +32,7 @@ def fresh(shapes: dict[str, Any]) -> dict[str, Any]:
 def refused(optimizer: Any, model: LinearModel, words: str, rank: int, kind: Any) -> None:
     """One step ends soon in an error of this kind, with these words."""
     given = {name: dyadic(parameter.shape, rank, name) for name, parameter in model.named_parameters()}
-    for _ in range(optimizer.backward_passes_per_step):
-        model.backward(given)
+    model.backward(given)
     begun = time.monotonic()
     with pytest.raises(kind, match=words):
         optimizer.step()
@@ -74,14 +52,6 @@ def finish(under_way: dict[str, Any]) -> None:
     for name, (shape, dtype) in {name: like for one in everyone for name, like in one.items()}.items():
         if name not in under_way:
             stock.allreduce(torch.zeros(shape, dtype=dtype), name=name)
-
-
-@pytest.mark.parametrize("name", [*ARGUMENTS, *OWN_ARGUMENTS])
-def test_another_argument(rank, size, name):
-    first, last, words = {**ARGUMENTS, **OWN_ARGUMENTS}[name]
-    model = LinearModel(fresh(SHAPES))
-    optimizer = wrapped("stock" if name == "op" else "own", model, TEXT, last if rank == size - 1 else first)
-    refused(optimizer, model, words, rank, (errors.StateMismatchError, errors.ProfileMismatchError))
 
 
 @pytest.mark.parametrize("change", ["dtype", "half", "shape", "name", "missing", "frozen"])

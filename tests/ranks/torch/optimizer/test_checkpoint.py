@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import tempfile
 from pathlib import Path
 
@@ -16,8 +17,11 @@ from horovod_sparse.errors import (
     StateMismatchError,
     UnsupportedError,
 )
+from horovod_sparse.merging import Plan
+from horovod_sparse.sparsifiers.schedule import Exponential
+from horovod_sparse.torch import Compression
 from support.dyadic import gradients_for
-from support.linear import LinearModel
+from support.linear import LinearModel, same_on_all_ranks
 from support.optimizers import make, residuals_of, train_step
 
 SHAPES = {"first": (40, 30), "bias": (7,), "second": (3, 5, 11)}
@@ -46,19 +50,17 @@ def everything(model, optimizer):
 )
 def test_it_goes_on_bit_for_bit(recipe, wrap, folder, rank):
     dtypes = {"first": torch.float32, "bias": torch.bfloat16, "second": torch.float64}
-    model = LinearModel(SHAPES, dtypes)
-    optimizer = wrap(model, recipe)
-    for step in range(6):
-        if step == 3:
-            assert hvd.save(folder, optimizer, model=model) == 3
-        train_step(model, optimizer, gradients(rank, step))
-    expected = everything(model, optimizer)
-    model = LinearModel(SHAPES, dtypes)
-    optimizer = wrap(model, recipe)
-    assert hvd.load(folder, optimizer, model=model) == 3
-    for step in range(3, 6):
-        train_step(model, optimizer, gradients(rank, step))
-    assert all(torch.equal(*pair) for pair in zip(everything(model, optimizer), expected, strict=True))
+    ends = []
+    for first in (0, 3):
+        model = LinearModel(SHAPES, dtypes)
+        optimizer = wrap(model, recipe)
+        assert first == 0 or hvd.load(folder, optimizer, model=model) == 3
+        for step in range(first, 6):
+            if step == 3 > first:
+                assert hvd.save(folder, optimizer, model=model) == 3
+            train_step(model, optimizer, gradients(rank, step))
+        ends.append(everything(model, optimizer))
+    assert all(torch.equal(*pair) for pair in zip(*ends, strict=True))
     assert optimizer.telemetry.last.step == 6
 
 
@@ -110,3 +112,62 @@ def test_what_is_wrong_on_one_rank_is_an_error_on_all(folder, rank, size):
     assert all(torch.equal(*pair) for pair in zip(everything(model, optimizer), before, strict=True))
     with pytest.raises(ArgumentError, match="sparsifier"):
         hvd.save(folder, make(LinearModel(SHAPES), hvd.Compression.none))
+
+
+def through_a_file(saved):
+    buffer = io.BytesIO()
+    torch.save(saved, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
+
+
+@pytest.mark.parametrize("how", ["replan", "plan", "size"])
+def test_schedules_go_on_where_sparsifiers_start_anew(how, rank):
+    """Steps count the training, not the plan; random-k's positions hang on them, and agree on all ranks."""
+    schedule = Exponential(steps=8, start=0.5)
+    made = Compression.randomk(density=0.01, schedule=schedule, feedback="error(scale_residual=true)")
+    model, other = LinearModel(SHAPES), Plan((("first", "second"),), ("bias",))
+    optimizer = make(model, made, bucket_bytes=700)
+    for step in range(5):
+        optimizer.param_groups[0]["lr"] = 0.5 ** (1 + step // 3)
+        train_step(model, optimizer, gradients(rank, step))
+    if how == "replan":
+        optimizer.replan(other)
+    else:
+        saved = through_a_file(optimizer.state_dict())
+        plan = {"plan": other} if how == "plan" else {"bucket_bytes": 700}
+        weights, model = model.state_dict(), LinearModel(SHAPES)
+        model.load_state_dict(weights)
+        optimizer = make(model, made, **plan)
+        optimizer.load_state_dict(saved if how == "plan" else changed(saved, resized=True))
+    assert optimizer.state_dict()["horovod_sparse"]["buckets"][0]["scale"] == 2.0
+    optimizer.param_groups[0]["lr"] = 0.125
+    for step in (5, 6):
+        train_step(model, optimizer, gradients(rank, step))
+        asked = [
+            (report.step.num_elements, report.step.num_target)
+            for report in optimizer.telemetry.last.buckets
+            if report.step.num_target < report.step.num_elements
+        ]
+        assert asked == [(n, max(1, round(schedule.density_at(step, 0.01) * n))) for n, _ in asked]
+    assert asked
+    assert same_on_all_ranks(*[parameter.detach() for parameter in model.parameters()])
+    buckets = optimizer.state_dict()["horovod_sparse"]["buckets"]
+    assert [(bucket["state"]["step"], bucket["scale"]) for bucket in buckets] == [(7, 4.0)] * len(buckets)
+
+
+def test_a_plain_optimizer_loads_it_and_passes_over_the_entry(rank):
+    model = LinearModel(SHAPES)
+    optimizer = make(model, "topk:density=0.1")
+    train_step(model, optimizer, gradients(rank, 0))
+    saved = optimizer.state_dict()
+    plain = torch.optim.SGD(model.parameters(), lr=9.0)
+    plain.load_state_dict(saved)
+    assert plain.param_groups[0]["lr"] == 0.5
+    optimizer.load_state_dict(plain.state_dict())  # of a dense run: nothing is held back
+    assert not any(values.count_nonzero() for values in residuals_of(optimizer).values())
+    assert optimizer.telemetry.last.step == 1
+
+
+def changed(saved, **entry):
+    return saved | {"horovod_sparse": saved["horovod_sparse"] | entry}

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import horovod_sparse.torch as hvd
-from horovod_sparse.errors import ArgumentError, DriftError, StateMismatchError
+from horovod_sparse.errors import DriftError
 from support.linear import LinearModel, dyadic, same_on_all_ranks
 from support.optimizers import wrapped
 
@@ -59,35 +59,29 @@ CASES = [
 
 
 @pytest.mark.parametrize(("what", "name", "words"), CASES)
-def test_what_differs_is_named_with_its_ranks_on_all_of_them(rank, size, what, name, words):
-    model, optimizer = made(name)
-    stepped(model, optimizer, rank, range(4))
+def test_what_differs_is_named_with_its_ranks_or_made_what_rank_0_has(rank, size, what, name, words):
+    strict, mended, twin = (made(name, on_drift=policy) for policy in ("raise", "resync", "raise"))
+    for one in (strict, mended, twin):
+        stepped(*one, rank, range(4))
     if rank == size - 1:
-        drifted(model, optimizer, what)
-    stepped(model, optimizer, rank, [4])
+        drifted(*strict, what)
+        drifted(*mended, what)
+    stepped(*strict, rank, [4])
     with pytest.raises(DriftError, match=words) as caught:
-        stepped(model, optimizer, rank, [5])
+        stepped(*strict, rank, [5])
     assert "after step 6" in str(caught.value)
     assert f"ranks [{size - 1}]" in str(caught.value)
-
-
-@pytest.mark.parametrize(("what", "name", "words"), CASES)
-def test_resync_makes_all_ranks_what_rank_0_is(rank, size, what, name, words):
-    model, optimizer = made(name, on_drift="resync")
-    stepped(model, optimizer, rank, range(4))
-    if rank == size - 1:
-        drifted(model, optimizer, what)
-    stepped(model, optimizer, rank, range(4, 8))
+    stepped(*mended, rank, range(4, 8))
+    stepped(*twin, rank, range(4, 8))
+    model, optimizer = mended
     assert optimizer.telemetry.num_drifts == 1
-    twin, theirs = made(name)
-    stepped(twin, theirs, rank, range(8))
     rates = hvd.allgather_object(optimizer.param_groups[0]["lr"])
     assert len(set(rates)) == 1
     state = [v for s in optimizer.state.values() for v in s.values() if torch.is_tensor(v)]
     assert same_on_all_ranks(*model.parameters(), *state)
     # rank 0 had not drifted but for what the others have sent it
     if rank == 0:
-        assert all(torch.equal(p, t) for p, t in zip(model.parameters(), twin.parameters(), strict=True))
+        assert all(torch.equal(p, t) for p, t in zip(model.parameters(), twin[0].parameters(), strict=True))
 
 
 @pytest.mark.parametrize("policy", ["raise", "resync"])
@@ -156,11 +150,3 @@ def test_some_ranks_alone_compare_among_themselves(rank, size, process_set):
         return
     with pytest.raises(DriftError, match=r"ranks \[0\] have .*, ranks \[1\]"):
         stepped(model, optimizer, rank, range(4))
-
-
-def test_arguments_are_the_same_on_all_ranks(rank):
-    with pytest.raises(ArgumentError, match="leave check_every out"):
-        made(compression=hvd.Compression.none)
-    model, optimizer = made(check_every=3 + rank)
-    with pytest.raises(StateMismatchError, match="check_every differs"):
-        stepped(model, optimizer, rank, [0])

@@ -7,12 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from horovod_sparse.feedback import parse_recipe
+import horovod_sparse.torch as hvd
 from horovod_sparse.merging import Plan
-from horovod_sparse.simulation import SimulatedCluster
-from horovod_sparse.torch import Compression
 from support.dyadic import gradients_for
-from support.linear import LinearModel
+from support.linear import LinearModel, dyadic, same_on_all_ranks
 from support.optimizers import make, train_step, wrapped
 
 SHAPES = {"first": (40, 30), "bias": (7,), "scalar": (), "second": (3, 5, 11), "one": (1,)}
@@ -66,36 +64,78 @@ def test_backward_passes_per_step_accumulate_first(name, rank):
         assert all(torch.equal(found[key], wanted[key]) for key in SHAPES)
 
 
-def test_the_learning_rate_of_the_group_reaches_the_feedback(rank, size):
-    """Behind Horovod's own optimizer: when the rate halves, residuals double, as the simulator's do."""
-    sums = {}
-    for scaled in ("true", "false"):
-        text = f"topk:density=0.1,feedback=error(scale_residual={scaled})"
-        model, optimizer = made("stock", text, op=stock.Sum)
-        cluster = SimulatedCluster(parse_recipe(text), 1200, size, name="first")
-        for step, rate in enumerate([0.5, 0.25, 0.25]):
-            optimizer.param_groups[0]["lr"] = rate
-            sums[scaled] = train_step(model, optimizer, gradients(rank, step))["first"].reshape(-1)
-            inputs = [gradients(r, step)["first"].reshape(-1).astype(np.float32) for r in range(size)]
-            np.testing.assert_array_equal(sums[scaled].numpy(), cluster.step(inputs, rate))
-    assert not torch.equal(sums["true"], sums["false"])
-
-
-def test_groups_and_plans_make_the_buckets_they_name(rank, size):
-    """However a bucket is asked for, it does the same."""
-    names = [("one",), ("second",), ("scalar", "first"), ("bias",)]
-    results = []
-    for kind in ("groups", "plan"):
-        model = LinearModel(SHAPES)
-        arguments = {
-            "groups": {"groups": [[model.first, model.scalar], [model.bias]]},
-            "plan": {"plan": Plan(tuple(names))},
-        }[kind]
-        optimizer = make(model, Compression.topk(density=0.1), **arguments)
-        assert optimizer.plan == Plan(tuple(names))
-        results.append([train_step(model, optimizer, gradients(rank, step)) for step in range(3)])
-    for one, other in zip(*results, strict=True):
-        for name in SHAPES:
-            assert torch.equal(one[name], other[name])
+def test_groups_make_the_buckets_they_name():
+    model = LinearModel(SHAPES)
+    optimizer = make(model, "topk:density=0.1", groups=[[model.first, model.scalar], [model.bias]])
+    assert optimizer.plan == Plan((("one",), ("second",), ("scalar", "first"), ("bias",)))
     model = LinearModel(SHAPES)
     assert [len(b) for b in make(model, "topk", groups=2).plan.buckets] == [3, 2]
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_two_networks_of_the_same_names_are_under_way_at_once(named, rank, size):
+    """As where one is trained through the other: backward reaches both before either steps."""
+    models, optimizers = [LinearModel(SHAPES), LinearModel(SHAPES)], {}
+    for which in (0, 1) if rank % 2 else (1, 0):  # made in different orders, too
+        optimizers[which] = hvd.DistributedOptimizer(
+            torch.optim.SGD(models[which].parameters(), lr=0.5),
+            models[which].named_parameters() if named else None,
+            compression="topk:density=1.0",
+            op=stock.Sum,
+        )
+    for step in range(3):
+        for which in (0, 1) if rank % 2 else (1, 0):
+            models[which].backward(gradients(rank, 10 * which + step))
+        for which in (0, 1):
+            optimizers[which].step()
+            expected = sum(gradients(r, 10 * which + step)["first"] for r in range(size))
+            np.testing.assert_array_equal(models[which].first.grad.numpy(), expected)
+            optimizers[which].zero_grad()
+
+
+def test_dense_and_sparse_training_in_turn(rank):
+    """Every optimizer is still there when the next one is made, with its hooks."""
+    model, plain, kept = LinearModel(SHAPES), LinearModel(SHAPES), []
+    dense = stock.DistributedOptimizer(torch.optim.SGD(plain.parameters(), lr=0.5), plain.named_parameters())
+    for turn, text in enumerate(["none", "topk:density=1.0", "none", "topk:density=1.0"]):
+        own = torch.optim.SGD(model.parameters(), lr=0.5)
+        kept.append(hvd.DistributedOptimizer(own, model.named_parameters(), hvd.Compression.parse(text)))
+        for step in range(2):
+            for one, optimizer in ((model, kept[-1]), (plain, dense)):
+                one.backward(
+                    {name: dyadic(shape, rank, 2 * turn + step, name) for name, shape in SHAPES.items()}
+                )
+                optimizer.step()
+                optimizer.zero_grad()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+    assert same_on_all_ranks(*model.parameters())
+
+
+def test_lbfgs_with_a_loss_of_each_ranks_own(rank, size):
+    """It stops by the loss: by losses of their own, ranks would stop at different evaluations."""
+    data = torch.randn(16, 6, generator=torch.Generator().manual_seed(rank))
+    weights = []
+    for averaged in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(6, 1)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.LBFGS(model.parameters(), max_iter=20, line_search_fn="strong_wolfe"),
+            named_parameters=model.named_parameters(),
+            compression=hvd.Compression.topk(density=1.0),
+        )
+
+        def closure(model=model, optimizer=optimizer, averaged=averaged):
+            optimizer.zero_grad()
+            # the ranks' losses differ by orders of magnitude
+            loss = (model(data) - data.sum(1, keepdim=True)).pow(4).mean() * 10.0**rank
+            loss.backward()
+            return stock.allreduce(loss.detach(), name="loss") if averaged else loss
+
+        first = float(optimizer.step(closure))
+        last = float(optimizer.step(closure))
+        assert last < 0.1 * first
+        assert same_on_all_ranks(*model.parameters())
+        weights.append([parameter.detach().clone() for parameter in model.parameters()])
+    for one, other in zip(*weights, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)

@@ -85,64 +85,49 @@ OURS = {
 }
 
 
-def train(name: str, move, rank: int) -> list[torch.Tensor]:
+def train(name: str, move, rank: int, within: bool = False, doubles: int = 9) -> list[torch.Tensor]:
+    """Weights after 6 steps: between which, or within which, the model moves, or becomes double at one."""
     model = model_of()
     optimizer = OURS[name](model)
     data = torch.randn(6, 4, 3, 5, 5, generator=torch.Generator().manual_seed(rank))
     for step in range(6):
+        if step == doubles:
+            model.double()
+            for state in optimizer.state.values():
+                state["momentum_buffer"] = state["momentum_buffer"].double()
         optimizer.zero_grad()
-        model(data[step]).square().mean().backward()
+        model(data[step].to(model[0].weight.dtype)).square().mean().backward()
+        if within:
+            move(model)
         optimizer.step()
-        if step % 2 == 0:
+        if not within and step % 2 == 0:
             move(model)
     return [parameter.detach().clone().contiguous() for parameter in model.parameters()]
 
 
-@rows_by("move,name", MOVES, list(OURS)[1:], each=2)
-def test_gradients_are_found_wherever_their_memory_is(move, name, rank):
-    expected = train("stock", reference(move), rank)
-    found = train(name, MOVES[move], rank)
+def check(found, expected) -> None:
     assert same_on_all_ranks(*found)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-6)
 
 
+@rows_by("move,name", MOVES, list(OURS)[1:], each=2)
+def test_gradients_are_found_wherever_their_memory_is(move, name, rank):
+    check(train(name, MOVES[move], rank), train("stock", reference(move), rank))
+
+
 @pytest.mark.parametrize("name", ["own", "own, small buckets", "own, dense"])
-def test_the_sum_arrives_though_gradients_move_before_the_step(name, rank):
-    model, twin = model_of(), model_of()
-    optimizer, dense = OURS[name](model), OURS["stock"](twin)
-    data = torch.randn(3, 4, 3, 5, 5, generator=torch.Generator().manual_seed(rank))
-    for move in ("shared memory", "channels last", "p.data"):
-        for one, its in ((model, optimizer), (twin, dense)):
-            its.zero_grad()
-            one(data[0]).square().mean().backward()
-            if one is model:  # stock Horovod is summing up in the gradients' own memory by now: it must stay
-                MOVES[move](one)
-            its.step()
-        for one, other in zip(model.parameters(), twin.parameters(), strict=True):
-            torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-6)
+@pytest.mark.parametrize("move", ["shared memory", "channels last", "p.data"])
+def test_the_sum_arrives_though_gradients_move_before_the_step(move, name, rank):
+    # stock Horovod is summing up in the gradients' own memory by then: it must stay
+    check(train(name, MOVES[move], rank, within=True), train("stock", lambda model: None, rank))
 
 
 @rows_by("name,when", ["own", "own, small buckets", "own, dense", "drop-in"], [0, 2])
 def test_a_model_may_become_double(name, when, rank):
-    results = []
-    for who in ("stock", name):
-        model = model_of()
-        optimizer = OURS[who](model)
-        data = torch.randn(5, 4, 3, 5, 5, generator=torch.Generator().manual_seed(rank))
-        for step in range(5):
-            if step == when:
-                model.double()
-                for state in optimizer.state.values():
-                    state["momentum_buffer"] = state["momentum_buffer"].double()
-            optimizer.zero_grad()
-            model(data[step].to(model[0].weight.dtype)).square().mean().backward()
-            optimizer.step()
-        results.append([parameter.detach().clone() for parameter in model.parameters()])
-    assert same_on_all_ranks(*results[1])
-    assert results[1][0].dtype == torch.float64
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    found, expected = (train(who, lambda model: None, rank, doubles=when) for who in (name, "stock"))
+    assert found[0].dtype == torch.float64
+    check(found, expected)
 
 
 def test_residuals_follow_a_model_that_becomes_double_and_changes_its_layout(rank):

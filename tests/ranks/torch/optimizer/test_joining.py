@@ -30,14 +30,23 @@ def add_named(model, optimizer):
     optimizer.add_param_group({"params": [model.late, model.bias], "lr": 0.25})
 
 
-def frozen(how):
+def frozen(how, compression="topk:density=0.1", named=True, **arguments):
     """A model of which two parameters do not train yet, and its optimizer."""
     model = LinearModel(SHAPES)
+    parameters = [model.first, model.second]
     if how is thaw:
         model.late.requires_grad_(False)
         model.bias.requires_grad_(False)
-        return model, model.parameters()
-    return model, [model.first, model.second]
+        parameters = model.parameters()
+    base = torch.optim.SGD(parameters, lr=0.5)
+    names = model.named_parameters() if named else None
+    return model, hvd.DistributedOptimizer(base, names, hvd.Compression.parse(compression), **arguments)
+
+
+def stepped(model, optimizer, rank, step, names):
+    model.backward(gradients(rank, step, names))
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 @rows_by(
@@ -49,14 +58,7 @@ def frozen(how):
 )
 def test_parameters_that_join_are_synchronized_from_then_on(moment, how, named, rank, size):
     """With everything sent, weights are those of dense training on all ranks' gradients."""
-    model, parameters = frozen(how)
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(parameters, lr=0.5),
-        named_parameters=model.named_parameters() if named else None,
-        compression="topk:density=1.0",
-        bucket_bytes=700,
-        op=hvd.Sum,
-    )
+    model, optimizer = frozen(how, "topk:density=1.0", named, bucket_bytes=700, op=hvd.Sum)
     expected = {name: np.ones(shape) for name, shape in SHAPES.items()}
     joined_in = {"before the first step": 0, "between steps": 2, "within a step": 2}[moment]
     for step in range(5):
@@ -70,9 +72,7 @@ def test_parameters_that_join_are_synchronized_from_then_on(moment, how, named, 
             names += ["late", "bias"]
         # on one rank some parameters have no gradient
         mine = names if rank else [name for name in names if name != "bias"]
-        model.backward(gradients(rank, step, mine))
-        optimizer.step()
-        optimizer.zero_grad()
+        stepped(model, optimizer, rank, step, mine)
         for name in names:
             rate = 0.25 if how is add_named and name in ("late", "bias") else 0.5
             for r in range(size):
@@ -87,13 +87,8 @@ def test_parameters_that_join_are_synchronized_from_then_on(moment, how, named, 
 
 
 def test_residuals_stay_where_they_were_and_new_ones_begin_with_nothing(rank, size):
-    model, parameters = frozen(thaw)
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(parameters, lr=0.5), model.named_parameters(), compression="exdyna:density=0.05"
-    )
-    model.backward(gradients(rank, 0, ["first", "second"]))
-    optimizer.step()
-    optimizer.zero_grad()
+    model, optimizer = frozen(thaw, "exdyna:density=0.05")
+    stepped(model, optimizer, rank, 0, ["first", "second"])
     held = residuals_of(optimizer)
     thaw(model, optimizer)
     optimizer.step()  # nobody has a gradient
@@ -110,10 +105,7 @@ def test_a_new_process_loads_what_was_saved_with_parameters_that_had_joined(how,
     """Before its first step; and goes on as if it had never stopped."""
     results, saved, weights = [], None, None
     for resumed in (False, True):
-        model, parameters = frozen(how)
-        optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD(parameters, lr=0.5), model.named_parameters(), compression="exdyna:density=0.05"
-        )
+        model, optimizer = frozen(how, "exdyna:density=0.05")
         if resumed:
             how(model, optimizer)
             model.load_state_dict(weights)
@@ -124,9 +116,7 @@ def test_a_new_process_loads_what_was_saved_with_parameters_that_had_joined(how,
             if step == 4 and not resumed:
                 saved = copy.deepcopy(optimizer.state_dict())
                 weights = copy.deepcopy(model.state_dict())
-            model.backward(gradients(rank, step, SHAPES if step >= 2 else ["first", "second"]))
-            optimizer.step()
-            optimizer.zero_grad()
+            stepped(model, optimizer, rank, step, SHAPES if step >= 2 else ["first", "second"])
         results.append([p.detach().clone() for p in model.parameters()] + [*residuals_of(optimizer).values()])
         assert optimizer.telemetry.last.step == 6
     for one, other in zip(*results, strict=True):
@@ -135,18 +125,13 @@ def test_a_new_process_loads_what_was_saved_with_parameters_that_had_joined(how,
 
 def test_what_was_saved_before_a_layer_was_thawed_is_taken_back_after_it(rank):
     """As elastic training does, which thaws nothing back."""
-    model, parameters = frozen(thaw)
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(parameters, lr=0.5), model.named_parameters(), compression="topk:density=0.1"
-    )
+    model, optimizer = frozen(thaw)
     model.backward(gradients(rank, 0, ["first", "second"]))
     optimizer.step()
     saved, held = copy.deepcopy(optimizer.state_dict()), residuals_of(optimizer)
     optimizer.zero_grad()
     thaw(model, optimizer)
-    model.backward(gradients(rank, 1, SHAPES))
-    optimizer.step()
-    optimizer.zero_grad()
+    stepped(model, optimizer, rank, 1, SHAPES)
     optimizer.load_state_dict(saved)
     after = residuals_of(optimizer)
     assert not after.pop("late").count_nonzero()
@@ -158,13 +143,8 @@ def test_what_was_saved_before_a_layer_was_thawed_is_taken_back_after_it(rank):
 
 
 def test_another_parameter_joins_on_each_rank_which_all_are_told(rank):
-    model, parameters = frozen(thaw)
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(parameters, lr=0.5), model.named_parameters(), compression="topk:density=0.1"
-    )
-    model.backward(gradients(rank, 0, ["first", "second"]))
-    optimizer.step()
-    optimizer.zero_grad()
+    model, optimizer = frozen(thaw)
+    stepped(model, optimizer, rank, 0, ["first", "second"])
     (model.late if rank else model.bias).requires_grad_(True)
     model.backward(gradients(rank, 1, ["first", "second"]))
     with pytest.raises(StateMismatchError, match=r"late|bias"):
@@ -181,20 +161,12 @@ def test_a_type_that_cannot_be_synchronized_is_told_on_all_ranks(rank):
 
 
 def test_measuring_begins_again_with_parameters_that_join(rank):
-    model, parameters = frozen(thaw)
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(parameters, lr=0.5),
-        model.named_parameters(),
-        compression="topk:density=0.1",
-        merging="optimal",
-    )
+    model, optimizer = frozen(thaw, merging="optimal")
     for step in range(20):
         names = ["first", "second"] + (["late", "bias"] if step >= 3 else [])
         if step == 3:
             thaw(model, optimizer)
-        model.backward(gradients(rank, step, names))
-        optimizer.step()
-        optimizer.zero_grad()
+        stepped(model, optimizer, rank, step, names)
     assert sorted(optimizer.decision.plan.names()) == sorted(SHAPES)
     assert optimizer.plan == optimizer.decision.plan
     assert same_on_all_ranks(*model.parameters())

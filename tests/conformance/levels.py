@@ -1,0 +1,165 @@
+"""Two levels, dense within hosts and sparse between them, with every engine that has them."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+
+from conformance.engine import (
+    SHAPES,
+    ZEROS,
+    Engine,
+    Ledger,
+    Simulated,
+    given,
+    replicas_agree,
+    run,
+    same,
+)
+from conformance.failures import refused
+from horovod_sparse.carriers.shared_memory import MEMORY_VARIABLE, lends
+from horovod_sparse.errors import NonFiniteGradientError, UnknownNameError
+from horovod_sparse.topology import Topology
+from support.cases import on_ranks
+from support.sampling import rows_by
+
+
+@pytest.mark.hosts
+@pytest.mark.needs("levels")
+@pytest.mark.parametrize("case", on_ranks("topk", "exdyna", "cltk-values=int8", "oktopk", "qsgd"))
+def test_two_levels_equal_the_simulators(engine: Engine, case: Any, hosts: Topology) -> None:
+    recipe = case.at(0.1)
+    training = engine.train(recipe, levels="host")
+    simulated = Simulated(engine, recipe, topology=hosts)
+    for step in range(4):
+        run(training, engine, [step])
+        simulated.step(training, [given(rank, step) for rank in range(engine.size)])
+    simulated.check_held(training, engine.rank)
+    assert replicas_agree(engine, training)
+    assert training.telemetry.last.bytes_inside > 0
+    assert lends(training.parts)
+
+
+@pytest.mark.hosts
+@pytest.mark.needs("levels")
+@rows_by("text,dtype", ["topk:density=0.1", "exdyna:density=1.0"], ["float32", "bfloat16"])
+def test_shared_memory_gives_the_bits_of_messages(
+    engine: Engine, text: str, dtype: str, hosts: Topology, monkeypatch: Any
+) -> None:
+    """Of any numbers: what is summed is so in the order of ranks, and half types in float32."""
+    trainings = []
+    for memory in ("0", "1"):
+        monkeypatch.setenv(MEMORY_VARIABLE, memory)
+        types = {} if dtype == "float32" or "types" not in engine.has else {"dtype": dtype}
+        trainings.append(engine.train(text, levels="host", **types))
+        for step in range(3):
+            generator = np.random.default_rng([engine.rank, step])
+            trainings[-1].step({name: generator.standard_normal(shape) for name, shape in SHAPES.items()})
+        assert lends(trainings[-1].parts) == (memory == "1")
+    assert same(*trainings)
+
+
+@pytest.mark.hosts
+@pytest.mark.needs("levels")
+@rows_by(
+    "way,feedback",
+    [("flat", "host"), ("host", "flat"), ("host", "host")],
+    ["error", "momentum(momentum=0.5)"],
+    ids="-".join,
+)
+def test_what_was_saved_loads_at_other_levels(
+    engine: Engine, way: Any, feedback: str, hosts: Topology
+) -> None:
+    text = f"topk:density=0.05,feedback={feedback}"
+    before, after = (engine.train(text, levels=levels) for levels in way)
+    ledger = Ledger(engine)
+    for step in range(3):
+        ledger.enter(given(engine.rank, step))
+        run(before, engine, [step])
+    after.load(before.saved())
+    after.step(ZEROS)
+    if feedback == "error":
+        ledger.balance(after)
+    assert replicas_agree(engine, after)
+    assert all(getattr(part.bucket, "elsewhere", None) is None for part in after.parts)
+
+
+@pytest.mark.hosts
+@pytest.mark.needs("levels")
+def test_entries_that_ranks_of_a_host_swap_lose_nothing(engine: Engine, hosts: Topology) -> None:
+    """All start anew then, and what waits stays with whose shard it is."""
+    before, after = (engine.train("exdyna:density=0.05", levels="host") for _ in range(2))
+    ledger = Ledger(engine)
+    for step in range(3):
+        ledger.enter(given(engine.rank, step))
+        run(before, engine, [step])
+    everyone = engine.everyone(before.saved())
+    after.step(ZEROS)
+    after.load(everyone[{0: 1, 1: 0}.get(engine.rank, engine.rank)])
+    after.step(ZEROS)
+    ledger.balance(after)
+    assert replicas_agree(engine, after)
+    assert all(getattr(part.bucket, "elsewhere", None) is None for part in after.parts), "all have their own"
+
+
+@pytest.mark.needs("levels", "absent")
+@pytest.mark.parametrize("levels", ["flat", pytest.param("host", marks=pytest.mark.hosts)])
+def test_what_waits_for_a_parameter_outlasts_steps_without_it(
+    engine: Engine, levels: str, hosts: Topology
+) -> None:
+    training, ledger = engine.train("topk:density=0.1", levels=levels, absent=True), Ledger(engine)
+    for step in range(6):
+        gradients = given(engine.rank, step)
+        if step in (1, 2, 4):
+            del gradients["second"]
+        ledger.enter(gradients)
+        training.step(gradients)
+    ledger.balance(training)
+    assert replicas_agree(engine, training)
+
+
+@pytest.mark.hosts
+@pytest.mark.needs("levels")
+def test_auto_takes_two_levels_where_hosts_are_alike_and_it_is_faster(
+    engine: Engine, monkeypatch: Any
+) -> None:
+    large, size = {"w": (2_000_000,)}, engine.size
+    cases = [(size, large, False), (1, large, False), (size - 1, large, False), (2, SHAPES, False)]
+    for per_host, shapes, two in [*cases, (2, large, size in (4, 6))]:
+        monkeypatch.setenv("HOROVOD_SPARSE_RANKS_PER_HOST", str(max(per_host, 1)))
+        training = engine.train("topk:density=0.05", shapes, levels="auto")
+        training.step(given(engine.rank, 0, shapes))
+        assert (training.telemetry.last.bytes_inside > 0) == two, (per_host, len(shapes))
+
+
+@pytest.mark.hosts
+@pytest.mark.needs("levels")
+@pytest.mark.parametrize("where", ["first", "one"])
+def test_a_bad_rank_of_a_host_is_an_error_on_all(engine: Engine, where: str, hosts: Topology) -> None:
+    training = engine.train("exdyna:density=0.2", levels="host")
+    run(training, engine, [0])
+    before, sick, last_host = copy.deepcopy(training.held()), given(engine.rank, 1), set(hosts.hosts[-1])
+    if engine.rank == engine.size - 1:
+        sick[where] = np.full(SHAPES[where], np.nan)
+    with pytest.raises(NonFiniteGradientError) as caught:
+        training.step(sick)
+    assert set(caught.value.where) == last_host and set(caught.value.where.values()) == {where}
+    for name, values in training.held().items():  # all gradients are dropped, in all buckets
+        np.testing.assert_allclose(values, before[name], rtol=0, atol=1e-6)
+    run(training, engine, range(2, 4))
+    assert replicas_agree(engine, training)
+
+
+@pytest.mark.hosts
+@pytest.mark.needs("levels")
+def test_levels_are_those_of_all_ranks(engine: Engine, hosts: Topology) -> None:
+    refused(
+        engine,
+        engine.train("topk:density=0.1", levels="host" if engine.rank else "flat"),
+        "levels differs",
+    )
+    with pytest.raises(UnknownNameError, match=r"levels.*auto, flat, host"):
+        engine.train("topk:density=0.1", levels="two").step(given(engine.rank, 0))

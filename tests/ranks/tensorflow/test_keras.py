@@ -1,0 +1,3 @@
+"""What distributed optimizers of Keras 3 promise."""
+
+from conformance.keras import *  # noqa: F403

@@ -1,0 +1,177 @@
+"""What Horovod's own optimizer does with our compressor, and what goes wrong on every rank alike."""
+
+from __future__ import annotations
+
+import random
+
+import horovod.torch as hvd
+import numpy as np
+import pytest
+import torch
+
+from horovod_sparse.errors import NonFiniteSumError, UnsupportedError
+from horovod_sparse.torch import Compression
+from horovod_sparse.torch._horovod import present_start
+from support.linear import LinearModel, dyadic, same_on_all_ranks
+from support.optimizers import wrapped
+
+SHAPES = {"first": (40, 3), "second": (50,), "third": (9, 2)}
+LAYERS = {f"layer{i}": (20 + 7 * i, 3) for i in range(12)}
+
+
+def make(text: str = "topk", shapes=SHAPES, density: float = 0.1, **arguments):
+    model = LinearModel(shapes)
+    compressor = Compression.parse(f"{text}{',' if ':' in text else ':'}density={density}")
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.5),
+        named_parameters=model.named_parameters(),
+        compression=compressor,
+        **arguments,
+    )
+    return model, optimizer, compressor
+
+
+def train(model, optimizer, steps, rank) -> None:
+    for step in steps:
+        model.backward({name: dyadic(SHAPES[name], rank, step, name) for name in SHAPES})
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_adasum_and_coo_gradients_are_refused(rank, size):
+    with pytest.raises(UnsupportedError, match="Adasum"):
+        wrapped("own", LinearModel(SHAPES), "topk:density=0.1", {"op": hvd.Adasum})
+    if not size & (size - 1):  # Adasum itself wants a power of two
+        model, _optimizer, _ = make(op=hvd.Adasum)  # kept alive: its hooks live as long as it does
+        with pytest.raises(UnsupportedError, match="Adasum"):
+            model.backward({name: np.ones(SHAPES[name]) for name in SHAPES})
+    embedding = torch.nn.Embedding(5, 2, sparse=True)
+    _kept = wrapped("own", embedding, "topk:density=0.5")
+    with pytest.raises(UnsupportedError, match="sparse_as_dense"):
+        embedding(torch.tensor([1])).sum().backward()
+
+
+@pytest.mark.parametrize("front", ["own", "stock"])
+@pytest.mark.parametrize("op", ["Sum", "Average"])
+def test_half_types_hold_less(rank, size, front, op):
+    """What the sum is multiplied by counts: an average of numbers that a type holds is held by it."""
+    model = LinearModel(SHAPES, torch.float16)
+    optimizer = wrapped(front, model, "topk:density=0.1", {"op": getattr(hvd, op)})
+    given = {key: np.zeros(shape) for key, shape in SHAPES.items()}
+    given["first"][3, 1] = 6e4
+    model.backward(given)
+    if op == "Sum":
+        with pytest.raises(NonFiniteSumError, match="first"):
+            optimizer.step()
+    else:
+        optimizer.step()
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+    assert same_on_all_ranks(*model.parameters())
+
+
+def test_something_that_is_no_gradient_is_refused(rank, size):
+    compressor = Compression.topk(density=0.1)
+    with pytest.raises(UnsupportedError, match="no gradient that a sparsifier"):
+        hvd.allreduce(torch.ones(8), name="x", compression=compressor)
+    # what has no elements or no fractions is not sparsified
+    total = hvd.allreduce(torch.full((3,), 2), name="x", op=hvd.Sum, compression=compressor)
+    assert total.tolist() == [2 * size] * 3
+
+
+def test_one_compressor_for_two_optimizers_is_refused(rank, size):
+    model, optimizer, shared = make()
+    train(model, optimizer, range(1), rank)
+    again = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.5), model.named_parameters(), compression=shared
+    )
+    train(model, again, range(1, 2), rank)  # of the same parameters: it takes the place of the first
+    with pytest.raises(UnsupportedError, match=r"belongs to the optimizer of .*first"):
+        hvd.DistributedOptimizer(
+            torch.optim.SGD(LinearModel(SHAPES).parameters(), lr=0.5), compression=shared
+        )
+
+
+@pytest.mark.controllers
+def test_a_failure_of_horovod_leaves_residuals_whole_and_names_free(rank, size):
+    """Ranks that disagree about an allreduce get Horovod's error, as elastic training expects it."""
+    model, optimizer, compressor = make("randomk", shapes={"first": (40 + 10 * rank, 3)}, density=0.5)
+    optimizer._synchronizer._agreed_under = present_start()  # else ranks would say so before
+    gradient = dyadic((40 + 10 * rank, 3), rank)
+    model.backward({"first": gradient})
+    with pytest.raises(hvd.HorovodInternalError):
+        optimizer.step()
+    assert not optimizer._synchronizer.driver.parked
+    assert torch.equal(compressor.state_dict()["residuals"]["first"], torch.from_numpy(gradient).float())
+    hvd.barrier()
+    model, optimizer, _ = make("randomk")  # the same name, in the same way, works again
+    train(model, optimizer, range(2), rank)
+    assert same_on_all_ranks(*model.parameters())
+
+
+def test_a_process_set_of_its_own_must_be_the_optimizers(rank, size, process_set):
+    from horovod_sparse.errors import ArgumentError
+
+    other = hvd.ProcessSet(list(range(size)))  # another object, unknown to Horovod
+    model = LinearModel({"a": (4,)})
+    with pytest.raises(ArgumentError, match="process_set"):
+        hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.5),
+            named_parameters=model.named_parameters(),
+            compression=Compression.topk(density=0.5, process_set=other),
+        )
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["named", "unnamed"])
+def test_one_changed_line_is_enough(named, rank, size):
+    """Neither the optimizer nor the compressor is told names; hooks are shuffled all the same."""
+    model = LinearModel(LAYERS)
+    compressor = Compression.exdyna(
+        density=0.05, named_parameters=model.named_parameters() if named else None
+    )
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5), compression=compressor)
+    shuffle = random.Random(rank)
+    for step in range(10):
+        order = list(LAYERS)
+        shuffle.shuffle(order)
+        model.backward({name: dyadic(LAYERS[name], rank, step, name) for name in LAYERS}, order)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert same_on_all_ranks(*model.parameters())
+    names = set(compressor.state_dict()["residuals"])
+    assert names == (set(LAYERS) if named else {f"allreduce.noname.0.{i}" for i in range(len(LAYERS))})
+
+
+@pytest.mark.parametrize("as_dense", [True, False])
+def test_a_layer_of_embeddings_is_sparsified_like_any_other(as_dense, rank, size):
+    """Gradients in COO form, whatever Horovod's own optimizer would have made of them."""
+    torch.manual_seed(0)
+    embedding = torch.nn.Embedding(30, 4, sparse=True)
+    head = torch.nn.Linear(4, 1)
+    named = [("embedding.weight", embedding.weight), *((f"head.{n}", p) for n, p in head.named_parameters())]
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([parameter for _, parameter in named], lr=0.1),
+        named_parameters=named,
+        compression=Compression.topk(density=0.5),
+        sparse_as_dense=as_dense,
+    )
+    before = embedding.weight.detach().clone()
+    for step in range(3):
+        optimizer.zero_grad()
+        head(embedding(torch.tensor([rank, 5 + step]))).sum().backward()
+        optimizer.step()
+    assert same_on_all_ranks(*(parameter for _, parameter in named))
+    assert (embedding.weight != before).any(1).nonzero().ravel().tolist() == [*range(size), 5, 6, 7]
+
+
+@pytest.mark.controllers
+def test_join_is_an_error_for_those_who_train_on(rank, size):
+    """Last in this file: ranks leave it one after the other."""
+    model = LinearModel(SHAPES)
+    optimizer = wrapped("own", model, "topk:density=0.1")
+    if rank == size - 1:
+        model.backward({name: dyadic(shape, rank, 0, name) for name, shape in SHAPES.items()})
+        with pytest.raises(UnsupportedError, match="join"):
+            optimizer.step()
+    hvd.join()
+    train(model, optimizer, [1], rank)
+    assert same_on_all_ranks(*model.parameters())
