@@ -85,7 +85,7 @@ class Engine:
             "absent" (gradients of some ranks), "members" (some of the ranks), "types", "device" (memory of
             one), "buckets" (in reach), "models" (that may differ, until ranks compare), "retries" (after an
             error of one rank alone), "scaler"s of a loss, "loops" (of users: see `wrap`), "share" (of
-            the network), "plans" (of buckets), "horovod"'s arguments,
+            the network), "plans" (of buckets), "merging" by name, "horovod"'s arguments,
             "clips" and others of our optimizer.
         rank: of this process.
         size: number of processes.

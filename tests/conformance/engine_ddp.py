@@ -39,13 +39,12 @@ class HookTraining(TorchTraining):
         if members is not None:
             arguments["process_group"] = members
         has_rules = isinstance(compression, str) and "dens" in compression.partition(",")[2]
-        has_plans = has_rules or {"merging", "network_share"} & set(options)
-        plan = PLAN if shapes == SHAPES and not has_plans else None
+        plan = PLAN if shapes == SHAPES and not has_rules and "network_share" not in options else None
         self.replica = Replica(
             shapes,
             compression,
             lr=RATE,
-            plan=options.pop("plan", plan),
+            plan=options.pop("merging", plan),
             dtype=getattr(torch, dtype),
             attached=options,
             **arguments,

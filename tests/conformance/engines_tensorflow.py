@@ -191,7 +191,18 @@ def _tape(wrap: Any, graph: bool, **more: Any) -> Any:
 
 
 OWN, STOCK = hvd.DistributedGradientTape, stock.DistributedGradientTape
-COMMON = ("horovod", "absent", "members", "types", "saved", "levels", "nonfinite", "drift", "plans")
+COMMON = (
+    "horovod",
+    "absent",
+    "members",
+    "types",
+    "saved",
+    "levels",
+    "nonfinite",
+    "drift",
+    "plans",
+    "merging",
+)
 GRAPH_BY_NIGHT = (
     "test_a_bad_gradient_of_one_rank_is_an_error_on_all[topk:density=0.1,feedback",
     "test_it_equals_the_simulator[cltk",

@@ -82,7 +82,17 @@ def _engine(name: str, train: Any, *has: str) -> Engine:
 
 ENGINES = [
     _engine(
-        "own", OwnTraining, "levels", "nonfinite", "drift", "buckets", "models", "share", "plans", "clips"
+        "own",
+        OwnTraining,
+        "levels",
+        "nonfinite",
+        "drift",
+        "buckets",
+        "models",
+        "share",
+        "plans",
+        "merging",
+        "clips",
     ),
     _engine("stock", StockTraining),
 ]

@@ -271,7 +271,7 @@ WAYS = {
 def test_residuals_outlive_the_buckets(arguments, rank):
     """DistributedDataParallel changes its buckets after the first iteration: nothing is lost by that."""
     training, ledger = (
-        HookTraining("exdyna:density=0.1,densities={'second': 0.3}", plan=None, **arguments),
+        HookTraining("exdyna:density=0.1,densities={'second': 0.3}", merging=None, **arguments),
         Ledger(ENGINE),
     )
     plans = []

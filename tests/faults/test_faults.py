@@ -149,6 +149,35 @@ def test_what_a_job_outlives(tmp_path):
         run.ended(30.0)
 
 
+MISSPELT = [
+    pytest.param(
+        mode,
+        marks=[
+            *([pytest.mark.tensorflow] if "-" in mode else []),
+            *([] if mode in ("misspelt", "fit-variable") else [pytest.mark.nightly]),
+        ],
+    )
+    for mode in (
+        *("misspelt", "caught", "variable"),
+        *("fit-misspelt", "fit-variable", "eager-misspelt", "eager-variable"),
+    )
+]
+
+
+@pytest.mark.parametrize("mode", MISSPELT)
+def test_the_others_raise_what_one_rank_has_met(mode, tmp_path):
+    """It cannot make its optimizer, since something is misspelt: the others hear of it, by its words."""
+    with job(mode, tmp_path, TF_WORKER if "-" in mode else WORKER) as run:
+        status = run.ended(BEGINS)
+        (other,), (own,) = ([e for e in run.entries(rank) if "error" in e] for rank in range(RANKS))
+    assert own["error"] == "UnknownNameError"
+    assert other["error"] in ("HorovodSparseError", "ArgumentError")
+    what = "HOROVOD_SPARSE_TRANSPORT 'mpi'" if "variable" in mode else "argument of topk 'densty'"
+    assert other["message"].startswith(f"on rank 1: UnknownNameError: unknown {what}")
+    assert other["waited"] < ENDS
+    assert (status == 0) == (mode != "misspelt")
+
+
 @pytest.mark.tensorflow
 @pytest.mark.parametrize("way", rest_nightly(["fit", "stock", "mixed", "eager"], ["fit"]))
 def test_a_graph_that_waits_for_a_rank_ends(way, tmp_path):

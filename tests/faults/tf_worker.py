@@ -1,6 +1,6 @@
-"""A rank of a job in TensorFlow whose last rank hangs in some step: ``tf_worker.py MODE FOLDER``.
+"""A rank of a job in TensorFlow whose last rank hangs, or cannot begin: ``tf_worker.py MODE FOLDER``.
 
-MODE is a way to train, and how it hangs: ``fit-asleep``. What is raised on the others is written down.
+MODE is a way to train, and what happens: ``fit-asleep``. What is raised on the others is written down.
 """
 
 from __future__ import annotations
@@ -32,9 +32,12 @@ DENSITY = "topk:density=0.1"
 class Training:
     def __init__(self, way: str, how: str, path: Path) -> None:
         self.way, self.how, self.path = way, how, path
-        self.compression = hvd.Compression.parse(DENSITY)
+        is_last = hvd.rank() == hvd.size() - 1
+        self.text = "topk:densty=0.1" if how == "misspelt" and is_last else DENSITY
+        if how == "variable" and is_last:
+            os.environ["HOROVOD_SPARSE_TRANSPORT"] = "mpi"
         self.variables = [tf.Variable(tf.ones([300])), tf.Variable(tf.ones([40, 30]))]
-        self.begun = 0.0
+        self.begun = time.perf_counter()
 
     def note(self, **facts: object) -> None:
         with open(self.path, "a") as file:
@@ -43,7 +46,7 @@ class Training:
     def before(self, step: int) -> None:
         self.begun = time.perf_counter()
         self.note(step=step)
-        if step == FAULT_STEP and hvd.rank() == hvd.size() - 1:
+        if step == FAULT_STEP and hvd.rank() == hvd.size() - 1 and self.how in ("stopped", "asleep"):
             if self.how == "stopped":
                 os.kill(os.getpid(), signal.SIGSTOP)
             until, path = time.monotonic() + ASLEEP_SECONDS, self.path.with_name("rank-0.jsonl")
@@ -71,7 +74,7 @@ class Training:
         layers = [keras.layers.Input((20,)), keras.layers.Dense(30), keras.layers.Dense(1, dtype="float32")]
         model = keras.Sequential(layers)
         model.compile(
-            DistributedOptimizer(sgd, compression=DENSITY, deadline_seconds=DEADLINE_SECONDS), "mse"
+            DistributedOptimizer(sgd, compression=self.text, deadline_seconds=DEADLINE_SECONDS), "mse"
         )
         before = self.before
 
@@ -86,6 +89,7 @@ class Training:
         if self.way in ("fit", "mixed"):
             self.fit()
             return
+        self.compression = hvd.Compression.parse(self.text)
         step = self.step if self.way == "eager" else tf.function(self.step)
         for number in range(STEPS):
             self.before(number)

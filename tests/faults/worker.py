@@ -29,17 +29,15 @@ STEPS, FAULT_STEP = 12, 5
 class Training:
     """Whose gradients depend on rank and step alone."""
 
-    def __init__(self, folder: Path, what: str, **more: Any) -> None:
-        self.rank, self.what = hvd.rank(), what
-        self.path = folder / f"rank-{self.rank}.jsonl"
+    def __init__(self, folder: Path, what: str, text: str = "exdyna:density=0.05", **more: Any) -> None:
+        self.rank, self.what, self.folder = hvd.rank(), what, folder
         self.model = LinearModel(SHAPES)
         sgd = torch.optim.SGD(self.model.parameters(), lr=0.5, momentum=0.5)
-        named, how = self.model.named_parameters(), hvd.Compression.exdyna(density=0.05)
-        self.optimizer = hvd.DistributedOptimizer(sgd, named, compression=how, bucket_bytes=60_000, **more)
+        named = self.model.named_parameters()
+        self.optimizer = hvd.DistributedOptimizer(sgd, named, compression=text, bucket_bytes=60_000, **more)
 
     def note(self, **facts: object) -> None:
-        with open(self.path, "a") as file:
-            file.write(json.dumps({"what": self.what, "pid": os.getpid(), **facts}) + "\n")
+        note(self.folder, self.what, **facts)
 
     def digest(self) -> str:
         held = self.optimizer.state_dict()["horovod_sparse"]["residuals"]
@@ -55,6 +53,11 @@ class Training:
             self.optimizer.step()
             self.optimizer.zero_grad()
             self.note(step=step, digest=self.digest())
+
+
+def note(folder: Path, what: str, **facts: object) -> None:
+    with open(folder / f"rank-{hvd.rank()}.jsonl", "a") as file:
+        file.write(json.dumps({"what": what, "pid": os.getpid(), **facts}) + "\n")
 
 
 def in_backward(training: Training, act) -> None:
@@ -134,7 +137,7 @@ def summing(folder: Path) -> None:
 def until_told(folder: Path, what: str) -> None:
     """Until rank 0 has written down what it has met, or never will."""
     until, path = time.monotonic() + 20.0, folder / "rank-0.jsonl"
-    while f'"{what}": ' not in path.read_text() and time.monotonic() < until:
+    while not (path.exists() and f'"{what}": ' in path.read_text()) and time.monotonic() < until:
         time.sleep(0.1)
 
 
@@ -174,9 +177,33 @@ def survived(folder: Path) -> None:
         training.note(bucket=error.bucket, missing=list(error.missing or ()), waited=seconds)
 
 
+def misspelt(folder: Path, what: str = "misspelt") -> None:
+    """The last rank cannot make its optimizer, for its text or a variable; it may catch the error."""
+    is_last, begun = hvd.rank() == hvd.size() - 1, time.monotonic()
+    if is_last and what == "variable":
+        os.environ["HOROVOD_SPARSE_TRANSPORT"] = "mpi"
+    text = "topk:densty=0.1" if is_last and what != "variable" else "topk:density=0.1"
+    try:
+        Training(folder, what, text).steps(0, 1)
+    except Exception as error:
+        told = {"error": type(error).__name__, "message": str(error)}
+        note(folder, what, waited=time.monotonic() - begun, **told)
+        if what == "misspelt":
+            raise
+    until_told(folder, "error")
+
+
+def caught(folder: Path) -> None:
+    misspelt(folder, "caught")
+
+
+def variable(folder: Path) -> None:
+    misspelt(folder, "variable")
+
+
 if __name__ == "__main__":
     without_dynamo()
     torch.set_num_threads(1)
     hvd.init()
-    modes = (killed, failed, starved, interrupted, summing, survived, networked)
+    modes = (killed, failed, starved, interrupted, summing, survived, networked, misspelt, caught, variable)
     {mode.__name__: mode for mode in modes}[sys.argv[1]](Path(sys.argv[2]))
