@@ -19,54 +19,11 @@ from pathlib import Path
 import numpy as np
 import source_text
 import torch
+from gpt import GPT, parameter_groups
 from torch import nn
 from torch.nn import functional
 
 import horovod_sparse.torch as hvd
-
-#: bytes
-VOCABULARY = 256
-
-
-class Layer(nn.Module):
-    """Attention to what came before, and two dense layers, each beside a shortcut."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention_in, self.attention_out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.dense_in, self.dense_out = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """States [batch, length, width]."""
-        batch, length, width = x.shape
-        parts = self.attention_in(self.norm1(x)).view(batch, length, 3, self.heads, width // self.heads)
-        query, key, value = parts.permute(2, 0, 3, 1, 4)
-        seen = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.attention_out(seen.transpose(1, 2).reshape(batch, length, width))
-        return x + self.dense_out(functional.gelu(self.dense_in(self.norm2(x))))
-
-
-class GPT(nn.Module):
-    """Embeddings of bytes and places, layers, and the bytes' embedding once more to guess the next one."""
-
-    def __init__(self, layers: int, width: int, heads: int, length: int) -> None:
-        super().__init__()
-        self.tokens, self.places = nn.Embedding(VOCABULARY, width), nn.Embedding(length, width)
-        self.layers = nn.ModuleList(Layer(width, heads) for _ in range(layers))
-        self.norm = nn.LayerNorm(width)
-        for name, parameter in self.named_parameters():
-            if parameter.dim() > 1:
-                out = name.endswith("_out.weight")
-                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers) if out else 0.02)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits [batch, length, 256] of the bytes that follow."""
-        x = self.tokens(tokens) + self.places.weight[: tokens.shape[1]]
-        for layer in self.layers:
-            x = layer(x)
-        return self.norm(x) @ self.tokens.weight.T
 
 
 def arguments() -> argparse.Namespace:
@@ -110,16 +67,6 @@ def texts(path: Path | None) -> tuple[np.ndarray, np.ndarray]:
     tokens = np.frombuffer(path.read_bytes(), np.uint8).astype(np.int64)
     cut = len(tokens) * 9 // 10
     return tokens[:cut], tokens[cut:]
-
-
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
-    """Matrices decay, biases and norms do not."""
-    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
-    others = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
-    return [
-        {"params": matrices, "weight_decay": weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
 
 
 def bits_per_byte(model: nn.Module, tokens: np.ndarray, length: int, num_pieces: int, device: str) -> float:

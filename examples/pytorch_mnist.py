@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -28,12 +27,12 @@ import horovod_sparse.torch as hvd
 class Net(nn.Module):
     """Two convolutions and two dense layers: 180 000 parameters, most of them before the hidden units."""
 
-    def __init__(self, hidden: int = 320) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.convolution1 = nn.Conv2d(1, 16, 5)
         self.convolution2 = nn.Conv2d(16, 32, 5)
-        self.dense1 = nn.Linear(512, hidden)
-        self.dense2 = nn.Linear(hidden, 10)
+        self.dense1 = nn.Linear(512, 320)
+        self.dense2 = nn.Linear(320, 10)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Logits [n, 10] of images [n, 1, 28, 28]."""
@@ -52,7 +51,6 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--density", type=float, help="kept fraction of the gradient, in (0, 1]")
     parser.add_argument("--epochs", type=int, default=8)
-    parser.add_argument("--hidden", type=int, default=320, help="units; 8192 make 4.3 million parameters")
     parser.add_argument("--batch-size", type=int, default=32, help="images per rank and step")
     parser.add_argument("--learning-rate", type=float, default=0.02)
     parser.add_argument("--momentum", type=float, default=0.9)
@@ -130,7 +128,7 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(args.seed)
     train, test = digits.load()
-    model = Net(args.hidden)
+    model = Net()
     rate = args.learning_rate * hvd.size()
     inner: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=args.momentum)
     if args.optimizer == "adam":
@@ -154,7 +152,7 @@ def main() -> None:
         optimizer, -(-args.epochs * steps // falls)
     )
 
-    started, step_seconds, curve = time.perf_counter(), [], []
+    started, step_seconds = time.perf_counter(), []
     for epoch in track(range(args.epochs), description=args.compression, disable=hvd.rank() != 0):
         if 0 < args.warmup_epochs <= epoch < args.warmup_epochs + 1 and getattr(optimizer, "decision", None):
             # what the first steps sent, while the density fell, says little about those to come
@@ -169,22 +167,17 @@ def main() -> None:
             optimizer.step()
             schedule.step()
             step_seconds.append(time.perf_counter() - step_started)
-        curve.append((sum(step_seconds), accuracy(model, test)))
 
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     result = {
         "compression": args.compression,
-        "accuracy": curve[-1][1],
-        # by seconds of training alone, after every epoch
-        "curve": curve,
+        "accuracy": accuracy(model, test),
         "final_loss": float(loss.detach()),
         "num_parameters": num_parameters,
         "size": hvd.size(),
         "steps": args.epochs * steps,
         "seconds": time.perf_counter() - started,
         "step_seconds": sum(step_seconds) / len(step_seconds),
-        # when schedules have ended, and a plan is made
-        "settled_seconds": statistics.median(step_seconds[len(step_seconds) // 2 :]),
         # what dense Horovod puts into its allreduce; telemetry replaces it where we sent the gradient
         "bytes_per_step": num_parameters * (2 if args.compression == "fp16" else 4),
     }
@@ -208,16 +201,8 @@ def main() -> None:
         )
         if telemetry is not None and mean is not None:
             print(telemetry.summary())
-        decision = getattr(optimizer, "decision", None)
-        if decision is not None:
+        if (decision := getattr(optimizer, "decision", None)) is not None:
             print(decision)
-            result["predicted"] = {
-                "seconds": dict(decision.predicted_seconds),
-                "profile": decision.profile.to_json(),
-                "plan": decision.plan.to_dict(),
-                "sparsifier": chosen.recipe.sparsifier.describe(),
-                "sizes": {name: parameter.numel() for name, parameter in model.named_parameters()},
-            }
         if args.json:
             args.json.write_text(json.dumps(result, indent=1) + "\n")
     hvd.shutdown()

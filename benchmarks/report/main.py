@@ -1,4 +1,4 @@
-"""Writes docs/appendix, the number in README.md and the pictures from docs/measurements/*.json."""
+"""Writes docs/appendix, the table in README.md and the pictures from docs/measurements/*.json."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from benchmarks.report.pictures import (
     bits_per_second,
     draw,
     predicted_seconds,
-    seconds_of,
 )
 from benchmarks.report.plans import hosts_table, loss_table, paper_table, random_table
 from benchmarks.report.tables import (
@@ -128,29 +127,6 @@ def fill(text: str, made: dict[str, str]) -> str:
     return _MARKED.sub(replace, text)
 
 
-def number(measurements: dict[str, Any]) -> str:
-    """The sentence that README.md begins with; "" without its measurement.
-
-    Example:
-        >>> items = [
-        ...     {"method": "dense", "seconds": {"median": 2.0}},
-        ...     {"method": "exdyna", "seconds": {"median": 0.5}},
-        ... ]
-        >>> number({"bandwidth": {"launches": [{"rate": "1gbit", "ranks": 4, "results": items}]}})
-        '**At 1 Gbit/s a step takes 0.50 s instead of 2.00 s: 4.0 times faster.**'
-    """
-    for launch in measurements.get("bandwidth", {}).get("launches", []):
-        if launch["rate"] == "1gbit":
-            times = seconds_of(launch)
-            dense = times.pop("dense")
-            (sparse,) = times.values()
-            return (
-                f"**At 1 Gbit/s a step takes {sparse:.2f} s instead of {dense:.2f} s: "
-                f"{dense / sparse:.1f} times faster.**"
-            )
-    return ""
-
-
 def read(folder: Path) -> dict[str, Any]:
     """Content of the JSON files that `scripts/bench` made and a page shows."""
     names = {name for _, _, sections in _PAGES.values() for section in sections for name in section.names}
@@ -162,7 +138,7 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Writes the appendix, the number in README.md and the pictures anew, or checks them.
+    """Writes the appendix, the table in README.md and the pictures anew, or checks them.
 
     Args:
         arguments: of the command line; None takes the process's own.
@@ -178,11 +154,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     measurements = read(_DOCS / "measurements")
     made = tables(measurements)
-    readme = _ROOT / "README.md"
+    readme, demo = _ROOT / "README.md", json.loads((_DOCS / "measurements" / "demo.json").read_text())
     texts = {
         **pages(made),
         **studies.pages(),
-        readme: fill(readme.read_text(), {"number": number(measurements)}),
+        readme: fill(readme.read_text(), {"demo": studies.TABLES["demo"](demo)}),
     }
     stale = False
     for path, text in texts.items():

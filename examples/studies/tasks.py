@@ -10,7 +10,7 @@ import digits
 import numpy as np
 import source_text
 import torch
-from gpt_text import GPT
+from gpt import GPT
 from torch import nn
 from torch.nn import functional
 

@@ -16,14 +16,16 @@ import pytest
 EXAMPLES = Path(__file__).parents[2] / "examples"
 KERAS = pytest.param("tensorflow2_keras_mnist", marks=[pytest.mark.tensorflow, pytest.mark.nightly])
 #: launched by torchrun
-WITHOUT_HOROVOD = ("ddp_digits", "imagenet_resnet50")
+WITHOUT_HOROVOD = ("ddp_digits", "imagenet_resnet50", "demo")
 
 
-def launched(example: str, file: Path, *arguments: str, selection: str = "all") -> dict[str, Any]:
+def launched(
+    example: str, file: Path, *arguments: str, selection: str = "all", size: int = 2
+) -> dict[str, Any]:
     """What an example wrote, run on two ranks."""
     launcher = ["horovodrun", "--gloo", "--disable-cache", "-np", "2", sys.executable]
     if example in WITHOUT_HOROVOD:
-        launcher = ["torchrun", "--standalone", "--nproc-per-node", "2"]
+        launcher = ["torchrun", "--standalone", "--nproc-per-node", str(size)]
     launcher[0] = str(Path(sys.executable).with_name(launcher[0]))
     done = subprocess.run(
         [*launcher, str(EXAMPLES / f"{example}.py"), *arguments, "--json", str(file)],
@@ -74,6 +76,18 @@ def test_a_dry_run_takes_every_path_but_the_data(example: str, tmp_path: Path) -
     if curves:
         (file,) = (tmp_path / "curves").iterdir()
         assert b"sparse/density_union" in file.read_bytes()
+
+
+@pytest.mark.nightly
+def test_the_demo_trains_by_every_method(tmp_path: Path) -> None:
+    run = launched("demo", tmp_path / "run.json", "--seconds", "3", "--rate", "300", size=4)
+    assert len(run["runs"]) == 6
+    start = run["runs"]["dense"]["curve"][0]
+    for name, method in run["runs"].items():
+        assert method["curve"][0] == start, f"{name} begins elsewhere"
+        assert method["bits"] < start[1] - 0.1, name
+    sent = {name: method["bytes_per_pass"] for name, method in run["runs"].items()}
+    assert sent["fp16"] < 0.6 * sent["dense"] and sent["sparse, every step"] < 0.05 * sent["dense"]
 
 
 @pytest.mark.parametrize(

@@ -127,6 +127,17 @@ def _ddp() -> dict[str, Any]:
     }
 
 
+def _torchrun() -> dict[str, Any]:
+    """Nothing but what torchrun tells the one rank that there is."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    told = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    os.environ |= told
+    return {}
+
+
 def _tensorflow() -> dict[str, Any]:
     import keras
     import tensorflow as tf
@@ -196,6 +207,7 @@ PRELUDES: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     "torch": ("torch", _torch),
     "torch trained": ("torch", _torch_trained),
     "ddp": ("torch", _ddp),
+    "torchrun": ("torch", _torchrun),
     "tensorflow": ("tensorflow", _tensorflow),
     "keras": ("tensorflow", _keras),
 }

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import digits
-import gpt_text
+import gpt
 import source_text
 import torch
 from cifar10_resnet import augmented, load, normalized
@@ -122,8 +122,8 @@ def text_training(
         return mean * len(mine), len(mine)
 
     return Training(
-        lambda: gpt_text.GPT(layers, width, 4, length),
-        lambda model: torch.optim.AdamW(gpt_text.parameter_groups(model, 0.1), lr=3e-3, betas=(0.9, 0.95)),
+        lambda: gpt.GPT(layers, width, 4, length),
+        lambda model: torch.optim.AdamW(gpt.parameter_groups(model, 0.1), lr=3e-3, betas=(0.9, 0.95)),
         batches,
         loss,
         bits,
