@@ -184,6 +184,11 @@ def cluster_for(num_hosts: int | None, rate: str | None, name: str = "cluster") 
             _script("down", "--name", own)
 
 
+def set_rate(hosts: Hosts, rate: str) -> None:
+    """Another rate for all ports of a cluster that is up, while ranks run on it."""
+    _script("rate", rate, "--name", hosts.name)
+
+
 @contextlib.contextmanager
 def _ended_tidily() -> Iterator[None]:
     """Whoever ends this process by SIGTERM or SIGHUP ends it as an exception would, clusters removed."""

@@ -191,8 +191,9 @@ def local_rounds(
     Example:
         >>> from horovod_sparse.cost import AlphaBeta, assumed_profile
         >>> profile = assumed_profile(AlphaBeta(50e-6, 8e-8), 4)
-        >>> [f"{one.share:.0%}" for one in local_rounds(profile, parse_recipe("topk").sparsifier, 10**8, 0.5)]
-        ['45%', '21%', '8%', '3%']
+        >>> rounds = local_rounds(profile, parse_recipe("topk").sparsifier, 10**8, 0.05)
+        >>> [f"{one.share:.0%}" for one in rounds], fitting_rounds(rounds, 0.05).every
+        (['54%', '28%', '11%', '4%'], 300)
     """
     sent = bytes_by_round(parse_recipe(LOCAL).sparsifier, profile.size, num_elements)
     num_bytes, seconds = sum(each for _, each in sent), 0.0

@@ -83,7 +83,7 @@ class Following(WarmUp):
         share, decision, own = self.request.share, self.decision, self._own
         if decision is None or share is None:
             return None
-        rests, twice = self._rest > 0 and not decision.remedy, self._seen > 0
+        rests, twice = self._rest > 0, self._seen > 0
 
         def coroutine(where: ClusterFacts, **_: Any) -> Synchronization[Decision]:
             measured = yield from mean_times(own)
@@ -91,7 +91,8 @@ class Following(WarmUp):
             off, whole = _off(found, share.limit), not plan.buckets and plan.values is None
             once = off > 0 and not twice and found < _AT_ONCE * share.limit
             fine = off == 0 and not (decision.remedy and found <= share.limit)
-            if fine or once or (off < 0 and (rests or whole)):
+            futile = off > 0 and rests if decision.remedy else off < 0 and (rests or whole)
+            if fine or once or futile:
                 return dataclasses.replace(decision, measured=found)
             density = self._sparsifier.density if plan.density is None else plan.density
             sent = self._sparsifier.sent_as(density, plan.values if plan.buckets else None)

@@ -9,7 +9,7 @@ from pathlib import Path
 from cluster_lib import launch
 from cluster_lib.errors import ClusterError
 from cluster_lib.measure import measure
-from cluster_lib.network import make, remove
+from cluster_lib.network import make, remove, set_rate
 from cluster_lib.record import Cluster, load, load_all, load_complete
 from cluster_lib.show import show_measurements, show_states, state
 from cluster_lib.system import check_machine, end
@@ -36,6 +36,9 @@ def _parser() -> argparse.ArgumentParser:
     up.add_argument(
         "--ranks-per-host", type=int, default=1, help="that run starts without -np (default: %(default)s)"
     )
+
+    rate = commands.add_parser("rate", parents=[named], help="another rate, while ranks run")
+    rate.add_argument("rate", help="as of `up`; not unlimited, nor where it was")
 
     run = commands.add_parser(
         "run", parents=[named], help="run ranks on the hosts", usage="%(prog)s [options] -- COMMAND"
@@ -88,6 +91,11 @@ def _up(options: argparse.Namespace) -> int:
     return 0
 
 
+def _rate(options: argparse.Namespace) -> int:
+    set_rate(load_complete(options.name), options.rate)
+    return 0
+
+
 def _run(options: argparse.Namespace) -> int:
     cluster = load_complete(options.name)
     num_ranks = cluster.num_hosts * cluster.ranks_per_host if options.np is None else options.np
@@ -128,6 +136,7 @@ def _down(options: argparse.Namespace) -> int:
 
 _COMMANDS = {
     "up": _up,
+    "rate": _rate,
     "run": _run,
     "enter": _enter,
     "measure": _measure,

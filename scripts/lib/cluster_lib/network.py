@@ -9,10 +9,11 @@ import os
 import signal
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from cluster_lib.errors import ClusterError
+from cluster_lib.rate import Rate
 from cluster_lib.record import INTERFACE, NAMESPACES, STATE, Cluster, load, locked, tidy
 from cluster_lib.system import end_if_asked, run
 
@@ -91,6 +92,23 @@ def _build(cluster: Cluster) -> None:
             run("ip", "-n", host, "link", "set", INTERFACE, "gso_max_size", str(cluster.rate.piece_bytes))
         run("ip", "-n", host, "link", "set", INTERFACE, "up")
         run("ip", "-n", switch, "link", "set", port, "up")
+
+
+def set_rate(cluster: Cluster, text: str) -> None:
+    """Give every port another rate, whatever runs on the hosts.
+
+    Raises:
+        ClusterError: the rate is none, or there was none before.
+    """
+    rate = Rate.parse(text)
+    if rate.bits_per_second is None or cluster.rate.bits_per_second is None:
+        raise ClusterError(f"the rate cannot be changed from {cluster.rate.text} to {text}", "Make another.")
+    for index in range(cluster.num_hosts):
+        for namespace, device in ((cluster.namespace(index), INTERFACE), (cluster.switch, f"port{index}")):
+            run("tc", "-n", namespace, "qdisc", "change", "dev", device, "root", *rate.tbf)
+        piece = str(rate.piece_bytes)
+        run("ip", "-n", cluster.namespace(index), "link", "set", INTERFACE, "gso_max_size", piece)
+    replace(cluster, rate=rate).save(complete=True)
 
 
 def _add_namespace(namespace: str) -> None:
