@@ -32,7 +32,7 @@ from horovod_sparse.wire import WireFormat
 #: local steps from one exchange to the next that are looked at, and what an exchange sends
 EVERY, LOCAL = (10, 30, 100, 300), "sparseloco"
 #: what is known of one of them: the GPT of docs/measurements/local_steps.json
-_LOCAL_STEPS = {30: "a small GPT's loss ended 20 % above that of dense AdamW after 900 steps"}
+_LOCAL_STEPS = {30: "unknown for large models; a small GPT ended 20 % above dense AdamW's loss"}
 
 #: what is tried, denser first: of two that take equally long the denser one is advised
 CANDIDATES = ("exdyna:density=0.01", "topk:density=0.01", "exdyna:density=0.001", "topk:density=0.001")
@@ -170,8 +170,7 @@ class LocalRounds:
     @property
     def accuracy(self) -> str:
         """What is known of it."""
-        known = _LOCAL_STEPS.get(self.every)
-        return "unknown" if known is None else f"unknown for large models; {known}"
+        return _LOCAL_STEPS.get(self.every, "unknown")
 
     def __str__(self) -> str:
         return f"{self.line}: predicted {self.share:.1%} network; accuracy: {self.accuracy}"

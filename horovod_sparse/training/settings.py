@@ -27,7 +27,7 @@ LEVELS = "flat", "host", "auto"
 EVERY_VARIABLE, POLICY_VARIABLE = "HOROVOD_SPARSE_CHECK_EVERY", "HOROVOD_SPARSE_ON_DRIFT"
 _EVERY = 1000
 #: what ``network_share="auto"`` is
-_AUTO_SHARE = 0.05
+AUTO_SHARE = 0.05
 
 
 class CommonOptions(TypedDict, total=False):
@@ -171,7 +171,7 @@ class Settings:
         if self.max_grad_norm is not None:
             allowed = "a norm above 0, or None"
             check_number("max_grad_norm", self.max_grad_norm, allowed, low=0.0, high=math.inf)
-        share = _AUTO_SHARE if self.network_share == "auto" else self.network_share
+        share = AUTO_SHARE if self.network_share == "auto" else self.network_share
         if share is not None:
             allowed = "a part of an iteration between 0 and 1, or 'auto'"
             check_number("network_share", share, allowed, low=0.0, high=1.0, include_high=False)

@@ -41,6 +41,7 @@ from horovod_sparse.planning.advice import (
     accuracy,
     candidates,
     crossing,
+    fitting_rounds,
     verdict_of,
 )
 from horovod_sparse.planning.formulas import assumed_profile
@@ -48,6 +49,7 @@ from horovod_sparse.planning.request import STRATEGIES
 from horovod_sparse.planning.workload import LAYER_TABLES
 from horovod_sparse.plans.dense import bytes_by_round
 from horovod_sparse.plans.network import HOST_NETWORK, AlphaBeta
+from horovod_sparse.training.settings import AUTO_SHARE
 
 _MOST_RANKS = 4096
 #: lines that JSON has, too
@@ -121,6 +123,7 @@ def run(options: argparse.Namespace) -> int:
         "worth it": times.pop("worth it"),
         "accuracy": accuracy(chosen.recipe, options.optimizer),
         **times,
+        "local steps": str(fitting_rounds(chosen.rounds, options.network_share or AUTO_SHARE)),
         "how sure": f"{report.how_sure(source, options.gradient_dtype)}; time of the step: {origin}",
         "assumed": "; ".join(_assumed(options, source)),
     }

@@ -172,7 +172,7 @@ def choose(step: Workload, source: Source, recipe: Recipe, asked: Asked, *, othe
     else:
         plan, density = found
         workload, _, reasons = chosen_at(density, plan.values)
-        workload, recipe = workload.with_dense(plan.dense), recipe.at(plan.density, plan.values)
+        workload, recipe = workload.with_dense(plan.dense), recipe.at(plan.density)
         first = Predicted(asked.name, plan, predict(workload, plan, cost_at(density, plan.values)))
     cost, predictions, mine = cost_at(recipe.sparsifier.density), [first], levels
     if others and profile.per_host > 1:  # the same with the other number of levels

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from statistics import fmean
 
@@ -10,6 +11,7 @@ import pytest
 from horovod_sparse.cli.main import main
 from horovod_sparse.cost import AlphaBeta, Fit, assumed_profile
 from horovod_sparse.feedback import parse_recipe
+from horovod_sparse.planning import advice
 from horovod_sparse.planning.advice import OPTIMIZERS
 from horovod_sparse.plans.dense import ELEMENT_SECONDS
 
@@ -167,3 +169,10 @@ def test_points_that_are_told_are_those_that_were_measured(capsys):
     behind = [f"{fmean(dense) - fmean(corrected[method]):.1f}" for method in ("topk", "exdyna")]
     told = numbers(capsys, "--optimizer", "sgd", "--sparsifier", "topk:feedback=momentum")["accuracy"]
     assert f"lost {' and '.join(behind)} points with restarts" in told
+    local = json.loads((MEASUREMENTS / "local_steps.json").read_text())["runs"]
+    dense, apart = (
+        fmean(run["training_bits"] for name, run in local.items() if name.startswith(row))
+        for row in ("AdamW in every step", "sparseloco, H = 30/")
+    )
+    above = re.search(r"ended (\d+) % above", advice._LOCAL_STEPS[30])
+    assert above and int(above[1]) == pytest.approx(100 * (apart / dense - 1), abs=2.0)
