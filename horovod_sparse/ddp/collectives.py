@@ -125,7 +125,7 @@ class Carrier:
 
     def _reduce(self, buffer: Any) -> Any:
         # sums of them are exact in float32, or in float16
-        word = self._word() % (_NUM_SUMMED if buffer.dtype != np.float16 else max(1, 2048 // self.size))
+        word = self._word() % (_NUM_SUMMED if buffer.itemsize > 2 else max(1, 2048 // self.size))
         if isinstance(buffer, torch.Tensor):
             flat = buffer.detach().cpu()
             total = torch.cat([flat, flat.new_full((1,), word)])

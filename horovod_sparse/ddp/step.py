@@ -168,7 +168,8 @@ class Synchronizer(Training):
         except ArgumentError:
             return plan_of(layout, self.facts)
         # of a density that times decided about elsewhere: here the recipe has its own
-        return saved if self.recipe.auto is not None else dataclasses.replace(saved, density=None)
+        own = dataclasses.replace(saved, density=None, values=None)
+        return saved if self.recipe.auto is not None else own
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's residuals and states: tensors, numbers and strings alone; every rank saves its own.

@@ -115,10 +115,11 @@ class GradientMemory:
         *,
         refused: bool = False,
         members: Members = (),
+        halves: bool = False,
     ) -> Synchronization[torch.Tensor]:
-        """As `sum_densely`, of a flat gradient where it is: half types in float32."""
+        """As `sum_densely`, of a flat gradient where it is: half types in float32, `halves` as they are."""
         (rank, size), count = place, gradient.numel()
-        wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+        wide = gradient if halves else gradient.to(torch.promote_types(gradient.dtype, torch.float32))
         buffer = wide.new_zeros(count + size)
         own, mark = buffer[:count], buffer[count + rank]
         torch.add(wide, 0 if carried is None else torch.tensor(carried, device=wide.device), out=own)

@@ -208,9 +208,12 @@ class DenseParameters(common.DensePart, Part):
         parameters: Sequence[torch.Tensor],
         place: tuple[int, int],
         make_gradient: MakeGradient = FlatGradient,
+        halves: bool = False,
     ) -> None:
         super().__init__(f"dense.{names[0]}", names, parameters, make_gradient)
-        self.num_elements, self._place = self.gradient.num_elements, place
+        self.num_elements, self._place, self._halves = self.gradient.num_elements, place, halves
+        #: what float16 has taken from the gradient under way
+        self._rounded: torch.Tensor | None = None
 
     def again(self, driver: Starter, *, drop: bool) -> None:
         if drop:
@@ -220,12 +223,22 @@ class DenseParameters(common.DensePart, Part):
     def _step(self, refused: bool) -> Synchronization[Any]:
         flat = unscaled(self.gradient.flat, self._loss_scale)
         members = [(name, stop) for name, (_, stop) in zip(self.names, self.places, strict=True)]
-        given = self.title, flat, self.carried, self._place
-        return self.memory.sum_dense(*given, refused=refused, members=members)
+        carried = self.carried
+        if self._halves:
+            wide = flat.to(torch.promote_types(flat.dtype, torch.float32))
+            wide = wide if carried is None else wide + torch.as_tensor(carried, device=wide.device)
+            most = torch.finfo(torch.float16).max / self._place[1]  # no sum is larger than a half may be
+            flat, carried = torch.where(wide.isfinite(), wide.clamp(-most, most), wide).half(), None
+            self._rounded = wide - flat
+        given = self.title, flat, carried, self._place
+        return self.memory.sum_dense(*given, refused=refused, members=members, halves=self._halves)
+
+    def held(self) -> tuple[np.ndarray, ...]:
+        return tuple(torch.as_tensor(one).cpu().numpy() for one in super().held())
 
     def _put(self, total: Any, scale: float) -> BucketReport:
-        self.gradient.fill(total * scale)
-        self.carried = None
+        self.gradient.fill((total.float() if self._halves else total) * scale)
+        self.carried = self._rounded  # on its device
         return self.report(self._place[1], total.element_size(), self.gradient.num_bytes, 0.0)
 
 
@@ -242,7 +255,7 @@ def make_parts(
     for spec in specs:
         parameters = [facts[name][1] for name in spec.names]
         if spec.recipe is None:
-            parts.append(DenseParameters(spec.names, parameters, place, make_gradient))
+            parts.append(DenseParameters(spec.names, parameters, place, make_gradient, spec.halves))
             continue
         group = partial(_group, optimizer, facts[spec.names[0]][0].group)
         hosts = None if spec.dense else topology

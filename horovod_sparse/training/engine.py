@@ -37,12 +37,14 @@ class PartSpec:
         label: stable over ranks and steps.
         recipe: what to do with the parameters; None where an allreduce does.
         dense: whether the plan leaves them dense.
+        halves: whether an allreduce is of float16.
     """
 
     label: str
     names: tuple[str, ...]
     recipe: Recipe | None
     dense: bool = False
+    halves: bool = False
 
 
 class Engine(Protocol):

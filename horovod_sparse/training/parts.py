@@ -116,7 +116,7 @@ class DensePart:
     dense = True
     num_elements: int
     dtype: str
-    carried: np.ndarray | None = None
+    carried: Any = None
 
     @property
     def title(self) -> str:
@@ -267,7 +267,9 @@ def check_sum(name: str, marks: np.ndarray, is_finite: Callable[[], bool], membe
         raise EditedGradientError(name, dict.fromkeys(edited, "its own error says which"))
     if unhealthy := np.flatnonzero(marks).tolist():
         names = [member for member, _ in members] or [name]
-        raise NonFiniteGradientError(name, {rank: names[int(marks[rank]) - 1] for rank in unhealthy})
+        # float16 does not hold every number
+        places = {rank: min(int(marks[rank]), len(names)) for rank in unhealthy}
+        raise NonFiniteGradientError(name, {rank: names[place - 1] for rank, place in places.items()})
     if not is_finite():
         raise NonFiniteSumError(name, {}, name)
 

@@ -181,8 +181,8 @@ class Training:
             specs.append(PartSpec(f"bucket{number}.{names[0]}", tuple(names), chosen))
         dense = recipe.for_dense(HALVES) if halves else recipe.for_dense()
         for names in dense_groups([facts[name][0] for name in plan.dense]):
-            kept = dense if halves or needs_bucket(dense) else None
-            specs.append(PartSpec(f"dense.{names[0]}", names, kept, dense=True))
+            kept = dense if needs_bucket(dense) else None
+            specs.append(PartSpec(f"dense.{names[0]}", names, kept, dense=True, halves=halves))
         return self.engine.make_parts(specs, facts, self.made_for, self.topology)
 
     def _progress(self) -> dict[str, Progress]:

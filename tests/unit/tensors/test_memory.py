@@ -1,5 +1,7 @@
 """The memories behind the PyTorch front end give the same bits, and refuse devices that cannot serve."""
 
+from types import SimpleNamespace
+
 import horovod.torch as stock
 import numpy as np
 import pytest
@@ -8,7 +10,9 @@ import torch
 from horovod_sparse.errors import NonFiniteGradientError, UnsupportedError
 from horovod_sparse.feedback import parse_recipe
 from horovod_sparse.tensors.device_memory import DeviceMemory
+from horovod_sparse.tensors.driver import Task
 from horovod_sparse.tensors.flat_gradient import GradientMemory, memory_of
+from horovod_sparse.tensors.parts import DenseParameters
 from horovod_sparse.torch import SparseCompressor
 from horovod_sparse.training.engine import carry_out
 from support.linear import LinearModel, dyadic
@@ -139,15 +143,35 @@ def test_what_a_dense_parameter_carries_joins_its_sum():
     assert stop.value.value.tolist() == [4.5, 6.0]
 
 
+def test_what_halves_round_off_waits():
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    part = DenseParameters(["w"], [parameter], (0, 2), halves=True)
+    waits = torch.zeros(3, dtype=torch.float64)
+
+    def summed(name, step):
+        return Task(name, done=True, result=carry_out(step, lambda request: 2 * request.buffer))
+
+    for gradient in ([1.0001, 1e5, -3e-9], [2.0, -5e4, 1e-9]):
+        parameter.grad = torch.tensor(gradient)
+        given = parameter.grad.double() + waits
+        part.start(SimpleNamespace(start=summed))
+        part.apply(0.5)
+        assert parameter.grad.abs().max() <= 65504 / 2
+        waits = torch.from_numpy(part.held()[0]).double()
+        torch.testing.assert_close(parameter.grad.double() + waits, given, rtol=1e-6, atol=0.0)
+        assert waits.any()
+
+
+@pytest.mark.parametrize("halves", [False, True])
 @pytest.mark.parametrize(
     "memory", [GradientMemory(), DeviceMemory(torch.device("cpu"))], ids=["host", "device"]
 )
-def test_the_bad_one_of_several_dense_parameters_is_named(memory):
+def test_the_bad_one_of_several_dense_parameters_is_named(memory, halves):
     members = [("a", 2), ("b", 3), ("c", 5)]
     for element, name in ((0, "a"), (1, "a"), (2, "b"), (3, "c"), (4, "c")):
-        gradient = torch.ones(5)
+        gradient = torch.ones(5, dtype=torch.float16 if halves else torch.float32)
         gradient[element] = torch.inf
-        step = memory.sum_dense("all", gradient, None, (1, 3), members=members)
+        step = memory.sum_dense("all", gradient, None, (1, 3), members=members, halves=halves)
         with pytest.raises(NonFiniteGradientError) as found:
             carry_out(step, lambda request: request.buffer)
         assert found.value.where == {1: name}
