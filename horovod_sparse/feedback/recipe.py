@@ -255,12 +255,12 @@ class Recipe:
         changed = dataclasses.replace(self.sparsifier, density=density, schedule=None)
         return Recipe(changed, self.feedback)
 
-    def for_dense(self, values: str = "exact") -> Recipe:
+    def for_dense(self) -> Recipe:
         """The recipe for a parameter that is sent whole: the same feedback around an allreduce."""
         from horovod_sparse.sparsifiers.dense import Dense
 
         for_dense = getattr(self.feedback, "for_dense", None)
-        return Recipe(Dense(values=values), self.feedback if for_dense is None else for_dense())
+        return Recipe(Dense(), self.feedback if for_dense is None else for_dense())
 
     def describe(self) -> str:
         """One line for logs and checkpoints; `parse_recipe` makes an equal recipe of it.

@@ -36,7 +36,7 @@ def plan_request(
         return None, plan
     from horovod_sparse.planning.request import NetworkShare, requested
 
-    share = None if network_share is None else NetworkShare(network_share, recipe)
+    share = None if network_share is None or recipe is None else NetworkShare(network_share, recipe)
     return requested(merging, tensor_selection, profile, plan, groups, bucket_bytes, density, share)
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.feedback import (
     AdamFeedback,
+    AutoDensity,
     BestFeedback,
     ErrorFeedback,
     MomentumCorrection,
@@ -21,6 +22,7 @@ from horovod_sparse.feedback import (
 from horovod_sparse.planning.cost_model import AffineTime, CostModel
 from horovod_sparse.planning.optimal import optimal
 from horovod_sparse.planning.profile import Profile
+from horovod_sparse.planning.selection import Chosen, choose_by_share
 from horovod_sparse.planning.timeline import predict
 from horovod_sparse.planning.workload import Workload
 from horovod_sparse.plans.dense import bytes_by_round
@@ -202,6 +204,29 @@ def local_rounds(
         seconds = profile.collectives["allreduce"].time().seconds(num_bytes * profile.size / 2)
     seconds += profile.work(sparsifier, profile.size).seconds(num_elements)
     return [LocalRounds(every, seconds, num_bytes, 4 * num_elements, computing) for every in EVERY]
+
+
+def by_share(
+    limit: float,
+    recipe: Recipe,
+    profile: Profile,
+    num_elements: int,
+    computing: float,
+    dense: Mapping[str, tuple[Plan, float]],
+    plan_at: Callable[..., Plan],
+    seconds_of: Callable[[Plan, float], float],
+) -> tuple[Chosen, str]:
+    """What `choose_by_share` gives for a recipe; and what to write where nothing fits, or nothing."""
+    given = recipe.sparsifier
+    limits = recipe.auto or AutoDensity(given.density, given.density)
+    sparse = sparse_choices(recipe, profile.size, plan_at)
+    chosen = choose_by_share(limit, limits, computing, dense, sparse, seconds_of)
+    if chosen.fits:
+        return chosen, ""
+    remedy = str(fitting_rounds(local_rounds(profile, given, num_elements, computing), limit))
+    if recipe.auto is None and given.follows_density:
+        remedy = f"density='auto' in place of {given.density:g}, or {remedy}"
+    return chosen, remedy
 
 
 def fitting_rounds(rounds: Sequence[LocalRounds], share: float) -> LocalRounds:

@@ -18,7 +18,6 @@ from horovod_sparse.planning.optimal import optimal
 from horovod_sparse.planning.profile import Profile
 from horovod_sparse.planning.selection import (
     TensorSelection,
-    choose_by_share,
     dense_of,
     densest_plan,
     joint,
@@ -31,6 +30,7 @@ from horovod_sparse.plans.dense import ClusterFacts
 from horovod_sparse.plans.plan import DEFAULT_BUCKET_BYTES, HALVES, ParameterFacts, Plan, only_one
 from horovod_sparse.sparsifiers import Sparsifier
 from horovod_sparse.sparsifiers.base import value_text
+from horovod_sparse.training.parts import needs_bucket
 
 _log = logging.getLogger("horovod_sparse")
 
@@ -118,7 +118,7 @@ class NetworkShare:
     """How much of an iteration the network may take, and of which recipe the accuracy is told."""
 
     limit: float
-    recipe: Recipe | None = None
+    recipe: Recipe
 
 
 @dataclass(frozen=True)
@@ -328,29 +328,24 @@ def _by_share(
     profile: Profile,
 ) -> Decision:
     """What fits into the network's share, in three lines: what was chosen, its times, its accuracy."""
-    from horovod_sparse.planning.advice import accuracy, fitting_rounds, local_rounds, sparse_choices
+    from horovod_sparse.planning.advice import accuracy, by_share
 
-    workload, _ = step(sparsifier.density)
+    recipe, (workload, _) = share.recipe, step(sparsifier.density)
     names = tuple(parameter.name for parameter in workload.backward)
-    whole = {"dense": Plan((), names), HALVES: Plan((), names, values=HALVES)}
+    whole = {"dense": Plan((), names)}
+    if not needs_bucket(recipe.for_dense()):  # whose feedback an allreduce of halves would leave out
+        whole[HALVES] = Plan((), names, values=HALVES)
     dense = {name: (one, seconds(one, sparsifier.density)) for name, one in whole.items()}
-    limits = request.density or AutoDensity(sparsifier.density, sparsifier.density)
     computing = workload.step_seconds + workload.update_seconds
-    recipe = share.recipe or Recipe(sparsifier)
-    sparse = sparse_choices(recipe, profile.size, plan_at)
-    chosen = choose_by_share(share.limit, limits, computing, dense, sparse, seconds)
+    num_elements = sum(parameter.num_elements for parameter in workload.parameters)
+    given = recipe, profile, num_elements, computing, dense, plan_at, seconds
+    chosen, remedy = by_share(share.limit, *given)
     plan, values = chosen.plan, chosen.plan.values
     if not sparsifier.follows_density:
         plan = dataclasses.replace(plan, density=None)
     known = "that of dense training" + (", gradients rounded to float16" if values else "")
     if plan.buckets:
-        known = "unknown" if share.recipe is None else accuracy(recipe.at(plan.density, values), None)
-    remedy = ""
-    if not chosen.fits:
-        n = sum(parameter.num_elements for parameter in workload.parameters)
-        remedy = str(fitting_rounds(local_rounds(profile, sparsifier, n, computing), share.limit))
-        if request.density is None and sparsifier.follows_density:
-            remedy = f"density='auto' in place of {sparsifier.density:g}, or {remedy}"
+        known = accuracy(recipe.at(plan.density, values), None)
     told = f"{request.share_words}: {chosen.words}\n{chosen.times}\naccuracy: {known}"
     workload, cost = step(chosen.density, values) if plan.buckets else step(sparsifier.density)
     plan.check(workload.parameters)

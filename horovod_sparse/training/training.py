@@ -179,7 +179,7 @@ class Training:
         for number, names in enumerate(plan.buckets, first):
             chosen = recipe.for_parameter(names[0], facts[names[0]][0].num_elements)
             specs.append(PartSpec(f"bucket{number}.{names[0]}", tuple(names), chosen))
-        dense = recipe.for_dense(HALVES) if halves else recipe.for_dense()
+        dense = recipe.for_dense()
         for names in dense_groups([facts[name][0] for name in plan.dense]):
             kept = dense if needs_bucket(dense) else None
             specs.append(PartSpec(f"dense.{names[0]}", names, kept, dense=True, halves=halves))

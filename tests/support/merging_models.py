@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from benchmarks.plans import SortingTime
 from horovod_sparse.cost import AffineTime, CostModel, Fit, Profile
 from horovod_sparse.merging import ParameterFacts, Plan, Workload, plan_of_segments, predict
-from horovod_sparse.planning import request, share
+from horovod_sparse.planning import advice, share
 from horovod_sparse.planning.selection import Chosen
 
 KINDS = (("float32", "cpu", 0), ("float32", "cpu", 1), ("float64", "cpu", 0))
@@ -82,6 +82,6 @@ def share_that_changes(monkeypatch: Any, names: Iterable[str]) -> None:
         plan = next(tried)
         return Chosen(plan, plan.density or 1.0, "as the test says", "in no time", True)
 
-    monkeypatch.setattr(request, "choose_by_share", chosen)  # which the first rank alone asks
+    monkeypatch.setattr(advice, "choose_by_share", chosen)  # which the first rank alone asks
     monkeypatch.setattr(share, "share_measured", lambda times: 0.5)
     monkeypatch.setattr(share, "PERIOD", 6)

@@ -13,18 +13,17 @@ from rich.table import Table
 from horovod_sparse.cli.console import plain_table
 from horovod_sparse.cli.options import Source
 from horovod_sparse.errors import ArgumentError
-from horovod_sparse.feedback import AutoDensity, Recipe
+from horovod_sparse.feedback import Recipe
 from horovod_sparse.planning.advice import (
     GRADIENT_BYTES,
     LOCAL,
     LocalRounds,
     Verdict,
+    by_share,
     dense_cost,
     dense_step,
-    fitting_rounds,
     local_rounds,
     residual_bytes,
-    sparse_choices,
 )
 from horovod_sparse.planning.cost_model import CostModel
 from horovod_sparse.planning.formulas import faster_levels
@@ -32,7 +31,6 @@ from horovod_sparse.planning.optimal import optimal
 from horovod_sparse.planning.profile import Levels
 from horovod_sparse.planning.selection import (
     TensorSelection,
-    choose_by_share,
     dense_of,
     densest_plan,
     joint,
@@ -156,12 +154,10 @@ def choose(step: Workload, source: Source, recipe: Recipe, asked: Asked, *, othe
     if asked.share is not None:
         whole = {name: dense_cost(profile, size / 4) for name, size in (("dense", 4), ("float16", 2))}
         dense_plans = {name: dense_step(step, cost) for name, cost in whole.items()}
-        limits = recipe.auto or AutoDensity(recipe.sparsifier.density, recipe.sparsifier.density)
-        sparse = sparse_choices(recipe, profile.size, plan_at)
-        share = choose_by_share(asked.share, limits, computing, dense_plans, sparse, seconds_of)
+        given_by = recipe, profile, n, computing, dense_plans, plan_at, seconds_of
+        share, remedy = by_share(asked.share, *given_by)
         words += [f"network_share={asked.share:g}: {share.words}", share.times]
-        if not share.fits:
-            words.append(f"this fits: {fitting_rounds(rounds, asked.share)}")
+        words += [f"this fits: {remedy}"] if remedy else []
         found = share.plan, share.density if share.plan.buckets else recipe.sparsifier.density
     elif recipe.auto is not None and not (isinstance(merging, Plan) and merging.density is not None):
         densest = densest_plan(recipe.auto, plan_at, seconds_of)
