@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from horovod_sparse.collectives import AllReduce, Broadcast, Synchronization
+from horovod_sparse.collectives import AllReduce, Synchronization
 from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.feedback import ParameterRules
 from horovod_sparse.tensors.flat_gradient import HOST, GradientLayout
 from horovod_sparse.tensors.layout import TensorEntry, host_entry, view_into
 from horovod_sparse.tensors.parts import Part, facts_of, make_parts
 from horovod_sparse.topology import Topology
+from horovod_sparse.training.drift import brought
 from horovod_sparse.training.engine import Facts, PartSpec
 from horovod_sparse.training.local_settings import RoundSettings
 from horovod_sparse.training.rounds import Rounds
@@ -175,11 +176,15 @@ class ModelBuffers:
         return [name for name, digest in digests_of(self._buffers).items() if digest != self._known.get(name)]
 
     @torch.no_grad()
-    def shared(self, names: Sequence[str], size: int) -> Synchronization[None]:
+    def shared(self, names: Sequence[str], size: int, root: int | None = None) -> Synchronization[None]:
         """See `Buffers`: one allreduce, and a broadcast for each that is no float."""
         buffers = self._buffers
-        some = [buffers[name] for name in names]
-        floats = [buffer for buffer in some if buffer.is_floating_point() and buffer.numel()]
+        some = [
+            buffer
+            for name, buffer in buffers.items()
+            if buffer.numel() and (root is not None or name in names)
+        ]
+        floats = [buffer for buffer in some if buffer.is_floating_point()] if root is None else []
         if floats:
             total = yield AllReduce(
                 np.concatenate([one.double().cpu().numpy().reshape(-1) for one in floats])
@@ -188,13 +193,8 @@ class ModelBuffers:
             for buffer, piece in zip(floats, pieces, strict=True):
                 buffer.copy_(piece.view(buffer.shape))
         for buffer in some:
-            if not buffer.is_floating_point() and buffer.numel():
-                entry = TensorEntry("", buffer)
-                own = entry.read()
-                words = np.zeros(-(-own.size // 4), np.int32)
-                words.view(np.uint8)[: own.size] = own
-                received = np.ascontiguousarray((yield Broadcast(words, 0)))
-                entry.write(received.view(np.uint8)[: own.size])
+            if root is not None or not buffer.is_floating_point():
+                yield from brought(TensorEntry("", buffer), root or 0)
         self._known = digests_of(self._buffers)
 
 

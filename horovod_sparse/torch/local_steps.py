@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from horovod.torch.elastic.state import StateHandler, get_handler_registry
 
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.tensors.driver import Driver
@@ -36,8 +37,10 @@ class LocalSteps(LocalTraining):
         optimizer = torch.optim.AdamW(model.parameters())
         local = hvd.LocalSteps(optimizer, model, every=30, compression="sparseloco")
 
-    In elastic training the ranks that are left go on: a worker that comes takes common parameters and the
-    outer step's velocity from one that has come furthest. What waits in a lost rank's residual is lost.
+    In elastic training give the state this alone, ``TorchState(local=local)``, and count by `step`. Who stays
+    keeps parameters, moments and residual, and exchanges at once what a lost rank has interrupted; who comes
+    takes common parameters, the outer step's velocity and buffers from one that has come furthest. A lost
+    rank's residual is lost.
 
     Args:
         optimizer: any of PyTorch, not made by `DistributedOptimizer`.
@@ -90,7 +93,22 @@ class LocalSteps(LocalTraining):
         engine.named, engine.rounds = named, rounds
         super().__init__(optimizer, model, engine, settings)
 
-    def agree(self) -> None:
+    def agree(self, *, as_first: bool = False) -> None:
         """See `Training.agree`."""
-        super().agree()
+        super().agree(as_first=as_first)
         self.engine.driver.label = self.label
+
+
+class _Survivor(StateHandler):
+    """In ``TorchState(local=local)``: who stays keeps what it has, and who comes takes what is common."""
+
+    def save(self) -> None:
+        """Nothing is taken back."""
+
+    restore = save
+
+    def sync(self) -> None:
+        self.value.agree(as_first=True)
+
+
+get_handler_registry().append((LocalSteps, _Survivor))

@@ -141,7 +141,7 @@ class DriftCheck:
         if unlike := [name for name in differing if len({kinds[name] for kinds in shared}) > 1]:
             raise DriftError(f"{what}; {unlike[0]} has not the same type and shape on all ranks: it stays")
         for name in differing:
-            yield from _from_first(by_name[name], rank)
+            yield from brought(by_name[name], 0)
         if rank == 0:
             _log.warning("%s; all ranks have what rank 0 has now", what)
 
@@ -164,14 +164,13 @@ def differing_entries(entries: Sequence[Entry]) -> Synchronization[dict[str, str
     }
 
 
-def _from_first(entry: Entry, rank: int) -> Synchronization[None]:
-    """Replaces an entry by that of rank 0."""
+def brought(entry: Entry, root: int) -> Synchronization[None]:
+    """Replaces an entry by that of another rank, on all ranks."""
     own = entry.read()
     words = np.zeros(-(-own.size // 4), np.int32)
     words.view(np.uint8)[: own.size] = own
-    received = np.ascontiguousarray((yield Broadcast(words, 0)))
-    if rank != 0:
-        entry.write(received.view(np.uint8)[: own.size])
+    received = np.ascontiguousarray((yield Broadcast(words, root)))
+    entry.write(received.view(np.uint8)[: own.size])
 
 
 def _kind(entry: Entry | None) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -30,6 +31,7 @@ from horovod_sparse.training.training import Training
 
 #: go before the names of collectives: a process may train several models
 _labels = map("local{}.".format, itertools.count())
+_log = logging.getLogger("horovod_sparse")
 
 
 def mean_over_senders(sum_: SparseSum) -> SparseSum:
@@ -124,8 +126,8 @@ class Buffers(Protocol):
     def changed(self) -> list[str]:
         """Names of those that have changed on this rank since the last exchange."""
 
-    def shared(self, names: Sequence[str], size: int) -> Synchronization[None]:
-        """Makes these equal on all ranks."""
+    def shared(self, names: Sequence[str], size: int, root: int | None = None) -> Synchronization[None]:
+        """Makes these equal on all ranks; where a root is given, all of them, and what it has."""
 
 
 class Rounds(Training):
@@ -204,38 +206,55 @@ class Rounds(Training):
 
     def before_step(self) -> None:
         """Before every step of the optimizer. All ranks meet in the first, and after a start or a load."""
+        if not (self._has_begun and self.is_agreed):
+            self.agree()
+            self._since, self._num_steps, self._held_up = time.perf_counter(), 0, 0.0
+
+    def agree(self, *, as_first: bool = False) -> None:
+        """See `Training.agree`; who has just come, or is behind, takes what the furthest rank has.
+
+        With `as_first` ranks that all begin take what the first one has, and need not begin alike.
+        """
         if self._has_begun and self.is_agreed:
             return
+        if self._flying is not None:  # it was under way when the collectives ended
+            self.engine.advance()
+            self._give_up()
         if not self._has_begun:
             for part in self.parts:
                 part.gradient.begin()
-            self._has_begun = True
-        self.agree()
-        self._since, self._num_steps, self._held_up = time.perf_counter(), 0, 0.0
-
-    def agree(self) -> None:
-        """See `Training.agree`; where ranks have come apart all take what the furthest one has."""
-        if self.is_agreed:
-            return
-        own, made_for = self.step, self.made_for
+        before, old_size = self.step, self.made_for[1]
         super().agree()
         if self.size > 1:
-            self._together(self._follow_furthest(own, made_for))
+            try:
+                self._together(self._follow_furthest(before, old_size, as_first))
+            except BaseException:
+                self.step = before  # what is common at the agreed step has not come
+                raise
+        self._has_begun = True
 
-    def _follow_furthest(self, own_step: int, made_for: tuple[int, int]) -> Synchronization[None]:
-        told = yield from shared_lines([own_step, made_for[1]])
-        steps = [step for step, _ in told]
-        if any(one != [self.step, self.size] for one in told):
-            root = steps.index(max(steps))
+    def _follow_furthest(self, own_step: int, old_size: int, as_first: bool) -> Synchronization[None]:
+        """Brings common parameters, velocity, buffers and the place in its round from the furthest rank."""
+        own = [self._has_begun, own_step]
+        told = yield from shared_lines([*own, self.taken])
+        places = [place for *place, _ in told]
+        furthest = max(places)
+        root, num_new = places.index(furthest), [begun for begun, _ in places].count(False)
+        if as_first or any(place != furthest for place in places):
             for part in self.parts:
                 for what in ("start", "velocity"):
-                    own = part.gradient.to_host(what)
-                    if own.size:
-                        received = yield Broadcast(np.ascontiguousarray(own).view(np.int32), root)
-                        part.gradient.from_host(what, np.ascontiguousarray(received).view(own.dtype))
-                if own_step < max(steps):  # a rank that has just come, or has been elsewhere
+                    values = part.gradient.to_host(what)
+                    if values.size:
+                        received = yield Broadcast(np.ascontiguousarray(values).view(np.int32), root)
+                        part.gradient.from_host(what, np.ascontiguousarray(received).view(values.dtype))
+                if own != furthest or not self._has_begun:
                     part.gradient.return_to_start()
-                    self.taken = 0
+            yield from self._buffers.shared((), self.size, root)
+            self.taken = max(taken for *place, taken in told if place == furthest)
+        num_lost = old_size + num_new - self.size
+        if self.rank == root and self._has_begun and num_lost > 0:
+            words = "%d ranks are gone, and what waited in their residuals; %d have come, after exchange %d"
+            _log.warning(words, num_lost, num_new, own_step)
         yield from self._compare()
 
     def _compare(self) -> Synchronization[None]:
@@ -309,8 +328,7 @@ class Rounds(Training):
                 errors = self.carried_out_again(errors, lambda _: starter, self._waited)
         except Exception as error:
             if not isinstance(error, DeadlineError):  # after one of these a thread may go on
-                for part in self.parts:
-                    part.abandon(drop=True)  # the parameters have it still, and bring it next time
+                self._give_up()
             raise
         verdict = self.policy.judge(errors, self.host_ranks)
         if verdict.error is not None:
@@ -331,6 +349,13 @@ class Rounds(Training):
         if self.step >= self.drift.next_step:
             self._together(self._compare())
         return all(finishing for finishing, _ in told)
+
+    def _give_up(self) -> None:
+        """Of an exchange: parameters have what it would have brought, and it is due in the next step."""
+        self._flying = None
+        self.taken += self.rounds.every
+        for part in self.parts:
+            part.abandon(drop=True)
 
     def _scale_of(self, part: Any) -> float:
         if not (hasattr(part, "bucket") and isinstance(part.bucket.recipe.sparsifier, SelectAndGather)):

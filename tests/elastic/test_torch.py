@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from elastic.job import HOSTS, elastic_job, of
 
-WORKER = Path(__file__).with_name("torch_worker.py")
+WORKER, LOCAL_WORKER = (Path(__file__).with_name(name) for name in ("torch_worker.py", "local_worker.py"))
 
 
 def lawful(entries: list[dict[str, Any]], ranks: int) -> None:
@@ -36,3 +39,33 @@ def test_a_worker_is_replaced_at_an_unchanged_size(tmp_path):
         assert job.wait() == 0, job.log
     lawful(job.entries, 2)
     assert of(job.entries, "batch", host=HOSTS[2])
+
+
+#: of `local_worker`: in a round, in all of an exchange, and in the agreement after the kill before
+KILLS = [[0, -1, 0], *([3, count, 0] for count in range(5)), [1, -1, 0]]
+KILLS += [[-1, count, 0] for count in (0, 2, 4, 5, 6, 7)]
+KILLS += [*([3, 1, milliseconds] for milliseconds in (0.2, 0.5, 1, 2, 5)), [2, -1, 0], [-1, 6, 1]]
+SPELLINGS = ["".join(letters) for letters in itertools.product(*((one, one.upper()) for one in "localhost"))]
+
+
+@pytest.mark.parametrize(
+    ("kills", "ranks"),
+    [(KILLS[1::6], 2), pytest.param(KILLS, 3, marks=pytest.mark.nightly)],
+    ids=["some", "all"],
+)
+def test_ranks_with_local_steps_are_killed(tmp_path, kills, ranks):
+    """No hang, survivors are equal after every exchange, and the training ends as undisturbed ones do."""
+    task = {"rounds": len(kills) + 40, "kills": kills}
+    hosts, more = SPELLINGS[: len(kills) + ranks], {"HOROVOD_GLOO_TIMEOUT_SECONDS": "20"}
+    with elastic_job(
+        tmp_path, LOCAL_WORKER, json.dumps(task), hosts=hosts[:ranks], least=ranks, most=ranks, **more
+    ) as job:
+        job.set_hosts(hosts)
+        assert job.wait(90.0 * (1 + len(kills))) == 0, job.log
+        entries, log = job.entries, job.log
+    assert [entry["number"] for entry in of(entries, "dies")] == list(range(len(kills)))
+    done = [of(entries, "exchange", round=number)[-ranks:] for number in range(1, task["rounds"] + 1)]
+    assert all(len({entry["digest"] for entry in each}) == 1 for each in done[:-1] if each)
+    assert 0 < log.count("what waited in their residuals") <= len(kills)
+    undisturbed = [entry["loss"] for entry in of(entries, "undisturbed", rank=0)]
+    assert done[-1][0]["loss"] < 1.5 * max(undisturbed), (done[-1][0], undisturbed)

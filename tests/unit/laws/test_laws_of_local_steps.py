@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import math
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -41,16 +43,23 @@ class Meeting:
         self.brought: list[Any] = [None] * size
         self.answers: list[Any] = []
         self.met, self.left = threading.Barrier(size, self._answer), threading.Barrier(size)
+        #: requests to come that all hear the answers of; the next one's rank 1 alone, and later ones' nobody
+        self.num_answered = math.inf
 
     def _answer(self) -> None:
         assert len({type(one) for one in self.brought}) == 1, self.brought
         self.answers = answer(self.brought)
+        self.num_answered -= 1
 
     def __call__(self, rank: int, request: Request) -> Any:
+        if self.num_answered < 0:
+            raise ConnectionError("another rank is gone")
         self.brought[rank] = request
         self.met.wait(60)
         found = self.answers[rank]
         self.left.wait(60)
+        if self.num_answered < 0 and rank != 1:
+            raise ConnectionError("another rank is gone")
         return found
 
 
@@ -63,7 +72,7 @@ class ThreadEngine(LocalEngine):
 
     def __init__(self, rank: int, meeting: Meeting, rounds: RoundSettings, named: Any) -> None:
         self.rank, self.meeting, self.rounds, self.named = rank, meeting, rounds, named
-        self.starter = Driver(self._started, StopIteration, lambda: None, lambda: self.rank_and_size()[1])
+        self.starter = Driver(self._started, ConnectionError, lambda: None, lambda: self.rank_and_size()[1])
 
     def _started(self, request: Request, name: str) -> Any:
         found = self.meeting(self.rank, request)
@@ -309,10 +318,39 @@ def test_survivors_and_a_newcomer_go_on_from_what_the_furthest_have():
         one.optimizer.step()
         assert torch.equal(one.kept("start"), common)
         torch.testing.assert_close(one.kept("residuals"), held * (1.0 if rank < 2 else 0.0))
-        one.train(4 if rank < 2 else 5)  # those that have gone on are one step further in their round
+        one.train(1)  # all are at the same step of their round
         return one.vector()
 
     assert equal(on_ranks(body, 3, seed=2, compression=TOPK))
+
+
+@pytest.mark.parametrize("newcomer", [False, True])
+@pytest.mark.parametrize("number", range(8))
+def test_who_is_lost_in_an_exchange_or_an_agreement_harms_nobody(number, newcomer):
+    """Two of three lose the others; after the next start all have what the exchange would have given."""
+    undisturbed = on_ranks(lambda one: trained(one, 6).vector(), 3)
+    starts, barrier = [Meeting(3), Meeting(3)], threading.Barrier(3)
+
+    def body(one):
+        one.train(5)
+        barrier.wait()
+        one.meeting.num_answered = starts[0].num_answered = number
+        barrier.wait()
+        with contextlib.suppress(ConnectionError):
+            one.train(1)
+        if newcomer and one.rank == 2:
+            one = Rank(2, starts[0], seed=2)
+        for start in starts:
+            one.local.engine.meeting = one.local.engine.start_of = start
+            with contextlib.suppress(ConnectionError):
+                one.local.before_step()
+        one.local.finish()
+        return one.vector()
+
+    found = on_ranks(body, 3)
+    assert equal(found)
+    if not newcomer:
+        torch.testing.assert_close(found, undisturbed, rtol=1e-5, atol=1e-6)
 
 
 def test_ranks_that_have_done_fewer_steps_end_together():
