@@ -50,7 +50,7 @@ SPELLINGS = ["".join(letters) for letters in itertools.product(*((one, one.upper
 
 @pytest.mark.parametrize(
     ("kills", "ranks"),
-    [(KILLS[1::6], 2), pytest.param(KILLS, 3, marks=pytest.mark.nightly)],
+    [(KILLS[1::7], 2), pytest.param(KILLS, 3, marks=pytest.mark.nightly)],
     ids=["some", "all"],
 )
 def test_ranks_with_local_steps_are_killed(tmp_path, kills, ranks):
