@@ -11,7 +11,7 @@ from horovod_sparse.carriers.pairs import TRANSPORT_VARIABLE, WAYS
 from horovod_sparse.carriers.shared_memory import MEMORY_VARIABLE
 from horovod_sparse.checks import whole_number
 from horovod_sparse.feedback import Recipe
-from horovod_sparse.planning.advice import accuracy, loses, remedy
+from horovod_sparse.planning.advice import accuracy, loses
 from horovod_sparse.training.host_topology import RANKS_VARIABLE
 from horovod_sparse.training.settings import EVERY_VARIABLE, POLICIES, POLICY_VARIABLE
 
@@ -374,9 +374,8 @@ def _cache(case: Case) -> Found:
 def _accuracy(case: Case) -> Found:
     if case.recipe is None:
         return
-    if what := loses(case.recipe, case.optimizer):
-        why = "what waits in a residual arrives late, and the optimizer goes on with it"
-        yield "advice", what, why, remedy(str(case.optimizer))
+    if told := loses(case.recipe, case.optimizer):
+        yield ("advice", *told)
     yield "good", accuracy(case.recipe, case.optimizer)
 
 

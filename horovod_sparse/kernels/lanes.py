@@ -110,6 +110,19 @@ def store(typingctx: Any, array: Any, index: Any, lanes: Any) -> Any:
     return types.void(array, types.intp, lanes), codegen
 
 
+@intrinsic
+def stream(typingctx: Any, array: Any, index: Any, lanes: Any) -> Any:
+    """Writes the lanes from index on, where a cache line begins, past the caches."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        written = builder.store(args[2], _address(context, builder, array, args[0], args[1]), align=64)
+        one = builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)])
+        written.set_metadata("nontemporal", one)
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, lanes), codegen
+
+
 def emitting(typed: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
     """Makes an intrinsic of a function that emits it: from a builder, and the values of its arguments.
 

@@ -15,7 +15,7 @@ from horovod_sparse.arrays import GradientParts, HostAccumulator
 from horovod_sparse.carriers.exchanges import over_hosts, rounds_over_hosts
 from horovod_sparse.collectives import AllReduce, Exchange, Synchronization
 from horovod_sparse.feedback import Bucket, Member, Recipe, TwoLevelBucket, shard_of
-from horovod_sparse.kernels import apply_scaled_sum, clear_at
+from horovod_sparse.kernels import apply_scaled_sum
 from horovod_sparse.kernels.host.scatter import native_bits
 from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.sparsifiers.base import accumulator_dtype
@@ -184,8 +184,6 @@ class DenseVariable(common.ArrayLayout, common.DensePart):
 Part: TypeAlias = SparseBucket | DenseVariable
 
 _NOTHING: np.ndarray = np.empty(0, np.float32)
-#: scattered elements above this share of the memory are cleared faster by clearing all of it
-_SPARSE_SHARE = 1 / 8
 #: memories that are kept: eager loops hold the last step's gradients while they compute the next ones
 _NUM_KEPT = 2
 
@@ -193,26 +191,18 @@ _NUM_KEPT = 2
 class _Memory:
     def __init__(self, num_elements: int, dtype: np.dtype[Any]) -> None:
         self.flat = aligned_zeros(num_elements * dtype.itemsize).view(dtype)
-        #: None: everywhere
-        self.scattered: np.ndarray | None = np.empty(0, np.int32)
         self.lent: list[weakref.ref[np.ndarray]] = []
 
     @property
     def is_free(self) -> bool:
         return not any(ref() is not None for ref in self.lent)
 
-    def clear(self) -> None:
-        if self.scattered is None or self.scattered.size > _SPARSE_SHARE * self.flat.size:
-            self.flat[...] = 0
-        elif self.scattered.size:
-            clear_at(self.flat, self.scattered)
-
 
 class DenseOutput:
-    """Gives out the dense gradients of a bucket's parameters; writes k elements, not n.
+    """Gives out the dense gradients of a bucket's parameters.
 
     TensorFlow takes an aligned NumPy array as a tensor's memory, and lets go of it with the last tensor. It
-    is used for a later step then, where only the places that hold something have to be cleared.
+    is used for a later step then.
     """
 
     def __init__(self, shapes: Sequence[tuple[int, ...]], dtype: np.dtype[Any]) -> None:
@@ -231,18 +221,16 @@ class DenseOutput:
     def write(
         self, indices: np.ndarray | None, values: np.ndarray, scale: float
     ) -> tuple[list[np.ndarray], int]:
-        """Scatters a sum into zeros."""
-        memory = self._free_memory(clear=indices is not None)
+        """A sum and zeros."""
+        memory = self._free_memory()
         flat = native_bits(memory.flat).view(self._computable)
         if indices is None:
-            memory.scattered = None
             for offset, start, length in zip(self._offsets, self._starts, self._lengths, strict=True):
                 apply_scaled_sum(flat[offset : offset + length], None, values[start : start + length], scale)
             return self._given(memory), values.size
         where = indices
         if self._is_shifted:
             where = indices + self._shifts[np.searchsorted(self._starts, indices, side="right") - 1]
-        memory.scattered = where
         num_union = apply_scaled_sum(flat, where, values, scale)
         return self._given(memory), num_union
 
@@ -254,11 +242,9 @@ class DenseOutput:
         memory.lent = [weakref.ref(array) for array in arrays]
         return arrays
 
-    def _free_memory(self, clear: bool) -> _Memory:
+    def _free_memory(self) -> _Memory:
         for memory in self._memories:
             if memory.is_free:
-                if clear:
-                    memory.clear()
                 return memory
         memory = _Memory(self._num_elements, self.dtype)
         self._memories = [*self._memories[-(_NUM_KEPT - 1) :], memory]

@@ -42,7 +42,7 @@ HOST_DEVICES = frozenset({"cpu"})
 Places: TypeAlias = np.ndarray | None
 
 #: scattered elements above this share of a buffer are cleared faster by clearing all of it
-_SPARSE_SHARE = 1 / 8
+_SPARSE_SHARE = 1 / 64
 
 
 def host_view(tensor: torch.Tensor) -> np.ndarray:
@@ -85,7 +85,7 @@ class GradientMemory:
 
         Indices are None where the values are those of all elements, in their order.
         """
-        return apply_scaled_sum(host_view(gradient), indices, values, scale, is_zero=False)
+        return apply_scaled_sum(host_view(gradient), indices, values, scale)
 
     def zero(self, gradient: torch.Tensor) -> None:
         """Zeros everywhere in a flat gradient, whatever it holds."""

@@ -21,6 +21,9 @@ Array = NDArray[Any]
 
 # Indices looked ahead: every element is a cache line of its own, far from the last.
 _AHEAD = 24
+# Elements that are written together, from the first-level cache; ascending runs of indices that each tile is
+# looked up in; bytes from which on sums are written past the caches: less may be read from there soon.
+_TILE, _MOST_RUNS, _LARGE, _LINE = 4096, 256, 1 << 22, 64
 
 
 @kernel
@@ -84,6 +87,43 @@ def add_at(values, indices, new):  # type: ignore[no-untyped-def]
         first_touches += raw_bits(old) == 0
         total = old + new[i]
         values[indices[i]] = total if raw_bits(total) != 0 else -total
+    return first_touches
+
+
+@kernel
+def write_runs(dense, indices, values, at, stops, scale, tile, head, past_caches):  # type: ignore[no-untyped-def]
+    """dense = scale * (0, and values at the indices, in order); returns what `add_at` does.
+
+    Run r of the indices, [at[r], stops[r]), ascends; at[r] is moved to its stop. A tile of zeros that stays
+    in the cache takes all runs, is written in one go and is 0 again. After the first `head` elements
+    tiles are aligned, which writing past the caches asks for.
+    """
+    first_touches, start, stop = 0, 0, min(head, dense.size)
+    scales = v.splat(scale)
+    while start < dense.size:
+        for run in range(at.size):
+            i = at[run]
+            while i < stops[run] and indices[i] < stop:
+                old = tile[indices[i] - start]
+                first_touches += raw_bits(old) == 0
+                total = old + values[i]
+                tile[indices[i] - start] = total if raw_bits(total) != 0 else -total
+                i += 1
+            at[run] = i
+        j = 0
+        while start + j + v.LANES <= stop:
+            lanes = v.multiply(scales, v.load(tile, j))
+            if past_caches:
+                v.stream(dense, start + j, lanes)
+            else:
+                v.store(dense, start + j, lanes)
+            v.store(tile, j, v.zeros_like(scales))
+            j += v.LANES
+        while start + j < stop:
+            dense[start + j] = scale * tile[j]
+            tile[j] = 0
+            j += 1
+        start, stop = stop, min(stop + tile.size, dense.size)
     return first_touches
 
 
@@ -185,6 +225,15 @@ def _flat(dense: Array) -> Array:
     return native_bits(dense)
 
 
+def _matched(flat: Array, indices: Any, values: Any) -> tuple[Array, Array]:
+    """Checked indices, and a value for each in the type that sums are made in."""
+    where = checked(indices, flat.size)
+    new = compiled_for(values, np.dtype(np.float64 if flat.dtype == np.float64 else np.float32))
+    if new.size != where.size:
+        raise MessageError(f"{where.size} indices came with {new.size} values")
+    return where, new
+
+
 def apply_sum(dense: Array, indices: Any, values: Any) -> int:
     """Adds values to a dense array (a zeroed gradient, usually) at the given places.
 
@@ -192,11 +241,7 @@ def apply_sum(dense: Array, indices: Any, values: Any) -> int:
     end for float16 and bfloat16. A sum that cancels to zero is stored as -0.0.
     """
     flat = _flat(dense)
-    where = checked(indices, flat.size)
-    kind = np.dtype(np.float64) if flat.dtype == np.float64 else np.dtype(np.float32)
-    new = compiled_for(values, kind)
-    if new.size != where.size:
-        raise MessageError(f"{where.size} indices came with {new.size} values")
+    where, new = _matched(flat, indices, values)
     if flat.dtype.kind == "f":
         return int(add_at(flat, where, new))
     order = np.argsort(where, kind="stable")
@@ -220,27 +265,27 @@ def clear_at(dense: Array, indices: Any) -> None:
     zero_at(flat, checked(indices, flat.size))
 
 
-def apply_scaled_sum(
-    dense: Array, indices: Array | None, values: Array, scale: float, *, is_zero: bool = True
-) -> int:
-    """Writes ``scale * sum`` into a dense array of zeros, where the sum has something.
+def apply_scaled_sum(dense: Array, indices: Array | None, values: Array, scale: float) -> int:
+    """Writes ``scale * sum`` in place of what a dense array holds: 0 where the sum has nothing.
 
     Sums are scaled, not summands, as Horovod does it: what cancels is 0, and where all ranks hold the
     same value an average is that value. Half types are summed and scaled in float32, rounded once.
     """
+    flat = _flat(dense)
     if indices is None:
-        return _apply_whole(_flat(dense), values, scale)
-    if not is_zero:
-        clear_all(dense)
-    if scale == 1.0:
-        return apply_sum(dense, indices, values)
-    if dense.dtype not in (np.float32, np.float64):
-        return apply_sum(dense, indices, values * values.dtype.type(scale))
-    num_union = apply_sum(dense, indices, values)
-    # an index that stands twice is written twice with the same value
-    flat = dense.reshape(-1)
-    flat[indices] = flat[indices] * flat.dtype.type(scale)
-    return num_union
+        return _apply_whole(flat, values, scale)
+    if flat.dtype.kind != "f":
+        clear_all(flat)
+        return apply_sum(dense, indices, values if scale == 1.0 else values * values.dtype.type(scale))
+    where, new = _matched(flat, indices, values)
+    stops = np.append(np.flatnonzero(where[1:] < where[:-1]) + 1, where.size)
+    if stops.size > _MOST_RUNS:
+        order = np.argsort(where, kind="stable")
+        where, new, stops = where[order], new[order], stops[-1:]
+    room = np.zeros(_TILE + _LINE, flat.dtype)
+    ahead, head = (-array.ctypes.data % _LINE // flat.itemsize for array in (room, flat))
+    tile, at, factor = room[ahead : ahead + _TILE], np.append(0, stops[:-1]), flat.dtype.type(scale)
+    return int(write_runs(flat, where, new, at, stops, factor, tile, head, flat.nbytes >= _LARGE))
 
 
 def _apply_whole(flat: Array, values: Array, scale: float) -> int:

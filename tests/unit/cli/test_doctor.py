@@ -219,8 +219,9 @@ def test_what_ranks_of_a_host_see_of_each_other(monkeypatch):
         ("adamw", "topk:density=0.01", "advice"),
         ("momentum", "topk:density=0.01,feedback=momentum", "good"),
         ("adamw", "signsgd", "good"),
+        ("adamw", "micro:density=0.01,feedback=best", "advice"),
         (None, "topk:density=0.01", "good"),
     ],
 )
-def test_what_an_optimizer_loses_behind_error_feedback_is_said(optimizer, text, level):
+def test_what_an_optimizer_loses_is_said(optimizer, text, level):
     assert levels(facts(), recipe=parse_recipe(text), optimizer=optimizer)["accuracy"] == level

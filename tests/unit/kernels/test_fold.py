@@ -9,6 +9,7 @@ from horovod_sparse import kernels
 from horovod_sparse.arrays import FoldRule
 from horovod_sparse.errors import ArgumentError, MessageError
 from horovod_sparse.kernels.host import fold as folding
+from horovod_sparse.kernels.host import scatter
 from horovod_sparse.kernels.host.scatter import native_bits
 from horovod_sparse.kernels.layout import Layout, bits_dtype
 from support import reference
@@ -129,6 +130,34 @@ def test_sums_in_order(dtype, kind, n, k, seed, whole):
     expected, touched = reference.add_into(dense, indices, values)
     assert kernels.apply_sum(dense, indices, values) == touched
     np.testing.assert_array_equal(dense, expected)
+
+
+@given(
+    dtype=st.sampled_from(FLOATS),
+    n=st.integers(1, 500),
+    offset=st.integers(0, 17),
+    counts=st.lists(st.integers(0, 99), max_size=5),
+    in_order=st.booleans(),
+    seed=SEEDS,
+    large=st.booleans(),
+    scale=st.sampled_from([1.0, 1 / 3]),
+)
+@settings(max_examples=60, deadline=None)
+def test_sums_in_place_of_what_there_was(dtype, n, offset, counts, in_order, seed, large, scale):
+    memory = make("gaussian", n + offset + 20, seed, dtype)
+    before, dense = memory.copy(), memory[offset : offset + n]
+    drawn = [indices_for(n, k, seed ^ k) for k in counts]
+    indices = np.concatenate([np.sort(run) if in_order else run for run in drawn] or [np.empty(0, np.int32)])
+    values = make("ties", indices.size, seed ^ 1, dtype)
+    expected, touched = reference.add_into(np.zeros(n, dtype), indices, values)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scatter, "_TILE", 48)
+        patch.setattr(scatter, "_MOST_RUNS", 8)
+        patch.setattr(scatter, "_LARGE", 0 if large else 1 << 30)
+        assert kernels.apply_scaled_sum(dense, indices, values, scale) == touched
+    np.testing.assert_array_equal(dense, expected * dtype(scale))
+    dense[:] = before[offset : offset + n]
+    np.testing.assert_array_equal(memory, before)
 
 
 @given(n=st.integers(1, 300), k=st.integers(0, 900), seed=SEEDS, brain=st.booleans())
