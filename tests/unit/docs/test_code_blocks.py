@@ -100,7 +100,7 @@ def check(words: list[str]) -> None:
     name, rest = words[0].removeprefix(".venv/bin/"), words[1:]
     options = [word.partition("=")[0] for word in rest if re.match(r"--\w", word)]
     if name == "horovod-sparse" or name.startswith("scripts/"):
-        sub = rest[:1] if rest and re.fullmatch(r"[a-z][a-z-]+", rest[0]) and name != "scripts/demo" else []
+        sub = rest[:1] if rest and re.fullmatch(r"[a-z][a-z-]+", rest[0]) else []
         assert name == "horovod-sparse" or os.access(ROOT / name, os.X_OK), name
         if name == "scripts/cluster" and sub == ["run"]:
             options = options[: options.index("--")] if "--" in options else options
