@@ -127,7 +127,7 @@ class Training:
         attach(name, self.model, self.optimizer)
         train, test = source_text.load()
         self.batches = source_text.batches(train, dist.get_rank(), SIZE, BATCH, LENGTH, 10**6)
-        (self.test,) = source_text.batches(test, dist.get_rank(), SIZE, 64, LENGTH, 1)
+        (self.test,) = source_text.batches(test, dist.get_rank(), SIZE, 32, LENGTH, 1)
 
     def passes(self, progress: float | None) -> list[float]:
         """Those up to the next synchronization, and that; their seconds, and bytes."""
@@ -161,7 +161,7 @@ class Training:
         while clock < seconds:
             used, sent = self.passes(min(1.0, (clock + used / 2) / seconds))
             clock, bytes_sent, count = clock + used, bytes_sent + sent, count + self.every
-            if clock >= min(seconds, len(curve) * seconds / 12):
+            if clock >= min(seconds, len(curve) * seconds / 10):
                 curve.append((round(clock, 2), self.score()))
         found = {"bits": curve[-1][1], "passes": count, "seconds_per_pass": round(clock / count, 5)}
         return {**found, "bytes_per_pass": round(bytes_sent / count), "curve": curve}
