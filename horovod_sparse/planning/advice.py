@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.feedback import (
@@ -26,9 +27,10 @@ from horovod_sparse.planning.selection import Chosen, choose_by_share
 from horovod_sparse.planning.timeline import predict
 from horovod_sparse.planning.workload import Workload
 from horovod_sparse.plans.dense import bytes_by_round
-from horovod_sparse.plans.plan import Plan
+from horovod_sparse.plans.plan import HALVES, Plan
 from horovod_sparse.sparsifiers import Sparsifier
 from horovod_sparse.sparsifiers.exclusive import ExclusiveThreshold
+from horovod_sparse.training.parts import needs_bucket
 from horovod_sparse.wire import WireFormat
 
 #: local steps from one exchange to the next that are looked at, and what an exchange sends
@@ -141,8 +143,7 @@ class Verdict:
         return "yes" if self.speedup >= _MARGIN else "hardly" if self.speedup > 1.0 else "no"
 
 
-@dataclass(frozen=True)
-class LocalRounds:
+class LocalRounds(NamedTuple):
     """Local steps, and an exchange after every so many, as times predict them.
 
     Attributes:
@@ -150,19 +151,14 @@ class LocalRounds:
         exchange_seconds: of an exchange: what it sends, and the work for it.
         num_bytes: that a rank puts into one.
         dense_bytes: of all parameters in float32.
-        computing_seconds: of a step.
+        share: of the time that exchanges take.
     """
 
     every: int
     exchange_seconds: float
     num_bytes: int
     dense_bytes: int
-    computing_seconds: float
-
-    @property
-    def share(self) -> float:
-        """Of the time that exchanges take."""
-        return self.exchange_seconds / (self.exchange_seconds + self.every * self.computing_seconds)
+    share: float
 
     @property
     def line(self) -> str:
@@ -178,24 +174,24 @@ class LocalRounds:
         return f"{self.line}: predicted {self.share:.1%} network; accuracy: {self.accuracy}"
 
 
-def local_rounds(
-    profile: Profile, sparsifier: Sparsifier, num_elements: int, computing: float
-) -> list[LocalRounds]:
+def local_rounds(profile: Profile, sparsifier: Sparsifier, workload: Workload) -> list[LocalRounds]:
     """What local steps would come to, by the times of a profile; fewer steps from one exchange first.
 
     Args:
         profile: of the cluster.
         sparsifier: one whose selection was measured; that of an exchange is taken to cost as much.
-        num_elements: of all parameters.
-        computing: seconds of a step without any network.
+        workload: a step.
 
     Example:
         >>> from horovod_sparse.cost import AlphaBeta, assumed_profile
+        >>> from horovod_sparse.merging import ParameterFacts
         >>> profile = assumed_profile(AlphaBeta(50e-6, 8e-8), 4)
-        >>> rounds = local_rounds(profile, parse_recipe("topk").sparsifier, 10**8, 0.05)
+        >>> workload = Workload((ParameterFacts("all", 10**8),), (0.05,))
+        >>> rounds = local_rounds(profile, parse_recipe("topk").sparsifier, workload)
         >>> [f"{one.share:.0%}" for one in rounds], fitting_rounds(rounds, 0.05).every
         (['54%', '28%', '11%', '4%'], 300)
     """
+    num_elements = sum(parameter.num_elements for parameter in workload.parameters)
     sent = bytes_by_round(parse_recipe(LOCAL).sparsifier, profile.size, num_elements)
     num_bytes, seconds = sum(each for _, each in sent), 0.0
     if profile.size > 1 and "allgather" in profile.collectives:
@@ -203,27 +199,42 @@ def local_rounds(
     elif profile.size > 1:  # a ring sends P - 1 messages there, and in an allreduce of n bytes about 2 n
         seconds = profile.collectives["allreduce"].time().seconds(num_bytes * profile.size / 2)
     seconds += profile.work(sparsifier, profile.size).seconds(num_elements)
-    return [LocalRounds(every, seconds, num_bytes, 4 * num_elements, computing) for every in EVERY]
+    computing = workload.step_seconds + workload.update_seconds
+    shares = [seconds / (seconds + every * computing) for every in EVERY]
+    told = seconds, num_bytes, 4 * num_elements
+    return [LocalRounds(every, *told, share) for every, share in zip(EVERY, shares, strict=True)]
 
 
 def by_share(
     limit: float,
     recipe: Recipe,
     profile: Profile,
-    num_elements: int,
-    computing: float,
-    dense: Mapping[str, tuple[Plan, float]],
+    workload: Workload,
     plan_at: Callable[..., Plan],
     seconds_of: Callable[[Plan, float], float],
 ) -> tuple[Chosen, str]:
-    """What `choose_by_share` gives for a recipe; and what to write where nothing fits, or nothing."""
-    given = recipe.sparsifier
+    """What `choose_by_share` gives for a recipe; and what to write where nothing fits, or nothing.
+
+    Dense gradients in float16 are left out where its feedback keeps something for them; values of 2 bits
+    where something is said of values, where what they lose is not kept, or messages would be of other kinds.
+    """
+    given, names = recipe.sparsifier, tuple(parameter.name for parameter in workload.backward)
+    whole = {"dense": Plan((), names)}
+    if not needs_bucket(recipe.for_dense()):
+        whole[HALVES] = Plan((), names, values=HALVES)
+    dense = {name: (plan, seconds_of(plan, given.density)) for name, plan in whole.items()}
+    words = "every step sparse" + (" at density {:g}" if given.follows_density else "")
+    sparse: dict[str, Callable[[float], Plan]] = {words: plan_at}
+    if given.wire == WireFormat(quantum=given.quantum) and not isinstance(recipe.feedback, NoFeedback):
+        short = given.sent_as(given.density, "2bit")
+        if not short.diverges and short.rounds(profile.size) == given.rounds(profile.size):
+            sparse[f"{words}, values of 2 bits"] = partial(plan_at, values="2bit")
     limits = recipe.auto or AutoDensity(given.density, given.density)
-    sparse = sparse_choices(recipe, profile.size, plan_at)
+    computing = workload.step_seconds + workload.update_seconds
     chosen = choose_by_share(limit, limits, computing, dense, sparse, seconds_of)
     if chosen.fits:
         return chosen, ""
-    remedy = str(fitting_rounds(local_rounds(profile, given, num_elements, computing), limit))
+    remedy = str(fitting_rounds(local_rounds(profile, given, workload), limit))
     if recipe.auto is None and given.follows_density:
         remedy = f"density='auto' in place of {given.density:g}, or {remedy}"
     return chosen, remedy
@@ -232,23 +243,6 @@ def by_share(
 def fitting_rounds(rounds: Sequence[LocalRounds], share: float) -> LocalRounds:
     """The first that keeps to the network's share, or the last."""
     return next((one for one in rounds if one.share <= share), rounds[-1])
-
-
-def sparse_choices(
-    recipe: Recipe, size: int, plan_at: Callable[..., Plan]
-) -> dict[str, Callable[[float], Plan]]:
-    """Plans by density for `choose_by_share`: those of a recipe, then with values of 2 bits.
-
-    The latter where nothing is said of values, what they lose is kept, and messages stay of their kinds.
-    """
-    given = recipe.sparsifier
-    words = "every step sparse" + (" at density {:g}" if given.follows_density else "")
-    choices: dict[str, Callable[[float], Plan]] = {words: plan_at}
-    if given.wire == WireFormat(quantum=given.quantum) and not isinstance(recipe.feedback, NoFeedback):
-        short = given.sent_as(given.density, "2bit")
-        if not short.diverges and short.rounds(size) == given.rounds(size):
-            choices[f"{words}, values of 2 bits"] = partial(plan_at, values="2bit")
-    return choices
 
 
 def residual_bytes(recipe: Recipe, num_elements: int, per_host: int = 1) -> int:

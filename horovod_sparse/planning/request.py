@@ -27,10 +27,9 @@ from horovod_sparse.planning.strategies import Fixed, Kept, Strategy, fixed, lay
 from horovod_sparse.planning.timeline import predict
 from horovod_sparse.planning.workload import Workload, whole_parameters
 from horovod_sparse.plans.dense import ClusterFacts
-from horovod_sparse.plans.plan import DEFAULT_BUCKET_BYTES, HALVES, ParameterFacts, Plan, only_one
+from horovod_sparse.plans.plan import DEFAULT_BUCKET_BYTES, ParameterFacts, Plan, only_one
 from horovod_sparse.sparsifiers import Sparsifier
 from horovod_sparse.sparsifiers.base import value_text
-from horovod_sparse.training.parts import needs_bucket
 
 _log = logging.getLogger("horovod_sparse")
 
@@ -331,15 +330,7 @@ def _by_share(
     from horovod_sparse.planning.advice import accuracy, by_share
 
     recipe, (workload, _) = share.recipe, step(sparsifier.density)
-    names = tuple(parameter.name for parameter in workload.backward)
-    whole = {"dense": Plan((), names)}
-    if not needs_bucket(recipe.for_dense()):  # whose feedback an allreduce of halves would leave out
-        whole[HALVES] = Plan((), names, values=HALVES)
-    dense = {name: (one, seconds(one, sparsifier.density)) for name, one in whole.items()}
-    computing = workload.step_seconds + workload.update_seconds
-    num_elements = sum(parameter.num_elements for parameter in workload.parameters)
-    given = recipe, profile, num_elements, computing, dense, plan_at, seconds
-    chosen, remedy = by_share(share.limit, *given)
+    chosen, remedy = by_share(share.limit, recipe, profile, workload, plan_at, seconds)
     plan, values = chosen.plan, chosen.plan.values
     if not sparsifier.follows_density:
         plan = dataclasses.replace(plan, density=None)
@@ -349,6 +340,7 @@ def _by_share(
     told = f"{request.share_words}: {chosen.words}\n{chosen.times}\naccuracy: {known}"
     workload, cost = step(chosen.density, values) if plan.buckets else step(sparsifier.density)
     plan.check(workload.parameters)
+    computing = workload.step_seconds + workload.update_seconds
     predicted = {**_predicted(workload, plan, cost), "computing": computing}
     return Decision(plan, request.describe(), predicted, profile, told, remedy=remedy)
 

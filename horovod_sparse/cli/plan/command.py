@@ -238,7 +238,7 @@ def _report(
         show(console, f"{options.picture} written")
     numbers: dict[str, Any] = {
         "plan": plan.to_dict(),
-        "local_steps": [{**dataclasses.asdict(one), "share": one.share} for one in chosen.rounds],
+        "local_steps": [one._asdict() for one in chosen.rounds],
         "levels": chosen.levels,
         "buckets": rows,
         "dense": [{"name": name, "reason": reason} for name, reason in chosen.reasons.items()],

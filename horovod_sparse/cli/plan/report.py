@@ -146,16 +146,12 @@ def choose(step: Workload, source: Source, recipe: Recipe, asked: Asked, *, othe
         raise ArgumentError("--levels", asked.level_choice, allowed)
 
     def seconds_of(plan: Plan, density: float) -> float:
-        return predict(step, plan, cost_at(density, plan.values)).iteration_seconds
+        cost = cost_at(density, plan.values if plan.buckets else None)
+        return predict(step, plan, cost).iteration_seconds
 
-    computing = step.step_seconds + step.update_seconds
-    n = sum(parameter.num_elements for parameter in step.parameters)
-    rounds, found = local_rounds(profile, sparsifier, n, computing), None
+    rounds, found = local_rounds(profile, sparsifier, step), None
     if asked.share is not None:
-        whole = {name: dense_cost(profile, size / 4) for name, size in (("dense", 4), ("float16", 2))}
-        dense_plans = {name: dense_step(step, cost) for name, cost in whole.items()}
-        given_by = recipe, profile, n, computing, dense_plans, plan_at, seconds_of
-        share, remedy = by_share(asked.share, *given_by)
+        share, remedy = by_share(asked.share, recipe, profile, step, plan_at, seconds_of)
         words += [f"network_share={asked.share:g}: {share.words}", share.times]
         words += [f"this fits: {remedy}"] if remedy else []
         found = share.plan, share.density if share.plan.buckets else recipe.sparsifier.density
@@ -167,9 +163,10 @@ def choose(step: Workload, source: Source, recipe: Recipe, asked: Asked, *, othe
         workload, reasons, first = predicted_at(recipe.sparsifier.density, asked.name)
     else:
         plan, density = found
-        workload, _, reasons = chosen_at(density, plan.values)
+        at = density, plan.values if plan.buckets else None
+        workload, _, reasons = chosen_at(*at)
         workload, recipe = workload.with_dense(plan.dense), recipe.at(plan.density)
-        first = Predicted(asked.name, plan, predict(workload, plan, cost_at(density, plan.values)))
+        first = Predicted(asked.name, plan, predict(workload, plan, cost_at(*at)))
     cost, predictions, mine = cost_at(recipe.sparsifier.density), [first], levels
     if others and profile.per_host > 1:  # the same with the other number of levels
         levels = "flat" if levels == "host" else "host"

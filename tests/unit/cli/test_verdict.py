@@ -45,7 +45,8 @@ def test_the_crossing_is_where_both_take_equally_long(hosts, capsys):
 def test_it_answers_in_a_few_lines_with_something_to_paste_in_text_and_in_json(capsys):
     assert main([*ARGUMENTS, "--bandwidth", "1gbit"]) == 0
     lines = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
-    names = ("worth it", "accuracy", "iteration", "memory", "paste", "dense wins", "how sure", "assumed")
+    names = ("worth it", "accuracy", "iteration", "memory", "paste", "dense wins", "local steps")
+    names += ("how sure", "assumed")
     assert tuple(lines) == names
     pasted = eval(f"dict({lines['paste']})")  # what is pasted is Python
     assert pasted["merging"] == "optimal" and parse_recipe(pasted["compression"])
