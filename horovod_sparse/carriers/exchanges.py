@@ -152,7 +152,6 @@ class Rounds:
         return True
 
     def result(self) -> Any:
-        """What comes back for the request; waits for it."""
         while self.done() is False:
             time.sleep(_SLEEP_SECONDS)
         if self._error is not None:
@@ -161,5 +160,4 @@ class Rounds:
 
 
 def alone(request: Request) -> Synchronization[Any]:
-    """A coroutine of one request."""
     return (yield request)

@@ -32,7 +32,6 @@ _warned: set[str] = set()
 
 
 def transport_asked() -> str:
-    """What the environment asks for, one of `WAYS`."""
     wanted = os.environ.get(TRANSPORT_VARIABLE, "").strip() or "auto"
     if wanted not in WAYS:
         raise UnknownNameError(TRANSPORT_VARIABLE, wanted, WAYS)
@@ -199,11 +198,9 @@ class Pairs(ABC):
         return int.from_bytes(header[:2].tobytes(), "little"), int(header[2])
 
     def arrived(self, key: Key) -> dict[int, Words]:
-        """What is there of an exchange."""
         return self._inbox.get(key, {})
 
     def take(self, key: Key) -> dict[int, Words]:
-        """The messages of an exchange that has ended."""
         self._awaited.discard(key)
         return self._inbox.pop(key, {})
 

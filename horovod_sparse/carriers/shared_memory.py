@@ -52,7 +52,6 @@ _WORDS = 3
 
 
 def may_share() -> bool:
-    """Whether the environment lets ranks share memory."""
     text = os.environ.get(MEMORY_VARIABLE, "").strip() or "1"
     if text not in ("0", "1"):
         raise ArgumentError(MEMORY_VARIABLE, text, "1, or 0 for messages within a host, too")

@@ -30,7 +30,6 @@ _QUICK_SECONDS = 10.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the subcommand's arguments."""
     add = parser.add_argument
     parser.epilog = "Run it as the training is run: horovodrun --gloo -np 4 horovod-sparse calibrate"
     add("--framework", choices=FRAMEWORKS, help="to communicate through (default: torch if it is there)")
@@ -88,7 +87,6 @@ def _what(options: argparse.Namespace) -> tuple[list[Sparsifier], tuple[str, ...
 
 
 def _device(options: argparse.Namespace, ranks: Ranks) -> str:
-    """Where selection is timed."""
     if ranks.framework == "tensorflow":
         return "cpu"
     available = bool(importlib.import_module("torch").cuda.is_available())

@@ -26,7 +26,6 @@ def is_launched() -> bool:
 
 
 def console(*, to_stderr: bool = False) -> Console:
-    """A place to print to."""
     stream = sys.stderr if to_stderr else sys.stdout
     # what a launcher shows its ranks is no window, even where it looks like one
     window = stream.isatty() and not is_launched()

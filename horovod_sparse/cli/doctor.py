@@ -38,7 +38,6 @@ _REPETITIONS = 25
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the subcommand's arguments."""
     add = parser.add_argument
     parser.epilog = "Exit code 1 if there is a problem. Run it as the training is run: mpirun -np 4 ..."
     add("--framework", choices=FRAMEWORKS, help="to look at (default: torch if it is there)")

@@ -64,7 +64,6 @@ class Case:
 
     @property
     def facts(self) -> Facts:
-        """Of the first rank."""
         return self.everyone[0]
 
     def setting(self, name: str) -> str:

@@ -24,7 +24,6 @@ ALIASES = {"worth-it": ["plan", "--verdict"], "simulate": ["plan", "--ranks", "2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a subcommand."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     words = list(sys.argv[1:] if arguments is None else arguments)
     parser = argparse.ArgumentParser(

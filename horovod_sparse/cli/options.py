@@ -50,7 +50,6 @@ def _quantity(text: str, units: dict[str, float], what: str) -> float:
 
 
 def time(text: str) -> float:
-    """Seconds."""
     return _quantity(text, _SECONDS, "s, ms, us or ns behind it, as in 50us")
 
 
@@ -60,19 +59,16 @@ def seconds(text: str) -> float:
 
 
 def bits_per_second(text: str) -> float:
-    """Bits per second."""
     if re.search(r"[0-9]\s*[kMGTmgt]?B", text):
         raise argparse.ArgumentTypeError(f"{text!r} is in bytes: write bits, as in 25gbit or 25Gbps")
     return _quantity(text, _BITS, "kbit, mbit, gbit or tbit behind it, as in 25gbit or 25Gbps")
 
 
 def num_parameters(text: str) -> float:
-    """A number of parameters."""
     return _quantity(text, _COUNTS, "k, M or B behind it, as in 124M, or nothing")
 
 
 def density(text: str) -> float:
-    """A kept fraction in (0, 1]."""
     try:
         value = float(text)
     except ValueError:
@@ -167,7 +163,6 @@ class Source:
 
 
 def add_network(parser: argparse.ArgumentParser) -> None:
-    """Adds what describes a network where no profile does."""
     add = parser.add_argument
     add("--bandwidth", type=bits_per_second, help="of a network that was not measured (default 1gbit)")
     add("--latency", type=time, help="of one of its messages (default 50us)")
@@ -182,12 +177,10 @@ def add_network(parser: argparse.ArgumentParser) -> None:
 
 
 def network_from(options: argparse.Namespace) -> AlphaBeta:
-    """The network that the arguments of `add_network` describe."""
     return AlphaBeta(options.latency or LATENCY, 8.0 / (options.bandwidth or BANDWIDTH))
 
 
 def add_hosts(parser: argparse.ArgumentParser) -> None:
-    """Adds what describes hosts of several ranks."""
     add = parser.add_argument
     text = "ranks of a host, which share its network card (default: the profile's, or 1)"
     add("--per-host", "--per-node", type=count, metavar="L", help=text)
@@ -198,7 +191,6 @@ def add_hosts(parser: argparse.ArgumentParser) -> None:
 
 
 def count(text: str) -> int:
-    """A whole number from 1."""
     number = whole_number(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number, 1 or more")
@@ -206,13 +198,11 @@ def count(text: str) -> int:
 
 
 def host_network_from(options: argparse.Namespace) -> AlphaBeta:
-    """The network within a host that the arguments of `add_hosts` describe."""
     beta = HOST_NETWORK.beta_seconds if options.host_bandwidth is None else 8.0 / options.host_bandwidth
     return AlphaBeta(options.host_latency or HOST_NETWORK.alpha_seconds, beta)
 
 
 def selection_from(options: argparse.Namespace) -> Fit:
-    """Selection time that they describe."""
     return Fit(
         options.selection_fixed or TYPICAL_SELECTION.fixed_seconds,
         options.selection_per_element or TYPICAL_SELECTION.seconds_per_unit,
@@ -271,7 +261,6 @@ def _ranks(size: int, per_host: int | None) -> str:
 
 
 def add_source(parser: argparse.ArgumentParser) -> None:
-    """Adds what says where times come from."""
     add = parser.add_argument
     add("--profile", metavar="FILE", help="what horovod-sparse calibrate wrote; without it formulas are used")
     add("--ranks", type=several(num_ranks), metavar="P[,P...]", help="default: the profile's, or 8")

@@ -130,5 +130,4 @@ class Ranks:
 
 
 def start(framework: str | None) -> Ranks:
-    """Starts Horovod on this rank."""
     return Ranks(usable_framework(framework))

@@ -11,7 +11,6 @@ from horovod_sparse.errors import ArgumentError
 
 
 def block_size(density: float) -> int:
-    """Elements per block for a density."""
     return 64 if density <= 0.01 else 256
 
 
@@ -62,5 +61,4 @@ def bits_of(threshold: float, dtype: Any) -> Any:
 
 
 def float_of(bits: Any, dtype: Any) -> float:
-    """The magnitude that the bits stand for."""
     return float(bits_dtype(dtype).type(bits).view(np.dtype(dtype).type))

@@ -94,7 +94,6 @@ else:
 
     @kernel
     def append_keys(sizes, mask, keys, count):  # type: ignore[no-untyped-def]
-        """Appends the key of every lane in the mask; there must be room for all lanes."""
         while mask != 0:
             keys[count] = lane_of(sizes, first_bit(mask))
             mask = without_first_bit(mask)
@@ -103,7 +102,6 @@ else:
 
     @kernel
     def append_positions(mask, start, indices, count):  # type: ignore[no-untyped-def]
-        """Appends start + lane for every bit of the mask; there must be room for all lanes."""
         while mask != 0:
             indices[count] = start + first_bit(mask)
             mask = without_first_bit(mask)
@@ -112,7 +110,6 @@ else:
 
     @kernel
     def append(sizes, mask, start, indices, keys, count):  # type: ignore[no-untyped-def]
-        """Appends position and key of every lane in the mask; there must be room for all lanes."""
         while mask != 0:
             lane = first_bit(mask)
             indices[count] = start + lane

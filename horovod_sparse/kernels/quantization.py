@@ -107,13 +107,11 @@ _INTS = ir.VectorType(_INT, LANES)
 
 @alike
 def unsigned(builder: Any, lanes: Any) -> Any:
-    """The magnitudes of float lanes, as floats."""
     return builder.bitcast(size_in(builder, lanes), lanes.type)
 
 
 @emitting(lambda lanes: Lanes(types.float64)(lanes))
 def doubled(builder: Any, lanes: Any) -> Any:
-    """Float lanes as float64."""
     if isinstance(lanes.type.element, ir.DoubleType):
         return lanes
     return builder.fpext(lanes, ir.VectorType(ir.DoubleType(), LANES))
@@ -121,13 +119,11 @@ def doubled(builder: Any, lanes: Any) -> Any:
 
 @alike
 def minus(builder: Any, left: Any, right: Any) -> Any:
-    """left - right."""
     return builder.fsub(left, right)
 
 
 @alike
 def ones(builder: Any, lanes: Any) -> Any:
-    """1 in every float lane."""
     return spread(ir.Constant(lanes.type.element, 1.0))
 
 
@@ -173,7 +169,6 @@ def floored(builder: Any, lanes: Any, most: Any) -> Any:
 
 @emitting(lambda words, like: like(words, like))
 def floats_of(builder: Any, words: Any, like: Any) -> Any:
-    """int32 lanes as floats like the others."""
     return builder.sitofp(words, like.type)
 
 
@@ -187,7 +182,6 @@ def plane(builder: Any, words: Any, bit: Any) -> Any:
 
 @emitting(lambda bits, like: like(bits, like))
 def bits_as_float(builder: Any, bits: Any, like: Any) -> Any:
-    """Magnitude bits as the number that they stand for."""
     return builder.bitcast(bits, like.type)
 
 

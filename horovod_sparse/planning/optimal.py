@@ -40,7 +40,6 @@ class SegmentTables:
 
     @property
     def num_sparse(self) -> int:
-        """Parameters that can be merged."""
         return self.computation.shape[0] - 1
 
     def seconds(self, segments: Sequence[int]) -> float:

@@ -171,12 +171,10 @@ def _pays_at_once(layer: int, elements: Times, backward: Times, cost: CostModel)
 
 
 def _gains(layer: int, elements: Times, backward: Times, cost: CostModel) -> bool:
-    """Whether the step ends earlier with this merge, the layers below as they are."""
     return _timeline(*_merge(layer, elements, backward), cost)[2] < _timeline(elements, backward, cost)[2]
 
 
 def _merge(layer: int, elements: Times, backward: Times) -> tuple[Times, Times]:
-    """Elements and times with a layer merged into the one below."""
     elements, backward = elements.copy(), backward.copy()
     for amounts in (elements, backward):
         amounts[layer - 1] += amounts[layer]

@@ -49,12 +49,10 @@ class HashFunction:
 
     @classmethod
     def draw(cls, generator: np.random.Generator, num_slots: int) -> HashFunction:
-        """A function of the family."""
         a, b = generator.integers(0, 2**64, 2, np.uint64)
         return cls(int(a), int(b), num_slots)
 
     def slots(self, indices: Indices) -> np.ndarray:
-        """The slots of indices."""
         words = indices.astype(np.uint64)
         words *= np.uint64(self.multiplier)
         words += np.uint64(self.offset)

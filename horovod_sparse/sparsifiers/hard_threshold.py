@@ -23,7 +23,6 @@ class HardThresholdState(SparsifierState):
     scale: float = field(default=1.0, metadata={**ADDED, **SCALED})
 
     def flaw(self, _fresh: HardThresholdState) -> str:
-        """Of a loaded one: see `out_of_range`."""
         return out_of_range(self, scale=(0, LARGEST))
 
 

@@ -52,19 +52,16 @@ class OkTopkState(SparsifierState):
     bounds: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
 
     def flaw(self, _fresh: OkTopkState) -> str:
-        """Of a loaded one: see `out_of_range`."""
         if (np.diff(self.bounds, prepend=0) < 0).any():
             return f"bounds is {self.bounds.tolist()}, which do not ascend from 0"
         return out_of_range(self, local_threshold=(0, LARGEST), global_threshold=(0, LARGEST))
 
 
 def equal_regions(info: BucketInfo) -> NDArray[np.int64]:
-    """Bounds of P equal regions."""
     return np.array([part(info.num_elements, r, info.size)[0] for r in range(1, info.size)], np.int64)
 
 
 def regions_of(bounds: NDArray[np.int64], info: BucketInfo) -> list[Window]:
-    """The regions between the bounds."""
     edges = [0, *bounds.tolist(), info.num_elements]
     return list(itertools.pairwise(edges))
 

@@ -51,7 +51,6 @@ class _Warmup:
         return final if step >= self.length else self._within(step, final)
 
     def _within(self, step: int, final: float) -> float:
-        """Before the end."""
         raise NotImplementedError
 
 

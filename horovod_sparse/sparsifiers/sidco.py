@@ -111,7 +111,6 @@ class SIDCoState(SparsifierState):
     error: float = field(default=-1.0, metadata=LOCAL)
 
     def flaw(self, _fresh: SIDCoState) -> str:
-        """Of a loaded one: see `out_of_range`."""
         if any(ratio < 0 for ratio in self.recent):
             return "recent holds a ratio below 0"
         return out_of_range(self, num_stages=(1, 1000), direction=(-1, 1), error=(-1, LARGEST))

@@ -53,7 +53,6 @@ def present_start() -> object:
 
 
 def takes_part(process_set: Any) -> bool:
-    """Whether this rank is in a process set."""
     if not hvd.is_initialized():
         other = sys.modules.get("horovod.torch")
         started = other is not None and hasattr(other, "is_initialized") and other.is_initialized()

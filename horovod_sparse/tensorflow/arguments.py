@@ -64,7 +64,6 @@ class Arguments:
 
     @property
     def is_sparse(self) -> bool:
-        """Whether there is a sparsifier."""
         return isinstance(self.compression, SparseCompressor)
 
     def parsed(self) -> Arguments:
@@ -160,7 +159,6 @@ class Again:
 
 
 def checked_layers(local_layers: Any) -> list[Any]:
-    """The layers in an argument `local_layers`."""
     several: Iterable[Any] = local_layers if isinstance(local_layers, (list, tuple, set)) else [local_layers]
     layers = [layer for layer in several if layer is not None]
     if not all(hasattr(layer, "trainable_weights") for layer in layers):

@@ -237,7 +237,6 @@ def _watched(run: Callable[[], Any], look: Callable[[], None]) -> Any:
 
 
 def _alone(request: Request) -> Any:
-    """What a single rank gets back."""
     if isinstance(request, Exchange):
         return {peer: request.sends[peer].copy() for peer in request.sources}
     if isinstance(request, AllToAll):
@@ -272,7 +271,6 @@ def ranks_of(process_set: Any) -> str:
 
 
 def op_name(op: Any) -> str:
-    """Of one of Horovod's reductions."""
     return {hvd.Average: "Average", hvd.Sum: "Sum", hvd.Adasum: "Adasum"}.get(op, str(op))
 
 

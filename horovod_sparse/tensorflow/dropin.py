@@ -98,7 +98,6 @@ class DropIn:
             )
 
     def _synchronized(self, call: StockCall) -> dict[int, tf.Tensor]:
-        """The sums of all gradients of a call."""
         if call.optimizer is not None:
             refuse_double_momentum(self.recipe, lambda: [settings_of(call.optimizer)])
             if getattr(call.optimizer, "_is_wrapped_by_loss_scale_optimizer", False):

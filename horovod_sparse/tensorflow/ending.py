@@ -16,7 +16,7 @@ from horovod_sparse.tensorflow.graph import HOST, HostFunctions
 from horovod_sparse.tensorflow.parts import Part
 from horovod_sparse.tensorflow.replanning import Replanning
 from horovod_sparse.tensorflow.task import idle_seconds
-from horovod_sparse.tensorflow.tensors import as_variable, is_comparable, numpy_dtype, times
+from horovod_sparse.tensorflow.tensors import as_variable, is_comparable, numpy_dtype, scaled_locally, times
 from horovod_sparse.tensorflow.training import VariablesTraining
 from horovod_sparse.tensorflow.waiting import Watch
 from horovod_sparse.training.drift import DriftCheck, HostEntry
@@ -208,3 +208,58 @@ def nan_where(gradients: Sequence[Any], skipped: Any) -> list[Any]:
 
 def _values(gradient: Any) -> tf.Tensor:
     return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+
+
+class Reduction:
+    """Keeps local variables apart, and reduces the others' gradients. Keras does not look in here."""
+
+    def __init__(self, reducer: Any, scale_local: bool) -> None:
+        self.reducer, self._scale_local = reducer, scale_local
+        self._local: set[Any] = set()
+        self._scaled = getattr(reducer, "scaled", None) or ScaledReduction(reducer.process_set)
+
+    def keep_local(self, variable: Any) -> None:
+        """Leaves a variable's gradient to this rank."""
+        self._local.add(as_variable(variable).ref())
+
+    def is_local(self, variable: Any) -> bool:
+        return as_variable(variable).ref() in self._local
+
+    @property
+    def keeps_local(self) -> bool:
+        """Whether some variables are each rank's own, and so their optimizer's state."""
+        return bool(self._local)
+
+    def reduce(
+        self, gradients: Sequence[Any], variables: Sequence[Any], learning_rate: Any
+    ) -> tuple[list[Any], tf.Tensor | None]:
+        """One gradient per variable, reduced, or local; and whether all ranks are to skip the step."""
+        results, skipped = list(gradients), None
+        shared = [i for i, variable in enumerate(variables) if not self.is_local(variable)]
+        if shared:
+            reduced, skipped = self.reducer.synchronize_or_skip(
+                [gradients[i] for i in shared], [variables[i] for i in shared], learning_rate
+            )
+            for i, gradient in zip(shared, reduced, strict=True):
+                results[i] = gradient
+        if self._scale_local and self.reducer.is_needed:
+            for i in set(range(len(results))).difference(shared):
+                results[i] = scaled_locally(results[i], self.reducer.process_set)
+        return results, skipped
+
+    def reduce_if_finite(
+        self,
+        gradients: Sequence[Any],
+        variables: Sequence[Any],
+        learning_rate: Any,
+        scale: Any,
+        skips: bool = True,
+    ) -> list[Any]:
+        """As `reduce`, for gradients of a scaled loss: see `ScaledReduction`."""
+        if not self.reducer.is_needed:
+            return list(gradients)
+
+        def reduced(unscaled: Sequence[Any]) -> list[Any]:
+            return nan_where(*self.reduce(unscaled, variables, learning_rate))
+
+        return self._scaled(reduced, gradients, variables, scale, skips)

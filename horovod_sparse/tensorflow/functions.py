@@ -47,7 +47,6 @@ def broadcast_variables(
 
 
 def _messages(variables: Sequence[Any]) -> list[list[Any]]:
-    """Variables that go together."""
     groups: list[list[Any]] = []
     room = 0
     for variable in variables:

@@ -97,7 +97,6 @@ class EagerCalls:
         self._functions: dict[Any, Any] = {}
 
     def __call__(self, gradients: Sequence[Any], variables: list[Any], scalar: tf.Tensor) -> list[Any]:
-        """As `build`."""
         missing = tuple(gradient is None for gradient in gradients)
         # a tensor is another one in every step, and only its place among the others counts
         ids = tuple(None if isinstance(variable, tf.Tensor) else id(variable) for variable in variables)

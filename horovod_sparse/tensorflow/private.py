@@ -92,7 +92,6 @@ def stock_call(tensor: tf.Tensor) -> StockCall:
 
 
 def refuse_adasum(op: Any) -> None:
-    """Refuses Adasum."""
     if op == hvd.Adasum:
         raise UnsupportedError(
             "op=Adasum cannot be combined with a sparsifier: it combines whole updates, and a residual has "

@@ -37,7 +37,6 @@ class StateKeeper:
         self._waiting: Mapping[str, Any] | None = None
 
     def attach(self, synchronizer: GradientSynchronizer) -> None:
-        """Says whose state it is."""
         self.synchronizer = synchronizer
         synchronizer.on_planned = self._put
 
@@ -164,11 +163,9 @@ class CheckpointedState(tf.train.experimental.PythonState):
         self._keeper = keeper
 
     def serialize(self) -> bytes:
-        """Called when a checkpoint is saved."""
         return to_bytes(self._keeper.state_dict())
 
     def deserialize(self, string_value: Any) -> None:
-        """Called when a checkpoint is restored."""
         value = string_value.numpy() if hasattr(string_value, "numpy") else string_value
         self._keeper.load_state_dict(from_bytes(value))
 

@@ -16,7 +16,7 @@ from horovod_sparse.plans.plan import Plan
 from horovod_sparse.tensorflow._horovod import hvd, is_elastic, takes_part
 from horovod_sparse.tensorflow.collectives import reduce_densely
 from horovod_sparse.tensorflow.driver import Driver
-from horovod_sparse.tensorflow.ending import Ending, Replicas, ScaledReduction, nan_where
+from horovod_sparse.tensorflow.ending import Ending, Replicas, ScaledReduction
 from horovod_sparse.tensorflow.graph import (
     WAITING,
     EagerCalls,
@@ -70,7 +70,7 @@ class GradientSynchronizer(VariablesTraining):
         self._averages, self.sparse_as_dense = average, sparse_as_dense
         self.replanning = Replanning(self)
         self.watch = Watch(settings.deadline_seconds, ranks, self._noted)
-        self._scaled = ScaledReduction(ranks, self.watch)
+        self.scaled = ScaledReduction(ranks, self.watch)
         self._driver, self._ending = (
             Driver(self, self.watch),
             Ending(self, self.replanning, average, leaves_one_alone),
@@ -159,23 +159,6 @@ class GradientSynchronizer(VariablesTraining):
             if self.last_error is not None and type(self.last_error).__name__ in str(error):
                 raise self.last_error from None
             raise
-
-    def synchronize_scaled(
-        self,
-        gradients: Sequence[Gradient],
-        variables: Sequence[Any],
-        scale: Any,
-        learning_rate: Any = None,
-        skips: bool = True,
-    ) -> list[Gradient]:
-        """As `synchronize`, for gradients of a scaled loss: see `ScaledReduction`."""
-        if not self.is_needed:
-            return list(gradients)
-
-        def synchronized(unscaled: Sequence[Gradient]) -> list[Gradient]:
-            return nan_where(*self.synchronize_or_skip(unscaled, variables, learning_rate))
-
-        return self._scaled(synchronized, gradients, variables, scale, skips)
 
     def _apart(self, results: list[Any]) -> tuple[list[Gradient], tf.Tensor | None]:
         """What `_build` gives: the gradients, and whether to skip."""

@@ -65,7 +65,6 @@ class Task:
         return self._round < len(self.kinds)
 
     def start(self, coroutine: Synchronization[Any], place: tuple[int, int]) -> Wire:
-        """Runs a coroutine to its first request."""
         self._begin(place)
         self._coroutine = coroutine
         return self._advance(None)
@@ -89,7 +88,6 @@ class Task:
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
-        """Takes down a leg."""
         begun = time.perf_counter()
         try:
             yield

@@ -131,7 +131,6 @@ class VariablesTraining(Training):
 
     @property
     def process_set(self) -> Any:
-        """The ranks that take part."""
         return self.engine.process_set
 
     @property
@@ -145,7 +144,6 @@ class VariablesTraining(Training):
         return any(part.task.under_way for part in self.parts)
 
     def name_of(self, variable: Any) -> str | None:
-        """The name of a variable that has its bucket."""
         return self._names.get(variable.ref())
 
     def absent(self, variables: Sequence[Any]) -> dict[str, Any]:
@@ -160,7 +158,6 @@ class VariablesTraining(Training):
         }
 
     def parts_of(self, names: Collection[str]) -> list[Part]:
-        """The parts of these variables."""
         parts = [part for part in self.parts if any(name in names for name in part.names)]
         for part in parts:
             if absent := sorted(set(part.names) - set(names)):
@@ -261,7 +258,6 @@ class VariablesTraining(Training):
             self.refuse_graphs()
 
     def refuse_graphs(self) -> None:
-        """Has functions traced again."""
         self.version += 1
 
     def change_plan(self, plan: Plan, decision: Decision | None = None) -> None:
@@ -295,7 +291,6 @@ def _goes_on(former: Part, part: Part) -> bool:
 
 
 def _facts_of(names: Sequence[str], variables: Sequence[Any], rules: ParameterRules) -> Facts:
-    """Facts and variable, by name, in the model's order."""
     facts = {}
     for name, variable in zip(names, variables, strict=True):
         num_elements, dtype = tf.TensorShape(variable.shape).num_elements(), dtype_name(variable.dtype)

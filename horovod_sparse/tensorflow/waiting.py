@@ -59,7 +59,6 @@ class Waiting:
         return held
 
     def moved(self) -> None:
-        """Something has come."""
         self._since = time.perf_counter()
 
     def waited(self, now: float) -> tuple[float, Awaited] | None:

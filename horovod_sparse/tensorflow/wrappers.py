@@ -13,9 +13,10 @@ from horovod_sparse.tensorflow._horovod import hvd, present_start
 from horovod_sparse.tensorflow.arguments import Arguments, checked_layers
 from horovod_sparse.tensorflow.collectives import compare_densely, construction_errors
 from horovod_sparse.tensorflow.compression import Compression
+from horovod_sparse.tensorflow.ending import Reduction
 from horovod_sparse.tensorflow.graph import mark_synchronized, ungated
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
-from horovod_sparse.tensorflow.tensors import as_variable, checked_variable, scaled_locally
+from horovod_sparse.tensorflow.tensors import as_variable, checked_variable
 from horovod_sparse.training.settings import PlannedOptions
 
 if TYPE_CHECKING:
@@ -186,18 +187,17 @@ class _Methods(tf.GradientTape):
 
     def _attach(self: Any, gradtape: Any, synchronizer: GradientSynchronizer, scale_local: bool) -> None:
         self._tape = gradtape._tape
-        self._synchronizer, self._scale_local = synchronizer, scale_local
-        self._local_sources: set[Any] = set()
+        self._reduction = Reduction(synchronizer, scale_local)
 
     @property
     def telemetry(self) -> Telemetry:
         """What happened in the last step, and means."""
-        return self._synchronizer.telemetry
+        return self._reduction.reducer.telemetry
 
     @tf.autograph.experimental.do_not_convert
     def register_local_source(self, source: Any) -> None:
         """Keeps a variable's gradient local: it is not synchronized."""
-        self._local_sources.add(checked_variable("source", source).ref())
+        self._reduction.keep_local(checked_variable("source", source))
 
     @tf.autograph.experimental.do_not_convert
     def gradient(
@@ -233,33 +233,25 @@ class _Methods(tf.GradientTape):
             )
         variables = [as_variable(source) for source in tf.nest.flatten(sources)]
         gradients = tf.nest.flatten(local)  # None and tf.IndexedSlices are one leaf each
-        is_local = [variable.ref() in self._local_sources for variable in variables]
         # one that is asked for twice (of layers that share it) has one gradient
-        first = {variable.ref(): i for i, variable in reversed(list(enumerate(variables)))}
-        shared = [i for i in sorted(first.values()) if not is_local[i]]
-        given, theirs = [gradients[i] for i in shared], [variables[i] for i in shared]
-        synchronizer: GradientSynchronizer = self._synchronizer
-        if learning_rate is not None and getattr(synchronizer.recipe.feedback, "applies_rate", False):
+        first: dict[Any, int] = {}
+        for i, variable in enumerate(variables):
+            first.setdefault(variable.ref(), i)
+        given, theirs = [gradients[i] for i in first.values()], [variables[i] for i in first.values()]
+        reduction: Reduction = self._reduction
+        if learning_rate is not None and getattr(reduction.reducer.recipe.feedback, "applies_rate", False):
             allowed = (
                 "none: what this feedback has normalized goes to a plain keras.optimizers.SGD(learning_rate, "
                 "weight_decay=...)"
             )
             raise ArgumentError("learning_rate", learning_rate, allowed)
         if loss_scale is None:
-            synchronized, self.skipped = synchronizer.synchronize_or_skip(given, theirs, learning_rate)
+            reduced, self.skipped = reduction.reduce(given, theirs, learning_rate)
         else:
             scale = tf.convert_to_tensor(as_variable(loss_scale))
-            synchronized = synchronizer.synchronize_scaled(given, theirs, scale, learning_rate)
-        results = list(gradients)
-        for i, gradient in zip(shared, synchronized, strict=True):
-            results[i] = gradient
-        results = [results[first[variable.ref()]] for variable in variables]
-        if self._scale_local:
-            process_set = synchronizer.process_set
-            results = [
-                scaled_locally(gradient, process_set) if kept else gradient
-                for gradient, kept in zip(results, is_local, strict=True)
-            ]
+            reduced = reduction.reduce_if_finite(given, theirs, learning_rate, scale)
+        found = dict(zip(first, reduced, strict=True))
+        results = [found[variable.ref()] for variable in variables]
         mark_synchronized(results)
         return tf.nest.pack_sequence_as(sources, results)
 
@@ -276,8 +268,7 @@ class _Methods(tf.GradientTape):
         local: list[tuple[Any, Any]] = []
         shared: list[tuple[Any, Any]] = []
         for source, gradient in zip(sources, gradients, strict=True):
-            is_local = as_variable(source).ref() in self._local_sources
-            (local if is_local else shared).append((source, gradient))
+            (local if self._reduction.is_local(source) else shared).append((source, gradient))
         return local, shared
 
 

@@ -102,7 +102,6 @@ class TorchAccumulator(Accumulator):
 
     @property
     def device(self) -> torch.device:
-        """Where the memory is."""
         device: torch.device = self._values.device
         return device
 

@@ -63,7 +63,6 @@ class DeviceMemory(GradientMemory):
         return False
 
     def _sent(self, buffer: torch.Tensor) -> torch.Tensor:
-        """It stays on the device."""
         return buffer
 
 
@@ -131,7 +130,6 @@ def apply_scaled_sum(
 
 
 def clear_at(dense: torch.Tensor, indices: Any) -> None:
-    """Sets the given places of a dense tensor to 0."""
     flat = _flat(dense)
     where = checked(indices, flat.numel())
     flat.index_fill_(0, to_device(where, flat.device).long(), 0.0)

@@ -38,7 +38,6 @@ class Task:
     waited_seconds: float = 0.0
 
     def value(self) -> Any:
-        """The result; raises the coroutine's error if it has one."""
         if self.error is not None:
             raise self.error
         return self.result
@@ -78,7 +77,6 @@ class Starter(Protocol):
 
 
 def answer_alone(request: Request) -> Any:
-    """What a single rank gets back."""
     if isinstance(request, Exchange):
         return {peer: request.sends[peer].copy() for peer in request.sources}
     if isinstance(request, AllToAll):

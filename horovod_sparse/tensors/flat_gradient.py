@@ -56,7 +56,6 @@ def host_view(tensor: torch.Tensor) -> np.ndarray:
 
 
 def recipe_arguments(recipe: Recipe) -> dict[str, Any]:
-    """Of an accumulator."""
     return {"density": recipe.sparsifier.density, "companions": recipe.feedback.num_companions}
 
 
@@ -88,7 +87,6 @@ class GradientMemory:
         return apply_scaled_sum(host_view(gradient), indices, values, scale)
 
     def zero(self, gradient: torch.Tensor) -> None:
-        """Zeros everywhere in a flat gradient, whatever it holds."""
         clear_all(host_view(gradient))
 
     def clear(self, gradient: torch.Tensor, scattered: np.ndarray, probes: np.ndarray) -> bool:
@@ -136,7 +134,6 @@ class GradientMemory:
         return total[:count]
 
     def _sent(self, buffer: torch.Tensor) -> Any:
-        """What is given to a collective."""
         return buffer.numpy()
 
 
@@ -144,7 +141,6 @@ HOST = GradientMemory()
 
 
 def memory_of(device: torch.device, name: str) -> GradientMemory:
-    """The memory of a device."""
     if device.type in HOST_DEVICES:
         return HOST
     # by its name: it derives from what is here, and is loaded with the first gradient on a device

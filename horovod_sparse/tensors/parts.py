@@ -66,7 +66,6 @@ class Part:
         self._loss_scale = 1.0
 
     def shaped(self, number: int, values: np.ndarray) -> torch.Tensor:
-        """See `training.parts.Part.shaped`: contiguous."""
         return shaped(values, self.gradient.layouts[number])
 
     def flat(self, number: int, values: torch.Tensor) -> np.ndarray:
@@ -166,7 +165,6 @@ class SparseBucket(common.BucketPart, Part):
         return self.bucket.step(foldable, rate, refused=refused, scale=self.scale)
 
     def again(self, driver: Starter, *, drop: bool) -> None:
-        """See `Part.again`: what is left of this rank waits in the residual."""
         self._run(driver, self.bucket.again(scale=self.scale))
 
     def _put(self, total: Any, scale: float) -> BucketReport:
@@ -250,7 +248,6 @@ def make_parts(
     optimizer: Any | None,
     make_gradient: MakeGradient = FlatGradient,
 ) -> list[Part]:
-    """Fresh parts, whose residuals are zeros."""
     parts: list[Part] = []
     for spec in specs:
         parameters = [facts[name][1] for name in spec.names]
@@ -311,7 +308,6 @@ def facts_of(
 
 
 def groups_of(optimizer: Any) -> dict[torch.Tensor, int]:
-    """The number of every parameter's group."""
     return {
         parameter: number
         for number, group in enumerate(optimizer.param_groups)

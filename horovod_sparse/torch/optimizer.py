@@ -252,7 +252,6 @@ def _check(optimizer: Any, op: Any, passes: Any, groups: Any, process_set: Any) 
 def _check_sparse(
     optimizer: Any, compression: SparseCompressor, op: Any, predivide: float, process_set: Any
 ) -> None:
-    """What a sparsifier cannot do."""
     if op == hvd.Adasum:
         raise UnsupportedError(
             "op=Adasum cannot be combined with a sparsifier: it combines whole parameter updates, and a "

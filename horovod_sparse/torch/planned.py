@@ -66,7 +66,6 @@ class PlannedTraining(Training):
         self.facts = facts
 
     def choose_levels(self, num_hosts: int, per_host: int) -> ChosenLevels:
-        """By the profile that was given, or by formulas."""
         return by_cost(self.recipe.sparsifier, self.parameters, self._first.request)(num_hosts, per_host)
 
     def first_plan_of(self, facts: Facts) -> Plan:
@@ -95,7 +94,6 @@ class PlannedTraining(Training):
         return new
 
     def _plan_after_step(self, warmup: WarmUp) -> None:
-        """Another plan, once enough was measured."""
         if (plan := warmup.after_step(self.plan, self.step)) is not None:
             self.replan(plan)
         if warmup.decision is not None:

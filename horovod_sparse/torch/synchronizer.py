@@ -298,7 +298,6 @@ class GradientSynchronizer(PlannedTraining):
         self._retired = True
 
     def check_in_use(self) -> None:
-        """Refuses an optimizer that has been replaced."""
         if self._retired:
             raise UnsupportedError(
                 "a parameter of this optimizer was given to another DistributedOptimizer afterwards, which "

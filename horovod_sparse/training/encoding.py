@@ -17,7 +17,6 @@ _TREE = "tree"
 
 
 def to_bytes(value: Any) -> bytes:
-    """What `from_bytes` reads: arrays in NumPy's format, everything else as JSON."""
     stream = io.BytesIO()
     write_tree(stream, value)
     return stream.getvalue()

@@ -158,7 +158,6 @@ def tagged(code: int, num_elements: int) -> int:
 # asked for by every sender once, and by every receiver once for each rank's message
 @functools.lru_cache(maxsize=1024)
 def sections(format: WireFormat, count: int, num_elements: int, dtype: Any) -> Sections:
-    """The sections of a message."""
     index_codec = INDEX_CODECS[format.indices]
     value_codec = None if dtype is None else format.value_codec(dtype)
 

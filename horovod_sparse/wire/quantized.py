@@ -30,7 +30,6 @@ HEADER = HEADER_WORDS + 1
 
 
 def quantized_words(code: Quantization, num_elements: int, dtype: Any) -> int:
-    """Length of a message in words."""
     return HEADER + code.num_words(num_elements, np.dtype(dtype))
 
 

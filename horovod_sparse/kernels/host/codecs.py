@@ -78,7 +78,6 @@ def encode_gaps(indices, low_bits, low_words, words):  # type: ignore[no-untyped
 
 @kernel
 def decode_gaps(words, count, low_bits, low_words, num_elements, out):  # type: ignore[no-untyped-def]
-    """The inverse of `encode_gaps`."""
     ones = 0
     for at in range(low_words, words.size):
         ones += count_bits(_word(words, at))
@@ -123,7 +122,6 @@ def encode_blocks(indices, counts, offsets):  # type: ignore[no-untyped-def]
 
 @kernel
 def decode_blocks(counts, offsets, num_elements, out):  # type: ignore[no-untyped-def]
-    """The inverse of `encode_blocks`."""
     total = 0
     for block in range(counts.size):
         total += np.int64(counts[block])

@@ -42,7 +42,6 @@ def or_zero(builder: Any, lanes: Any, threshold: Any) -> Any:
 
 @v.emitting(lambda lanes: v.Lanes(_float_type(lanes.element))(lanes))
 def as_floats(builder: Any, lanes: Any) -> Any:
-    """Unsigned lanes read as floats."""
     return _as_floats(builder, lanes)
 
 
@@ -63,7 +62,6 @@ def fractions_of(builder: Any, lanes: Any) -> Any:
 
 @v.alike
 def add_words(builder: Any, left: Any, right: Any) -> Any:
-    """Sum of integer lanes."""
     return builder.add(left, right)
 
 

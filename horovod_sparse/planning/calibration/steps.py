@@ -98,7 +98,6 @@ class BackwardRecorder:
         self._begun, self._stamps = stamp, []
 
     def arrived(self, name: str, entered: Any, left: Any) -> None:
-        """A gradient is complete."""
         self._stamps.append((name, entered, left))
 
     def end(self, stamp: Any = None) -> None:

@@ -39,7 +39,6 @@ class SparseVector:
 
 
 def empty(dtype: np.dtype) -> SparseVector:
-    """A vector without elements."""
     return SparseVector(np.empty(0, np.int32), np.empty(0, dtype))
 
 

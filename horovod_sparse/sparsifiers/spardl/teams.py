@@ -47,7 +47,6 @@ class TeamLayout:
         return ceil_log2(self.team_size)
 
     def team_and_position(self, rank: int) -> tuple[int, int]:
-        """(team, position within it) of a rank."""
         return divmod(rank, self.team_size)
 
     def rank(self, team: int, position: int) -> int:
@@ -59,7 +58,6 @@ class TeamLayout:
         return [self.rank(team, position) for team in range(self.teams)]
 
     def window(self, block: int) -> Window:
-        """Bounds of a block."""
         return part(self.num_elements, block, self.team_size)
 
     def quota(self, block: int) -> int:
@@ -133,7 +131,6 @@ def spardl_traffic(
 
 
 def is_power_of_two(number: int) -> bool:
-    """Whether a number from 1 is 2**m."""
     return number & (number - 1) == 0
 
 
@@ -195,7 +192,6 @@ class SparDLState(SparsifierState):
     confirmed: bool = False
 
     def flaw(self, _fresh: SparDLState) -> str:
-        """Of a loaded one: see `out_of_range`."""
         return out_of_range(self, share=(0, 1), stride=(-LARGEST, LARGEST))
 
 

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.tensorflow.arguments import Again
+from horovod_sparse.tensorflow.ending import Reduction
 from horovod_sparse.tensorflow.graph import is_synchronized
 from horovod_sparse.tensorflow.keras.adoption import no_local_variables, own_class
 from horovod_sparse.tensorflow.private import refuse_copies, scaler_of
@@ -37,9 +38,8 @@ class _Reduce:
         if scaler is None:
             return self.synchronizer.synchronize(grads, vars, rate)
         # a fixed scale lets nothing be skipped, on any rank
-        return self.synchronizer.synchronize_scaled(
-            grads, vars, scaler.loss_scale, rate, skips=scaler.dynamic
-        )
+        reduction = Reduction(self.synchronizer, scale_local=False)
+        return reduction.reduce_if_finite(grads, vars, rate, scaler.loss_scale, scaler.dynamic)
 
     def scaled_by(self, scaler: Any) -> None:
         """Says which LossScaleOptimizer has been put around this one: gradients are its, not the loss'."""

@@ -15,13 +15,13 @@ from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.tensorflow._horovod import hvd, is_elastic, takes_part
 from horovod_sparse.tensorflow.arguments import Again, Arguments
 from horovod_sparse.tensorflow.collectives import compare_densely, known_to_elastic, label_of, not_folded
-from horovod_sparse.tensorflow.ending import ScaledReduction, nan_where
+from horovod_sparse.tensorflow.ending import Reduction
 from horovod_sparse.tensorflow.graph import EagerCalls, refuse_graphs, refuse_synchronized
 from horovod_sparse.tensorflow.keras.adoption import no_local_variables, own_class
 from horovod_sparse.tensorflow.private import refuse_copies
 from horovod_sparse.tensorflow.state import CheckpointedState, StateKeeper, WithState
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
-from horovod_sparse.tensorflow.tensors import as_dense, as_variable, checked_variable, scaled_locally, times
+from horovod_sparse.tensorflow.tensors import as_dense, as_variable, checked_variable, times
 from horovod_sparse.training.encoding import from_bytes, to_bytes
 
 
@@ -105,14 +105,12 @@ def _derived(base: Any, is_scaler: bool, again: Again) -> Any:
             super().__setattr__(name, value)
 
         def register_local_var(self, variable: Any) -> None:
-            """Keeps a variable's gradient local: it is not reduced."""
             if own is not base:
                 raise no_local_variables()
             if self._horovod_sparse_reduction is not None:
-                self._horovod_sparse_reduction.keep_local(variable)
+                self._horovod_sparse_reduction.keep_local(checked_variable("variable", variable))
 
         def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> Any:
-            """Reduces gradients over ranks, and applies them."""
             apply, reduction = super().apply, self._horovod_sparse_reduction
             if reduction is None or not len(grads):
                 return apply(grads, trainable_variables)
@@ -182,64 +180,12 @@ class SavedState(CheckpointedState, _Saveable):
         return "Loss"
 
     def save_own_variables(self, store: Any) -> None:
-        """Called by Keras."""
         store[_KEY] = np.frombuffer(to_bytes(self._keeper.state_dict()), np.uint8)
 
     def load_own_variables(self, store: Any) -> None:
         """Called by Keras; after a dense run there is nothing to load, and no residual."""
         known = _KEY in store.keys()  # noqa: SIM118 (Keras' stores are no mappings)
         self._keeper.load_state_dict(from_bytes(np.asarray(store[_KEY]).tobytes()) if known else None)
-
-
-class Reduction:
-    """Keeps local variables apart, and reduces the others' gradients. Keras does not look in here."""
-
-    def __init__(self, reducer: GradientSynchronizer | DenseReducer, scale_local: bool) -> None:
-        self.reducer, self._scale_local = reducer, scale_local
-        self._local: set[Any] = set()
-        self._scaled = ScaledReduction(reducer.process_set, getattr(reducer, "watch", None))
-
-    def keep_local(self, variable: Any) -> None:
-        """Leaves a variable's gradient to this rank."""
-        self._local.add(checked_variable("variable", variable).ref())
-
-    @property
-    def keeps_local(self) -> bool:
-        """Whether some variables are each rank's own, and so their optimizer's state."""
-        return bool(self._local)
-
-    def reduce(
-        self, gradients: Sequence[Any], variables: Sequence[Any], learning_rate: Any
-    ) -> tuple[list[Any], tf.Tensor | None]:
-        """One gradient per variable, reduced, or local; and whether all ranks are to skip the step."""
-        results, skipped = list(gradients), None
-        is_local = [as_variable(variable).ref() in self._local for variable in variables]
-        shared = [i for i, kept in enumerate(is_local) if not kept]
-        if shared:
-            reduced, skipped = self.reducer.synchronize_or_skip(
-                [gradients[i] for i in shared], [variables[i] for i in shared], learning_rate
-            )
-            for i, gradient in zip(shared, reduced, strict=True):
-                results[i] = gradient
-        if self._scale_local and self.reducer.is_needed:
-            results = [
-                scaled_locally(gradient, self.reducer.process_set) if kept else gradient
-                for gradient, kept in zip(results, is_local, strict=True)
-            ]
-        return results, skipped
-
-    def reduce_if_finite(
-        self, gradients: Sequence[Any], variables: Sequence[Any], learning_rate: Any, scale: Any
-    ) -> list[Any]:
-        """As `reduce`, for gradients of a scaled loss: see `ScaledReduction`."""
-        if not self.reducer.is_needed:
-            return list(gradients)
-        return self._scaled(
-            lambda unscaled: nan_where(*self.reduce(unscaled, variables, learning_rate)),
-            gradients,
-            variables,
-            scale,
-        )
 
 
 class Accumulation:
@@ -257,7 +203,6 @@ class Accumulation:
         apply: Callable[[list[Any]], Any],
         skip: Callable[[], Any],
     ) -> None:
-        """One pass."""
         # of one that has none in this pass, what the passes before it had
         sums = [
             self._sums.get(as_variable(variable).ref())
@@ -321,7 +266,6 @@ class DenseReducer:
 
     @property
     def is_needed(self) -> bool:
-        """Whether there is anybody to reduce with."""
         return takes_part(self.process_set) and (is_elastic() or self.process_set.size() > 1)
 
     def synchronize_or_skip(

@@ -15,6 +15,7 @@ from horovod_sparse.tensorflow._horovod import hvd
 from horovod_sparse.tensorflow.arguments import Again, Arguments, checked_layers
 from horovod_sparse.tensorflow.collectives import construction_errors
 from horovod_sparse.tensorflow.compression import Compression
+from horovod_sparse.tensorflow.ending import Reduction
 from horovod_sparse.tensorflow.keras import keras2
 from horovod_sparse.tensorflow.keras.adoption import adopted_class
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
@@ -128,7 +129,7 @@ def DistributedOptimizer(
                 backward_passes_per_step, average_aggregated_gradients, sparse_as_dense
             )
         reducer = synchronizer or keras3.DenseReducer(arguments)
-        reduction = keras3.Reduction(reducer, scale_local_gradients)
+        reduction = Reduction(reducer, scale_local_gradients)
         return keras3.wrap(optimizer, reduction, accumulation, keeper, name, again)
     if arguments.settings.on_nonfinite == SKIP:
         raise UnsupportedError(
