@@ -33,6 +33,12 @@ class BucketReport:
     apply_seconds: float = 0.0
 
 
+#: what a step's totals add up: of what buckets tell, and of what a front end knows of them
+_OF_STEPS = "num_elements", "num_target", "num_selected", "bytes_sent", "bytes_inside"
+_SPENT = "fold_seconds", "select_seconds"
+_OF_REPORTS = "num_union", "dense_bytes", "apply_seconds"
+
+
 @dataclass(frozen=True)
 class StepReport:
     """One step of one rank: totals over its buckets.
@@ -92,20 +98,12 @@ class StepReport:
         per_rank = np.sqrt(np.sum(np.square(known), axis=0)) if known and len(known) == len(norms) else None
         return cls(
             step=step,
-            num_elements=sum(item.num_elements for item in steps),
-            num_target=sum(item.num_target for item in steps),
-            num_selected=sum(item.num_selected for item in steps),
-            num_union=sum(bucket.num_union for bucket in buckets),
-            bytes_sent=sum(item.bytes_sent for item in steps),
-            bytes_inside=sum(item.bytes_inside for item in steps),
-            dense_bytes=sum(bucket.dense_bytes for bucket in buckets),
             residual_norm=math.sqrt(sum(item.residual_norm**2 for item in steps)),
             global_error=math.nan if per_rank is None else float(np.mean(per_rank)),
-            fold_seconds=sum(item.fold_seconds for item in steps),
-            select_seconds=sum(item.select_seconds for item in steps),
             wait_seconds=wait_seconds,
-            apply_seconds=sum(bucket.apply_seconds for bucket in buckets),
             buckets=tuple(buckets),
+            **{name: sum(getattr(item, name) for item in steps) for name in (*_OF_STEPS, *_SPENT)},
+            **{name: sum(getattr(item, name) for item in buckets) for name in _OF_REPORTS},
         )
 
     @property
@@ -221,11 +219,9 @@ class Telemetry:
             return None
         means = {name: getattr(self._sums, name) / self.num_steps for name in _NUMBERS}
         if self._first is not None and self.num_steps > 1:
-            for name in _NUMBERS:
-                if name.endswith("_seconds"):
-                    means[name] = (getattr(self._sums, name) - getattr(self._first, name)) / (
-                        self.num_steps - 1
-                    )
+            for name in (one for one in _NUMBERS if one.endswith("_seconds")):
+                later = getattr(self._sums, name) - getattr(self._first, name)
+                means[name] = later / (self.num_steps - 1)
         return replace(self._sums, **{**means, "step": self.num_steps})
 
     def scalars(self, prefix: str = "sparse/") -> dict[str, float]:
@@ -252,15 +248,8 @@ class Telemetry:
         last = self.last
         if last is None:
             return {}
-        names = (
-            "density_target",
-            "density_selected",
-            "density_union",
-            "bytes_sent",
-            "saving",
-            "residual_norm",
-        )
-        told = {name: getattr(last, name) for name in (*names, "global_error")}
+        names = "density_target density_selected density_union bytes_sent saving residual_norm global_error"
+        told = {name: getattr(last, name) for name in names.split()}
         told["buckets"] = len(last.buckets)
         if last.bytes_inside:
             told["bytes_inside"] = last.bytes_inside

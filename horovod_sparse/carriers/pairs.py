@@ -59,7 +59,19 @@ def usable_mpi(hvd: Any) -> tuple[Any, str]:
         return None, f"{TRANSPORT_VARIABLE} says so"
     if not hvd.mpi_enabled():
         return None, "Horovod does not run on MPI"
-    return mpi_or_reason(hvd)
+    if not hvd.mpi_threads_supported():
+        return None, "MPI does not support several threads"
+    try:
+        mpi = importlib.import_module("mpi4py.MPI")
+    except ImportError as error:
+        return None, f"mpi4py cannot be imported: {error}"
+    world, rank, size = mpi.COMM_WORLD, hvd.rank(), hvd.size()
+    if (world.Get_rank(), world.Get_size()) != (rank, size):
+        counted = f"MPI counts rank {world.Get_rank()} of {world.Get_size()}"
+        return None, f"{counted}, Horovod rank {rank} of {size}"
+    if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
+        return None, "MPI was not started for several threads"
+    return mpi, ""
 
 
 @dataclass(frozen=True)
@@ -323,22 +335,3 @@ def _close_all() -> None:
     for pairs in _made:
         with contextlib.suppress(Exception):
             pairs.close()
-
-
-def mpi_or_reason(hvd: Any) -> tuple[Any, str]:
-    """mpi4py's MPI where this rank can use it beside Horovod, which runs on MPI; else None and why not."""
-    if not hvd.mpi_threads_supported():
-        return None, "MPI does not support several threads"
-    try:
-        mpi = importlib.import_module("mpi4py.MPI")
-    except ImportError as error:
-        return None, f"mpi4py cannot be imported: {error}"
-    world, rank, size = mpi.COMM_WORLD, hvd.rank(), hvd.size()
-    if (world.Get_rank(), world.Get_size()) != (rank, size):
-        return (
-            None,
-            f"MPI counts rank {world.Get_rank()} of {world.Get_size()}, Horovod rank {rank} of {size}",
-        )
-    if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
-        return None, "MPI was not started for several threads"
-    return mpi, ""

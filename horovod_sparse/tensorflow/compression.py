@@ -21,7 +21,7 @@ from horovod_sparse.tensorflow.dropin import DropIn
 from horovod_sparse.tensorflow.private import keep_functions_with_compressors
 from horovod_sparse.tensorflow.state import CheckpointedState, StateKeeper, WithState
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
-from horovod_sparse.training.compression import Algorithms, describe_recipe, recipe_of
+from horovod_sparse.training.compression import Algorithms, describe_recipe
 from horovod_sparse.training.settings import PlannedOptions, Settings
 
 if TYPE_CHECKING:
@@ -219,36 +219,9 @@ class Compression(
     lists arguments. ``Compression.none`` and ``Compression.fp16`` are Horovod's own.
 
     Example:
-        >>> Compression.exdyna(density=0.001)
-        Compression.exdyna(density=0.001)
+        >>> Compression.parse("exdyna:density=0.001"), Compression.parse("none") is Compression.none
+        (Compression.exdyna(density=0.001), True)
     """
 
     none = hvd.Compression.none
     fp16 = hvd.Compression.fp16
-
-    @staticmethod
-    @construction_errors.telling
-    def parse(text: str, *, process_set: Any = None) -> Any:
-        """Reads a choice from a command line.
-
-        Args:
-            text: "none", "fp16", or an algorithm with its arguments: ``exdyna:density=0.001``.
-            process_set: see `SparseCompressor`.
-
-        Returns:
-            What the attribute of that name is, or makes.
-
-        Raises:
-            UnknownNameError: for a misspelt algorithm or argument, with the valid ones.
-            ArgumentError: for a value that is not allowed.
-
-        Example:
-            >>> Compression.parse("micro:density=0.01,threshold=paper")
-            Compression.micro(density=0.01, threshold='paper')
-            >>> Compression.parse("none") is Compression.none
-            True
-        """
-        recipe = recipe_of(text)
-        if recipe is None:
-            return getattr(Compression, text)
-        return SparseCompressor(recipe, process_set)

@@ -15,7 +15,7 @@ from horovod_sparse.tensors.layout import dtype_name
 from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.horovod_engine import construction_errors
 from horovod_sparse.torch.synchronizer import GradientSynchronizer
-from horovod_sparse.training.compression import Algorithms, describe_recipe, recipe_of
+from horovod_sparse.training.compression import Algorithms, describe_recipe
 
 
 class SparseCompressor(hvd.compression.Compressor):
@@ -194,8 +194,8 @@ class Compression(
     lists arguments. ``Compression.none`` and ``Compression.fp16`` are Horovod's own.
 
     Example:
-        >>> Compression.exdyna(density=0.001)
-        Compression.exdyna(density=0.001)
+        >>> Compression.parse("exdyna:density=0.001"), Compression.parse("none") is Compression.none
+        (Compression.exdyna(density=0.001), True)
         >>> Compression.topk(densty=0.01)
         Traceback (most recent call last):
         horovod_sparse.errors.UnknownNameError: unknown argument of topk 'densty': the known ones are \
@@ -204,36 +204,3 @@ dense, dense_below, densities, density, feedback, indices, quantum, schedule, va
 
     none = hvd.Compression.none
     fp16 = hvd.Compression.fp16
-
-    @staticmethod
-    @construction_errors.telling
-    def parse(
-        text: str,
-        *,
-        named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
-        process_set: Any = None,
-    ) -> Any:
-        """Reads a choice from a command line.
-
-        Args:
-            text: "none", "fp16", or an algorithm with its arguments: ``exdyna:density=0.001``.
-            named_parameters: see `SparseCompressor`.
-            process_set: see `SparseCompressor`.
-
-        Returns:
-            What the attribute of that name is, or makes.
-
-        Raises:
-            UnknownNameError: for a misspelt algorithm or argument, with the valid ones.
-            ArgumentError: for a value that is not allowed.
-
-        Example:
-            >>> Compression.parse("micro:density=0.01,threshold=paper")
-            Compression.micro(density=0.01, threshold='paper')
-            >>> Compression.parse("none") is Compression.none
-            True
-        """
-        recipe = recipe_of(text)
-        if recipe is None:
-            return getattr(Compression, text)
-        return SparseCompressor(recipe, named_parameters, process_set)

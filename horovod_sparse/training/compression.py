@@ -61,7 +61,24 @@ class Algorithms(type):
             made: Callable[..., Any] = telling(_factory(item, make, binding, help_text), is_last=False)
             return made
 
-        cls._make = factory
+        def parse(text: str, **bound: Any) -> Any:
+            """Reads a choice from a command line.
+
+            Args:
+                text: "none", "fp16", or an algorithm with its arguments: ``exdyna:density=0.001``.
+                **bound: the binding arguments: see `SparseCompressor`.
+
+            Returns:
+                What the attribute of that name is, or makes.
+
+            Raises:
+                UnknownNameError: for a misspelt algorithm or argument, with the valid ones.
+                ArgumentError: for a value that is not allowed.
+            """
+            recipe = recipe_of(text)
+            return getattr(cls, text) if recipe is None else make(recipe, **bound)
+
+        cls._make, cls.parse = factory, telling(parse)
 
     def __getattr__(cls, name: str) -> Callable[..., Any]:
         if name in ALGORITHMS or name in PRESETS:
