@@ -26,11 +26,7 @@ _SLEEP_SECONDS = 20e-6
 
 
 def by_exchanges(request: Request, rank: int, size: int) -> Synchronization[Any]:
-    """A collective as messages between pairs: nothing waits for a cycle of Horovod.
-
-    Every rank sends its message to every other, which is as many bytes as a ring moves. A sum is made in
-    parts: each rank adds up one, in the order of ranks, and sends it to all, so all have the same bits.
-    """
+    """A collective as messages between pairs: as many bytes as a ring moves, sums of the same bits on all."""
     if isinstance(request, Exchange):
         return (yield request)
     others = tuple(peer for peer in range(size) if peer != rank)

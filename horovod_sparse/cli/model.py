@@ -34,24 +34,21 @@ _PIECES = 48
 
 @dataclass(frozen=True)
 class Model:
-    """Parameters and, where they are known, times of a step.
+    """Parameters and, where they are known, times of a step."""
 
-    Attributes:
-        name: of the table, or of the file.
-        parameters: in forward order.
-        backward_seconds: of each; None where the file has none.
-        forward_seconds: of the step before backward.
-        density: that the table's source trains it with; None for files without one.
-        steps: of a table, times on other devices.
-        source: where times are from, in words.
-    """
-
+    #: of the table, or of the file
     name: str
+    #: in forward order
     parameters: tuple[ParameterFacts, ...]
+    #: of each; None where the file has none
     backward_seconds: tuple[float, ...] | None
+    #: of the step before backward
     forward_seconds: float = 0.0
+    #: that the table's source trains it with; None for files without one
     density: float | None = None
+    #: of a table, times on other devices
     steps: Mapping[str, StepTime] = field(default_factory=dict)
+    #: where times are from, in words
     source: str = "of the file"
 
     def on(self, gpu: str | None, step_seconds: float | None) -> Model:

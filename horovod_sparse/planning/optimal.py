@@ -24,18 +24,15 @@ class SegmentTables:
     With computation done at time x and the network free at time y before the segment, after it
 
     ``x' = x + computation[i, j]`` and ``y' = max(y + network[i, j], x + path[i, j])``.
-
-    Attributes:
-        computation: backward and selection.
-        network: communication of all its messages.
-        path: the longest way through the segment from the start of its backward to the end of its
-            communication.
-        tail: what comes after the last sparse parameter (dense ones), as (network, path).
     """
 
+    #: backward and selection
     computation: Array
+    #: communication of all its messages
     network: Array
+    #: the longest way through the segment from the start of its backward to the end of its communication
     path: Array
+    #: what comes after the last sparse parameter (dense ones), as (network, path)
     tail: tuple[float, float]
 
     @property
@@ -163,11 +160,7 @@ _SAME = 1e-12
 
 
 def best_segments(tables: SegmentTables) -> list[int]:
-    """Where segments should end, positions in backward order; the last one is their number.
-
-    At every boundary those beginnings of a plan are kept that no other beats in both ends, and that may
-    still lead to less than a plan that is known.
-    """
+    """Where segments end, in backward order: beginnings are kept that no other beats in both ends."""
     m = tables.num_sparse
     shares, rest, upper, segments = _bounds(tables)
     computation, communication = np.zeros(1), np.zeros(1)

@@ -37,18 +37,15 @@ from horovod_sparse.wire import unpack_sum
 
 @dataclass(frozen=True)
 class OkTopkState(SparsifierState):
-    """State of Ok-Topk.
+    """State of Ok-Topk."""
 
-    Attributes:
-        step: synchronizations done.
-        local_threshold: for this rank's accumulator; 0 before the first step.
-        global_threshold: for the sums; 0 where all of them are to be kept.
-        bounds: int64 [P - 1], where the regions of ranks 1, 2, ... begin.
-    """
-
+    #: synchronizations done
     step: int = 0
+    #: for this rank's accumulator; 0 before the first step
     local_threshold: float = field(default=0.0, metadata={**LOCAL, **SCALED})
+    #: for the sums; 0 where all of them are to be kept
     global_threshold: float = field(default=0.0, metadata=SCALED)
+    #: int64 [P - 1], where the regions of ranks 1, 2, ... begin.
     bounds: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
 
     def flaw(self, _fresh: OkTopkState) -> str:

@@ -24,11 +24,7 @@ from horovod_sparse.sparsifiers.rounds.shared import sum_at, sum_traffic
 
 
 def draw_positions(generator: np.random.Generator, num_elements: int, k: int) -> Indices:
-    """k different positions, every set of k as likely as any other.
-
-    As many as are missing are drawn, over and over, and those that are new kept: no position is preferred on
-    the way, so no set is. Sorting k numbers costs less than a generator's own choice without replacement.
-    """
+    """k different positions, every set as likely: those that are missing are drawn over and over."""
     if 2 * k > num_elements:  # the others are fewer
         kept = np.ones(num_elements, bool)
         kept[draw_positions(generator, num_elements, num_elements - k)] = False

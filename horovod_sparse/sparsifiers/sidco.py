@@ -96,18 +96,15 @@ def _moments(sample: np.ndarray, threshold: float) -> Moments:
 
 @dataclass(frozen=True)
 class SIDCoState(SparsifierState):
-    """State of SIDCo on a rank.
+    """State of SIDCo on a rank."""
 
-    Attributes:
-        num_stages: how often the tail is fitted now.
-        recent: achieved / target of the steps since the stage count was last looked at.
-        direction: +1 or -1, where the number of stages went last.
-        error: |ln(achieved / target)| when it was last looked at; negative before.
-    """
-
+    #: how often the tail is fitted now
     num_stages: int = field(default=1, metadata=LOCAL)
+    #: achieved / target of the steps since the stage count was last looked at
     recent: tuple[float, ...] = field(default=(), metadata=LOCAL)
+    #: +1 or -1, where the number of stages went last
     direction: int = field(default=1, metadata=LOCAL)
+    #: |ln(achieved / target)| when it was last looked at; negative before
     error: float = field(default=-1.0, metadata=LOCAL)
 
     def flaw(self, _fresh: SIDCoState) -> str:

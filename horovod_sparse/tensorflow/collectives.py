@@ -49,21 +49,13 @@ _NOTHING = np.empty(0, np.int32)
 
 
 def known_to_elastic() -> Any:
-    """A context in which operations get names by which ``hvd.elastic.run`` knows Horovod's failures.
-
-    It looks for these words in the error's text, where a graph quotes the operation's name and not its type.
-    Horovod is told to ignore the scopes before names of collectives.
-    """
+    """Names by which ``hvd.elastic.run`` knows Horovod's failures: it looks for words in the error's text."""
     # the slash: no numbers are added to it, but to the names within, as if there were no scope
     return tf.name_scope(f"{ELASTIC_WORD}/")
 
 
 def not_folded(gradient: Any) -> Any:
-    """A gradient as an operation of Horovod's has to get it in a graph: not as a constant.
-
-    To TensorFlow these operations are pure: one whose input is constant is carried out once, when the graph
-    is optimized, and waits for the others if one rank alone traces again.
-    """
+    """A gradient, but no constant: TensorFlow carries operations on those out once, when it optimizes."""
     if isinstance(gradient, tf.IndexedSlices):
         values, indices = not_folded(gradient.values), not_folded(gradient.indices)
         return tf.IndexedSlices(values, indices, gradient.dense_shape)

@@ -274,11 +274,7 @@ _CALLS = ("If", "StatelessIf", "PartitionedCall", "StatefulPartitionedCall")
 
 
 def gate(token: tf.Tensor) -> None:
-    """Puts all that is made from now on in the graph that is being traced behind a tensor.
-
-    Updates that need no gradient (weight decay, counts of steps) are not to happen in a step that ends in an
-    error.
-    """
+    """Puts what is made from now on behind a tensor: no update happens in a step that ends in an error."""
     _Gate(token.graph, token.op)
 
 

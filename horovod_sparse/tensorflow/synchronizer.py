@@ -230,11 +230,7 @@ class GradientSynchronizer(VariablesTraining):
     def _started(
         self, gradients: Sequence[Gradient], variables: Sequence[Any], rate: tf.Tensor
     ) -> tuple[list[Gradient], dict[str, int], list[Part], list[tf.Tensor]]:
-        """Everything up to the end of the last round.
-
-        Gives the gradients (where no part has them, their sums), positions of those that have a bucket by
-        name, the parts, and tokens of their ends.
-        """
+        """All up to the last round's end: gradients, positions by name of those in buckets, parts, tokens."""
         with self.watch.together(f"{self.engine.label or 'horovod_sparse'}.plan"):
             added = self.add(gradients, variables)
         if added:

@@ -96,11 +96,7 @@ _log = logging.getLogger("horovod_sparse")
 
 
 class VariablesTraining(Training):
-    """Variables get their bucket with their first gradient, and keep it.
-
-    A graph refers to parts by version of the plan and position: it goes on after a start, a load and with
-    other ranks; for another plan functions are traced again.
-    """
+    """Variables get their bucket with their first gradient; graphs know parts by plan version and place."""
 
     engine: VariablesEngine
     parts: list[Part]

@@ -18,23 +18,20 @@ from horovod_sparse.training.deadline import Deadline
 
 @dataclass(eq=False)
 class Task:
-    """A coroutine under way; `name` is stable over ranks and steps, and round r communicates as ``name.r``.
-
-    Attributes:
-        error: what it raised, kept here so that other tasks go on.
-        num_rounds: collectives started so far.
-        waited_seconds: time this process sat in `Driver.wait` for this task and had nothing else to
-            do: the part of its communication that computation did not hide. Tasks waited for together
-            each count the same seconds; `Driver.idle_seconds` counts them once.
-    """
+    """A coroutine under way; round r communicates as ``name.r``, which is the same on all ranks."""
 
     name: str
     done: bool = False
     result: Any = None
+    #: what it raised, kept here so that other tasks go on
     error: BaseException | None = None
+    #: collectives started so far
     num_rounds: int = 0
     started: float = field(default_factory=time.perf_counter)
     finished: float = float("nan")
+    #: time this process sat in `Driver.wait` for this task and had nothing else to do: the part of its
+    #: communication that computation did not hide. Tasks waited for together each count the same seconds;
+    #: `Driver.idle_seconds` counts them once.
     waited_seconds: float = 0.0
 
     def value(self) -> Any:
@@ -88,14 +85,10 @@ def answer_alone(request: Request) -> Any:
 
 
 class Driver:
-    """Starts coroutines, parks them while their collectives are under way, and resumes them.
+    """Starts coroutines, parks them while their collectives are under way, and resumes them; in one thread.
 
-    Nothing blocks except `wait`, and `wait` resumes every parked coroutine that can go on, not only
-    those it is waiting for. So ranks may start tasks in different orders and wait for them in
-    different orders, with any number of rounds, and none waits for a collective that another rank
-    would start only after being waited for in turn.
-
-    A driver belongs to the thread that uses it.
+    Nothing blocks but `wait`, which resumes every parked coroutine that can go on: so ranks may start tasks,
+    and wait for them, in different orders.
     """
 
     def __init__(

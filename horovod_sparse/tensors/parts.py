@@ -278,11 +278,7 @@ def facts_of(
     rules: ParameterRules = _NO_RULES,
     advice: str = "",
 ) -> dict[str, tuple[ParameterFacts, torch.Tensor]]:
-    """Facts and tensor of every parameter, by name, in their order; those without elements are passed over.
-
-    `group_of` has the number of every parameter's group in the optimizer, if there is one; `advice` says what
-    else to do with a dtype that cannot be synchronized.
-    """
+    """Facts and tensor of every parameter that has elements, by name; `advice` if a dtype is refused."""
     facts = {}
     for name, parameter in named_parameters:
         n, dtype = parameter.numel(), dtype_name(parameter)

@@ -77,11 +77,7 @@ def start(
     by_pairs: bool = True,
     topology: Topology | None = None,
 ) -> Handle:
-    """Starts a collective and returns without waiting.
-
-    Every rank of the process set starts the same kind of request under the same name; the order in which
-    different names are started is free.
-    """
+    """Starts a collective without waiting: on all ranks the same kind under the same name, in any order."""
     if process_set.size() is None:
         raise ArgumentError(
             "process_set", process_set, "one that hvd.init() or hvd.add_process_set() has set up"
@@ -196,11 +192,7 @@ def _start_alltoall(
 
 
 def _reducible(buffer: np.ndarray | torch.Tensor) -> tuple[torch.Tensor, Callable[[Any], Any]]:
-    """A tensor that Horovod can reduce, and how its sum becomes what was asked for.
-
-    A tensor stays on its device, unless Horovod is built without operations there: then it goes through
-    the host.
-    """
+    """A tensor that Horovod can reduce, on its device or through the host, and what its sum becomes."""
     if not isinstance(buffer, torch.Tensor):
         return readable_tensor(buffer), _array
     if buffer.device.type == "cpu" or _reduces(buffer):
@@ -264,11 +256,7 @@ def carry_out_together(
     meanwhile: Callable[[], None] | None = None,
     topology: Topology | None = None,
 ) -> Any:
-    """Runs a coroutine to its end; all ranks of the process set do so together, and nothing else meanwhile.
-
-    Requests of a type have one name, so Horovod's response cache knows it. `note_start` is told how long each
-    start took; `meanwhile` is called while waiting.
-    """
+    """Runs a coroutine on all ranks; `note_start` gets seconds, `meanwhile` is called in waiting."""
     driver = HorovodDriver(process_set, deadline_seconds, by_pairs=False, topology=topology)
 
     def execute(request: Request) -> Any:

@@ -150,11 +150,7 @@ class HorovodEngine:
         return Ranks.of_horovod(hvd, self.process_set)
 
     def facts(self, known: Facts) -> Facts:
-        """At first those of the model's parameters that the optimizer trains, then those that it has come to.
-
-        Frozen parameters are passed over. One that was never named is called as Horovod calls parameters
-        without names: by its place in the groups, which is the same on all ranks.
-        """
+        """At first the model's parameters that are trained; then those that have joined, by their place."""
         groups, names = groups_of(self._optimizer), self._optimizer._parameter_names
         if self._named is not None:
             named = [(name, parameter) for name, parameter in self._named if parameter in groups]

@@ -76,11 +76,7 @@ def _hook(synchronizer: weakref.ref[GradientSynchronizer]) -> Callable[[torch.Te
 
 
 class GradientSynchronizer(PlannedTraining):
-    """Starts every bucket when its last gradient is there, and puts the sums where gradients are.
-
-    Nothing waits but `synchronize`. Hooks do O(1) Python work each; all work on elements is the fused
-    pass of a bucket, and work on its k selected elements.
-    """
+    """Starts every bucket when its last gradient is there; nothing waits but `synchronize`."""
 
     def __init__(
         self,

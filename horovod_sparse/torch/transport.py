@@ -152,9 +152,5 @@ class _Round(Rounds):
 
 
 def start_round(request: Request, name: str, process_set: Any, by_horovod: Start) -> Handle:
-    """Starts messages between pairs of ranks, or a collective made of them, and returns without waiting.
-
-    Ranks in the request count within the process set, which has two or more. The name is the same on all
-    ranks, and no other exchange in flight has it.
-    """
+    """Starts messages between pairs, or a collective of them; on all ranks under a name of their own."""
     return _Round(request, name, process_set, by_horovod)

@@ -67,51 +67,45 @@ def compared(given: Mapping[str, str], parameters: Sequence[ParameterFacts] = ()
 
 @dataclass(frozen=True)
 class RankStatus:
-    """Where one rank stands.
-
-    Attributes:
-        digest: of the sparsifiers' states, as far as they are equal on all ranks; see `shared_digest`.
-        made_for: (rank, size) that the states were made for.
-        measuring: how far this rank has come with what all measure together, before all plan anew together.
-        label: by which the rank tells the names of this training's collectives from those of another that
-            has parameters of the same names; need not be equal.
-        told: what others have to know to start anew where this rank stands, by bucket, in plain values.
-        column: with two levels, whose states have to be equal to this rank's: those of its column.
-        elsewhere: whether this rank holds something of others' shards.
-    """
+    """Where one rank stands."""
 
     step: int
+    #: of the sparsifiers' states, as far as they are equal on all ranks; see `shared_digest`
     digest: str
+    #: (rank, size) that the states were made for
     made_for: tuple[int, int]
     plan: Plan = field(default_factory=lambda: Plan(()))
     parameters: Sequence[ParameterFacts] = ()
+    #: how far this rank has come with what all measure together, before all plan anew together
     measuring: str = ""
+    #: by which the rank tells the names of this training's collectives from those of another that has
+    #: parameters of the same names; need not be equal
     label: str = ""
+    #: what others have to know to start anew where this rank stands, by bucket, in plain values
     told: Mapping[str, Any] = field(default_factory=dict)
+    #: with two levels, whose states have to be equal to this rank's: those of its column
     column: int = 0
+    #: whether this rank holds something of others' shards
     elsewhere: bool = False
 
 
 @dataclass(frozen=True)
 class AgreedStatus:
-    """What all ranks go on with.
+    """What all ranks go on with."""
 
-    Attributes:
-        anew: whether the sparsifiers' states start anew, on all ranks.
-        step: of the training: the furthest of all.
-        plan: of the first rank that is furthest, as is what it has `told`, where states start anew.
-        label: of the first rank.
-        measures: whether what is measured may go on, since all have come equally far.
-        elsewhere: whether some rank holds something of others' shards.
-    """
-
+    #: whether the sparsifiers' states start anew, on all ranks
     anew: bool
+    #: of the training: the furthest of all
     step: int
+    #: of the first rank that is furthest, as is what it has `told`, where states start anew
     plan: Plan
     reason: str = ""
+    #: of the first rank
     label: str = ""
     told: Mapping[str, Any] = field(default_factory=dict)
+    #: whether what is measured may go on, since all have come equally far
     measures: bool = True
+    #: whether some rank holds something of others' shards
     elsewhere: bool = False
 
 

@@ -31,19 +31,16 @@ Facts: TypeAlias = Mapping[str, tuple[ParameterFacts, Any]]
 
 @dataclass(frozen=True)
 class PartSpec:
-    """A part to be made: a bucket, or parameters that stay dense.
+    """A part to be made: a bucket, or parameters that stay dense."""
 
-    Attributes:
-        label: stable over ranks and steps.
-        recipe: what to do with the parameters; None where an allreduce does.
-        dense: whether the plan leaves them dense.
-        halves: whether an allreduce is of float16.
-    """
-
+    #: stable over ranks and steps
     label: str
     names: tuple[str, ...]
+    #: what to do with the parameters; None where an allreduce does
     recipe: Recipe | None
+    #: whether the plan leaves them dense
     dense: bool = False
+    #: whether an allreduce is of float16
     halves: bool = False
 
 

@@ -14,11 +14,7 @@ from horovod_sparse.sparsifiers import Sparsifier
 
 
 class Planner(Protocol):
-    """How further plans are made, where a user asks for more than sizes: `horovod_sparse.planning` has it.
-
-    A training knows no more of times than this: what it begins with, and that it has to measure. What
-    measures and decides then is `horovod_sparse.planning.warmup.WarmUp`, which a front end makes of it.
-    """
+    """What a training knows of plans by times: `horovod_sparse.planning` has it; `WarmUp` measures."""
 
     @property
     def failure(self) -> HorovodSparseError | None:
@@ -53,19 +49,16 @@ class Planner(Protocol):
 
 @dataclass(frozen=True)
 class FirstPlan:
-    """What this rank would begin with; all ranks take the first rank's, once they have agreed.
-
-    Attributes:
-        request: how plans are made; None where one was given, or none is asked for.
-        decision: why the plan was taken, where a profile decided.
-        failure: why the plan is not the one that was asked for.
-        selection: why buckets are dense though nobody asked for that, in words; empty where none are.
-    """
+    """What this rank would begin with; all ranks take the first rank's, once they have agreed."""
 
     plan: Plan
+    #: how plans are made; None where one was given, or none is asked for
     request: Planner | None = None
+    #: why the plan was taken, where a profile decided
     decision: Any = None
+    #: why the plan is not the one that was asked for
     failure: Exception | None = None
+    #: why buckets are dense though nobody asked for that, in words; empty where none are
     selection: str = ""
 
 
@@ -76,11 +69,7 @@ def first_plan(
     cluster: Callable[[], ClusterFacts],
     **arguments: Any,
 ) -> FirstPlan:
-    """The plan that needs no measuring: as asked for, by a complete profile's times, or the default one.
-
-    Without a request `arguments` (of `make_plan`) say what it is. What may fail on one rank alone is kept as
-    the failure.
-    """
+    """As asked for, by a complete profile, or the default one; keeps what may fail on one rank alone."""
     parameters = [fact for fact, _ in facts.values()]
     if request is None:
         made = make_plan(facts, **arguments)

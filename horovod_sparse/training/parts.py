@@ -28,16 +28,12 @@ _GROUPED_ELEMENTS = 1 << 16
 
 
 class Part(Protocol):
-    """Parameters that are synchronized together.
+    """Parameters that are synchronized together."""
 
-    Attributes:
-        names: of the parameters.
-        places: [start, stop) of each among the part's n elements.
-        dense: whether the plan leaves its parameters dense: such a part is no bucket of the plan, and has
-            no sparsifier's state in a checkpoint. (A bucket that a rule of the recipe sends whole has one.)
-    """
-
+    #: of the parameters
     names: tuple[str, ...]
+    #: whether the plan leaves its parameters dense: such a part is no bucket of the plan, and has no
+    #: sparsifier's state in a checkpoint. (A bucket that a rule of the recipe sends whole has one.)
     dense: bool
 
     @property
@@ -104,18 +100,15 @@ class BucketPart:
 
 
 class DensePart:
-    """What a part holds back that a plan leaves dense, and that needs no bucket; see `needs_bucket`.
-
-    Attributes:
-        num_elements: n, of all parameters together.
-        dtype: of its gradient, by name.
-        carried: what error feedback still held for it when it became dense; joins the next gradient.
-    """
+    """What a part holds back that a plan leaves dense, and that needs no bucket; see `needs_bucket`."""
 
     names: tuple[str, ...]
     dense = True
+    #: n, of all parameters together
     num_elements: int
+    #: of its gradient, by name
     dtype: str
+    #: what error feedback still held for it when it became dense; joins the next gradient
     carried: Any = None
 
     @property

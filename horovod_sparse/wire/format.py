@@ -128,24 +128,21 @@ class WireFormat:
 
 
 class Sections(NamedTuple):
-    """What a message of some number of elements consists of, in words.
+    """What a message of some number of elements consists of, in words."""
 
-    Attributes:
-        tag: fifth word of the header: the codecs' codes, and 24 bits of n, so that ranks whose format or
-            bucket differs find out before they decode. None where messages are plain and have four words.
-        header: where the header ends and indices begin.
-        indices: where indices end and values begin.
-        values: where values end and padding begins.
-        length: of the whole message.
-        value_codec: what writes the values; None where only indices are sent.
-    """
-
+    #: fifth word of the header: the codecs' codes, and 24 bits of n, so that ranks whose format or bucket
+    #: differs find out before they decode. None where messages are plain and have four words.
     tag: int | None
+    #: where the header ends and indices begin
     header: int
+    #: where indices end and values begin
     indices: int
+    #: where values end and padding begins
     values: int
+    #: of the whole message
     length: int
     index_codec: IndexCodec
+    #: what writes the values; None where only indices are sent
     value_codec: ValueCodec | None
 
 

@@ -108,11 +108,7 @@ def _one_by_one(values, threshold, start, stop, out):  # type: ignore[no-untyped
 
 @kernel
 def moments_at_least(values, threshold, out):  # type: ignore[no-untyped-def]
-    """Adds up the magnitudes >= threshold: their number, sum, sum of squares, and sum of logarithms.
-
-    The logarithm of a product costs one logarithm: fractions are multiplied and exponents added, 64
-    at a time in each lane.
-    """
+    """Number, sum, sum of squares and of logarithms of magnitudes >= threshold; few logarithms are taken."""
     out[:] = 0.0
     thresholds = v.splat(threshold)
     rest = np.empty(v.LANES, values.dtype)

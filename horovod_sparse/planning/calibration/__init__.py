@@ -36,21 +36,18 @@ _SPARSIFIERS_SHARES = 2
 
 @dataclass(frozen=True)
 class Extent:
-    """How much is measured.
+    """How much is measured."""
 
-    Attributes:
-        message_bytes: that a rank puts into a collective, ascending; 3 or more sizes.
-        bucket_elements: n of the buckets that are selected from, ascending; 3 or more sizes.
-        repetitions: of each size, beside one to warm up.
-        budget_seconds: for all, in shares for every collective and sparsifier; a share that does not suffice
-            measures larger sizes less often, and then leaves them out, but never the first 3.
-        summed_bytes: of gradients that a host sums, ascending: of buckets, not of what is selected.
-    """
-
+    #: that a rank puts into a collective, ascending; 3 or more sizes
     message_bytes: tuple[int, ...]
+    #: n of the buckets that are selected from, ascending; 3 or more sizes
     bucket_elements: tuple[int, ...]
+    #: of each size, beside one to warm up
     repetitions: int
+    #: for all, in shares for every collective and sparsifier; a share that does not suffice measures larger
+    #: sizes less often, and then leaves them out, but never the first 3
     budget_seconds: float
+    #: of gradients that a host sums, ascending: of buckets, not of what is selected
     summed_bytes: tuple[int, ...] = (1 << 12, 1 << 20, 1 << 24)
 
 

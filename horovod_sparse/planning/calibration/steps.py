@@ -26,22 +26,19 @@ from horovod_sparse.topology import Topology
 
 @dataclass(frozen=True)
 class BackwardTimes:
-    """Medians over steps.
+    """Medians over steps."""
 
-    Attributes:
-        backward_seconds: by parameter, in the order in which gradients came; 0 for those that never came.
-        forward_seconds: from the end of one step to the first gradient of the next.
-        num_steps: that were measured.
-        step_seconds: forward and backward of each of them, where that is known.
-        iteration_seconds: from the end of one step to the end of the next; 0 where that is not known.
-        probe_seconds: the same under a plan of many buckets, see `probe_of`.
-    """
-
+    #: by parameter, in the order in which gradients came; 0 for those that never came
     backward_seconds: Mapping[str, float]
+    #: from the end of one step to the first gradient of the next
     forward_seconds: float
+    #: that were measured
     num_steps: int
+    #: forward and backward of each of them, where that is known
     step_seconds: tuple[float, ...] = ()
+    #: from the end of one step to the end of the next; 0 where that is not known
     iteration_seconds: float = 0.0
+    #: the same under a plan of many buckets, see `probe_of`
     probe_seconds: float = 0.0
 
 

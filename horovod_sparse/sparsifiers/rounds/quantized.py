@@ -18,11 +18,7 @@ from horovod_sparse.wire.quantized import HEADER, blank, quantized_words, sum_qu
 
 @dataclass(frozen=True, kw_only=True)
 class Quantizer(Sparsifier):
-    """Every rank sends all elements, in few bits; what that loses stays in its residual.
-
-    A subclass says how (`quantization`). There is no density to choose, it is 1, and no way to write a
-    selection.
-    """
+    """Every rank sends all elements in few bits (`quantization`); what that loses stays in its residual."""
 
     density_scope: ClassVar[Literal["per rank", "global"]] = "global"
     has_density: ClassVar[bool] = False

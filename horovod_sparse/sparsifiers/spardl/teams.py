@@ -177,18 +177,15 @@ _FIRST_STRIDE = 0.01
 
 @dataclass(frozen=True)
 class SparDLState(SparsifierState):
-    """State of SparDL.
-
-    Attributes:
-        share: h / L: of a block's quota, what a rank sends to the other teams (B-SAG). In [1 / d, 1].
-        stride: what is added to it per step; its sign is the direction.
-        confirmed: whether the direction was right the last time, too.
-    """
+    """State of SparDL."""
 
     FORMER: ClassVar[frozenset[str]] = SparsifierState.FORMER | {"teams", "gather", "timed"}
 
+    #: h / L: of a block's quota, what a rank sends to the other teams (B-SAG). In [1 / d, 1].
     share: float = 1.0
+    #: what is added to it per step; its sign is the direction
     stride: float = 0.0
+    #: whether the direction was right the last time, too
     confirmed: bool = False
 
     def flaw(self, _fresh: SparDLState) -> str:
