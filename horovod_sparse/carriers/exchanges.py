@@ -68,10 +68,7 @@ def _like(expected: np.ndarray, arrived: Mapping[int, np.ndarray], peer: int) ->
 
 
 def over_hosts(coroutine: Synchronization[Any], topology: Topology, rank: int) -> Synchronization[Any]:
-    """A synchronization of two levels, whose requests of single levels are messages between pairs of ranks.
-
-    So it needs no process sets, each of which costs every cycle of Horovod one more coordination.
-    """
+    """A synchronization whose requests of single levels are messages between pairs: no process sets."""
     answer: Any = None
     while True:
         try:
@@ -132,10 +129,7 @@ class Rounds:
         return self._begin(exchange, f"{self._name}/{self._number}")
 
     def done(self) -> bool | None:
-        """Whether the last message is there; starts what comes after those that are.
-
-        Hooks of a backward pass ask, so what a message is found to be, or to lack, is raised by `result`.
-        """
+        """Starts what comes after messages that are there; raises nothing, as hooks ask: `result` does."""
         while not self._ended:
             if not (done := self._inner.done()):
                 return done

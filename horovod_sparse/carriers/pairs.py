@@ -95,10 +95,7 @@ Agreement: TypeAlias = Generator[Request | Blocking, Any, TransportChoice]
 
 
 def agreed_transport(hvd: Any, process_set: Any, number: int) -> Agreement:
-    """What all ranks of a process set can use, and then whether all have reached all: two allgathers.
-
-    `number` tells this agreement from those before it, and is the same on all ranks.
-    """
+    """What all ranks can use, and then whether all have reached all, in the agreement of this number."""
     mpi, reason = usable_mpi(hvd)
     rank = int(process_set.rank())
     if refused := _first_reason((yield from shared_lines(reason)), rank):
@@ -112,10 +109,7 @@ def agreed_transport(hvd: Any, process_set: Any, number: int) -> Agreement:
 
 
 def by_horovod(reason: str, rank: int, *, failed: bool = False) -> TransportChoice:
-    """Horovod's all-to-all, and why so.
-
-    A warning where it is not what was asked for, or another way was tried in vain: on one rank, and once.
-    """
+    """Horovod's all-to-all, and why so; warns once, on one rank, where that is not what was asked for."""
     words = f"Horovod's all-to-all ({reason})"
     if (failed or rounds_by_pairs()) and rank == 0 and words not in _warned:
         _warned.add(words)

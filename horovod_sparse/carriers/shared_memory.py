@@ -135,10 +135,7 @@ def seen(pid: int, descriptor: int, size: int, token: str) -> Bytes:
 
 
 class SharedSum:
-    """A bucket's gradients on a host, one in each rank's memory; `own`, one of the regions, is writeable.
-
-    The gradient itself lies in the region if it is `lent`; it is copied there otherwise.
-    """
+    """A bucket's gradients on a host: this rank's lies in the region `own`, `lent` or copied there."""
 
     def __init__(self, whole: BucketInfo, regions: Sequence[Bytes], own: Bytes, lent: bool) -> None:
         self._whole, self._regions, self._own, self.lent = whole, list(regions), own, lent

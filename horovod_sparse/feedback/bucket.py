@@ -286,10 +286,7 @@ class Bucket:
             )
 
     def _check(self, marks: Mapping[int, int], overflow: int | None) -> None:
-        """Raises what all ranks know of a step that no rank may apply.
-
-        `marks` say by rank where its gradient is not finite, and n of a rank that refuses the step.
-        """
+        """Raises what `marks` say by rank: where its gradient is not finite, or n if it refuses the step."""
         name, refused = self.whole.name, self.whole.num_elements
         if edited := [rank for rank, at in marks.items() if at == refused]:
             raise EditedGradientError(name, dict.fromkeys(edited, "its own error says which"))

@@ -51,10 +51,7 @@ class SegmentTables:
 
 
 def segment_tables(workload: Workload, cost: CostModel, *, dense_startup: bool = True) -> SegmentTables:
-    """Tables of all segments of a step: exact for parameters of one kind.
-
-    Where a segment mixes kinds, the buckets of all count as complete at its end. Dense ones go one by one.
-    """
+    """Of all segments of a step: exact for parameters of one kind, which all count as complete at its end."""
     ready, elements, dense, all_ready = _positions(workload, cost, dense_startup)
     m = elements.shape[1]
     shape = (m + 1, m + 1)

@@ -182,10 +182,7 @@ def carry_out_together(
     *,
     looks: bool = False,
 ) -> Any:
-    """Runs a coroutine to its end; all ranks of the process set do so together, and nothing else meanwhile.
-
-    With `looks`, ranks that cannot make their optimizer are looked for while this one waits.
-    """
+    """Runs a coroutine on all ranks; with `looks`, ranks that cannot make their optimizer are looked for."""
     place = int(process_set.rank()), int(process_set.size())
     if topology is not None:
         coroutine = over_hosts(coroutine, topology, place[0])
@@ -237,10 +234,7 @@ def _alone(request: Request) -> Any:
 
 
 def together(coroutine: Synchronization[Any], process_set: Any) -> Any:
-    """What a coroutine returns that all ranks run when they see gradients first.
-
-    In elastic training, where who joins traces while the others go on, and with one rank, it is run alone.
-    """
+    """What all ranks run when they see gradients first; alone in elastic training, and with one rank."""
     if process_set.size() == 1 or is_elastic():
         return engine.carry_out(coroutine, lambda request: request.buffer)  # type: ignore[union-attr]
     name = f"horovod_sparse.{process_set.process_set_id}.plan"

@@ -35,10 +35,7 @@ class Ending:
         self._lock = threading.Lock()
 
     def finish(self, parts: Sequence[Part]) -> tuple[list[np.ndarray], Outcome]:
-        """Dense gradients, one per variable of the parts: sums or averages; zeros where they are not applied.
-
-        The step's error is raised here; then it is taken back, and the next one may follow.
-        """
+        """Sums or averages by variable, or zeros; raises the step's error here, and the next may follow."""
         try:
             arrays, outcome = self._finished(parts)
         except BaseException:
@@ -131,10 +128,7 @@ class Replicas:
 
 
 class ScaledReduction:
-    """Reduces gradients of a scaled loss; not finite on any rank, they become NaN on all.
-
-    Residuals are kept without the scale, a power of two: nothing is lost by multiplying with it again.
-    """
+    """Reduces gradients of a scaled loss, NaN on all where not finite on one; the scale is a power of two."""
 
     def __init__(self, process_set: Any, watch: Watch | None = None) -> None:
         self._process_set, self._name = process_set, ""

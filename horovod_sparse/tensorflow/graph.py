@@ -44,10 +44,7 @@ def run_independently(operation: Any, kind: str) -> None:
 
 
 class HostFunctions:
-    """Host functions of graphs, which TensorFlow and Keras keep for ever: they know them by weak references.
-
-    With this object go residuals and all else that the functions work on.
-    """
+    """Host functions that graphs know by weak references: TensorFlow and Keras keep graphs for ever."""
 
     def __init__(self) -> None:
         self._by_graph: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()

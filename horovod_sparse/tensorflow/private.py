@@ -132,10 +132,7 @@ def scaler_of(optimizer: Any) -> Any:
 
 
 def refuse_copies(*makers: Any) -> None:
-    """Refuses to be asked for settings by the methods of Keras that copy or pickle a model through a file.
-
-    There a distributed optimizer is an ordinary one: the copy would train on each rank alone.
-    """
+    """Refuses methods of Keras that copy a model through a file: the copy would train on each rank alone."""
     codes = {maker.__code__ for maker in makers}
     if any(frame.f_code in codes for frame in _frames(sys._getframe(1))):
         raise UnsupportedError(

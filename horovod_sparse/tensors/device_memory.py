@@ -87,10 +87,7 @@ def _stand_apart(indices: NDArray[np.int32]) -> bool:
 
 
 def apply_sum(dense: torch.Tensor, indices: Any, values: Any, kernels: ModuleType | None = None) -> int:
-    """Does what `kernels.apply_sum` does on the host, bit for bit.
-
-    No two threads add to one element, so every rank gets the same bits.
-    """
+    """Does what `kernels.apply_sum` does on the host, bit for bit: no two threads add to one element."""
     flat = _flat(dense)
     where = checked(indices, flat.numel())
     kind = np.float64 if flat.dtype == torch.float64 else np.float32

@@ -57,10 +57,7 @@ class Handle(Protocol):
     """A collective under way."""
 
     def done(self) -> bool | None:
-        """Whether `result` returns at once; None where the library below does not know it any more.
-
-        So it is after a shutdown, whether or not the library was started again.
-        """
+        """Whether `result` returns at once; None where the library below was shut down since."""
 
     def result(self) -> Any:
         """What comes back for the request; waits for it. May be asked once."""
@@ -131,19 +128,11 @@ class Driver:
         return task
 
     def advance(self, patience: int | None = None) -> None:
-        """Resumes every parked task whose collective is done, as long as there is one. Never waits.
-
-        A failure of the library met here is raised by the next `wait`, outside of the backward pass. With
-        `patience` it looks no further after so many that are not done, the longest parked first: in hooks of
-        many small tensors looking at all every time costs more than what is found.
-        """
+        """Resumes what can go on; never waits, leaves failures to `wait`; `patience`: how often in vain."""
         self._advance(patience)
 
     def wait(self, tasks: Iterable[Task] | None = None, meanwhile: Callable[[], None] | None = None) -> None:
-        """Waits until tasks are done, and resumes every parked one meanwhile.
-
-        What a coroutine raises stays in its task: see `Task.value`.
-        """
+        """Waits until tasks are done, and resumes every parked one; see `Task.value` for what they raise."""
         awaited = None if tasks is None else list(tasks)
         self._advance()
         idle_since, looking = time.perf_counter(), 0.0

@@ -24,10 +24,7 @@ from horovod_sparse.collectives import Synchronization
 
 
 def to_device(array: NDArray[Any], device: torch.device) -> torch.Tensor:
-    """A tensor with the array's content; the array may be changed at once.
-
-    From page-locked memory a copy to a GPU only takes its place in the queue; from other memory it waits.
-    """
+    """A copy on the device, by page-locked memory, from which a copy to a GPU need not be waited for."""
     if device.type != "cuda":
         return torch.tensor(array, device=device)
     array = np.ascontiguousarray(array)

@@ -118,10 +118,7 @@ def _start_horovods(request: Request, name: str, process_set: Any) -> Handle:
 def _start_within(
     request: Request, name: str, process_set: Any, by_pairs: bool, topology: Topology | None
 ) -> Handle:
-    """A request among the ranks of a host, or of a column, by messages between them; see docs/merging.md.
-
-    No process sets are made: each costs every cycle of Horovod one more coordination of its ranks.
-    """
+    """A request among the ranks of a host, or of a column, by messages: process sets cost every cycle."""
     if topology is None:
         raise CollectiveMismatchError(f"{name}: a request of level {request.level!r} needs a topology")
     ranks = topology.group(request.level, process_set.rank())
@@ -139,10 +136,7 @@ def _start_within(
 
 
 def _scatter_sum(request: ReduceScatter, name: str, process_set: Any, ranks: Sequence[int]) -> Handle:
-    """A reduce-scatter among some ranks: each sends the others their parts, and adds up its own, in order.
-
-    Horovod has one, too. On the host it is slower than its all-to-all.
-    """
+    """A reduce-scatter among some ranks by an all-to-all, which is faster on the host than Horovod's own."""
     tensor, answer = _reducible(request.buffer)
     splits = torch.zeros(process_set.size(), dtype=torch.int32)
     for place, rank in enumerate(ranks):

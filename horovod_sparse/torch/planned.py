@@ -23,10 +23,7 @@ if TYPE_CHECKING:
 
 
 class PlannedTraining(Training):
-    """A `Training` over Horovod that begins with the plan which its settings ask for.
-
-    Its `warmup` measures and decides; it is None where no times were asked for.
-    """
+    """A `Training` over Horovod whose `warmup` measures and decides, where times were asked for."""
 
     engine: HorovodEngine
 

@@ -231,10 +231,7 @@ def next_label(prefix: str, model: Iterable[tuple[Sequence[int], str]]) -> str:
 def common_names(
     label: str, parameters: Sequence[ParameterFacts]
 ) -> Synchronization[tuple[str, dict[str, str]]]:
-    """The first rank's label, and its names of parameters where they only differ by name.
-
-    Names of buckets, and with them the random numbers of their sparsifiers, come from names of parameters.
-    """
+    """The first rank's label and names, where only names differ: sparsifiers draw random numbers by these."""
     own = [(item.name, item.num_elements, item.dtype) for item in parameters]
     everyone = yield from shared_lines([label, own])
     common_label, first = everyone[0]

@@ -79,10 +79,7 @@ def some_of(names: Sequence[str]) -> str:
 
 
 def refuse_absence(hvd: Any, process_set: Any) -> None:
-    """Refuses to leave gradients as they are on a rank that the set of all ranks does not hold.
-
-    Horovod's bindings share that set: the one that is imported last takes it over.
-    """
+    """Refuses a rank that the set of all ranks does not hold: the binding imported last takes that over."""
     if process_set is not hvd.global_process_set:
         return
     name, started = hvd.__name__, "was" if hvd.is_initialized() else "was not"

@@ -37,10 +37,7 @@ class Outcome(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """About one step: its outcome, the same on all ranks, and why it is not applied.
-
-    `drop` says whether this rank's gradients leave its residuals, all of them.
-    """
+    """What becomes of a step, on all ranks, and why; `drop`: this rank's gradients leave its residuals."""
 
     outcome: Outcome
     error: BaseException | None = None

@@ -185,10 +185,7 @@ def held_residuals(parts: Sequence[Part], num_companions: int) -> list[dict[str,
 def assign_residuals(
     parts: Sequence[Part], arrays: Sequence[Mapping[str, Any]], progress: Mapping[str, Progress]
 ) -> None:
-    """Puts residuals and companions into the parts, whose sparsifiers start anew.
-
-    A parameter that stays dense takes its residual into its next gradient: nothing is lost.
-    """
+    """Puts residuals and companions into parts, whose sparsifiers start anew; dense ones carry theirs."""
     for part in parts:
         part.restart(progress_of(part.names, progress))
         if not any(name in by_name for by_name in arrays for name in part.names):
@@ -235,10 +232,7 @@ def sum_densely(
     refused: bool = False,
     members: Members = (),
 ) -> Synchronization[np.ndarray]:
-    """The sum over ranks of all elements, by an allreduce.
-
-    The ranks' health travels behind the elements: a NaN is met with the same error as in a bucket.
-    """
+    """The sum over ranks by an allreduce, with the ranks' health behind it: NaN is met as in a bucket."""
     rank, size = place
     buffer = np.zeros(gradient.size + size, gradient.dtype)
     own = buffer[: gradient.size]

@@ -191,10 +191,7 @@ class Settings:
     def of(
         cls, options: Mapping[str, Any], front_end: str, taken: type[Any], beside: Collection[str] = ()
     ) -> Settings:
-        """Of a front end's keyword arguments, as the user gave them; `taken` is the `TypedDict` of its own.
-
-        One that it does not take is refused by name, with the nearest of these and of its other arguments.
-        """
+        """Of a front end's keyword arguments; one that is not in `taken` is refused, with the nearest one."""
         for name in options:
             if name not in taken.__annotations__:
                 raise _unknown(front_end, name, [*taken.__annotations__, *beside])

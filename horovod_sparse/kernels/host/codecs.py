@@ -51,10 +51,7 @@ def find_descent(indices, num_elements):  # type: ignore[no-untyped-def]
 
 @kernel
 def encode_gaps(indices, low_bits, low_words, words):  # type: ignore[no-untyped-def]
-    """Elias-Fano: `low_bits` of every index side by side, the rest as gaps in unary.
-
-    Bit (index >> low_bits) + i of the upper part is set for the i-th index.
-    """
+    """Elias-Fano: `low_bits` of every index; bit (index >> low_bits) + i of the rest is set for the i-th."""
     mask = (1 << low_bits) - 1
     pending, filled, at = 0, 0, 0
     if low_bits:

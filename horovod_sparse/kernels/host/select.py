@@ -275,10 +275,7 @@ def _candidates(
 
 
 def _smallest(values: Array, maxima: Array, layout: Layout, k: int, start: int, stop: int) -> tuple[Any, int]:
-    """Bits of the k-th largest of the window and how many are larger, with a small buffer.
-
-    A sample tells where it lies, one pass collects what lies there; the digits are counted if that was wrong.
-    """
+    """Bits of the k-th largest of the window, and how many are larger: from a sample, and mostly one pass."""
     size, bits, num_bits = stop - start, maxima.dtype.type, _num_bits(values)
     sampled = np.empty(min(size // 8 + 1, 65536), maxima.dtype)
     sample(values, start, stop, sampled)

@@ -76,10 +76,7 @@ class TeamLayout:
         return (stop * k + shift) // n - (start * k + shift) // n
 
     def bag(self, position: int, stage: int) -> list[int]:
-        """The blocks that a position sends over the distance 2**stage.
-
-        The paper's bag number ``stage + 1``: the next 2**stage blocks, or in the last bag what is left.
-        """
+        """The next 2**stage blocks, or what is left: what a position sends over the distance 2**stage."""
         first = 1 << stage
         stop = min(2 * first, self.team_size)
         return [(position + offset) % self.team_size for offset in range(first, stop)]

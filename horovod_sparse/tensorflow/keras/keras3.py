@@ -33,10 +33,7 @@ def wrap(
     name: str | None,
     again: Again,
 ) -> Any:
-    """The optimizer, adopted: of a class that is derived from its own, with all that it has.
-
-    The class has the name of the one that it is derived from, so that a saved model can be loaded anywhere.
-    """
+    """The optimizer, of a class derived from its own, of the same name: a model can be loaded anywhere."""
     if keras.backend.backend() != "tensorflow":
         raise UnsupportedError(
             f"Keras runs on {keras.backend.backend()}: set KERAS_BACKEND=tensorflow, or use "
