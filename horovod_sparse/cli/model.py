@@ -96,12 +96,11 @@ class Model:
         if self.backward_seconds is None:
             given = f"{self.name} without times"
             raise ArgumentError("--model", given, "a profile with backward times too, or times in the file")
-        return Workload(
-            self.parameters,
-            self.backward_seconds,
-            self.forward_seconds,
-            update_seconds=updating_seconds(self.parameters, profile, update_seconds),
-        )
+        if update_seconds is None:  # as the profile says, or nothing where nobody knows
+            sizes = [one.num_elements for one in self.parameters]
+            update_seconds = 0.0 if profile is None else profile.update_seconds(sizes)
+        times = self.backward_seconds
+        return Workload(self.parameters, times, self.forward_seconds, update_seconds=update_seconds)
 
     def doubts(self, profile: Profile | None) -> tuple[str, ...]:
         """What a user should know about the times that `workload` takes."""
@@ -115,15 +114,6 @@ class Model:
             f"the profile has backward times of another model: none for {len(missing)} of "
             f"{len(self.parameters)} parameters ({shown}). Those of {self.name} itself are used",
         )
-
-
-def updating_seconds(
-    parameters: Sequence[ParameterFacts], profile: Profile | None, given: float | None = None
-) -> float:
-    """What the optimizer's update takes: as given, as the profile says, or nothing where nobody knows."""
-    if given is not None:
-        return given
-    return 0.0 if profile is None else profile.update_seconds([one.num_elements for one in parameters])
 
 
 def add_step(parser: argparse.ArgumentParser) -> None:

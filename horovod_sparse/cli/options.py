@@ -101,11 +101,7 @@ def num_ranks(text: str) -> int:
 
 def several(read: Callable[[str], int]) -> Callable[[str], list[int]]:
     """A reader of several values with commas between."""
-
-    def read_all(text: str) -> list[int]:
-        return [read(part) for part in text.split(",")]
-
-    return read_all
+    return lambda text: [read(part) for part in text.split(",")]
 
 
 def read_recipe(text: str, density: float | AutoDensity | None) -> Recipe:

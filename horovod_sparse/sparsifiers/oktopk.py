@@ -24,7 +24,6 @@ from horovod_sparse.sparsifiers.base import (
 )
 from horovod_sparse.sparsifiers.rounds.sparse_vectors import (
     SparseVector,
-    Window,
     cut_and_pack,
     discards_meet,
     missing_in,
@@ -56,11 +55,6 @@ class OkTopkState(SparsifierState):
 
 def equal_regions(info: BucketInfo) -> NDArray[np.int64]:
     return np.array([part(info.num_elements, r, info.size)[0] for r in range(1, info.size)], np.int64)
-
-
-def regions_of(bounds: NDArray[np.int64], info: BucketInfo) -> list[Window]:
-    edges = [0, *bounds.tolist(), info.num_elements]
-    return list(itertools.pairwise(edges))
 
 
 def propose_regions(selection: Indices, info: BucketInfo) -> NDArray[np.int64]:
@@ -177,7 +171,8 @@ class OkTopk(Sparsifier):
         k = self.num_selected(info, state.step)
         indices, local_threshold = self._select(accumulator, state, k)
         selection = SparseVector(indices, accumulator.take(indices))
-        regions, report = regions_of(state.bounds, info), accumulator.report
+        report = accumulator.report
+        regions = list(itertools.pairwise([0, *state.bounds.tolist(), info.num_elements]))
         total, arrived, error = yield from reduce_in_regions(selection, regions, report, info, self.wire)
 
         pruned = yield from self._prune(total, indices, state, info, k)

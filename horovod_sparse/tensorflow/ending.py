@@ -193,13 +193,6 @@ class ScaledReduction:
         return self._watch.around(tf.cast(tf.reduce_any(bad), tf.int32), self._name, summed)
 
 
-def nan_where(gradients: Sequence[Any], skipped: Any) -> list[Any]:
-    """Gradients that have a LossScaleOptimizer skip a step where all ranks are to skip it."""
-    if skipped is None:
-        return list(gradients)
-    return [times(gradient, tf.where(skipped, float("nan"), 1.0)) for gradient in gradients]
-
-
 def _values(gradient: Any) -> tf.Tensor:
     return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
 
@@ -209,20 +202,16 @@ class Reduction:
 
     def __init__(self, reducer: Any, scale_local: bool) -> None:
         self.reducer, self._scale_local = reducer, scale_local
-        self._local: set[Any] = set()
+        #: variables that are each rank's own, and so their optimizer's state
+        self.local: set[Any] = set()
         self._scaled = getattr(reducer, "scaled", None) or ScaledReduction(reducer.process_set)
 
     def keep_local(self, variable: Any) -> None:
         """Leaves a variable's gradient to this rank."""
-        self._local.add(as_variable(variable).ref())
+        self.local.add(as_variable(variable).ref())
 
     def is_local(self, variable: Any) -> bool:
-        return as_variable(variable).ref() in self._local
-
-    @property
-    def keeps_local(self) -> bool:
-        """Whether some variables are each rank's own, and so their optimizer's state."""
-        return bool(self._local)
+        return as_variable(variable).ref() in self.local
 
     def reduce(
         self, gradients: Sequence[Any], variables: Sequence[Any], learning_rate: Any
@@ -254,6 +243,10 @@ class Reduction:
             return list(gradients)
 
         def reduced(unscaled: Sequence[Any]) -> list[Any]:
-            return nan_where(*self.reduce(unscaled, variables, learning_rate))
+            results, skipped = self.reduce(unscaled, variables, learning_rate)
+            if skipped is None:
+                return results
+            # by these a LossScaleOptimizer skips a step that all ranks are to skip
+            return [times(gradient, tf.where(skipped, float("nan"), 1.0)) for gradient in results]
 
         return self._scaled(reduced, gradients, variables, scale, skips)

@@ -112,7 +112,7 @@ class WithState:
     def is_measured(self) -> bool:
         """Whether backward times wait for `replan`: from the same step on, on all ranks."""
         synchronizer = _synchronizer(self)
-        return synchronizer is not None and synchronizer.is_measured
+        return synchronizer is not None and synchronizer.replanning.is_measured
 
     def replan(self, plan: Plan | None = None, *, measure_steps: int | None = None) -> None:
         """Changes the buckets between two steps; every rank does so alike. Residuals are kept.
@@ -228,10 +228,8 @@ def save(
 ) -> int:
     """Saves what every rank needs to go on; all ranks call it together, between the same two steps.
 
-    A checkpoint is complete or is not there, whatever happens while it is written. It holds numbers, strings
-    and arrays, nothing that is run or unpickled. With `variables` (``model.variables + optimizer.variables``)
-    it is all that `load` needs to go on bit for bit. Without, save them beside it, and first: a complete
-    checkpoint then means that those of its step are there.
+    What a checkpoint is `horovod_sparse.torch.save` says. With `variables` (``model.variables +
+    optimizer.variables``) it is all that `load` needs to go on bit for bit; without, save them first.
 
     Args:
         directory: made if it is missing; the same for all ranks, or each host's own. One for each training.
@@ -258,9 +256,7 @@ def load(
 ) -> int:
     """Goes on from the newest checkpoint that is complete on all ranks; all ranks call it together.
 
-    At the number of ranks that saved it the training goes on bit for bit. At another one residuals are
-    distributed so that their mean over ranks stays, and sparsifiers start anew; ranks need to see others'
-    files then.
+    At another number of ranks than saved it: see `horovod_sparse.torch.load`.
 
     Args:
         directory: as given to `save`.

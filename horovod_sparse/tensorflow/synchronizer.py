@@ -88,15 +88,6 @@ class GradientSynchronizer(VariablesTraining):
         """Whether this rank takes part. One rank alone does what each of many does."""
         return takes_part(self.process_set)
 
-    @property
-    def _makes_steps(self) -> bool:
-        return bool(getattr(self.recipe.feedback, "applies_rate", False))
-
-    @property
-    def is_measured(self) -> bool:
-        """Whether backward times wait for another plan: from the same step on, on all ranks."""
-        return self.replanning.is_measured
-
     def plan_anew(self, plan: Plan | None = None, measure_steps: int | None = None) -> None:
         if self.is_needed:
             self.replanning.replan(plan, measure_steps)
@@ -246,7 +237,9 @@ class GradientSynchronizer(VariablesTraining):
                 if name is not None and not isinstance(gradient, tf.IndexedSlices):
                     by_name[name] = i
                 elif gradient is not None:
-                    if self._makes_steps and not isinstance(variable, tf.Tensor):
+                    if getattr(self.recipe.feedback, "applies_rate", False) and not isinstance(
+                        variable, tf.Tensor
+                    ):
                         raise UnsupportedError(
                             f"{self.recipe.feedback} makes steps of dense gradients, and this one is "
                             "tf.IndexedSlices (of an embedding, say): give sparse_as_dense=True"

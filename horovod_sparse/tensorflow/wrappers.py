@@ -62,15 +62,8 @@ def DistributedGradientTape(
 
     Args:
         gradtape: to compute gradients with.
-        device_dense, device_sparse: see above.
-        compression: a sparsifier (``Compression.exdyna(density=0.001)``), or one of Horovod's.
-        sparse_as_dense: see above.
-        op: Average or Sum.
-        gradient_predivide_factor: see above; with Average only.
-        num_groups: old name of an integer `groups`.
-        groups: number of buckets, or lists of variables that form one each.
-        process_set: the ranks that take part.
-        scale_local_gradients: divide gradients of local variables by the number of ranks.
+        compression: a sparsifier (``Compression.exdyna(density=0.001)``), or one of Horovod's. This and all
+            other arguments are those of `horovod_sparse.tensorflow.keras.DistributedOptimizer`.
         **options: settings of the training, all but `synchronize_at` and `max_grad_norm`: see
             `horovod_sparse.training.settings.Settings`. Plans by times are measured in a `tf.function`, and
             taken by `compression.replan`.

@@ -138,7 +138,8 @@ class Driver:
         idle_since, looking = time.perf_counter(), 0.0
         while True:
             self._raise_failure()
-            pending = [task for task in (self._tasks() if awaited is None else awaited) if not task.done]
+            looked_at = [task for task, *_ in self.parked.values()] if awaited is None else awaited
+            pending = [task for task in looked_at if not task.done]
             if not pending:
                 return
             if meanwhile is not None:
@@ -183,9 +184,6 @@ class Driver:
             self._finish(task, error=error)
         if forget:
             self._forget()
-
-    def _tasks(self) -> list[Task]:
-        return [task for task, _, _ in self.parked.values()]
 
     def _advance(self, patience: int | None = None) -> bool:
         """Whether `advance` found anything to do."""

@@ -166,7 +166,8 @@ def mean_times(own: BackwardTimes | None) -> Synchronization[BackwardTimes]:
     if not measured:
         raise ProfileMismatchError("no rank has measured a step yet: train a few steps first")
     steps, forward, rows, totals, iterations = zip(*measured, strict=True)
-    slowest = _slowest_by_mean(totals)
+    ratios = [max(step) / statistics.fmean(step) for step in zip(*totals, strict=False) if any(step)]
+    slowest = statistics.median(ratios or [1.0])
     seconds: dict[str, list[float]] = {}
     places: dict[str, list[int]] = {}
     for row in rows:
@@ -181,12 +182,6 @@ def mean_times(own: BackwardTimes | None) -> Synchronization[BackwardTimes]:
         (),
         *(statistics.fmean(column) for column in zip(*iterations, strict=True)),
     )
-
-
-def _slowest_by_mean(totals: Sequence[Sequence[float]]) -> float:
-    """How much longer the slowest rank takes than the mean one; in the median of the steps."""
-    ratios = [max(step) / statistics.fmean(step) for step in zip(*totals, strict=False) if any(step)]
-    return statistics.median(ratios) if ratios else 1.0
 
 
 #: buckets that a probe must have more than the plan in use: from fewer nothing can be told

@@ -84,14 +84,10 @@ def bruck_all_gather(message: Words, members: Sequence[int], me: int) -> Synchro
     for stage, num_sent in enumerate(bruck_bags(m)):
         distance = 1 << stage
         target, source = members[(me - distance) % m], members[(me + distance) % m]
-        arrived = yield Exchange({target: _framed(held[:num_sent])}, (source,))
+        lengths = np.array([message.size for message in held[:num_sent]], np.int32)
+        arrived = yield Exchange({target: np.concatenate([lengths, *held[:num_sent]])}, (source,))
         held += _unframed(arrived[source], num_sent)
     return [held[(member - me) % m] for member in range(m)]
-
-
-def _framed(messages: Sequence[Words]) -> Words:
-    lengths = np.array([message.size for message in messages], np.int32)
-    return np.concatenate([lengths, *messages])
 
 
 def _unframed(words: Words, num_messages: int) -> list[Words]:

@@ -156,7 +156,7 @@ def _derived(base: Any, is_scaler: bool, again: Again) -> Any:
 def _own_variables(reference: weakref.ref[Any]) -> list[Any]:
     """Rates, counts and slots; none where some of them belong to what each rank has for itself."""
     optimizer = reference()
-    if optimizer is None or optimizer._horovod_sparse_reduction.keeps_local:
+    if optimizer is None or optimizer._horovod_sparse_reduction.local:
         return []
     return list(optimizer.variables)
 
