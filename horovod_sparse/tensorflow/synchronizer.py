@@ -230,6 +230,7 @@ class GradientSynchronizer(VariablesTraining):
                 self.on_planned()
             self.agree()
         results, by_name = list(gradients), {}
+        makes_steps = getattr(self.recipe.feedback, "applies_rate", False)
         # where ranks come and go a first bucket may wait for the other ranks
         with self._order.behind(), WAITING.behind() if is_elastic() else contextlib.nullcontext():
             for i, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):
@@ -237,9 +238,7 @@ class GradientSynchronizer(VariablesTraining):
                 if name is not None and not isinstance(gradient, tf.IndexedSlices):
                     by_name[name] = i
                 elif gradient is not None:
-                    if getattr(self.recipe.feedback, "applies_rate", False) and not isinstance(
-                        variable, tf.Tensor
-                    ):
+                    if makes_steps and not isinstance(variable, tf.Tensor):
                         raise UnsupportedError(
                             f"{self.recipe.feedback} makes steps of dense gradients, and this one is "
                             "tf.IndexedSlices (of an embedding, say): give sparse_as_dense=True"
