@@ -26,13 +26,7 @@ def check_number(
     include_low: bool = False,
     include_high: bool = True,
 ) -> None:
-    """Refuses a number outside (low, high], naming the argument.
-
-    Example:
-        >>> check_number("beta", 1.5, "a part in (0, 1]", low=0.0, high=1.0)
-        Traceback (most recent call last):
-        horovod_sparse.errors.ArgumentError: beta=1.5 is not allowed: give a part in (0, 1]
-    """
+    """Refuses a number outside (low, high], naming the argument."""
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
         raise ArgumentError(argument, value, allowed)
     above = low <= value if include_low else low < value
@@ -54,13 +48,7 @@ def check_seconds(
 
 
 def check_count(argument: str, value: object, allowed: str = "", *, low: int = 1) -> None:
-    """Refuses what is not a whole number from `low` on, naming the argument.
-
-    Example:
-        >>> check_count("steps", 2.0)
-        Traceback (most recent call last):
-        horovod_sparse.errors.ArgumentError: steps=2.0 is not allowed: give a whole number, 1 or more
-    """
+    """Refuses what is not a whole number from `low` on, naming the argument."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < low:
         raise ArgumentError(argument, value, allowed or f"a whole number, {low} or more")
 

@@ -143,14 +143,11 @@ _SLEEP_SECONDS = 20e-6
 
 
 class Pairs(ABC):
-    """Sends and receives for many exchanges at once.
+    """Sends and receives for many exchanges at once; one thread at a time uses it.
 
-    A header goes in front of every message and is taken in as it arrives, whoever it is for; a hash of the
-    exchange's name in it says to whom the message belongs. So no rank waits for a message in particular, and
-    the order in which ranks start exchanges is free. Several exchanges of one name, one behind the other, are
-    told apart by their number.
-
-    One thread at a time uses it.
+    A header goes in front of every message and is taken in as it arrives, whoever it is for; it says to which
+    exchange the message belongs, by a hash of its name and, of several of one name, its number. So no rank
+    waits for a message in particular, and ranks start exchanges in any order.
     """
 
     def __init__(self) -> None:
@@ -260,9 +257,8 @@ _made: list[MpiPairs] = []
 class MpiPairs(Pairs):
     """Messages over MPI. Making one waits until all ranks of the set do; the tag is the same on all.
 
-    The length in a header says how much memory its message needs, and the names of exchanges need no place in
-    MPI's small space of tags. (Probing for messages instead needs no header, but is not sound in every
-    MPI where several threads communicate, and Horovod's thread does.)
+    The length in a header says how much memory its message needs. (Probing needs no header, but is not sound
+    in every MPI where several threads communicate, and Horovod's thread does.)
     """
 
     def __init__(self, mpi: Any, ranks: Sequence[int], tag: int = 0) -> None:

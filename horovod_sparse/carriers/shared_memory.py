@@ -191,11 +191,10 @@ _said: set[str] = set()
 def agreed_memory(
     parts: Sequence[Any], rank: int, topology: Topology | None, why_not: str = ""
 ) -> Synchronization[str]:
-    """Lets buckets be summed in memory that a host's ranks share, where all can. Two collectives, or none.
+    """Lets buckets be summed in memory that a host's ranks share, where all can; says in words how they are.
 
-    All ranks together, behind every agreement about buckets: where ranks share other hosts, or buckets are
-    others, it is other memory, and what there was is let go. What comes back says in words how gradients are
-    summed within a host. `why_not` is why this rank cannot, if it knows already.
+    All ranks together, behind every agreement about buckets: the memory that there was is let go. Two
+    collectives, or none. `why_not` is why this rank cannot, if it knows already.
     """
     if topology is None or topology.per_host == 1:
         return ""

@@ -89,12 +89,9 @@ class _Shards:
 class ShardedState(Synchronizer):
     """What synchronizes shards of ranks that have the same ones: see `attach`, which makes it.
 
-    FSDP reduce-scatters gradients within a host, and gives a hook this rank's shards of their mean. They are
-    synchronized with those of the other hosts while backward goes on, and are gradients at its end. So the
-    residual has as many elements as the shards, and every rank saves its own.
-
-    Errors are raised at the end of ``backward()``, on all ranks alike, as with `State`; ranks in them are
-    those among the replicas of a shard.
+    FSDP gives a hook this rank's shards of the mean within its host. They are synchronized with those of the
+    other hosts while backward goes on, and are gradients at its end. So the residual has as many elements as
+    the shards, and every rank saves its own. Ranks in errors are those among the replicas of a shard.
     """
 
     def __init__(

@@ -175,10 +175,7 @@ class Synchronizer(Training):
         """This rank's residuals and states: tensors, numbers and strings alone; every rank saves its own.
 
         The entry is that of an optimizer of `horovod_sparse.torch` (``state_dict()["horovod_sparse"]``): each
-        loads the other's, if parameters have the same names.
-
-        Raises:
-            UnsupportedError: while a step is under way.
+        loads the other's, if parameters have the same names. An error while a step is under way.
         """
         if self.under_way:
             raise UnsupportedError("a model is saved between steps: its backward pass is under way")
@@ -189,9 +186,6 @@ class Synchronizer(Training):
 
     def load_state_dict(self, entry: Mapping[str, Any] | None) -> None:
         """Continues from an entry, or from nothing; takes effect with the next step, where ranks agree.
-
-        Args:
-            entry: of this rank, from `state_dict`, `redistribute`, or an optimizer of `horovod_sparse.torch`.
 
         Raises:
             StateMismatchError: if parameters, shapes or the algorithm differ; by the next step, on all ranks,
@@ -397,11 +391,10 @@ def throw(error: BaseException) -> None:
 
 
 def after_backward(action: Callable[[], None]) -> None:
-    """Does something at the end of the backward pass under way, after the end of whoever gave the gradients.
+    """Does something at the end of the backward pass under way, after whoever gave the gradients.
 
-    An error within a hook would leave DistributedDataParallel waiting for the other gradients of this step
-    for ever. At the end of a pass callbacks run in the order of their registration, its own after the last
-    hook: so this one's callback registers another.
+    An error within a hook would leave DistributedDataParallel waiting for other gradients for ever. Callbacks
+    run in the order of their registration, its own after the last hook: so this one's registers another.
     """
     if pass_number() == -1:  # a rank that has joined: no pass is under way
         action()

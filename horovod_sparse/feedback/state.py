@@ -70,13 +70,7 @@ class BucketStep:
 
 
 def to_plain(state: Any, array: Callable[[np.ndarray], Any] = np.copy) -> dict[str, Any]:
-    """A state dataclass as nested dicts that share nothing with it.
-
-    Example:
-        >>> from horovod_sparse.sparsifiers import BucketInfo, MiCRO
-        >>> to_plain(MiCRO().init(BucketInfo("w", 8)))
-        {'step': 0, 'threshold': {'threshold': 0.0, 'correction': 1.0, 'share': -1.0, ...}}
-    """
+    """A state dataclass as nested dicts that share nothing with it."""
     plain: dict[str, Any] = _to_plain(state, array, type(state).__name__)
     return plain
 

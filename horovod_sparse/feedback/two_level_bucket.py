@@ -76,8 +76,8 @@ class ShardMessage:
     """What a rank's column has found of its shard, for the ranks of its host: in one row of words.
 
     By host: `counts`, `marks` and `norms`; then ``8 w + step`` and 1 + `overflow` (or 0); then w words of an
-    error's text, and the sum. That is a selection, which begins with its length, or minus the number of
-    words that follow, counting itself, and the values of all elements.
+    error's text, and the sum: a selection, which begins with its length, or minus the number of words that
+    follow, counting itself, and the values of all elements.
     """
 
     #: elements selected

@@ -33,12 +33,10 @@ _depth = 0
 def kernel(function: Callable[..., Any]) -> Any:
     """Compiles a function at its first call, once per machine and argument types.
 
-    Two things are added to numba's disk cache. Ranks that start together take turns: the first
-    compiles, the others read its result (numba alone lets all compile, and two processes that save
-    *different* specializations of one function at the same moment can exchange their code). And the
-    cache is stale as soon as a kernel file changes that this one uses, not only its own file. Where the
-    package belongs to somebody else, its cache is not used: nobody reads code there, or waits there, that
-    others may write or hold.
+    Ranks that start together take turns: the first compiles, the others read its result (numba alone lets all
+    compile, and two that save *different* specializations at one moment can exchange their code). The cache
+    is stale as soon as any kernel file changes that this one uses. Where the package belongs to somebody
+    else, its cache is not used: nobody reads code there that others may write.
     """
     if numba.config.DISABLE_JIT:
         return _refuse

@@ -24,9 +24,9 @@ NORMS = ("mean", "max", "l2")
 class Quantization:
     """Elements in groups; each is a sign times a whole number of its group's unit.
 
-    With signs alone (``levels=0``) that number is 1, and the unit is the group's norm. With s levels the unit
-    is norm / s, the number at most s, and what lies between two is rounded to either at random, so that the
-    expectation is the element itself.
+    With s levels the unit is norm / s, the number at most s, and what lies between two is rounded to either
+    at random, so that the expectation is the element itself. With signs alone the number is 1, the unit the
+    norm.
 
     In words of 32 bits: the units of all groups as the accumulator's floats, then for every 32 elements one
     word for each bit of a code: the signs (1 for what is below 0), and the bits of the number, lowest first.
@@ -36,11 +36,6 @@ class Quantization:
         levels: s; 0 for signs alone.
         group: elements that share a unit, a multiple of 32; 0 for all of them.
         norm: of a group: "mean" of the magnitudes, the largest ("max"), or "l2".
-
-    Example:
-        >>> four_bits = Quantization(levels=7, group=512)
-        >>> four_bits.planes, four_bits.num_words(1000, np.dtype(np.float32))
-        (4, 130)
     """
 
     levels: int = 0

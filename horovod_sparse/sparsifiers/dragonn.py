@@ -25,22 +25,13 @@ from horovod_sparse.wire import WireFormat
 class HashFunction:
     """``h(i) = mix((a i + b) mod 2^64 >> 32) m >> 32`` for i in [0, 2^32) and slots [0, m).
 
-    With a and b drawn from [0, 2^64) the 32 high bits of a i + b are strongly universal: those of two
-    different indices are independent and uniform. A bijection (the mix) leaves them so, and the last step
-    gives every slot as many of the 2^32 words as any other, but for one. Hence two different indices fall
-    into the same slot with a probability of at most ``1 / m + m / 2^64``.
+    With a and b drawn from [0, 2^64) the 32 high bits of a i + b are strongly universal, and a bijection (the
+    mix) leaves them so: two different indices fall into one slot with a probability of at most ``1 / m + m /
+    2^64``. A linear function alone sends indices in a row, as a layer with large gradients selects them, to
+    an arithmetic progression, which fills slots more evenly, or less, than chance: hence the mix.
 
-    The mix is there for what universality does not promise. A linear function sends indices in a row, as
-    a layer with large gradients selects them, to an arithmetic progression, which fills slots far more
-    evenly, or far less, than chance. With the mix the share of empty slots is that of chance for
-    indices in a row as well as for scattered ones.
-
-    Source: DRAGONN, Section 4.1 and Definition A.4, which name no family; Dietzfelbinger 1996 for the
-    linear part; the mix multiplies by odd numbers and folds high bits into low ones.
-
-    Example:
-        >>> int(HashFunction.draw(np.random.default_rng(0), 4).slots(np.arange(99, dtype=np.int32)).max())
-        3
+    Source: DRAGONN, Section 4.1 and Definition A.4, which name no family; Dietzfelbinger 1996 for the linear
+    part.
     """
 
     multiplier: int
@@ -72,12 +63,6 @@ def survivors(indices: Indices, slots: np.ndarray, num_slots: int, last: int = -
 
     The hit at `last` is written last; the others are written in ascending order, around the circle. With the
     same one in all steps, and few slots, some hits would never be left.
-
-    Example:
-        >>> survivors(np.array([3, 5, 9], np.int32), np.array([1, 0, 1]), 3)
-        array([5, 9], dtype=int32)
-        >>> survivors(np.array([3, 5, 9], np.int32), np.array([1, 0, 1]), 3, last=0)
-        array([3, 5], dtype=int32)
     """
     if not indices.size:
         return indices

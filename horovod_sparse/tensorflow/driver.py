@@ -153,8 +153,7 @@ class Driver:
         """The operations of a part, of as many rounds as `task.kinds` has when the graph runs.
 
         In elastic training a function is traced once, and ranks come and go: the host says after every round
-        whether there is another one. All kinds of request are an all-to-all then, in which an allgather gives
-        all the same.
+        whether there is another one. All requests are all-to-alls then.
         """
         task, begin = part.task, self._beginning(part)
         types = [tf.int32, tf.int32, tf.bool]

@@ -46,9 +46,9 @@ class _Slot:
 class DropIn:
     """What a `SparseCompressor` does in stock Horovod's tapes and optimizers.
 
-    Variables are known by identity: they may come in another order, or be frozen. One whose gradient is None
-    for once gets None; what the others in its bucket make the ranks send of its residual returns there.
-    Gradients without elements or of an integer type stay dense. The learning rate is not known here.
+    Variables are known by identity. One whose gradient is None for once gets None; what the others in its
+    bucket make the ranks send of its residual returns there. Gradients without elements or of an integer type
+    stay dense. The learning rate is not known here.
     """
 
     def __init__(self, recipe: Recipe, process_set: Any) -> None:

@@ -54,9 +54,8 @@ class HostFunctions:
     ) -> list[tf.Tensor]:
         """A host function in a graph: run in every step, as soon as its inputs are there.
 
-        The order in which `tf.function` runs operations with side effects is called off: a bucket would wait
-        for those before it. Errors arrive as an `InvalidArgumentError`: one that is unknown is the training's
-        end to ``hvd.elastic.run``.
+        It waits for no operation before it, whatever `tf.function` says of side effects. Errors arrive as an
+        `InvalidArgumentError`: one that is unknown is the training's end to ``hvd.elastic.run``.
         """
         results = list(tf.numpy_function(self._weakly(function), list(inputs), list(types)))
         run_independently(results[0].op, "PyFunc")

@@ -25,9 +25,8 @@ _SIZES = (1, 2, 3)
 class Task:
     """A synchronization in rounds that were fixed when the graph was traced; used again in every step.
 
-    None of its methods raises: an exception in a graph stops what has not begun on this rank alone, and the
-    others would wait for ever. It stands in `error`; empty messages take the place of the rounds that are
-    left.
+    None of its methods raises, or the others would wait for ever: the exception stands in `error`, and empty
+    messages take the place of the rounds that are left.
     """
 
     def __init__(

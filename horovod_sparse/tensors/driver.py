@@ -174,9 +174,9 @@ class Driver:
     def clear(self, *, forget: bool = True) -> None:
         """Gives up every task under way, without waiting for other ranks (after a failure, or a reset).
 
-        Their coroutines are closed, and their error is the failure, or says that they were given up. What
-        carries messages beside the library is given up, too, unless all ranks end alike and nothing is under
-        way (`forget=False`): others may still have to get what this rank has sent.
+        Coroutines are closed, and their error is the failure, or says that they were given up. So is what
+        carries messages beside the library, unless nothing is under way (`forget=False`): others may still
+        need what was sent.
         """
         error = self._failure or UnsupportedError("the synchronization was given up before its end")
         for task, coroutine, _ in list(self.parked.values()):

@@ -50,12 +50,7 @@ def on_host(saved: Any) -> Any:
 def memory_strides(tensor: torch.Tensor) -> tuple[int, ...]:
     """Strides of an array that has the tensor's shape, and its order in memory where that has no gaps.
 
-    A gradient is added to a buffer fastest when both are walked in the same order (channels_last). A tensor
-    with gaps or overlaps gets the strides of a contiguous one.
-
-    Example:
-        >>> memory_strides(torch.empty(2, 3).t()), memory_strides(torch.empty(1).expand(2, 3))
-        ((1, 3), (3, 1))
+    A gradient is added to a buffer fastest when both are walked in the same order (channels_last).
     """
     expected = 1
     for length, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: pair[1]):

@@ -206,10 +206,8 @@ class Methods(torch.optim.Optimizer):
     def zero_grad(self: Any, set_to_none: bool = True) -> None:
         """Sets gradients to zero.
 
-        Gradients of buckets stay what they are, views into their bucket's buffer, and become zeros with
-        either value of `set_to_none`: so the next backward adds into the bucket directly. Other
-        gradients become None or zeros as PyTorch does it. (``model.zero_grad()`` works too; it sets
-        gradients to None, which costs a copy of each in the next step.)
+        Gradients of buckets become zeros with either value of `set_to_none`: the next backward adds into the
+        bucket directly. (``model.zero_grad()`` sets them to None, which costs a copy of each.)
         """
         synchronizer = self._synchronizer
         if synchronizer is None:
@@ -238,10 +236,9 @@ class Methods(torch.optim.Optimizer):
         """Loads what `state_dict` gave; `horovod_sparse.training.state` says what other ranks or plans mean.
 
         All ranks load between the same two steps, or any before the first: in the next step they compare what
-        they have. Where that is not of one step and one run, sparsifiers start anew on all of them.
-
-        A step that is under way is ended and given up. On a rank that the process set leaves out residuals
-        are kept aside and saved again.
+        they have; where it is not of one step and one run, sparsifiers start anew on all. A step that is
+        under way is ended and given up. On a rank that the process set leaves out residuals are kept aside
+        and saved again.
 
         Raises:
             StateMismatchError: if parameters, shapes or the algorithm differ. Nothing has been loaded then.

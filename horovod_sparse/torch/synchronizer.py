@@ -303,24 +303,12 @@ class GradientSynchronizer(PlannedTraining):
     def synchronize(self) -> None:
         """Waits for all buckets, and scatters their sums into the gradients.
 
-        Where a loss scaler looks for them, a gradient that is not finite raises nothing: the step is given
-        up, and gradients are Inf on every rank alike. Nor does it with `on_nonfinite` other than "raise".
+        Every error is raised on all ranks alike, and the step is given up whole. Where a loss scaler looks
+        for them, or with `on_nonfinite` other than "raise", gradients that are not finite raise nothing.
 
         Raises:
-            ArgumentError: if the optimizer has come to have momentum that the feedback applies already.
-            StateMismatchError: on every rank alike, if ranks have different parameters when the training
-                begins, or when parameters join it.
-            NonFiniteGradientError: on every rank alike, if a gradient is not finite on some rank. The
-                step is given up whole, by all ranks: gradients are zeros, and training may go on.
-            EditedGradientError: on every rank alike, if gradients were changed on some rank after their
-                synchronization had begun.
-            UnsupportedError: if a rank has called ``hvd.join()`` meanwhile.
-            ProfileMismatchError: on every rank alike, if this is the first step and ranks were given
-                different profiles or ask for different plans, or a profile cannot be read or applied; if
-                it ends the warm-up and no plan can be made: then gradients are synchronized, and the plan
-                stays what it is.
+            HorovodSparseError: what a step can be refused for: see `horovod_sparse.errors`.
             HorovodInternalError: if Horovod failed.
-            DeadlineError: if other ranks have been waited for too long.
         """
         self.check_in_use()
         if not self.under_way:

@@ -114,11 +114,10 @@ def transport_words(process_set: Any = hvd.global_process_set) -> str:
 
 
 def forget_transports(process_set: Any) -> None:
-    """Gives up the communicator of a process set, and with it every message under way.
+    """Gives up the communicator of a process set, and with it every message under way; all ranks do, or none.
 
-    After a failure ranks may have stopped in different rounds; what they had sent must not be taken for
-    messages of a new start. All ranks do it, or none; the next exchange agrees anew. An agreement that is not
-    reached yet is kept: no message has been sent, and ranks that come later answer to it.
+    After a failure ranks may have stopped in different rounds. The next exchange agrees anew. An agreement
+    that is not reached yet is kept: ranks that come later answer to it.
     """
     agreement = _agreements.get(_key(process_set))
     if agreement is not None and (not agreement.is_known() or agreement.agreed()):

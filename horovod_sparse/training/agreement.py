@@ -43,12 +43,6 @@ def compared(given: Mapping[str, str], parameters: Sequence[ParameterFacts] = ()
 
     Every rank begins with it, whatever it goes on with: where ranks would go on differently, they would wait
     for each other's collectives for ever, or add up what does not belong together.
-
-    Example:
-        >>> from horovod_sparse.simulation import run_lockstep
-        >>> ranks = [compared({"op": op}) for op in ("Sum", "Average")]
-        >>> print(run_lockstep(ranks, keep_errors=True)[0])
-        op differs: ranks [0] have Sum, ranks [1] Average; give all ranks the same
     """
     model = model_of(parameters)
     everyone = yield from shared_lines([dict(given), _digest(model)])

@@ -160,10 +160,9 @@ def refuse_double_momentum(
 ) -> None:
     """Refuses momentum after momentum correction, and warns of what is made for plain SGD.
 
-    Refused are steps, too, that are normalized already, where the front end has no optimizer apply them as
-    they are (`adopts`). Warned of are moments (Adam) behind momentum correction, a residual that follows the
-    learning rate (`scale_residual`) where something outlives the step, and momentum of either kind behind
-    plain error feedback at low density.
+    Steps that are normalized already are refused, too, where the front end has no optimizer apply them
+    (`adopts`). Warned of are moments (Adam) behind momentum correction, `scale_residual` where something
+    outlives the step, and momentum of either kind behind plain error feedback at low density.
     """
     feedback = recipe.feedback
     if getattr(feedback, "applies_rate", False) and not adopts:

@@ -65,11 +65,8 @@ def seconds_of_horovod() -> int:
 class Deadline:
     """Of one driver: told how long it has been waiting, and for what.
 
-    Those that wait for long tell the launcher's store (of `horovodrun`, or of torch.distributed) for what: so
-    the others' error can say who does not.
-
-    Time in which this process was stopped (a job that a scheduler suspends, Ctrl-Z) is no waiting: the others
-    were stopped, too, or have come to their own deadline.
+    Those that wait for long tell the launcher's store for what: so the others' error can say who does not.
+    Time in which this process was stopped (a job that a scheduler suspends, Ctrl-Z) is no waiting.
     """
 
     def __init__(

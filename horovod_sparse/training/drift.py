@@ -33,12 +33,7 @@ _WORD_BYTES = 8
 
 
 class Entry(Protocol):
-    """Numbers that have to be equal on all ranks.
-
-    Attributes:
-        name: the same on all ranks.
-        kind: dtype and shape, in words.
-    """
+    """Numbers that have to be equal on all ranks, their name, and in words their dtype and shape."""
 
     @property
     def name(self) -> str: ...

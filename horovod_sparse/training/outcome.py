@@ -49,18 +49,11 @@ class NonFinitePolicy:
 
     * "raise": `NonFiniteGradientError` on every rank. Nothing is applied.
     * "skip": nothing is applied, and nothing raised: no rank's optimizer steps.
-    * "zero": the ranks that have such a gradient drop all of it, in every bucket, and the step is carried out
-      once more: the others' gradients wait in their residuals, so nothing is folded in again. A good step
-      costs nothing more.
+    * "zero": the ranks that have such a gradient drop all of it, and the step is carried out once more: the
+      others' gradients wait in their residuals. A good step costs nothing more.
 
-    A step that no rank applies is given up whole: all ranks drop its gradients, as dense training does, so
-    residuals are what they were before it. So does a sum that overflows though every gradient is finite.
-
-    Example:
-        >>> policy = NonFinitePolicy("skip", Telemetry())
-        >>> verdict = policy.judge([NonFiniteGradientError("fc", {1: "fc.weight"})], ranks=[1])
-        >>> verdict.outcome.name, verdict.drop
-        ('SKIPPED', True)
+    A step that no rank applies is given up whole: residuals are what they were before it. So is a sum that
+    overflows though every gradient is finite.
     """
 
     def __init__(self, on_nonfinite: str, telemetry: Telemetry) -> None:

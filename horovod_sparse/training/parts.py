@@ -265,11 +265,6 @@ def progress_of(names: Iterable[str], known: Mapping[str, Progress]) -> Progress
     """Of a new bucket, from that of its parameters in other buckets.
 
     Schedules go on at the largest step number; that of all others, where no parameter has one itself.
-
-    Example:
-        >>> known = {"b": Progress(3, 0.1), "c": Progress(5)}
-        >>> progress_of("ab", known).learning_rate, [progress_of(name, known).step for name in "ba"]
-        (0.1, [3, 5])
     """
     found = [known[name] for name in names if name in known]
     step = max((one.step for one in found or known.values()), default=0)

@@ -275,10 +275,6 @@ def share_factor(old_rank: int, old_size: int, size: int) -> float:
     Of P old ranks and Q new ones, old rank o belongs to new rank o mod Q if Q < P, and to all new ranks
     r with r mod P = o otherwise. Each of its h holders takes ``e_o * Q / (P * h)``; so the mean over new
     ranks is ``1/Q * sum_o h * e_o * Q / (P * h)``, the mean over old ranks.
-
-    Example:
-        >>> share_factor(0, 2, 2), share_factor(0, 2, 1), share_factor(0, 1, 2)
-        (1.0, 0.5, 1.0)
     """
     holders = len(range(old_rank, size, old_size)) if size > old_size else 1
     return size / (old_size * max(holders, 1))

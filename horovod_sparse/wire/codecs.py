@@ -135,10 +135,6 @@ def low_bits(count: int, num_elements: int) -> int:
 
     One bit more costs `count` bits and takes off ceil(((n - 1) >> l) / 2), which falls with l; so l
     grows as long as (n - 1) >> l is above 2 * count.
-
-    Example:
-        >>> low_bits(1, 16), low_bits(25_600, 25_600_000), low_bits(16, 16)
-        (3, 9, 0)
     """
     return ((num_elements - 1) // (2 * count + 1)).bit_length()
 

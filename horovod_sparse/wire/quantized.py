@@ -57,15 +57,7 @@ class QuantizedSum:
 def sum_quantized(
     buffer: NDArray[np.int32], size: int, code: Quantization, num_elements: int, dtype: Any, *, votes: bool
 ) -> QuantizedSum:
-    """Decodes an allgathered buffer into the sum over ranks, in their order.
-
-    Example:
-        >>> from horovod_sparse.kernels.host.quantize import encode
-        >>> message = blank(Quantization(), 2, np.float32, FoldReport())
-        >>> _ = encode(np.array([3.0, -1.0], np.float32), Quantization(), 0, message[HEADER:], 10.0)
-        >>> sum_quantized(message, 1, Quantization(), 2, np.float32, votes=False).values
-        array([ 2., -2.], dtype=float32)
-    """
+    """Decodes an allgathered buffer into the sum over ranks, in their order."""
     asked = "quantized", size, code, num_elements, np.dtype(dtype), votes
     return decoded_once(buffer, asked, lambda words: _sum(words, size, code, num_elements, dtype, votes))
 

@@ -115,9 +115,9 @@ def _keep_largest(indices, keys, count, k, num_bits):  # type: ignore[no-untyped
 def collect(values, maxima, block, threshold, start, stop, k, num_bits, indices, keys):  # type: ignore[no-untyped-def]
     """Elements of [start, stop) with magnitude bits >= threshold, ascending; all of them or the k largest.
 
-    With k > 0 the buffers are a stream: when they are full, the k largest so far stay and the smallest
-    of those raises the threshold for what follows. An equal magnitude further on then has a higher
-    index and loses its tie, so only larger ones pass, and the result is exact whatever the data.
+    With k > 0 the buffers are a stream: when they are full, the k largest so far stay and the smallest of
+    those raises the threshold. An equal magnitude further on has a higher index and loses its tie, so only
+    larger ones pass, and the result is exact.
     """
     n = values.size
     capacity = indices.size

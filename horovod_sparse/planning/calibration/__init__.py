@@ -84,11 +84,10 @@ def calibration(
     topology: Topology | None = None,
     training: TrainingWork | None = None,
 ) -> Synchronization[Profile]:
-    """Measures collectives, selection and decoding; a coroutine, so that any driver can carry it out.
+    """Measures collectives, selection and decoding; a coroutine that all ranks run with the same arguments.
 
-    All ranks run it together, with the same arguments (but for `where.rank`): when to stop is decided from
-    numbers that all have gathered, and all end with the same profile. Carried out as a training's requests
-    are, under names that depend on nothing but a request's type, it finds Horovod's response cache at work.
+    But for `where.rank`. When to stop is decided from numbers that all have gathered, and all end with the
+    same profile. Names of requests depend on their type alone, so Horovod's response cache is at work.
     """
     kinds = needed_kinds(sparsifiers, where.size) if kinds is None else tuple(kinds)
     if where.size == 1:

@@ -81,9 +81,8 @@ def bucket_times(
 ) -> Synchronization[tuple[list[float], list[list[float]]]]:
     """Seconds of selection and decoding, at several sizes and two densities: those of the slowest rank.
 
-    The sparsifier's own rounds are carried out between all ranks, so counts are those of a training,
-    and ranks that share cores select at the same time, as they do there. Beside n each row has density * n,
-    that by the ranks that select so many, and both times: counts are those that a cost model will ask for.
+    The sparsifier's own rounds are carried out between all ranks, so counts are those of a training. Beside n
+    each row has density * n, that by the ranks that select so many, and both times.
     """
     dense = min(1.0, _DENSER * sparsifier.density)
     # of one density, that which is asked for, and a lower one

@@ -249,10 +249,10 @@ def corrected(
     """A profile by which the measured iterations come out as long as they were.
 
     What the prediction for the plan in use is short of is added to forward: to all plans alike. What a bucket
-    costs beside its selection when many are under way is added to the fixed time of selection: as much as
-    makes `probe_of` come out right. What the prediction is too long by is taken off all that buckets and
-    dense parameters cost, in the same proportion; times that were given are kept. So what is kept of
-    collectives says what they take within a step, not what the network can do.
+    costs beside its selection when many are under way is added to the fixed time of selection, so that
+    `probe_of` comes out right. What it is too long by is taken off all that buckets and dense parameters
+    cost, in the same proportion; times that were given are kept. So collectives say what they take within a
+    step.
     """
 
     def seconds(made: Profile, plan: Plan) -> float:

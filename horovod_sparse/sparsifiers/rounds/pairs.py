@@ -31,9 +31,9 @@ def mail_words(count: int, num_notes: int, info: BucketInfo, wire: WireFormat) -
 class Mail:
     """Writes and reads the messages of one rank in one step: sparse vectors, and notes behind them.
 
-    A note is 1 + the position of a rank's first NaN or Inf (0: none), and its residual's norm. A rank begins
-    with its own. A message carries the notes of the ranks that both sides know to be known to the sender, so
-    none says whose it is, and lengths do not depend on the data. A note that arrives twice changes nothing.
+    A note is 1 + the position of a rank's first NaN or Inf (0: none), and its residual's norm. A message
+    carries those notes that both sides know to be known to the sender: none says whose it is, and one that
+    arrives twice changes nothing.
     """
 
     def __init__(self, report: FoldReport, info: BucketInfo, wire: WireFormat) -> None:
@@ -75,10 +75,8 @@ def bruck_bags(num_members: int) -> list[int]:
 def bruck_all_gather(message: Words, members: Sequence[int], me: int) -> Synchronization[list[Words]]:
     """Every member's message, for every member, in ``ceil(log2 m)`` rounds for any number m.
 
-    In round t a member sends what it holds to the member 2**t before it, and receives from the member
-    2**t behind it. One word per message says how long it is.
-
-    Source: Bruck et al., TPDS 1997.
+    In round t a member sends what it holds to the member 2**t before it. One word per message says its
+    length. Source: Bruck et al., TPDS 1997.
     """
     m, held = len(members), [message]
     for stage, num_sent in enumerate(bruck_bags(m)):

@@ -35,9 +35,9 @@ def sum_at(
 ) -> Synchronization[SparseSum]:
     """Sums everyone's values at indices that all ranks know, and clears them.
 
-    Exact values take one allreduce. Rounded values must not be rounded again at every addition, where
-    nobody keeps the error: each rank adds up one part of them (all-to-all), rounds the sum, keeps that
-    error too, and the parts are gathered. The bytes are those of an allreduce of the rounded values.
+    Exact values take one allreduce. Rounded values must not be rounded again at every addition: each rank
+    adds up one part of them (all-to-all), rounds the sum, keeps that error, and the parts are gathered: as
+    many bytes.
     """
     values = accumulator.remove(indices)
     if wire.exact:

@@ -105,13 +105,7 @@ def missing_in(indices: Indices, others: Indices) -> NDArray[np.bool_]:
 
 
 def shared_out(values: Values, num_parts: int, part: int) -> Values:
-    """One of nearly equal parts of every value, whose sum over the parts is the value exactly.
-
-    Example:
-        >>> parts = [shared_out(np.array([1.0], np.float32), 3, part) for part in range(3)]
-        >>> float(sum(parts)[0]), float(parts[2][0])
-        (1.0, 0.3332...)
-    """
+    """One of nearly equal parts of every value, whose sum over the parts is the value exactly."""
     if num_parts == 1:
         return values
     equal = values / values.dtype.type(num_parts)
@@ -133,16 +127,9 @@ def rounded(vector: SparseVector, wire: WireFormat) -> tuple[SparseVector, Value
 def discards_meet(step: int) -> bool:
     """Whether what a step discards stays with the ranks that dropped it: in one of 16 steps.
 
-    Discards that go back to where they came from never meet. Where the gradients of two ranks cancel, as
-    those of ranks with different data do in the end, both ranks would choose that element for ever, and hold
-    back ever more of it, and what grows more slowly would never have its turn. Where they meet they cancel.
-
-    The steps keep time with nothing, so that every block that has its turn now and then has it in some of
-    them.
-
-    Example:
-        >>> [step for step in range(80) if discards_meet(step)]
-        [12, 33, 46, 67]
+    Discards that go back to where they came from never meet: where the gradients of two ranks cancel, as
+    those of ranks with different data do in the end, both would choose that element for ever. The steps keep
+    time with nothing, so that every block that has its turn now and then has it in some of them.
     """
     return (step + 1) * GOLDEN % 2**32 < 2**28
 

@@ -26,11 +26,10 @@ RESIDUAL_MODES = ("global", "partial", "local")
 class Ledger:
     """Every change of a rank's accumulator in one step, so that it can be settled at the end.
 
-    While the step runs, the accumulator holds this rank's blocks as they are summed up: what is selected
-    leaves it, what arrives is added, and what is discarded is simply what remains. Three kinds of
-    discards remain, in the paper's words: *local* (never sent), *end-procedure* (sent or received, at
-    an index that is not in the final sum) and *in-procedure* (received and dropped, at an index that
-    came to the final sum by another way). `settle` does what Algorithm 1 does in its lines 11 to 13.
+    While the step runs, what is selected leaves the accumulator, what arrives is added, and what is discarded
+    remains, in the paper's words *local* (never sent), *end-procedure* (sent or received, at an index that is
+    not in the final sum) or *in-procedure* (received and dropped, at an index that came to the final sum by
+    another way). `settle` does what Algorithm 1 does in its lines 11 to 13.
     """
 
     def __init__(self, accumulator: Accumulator, wire: WireFormat) -> None:
@@ -68,12 +67,10 @@ class Ledger:
     def settle(self, final: Indices, mode: str, *, in_place: bool = False) -> None:
         """Leaves in the accumulator what is to be carried to the next step.
 
-        The velocity of momentum correction is masked where this rank's own value has left it for good, and
-        nowhere else: not where the value came back, and not where it only passed through.
-
-        "global": discards of a rank's own stay at the rank they came from, those on the way at the rank that
-        dropped them (with `in_place` all do); nothing is lost. "partial": discards on the way are lost.
-        "local": only what was never sent is kept. Rounding errors stay in all modes.
+        "global": discards of a rank's own stay where they came from, those on the way at the rank that
+        dropped them (with `in_place` all do). "partial": discards on the way are lost. "local": only what was
+        never sent is kept. Rounding errors stay. The velocity is masked where this rank's own value has left
+        it for good.
         """
         if mode == "global":
             for indices, before in [] if in_place else reversed(self._changes):

@@ -17,18 +17,7 @@ from horovod_sparse.wire import WireFormat
 
 @dataclass(frozen=True)
 class TeamLayout:
-    """P ranks in d teams of Q = P / d; the bucket in Q blocks, in every team alike.
-
-    Ranks T * Q ... T * Q + Q - 1 are team T, so that ranks of one host are of one team where that is
-    possible.
-
-    Example:
-        >>> layout = TeamLayout(size=6, teams=1, num_elements=60, num_selected=12)
-        >>> [layout.bag(1, stage) for stage in range(3)]
-        [[2], [3, 4], [5, 0]]
-        >>> layout.window(5), layout.quota(5)
-        ((50, 60), 2)
-    """
+    """P ranks in d teams of Q = P / d neighbours; the bucket in Q blocks, in all teams alike."""
 
     size: int
     teams: int
@@ -64,9 +53,8 @@ class TeamLayout:
         """Elements that a block keeps: k / Q, in whole numbers that add up to k.
 
         ``floor((stop k + s) / n) - floor((start k + s) / n)``; the shift s moves by a block's length every
-        step, and by one more where it would come back too early. So it takes every value below n once in any
-        n steps, and a block of m elements gets m k elements in them, whatever divides what. A block of m
-        elements never gets more than m in a step.
+        step, and by one more where it would come back too early: in any n steps a block of m elements gets
+        ``m k``, and never more than m in one.
         """
         n, k = self.num_elements, self.num_selected
         start, stop = self.window(block)
