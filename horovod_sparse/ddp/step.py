@@ -28,7 +28,7 @@ from horovod_sparse.tensors.adoption import adopt, adopted_class
 from horovod_sparse.tensors.driver import keep_out_of_graphs
 from horovod_sparse.tensors.flat_gradient import memory_of
 from horovod_sparse.tensors.layout import host_entry, shared_entries
-from horovod_sparse.tensors.loss_scale import ScaleOfStep, watch_scalers
+from horovod_sparse.tensors.loss_scale import ScaleOfStep, pass_number, watch_scalers
 from horovod_sparse.tensors.parts import DenseParameters, Part, facts_of, groups_of
 from horovod_sparse.tensors.streams import CudaStreams
 from horovod_sparse.training.agreement import AgreedStatus
@@ -378,11 +378,6 @@ class Synchronizer(Training):
     def _give_out(self) -> None:
         """Sums are in the memory that gradients came in."""
         raise NotImplementedError
-
-
-def pass_number() -> int:
-    """Of the backward pass under way: no other has it; -1 if there is none."""
-    return int(torch._C._current_graph_task_id())
 
 
 def throw(error: BaseException) -> None:

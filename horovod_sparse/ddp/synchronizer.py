@@ -16,10 +16,11 @@ from torch.nn.parallel import DistributedDataParallel
 from horovod_sparse.collectives import AllReduce, Synchronization
 from horovod_sparse.ddp.collectives import Communicator
 from horovod_sparse.ddp.distributed_engine import BucketParameters, plan_of, told_to_others
-from horovod_sparse.ddp.step import Synchronizer, after_backward, pass_number, throw
+from horovod_sparse.ddp.step import Synchronizer, after_backward, throw
 from horovod_sparse.errors import ArgumentError, HorovodSparseError, UnsupportedError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.plans.plan import Plan
+from horovod_sparse.tensors.loss_scale import pass_number
 from horovod_sparse.training.settings import HookOptions, Settings
 
 if TYPE_CHECKING:  # only a model of FSDP2 has use for a mesh

@@ -14,8 +14,8 @@ from horovod_sparse.sparsifiers.rounds.pairs import Mail, ceil_log2, mail_words
 from horovod_sparse.sparsifiers.rounds.sparse_vectors import (
     SparseVector,
     added,
+    as_sent,
     missing_in,
-    rounded,
     split_largest,
 )
 
@@ -59,7 +59,8 @@ class GTopK(Sparsifier):
         for distance in _distances(info.size):
             parent, child = _parent(info.rank, distance), _child(info.rank, distance, info.size)
             if parent is not None:
-                message = mail.write(self._as_sent(total, accumulator), _subtree(info.rank, distance, info))
+                seen = as_sent(total, accumulator, self.wire)
+                message = mail.write(seen, _subtree(info.rank, distance, info))
                 yield Exchange({parent: message}, ())
             elif child is not None:
                 arrived = yield Exchange({}, (child,))
@@ -70,7 +71,7 @@ class GTopK(Sparsifier):
                 yield Exchange({}, ())
 
         if info.rank == 0:
-            total = self._as_sent(total, accumulator)
+            total = as_sent(total, accumulator, self.wire)
         message = mail.write(total, everyone) if info.rank == 0 else np.empty(0, np.int32)
         for distance in reversed(_distances(info.size)):
             parent, child = _parent(info.rank, distance), _child(info.rank, distance, info.size)
@@ -84,13 +85,6 @@ class GTopK(Sparsifier):
         # a velocity is stale only where the step has applied something
         accumulator.mask(indices[~missing_in(indices, total.indices)])
         return mail.sum_of(total, k), state
-
-    def _as_sent(self, vector: SparseVector, accumulator: Accumulator) -> SparseVector:
-        """What receivers will see; what rounding takes away stays at this rank."""
-        seen, error = rounded(vector, self.wire)
-        if error is not None:
-            accumulator.add(vector.indices, error)
-        return seen
 
     def traffic(self, info: BucketInfo, counts: np.ndarray, step: int = 0) -> tuple[Traffic, ...]:
         """Once up, if not rank 0; down to each child."""

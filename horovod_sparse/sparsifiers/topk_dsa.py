@@ -22,8 +22,8 @@ from horovod_sparse.sparsifiers.rounds.shared import gather_parts
 from horovod_sparse.sparsifiers.rounds.sparse_vectors import (
     SparseVector,
     Window,
+    as_sent,
     reduce_in_regions,
-    rounded,
     split_traffic,
 )
 
@@ -67,9 +67,7 @@ class TopkDSA(Sparsifier):
         if self._is_dense(sizes, regions, info):
             indices, values = yield from self._gather_dense(total, accumulator, regions, info)
         else:
-            total, error = rounded(total, self.wire)
-            if error is not None:
-                accumulator.add(total.indices, error)
+            total = as_sent(total, accumulator, self.wire)
             gathered = yield from exchange_selections(
                 accumulator, total.indices, total.values, info, self.wire
             )

@@ -9,25 +9,10 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from horovod_sparse.errors import HorovodMissingError, UnsupportedError
-from horovod_sparse.training.collective_errors import refuse_absence
-from horovod_sparse.training.deadline import let_horovod_give_up
+from horovod_sparse.errors import UnsupportedError
+from horovod_sparse.training.collective_errors import horovod_binding, refuse_absence
 
-try:
-    import horovod.tensorflow as hvd
-except ImportError as error:
-    raise HorovodMissingError.explained(
-        f"horovod.tensorflow cannot be imported ({error})", "HOROVOD_WITH_TENSORFLOW=1"
-    ) from error
-
-# without its extension for TensorFlow the package may import, and has no operations
-if not hasattr(hvd, "allgather"):
-    raise HorovodMissingError.explained(
-        "Horovod is installed, but it was built without TensorFlow (or for another one)",
-        "HOROVOD_WITH_TENSORFLOW=1",
-    )
-
-let_horovod_give_up()
+hvd: Any = horovod_binding("TensorFlow", has="allgather")
 
 
 _start = object()

@@ -16,12 +16,7 @@ from torch.utils import dlpack
 from horovod_sparse.errors import ArgumentError, StateMismatchError
 from horovod_sparse.training.drift import COLUMNS, Entry, word_sums
 
-_NAMES = {
-    torch.float32: "float32",
-    torch.float64: "float64",
-    torch.float16: "float16",
-    torch.bfloat16: "bfloat16",
-}
+_NAMES = {getattr(torch, name): name for name in ("float32", "float64", "float16", "bfloat16")}
 
 
 def dtype_name(tensor: torch.Tensor) -> str | None:

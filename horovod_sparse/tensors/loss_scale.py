@@ -27,7 +27,7 @@ class _Pass:
 
     def __init__(self, scaler: torch.amp.GradScaler) -> None:
         self.scaler = scaler
-        self._number = _number_of_pass()
+        self._number = pass_number()
 
     def end(self) -> None:
         """PyTorch calls this where the pass has not failed."""
@@ -36,7 +36,7 @@ class _Pass:
         _ended = self._number, weakref.ref(self.scaler)
 
 
-def _number_of_pass() -> int:
+def pass_number() -> int:
     """Of the backward pass under way: no other has it; -1 if there is none."""
     return int(torch._C._current_graph_task_id())
 
@@ -62,7 +62,7 @@ def scaled_by() -> torch.amp.GradScaler | None:
         return alive[-1].scaler
     number, scaler = _ended
     # a static graph's first gradients come when the pass has ended
-    return scaler() if number != -1 and number == _number_of_pass() else None
+    return scaler() if number != -1 and number == pass_number() else None
 
 
 class ScaleOfStep:

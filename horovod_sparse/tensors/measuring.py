@@ -17,13 +17,6 @@ from horovod_sparse.sparsifiers import BucketInfo, SparseSum
 from horovod_sparse.tensors.device_memory import DeviceMemory
 from horovod_sparse.tensors.flat_gradient import HOST_DEVICES
 
-_DTYPES = {
-    "float32": torch.float32,
-    "float64": torch.float64,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-}
-
 
 def bucket_memory(device: torch.device) -> BucketMemory:
     return HostBucketMemory() if device.type in HOST_DEVICES else DeviceBucketMemory(device)
@@ -42,7 +35,7 @@ class DeviceBucketMemory:
     def gradient(self, num_elements: int, dtype: str) -> torch.Tensor:
         generator = torch.Generator(self._device).manual_seed(1)
         drawn = torch.randn(num_elements, device=self._device, generator=generator)
-        self._source = (drawn * drawn.abs()).to(_DTYPES[dtype])  # a heavy tail, as gradients have
+        self._source = (drawn * drawn.abs()).to(getattr(torch, dtype))  # a heavy tail, as gradients have
         return torch.zeros_like(self._source)
 
     def refill(self, gradient: torch.Tensor) -> None:
@@ -103,10 +96,5 @@ class Stamped:
     """A clock of the devices that parameters are on."""
 
     def __init__(self, parameters: Iterable[ParameterFacts]) -> None:
-        self._stamps = stamps_for(parameter.device for parameter in parameters)
-
-    def now(self) -> Any:
-        return self._stamps.now()
-
-    def seconds_between(self, start: Any, stop: Any) -> float:
-        return self._stamps.seconds_between(start, stop)
+        stamps = stamps_for(parameter.device for parameter in parameters)
+        self.now, self.seconds_between = stamps.now, stamps.seconds_between

@@ -23,26 +23,10 @@ from typing import Any, Protocol
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from horovod_sparse.errors import HorovodMissingError
-from horovod_sparse.training.deadline import let_horovod_give_up
+from horovod_sparse.training.collective_errors import horovod_binding
 
-try:
-    import horovod.torch as hvd
-except ImportError as error:
-    raise HorovodMissingError.explained(
-        f"horovod.torch cannot be imported ({error})", "HOROVOD_WITH_PYTORCH=1"
-    ) from error
-
-# without its extension for PyTorch the package imports, prints a warning, and has no functions
-if not hasattr(hvd, "allreduce_async"):
-    raise HorovodMissingError.explained(
-        "Horovod is installed, but it was built without PyTorch (or for another one)",
-        "HOROVOD_WITH_PYTORCH=1",
-    )
-
-from horovod.torch.optimizer import _DistributedOptimizer as StockOptimizer
-
-let_horovod_give_up()
+hvd: Any = horovod_binding("PyTorch", has="allreduce_async")
+StockOptimizer: Any = hvd.optimizer._DistributedOptimizer
 
 #: a start of Horovod, and the holders of what is under way in it, by handle
 _holders: tuple[Any, dict[int, list[torch.Tensor]]] = (None, {})

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import importlib
 import json
 import os
 import time
@@ -23,7 +24,7 @@ from horovod_sparse import errors
 from horovod_sparse.carriers.pairs import check_transport
 from horovod_sparse.collectives import AllReduce, Synchronization, shared_lines
 from horovod_sparse.errors import HorovodSparseError
-from horovod_sparse.training.deadline import Store, asked_store
+from horovod_sparse.training.deadline import Store, asked_store, let_horovod_give_up
 from horovod_sparse.training.outcome import worst
 
 #: errors that are made of their message, and so can be made again elsewhere
@@ -88,6 +89,23 @@ def refuse_absence(hvd: Any, process_set: Any) -> None:
         f"of Horovod are imported, the last of which has the set, and {name} {started} started. Start and "
         "use the binding that is imported last, or import no other one"
     )
+
+
+def horovod_binding(framework: str, has: str) -> Any:
+    """Horovod's module for "PyTorch" or "TensorFlow", which `has` a function if it was built for it."""
+    name = "horovod.torch" if framework == "PyTorch" else "horovod.tensorflow"
+    options = f"HOROVOD_WITH_{framework.upper()}=1"
+    try:
+        found = importlib.import_module(name)
+    except ImportError as error:
+        reason = f"{name} cannot be imported ({error})"
+        raise errors.HorovodMissingError.explained(reason, options) from error
+    # without its extension for a framework the package may import, and has no functions
+    if not hasattr(found, has):
+        reason = f"Horovod is installed, but it was built without {framework} (or for another one)"
+        raise errors.HorovodMissingError.explained(reason, options)
+    let_horovod_give_up()
+    return found
 
 
 def refuse_alone(hvd: Any) -> None:

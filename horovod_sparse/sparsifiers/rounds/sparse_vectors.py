@@ -9,7 +9,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_sparse.arrays import FoldReport, Indices, Values
+from horovod_sparse.arrays import Accumulator, FoldReport, Indices, Values
 from horovod_sparse.collectives import AllToAll, Synchronization, Words
 from horovod_sparse.kernels.host.kth import kth_of
 from horovod_sparse.kernels.host.scatter import absent, keys_of, merge_add, split_at
@@ -122,6 +122,14 @@ def rounded(vector: SparseVector, wire: WireFormat) -> tuple[SparseVector, Value
     if values is vector.values:
         return vector, None
     return SparseVector(vector.indices, values), vector.values - values
+
+
+def as_sent(vector: SparseVector, accumulator: Accumulator, wire: WireFormat) -> SparseVector:
+    """A vector as receivers will see it; what that takes away stays at this rank."""
+    seen, error = rounded(vector, wire)
+    if error is not None:
+        accumulator.add(vector.indices, error)
+    return seen
 
 
 def discards_meet(step: int) -> bool:
