@@ -138,7 +138,7 @@ class StepWorks:
                 request = coroutine.send(self._answer(request, others))
         except StopIteration as stop:
             places = None if stop.value.whole else stop.value.indices
-            apply_scaled_sum(self._gradient, places, stop.value.values, 1.0)
+            apply_scaled_sum(self._gradient, places, stop.value.values, 1.0 / self._ranks)
 
     def _step(self, name: str) -> Work:
         bucket = self._bucket(name)
