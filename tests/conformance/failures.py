@@ -22,6 +22,7 @@ from conformance.engine import (
     same,
 )
 from horovod_sparse.errors import (
+    ArgumentError,
     DriftError,
     HorovodSparseError,
     NonFiniteGradientError,
@@ -146,6 +147,22 @@ def test_a_sum_that_is_not_finite_is_skipped_once(engine: Engine, policy: str) -
     run(training, engine, range(2, 4))
     assert training.telemetry.num_skipped == 1
     assert all(np.isfinite(values).all() for values in training.weights().values())
+    assert replicas_agree(engine, training)
+
+
+@pytest.mark.needs("adopts", "buckets")
+def test_momentum_that_comes_later_is_refused_and_leaves_nothing(engine: Engine) -> None:
+    """As by a schedule. Buckets under way are taken back whole."""
+    training = engine.train("topk:density=0.1,feedback=momentum")
+    for step in range(9):
+        momentum = 0.9 if step in (3, 5, 6) else 0.0
+        training.optimizer.param_groups[0]["momentum"] = momentum
+        if momentum:
+            with pytest.raises(ArgumentError, match="momentum=0 to the optimizer"):
+                run(training, engine, [step])
+        else:
+            run(training, engine, [step])
+    assert training.steps() == {6}
     assert replicas_agree(engine, training)
 
 

@@ -87,21 +87,6 @@ def test_a_rank_that_has_joined_is_no_drift(policy, rank, size):
         assert same_on_all_replicas(*replica.net.parameters())
 
 
-def test_a_refused_momentum_takes_whole_steps_back(rank, size):
-    """Buckets are folded in beside the backward pass, before the refusal: it has to wait for them."""
-    replica = Replica(SHAPES, "topk:density=0.1,feedback=momentum")
-    for step in range(20):
-        replica.optimizer.param_groups[0]["momentum"] = momentum = 0.9 if step in (9, 12, 15) else 0.0
-        if momentum:
-            with pytest.raises(ArgumentError, match="momentum"):
-                replica.model(gradients(rank, step)).backward()
-            replica.optimizer.zero_grad()
-        else:
-            replica.step(gradients(rank, step))
-    assert replica.sync.step == 17
-    assert same_on_all_replicas(*replica.net.parameters())
-
-
 def test_a_model_of_another_type_is_no_longer_synchronized_and_says_so(rank):
     """PyTorch forgets DistributedDataParallel's hooks then: every rank would train alone."""
     replica = Replica(SHAPES, "topk:density=0.1")

@@ -304,28 +304,15 @@ def test_frozen_and_empty_parameters_pass_by(rank, size):
     optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("how", ["at once", "a loaded checkpoint", "a schedule"])
-@pytest.mark.parametrize("face", ["drop-in", "own"])
-def test_momentum_twice_is_refused(face, how, rank):
-    """Whenever it comes."""
+@pytest.mark.parametrize("front", ["own", "stock"])
+def test_momentum_twice_is_refused_at_once_and_when_it_is_loaded(front, rank):
     model, text = LinearModel(SHAPES), "dgc:density=0.1,feedback=momentum"
-    optimizer = wrapped("own" if face == "own" else "stock", model, text)
-    if how == "at once":
-        with pytest.raises(ArgumentError, match=r"momentum=0.9.*momentum=0 to the optimizer"):
-            again = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-            library = hvd if face == "own" else stock
-            library.DistributedOptimizer(again, model.named_parameters(), hvd.Compression.parse(text))
-        return
+    optimizer, plain = wrapped(front, model, text), torch.optim.SGD(model.parameters(), 0.5, momentum=0.9)
+    with pytest.raises(ArgumentError, match=r"momentum=0.9.*momentum=0 to the optimizer"):
+        library = hvd if front == "own" else stock
+        library.DistributedOptimizer(plain, model.named_parameters(), hvd.Compression.parse(text))
     train_step(model, optimizer, gradients(rank, 0))
-    if how == "a schedule":
-        torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=10)
-    else:
-        optimizer.load_state_dict(torch.optim.SGD(LinearModel(SHAPES).parameters(), 0.5, 0.9).state_dict())
+    optimizer.load_state_dict(plain.state_dict())
     with pytest.raises(ArgumentError, match="momentum=0 to the optimizer"):
         model.backward(gradients(rank, 1))
         optimizer.step()
-    if face == "drop-in":
-        return  # stock Horovod takes nothing back of a backward pass that has failed
-    optimizer.param_groups[0]["momentum"] = 0
-    train_step(model, optimizer, gradients(rank, 2))
-    assert same_on_all_ranks(*model.parameters())
