@@ -28,7 +28,7 @@ def test_nothing_is_left_of_it(rank, size):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Bucket, "__init__", noted)
-        for engine in [*TAPES, *KERAS]:
+        for engine in [*reversed(TAPES), *KERAS]:  # the last eager step of stock's tape keeps its compressor
             training = engine.train("topk:density=0.5")
             run(training, engine, range(2))
             used[engine.name] = weakref.ref(training.compression)
