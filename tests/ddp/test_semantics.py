@@ -108,7 +108,7 @@ def test_steps_that_somebody_clips_are_told_of_once(rank, caplog):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3 if step >= 20 else 1e6)
         scaler.step(optimizer)
         scaler.update()
-        assert step >= 20 or not caplog.text
+        assert step >= 20 or "clip_grad_norm_()" not in caplog.text  # kernels may be compiled meanwhile
     assert caplog.text.count("clip_grad_norm_()") == 1
 
 
