@@ -118,9 +118,10 @@ def test_plans_by_times_are_made_for_both_levels(rank, size, per_host):
     assert (decision.profile.num_hosts, decision.profile.per_host) == (topology.num_hosts, per_host)
     # with that profile another training begins with the plan, and with the levels that are faster
     arguments |= {"profile": decision.profile, "levels": "auto"}
-    again = OWN.train("topk:density=0.1", SHAPES, **arguments).optimizer._synchronizer
+    optimizer = OWN.train("topk:density=0.1", SHAPES, **arguments).optimizer
+    again = optimizer._synchronizer
     facts = [fact for fact, _ in again.facts.values()]
     choice = by_cost(again.recipe.sparsifier, facts, again._first.request)(topology.num_hosts, per_host)
     assert choice.flat_seconds != choice.host_seconds
     assert (again.topology == topology) == (choice.levels == "host")
-    assert again.decision.predicted_seconds["taken"] == min(choice.flat_seconds, choice.host_seconds)
+    assert optimizer.decision.predicted_seconds["taken"] == min(choice.flat_seconds, choice.host_seconds)
