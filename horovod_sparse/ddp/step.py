@@ -11,16 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from horovod_sparse import errors
 from horovod_sparse.collectives import Synchronization
 from horovod_sparse.ddp.collectives import Communicator
 from horovod_sparse.ddp.distributed_engine import BucketGradient, BucketParameters, DistributedEngine, plan_of
-from horovod_sparse.errors import (
-    ArgumentError,
-    DeadlineError,
-    HorovodSparseError,
-    StateMismatchError,
-    UnsupportedError,
-)
 from horovod_sparse.feedback import MomentumCorrection, Recipe
 from horovod_sparse.planning import by_cost
 from horovod_sparse.plans.plan import Plan
@@ -65,11 +59,11 @@ class Synchronizer(Training):
         recipe = recipe_of(compression) if isinstance(compression, str) else compression
         if not isinstance(recipe, Recipe):
             allowed = "a sparsifier, as text or as a recipe; for dense training leave the hook out"
-            raise ArgumentError("compression", compression, allowed)
+            raise errors.ArgumentError("compression", compression, allowed)
         if settings.network_share is None and (settings.plan is None or settings.plan.density is None):
             recipe.refuse_auto("torch.distributed's front end")
         if optimizer is not None and not hasattr(optimizer, "param_groups"):
-            raise ArgumentError("optimizer", optimizer, "an optimizer of PyTorch, or None")
+            raise errors.ArgumentError("optimizer", optimizer, "an optimizer of PyTorch, or None")
         self._named = {} if named_parameters is None else dict(named_parameters)
         facts_of([pair for pair in self._named.items() if pair[1].requires_grad], None)  # refuses other types
         given = recipe
@@ -88,7 +82,7 @@ class Synchronizer(Training):
         #: what was loaded, until the next synchronization takes it over
         self._loaded: Mapping[str, Any] | None = None
         #: why this rank has no parts: all ranks hear of it
-        self._unprepared: HorovodSparseError | None = None
+        self._unprepared: errors.HorovodSparseError | None = None
         self._loss_scale = ScaleOfStep()
         #: what has come and is not started before the end of the pass, and on which streams it was written
         self._pieces: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -98,7 +92,7 @@ class Synchronizer(Training):
             adopt(optimizer, given)
         elif getattr(recipe.feedback, "applies_rate", False):
             allowed = 'the one that trains the model: attach(model, "...", optimizer=torch.optim.AdamW(...))'
-            raise ArgumentError("optimizer", None, allowed)
+            raise errors.ArgumentError("optimizer", None, allowed)
         elif getattr(recipe.feedback, "scale_residual", False):
             _log.warning(
                 "scale_residual=True does nothing: a communication hook sees no learning rate. Give it the "
@@ -134,7 +128,7 @@ class Synchronizer(Training):
         self._unprepared = None
         try:
             self._prepare(layout)
-        except HorovodSparseError as error:
+        except errors.HorovodSparseError as error:
             self._unprepared = error
         self.agree()
 
@@ -165,7 +159,7 @@ class Synchronizer(Training):
         """A saved plan, or one of this step's buckets where other groups or rules do not let it be used."""
         try:
             saved.check(self.parameters)
-        except ArgumentError:
+        except errors.ArgumentError:
             return plan_of(layout, self.facts)
         # of a density that times decided about elsewhere: here the recipe has its own
         own = dataclasses.replace(saved, density=None, values=None)
@@ -178,7 +172,7 @@ class Synchronizer(Training):
         loads the other's, if parameters have the same names. An error while a step is under way.
         """
         if self.under_way:
-            raise UnsupportedError("a model is saved between steps: its backward pass is under way")
+            raise errors.UnsupportedError("a model is saved between steps: its backward pass is under way")
         if self._loaded is not None:
             return dict(self._loaded)
         shard = self.engine.shard
@@ -193,7 +187,7 @@ class Synchronizer(Training):
             UnsupportedError: while a step is under way.
         """
         if self.under_way:
-            raise UnsupportedError("a model is loaded between steps: its backward pass is under way")
+            raise errors.UnsupportedError("a model is loaded between steps: its backward pass is under way")
         if entry is not None:
             entry = self._checked(entry, complete=bool(self.facts))
         if entry is None or not entry["step"]:
@@ -213,7 +207,7 @@ class Synchronizer(Training):
                 "whole parameters" if one is None else f"shard {one} (which, of how many)"
                 for one in (entry.get("shard"), own)
             )
-            raise StateMismatchError(
+            raise errors.StateMismatchError(
                 f"the saved state is of {saved}, this rank trains {here}: load what such a rank has saved"
             )
         known = {name: parameter for name, (_, parameter) in self.facts.items()} or self._named
@@ -233,7 +227,7 @@ class Synchronizer(Training):
         """Gradients have come; starts the parts that are complete with them."""
         for parameter, piece in pieces:
             if parameter not in self._place_of:
-                raise UnsupportedError(
+                raise errors.UnsupportedError(
                     f"a gradient of shape {list(parameter.shape)} has come that was in no bucket of the "
                     "first step: one state serves one model: attach each one"
                 )
@@ -291,32 +285,32 @@ class Synchronizer(Training):
         communicator = self._running()
         idle_before = communicator.idle_seconds
         failure: BaseException | None = None
-        errors: list[BaseException] = []
+        failures: list[BaseException] = []
         try:
             if not self.is_agreed:
                 self._agree_on(layout)
             for streams in self._writers.values():
                 streams.meet()
             self._take(self._pieces)
-            errors = self._wait(communicator)
+            failures = self._wait(communicator)
             # not before: what the thread is about to fold in cannot be taken back
             if isinstance(self.recipe.feedback, MomentumCorrection) and self.optimizer is not None:
                 refuse_later_momentum(self.recipe, self.optimizer.param_groups)
-            if errors and self._loss_scale.scaler is None:
-                errors = self.carried_out_again(errors, self._starter, lambda: self._wait(communicator))
-            if not errors and self.step >= self.drift.next_step:
+            if failures and self._loss_scale.scaler is None:
+                failures = self.carried_out_again(failures, self._starter, lambda: self._wait(communicator))
+            if not failures and self.step >= self.drift.next_step:
                 self._check_drift(communicator)
-        except DeadlineError:
+        except errors.DeadlineError:
             self._zero()  # the thread may go on with what it waits for
             raise
-        except HorovodSparseError as error:
+        except errors.HorovodSparseError as error:
             failure = error
         except BaseException:
             self._give_up()
             raise
-        failure = self._of_all(worst(errors) if errors else failure)
+        failure = self._of_all(worst(failures) if failures else failure)
         if failure is not None:
-            self._refuse(failure, errors)
+            self._refuse(failure, failures)
             return
         num_dividing = self._num_dividing(communicator)
         reports = [part.apply(1.0 / num_dividing) for part in self.parts]
@@ -324,10 +318,10 @@ class Synchronizer(Training):
         self.step += 1
         self.telemetry.record(self.step, reports, communicator.idle_seconds - idle_before)
 
-    def _refuse(self, failure: BaseException, errors: Sequence[BaseException]) -> None:
+    def _refuse(self, failure: BaseException, failures: Sequence[BaseException]) -> None:
         """No rank applies this step; raises why not, unless it is skipped."""
         scaled = self._loss_scale.scaler is not None
-        verdict = self.policy.judge(errors, self.host_ranks, scaled=scaled, failure=failure)
+        verdict = self.policy.judge(failures, self.host_ranks, scaled=scaled, failure=failure)
         self._give_up(drop=verdict.drop)
         if verdict.outcome is Outcome.OVERFLOW:
             self._overflow()

@@ -12,14 +12,8 @@ from typing import Any
 
 import torch
 
+from horovod_sparse import errors
 from horovod_sparse.carriers.shared_memory import lends, meeting
-from horovod_sparse.errors import (
-    DeadlineError,
-    EditedGradientError,
-    HorovodSparseError,
-    NonFiniteGradientError,
-    UnsupportedError,
-)
 from horovod_sparse.feedback import MomentumCorrection, Recipe
 from horovod_sparse.plans.plan import ParameterFacts, Plan
 from horovod_sparse.tensors.driver import keep_out_of_graphs
@@ -44,7 +38,7 @@ _log = logging.getLogger("horovod_sparse")
 #: of them in every hook would take longer than what is found is worth
 _PATIENCE = 4
 #: with which a step ends on all ranks, after all of its rounds
-_ALIKE = (NonFiniteGradientError, EditedGradientError)
+_ALIKE = (errors.NonFiniteGradientError, errors.EditedGradientError)
 
 
 _ADVICE = (
@@ -154,7 +148,7 @@ class GradientSynchronizer(PlannedTraining):
     def agree(self) -> None:
         try:
             super().agree()
-        except DeadlineError:
+        except errors.DeadlineError:
             refuse_whole_gradients(sorted(self.facts), self.process_set)
             raise
         self.driver.label = self.label
@@ -162,7 +156,7 @@ class GradientSynchronizer(PlannedTraining):
     def save(self, **more: Any) -> dict[str, Any]:
         """This rank's entry, of tensors, numbers and strings alone (``torch.load(weights_only=True)``)."""
         if any(part.task is not None for part in self.parts):
-            raise UnsupportedError(
+            raise errors.UnsupportedError(
                 "an optimizer is saved between steps: call optimizer.step() or optimizer.synchronize() first"
             )
         return super().save(**more)
@@ -225,7 +219,7 @@ class GradientSynchronizer(PlannedTraining):
                 "a gradient that has a gradient itself (create_graph=True) is not synchronized"
             )
         if gradient.is_sparse and not (self.sparse_as_dense or self.to_coo):
-            raise UnsupportedError(
+            raise errors.UnsupportedError(
                 f"{self.optimizer._parameter_names[parameter]} has a gradient in sparse (COO) form: pass "
                 "sparse_as_dense=True to sparsify it like any other, or make its layer with sparse=False"
             )
@@ -248,7 +242,7 @@ class GradientSynchronizer(PlannedTraining):
         if any((p.dtype, p.device) != (dtype, device) for p, dtype, device in self._kinds):
             try:
                 self._follow_parameters()
-            except UnsupportedError:
+            except errors.UnsupportedError:
                 self.under_way = False
                 raise
 
@@ -295,7 +289,7 @@ class GradientSynchronizer(PlannedTraining):
 
     def check_in_use(self) -> None:
         if self._retired:
-            raise UnsupportedError(
+            raise errors.UnsupportedError(
                 "a parameter of this optimizer was given to another DistributedOptimizer afterwards, which "
                 f"synchronizes it now: use that one ({', '.join(list(self.facts)[:3])}, ...)"
             )
@@ -326,13 +320,13 @@ class GradientSynchronizer(PlannedTraining):
             for part in self.parts:
                 if part.task is None:
                     self._start(part, refused=bool(edited))
-            errors = self._waited()
-            if errors and self.loss_scale.scaler is None:
-                errors = self.carried_out_again(errors, lambda part: self.driver, self._waited)
-        except DeadlineError:
+            failures = self._waited()
+            if failures and self.loss_scale.scaler is None:
+                failures = self.carried_out_again(failures, lambda part: self.driver, self._waited)
+        except errors.DeadlineError:
             self.give_up()
             raise
-        except HorovodSparseError:
+        except errors.HorovodSparseError:
             # what hooks have begun is ended first: its names are Horovod's until then
             self.finish_pending()
             raise
@@ -340,8 +334,8 @@ class GradientSynchronizer(PlannedTraining):
             self.give_up()
             explain(error)
             raise
-        if errors:
-            self._refuse(errors, edited)
+        if failures:
+            self._refuse(failures, edited)
             return
         size = int(self.process_set.size())
         scale = 1.0 / size if self.average else 1.0
@@ -369,24 +363,24 @@ class GradientSynchronizer(PlannedTraining):
             for number in part.gradient.edited()
         ]
 
-    def _refuse(self, errors: Sequence[BaseException], edited: Sequence[str]) -> None:
+    def _refuse(self, failures: Sequence[BaseException], edited: Sequence[str]) -> None:
         """No rank applies this step; raises why not, unless that is no error, or a loss scaler finds out."""
-        verdict = self.policy.judge(errors, self.host_ranks, scaled=self.loss_scale.scaler is not None)
+        verdict = self.policy.judge(failures, self.host_ranks, scaled=self.loss_scale.scaler is not None)
         error, drop = verdict.error, verdict.drop
         if verdict.outcome is Outcome.OVERFLOW:
             self.give_up(drop=drop, together=True, alike=True)
             self.parts[0].gradient.overflow()
             self.overflow = error
             return
-        if lends(self.parts) and any(isinstance(one, EditedGradientError) for one in errors):
+        if lends(self.parts) and any(isinstance(one, errors.EditedGradientError) for one in failures):
             drop = False  # what lies there now is not what was folded, so it cannot be taken out again
-        together = any(isinstance(one, NonFiniteGradientError) for one in errors)
+        together = any(isinstance(one, errors.NonFiniteGradientError) for one in failures)
         self.give_up(drop=drop, together=together, alike=isinstance(error, _ALIKE))
         if verdict.outcome is Outcome.SKIPPED:
             self.skipped = error
             return
         assert error is not None  # there are errors
-        if isinstance(error, EditedGradientError) and edited:
+        if isinstance(error, errors.EditedGradientError) and edited:
             error.where[self.rank] = some_of(edited)
         raise error
 
@@ -423,8 +417,8 @@ class GradientSynchronizer(PlannedTraining):
         alike = False
         try:
             self.driver.wait()
-            errors = self._waited()
-            alike = not errors or isinstance(worst(errors), _ALIKE)
+            failures = self._waited()
+            alike = not failures or isinstance(worst(failures), _ALIKE)
         except hvd.HorovodInternalError as error:
             _log.info("a step was given up, since Horovod has failed: %s", error)
         finally:
