@@ -15,6 +15,7 @@ from typing import Any
 from horovod_sparse.cli.options import seconds as seconds_of
 from horovod_sparse.cli.options import time
 from horovod_sparse.errors import ArgumentError, HorovodSparseError
+from horovod_sparse.planning.calibration.steps import step_of
 from horovod_sparse.planning.profile import Profile
 from horovod_sparse.planning.workload import DEVICES, LAYER_TABLES, StepTime, Workload, layer_table
 from horovod_sparse.plans.plan import MAX_BUCKET_ELEMENTS, ParameterFacts
@@ -82,17 +83,10 @@ class Model:
 
     def workload(self, profile: Profile | None = None, update_seconds: float | None = None) -> Workload:
         """Parameters with times; those of the profile, where it was measured on this model."""
-        names = [parameter.name for parameter in self.parameters]
-        if profile is not None and (
-            self.backward_seconds is None or set(names) <= set(profile.backward_seconds)
-        ):
-            profile.backward_of(names)  # refuses a profile that lacks some
-            # gradients came in the profile's order, whatever order the file has
-            facts = {parameter.name: parameter for parameter in self.parameters}
-            ordered = tuple(facts[name] for name in profile.backward_seconds if name in facts)
-            times = profile.backward_of([parameter.name for parameter in ordered])
-            # measured from the end of a step to that of the next: the update is in it
-            return Workload(ordered, times, profile.forward_seconds)
+        if profile is not None:
+            names = {parameter.name for parameter in self.parameters}
+            if self.backward_seconds is None or names <= set(profile.backward_seconds):
+                return step_of(profile, self.parameters)
         if self.backward_seconds is None:
             given = f"{self.name} without times"
             raise ArgumentError("--model", given, "a profile with backward times too, or times in the file")

@@ -200,6 +200,16 @@ _HALVINGS = 12
 _DOUBLINGS = 6
 
 
+def step_of(profile: Profile, parameters: Sequence[ParameterFacts]) -> Workload:
+    """A step of the model that a profile was measured on: gradients came in the profile's order."""
+    facts = {parameter.name: parameter for parameter in parameters}
+    profile.backward_of(list(facts))  # refuses a profile that lacks some
+    ordered = [name for name in profile.backward_seconds if name in facts]
+    times, dense = profile.backward_of(ordered), whole_parameters(parameters)
+    # measured from the end of a step to that of the next: the update is in it
+    return Workload(tuple(facts[name] for name in ordered), times, profile.forward_seconds, dense)
+
+
 def measured_step(
     profile: Profile,
     parameters: Sequence[ParameterFacts],
@@ -208,11 +218,7 @@ def measured_step(
     topology: Topology | None = None,
 ) -> tuple[Workload, CostModel]:
     """A step of the model, and what its buckets cost, as a complete profile says."""
-    facts = {parameter.name: parameter for parameter in parameters}
-    profile.backward_of(list(facts))
-    ordered = tuple(facts[name] for name in profile.backward_seconds if name in facts)
-    seconds = profile.backward_of([parameter.name for parameter in ordered])
-    workload = Workload(ordered, seconds, profile.forward_seconds, whole_parameters(parameters))
+    workload = step_of(profile, parameters)
     if topology is None or topology.per_host == 1:
         # Horovod sends what waits at the same time as one
         return workload, profile.cost(sparsifier, size, fuse_sparse=True)
