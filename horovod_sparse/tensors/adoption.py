@@ -38,7 +38,7 @@ class _Adopted(_Base):
 
     def _rate_and_factor(self, group: Mapping[str, Any]) -> tuple[float, float]:
         """Of a group, now."""
-        raise NotImplementedError
+        return float(group["lr"]), _pace(group)
 
     def _look_at(self, parameters: Sequence[torch.Tensor]) -> None:
         """Before the gradients of these are applied."""
@@ -75,9 +75,6 @@ class _OfSteps(_Adopted):
     """What a gradient holds is the step already: the feedback has normalized it, the rate is in it."""
 
     _told = False
-
-    def _rate_and_factor(self, group: Mapping[str, Any]) -> tuple[float, float]:
-        return float(group["lr"]), _pace(group)
 
     def _look_at(self, parameters: Sequence[torch.Tensor]) -> None:
         for parameter in () if self._told else parameters:
@@ -121,8 +118,8 @@ class SGDWithoutMomentum(_Adopted, torch.optim.SGD):
     """At ``lr (1 - dampening) / (1 - momentum)``, which goes as far: error feedback is a momentum."""
 
     def _rate_and_factor(self, group: Mapping[str, Any]) -> tuple[float, float]:
-        rate = float(group["lr"]) * _pace(group)
-        return rate, rate
+        rate, pace = super()._rate_and_factor(group)
+        return rate * pace, rate * pace
 
 
 def _pace(group: Mapping[str, Any]) -> float:
@@ -157,12 +154,9 @@ Groups: TypeAlias = Sequence[Mapping[str, Any]]
 
 
 def adopted_class(kind: type, groups: Groups, recipe: Recipe) -> tuple[type, Recipe]:
-    """The class that an optimizer of such a class is to have behind a recipe, and the recipe for it.
+    """The class that an optimizer is to have behind a recipe, and the recipe for it.
 
-    Its own class, where the recipe leaves an optimizer's work to it.
-
-    Raises:
-        ArgumentError: the feedback does a part of the work of another optimizer than this.
+    Its own, where the recipe leaves no work to it. An error, where it leaves that of another optimizer.
     """
     feedback = recipe.feedback
     if not getattr(feedback, "applies_rate", False):
@@ -185,12 +179,7 @@ def adopted_class(kind: type, groups: Groups, recipe: Recipe) -> tuple[type, Rec
 
 
 def adopt(optimizer: torch.optim.Optimizer, recipe: Recipe) -> Recipe:
-    """Lets the very optimizer of the user do what a recipe leaves to it; gives the recipe for it.
-
-    Raises:
-        ArgumentError: see `adopted_class`.
-        UnsupportedError: somebody has replaced its `step`.
-    """
+    """Lets the very optimizer of the user do what a recipe leaves to it; gives the recipe for it."""
     adopted, recipe = adopted_class(type(optimizer), optimizer.param_groups, recipe)
     if adopted is type(optimizer):
         return recipe

@@ -27,10 +27,7 @@ _REFUSED = {
 def adopted_class(optimizer: Any, recipe: Recipe) -> tuple[type, Recipe]:
     """The class that an optimizer is to have behind a recipe, and the recipe for it.
 
-    Its own class, where the recipe leaves an optimizer's work to it.
-
-    Raises:
-        ArgumentError: the feedback does a part of the work of another optimizer than this.
+    Its own, where the recipe leaves no work to it. An error, where it leaves that of another optimizer.
     """
     feedback, kind = recipe.feedback, own_class(type(optimizer))
     if not getattr(feedback, "applies_rate", False):
