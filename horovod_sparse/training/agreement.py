@@ -46,15 +46,8 @@ def compared(given: Mapping[str, str], parameters: Sequence[ParameterFacts] = ()
     """
     model = model_of(parameters)
     everyone = yield from shared_lines([dict(given), _digest(model)])
-    names = dict.fromkeys(name for theirs, _ in everyone for name in theirs)
-    values = {name: [theirs.get(name, "not given") for theirs, _ in everyone] for name in names}
-    differing = [
-        f"{name} differs: {ranks_apart('have {}', each)}"
-        for name, each in values.items()
-        if len(set(each)) > 1
-    ]
-    if differing:
-        raise StateMismatchError(f"{'; '.join(differing)}; give all ranks the same")
+    if differing := differences([theirs for theirs, _ in everyone], "not given"):
+        raise StateMismatchError(f"{'; '.join(differing.values())}; give all ranks the same")
     if len({digest for _, digest in everyone}) > 1:
         check_same_model((yield from shared_lines(model)))
 
@@ -154,6 +147,14 @@ def kept_share(old_size: int, size: int) -> float:
     over ranks stays, but for what ranks that are gone have taken with them. Newcomers hold zeros.
     """
     return size / old_size
+
+
+def differences(everyone: Sequence[Mapping[str, str]], missing: str) -> dict[str, str]:
+    """By name, in words: what ranks do not have alike; `missing` stands for what one has not."""
+    names = dict.fromkeys(name for theirs in everyone for name in theirs)
+    values = {name: [theirs.get(name, missing) for theirs in everyone] for name in names}
+    apart = {name: each for name, each in values.items() if len(set(each)) > 1}
+    return {name: f"{name} differs: {ranks_apart('have {}', each)}" for name, each in apart.items()}
 
 
 def ranks_apart(words: str, values: Sequence[object]) -> str:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from horovod_sparse.collectives import AllGather, Broadcast, Synchronization, shared_lines
 from horovod_sparse.errors import DriftError
 from horovod_sparse.telemetry import Telemetry
-from horovod_sparse.training.agreement import ranks_apart
+from horovod_sparse.training.agreement import differences
 from horovod_sparse.training.collective_errors import some_of
 from horovod_sparse.training.settings import Settings
 
@@ -149,14 +149,7 @@ def differing_entries(entries: Sequence[Entry]) -> Synchronization[dict[str, str
     gathered = np.array((yield AllGather(own))).reshape(-1, own.size)
     if (gathered == gathered[0]).all():
         return {}
-    everyone = yield from shared_lines(digests)
-    names = dict.fromkeys(name for theirs in everyone for name in theirs)
-    values = {name: [theirs.get(name, "nothing") for theirs in everyone] for name in names}
-    return {
-        name: f"{name} differs: {ranks_apart('have {}', each)}"
-        for name, each in values.items()
-        if len(set(each)) > 1
-    }
+    return differences((yield from shared_lines(digests)), "nothing")
 
 
 def brought(entry: Entry, root: int) -> Synchronization[None]:

@@ -224,11 +224,8 @@ def _words(value: object) -> str:
 
 def load_entry(engine: Holder, entry: Mapping[str, Any], factor: float) -> None:
     """Continues from an entry that fits. Needs no collective."""
-    size, plan, states = (
-        engine.rank_and_size[1],
-        Plan.from_dict(entry["plan"]),
-        checked_states(engine, entry),
-    )
+    size, plan = engine.rank_and_size[1], Plan.from_dict(entry["plan"])
+    states = checked_states(engine, entry)
     progress = {
         name: Progress.from_plain(one, one["state"]["step"])
         for bucket_names, one in zip(plan.buckets, entry["buckets"], strict=True)
