@@ -31,15 +31,12 @@ def save_together(
     world_rank: int,
 ) -> Synchronization[int]:
     """Saves what every rank has, after the same step of all."""
-    made, failure, foreign = None, None, False
-    try:
+
+    def make() -> tuple[Path, bool, Mapping[str, Any]]:
         root = folder.root_of(directory)
-        foreign = _is_of_others(root, owner, world_rank)
-        made = entry()
-    except Exception as error:  # of whatever type: others would wait for this rank
-        failure = error
-    yield from raise_together(folder.explained(failure, f"save to {directory}"))
-    assert made is not None  # raised above otherwise
+        return root, _is_of_others(root, owner, world_rank), entry()
+
+    root, foreign, made = yield from folder.done_by_all(make, f"save to {directory}")
     ranks, strangers = zip(*(yield from shared_lines([world_rank, foreign])), strict=True)
     if all(strangers):
         raise CheckpointError(
@@ -85,13 +82,11 @@ def load_together(
 
 def is_anything_there(directory: str | os.PathLike[str]) -> Synchronization[bool]:
     """Whether any rank sees a complete checkpoint."""
-    names, failure = [], None
-    try:
-        names = folder.published(folder.root_of(directory))
-    except Exception as error:
-        failure = error
-    yield from raise_together(folder.explained(failure, f"look into {directory}"))
-    return any((yield from shared_lines(bool(names))))
+
+    def look() -> bool:
+        return bool(folder.published(folder.root_of(directory)))
+
+    return any((yield from shared_lines((yield from folder.done_by_all(look, f"look into {directory}")))))
 
 
 def _is_of_others(root: Path, owner: Any, world_rank: int) -> bool:

@@ -18,6 +18,7 @@ then is newer than the later steps that it has left.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import logging
@@ -25,10 +26,10 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from horovod_sparse import checks
 from horovod_sparse.collectives import Synchronization, shared_lines
@@ -36,6 +37,8 @@ from horovod_sparse.errors import ArgumentError, CheckpointError, StateMismatchE
 from horovod_sparse.training.collective_errors import raise_together
 from horovod_sparse.training.encoding import read_tree, write_tree
 from horovod_sparse.training.state import check_entry, joined, old_ranks_of
+
+Result = TypeVar("Result")
 
 _FORMAT = 1
 _NAME = re.compile(r"step-(\d{10})\.(\d+)")
@@ -66,16 +69,15 @@ def write_checkpoint(
     ranks: Sequence[int] = (),
 ) -> Synchronization[Path]:
     """Saves every rank's entry; returns when the checkpoint is complete on all of them."""
-    root, attempt, failure = Path(), 0, None
-    try:
+
+    def begin() -> tuple[Path, int]:
         root = root_of(directory)
         checks.check_count("keep", keep)
         root.mkdir(parents=True, exist_ok=True)
         attempt, last = max(map(age, published(root)), default=(1, -1))
-        attempt += step <= last  # taken back
-    except Exception as error:  # of whatever type: others would wait for this rank
-        failure = error
-    yield from raise_together(explained(failure, "make the directory"))
+        return root, attempt + (step <= last)  # taken back
+
+    root, attempt = yield from done_by_all(begin, "make the directory")
     everyone = yield from shared_lines([step, digest, attempt, uuid.uuid4().hex[:8]])
     steps, digests, attempts, tokens = zip(*everyone, strict=True)
     if len(set(steps)) > 1 or len(set(digests)) > 1:
@@ -87,15 +89,22 @@ def write_checkpoint(
     hidden, folder = root / f".saving-{name}-{tokens[0]}", root / name
 
     own = hidden / _file_of(rank)
-    facts: list[Any] = []
-    try:
+
+    def write() -> list[Any]:
         hidden.mkdir(exist_ok=True)
         _write(own, entry)
-        facts = [own.stat().st_size, _checksum(own)]
-    except Exception as error:
-        failure = error
+        return [own.stat().st_size, _checksum(own)]
+
+    def publish(manifest: Mapping[str, Any], turn: bool) -> None:
+        if (rank == 0) == turn and not folder.exists():
+            _publish(hidden, folder, manifest, rank)
+        if not turn and json.loads((folder / _MANIFEST).read_bytes()) != manifest:
+            raise CheckpointError(
+                f"another training has published {name} in {root} at the same time. {ONE_EACH}"
+            )
+
     try:
-        yield from raise_together(explained(failure, f"write {own.name}"))
+        facts = yield from done_by_all(write, f"write {own.name}")
         everyone = yield from shared_lines(facts)
         manifest = _sealed(
             {
@@ -109,16 +118,7 @@ def write_checkpoint(
         )
         # the first rank publishes; then whoever does not see it, which is each host with a disk of its own
         for turn in (True, False):
-            try:
-                if (rank == 0) == turn and not folder.exists():
-                    _publish(hidden, folder, manifest, rank)
-                if not turn and json.loads((folder / _MANIFEST).read_bytes()) != manifest:
-                    failure = CheckpointError(
-                        f"another training has published {name} in {root} at the same time. {ONE_EACH}"
-                    )
-            except (OSError, ValueError) as error:
-                failure = error
-            yield from raise_together(explained(failure, f"publish {name}"))
+            yield from done_by_all(functools.partial(publish, manifest, turn), f"publish {name}")
     except BaseException:
         # what is half written is of no use to anybody
         with contextlib.suppress(OSError):
@@ -134,21 +134,16 @@ def read_checkpoint(
     directory: str | os.PathLike[str], *, rank: int, size: int, step: int | None = None
 ) -> Synchronization[dict[str, Any]]:
     """The entry of this rank, of the newest checkpoint that is complete on all ranks."""
-    root, found, failure, entry = Path(), {}, None, {}
-    try:
-        root = root_of(directory)
-        found = survey(root)
-    except Exception as error:
-        failure = error
-    yield from raise_together(explained(failure, f"look into {root}"))
+    found = yield from done_by_all(lambda: survey(root_of(directory)), f"look into {directory}")
     everyone = yield from shared_lines(
         {name: [item.manifest.get("seal", ""), item.fault] for name, item in found.items()}
     )
-    name = _chosen(everyone, step, root)
+    name = _chosen(everyone, step, root_of(directory))
     manifest = found[name].manifest
     if rank == 0 and name != max(set().union(*everyone), key=age):
         _log.warning("%s is the newest checkpoint that is complete on all ranks; newer ones are not", name)
-    try:
+
+    def read() -> dict[str, Any]:
         parts: list[dict[str, Any]] = []
         for old in old_ranks_of(rank, manifest["size"], size):
             part = _checked(found[name], old)
@@ -159,11 +154,9 @@ def read_checkpoint(
                 )
             # a model once, not once for each of its ranks
             parts.append({key: part[key] for key in _ADDED_UP} if parts else part)
-        entry = joined(parts, rank, size) if size != manifest["size"] else parts[0]
-    except Exception as error:
-        failure = error
-    yield from raise_together(explained(failure, f"read {name}"))
-    return entry
+        return joined(parts, rank, size) if size != manifest["size"] else parts[0]
+
+    return (yield from done_by_all(read, f"read {name}"))
 
 
 def _chosen(everyone: list[dict[str, list[str]]], step: int | None, root: Path) -> str:
@@ -302,11 +295,18 @@ def _prune(root: Path, keep: int, name: str) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def explained(failure: Exception | None, what: str) -> Exception | None:
-    """What an error of the file system means here; others stay what they are."""
-    if isinstance(failure, OSError):
-        return CheckpointError(f"could not {what}: {failure}")
-    return failure
+def done_by_all(work: Callable[[], Result], what: str) -> Synchronization[Result]:
+    """What this rank's work gives, once it has gone well on all ranks."""
+    done: list[Result] = []
+    failure: Exception | None = None
+    try:
+        done.append(work())
+    except OSError as error:
+        failure = CheckpointError(f"could not {what}: {error}")
+    except Exception as error:  # of whatever type: others would wait for this rank
+        failure = error
+    yield from raise_together(failure)
+    return done[0]
 
 
 def _checksum(path: Path) -> str:
