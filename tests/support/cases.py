@@ -12,43 +12,26 @@ import pytest
 from horovod_sparse.feedback import ErrorFeedback, Recipe, recipe
 from horovod_sparse.sparsifiers.rounds.quantized import Quantizer
 
-__all__ = ["CASES", "REPRESENTATIVES", "Case", "CountBand", "case_id", "on_ranks"]
-
 
 @dataclass(frozen=True)
 class CountBand:
-    """How far the union count of a threshold rule may be from k.
+    """How far the union count of a threshold rule may be from k."""
 
-    Attributes:
-        first: the count of the first step is within this factor of k, either way.
-        settled: mean of |count / k - 1| from step 5 on.
-        from_target: the band is promised from this k on.
-    """
-
-    first: float
-    settled: float
-    from_target: int
+    first: float  # the count of the first step is within this factor of k, either way
+    settled: float  # mean of |count / k - 1| from step 5 on
+    from_target: int  # the band is promised from this k on
 
 
 @dataclass(frozen=True)
 class Case:
-    """A variant and what it promises.
-
-    Attributes:
-        recipe: sparsifier and feedback.
-        exact_count: every rank selects exactly k, whatever the gradient.
-        exclusive: no index is selected by two ranks.
-        same_indices: all ranks select the same indices, so that the union has k elements too.
-        count_band: for threshold rules that promise one.
-        loses_mass: without error feedback: the declared exception to law 1.
-    """
+    """A variant and what it promises."""
 
     recipe: Recipe
-    exact_count: bool = False
-    exclusive: bool = False
-    same_indices: bool = False
-    count_band: CountBand | None = None
-    loses_mass: bool = False
+    exact_count: bool = False  # every rank selects exactly k, whatever the gradient
+    exclusive: bool = False  # no index is selected by two ranks
+    same_indices: bool = False  # all ranks select the same indices, so that the union has k elements too
+    count_band: CountBand | None = None  # for threshold rules that promise one
+    loses_mass: bool = False  # without error feedback: the declared exception to law 1
 
     @property
     def value_rounding(self) -> float:

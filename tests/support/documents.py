@@ -81,50 +81,29 @@ def _torch() -> dict[str, Any]:
     model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 10))
     batches = [(torch.randn(8, 16), torch.randint(10, (8,))) for _ in range(14)]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return {
-        "torch": torch,
-        "hvd": hvd,
-        "model": model,
-        "optimizer": optimizer,
-        "batches": batches,
-        "cross_entropy": torch.nn.functional.cross_entropy,
-        **_stand_ins(),
-    }
+    return {**locals(), "cross_entropy": torch.nn.functional.cross_entropy, **_stand_ins()}
 
 
 def _torch_trained() -> dict[str, Any]:
     given = _torch()
-    given["optimizer"] = given["hvd"].DistributedOptimizer(
-        given["optimizer"],
-        named_parameters=given["model"].named_parameters(),
-        compression=given["hvd"].Compression.topk(density=0.1),
-    )
-    return given
+    hvd, named = given["hvd"], given["model"].named_parameters()
+    compression = hvd.Compression.topk(density=0.1)
+    return {**given, "optimizer": hvd.DistributedOptimizer(given["optimizer"], named, compression)}
 
 
 def _ddp() -> dict[str, Any]:
-    import torch
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
     import horovod_sparse.ddp  # noqa: F401
 
     if not dist.is_initialized():
-        dist.init_process_group(
-            "gloo", init_method=f"file://{tempfile.mkdtemp()}/store", rank=0, world_size=1
-        )
-    given = _torch()
+        store = f"file://{tempfile.mkdtemp()}/store"
+        dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    given, rank = _torch(), 0
     net = given["model"]
-    return {
-        **given,
-        "net": net,
-        "model": DistributedDataParallel(net),
-        "DistributedDataParallel": DistributedDataParallel,
-        "dist": dist,
-        "horovod_sparse": sys.modules["horovod_sparse"],
-        "rank": 0,
-        "torch": torch,
-    }
+    model = DistributedDataParallel(net)
+    return {**given, **locals()}
 
 
 def _torchrun() -> dict[str, Any]:
@@ -161,20 +140,8 @@ def _tensorflow() -> dict[str, Any]:
         optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
         return value
 
-    return {
-        "tf": tf,
-        "keras": keras,
-        "hvd": hvd,
-        "model": model,
-        "images": images,
-        "labels": labels,
-        "batches": tf.data.Dataset.from_tensor_slices((images, labels)).batch(8),
-        "optimizer": optimizer,
-        "loss": loss,
-        "cross_entropy": loss,
-        "compression": compression,
-        "step": step,
-    }
+    batches = tf.data.Dataset.from_tensor_slices((images, labels)).batch(8)
+    return {**locals(), "cross_entropy": loss}
 
 
 def _keras() -> dict[str, Any]:

@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-__all__ = ["dyadic", "gradients_for"]
-
 
 def dyadic(shape: Sequence[int], *key: object) -> np.ndarray:
     """float64 values that depend on the key alone: multiples of 1/256, at most 4 in magnitude.

@@ -8,8 +8,6 @@ import numpy as np
 
 from support.reference import widen
 
-__all__ = ["DTYPES", "as_gradient", "dyadic", "gaussian", "laplace", "layered", "wide"]
-
 DTYPES = ("float32", "float16", "bfloat16", "float64")
 
 

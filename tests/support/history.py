@@ -17,8 +17,6 @@ from horovod_sparse.sparsifiers import SparseSum
 from horovod_sparse.topology import Topology
 from support.gradients import as_gradient, gaussian, wide
 
-__all__ = ["History", "Scenario", "random_gradients", "run"]
-
 
 @dataclass(frozen=True)
 class Scenario:

@@ -13,29 +13,13 @@ from horovod_sparse.sparsifiers.rounds.quantized import Quantizer
 from support.cases import Case
 from support.history import History
 
-__all__ = [
-    "check_all",
-    "counts_as_promised",
-    "dense_bounds",
-    "exclusive_means_exclusive",
-    "nobody_starves",
-    "nothing_is_lost",
-    "replicas_agree",
-    "sums_are_right",
-    "traffic_as_declared",
-    "units_change_nothing",
-]
-
 
 def rounding(history: History, num_steps: int) -> np.ndarray:
     """Largest error per element that the arithmetic of `num_steps` steps can make, float64 [n].
 
-    Every step each rank rounds one addition (gradient to residual) and the ranks' values are added up
-    with P - 1 more, each by at most half an ulp of a number below A = sum over steps and ranks of |g|:
-    together P * steps additions. Twice that leaves room for the errors' own rounding.
-
-    A quantizer sends of a small element as much as of its group's others: there A is the bucket's largest,
-    or its norm. So do two bits.
+    P * steps additions, each rounded by at most half an ulp of a number below A = sum over steps and ranks of
+    |g|; twice that leaves room for the errors' own rounding. A quantizer sends of a small element as much as
+    of its group's others, and so do two bits: there A is the bucket's largest, or its norm.
     """
     dtype = history.cluster.buckets[0].info.value_dtype
     magnitude = np.abs(np.nan_to_num(history.gradients[:num_steps], nan=0, posinf=0, neginf=0)).sum((0, 1))
@@ -208,14 +192,11 @@ def dense_bounds(history: History, growth: float) -> None:
 
 
 def nobody_starves(cluster: SimulatedCluster, growth: np.ndarray, swing: np.ndarray, most_steps: int) -> int:
-    """Law 9: what keeps growing is sent in finitely many steps, and again after that.
+    """Law 9: what keeps growing is sent in finitely many steps, and again after that; steps that it took.
 
-    Every step adds `growth` to the ranks' residuals, and `swing` with a sign that alternates, so that what
-    swings comes back to 0 by itself. Whatever grows on a rank has to leave its residual twice, and the
-    element has to be applied twice, unless the ranks cancel each other out there.
-
-    Both are float32 [P, n]; what the ranks grow by in an element has one sign, or adds up to 0, and nothing
-    swings there. Returns the steps that it took.
+    Every step adds `growth` to the ranks' residuals, and `swing` with a sign that alternates, float32 [P, n].
+    Whatever grows on a rank has to leave its residual twice, and the element has to be applied twice, unless
+    the ranks cancel each other out there.
     """
     left, applied = np.zeros(growth.shape, int), np.zeros(growth.shape[1], int)
     before = np.zeros_like(growth)

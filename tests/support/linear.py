@@ -8,9 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from support.dyadic import dyadic
-
-__all__ = ["LinearModel", "dyadic", "same_on_all_ranks"]
+from support.dyadic import dyadic as dyadic
 
 
 class LinearModel(torch.nn.Module):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["choose_memory"]
-
 
 def choose_memory(monkeypatch: Any, name: str) -> None:
     """Lets CPU tensors be served as the host's ("host"), or as if a GPU held them ("device")."""

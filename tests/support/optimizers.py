@@ -10,17 +10,6 @@ import torch
 
 from support.linear import LinearModel
 
-__all__ = [
-    "base_for",
-    "flat",
-    "gradients_of",
-    "in_bucket_order",
-    "make",
-    "residuals_of",
-    "train_step",
-    "wrapped",
-]
-
 
 def base_for(compression: Any, parameters: Any, lr: float) -> torch.optim.Optimizer:
     """Plain SGD, or the optimizer whose steps the feedback makes."""

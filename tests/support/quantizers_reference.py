@@ -9,8 +9,6 @@ import numpy as np
 
 from horovod_sparse.kernels.quantization import Quantization, random_bits
 
-__all__ = ["decoded", "groups", "packed", "quantized", "unpacked"]
-
 
 def groups(num_elements: int, length: int) -> list[slice]:
     """Elements that share a unit; a length of 0 is all of them."""

@@ -14,17 +14,6 @@ from horovod_sparse.arrays import FoldReport, FoldRule, Indices, Moments, Values
 from horovod_sparse.kernels.quantization import Quantization
 from support.quantizers_reference import decoded, packed, quantized, unpacked
 
-__all__ = [
-    "ReferenceAccumulator",
-    "add_into",
-    "at_least",
-    "block_maxima",
-    "check_moments",
-    "fold",
-    "largest",
-    "widen",
-]
-
 Array = np.ndarray
 
 

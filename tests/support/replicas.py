@@ -16,8 +16,6 @@ from horovod_sparse import ddp
 from support.linear import LinearModel
 from support.optimizers import base_for, gradients_of
 
-__all__ = ["Replica", "in_small_buckets", "same_on_all_replicas"]
-
 
 class _Loss(LinearModel):
     """The loss as a forward pass, as DistributedDataParallel wants it."""

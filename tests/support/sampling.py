@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-__all__ = ["rest_nightly", "rows_by"]
-
 
 def named(value: Any) -> str:
     return getattr(value, "__name__", str(value))

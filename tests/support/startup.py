@@ -7,8 +7,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-__all__ = ["HOROVODRUN", "without_dynamo"]
-
 HOROVODRUN = (sys.executable, str(Path(__file__).parents[2] / "scripts" / "lib" / "horovodrun.py"), "--gloo")
 
 

@@ -2,12 +2,15 @@
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from horovod_sparse.arrays import FoldRule, HostAccumulator
+from horovod_sparse.arrays import FoldRule, GradientParts, HostAccumulator
+from horovod_sparse.arrays import gradients as module
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.kernels.host import select
+from horovod_sparse.tensors.accumulator import KeptTensor, TorchAccumulator
 from support import reference
 from unit.kernels.drawing import KINDS, SEEDS, SIZES, bfloat16_bits, make
 
@@ -171,3 +174,189 @@ def test_memory_beyond_residual_and_gradient():
         tracemalloc.stop()
     maxima = 4 * n / 64
     assert maxima + peak <= 0.05 * 4 * n
+
+
+@given(seed=SEEDS, name=st.sampled_from(NAMES), form=st.integers(0, 6))
+@settings(max_examples=25, deadline=None)
+def test_any_strides(seed, name, form):
+    whole = held(name, "gaussian", 40 * 50 * 3, seed).reshape(40, 50, 3)
+    if name != "bfloat16":
+        whole[-1, ::7, :] = np.nan
+    view = [
+        whole,
+        whole[::2],
+        whole[:, ::-1],
+        whole.transpose(2, 0, 1),
+        whole[..., 1],
+        whole[3:4, 5:6],
+        np.asfortranarray(whole),
+    ][form]
+    expected = reference.fold(
+        np.zeros(view.size, np.float64 if name == "float64" else np.float32), view.reshape(-1).copy()
+    )
+    outside = whole.size - view.size if view.base is not None else 0
+    accumulator = HostAccumulator(view.size, name)
+    report = accumulator.fold(view)
+    np.testing.assert_array_equal(accumulator.values(), expected.values)
+    assert report.num_nonfinite == expected.nonfinite.size
+    assert report.first_nonfinite == (expected.nonfinite[0] if expected.nonfinite.size else -1)
+    assert not view.view(view.dtype).any()
+    assert np.count_nonzero(whole) <= max(outside, whole.size if form == 6 else 0)
+
+
+def test_memory_that_is_shared_within_the_gradient():
+    row = np.arange(5.0, dtype=np.float32)
+    accumulator = HostAccumulator(20)
+    accumulator.fold(np.lib.stride_tricks.as_strided(row, (4, 5), (0, 4)))
+    assert accumulator.values().tolist() == [0, 1, 2, 3, 4] * 4
+    assert not row.any()
+
+
+def test_byte_order_and_odd_addresses():
+    accumulator = HostAccumulator(100)
+    gradient = np.arange(100, dtype=">f4")
+    accumulator.fold(gradient)
+    odd = np.zeros(401, np.uint8)[1:].view(np.float32)
+    odd[:] = 1
+    accumulator.fold(odd)
+    assert accumulator.values().tolist() == [i + 1 for i in range(100)]
+    assert not gradient.any()
+    assert not odd.any()
+
+
+def _drawn(sizes: list[int], dtype: str, seed: int = 0) -> list[np.ndarray]:
+    generator = np.random.default_rng(seed)
+    return [generator.standard_normal(size).astype(dtype) for size in sizes]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    sizes=st.lists(st.sampled_from([1, 3, 63, 64, 65, 300, 1000, 5000]), min_size=1, max_size=7),
+    large=st.sampled_from([64, 256, 1 << 16]),
+    seed=st.integers(0, 2**20),
+)
+def test_any_parts_fold_like_one_array(sizes, large, seed):
+    arrays = _drawn(sizes, "float32", seed)
+    whole = np.concatenate(arrays)
+    expected, actual = HostAccumulator(whole.size), HostAccumulator(whole.size)
+    before = [array.copy() for array in arrays]
+    original, module._LARGE = module._LARGE, large
+    try:
+        for _ in range(2):
+            expected.fold(whole.copy(), FoldRule(decay=0.5))
+            actual.fold(GradientParts(arrays), FoldRule(decay=0.5))
+    finally:
+        module._LARGE = original
+    assert np.array_equal(actual.values(), expected.values())
+    assert np.array_equal(actual.largest(7), expected.largest(7))
+    assert actual.report.square_norm == pytest.approx(expected.report.square_norm, rel=1e-6)
+    for array, copy in zip(arrays, before, strict=True):
+        assert np.array_equal(array, copy), "a part was changed"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
+@pytest.mark.parametrize("momentum", [None, 0.5])
+def test_not_finite_is_found_in_its_part_and_left_there(dtype, momentum):
+    arrays = _drawn([100_001, 70_000, 7], dtype)
+    arrays[1][69_999] = np.inf
+    before = [array.copy() for array in arrays]
+    accumulator = HostAccumulator(170_008, dtype, companions=1)
+    report = accumulator.fold(GradientParts(arrays), FoldRule(momentum=momentum))
+    assert (report.num_nonfinite, report.first_nonfinite) == (1, 170_000)
+    assert np.isfinite(accumulator.values()).all()
+    for array, copy in zip(arrays, before, strict=True):
+        assert np.array_equal(array, copy)
+
+
+def test_bits_of_bfloat16_and_memory_that_cannot_be_written():
+    bits = np.array([16256, 16384], np.uint16)  # 1 and 2
+    bits.flags.writeable = False
+    accumulator = HostAccumulator(4, "bfloat16")
+    accumulator.fold(GradientParts([bits, bits]))
+    assert accumulator.values().tolist() == [1.0, 2.0, 1.0, 2.0]
+
+
+def test_parts_of_different_types_are_refused():
+    with pytest.raises(ArgumentError, match="one type"):
+        GradientParts([np.zeros(2, np.float32), np.zeros(2, np.float64)])
+    with pytest.raises(ArgumentError, match="array of 4 elements"):
+        HostAccumulator(4).fold(GradientParts([np.zeros(3, np.float32)]))
+
+
+N = 700
+FOLDS = {
+    "plain": {},
+    "decay": {"decay": 0.5},
+    "momentum": {"momentum": 0.5},
+    "Nesterov": {"momentum": 0.5, "nesterov": True},
+    "clipped": {"clip_norm": 8.0},
+    "moment": {"moment": 0.5, "rate": 0.25, "count": 3},
+    "moment of a clipped": {"moment": 0.5, "rate": 0.25, "count": 3, "clip_norm": 8.0},
+}
+
+
+def both(companions: int):
+    host = HostAccumulator(N, density=0.1, companions=companions)
+    return host, TorchAccumulator(N, density=0.1, companions=companions, device="cpu")
+
+
+def kept(accumulator, gradient):
+    if isinstance(accumulator, HostAccumulator):
+        return GradientParts([gradient])
+    return KeptTensor(torch.from_numpy(gradient))
+
+
+@pytest.mark.parametrize("coasts", [True, False])
+@pytest.mark.parametrize("kind", FOLDS)
+def test_what_was_there_before_comes_back(kind, coasts):
+    """Selections, too. Where the velocity coasts, as if zeros had been folded in; else as before."""
+    if not coasts and "decay" in FOLDS[kind]:
+        pytest.skip("the factor of old values stays")
+    generator = np.random.default_rng(1)
+    first = (generator.integers(-64, 64, N) / 16).astype(np.float32)
+    bad = (generator.integers(-64, 64, N) / 16).astype(np.float32)
+    bad[5], bad[6], bad[7] = np.nan, np.inf, 1e30
+    found = []
+    keeps, normalizes = FoldRule(**FOLDS[kind]).num_companions, "moment" in FOLDS[kind]
+    for accumulator in both(keeps):
+        accumulator.fold(kept(accumulator, first), FoldRule(**FOLDS[kind]))
+        accumulator.clear(accumulator.largest(70))
+        before = np.array(accumulator.companions[0]) if normalizes else None
+        gradient = bad.copy()
+        accumulator.fold(kept(accumulator, gradient), FoldRule(**FOLDS[kind]))
+        np.testing.assert_array_equal(gradient, bad)
+        accumulator.clear(accumulator.largest(70))
+        accumulator.abandon()
+        accumulator.drop(kept(accumulator, gradient), coasts=coasts)
+        found.append((accumulator.values().copy(), accumulator.largest(70), accumulator.square_norm))
+        moment = np.array(accumulator.companions[0]) if normalizes else np.zeros(N)
+        np.testing.assert_allclose(moment, before if normalizes else 0, rtol=1e-4, atol=1e-4)
+    wanted = both(keeps)[0]
+    wanted.fold(kept(wanted, first), FoldRule(**FOLDS[kind]))
+    wanted.clear(wanted.largest(70))
+    if coasts:
+        wanted.fold(np.zeros(N, np.float32), FoldRule(**FOLDS[kind]))
+    values = wanted.values()
+    others = np.arange(N) != 7
+    for got, selected, norm in found:
+        np.testing.assert_allclose(got[others], values[others], rtol=1e-5, atol=1e-5)
+        assert abs(got[7]) <= 2 * abs(values[7])  # what 1e30 has swallowed cannot be told any more
+        assert norm == pytest.approx(float(np.dot(got.astype(float), got)), rel=1e-6)
+        assert np.abs(got[selected]).min() >= np.abs(np.delete(got, selected)).max()
+
+
+def test_sums_that_had_overflowed_are_left_as_they_were():
+    large = np.full(N, 3e38, np.float32)
+    for accumulator in both(0):
+        accumulator.fold(kept(accumulator, large))
+        accumulator.fold(kept(accumulator, large))
+        accumulator.drop(kept(accumulator, large))
+        assert np.isfinite(accumulator.values()).all()
+
+
+def test_a_refusal_stands_in_the_report():
+    for accumulator in both(0):
+        accumulator.fold(kept(accumulator, np.ones(N, np.float32)))
+        accumulator.refuse()
+        assert accumulator.report.first_nonfinite == N
+        assert accumulator.report.square_norm == pytest.approx(N)

@@ -1,18 +1,24 @@
 """What scripts/bench measures: it runs, without PyTorch too, and writes what it measured."""
 
+import dataclasses
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from benchmarks import density
 from benchmarks.allreduce.rank import recorded, replayed
+from benchmarks.common.samples import summarize
 from benchmarks.common.timing import Timing, Work, measure
+from benchmarks.common.wire import Round, wire_bytes
 from benchmarks.local import device, works
 from benchmarks.local.main import main
+from benchmarks.predictions import main as predictions
 from benchmarks.rounds.account import PARTS, Stamps, account
-from benchmarks.rounds.main import header, rows
 from horovod_sparse.arrays import HostAccumulator
 from horovod_sparse.collectives import AllToAll, Exchange, Request
+from horovod_sparse.cost import AlphaBeta, Fit, assumed_profile
 from horovod_sparse.feedback import Bucket, parse_recipe
 from horovod_sparse.simulation import Recorder, run_lockstep
 from horovod_sparse.sparsifiers import ALGORITHMS, BucketInfo
@@ -90,11 +96,6 @@ def test_every_millisecond_of_a_round_is_accounted_for(tmp_path):
         assert parts[part] == pytest.approx((one + other) / 2 * 1e-3, abs=1e-9), part
     assert sum(parts[part] for part in PARTS) == pytest.approx(parts["round"])
     assert parts["fast"] == 0.5
-    item = {"variant": "v", "parts": parts, "step_seconds": 0.004, "cpu_seconds": 0.0, "own_cpu_seconds": 0.0}
-    launch = {"network": "gloo", "ranks": 2, "cycle_time_ms": 1.0, "load_before": 0.1, "results": [item]}
-    ((title, (row,)),) = rows({"launches": [launch]})
-    assert title.startswith("gloo, 2 ranks, cycle 1 ms")
-    assert len(row) == len(header())
 
 
 def test_it_runs_with_tensors_too(tmp_path):
@@ -134,3 +135,68 @@ def test_methods_sum_up_the_gradient_of_the_step_alone() -> None:
     gradient = np.arange(100, dtype=np.float32)
     sums = [run_lockstep([bucket.step(gradient.copy())])[0] for _ in range(2)]
     assert sums[0].values.tolist() == sums[1].values.tolist() == list(range(90, 100))
+
+
+_DOCS = Path(__file__).resolve().parents[3] / "docs"
+
+
+def test_no_measurement_names_a_machine_or_a_path():
+    for path in (_DOCS / "measurements").glob("*.json"):
+        assert "/" not in json.dumps(json.loads(path.read_text()).get("machine", ""))
+
+
+def _sample(started, ended, **changes):
+    numbers = {"cpu": 0.5, "own": 0.25, "sent": 100, "received": 100, "interval": 1.0}
+    return {**numbers, "started": started, "ended": ended, "parts": {"fold": 0.1}, "facts": {}, **changes}
+
+
+def test_a_repetition_lasts_from_the_first_start_to_the_last_end():
+    ranks = [[_sample(10.0, 11.0)], [_sample(10.5, 12.0)]]
+    found = summarize(ranks)
+    assert found["seconds"]["median"] == 2.0
+    assert found["slowest_seconds"]["median"] == 1.5
+
+
+def test_medians_are_over_repetitions_of_means_over_ranks():
+    first = [_sample(0.0, 1.0, sent=100), _sample(0.0, 1.0, sent=1000), _sample(0.0, 1.0, sent=10)]
+    second = [_sample(0.0, 3.0, sent=300), _sample(0.0, 1.0, sent=3000), _sample(0.0, 2.0, sent=30)]
+    found = summarize([first, second])
+    assert found["bytes_sent"] == 200
+    assert found["seconds"] == {"median": 2.0, "low": 1.5, "high": 2.5}
+    assert found["repetitions"] == 3
+    # ranks had 2.0, 1.0 and 1.5 seconds on average, and 0.1 of them folded
+    assert found["parts"]["other"] == pytest.approx(1.4)
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_bytes_sent_by_all_are_bytes_received_by_all(size):
+    messages = [100 * (rank + 1) for rank in range(size)]
+    received = [AlphaBeta.allgather(messages, rank).bytes_received for rank in range(size)]
+    mean = [Round("AllGather", round(sum(messages) / size))]
+    assert wire_bytes(mean, size) == pytest.approx(sum(received) / size, abs=size)
+    assert wire_bytes([Round("AllReduce", 800)], size) == AlphaBeta.allreduce(800, size).bytes_received
+    assert wire_bytes([Round("AllToAll", 700), Round("Exchange", 50)], size) == 750
+
+
+ALONE = {"slowest_parts": {"forward": 0.07, "backward": 0.13, "exchange": 0.0, "step": 0.1}}
+
+
+def profile(**training):
+    made = assumed_profile(AlphaBeta(50e-6, 8e-9), 4)
+    return dataclasses.replace(made, training=training)
+
+
+def test_the_update_and_the_fused_sums_lengthen_predictions():
+    recipes = {"topk": "topk:density=0.001"}
+    plain = predictions.predicted(predictions.workload_of("resnet50", profile(), ALONE), profile(), recipes)
+    known = profile(update=Fit(0.0, 4e-9), allreduce=Fit(1e-3, 3e-8), start=Fit(1e-4, 0.0))
+    more = predictions.predicted(predictions.workload_of("resnet50", known, ALONE), known, recipes)
+    assert more["topk"] - plain["topk"] == pytest.approx(4e-9 * 25_557_032)
+    assert more["dense"] > 4 * 25_557_032 * 3e-8 > plain["dense"]
+
+
+def test_the_best_density_is_the_largest_that_costs_nothing():
+    seconds = {"0.001": 1.0, "0.01": 1.049, "0.1": 1.06, "auto": 1.11}
+    found = density.judged([0.001, 0.01, 0.1], seconds)
+    assert (found["best"], found["met"]) == (0.01, False)
+    assert density.judged([0.001, 0.01, 0.1], {**seconds, "auto": 1.1})["met"]

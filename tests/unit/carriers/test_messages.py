@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from functools import partial
@@ -96,20 +97,15 @@ class Gloo:
         return False
 
 
-@pytest.mark.parametrize(
-    ("asked", "reason"),
-    [("auto", "Horovod does not run on MPI"), ("alltoall", "HOROVOD_SPARSE_TRANSPORT says so")],
-)
-def test_nothing_is_used_beside_gloo_unasked(monkeypatch, asked, reason):
-    monkeypatch.setenv("HOROVOD_SPARSE_TRANSPORT", asked)
-    assert usable_mpi(Gloo()) == (None, reason)
-
-
-@pytest.mark.parametrize("asks", [check_transport, usable_mpi])
-def test_pairs_beside_gloo_are_refused(monkeypatch, asks):
+def test_nothing_is_used_beside_gloo_unasked_and_pairs_are_refused(monkeypatch):
+    reasons = {"auto": "Horovod does not run on MPI", "alltoall": "HOROVOD_SPARSE_TRANSPORT says so"}
+    for asked, reason in reasons.items():
+        monkeypatch.setenv("HOROVOD_SPARSE_TRANSPORT", asked)
+        assert usable_mpi(Gloo()) == (None, reason)
     monkeypatch.setenv("HOROVOD_SPARSE_TRANSPORT", "pairs")
-    with pytest.raises(UnsupportedError, match=r"HOROVOD_SPARSE_TRANSPORT=pairs needs .* --mpi"):
-        asks(Gloo())
+    for asks in (check_transport, usable_mpi):
+        with pytest.raises(UnsupportedError, match=r"HOROVOD_SPARSE_TRANSPORT=pairs needs .* --mpi"):
+            asks(Gloo())
 
 
 def test_lengths_that_differ_are_an_error_of_result_alone():
@@ -133,11 +129,7 @@ def test_lengths_that_differ_are_an_error_of_result_alone():
 def test_what_fails_below_is_an_error_of_result_alone(monkeypatch):
     ranks = connected(2)
     handle = ranks[0].start(Exchange({}, (1,)), "x", 0)
-
-    def fail() -> None:
-        raise OSError("no way")
-
-    monkeypatch.setattr(ranks[0], "progress", fail)
+    monkeypatch.setattr(ranks[0], "progress", lambda: os.stat("no way"))
     assert handle.done()
     with pytest.raises(OSError):
         handle.result()
@@ -189,10 +181,10 @@ class Ranks:
 @pytest.mark.parametrize("where", ["able", "connected"])
 def test_what_one_rank_cannot_no_rank_does(monkeypatch, where):
     """The agreement of three ranks, of which the last has no MPI, or cannot make a communicator."""
-    made = iter(
-        [("pairs", ""), ("pairs", ""), (None, "OSError: no") if where == "connected" else ("pairs", "")]
-    )
-    able = iter([("mpi", ""), ("mpi", ""), (None, "no mpi4py") if where == "able" else ("mpi", "")])
+    made, able = ([(kind, "")] * 3 for kind in ("pairs", "mpi"))
+    why = "no mpi4py" if where == "able" else "OSError: no"
+    (able if where == "able" else made)[2] = (None, why)
+    made, able = iter(made), iter(able)
     monkeypatch.setattr(pairs, "usable_mpi", lambda hvd: next(able))
     monkeypatch.setattr(pairs, "_connected", lambda mpi, ranks, number: next(made))
 
@@ -206,6 +198,5 @@ def test_what_one_rank_cannot_no_rank_does(monkeypatch, where):
             answer = request.work() if isinstance(request, pairs.Blocking) else (yield request)
 
     chosen = run_lockstep([worked(rank) for rank in range(3)])
-    why = "no mpi4py" if where == "able" else "OSError: no"
     told = [f"Horovod's all-to-all (rank 2: {why})"] * 2 + [f"Horovod's all-to-all ({why})"]
     assert [(one.pairs, one.words) for one in chosen] == [(None, words) for words in told]

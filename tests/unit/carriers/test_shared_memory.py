@@ -32,19 +32,12 @@ def nothing_said(monkeypatch):
     monkeypatch.setattr(shared_memory, "_said", set())
 
 
-def num_held() -> int:
-    """Mappings and descriptors of arenas in this process."""
+def num_held(what="/memfd:horovod_sparse", pid="self"):
+    """Mappings and descriptors that a process has: of arenas, or of files of /dev/shm."""
     gc.collect()
-    mapped = Path("/proc/self/maps").read_text().count("/memfd:horovod_sparse")
-    links = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
-    return mapped + sum("/memfd:horovod_sparse" in link for link in links)
-
-
-def num_files(pid="self"):
-    """Files of /dev/shm that a process has mapped or open."""
-    mapped = Path(f"/proc/{pid}/maps").read_text().count("/dev/shm/")
+    mapped = Path(f"/proc/{pid}/maps").read_text().count(what)
     links = [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir() if path.is_symlink()]
-    return mapped + sum(link.startswith("/dev/shm/") for link in links)
+    return mapped + sum(what in link for link in links)
 
 
 def part_of(whole, topology, lent, made="topk"):
@@ -78,16 +71,12 @@ def gradient_of(rank, step, n, dtype, part):
     return GradientParts([memory])
 
 
-def run(parts, topology, n, dtype, steps=3, factor=1.0):
+def run(parts, topology, n, dtype, steps=3):
     """Sums of all steps, and residuals."""
     found = []
     for step in range(steps):
-        coroutines = []
-        for rank, part in enumerate(parts):
-            gradient = gradient_of(rank, step, n, dtype, part)
-            if part.bucket.shared is not None:
-                part.bucket.shared.factor = factor
-            coroutines.append(part.bucket.step(gradient, 0.5))
+        gradients = [gradient_of(rank, step, n, dtype, part) for rank, part in enumerate(parts)]
+        coroutines = [part.bucket.step(one, 0.5) for part, one in zip(parts, gradients, strict=True)]
         for sum_ in run_lockstep(coroutines, topology=topology):
             found += [sum_.indices, sum_.values]
     return [*found, *(part.bucket.accumulator.values() for part in parts)]
@@ -154,18 +143,6 @@ def test_a_settled_sum_stays_when_others_write():
     assert np.concatenate([piece.copy() for _, piece in parts.pieces(4, 2)]).tolist() == [1, 2, 3, 4, 5, 0]
 
 
-def test_a_sum_of_copies_stays_when_others_write_their_next():
-    topology = Topology.regular(1, 2)
-    parts = parts_for(50, topology)
-    agree(parts, topology)
-    first, second = ([gradient_of(rank, step, 50, "float32", parts[0]) for rank in (0, 1)] for step in (0, 1))
-    told = np.concatenate([part.bucket.shared.offer(one) for part, one in zip(parts, first, strict=True)])
-    found = parts[0].bucket.shared.summed(told, (0, 25), 25)
-    parts[1].bucket.shared.offer(second[1])
-    wanted = sum(one.joined(np.dtype(np.float32)) for one in first)
-    assert np.array_equal(found.joined(np.dtype(np.float32)), wanted[:25])
-
-
 def test_one_rank_without_memory_and_all_send_messages(monkeypatch, caplog):
     """As in a container with too little of it: an error when memory is taken, no signal later."""
     topology, made = Topology.regular(2, 2), []
@@ -191,7 +168,7 @@ def test_one_rank_without_memory_and_all_send_messages(monkeypatch, caplog):
 def test_nothing_is_left(lent):
     """Of a training that is over, and of memory that another agreement has replaced."""
     topology = Topology.regular(1, 3)
-    before, files = num_held(), num_files()
+    before, files = num_held(), num_held("/dev/shm/")
     parts = parts_for(1001, topology, lent=lent)
     agree(parts, topology)
     held = num_held()
@@ -199,7 +176,7 @@ def test_nothing_is_left(lent):
     for _ in range(3):
         agree(parts, topology)
         run(parts, topology, 1001, "float32", steps=1)
-    assert num_held() == held and num_files() == files
+    assert num_held() == held and num_held("/dev/shm/") == files
     del parts
     assert num_held() == before
 
@@ -220,7 +197,7 @@ def test_a_process_that_is_killed_leaves_nothing_and_harms_nobody():
         pid, descriptor, size, token = other.stdout.readline().split()
         where = int(pid), int(descriptor), int(size), token
         memory, layout = seen(*where), Arena([100, 8])
-        assert num_files(pid) == 0, "what is no file cannot stay behind"
+        assert num_held("/dev/shm/", pid) == 0, "what is no file cannot stay behind"
         assert layout.region(1, memory).tolist() == [7] * 8 and not memory.flags.writeable
         for wrong in ((where[0], 0, *where[2:]), (*where[:2], where[2] + 1, token), (*where[:3], "00" * 16)):
             with pytest.raises(OSError):
@@ -233,19 +210,6 @@ def test_a_process_that_is_killed_leaves_nothing_and_harms_nobody():
         seen(*where)
 
 
-def test_a_rank_that_failed_alone_is_an_error_by_name():
-    """A task that has failed answers a round with nothing; its mates got a ValueError of zip."""
-    topology = Topology.regular(1, 2)
-    parts = parts_for(100, topology)
-    agree(parts, topology)
-    shared = parts[0].bucket.shared
-    words = shared.offer(gradient_of(0, 0, 100, "float32", parts[0]))
-    with pytest.raises(MessageError, match="failed alone"):
-        shared.summed(words, (0, 50), 50)
-    with pytest.raises(MessageError, match="no known type"):
-        shared.summed(np.concatenate([words, [99, 0, 0]]), (0, 50), 50)
-
-
 def test_nobody_can_take_memory_away():
     arena = Arena([1 << 16])
     for size in (0, 1 << 20):
@@ -253,32 +217,42 @@ def test_nobody_can_take_memory_away():
             os.ftruncate(arena.descriptor, size)
 
 
-def test_a_lent_gradient_that_has_moved_is_a_bug():
-    topology = Topology.regular(1, 2)
-    parts = parts_for(8, topology, lent=True)
-    agree(parts, topology)
-    with pytest.raises(RuntimeError, match="lent"):
-        parts[0].bucket.shared.offer(GradientParts([np.zeros(8, np.float32)]))
-
-
 def test_ranks_that_do_not_see_each_other_send_messages(monkeypatch, caplog):
     """As in containers of their own: the process has another number there."""
-    topology, parts = Topology.regular(1, 2), None
+    topology = Topology.regular(1, 2)
     monkeypatch.setattr(shared_memory.os, "getpid", lambda: os.getppid())
     parts = parts_for(100, topology)
     words = agree(parts, topology)
     assert "the memory of rank 0 cannot be seen" in words[0] and not lends(parts)
 
 
-def test_factors_are_of_gradients_and_not_of_sums():
+def two_of_a_host(n=50, **more):
     topology = Topology.regular(1, 2)
-    parts = parts_for(50, topology)
+    parts = parts_for(n, topology, **more)
     agree(parts, topology)
-    words = [part.bucket.shared for part in parts]
-    words[0].factor, words[1].factor = 0.5, 0.1
-    gradients = [gradient_of(rank, 0, 50, "float32", part) for rank, part in enumerate(parts)]
-    told = np.concatenate([part.bucket.shared.offer(one) for part, one in zip(parts, gradients, strict=True)])
-    one, other = (np.random.default_rng([rank, 0]).standard_normal(50).astype(np.float32) for rank in (0, 1))
-    total = parts[0].bucket.shared.summed(told, (10, 35), 26).joined(np.dtype(np.float32))
-    wanted = one * np.float32(0.5) + other * np.float32(0.1)
-    assert np.array_equal(total, np.append(wanted[10:35], np.float32(0)))
+    return parts, [part.bucket.shared for part in parts]
+
+
+def test_factors_are_of_gradients_and_sums_of_copies_stay():
+    """When others write their next ones."""
+    parts, (one, other) = two_of_a_host()
+    one.factor, other.factor = 0.5, 0.1
+    given = [gradient_of(rank, 0, 50, "float32", parts[0]) for rank in (0, 1)]
+    first, second = (gradient.joined(np.dtype(np.float32)) for gradient in given)
+    total = one.summed(np.concatenate([one.offer(given[0]), other.offer(given[1])]), (10, 35), 26)
+    other.offer(gradient_of(1, 1, 50, "float32", parts[0]))
+    wanted = (first * np.float32(0.5) + second * np.float32(0.1))[10:35]
+    assert np.array_equal(total.joined(np.dtype(np.float32)), np.append(wanted, np.float32(0)))
+
+
+def test_what_no_rank_should_have_offered_is_an_error_by_name():
+    """A task that has failed answers a round with nothing; its mates got a ValueError of zip."""
+    parts, (shared, _) = two_of_a_host()
+    words = shared.offer(gradient_of(0, 0, 50, "float32", parts[0]))
+    with pytest.raises(MessageError, match="failed alone"):
+        shared.summed(words, (0, 25), 25)
+    with pytest.raises(MessageError, match="no known type"):
+        shared.summed(np.concatenate([words, [99, 0, 0]]), (0, 25), 25)
+    _, (lent, _) = two_of_a_host(8, lent=True)
+    with pytest.raises(RuntimeError, match="lent"):
+        lent.offer(GradientParts([np.zeros(8, np.float32)]))  # which has moved

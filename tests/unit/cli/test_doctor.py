@@ -102,13 +102,8 @@ def test_facts_and_settings_that_are_wrong_are_found(known, topic, level):
 
 def test_pytorch_alone_is_an_install_that_works():
     """`pip install horovod_sparse[torch]` with torchrun needs no Horovod; a launch by Horovod does."""
-    alone = facts(
-        packages={"torch": "2.13.0", "numba": "0.60.0"},
-        bindings=dict.fromkeys(("torch", "tensorflow"), False),
-        built={},
-        controller=None,
-    )
-    alone |= {"launched": False, "size": 1, "settings": {"HOROVOD_CYCLE_TIME": "0.1"}}
+    alone = settings(CYCLE_TIME="0.1") | {"launched": False, "size": 1, "built": {}, "controller": None}
+    alone |= {"packages": {"torch": "2.13.0", "numba": "0.60.0"}, "bindings": {"torch": 0, "tensorflow": 0}}
     found = levels(alone)
     assert found["Horovod"] == "advice" and "problem" not in found.values()
     assert "launch" not in found
@@ -178,29 +173,28 @@ def test_the_command_ends_with_1_only_for_problems(alone, capsys, monkeypatch):
     assert "HOROVOD_CYCLE_TIME=0" in capsys.readouterr().out
 
 
+UNSEEN, SWITCHED_OFF = "the memory of rank 1 cannot be seen", "HOROVOD_SPARSE_SHARED_MEMORY=0"
+
+
 @pytest.mark.parametrize(
-    ("hosts", "asked", "level"),
+    ("hosts", "asked", "reason", "level"),
     [
-        ("aabb", "flat", "advice"),
-        ("aabb", "auto", "good"),
-        ("aaaa", "flat", None),
-        ("aaab", "host", "problem"),
-        ("aaab", "auto", None),
+        ("aabb", "flat", "", "advice"),
+        ("aabb", "auto", "", "good"),
+        ("aaaa", "flat", "", None),
+        ("aaab", "host", "", "problem"),
+        ("aaab", "auto", "", None),
+        ("aabb", "host", "", "good"),
+        ("aabb", "host", UNSEEN, "advice"),
+        ("aabb", "host", SWITCHED_OFF, "advice"),
     ],
 )
-def test_hosts_of_several_ranks_are_found(hosts, asked, level):
+def test_hosts_of_several_ranks_and_of_no_shared_memory_are_found(hosts, asked, reason, level):
     everyone = [facts(host=host) for host in hosts]
-    assert levels(*everyone, levels=asked).get("levels") == level
-
-
-@pytest.mark.parametrize(
-    "reason", ["", "the memory of rank 1 cannot be seen", "HOROVOD_SPARSE_SHARED_MEMORY=0"]
-)
-def test_hosts_whose_ranks_share_no_memory_are_found(reason):
-    everyone = [facts(host=host) for host in "aabb"]
     everyone[2]["no_shared_memory"] = reason
-    (told,) = [one for one in examine(Case(everyone, levels="host")) if one.topic == "levels"]
-    assert told.level == ("advice" if reason else "good") and reason in told.what
+    assert levels(*everyone, levels=asked).get("levels") == level
+    told = [one.what for one in examine(Case(everyone, levels=asked)) if one.topic == "levels"]
+    assert any(reason in what for what in told) or level is None
 
 
 def test_what_ranks_of_a_host_see_of_each_other(monkeypatch):
@@ -210,7 +204,7 @@ def test_what_ranks_of_a_host_see_of_each_other(monkeypatch):
     ranks = [why_not_shared(host) for host in "aabb"]
     assert all("cannot be seen" in reason for reason in run_lockstep(ranks))
     monkeypatch.setenv("HOROVOD_SPARSE_SHARED_MEMORY", "0")
-    assert run_lockstep([why_not_shared("a")])[0] == "HOROVOD_SPARSE_SHARED_MEMORY=0"
+    assert run_lockstep([why_not_shared("a")])[0] == SWITCHED_OFF
 
 
 @pytest.mark.parametrize(

@@ -146,16 +146,6 @@ def test_what_a_step_costs_is_the_sum_of_its_three_parts() -> None:
     assert cost.selection.seconds(n) == pytest.approx(1e-4 + 1e-9 * shard)
 
 
-def test_what_leaves_a_host_is_what_its_hosts_would_send() -> None:
-    """Of top-k, (N - 1) / (P - 1); a sparsifier that counts globally sends as much either way."""
-    times = [AlphaBeta(0.0, 1e-8), AlphaBeta(0.0, 0.0)]  # nothing but bytes between hosts
-    for sparsifier, share in ((TopK(density=0.01), 3 / 7), (ExDyna(density=0.01), 6 / 7)):
-        profile = assumed_profile(times[0], 8, per_host=2, host_network=times[1])
-        host, flat = (profile.cost(sparsifier, levels=levels) for levels in ("host", "flat"))
-        told = host.communication.seconds(10**8) / flat.communication.seconds(10**8)
-        assert told == pytest.approx(share, rel=0.01)
-
-
 def test_the_faster_one_is_chosen() -> None:
     few = choose_levels(TopK(density=0.001), 25_600_000, 1, 8)
     assert "by formulas" in few.reason

@@ -148,12 +148,3 @@ def test_yaml_can_be_read() -> None:
     for block in BLOCKS:
         if block.language == "yaml":
             assert yaml.safe_load(block.text)["kind"], block.place
-
-
-def test_a_wrong_option_is_seen() -> None:
-    with pytest.raises(AssertionError, match="--nodez"):
-        check(["horovod-sparse", "plan", "--nodez", "4"])
-    with pytest.raises(AssertionError):
-        check(["mpirun", "-np", "2", "python", "examples/none.py"])
-    with pytest.raises(SystemExit):
-        horovod_sparse_command(["plan", "--nodez", "4"])

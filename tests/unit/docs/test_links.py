@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import configparser
+import dataclasses
 import importlib
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
 
+from horovod_sparse.feedback import parse_recipe
+from horovod_sparse.sparsifiers import ALGORITHMS, Sparsifier
+from horovod_sparse.sparsifiers.base import value_text
+from horovod_sparse.wire import WireFormat
 from support.documents import PAGES, ROOT
 
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
@@ -84,3 +97,188 @@ def test_names_in_the_text_exist() -> None:
             importlib.import_module(name)
         except ModuleNotFoundError:
             assert hasattr(importlib.import_module(module), attribute), name
+
+
+_TEXT = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text()
+_SECTIONS = dict(re.findall(r"^### (\w+)\n(.*?)(?=^##|\Z)", _TEXT, re.MULTILINE | re.DOTALL))
+_COMMON = {item.name for item in dataclasses.fields(Sparsifier)}
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_arguments_and_defaults(name: str) -> None:
+    assert set(_SECTIONS) == set(ALGORITHMS)
+    written = dict(re.findall(r"^\| `(\w+)` \| `([^`]*)` \|", _SECTIONS[name], re.MULTILINE))
+    own = [item for item in dataclasses.fields(ALGORITHMS[name]) if item.name not in _COMMON]
+    assert written == {item.name: value_text(item.default) for item in own}
+
+
+_RECIPES = [
+    line
+    for block in re.findall(r"```recipe\n(.*?)```", _TEXT, re.DOTALL)
+    for line in block.strip().splitlines()
+]
+
+
+@pytest.mark.parametrize("text", _RECIPES)
+def test_recipes_can_be_given_as_they_stand(text: str) -> None:
+    assert parse_recipe(parse_recipe(text).describe()) == parse_recipe(text)
+
+
+def test_bytes_per_element() -> None:
+    rows = re.findall(r"^\| `values=(\w+)`[^|]*\|(.*)\|$", _TEXT, re.MULTILINE)
+    assert [name for name, _ in rows] == ["exact", "float16", "int8", "2bit"]
+    for values, cells in rows:
+        for indices, cell in zip(("int32", "block16", "gaps"), cells.split("|"), strict=True):
+            found = [float(number) for number in re.findall(r"[\d.]+", cell)]
+            counts = (25_600, 256_000)
+            wire = WireFormat(values, indices)
+            expected = [round(wire.message_bytes(k, 25_600_000, "float32") / k, 2) for k in counts]
+            assert found == expected
+
+
+_SETTINGS = configparser.ConfigParser()
+_SETTINGS.read(ROOT / "setup.cfg")
+
+
+def _lines(text: str) -> list[Requirement]:
+    return [Requirement(line) for line in text.splitlines() if line and not line.startswith("#")]
+
+
+def test_the_conda_environment_has_what_the_package_needs() -> None:
+    """Else pip would put other builds beside conda's."""
+    wanted = _lines(_SETTINGS["options"]["install_requires"]) + _lines(
+        _SETTINGS["options.extras_require"]["mpi"]
+    )
+    given = yaml.safe_load((ROOT / "environment.yml").read_text("utf-8"))["dependencies"]
+    *packages, pip = given
+    by_name = {re.split(r"[=<>]", item)[0]: item for item in packages}
+    for requirement in wanted:
+        assert by_name[requirement.name] == str(requirement).replace(" ", ""), requirement
+    python = Version(by_name["python"].partition("=")[2])
+    assert python in Requirement("python" + _SETTINGS["options"]["python_requires"]).specifier
+    builder = (ROOT / "scripts" / "lib" / "horovod" / "build_wheel").read_text("utf-8")
+    version = re.search(r"^version=([\d.]+)$", builder, re.MULTILINE)
+    assert version and by_name["horovod"].startswith(f"horovod={version[1]}=")
+    assert pip["pip"] == ["-e ."]
+
+
+def test_the_table_of_what_was_tried_is_what_was_measured() -> None:
+    matrix = ROOT / "scripts" / "lib" / "checks" / "matrix.py"
+    done = subprocess.run([sys.executable, matrix, "--check"], capture_output=True, text=True)
+    assert done.returncode == 0, f"run scripts/check matrix, or write its table anew: {done.stderr}"
+
+
+def test_the_image_is_made_by_what_is_here() -> None:
+    text = (ROOT / "Dockerfile").read_text("utf-8")
+    for script in re.findall(r"scripts/\w+", text):
+        assert os.access(ROOT / script, os.X_OK), script
+    for example in re.findall(r"examples/\w+\.py", text):
+        assert (ROOT / example).is_file(), example
+    assert (ROOT / ".dockerignore").is_file(), ".venv of a checkout would be copied"
+
+
+def test_every_requirement_is_locked_to_a_version_that_fits() -> None:
+    """What goes into an environment of its own, "docs", is pinned in setup.cfg itself."""
+    lines = (ROOT / "scripts" / "locked.txt").read_text().splitlines()
+    pairs = (line.split("==") for line in lines if not line.startswith("#"))
+    versions = {str(canonicalize_name(name)): version for name, version in pairs}
+    # none says where a build came from
+    assert not [version for version in versions.values() if "+" in version or "@" in version]
+    extras = dict(_SETTINGS["options.extras_require"])
+    assert all("==" in line for line in extras.pop("docs").split())
+    texts = [_SETTINGS["options"]["install_requires"], *extras.values()]
+    wanted = [requirement for text in texts for requirement in _lines(text)]
+    assert len(wanted) > 10
+    for requirement in wanted:
+        name = {"tensorflow": "tensorflow-cpu"}.get(requirement.name, requirement.name)
+        assert requirement.specifier.contains(versions[str(canonicalize_name(name))]), requirement
+
+
+DOCS = ROOT / "docs"
+
+
+def test_the_appendix_is_what_was_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("mlxtend", "matplotlib", "rich"):
+        pytest.importorskip(name)
+    from benchmarks.report.main import main
+
+    assert main(["--check"]) == 0, f"run scripts/report: {capsys.readouterr().err}"
+    for page in (DOCS / "appendix").glob("*.md"):
+        assert "scripts/report" in page.read_text("utf-8").splitlines()[0], page.name
+
+
+def test_every_measurement_is_shown() -> None:
+    text = "".join(path.read_text("utf-8") for path in DOCS.rglob("*.md"))
+    for path in (DOCS / "measurements").glob("*.json"):
+        assert f"measurements/{path.name}" in text, path.name
+
+
+def test_every_picture_is_shown() -> None:
+    pages = [ROOT / "README.md", *DOCS.rglob("*.md")]
+    shown = {
+        (page.parent / link).resolve()
+        for page in pages
+        for link in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", page.read_text("utf-8"))
+    }
+    drawn = set((DOCS / "pictures").rglob("*.png"))
+    assert shown == drawn, sorted(path.name for path in shown ^ drawn)
+    assert all(path.stat().st_size > 1000 for path in drawn)
+
+
+#: numbers of measurements: with a decimal point, or with a comma between thousands
+_NUMBER = re.compile(r"(?<![\w.,/-])\d+(?:,\d{3})+(?:\.\d+)?(?!\w)|(?<![\w.,/-])\d+\.\d+(?![\w.]*\.\w)")
+
+
+def numbers(text: str) -> set[str]:
+    """Those of a text, without code, links and pictures' names."""
+    text = re.sub(r"```.*?```|`[^`]*`|\]\([^)]*\)", " ", text, flags=re.DOTALL)
+    return set(_NUMBER.findall(text))
+
+
+def measured() -> set[str]:
+    """Those of the appendix, with fewer decimals, too."""
+    found = set()
+    for page in (DOCS / "appendix").glob("*.md"):
+        text = re.sub(r"\]\([^)]*\)", " ", page.read_text("utf-8"))
+        for number in re.findall(r"\d[\d,]*(?:\.\d+)?", text):
+            found.add(number)
+            plain = number.replace(",", "")
+            if "." in plain:
+                places = len(plain.partition(".")[2])
+                found |= {f"{float(plain):,.{digits}f}" for digits in range(places)}
+    return found
+
+
+#: what is no measurement of ours, or a quotient of two: by page
+OTHERWISE = {
+    "performance.md": {"25.6", "0.82", "1.7", "3.7"},
+    "results.md": set(),
+    "tuning.md": set(),
+    # of formulas, and of the model's own rule
+    "merging.md": {"0.25", "0.5", "60,000"},
+    "README.md": set(),
+}
+
+
+@pytest.mark.parametrize("name", OTHERWISE)
+def test_numbers_are_in_the_appendix(name: str) -> None:
+    page = ROOT / name if name == "README.md" else DOCS / name
+    assert numbers(page.read_text("utf-8")) - measured() <= OTHERWISE[name]
+
+
+_PAPERS = (DOCS / "papers.md").read_text("utf-8")
+
+
+def test_every_row_of_a_paper_has_a_state_and_what_was_found_has_a_command() -> None:
+    headings = re.findall(r"^## (.+)$", _PAPERS, re.MULTILINE)
+    assert headings[:5] == ["ExDyna", "MiCRO", "OMGS-SGD", "DRAGONN", "SparDL"]
+    rows = re.findall(r"^\| (?!what )(.*) \|$", _PAPERS.partition("## ExDyna")[2], re.MULTILINE)
+    assert len(rows) > 30
+    for row in rows:
+        what, state, _theirs, ours, command = (cell.strip() for cell in row.split("|"))
+        assert state in ("reproduced", "in shape", "not seen", "not tested"), what
+        if state != "not tested":
+            assert ours and (command or "a test holds" in ours), what
+    named = set(re.findall(r"`scripts/([a-z_]+)", _PAPERS))
+    assert {"study", "bench"} <= named
+    assert all((ROOT / "scripts" / name).is_file() for name in named)

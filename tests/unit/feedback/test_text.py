@@ -4,8 +4,10 @@ import pickle
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 
+from horovod_sparse.collectives import AllReduce
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.feedback import (
     AdamFeedback,
@@ -18,9 +20,15 @@ from horovod_sparse.feedback import (
     parse_recipe,
     recipe,
 )
+from horovod_sparse.merging import ParameterFacts, Plan, explicit_groups, fixed_bytes, num_buckets
+from horovod_sparse.simulation import SimulatedCluster
 from horovod_sparse.sparsifiers import DGC, TopK
+from horovod_sparse.sparsifiers.dense import Dense
 from horovod_sparse.sparsifiers.schedule import Exponential, Linear, Stairs
+from support import laws
 from support.cases import CASES, Case, case_id
+from support.gradients import DTYPES, dyadic, layered
+from support.history import Scenario, random_gradients, run
 from support.sampling import rows_by
 
 
@@ -85,23 +93,36 @@ def test_by_hand() -> None:
     assert parse_recipe("qsgd:norm=l2,levels=127") == recipe("qsgd", norm="l2", levels=127)
 
 
-#: what is wrong is repeated as it stands: the last argument
+#: what is wrong is repeated as it stands, text in quotes: the last argument
 _REPEATED = """
-    topk:quantum=0 exdyna:alpha=0.9 exdyna:blocks_per_move=1.0 micro:threshold=0.5 randomk:seed=-1
-    hard_threshold:threshold=0.0 dgc:sample_fraction=1.5 dragonn:slots_per_selected=0 mstopk:num_passes=0
-    sidco:first_density=1.0 sidco:adapt_every=0 qsgd:levels=128 signsgd:group=33 topk:schedule=0.1
+    topk:quantum=0 topk:quantum=True exdyna:alpha=0.9 exdyna:blocks_per_move=1.0 micro:threshold=0.5
+    randomk:seed=-1 hard_threshold:threshold=0.0 dgc:sample_fraction=1.5 dragonn:slots_per_selected=0
+    mstopk:num_passes=0 sidco:first_density=1.0 sidco:adapt_every=0 qsgd:levels=128 signsgd:group=33
     topk:density=auto(least=5e-324) topk:density=auto(tolerance=-1.0) topk:density=auto(least=0.01,most=0.001)
-    topk:schedule=linear(steps=3,start=0.0) topk:schedule=stairs(steps=1,densities=0.1)
+    topk:schedule=0.1 topk:schedule=linear(steps=3,start=0.0) topk:schedule=stairs(steps=1,densities=0.1)
     topk:feedback=momentum(momentum=2) topk:feedback=momentum(clip_norm=0.0) topk:feedback=adam(beta2=1.0)
     topk:feedback=none(clip_norm=True) topk:feedback=error(clip_norm=-1.0) topk:feedback=adam(eps=0.0)
+    topk:feedback=error(clip_norm=nan) spardl:latency_seconds=-1 spardl:latency_seconds=1e400
+    topk:density=x topk:density=atuo hard_threshold:threshold=sketch randomk:shared=no signsgd:values=float16
+"""
+#: and a name that is not known, with those that are
+_UNKNOWN = """
+    topq exdyna:rebalance=fast micro:threshold=skech dgc:threshold=sketch sidco:distribution=normal
+    topk:feedback=errors topk:values=fp16 topk:indices=rice signsgd:vote=all qsgd:norm=mean
 """
 
 
-@pytest.mark.parametrize("text", _REPEATED.split())
-def test_a_value_that_is_not_allowed_is_repeated(text: str) -> None:
-    *_, last = re.split(r"[:(,]", text.rstrip(")"))
-    with pytest.raises(ArgumentError, match=f"^{last} is not allowed: give "):
+@pytest.mark.parametrize("text", (_REPEATED + _UNKNOWN).split())
+def test_what_is_not_allowed_is_repeated(text: str) -> None:
+    with pytest.raises(ArgumentError) as caught:
         parse_recipe(text)
+    if text in _UNKNOWN.split():
+        word = re.split("[:=]", text)[-1]
+        assert re.match(rf"unknown .*'{word}': the known ones are \w+, ", str(caught.value))
+        return
+    name, _, value = re.split(r"[:(,]", text.rstrip(")"))[-1].partition("=")
+    value = {"1e400": "inf"}.get(value, value)
+    assert re.match(rf"{name}='?{re.escape(value)}'? is not allowed: give ", str(caught.value))
 
 
 @pytest.mark.parametrize(
@@ -117,26 +138,12 @@ def test_a_value_that_is_not_allowed_is_repeated(text: str) -> None:
         ("spardl:trial_steps=2", "trial_steps=2 is not allowed: give no such argument: teams='auto' are"),
         ("cltk:feedback=lowpass", "feedback='lowpass' is not allowed: give 'error' with a smaller"),
         ("cltk:feedback=lowpass(beta=0.1)", "feedback='lowpass' is not allowed: give 'error' with a smaller"),
-        ("topk:density=linear(steps=4)", "unknown density 'linear'"),
         ("topk:schedule=linear()", "steps=None"),
         ("topk:densities={'a':2}", "densities.'a'.=2"),
         ("topk:density", "NAME:ARGUMENT=VALUE"),
-        ("topk:density=x", "density='x'.*'auto'"),
+        ("topk:density=linear(steps=4)", "unknown density 'linear'"),
         ("", "unknown compression ''"),
-        ("topq", r"topq.*cltk, dgc, dragonn, exdyna, .*topk"),
         ("topk:densty=0.1", r"densty.*density, feedback, indices, quantum, "),
-        ("topk:feedback=errors", "feedback 'errors'"),
-        ("exdyna:rebalance=fast", "rebalance rule 'fast'"),
-        ("micro:threshold=skech", "threshold rule 'skech'"),
-        ("hard_threshold:threshold=sketch", "threshold='sketch'"),
-        ("dgc:threshold=sketch", "threshold of dgc 'sketch'"),
-        ("sidco:distribution=normal", "distribution 'normal'"),
-        ("randomk:shared=no", "shared='no'"),
-        ("topk:values=fp16", "write values 'fp16'.*bfloat16.*exact.*float16"),
-        ("topk:indices=rice", "indices 'rice'.*block16, gaps, int32"),
-        ("signsgd:values=float16", "values='float16'"),
-        ("signsgd:vote=all", "of signsgd 'all'"),
-        ("qsgd:norm=mean", "of qsgd 'mean'"),
         ("qsgd:density=0.01", "density=0.01.*1.0: qsgd sends every element, in 4 bits"),
         ("signsgd:vote=majority", "feedback=.*'none'.*outvote"),
         ("qsgd:norm=l2", "feedback=.*'none'.*7 levels of the L2 norm.*512 elements"),
@@ -150,3 +157,123 @@ def test_a_value_that_is_not_allowed_is_repeated(text: str) -> None:
 def test_text_that_is_no_recipe(text: str, complaint: str) -> None:
     with pytest.raises(ArgumentError, match=complaint):
         parse_recipe(text)
+
+
+def ones(value: float, num_elements: int = 4) -> np.ndarray:
+    return np.full(num_elements, value, np.float32)
+
+
+def one_rank(made: Recipe) -> SimulatedCluster:
+    return SimulatedCluster(made, num_elements=4, size=1)
+
+
+def test_residual_follows_the_learning_rate() -> None:
+    # k = 1 of 4 equal elements: index 0 goes, the others keep their gradient of 1.
+    cluster = one_rank(recipe("topk", density=0.25, feedback="error(scale_residual=true)"))
+    cluster.synchronize([ones(1.0)], learning_rate=0.5)
+    assert cluster.residuals()[0].tolist() == [0, 1, 1, 1]
+    # The rate falls from 0.5 to 0.125: what was computed under 0.5 is worth 0.5 / 0.125 = 4 gradients now.
+    cluster.synchronize([ones(0.0)], learning_rate=0.125)
+    assert cluster.residuals()[0].tolist() == [0, 0, 4, 4]
+    # It rises to 0.25: 0.125 / 0.25 = half.
+    cluster.synchronize([ones(0.0)], learning_rate=0.25)
+    assert cluster.residuals()[0].tolist() == [0, 0, 0, 2]
+    # The same rate again changes nothing; nor does a step that knows no rate.
+    cluster.synchronize([np.array([9, 0, 0, 0], np.float32)], learning_rate=0.25)
+    cluster.synchronize([np.array([9, 0, 0, 0], np.float32)])
+    assert cluster.residuals()[0].tolist() == [0, 0, 0, 2]
+
+
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+def test_norms_are_those_of_the_residuals(case: Case) -> None:
+    scenario = Scenario(3, 3000, num_steps=5)
+    cluster = scenario.cluster(case.recipe)
+    carried = [0.0, 0.0, 0.0]
+    for gradients in random_gradients(scenario, layered).astype(np.float32):
+        cluster.synchronize(list(gradients))
+        # Eq. (1): the mean over ranks of what they held when the step began; float32 in the message
+        for bucket in cluster.buckets:
+            assert bucket.last.global_error == pytest.approx(float(np.mean(carried)), rel=1e-4)
+        held = [float(np.linalg.norm(residual.astype(np.float64))) for residual in cluster.residuals()]
+        for bucket, norm in zip(cluster.buckets, held, strict=True):
+            assert bucket.last.residual_norm == pytest.approx(norm, rel=1e-4)
+            assert bucket.last.fold_seconds > 0.0 and bucket.last.select_seconds > 0.0
+        carried = [0.0, 0.0, 0.0] if case.loses_mass else held
+
+
+def test_what_is_applied_is_not_taken_back() -> None:
+    """As where the next step fails before its first message."""
+    cluster = one_rank(recipe("topk", density=0.25))
+    cluster.synchronize([np.array([4, 3, 0, 0], np.float32)])
+    cluster.buckets[0].accept()
+    cluster.buckets[0].abandon()
+    assert cluster.residuals()[0].tolist() == [0, 3, 0, 0]
+
+
+def test_the_first_rule_that_holds_decides() -> None:
+    rules = ParameterRules(
+        dense_below=100,
+        dense="*.bias",  # type: ignore[arg-type]
+        densities={"emb.bias": 0.5, "emb.*": 0.02},  # type: ignore[arg-type]
+    )
+    asked = [("emb.bias", 8), ("emb.weight", 8), ("fc.bias", 4096), ("fc.weight", 99), ("fc.weight", 100)]
+    assert [rules.density_of(*one) for one in asked] == [0.5, 0.02, 1.0, 1.0, None]
+    # names are compared whole, and capitals count
+    assert ParameterRules(dense=("bias",)).density_of("fc.bias", 1) is None
+    assert ParameterRules(dense=("*.Bias",)).density_of("fc.bias", 1) is None
+    assert not ParameterRules()
+    assert rules
+
+
+def test_recipes_of_parameters() -> None:
+    made = recipe(
+        "dgc",
+        density=0.001,
+        schedule=Exponential(steps=10),
+        feedback="momentum",
+        dense=("*.bias",),
+        densities={"emb.*": 0.02},
+    )
+    plain, dense, other = (made.for_parameter(name, 10) for name in ("w", "a.bias", "emb.weight"))
+    assert plain == Recipe(made.sparsifier, made.feedback)
+    assert dense == Recipe(Dense(), MomentumCorrection(masking=False))
+    assert other.sparsifier == type(made.sparsifier)(density=0.02)
+    assert other.feedback == made.feedback
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if not case.quantizes], ids=case_id)
+def test_every_sparsifier_takes_another_density(case: Case) -> None:
+    made = Recipe(case.recipe.sparsifier, case.recipe.feedback, ParameterRules(densities={"e*": 0.5}))  # type: ignore[arg-type]
+    assert made.for_parameter("emb", 1000).sparsifier.density == 0.5
+    assert made.for_parameter("fc", 1000).sparsifier == case.recipe.sparsifier
+
+
+@rows_by("dtype,size", DTYPES, [1, 3])
+def test_dense_meets_the_laws(dtype: str, size: int) -> None:
+    scenario = Scenario(size, 37, dtype)
+    gradients = random_gradients(scenario, dyadic)
+    case = Case(Recipe(Dense()), same_indices=True)
+    history = run(case.recipe, scenario, gradients)
+    laws.check_all(history, case, exactly=True)
+    for number, step in enumerate(gradients):
+        np.testing.assert_array_equal(history.dense(number), step.sum(0))
+    assert history.steps[0].recorder.kinds == [AllReduce]
+
+
+_FACTS = [
+    ParameterFacts("emb", 1000, density=0.02),
+    ParameterFacts("a.weight", 500),
+    ParameterFacts("a.bias", 10, density=1.0),
+    ParameterFacts("b.weight", 500),
+    ParameterFacts("b.bias", 10, density=1.0),
+]
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [fixed_bytes(_FACTS), num_buckets(_FACTS, 1), explicit_groups(_FACTS, [[fact.name for fact in _FACTS]])],
+    ids=["fixed_bytes", "num_buckets", "explicit_groups"],
+)
+def test_no_bucket_mixes_densities(plan: Plan) -> None:
+    plan.check(_FACTS)
+    assert sorted(map(sorted, plan.buckets)) == [["a.bias", "b.bias"], ["a.weight", "b.weight"], ["emb"]]

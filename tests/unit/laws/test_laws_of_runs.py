@@ -1,5 +1,6 @@
-"""Laws 1, 2, 4, 5 and 7 over all rows of the table, sizes and dtypes."""
+"""Laws 1, 2, 4, 5, 7, 8 and 9 over all rows of the table, sizes, dtypes and learning rates in any order."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,8 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from horovod_sparse.feedback import recipe
+from horovod_sparse.feedback import ErrorFeedback, Recipe, parse_recipe, recipe
+from horovod_sparse.feedback.bucket import LARGEST_GROWTH
 from horovod_sparse.simulation import SimulatedCluster
+from horovod_sparse.sparsifiers.spardl.teams import TeamLayout
 from support import laws
 from support.cases import CASES, Case, CountBand, case_id
 from support.gradients import DTYPES, dyadic, gaussian, laplace, layered
@@ -152,3 +155,212 @@ def test_few_elements_are_as_many_as_promised_on_average(
             gradients = generator.standard_normal((size, num_elements), np.float32)
         union += cluster.synchronize([*gradients.copy()])[0].indices.size
     assert abs(union / (k * num_steps) - 1) < 0.06
+
+
+_KEEPING = [case for case in CASES if not case.loses_mass]
+_STEPS = 7
+#: restarts, a warm-up from next to nothing, a cosine to 0, constant rates, one outlier
+_RATES = st.lists(
+    st.sampled_from((0.0, 1e-12, 1e-6, 1e-3, 0.05, 0.1, 0.5, 1.0, 100.0)), min_size=_STEPS, max_size=_STEPS
+)
+
+
+def scaled(case: Case) -> Recipe:
+    feedback: Any = case.recipe.feedback
+    return dataclasses.replace(case.recipe, feedback=dataclasses.replace(feedback, scale_residual=True))
+
+
+@rows_by(
+    "case,rates",
+    _KEEPING,
+    [[1.0, 1.0, 0.125, 0.125, 0.5, 1.0, 0.25], [0.25, 0.5, 2.0, 2.0, 0.25, 0.25, 0.5]],
+    ids=case_id,
+)
+def test_the_residuals_scale_changes_no_selection(case: Case, rates: list[float]) -> None:
+    scenario = Scenario(4, 2000, num_steps=_STEPS)
+    gradients = random_gradients(scenario, layered).astype(np.float32)
+    ours = run(scaled(case), scenario, gradients, rates=rates)
+    # what the first step has as a threshold, where it is a number, is meant in its own units
+    relative = np.array(rates) / rates[0]
+    papers = run(case.recipe, scenario, gradients * relative[:, None, None])
+    laws.units_change_nothing(ours, papers, relative.tolist())
+
+
+@pytest.mark.parametrize("case", _KEEPING, ids=case_id)
+@settings(max_examples=3, deadline=None, derandomize=True, database=None)
+@given(rates=_RATES)
+def test_rates_in_any_order_bound_what_is_applied(case: Case, rates: list[float]) -> None:
+    scenario = Scenario(3, 40, num_steps=_STEPS)
+    gradients = random_gradients(scenario)
+    laws.dense_bounds(run(scaled(case), scenario, gradients, rates=rates), LARGEST_GROWTH)
+    laws.dense_bounds(run(case.recipe, scenario, gradients, rates=rates), 1.0)
+
+
+def test_a_rate_of_zero_is_never_the_last_one() -> None:
+    cluster = SimulatedCluster(
+        recipe("topk", density=0.25, feedback=ErrorFeedback(scale_residual=True)), 4, 1
+    )
+    for rate, held in ((0.5, 1.0), (0.125, 5.0), (0.0, 6.0), (0.5, 2.5), (float("nan"), 3.5)):
+        cluster.synchronize([np.array([99, 1, 1, 1], np.float32)], rate)
+        assert cluster.residuals()[0].tolist() == [0.0, *[held] * 3]
+        assert cluster.buckets[0].learning_rate == (rate if rate > 0 else cluster.buckets[0].learning_rate)
+    assert cluster.buckets[0].learning_rate == 0.5
+
+
+@rows_by("case,dtype", CASES, DTYPES, ids=case_id)
+def test_all_zeros(case: Case, dtype: str) -> None:
+    scenario = Scenario(4, 64, dtype)
+    history = run(case.recipe, scenario, np.zeros((4, 4, 64)))
+    laws.check_all(history, case, exactly=True)
+    for number in range(scenario.num_steps):
+        assert not history.dense(number).any()
+
+
+@rows_by("case,size", CASES, [1, 2, 4], ids=case_id)
+def test_an_idle_rank_holds_nobody_up(case: Case, size: int) -> None:
+    """The last rank has zeros only, so it selects nothing, or zeros."""
+    scenario = Scenario(size, 200, num_steps=2 * size)
+    gradients = random_gradients(scenario)
+    gradients[:, -1] = 0.0
+    history = run(case.recipe, scenario, gradients)
+    laws.check_all(history, case)
+    if size > 1:
+        assert any(history.dense(number).any() for number in range(scenario.num_steps))
+
+
+@rows_by("case,dtype", CASES, DTYPES, ids=case_id)
+def test_all_magnitudes_equal(case: Case, dtype: str) -> None:
+    """No threshold separates them: a rule that means k may get 0 or n, but nothing may be lost."""
+    scenario = Scenario(3, 96, dtype, num_steps=5)
+    signs = np.random.default_rng(3).choice([-0.25, 0.25], (5, 3, 96))
+    laws.check_all(run(case.recipe, scenario, signs), case, exactly=True)
+
+
+@rows_by("case,dtype", CASES, ["float32", "bfloat16", "float64"], ids=case_id)
+def test_denormals(case: Case, dtype: str) -> None:
+    """Numbers below the smallest normal one are numbers: neither lost nor taken for 0."""
+    scenario = Scenario(2, 120, dtype, num_steps=5)
+    tiny = np.finfo(np.float64 if dtype == "float64" else np.float32).tiny
+    gradients = random_gradients(scenario, lambda generator, shape: generator.integers(-4, 5, shape) / 8.0)
+    history = run(case.recipe, scenario, gradients * float(tiny))
+    assert history.gradients.any()
+    laws.check_all(history, case, exactly=True)
+
+
+@rows_by("case,dtype", CASES, ["float32", "float64"], ids=case_id)
+def test_magnitudes_of_all_sizes(case: Case, dtype: str) -> None:
+    """From near the smallest to near the largest number in one bucket; their squares overflow."""
+    scenario = Scenario(2, 300, dtype)
+    exponents = np.random.default_rng(11).integers(-120, 120, (4, 2, 300))
+    history = run(case.recipe, scenario, np.ldexp(random_gradients(scenario, gaussian), exponents))
+    laws.check_all(history, case)
+
+
+@rows_by("case,shape", CASES, [(8, 1), (8, 3), (5, 4), (1, 1), (4, 31), (8, 65)], ids=case_id)
+def test_fewer_elements_than_ranks_or_blocks(case: Case, shape: tuple[int, int]) -> None:
+    size, num_elements = shape
+    scenario = Scenario(size, num_elements, num_steps=2 * size)
+    history = run(case.recipe, scenario, random_gradients(scenario))
+    laws.check_all(history, case)
+    applied = sum(np.abs(history.dense(number)) for number in range(scenario.num_steps))
+    if num_elements == 1:
+        assert applied.any(), "the only element is sent at some time"
+
+
+_PATTERNS = ("equal", "all", "some", "one", "one among others")
+
+
+def starve(case: Case, size: int, num_elements: int, k: int, pattern: str, seed: int = 0) -> int:
+    """Runs until everything that grows was sent twice; steps that it took."""
+    random, shape = np.random.default_rng(seed), (size, num_elements)
+    growth, swing = random.integers(1, 5, shape), np.zeros(shape)
+    if pattern == "equal":
+        growth[:] = 1
+    elif pattern == "some":  # a fifth
+        growth[random.random(shape) > 0.2] = 0
+    elif pattern == "cancelling":  # a third grows fast on all ranks and adds up to 0
+        fast = random.random(num_elements) < 1 / 3
+        growth[:, fast] *= 8
+        growth[-1, fast] = -growth[:-1, fast].sum(0)
+    elif pattern != "all":  # one element, or a tenth slowly while all else swings widely
+        some = random.random(shape) < (0.1 if pattern == "one among others" else 0.0)
+        some[random.integers(size), random.integers(num_elements)] = True
+        growth = some.astype(int)
+        if pattern == "one among others":
+            swing = np.where(some, 0.0, random.integers(0, 9, shape))
+    growth = (growth * random.choice([-1, 1], num_elements)).astype(np.float32)
+    cluster = SimulatedCluster(case.at(k / num_elements), num_elements, size)
+    # P: what only one rank holds may have to wait for its turn
+    most_steps = 200 + 60 * size * num_elements // k
+    return laws.nobody_starves(cluster, growth, swing.astype(np.float32), most_steps)
+
+
+#: P, n, k and pattern at which some did
+_FOUND = [
+    *((8, 10, 1, "all"), (1, 47, 1, "equal"), (3, 24, 2, "one among others")),
+    *((16, 12, 5, "some"), (3, 12, 2, "cancelling")),
+]
+
+
+@rows_by("case,shape", _KEEPING, _FOUND, ids=case_id)
+def test_shapes_at_which_some_did(case: Case, shape: tuple[int, int, int, str]) -> None:
+    starve(case, *shape)
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> tuple[int, int, int]:
+    """P, n, k; k around 1 or around P."""
+    size, num_elements = draw(st.integers(1, 16)), draw(st.integers(1, 64))
+    k = draw(st.sampled_from((1, 2, 3, size // 2, size - 1, size, size + 1)))
+    return size, num_elements, min(max(k, 1), num_elements)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("case", _KEEPING, ids=case_id)
+@settings(max_examples=5, deadline=None, derandomize=True, database=None)
+@given(shape=shapes(), pattern=st.sampled_from(_PATTERNS), seed=st.integers(0, 99))
+def test_nobody_starves_at_any_shape(
+    case: Case, shape: tuple[int, int, int], pattern: str, seed: int
+) -> None:
+    starve(case, *shape, pattern, seed)
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.loses_mass and not case.quantizes], ids=case_id
+)
+def test_without_feedback_somebody_does(case: Case) -> None:
+    """Nothing is carried on, so nothing grows: the declared exception."""
+    with pytest.raises(AssertionError, match="not sent twice"):
+        starve(case, 2, 6, 1, "all")
+
+
+@settings(max_examples=200, deadline=None, derandomize=True, database=None)
+@given(st.integers(1, 64), st.integers(1, 16), st.data())
+def test_blocks_of_spardl_take_turns_fairly(num_elements: int, team_size: int, data: st.DataObject) -> None:
+    """In any n steps a block of m elements may keep m k of them in all, whatever divides what."""
+    k = data.draw(st.one_of(st.integers(1, min(3, num_elements)), st.integers(1, num_elements)))
+    first = data.draw(st.integers(0, 1000))
+    kept = np.zeros(team_size, int)
+    for step in range(first, first + num_elements):
+        layout = TeamLayout(team_size, 1, num_elements, k, step)
+        quotas = [layout.quota(block) for block in range(team_size)]
+        assert sum(quotas) == k
+        kept += quotas
+    lengths = [stop - start for start, stop in map(layout.window, range(team_size))]
+    assert (kept == np.array(lengths) * k).all()
+    assert all(quota <= length for quota, length in zip(quotas, lengths, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("text", "growth", "most_steps"),
+    [
+        # bounds that moved in step with the turns kept element 1 out of rank 0's part
+        ("exdyna:density=0.3,rebalance=paper", [[0, 4, 0], [0, 0, 4], [4, 0, 0], [1, 0, 0]], 400),
+        # one slot for two hits: the higher index won every time
+        ("dragonn:density=0.25,slots_per_selected=0.5", [[4, 1, 1, 1, 1, 1, 1, 4]], 400),
+    ],
+)
+def test_turns_that_never_came(text: str, growth: list[list[int]], most_steps: int) -> None:
+    grows = np.array(growth, np.float32)
+    cluster = SimulatedCluster(parse_recipe(text), grows.shape[1], grows.shape[0])
+    laws.nobody_starves(cluster, grows, np.zeros_like(grows), most_steps)

@@ -17,8 +17,11 @@ from horovod_sparse.collectives import (
     Synchronization,
     part,
 )
+from horovod_sparse.cost import AlphaBeta
 from horovod_sparse.errors import CollectiveMismatchError
-from horovod_sparse.simulation import Recorder, run_lockstep
+from horovod_sparse.feedback import recipe
+from horovod_sparse.simulation import Recorder, SimulatedCluster, bucket_traffic, run_lockstep
+from horovod_sparse.wire import message as gathered
 
 
 def words(*numbers: int) -> np.ndarray:
@@ -33,77 +36,67 @@ def asking(*requests: Request) -> Synchronization[list[Any]]:
     return answers
 
 
-def test_answers_of_all_ranks() -> None:
-    gathers = [asking(AllGather(words(1, 2))), asking(AllGather(words())), asking(AllGather(words(3)))]
-    assert [gathered.tolist() for (gathered,) in run_lockstep(gathers)] == [[1, 2, 3]] * 3
-    results = run_lockstep([asking(Broadcast(words(rank), root=1)) for rank in range(3)])
-    assert [answer.tolist() for (answer,) in results] == [[1], [1], [1]]
-
-
-def test_allreduce_sums() -> None:
-    results = run_lockstep(
-        [asking(AllReduce(np.array([1.0, 2.0]))), asking(AllReduce(np.array([10.0, 20.0])))]
-    )
-    assert [answer.tolist() for (answer,) in results] == [[11.0, 22.0], [11.0, 22.0]]
-    results[0][0][0] = 5.0
-    assert results[1][0][0] == 11.0, "each rank has its own memory"
-
-
-def test_exchange_between_pairs() -> None:
-    # a ring of three: rank r sends r to r + 1
-    ranks = [asking(Exchange({(r + 1) % 3: words(r)}, sources=((r - 1) % 3,))) for r in range(3)]
-    results = run_lockstep(ranks)
-    assert [{s: b.tolist() for s, b in answer.items()} for (answer,) in results] == [
-        {2: [2]},
-        {0: [0]},
-        {1: [1]},
-    ]
-
-
-def test_alltoall_transposes() -> None:
-    # rank r sends r copies of 10 r + j to rank j
-    ranks = [asking(AllToAll(tuple(words(*[10 * r + j] * r) for j in range(3)))) for r in range(3)]
-    results = run_lockstep(ranks)
-    assert [[b.tolist() for b in answer] for (answer,) in results] == [
-        [[], [10], [20, 20]],
-        [[], [11], [21, 21]],
-        [[], [12], [22, 22]],
-    ]
-
-
-def test_different_kinds_in_a_round() -> None:
-    ranks = [
-        asking(AllGather(words(0)), AllGather(words(0))),
-        asking(AllGather(words(1)), AllReduce(np.zeros(1))),
-        asking(AllGather(words(2)), AllGather(words(2))),
-    ]
-    with pytest.raises(
-        CollectiveMismatchError, match=r"round 1: .*ranks \[0, 2\]: AllGather; ranks \[1\]: AllReduce"
-    ):
-        run_lockstep(ranks)
+def plain(answer: Any) -> Any:
+    if isinstance(answer, dict):
+        return {source: message.tolist() for source, message in answer.items()}
+    return [message.tolist() for message in answer] if isinstance(answer, list) else answer.tolist()
 
 
 @pytest.mark.parametrize(
-    ("one", "other"),
+    ("requests", "answers"),
     [
-        (AllReduce(np.zeros(2)), AllReduce(np.zeros(3))),
-        (AllReduce(np.zeros(2)), AllReduce(np.zeros(2, np.float32))),
-        (Broadcast(words(1), root=0), Broadcast(words(1), root=1)),
-        (Broadcast(words(1), root=0), Broadcast(words(1, 2), root=0)),
-        (AllToAll((words(), words())), AllToAll((words(),))),
+        ([AllGather(words(1, 2)), AllGather(words()), AllGather(words(3))], [[1, 2, 3]] * 3),
+        ([Broadcast(words(rank), root=1) for rank in range(3)], [[1], [1], [1]]),
+        ([AllReduce(np.array([1.0, 2.0])), AllReduce(np.array([10.0, 20.0]))], [[11.0, 22.0]] * 2),
+        # a ring of three: rank r sends r to r + 1
+        (
+            [Exchange({(r + 1) % 3: words(r)}, ((r - 1) % 3,)) for r in range(3)],
+            [{2: [2]}, {0: [0]}, {1: [1]}],
+        ),
+        # rank r sends r copies of 10 r + j to rank j
+        (
+            [AllToAll(tuple(words(*[10 * r + j] * r) for j in range(3))) for r in range(3)],
+            [[[], [10 + j], [20 + j, 20 + j]] for j in range(3)],
+        ),
     ],
 )
-def test_the_same_kind_of_another_shape(one: Request, other: Request) -> None:
-    with pytest.raises(CollectiveMismatchError, match=r"round 0: .*ranks \[0\].*ranks \[1\]"):
-        run_lockstep([asking(one), asking(other)])
+def test_answers_of_all_ranks(requests: list[Request], answers: list[Any]) -> None:
+    results = run_lockstep([asking(request) for request in requests])
+    assert [plain(answer) for (answer,) in results] == answers
+    if isinstance(requests[0], AllReduce):
+        results[0][0][0] = 5.0
+        assert results[1][0][0] == 11.0, "each rank has its own memory"
 
 
-def test_a_rank_that_is_done_too_early() -> None:
-    ranks = [asking(AllGather(words(0)), AllGather(words(0))), asking(AllGather(words(1)))]
-    with pytest.raises(
-        CollectiveMismatchError, match=r"round 1: ranks \[1\] are done while ranks \[0\] ask for AllGather"
-    ):
-        run_lockstep(ranks)
+GATHER = AllGather(words(0))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "complaint"),
+    [
+        (
+            [(GATHER, GATHER), (GATHER, AllReduce(np.zeros(1))), (GATHER, GATHER)],
+            r"round 1: .*ranks \[0, 2\]: AllGather; ranks \[1\]: AllReduce",
+        ),
+        ([(GATHER, GATHER), (GATHER,)], r"round 1: ranks \[1\] are done while ranks \[0\] ask for AllGather"),
+        *(
+            ([(one,), (other,)], r"round 0: .*ranks \[0\].*ranks \[1\]")
+            for one, other in (
+                (AllReduce(np.zeros(2)), AllReduce(np.zeros(3))),
+                (AllReduce(np.zeros(2)), AllReduce(np.zeros(2, np.float32))),
+                (Broadcast(words(1), root=0), Broadcast(words(1), root=1)),
+                (Broadcast(words(1), root=0), Broadcast(words(1, 2), root=0)),
+                (AllToAll((words(), words())), AllToAll((words(),))),
+            )
+        ),
+        # nobody awaits the message; a message that nobody sends
+        ([(Exchange({1: words(0)}, ()),), (Exchange({}, ()),)], "awaits messages from"),
+        ([(Exchange({}, (1,)),), (Exchange({}, ()),)], "awaits messages from"),
+    ],
+)
+def test_ranks_that_do_not_ask_alike(ranks: list[tuple[Request, ...]], complaint: str) -> None:
+    with pytest.raises(CollectiveMismatchError, match=complaint):
+        run_lockstep([asking(*requests) for requests in ranks])
 
 
 def test_a_rank_that_fails_alone_is_the_cause() -> None:
@@ -114,19 +107,6 @@ def test_a_rank_that_fails_alone_is_the_cause() -> None:
     with pytest.raises(CollectiveMismatchError, match=r"rank 1 raised OSError\('disk full'\)") as caught:
         run_lockstep([asking(AllGather(words(0)), AllGather(words(0))), failing()])
     assert isinstance(caught.value.__cause__, OSError)
-
-
-@pytest.mark.parametrize(
-    ("sends", "sources"),
-    [
-        ([{1: words(0)}, {}], [(), ()]),  # nobody awaits the message
-        ([{}, {}], [(1,), ()]),  # a message that nobody sends
-    ],
-)
-def test_an_exchange_that_does_not_pair_up(sends: Any, sources: Any) -> None:
-    ranks = [asking(Exchange(send, source)) for send, source in zip(sends, sources, strict=True)]
-    with pytest.raises(CollectiveMismatchError, match="awaits messages from"):
-        run_lockstep(ranks)
 
 
 def test_the_recorder_counts_rounds_bytes_and_time() -> None:
@@ -140,18 +120,10 @@ def test_the_recorder_counts_rounds_bytes_and_time() -> None:
     assert recorder.bytes_sent == [[0, 4, 8, 12], [64] * 4, [0, 0, 12, 0]]
     # P = 4: an allgather has 2 rounds and brings everyone else's 24 bytes less one's own; an allreduce of
     # 64 bytes has 4 rounds and brings 2 * 3/4 * 64 = 96; a broadcast 2 rounds and 12 bytes, none to the root.
-    assert [(cost.rounds, cost.bytes_received) for cost in recorder.costs[0]] == [
-        (2, 24),
-        (2, 20),
-        (2, 16),
-        (2, 12),
-    ]
-    assert [(cost.rounds, cost.bytes_received) for cost in recorder.costs[1]] == [(4, 96.0)] * 4
-    assert [(cost.rounds, cost.bytes_received) for cost in recorder.costs[2]] == [
-        (2, 12),
-        (2, 12),
-        (2, 0),
-        (2, 12),
+    assert [[(cost.rounds, cost.bytes_received) for cost in costs] for costs in recorder.costs] == [
+        [(2, 24), (2, 20), (2, 16), (2, 12)],
+        [(4, 96.0)] * 4,
+        [(2, 12), (2, 12), (2, 0), (2, 12)],
     ]
     total = recorder.total(0)
     assert (total.rounds, total.bytes_received) == (8, 132.0)
@@ -175,3 +147,27 @@ def test_a_reduce_scatter_gives_each_rank_its_part_of_the_sum(dtype: type, size:
         for rank, (one, other) in enumerate(zip(simulated, paired, strict=True)):
             assert one.tobytes() == other.tobytes()
             np.testing.assert_allclose(one, given.sum(0)[slice(*part(num_elements, rank, size))], rtol=1e-5)
+
+
+NETWORK = AlphaBeta(alpha_seconds=1e-4, beta_seconds=1e-8)
+
+
+def test_gathered_messages_are_decoded_once_for_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded = []
+    original = gathered._unpack
+    monkeypatch.setattr(gathered, "_unpack", lambda *a: decoded.append(a) or original(*a))
+    cluster = SimulatedCluster(recipe("topk", density=0.1), num_elements=50, size=6)
+    sums = cluster.synchronize([*np.random.default_rng(0).standard_normal((6, 50)).astype(np.float32)])
+    assert len(decoded) == 1
+    with pytest.raises(ValueError, match="read-only"):
+        sums[0].values[0] = 1.0  # it is everyone's
+
+
+def test_4096_ranks_of_top_k() -> None:
+    traffic = bucket_traffic(recipe("topk", density=0.01), 400, 4096, NETWORK, steps=1)
+    message = 4 * (4 + 2 * 4)  # header, 4 indices, 4 values
+    assert traffic.rounds == 12
+    assert traffic.bytes_sent == message
+    assert traffic.bytes_received == 4095 * message
+    assert traffic.seconds == pytest.approx(12 * 1e-4 + 4095 * message * 1e-8)
+    assert traffic.union_density == 1.0  # 16 384 draws of 400 elements: build-up is complete

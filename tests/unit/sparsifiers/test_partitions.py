@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -106,17 +105,6 @@ def test_algorithm_2_by_hand() -> None:
     assert 99_328 - 1034 * 96 == 64
 
 
-@pytest.mark.parametrize(("factor", "size"), [(1, 3), (2, 5), (4, 16), (3, 1), (7, 1000)])
-def test_algorithm_2_as_printed_where_blocks_fit_exactly(factor: int, size: int) -> None:
-    """32 * n_b divides n, the case that the paper prints (its footnote 4)."""
-    num_elements = 1024 * 32 * factor
-    if size > 256:  # at least 4 P blocks: n_b becomes 4000 of 32 elements, and n must still be a multiple
-        num_elements = 4000 * 32 * factor
-    ours = partition(num_elements, size)
-    sz_blk, blk_part, _ = algorithm_2(num_elements, 1024 if size <= 256 else 4000, size)
-    assert (ours.block_length, ours.num_blocks.tolist()) == (sz_blk, blk_part)
-
-
 @quick
 @given(st.integers(1, 300_000), st.integers(1, 40), st.integers(1, 2048))
 def test_parts_cover_the_bucket_and_are_nearly_equal(num_elements: int, size: int, num_blocks: int) -> None:
@@ -201,3 +189,14 @@ def test_half_the_way_by_hand() -> None:
     partitions = Partitions(10, np.array([50, 50]))
     assert move_proportionally(partitions, selected).num_blocks.tolist() == [34, 66]
     assert move_proportionally(partitions, selected, step=1.0).num_blocks.tolist() == [17, 83]
+
+
+@quick
+@given(st.integers(1, 9), st.integers(1, 5000), st.data())
+def test_proportional_moves_keep_all_blocks(size: int, num_elements: int, data: st.DataObject) -> None:
+    partitions = partition(num_elements, size, data.draw(st.integers(1, 300)))
+    total = int(partitions.num_blocks.sum())
+    selected = np.array(data.draw(st.lists(st.integers(0, num_elements - 1))), np.int32)
+    after = move_proportionally(partitions, selected, step=data.draw(st.sampled_from([0.1, 0.5, 1.0])))
+    assert after.num_blocks.sum() == total
+    assert after.num_blocks.min() >= min(1, total // size)

@@ -12,7 +12,7 @@ from horovod_sparse.kernels.host.quantize import decode_sum, encode, take_away
 from horovod_sparse.kernels.quantization import Quantization
 from horovod_sparse.simulation import SimulatedCluster
 from horovod_sparse.sparsifiers import QSGD, WholeSum
-from horovod_sparse.wire.quantized import HEADER, blank, majority, sum_quantized, voted
+from horovod_sparse.wire.quantized import HEADER, blank, sum_quantized
 from support.gradients import gaussian, layered
 from support.quantizers_reference import decoded, packed, quantized
 from support.sampling import rows_by
@@ -104,19 +104,6 @@ def test_a_majority_over_groups_has_a_mean_of_its_own_in_each() -> None:
         part = slice(start, min(start + 32, n))
         unit = sizes[:, part].mean(1).sum()
         np.testing.assert_allclose(summed[part], unit * np.sign(np.sign(given[:, part]).sum(0)), rtol=1e-5)
-
-
-@rows_by("size,group", [1, 2, 3, 4, 7, 8, 16, 33], [0, 64])
-def test_majorities_are_counted(size: int, group: int) -> None:
-    n, code = 999, Quantization(group=group)
-    signs = np.random.default_rng(size).choice([-1.0, 1.0], (size, n)).astype(np.float32)
-    words = np.empty((size, code.num_words(n, signs.dtype)), np.int32)
-    for rank in range(size):
-        encode(signs[rank], code, 0, words[rank], float(n))
-    most, found = majority(words, code, n, signs.dtype), np.empty(n, np.float32)
-    decode_sum(most.reshape(-1), 1, 0, voted(code), found)
-    np.testing.assert_array_equal(np.sign(found), np.sign(signs.sum(0)))
-    np.testing.assert_allclose(found, np.sign(found), rtol=1e-6)  # units are added up in one order or another
 
 
 def test_qsgd_by_hand() -> None:

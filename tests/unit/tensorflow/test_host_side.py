@@ -1,20 +1,34 @@
-"""What the TensorFlow front end does on the host: tasks, dense outputs, names, choices; without ranks."""
+"""What the TensorFlow front end does on the host, and with one rank: what each of many does."""
 
+import importlib
 import inspect
+import logging
+import subprocess
+import sys
+from types import ModuleType
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
-tf = pytest.importorskip("tensorflow")
-
-import horovod_sparse.tensorflow as hvd  # noqa: E402
-from horovod_sparse.collectives import AllGather, AllReduce  # noqa: E402
-from horovod_sparse.errors import ArgumentError, CollectiveMismatchError, UnknownNameError  # noqa: E402
-from horovod_sparse.merging import Plan, fixed, min_elements  # noqa: E402
-from horovod_sparse.tensorflow.parts import DenseOutput  # noqa: E402
-from horovod_sparse.tensorflow.task import Task  # noqa: E402
-from horovod_sparse.tensorflow.tensors import numpy_dtype  # noqa: E402
-from horovod_sparse.tensorflow.waiting import Watch, _Thread  # noqa: E402
+import horovod_sparse.tensorflow as hvd
+import horovod_sparse.tensorflow.keras as keras_hvd
+from horovod_sparse.collectives import AllGather, AllReduce
+from horovod_sparse.errors import (
+    ArgumentError,
+    CollectiveMismatchError,
+    StateMismatchError,
+    UnknownNameError,
+    UnsupportedError,
+)
+from horovod_sparse.merging import Plan, fixed, min_elements
+from horovod_sparse.simulation import SimulatedCluster
+from horovod_sparse.tensorflow import state
+from horovod_sparse.tensorflow.parts import DenseOutput
+from horovod_sparse.tensorflow.task import Task
+from horovod_sparse.tensorflow.tensors import numpy_dtype
+from horovod_sparse.tensorflow.waiting import Watch, _Thread
+from support.sampling import rows_by
 
 pytestmark = pytest.mark.tensorflow
 
@@ -148,3 +162,167 @@ def test_a_watch_that_fails_leaves_the_others_their_deadlines(monkeypatch, caplo
         "what waits for other ranks could not be looked at, which is tried again: "
         "Horovod has not been initialized; use hvd.init()."
     ]
+
+
+MODULES = ["", ".elastic", ".functions", ".mpi_ops", ".util", ".sync_batch_norm", ".compression"]
+MODULES += [".gradient_aggregation", ".keras", ".keras.elastic", ".keras.callbacks"]
+
+
+def _public(module):
+    """Names that are Horovod's, not what it imports for itself."""
+    return [
+        name
+        for name, item in vars(module).items()
+        if name[0] != "_"
+        and not (isinstance(item, ModuleType) and not item.__name__.startswith("horovod.tensorflow"))
+    ]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_public_name_is_here(module):
+    stock = importlib.import_module(f"horovod.tensorflow{module}")
+    own = importlib.import_module(f"horovod_sparse.tensorflow{module}")
+    used = {"keras", "tf", "ops", "K", "version", "np", "io", "cloudpickle", "warnings", "inspect"}
+    names = set(_public(stock)) - used
+    if module in (".elastic", ".functions", ".keras.elastic", ".sync_batch_norm", ".keras.callbacks"):
+        # of these, what they define; they import the rest from others
+        here = [n for n in names if getattr(getattr(stock, n), "__module__", None) == stock.__name__]
+        names = set(getattr(stock, "__all__", here))
+    assert names
+    assert sorted(name for name in names if not hasattr(own, name)) == []
+
+
+def test_no_module_of_horovods_stands_before_ours():
+    """Also where Horovod's have been imported before: `keras` was Horovod's then, callbacks and all."""
+    code = (
+        "import horovod.tensorflow.keras, horovod_sparse.tensorflow as hvd\n"
+        "import horovod_sparse.tensorflow.keras as k\n"
+        "own = [hvd.keras, hvd.elastic, hvd.functions, hvd.sync_batch_norm, hvd.compression]\n"
+        "own += [k.callbacks, k.elastic]\n"
+        "print(all(module.__name__.startswith('horovod_sparse.') for module in own))\n"
+        "import horovod_sparse.tensorflow.mpi_ops, horovod.tensorflow.mpi_ops\n"
+        "print(horovod_sparse.tensorflow.mpi_ops is horovod.tensorflow.mpi_ops is hvd.mpi_ops)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["True", "True"], done.stderr[-2000:]
+
+
+LENGTH, RATE = 200, 0.5
+FEEDBACKS = [
+    "error",
+    "momentum(momentum=0.9)",
+    "momentum(momentum=0.5,clip_norm=1.0)",
+    "error(clip_norm=0.5)",
+]
+
+
+@pytest.fixture(autouse=True)
+def one_rank():
+    hvd.init()
+
+
+def targets(step: int) -> np.ndarray:
+    return np.cos(np.arange(LENGTH) * 0.7 + step).astype(np.float32)
+
+
+def made(feedback: str):
+    return hvd.Compression.topk(density=0.1, feedback=feedback)
+
+
+def by_tape(compression, weight, in_graph: bool):
+    def step(target):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(weight * target)
+        tape = hvd.DistributedGradientTape(tape, compression=compression)
+        weight.assign_sub(RATE * tape.gradient(loss, [weight])[0])
+
+    return tf.function(step) if in_graph else step
+
+
+def by_keras(compression, weight):
+    optimizer = keras_hvd.DistributedOptimizer(tf.keras.optimizers.SGD(RATE), compression=compression)
+
+    def step(target):
+        optimizer.apply_gradients([(target, weight)])
+
+    return step
+
+
+@rows_by("feedback,way", FEEDBACKS, ["graph", "eager", "keras"])
+def test_equals_the_simulator_with_one_rank(feedback, way):
+    compression, weight = made(feedback), tf.Variable(tf.zeros(LENGTH), name="weight")
+    step = by_keras(compression, weight) if way == "keras" else by_tape(compression, weight, way == "graph")
+    cluster = SimulatedCluster(compression.recipe, LENGTH, 1, name="bucket0.weight")
+    expected = np.zeros(LENGTH, np.float32)
+    for number in range(6):
+        step(tf.constant(targets(number)))
+        expected -= RATE * cluster.step([targets(number)], RATE if way == "keras" else None)
+        np.testing.assert_allclose(weight.numpy(), expected, rtol=1e-6, atol=1e-6)
+    assert compression.telemetry.last.step == 6
+
+
+def test_stock_horovod_leaves_gradients_as_they_are_which_a_warning_says_once(caplog):
+    import horovod.tensorflow as stock
+
+    compression, weight = made("momentum(momentum=0.9)"), tf.Variable(tf.zeros(LENGTH))
+
+    @tf.function
+    def gradient(target):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(weight * target)
+        return stock.DistributedGradientTape(tape, compression=compression).gradient(loss, [weight])[0]
+
+    with caplog.at_level(logging.WARNING, "horovod_sparse"):
+        for number in range(3):
+            np.testing.assert_array_equal(gradient(tf.constant(targets(number))), targets(number))
+    told = [record.getMessage() for record in caplog.records if "with one rank" in record.getMessage()]
+    assert len(told) == 1 and "MomentumCorrection" in told[0]
+
+
+def test_a_compressor_for_every_step_is_warned_of(caplog):
+    weight = tf.Variable(tf.zeros(LENGTH), name="weight")
+    for number in range(4):
+        assert ("outside of the training loop" in caplog.text) == (number == 3)
+        by_tape(made("error"), weight, in_graph=False)(tf.constant(targets(number)))
+    other, compression = tf.Variable(tf.zeros(LENGTH), name="other"), made("error")
+    caplog.clear()
+    for number in range(4):
+        by_tape(compression, other, in_graph=False)(tf.constant(targets(number)))
+    assert "outside of the training loop" not in caplog.text  # TensorFlow warns of its own
+
+
+def test_variables_of_a_forged_checkpoint_are_refused_before_any_is_loaded(tmp_path, monkeypatch):
+    weight, compression = tf.Variable(tf.zeros(LENGTH), name="weight"), made("error")
+    by_tape(compression, weight, in_graph=True)(tf.constant(targets(0)))
+    other, forged = tf.Variable([1.0, 2.0]), {"dtype": "float32", "shape": [2], "bits": np.zeros(3, np.uint8)}
+    for number, one in enumerate((3, {"dtype": "float32", "shape": [2]}, forged)):
+        with monkeypatch.context() as patch:
+            patch.setattr(state, "_saved", lambda variable, one=one: one)
+            hvd.save(tmp_path / str(number), compression, variables=[other])
+        with pytest.raises(StateMismatchError, match="checkpoint"):
+            hvd.load(tmp_path / str(number), compression, variables=[other])
+
+
+def test_messages_between_pairs_are_refused(monkeypatch):
+    monkeypatch.setenv("HOROVOD_SPARSE_TRANSPORT", "pairs")
+    with pytest.raises(UnsupportedError, match="PyTorch"):
+        made("error").bind()
+
+
+def test_a_step_that_failed_does_not_touch_what_is_loaded_afterwards():
+    """As in elastic training: Horovod fails in the middle of a step, and what was committed is restored."""
+    residuals = []
+    for fails in (False, True):
+        compression, weight = made("error"), tf.Variable(tf.zeros(LENGTH), name="weight")
+        step = by_tape(compression, weight, in_graph=True)
+        step(tf.constant(targets(0)))
+        committed = compression.state_dict()
+        if fails:
+            (part,) = compression.synchronizer.parts
+            part.task.start(part.begin(None, [targets(1)]), (0, 1))
+        compression.load_state_dict(committed)
+        assert compression.state_dict()["step"] == 1
+        step(tf.constant(targets(2)))
+        (residual,) = compression.state_dict()["residuals"].values()
+        residuals.append(residual)
+    np.testing.assert_array_equal(*residuals)

@@ -1,31 +1,25 @@
 """The memories behind the PyTorch front end give the same bits, and refuse devices that cannot serve."""
 
+import logging
 from types import SimpleNamespace
 
-import horovod.torch as stock
 import numpy as np
 import pytest
 import torch
 
 from horovod_sparse.errors import NonFiniteGradientError, UnsupportedError
-from horovod_sparse.feedback import parse_recipe
+from horovod_sparse.kernels.host import scatter
+from horovod_sparse.tensors import flat_gradient
 from horovod_sparse.tensors.device_memory import DeviceMemory
 from horovod_sparse.tensors.driver import Task
-from horovod_sparse.tensors.flat_gradient import GradientMemory, memory_of
+from horovod_sparse.tensors.flat_gradient import FlatGradient, GradientMemory, memory_of
+from horovod_sparse.tensors.layout import memory_strides, shaped, unshaped
 from horovod_sparse.tensors.parts import DenseParameters
-from horovod_sparse.torch import SparseCompressor
 from horovod_sparse.training.engine import carry_out
-from support.linear import LinearModel, dyadic
 from support.memories import choose_memory
-from support.optimizers import make, train_step
 from support.sampling import rows_by
 
-SHAPES = {"first": (40, 30), "bias": (7,), "second": (3, 5, 11), "scalar": ()}
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
-
-
-def gradients(step):
-    return {name: dyadic(shape, step, name) for name, shape in SHAPES.items()}
 
 
 def test_a_device_that_holds_nothing_is_refused():
@@ -48,89 +42,6 @@ def test_scaled_sums_have_the_same_bits(dtype, scale, monkeypatch):
         assert count == np.unique(indices).size
         found.append(gradient.view(torch.int64 if dtype == torch.float64 else torch.int16))
     assert torch.equal(*found)
-
-
-def trained(optimizer_of, dtype=torch.float32, steps=5):
-    """Synchronized gradients of all steps, weights, and the checkpoint."""
-    model = LinearModel(SHAPES, dtype)
-    optimizer, state = optimizer_of(model)
-    found = [train_step(model, optimizer, gradients(step)) for step in range(steps)]
-    return found, {name: p.detach().clone() for name, p in model.named_parameters()}, state()
-
-
-def ours(text, **arguments):
-    def wrap(model):
-        optimizer = make(model, text, **arguments)
-        return optimizer, lambda: optimizer.state_dict()["horovod_sparse"]
-
-    return wrap
-
-
-def theirs(text):
-    def wrap(model):
-        compressor = SparseCompressor(parse_recipe(text))
-        optimizer = stock.DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.5),
-            named_parameters=model.named_parameters(),
-            compression=compressor,
-        )
-        return optimizer, compressor.state_dict
-
-    return wrap
-
-
-def assert_same(one, other):
-    assert type(one) is type(other)
-    if isinstance(one, torch.Tensor):
-        assert torch.equal(one, other)
-    elif isinstance(one, dict):
-        assert one.keys() == other.keys()
-        for key in one:
-            assert_same(one[key], other[key])
-    elif isinstance(one, (list, tuple)):
-        for pair in zip(one, other, strict=True):
-            assert_same(*pair)
-    else:
-        assert one == other
-
-
-@pytest.mark.parametrize("way", [ours("dgc:density=0.1,feedback=momentum"), theirs("dgc:density=0.1")])
-def test_a_checkpoint_of_one_memory_continues_in_the_other(way, monkeypatch):
-    monkeypatch.setenv("HOROVOD_ELASTIC", "1")
-    stock.init()
-    ends = []
-    for first, second in [("host", "host"), ("host", "device"), ("device", "host")]:
-        choose_memory(monkeypatch, first)
-        _, weights, saved = trained(way)
-        choose_memory(monkeypatch, second)
-        model = LinearModel(SHAPES)
-        model.load_state_dict(weights)
-        optimizer, state = way(model)
-        if "plan" in saved:
-            optimizer.load_state_dict({**optimizer.state_dict(), "horovod_sparse": saved})
-        else:
-            optimizer._compression.load_state_dict(saved)
-        ends.append(([train_step(model, optimizer, gradients(step)) for step in range(5, 8)], state()))
-    assert_same(ends[0], ends[1])
-    assert_same(ends[0], ends[2])
-
-
-@pytest.mark.parametrize("where", ["first", "bias"])
-def test_not_finite_is_refused_and_dropped_whole(where, memory, monkeypatch):
-    """`bias` stays dense: its health travels behind its elements."""
-    monkeypatch.setenv("HOROVOD_ELASTIC", "1")
-    stock.init()
-    model = LinearModel(SHAPES)
-    optimizer = make(model, "topk:density=0.1,dense_below=8")
-    given = gradients(0)
-    given[where].reshape(-1)[3] = np.inf
-    model.backward(given)
-    with pytest.raises(NonFiniteGradientError, match=where):
-        optimizer.step()
-    assert not any(parameter.grad.any() for parameter in model.parameters())
-    held = optimizer.state_dict()["horovod_sparse"]["residuals"]["first"]
-    assert not held.any()
-    train_step(model, optimizer, gradients(1))
 
 
 def test_what_a_dense_parameter_carries_joins_its_sum():
@@ -175,3 +86,143 @@ def test_the_bad_one_of_several_dense_parameters_is_named(memory, halves):
         with pytest.raises(NonFiniteGradientError) as found:
             carry_out(step, lambda request: request.buffer)
         assert found.value.where == {1: name}
+
+
+def parameters(dtype=torch.float32):
+    shapes = [(4, 5), (), (3,)]
+    made = [torch.nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in shapes]
+    made.append(torch.nn.Parameter(torch.ones(2, 3, 4, 4, dtype=dtype).to(memory_format=torch.channels_last)))
+    made.append(torch.nn.Parameter(torch.ones(6, 7, dtype=dtype).t()))
+    return made
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_backward_adds_into_the_buffer(dtype):
+    made = parameters(dtype)
+    gradient = FlatGradient(made)
+    gradient.gather()
+    for number, parameter in enumerate(made):
+        assert parameter.grad.shape == parameter.shape
+        assert parameter.grad.stride() == parameter.stride()
+        (parameter * (number + 1)).sum().backward()
+    gradient.gather()
+    expected = np.concatenate([np.full(p.numel(), i + 1.0) for i, p in enumerate(made)])
+    np.testing.assert_array_equal(gradient.flat.float().numpy(), expected)
+    assert gradient.flat.numel() == gradient.num_elements == sum(p.numel() for p in made)
+
+
+def test_gradients_from_elsewhere_are_taken_over_and_missing_ones_are_zero():
+    made = parameters()
+    gradient = FlatGradient(made)
+    gradient.flat.fill_(7.0)
+    made[0].grad = torch.arange(20.0).reshape(4, 5)
+    made[2].grad = torch.tensor([0.0, 2.0, 0.0]).to_sparse()
+    gradient.gather_existing()
+    assert made[1].grad is None
+    gradient.gather()
+    assert all(p.grad is view for p, view in zip(made, gradient.views, strict=True))
+    np.testing.assert_array_equal(gradient.flat.numpy()[:24], [*range(20), 0, 0, 2, 0])
+    assert not gradient.flat.numpy()[24:].any()
+
+
+def written(gradient, monkeypatch):
+    """One entry for every time that the whole buffer is zeroed."""
+    calls = []
+    owners = [(type(gradient.memory), "zero")]
+    if type(gradient.memory) is GradientMemory:  # on the host one kernel clears and writes
+        owners = [(scatter, "clear_all"), (flat_gradient, "clear_all")]
+    for owner, name in owners:
+        original = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *given, do=original: (calls.append(1), do(*given)))
+    return calls
+
+
+def scattered():
+    made = [torch.nn.Parameter(torch.ones(1000)) for _ in range(3)]
+    gradient = FlatGradient(made)
+    gradient.gather()
+    gradient.flat.numpy()[:] = 0
+    assert gradient.scatter(np.array([5, 1500, 5], np.int32), np.array([1, 2, 3], np.float32)) == 2
+    assert made[0].grad[5] == 4.0
+    return made, gradient
+
+
+CHANGES = {
+    "in place": lambda p: p.grad.add_(1.0),
+    "clipping": lambda p: torch.nn.utils.clip_grad_norm_([p], 0.1),
+    "foreach": lambda p: torch._foreach_add_([p.grad], 1.0),
+    "backward": lambda p: p.sum().backward(),
+    "inference mode": lambda p: torch.inference_mode()(p.grad.add_)(1.0),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_whoever_writes_to_a_gradient_makes_zeroing_complete(change, monkeypatch):
+    made, gradient = scattered()
+    change(made[1])
+    calls = written(gradient, monkeypatch)
+    gradient.clear()
+    assert not gradient.flat.numpy().any()
+    assert calls
+
+
+def test_writing_through_data_is_noticed_and_remembered(monkeypatch, caplog):
+    made, gradient = scattered()
+    made[1].grad.data.add_(0.5)
+    with caplog.at_level(logging.INFO, "horovod_sparse"):
+        gradient.clear()
+    assert not gradient.flat.numpy().any()
+    assert ".data" in caplog.text
+    gradient.scatter(np.array([7], np.int32), np.ones(1, np.float32))
+    calls = written(gradient, monkeypatch)
+    gradient.clear()
+    assert calls
+    assert not gradient.flat.numpy().any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gradients_in_coo_form_go_to_their_own_place(dtype):
+    """A view whose storage begins earlier would be written at twice its offset by PyTorch."""
+    made = [torch.nn.Parameter(torch.ones(4, 3, dtype=dtype)) for _ in range(3)]
+    gradient = FlatGradient(made)
+    gradient.gather()
+    made[1].gather(0, torch.tensor([[1, 1, 2]]), sparse_grad=True).sum().backward()
+    expected = np.zeros((3, 4, 3))
+    expected[1, 1, :2] = expected[1, 2, 2] = 1
+    np.testing.assert_array_equal(gradient.flat.double().numpy(), expected.reshape(-1))
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.empty(2, 3),
+        torch.empty(2, 3).t(),
+        torch.empty(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.empty(4, 1, 3).transpose(0, 2),
+        torch.empty(6, 8)[:, ::2],
+        torch.empty(3, 1).expand(3, 4),
+        torch.empty(()),
+    ],
+    ids=lambda tensor: f"{tuple(tensor.shape)}-{tensor.stride()}",
+)
+def test_layouts_are_dense_and_survive_a_checkpoint(tensor):
+    strides = memory_strides(tensor)
+    flat = torch.arange(tensor.numel())
+    view = flat.as_strided(tensor.shape, strides)
+    assert sorted(view.reshape(-1).tolist()) == flat.tolist()
+    if torch.empty_like(tensor).stride() == tensor.stride():  # preserves what is dense
+        assert all(s == t for s, t, n in zip(strides, tensor.stride(), tensor.shape, strict=True) if n > 1)
+    values = np.arange(tensor.numel(), dtype=np.float32)
+    saved = shaped(values, tensor)
+    assert saved.is_contiguous()
+    assert saved.shape == tensor.shape
+    np.testing.assert_array_equal(unshaped(saved, tensor), values)
+
+
+def test_zeroing_writes_only_to_what_was_scattered(monkeypatch):
+    _, gradient = scattered()
+    calls = written(gradient, monkeypatch)
+    gradient.clear()
+    gradient.clear()
+    assert not gradient.flat.numpy().any()
+    assert not calls

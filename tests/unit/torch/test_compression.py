@@ -1,6 +1,7 @@
 """The namespace `Compression`: before hvd.init(), without ranks."""
 
 import copy
+import importlib
 import inspect
 import pickle
 import subprocess
@@ -73,3 +74,32 @@ def test_without_horovod_the_error_says_how_to_get_it(broken, tmp_path):
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert "HorovodMissingError" in done.stderr
     assert "scripts/setup" in done.stderr and "CMAKE_CXX_STANDARD" in done.stderr
+
+
+hvd = pytest.importorskip("horovod_sparse.torch")
+
+
+MODULES = (
+    "",
+    ".compression",
+    ".elastic",
+    ".elastic.sampler",
+    ".elastic.state",
+    ".functions",
+    ".mpi_ops",
+    ".optimizer",
+    ".sync_batch_norm",
+)
+OURS = {"Compression", "DistributedOptimizer", "compression", "optimizer"}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_public_name_of_horovod_is_here(module):
+    theirs = importlib.import_module(f"horovod.torch{module}")
+    ours = importlib.import_module(f"horovod_sparse.torch{module}")
+    for name, item in vars(theirs).items():
+        if name.startswith("_"):
+            continue
+        found = getattr(ours, name)
+        if name not in OURS or (module and module not in (".compression", ".optimizer")):
+            assert found is item, name

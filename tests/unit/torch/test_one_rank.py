@@ -9,12 +9,12 @@ import torch
 
 hvd = pytest.importorskip("horovod_sparse.torch")
 
-from horovod_sparse.errors import UnsupportedError  # noqa: E402
+from horovod_sparse.errors import StateMismatchError, UnsupportedError  # noqa: E402
 from horovod_sparse.feedback import parse_recipe  # noqa: E402
 from horovod_sparse.simulation import SimulatedCluster  # noqa: E402
 from support.cases import CASES, case_id  # noqa: E402
 from support.linear import LinearModel, dyadic  # noqa: E402
-from support.optimizers import flat, in_bucket_order, make, train_step  # noqa: E402
+from support.optimizers import flat, in_bucket_order, make, train_step, wrapped  # noqa: E402
 
 SHAPES = {"first": (40, 30), "bias": (7,), "second": (3, 5, 11)}
 NAMES = ("second", "bias", "first")
@@ -41,7 +41,7 @@ RECIPES |= {text: parse_recipe(f"topk:density=0.1,feedback={text}") for text in 
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-def test_every_algorithm_equals_the_simulator_with_one_rank(recipe):
+def test_every_algorithm_equals_the_simulator_with_one_rank(recipe, memory):
     model = LinearModel(SHAPES)
     optimizer = make(model, hvd.SparseCompressor(recipe))
     cluster = SimulatedCluster(recipe, 1372, 1, name="bucket0.second")
@@ -57,22 +57,6 @@ def test_one_of_several_processes_that_horovod_does_not_know_is_refused(monkeypa
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UnsupportedError, match=r"torchrun has started 2 .*horovodrun"):
         make(LinearModel(SHAPES), "topk:density=0.1")
-
-
-@pytest.mark.nightly
-def test_a_compiled_function_may_call_backward_and_step():
-    model = torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.Linear(30, 10))
-    optimizer = make(model, "topk:density=0.5", bucket_bytes=1)
-
-    def one_step(data):
-        optimizer.zero_grad()
-        model(data).square().mean().backward()
-        optimizer.step()
-
-    compiled = torch.compile(one_step, backend="eager")
-    for _ in range(2):
-        compiled(torch.ones(4, 20))
-    assert optimizer.telemetry.last.step == 2
 
 
 @pytest.mark.parametrize("steps", [0, 2])
@@ -120,3 +104,39 @@ def test_wrapping_a_model_again_gives_it_to_the_new_optimizer():
     for one, other in zip(*results, strict=True):
         for name in SHAPES:
             assert torch.equal(one[name], other[name])
+
+
+@pytest.fixture
+def elastic(monkeypatch, memory):
+    """Horovod calls a compressor with one rank, too."""
+    monkeypatch.setenv("HOROVOD_ELASTIC", "1")
+
+
+def test_a_bug_in_a_sparsifier_is_raised_and_the_residual_is_whole(elastic, monkeypatch):
+    compressor, model = hvd.Compression.topk(density=0.2), LinearModel(SHAPES)
+    optimizer = wrapped("stock", model, compressor)
+    monkeypatch.setattr("horovod_sparse.sparsifiers.base.SparseSum.of", lambda messages: 1 / 0)
+    model.backward(gradients(0))
+    with pytest.raises(UnsupportedError, match="between steps"):
+        compressor.state_dict()
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step()
+    monkeypatch.undo()
+    residual = compressor.state_dict()["residuals"]["first"]
+    np.testing.assert_array_equal(residual.numpy(), gradients(0)["first"])
+
+
+def test_a_damaged_state_is_refused_and_changes_nothing(elastic):
+    made, model = hvd.Compression.exdyna(density=0.2), LinearModel(SHAPES)
+    optimizer = wrapped("stock", model, made)
+    train_step(model, optimizer, gradients(0))
+    entry = made.state_dict()
+    nested: object = []
+    for _ in range(3000):
+        nested = [nested]
+    broken = entry["residuals"] | {"first": entry["residuals"]["first"] * float("nan")}
+    for damaged in ([], {"parameters": {}}, entry | {"buckets": nested}, entry | {"residuals": broken}):
+        with pytest.raises(StateMismatchError):
+            made.load_state_dict(damaged)
+    for name, kept in made.state_dict()["residuals"].items():
+        assert torch.equal(kept, entry["residuals"][name])

@@ -253,26 +253,21 @@ def test_a_full_disk_leaves_what_was_complete(tmp_path: Path, monkeypatch: pytes
     assert_is(load(tmp_path)[0], 0, 1)
 
 
-def test_ranks_that_disagree_about_the_newest_take_the_last_common_one(tmp_path: Path) -> None:
+def test_what_is_not_complete_everywhere_or_not_of_one_checkpoint_is_not_loaded(tmp_path: Path) -> None:
+    """Where ranks disagree about the newest one, they take the last that all of them have."""
     roots = [tmp_path / "here", tmp_path / "there"]
-    save(roots, 1)
-    save(roots, 2)
+    for step in (1, 2):
+        save(roots, step)
+        save(tmp_path / "one", step)
     shutil.rmtree(roots[1] / "step-0000000002.1")
     assert_is(load(roots)[1], 1, 1)
-
-
-def test_files_of_different_checkpoints_are_refused(tmp_path: Path) -> None:
-    save(tmp_path, 1)
-    save(tmp_path, 2)
-    shutil.copy(tmp_path / "step-0000000001.1" / "rank-00001.npz", tmp_path / "step-0000000002.1")
-    refused(load(tmp_path, keep_errors=True), "rank-00001.npz")
-    assert_is(load(tmp_path, step=1)[1], 1, 1)
-
-
-def test_what_is_not_complete_is_refused(tmp_path: Path) -> None:
-    save(tmp_path, 1)
-    (tmp_path / "step-0000000001.1" / "rank-00000.npz").unlink()
-    refused(load(tmp_path, keep_errors=True), "missing")
+    first, second = (tmp_path / "one" / f"step-000000000{step}.1" for step in (1, 2))
+    shutil.copy(first / "rank-00001.npz", second)
+    refused(load(tmp_path / "one", keep_errors=True), "rank-00001.npz")
+    assert_is(load(tmp_path / "one", step=1)[1], 1, 1)
+    shutil.rmtree(second)
+    (first / "rank-00000.npz").unlink()
+    refused(load(tmp_path / "one", keep_errors=True), "missing")
     refused(load(tmp_path / "nowhere", keep_errors=True), "no complete checkpoint")
 
 

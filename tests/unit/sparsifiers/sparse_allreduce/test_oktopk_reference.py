@@ -161,7 +161,7 @@ def test_k_pass_and_6k_travel_in_every_step(size: int, region_steps: int) -> Non
         gradients = generator.standard_normal((size, n), np.float32)
         # one region, if it stays, has nearly all
         gradients[:, : n // 8] *= 1.5 if region_steps == 1 else 8.0
-        accumulators = cluster_view(cluster, gradients)
+        accumulators = np.array(cluster.residuals()) + gradients
         cluster.recorder = Recorder()
         sums = cluster.synchronize(list(gradients))
         assert sums[0].counts.tolist() == [k] * size
@@ -176,11 +176,6 @@ def test_k_pass_and_6k_travel_in_every_step(size: int, region_steps: int) -> Non
         if not discards_meet(step):
             left = np.delete(total, sums[0].indices)
             assert (left > 1.1 * np.sort(total)[-k]).sum() <= 0.12 * k
-
-
-def cluster_view(cluster: SimulatedCluster, gradients: np.ndarray) -> np.ndarray:
-    """The accumulators that ranks are about to have."""
-    return np.array(cluster.residuals()) + gradients
 
 
 @rows_by("size,density", [1, 2, 3, 4, 6, 8, 16], [0.01, 0.1, 0.4])

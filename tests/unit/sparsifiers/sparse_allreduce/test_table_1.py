@@ -6,7 +6,6 @@ and must be exactly what each message is known to carry. Latency is rounds one b
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import ceil, log2
 
 import numpy as np
@@ -28,18 +27,11 @@ def log(number: int) -> int:
     return ceil(log2(number))
 
 
-@dataclass
-class Counted:
+def counted(cluster: SimulatedCluster, header_words: int) -> tuple[list[int], np.ndarray]:
     """One step: rounds, and words that ranks received, headers taken off."""
-
-    rounds: list[int]
-    words: np.ndarray
-
-    @classmethod
-    def of(cls, cluster: SimulatedCluster, header_words: int) -> Counted:
-        totals: list[CollectiveCost] = [cluster.recorder.total(rank) for rank in range(len(cluster.buckets))]
-        words = np.array([total.bytes_received / 4 - header_words for total in totals])
-        return cls([total.rounds for total in totals], words)
+    totals: list[CollectiveCost] = [cluster.recorder.total(rank) for rank in range(len(cluster.buckets))]
+    words = np.array([total.bytes_received / 4 - header_words for total in totals])
+    return [total.rounds for total in totals], words
 
 
 def step(name: str, size: int, *, num_steps: int = 1, **arguments: object) -> tuple[SimulatedCluster, int]:
@@ -63,9 +55,9 @@ every_size = pytest.mark.parametrize("size", rest_nightly(_SIZES, (2, 3, 6, 8, 1
 @every_size
 def test_topka(size: int) -> None:
     cluster, k = step("topk", size)
-    counted = Counted.of(cluster, header_words=(size - 1) * _HEADER)
-    assert counted.rounds == [log(size)] * size
-    assert (counted.words == 2 * (size - 1) * k).all()
+    rounds, words = counted(cluster, header_words=(size - 1) * _HEADER)
+    assert rounds == [log(size)] * size
+    assert (words == 2 * (size - 1) * k).all()
 
 
 @every_size
@@ -88,9 +80,9 @@ def test_gtopk(size: int) -> None:
 def test_spardl(size: int, gather: str) -> None:
     cluster, k = step("spardl", size, gather=gather)
     last = (_HEADER + _NOTE + _FRAME) if gather == "bruck" else _HEADER
-    counted = Counted.of(cluster, header_words=log(size) * _HEADER + (size - 1) * last)
-    assert counted.rounds == [2 * log(size)] * size
-    np.testing.assert_allclose(counted.words, 4 * (size - 1) / size * k, rtol=1e-12)
+    rounds, words = counted(cluster, header_words=log(size) * _HEADER + (size - 1) * last)
+    assert rounds == [2 * log(size)] * size
+    np.testing.assert_allclose(words, 4 * (size - 1) / size * k, rtol=1e-12)
 
 
 @pytest.mark.parametrize(("size", "d"), [pair for pair in _ALL if pair[1] & (pair[1] - 1) == 0])
@@ -102,11 +94,9 @@ def test_spardl_r_sag(size: int, d: int) -> None:
         + sum(_HEADER + _NOTE * 2**stage for stage in range(log(d)))
         + (team_size - 1) * (_HEADER + _NOTE * d + _FRAME)
     )
-    counted = Counted.of(cluster, headers)
-    assert counted.rounds == [2 * log(team_size) + log(d)] * size
-    np.testing.assert_allclose(
-        counted.words, 2 * ((2 * size - 2 * d) / size + d / size * log2(d)) * k, rtol=1e-12
-    )
+    rounds, words = counted(cluster, headers)
+    assert rounds == [2 * log(team_size) + log(d)] * size
+    np.testing.assert_allclose(words, 2 * ((2 * size - 2 * d) / size + d / size * log2(d)) * k, rtol=1e-12)
 
 
 @rows_by("pair,num_steps", _ALL, [1, 12])
@@ -119,20 +109,20 @@ def test_spardl_b_sag(pair: tuple[int, int], num_steps: int) -> None:
         + (d - 1) * (_HEADER + _NOTE + _FRAME)
         + (team_size - 1) * (_HEADER + _NOTE * d + _FRAME)
     )
-    counted = Counted.of(cluster, headers)
-    assert counted.rounds == [2 * log(team_size) + log(d)] * size
+    rounds, words = counted(cluster, headers)
+    assert rounds == [2 * log(team_size) + log(d)] * size
     # The paper's lower bound, as printed (Eq. 10), leaves out Spar-Reduce-Scatter's 2 k (P - d) / P.
     printed = 2 * (d**2 + size - 2 * d) / (size * d) * k
     lower = 2 * (size - d) / size * k + printed
     upper = 2 * (d**2 + 2 * size - 3 * d) / size * k
-    assert (counted.words >= lower - 1e-9).all() and (counted.words <= upper + 1e-9).all()
+    assert (words >= lower - 1e-9).all() and (words <= upper + 1e-9).all()
     if num_steps == 1 and d > 1:  # h = k / P
         within, between = 2 * (size - d) / size * k, 2 * (d - 1) * k / size
         after = [bucket.last.facts["num_after_teams"] for bucket in cluster.buckets[:team_size]]
         for rank, bucket in enumerate(cluster.buckets):
             others = 2 * (sum(after) - after[rank % team_size])
             assert bucket.last.facts["num_between_teams"] == k // size
-            assert counted.words[rank] == pytest.approx(within + between + others, rel=1e-12)
+            assert words[rank] == pytest.approx(within + between + others, rel=1e-12)
 
 
 @every_size
@@ -148,17 +138,15 @@ def test_topk_dsa(size: int, wide: bool) -> None:
     sum_ = cluster.synchronize(list(gradients.reshape(size, n)))[0]
     dense = bool(sum_.facts["dense"])
     headers = (size - 1) * (_HEADER + 1 + (0 if dense else _HEADER))
-    counted = Counted.of(cluster, headers)
+    rounds, words = counted(cluster, headers)
     # P - 1 direct messages, where the paper writes P
-    assert counted.rounds == [size - 1 + 2 * log(size)] * size
+    assert rounds == [size - 1 + 2 * log(size)] * size
     share = (size - 1) / size
-    assert (counted.words >= 4 * share * k - 1e-9).all() and (
-        counted.words <= share * (2 * k + n) + 1e-9
-    ).all()
+    assert (words >= 4 * share * k - 1e-9).all() and (words <= share * (2 * k + n) + 1e-9).all()
     if not wide:
-        assert not dense and np.allclose(counted.words, 4 * share * k)
+        assert not dense and np.allclose(words, 4 * share * k)
     if wide and size >= 5:
-        assert dense and np.allclose(counted.words, share * (2 * k + n))
+        assert dense and np.allclose(words, share * (2 * k + n))
 
 
 @rows_by("size,num_steps", (2, 3, 6, 8, 13, 16), [2, 30])

@@ -4,13 +4,11 @@ import copy
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
-tf = pytest.importorskip("tensorflow")
-pytest.importorskip("horovod.tensorflow")
-
-import horovod_sparse.tensorflow as hvd_tf  # noqa: E402
-import horovod_sparse.tensorflow.keras as hvd  # noqa: E402
-from horovod_sparse.errors import ArgumentError, UnknownNameError, UnsupportedError  # noqa: E402
+import horovod_sparse.tensorflow as hvd_tf
+import horovod_sparse.tensorflow.keras as hvd
+from horovod_sparse.errors import ArgumentError, UnknownNameError, UnsupportedError
 
 pytestmark = pytest.mark.tensorflow
 keras = tf.keras
@@ -38,11 +36,8 @@ def sgd():
         ({"gradient_predivide_factor": 0.0}, ArgumentError, "gradient_predivide_factor"),
         ({"compression": "topq"}, UnknownNameError, "topk"),
         ({"compression": "none", "bucket_bytes": 100}, ArgumentError, "a sparsifier"),
-        (
-            {"check_evry": 5},
-            UnknownNameError,
-            r"tensorflow\.keras\.DistributedOptimizer .*did you mean check_every",
-        ),
+        ({"check_evry": 5}, UnknownNameError, r"tensorflow\.keras\.Dist.* .*did you mean check_every"),
+        ({"plan": [["weight"]]}, ArgumentError, r"plan=.*Plan"),
         ({"max_grad_norm": 1.0}, UnknownNameError, "for other front ends"),
     ],
 )
@@ -80,11 +75,7 @@ def test_a_residual_that_follows_the_rate_is_for_plain_sgd(caplog):
     for optimizer in (keras.optimizers.Adam(), keras.optimizers.SGD(0.1, momentum=0.9)):
         hvd.DistributedOptimizer(optimizer, compression="topk:density=0.1")
     assert "scale_residual" not in caplog.text
-    for optimizer in (
-        keras.optimizers.Adam(),
-        keras.optimizers.RMSprop(),
-        keras.optimizers.SGD(0.1, momentum=0.9),
-    ):
+    for optimizer in (keras.optimizers.Adam(), keras.optimizers.RMSprop(), keras.optimizers.SGD(0.1, 0.9)):
         caplog.clear()
         hvd.DistributedOptimizer(optimizer, compression=scaled)
         assert caplog.text.count("scale_residual=True is made for SGD without momentum") == 1
@@ -125,31 +116,38 @@ def test_what_a_tape_has_synchronized_is_not_synchronized_again(graph, of_tape, 
         (tf.function(step) if graph else step)()
 
 
-def test_optimizers_that_cannot_be_wrapped():
-    with pytest.raises(UnsupportedError, match="already"):
-        hvd.DistributedOptimizer(hvd.DistributedOptimizer(sgd(), compression="topk"), compression="topk")
-    with pytest.raises(UnsupportedError, match="no optimizer of Keras"):
-        hvd.DistributedOptimizer(object(), compression="topk")
-    with pytest.raises(UnsupportedError, match="TensorFlow 1"):
-        old = tf.compat.v1.train.GradientDescentOptimizer(0.1)
-        hvd_tf.DistributedOptimizer(old, compression="topk")
+def wrapped(optimizer, **more):
+    return hvd.DistributedOptimizer(optimizer, compression="topk", **more)
 
 
-def test_loss_scaling_goes_inside():
-    optimizer = hvd.DistributedOptimizer(sgd(), compression="topk")
-    with pytest.raises(UnsupportedError, match=r"DistributedOptimizer\(keras.optimizers.LossScaleOptimizer"):
-        keras.optimizers.LossScaleOptimizer(optimizer)
-    with pytest.raises(UnsupportedError, match="gradient_accumulation_steps"):
-        hvd.DistributedOptimizer(
-            keras.optimizers.LossScaleOptimizer(sgd()), compression="topk", backward_passes_per_step=2
-        )
-
-
-def test_mixed_precision_policy_is_told_at_compile():
+def compiled():
     model = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(1)])
     model.dtype_policy = keras.dtype_policies.DTypePolicy("mixed_float16")
-    with pytest.raises(UnsupportedError, match="LossScaleOptimizer"):
-        model.compile(hvd.DistributedOptimizer(sgd(), compression="topk"), loss="mse")
+    model.compile(wrapped(sgd()), loss="mse")
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: wrapped(wrapped(sgd())), "already"),
+        (lambda: wrapped(object()), "no optimizer of Keras"),
+        (lambda: wrapped(keras.Sequential()), "no optimizer of Keras"),
+        (lambda: wrapped(tf.compat.v1.train.GradientDescentOptimizer(0.1)), "TensorFlow 1"),
+        # loss scaling goes inside, and accumulates by itself
+        (
+            lambda: keras.optimizers.LossScaleOptimizer(wrapped(sgd())),
+            r"DistributedOptimizer\(keras.optimizers.LossScaleOptimizer",
+        ),
+        (
+            lambda: wrapped(keras.optimizers.LossScaleOptimizer(sgd()), backward_passes_per_step=2),
+            "gradient_accumulation_steps",
+        ),
+        (compiled, "LossScaleOptimizer"),
+    ],
+)
+def test_optimizers_that_cannot_be_wrapped(make, words):
+    with pytest.raises(UnsupportedError, match=words):
+        make()
 
 
 def test_settings_and_state_are_taken_over():
@@ -209,49 +207,143 @@ def test_what_is_no_compression_is_refused_where_it_is_given(compression, words)
         hvd_tf.DistributedGradientTape(tf.GradientTape(), compression=compression)
 
 
-def test_wrong_arguments_are_refused_by_name():
-    with pytest.raises(ArgumentError, match=r"optimizer='sgd'.*keras.optimizers.SGD"):
-        hvd.DistributedOptimizer("sgd", compression="topk")
+@pytest.mark.parametrize(
+    ("argument", "give"),
+    [
+        ("optimizer='sgd'.*keras.optimizers.SGD", lambda: wrapped("sgd")),
+        ("gradtape", lambda: hvd_tf.DistributedGradientTape(tf.GradientTape)),
+        ("process_set", lambda: hvd.Compression.topk(process_set=3)),
+        ("plan", lambda: wrapped(sgd()).replan("single")),
+        ("variable", lambda: wrapped(sgd()).register_local_var("weight")),
+        ("grads", lambda: wrapped(sgd()).apply([tf.ones(2)] * 2, [keras.Variable([1.0, 2.0])])),
+        ("root_rank", lambda: hvd.callbacks.BroadcastGlobalVariablesCallback("0")),
+        ("keep", lambda: hvd.callbacks.CheckpointCallback("folder", keep=0)),
+        ("initial_lr", lambda: hvd.callbacks.LearningRateScheduleCallback(None, 0.1)),
+        ("multiplier", lambda: hvd.callbacks.LearningRateScheduleCallback(0.1, "half")),
+        ("warmup_epochs", lambda: hvd.callbacks.LearningRateWarmupCallback(0.1, warmup_epochs=0)),
+    ],
+)
+def test_wrong_arguments_are_refused_by_name(argument, give):
+    with pytest.raises(ArgumentError, match=f"^{argument}" if "=" in argument else f"^{argument}="):
+        give()
+
+
+def test_a_compression_in_another_place_and_complex_gradients_are_refused():
     for wrap, given in (
         (hvd.DistributedOptimizer, sgd()),
         (hvd_tf.DistributedGradientTape, tf.GradientTape()),
     ):
         with pytest.raises(ArgumentError, match="given as compression="):  # in the place of another argument
             wrap(given, hvd.Compression.topk(density=0.1))
-    with pytest.raises(ArgumentError, match=r"plan=.*Plan"):
-        hvd.DistributedOptimizer(sgd(), compression="topk", plan=[["weight"]])
-    with pytest.raises(UnsupportedError, match="no optimizer of Keras"):
-        hvd.DistributedOptimizer(keras.Sequential(), compression="topk")
-    optimizer, callbacks = hvd.DistributedOptimizer(sgd(), compression="topk"), hvd.callbacks
-    for argument, give in {
-        "gradtape": lambda: hvd_tf.DistributedGradientTape(tf.GradientTape),
-        "process_set": lambda: hvd.Compression.topk(process_set=3),
-        "plan": lambda: optimizer.replan("single"),
-        "variable": lambda: optimizer.register_local_var("weight"),
-        "grads": lambda: optimizer.apply([tf.ones(2)] * 2, [keras.Variable([1.0, 2.0])]),
-        "root_rank": lambda: callbacks.BroadcastGlobalVariablesCallback("0"),
-        "keep": lambda: callbacks.CheckpointCallback("folder", keep=0),
-        "initial_lr": lambda: callbacks.LearningRateScheduleCallback(None, 0.1),
-        "multiplier": lambda: callbacks.LearningRateScheduleCallback(0.1, "half"),
-        "warmup_epochs": lambda: callbacks.LearningRateWarmupCallback(0.1, warmup_epochs=0),
-    }.items():
-        with pytest.raises(ArgumentError, match=f"^{argument}="):
-            give()
-    compression = hvd.Compression.topk(density=0.5)
     weight = tf.Variable(tf.complex([1.0], [1.0]))
     with tf.GradientTape() as tape:
         loss = tf.math.real(tf.reduce_sum(weight * tf.math.conj(weight)))
-    tape = hvd_tf.DistributedGradientTape(tape, compression=compression)
+    tape = hvd_tf.DistributedGradientTape(tape, compression=hvd.Compression.topk(density=0.5))
     with pytest.raises(UnsupportedError, match="complex64"):
         tape.gradient(loss, [weight])
 
 
-def test_one_rank_does_what_each_of_many_does():
-    """The largest half is applied, the other waits in the residual."""
-    variable = keras.Variable([1.0, 2.0])
-    wrapped = hvd.DistributedOptimizer(sgd(), compression="topk:density=0.5")
-    wrapped.apply([tf.constant([1.0, 3.0])], [variable])
-    np.testing.assert_allclose(variable.numpy(), [1.0, 2.0 - 0.1 * 3.0])
-    assert wrapped.telemetry.last.density_selected == 0.5
-    (residual,) = wrapped.state_dict()["residuals"].values()
-    assert residual.tolist() == [1.0, 0.0]
+EVERYTHING = "topk:density=1.0,feedback=adam"
+GRADIENTS = [np.array(one, np.float32) for one in ([1.0, -3.0], [0.5, 2.0], [-4.0, 0.25])]
+
+
+def adamw(rate=0.5, **more):
+    return keras.optimizers.AdamW(rate, weight_decay=0.125, beta_2=0.9, epsilon=1e-3, **more)
+
+
+def stepped(rates=(0.5,) * 3):
+    """By the equations, from ones."""
+    weight, moment = np.ones(2), np.zeros(2)
+    for number, (gradient, rate) in enumerate(zip(GRADIENTS, rates, strict=True), 1):
+        moment = 0.9 * moment + 0.1 * gradient.astype(np.float64) ** 2
+        step = rate * gradient / (np.sqrt(moment / (1 - 0.9**number)) + 1e-3)
+        weight = weight * (1 - rate * 0.125) - step
+    return weight
+
+
+def trained(optimizer, graph, scale=1.0):
+    weight = keras.Variable(np.ones(2, np.float32))
+    optimizer.build([weight])
+    step = tf.function(lambda gradient: optimizer.apply([gradient], [weight]))
+    for gradient in GRADIENTS:
+        (step if graph else step.python_function)(tf.constant(scale * gradient))
+    return weight.numpy()
+
+
+@pytest.mark.parametrize("feedback", ["adam", "best"])
+@pytest.mark.parametrize("graph", [False, True])
+def test_everything_sent_is_adam_without_a_first_moment(graph, feedback):
+    given = adamw()
+    optimizer = hvd.DistributedOptimizer(given, compression=f"topk:density=1.0,feedback={feedback}")
+    assert optimizer is given
+    np.testing.assert_allclose(trained(optimizer, graph), stepped(), rtol=1e-5)
+    assert sum(variable.shape == (2,) for variable in optimizer.variables) == 0, "it has no moments"
+    assert optimizer.get_config()["weight_decay"] == 0.125
+    for again in (copy.deepcopy(optimizer), type(optimizer).from_config(optimizer.get_config())):
+        np.testing.assert_allclose(trained(again, graph), stepped(), rtol=1e-5)
+
+
+def test_schedules_and_loss_scales_go_on():
+    rates = (0.5, 0.5, 0.25)
+    schedule = keras.optimizers.schedules.PiecewiseConstantDecay([1], list(rates[1:]))
+    optimizer = hvd.DistributedOptimizer(adamw(schedule), compression=EVERYTHING)
+    np.testing.assert_allclose(trained(optimizer, True), stepped(rates), rtol=1e-5)
+    scaler = keras.optimizers.LossScaleOptimizer(adamw(), initial_scale=64.0)
+    optimizer = hvd.DistributedOptimizer(scaler, compression=EVERYTHING)
+    np.testing.assert_allclose(trained(optimizer, True, scale=64.0), stepped(), rtol=1e-5)
+
+
+def test_rmsprop_adds_its_epsilon_within_the_root():
+    own = keras.optimizers.RMSprop(0.25, rho=0.9, momentum=0.5, epsilon=1e-12)
+    optimizer = hvd.DistributedOptimizer(own, compression=hvd.Compression.best(density=1.0))
+    weight, moment = np.ones(2), np.zeros(2)
+    for gradient in GRADIENTS:
+        moment = 0.9 * moment + 0.1 * gradient.astype(np.float64) ** 2
+        weight -= 0.5 * gradient / np.sqrt(moment + 1e-12)
+    np.testing.assert_allclose(trained(optimizer, True), weight, rtol=1e-4)  # beside the root, its own root
+    assert sum(variable.shape == (2,) for variable in optimizer.variables) == 0
+
+
+def test_the_best_of_sgd_goes_as_far_without_momentum():
+    sgd = keras.optimizers.SGD(0.1, momentum=0.5)
+    optimizer = hvd.DistributedOptimizer(sgd, compression=hvd.Compression.best(density=1.0))
+    np.testing.assert_allclose(trained(optimizer, True), 1.0 - 0.2 * sum(GRADIENTS), rtol=1e-5)
+    assert not any(variable.shape == (2,) for variable in optimizer.variables)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: adamw(amsgrad=True), "amsgrad=True.*give False"),
+        (lambda: adamw(global_clipnorm=1.0), "clip_norm to the feedback"),
+        (lambda: keras.optimizers.RMSprop(0.1), "optimizer='RMSprop'.*AdamW"),
+        (lambda: keras.optimizers.SGD(0.1), "optimizer='SGD'.*feedback='error'"),
+    ],
+    ids=["amsgrad", "clipping", "RMSprop", "SGD"],
+)
+def test_what_cannot_be_adopted_is_refused(make, words):
+    with pytest.raises(ArgumentError, match=words):
+        hvd.DistributedOptimizer(make(), compression=EVERYTHING)
+
+
+def test_gradients_that_no_feedback_sees_are_refused():
+    optimizer = hvd.DistributedOptimizer(adamw(), compression=EVERYTHING)
+    table = keras.Variable(np.ones((3, 2), np.float32))
+    with pytest.raises(UnsupportedError, match="local variables"):
+        optimizer.register_local_var(table)
+    slices = tf.IndexedSlices(tf.ones([1, 2]), tf.constant([1]), tf.constant([3, 2]))
+    with pytest.raises(UnsupportedError, match="sparse_as_dense=True"):
+        optimizer.apply([slices], [table])
+
+
+def test_a_tape_gives_steps_to_plain_sgd():
+    compression = hvd.Compression.topk(density=1.0, feedback="adam(beta2=0.9,eps=0.001)")
+    weight, sgd = keras.Variable(np.ones(2, np.float32)), keras.optimizers.SGD(0.5, weight_decay=0.125)
+    for gradient in GRADIENTS:
+        with tf.GradientTape(persistent=True) as tape:
+            loss = tf.reduce_sum(weight * gradient)
+        tape = hvd_tf.DistributedGradientTape(tape, compression=compression)
+        sgd.apply(tape.gradient(loss, [weight.value]), [weight])
+    np.testing.assert_allclose(weight.numpy(), stepped(), rtol=1e-5)
+    with pytest.raises(ArgumentError, match=r"learning_rate=0.5.*plain keras.optimizers.SGD"):
+        tape.gradient(loss, [weight.value], learning_rate=0.5)

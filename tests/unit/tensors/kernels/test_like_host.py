@@ -8,8 +8,11 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from horovod_sparse import kernels
 from horovod_sparse.arrays import FoldRule, HostAccumulator
+from horovod_sparse.errors import MessageError
 from horovod_sparse.tensors.accumulator import TorchAccumulator
+from horovod_sparse.tensors.device_memory import apply_sum, clear_at
 from support import reference
 from support.gradients import DTYPES, as_gradient
 from support.sampling import rows_by
@@ -156,7 +159,9 @@ def run(scenario: dict[str, Any], place: Any) -> None:
         check_state(host, ours)
         assert ours.kth_magnitude(1) == host.kth_magnitude(1)
         for accumulator in (host, ours):
+            accumulator.assign(before[::-1].copy())  # as a checkpoint is loaded
             accumulator.clear(sent)
+        check_state(host, ours)
 
 
 def test_like_the_host(place: Any) -> None:
@@ -219,3 +224,62 @@ def test_clipping_is_the_hosts(place: Any, dtype: str, special: float) -> None:
     assert report.first_nonfinite == expected.first_nonfinite == (-1 if special == 1.0 else 77)
     np.testing.assert_allclose(ours.values(), host.values(), rtol=1e-2, atol=1e-4)
     assert float(np.linalg.norm(ours.values())) == pytest.approx(2.0, rel=1e-2)
+
+
+def raw(tensor: torch.Tensor) -> np.ndarray:
+    kinds = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.cpu().view(kinds[tensor.element_size()]).numpy()
+
+
+def check(place: Any, dtype: str, dense: np.ndarray, indices: np.ndarray, values: np.ndarray) -> None:
+    host = as_gradient(dense, dtype)
+    ours = as_tensor(host, dtype, place.device)
+    expected = kernels.apply_sum(host, indices, values)
+    assert apply_sum(ours, indices, values, place.kernels) == expected
+    np.testing.assert_array_equal(raw(ours), raw(as_tensor(host, dtype, "cpu")))
+    clear_at(ours, indices)
+    kernels.clear_at(host, indices)
+    np.testing.assert_array_equal(raw(ours), raw(as_tensor(host, dtype, "cpu")))
+
+
+def test_sums_like_the_host(place: Any) -> None:
+    @settings(
+        max_examples=place.num_examples,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        phases=[Phase.explicit, Phase.generate],
+    )
+    @given(
+        dtype=st.sampled_from(DTYPES),
+        seed=st.integers(0, 2**32 - 1),
+        num_elements=st.integers(1, 400),
+        num_values=st.integers(0, 600),
+        ranks=st.integers(1, 9),
+    )
+    def examples(dtype: str, seed: int, num_elements: int, num_values: int, ranks: int) -> None:
+        generator = np.random.default_rng(seed)
+        # Messages of several ranks, one behind the other: each ascending, all together with repetitions.
+        indices = np.concatenate(
+            [
+                np.flatnonzero(generator.random(num_elements) < num_values / num_elements / ranks)
+                for _ in range(ranks)
+            ]
+        ).astype(np.int32)
+        # of large ones and small ones any other order of additions gives another sum
+        drawn = [-1.5, 1.5, 1e-3, 0.0, -0.0, 3.3333333] if seed % 2 else [1e7, -1e7, 1.0, 0.37]
+        values = generator.choice(drawn, indices.size)
+        dense = generator.choice([0.0, 0.0, -0.0, 1.0, -1.5], num_elements)
+        check(place, dtype, dense, indices, values)
+
+    examples()
+
+
+def test_damaged_messages_write_nothing(place: Any) -> None:
+    dense = torch.zeros(4, device=place.device)
+    with pytest.raises(MessageError, match="index 4"):
+        apply_sum(dense, np.array([1, 4]), np.ones(2), place.kernels)
+    with pytest.raises(MessageError, match="2 indices came with 1 values"):
+        apply_sum(dense, np.array([1, 2]), np.ones(1), place.kernels)
+    with pytest.raises(MessageError, match="index -1"):
+        clear_at(dense, np.array([-1]))
+    assert torch.count_nonzero(dense) == 0

@@ -1,0 +1,318 @@
+"""Law 8, NaN and Inf, and the laws with two levels: dense within a host, sparse between hosts."""
+
+import dataclasses
+import math
+import pickle
+
+import numpy as np
+import pytest
+
+from horovod_sparse.arrays import GradientParts
+from horovod_sparse.errors import EditedGradientError, NonFiniteGradientError, NonFiniteSumError
+from horovod_sparse.feedback import ErrorFeedback, Member, MomentumCorrection, recipe
+from horovod_sparse.simulation import SimulatedCluster, run_lockstep
+from horovod_sparse.topology import Topology
+from support import laws
+from support.cases import CASES, Case, case_id
+from support.gradients import DTYPES, dyadic, gaussian, layered
+from support.history import History, Scenario, random_gradients, run
+from support.sampling import rows_by
+
+rows = pytest.mark.parametrize("case", CASES, ids=case_id)
+
+_SCENARIO = Scenario(3, 120, num_steps=6)
+_MEMBERS = (Member("conv.weight", 0, 40), Member("conv.bias", 40, 50), Member("head.weight", 50, 120))
+_SICK_STEP = 3
+
+
+def cluster_of(case: Case, scenario: Scenario) -> SimulatedCluster:
+    cluster = scenario.cluster(case.recipe)
+    for bucket in cluster.buckets:
+        bucket.members = _MEMBERS
+    return cluster
+
+
+_SICK = {
+    "one rank": ({1: [45, 7]}, np.nan),
+    "two ranks": ({0: [0], 2: [119, 60]}, np.inf),
+    "all ranks": ({0: [3], 1: [3], 2: [55]}, -np.inf),
+}
+
+
+@rows_by("case,dtype,who", CASES, DTYPES, _SICK, ids=case_id)
+def test_every_rank_says_where(case: Case, dtype: str, who: str) -> None:
+    sick, value = _SICK[who]
+    scenario = Scenario(3, 120, dtype, num_steps=6)
+    gradients = random_gradients(scenario)
+    for rank, positions in sick.items():
+        gradients[_SICK_STEP, rank, positions] = value
+    history = run(case.recipe, scenario, gradients, cluster=cluster_of(case, scenario))
+
+    wanted = {
+        rank: next(m.name for m in _MEMBERS if m.start <= min(positions) < m.stop)
+        for rank, positions in sick.items()
+    }
+    for result in history.steps[_SICK_STEP].results:
+        assert isinstance(result, NonFiniteGradientError)
+        assert result.where == wanted
+        for rank, name in wanted.items():
+            assert f"rank {rank}: {name}" in str(result)
+        assert str(pickle.loads(pickle.dumps(result))) == str(result)
+    assert [step.abandoned for step in history.steps] == [number == _SICK_STEP for number in range(6)]
+    for step in history.steps:
+        assert np.isfinite(step.residuals).all()
+    # nothing was sent: bit for bit residual + gradient, of which a bucket keeps every finite value
+    before, after = (np.array(history.steps[number].residuals) for number in (_SICK_STEP - 1, _SICK_STEP))
+    finite = np.nan_to_num(history.gradients[_SICK_STEP], nan=0, posinf=0, neginf=0).astype(after.dtype)
+    np.testing.assert_array_equal(after, before * (not case.loses_mass) + finite)
+    if not case.loses_mass:  # finite values of the sick step arrive later, with everything else
+        laws.nothing_is_lost(history)
+    laws.replicas_agree(history)
+    laws.traffic_as_declared(history)
+
+
+@rows
+def test_the_state_is_as_before_the_step(case: Case) -> None:
+    """An abandoned step teaches nothing: no threshold moves, no step is counted, no block moves."""
+    gradients = random_gradients(_SCENARIO)
+    cluster = run(case.recipe, _SCENARIO, gradients[:3]).cluster
+    before = [bucket.state for bucket in cluster.buckets]
+    gradients[3, 2, 99] = np.inf
+    run(case.recipe, _SCENARIO, gradients[3:4], cluster=cluster)
+    for bucket, state in zip(cluster.buckets, before, strict=True):
+        assert bucket.state is state
+
+
+@rows
+def test_the_step_once_more_is_that_of_a_rank_without_a_gradient(case: Case) -> None:
+    """What a bad rank drops leaves no trace: sums and residuals of this step and of those after it."""
+    generator = np.random.default_rng(5)
+    gradients = generator.integers(-64, 65, (6, 3, 120)).astype(np.float32) / 64
+    cluster, twin = cluster_of(case, _SCENARIO), cluster_of(case, _SCENARIO)
+    for step, given in enumerate(gradients):
+        theirs = given.copy()
+        if step == _SICK_STEP:
+            given[1, [45, 7]], theirs[1] = np.nan, 0.0
+        buckets = cluster.buckets
+        parts = [GradientParts([gradient]) for gradient in given]
+        steps = [bucket.step(part) for bucket, part in zip(buckets, parts, strict=True)]
+        found = run_lockstep(steps, keep_errors=True)
+        if step == _SICK_STEP:
+            assert all(isinstance(error, NonFiniteGradientError) for error in found)
+            for rank, bucket in enumerate(buckets):
+                bucket.abandon(drop=rank == 1, again=True)
+            found = run_lockstep([bucket.again() for bucket in buckets])
+        # what a dropped gradient was added to comes back to the rounding of that sum
+        np.testing.assert_allclose(cluster.dense(found[0]), twin.step(theirs.copy()), rtol=0, atol=1e-5)
+        np.testing.assert_allclose(cluster.residuals(), twin.residuals(), rtol=0, atol=1e-5)
+
+
+@rows
+def test_a_step_can_be_abandoned_after_it_went_well(case: Case) -> None:
+    """The front end may drop a step that another bucket made worthless."""
+    gradients = random_gradients(_SCENARIO)
+    history = run(case.recipe, _SCENARIO, gradients[:3])
+    before = [bucket.state.step for bucket in history.cluster.buckets]
+    for bucket in history.cluster.buckets:
+        bucket.abandon()
+    for rank, residual in enumerate(history.cluster.residuals()):
+        carried = history.steps[1].residuals[rank] * (not case.loses_mass)
+        np.testing.assert_array_equal(residual, carried + gradients[2, rank].astype(np.float32))
+    assert [bucket.state.step for bucket in history.cluster.buckets] == [step - 1 for step in before]
+    for bucket in history.cluster.buckets:
+        bucket.abandon()  # a second time changes nothing
+    assert [bucket.state.step for bucket in history.cluster.buckets] == [step - 1 for step in before]
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if not case.loses_mass], ids=case_id)
+def test_learning_rate_of_an_abandoned_step_counts_once(case: Case) -> None:
+    """The residual is rescaled when the learning rate changes: once, also if that step is abandoned."""
+    scaled = dataclasses.replace(case.recipe, feedback=ErrorFeedback(scale_residual=True))
+    cluster = SimulatedCluster(scaled, 64, 2)
+    first = np.arange(1, 65, dtype=np.float32) / 64
+    cluster.synchronize([first.copy(), first.copy()], 0.5)
+    held = cluster.residuals()
+    assert np.any(held)
+    sick = np.zeros(64, np.float32)
+    sick[5] = np.nan
+    cluster.synchronize([sick, np.zeros(64, np.float32)], 0.25, keep_errors=True)
+    for before, after in zip(held, cluster.residuals(), strict=True):
+        np.testing.assert_array_equal(after, 2.0 * before)
+    results = cluster.synchronize(list(np.zeros((2, 64), np.float32)), 0.25)
+    total = cluster.dense(results[0]) + np.sum(cluster.residuals(), axis=0)
+    rounding = 1e-7 if case.quantizes else 0.0  # of what is sent of an element because of others
+    np.testing.assert_allclose(total, 2.0 * np.sum(held, axis=0), rtol=0, atol=rounding)
+
+
+@rows_by("case,huge", CASES, [("float32", 3e38), ("float64", 1.5e308), ("float16", 6e4)], ids=case_id)
+def test_a_sum_that_is_not_finite_is_applied_by_nobody(case: Case, huge: tuple[str, float]) -> None:
+    """Every rank's gradient is finite, and what all of them together send is more than its type holds."""
+    dtype, value = huge
+    scenario = Scenario(3, 120, dtype, num_steps=6)
+    gradients = random_gradients(scenario)
+    gradients[_SICK_STEP, :, [7, 45, 46]] = value
+    history = run(case.recipe, scenario, gradients, cluster=cluster_of(case, scenario))
+    limit = float(np.finfo(dtype).max)
+    for number, step in enumerate(history.steps):
+        assert np.isfinite(step.residuals).all()
+        first, *others = step.results
+        if isinstance(first, Exception):
+            assert isinstance(first, NonFiniteSumError) and number >= _SICK_STEP
+            assert first.parameter in ("conv.weight", "conv.bias") and not first.where
+            assert [str(other) for other in others] == [str(first)] * len(others)
+            assert str(pickle.loads(pickle.dumps(first))) == str(first)
+        else:
+            assert np.abs(history.dense(number)).max() / scenario.size <= limit
+    sparsifier = case.recipe.sparsifier
+    sums = sparsifier.name in ("exdyna", "micro", "cltk", "gtopk", "topk_dsa")  # others divide, then add up
+    if dtype != "float16" and sums and sparsifier.wire.exact:  # codecs give the largest number that they have
+        assert history.steps[_SICK_STEP].abandoned
+    if not case.loses_mass and dtype == "float16":  # otherwise what is applied is lost beside these numbers
+        laws.nothing_is_lost(history)
+
+
+#: N, L, n: not divisible by L, fewer elements than ranks of a host, shards without an element
+_SHAPES = (
+    *((1, 2, 41), (2, 1, 41), (2, 2, 1), (2, 2, 41), (2, 2, 1000)),
+    *((3, 2, 2), (3, 2, 1001), (2, 4, 3), (2, 4, 1002)),
+)
+
+
+def scenario_of(hosts: int, per_host: int, num_elements: int, **more: object) -> Scenario:
+    return Scenario(hosts * per_host, num_elements, hosts=hosts, **more)  # type: ignore[arg-type]
+
+
+@rows_by("case,shape", CASES, _SHAPES, ids=case_id)
+def test_all_laws_hold(case: Case, shape: tuple[int, int, int]) -> None:
+    scenario = scenario_of(*shape)
+    draw = layered if scenario.num_elements >= 1000 else gaussian
+    laws.check_all(run(case.recipe, scenario, random_gradients(scenario, draw)), case)
+
+
+@rows
+def test_it_is_what_hosts_of_one_rank_do_with_sums_and_shards(case: Case) -> None:
+    """Shard by shard, bit for bit: the sparsifier sees a bucket of N ranks, with their hosts' sums."""
+    scenario = scenario_of(3, 2, 400)
+    gradients = random_gradients(scenario, dyadic)
+    history = run(case.recipe, scenario, gradients)
+    for local in range(2):
+        shard = slice(200 * local, 200 * (local + 1))
+        cluster = SimulatedCluster(case.recipe, 200, 3, name=f"bucket/{local}")
+        for number, step in enumerate(gradients):
+            of_hosts = step.reshape(3, 2, 400).sum(1)[:, shard].astype(np.float32)
+            wanted = cluster.step([*of_hosts])
+            found = history.cluster.dense(history.steps[number].sums[0])[shard]
+            np.testing.assert_array_equal(found, wanted)
+
+
+_OF_HOSTS = (Member("conv.weight", 0, 40), Member("conv.bias", 40, 50), Member("head.weight", 50, 121))
+_SICK_AT = 2
+
+
+def sick_run(
+    case: Case, gradients: np.ndarray, dtype: str = "float32", hosts: int = 3
+) -> tuple[History, list[object]]:
+    scenario = scenario_of(hosts, 2, 121, dtype=dtype, num_steps=len(gradients))
+    cluster = scenario.cluster(case.recipe)
+    for bucket in cluster.buckets:
+        bucket.members = _OF_HOSTS
+    history = run(case.recipe, scenario, gradients, cluster=cluster)
+    return history, list(history.steps[_SICK_AT].results)
+
+
+@rows_by("case,position", CASES, [3, 45, 119], ids=case_id)
+def test_every_rank_of_every_host_says_where(case: Case, position: int) -> None:
+    """Only one column sees it; all ranks raise, and the host goes on with what it had."""
+    gradients = random_gradients(scenario_of(3, 2, 121, num_steps=5))
+    gradients[_SICK_AT, 3, position] = np.nan
+    history, results = sick_run(case, gradients)
+    wanted = next(member.name for member in _OF_HOSTS if member.start <= position < member.stop)
+    for result in results:
+        assert isinstance(result, NonFiniteGradientError)
+        assert result.where == {2: wanted, 3: wanted}, "the ranks of the host whose sum is not finite"
+        assert "one of ranks 2, 3 of a host: " in str(result), "which of them nobody has seen"
+    assert [step.abandoned for step in history.steps] == [number == _SICK_AT for number in range(5)]
+    laws.replicas_agree(history)
+    laws.traffic_as_declared(history)
+    if not case.loses_mass:
+        gradients[_SICK_AT, 2:4, position] = 0.0  # what is not finite counts as 0: of the host's sum
+        healthy = dataclasses.replace(history, gradients=gradients)
+        laws.nothing_is_lost(healthy)
+
+
+@rows
+def test_the_step_once_more_leaves_the_sick_host_out(case: Case) -> None:
+    """As if all of its ranks had had zeros: sums of this step and of those after it."""
+    generator = np.random.default_rng(5)
+    gradients = generator.integers(-64, 65, (5, 4, 121)).astype(np.float32) / 64
+    cluster, twin = (scenario_of(2, 2, 121).cluster(case.recipe) for _ in range(2))
+    for step, given in enumerate(gradients):
+        theirs = given.copy()
+        if step == _SICK_AT:
+            given[1, 45], theirs[:2] = np.nan, 0.0
+        found = cluster.synchronize([GradientParts([one]) for one in given], keep_errors=True)
+        if step == _SICK_AT:
+            assert all(isinstance(error, NonFiniteGradientError) for error in found)
+            for rank, bucket in enumerate(cluster.buckets):
+                bucket.abandon(drop=rank in found[0].where, again=True)
+            again = [bucket.again() for bucket in cluster.buckets]
+            found = run_lockstep(again, topology=cluster.topology)
+        np.testing.assert_allclose(cluster.dense(found[0]), twin.step([*theirs]), rtol=0, atol=1e-5)
+
+
+def test_a_rank_that_refuses_is_known_to_all() -> None:
+    cluster = SimulatedCluster(recipe("topk", density=0.1), 3, 8, topology=Topology.regular(2, 4))
+    steps = [
+        bucket.step(np.ones(3, np.float32), refused=rank == 7)  # whose shard has no element
+        for rank, bucket in enumerate(cluster.buckets)
+    ]
+    for result in run_lockstep(steps, keep_errors=True, topology=cluster.topology):
+        assert isinstance(result, EditedGradientError) and [*result.where] == [7]
+
+
+def test_a_hosts_sum_that_is_not_finite_is_applied_by_nobody() -> None:
+    cluster = SimulatedCluster(recipe("exdyna", density=0.5), 6, 4, topology=Topology.regular(2, 2))
+    large = np.array([1, 1, 1, 1, 3e38, 1], np.float32)
+    nothing = np.zeros(6, np.float32)
+    given = [large.copy(), nothing.copy(), large.copy(), nothing.copy()]
+    for result in cluster.synchronize(given, keep_errors=True):
+        assert isinstance(result, NonFiniteSumError) and result.parameter == "bucket"
+    np.testing.assert_array_equal(np.sum(cluster.residuals(), 0, np.float64), 2 * large.astype(np.float64))
+
+
+def test_a_clipped_step_has_at_most_the_norm_that_was_asked_for() -> None:
+    feedback = ErrorFeedback(clip_norm=2.0)
+    cluster = SimulatedCluster(
+        recipe("topk", density=1.0, feedback=feedback), 64, 4, topology=Topology.regular(2, 2)
+    )
+    even = np.ones(64, np.float32)
+    total = cluster.step([even.copy() for _ in range(4)])
+    # two hosts, each clipped to 2 / sqrt(2), that agree
+    assert np.linalg.norm(total) == pytest.approx(2 * 2.0 / math.sqrt(2))
+    assert cluster.buckets[0].recipe.feedback.clip_norm == pytest.approx(2.0 / math.sqrt(2))  # type: ignore[attr-defined]
+
+
+def test_momentum_correction_is_that_of_sums() -> None:
+    described = recipe("topk", density=1.0, feedback=MomentumCorrection(momentum=0.5, masking=False))
+    flat = SimulatedCluster(described, 33, 4)
+    two = SimulatedCluster(described, 33, 4, topology=Topology.regular(2, 2))
+    for step in dyadic(np.random.default_rng(3), (4, 4, 33)).astype(np.float32):
+        np.testing.assert_array_equal(two.step([*step.copy()]), flat.step([*step.copy()]))
+
+
+@rows
+def test_a_step_that_is_taken_back_leaves_what_was_there(case: Case) -> None:
+    """All columns take it back, also those that have found nothing; dropped is the sick host's gradient."""
+    gradients = random_gradients(scenario_of(2, 2, 121, num_steps=3), dyadic)
+    gradients[_SICK_AT, 0, 7] = np.inf
+    history, _ = sick_run(case, gradients, hosts=2)
+    before = np.array(history.steps[_SICK_AT - 1].residuals)
+    if case.loses_mass:
+        before[:] = 0.0
+    for bucket in history.cluster.buckets[:2]:
+        bucket.abandon(drop=True)
+    after = np.array(history.cluster.residuals())
+    if case.stays_dyadic:
+        np.testing.assert_array_equal(after[:2], before[:2])
+    if not case.loses_mass and case.stays_dyadic:
+        np.testing.assert_array_equal(after[2:].sum(0), before[2:].sum(0) + gradients[_SICK_AT, 2:].sum(0))
