@@ -6,6 +6,7 @@ On one core, or with `--device cuda` on a GPU. Needs no Horovod.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
 import os
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 # One thread everywhere, before anything starts a pool.
 for _variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS"):
@@ -109,6 +111,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     works = LocalWorks(options.elements, options.density, options.ranks)
     steps = StepWorks(works.source, options.density, options.ranks)
     everything = [*works.parts(), *works.steps(), *steps.steps(), *steps.decoding(), *works.others()]
+    with contextlib.suppress(ImportError):  # without PyTorch there are no local steps
+        exchange: Any = importlib.import_module("benchmarks.local.exchange")
+        everything += exchange.ExchangeWorks(works.source, options.ranks).works()
     if options.only:
         everything = [work for work in everything if any(word in work.name for word in options.only)]
     if options.cpu_time:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -263,26 +263,42 @@ class Accumulator:
         self._settle()
         return self._kernels.to_host(self._kernels.take(self._values, self._kernels.places(indices)))
 
-    def remove(self, indices: Indices) -> Values:
-        """`take` and `clear` in one reading: the values that stood there, as a fresh array."""
-        return np.array(self._kernels.to_host(self._cleared(indices)))
+    def remove(self, indices: Indices, sent: Callable[[Values], Values] | None = None) -> Values:
+        """`take` and `clear` in one reading: the values that stood there, as a fresh array.
+
+        Where something else is `sent` in their place, that is returned, and the difference stays.
+        """
+        where, olds = self._noted(indices)
+        values = np.array(self._kernels.to_host(olds[0]))
+        rounded = values if sent is None else sent(values)
+        if rounded is values:
+            self._clear(where, olds[0])
+        else:
+            left = self._kernels.numbers(values - rounded)
+            self._kernels.put(self._values, where, left)
+            for companion in self._journal.arrays[1:]:
+                self._kernels.zero(companion, where)
+            self._grew(olds[0], left)
+        return rounded
 
     def clear(self, indices: Indices) -> None:
         """Sets the values there to 0, and with masking the companions, as the last fold has said."""
-        self._cleared(indices)
+        where, olds = self._noted(indices)
+        self._clear(where, olds[0])
 
-    def _cleared(self, indices: Indices) -> Memory:
-        """What stood there, which the journal keeps."""
+    def _noted(self, indices: Indices) -> tuple[Memory, tuple[Memory, ...]]:
+        """Where these are, and what the journal keeps of them."""
         self._settle()
         where = self._kernels.places(indices, keep=True)
-        olds = self._journal.remember(where)
+        return where, self._journal.remember(where)
+
+    def _clear(self, where: Memory, old: Memory) -> None:
         for array in self._journal.arrays:
             self._kernels.zero(array, where)
         if len(where) < self.num_elements:
-            self._norm = self._kernels.renormed(self._norm, olds[0])
+            self._norm = self._kernels.renormed(self._norm, old)
         else:  # all of them: 0 exactly, not the rounding of the fold's sum
             self._norm = self._kernels.number(0.0)
-        return olds[0]
 
     def add(self, indices: Indices, values: Values) -> None:
         """Adds to the values there (what a rank gives back to its residual); indices are unique.
@@ -292,14 +308,14 @@ class Accumulator:
         where, new = self._matched(indices, values)
         olds = self._journal.remember(where)
         self._kernels.add(self._values, where, olds[0], new)
-        self._grew(where, olds[0], self._kernels.take(self._values, where))
+        self._grew(olds[0], self._kernels.take(self._values, where))
 
     def put(self, indices: Indices, values: Values) -> None:
         """Exactly these finite values there; companions stay. Indices are unique."""
         where, new = self._matched(indices, values)
         olds = self._journal.remember(where)
         self._kernels.put(self._values, where, new)
-        self._grew(where, olds[0], new)
+        self._grew(olds[0], new)
 
     def _matched(self, indices: Indices, values: Values) -> tuple[Memory, Memory]:
         self._settle()
@@ -308,10 +324,9 @@ class Accumulator:
             raise ArgumentError("values", np.size(values), f"one for each of the {len(where)} indices")
         return where, self._kernels.numbers(values)
 
-    def _grew(self, where: Memory, old: Memory, new: Memory) -> None:
+    def _grew(self, old: Memory, new: Memory) -> None:
         self._norm = self._kernels.renormed(self._norm, old, new)
-        if self._maxima_known:
-            self._kernels.raise_maxima(self._values, self._maxima, where)
+        self._maxima_known = False  # most algorithms select no more in this step
 
     def mask(self, indices: Indices) -> None:
         """Clears what a feedback clears with the values there, as `clear` does; the values stay."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,8 @@ Array = NDArray[Any]
 
 #: elements from which an array is read in place, where its start and end are at hand of whole blocks
 _LARGE = 1 << 16
+#: elements of two arrays whose difference is folded at once
+_AT_ONCE = 1 << 20
 #: elements that are widened for a norm at a time: they stay in the cache between their uses
 _WIDENED = 1 << 16
 #: elements that are added up at a time: they stay in the cache until they are folded
@@ -93,28 +95,35 @@ class GradientParts:
 
         Some are copied to a buffer of `size` elements that is used again: read one before the next.
         """
-        buffer = np.empty(min(size, self.size), self._flat[0].dtype)
-        start = filled = 0
-        for array in self._flat:
-            taken = 0
-            while taken < array.size:
-                if array.size - taken >= _LARGE and filled % block == 0:
-                    if filled:
-                        yield start, buffer[:filled]
-                        start, filled = start + filled, 0
-                    count = (array.size - taken) // block * block
-                    yield start, array[taken : taken + count]
-                    start, taken = start + count, taken + count
-                    continue
-                room = -filled % block if array.size - taken >= _LARGE else buffer.size - filled
-                count = min(room, array.size - taken)
-                buffer[filled : filled + count] = array[taken : taken + count]
-                filled, taken = filled + count, taken + count
-                if filled == buffer.size:
-                    yield start, buffer
+        return joined_pieces(self._flat, self.native, min(size, self.size), block)
+
+
+def joined_pieces(
+    arrays: Iterable[Array], dtype: np.dtype[Any], size: int, block: int
+) -> Iterator[tuple[int, Array]]:
+    """Position and elements of consecutive pieces of arrays; see `GradientParts.pieces`."""
+    buffer = np.empty(size, dtype)
+    start = filled = 0
+    for array in arrays:
+        taken = 0
+        while taken < array.size:
+            if array.size - taken >= _LARGE and filled % block == 0:
+                if filled:
+                    yield start, buffer[:filled]
                     start, filled = start + filled, 0
-        if filled:
-            yield start, buffer[:filled]
+                count = (array.size - taken) // block * block
+                yield start, array[taken : taken + count]
+                start, taken = start + count, taken + count
+                continue
+            room = -filled % block if array.size - taken >= _LARGE else buffer.size - filled
+            count = min(room, array.size - taken)
+            buffer[filled : filled + count] = array[taken : taken + count]
+            filled, taken = filled + count, taken + count
+            if filled == buffer.size:
+                yield start, buffer
+                start, filled = start + filled, 0
+    if filled:
+        yield start, buffer[:filled]
 
 
 class SummedParts(GradientParts):
@@ -190,6 +199,47 @@ class SummedParts(GradientParts):
         if count:
             sum_into(piece[:count], [array[start : start + count] for array in self._arrays], self._factors)
         piece[count:] = 0
+
+
+class MovedParts(GradientParts):
+    """``start - array``, where arrays lie one behind the other; nothing of n elements is written for it.
+
+    Args:
+        start: [n], float32 or float64. To arrays of a half type it counts as it would be rounded.
+        arrays: gives them in their order, as kernels get them; asked anew for each reading.
+
+    Example:
+        >>> parts = MovedParts(np.array([3.0, 3.0]), lambda: iter([np.array([1.0, 2.0])]))
+        >>> [(start, piece.tolist()) for start, piece in parts.pieces(8)]
+        [(0, [2.0, 1.0])]
+    """
+
+    def __init__(self, start: Array, arrays: Callable[[], Iterator[Array]]) -> None:
+        self.dtype, self.size = start.dtype, start.size
+        self._start, self._arrays = start, arrays
+
+    def _beside(self, size: int, block: int) -> Iterator[tuple[int, Array, Array]]:
+        """Position of each piece, of at most so many elements, its start, and what leaves it."""
+        first = next(self._arrays())
+        chunk = max(1, size // block) * block
+        for at, piece in joined_pieces(self._arrays(), first.dtype, chunk, block):
+            for begin in range(0, piece.size, chunk):
+                one = piece[begin : begin + chunk]
+                common = self._start[at + begin :][: one.size]
+                if one.dtype != self.dtype:
+                    common, one = wide(narrow(common, one.dtype)), wide(one)
+                yield at + begin, common, one
+
+    def pieces(self, size: int, block: int = 1) -> Iterator[tuple[int, Array]]:
+        buffer = np.empty(min(size, self.size), self.dtype)
+        for at, common, one in self._beside(min(size, _SUMMED), block):
+            yield at, np.subtract(common, one, out=buffer[: one.size])
+
+    def pairs(self, block: int) -> Iterator[tuple[int, Pair]]:
+        """As `pieces`, but the difference is left to who folds it: memory is read once, by all."""
+        signs = np.array([1, -1], self.dtype)
+        for at, common, one in self._beside(_AT_ONCE, block):
+            yield at, Pair(common, one, signs)
 
 
 def accumulating(dtype: Any) -> type[np.floating[Any]]:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from horovod_sparse.arrays.accumulator import Accumulator
 from horovod_sparse.arrays.gradients import (
     GradientParts,
+    MovedParts,
     SummedParts,
     accumulating,
     clip_factor,
@@ -112,7 +113,7 @@ class HostKernels(Kernels):
         parts = pieces(gradient, 1024 * block, block) if whole is None else [(0, whole)]
         if rule.clip_norm is not None:
             parts = scaled(parts, clip_factor(gradient, rule.clip_norm), keep=kept)
-        elif isinstance(gradient, SummedParts) and companion is None:
+        elif isinstance(gradient, (SummedParts, MovedParts)) and companion is None:
             parts = gradient.pairs(block)
         both = (companion, None) if rule.moment is None else (None, companion)
         folded = folding.fold(values, parts, maxima, self.layout, factors, *both, keep_gradient=kept)
@@ -148,9 +149,6 @@ class HostKernels(Kernels):
 
     def refresh_maxima(self, values: Array, maxima: Array, where: Indices) -> None:
         folding.refresh_maxima(values, maxima, self.layout.block, where)
-
-    def raise_maxima(self, values: Array, maxima: Array, where: Indices) -> None:
-        folding.raise_maxima(values, maxima, self.layout.block, where)
 
     def count_at_least(self, values: Array, maxima: Array, bits: list[Any]) -> NDArray[np.int64]:
         counts = np.zeros(len(bits), np.int64)

@@ -214,9 +214,6 @@ class Kernels(Protocol):
     def refresh_maxima(self, values: Memory, maxima: Memory, where: Memory) -> None:
         """Exact maxima of the blocks that hold these elements."""
 
-    def raise_maxima(self, values: Memory, maxima: Memory, where: Memory) -> None:
-        """Upper bounds again after these elements may have grown."""
-
     def largest(self, values: Memory, maxima: Memory, k: int, start: int, stop: int) -> Indices:
         """Of exact maxima: the k largest, 0 < k < stop - start, ascending; ties go to the lowest index."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,12 +10,14 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from horovod_sparse.ddp.collectives import Communicator
+from horovod_sparse.ddp.collectives import Carrier, Communicator
 from horovod_sparse.ddp.distributed_engine import DistributedEngine, told_to_others
-from horovod_sparse.errors import UnsupportedError
-from horovod_sparse.tensors.local_steps import LocalEngine, LocalTraining, digests_of, named_in
-from horovod_sparse.training.collective_errors import some_of
+from horovod_sparse.errors import ArgumentError, UnsupportedError
+from horovod_sparse.tensors.local_steps import LocalEngine, LocalTraining, digests_of, named_in, plain
+from horovod_sparse.training.collective_errors import some_of, worst_of_all
+from horovod_sparse.training.engine import carry_out
 from horovod_sparse.training.local_settings import LocalOptions, RoundSettings
+from horovod_sparse.training.outcome import worst
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -32,6 +35,16 @@ class _Engine(LocalEngine, DistributedEngine):
 
     def advance(self) -> None:
         """A thread carries on what is under way."""
+
+    #: ranks that have the other shards of the same parameters
+    within: Carrier | None = None
+
+    def of_all(self, errors: list[BaseException]) -> list[BaseException]:
+        """See `RoundEngine`."""
+        if self.within is None:
+            return errors
+        failure = carry_out(worst_of_all(worst(errors) if errors else None), self.within)
+        return [] if failure is None else [failure]
 
 
 class LocalSteps(LocalTraining):
@@ -63,7 +76,9 @@ class LocalSteps(LocalTraining):
         delay: steps that go on while an exchange is under way. What they learn is kept.
         clip: "median": no rank sends more than the median rank, by norm; with a compression.
         offload: whether common parameters and residual lie on the host, pinned where there is a device.
-        process_group: the ranks that exchange; that of the DistributedDataParallel, or all, if left out.
+        process_group: the ranks that exchange; that of the DistributedDataParallel, or all, if left out. Of
+            a model of `fully_shard` over ``mesh["shard"]`` those that have the same shard,
+            ``mesh["replicate"].get_group()``: each exchanges its shard, and saves it.
         **options: see `horovod_sparse.training.settings.Settings`: `on_nonfinite`, `check_every` (exchanges),
             `on_drift` and `deadline_seconds`.
 
@@ -86,15 +101,19 @@ class LocalSteps(LocalTraining):
     ) -> None:
         with told_to_others(process_group):
             rounds, settings = RoundSettings.of(every, options, "horovod_sparse.ddp.LocalSteps")
-            named = named_in(optimizer, model)
+            named = named_in(optimizer, model, partial(_shard, process_group))
             for inner in model.modules():  # torch.compile gives a module that has it
                 if isinstance(inner, DistributedDataParallel):
                     process_group = process_group or inner.process_group
                     _keep_local(inner)
             engine = _Engine(rounds.recipe, None, named, process_group, settings.deadline_seconds)
             engine.named, engine.rounds = named, rounds
+            sharded: list[Any] = [one for one in model.parameters() if hasattr(one, "device_mesh")]
+            if sharded:
+                engine.within = Carrier(sharded[0].device_mesh.get_group())
             super().__init__(optimizer, model, engine, settings)
-            _have_local_steps.update(dict.fromkeys(named.values(), True))
+            trained = [one for name, one in model.named_parameters() if name in named]
+            _have_local_steps.update(dict.fromkeys(trained, True))
             #: what others may train, and what that was
             self._others = {name: one for name, one in model.named_parameters() if one.requires_grad}
             self._others = {name: one for name, one in self._others.items() if one not in _have_local_steps}
@@ -108,6 +127,21 @@ class LocalSteps(LocalTraining):
                 f"LocalSteps, too: LocalSteps(other_optimizer, model, every={self.rounds.every})"
             )
         super()._begin(finishing=finishing)
+
+
+def _shard(group: dist.ProcessGroup | None, name: str, parameter: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a parameter."""
+    if not hasattr(parameter, "device_mesh"):
+        return plain(name, parameter)
+    ranks, others = parameter.device_mesh.mesh.flatten().tolist(), dist.get_process_group_ranks(group)
+    if len(set(ranks) & set(others)) > 1:
+        allowed = (
+            'a model that fully_shard has sharded over ranks of a host (mesh["shard"]), and process_group='
+            'mesh["replicate"].get_group(), those with the same shard'
+        )
+        raise ArgumentError("model", f"{name}, of ranks {ranks}, to be exchanged by ranks {others}", allowed)
+    shard: Any = parameter.detach()
+    return torch.nn.Parameter(shard.to_local(), parameter.requires_grad)
 
 
 def _keep_local(model: DistributedDataParallel) -> None:

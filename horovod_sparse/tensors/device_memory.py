@@ -14,7 +14,13 @@ from horovod_sparse.errors import ArgumentError, MessageError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.kernels.host.scatter import checked
 from horovod_sparse.sparsifiers import BucketInfo
-from horovod_sparse.tensors.accumulator import KeptTensor, TorchAccumulator, accumulating, kernels_for
+from horovod_sparse.tensors.accumulator import (
+    KeptTensor,
+    MadeTensor,
+    TorchAccumulator,
+    accumulating,
+    kernels_for,
+)
 from horovod_sparse.tensors.flat_gradient import GradientMemory, Places, recipe_arguments
 from horovod_sparse.tensors.layout import unscaled
 from horovod_sparse.tensors.streams import CudaStreams, to_device, to_host
@@ -29,6 +35,9 @@ def device_memory(device: torch.device) -> DeviceMemory:
 
 class DeviceMemory(GradientMemory):
     """Tensors on one device."""
+
+    #: a gradient that is made whenever it is read, as the accumulator folds it
+    made = MadeTensor
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -216,7 +216,7 @@ class FlatGradient(GradientLayout):
         if arena is not None:
             self.lends = arena, arena.take()
         memory = None if self.lends is None else self.lends[0].region(self.lends[1])
-        self.flat = _zeros(self.num_elements, self.parameters[0], memory)
+        self.flat = zeros(self.num_elements, self.parameters[0], memory)
         self.views = [self._view(number) for number in range(len(self.parameters))]
         self._addresses = [view.data_ptr() for view in self.views]
         self._probes = np.concatenate(
@@ -385,9 +385,9 @@ class FlatGradient(GradientLayout):
         self._mark(_NOWHERE)
 
 
-def _zeros(num_elements: int, like: torch.Tensor, memory: np.ndarray | None) -> torch.Tensor:
+def zeros(num_elements: int, like: torch.Tensor, memory: np.ndarray | None = None) -> torch.Tensor:
     """Zeros. On the host NumPy's, which asks for huge pages: large folds miss the TLB less."""
-    if like.device.type != "cpu":
+    if like.device.type != "cpu" or not num_elements:
         return torch.zeros(num_elements, dtype=like.dtype, device=like.device)
     if memory is None:
         memory = np.zeros(num_elements * like.element_size(), np.uint8)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
+from horovod_sparse.arrays import MovedParts
 from horovod_sparse.collectives import AllReduce, Synchronization
 from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.feedback import ParameterRules
-from horovod_sparse.tensors.flat_gradient import HOST, GradientLayout
+from horovod_sparse.kernels.host.scatter import compiled_for, native_bits, runs_of, step_by_runs
+from horovod_sparse.tensors.flat_gradient import HOST, GradientLayout, host_view, zeros
 from horovod_sparse.tensors.layout import TensorEntry, host_entry, view_into
 from horovod_sparse.tensors.parts import Part, facts_of, make_parts
 from horovod_sparse.topology import Topology
@@ -26,11 +28,16 @@ from horovod_sparse.training.state import check_entry
 _ADVICE = "LocalSteps uses {}: use the same algorithm, or load None to begin anew"
 
 
+#: elements whose sums are made at once: they stay in the cache
+_TILE = 16384
+
+
 class Displacement(GradientLayout):
     """How far the parameters of a part have come since they were equal on all ranks.
 
     ``flat = start - parameters``; a sum in its place moves `start`, and the parameters follow. Half types are
-    kept in float32: what a round moves is often less than their rounding.
+    kept in float32: what a round moves is often less than their rounding. On the host displacements are made
+    as they are folded, and sums in cache.
 
     Args:
         parameters: of one type.
@@ -40,16 +47,21 @@ class Displacement(GradientLayout):
 
     def __init__(self, parameters: Sequence[torch.Tensor], name: str, rounds: RoundSettings) -> None:
         super().__init__(parameters, name)
-        device = self.parameters[0].device
-        pinned = rounds.offload and device.type == "cuda"
+        first = self.parameters[0]
         if rounds.offload:
-            self.memory, device = HOST, torch.device("cpu")
-        kind = torch.promote_types(self.parameters[0].dtype, torch.float32)
-        empty = partial(torch.empty, dtype=kind, device=device, pin_memory=pinned)
-        self.outer, self.flat, self.start = rounds.outer, empty(self.num_elements), empty(self.num_elements)
-        self.velocity = empty(self.num_elements if self.outer.momentum else 0).zero_()
+            self.memory, first = HOST, torch.empty(0, dtype=first.dtype)
+        pinned = self.parameters[0].device.type == "cuda" and rounds.offload
+        wide = first.new_empty(0, dtype=torch.promote_types(first.dtype, torch.float32))
+
+        def empty(like: torch.Tensor, count: int = self.num_elements) -> torch.Tensor:
+            made = zeros(count, like)
+            return made.pin_memory() if pinned else made
+
+        self.outer, self.start = rounds.outer, empty(wide)
+        self.velocity = empty(wide, self.num_elements if self.outer.momentum else 0)
         #: the parameters as they were when the exchange under way began, where they go on meanwhile
-        self._sent = empty(self.num_elements) if rounds.delay else None
+        self._sent = empty(first) if rounds.delay else None
+        self._flat: torch.Tensor | None = None
         self.begin()
 
     @torch.no_grad()
@@ -60,54 +72,112 @@ class Displacement(GradientLayout):
     def _view(self, flat: torch.Tensor, number: int) -> torch.Tensor:
         return view_into(flat, self.places[number][0], self.layouts[number])
 
+    def _line(self, number: int) -> torch.Tensor:
+        """A parameter's elements one behind the other, as in `start`: itself, if its strides have stayed."""
+        parameter, layout = self.parameters[number].detach(), self.layouts[number]
+        if parameter.stride() != layout.stride():
+            moved = torch.empty_strided(
+                layout.shape, layout.stride(), dtype=parameter.dtype, device=parameter.device
+            )
+            parameter = moved.copy_(parameter)
+        return parameter.as_strided((parameter.numel(),), (1,), parameter.storage_offset())
+
     def begin(self) -> None:
         """See `Kept`."""
         self._gather(self.start)
         if self._sent is not None:
-            self._sent.copy_(self.start)
+            self._gather(self._sent)
 
-    @torch.no_grad()
     def settle(self) -> None:
-        """Of this moment; parameters on another device come one by one."""
-        # parameters of half types went on from `start` as they can hold it: its rounding is no displacement
-        common = self.start.to(self.parameters[0].dtype).to(self.start.dtype)
+        """Of this moment."""
+        self._flat = None
         if self._sent is not None:
             self._gather(self._sent)
-            torch.sub(common, self._sent, out=self.flat)
-            return
-        for number, parameter in enumerate(self.parameters):
-            given = parameter.to(self.flat.device)
-            torch.sub(self._view(common, number), given, out=self._view(self.flat, number))
+
+    @property
+    def flat(self) -> torch.Tensor:
+        """[n], made when somebody asks for it, and held until a sum takes its place."""
+        if self._flat is None:
+            self._flat = self._made()
+        return self._flat
+
+    @torch.no_grad()
+    def _made(self) -> torch.Tensor:
+        # half types went on from `start` as they can hold it: its rounding is no displacement
+        common = self.start.to(self.parameters[0].dtype).to(self.start.dtype)
+        made = torch.empty_like(common)
+        for number, (first, stop) in enumerate(self.places):
+            given = self._line(number) if self._sent is None else self._sent[first:stop]
+            torch.sub(common[first:stop], given.to(common.device), out=made[first:stop])
+        return made
+
+    def _arrays(self) -> Iterator[np.ndarray]:
+        """What leaves `start`, on the host; parameters on another device come one by one."""
+        lines = map(self._line, range(len(self.parameters))) if self._sent is None else [self._sent]
+        return (native_bits(host_view(line.cpu())) for line in lines)
 
     def foldable(self, loss_scale: float) -> Any:
         """As an accumulator folds it, and leaves it as it is."""
-        return self.memory.foldable(self.flat)
+        if self.memory is not HOST:
+            memory: Any = self.memory
+            return memory.made(self._made)
+        return MovedParts(self.start.numpy(), self._arrays)
 
+    @torch.no_grad()
+    def scatter(self, indices: np.ndarray | None, values: np.ndarray, scale: float = 1.0) -> int:
+        """See `GradientLayout`; on the host parameters follow while `start` is in the cache."""
+        if indices is None or self.memory is not HOST:
+            self._flat = torch.empty_like(self.start)
+            return super().scatter(indices, values, scale)
+        start, tile = self.start.numpy(), np.zeros(_TILE, values.dtype)
+        runs = runs_of(compiled_for(indices, np.int32), compiled_for(values, start.dtype))
+        rate, num_union = start.dtype.type(self.outer.lr * scale), 0
+        for number, (begin, end) in enumerate(self.places):
+            line, parameter = self._line(number), self.parameters[number]
+            follows = self._sent is None and line.data_ptr() == parameter.data_ptr()
+            follows = follows and (line.dtype, line.device) == (self.start.dtype, self.start.device)
+            given = rate, tile, begin, end, line.numpy() if follows else None
+            num_union += step_by_runs(start, *runs, *given)
+            if not follows:
+                self._follow(number)
+        self.forget()
+        return num_union
+
+    def fill(self, total: torch.Tensor) -> None:
+        """See `GradientLayout`."""
+        self._flat = total
+        self._give_out()
+
+    @torch.no_grad()
     def _give_out(self) -> None:
-        """The outer step; dense, since reading and writing single elements takes longer."""
+        """The outer step."""
+        mean, self._flat = self.flat, None
         if self.outer.momentum:
-            self.velocity.mul_(self.outer.momentum).add_(self.flat)
-            self.flat.add_(self.velocity, alpha=self.outer.momentum)
-        self.start.sub_(self.flat, alpha=self.outer.lr)
+            self.velocity.mul_(self.outer.momentum).add_(mean)
+            mean = mean.add(self.velocity, alpha=self.outer.momentum)
+        self.start.sub_(mean, alpha=self.outer.lr)
         self.return_to_start()
 
     @torch.no_grad()
     def return_to_start(self) -> None:
         """See `Kept`."""
-        for number, parameter in enumerate(self.parameters):
-            start = self._view(self.start, number)
-            if self._sent is None:
-                parameter.copy_(start)
-                continue
-            sent = self._view(self._sent, number)
-            learned = parameter.to(start.device).sub(sent)
-            parameter.copy_(torch.where(torch.isfinite(sent), learned, 0).add_(start))
+        for number in range(len(self.parameters)):
+            self._follow(number)
         self.forget()  # nothing is under way any more
 
     def forget(self) -> None:
         """See `Kept`."""
         if self._sent is not None:
             self._gather(self._sent)
+
+    def _follow(self, number: int) -> None:
+        parameter, start = self.parameters[number], self._view(self.start, number)
+        if self._sent is None:
+            parameter.copy_(start)
+            return
+        sent = self._view(self._sent, number)
+        learned = parameter.to(start.device, start.dtype).sub(sent)
+        parameter.copy_(torch.where(torch.isfinite(sent), learned, 0).add_(start))
 
     def to_host(self, name: str) -> np.ndarray:
         """See `Kept`: a view where it can be."""
@@ -144,6 +214,10 @@ class LocalEngine:
 
     def declared(self) -> Mapping[str, object]:
         return self.rounds.describe()
+
+    def of_all(self, errors: list[BaseException]) -> list[BaseException]:
+        """See `RoundEngine`."""
+        return errors
 
     def entries(self, parts: Sequence[Any]) -> list[Any]:
         """See `RoundEngine`."""
@@ -205,6 +279,7 @@ class LocalTraining(Rounds):
         self, optimizer: torch.optim.Optimizer, module: torch.nn.Module, engine: Any, settings: Settings
     ) -> None:
         self.optimizer = optimizer
+        self._ids = {id(parameter) for parameter in self._trained()}
         super().__init__(engine, engine.rounds, settings, engine.facts({}), ModelBuffers(module))
         for hook in getattr(optimizer, "_local_hooks", ()):  # the one that was made last has it
             hook.remove()
@@ -223,10 +298,12 @@ class LocalTraining(Rounds):
         if not (skipped is not None and bool(skipped)):
             self.after_step()
 
-    def _begin(self, *, finishing: bool = False) -> None:
-        known = {id(parameter) for _, parameter in self.facts.values()}
+    def _trained(self) -> Iterator[torch.Tensor]:
         given = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        if new := [list(p.shape) for p in given if p.requires_grad and p.numel() and id(p) not in known]:
+        return (parameter for parameter in given if parameter.requires_grad and parameter.numel())
+
+    def _begin(self, *, finishing: bool = False) -> None:
+        if new := [list(one.shape) for one in self._trained() if id(one) not in self._ids]:
             raise UnsupportedError(
                 f"the optimizer trains parameters of shapes {new[:3]} that LocalSteps did not find when it "
                 "was made: other ranks would not hear of them. On all ranks, finish() this one before "
@@ -259,8 +336,18 @@ class LocalTraining(Rounds):
         self.load(entry)
 
 
-def named_in(optimizer: Any, module: Any) -> dict[str, torch.Tensor]:
-    """The parameters that an optimizer trains, by their names in a model.
+def plain(name: str, parameter: torch.Tensor) -> torch.Tensor:
+    """A parameter that this rank has all of."""
+    if type(parameter.data) is not torch.Tensor:
+        allowed = "a model of plain tensors; horovod_sparse.ddp.LocalSteps takes one of fully_shard"
+        raise ArgumentError("model", f"{name}, a {type(parameter.data).__name__}", allowed)
+    return parameter
+
+
+def named_in(
+    optimizer: Any, module: Any, local: Callable[[str, torch.Tensor], torch.Tensor] = plain
+) -> dict[str, torch.Tensor]:
+    """The parameters that an optimizer trains, by their names in a model: what of them is this rank's.
 
     Raises:
         ArgumentError: for what is no optimizer of PyTorch, or no model, or one without some of them.
@@ -277,8 +364,4 @@ def named_in(optimizer: Any, module: Any) -> dict[str, torch.Tensor]:
     if len(named) < len(given):
         allowed = f"the one that has all {len(given)} parameters of the optimizer"
         raise ArgumentError("model", f"one that has {len(named)} of them", allowed)
-    for name, parameter in named.items():
-        if type(parameter.data) is not torch.Tensor:
-            allowed = "a model of plain tensors: sharded ones (FSDP) are not taken yet"
-            raise ArgumentError("model", f"{name}, a {type(parameter.data).__name__}", allowed)
-    return named
+    return {name: local(name, parameter) for name, parameter in named.items()}

@@ -149,12 +149,6 @@ def refresh_maxima(values: Tensor, maxima: Tensor, layout: Layout, indices: Tens
     maxima[blocks.long()] = magnitudes(values[where.clamp_(max=layout.num_elements - 1)]).amax(1)
 
 
-def raise_maxima(values: Tensor, maxima: Tensor, layout: Layout, indices: Tensor) -> None:
-    """Makes the maxima upper bounds again after the given elements grew."""
-    where = indices.long()
-    maxima.scatter_reduce_(0, where // layout.block, magnitudes(values[where]), "amax")
-
-
 def zero(values: Tensor, indices: Tensor) -> None:
     """values[indices] = 0."""
     values[indices.long()] = 0

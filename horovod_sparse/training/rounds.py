@@ -116,6 +116,9 @@ class RoundEngine(Engine, Protocol):
     def advance(self) -> None:
         """Carries on what is under way, without waiting."""
 
+    def of_all(self, errors: list[BaseException]) -> list[BaseException]:
+        """Those of ranks, too, that exchange other shards of the same model."""
+
     def entries(self, parts: Sequence[Any]) -> list[Entry]:
         """The common parameters, for ranks to compare."""
 
@@ -326,6 +329,7 @@ class Rounds(Training):
                     part.gradient.forget()
             if errors:
                 errors = self.carried_out_again(errors, lambda _: starter, self._waited)
+            errors = self.engine.of_all(errors)
         except Exception as error:
             if not isinstance(error, DeadlineError):  # after one of these a thread may go on
                 self._give_up()

@@ -74,10 +74,10 @@ def _mesh() -> DeviceMesh:
 class _Host:
     """A model of four ranks and what synchronizes it; without compression FSDP's own dense sums."""
 
-    def __init__(self, mesh, compression, *, plan=None, lr=0.5, **policy) -> None:
+    def __init__(self, mesh, compression, *, plan=None, lr=0.5, inner=None, **policy) -> None:
         self.net = _Net()
         self.net.unused.requires_grad_(False)
-        inner = mesh if compression is None else mesh["shard"]
+        inner = inner or (mesh if compression is None else mesh["shard"])
         for module in (self.net.first, self.net.second, self.net):
             fully_shard(module, mesh=inner, mp_policy=MixedPrecisionPolicy(**policy))
         self.optimizer = torch.optim.SGD((p for p in self.net.parameters() if p.requires_grad), lr=lr)
@@ -375,3 +375,37 @@ def test_a_pass_that_has_failed_is_forgotten(mesh, rank):
         net(inputs).square().sum().backward()
         assert same_on_all_replicas(*(parameter.grad.full_tensor() for parameter in net.parameters()))
     assert sync.step == 4
+
+
+@pytest.mark.parametrize("compression", [None, "sparseloco"])
+def test_local_steps_exchange_shards_between_hosts(compression, mesh, rank):
+    """Each shard as a model of its own would be, whose two ranks have the means of their hosts' gradients."""
+    host = _Host(mesh, None, inner=mesh["shard"])
+    given = {"every": 2, "compression": compression, "process_group": mesh["replicate"].get_group()}
+    with pytest.raises(ArgumentError, match="with the same shard"):
+        ddp.LocalSteps(host.optimizer, host.net, **given | {"process_group": None})
+    local = ddp.LocalSteps(host.optimizer, host.net, **given)
+    alone = _Host(mesh, None, inner=mesh["shard"])
+    starts = [p.to_local().clone() for p in alone.net.parameters()]
+    for step in range(4):
+        for one in (host, alone):
+            one.step(gradients(rank, step))
+        if step % 2 == 0:
+            assert not same_on_all_replicas(*host.weights())
+        elif compression is None:  # by hand
+            for parameter, start in zip(alone.net.parameters(), starts, strict=True):
+                moved = start - parameter.detach().to_local()
+                dist.all_reduce(moved, group=given["process_group"])
+                start.sub_(moved * 0.5)
+                with torch.no_grad():
+                    parameter.to_local().copy_(start)
+            assert same_on_all_replicas(*host.weights())
+            assert all(map(torch.equal, host.weights(), alone.weights()))
+    assert same_on_all_replicas(*host.weights())
+    if rank == 0:  # of the first host, and of one shard
+        with torch.no_grad():
+            host.net.first.weight.to_local()[0, 0] = torch.nan
+    host.step(gradients(rank, 4))
+    with pytest.raises(NonFiniteGradientError, match="not finite"):
+        host.step(gradients(rank, 5))
+    assert (local.step, local.taken) == (2, 0)

@@ -5,6 +5,7 @@ Everything here may be slow and may copy; nothing may be clever.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -210,10 +211,12 @@ class ReferenceAccumulator:
     def take(self, indices: Indices) -> Values:
         return self._values[indices]
 
-    def remove(self, indices: Indices) -> Values:
+    def remove(self, indices: Indices, sent: Callable[[Values], Values] = lambda values: values) -> Values:
         values = self.take(indices).copy()
         self.clear(indices)
-        return values
+        rounded = sent(values)
+        self._values[indices] = values - rounded
+        return rounded
 
     def clear(self, indices: Indices) -> None:
         for array in (self._values, *self._masked):

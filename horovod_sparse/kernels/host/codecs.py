@@ -226,13 +226,12 @@ def encode_2bit(values, sizes, signs, larges):  # type: ignore[no-untyped-def]
             negative, bigger = np.uint32(0), np.uint32(0)
             for i in range(word << 5, min((word + 1) << 5, end)):
                 size = _size(values[i])
+                over = np.uint32(size > mean)  # no branch: which half a value is in is a coin toss
                 negative |= np.uint32(values[i] < 0) << np.uint32(i & 31)
-                if size > mean:
-                    bigger |= np.uint32(1) << np.uint32(i & 31)
-                    large += size
-                    above += 1
-                else:
-                    small += size
+                bigger |= over << np.uint32(i & 31)
+                large += size if over else 0.0
+                small += 0.0 if over else size
+                above += over
             signs[word], larges[word] = negative, bigger
         sizes[2 * block] = small / max(end - begin - above, 1)
         sizes[2 * block + 1] = large / max(above, 1)
@@ -241,7 +240,11 @@ def encode_2bit(values, sizes, signs, larges):  # type: ignore[no-untyped-def]
 @kernel
 def decode_2bit(sizes, signs, larges, out):  # type: ignore[no-untyped-def]
     """The inverse of `encode_2bit`; there is no -0."""
-    for i in range(out.size):
-        word, bit = i >> 5, np.uint32(i & 31)
-        size = sizes[2 * (i // TWO_BIT_BLOCK) + ((larges[word] >> bit) & _ONE)]
-        out[i] = np.float32(0.0) - size if (signs[word] >> bit) & _ONE else size
+    for word in range(signs.size):
+        begin = word << 5
+        block = 2 * (begin // TWO_BIT_BLOCK)
+        small, large = sizes[block], sizes[block + 1]
+        sign, bigger = signs[word], larges[word]
+        for bit in range(min(32, out.size - begin)):
+            size = large if (bigger >> np.uint32(bit)) & _ONE else small
+            out[begin + bit] = np.float32(0.0) - size if (sign >> np.uint32(bit)) & _ONE else size

@@ -211,14 +211,6 @@ def refresh_maxima(values, maxima, block, indices):  # type: ignore[no-untyped-d
 
 
 @kernel
-def raise_maxima(values, maxima, block, indices):  # type: ignore[no-untyped-def]
-    """Makes the maxima upper bounds again after the given elements changed."""
-    for index in indices:
-        j = index // block
-        maxima[j] = max(maxima[j], magnitude(values[index]))
-
-
-@kernel
 def sum_two(total, one, other, factors):  # type: ignore[no-untyped-def]
     """total = factors[0] * one + factors[1] * other."""
     n = total.size

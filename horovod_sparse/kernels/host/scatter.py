@@ -91,6 +91,22 @@ def add_at(values, indices, new):  # type: ignore[no-untyped-def]
 
 
 @kernel
+def _fill_tile(tile, indices, values, at, stops, start, stop):  # type: ignore[no-untyped-def]
+    """Adds to a tile of [start, stop) what the runs have for it; returns what `add_at` does."""
+    first_touches = 0
+    for run in range(at.size):
+        i = at[run]
+        while i < stops[run] and indices[i] < stop:
+            old = tile[indices[i] - start]
+            first_touches += raw_bits(old) == 0
+            total = old + values[i]
+            tile[indices[i] - start] = total if raw_bits(total) != 0 else -total
+            i += 1
+        at[run] = i
+    return first_touches
+
+
+@kernel
 def write_runs(dense, indices, values, at, stops, scale, tile, head, past_caches):  # type: ignore[no-untyped-def]
     """dense = scale * (0, and values at the indices, in order); returns what `add_at` does.
 
@@ -101,15 +117,7 @@ def write_runs(dense, indices, values, at, stops, scale, tile, head, past_caches
     first_touches, start, stop = 0, 0, min(head, dense.size)
     scales = v.splat(scale)
     while start < dense.size:
-        for run in range(at.size):
-            i = at[run]
-            while i < stops[run] and indices[i] < stop:
-                old = tile[indices[i] - start]
-                first_touches += raw_bits(old) == 0
-                total = old + values[i]
-                tile[indices[i] - start] = total if raw_bits(total) != 0 else -total
-                i += 1
-            at[run] = i
+        first_touches += _fill_tile(tile, indices, values, at, stops, start, stop)
         j = 0
         while start + j + v.LANES <= stop:
             lanes = v.multiply(scales, v.load(tile, j))
@@ -124,6 +132,33 @@ def write_runs(dense, indices, values, at, stops, scale, tile, head, past_caches
             tile[j] = 0
             j += 1
         start, stop = stop, min(stop + tile.size, dense.size)
+    return first_touches
+
+
+@kernel
+def step_by_runs(start, indices, values, at, stops, rate, tile, first, last, line):  # type: ignore[no-untyped-def]
+    """start -= rate * (sum of the values at a place) from first up to last; returns what `add_at` does.
+
+    Runs and tile are those of `write_runs`. `line`, if there is one, becomes what start is there.
+    """
+    first_touches, rates = 0, v.splat(-rate)
+    for begin in range(first, last, tile.size):
+        stop = min(begin + tile.size, last)
+        first_touches += _fill_tile(tile, indices, values, at, stops, begin, stop)
+        i = begin
+        while i + v.LANES <= stop:
+            moved = v.add(v.load(start, i), v.multiply(rates, v.load(tile, i - begin)))
+            v.store(tile, i - begin, v.zeros_like(rates))
+            v.store(start, i, moved)
+            if line is not None:
+                v.store(line, i - first, moved)
+            i += v.LANES
+        while i < stop:
+            start[i] -= rate * tile[i - begin]
+            tile[i - begin] = 0
+            if line is not None:
+                line[i - first] = start[i]
+            i += 1
     return first_touches
 
 
@@ -277,15 +312,20 @@ def apply_scaled_sum(dense: Array, indices: Array | None, values: Array, scale: 
     if flat.dtype.kind != "f":
         clear_all(flat)
         return apply_sum(dense, indices, values if scale == 1.0 else values * values.dtype.type(scale))
-    where, new = _matched(flat, indices, values)
+    where, new, at, stops = runs_of(*_matched(flat, indices, values))
+    room = np.zeros(_TILE + _LINE, flat.dtype)
+    ahead, head = (-array.ctypes.data % _LINE // flat.itemsize for array in (room, flat))
+    tile, factor = room[ahead : ahead + _TILE], flat.dtype.type(scale)
+    return int(write_runs(flat, where, new, at, stops, factor, tile, head, flat.nbytes >= _LARGE))
+
+
+def runs_of(where: Array, new: Array) -> tuple[Array, Array, Array, Array]:
+    """Indices and values, sorted where they ascend seldom, and where each run of them begins and stops."""
     stops = np.append(np.flatnonzero(where[1:] < where[:-1]) + 1, where.size)
     if stops.size > _MOST_RUNS:
         order = np.argsort(where, kind="stable")
         where, new, stops = where[order], new[order], stops[-1:]
-    room = np.zeros(_TILE + _LINE, flat.dtype)
-    ahead, head = (-array.ctypes.data % _LINE // flat.itemsize for array in (room, flat))
-    tile, at, factor = room[ahead : ahead + _TILE], np.append(0, stops[:-1]), flat.dtype.type(scale)
-    return int(write_runs(flat, where, new, at, stops, factor, tile, head, flat.nbytes >= _LARGE))
+    return where, new, np.append(0, stops[:-1]), stops
 
 
 def _apply_whole(flat: Array, values: Array, scale: float) -> int:

@@ -198,20 +198,6 @@ def refresh_maxima(values: Tensor, maxima: Tensor, layout: Layout, indices: Tens
     )
 
 
-@triton.jit(do_not_specialize=["block", "k"])
-def _raise_kernel(values, maxima, indices, block, k, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
-    lanes = tl.program_id(0) * LANES + tl.arange(0, LANES)
-    mask = lanes < k
-    where = tl.load(indices + lanes, mask=mask, other=0)
-    new = tl.load(values + where, mask=mask, other=0.0)
-    tl.atomic_max(maxima + where // block, magnitude(new), mask=mask)
-
-
-def raise_maxima(values: Tensor, maxima: Tensor, layout: Layout, indices: Tensor) -> None:
-    k = indices.numel()
-    _raise_kernel[(programs(k, 256),)](values, maxima, indices, layout.block, k, LANES=256, **OPTIONS)
-
-
 # Elements per program: every one is a memory transaction of its own, so many small programs.
 _LANES = 256
 _OPTIONS = OPTIONS | {"num_warps": 4}

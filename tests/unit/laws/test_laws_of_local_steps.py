@@ -31,6 +31,7 @@ from horovod_sparse.training.engine import carry_out
 from horovod_sparse.training.host_topology import Ranks
 from horovod_sparse.training.local_settings import RoundSettings
 from horovod_sparse.training.settings import Settings
+from support.memories import choose_memory
 
 SIZE, START, TOPK = 4, object(), "topk:density=0.1"
 RECIPES = [None, "sparseloco", "topk:density=0.1", "oktopk:density=0.1", "qsgd", "randomk:density=0.2"]
@@ -413,13 +414,15 @@ def test_a_compiled_step_counts():
     assert (one.local.taken, one.local.step) == (1, 1)
 
 
-def test_what_lies_on_the_host_and_half_types_follow_the_same_law():
+@pytest.mark.parametrize("memory", ["host", "device"])
+def test_what_lies_on_the_host_and_half_types_follow_the_same_law(memory, monkeypatch):
+    choose_memory(monkeypatch, memory)
     plain, offloaded = (
         on_ranks(lambda one: trained(one, 6).vector(), 2, compression="sparseloco", offload=offload)
         for offload in (False, True)
     )
     assert equal([*plain, *offloaded])
-    assert equal(on_ranks(lambda one: trained(one, 3).vector(), 2, inner=half_of))
+    assert equal(on_ranks(lambda one: trained(one, 3).vector(), 2, inner=half_of, compression=TOPK))
 
 
 def test_buffers_are_averaged_where_they_are_floats():
