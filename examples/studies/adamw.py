@@ -62,7 +62,6 @@ def _methods() -> dict[str, Method]:
     methods["P=2, topk 1 %, error"] = Method(2, "topk:density=0.01")
     for size in (2, 4, 8, 16):
         methods[f"P={size}, topk 1 %, adam"] = Method(size, "topk:density=0.01,feedback=adam")
-    methods["P=2, topk 0.3 %, adam, 2 bits"] = Method(2, "topk:density=0.003,values=2bit,feedback=adam")
     methods["P=2, topk 0.3 %, 2 bits, gaps, adam"] = Method(
         2, "topk:density=0.003,values=2bit,indices=gaps,feedback=adam"
     )
