@@ -264,21 +264,3 @@ OTHERWISE = {
 def test_numbers_are_in_the_appendix(name: str) -> None:
     page = ROOT / name if name == "README.md" else DOCS / name
     assert numbers(page.read_text("utf-8")) - measured() <= OTHERWISE[name]
-
-
-_PAPERS = (DOCS / "papers.md").read_text("utf-8")
-
-
-def test_every_row_of_a_paper_has_a_state_and_what_was_found_has_a_command() -> None:
-    headings = re.findall(r"^## (.+)$", _PAPERS, re.MULTILINE)
-    assert headings[:5] == ["ExDyna", "MiCRO", "OMGS-SGD", "DRAGONN", "SparDL"]
-    rows = re.findall(r"^\| (?!what )(.*) \|$", _PAPERS.partition("## ExDyna")[2], re.MULTILINE)
-    assert len(rows) > 30
-    for row in rows:
-        what, state, _theirs, ours, command = (cell.strip() for cell in row.split("|"))
-        assert state in ("reproduced", "in shape", "not seen", "not tested"), what
-        if state != "not tested":
-            assert ours and (command or "a test holds" in ours), what
-    named = set(re.findall(r"`scripts/([a-z_]+)", _PAPERS))
-    assert {"study", "bench"} <= named
-    assert all((ROOT / "scripts" / name).is_file() for name in named)

@@ -110,7 +110,7 @@ def test_ranks_of_another_protocol_are_refused() -> None:
     }
 
 
-def horovod(counts: list[int], rank: int, where: str) -> SimpleNamespace:
+def ranks_of(counts: list[int], rank: int, where: str) -> Ranks:
     """What Horovod's binding says on a rank of hosts of so many ranks; a cross rank counts by local rank."""
     places = [(host, local) for host, count in enumerate(counts) for local in range(count)]
     host, local = places[rank]
@@ -118,13 +118,10 @@ def horovod(counts: list[int], rank: int, where: str) -> SimpleNamespace:
     asked = {"is_homogeneous": lambda: len(set(counts)) == 1}
     told = {"local_rank": lambda: local, "cross_rank": lambda: cross, "rank": lambda: rank}
     told |= {"size": lambda: sum(counts), "local_size": lambda: counts[host]}
-    if where == "binding":
-        return SimpleNamespace(**told, **asked)
-    return SimpleNamespace(**told, mpi_ops=SimpleNamespace(**asked))
-
-
-def ranks_of(hvd: SimpleNamespace) -> Ranks:
-    return Ranks.of_horovod(hvd, hvd)
+    binding = SimpleNamespace(**told, **asked)
+    if where == "mpi_ops":
+        binding = SimpleNamespace(**told, mpi_ops=SimpleNamespace(**asked))
+    return Ranks.of_horovod(binding, binding)
 
 
 @pytest.mark.parametrize("where", ["binding", "mpi_ops"])
@@ -134,11 +131,11 @@ def test_ranks_of_unequal_hosts_are_on_their_own(where: str, monkeypatch) -> Non
     found = []
     for rank, host in enumerate("aabbb"):
         monkeypatch.setenv("HOROVOD_HOSTNAME", host)
-        found.append(own_place(ranks_of(horovod([2, 3], rank, where))))
+        found.append(own_place(ranks_of([2, 3], rank, where)))
     assert [place for _, place in found] == [0, 1, 0, 1, 2]
     assert len({name for name, _ in found[:2]}) == len({name for name, _ in found[2:]}) == 1
     assert found[0][0] != found[4][0]
-    alike = [own_place(ranks_of(horovod([2, 2], rank, where))) for rank in range(4)]
+    alike = [own_place(ranks_of([2, 2], rank, where)) for rank in range(4)]
     assert alike == [("host 0", 0), ("host 0", 1), ("host 1", 0), ("host 1", 1)]
 
 
