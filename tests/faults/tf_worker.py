@@ -49,10 +49,14 @@ class Training:
         if step == FAULT_STEP and hvd.rank() == hvd.size() - 1 and self.how in ("stopped", "asleep"):
             if self.how == "stopped":
                 os.kill(os.getpid(), signal.SIGSTOP)
-            until, path = time.monotonic() + ASLEEP_SECONDS, self.path.with_name("rank-0.jsonl")
-            while '"error": ' not in path.read_text() and time.monotonic() < until:
-                time.sleep(0.1)
+            self.until_told()
             time.sleep(1.0)  # the others have ended
+
+    def until_told(self) -> None:
+        """Until rank 0 has written down what it has met, or never will."""
+        until, path = time.monotonic() + ASLEEP_SECONDS, self.path.with_name("rank-0.jsonl")
+        while not (path.exists() and '"error": ' in path.read_text()) and time.monotonic() < until:
+            time.sleep(0.1)
 
     def step(self) -> None:
         with tf.GradientTape() as tape:
@@ -109,6 +113,8 @@ def main(mode: str, folder: Path) -> None:
     except Exception as error:
         waited = time.perf_counter() - training.begun
         training.note(error=type(error).__name__, message=str(error), waited=waited)
+        if how in ("misspelt", "variable"):
+            training.until_told()
 
 
 if __name__ == "__main__":
