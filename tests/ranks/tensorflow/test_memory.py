@@ -5,17 +5,45 @@ from __future__ import annotations
 import gc
 import weakref
 
+import horovod.tensorflow as stock
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import horovod_sparse.tensorflow as hvd
 import horovod_sparse.tensorflow.keras as hvd_keras
-from conformance.engines_tensorflow import KERAS, TAPES
 from horovod_sparse.feedback import Bucket
-from support.keras_models import fit, keras, make_model
 
 pytestmark = pytest.mark.tensorflow
+
+
+def _by_tape(wrap, graph):
+    compression, weight = hvd.Compression.topk(density=0.5), tf.Variable(tf.ones([100]))
+
+    def step():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(weight * weight)
+        weight.assign_sub(wrap(tape, compression=compression).gradient(loss, [weight])[0])
+
+    step = tf.function(step) if graph else step
+    for _ in range(2):
+        step()
+    return compression
+
+
+def _by_optimizer(fit):
+    optimizer = hvd_keras.DistributedOptimizer(tf.keras.optimizers.SGD(0.1), compression="topk:density=0.5")
+    model = tf.keras.Sequential([tf.keras.Input((3,)), tf.keras.layers.Dense(4)])
+    model.compile(optimizer, "mse", jit_compile=False, run_eagerly=not fit)
+    model.fit(np.ones((4, 3), np.float32), np.ones((4, 4), np.float32), verbose=0)
+    return optimizer
+
+
+WAYS = {
+    "tape": lambda graph: _by_tape(hvd.DistributedGradientTape, graph),
+    "stock tape": lambda graph: _by_tape(stock.DistributedGradientTape, graph),
+    "optimizer": _by_optimizer,
+}
 
 
 def test_nothing_is_left_of_it(rank, size):
@@ -28,15 +56,9 @@ def test_nothing_is_left_of_it(rank, size):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Bucket, "__init__", noted)
-        for engine in [*TAPES, *KERAS]:
-            training = engine.train("topk:density=0.5", {"weight": (100,)})
-            for _ in range(2):
-                training.step({"weight": np.ones(100)})
-            used[engine.name] = weakref.ref(training.compression)
-        optimizer = hvd_keras.DistributedOptimizer(keras.optimizers.SGD(0.1), compression="topk:density=0.5")
-        fit(make_model(), optimizer, rank, size, epochs=1, run_eagerly=True)
-        used["fit"] = weakref.ref(optimizer)
-    del training, optimizer
+        for way, make in WAYS.items():
+            for graph in (False, True):
+                used[way, graph] = weakref.ref(make(graph))
     tf.keras.backend.clear_session()
     gc.collect()
     assert [way for way, one in used.items() if one() is not None] == []
