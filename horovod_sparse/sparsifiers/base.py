@@ -322,7 +322,7 @@ class SelectAndGather(Sparsifier):
         """Selects, then one allgather."""
         indices, facts, after = self.select(accumulator, self.num_selected(info, state.step), state, info)
         wire = self.message_format(info, state.step)
-        sent = accumulator.remove(indices, wire.round)
+        sent = accumulator.remove(indices, None if wire.exact else wire.round)
         sum_ = SparseSum.of((yield from exchange_selections(accumulator, indices, sent, info, wire)))
         sum_.facts.update(facts)
         return sum_, state if after is None else after
