@@ -101,7 +101,7 @@ def test_all_ranks_change_to_one_plan_and_lose_nothing(arguments, monkeypatch):
     measures_both = "levels" in arguments and size > per_host
     assert decision.profile.per_host == (per_host if measures_both else 1)
     # the graph of the old plan is refused, on all ranks and without a word to the others
-    with pytest.raises(UnsupportedError, match="trace it again"):
+    with pytest.raises((UnsupportedError, tf.errors.OpError), match="trace it again"):
         descent.run(next(number))
     for plan in (decision.plan, Plan((("bias",), ("first", "second")), ("wide",)), default):
         if plan is not decision.plan:
