@@ -181,6 +181,7 @@ def carry_out_together(
     topology: Topology | None = None,
     *,
     looks: bool = False,
+    deadline_seconds: float | None = None,
 ) -> Any:
     """Runs a coroutine on all ranks; with `looks`, ranks that cannot make their optimizer are looked for."""
     place = int(process_set.rank()), int(process_set.size())
@@ -199,7 +200,7 @@ def carry_out_together(
         return from_wire(request, output.numpy(), received.numpy())
 
     # out of a graph that is being traced; a host function's thread has none
-    with tf.init_scope(), tf.device("/cpu:0"), Watch(None, process_set).together(name):
+    with tf.init_scope(), tf.device("/cpu:0"), Watch(deadline_seconds, process_set).together(name):
         return engine.carry_out(coroutine, execute)
 
 

@@ -202,7 +202,7 @@ class VariablesTraining(Training):
         rules, request = self.recipe.rules, self.request
         if not self.facts:
             yield from compared(self.declared())
-        found = _facts_of(unique_names(new, list(self.facts)), new, rules)
+        found = facts_of(unique_names(new, list(self.facts)), new, rules)
         label, names = yield from common_names(self.engine.label, [fact for fact, _ in found.values()])
         facts = {
             names[name]: (dataclasses.replace(fact, name=names[name]), variable)
@@ -286,7 +286,8 @@ def _goes_on(former: Part, part: Part) -> bool:
     return former.task.looped or former.task.kinds == part.task.kinds
 
 
-def _facts_of(names: Sequence[str], variables: Sequence[Any], rules: ParameterRules) -> Facts:
+def facts_of(names: Sequence[str], variables: Sequence[Any], rules: ParameterRules) -> Facts:
+    """Facts and variable, by name, in the model's order."""
     facts = {}
     for name, variable in zip(names, variables, strict=True):
         num_elements, dtype = tf.TensorShape(variable.shape).num_elements(), dtype_name(variable.dtype)

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 import horovod_sparse.tensorflow as hvd_tf
 import horovod_sparse.tensorflow.keras as hvd
-from horovod_sparse.errors import NonFiniteGradientError, UnsupportedError
+from horovod_sparse.errors import ArgumentError, NonFiniteGradientError, UnsupportedError
 from support.keras_models import fit, flat, keras, make_model, trained_densely
 
 IS_KERAS_2 = not hasattr(tf.keras, "version")
@@ -372,3 +372,41 @@ def test_an_overflow_of_one_rank_is_everybodys(mixed, kind, run_eagerly, rank, s
     assert int(optimizer.iterations) >= counted + 1
     assert (flat(model) != before).any()
     assert (everywhere(flat(model)) == flat(model)).all()
+
+
+def test_local_steps(rank, size):
+    """Of one step, densely and by SGD, they are data-parallel training; sparsely replicas are equal again."""
+    dense = make_model()
+    fit(dense, sgd(), rank, size, callbacks=[hvd.LocalSteps(every=1, compression=EVERYTHING)])
+    np.testing.assert_allclose(flat(dense), flat(trained_densely(sgd(), rank, size)), **CLOSE)
+
+
+def test_replicas_are_equal_after_every_exchange_of_local_steps(rank, size):
+    seen = []
+
+    class Look(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            seen.append(flat(self.model))
+
+    def model_of():
+        model = keras.Sequential([make_model(), keras.layers.BatchNormalization()])
+        model.build((None, 8))
+        return model
+
+    def local_steps():
+        return hvd.LocalSteps(every=3, compression="topk:density=0.1", check_every=1)
+
+    model, local = model_of(), local_steps()
+    fit(model, sgd(momentum=0.0), rank, size, epochs=1, callbacks=[local, Look()])
+    ranks = hvd_tf.allgather_object(seen)
+    assert [np.array_equal(*both) for both in zip(*ranks[:2], strict=True)] == 2 * [False, False, True]
+    assert (local.rounds.step, local.rounds.taken) == (3, 0)
+
+    again, resumed = model_of(), local_steps()
+    again.set_weights(model.get_weights())
+    resumed.load_state_dict(copy.deepcopy(local.state_dict()))
+    for one, callback in ((model, local), (again, resumed)):
+        fit(one, sgd(momentum=0.0), rank, size, epochs=1, callbacks=[callback])
+    np.testing.assert_array_equal(flat(model), flat(again))
+    with pytest.raises(ArgumentError, match="distributed"):
+        fit(again, hvd.DistributedOptimizer(sgd(), compression=SPARSE), rank, size, callbacks=[resumed])

@@ -31,5 +31,6 @@ def test_a_restart_goes_on_bit_for_bit(tmp_path: Path) -> None:
     names = ("whole-0", "whole-1", "restarted-0", "restarted-1")
     ends = [torch.load(tmp_path / f"{name}.pt", weights_only=True) for name in names]
     assert [first for first, _ in ends] == [0, 0, 10, 10]
-    for weights in zip(*(state.values() for _, state in ends), strict=True):
-        assert all(torch.equal(weight, weights[0]) for weight in weights)
+    for states in zip(*(states for _, states in ends), strict=True):
+        for weights in zip(*(state.values() for state in states), strict=True):
+            assert all(torch.equal(weight, weights[0]) for weight in weights)

@@ -1,0 +1,314 @@
+"""`LocalSteps` of Keras: a callback, whose exchanges copy to the host and are waited for."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import tensorflow as tf
+
+from horovod_sparse.arrays import GradientParts
+from horovod_sparse.collectives import AllReduce, Synchronization
+from horovod_sparse.errors import ArgumentError, HorovodSparseError
+from horovod_sparse.feedback import Bucket, Member
+from horovod_sparse.kernels import apply_scaled_sum
+from horovod_sparse.sparsifiers import BucketInfo
+from horovod_sparse.sparsifiers.base import accumulator_dtype
+from horovod_sparse.telemetry import BucketReport
+from horovod_sparse.tensorflow._horovod import hvd, takes_part
+from horovod_sparse.tensorflow.collectives import carry_out_together, label_of
+from horovod_sparse.tensorflow.parts import make_accumulator
+from horovod_sparse.tensorflow.state import distributed_in
+from horovod_sparse.tensorflow.tensors import as_variable, dtype_name, unique_names
+from horovod_sparse.tensorflow.training import VariablesEngine, facts_of
+from horovod_sparse.topology import Topology
+from horovod_sparse.training import parts as common
+from horovod_sparse.training.drift import HostEntry, brought
+from horovod_sparse.training.engine import Facts, PartSpec
+from horovod_sparse.training.local_settings import LocalOptions, OuterStep, RoundSettings
+from horovod_sparse.training.rounds import Rounds
+from horovod_sparse.training.state import check_entry
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class _Displacement:
+    """Common values of some variables, on the host: `horovod_sparse.training.rounds.Kept`."""
+
+    def __init__(self, variables: Sequence[Any], places: Sequence[tuple[int, int]], outer: OuterStep) -> None:
+        self._placed, self._outer = list(zip(variables, places, strict=True)), outer
+        kind = accumulator_dtype(str(dtype_name(variables[0].dtype)))
+        self.start = np.zeros(places[-1][1], kind)
+        self.velocity = np.zeros_like(self.start[: None if outer.momentum else 0])
+        self.begin()
+
+    def begin(self) -> None:
+        for variable, place in self._placed:
+            self.start[slice(*place)] = variable.numpy().reshape(-1)
+
+    def taken(self) -> np.ndarray:
+        """[n]: how far the variables are from `start`, as far as their type can hold it."""
+        displacement = np.empty_like(self.start)
+        for variable, place in self._placed:
+            own = variable.numpy().reshape(-1)
+            displacement[slice(*place)] = self.start[slice(*place)].astype(own.dtype)
+            displacement[slice(*place)] -= own
+        return displacement
+
+    def move(self, mean: np.ndarray) -> None:
+        """The outer step."""
+        if self._outer.momentum:
+            self.velocity *= self._outer.momentum
+            self.velocity += mean
+            mean += self._outer.momentum * self.velocity
+        self.start -= self._outer.lr * mean
+        self.return_to_start()
+
+    def return_to_start(self) -> None:
+        for variable, place in self._placed:
+            values = self.start[slice(*place)].reshape(variable.shape)
+            variable.assign(values.astype(variable.dtype.as_numpy_dtype))
+
+    def forget(self) -> None:
+        """Nothing is learned while an exchange is under way."""
+
+    def to_host(self, name: str) -> np.ndarray:
+        array: np.ndarray = getattr(self, name)
+        return array
+
+    def from_host(self, name: str, values: np.ndarray) -> None:
+        getattr(self, name)[...] = values
+
+
+class _Part(common.ArrayLayout, common.BucketPart):
+    """A bucket; one of all elements where a plan leaves variables dense."""
+
+    streams = None
+
+    def __init__(self, spec: PartSpec, facts: Facts, place: tuple[int, int], rounds: RoundSettings) -> None:
+        self.name = self.label = spec.label
+        self.names, self.dense = spec.names, spec.dense
+        variables = [facts[name][1] for name in spec.names]
+        self.shapes = [tuple(variable.shape) for variable in variables]
+        self.gradient = _Displacement(variables, self.places, rounds.outer)
+        info = BucketInfo(spec.label, self.places[-1][1], *place, self.gradient.start.dtype.name)
+        recipe = spec.recipe or rounds.recipe.for_dense()
+        members = [Member(name, *at) for name, at in zip(self.names, self.places, strict=True)]
+        self.bucket, self.task = Bucket(info, recipe, make_accumulator(info, recipe), members), _Task()
+
+    def start(self, starter: Any) -> None:
+        self.task = starter.start(self.label, self.bucket.step(GradientParts([self.gradient.taken()])))
+
+    def again(self, starter: Any, *, drop: bool) -> None:
+        self.task = starter.start(self.label, self.bucket.again())
+
+    def apply(self, scale: float) -> BucketReport:
+        started, sum_, mean = time.perf_counter(), self.task.result, np.zeros_like(self.gradient.start)
+        num_union = apply_scaled_sum(mean, None if sum_.whole else sum_.indices, sum_.values, scale)
+        self.gradient.move(mean)
+        self.bucket.accept()
+        took = time.perf_counter() - started
+        return BucketReport(self.bucket.last, num_union, mean.nbytes, sum_.norms, apply_seconds=took)
+
+    def abandon(self, *, drop: bool = False, again: bool = False) -> None:
+        self.bucket.abandon(drop=drop, again=again)
+
+
+@dataclass
+class _Task:
+    result: Any = None
+    error: BaseException | None = None
+
+    def value(self) -> Any:
+        if self.error is not None:
+            raise self.error
+        return self.result
+
+
+class _Engine(VariablesEngine):
+    """Runs one coroutine after the other, each to its end; its own `starter`."""
+
+    def __init__(self, process_set: Any, rounds: RoundSettings, label: str, seconds: float | None) -> None:
+        super().__init__(process_set, "flat")
+        self.rounds, self.label, self.given, self._seconds = rounds, label, rounds.describe(), seconds
+        self.starter, self.idle_seconds = self, 0.0
+
+    def make_parts(
+        self, specs: Sequence[PartSpec], facts: Facts, place: tuple[int, int], topology: Topology | None
+    ) -> list[Any]:
+        return [_Part(spec, facts, place, self.rounds) for spec in specs]
+
+    def entries(self, parts: Sequence[Any]) -> list[Any]:
+        views = [
+            (name, part.gradient.start[slice(*place)])
+            for part in parts
+            for name, place in zip(part.names, part.places, strict=True)
+        ]
+        return [HostEntry(name, view, partial(np.copyto, view)) for name, view in views]
+
+    def carry_out(self, coroutine: Synchronization[Any], topology: Topology | None) -> Any:
+        seconds = self._seconds
+        return carry_out_together(
+            coroutine, self.process_set, f"{self.label}.round", topology, looks=True, deadline_seconds=seconds
+        )
+
+    def start(self, name: str, coroutine: Synchronization[Any]) -> _Task:
+        task = _Task()
+        try:
+            task.result = self.carry_out(self._timed(coroutine), None)
+        except Exception as error:
+            task.error = error
+        return task
+
+    def _timed(self, coroutine: Synchronization[Any]) -> Synchronization[Any]:
+        answer = None
+        while True:
+            try:
+                request = coroutine.send(answer)
+            except StopIteration as stop:
+                return stop.value
+            began = time.perf_counter()
+            answer = yield request
+            self.idle_seconds += time.perf_counter() - began
+
+    def wait(self, tasks: Sequence[_Task]) -> None:
+        """All have ended; what no algorithm has raised is Horovod's failure."""
+        for task in tasks:
+            if task.error is not None and not isinstance(task.error, HorovodSparseError):
+                raise task.error
+
+    def advance(self) -> None:
+        """Nothing is under way."""
+
+    def of_all(self, errors: list[BaseException]) -> list[BaseException]:
+        """There are no shards."""
+        return errors
+
+
+class _Buffers:
+    """Statistics of batches: floats are averaged over ranks, all others are rank 0's."""
+
+    def __init__(self, named: Mapping[str, Any]) -> None:
+        self._named = named
+        self._known = self._sums()
+
+    def _entries(self) -> list[HostEntry]:
+        return [HostEntry(name, one.numpy(), one.assign) for name, one in self._named.items()]
+
+    def _sums(self) -> dict[str, bytes]:
+        return {entry.name: entry.sums().tobytes() for entry in self._entries()}
+
+    def changed(self) -> list[str]:
+        return [name for name, sums in self._sums().items() if sums != self._known[name]]
+
+    def shared(self, names: Sequence[str], size: int, root: int | None = None) -> Synchronization[None]:
+        for entry in self._entries():
+            if root is None and entry.name in names and dtype_name(entry.array.dtype):
+                total = yield AllReduce(entry.array.astype(np.float64).reshape(-1))
+                entry.assign((total / size).reshape(entry.array.shape).astype(entry.array.dtype))
+            elif root is not None or entry.name in names:
+                yield from brought(entry, root or 0)
+        self._known = self._sums()
+
+
+def _by_name(variables: Sequence[Any]) -> dict[str, Any]:
+    """By names without the numbers that Keras counts in a process."""
+    paths = [re.sub(r"_\d+", "", str(getattr(one, "path", None) or one.name)) for one in variables]
+    names = unique_names([SimpleNamespace(name=path) for path in paths])
+    return {name: as_variable(one) for name, one in zip(names, variables, strict=True)}
+
+
+class LocalSteps(tf.keras.callbacks.Callback):
+    """As `horovod_sparse.ddp.LocalSteps`: lets every rank train alone, and exchanges every so many steps.
+
+        model.compile(keras.optimizers.AdamW(), loss)          # Keras' own optimizer
+        model.fit(batches, callbacks=[broadcast, hvd.LocalSteps(every=30, compression="sparseloco")])
+
+    Stands behind `BroadcastGlobalVariablesCallback`. The end of `fit` exchanges, too, until all ranks have
+    come to it. Steps that a LossScaleOptimizer skips do not count.
+
+    Args:
+        every: H, steps of the optimizer from one exchange to the next.
+        process_set: the ranks that exchange.
+        **options: see `horovod_sparse.ddp.LocalSteps`; there is no `delay`, and all is offloaded anyway.
+
+    Raises:
+        ArgumentError: for an argument that is not allowed; in `fit`, for a distributed optimizer, or a model
+            that is not built.
+
+    Example:
+        >>> LocalSteps(every=30, delay=2)
+        Traceback (most recent call last):
+        horovod_sparse.errors.ArgumentError: delay=2 is not allowed: give 0: exchanges are waited for
+    """
+
+    def __init__(
+        self, every: int, process_set: Any = hvd.global_process_set, **options: Unpack[LocalOptions]
+    ) -> None:
+        super().__init__()
+        self._given, self._settings = RoundSettings.of(every, options, "LocalSteps of Keras")
+        if self._given.delay:
+            raise ArgumentError("delay", self._given.delay, "0: exchanges are waited for")
+        self.process_set, self._counted = process_set, 0
+        #: made when `fit` begins: counts exchanges (`step`), tells of them (`summary()`)
+        self.rounds: Rounds | None = None
+        self._waiting: Mapping[str, Any] | None = None
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        if not takes_part(self.process_set):
+            return
+        if not self.model.built:
+            raise ArgumentError("model", type(self.model), "one that is built: model.build(...) before fit")
+        optimizer = self.model.optimizer
+        if distributed_in(optimizer) is not None or hasattr(optimizer, "_allreduce_grads"):  # Horovod's own
+            raise ArgumentError("optimizer", "a distributed one", "Keras' own to compile()")
+        self._counted = self._iterations()
+        if self.rounds is None:
+            trained = _by_name(self.model.trainable_weights)
+            named = {
+                name: one
+                for name, one in trained.items()
+                if dtype_name(one.dtype) and one.shape.num_elements()
+            }
+            label = label_of("horovod_sparse.local", self.process_set, list(named.values()))
+            engine = _Engine(self.process_set, self._given, label, self._settings.deadline_seconds)
+            facts = facts_of(list(named), list(named.values()), self._given.recipe.rules)
+            buffers = _Buffers(_by_name(self.model.non_trainable_weights))
+            self.rounds = Rounds(engine, self._given, self._settings, facts, buffers)
+            self.load_state_dict(self._waiting)
+
+    def _iterations(self) -> int:
+        optimizer = getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
+        return int(np.asarray(optimizer.iterations))
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if self.rounds is not None:
+            self.rounds.before_step()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        before, self._counted = self._counted, self._iterations()
+        if self.rounds is not None:
+            for _ in range(self._counted - before):
+                self.rounds.after_step()
+
+    def on_train_end(self, logs: Any = None) -> None:
+        if self.rounds is not None:
+            self.rounds.finish()
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's entry: common values, residuals, and where in its round it is; empty before `fit`."""
+        return {} if self.rounds is None else self.rounds.save()
+
+    def load_state_dict(self, entry: Mapping[str, Any] | None) -> None:
+        """Goes on from an entry of this rank, beside its model's and its optimizer's variables."""
+        self._waiting = entry
+        if self.rounds is not None and entry:
+            check_entry(entry, self._given.recipe, "LocalSteps uses {}")
+            self.rounds.load(entry)
