@@ -56,9 +56,9 @@ SPELLINGS = ["".join(letters) for letters in itertools.product(*((one, one.upper
 def test_ranks_with_local_steps_are_killed(tmp_path, kills, ranks):
     """No hang, survivors are equal after every exchange, and the training ends as undisturbed ones do."""
     task = {"rounds": len(kills) + 40, "kills": kills}
-    hosts, more = SPELLINGS[: len(kills) + ranks], {"HOROVOD_GLOO_TIMEOUT_SECONDS": "20"}
+    hosts = SPELLINGS[: len(kills) + ranks]
     with elastic_job(
-        tmp_path, LOCAL_WORKER, json.dumps(task), hosts=hosts[:ranks], least=ranks, most=ranks, **more
+        tmp_path, LOCAL_WORKER, json.dumps(task), hosts=hosts[:ranks], least=ranks, most=ranks
     ) as job:
         job.set_hosts(hosts)
         assert job.wait(90.0 * (1 + len(kills))) == 0, job.log
