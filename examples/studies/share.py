@@ -36,7 +36,7 @@ TRAININGS = {
     "cnn": partial(digits_training, hidden=1920, batch_size=512),
 }
 #: steps at a rate: the plan is decided after the 7th, and looked at again after every `PERIOD` ones
-STEPS, ALONE, THEN = 7 + 4 * PERIOD, 12, " then "
+STEPS, PAIRS, THEN = 7 + 3 * PERIOD, 12, " then "
 CELLS = [f"{model}/{rate}" for rate in ("100mbit", "1gbit", "10gbit") for model in TRAININGS]
 CELLS += [f"{model}/1gbit{THEN}100mbit{THEN}1gbit" for model in TRAININGS]
 
@@ -56,8 +56,14 @@ class Rank:
         self.batches = self.training.batches(dist.get_rank(), dist.get_world_size(), 0)
         self.linear = not isinstance(self.optimizer, AdamWOfSteps)  # what is sent is a gradient
         self.given, self.applied = ([torch.zeros_like(p) for p in self.parameters] for _ in range(2))
+        self.counts = True
         for total, parameter in zip(self.given, self.parameters, strict=True):
-            parameter.register_hook(lambda gradient, total=total: (total.add_(gradient), gradient)[1])
+
+            def count(gradient: torch.Tensor, total: torch.Tensor = total) -> None:
+                if self.counts:
+                    total += gradient
+
+            parameter.register_hook(count)
 
     def compute(self) -> float:
         """Forward and backward; how long they took."""
@@ -69,8 +75,13 @@ class Rank:
 
     def train(self, rate: str) -> dict[str, Any]:
         """So many steps: seconds until gradients are summed, and of the optimizer; what was decided."""
-        summed, stepped, plans = [], [], [str(self.sync.plan)]
-        for _ in range(STEPS):
+        summed, stepped, alone, plans = [], [], [], [str(self.sync.plan)]
+        for step in range(STEPS + PAIRS):
+            if step >= STEPS:  # by turns, as other programs come and go
+                self.counts = False
+                with self.model.no_sync():
+                    alone.append(self.compute())
+                self.counts = True
             summed.append(self.compute())
             for total, parameter in zip(self.applied, self.parameters, strict=True):
                 total += parameter.grad
@@ -80,11 +91,11 @@ class Rank:
             self.optimizer.step()
             stepped.append(time.perf_counter() - started)
             plans.append(str(self.sync.plan))
-        changes = [step for step in range(1, STEPS + 1) if plans[step] != plans[step - 1]]
+        changes = [step for step in range(2, len(plans)) if plans[step] != plans[step - 1]]
         decision = self.sync._sharing.following.decision
         found = {"rate": rate, "plan": plans[-1], "words": decision.density, "remedy": decision.remedy}
         found |= {"told": round(decision.measured, 4), "changes": changes}
-        times = {"summed": [round(each, 5) for each in summed], "stepped": statistics.median(stepped)}
+        times = {"summed": summed, "stepped": statistics.median(stepped), "alone": alone}
         return {**found, **times}
 
     def lost(self) -> float:
@@ -110,13 +121,11 @@ def work(settings: dict[str, Any]) -> dict[str, Any]:
             dist.barrier()
         phases.append(rank.train(rate))
     lost = rank.lost() if rank.linear else None
-    with rank.model.no_sync():
-        alone = statistics.median([rank.compute() for _ in range(ALONE)])
     flat = torch.nn.utils.parameters_to_vector(rank.parameters).detach()
     ends = torch.stack([flat, -flat])
     dist.all_reduce(ends, dist.ReduceOp.MAX)
     equal = bool(torch.equal(ends[0], -ends[1]))
-    return {"alone": alone, "equal": equal, "lost": lost, "num_parameters": flat.numel(), "phases": phases}
+    return {"equal": equal, "lost": lost, "num_parameters": flat.numel(), "phases": phases}
 
 
 def table(result: dict[str, Any]) -> str:
@@ -126,8 +135,8 @@ def table(result: dict[str, Any]) -> str:
         for phase in cell["phases"]:
             chosen, predicted, _ = phase["words"].split("\n")
             chosen, predicted = chosen.partition(": ")[2], predicted.partition("iteration, ")[2]
-            whole = statistics.median(phase["summed"][-PERIOD:]) + phase["stepped"]
-            share = max(0.0, 1.0 - (cell["alone"] + phase["stepped"]) / whole)
+            whole, alone = (statistics.median(times[-PAIRS:]) for times in (phase["summed"], phase["alone"]))
+            share = max(0.0, 1.0 - (alone + phase["stepped"]) / (whole + phase["stepped"]))
             met = 0.02 <= share <= 0.06 or (share < 0.02 and "dense gradients" in chosen)
             row = [f"{name.partition('/')[0]}, {phase['rate']}", chosen, predicted.partition(" of")[0]]
             row += [f"{phase['told']:.1%}", f"{share:.1%}", "yes" if met else "no"]
