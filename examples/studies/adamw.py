@@ -17,7 +17,7 @@ import sys
 import time
 import tracemalloc
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import matplotlib
@@ -45,16 +45,19 @@ SEEDS = (0, 1, 2)
 RATES = (1.5e-3, 3e-3, 6e-3)
 #: bits per second between two hosts, of which seconds to a score are calculated, and how near it has to be
 NETWORKS, MARGIN = {"1 Gbit/s": 1e9, "100 Mbit/s": 1e8}, 0.05
-#: steps at the end whose loss is the training score: text that the model has not seen before
-LAST = 40
+#: a larger GPT, of 5.0 million parameters, on shorter pieces
+LARGE = {"num_steps": 1500, "batch": 8, "layers": 4, "width": 320, "length": 64}
+#: the last part of the steps, whose loss is the training score: text that the model has not seen before
+LAST = 0.1
 
 
 @dataclass(frozen=True)
 class Method:
-    """A row: ranks, and what they send: a recipe, or the name of a baseline."""
+    """A row: ranks; what they send, a recipe or the name of a baseline; where it differs from `SETTING`."""
 
     size: int
     text: str
+    setting: dict[str, Any] = field(default_factory=dict)
 
 
 def _methods() -> dict[str, Method]:
@@ -67,9 +70,15 @@ def _methods() -> dict[str, Method]:
     )
     methods["P=2, topk 1 %, adam, clipped"] = Method(2, "topk:density=0.01,feedback=adam(clip_norm=1.0)")
     methods["P=2, qsgd"] = Method(2, "qsgd")
-    methods |= {f"P=2, {name}": Method(2, name) for name in BASELINES}
+    methods |= {f"P=2, {name}": Method(2, name) for name in BASELINES if name != "dense"}
     for name in ("spardl", "oktopk", "gtopk", "exdyna", "micro"):
         methods[f"P=8, {name} 1 %, adam"] = Method(8, f"{name}:density=0.01,feedback=adam")
+    for name, text in (
+        ("dense", "dense"),
+        ("topk 1 %, adam", "topk:density=0.01,feedback=adam"),
+        ("topk 0.3 %, 2 bits, gaps, adam", "topk:density=0.003,values=2bit,indices=gaps,feedback=adam"),
+    ):
+        methods[f"5 M, P=4, {name}"] = Method(4, text, LARGE)
     return methods
 
 
@@ -91,9 +100,11 @@ def measure(
     progress: Callable[..., Any] = lambda steps: steps,
 ) -> dict[str, Any]:
     """One training, in which the sum is clipped; what ranks normalize themselves is not."""
-    task, baseline = gpt_task(batch_size=setting["batch"] // method.size), BASELINES.get(method.text)
-    dense = baseline is not None or method.text == "dense"
-    recipe = Recipe(Dense(), ErrorFeedback()) if dense else parse_recipe(method.text)
+    setting = setting | method.setting
+    shape = {name: setting[name] for name in ("layers", "width", "length") if name in setting}
+    task = gpt_task(batch_size=setting["batch"] // method.size, **shape)
+    baseline = BASELINES.get(method.text)
+    recipe = parse_recipe(method.text) if baseline is None else Recipe(Dense(), ErrorFeedback())
     make = plain if baseline is not None and baseline.is_step else adamw
     is_step = recipe.feedback.applies_rate if baseline is None else baseline.is_step
     trace = train(
@@ -108,9 +119,10 @@ def measure(
         edit=None if is_step else lambda _, gradient: clip(gradient, setting["clip_norm"]),
         exchange=None if baseline is None else lambda shapes: baseline.make(shapes, setting),
     )
+    last = trace.losses[-round(LAST * setting["num_steps"]) :]
     return {
         "bits": round(trace.score, 4),
-        "training_bits": round(float(np.mean(trace.losses[-LAST:])) / math.log(2), 4),
+        "training_bits": round(float(np.mean(last)) / math.log(2), 4),
         "bytes_per_step": round(trace.bytes_per_step),
         "num_elements": trace.num_elements,
         "losses": [float(f"{loss:.4g}") for loss in trace.losses],
@@ -197,9 +209,10 @@ def memory(num_elements: int = 1_000_000) -> dict[str, float]:
 
 
 def smooth(runs: Sequence[dict[str, Any]]) -> np.ndarray:
-    """Training bits over the steps, as the mean of the last `LAST` ones and of all seeds."""
+    """Training bits over the steps, as the mean of the last tenth of them and of all seeds."""
     bits = np.mean([run["losses"] for run in runs], axis=0) / math.log(2)
-    return np.convolve(bits, np.full(LAST, 1 / LAST), "valid")
+    last = round(LAST * len(bits))
+    return np.convolve(bits, np.full(last, 1 / last), "valid")
 
 
 def seconds_to(result: dict[str, Any], runs: Sequence[dict[str, Any]], target: float) -> list[float]:
@@ -208,19 +221,20 @@ def seconds_to(result: dict[str, Any], runs: Sequence[dict[str, Any]], target: f
     Latency, and what folding and selecting take, are left out; infinite where the score is not reached.
     """
     steps = np.flatnonzero(smooth(runs) <= target)
-    count = LAST + float(steps[0]) if steps.size else math.inf
+    count = LAST * len(runs[0]["losses"]) + float(steps[0]) if steps.size else math.inf
     sent = 8 * float(np.mean([run["bytes_per_step"] for run in runs]))
     return [count * (result["compute_seconds"] + sent / rate) for rate in NETWORKS.values()]
 
 
 def table(result: dict[str, Any]) -> str:
     """A row per method, at its best rate, as means over the seeds."""
-    found, rows = best(result, "P=2, dense"), []
-    dense = {} if found is None else found[1]
-    for name in METHODS:
+    rows = []
+    for name, method in METHODS.items():
         found = best(result, name)
         if found is None:
             continue
+        of_dense = best(result, "5 M, P=4, dense" if method.setting else "P=2, dense")
+        dense = {} if of_dense is None else of_dense[1]
         rate, runs = found[0], list(found[1].values())
         means = {
             key: float(np.mean([run[key] for run in runs]))
@@ -233,7 +247,7 @@ def table(result: dict[str, Any]) -> str:
             base = float(np.mean([dense[seed]["training_bits"] for seed in common]))
             own = [found[1][seed] for seed in common]
             behind = f"{float(np.mean([run['training_bits'] for run in own])) - base:+.3f}"
-            if METHODS[name].size == 2:
+            if method.size == 2:
                 target = dense[common[0]]["training_bits"] + MARGIN
                 seconds = [f"{found:.0f}" for found in seconds_to(result, own[:1], target)]
         rows.append(
@@ -276,7 +290,9 @@ def draw(result: dict[str, Any]) -> None:
         if found is None:
             continue
         bits = smooth(list(found[1].values()))
-        axes.plot(np.arange(LAST, LAST + len(bits)), bits, label=f"{name}, rate {found[0]:g}")
+        axes.plot(
+            np.arange(len(bits)) + LAST * SETTING["num_steps"], bits, label=f"{name}, rate {found[0]:g}"
+        )
     axes.set_xlabel("step")
     axes.set_ylabel("bits per byte, training")
     axes.set_ylim(top=5)
@@ -291,7 +307,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = results.command_line("scripts/study adamw", __doc__)
     parser.add_argument("--only", default="", metavar="TEXT", help="methods whose name has this in it")
     parser.add_argument("--seeds", type=int, nargs="+", choices=SEEDS, default=SEEDS, help="(default: all)")
-    parser.add_argument("--rates", type=float, nargs="+", choices=RATES, default=RATES, help="(default: all)")
+    parser.add_argument(
+        "--rates", type=float, nargs="+", choices=(7.5e-4, *RATES), default=RATES, help="(default: all)"
+    )
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     result = results.load(FILE)
@@ -306,7 +324,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     label = f"{name}/rate {rate:g}/seed {seed}"
                     if options.only not in name or (label in runs and not options.again):
                         continue
-                    steps = SETTING["num_steps"]
+                    steps = method.setting.get("num_steps", SETTING["num_steps"])
                     runs[label] = measure(
                         method,
                         rate,

@@ -35,6 +35,11 @@ class Baseline(NamedTuple):
     is_step: bool = False
 
 
+def dense(shapes: Shapes, setting: Mapping[str, Any]) -> Exchange:
+    """Gradients and their sum in float32."""
+    return lambda gradients, step, rate: (torch.stack(list(gradients)).mean(0), 4.0 * gradients[0].numel())
+
+
 def fp16(shapes: Shapes, setting: Mapping[str, Any]) -> Exchange:
     """Gradients and their sum in float16: Horovod's `Compression.fp16`."""
 
@@ -190,6 +195,7 @@ def demo(shapes: Shapes, setting: Mapping[str, Any]) -> Exchange:
 
 
 BASELINES: dict[str, Baseline] = {
+    "dense": Baseline(dense),
     "fp16": Baseline(fp16),
     "powersgd rank 1": Baseline(partial(power_sgd, rank=1)),
     "powersgd rank 4": Baseline(partial(power_sgd, rank=4)),

@@ -24,6 +24,7 @@ import torch
 
 from horovod_sparse.feedback import parse_recipe
 from horovod_sparse.simulation import SimulatedCluster
+from horovod_sparse.training.rounds import mean_over_senders
 from studies import results
 from studies.adamw import adamw, rate_at
 from studies.tasks import Task, gpt_task
@@ -32,11 +33,12 @@ __all__ = ["METHODS", "main", "table"]
 
 FILE = results.MEASUREMENTS / "local_steps.json"
 #: of the ranks together 8 pieces of 64 bytes in a step
-SETTING = {"num_steps": 900, "size": 4, "batch": 2, "length": 64, "width": 128, "warmup": 0.1}
+SETTING = {"num_steps": 3000, "size": 4, "batch": 2, "length": 64, "width": 128, "warmup": 0.1}
 SETTING |= {"weight_decay": 0.1, "clip_norm": 1.0, "beta2": 0.99, "rate": 3e-3}
 SEEDS = (0, 1, 2)
 #: steps at the end whose loss is the training score: text that the model has not seen before
-LAST = 90
+LAST = 300
+KEYS = "training_bits", "bits", "bytes_per_step"
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ class Method:
     lr: float = 1.0
     momentum: float = 0.0
     accumulate: int = 1
+    combine: str = "ranks"
 
 
 METHODS = {
@@ -58,6 +61,7 @@ METHODS = {
     "gradients of 30 steps, dense": Method(accumulate=30),
     "DiLoCo, H = 30, dense": Method(30, lr=0.7, momentum=0.9),
     "sparseloco, H = 30": Method(30, "sparseloco"),
+    "sparseloco, H = 30, by senders": Method(30, "sparseloco", combine="senders"),
 }
 
 
@@ -149,7 +153,11 @@ def _apart(
             mean = torch.stack(moved).mean(0)
             sent += 4 * n
         else:
-            mean = torch.from_numpy(cluster.step([one.numpy() for one in moved])) / len(models)
+            sum_ = cluster.synchronize([one.numpy() for one in moved])[0]
+            if method.combine == "senders":
+                mean = torch.from_numpy(cluster.dense(mean_over_senders(sum_)))
+            else:
+                mean = torch.from_numpy(cluster.dense(sum_)) / len(models)
         velocity = method.momentum * velocity + mean
         start = start - method.lr * (mean + method.momentum * velocity)
         for one in models:
@@ -161,29 +169,26 @@ def _apart(
 
 
 def table(result: dict[str, Any]) -> str:
-    """A row per method, as means over the seeds."""
-    rows = []
-    found = {
-        name: [result["runs"][label] for seed in SEEDS if (label := f"{name}/seed {seed}") in result["runs"]]
-        for name in METHODS
-    }
-    means = {
-        name: {key: float(np.mean([run[key] for run in runs])) for key in runs[0] if key != "losses"}
-        for name, runs in found.items()
-        if runs
-    }
-    for name, mean in means.items():
-        dense = means.get(next(iter(METHODS)), mean)
-        dense_bytes, apart = 4 * mean["num_elements"], METHODS[name].every * METHODS[name].accumulate
+    """A row per method, as means over its seeds; dense is of the same ones."""
+    rows, runs = [], result["runs"]
+    for name, method in METHODS.items():
+        seeds = [seed for seed in SEEDS if f"{name}/seed {seed}" in runs]
+        if not seeds:
+            continue
+        own, dense = (
+            {key: float(np.mean([runs[f"{one}/seed {seed}"][key] for seed in seeds])) for key in KEYS}
+            for one in (name, next(iter(METHODS)))
+        )
+        fewer = dense["bytes_per_step"] / own["bytes_per_step"]
         rows.append(
             [
                 name,
-                f"{mean['training_bits']:.3f}",
-                f"{100 * (mean['training_bits'] / dense['training_bits'] - 1):+.1f} %",
-                f"{mean['bits']:.3f}",
-                f"{dense_bytes / (mean['bytes_per_step'] * apart):.0f}x",
-                f"{dense_bytes / mean['bytes_per_step']:,.0f}x",
-                str(len(found[name])),
+                f"{own['training_bits']:.3f}",
+                f"{100 * (own['training_bits'] / dense['training_bits'] - 1):+.1f} %",
+                f"{own['bits']:.3f}",
+                f"{fewer / (method.every * method.accumulate):.0f}x",
+                f"{fewer:,.0f}x",
+                str(len(seeds)),
             ]
         )
     head = ["method", "bits, training", "to dense", "bits, test"]

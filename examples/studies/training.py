@@ -146,7 +146,9 @@ def train(
 def _note(trace: Trace, last: BucketStep, sum_: SparseSum) -> None:
     trace.targets.append(last.num_target)
     trace.facts.append(dict(last.facts))
-    trace.counts.append(int(np.unique(sum_.indices).size))
+    is_sent = np.zeros(trace.num_elements, bool)
+    is_sent[sum_.indices] = True
+    trace.counts.append(int(np.count_nonzero(is_sent)))
     trace.imbalance.append(last.facts.get("imbalance", math.nan))
     trace.thresholds.append(last.facts.get("threshold", math.nan))
     trace.global_error.append(last.global_error)
