@@ -308,7 +308,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", metavar="TEXT", help="methods whose name has this in it")
     parser.add_argument("--seeds", type=int, nargs="+", choices=SEEDS, default=SEEDS, help="(default: all)")
     parser.add_argument(
-        "--rates", type=float, nargs="+", choices=(7.5e-4, *RATES), default=RATES, help="(default: all)"
+        "--rates",
+        type=float,
+        nargs="+",
+        choices=(3.75e-4, 7.5e-4, *RATES),
+        default=RATES,
+        help="(default: all)",
     )
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
