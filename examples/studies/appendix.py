@@ -81,8 +81,8 @@ _RESULTS = (
         "as for dense, fp16, qsgd and PowerSGD, which is PyTorch's hook. That is dense for 40 steps, 1-bit "
         "Adam for 80; bytes are means of all steps. Each row at the rate that was best with the first "
         "seed, among those tried, as mean of its seeds, beside dense training with the same ones; "
-        "training: mean of the last tenth of the steps, of text that is new to the model. 5 M: 1,500 steps of "
-        "8 pieces of 64 bytes. Seconds to within 0.05 "
+        "training: mean of the last tenth of the steps, of text that is new to the model. 5 M: 1,500 steps "
+        "of 8 pieces of 64 bytes. Seconds to within 0.05 "
         "bits of dense's last training bits, with the first seed, are calculated: steps times CPU time of "
         "a gradient on one core, and bytes at that rate.",
         ("adamw",),
@@ -90,7 +90,7 @@ _RESULTS = (
     ),
     Section(
         "Local steps",
-        "The GPT at width 128, 3000 steps on 4 simulated ranks of 2 pieces of 64 bytes, AdamW at rate 0.003, "
+        "The GPT at width 128, 3,000 steps on 4 simulated ranks of 2 pieces of 64 bytes, AdamW at rate 0.003, "
         "rising for 300 steps, then a cosine, clipping to norm 1; training: mean of the last 300 steps.",
         ("local_steps",),
         "scripts/study local",

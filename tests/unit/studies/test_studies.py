@@ -88,7 +88,7 @@ def test_baselines_bring_what_all_ranks_mean() -> None:
     generator = torch.Generator().manual_seed(0)
     ranks = [torch.randn(19, generator=generator) for _ in range(2)]
     mean = (ranks[0] + ranks[1]) / 2
-    dense = {"fp16": 2, "powersgd rank 1": 4, "powersgd rank 4": 4, "1-bit adam": 4, "demo": 6}
+    dense = {"dense": 4, "fp16": 2, "powersgd rank 1": 4, "powersgd rank 4": 4, "1-bit adam": 4, "demo": 6}
     for name, baseline in BASELINES.items():
         exchange = baseline.make(shapes, setting)
         steps = [exchange(ranks, step, 0.1) for step in range(1500 if name == "1-bit adam" else 3)]
