@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from horovod_sparse._version import __version__
+from horovod_sparse import __version__
 from horovod_sparse.errors import DriftError, StateMismatchError
 from horovod_sparse.merging import ParameterFacts, Plan
 from horovod_sparse.simulation import Recorder, run_lockstep
