@@ -181,15 +181,6 @@ def local_rounds(profile: Profile, sparsifier: Sparsifier, workload: Workload) -
         profile: of the cluster.
         sparsifier: one whose selection was measured; that of an exchange is taken to cost as much.
         workload: a step.
-
-    Example:
-        >>> from horovod_sparse.cost import AlphaBeta, assumed_profile
-        >>> from horovod_sparse.merging import ParameterFacts
-        >>> profile = assumed_profile(AlphaBeta(50e-6, 8e-8), 4)
-        >>> workload = Workload((ParameterFacts("all", 10**8),), (0.05,))
-        >>> rounds = local_rounds(profile, parse_recipe("topk").sparsifier, workload)
-        >>> [f"{one.share:.0%}" for one in rounds], fitting_rounds(rounds, 0.05).every
-        (['54%', '28%', '11%', '4%'], 300)
     """
     num_elements = sum(parameter.num_elements for parameter in workload.parameters)
     sent = bytes_by_round(parse_recipe(LOCAL).sparsifier, profile.size, num_elements)
