@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from horovod_sparse._version import __version__
+from horovod_sparse import __version__
 from horovod_sparse.cli.console import LAUNCHERS
 from horovod_sparse.errors import HorovodSparseError
 

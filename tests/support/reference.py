@@ -214,7 +214,7 @@ class ReferenceAccumulator:
     def remove(self, indices: Indices, sent: Callable[[Values], Values] = lambda values: values) -> Values:
         values = self.take(indices).copy()
         self.clear(indices)
-        rounded = sent(values)
+        rounded = values if sent is None else sent(values)
         self._values[indices] = values - rounded
         return rounded
 
