@@ -94,6 +94,8 @@ class Accumulator:
         self._sent: tuple[Quantization, Memory] | None = None
         self._maxima: Memory = None
         self._maxima_known = False
+        #: whether a magnitude may be above its bound: seen to where some algorithm selects once more
+        self._has_grown = False
 
     @property
     def num_elements(self) -> int:
@@ -178,14 +180,19 @@ class Accumulator:
         if not self._maxima_known:
             self._kernels.scan_maxima(self._values, maxima)
             self._maxima_known = True
+        elif self._has_grown:
+            self._refresh(maxima)
         return maxima
 
     def _exact_maxima(self) -> Memory:
         # Cleared elements leave upper bounds; they are made exact only when that is needed.
-        maxima = self._bounds()
+        self._refresh(maxima := self._bounds())
+        return maxima
+
+    def _refresh(self, maxima: Memory) -> None:
         for where in self._journal.unseen():
             self._kernels.refresh_maxima(self._values, maxima, where)
-        return maxima
+        self._has_grown = False
 
     def _settle(self) -> None:
         """Takes away what `subtract` was told: it cannot be abandoned any more."""
@@ -326,7 +333,7 @@ class Accumulator:
 
     def _grew(self, old: Memory, new: Memory) -> None:
         self._norm = self._kernels.renormed(self._norm, old, new)
-        self._maxima_known = False  # most algorithms select no more in this step
+        self._has_grown = True
 
     def mask(self, indices: Indices) -> None:
         """Clears what a feedback clears with the values there, as `clear` does; the values stay."""

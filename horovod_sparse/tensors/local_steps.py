@@ -13,7 +13,7 @@ from horovod_sparse.arrays import MovedParts
 from horovod_sparse.collectives import AllReduce, Synchronization
 from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.feedback import ParameterRules
-from horovod_sparse.kernels.host.scatter import compiled_for, native_bits, runs_of, step_by_runs
+from horovod_sparse.kernels.host.scatter import native_bits, step_by_sum
 from horovod_sparse.tensors.flat_gradient import HOST, GradientLayout, host_view, zeros
 from horovod_sparse.tensors.layout import TensorEntry, host_entry, view_into
 from horovod_sparse.tensors.parts import Part, facts_of, make_parts
@@ -26,10 +26,6 @@ from horovod_sparse.training.settings import Settings
 from horovod_sparse.training.state import check_entry
 
 _ADVICE = "LocalSteps uses {}: use the same algorithm, or load None to begin anew"
-
-
-#: elements whose sums are made at once: they stay in the cache
-_TILE = 16384
 
 
 class Displacement(GradientLayout):
@@ -129,17 +125,16 @@ class Displacement(GradientLayout):
         if indices is None or self.memory is not HOST:
             self._flat = torch.empty_like(self.start)
             return super().scatter(indices, values, scale)
-        start, tile = self.start.numpy(), np.zeros(_TILE, values.dtype)
-        runs = runs_of(compiled_for(indices, np.int32), compiled_for(values, start.dtype))
-        rate, num_union = start.dtype.type(self.outer.lr * scale), 0
-        for number, (begin, end) in enumerate(self.places):
+        lines, others = [], []
+        for number, place in enumerate(self.places):
             line, parameter = self._line(number), self.parameters[number]
             follows = self._sent is None and line.data_ptr() == parameter.data_ptr()
             follows = follows and (line.dtype, line.device) == (self.start.dtype, self.start.device)
-            given = rate, tile, begin, end, line.numpy() if follows else None
-            num_union += step_by_runs(start, *runs, *given)
-            if not follows:
-                self._follow(number)
+            lines.append((*place, line.numpy() if follows else None))
+            others += [] if follows else [number]
+        num_union = step_by_sum(self.start.numpy(), indices, values, self.outer.lr * scale, lines)
+        for number in others:
+            self._follow(number)
         self.forget()
         return num_union
 

@@ -7,6 +7,7 @@ arrays of each type are given to any kernel.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -136,7 +137,7 @@ def write_runs(dense, indices, values, at, stops, scale, tile, head, past_caches
 
 
 @kernel
-def step_by_runs(start, indices, values, at, stops, rate, tile, first, last, line):  # type: ignore[no-untyped-def]
+def _step_by_runs(start, indices, values, at, stops, rate, tile, first, last, line):  # type: ignore[no-untyped-def]
     """start -= rate * (sum of the values at a place) from first up to last; returns what `add_at` does.
 
     Runs and tile are those of `write_runs`. `line`, if there is one, becomes what start is there.
@@ -312,14 +313,26 @@ def apply_scaled_sum(dense: Array, indices: Array | None, values: Array, scale: 
     if flat.dtype.kind != "f":
         clear_all(flat)
         return apply_sum(dense, indices, values if scale == 1.0 else values * values.dtype.type(scale))
-    where, new, at, stops = runs_of(*_matched(flat, indices, values))
+    where, new, at, stops = _runs_of(*_matched(flat, indices, values))
     room = np.zeros(_TILE + _LINE, flat.dtype)
     ahead, head = (-array.ctypes.data % _LINE // flat.itemsize for array in (room, flat))
     tile, factor = room[ahead : ahead + _TILE], flat.dtype.type(scale)
     return int(write_runs(flat, where, new, at, stops, factor, tile, head, flat.nbytes >= _LARGE))
 
 
-def runs_of(where: Array, new: Array) -> tuple[Array, Array, Array, Array]:
+def step_by_sum(
+    start: Array, indices: Any, values: Any, rate: float, lines: Sequence[tuple[int, int, Array | None]]
+) -> int:
+    """start -= rate * sum within the bounds of each line; its array, if any, becomes what start is there.
+
+    Returns how many places the sum has something at.
+    """
+    runs, tile = _runs_of(*_matched(start, indices, values)), np.zeros(_TILE, start.dtype)
+    factor = start.dtype.type(rate)
+    return sum(int(_step_by_runs(start, *runs, factor, tile, *line)) for line in lines)
+
+
+def _runs_of(where: Array, new: Array) -> tuple[Array, Array, Array, Array]:
     """Indices and values, sorted where they ascend seldom, and where each run of them begins and stops."""
     stops = np.append(np.flatnonzero(where[1:] < where[:-1]) + 1, where.size)
     if stops.size > _MOST_RUNS:

@@ -8,8 +8,11 @@ from hypothesis import strategies as st
 
 from horovod_sparse.arrays import FoldRule, GradientParts, HostAccumulator
 from horovod_sparse.arrays import gradients as module
+from horovod_sparse.arrays.host import HostKernels
 from horovod_sparse.errors import ArgumentError
+from horovod_sparse.feedback import parse_recipe
 from horovod_sparse.kernels.host import select
+from horovod_sparse.simulation import SimulatedCluster
 from horovod_sparse.tensors.accumulator import KeptTensor, TorchAccumulator
 from support import reference
 from unit.kernels.drawing import KINDS, SEEDS, SIZES, bfloat16_bits, make
@@ -360,3 +363,12 @@ def test_a_refusal_stands_in_the_report():
         accumulator.refuse()
         assert accumulator.report.first_nonfinite == N
         assert accumulator.report.square_norm == pytest.approx(N)
+
+
+@pytest.mark.parametrize("name", ["spardl", "oktopk", "topk:values=int8"])
+def test_what_was_put_back_is_selected_from_without_reading_all(name, monkeypatch):
+    monkeypatch.setattr(HostKernels, "scan_maxima", lambda *_: pytest.fail("a pass over n elements"))
+    text = f"{name}{',' if ':' in name else ':'}density=0.05"
+    cluster, generator = SimulatedCluster(parse_recipe(text), 2000, 4), np.random.default_rng(0)
+    for _ in range(3):
+        cluster.step([generator.standard_normal(2000).astype(np.float32) for _ in range(4)])

@@ -214,6 +214,14 @@ def test_messages_that_cannot_be():
         kernels.apply_sum(np.zeros(4, np.int32), [1], [1.0])
 
 
+@pytest.mark.parametrize("indices, values", [([5, -1], [1, 1]), ([100], [1]), ([1, 2], [1])])
+def test_a_step_by_a_message_that_does_not_fit_is_refused(indices, values):
+    start = np.ones(100, np.float32)
+    with pytest.raises(MessageError):
+        scatter.step_by_sum(start, np.array(indices, np.int32), np.float32(values), 1.0, [(0, 100, None)])
+    assert (start == 1).all()
+
+
 @given(offset=st.integers(0, 7), k=st.integers(0, 50), seed=SEEDS)
 @settings(max_examples=20, deadline=None)
 def test_read_only_and_unaligned_messages(offset, k, seed):
