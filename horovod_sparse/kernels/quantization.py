@@ -74,27 +74,9 @@ class Quantization:
         return self.unit_words(num_elements, dtype) + self.planes * -(-num_elements // WORD)
 
 
-#: of a counter's hash: one odd number for the counter, two for the mix
+#: A, B, C of a counter's hash, modulo 2^32, by the halves of a key: ``x = i A + low;  x ^= x >> 16;  x *= B;
+#: x ^= high;  x ^= x >> 15;  x *= C;  x >> 8``
 COUNTER, FIRST, SECOND = 0x9E3779B9, 0x7FEB352D, 0x846CA68B
-
-
-def random_bits(start: int, stop: int, key: int) -> np.ndarray:
-    """24 random bits for every position, uint32, as `kernels.host.quantize` draws them: plain NumPy.
-
-    ``x = i A + low;  x ^= x >> 16;  x *= B;  x ^= high;  x ^= x >> 15;  x *= C;  x >> 8``, modulo 2^32, where
-    `low` and `high` are the halves of the key.
-    """
-    words = np.arange(start, stop, dtype=np.uint32)
-    words *= np.uint32(COUNTER)
-    words += np.uint32(key & 0xFFFFFFFF)
-    words ^= words >> np.uint32(16)
-    words *= np.uint32(FIRST)
-    words ^= np.uint32(key >> 32)
-    words ^= words >> np.uint32(15)
-    words *= np.uint32(SECOND)
-    drawn: np.ndarray = words >> np.uint32(8)
-    return drawn
-
 
 _INT = ir.IntType(32)
 _INTS = ir.VectorType(_INT, LANES)
@@ -138,7 +120,7 @@ def chosen(builder: Any, bits: Any, one: Any, other: Any) -> Any:
 
 @emitting(lambda like, start, low, high: like(like, types.int64, types.int64, types.int64))
 def drawn(builder: Any, like: Any, start: Any, low: Any, high: Any) -> Any:
-    """`quantization.random_bits` of the positions from start on, over 2^24, as float lanes."""
+    """Random bits of the positions from start on, over 2^24, as float lanes: see `COUNTER`."""
 
     def constant(number: int) -> Any:
         return spread(ir.Constant(_INT, number))

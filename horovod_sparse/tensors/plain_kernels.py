@@ -334,7 +334,7 @@ def _as_int32(words: Tensor) -> Tensor:
 
 
 def _drawn(start: int, stop: int, key: int, like: Tensor) -> Tensor:
-    """See `kernels.quantization.random_bits`; over 2^24."""
+    """Random bits as `kernels.quantization.COUNTER` says, over 2^24."""
     words = torch.arange(start, stop, device=like.device)
     words = (words * COUNTER + (key & _WORD_MASK)) & _WORD_MASK
     words = words ^ (words >> 16)

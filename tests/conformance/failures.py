@@ -11,16 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from conformance.engine import (
-    SHAPES,
-    ZEROS,
-    Engine,
-    Ledger,
-    given,
-    replicas_agree,
-    run,
-    same,
-)
+from conformance.engine import SHAPES, ZEROS, Engine, Ledger, given, replicas_agree, run, same
 from horovod_sparse.errors import (
     ArgumentError,
     DriftError,

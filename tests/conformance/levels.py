@@ -8,17 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from conformance.engine import (
-    SHAPES,
-    ZEROS,
-    Engine,
-    Ledger,
-    Simulated,
-    given,
-    replicas_agree,
-    run,
-    same,
-)
+from conformance.engine import SHAPES, ZEROS, Engine, Ledger, Simulated, given, replicas_agree, run, same
 from conformance.failures import refused
 from horovod_sparse.carriers.shared_memory import MEMORY_VARIABLE, lends
 from horovod_sparse.errors import NonFiniteGradientError, UnknownNameError

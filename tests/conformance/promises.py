@@ -9,17 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from conformance.engine import (
-    RATE,
-    SHAPES,
-    Engine,
-    Ledger,
-    Simulated,
-    given,
-    replicas_agree,
-    run,
-    same,
-)
+from conformance.engine import RATE, SHAPES, Engine, Ledger, Simulated, given, replicas_agree, run, same
 from horovod_sparse.collectives import AllGather, AllReduce, AllToAll, Broadcast, Exchange
 from horovod_sparse.errors import StateMismatchError
 from horovod_sparse.feedback import parse_recipe, recipe

@@ -18,12 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 
 import horovod_sparse.ddp
 from horovod_sparse import ddp
-from horovod_sparse.errors import (
-    ArgumentError,
-    NonFiniteGradientError,
-    StateMismatchError,
-    UnsupportedError,
-)
+from horovod_sparse.errors import ArgumentError, NonFiniteGradientError, StateMismatchError, UnsupportedError
 from horovod_sparse.merging import Plan
 from horovod_sparse.simulation import SimulatedCluster
 from support.cases import on_ranks

@@ -11,12 +11,7 @@ import torch.distributed as dist
 from horovod_sparse import ddp
 from horovod_sparse.collectives import AllGather, AllReduce, AllToAll, Broadcast, Exchange
 from horovod_sparse.ddp.collectives import Carrier
-from horovod_sparse.errors import (
-    CollectiveMismatchError,
-    DeadlineError,
-    HorovodSparseError,
-    UnknownNameError,
-)
+from horovod_sparse.errors import CollectiveMismatchError, DeadlineError, HorovodSparseError, UnknownNameError
 from horovod_sparse.merging import Plan
 from support.linear import dyadic
 from support.replicas import Replica

@@ -7,7 +7,21 @@ from typing import Any
 
 import numpy as np
 
-from horovod_sparse.kernels.quantization import Quantization, random_bits
+from horovod_sparse.kernels.quantization import COUNTER, FIRST, SECOND, Quantization
+
+
+def random_bits(start: int, stop: int, key: int) -> np.ndarray:
+    """24 random bits for every position, uint32, as the kernels draw them; `COUNTER` says how."""
+    words = np.arange(start, stop, dtype=np.uint32)
+    words *= np.uint32(COUNTER)
+    words += np.uint32(key & 0xFFFFFFFF)
+    words ^= words >> np.uint32(16)
+    words *= np.uint32(FIRST)
+    words ^= np.uint32(key >> 32)
+    words ^= words >> np.uint32(15)
+    words *= np.uint32(SECOND)
+    drawn: np.ndarray = words >> np.uint32(8)
+    return drawn
 
 
 def groups(num_elements: int, length: int) -> list[slice]:

@@ -13,10 +13,7 @@ import pytest
 import horovod_sparse.torch as hvd
 from conformance.engine import Ledger
 from conformance.engines_torch import ENGINES
-from horovod_sparse.errors import (
-    EditedGradientError,
-    NonFiniteGradientError,
-)
+from horovod_sparse.errors import EditedGradientError, NonFiniteGradientError
 from horovod_sparse.merging import Plan
 from horovod_sparse.planning import by_cost
 from horovod_sparse.topology import Topology

@@ -17,12 +17,7 @@ import torch
 from torch import nn
 
 from horovod_sparse.collectives import Request
-from horovod_sparse.errors import (
-    ArgumentError,
-    NonFiniteGradientError,
-    StateMismatchError,
-    UnsupportedError,
-)
+from horovod_sparse.errors import ArgumentError, NonFiniteGradientError, StateMismatchError, UnsupportedError
 from horovod_sparse.feedback import parse_recipe
 from horovod_sparse.simulation.lockstep import answer
 from horovod_sparse.tensors.driver import Driver

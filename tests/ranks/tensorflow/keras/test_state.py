@@ -6,14 +6,7 @@ import numpy as np
 import pytest
 
 import horovod_sparse.tensorflow.keras as hvd
-from conformance.keras import (
-    SPARSE,
-    Interruption,
-    check_resumed,
-    distributed,
-    halfway,
-    residuals,
-)
+from conformance.keras import SPARSE, Interruption, check_resumed, distributed, halfway, residuals
 from horovod_sparse.errors import StateMismatchError, UnsupportedError
 from horovod_sparse.simulation import run_lockstep
 from horovod_sparse.training.checkpoint_folder import write_checkpoint

@@ -11,12 +11,7 @@ import pytest
 import torch
 
 import horovod_sparse.torch as hvd
-from horovod_sparse.errors import (
-    ArgumentError,
-    HorovodSparseError,
-    StateMismatchError,
-    UnsupportedError,
-)
+from horovod_sparse.errors import ArgumentError, HorovodSparseError, StateMismatchError, UnsupportedError
 from horovod_sparse.merging import Plan
 from horovod_sparse.sparsifiers.schedule import Exponential
 from horovod_sparse.torch import Compression

@@ -164,14 +164,16 @@ def run(scenario: dict[str, Any], place: Any) -> None:
         check_state(host, ours)
 
 
+#: an example in the interpreter takes a second: it is not made smaller, only shown
+EXAMPLES: Any = {
+    "deadline": None,
+    "suppress_health_check": list(HealthCheck),
+    "phases": [Phase.explicit, Phase.generate],
+}
+
+
 def test_like_the_host(place: Any) -> None:
-    @settings(
-        max_examples=place.num_examples,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
-        # An example in the interpreter takes a second: it is not made smaller, only shown.
-        phases=[Phase.explicit, Phase.generate],
-    )
+    @settings(max_examples=place.num_examples, **EXAMPLES)
     @given(scenario=scenarios(place.max_elements))
     def check(scenario: dict[str, Any]) -> None:
         run(scenario, place)
@@ -243,12 +245,7 @@ def check(place: Any, dtype: str, dense: np.ndarray, indices: np.ndarray, values
 
 
 def test_sums_like_the_host(place: Any) -> None:
-    @settings(
-        max_examples=place.num_examples,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
-        phases=[Phase.explicit, Phase.generate],
-    )
+    @settings(max_examples=place.num_examples, **EXAMPLES)
     @given(
         dtype=st.sampled_from(DTYPES),
         seed=st.integers(0, 2**32 - 1),
