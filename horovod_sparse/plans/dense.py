@@ -38,8 +38,8 @@ BETWEEN_DEVICES = AlphaBeta(20e-6, 0.04e-9)
 ROUND_SECONDS = 2.5e-4
 #: of a bucket, whatever is in it: its coroutine, its messages, and that it begins with its last gradient
 BUCKET_SECONDS = 5e-4
-#: of selection and decoding, and of each element: a step of top-k among 8 ranks on one core, as
-#: docs/measurements/local.json has it; a device works at its memory's rate
+#: of selection and decoding, and of each element: a step of top-k among 8 ranks on a busy core, twice what
+#: docs/measurements/local.json has of a quiet one; a device works at its memory's rate
 SELECTION_SECONDS, ELEMENT_SECONDS, DEVICE_ELEMENT_SECONDS = 1e-4, 1e-9, 3e-11
 #: of an element that is summed within a host (half types as float32), and of an index with its value
 VALUE_BYTES, SELECTED_BYTES = 4, 8

@@ -243,11 +243,11 @@ def test_all_that_is_assumed_is_said(capsys):
     assert "5 ns an element" in numbers(capsys, "--selection-per-element", "5ns")["assumed"]
 
 
-def test_selection_is_assumed_to_take_what_was_measured():
-    """0.3 ns an element stood here, where the committed table had more than twice as much."""
+def test_selection_is_assumed_to_take_no_less_than_was_measured():
+    """0.3 ns an element stood here, where the committed table had more; a busy core takes up to 2.5 times."""
     measured = json.loads((MEASUREMENTS / "local.json").read_text())
     (took,) = [one["median_ms"] for one in measured["timings"] if one["name"] == "topk, P=8"]
-    assert pytest.approx(1e-3 * took / measured["elements"], rel=0.1) == ELEMENT_SECONDS
+    assert 1.0 <= ELEMENT_SECONDS / (1e-3 * took / measured["elements"]) <= 2.5
 
 
 def test_momentum_and_adamw_behind_error_feedback_are_told_what_that_costs(capsys):
