@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +30,12 @@ from horovod_sparse.plans.plan import ParameterFacts, Plan
 
 #: raised by every change of what ranks send each other: ranks of two versions of the code are refused by it
 PROTOCOL = 1
+
+_log = logging.getLogger("horovod_sparse")
+_BEGINS_ANEW = (
+    "this job was started again, and the training begins at step 0: those who held its state ended before "
+    "others had it, or no checkpoint was loaded. If this is no new training, stop, and load one"
+)
 
 
 def declaration(compression: object, engine: str, **arguments: object) -> dict[str, str]:
@@ -74,6 +82,10 @@ class RankStatus:
     column: int = 0
     #: whether this rank holds something of others' shards
     elsewhere: bool = False
+    #: whether it has nothing of a training yet
+    fresh: bool = False
+    #: see `started_again`
+    again: bool = False
 
 
 @dataclass(frozen=True)
@@ -107,14 +119,29 @@ class _Summary(NamedTuple):
     label: str
     column: int
     elsewhere: bool
+    fresh: bool
+    again: bool
+
+
+def started_again(rank: int) -> bool:
+    """Whether a launcher's variables say that ranks of this job have ended; of a process' rank among all.
+
+    torchrun counts restarts. A worker that Horovod's driver starts later gets a rank behind all that live,
+    and another one when they end.
+    """
+    if os.environ.get("HOROVOD_ELASTIC") == "1":
+        return os.environ.get("HOROVOD_RANK", str(rank)) != str(rank)
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
 def agreed_status(status: RankStatus) -> Synchronization[AgreedStatus]:
     """Compares where all ranks stand: one collective, and one more where something differs."""
     plan, model = status.plan.to_dict(), model_of(status.parameters)
     mine = status.step, status.digest, list(status.made_for), _digest([plan, model])
-    rest = status.measuring, status.label, status.column, status.elsewhere
+    rest = status.measuring, status.label, status.column, status.elsewhere, status.fresh, status.again
     ranks = [_Summary(*one) for one in (yield from shared_lines([*mine, *rest]))]
+    if all(one.fresh for one in ranks) and any(one.again for one in ranks):
+        _log.warning(_BEGINS_ANEW)
     steps = [one.step for one in ranks]
     reason = ""
     if moved := [rank for rank, one in enumerate(ranks) if one.made_for != [rank, len(ranks)]]:

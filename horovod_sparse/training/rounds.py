@@ -236,6 +236,10 @@ class Rounds(Training):
                 raise
         self._has_begun = True
 
+    @property
+    def _is_fresh(self) -> bool:
+        return not self._has_begun
+
     def _follow_furthest(self, own_step: int, old_size: int, as_first: bool) -> Synchronization[None]:
         """Brings common parameters, velocity, buffers and the place in its round from the furthest rank."""
         own = [self._has_begun, own_step]

@@ -27,6 +27,7 @@ from horovod_sparse.training.agreement import (
     compared,
     declaration,
     kept_share,
+    started_again,
 )
 from horovod_sparse.training.drift import DriftCheck
 from horovod_sparse.training.engine import Engine, Facts, PartSpec
@@ -140,6 +141,11 @@ class Training:
     def _measured(self) -> str:
         """How far this rank has come with what all measure together."""
         return ""
+
+    @property
+    def _is_fresh(self) -> bool:
+        """Whether this rank has nothing of a training yet."""
+        return self.step == 0
 
     def _stop_measuring(self) -> None:
         """Some rank has not measured what the others have."""
@@ -304,6 +310,8 @@ class Training:
             told={name: one.to_plain() for name, one in self._progress().items()},
             column=0 if self.topology is None else self.topology.place(self.rank)[1],
             elsewhere=hold_elsewhere(self.parts),
+            fresh=self._is_fresh,
+            again=started_again(self.engine.ranks().world_rank),
         )
 
     def start_anew(self, start: AgreedStatus) -> None:

@@ -118,7 +118,7 @@ def main(task: dict[str, Any], folder: Path) -> None:
             killer.begin_step(local.taken, before := local.step)
             one.step()
             if local.step > before:
-                diary.note("exchange", rank=hvd.rank(), size=hvd.size(), **one.told())
+                diary.note("exchange", rank=hvd.rank(), size=hvd.size(), life=state.life, **one.told())
         for seed in range(SEEDS):
             other = Training(seed)
             other.local.agree(as_first=True)
@@ -126,7 +126,8 @@ def main(task: dict[str, Any], folder: Path) -> None:
                 other.step()
             diary.note("undisturbed", rank=hvd.rank(), seed=seed, **other.told())
 
-    state = elastic.TorchState(local=one.local)
+    # who trains on after all who held the state are gone begins another life
+    state = elastic.TorchState(local=one.local, life=f"{diary.host}.{os.getpid()}")
     state.register_reset_callbacks([lambda: killer.begin_step(-1, one.local.step)])
     killer.begin_step(-1, 0)
     train(state)

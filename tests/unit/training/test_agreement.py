@@ -15,7 +15,14 @@ from horovod_sparse.merging import ParameterFacts, Plan
 from horovod_sparse.simulation import Recorder, run_lockstep
 from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.tensors.layout import TensorEntry, device_sums, shared_entries
-from horovod_sparse.training.agreement import PROTOCOL, RankStatus, agreed_status, compared, declaration
+from horovod_sparse.training.agreement import (
+    PROTOCOL,
+    RankStatus,
+    agreed_status,
+    compared,
+    declaration,
+    started_again,
+)
 from horovod_sparse.training.drift import COLUMNS, DriftCheck, HostEntry, differing_entries, word_sums
 from horovod_sparse.training.host_topology import RANKS_VARIABLE, Ranks, own_place
 from horovod_sparse.training.settings import Settings
@@ -65,6 +72,31 @@ def test_any_difference_makes_all_start_anew_at_the_furthest_step(changed, reaso
 def test_the_plan_is_that_of_the_first_rank_that_is_furthest(steps, plan) -> None:
     start, rounds = started(statuses(step=steps, plan=(ONE, TWO, ONE)))
     assert (start.anew, start.step, start.plan, rounds) == (True, max(steps), plan, 2)
+
+
+@pytest.mark.parametrize(
+    ("variables", "rank", "again"),
+    [
+        ({"HOROVOD_ELASTIC": "1", "HOROVOD_RANK": "2"}, 0, True),
+        ({"HOROVOD_ELASTIC": "1", "HOROVOD_RANK": "2"}, 2, False),
+        ({"HOROVOD_RANK": "2"}, 0, False),
+        ({"TORCHELASTIC_RESTART_COUNT": "1"}, 0, True),
+        ({"TORCHELASTIC_RESTART_COUNT": "0"}, 0, False),
+    ],
+)
+def test_launchers_tell_that_ranks_have_ended(variables, rank, again, monkeypatch) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert started_again(rank) is again
+
+
+@pytest.mark.parametrize(
+    ("fresh", "again", "told"),
+    [((1, 1, 1), (0, 0, 1), 3), ((1, 1, 0), (0, 0, 1), 0), ((1, 1, 1), (0, 0, 0), 0)],
+)
+def test_all_ranks_tell_that_a_training_begins_anew(fresh, again, told, caplog) -> None:
+    started(statuses(fresh=map(bool, fresh), again=map(bool, again)))
+    assert caplog.text.count("begins at step 0") == told
 
 
 def refused(coroutines):
