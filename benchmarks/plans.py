@@ -23,7 +23,6 @@ from horovod_sparse.merging import (
     Workload,
     dense_of,
     fixed,
-    joint,
     layer_table,
     layerwise,
     omgs,
@@ -157,12 +156,6 @@ def table(name: str, size: int) -> dict[str, Any]:
     by_cost = workload.with_dense(dense_of(select_tensors("cost", workload.parameters, cost)))
     plan = optimal(by_cost, cost)
     rows["Eq. (1), then optimal"] = {
-        "buckets": len(plan.buckets),
-        "dense": len(plan.dense),
-        "seconds": seconds(workload, plan, cost),
-    }
-    plan = joint(workload, cost)
-    rows["joint"] = {
         "buckets": len(plan.buckets),
         "dense": len(plan.dense),
         "seconds": seconds(workload, plan, cost),

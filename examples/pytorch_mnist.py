@@ -67,7 +67,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--merging",
-        choices=("layerwise", "single", "omgs", "optimal", "joint"),
+        choices=("layerwise", "single", "omgs", "optimal"),
         help="which parameters are sparsified together (default: buckets of 32 MiB); the last three measure "
         "the first steps and decide then",
     )

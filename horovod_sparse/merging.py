@@ -10,7 +10,6 @@ from horovod_sparse.planning.selection import MinElements as MinElements
 from horovod_sparse.planning.selection import TensorSelection as TensorSelection
 from horovod_sparse.planning.selection import dense_of as dense_of
 from horovod_sparse.planning.selection import densest_plan as densest_plan
-from horovod_sparse.planning.selection import joint as joint
 from horovod_sparse.planning.selection import min_elements as min_elements
 from horovod_sparse.planning.selection import select_tensors as select_tensors
 from horovod_sparse.planning.strategies import Fixed as Fixed

@@ -16,7 +16,7 @@ from benchmarks.common.options import command_line, count, launch, named_sparsif
 from horovod_sparse.errors import HorovodSparseError
 from horovod_sparse.planning.workload import LAYER_TABLES
 
-METHODS = ("layerwise", "single", "fixed 8192", "omgs", "optimal", "joint", "cost, optimal", "all dense")
+METHODS = ("layerwise", "single", "fixed 8192", "omgs", "optimal", "cost, optimal", "all dense")
 #: the training that measured goes on under the plan it decided for, without another launch
 GOES_ON = "optimal, same launch"
 #: behind a method's name where gradients are summed within hosts first

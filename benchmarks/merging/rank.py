@@ -26,7 +26,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "fixed 8192": {"merging": fixed(num_elements=8192)},
     "omgs": {"merging": "omgs"},
     "optimal": {"merging": "optimal"},
-    "joint": {"merging": "joint"},
     "cost, optimal": {"merging": "optimal", "tensor_selection": "cost"},
     "all dense": {"tensor_selection": lambda parameter: False},
 }
@@ -50,7 +49,7 @@ class Training:
         self._settings = settings
         self._arguments = {"levels": settings.get("levels", "flat"), **METHODS[name]}
         self._sparsifier = hvd.Compression.parse(settings["sparsifier"])
-        if self._arguments.get("merging") in ("omgs", "optimal", "joint") or "cost" in name:
+        if self._arguments.get("merging") in ("omgs", "optimal") or "cost" in name:
             self._arguments["profile"] = profile
         self.parts: dict[str, float] = {}
         self.timeline: Timeline | None = None

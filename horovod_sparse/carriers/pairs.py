@@ -83,10 +83,9 @@ class Blocking:
 
 @dataclass(frozen=True)
 class TransportChoice:
-    """How messages between two ranks travel: what carries them, None for Horovod; in one word, and why so."""
+    """How messages between two ranks travel: what carries them, None for Horovod; in words, and why so."""
 
     pairs: MpiPairs | None
-    name: str
     words: str
 
 
@@ -103,7 +102,7 @@ def agreed_transport(hvd: Any, process_set: Any, number: int) -> Agreement:
     pairs, failure = yield Blocking(lambda: _connected(mpi, process_set.ranks, number))
     if refused := _first_reason((yield from shared_lines(failure)), rank):
         return by_horovod(refused, rank, failed=True)
-    chosen = TransportChoice(pairs, "mpi", "MPI, on a communicator of their own (every rank can)")
+    chosen = TransportChoice(pairs, "MPI, on a communicator of their own (every rank can)")
     _log.info("messages between two ranks go through %s", chosen.words)
     return chosen
 
@@ -116,7 +115,7 @@ def by_horovod(reason: str, rank: int, *, failed: bool = False) -> TransportChoi
         _log.warning("rounds go through %s, though %s=%s", words, TRANSPORT_VARIABLE, transport_asked())
     else:
         _log.info("messages between two ranks go through %s", words)
-    return TransportChoice(None, "alltoall", words)
+    return TransportChoice(None, words)
 
 
 def _first_reason(reasons: list[str], rank: int) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import math
 import re
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from horovod_sparse.checks import whole_number
-from horovod_sparse.errors import ArgumentError, HorovodSparseError, ProfileMismatchError, UnsupportedError
+from horovod_sparse.errors import ArgumentError, HorovodSparseError, ProfileMismatchError
 from horovod_sparse.feedback import AutoDensity, Recipe, parse_recipe
 from horovod_sparse.feedback.recipe import parse_arguments, parse_value
 from horovod_sparse.planning.cost_model import Fit
@@ -26,7 +25,6 @@ from horovod_sparse.plans.plan import Plan
 from horovod_sparse.sparsifiers import ALGORITHMS
 from horovod_sparse.sparsifiers.base import value_text
 
-_PICTURES = (".png", ".svg", ".pdf")
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 _BITS = {
     f"{prefix}{word}": 10.0**power
@@ -261,16 +259,3 @@ def add_source(parser: argparse.ArgumentParser) -> None:
     add("--profile", metavar="FILE", help="what horovod-sparse calibrate wrote; without it formulas are used")
     add("--ranks", type=several(num_ranks), metavar="P[,P...]", help="default: the profile's, or 8")
     add_network(parser)
-
-
-def check_picture(argument: str, path: str | None) -> None:
-    """Refuses a picture that could not be drawn, before anything is computed."""
-    if not path:
-        return
-    if not path.endswith(_PICTURES):
-        raise ArgumentError(argument, path, f"a file that ends in {', '.join(_PICTURES)}")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise UnsupportedError(
-            f"{argument} {path} is drawn by matplotlib, which is not installed: pip install "
-            f"'horovod_sparse[plot]', or leave {argument} out"
-        )

@@ -250,9 +250,7 @@ class CostModel:
     fusion_bytes: int = FUSION_BYTES
 
 
-def communication_of(
-    sparsifier: Sparsifier, size: int, collectives: Mapping[str, AffineTime], *, dtype: str = "float32"
-) -> AffineTime:
+def communication_of(sparsifier: Sparsifier, size: int, collectives: Mapping[str, AffineTime]) -> AffineTime:
     """Time of a bucket's rounds as a function of its n, from fitted collectives.
 
     What each round carries is the algorithm's own declaration (`Sparsifier.traffic`), read off at two
@@ -262,12 +260,11 @@ def communication_of(
         sparsifier: which algorithm, at which density.
         size: P.
         collectives: time by the bytes that a rank puts in, by kind ("allgather", ...).
-        dtype: of the gradients.
 
     Raises:
         UnknownNameError: if a kind that the sparsifier needs was not measured.
     """
-    small, large = (bytes_by_round(sparsifier, size, n, dtype) for n in (2**20, 2**24))
+    small, large = (bytes_by_round(sparsifier, size, n) for n in (2**20, 2**24))
     total = AffineTime()
     for (name, few), (_, many) in zip(small, large, strict=True):
         if name not in collectives:

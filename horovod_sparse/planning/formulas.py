@@ -100,12 +100,11 @@ def _scaled(kind: str, fit: Fit, old: int, new: int, cycle_seconds: float) -> Fi
     )
 
 
-def network_of(profile: Profile, level: Level = "all") -> AlphaBeta:
+def network_of(profile: Profile) -> AlphaBeta:
     """Latency of a message and time of a byte, as the profile's allgather shows them.
 
     Args:
         profile: of 2 ranks or more.
-        level: "host" for those within a host, of a profile of two levels.
 
     Raises:
         ProfileMismatchError: if it holds no allgather of 2 ranks or more.
@@ -114,12 +113,10 @@ def network_of(profile: Profile, level: Level = "all") -> AlphaBeta:
         >>> network_of(Profile(4, "torch", "gloo", 1e-3, {"allgather": Fit(2e-3, 3e-9)}))
         AlphaBeta(alpha_seconds=0.001, beta_seconds=1e-09)
     """
-    collectives = profile.collectives if level == "all" else profile.levels.get(level, {})
-    size = {"all": profile.size, "host": profile.per_host, "across": profile.num_hosts}[level]
-    if size < 2 or "allgather" not in collectives:
+    if profile.size < 2 or "allgather" not in profile.collectives:
         raise ProfileMismatchError("the profile holds no allgather of 2 ranks or more")
-    fit = collectives["allgather"]
-    rounds, share = num_rounds("allgather", size), share_of_bytes("allgather", size)
+    fit = profile.collectives["allgather"]
+    rounds, share = num_rounds("allgather", profile.size), share_of_bytes("allgather", profile.size)
     return AlphaBeta(fit.fixed_seconds / rounds, fit.seconds_per_unit / share)
 
 
@@ -216,8 +213,6 @@ def choose_levels(
     per_host: int,
     *,
     profile: Profile | None = None,
-    cycle_seconds: float = 0.001,
-    network: AlphaBeta | None = None,
 ) -> LevelChoice:
     """What ``levels="auto"`` comes to: two levels, where the cost model says that they are faster.
 
@@ -229,8 +224,6 @@ def choose_levels(
         num_hosts: N.
         per_host: L, the same on all hosts.
         profile: of as many ranks, with both levels or with one; by formulas if left out.
-        cycle_seconds: of Horovod, where there is no profile.
-        network: between hosts, likewise.
 
     Example:
         >>> from horovod_sparse.sparsifiers import TopK
@@ -244,8 +237,7 @@ def choose_levels(
         return LevelChoice("flat", "every host has one rank")
     size = num_hosts * per_host
     if profile is None:
-        network = network or AlphaBeta()
-        profile = assumed_profile(network, size, per_host=per_host, cycle_seconds=cycle_seconds)
+        profile = assumed_profile(AlphaBeta(), size, per_host=per_host, cycle_seconds=0.001)
     known = with_levels(profile_at(profile, size), per_host)
 
     def seconds(levels: Levels) -> float:

@@ -20,7 +20,6 @@ from horovod_sparse.planning.selection import (
     TensorSelection,
     dense_of,
     densest_plan,
-    joint,
     select_tensors,
 )
 from horovod_sparse.planning.strategies import Fixed, Kept, Strategy, fixed, layerwise, omgs, single
@@ -74,7 +73,6 @@ STRATEGIES: dict[str, Strategy] = {
     "single": single,
     "omgs": omgs,
     "optimal": optimal,
-    "joint": joint,
 }
 
 
@@ -206,7 +204,6 @@ def requested(
     a `Plan` as         the same as `plan`
     `merging`
     `bucket_bytes`      the same as ``merging=fixed(bytes=...)``; `tensor_selection` may be given
-    "joint"             decides what stays dense, too: no `tensor_selection`
     `profile`           is looked at where times are; otherwise it changes nothing
     `density`           is decided by times, whatever buckets there are; a `Plan` that says one decides it
     ==================  =========================================================================
@@ -235,7 +232,7 @@ def requested(
         return PlanRequest("groups", Kept(), "all", given, failure, density, share), None
     if plan is not None or (merging is None and tensor_selection is None and not decides):
         if profile is not None:
-            what = "merging='optimal', 'omgs' or 'joint', or tensor_selection='cost' with it"
+            what = "merging='optimal' or 'omgs', or tensor_selection='cost' with it"
             raise ArgumentError("profile", profile, what)
         return None, plan
     strategy: Strategy
@@ -243,8 +240,6 @@ def requested(
         strategy = fixed(bytes=DEFAULT_BUCKET_BYTES if bucket_bytes is None else bucket_bytes)
     else:
         strategy = strategy_named(merging)
-    if strategy is joint and tensor_selection is not None:
-        only_one(merging=merging, tensor_selection=tensor_selection)
     selection = "all" if tensor_selection is None else tensor_selection
     select_tensors(selection, (), _NO_COST)  # refuses what is no rule
     given, failure = _profile(profile)

@@ -1,10 +1,9 @@
-"""What is sparsified, and how densely: by cost, one by one, together with merging, and by a step's length."""
+"""What is sparsified, and how densely: by cost, one by one, and by a step's length."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -12,9 +11,6 @@ from horovod_sparse.checks import check_count
 from horovod_sparse.errors import ArgumentError, UnknownNameError
 from horovod_sparse.feedback import AutoDensity
 from horovod_sparse.planning.cost_model import CostModel
-from horovod_sparse.planning.optimal import optimal
-from horovod_sparse.planning.timeline import predict
-from horovod_sparse.planning.workload import Workload, plan_of_segments
 from horovod_sparse.plans.plan import ParameterFacts, Plan
 
 
@@ -74,7 +70,7 @@ def select_tensors(
     ``sparsify if and only if T_comp(n) < T_full(n) - T_spr(n)`` for "cost"
 
     Eq. (1) takes every tensor alone: its whole communication counts, hidden or not, and each pays its own
-    start-up time. So it keeps small tensors dense that, merged, would be sparsified; see `joint`.
+    start-up time. So it keeps small tensors dense that, merged, would be sparsified.
 
     Args:
         rule: "cost", "all", `min_elements(...)`, or a function of a parameter (True: sparsify it).
@@ -135,94 +131,6 @@ def _by_rule(parameter: ParameterFacts, rule: Callable[[ParameterFacts], Any]) -
     else:
         reason = f"{getattr(rule, '__name__', repr(rule))} says {'sparse' if answer else 'dense'}"
     return Choice(parameter.name, not answer, reason)
-
-
-#: parameters of which all plans are compared, about 3^8 / 2
-_ENUMERATED = 8
-#: sizes that are tried as the border between dense and sparse
-_NUM_BORDERS = 12
-#: parameters that change sides one by one: those whose sizes are nearest to that border
-_NUM_FLIPPED = 12
-#: rounds over buckets and parameters of the best plan
-_NUM_ROUNDS = 6
-
-
-def joint(workload: Workload, cost: CostModel) -> Plan:
-    """Chooses what stays dense and what is merged by the time of the whole step.
-
-    `select_tensors` judges every tensor alone, and `optimal` merges what is left. But a tensor too small
-    to be sparsified alone may be worth it within a bucket, and one that is large enough may be sent for
-    nothing while backward goes on. So candidates are compared as whole steps (`predict`):
-    all of them for up to 8 parameters; else all sparse, all dense, Eq. (1), a border of size at a dozen
-    places either way; then, from the best of them, whole buckets that turn dense, dense parameters that
-    turn sparse, and single ones that change sides.
-
-    Args:
-        workload: the step; its own `dense` stay dense in every candidate.
-        cost: of selection, communication and dense allreduce.
-
-    Returns:
-        The best plan found. Never slower, by the model, than all sparse, all dense, or Eq. (1), each with
-        `optimal` merging. The best of all up to 8 parameters; beyond, better plans may exist.
-
-    Example:
-        >>> from horovod_sparse.cost import AffineTime
-        >>> from horovod_sparse.merging import ParameterFacts
-        >>> workload = Workload((ParameterFacts("a", 10), ParameterFacts("b", 1000)), (1.0, 1.0))
-        >>> print(joint(workload, CostModel(AffineTime(2.0), AffineTime(1.0), AffineTime(0.5, 0.01))))
-        1 bucket of 1 parameters; 1 parameter stays dense
-    """
-    if len(workload.sparse) <= _ENUMERATED:
-        return min(_every_plan(workload), key=lambda plan: _rank(workload, plan, cost))
-    forced, every = workload.dense, {parameter.name for parameter in workload.parameters}
-    seen: dict[frozenset[str], Plan] = {}
-
-    def consider(dense: Iterable[str]) -> None:
-        chosen = forced | frozenset(dense)
-        if chosen not in seen:
-            seen[chosen] = optimal(workload.with_dense(chosen), cost)
-
-    def best() -> Plan:
-        return min(seen.values(), key=lambda plan: _rank(workload, plan, cost))
-
-    for first in ((), every, dense_of(select_tensors("cost", workload.parameters, cost))):
-        consider(first)
-    by_size = sorted(workload.sparse, key=lambda parameter: parameter.num_elements)
-    for number in range(1, _NUM_BORDERS):
-        border = len(by_size) * number // _NUM_BORDERS
-        consider(parameter.name for parameter in by_size[:border])
-        consider(parameter.name for parameter in by_size[border:])
-    for _ in range(_NUM_ROUNDS):
-        before = best()
-        dense = frozenset(before.dense)
-        for bucket in sorted(before.buckets, key=len)[:_NUM_BORDERS]:
-            consider(dense | set(bucket))
-        free = [name for name in before.dense if name not in forced]
-        size = -(-len(free) // _NUM_BORDERS) or 1
-        for start in range(0, len(free), size):
-            consider(dense - set(free[start : start + size]))
-        near = max(0, min(len(free) - _NUM_FLIPPED // 2, len(by_size) - _NUM_FLIPPED))
-        for parameter in by_size[near : near + _NUM_FLIPPED]:
-            consider(dense ^ {parameter.name})
-        if best() == before:
-            break
-    return best()
-
-
-def _every_plan(workload: Workload) -> Iterator[Plan]:
-    """All choices of what stays dense besides, each with all ways to merge neighbours."""
-    for dense in itertools.product((False, True), repeat=len(workload.sparse)):
-        chosen = {one.name for one, whole in zip(workload.sparse, dense, strict=True) if whole}
-        step = workload.with_dense(workload.dense | chosen)
-        last = len(step.sparse)
-        for cuts in itertools.product((False, True), repeat=max(0, last - 1)):
-            ends = [position for position, cut in enumerate(cuts, 1) if cut]
-            yield plan_of_segments(step, [*ends, last] if last else [])
-
-
-def _rank(workload: Workload, plan: Plan, cost: CostModel) -> tuple[float, int]:
-    """Of a plan: its step; of equal ones those with the fewest buckets are better."""
-    return predict(workload, plan, cost).iteration_seconds, len(plan.buckets)
 
 
 @dataclass(frozen=True)

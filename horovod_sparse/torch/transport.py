@@ -96,20 +96,10 @@ def _agreement_of(process_set: Any, by_horovod: Start) -> _PendingAgreement:
     return _agreements[key]
 
 
-def _chosen(process_set: Any) -> TransportChoice | None:
-    agreement = _agreements.get(_key(process_set))
-    return agreement.chosen if agreement is not None and agreement.is_known() else None
-
-
-def chosen_transport(process_set: Any = hvd.global_process_set) -> str:
-    """How messages between two ranks travel: "mpi", "alltoall", or "undecided" before the first of them."""
-    chosen = _chosen(process_set)
-    return "undecided" if chosen is None else chosen.name
-
-
 def transport_words(process_set: Any = hvd.global_process_set) -> str:
     """How messages between two ranks of a process set travel, and why so; empty before it is decided."""
-    chosen = _chosen(process_set)
+    agreement = _agreements.get(_key(process_set))
+    chosen = agreement.chosen if agreement is not None and agreement.is_known() else None
     return "" if chosen is None else chosen.words
 
 

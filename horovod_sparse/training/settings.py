@@ -83,9 +83,9 @@ class Settings:
     Attributes:
         plan: which parameters form which bucket, in place of `groups` and `bucket_bytes`.
         bucket_bytes: of gradient in a bucket; 32 MiB if left out.
-        merging: how buckets are made: "layerwise", "single", "omgs", "optimal", "joint",
+        merging: how buckets are made: "layerwise", "single", "omgs", "optimal",
             ``fixed(num_elements=...)``, ``fixed(bytes=...)`` (`horovod_sparse.merging.fixed`), a function
-            of a workload and a cost model, or a `Plan`. Those that go by times (the three in the middle)
+            of a workload and a cost model, or a `Plan`. Those that go by times (the last two by name)
             begin with the default plan, measure 5 steps, with many parameters 3 with a bucket for each,
             and the cluster; after 7 or 11 steps in all they take rank 0's plan. (In TensorFlow the plan
             changes when `hvd.callbacks.ReplanCallback` or `replan` says so.) So does any of them, and
@@ -132,8 +132,8 @@ class Settings:
             several ranks each, as many on all of them, and the cost model says that it is faster.
 
     `plan` and Horovod's `groups` exclude each other and all of `bucket_bytes`, `merging` and
-    `tensor_selection`; `bucket_bytes` is short for ``merging=fixed(bytes=...)``; "joint" decides about
-    tensors itself. What is left to the environment is read when a front end is made.
+    `tensor_selection`; `bucket_bytes` is short for ``merging=fixed(bytes=...)``. What is left to
+    the environment is read when a front end is made.
 
     Raises:
         ArgumentError: for a value that is not allowed, of an argument or of the environment.

@@ -18,7 +18,6 @@ from horovod_sparse.cli.options import (
     Source,
     add_hosts,
     add_source,
-    check_picture,
     count,
     density,
     density_or_auto,
@@ -69,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--density", type=density_or_auto, help=f"{text} (default: the table's, or the sparsifier's)")
     text = "of an iteration that the network may take, as 0.05: dense, or the largest density that fits"
     add("--network-share", type=density, metavar="SHARE", help=text)
-    text = "layerwise, single, omgs, optimal, joint, fixed(num_elements=N), fixed(bytes=N), or a plan's file"
+    text = "layerwise, single, omgs, optimal, fixed(num_elements=N), fixed(bytes=N), or a plan's file"
     add("--merging", default="optimal", metavar="STRATEGY", help=f"{text} (default: %(default)s)")
     text = "all (are sparsified), cost (Eq. (1) of DRAGONN) or min_elements(N) (default: all)"
     add("--tensor-selection", metavar="RULE", help=text)
@@ -87,8 +86,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--rows", type=int, default=40, metavar="N", help="of each table (default: %(default)s)")
     add("--json", nargs="?", const="-", metavar="FILE", help="write all numbers to FILE, or to stdout")
     add("--save-plan", metavar="FILE", help="for --merging, or Plan.from_dict and merging= of an optimizer")
-    text = "both queues over time, layerwise and single merging below (.png, .svg, .pdf)"
-    add("--picture", metavar="FILE", help=text)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -104,11 +101,8 @@ def run(options: argparse.Namespace) -> int:
     for warning in (*source.warnings, *model.doubts(source.measured)):
         show(console, f"warning: {warning}", "yellow")
     brief = options.verdict or options.params is not None
-    if brief and (options.save_plan or options.picture):
-        given = "--save-plan" if options.save_plan else "--picture"
-        raise ArgumentError(
-            given, options.save_plan or options.picture, "plan without --verdict and --params"
-        )
+    if brief and options.save_plan:
+        raise ArgumentError("--save-plan", options.save_plan, "plan without --verdict and --params")
     chosen = _chosen(options, model, source, others=not brief)
     verdict, border = chosen.verdict, None
     if brief and source.measured is None and options.network_share is None:
@@ -226,16 +220,8 @@ def _report(
         console.print(report.dense_table(chosen.reasons, workload, options.rows))
     console.print(report.compared_table(predictions))
     console.print(report.rounds_table(chosen.rounds))
-    if told := report.too_small(predictions):
-        show(console, told, "yellow")
     if options.save_plan:
         Path(options.save_plan).write_text(json.dumps(plan.to_dict(), indent=1) + "\n", encoding="utf-8")
-    if options.picture:
-        from horovod_sparse.cli.plan.picture import draw_queues
-
-        below = [one for one in predictions[1:] if one.name in ("layerwise", "single")]
-        draw_queues([predictions[0], *below], options.picture)
-        show(console, f"{options.picture} written")
     numbers: dict[str, Any] = {
         "plan": plan.to_dict(),
         "local_steps": [one._asdict() for one in chosen.rounds],
@@ -260,8 +246,8 @@ def _report(
 
 def _sizes(options: argparse.Namespace, model: Model) -> int:
     """A table over numbers of ranks for every sparsifier, by what it declares to send."""
-    if options.save_plan or options.picture or options.verdict or options.params is not None:
-        refused = "one number, for --save-plan, --picture, --verdict and --params"
+    if options.save_plan or options.verdict or options.params is not None:
+        refused = "one number, for --save-plan, --verdict and --params"
         raise ArgumentError("--ranks", options.ranks, refused)
     console, studies = make_console(to_stderr=options.json == "-"), []
     num_elements = sum(one.num_elements for one in model.parameters)
@@ -324,7 +310,6 @@ def _bytes(chosen: report.Chosen, source: Source) -> int:
 
 def _check(options: argparse.Namespace) -> None:
     """Refuses what can be refused before anything is computed; hosts become ranks."""
-    check_picture("--picture", options.picture)
     if options.rows < 0:
         raise ArgumentError("--rows", options.rows, "a number of rows, 0 or more")
     if options.nodes is not None:

@@ -29,13 +29,7 @@ from horovod_sparse.planning.cost_model import CostModel
 from horovod_sparse.planning.formulas import faster_levels
 from horovod_sparse.planning.optimal import optimal
 from horovod_sparse.planning.profile import Levels
-from horovod_sparse.planning.selection import (
-    TensorSelection,
-    dense_of,
-    densest_plan,
-    joint,
-    select_tensors,
-)
+from horovod_sparse.planning.selection import TensorSelection, dense_of, densest_plan, select_tensors
 from horovod_sparse.planning.strategies import Strategy, fixed, layerwise, omgs, single
 from horovod_sparse.planning.timeline import Timeline, predict
 from horovod_sparse.planning.workload import Workload
@@ -189,11 +183,10 @@ def chosen_plan(
     cost: CostModel,
 ) -> tuple[Workload, Plan, dict[str, str]]:
     """What stays dense, by rule and by selection, and how the rest is merged."""
-    if selection is not None and (isinstance(merging, Plan) or merging is joint):
-        what = "a plan" if isinstance(merging, Plan) else "joint"
-        raise ArgumentError("--tensor-selection", selection, f"only one of them: {what} decides this, too")
     reasons: dict[str, str] = {}
     if isinstance(merging, Plan):
+        if selection is not None:
+            raise ArgumentError("--tensor-selection", selection, "only one of them: a plan decides this, too")
         merging.check(workload.parameters)
         step = workload.with_dense(merging.dense)
         return step, merging, dict.fromkeys(step.dense_names, "the given plan says so")
@@ -206,29 +199,8 @@ def chosen_plan(
             reasons.setdefault(choice.name, choice.reason)
     step = workload.with_dense(dense_of(choices) | set(reasons))
     plan = merging(step, cost)
-    if merging is joint:
-        reasons = {**_joint_reasons(step, plan, cost), **reasons}
     step = step.with_dense(plan.dense)
     return step, plan, {name: reasons.get(name, "the plan says so") for name in step.dense_names}
-
-
-def _joint_reasons(workload: Workload, plan: Plan, cost: CostModel) -> dict[str, str]:
-    best = predict(workload, plan, cost).iteration_seconds * 1e3
-    sparse = predict(workload, optimal(workload, cost), cost).iteration_seconds * 1e3
-    why = f"joint: the step takes {best:.1f} ms, {sparse:.1f} ms with nothing more dense"
-    return dict.fromkeys(plan.dense, why)
-
-
-def too_small(predictions: Sequence[Predicted]) -> str:
-    """What to say where the model is too small, or the network too fast; empty where sparsifying wins."""
-    chosen, dense = predictions[0], next(one for one in predictions if one.name == "dense")
-    sparse_ms, dense_ms = (1e3 * one.seconds for one in (chosen, dense))
-    if not chosen.plan.buckets or sparse_ms < dense_ms:
-        return ""
-    return (
-        f"too small a model, or too fast a network: {sparse_ms:.2f} ms with this plan, {dense_ms:.2f} ms "
-        "dense. Train densely, or --tensor-selection cost"
-    )
 
 
 def bucket_rows(workload: Workload, predicted: Predicted, density: float) -> list[dict[str, Any]]:

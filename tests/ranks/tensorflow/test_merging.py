@@ -77,10 +77,9 @@ def test_plans_that_need_no_times(arguments, plan):
     "arguments",
     [
         {"merging": "optimal", "tensor_selection": "cost"},
-        pytest.param({"merging": "joint"}, marks=pytest.mark.nightly),
         pytest.param({"merging": "optimal", "levels": "host"}, marks=pytest.mark.nightly),
     ],
-    ids=["optimal-cost", "joint", "two-levels"],
+    ids=["optimal-cost", "two-levels"],
 )
 def test_all_ranks_change_to_one_plan_and_lose_nothing(arguments, monkeypatch):
     size = hvd.size()

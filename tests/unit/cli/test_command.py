@@ -44,7 +44,7 @@ def said(capsys: pytest.CaptureFixture[str]) -> str:
         (["plan", *TABLE, "--ranks", "8192"], "4096"),
         (["plan", *TABLE, "--ranks", "2,4", "--save-plan", "plan.json"], "--save-plan"),
         (["plan", *TABLE, "--verdict", "--save-plan", "plan.json"], "--save-plan"),
-        (["plan", "--params", "1M", "--step-ms", "9", "--picture", "plan.png"], "--picture"),
+        (["plan", "--params", "1M", "--step-ms", "9", "--save-plan", "plan.json"], "--save-plan"),
         (["plan", *TABLE, "--sparsifier", "topk", "--sparsifier", "exdyna"], "--sparsifier"),
         ([*VERDICT, "--bandwidth", "10"], "'10' has no unit"),
         ([*VERDICT, "--bandwidth", "10GB/s"], "in bytes"),

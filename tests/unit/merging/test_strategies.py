@@ -1,6 +1,5 @@
 """Strategies: golden cases of the paper's algorithm, and the exact one against all plans there are."""
 
-import itertools
 import time
 
 import numpy as np
@@ -13,23 +12,19 @@ from horovod_sparse.errors import ArgumentError, UnknownNameError
 from horovod_sparse.merging import (
     STRATEGIES,
     ParameterFacts,
-    Plan,
     Workload,
     fixed,
     fixed_elements,
-    joint,
     layer_table,
     layerwise,
     needs_times,
     omgs,
     optimal,
     plan_of_segments,
-    select_tensors,
     single,
     strategy_named,
 )
 from horovod_sparse.planning.optimal import best_segments, segment_tables
-from horovod_sparse.planning.selection import dense_of
 from support.merging_models import all_plans, costs, seconds, workloads
 
 
@@ -115,42 +110,6 @@ def test_500_layers_take_no_more_than_a_second() -> None:
     assert seconds(workload, plan, cost) < 0.999 * seconds(workload, omgs(workload, cost), cost)
 
 
-def test_joint_is_the_best_of_all_choices_of_a_few_parameters() -> None:
-    """A search by whole buckets and groups of sizes was worse than that on 53 of 656 such models."""
-    random = np.random.default_rng(7)
-    for _ in range(30):
-        sizes, times = 10 ** random.uniform(1, 6, 5), 10 ** random.uniform(-5, -2.5, 5)
-        facts = tuple(ParameterFacts(f"p{i}", int(size)) for i, size in enumerate(sizes))
-        fixed_seconds, each = 10 ** random.uniform(-5, -2.5, 4), 10 ** random.uniform(-11, -8.5, 4)
-        cost = CostModel(*map(AffineTime, fixed_seconds, each), fuse_dense=bool(random.integers(2)))
-        workload = Workload(facts, tuple(times), 1e-3)
-        best = float("inf")
-        for dense in itertools.product((False, True), repeat=5):
-            chosen = [fact.name for fact, whole in zip(facts, dense, strict=True) if whole]
-            step = workload.with_dense(chosen)
-            plans = all_plans(step) if step.sparse else [Plan((), step.dense_names)]
-            best = min([best, *(seconds(step, plan, cost) for plan in plans)])
-        found = joint(workload, cost)
-        assert seconds(workload.with_dense(found.dense), found, cost) <= best * (1 + 1e-12)
-
-
-def test_joint_finds_what_neither_alone_does() -> None:
-    # Eq. (1) keeps every small layer dense, 2 s each against 3; in one bucket 3 s do for all ten.
-    workload = chain(*[0.01] * 10, elements=1000)
-    cost = CostModel(AffineTime(), AffineTime(3.0), AffineTime(1.0, 2.5e-4), fuse_dense=False)
-    by_cost = workload.with_dense(dense_of(select_tensors("cost", workload.parameters, cost)))
-    assert len(by_cost.dense) == 10
-    assert seconds(by_cost, optimal(by_cost, cost), cost) == pytest.approx(20.01)
-    assert seconds(workload, joint(workload, cost), cost) == pytest.approx(3.1)
-    # and the other way round: large for Eq. (1), but sent while backward goes on, for nothing selected
-    workload = Workload((ParameterFacts("a", 1000), ParameterFacts("b", 1000)), (9.0, 1.0))
-    cost = CostModel(AffineTime(0.0, 1e-3), AffineTime(1.0), AffineTime(3.5))
-    assert not dense_of(select_tensors("cost", workload.parameters, cost))
-    assert seconds(workload, optimal(workload, cost), cost) == pytest.approx(13.0)
-    assert joint(workload, cost).dense == ("b",)
-    assert seconds(workload, joint(workload, cost), cost) == pytest.approx(12.0)
-
-
 def test_fixed_closes_a_bucket_once_it_is_full() -> None:
     facts = [ParameterFacts(f"p{i}", n) for i, n in enumerate([5, 4, 6, 9, 1])]
     assert fixed_elements(facts, 10).buckets == (("p4", "p3"), ("p2", "p1"), ("p0",))
@@ -169,7 +128,7 @@ def test_the_papers_table_v_for_what_does_not_depend_on_times(name, merged) -> N
 def test_names() -> None:
     assert strategy_named("layerwise") is layerwise
     assert strategy_named(fixed(bytes=100)) == fixed(bytes=100)
-    assert [needs_times(strategy) for strategy in STRATEGIES.values()] == [False, False, True, True, True]
+    assert [needs_times(strategy) for strategy in STRATEGIES.values()] == [False, False, True, True]
     assert not needs_times(fixed(num_elements=2))
     with pytest.raises(UnknownNameError, match=r"'optimum'.*optimal"):
         strategy_named("optimum")

@@ -174,7 +174,7 @@ class Choice:
     """What ranks have agreed on; or what the agreement ended with."""
 
     def __init__(self, process_set=None, number=0, by_horovod=None):
-        self.known, self.failure, self.chosen = True, None, TransportChoice(self, "mpi", "")
+        self.known, self.failure, self.chosen = True, None, TransportChoice(self, "")
 
     def is_known(self):
         return self.known

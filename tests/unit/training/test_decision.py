@@ -58,7 +58,6 @@ def asked(**arguments):
         ({"merging": "single", "groups": 2}, "merging and groups"),
         ({"groups": 2, "bucket_bytes": 8}, "groups and bucket_bytes"),
         ({"tensor_selection": "cost", "plan": Plan((("a",),))}, "tensor_selection and plan"),
-        ({"merging": "joint", "tensor_selection": "cost"}, "merging and tensor_selection"),
         ({"profile": PROFILE}, "merging='optimal'"),
         ({"merging": "optimal", "profile": 7}, "path of a saved"),
     ],
@@ -210,9 +209,7 @@ def test_a_rule_that_fails_on_rank_0_ends_planning_on_all():
     assert "on rank 0: ZeroDivisionError: division by zero" in str(second)
 
 
-@pytest.mark.parametrize(
-    "arguments", [{}, {"merging": "joint"}, {"groups": 2}, {"plan": Plan((("a", "b"), ("c", "d")))}]
-)
+@pytest.mark.parametrize("arguments", [{}, {"groups": 2}, {"plan": Plan((("a", "b"), ("c", "d")))}])
 def test_a_density_is_decided_with_the_plan_on_rank_0_for_all(arguments):
     limits = AutoDensity(least=0.005, most=0.5)
     request, plan = plan_request(**arguments, density=limits)
@@ -230,8 +227,7 @@ def test_a_density_is_decided_with_the_plan_on_rank_0_for_all(arguments):
     assert decided([dataclasses.replace(first.request, profile=free)] * 2)[0].plan.density == 0.5
     slow = {kind: Fit(1e-3, 1e-3) for kind in PROFILE.collectives}
     dear = dataclasses.replace(PROFILE, collectives=slow)
-    if "merging" not in arguments:  # joint sends all of them whole, and then no density matters
-        assert decided([dataclasses.replace(first.request, profile=dear)] * 2)[0].plan.density == 0.005
+    assert decided([dataclasses.replace(first.request, profile=dear)] * 2)[0].plan.density == 0.005
 
 
 SIZES = (40_000, 100, 300_000, 20_000, 5_000, 90_000, 700, 250_000, 60_000)
@@ -255,7 +251,7 @@ def on_hosts(levels="host", rank=0):
     return ClusterFacts(rank, 4, "torch", "gloo", 1e-3, topology=HOSTS if levels == "host" else None)
 
 
-@rows_by("merging,seed", ["optimal", "omgs", "joint"], range(3))
+@rows_by("merging,seed", ["optimal", "omgs"], range(3))
 def test_a_plan_is_held_against_all_plans_in_the_model_of_two_levels(merging, seed):
     profile = profile_of(seed, between=AlphaBeta(3e-4, 8e-9))
     made = plan_by_times(asked(merging=merging), on_hosts(), NINE, TOPK, profile)

@@ -45,7 +45,6 @@ def same_plan(optimizer) -> bool:
     [
         pytest.param("topk:density=0.05", {"merging": "optimal", "tensor_selection": "cost"}, id="optimal"),
         pytest.param(AUTO.format("exdyna"), {"groups": 2}, id="auto-groups"),
-        pytest.param("topk:density=0.05", {"merging": "joint"}, id="joint", marks=pytest.mark.nightly),
         pytest.param(AUTO.format("topk"), {"merging": "optimal"}, id="auto", marks=pytest.mark.nightly),
     ],
 )
