@@ -1,7 +1,6 @@
 """What scripts/cluster says to what it cannot do."""
 
 import os
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -39,24 +38,3 @@ def test_without_root_it_says_so() -> None:
 
 def _others_may_read(path: Path) -> bool:
     return all(os.stat(folder).st_mode & 0o001 for folder in path.parents)
-
-
-def test_without_the_right_to_make_namespaces_it_says_so() -> None:
-    command = ["setpriv", "--bounding-set", "-sys_admin", str(SCRIPT), "up", "--name", f"{NAME}-none"]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 77
-    assert "CAP_SYS_ADMIN" in result.stderr
-
-
-def test_without_iproute2_it_names_the_package(tmp_path: Path) -> None:
-    for tool in ("bash", "dirname", "env", "python3", "uname", "unshare", "setpriv"):
-        found = shutil.which(tool)
-        assert found is not None
-        (tmp_path / tool).symlink_to(found)
-    # Set, so that no environment of this checkout is put in front of PATH.
-    environment = {"PATH": str(tmp_path), "VIRTUAL_ENV": "none"}
-    result = subprocess.run(
-        ["/usr/bin/env", "bash", str(SCRIPT), "status"], capture_output=True, text=True, env=environment
-    )
-    assert result.returncode == 77
-    assert "apt-get install iproute2" in result.stderr

@@ -29,11 +29,6 @@ def refused(step: Any, words: str) -> None:
     assert time.monotonic() - begun < SECONDS
 
 
-def test_another_argument_to_horovods_own_tape(rank, size):
-    arguments = {"gradient_predivide_factor": 2.0} if rank == size - 1 else {}
-    refused(lambda: STOCK.train(TEXT, **arguments).step(given(rank, 0)), r"prescale_factor differs: ranks ")
-
-
 @pytest.mark.parametrize("other", ["none", "drop-in"])
 def test_another_way_of_one_tape(rank, size, other):
     if rank < size - 1 or other == "none":

@@ -15,7 +15,7 @@ from conformance.engines_tensorflow import TAPES, TapeTraining
 from horovod_sparse.cost import Fit
 from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.feedback import AutoDensity
-from horovod_sparse.merging import Plan, fixed, min_elements
+from horovod_sparse.merging import Plan
 from support.keras_models import fit, flat, keras, make_model, trained_densely
 from support.merging_models import profile_of_two
 
@@ -50,27 +50,6 @@ def same_everywhere(plan: Plan) -> bool:
 def profile(**changed):
     made = profile_of_two({"topk": Fit(1e-5, 1e-9)}, dict.fromkeys(SHAPES, 1e-3), 1e-3)
     return dataclasses.replace(made, size=hvd.size(), framework="tensorflow", **changed)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "plan"),
-    [
-        ({"merging": fixed(num_elements=150)}, Plan((("wide",), ("second",), ("bias", "first")))),
-        (
-            {"tensor_selection": min_elements(100)},
-            Plan((("wide", "second", "first"),), ("bias",)),
-        ),
-        ({"merging": Plan((("first", "wide"),), ("second", "bias"))}, None),
-    ],
-    ids=["fixed", "min_elements", "plan"],
-)
-def test_plans_that_need_no_times(arguments, plan):
-    descent = Descent(**arguments)
-    for number in range(2):
-        descent.run(number)
-    assert descent.compression.plan == (arguments["merging"] if plan is None else plan)
-    assert descent.compression.decision is None and not descent.compression.is_measured
-    descent.ledger.balance(descent)
 
 
 @pytest.mark.parametrize(

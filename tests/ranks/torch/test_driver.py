@@ -27,21 +27,6 @@ def rounds(rank: int, seed: int, number: int):
     return float(value[0])
 
 
-def test_an_error_ends_its_task_alone(rank, size):
-    def failing():
-        yield AllReduce(np.ones(1))
-        raise KeyError("of this task")
-
-    driver = HorovodDriver()
-    bad = driver.start("bad", failing())
-    good = driver.start("good", rounds(rank, 1, 3))
-    driver.wait()  # raises nothing
-    assert isinstance(bad.error, KeyError) and bad.done
-    with pytest.raises(KeyError, match="of this task"):
-        bad.value()
-    assert good.value() == sum(r + 1 for r in range(size)) * size**2
-
-
 def test_waiting_is_counted_and_advancing_is_not_waiting(rank, size):
     driver = HorovodDriver()
     hvd.barrier()

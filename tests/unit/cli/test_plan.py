@@ -101,29 +101,6 @@ def test_density_auto_is_the_largest_for_nothing(capsys, tmp_path):
     assert "a plan for density" in capsys.readouterr().err
 
 
-def test_two_levels_where_hosts_have_several_ranks(capsys):
-    common = ["plan", "--model", "resnet50", "--sparsifier", "topk", "--density", "0.001", "--json", "-"]
-    hosts = [*common, "--ranks", "512", "--per-host", "8"]
-
-    def told(*more: str) -> tuple[dict, str]:
-        assert main([*hosts, *more]) == 0
-        output = capsys.readouterr()
-        return json.loads(output.out), output.err
-
-    numbers, words = told()
-    assert numbers["levels"] == "host" and "64 hosts of 8 ranks" in words
-    flat, _ = told("--levels", "flat")
-    (host, beside), (plain, other) = (
-        [(row["name"], row["iteration_seconds"]) for row in one["compared"][:2]] for one in (numbers, flat)
-    )
-    assert host[1] < plain[1]
-    assert (beside, other) == (("optimal, flat", plain[1]), ("optimal, host", host[1]))
-    slow, words = told("--host-bandwidth", "100mbit")
-    assert slow["levels"] == "flat" and "levels: flat" in words
-    assert main([*common, "--levels", "host"]) == 2
-    assert "--per-host" in capsys.readouterr().err
-
-
 @pytest.fixture
 def bucket_of_bytes(tmp_path):
     """One bucket of a million elements, for which only bytes and 10 ms of backward take time."""
@@ -259,11 +236,6 @@ def test_a_profile_tells_of_the_update_and_of_fused_sums(capsys, tmp_path):
     assert after["dense_seconds"] == pytest.approx(0.1 + 0.1 / 3 + 6.0, rel=0.02)
     given = numbers(capsys, "--profile", str(known), "--update", "10ms")
     assert after["sparse_seconds"] - given["sparse_seconds"] == pytest.approx(0.09)
-
-
-def test_models_of_any_size_are_cut_into_buckets_that_may_be(capsys):
-    found = numbers(capsys, "--params", "175e9")
-    assert 0 < found["sparse_seconds"] < found["dense_seconds"]
 
 
 @pytest.mark.parametrize(

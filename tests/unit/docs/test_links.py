@@ -5,7 +5,6 @@ from __future__ import annotations
 import configparser
 import dataclasses
 import importlib
-import os
 import re
 import subprocess
 import sys
@@ -166,15 +165,6 @@ def test_the_table_of_what_was_tried_is_what_was_measured() -> None:
     matrix = ROOT / "scripts" / "lib" / "checks" / "matrix.py"
     done = subprocess.run([sys.executable, matrix, "--check"], capture_output=True, text=True)
     assert done.returncode == 0, f"run scripts/check matrix, or write its table anew: {done.stderr}"
-
-
-def test_the_image_is_made_by_what_is_here() -> None:
-    text = (ROOT / "Dockerfile").read_text("utf-8")
-    for script in re.findall(r"scripts/\w+", text):
-        assert os.access(ROOT / script, os.X_OK), script
-    for example in re.findall(r"examples/\w+\.py", text):
-        assert (ROOT / example).is_file(), example
-    assert (ROOT / ".dockerignore").is_file(), ".venv of a checkout would be copied"
 
 
 def test_every_requirement_is_locked_to_a_version_that_fits() -> None:

@@ -66,16 +66,6 @@ def test_resume_is_invisible(case: Case, scenario: Scenario) -> None:
         assert [r.tobytes() for r in step.residuals] == [r.tobytes() for r in expected.residuals]
 
 
-@pytest.mark.parametrize("case", _KEEPING, ids=case_id)
-def test_a_fresh_state_is_noticed(case: Case) -> None:
-    """Everything that `saved` holds matters: without it the run goes on differently."""
-    scenario = Scenario(3, 2000, num_steps=9)
-    gradients = random_gradients(scenario, layered)
-    whole = run(case.recipe, scenario, gradients)
-    fresh = run(case.recipe, scenario, gradients[5:])
-    assert fresh.steps[0].residuals[0].tobytes() != whole.steps[5].residuals[0].tobytes()
-
-
 @pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_a_step_changes_nothing_in_the_state_that_it_began_with(case: Case) -> None:
     """So a step is given up by taking that one, and nobody copies states."""

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from horovod_sparse.sparsifiers import BucketInfo, ExDyna
-from horovod_sparse.sparsifiers.exdyna import Partitions, move_one_block, move_proportionally, partition
+from horovod_sparse.sparsifiers.exdyna import Partitions, move_proportionally, partition
 
 # Algorithms 2 and 3 of ExDyna line by line as printed, with the paper's names and order; where the scan lost
 # a sign (lines 17, 18 and 28) it is restored from the mirrored case.
@@ -85,13 +85,6 @@ def algorithm_3(
 quick = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 
 
-def moved(blocks: list[int], counts: list[float], num_elements: int = 6400, **options: float) -> list[int]:
-    """Blocks of 10 elements after one call of Algorithm 3."""
-    partitions = Partitions(10, np.array(blocks))
-    after = move_one_block(partitions, np.array(counts), num_elements, **options)  # type: ignore[arg-type]
-    return after.num_blocks.tolist()
-
-
 def test_algorithm_2_by_hand() -> None:
     # n = 1024 * 97 = 99 328, n_b = 1024: temp = 97, sz_blk = 97 - 97 % 32 = 96. At 96 elements per block
     # 99 328 // 96 = 1034 blocks fit and 64 elements are left over. P = 4: quotient 258, remainder 2.
@@ -118,21 +111,6 @@ def test_parts_cover_the_bucket_and_are_nearly_equal(num_elements: int, size: in
     lengths = [stop - start for start, stop in windows]
     assert max(lengths) - min(lengths) < 2 * parts.block_length
     assert num_elements < 4 * size or parts.num_blocks.min() >= 4, "blocks to move"
-
-
-def test_a_moved_block_counts_for_the_next_pair() -> None:
-    # P = 3, mean 100, n = 640, blocks of 10: k_move = 1 * 10 * 300 / 640 = 4.6875.
-    # Pair (0, 1): 1.30 > 1.05 and 0.92 < 0.952: a block goes right; k becomes 125.3, 96.6875, 78.
-    # Pair (1, 2): 0.966875 is not > 1.05: nothing. Without k_move it would not move either.
-    assert moved([22, 21, 21], [130, 92, 78], 640) == [21, 22, 21]
-    # Counts 85, 103, 112. Pair (0, 1): det2 = 1.03 is not > 1.05: nothing. Pair (1, 2): nothing.
-    assert moved([22, 21, 21], [85, 103, 112], 640) == [22, 21, 21]
-    # Counts 80, 107, 113: pair (0, 1): a block comes from the right; part 1 falls to 102.3.
-    # Pair (1, 2): 1.023 and 1.13: nothing.
-    assert moved([22, 21, 21], [80, 107, 113], 640) == [23, 20, 21]
-    # Counts 130, 94, 76 with 3 blocks at once: k_move = 14.0625. Pair (0, 1) moves: k = 115.9, 108.06, 76.
-    # Only because of k_move part 1 is now too full (1.0806 > 1.05) and hands three on to part 2.
-    assert moved([22, 21, 21], [130, 94, 76], 640, num_moved=3) == [19, 21, 24]
 
 
 @quick

@@ -1,7 +1,6 @@
 """What the demo says: predicted times, bytes of the interface, and when a score was reached."""
 
 import math
-import time
 
 import pytest
 
@@ -31,20 +30,6 @@ def test_a_pass_is_computing_and_bytes_by_the_rate():
     factors = (4 * 1100 + 100) / 100_100
     assert seconds[demo.POWER] == pytest.approx(factors * dense, rel=1e-2)
     assert seconds[demo.LOCAL] < seconds[demo.SPARSE] < dense / 50
-
-
-def test_loopback_is_shared_and_waits_where_hosts_do_not(tmp_path, monkeypatch):
-    counter, slept = tmp_path / "tx_bytes", []
-    counter.write_text("4000")
-    monkeypatch.setattr(demo, "Path", lambda name: counter)
-    monkeypatch.setattr(time, "sleep", slept.append)
-    networks = [demo.Network(hosts, rate=1e6) for hosts in (False, True)]
-    counter.write_text("1004000")
-    for network in networks:
-        network.wait()
-        network.wait()
-    assert slept == [2.0, 0.0, 0.0, 0.0]
-    assert [network.sent() for network in networks] == [251_000, 1_004_000]
 
 
 def test_the_table_says_when_the_dense_score_was_reached(tmp_path):

@@ -1,8 +1,5 @@
 """The studies themselves, at tiny sizes; and what their committed measurements promise."""
 
-from typing import Any
-
-import numpy as np
 import pytest
 import torch
 
@@ -13,59 +10,12 @@ pytest.importorskip("rich")
 from studies import convergence, feedback, residuals, results, schedules, threshold
 from studies.baselines import BASELINES
 from studies.papers import counts, pictures
-from studies.tasks import Task, digits_task, small_digits_task, text_task
-from studies.training import train
-
-from horovod_sparse.feedback import recipe
+from studies.tasks import Task, digits_task, small_digits_task
 
 
 @pytest.fixture(scope="module")
 def tiny_digits() -> Task:
     return digits_task(width=4, batch_size=2)
-
-
-def dense_by_hand(task: Task, size: int, num_steps: int, rates: list[float]) -> np.ndarray:
-    """Plain SGD with momentum on the mean of all ranks' gradients."""
-    torch.manual_seed(3)
-    model = task.make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=task.momentum)
-    streams = [task.batches(rank, size, num_steps, 3) for rank in range(size)]
-    losses = []
-    for rate in rates[:num_steps]:
-        optimizer.param_groups[0]["lr"] = rate
-        optimizer.zero_grad()
-        loss = sum(
-            task.loss(model, *(torch.from_numpy(array) for array in next(stream))) for stream in streams
-        )
-        (loss / size).backward()
-        optimizer.step()
-        losses.append(float(loss.detach()) / size)
-    return np.array(losses)
-
-
-@pytest.mark.parametrize("make", [lambda: digits_task(4, 2), lambda: text_task(4, 2, 8, 4)])
-def test_density_one_is_dense_training(make: Any) -> None:
-    task, rates = make(), [0.1, 0.1, 0.01, 0.1]
-    trace = train(
-        task, recipe("topk", density=1.0), size=2, num_steps=4, learning_rate_at=rates.__getitem__, seed=3
-    )
-    np.testing.assert_allclose(trace.losses, dense_by_hand(task, 2, 4, rates), rtol=1e-4)
-    assert trace.counts == trace.targets == [trace.num_elements] * 4
-
-
-def test_a_trace_tells_what_was_asked_and_achieved(tiny_digits: Task) -> None:
-    setting = threshold.Setting(tiny_digits, 0.02, density=0.1, size=2, num_steps=12, warmup_steps=4)
-    run = threshold.measure(setting, "exdyna sketch")
-    n = run["num_elements"]
-    # the warm-up by its formula: 0.25 * (0.1 / 0.25) ** (t / 4)
-    assert run["targets"] == [
-        round(n * (0.25 * 0.4 ** (t / 4) if t < 4 else 0.1)) for t in range(setting.num_steps)
-    ]
-    assert len(run["counts"]) == len(run["imbalance"]) == len(run["global_error"]) == 12
-    assert all(value >= 1.0 for value in run["imbalance"])
-    # nothing is held back before the first step
-    assert run["global_error"][0] == 0.0 < run["global_error"][1]
-    assert 0.0 <= run["score"] <= 1.0
 
 
 @pytest.mark.nightly

@@ -262,7 +262,10 @@ def test_all_of_an_optimizers_state_is_looked_at() -> None:
                 return loss
 
             optimizer.step(closure)
-        assert wanted <= {entry.name for entry in shared_entries({"w": weight}, optimizer)}
+        entries = {entry.name: entry for entry in shared_entries({"w": weight}, optimizer)}
+        assert wanted <= set(entries)
+        entries["lr of group 0"].write(np.frombuffer(b"0.125".ljust(64), np.uint8))
+        assert optimizer.param_groups[0]["lr"] == 0.125
 
 
 def test_the_order_of_memory_does_not_matter() -> None:

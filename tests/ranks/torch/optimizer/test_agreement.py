@@ -54,27 +54,6 @@ def finish(under_way: dict[str, Any]) -> None:
             stock.allreduce(torch.zeros(shape, dtype=dtype), name=name)
 
 
-@pytest.mark.parametrize("change", ["dtype", "half", "shape", "name", "missing", "frozen"])
-def test_another_model(rank, size, change):
-    is_last, shapes = rank == size - 1, fresh(SHAPES)
-    names = list(shapes)
-    kinds = dict.fromkeys(names, torch.float16 if change == "half" else torch.float32)
-    if is_last and change == "shape":
-        shapes[names[2]] = (5, 3, 11)
-    elif is_last and change == "name":
-        shapes[f"{names[2]}x"] = shapes.pop(names[2])
-        kinds[f"{names[2]}x"] = torch.float32
-    elif is_last and change == "missing":
-        del shapes[names[2]]
-    elif is_last and change != "frozen":
-        kinds[names[2]] = torch.bfloat16
-    model = LinearModel(shapes, kinds)
-    if is_last and change == "frozen":
-        model.get_parameter(names[2]).requires_grad_(False)
-    words = rf"do not train the same model: {names[2]} "
-    refused(wrapped("stock", model, TEXT), model, words, rank, errors.StateMismatchError)
-
-
 @pytest.mark.controllers
 @pytest.mark.parametrize(
     ("one", "other"),
