@@ -331,17 +331,17 @@ def load_more(
     return int(entry["step"]), training
 
 
-def _keeper_of(source: Any) -> tuple[StateKeeper, Any]:
-    """What has the state, and the ranks."""
+def _keeper_of(source: Any) -> tuple[Any, Any]:
+    """What has the state, a `StateKeeper` or LocalSteps, and the ranks."""
     source = distributed_in(source) or source
     keeper = getattr(source, "_horovod_sparse_keeper", None)
-    if not isinstance(keeper, StateKeeper):
+    if keeper is None:
         raise ArgumentError(
             "source",
             type(source),
             "a sparsifier such as Compression.topk(...), or an optimizer of DistributedOptimizer with one",
         )
-    known = source if keeper.synchronizer is None else keeper.synchronizer
+    known = getattr(keeper, "synchronizer", None) or source
     process_set = getattr(known, "process_set", None) or hvd.global_process_set
     if not process_set.included():
         raise ArgumentError("source", type(source), "one whose process set includes this rank")

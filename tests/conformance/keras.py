@@ -381,7 +381,7 @@ def test_local_steps(rank, size):
     np.testing.assert_allclose(flat(dense), flat(trained_densely(sgd(), rank, size)), **CLOSE)
 
 
-def test_replicas_are_equal_after_every_exchange_of_local_steps(rank, size):
+def test_replicas_are_equal_after_every_exchange_of_local_steps(folder, rank, size):
     seen = []
 
     class Look(keras.callbacks.Callback):
@@ -393,8 +393,8 @@ def test_replicas_are_equal_after_every_exchange_of_local_steps(rank, size):
         model.build((None, 8))
         return model
 
-    def local_steps():
-        return hvd.LocalSteps(every=3, compression="topk:density=0.1", check_every=1)
+    def local_steps(every=3):
+        return hvd.LocalSteps(every=every, compression="topk:density=0.1", check_every=1)
 
     model, local = model_of(), local_steps()
     fit(model, sgd(momentum=0.0), rank, size, epochs=1, callbacks=[local, Look()])
@@ -402,11 +402,13 @@ def test_replicas_are_equal_after_every_exchange_of_local_steps(rank, size):
     assert [np.array_equal(*both) for both in zip(*ranks[:2], strict=True)] == 2 * [False, False, True]
     assert (local.rounds.step, local.rounds.taken) == (3, 0)
 
-    again, resumed = model_of(), local_steps()
-    again.set_weights(model.get_weights())
-    resumed.load_state_dict(copy.deepcopy(local.state_dict()))
-    for one, callback in ((model, local), (again, resumed)):
-        fit(one, sgd(momentum=0.0), rank, size, epochs=1, callbacks=[callback])
-    np.testing.assert_array_equal(flat(model), flat(again))
+    saved = []
+    for epochs, folder_of in ((2, folder / "whole"), (1, folder), (2, folder)):  # the last goes on
+        again, resumed = model_of(), local_steps(every=4)  # an epoch ends in the midst of a round
+        saves = hvd.callbacks.CheckpointCallback(folder_of, local=resumed)
+        fit(again, sgd(momentum=0.0), rank, size, epochs=epochs, callbacks=[saves, resumed])
+        saved.append((saves.loaded_step, flat(again)))
+    assert [step for step, _ in saved] == [None, None, 1]
+    np.testing.assert_array_equal(saved[0][1], saved[2][1])
     with pytest.raises(ArgumentError, match="distributed"):
         fit(again, hvd.DistributedOptimizer(sgd(), compression=SPARSE), rank, size, callbacks=[resumed])

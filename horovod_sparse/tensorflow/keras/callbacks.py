@@ -15,6 +15,7 @@ from horovod_sparse.errors import ArgumentError
 from horovod_sparse.tensorflow import state
 from horovod_sparse.tensorflow._horovod import hvd
 from horovod_sparse.tensorflow.functions import allgather_object, broadcast_variables
+from horovod_sparse.tensorflow.keras.local_steps import LocalSteps
 from horovod_sparse.tensorflow.tensors import as_variable, build, checked_variable, variables_of
 
 
@@ -307,6 +308,8 @@ class CheckpointCallback(tf.keras.callbacks.Callback):
         directory: made if it is missing; the same for all ranks, or each host's own. One for each training.
         save_freq: "epoch", or a number of batches.
         keep: checkpoints that stay.
+        local: the `LocalSteps` behind this one, whose state is saved in place of a distributed optimizer's.
+            Then nothing may be broadcast once a checkpoint is there: weights differ within a round.
 
     Raises:
         ArgumentError: for another `save_freq`.
@@ -316,26 +319,31 @@ class CheckpointCallback(tf.keras.callbacks.Callback):
     """
 
     def __init__(
-        self, directory: str | os.PathLike[str], save_freq: str | int = "epoch", keep: int = 2
+        self,
+        directory: str | os.PathLike[str],
+        save_freq: str | int = "epoch",
+        keep: int = 2,
+        local: LocalSteps | None = None,
     ) -> None:
         super().__init__()
         if save_freq != "epoch":
             check_count("save_freq", save_freq, "'epoch', or a number of batches of 1 or more")
         check_count("keep", keep)
-        self.directory, self.save_freq, self.keep = directory, save_freq, keep
+        self.directory, self.save_freq, self.keep, self._local = directory, save_freq, keep, local
         #: of the checkpoint that the training goes on from; None without one
         self.loaded_step: int | None = None
         self._epoch = self._num_batches = 0
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Goes on from the newest checkpoint, if there is any on some rank."""
-        if not state.is_anything_there(self.directory, self.model.optimizer):
+        if not state.is_anything_there(self.directory, self._local or self.model.optimizer):
             return
         if not self.model.built:
             raise ArgumentError("model", type(self.model), "one that is built: model.build(...) before fit")
         optimizer = self.model.optimizer
         build(optimizer, self.model.trainable_variables)
-        self.loaded_step, more = state.load_more(self.directory, optimizer, None, self._variables())
+        source = self._local or optimizer
+        self.loaded_step, more = state.load_more(self.directory, source, None, self._variables())
         self._epoch = int(more["epoch"])
         if hasattr(self.model, "_initial_epoch"):
             self.model._initial_epoch = self._epoch  # where Keras' BackupAndRestore puts it
@@ -363,7 +371,7 @@ class CheckpointCallback(tf.keras.callbacks.Callback):
 
     def _save(self, epoch: int) -> None:
         variables, more = self._variables(), {"epoch": epoch}
-        state.save_more(self.directory, self.model.optimizer, self.keep, variables, more)
+        state.save_more(self.directory, self._local or self.model.optimizer, self.keep, variables, more)
 
     def _variables(self) -> list[Any]:
         # with states of random generators, where they are variables: they are this rank's own

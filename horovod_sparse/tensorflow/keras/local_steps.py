@@ -261,6 +261,11 @@ class LocalSteps(tf.keras.callbacks.Callback):
         self.rounds: Rounds | None = None
         self._waiting: Mapping[str, Any] | None = None
 
+    @property
+    def _horovod_sparse_keeper(self) -> LocalSteps:
+        """What a checkpoint asks for state: see `horovod_sparse.tensorflow.state`."""
+        return self
+
     def on_train_begin(self, logs: Any = None) -> None:
         if not takes_part(self.process_set):
             return
@@ -310,5 +315,9 @@ class LocalSteps(tf.keras.callbacks.Callback):
         """Goes on from an entry of this rank, beside its model's and its optimizer's variables."""
         self._waiting = entry
         if self.rounds is not None and entry:
-            check_entry(entry, self._given.recipe, "LocalSteps uses {}")
+            self.check(entry)
             self.rounds.load(entry)
+
+    def check(self, entry: Mapping[str, Any]) -> None:
+        """Refuses an entry of another algorithm, or a damaged one."""
+        check_entry(entry, self._given.recipe, "LocalSteps uses {}")
