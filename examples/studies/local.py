@@ -161,7 +161,7 @@ def _apart(
         velocity = method.momentum * velocity + mean
         start = start - method.lr * (mean + method.momentum * velocity)
         for one in models:
-            torch.nn.utils.vector_to_parameters(start, one.parameters())
+            torch.nn.utils.vector_to_parameters(start.clone(), one.parameters())  # they become views of it
     torch.nn.utils.vector_to_parameters(start, model.parameters())
     if cluster is not None:
         sent = sum(each[0] for each in cluster.recorder.bytes_sent)
