@@ -50,8 +50,13 @@ SPELLINGS = ["".join(letters) for letters in itertools.product(*((one, one.upper
 
 @pytest.mark.parametrize(
     ("kills", "ranks"),
-    [([KILLS[1], KILLS[15], KILLS[8]], 2), pytest.param(KILLS, 3, marks=pytest.mark.nightly)],
-    ids=["some", "all"],
+    [
+        ([KILLS[1], KILLS[15], KILLS[8]], 2),
+        pytest.param(KILLS, 2, marks=pytest.mark.nightly),
+        # of several survivors one notices after Gloo's time-out only, within which a worker has to start, too
+        pytest.param(KILLS[::3], 3, marks=pytest.mark.nightly),
+    ],
+    ids=["some", "all", "several survive"],
 )
 def test_ranks_with_local_steps_are_killed(tmp_path, kills, ranks):
     """No hang, survivors are equal after every exchange, and the training ends as undisturbed ones do.
@@ -61,10 +66,16 @@ def test_ranks_with_local_steps_are_killed(tmp_path, kills, ranks):
     task = {"rounds": len(kills) + 40, "kills": kills}
     hosts = SPELLINGS[: len(kills) + ranks]
     with elastic_job(
-        tmp_path, LOCAL_WORKER, json.dumps(task), hosts=hosts[:ranks], least=ranks, most=ranks
+        tmp_path,
+        LOCAL_WORKER,
+        json.dumps(task),
+        hosts=hosts[:ranks],
+        least=ranks,
+        most=ranks,
+        HOROVOD_GLOO_TIMEOUT_SECONDS="120",
     ) as job:
         job.set_hosts(hosts)
-        for number in range(len(kills)):  # survivors may wait for a minute first
+        for number in range(len(kills)):
             job.wait_for(lambda entries, number=number: len(of(entries, "dies")) > number, 300.0)
         assert job.wait(900.0) == 0, job.log
         entries, log = job.entries, job.log
@@ -79,6 +90,8 @@ def test_ranks_with_local_steps_are_killed(tmp_path, kills, ranks):
     ended = done[exchanges[-1]["life"], task["rounds"]]
     assert len(ended) == ranks
     assert 0 < log.count("what waited in their residuals") <= len(kills)
-    assert len({entry["life"] for entry in exchanges}) > 1 and "begins at step 0" in log
+    anew = len({entry["life"] for entry in exchanges}) > 1
+    assert anew or ranks > 2
+    assert "begins at step 0" in log or not anew
     undisturbed = [entry["loss"] for entry in of(entries, "undisturbed", rank=0)]
     assert ended[0]["loss"] < 1.5 * max(undisturbed), (ended[0], undisturbed)
